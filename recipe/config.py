@@ -1,0 +1,288 @@
+"""What a run is told: dataclass defaults < recipe YAML < command line, all checked before anything is built.
+
+In: the command line. Out: one frozen `TrainConfig`, or a `UserError` whose message is the whole explanation.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import math
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import yaml
+from transformers import HfArgumentParser
+from transformers.trainer_utils import SchedulerType
+
+CONFIGS_DIR = Path(__file__).parent / "configs"
+STANDARD_LIBRARY = "python_standard_library"  # the dataset_name that needs no download: the demo's corpus
+DATA_SOURCES = ("dataset_dir", "train_file", "dataset_name")
+
+
+class UserError(Exception):
+    """Something the user can put right. The message says what was found, what was expected and what to do."""
+
+
+def _field(default: Any, text: str, **kwargs) -> Any:
+    return field(default=default, metadata={"help": text, **kwargs})
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One training run. Names are Hugging Face's (`TrainingArguments` 5.x, `run_clm.py`) wherever it has one."""
+
+    # --- what a run leaves, and where
+    output_dir: str | None = _field(None, "Folder of the run. Default: the first free runs/NAME, runs/NAME-2, ...")
+    overwrite: bool = _field(False, "Remove another run's checkpoints and results from output_dir first.")
+    run_name: str | None = _field(None, "Name in trackers, in the default output_dir and in the model card.")
+    seed: int = _field(1337, "Seeds the initial weights and the order of the training rows.")
+
+    # --- data: exactly one of dataset_dir, train_file and dataset_name
+    dataset_dir: str | None = _field(None, "Packed dataset, as written by scripts/prepare_data.py.")
+    train_file: list[str] | None = _field(None, "Text to prepare first: .txt, .jsonl, .json or .parquet files.")
+    validation_file: list[str] | None = _field(None, "Validation text. Default: a share of the training documents.")
+    dataset_name: str | None = _field(
+        None, f"Hub id or local folder of a dataset to prepare first, or '{STANDARD_LIBRARY}'."
+    )
+    dataset_config_name: str | None = _field(None, "Configuration of dataset_name.")
+    text_column_name: str = _field("text", "Column that holds the text (jsonl, parquet, dataset_name).")
+    validation_split_percentage: float = _field(5.0, "Percent of documents held out where no validation is given.")
+    tokenizer_name: str | None = _field(None, "Tokenizer folder or Hub id. Default: train one on the training text.")
+    tokenizer_vocab_size: int | None = _field(None, "Size of the byte-level BPE to train without tokenizer_name.")
+    cache_dir: str = _field("runs/data", "Where train_file and dataset_name are prepared, once for all runs.")
+    block_size: int = _field(1024, "Tokens a row: the model's context length.")
+    dataloader_num_workers: int = _field(0, "Processes that build batches; 0 builds them in the training process.")
+
+    # --- model
+    model_type: Literal["gpt2"] = _field("gpt2", "Transformers model type.")
+    config_overrides: dict | str | None = _field(
+        None, "Values for the model's own config: a mapping in YAML, n_layer=4,n_embd=128 on the command line."
+    )
+    pad_vocab_to_multiple_of: int = _field(128, "Pad the embedding matrix for fast matmuls; padding is never exported.")
+    attn_implementation: Literal["sdpa", "eager"] = _field("sdpa", "sdpa takes the flash kernels, without a mask.")
+    activation_checkpointing: bool = _field(False, "Recompute activations in backward: less memory, more time.")
+    loss_chunks: int = _field(1, "Compute the loss in this many pieces: less memory, more time.")
+    label_smoothing_factor: float = _field(0.0, "Share of probability spread over all real tokens.")
+
+    # --- batch: the recipe fixes the global one, the hardware the one per device
+    global_batch_size: int = _field(512, "Sequences per optimizer step over all devices.")
+    per_device_train_batch_size: int | str | None = _field(
+        "auto", "Sequences per forward on one device (the micro-batch), or auto: the largest that fits."
+    )
+    per_device_eval_batch_size: int | None = _field(None, "The same for evaluation. Default: as in training.")
+    gradient_accumulation_steps: int | None = _field(None, "Derived from the batch sizes; if given, it must agree.")
+
+    # --- optimizer and schedule
+    max_steps: int = _field(19073, "Optimizer steps of the whole run.")
+    optim: Literal["adamw_torch_fused", "adamw_torch"] = _field("adamw_torch_fused", "Optimizer.")
+    learning_rate: float = _field(6e-4, "Peak learning rate.")
+    lr_scheduler_type: str = _field("cosine_with_min_lr", "Any of Transformers' schedules.")
+    lr_scheduler_kwargs: dict | str | None = _field(None, "Its own arguments, e.g. min_lr_rate=0.1.")
+    warmup_steps: float = _field(715, "Linear warm-up steps; below 1 it is a share of max_steps.")
+    weight_decay: float = _field(0.1, "On matrices and embeddings only.")
+    adam_beta1: float = _field(0.9, "AdamW beta1.")
+    adam_beta2: float = _field(0.95, "AdamW beta2.")
+    adam_epsilon: float = _field(1e-8, "AdamW epsilon.")
+    max_grad_norm: float = _field(1.0, "Clip the global gradient norm here; 0 does not clip.")
+
+    # --- precision and compile: auto takes the best the hardware really has, unless the launcher has decided
+    mixed_precision: Literal["auto", "no", "bf16", "fp16"] = _field("auto", "Autocast type.")
+    tf32: bool = _field(True, "TF32 for the CUDA matmuls that stay in fp32.")
+    dynamo_backend: str = _field("auto", "auto, no, or a torch dynamo backend such as inductor.")
+
+    # --- periodic
+    logging_steps: int = _field(10, "Steps between log lines; the only steps on which the host waits for the device.")
+    eval_steps: int = _field(250, "Steps between evaluations of the whole validation split; 0: only first and last.")
+    save_steps: int = _field(1000, "Steps between checkpoints; 0: none.")
+    save_total_limit: int | None = _field(None, "Keep this many checkpoints, the newest. Default: all.")
+    resume_from_checkpoint: str | None = _field(None, "A checkpoint folder, or latest: the newest in output_dir.")
+    report_to: list[str] | None = _field(None, "Trackers of Accelerate, e.g. tensorboard wandb.")
+
+    # --- at the end
+    sample_prompt: str = _field("The", "Prompt of the sample printed at the end.")
+    push_to_hub: bool = _field(False, "Upload the final model to the Hub.")
+    hub_model_id: str | None = _field(None, "user/name of the model repository on the Hub.")
+    hub_private_repo: bool = _field(False, "Create the Hub repository as private.")
+
+    def __post_init__(self):
+        _check_values(self)
+
+
+def load_config(argv: list[str] | None = None) -> tuple[TrainConfig, str]:
+    """Parse the command line; `--config NAME|FILE.yaml` (default: demo) sets the defaults under it.
+
+    Returns the config and the name of the recipe it came from. Raises `UserError`.
+    """
+    parser = _Parser(TrainConfig, prog="recipe/train.py", allow_abbrev=False)
+    parser.add_argument("--config", default="demo", help="Recipe: a name in recipe/configs or a YAML file.")
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if not {"-h", "--help"} & set(argv):  # with every default suppressed, what is left is what was typed
+        for action in parser._actions:
+            action.default = argparse.SUPPRESS
+    given, unknown = parser.parse_known_args(argv)
+    given = vars(given)
+    recipe = given.pop("config", "demo")
+    names = [f.name for f in dataclasses.fields(TrainConfig)]
+    if unknown:
+        raise UserError(_unknown_message(f"option {unknown[0]}", unknown[0].lstrip("-").split("=")[0], names, "--"))
+    from_file = load_yaml(recipe)
+    for key in from_file:
+        if key not in names:
+            raise UserError(_unknown_message(f"key '{key}' in {recipe}", str(key), names))
+    if any(source in given for source in DATA_SOURCES):  # a source that was typed replaces the recipe's own
+        from_file = {key: value for key, value in from_file.items() if key not in (*DATA_SOURCES, "validation_file")}
+    hints = get_type_hints(TrainConfig)
+    values = {key: _convert(key, value, hints[key]) for key, value in {**from_file, **given}.items()}
+    return TrainConfig(**values), Path(recipe).stem
+
+
+def load_yaml(recipe: str) -> dict[str, Any]:
+    """Read a recipe by name (`gpt2_124m`) or path. Raises `UserError` if it is not there or not a mapping."""
+    path = Path(recipe) if recipe.endswith((".yaml", ".yml")) else CONFIGS_DIR / f"{recipe}.yaml"
+    if not path.is_file():
+        known = sorted(p.stem for p in CONFIGS_DIR.glob("*.yaml"))
+        raise UserError(f"no recipe '{recipe}': pass a .yaml file or one of {', '.join(known)}")
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        kind = "empty" if content is None else f"a {type(content).__name__}"
+        raise UserError(f"{path} must hold a mapping of options to values, and is {kind}")
+    return content
+
+
+def save_config(config: TrainConfig, path: Path) -> None:
+    """Write the resolved config so that `--config PATH` repeats the run."""
+    values = {key: value for key, value in dataclasses.asdict(config).items() if value is not None}
+    path.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+
+
+class _Parser(HfArgumentParser):
+    def error(self, message):
+        raise UserError(message.replace("argument ", "", 1))
+
+
+def _unknown_message(what: str, key: str, names: list[str], prefix: str = "") -> str:
+    nearest = difflib.get_close_matches(key.replace("-", "_").removeprefix("no_"), [*names, "config"], n=1, cutoff=0.5)
+    hint = f"did you mean {prefix}{nearest[0]}?" if nearest else "--help lists all options"
+    return f"unknown {what}; {hint}"
+
+
+def _convert(key: str, value: Any, hint: Any) -> Any:
+    """Bring a YAML or command-line value to the field's type, or raise `UserError`.
+
+    YAML 1.1 reads `6e-4` as a string, so strings that are numbers are taken as numbers.
+    """
+    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    if value is None and type(None) in options:
+        return None
+    if dict in options:
+        return parse_mapping(key, value)
+    for option in options:
+        if get_origin(option) is Literal and value is False and "no" in get_args(option):
+            return "no"  # YAML 1.1 reads a bare `no` as false
+        if get_origin(option) is Literal and value in get_args(option):
+            return value
+        if get_origin(option) is list and isinstance(value, (list, str)) and value:
+            return [str(item) for item in ([value] if isinstance(value, str) else value)]
+        if option is bool and isinstance(value, bool):
+            return value
+        if option in (int, float) and not isinstance(value, bool) and isinstance(value, (int, float, str)):
+            try:
+                number = float(value)
+            except ValueError:
+                continue
+            if not math.isfinite(number):
+                continue
+            if option is float:
+                return number
+            if number == int(number):
+                return int(value) if isinstance(value, int) else int(number)
+        if option is str and isinstance(value, str):
+            return value
+        if option is str and value is False:
+            return "no"
+    names = []
+    for option in options:
+        if option is not type(None):
+            names.append(
+                " or ".join(map(str, get_args(option)))
+                if get_origin(option) is Literal
+                else {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}.get(
+                    option, "a list of strings"
+                )
+            )
+    raise UserError(f"{key} must be {' or '.join(names)}, got {value!r}")
+
+
+def parse_mapping(key: str, value: Any) -> dict[str, Any]:
+    """`{n_layer: 4}` or `'n_layer=4,n_embd=128'` -> dict with values read as YAML scalars."""
+    if isinstance(value, str):
+        pairs = [pair.partition("=") for pair in value.split(",") if pair.strip()]
+        if not all(name.strip() and equals for name, equals, _ in pairs):
+            raise UserError(f"{key} must look like n_layer=4,n_embd=128, got {value!r}")
+        try:
+            return {name.strip(): yaml.safe_load(text) for name, _, text in pairs}
+        except yaml.YAMLError as error:
+            raise UserError(f"{key} must look like n_layer=4,n_embd=128, got {value!r}") from error
+    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+        raise UserError(f"{key} must be a mapping of names to values, got {value!r}")
+    return value
+
+
+def _check_values(config: TrainConfig) -> None:
+    """Ranges, and the options that need or exclude one another."""
+
+    def require(ok: bool, name: str, expected: str) -> None:
+        if not ok:
+            raise UserError(f"{name} must be {expected}, got {getattr(config, name)!r}")
+
+    for name in ("block_size", "pad_vocab_to_multiple_of", "loss_chunks", "global_batch_size", "max_steps",
+                 "logging_steps", "per_device_eval_batch_size", "gradient_accumulation_steps",
+                 "save_total_limit"):  # fmt: skip
+        value = getattr(config, name)
+        require(value is None or value >= 1, name, "at least 1")
+    for name in ("eval_steps", "save_steps", "dataloader_num_workers", "seed", "weight_decay", "max_grad_norm",
+                 "warmup_steps"):  # fmt: skip
+        require(getattr(config, name) >= 0, name, "at least 0")
+    for name in ("learning_rate", "adam_epsilon"):
+        require(getattr(config, name) > 0, name, "greater than 0")
+    for name in ("adam_beta1", "adam_beta2", "label_smoothing_factor"):
+        require(0 <= getattr(config, name) < 1, name, "at least 0 and below 1")
+    require(0 < config.validation_split_percentage < 100, "validation_split_percentage", "between 0 and 100")
+    require(config.warmup_steps < 1 or config.warmup_steps == int(config.warmup_steps), "warmup_steps",
+            "a whole number of steps, or a share of max_steps below 1")  # fmt: skip
+    require(config.seed < 2**63, "seed", "below 2**63")
+    micro_batch = config.per_device_train_batch_size
+    require(micro_batch == "auto" or (isinstance(micro_batch, int) and micro_batch >= 1),
+            "per_device_train_batch_size", "auto or at least 1")  # fmt: skip
+    require(config.tokenizer_vocab_size is None or config.tokenizer_vocab_size >= 257, "tokenizer_vocab_size",
+            "at least 257 (256 bytes and the end-of-text token)")  # fmt: skip
+    schedules = [schedule.value for schedule in SchedulerType]
+    if config.lr_scheduler_type not in schedules:
+        raise UserError(_unknown_message(f"lr_scheduler_type '{config.lr_scheduler_type}'", config.lr_scheduler_type,
+                                         schedules) + f" (one of {', '.join(schedules)})")  # fmt: skip
+
+    given = [name for name in DATA_SOURCES if getattr(config, name) is not None]
+    if len(given) != 1:
+        found = " and ".join(f"--{name}" for name in given) if given else "none"
+        raise UserError(f"pass exactly one of --dataset_dir (a packed dataset), --train_file and --dataset_name "
+                        f"(text to prepare first); found {found}")  # fmt: skip
+    if config.validation_file and not config.train_file:
+        raise UserError("--validation_file needs --train_file")
+    if config.dataset_dir is None and config.tokenizer_name is None and config.tokenizer_vocab_size is None:
+        raise UserError("preparing text needs --tokenizer_name DIR_OR_ID, or --tokenizer_vocab_size N to train one")
+    for name in ("train_file", "validation_file"):
+        for path in getattr(config, name) or []:
+            if not Path(path).is_file():
+                raise UserError(f"{name}: there is no file {path}")
+    if config.push_to_hub and not config.hub_model_id:
+        raise UserError("--push_to_hub needs --hub_model_id user/name")
+    if config.resume_from_checkpoint == "latest" and config.output_dir is None:
+        raise UserError("--resume_from_checkpoint latest needs the --output_dir of the run to go on with")
+    if config.resume_from_checkpoint and config.overwrite:
+        raise UserError("--overwrite removes the checkpoints that --resume_from_checkpoint needs: pass one of them")

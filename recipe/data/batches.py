@@ -1,0 +1,101 @@
+"""Packed rows -> batches, in an order that is a pure function of (seed, dataset).
+
+Training example k, counted over the whole run, is row `example_rows(k)`: epoch k // rows, and in it a permutation
+without replacement. Step s uses examples [s*G, (s+1)*G), G = global_batch_size, whatever the micro-batch, the
+accumulation or the number of processes, so one integer is the whole position of a run.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from recipe.data.packed import PackedSplit
+
+FEISTEL_ROUNDS = 6
+
+
+def example_rows(examples: np.ndarray, num_rows: int, seed: int) -> np.ndarray:
+    """Row of each training example. examples: int64 [n], counted from the start of the run; returns int64 [n].
+
+    A Feistel network over the smallest even number of bits that holds num_rows, walked until it lands inside
+    (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"): a permutation of each epoch that needs no
+    memory and, unlike numpy's generators, cannot change with a library version.
+    """
+    epochs, positions = np.divmod(examples, num_rows)
+    half_bits = max(1, (int(num_rows - 1).bit_length() + 1) // 2)
+    half_mask = np.uint64((1 << half_bits) - 1)
+    shift = np.uint64(half_bits)
+    keys = _mix(epochs.astype(np.uint64) + _mix(np.full(len(examples), seed, dtype=np.uint64)))
+    rows = positions.astype(np.uint64)
+    outside = np.ones(len(rows), dtype=bool)
+    while outside.any():
+        left, right = rows[outside] >> shift, rows[outside] & half_mask
+        for round_number in range(FEISTEL_ROUNDS):
+            mixed = _mix(right + keys[outside] + np.uint64(round_number) * np.uint64(0x9E3779B97F4A7C15))
+            left, right = right, left ^ (mixed & half_mask)
+        rows[outside] = (left << shift) | right
+        outside = rows >= num_rows
+    return rows.astype(np.int64)
+
+
+def _mix(values: np.ndarray) -> np.ndarray:
+    """The finalizer of splitmix64 (Steele, Lea and Flood 2014), over uint64 with wrap-around."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+class TrainOrder:
+    """Sampler of one process: yields the row numbers of its micro-batches, step after step, without end.
+
+    Micro-batch m of step s on process p holds examples s*G + (m*P + p)*B + [0, B), P processes, B = micro-batch.
+    """
+
+    def __init__(
+        self, num_rows: int, seed: int, global_batch_size: int, micro_batch_size: int, first_step: int = 0,
+        process_index: int = 0, num_processes: int = 1,
+    ) -> None:  # fmt: skip
+        self.num_rows, self.seed, self.first_step = num_rows, seed, first_step
+        self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
+        self.process_index, self.num_processes = process_index, num_processes
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        start = self.first_step * self.global_batch_size + self.process_index * self.micro_batch_size
+        while True:
+            yield example_rows(np.arange(start, start + self.micro_batch_size), self.num_rows, self.seed)
+            start += self.num_processes * self.micro_batch_size
+
+
+def build_train_batches(
+    split: PackedSplit, order: TrainOrder, num_workers: int, device: torch.device
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Endless (input_ids, targets), int64 [micro-batch, block_size] on the device, copied without waiting."""
+    loader = DataLoader(
+        split,
+        sampler=order,
+        batch_size=None,  # an element of the order is a whole micro-batch
+        num_workers=num_workers,
+        pin_memory=device.type == "cuda",
+        multiprocessing_context="spawn" if num_workers else None,  # forking a process with CUDA or threads may hang
+    )
+    for rows in loader:
+        rows = rows.to(device, non_blocking=True)
+        yield rows[:, :-1], rows[:, 1:]
+
+
+def iterate_validation(
+    split: PackedSplit, batch_size: int, process_index: int, num_processes: int
+) -> Iterator[tuple[np.ndarray, int]]:
+    """Each row once over all processes: (rows int64 [batch_size, block_size + 1], how many of them are real).
+
+    All processes get the same number of batches of the same shape (a second shape would be a second compiled
+    graph, an unequal number a hang); rows beyond the real ones repeat another and are not to be counted.
+    """
+    num_batches = -(-len(split) // (batch_size * num_processes))
+    for batch in range(num_batches):
+        start = (batch * num_processes + process_index) * batch_size
+        indices = np.arange(start, start + batch_size)
+        num_real = int(np.clip(len(split) - start, 0, batch_size))
+        yield split[np.minimum(indices, len(split) - 1)], num_real

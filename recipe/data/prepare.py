@@ -1,0 +1,107 @@
+"""From a text source to a packed dataset: the one path behind scripts/prepare_data.py and recipe/train.py."""
+
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from recipe.config import TrainConfig, UserError
+from recipe.data.packed import PackedDataset, open_packed_dataset, write_packed_dataset
+from recipe.data.text import TextSource
+from recipe.data.tokenizer import encode_documents, load_tokenizer, tokenizer_sha256, train_tokenizer
+
+
+def prepare_dataset(
+    source: TextSource,
+    directory: Path,
+    block_size: int,
+    tokenizer_name: str | None,
+    tokenizer_vocab_size: int | None = None,
+    overwrite: bool = False,
+    say: Callable[[str], None] = print,
+) -> PackedDataset:
+    """Prepare `directory`, or open it if the same input, tokenizer and options made it before.
+
+    Without tokenizer_name a byte-level BPE of tokenizer_vocab_size is trained on the training documents.
+    Raises `UserError` for bad input, and if `directory` holds anything else.
+    """
+    tokenizer = load_tokenizer(tokenizer_name) if tokenizer_name else None
+    identity = tokenizer_sha256(tokenizer) if tokenizer else f"bpe {tokenizer_vocab_size}"
+    fingerprint = hashlib.sha256(f"{source.fingerprint()} {identity} {block_size}".encode()).hexdigest()
+    if directory.exists():
+        if _made_from(directory, fingerprint):
+            say(f"{directory} is already prepared from this input")
+            return open_packed_dataset(directory, block_size)
+        if not overwrite:
+            raise UserError(f"{directory} exists and was not made from this input; pass --overwrite to replace it, "
+                            "or another folder")  # fmt: skip
+    if tokenizer is None:
+        started_at = time.perf_counter()
+        tokenizer = train_tokenizer((text for split, text in source.splits() if split == "train"), tokenizer_vocab_size)
+        say(f"trained a byte-level BPE of {len(tokenizer):,} tokens in {time.perf_counter() - started_at:.1f} s")
+    if overwrite:
+        shutil.rmtree(directory, ignore_errors=True)
+    started_at = time.perf_counter()
+    encoded = _report_progress(encode_documents(tokenizer, source.splits()), say)
+    metadata = write_packed_dataset(directory, encoded, tokenizer, block_size, source.describe(), fingerprint)
+    seconds = time.perf_counter() - started_at
+    for split, counts in metadata["splits"].items():
+        say(f"{split}: {counts['documents']:,} documents, {counts['bytes']:,} bytes, {counts['tokens']:,} tokens, "
+            f"{counts['rows']:,} rows of {block_size} + 1")  # fmt: skip
+    total_bytes = sum(counts["bytes"] for counts in metadata["splits"].values())
+    say(f"packed into {directory} in {seconds:.1f} s ({total_bytes / 1e6 / seconds:.1f} MB/s)")
+    return open_packed_dataset(directory, block_size)
+
+
+def source_from_config(config: TrainConfig) -> TextSource:
+    """The text source that a run's own fields name."""
+    return TextSource(
+        train_files=tuple(config.train_file or ()),
+        validation_files=tuple(config.validation_file or ()),
+        dataset_name=config.dataset_name,
+        dataset_config_name=config.dataset_config_name,
+        text_column_name=config.text_column_name,
+        validation_split_percentage=config.validation_split_percentage,
+    )
+
+
+def open_dataset_for(config: TrainConfig, say: Callable[[str], None] = print) -> PackedDataset:
+    """The run's dataset: `dataset_dir` as it is, or the text prepared in `cache_dir`, once for all runs.
+
+    Raises `UserError` if `tokenizer_name` is given and is not the one the dataset was made with.
+    """
+    if config.dataset_dir is not None:
+        dataset = open_packed_dataset(Path(config.dataset_dir), config.block_size)
+        if config.tokenizer_name is not None:
+            asked_for = tokenizer_sha256(load_tokenizer(config.tokenizer_name))
+            if asked_for != dataset.metadata["tokenizer_sha256"]:
+                raise UserError(f"{config.dataset_dir} was made with another tokenizer than {config.tokenizer_name}; "
+                                "prepare it with that one, or leave --tokenizer_name out")  # fmt: skip
+        return dataset
+    source = source_from_config(config)
+    key = f"{source.fingerprint()} {config.tokenizer_name} {config.tokenizer_vocab_size} {config.block_size}"
+    name = Path(config.dataset_name or config.train_file[0]).stem
+    directory = Path(config.cache_dir) / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+    return prepare_dataset(source, directory, config.block_size, config.tokenizer_name,
+                           config.tokenizer_vocab_size, say=say)  # fmt: skip
+
+
+def _made_from(directory: Path, fingerprint: str) -> bool:
+    try:
+        return json.loads((directory / "metadata.json").read_text())["fingerprint"] == fingerprint
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _report_progress(encoded: Iterator, say: Callable[[str], None], every_seconds: float = 10) -> Iterator:
+    started_at = said_at = time.perf_counter()
+    num_documents = num_bytes = num_tokens = 0
+    for split, document_bytes, ids in encoded:
+        num_documents, num_bytes, num_tokens = num_documents + 1, num_bytes + document_bytes, num_tokens + len(ids)
+        now = time.perf_counter()
+        if now - said_at >= every_seconds:
+            said_at = now
+            say(f"  {num_documents:,} documents, {num_tokens:,} tokens, {num_bytes / 1e6 / (now - started_at):.1f} MB/s")
+        yield split, document_bytes, ids

@@ -1,0 +1,93 @@
+"""Tokenizers: load, train, identify, encode documents in bulk."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerBase
+
+from recipe.config import UserError
+
+BATCH_CHARACTERS = 1_000_000  # text handed to the tokenizer at once, to be spread over its threads
+
+
+def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
+    """Load a fast tokenizer from a folder or the Hub. Raises `UserError` if it lacks an end-of-text token."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+    except Exception as error:  # transformers and the Hub client raise OSError, ValueError, KeyError, ...
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"no tokenizer at '{name_or_path}' (neither a folder with tokenizer.json nor a Hub id that "
+                        f"can be reached): {reason}") from error  # fmt: skip
+    if not tokenizer.is_fast or tokenizer.backend_tokenizer.get_vocab_size() == 0:
+        raise UserError(f"the tokenizer at {name_or_path} has no tokenizer.json; save its fast version there")
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"the tokenizer at {name_or_path} has no end-of-text token (eos_token), which separates "
+                        "documents; set one and save it again")  # fmt: skip
+    return tokenizer
+
+
+def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
+    """Train a byte-level BPE like GPT-2's: any text can be encoded, `<|endoftext|>` ends documents.
+
+    Raises `UserError` if the text is too small to give that many tokens.
+    """
+    tokenizer = GPT2Tokenizer().train_new_from_iterator(_slices(documents), vocab_size=vocab_size, show_progress=False)
+    if len(tokenizer) < vocab_size:
+        raise UserError(f"the text gives only {len(tokenizer)} tokens, {vocab_size} were asked for; "
+                        "train on more text or ask for fewer")  # fmt: skip
+    return tokenizer
+
+
+def _slices(documents: Iterable[str], characters: int = 100_000) -> Iterator[str]:
+    """A single huge string would be counted by one thread."""
+    for text in documents:
+        for start in range(0, len(text), characters):
+            yield text[start : start + characters]
+
+
+def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Identity of what turns text into ids: equal before and after saving, whatever the file's key order."""
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    relevant = {key: content[key] for key in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
+    relevant["eos_token_id"] = tokenizer.eos_token_id
+    return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path, block_size: int) -> None:
+    """Save with the context length of the model it is meant for."""
+    tokenizer.model_max_length = block_size
+    tokenizer.save_pretrained(directory)
+
+
+def encode_documents(
+    tokenizer: PreTrainedTokenizerBase, documents: Iterable[tuple[str, str]]
+) -> Iterator[tuple[str, int, np.ndarray]]:
+    """(split, text) -> (split, bytes of the text, ids: int64 [tokens] ending with the end-of-text id).
+
+    A text that happens to contain `<|endoftext|>` is encoded as those characters: only separators separate.
+    """
+    backend = tokenizer.backend_tokenizer
+    backend.encode_special_tokens = True
+    backend.no_truncation()
+    for batch in _batches(documents):
+        encodings = backend.encode_batch_fast([text for _, text in batch], add_special_tokens=False)
+        for (split, text), encoding in zip(batch, encodings, strict=True):
+            ids = np.empty(len(encoding) + 1, dtype=np.int64)
+            ids[:-1] = encoding.ids
+            ids[-1] = tokenizer.eos_token_id
+            yield split, len(text.encode("utf-8", "surrogatepass")), ids
+
+
+def _batches(documents: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
+    batch, characters = [], 0
+    for split, text in documents:
+        batch.append((split, text))
+        characters += len(text)
+        if characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch

@@ -1,0 +1,74 @@
+"""Text from a saved model."""
+
+from pathlib import Path
+
+import torch
+from accelerate.utils import set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from recipe.config import UserError
+
+
+def generate_texts(
+    model_name_or_path: str | Path,
+    prompt: str,
+    max_new_tokens: int = 200,
+    num_samples: int = 1,
+    temperature: float = 0.8,
+    top_k: int = 200,
+    top_p: float = 1.0,
+    seed: int = 1337,
+    device: str | torch.device = "cpu",
+) -> list[str]:
+    """Continue `prompt`; returns prompt and continuation, up to the end-of-text token, once per sample.
+
+    temperature 0 takes the likeliest token; top_k 0 and top_p 1 do not restrict. The model sees the last
+    block_size tokens. Raises `UserError` if there is no model or an option is out of range.
+    """
+    for ok, message in (
+        (max_new_tokens >= 1, f"max_new_tokens must be at least 1, got {max_new_tokens}"),
+        (num_samples >= 1, f"num_samples must be at least 1, got {num_samples}"),
+        (temperature >= 0, f"temperature must be at least 0, got {temperature}"),
+        (top_k >= 0, f"top_k must be at least 0, got {top_k}"),
+        (0 < top_p <= 1, f"top_p must be above 0 and at most 1, got {top_p}"),
+    ):
+        if not ok:
+            raise UserError(message)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_name_or_path)
+        model = AutoModelForCausalLM.from_pretrained(model_name_or_path).to(device).eval()
+    except Exception as error:  # missing folder, missing file, unreachable Hub, damaged weights
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"cannot load a model and its tokenizer from '{model_name_or_path}': {reason}") from error
+    block_size = model.config.max_position_embeddings
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+    if temperature == 0:
+        sampling = {"do_sample": False}
+    set_seed(seed)
+    prompt_ids = tokenizer(prompt)["input_ids"] or [tokenizer.eos_token_id]
+    ids = torch.tensor([prompt_ids] * num_samples, device=device)
+    num_prompt_tokens, end = ids.shape[1], ids.shape[1] + max_new_tokens
+    while ids.shape[1] < end and not _all_ended(ids[:, num_prompt_tokens:], tokenizer.eos_token_id):
+        context = ids[:, -block_size:]
+        # The last new token is never fed back, so block_size - length + 1 of them fit; then one at a time.
+        room = min(end - ids.shape[1], block_size - context.shape[1] + 1)
+        with torch.inference_mode():
+            out = model.generate(
+                context,
+                attention_mask=torch.ones_like(context),
+                max_new_tokens=room,
+                pad_token_id=tokenizer.eos_token_id,
+                **sampling,
+            )
+        ids = torch.cat([ids, out[:, context.shape[1] :]], dim=1)
+    return [prompt + _decode_until_end(tokenizer, row[num_prompt_tokens:].tolist()) for row in ids]
+
+
+def _all_ended(new_ids: torch.Tensor, eos_token_id: int) -> bool:
+    return new_ids.shape[1] > 0 and bool((new_ids == eos_token_id).any(dim=1).all())
+
+
+def _decode_until_end(tokenizer, ids: list[int]) -> str:
+    if tokenizer.eos_token_id in ids:
+        ids = ids[: ids.index(tokenizer.eos_token_id)]
+    return tokenizer.decode(ids, clean_up_tokenization_spaces=False)

@@ -1,0 +1,75 @@
+"""Publishing the final model on the Hub: never fatal, always with the command to try again."""
+
+import shlex
+from pathlib import Path
+
+from huggingface_hub import HfApi, ModelCard, ModelCardData, get_token
+
+from recipe.config import TrainConfig
+from recipe.data.packed import PackedDataset
+
+# What is published: the model folder. Checkpoints and their optimizer state stay at home.
+PUBLISHED = ["*.json", "*.safetensors", "*.txt", "*.yaml", "*.jsonl", "README.md"]
+
+
+def check_login() -> str | None:
+    """A warning to give before training if the upload at its end cannot succeed, else None."""
+    if get_token() is None:
+        return "warning: --push_to_hub, but no Hub token is set up here (`hf auth login`); training goes on without"
+    return None
+
+
+def write_model_card(output_dir: Path, config: TrainConfig, dataset: PackedDataset, summary: dict) -> None:
+    """README.md of the model folder: what it is, on what it was trained, how good it is, how to use it."""
+    name = config.hub_model_id or output_dir.name
+    card_data = ModelCardData(
+        library_name="transformers", pipeline_tag="text-generation", tags=["gpt2", "gpt2-recipe"], model_name=name
+    )
+    source = {key: value for key, value in dataset.metadata["source"].items() if value}
+    text = f"""---
+{card_data.to_yaml()}
+---
+
+# {name}
+
+A GPT-2 language model of {summary["num_parameters"]:,} parameters, trained from scratch with gpt2-recipe.
+
+| | |
+|---|---|
+| training tokens | {summary["tokens_seen"]:,} ({summary["step"]:,} steps of {config.global_batch_size} x {config.block_size}) |
+| validation loss | {summary["eval_loss"]:.4f} nats per token |
+| perplexity | {summary["perplexity"]:.3f} |
+| bits per byte | {summary["bits_per_byte"]:.4f} |
+| context length | {config.block_size} tokens |
+| vocabulary | {dataset.vocab_size:,} tokens |
+| source | {", ".join(f"{key}: {Path(str(value)).name}" for key, value in source.items())} |
+
+```python
+from transformers import pipeline
+
+print(pipeline("text-generation", model="{name}")("The ", max_new_tokens=50)[0]["generated_text"])
+```
+"""
+    ModelCard(text).save(output_dir / "README.md")
+
+
+def push_to_hub(output_dir: Path, config: TrainConfig) -> str:
+    """Upload the final model folder. Returns the line to print; a failure is in it, with the way to repeat."""
+    try:
+        api = HfApi()
+        url = api.create_repo(config.hub_model_id, private=config.hub_private_repo, exist_ok=True)
+        api.upload_folder(
+            repo_id=config.hub_model_id,
+            folder_path=output_dir,
+            allow_patterns=PUBLISHED,
+            ignore_patterns=["checkpoint-*/*", ".*"],
+            commit_message="Upload model",
+        )
+        return f"published at {url}"
+    except Exception as error:  # network, authentication, quota, ...: the trained model is worth more than any of it
+        private = " --private" if config.hub_private_repo else ""
+        return (
+            f"upload to the Hub failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}\n"
+            f"the model is safe in {output_dir}; repeat with\n"
+            f"    hf upload {config.hub_model_id} {shlex.quote(str(output_dir))} . --exclude 'checkpoint-*/*'{private}"
+        )

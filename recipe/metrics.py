@@ -1,0 +1,63 @@
+"""Numbers about a step: FLOPs, throughput, MFU."""
+
+import time
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+# Dense bf16 (fp16 on V100 and T4) TFLOP/s with fp32 accumulation, from NVIDIA's data sheets. First match counts.
+PEAK_TFLOPS = (
+    ("B200", 2250), ("H200", 989), ("H100 PCIe", 756), ("H100 NVL", 835), ("H100", 989), ("GH200", 989), ("A100", 312),
+    ("L40S", 362), ("L4", 121), ("A10G", 70), ("A10", 125), ("RTX 5090", 209), ("RTX 4090", 165), ("RTX 3090", 71),
+    ("V100", 125), ("T4", 65),
+)  # fmt: skip
+
+
+def count_flops_per_token(model_config: PreTrainedConfig, num_parameters: int) -> int:
+    """Training FLOPs per token, forward and backward: 6 (N - wpe) + 12 L d T (PaLM, appendix B; nanoGPT).
+
+    num_parameters: of the model as trained. 124M at T = 1024: 6 * 123.7 M + 12 * 12 * 768 * 1024 = 855 M.
+    """
+    position_parameters = model_config.n_positions * model_config.n_embd
+    attention = 12 * model_config.n_layer * model_config.n_embd * model_config.n_positions
+    return 6 * (num_parameters - position_parameters) + attention
+
+
+def count_parameters(model: PreTrainedModel) -> int:
+    """Parameters, tied ones once."""
+    return sum(p.numel() for p in model.parameters())
+
+
+def peak_flops_per_second(device: torch.device) -> float | None:
+    """The data sheet's rate of the device, or None where there is none to compare with."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((tflops * 1e12 for part, tflops in PEAK_TFLOPS if part in name), None)
+
+
+class Throughput:
+    """Tokens per second of training alone: evaluation and saving stop the clock.
+
+    Read it only where the host has just waited for the device, or it measures how fast work is queued.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.seconds = 0.0
+        self.started_at = time.perf_counter()
+
+    def resume(self) -> None:
+        """Start the clock again after something that was not training."""
+        self.started_at = time.perf_counter()
+
+    def lap(self, tokens: int) -> float:
+        """Tokens per second since the last lap or resume."""
+        now = time.perf_counter()
+        seconds, self.started_at = now - self.started_at, now
+        self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
+        return tokens / seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0

@@ -1,0 +1,50 @@
+"""Optimizer and learning-rate schedule."""
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import get_scheduler
+
+from recipe.config import TrainConfig, UserError
+
+
+def build_optimizer(config: TrainConfig, module: nn.Module) -> torch.optim.Optimizer:
+    """AdamW, fused or not; weight decay on matrices and embeddings, none on biases and LayerNorm (GPT-3, nanoGPT)."""
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        groups,
+        lr=config.learning_rate,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_epsilon,
+        fused=config.optim == "adamw_torch_fused",
+    )
+
+
+def build_scheduler(config: TrainConfig, optimizer: torch.optim.Optimizer) -> LRScheduler:
+    """Transformers' schedule of that name; step it once per optimizer step and do not prepare it.
+
+    (A prepared scheduler steps once per process: accelerate 1.15.)
+    """
+    warmup_steps = config.warmup_steps if config.warmup_steps >= 1 else config.warmup_steps * config.max_steps
+    try:
+        return get_scheduler(
+            config.lr_scheduler_type,
+            optimizer,
+            num_warmup_steps=round(warmup_steps),
+            num_training_steps=config.max_steps,
+            scheduler_specific_kwargs=config.lr_scheduler_kwargs,
+        )
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"lr_scheduler_type {config.lr_scheduler_type} with lr_scheduler_kwargs {config.lr_scheduler_kwargs}: "
+            f"{' '.join(str(error).split())}"
+        ) from error
+
+
+def check_schedule(config: TrainConfig) -> None:
+    """Raise `UserError` for a schedule or arguments that `get_scheduler` refuses, before there is a model."""
+    build_scheduler(config, torch.optim.SGD([torch.zeros(1)], lr=config.learning_rate))

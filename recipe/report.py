@@ -1,0 +1,172 @@
+"""What a run leaves in its folder and on the screen: metrics.jsonl, summary.json, progress bar, closing words."""
+
+import itertools
+import json
+import os
+import shlex
+import shutil
+import sys
+from pathlib import Path
+from typing import Any, TextIO
+
+from accelerate import Accelerator
+from tqdm import tqdm
+
+from recipe.config import TrainConfig, UserError
+
+METRICS_NAME = "metrics.jsonl"
+SUMMARY_NAME = "summary.json"
+CONFIG_NAME = "training_config.yaml"
+
+
+def open_output_dir(config: TrainConfig, recipe: str) -> Path:
+    """Create the run's folder (on one process). Raises `UserError` if it holds another run or cannot be written.
+
+    Without `output_dir` it is the first free one of runs/NAME, runs/NAME-2, ...
+    """
+    if config.output_dir is None:
+        name = config.run_name or recipe
+        numbered = (Path("runs") / (name if number == 1 else f"{name}-{number}") for number in itertools.count(1))
+        directory = next(path for path in numbered if not files_of_a_run(path))
+    else:
+        directory = Path(config.output_dir)
+        leftovers = files_of_a_run(directory)
+        if leftovers and not (config.resume_from_checkpoint or config.overwrite):
+            raise UserError(
+                f"{directory} holds another run ({', '.join(p.name for p in leftovers[:3])}); go on with it "
+                "(--resume_from_checkpoint latest), replace it (--overwrite), or name another --output_dir"
+            )
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot create output_dir {directory}: {error.strerror}") from error
+    if not os.access(directory, os.W_OK):
+        raise UserError(f"output_dir {directory} is not writable")
+    return directory
+
+
+def files_of_a_run(directory: Path) -> list[Path]:
+    """What shows that a folder holds a run, and what `--overwrite` removes from it."""
+    patterns = ("checkpoint-*", "*.safetensors", METRICS_NAME, SUMMARY_NAME)
+    return sorted(path for pattern in patterns for path in directory.glob(pattern))
+
+
+def clear_output_dir(directory: Path) -> None:
+    """Remove another run's checkpoints and results; anything else in the folder stays."""
+    for path in files_of_a_run(directory):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+class RunReport:
+    """Writes and shows the events of a run; on every process but the first it does nothing."""
+
+    def __init__(self, accelerator: Accelerator, config: TrainConfig, output_dir: Path, first_step: int) -> None:
+        self.accelerator, self.output_dir = accelerator, output_dir
+        self.enabled = accelerator.is_main_process
+        self.bar = tqdm(
+            total=config.max_steps, initial=first_step, unit="step", desc="train", dynamic_ncols=True,
+            disable=not self.enabled, smoothing=0.1, bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} "
+            "[{elapsed}<{remaining}{postfix}]", **_progress_target(),
+        )  # fmt: skip
+
+    def event(self, event: str, step: int, **values: Any) -> None:
+        """Append one line to metrics.jsonl and hand the numbers to the trackers."""
+        if self.enabled:
+            with open(self.output_dir / METRICS_NAME, "a", encoding="utf-8") as file:
+                file.write(json.dumps({"event": event, "step": step, **values}) + "\n")
+        self.accelerator.log({f"{event}/{key}": value for key, value in values.items() if value is not None}, step=step)
+
+    def train(self, step: int, **values: Any) -> None:
+        self.event("train", step, **values)
+        self.bar.set_postfix_str(f"loss {values['loss']:.3f}, {values['tokens_per_second']:,.0f} tokens/s")
+
+    def evaluation(self, step: int, values: dict[str, float]) -> None:
+        self.event("eval", step, **values)
+        self.say(
+            f"step {step:>6,}: validation loss {values['loss']:.4f}, perplexity {values['perplexity']:,.2f}, "
+            f"{values['bits_per_byte']:.4f} bits per byte"
+        )
+
+    def table(self, rows: dict[str, str]) -> None:
+        """Print labelled lines."""
+        self.say("\n".join(f"{label:12}{text}" for label, text in rows.items()))
+
+    def advance(self) -> None:
+        self.bar.update()
+
+    def say(self, text: str) -> None:
+        if self.enabled:
+            self.bar.write(text, file=sys.stdout)
+            sys.stdout.flush()
+
+    def close(self) -> None:
+        self.bar.close()
+
+    def summary(self, values: dict[str, Any]) -> None:
+        if self.enabled:
+            (self.output_dir / SUMMARY_NAME).write_text(json.dumps(values, indent=2) + "\n")
+
+
+def _progress_target() -> dict[str, Any]:
+    """A terminal gets a bar that redraws itself; a log file gets a plain line every ten seconds."""
+    if sys.stderr.isatty():
+        return {"file": sys.stderr, "mininterval": 0.2}
+    return {"file": _LineStream(sys.stderr), "mininterval": 10, "maxinterval": 60, "ascii": True, "ncols": 100}
+
+
+class _LineStream:
+    """Turns the carriage returns of a progress bar into line ends."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> None:
+        line = text.strip("\r\n ")
+        if line:
+            self.stream.write(line + "\n")
+
+    def flush(self) -> None:
+        self.stream.flush()
+
+
+def closing_words(
+    config: TrainConfig, output_dir: Path, argv: list[str], untrained: dict, trained: dict, sample: str
+) -> str:
+    """The last screen: what was reached, a sample, where the model is, and the commands to go on with."""
+    resume = [a for a in _without_options(argv, "output_dir", "resume_from_checkpoint", "overwrite")]
+    resume += ["--output_dir", str(output_dir), "--resume_from_checkpoint", "latest"]
+    lines = ["", f"{'':14}{'untrained':>12}{'trained':>12}"]
+    for key, name in (("loss", "loss"), ("perplexity", "perplexity"), ("bits_per_byte", "bits per byte")):
+        lines.append(f"{name:14}{untrained[key]:>12,.3f}{trained[key]:>12,.3f}" if untrained else
+                     f"{name:14}{'':12}{trained[key]:>12,.3f}")  # fmt: skip
+    lines += [
+        "",
+        f"A sample, from the prompt {config.sample_prompt!r}:",
+        *("    " + line for line in sample.splitlines()),
+        "",
+        f"The model is in {output_dir} and loads with AutoModelForCausalLM.from_pretrained({str(output_dir)!r}).",
+        "",
+        "Next:",
+        f"  more text        python scripts/generate_text.py --model {shlex.quote(str(output_dir))} --prompt 'The '",
+    ]
+    if config.save_steps:
+        lines.append(f"  if interrupted   accelerate launch recipe/train.py {shlex.join(resume)}")
+    lines += [
+        "  your own text    accelerate launch recipe/train.py --train_file TEXT.txt",
+        "  GPT-2 124M       python scripts/prepare_data.py --dataset_name HUB_ID --tokenizer_name openai-community/gpt2 \\",
+        "                       --block_size 1024 --output_dir DIR",
+        "                   accelerate launch --config_file accelerate_configs/single_gpu.yaml recipe/train.py \\",
+        "                       --config gpt2_124m --dataset_dir DIR",
+    ]
+    return "\n".join(lines)
+
+
+def _without_options(argv: list[str], *names: str) -> list[str]:
+    """argv without the given options and their values."""
+    kept, skipping = [], False
+    for argument in argv:
+        if argument.startswith("--"):
+            skipping = argument[2:].split("=")[0].replace("-", "_") in names
+        if not skipping:
+            kept.append(argument)
+    return kept

@@ -1,0 +1,196 @@
+"""Train GPT-2: the whole run, in order.
+
+    accelerate launch recipe/train.py                                          a demo that needs nothing
+    accelerate launch recipe/train.py --config gpt2_124m --dataset_dir DIR     GPT-2 124M on a packed dataset
+
+config -> accelerator -> data -> model -> optimizer -> prepare -> resume? -> loop -> evaluate, export, sample, publish
+"""
+
+import math
+import sys
+import time
+
+import torch
+from accelerate.utils import set_seed
+
+from recipe.checkpoint import RunState, find_checkpoint, load_checkpoint, read_state, run_identity, save_checkpoint
+from recipe.config import UserError, load_config, save_config
+from recipe.data.batches import TrainOrder, build_train_batches
+from recipe.data.packed import open_packed_dataset
+from recipe.data.prepare import open_dataset_for
+from recipe.data.tokenizer import save_tokenizer
+from recipe.environment import describe_device, describe_environment
+from recipe.evaluation import evaluate_model
+from recipe.generation import generate_texts
+from recipe.hub import check_login, push_to_hub, write_model_card
+from recipe.loss import LanguageModelingLoss
+from recipe.metrics import Throughput, count_flops_per_token, count_parameters, peak_flops_per_second
+from recipe.model import build_model, build_model_config, save_model
+from recipe.optim import build_optimizer, build_scheduler, check_schedule
+from recipe.report import CONFIG_NAME, RunReport, clear_output_dir, closing_words, open_output_dir
+from recipe.runtime import (
+    build_accelerator,
+    choose_dynamo_backend,
+    compile_module,
+    find_micro_batch,
+    micro_batch_candidates,
+    on_main_process,
+)
+
+
+def main() -> None:
+    started_at = time.perf_counter()
+    # ------------------------------------------------------------------ config, accelerator, data
+    config, recipe = load_config()
+    accelerator, precision = build_accelerator(config)
+    device, num_processes = accelerator.device, accelerator.num_processes
+    micro_batches = micro_batch_candidates(config, num_processes, device)
+    check_schedule(config)
+    output_dir = on_main_process(lambda: open_output_dir(config, recipe))
+    resume_dir = find_checkpoint(output_dir, config.resume_from_checkpoint) if config.resume_from_checkpoint else None
+    dataset = open_packed_dataset(on_main_process(lambda: open_dataset_for(config).directory), config.block_size)
+    tokenizer = dataset.load_tokenizer()
+    model_config = build_model_config(config, dataset.vocab_size, tokenizer.eos_token_id)
+    identity = run_identity(config, dataset.metadata, model_config)
+    if resume_dir is not None:
+        read_state(resume_dir, identity)  # refuse another run's checkpoint before building anything
+    tokens_per_step = config.global_batch_size * config.block_size
+
+    # ------------------------------------------------------------------ model, optimizer, prepare
+    model = build_model(config, model_config)
+    flops_per_token = count_flops_per_token(model.config, count_parameters(model))
+    module = LanguageModelingLoss(model, dataset.vocab_size, config.label_smoothing_factor, config.loss_chunks)
+    dynamo = choose_dynamo_backend(config, device, flops_per_token * tokens_per_step * config.max_steps)
+    compile_module(module, dynamo.value)
+    optimizer = build_optimizer(config, module)
+    scheduler = build_scheduler(config, optimizer)
+    module, optimizer = accelerator.prepare(module, optimizer)  # not the scheduler: it would step once per process
+    micro_batch_size = find_micro_batch(accelerator, module, micro_batches, config.block_size)
+    accumulation_steps = config.global_batch_size // (micro_batch_size * num_processes)
+    accelerator.gradient_accumulation_steps = accumulation_steps
+    eval_batch_size = config.per_device_eval_batch_size or micro_batch_size
+    set_seed(config.seed, device_specific=True)  # from here on, dropout differs between processes
+
+    # ------------------------------------------------------------------ resume?
+    state = RunState()
+    if resume_dir is not None:
+        state = load_checkpoint(accelerator, resume_dir, identity, model, optimizer, scheduler)
+    order = TrainOrder(len(dataset.splits["train"]), config.seed, config.global_batch_size, micro_batch_size,
+                       state.step, accelerator.process_index, num_processes)  # fmt: skip
+    batches = build_train_batches(dataset.splits["train"], order, config.dataloader_num_workers, device)
+
+    # ------------------------------------------------------------------ say what will happen
+    if accelerator.is_main_process:
+        if config.overwrite:
+            clear_output_dir(output_dir)
+        save_config(config, output_dir / CONFIG_NAME)
+    report = RunReport(accelerator, config, output_dir, state.step)
+    train_rows = len(dataset.splits["train"])
+    report.table({
+        "recipe": f"{recipe}, results in {output_dir}" + (f", resumed from {resume_dir}" if resume_dir else ""),
+        "device": f"{num_processes} x {describe_device(device)}"
+        + (f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""),
+        "precision": f"{precision.value}: {precision.reason}",
+        "dynamo": f"{dynamo.value}: {dynamo.reason}",
+        "model": f"{type(model).__name__}, {count_parameters(model):,} parameters, vocabulary {dataset.vocab_size:,} "
+        f"padded to {model.config.vocab_size:,}, {config.block_size} positions",
+        "data": f"{dataset.directory}: {train_rows:,} training rows of {config.block_size} tokens, "
+        f"{len(dataset.splits['validation']):,} for validation",
+        "batch": f"{config.global_batch_size} sequences = {tokens_per_step:,} tokens a step: {num_processes} processes "
+        f"x {accumulation_steps} micro-batches x {micro_batch_size}",
+        "run": f"{config.max_steps:,} steps = {config.max_steps * tokens_per_step:,} tokens = "
+        f"{config.max_steps * config.global_batch_size / train_rows:.2f} epochs",
+    })  # fmt: skip
+    if config.push_to_hub and (warning := check_login()):
+        report.say(warning)
+
+    # ------------------------------------------------------------------ the loop: one turn is one optimizer step
+    evaluation = None
+    if state.step == 0:
+        state.untrained = evaluation = evaluate_model(accelerator, module, dataset, eval_batch_size)
+        report.evaluation(0, evaluation)
+    throughput = Throughput()
+    peak_flops = peak_flops_per_second(device)
+    loss_sum, num_losses = torch.zeros((), device=device), 0
+    module.train()
+    while state.step < config.max_steps:
+        for _ in range(accumulation_steps):
+            with accelerator.accumulate(module):  # gradients are synchronised on the last micro-batch
+                loss = module(*next(batches))
+                accelerator.backward(loss)  # divides by accumulation_steps
+            loss_sum += loss.detach()
+            num_losses += 1
+        grad_norm = accelerator.clip_grad_norm_(module.parameters(), config.max_grad_norm or math.inf)
+        optimizer.step()
+        learning_rate = scheduler.get_last_lr()[0]
+        scheduler.step()
+        optimizer.zero_grad()
+        state.step += 1
+        report.advance()
+
+        last = state.step == config.max_steps
+        evaluating = last or (config.eval_steps and state.step % config.eval_steps == 0)
+        saving = config.save_steps and (last or state.step % config.save_steps == 0)
+
+        if evaluating or saving or state.step % config.logging_steps == 0:
+            # The only place where the host waits for the device.
+            numbers = torch.stack([loss_sum / num_losses, grad_norm])
+            train_loss, train_grad_norm = accelerator.reduce(numbers, reduction="mean").tolist()
+            num_steps = num_losses // accumulation_steps
+            tokens_per_second = throughput.lap(num_steps * tokens_per_step)
+            state.train_seconds += num_steps * tokens_per_step / tokens_per_second
+            mfu = tokens_per_second * flops_per_token / (peak_flops * num_processes) if peak_flops else None
+            report.train(state.step, tokens_seen=state.step * tokens_per_step, loss=train_loss,
+                         learning_rate=learning_rate, grad_norm=train_grad_norm,
+                         tokens_per_second=tokens_per_second, mfu=mfu)  # fmt: skip
+            loss_sum, num_losses = torch.zeros((), device=device), 0
+
+        if evaluating:
+            evaluation = evaluate_model(accelerator, module, dataset, eval_batch_size)
+            report.evaluation(state.step, evaluation)
+            throughput.resume()
+
+        if saving:
+            save_checkpoint(accelerator, output_dir, state, identity, model, model_config, tokenizer, optimizer,
+                            scheduler, config.save_total_limit)  # fmt: skip
+            throughput.resume()
+    report.close()
+
+    # ------------------------------------------------------------------ evaluate, export, sample, publish
+    if evaluation is None:  # resumed where there was nothing left to train
+        evaluation = evaluate_model(accelerator, module, dataset, eval_batch_size)
+    if accelerator.is_main_process:
+        save_model(model, model_config, output_dir)
+        save_tokenizer(tokenizer, output_dir, config.block_size)
+        sample = generate_texts(output_dir, config.sample_prompt, seed=config.seed, device=device)[0]
+        summary = {
+            "step": state.step,
+            "tokens_seen": state.step * tokens_per_step,
+            "eval_loss": evaluation["loss"],
+            "perplexity": evaluation["perplexity"],
+            "bits_per_byte": evaluation["bits_per_byte"],
+            "untrained": state.untrained,
+            "tokens_per_second": throughput.tokens_per_second,
+            "train_seconds": state.train_seconds,
+            "wall_seconds": time.perf_counter() - started_at,
+            "num_parameters": model.num_parameters() - (model.config.vocab_size - dataset.vocab_size) * model.config.n_embd,
+            "num_processes": num_processes,
+            "mixed_precision": precision.value,
+            "dynamo_backend": dynamo.value,
+            "per_device_train_batch_size": micro_batch_size,
+            "dataset_content_sha256": dataset.metadata["content_sha256"],
+            "environment": describe_environment(device),
+        }
+        report.summary(summary)
+        write_model_card(output_dir, config, dataset, summary)
+        print(closing_words(config, output_dir, sys.argv[1:], state.untrained, evaluation, sample))
+        if config.push_to_hub:
+            print(push_to_hub(output_dir, config))
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        sys.exit(f"error: {error}")
