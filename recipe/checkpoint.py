@@ -39,8 +39,8 @@ def run_identity(config: TrainConfig, dataset_metadata: dict, model_config: PreT
     fields = ("seed", "block_size", "global_batch_size", "max_steps", "optim", "learning_rate", "lr_scheduler_type",
               "lr_scheduler_kwargs", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon",
               "max_grad_norm", "label_smoothing_factor", "pad_vocab_to_multiple_of")  # fmt: skip
-    shape = ("vocab_size", "n_positions", "n_layer", "n_head", "n_embd", "n_inner", "activation_function", "resid_pdrop",
-             "embd_pdrop", "attn_pdrop", "tie_word_embeddings")  # fmt: skip
+    shape = ("vocab_size", "n_positions", "n_layer", "n_head", "n_embd", "n_inner", "activation_function",
+             "resid_pdrop", "embd_pdrop", "attn_pdrop", "tie_word_embeddings")  # fmt: skip
     return {
         "dataset": dataset_metadata["content_sha256"],
         "tokenizer": dataset_metadata["tokenizer_sha256"],

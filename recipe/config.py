@@ -7,7 +7,9 @@ import argparse
 import dataclasses
 import difflib
 import math
+import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import UnionType
@@ -61,7 +63,7 @@ class TrainConfig:
     config_overrides: dict | str | None = _field(
         None, "Values for the model's own config: a mapping in YAML, n_layer=4,n_embd=128 on the command line."
     )
-    pad_vocab_to_multiple_of: int = _field(128, "Pad the embedding matrix for fast matmuls; padding is never exported.")
+    pad_vocab_to_multiple_of: int = _field(128, "Pad the embedding matrix for fast matmuls; never exported.")
     attn_implementation: Literal["sdpa", "eager"] = _field("sdpa", "sdpa takes the flash kernels, without a mask.")
     activation_checkpointing: bool = _field(False, "Recompute activations in backward: less memory, more time.")
     loss_chunks: int = _field(1, "Compute the loss in this many pieces: less memory, more time.")
@@ -134,8 +136,14 @@ def load_config(argv: list[str] | None = None) -> tuple[TrainConfig, str]:
             raise UserError(_unknown_message(f"key '{key}' in {recipe}", str(key), names))
     if any(source in given for source in DATA_SOURCES):  # a source that was typed replaces the recipe's own
         from_file = {key: value for key, value in from_file.items() if key not in (*DATA_SOURCES, "validation_file")}
+    if "lr_scheduler_type" in given:  # arguments of the recipe's schedule would not fit another
+        from_file.pop("lr_scheduler_kwargs", None)
     hints = get_type_hints(TrainConfig)
-    values = {key: _convert(key, value, hints[key]) for key, value in {**from_file, **given}.items()}
+    values = {key: _convert(key, value, hints[key]) for key, value in from_file.items()}
+    for key, value in given.items():
+        converted = _convert(key, value, hints[key])
+        # One size of the model may be changed without repeating the others.
+        values[key] = {**(values.get(key) or {}), **converted} if key == "config_overrides" else converted
     return TrainConfig(**values), Path(recipe).stem
 
 
@@ -153,6 +161,14 @@ def load_yaml(recipe: str) -> dict[str, Any]:
         kind = "empty" if content is None else f"a {type(content).__name__}"
         raise UserError(f"{path} must hold a mapping of options to values, and is {kind}")
     return content
+
+
+def run_main(main: Callable[[], None]) -> None:
+    """Run a script: a `UserError` becomes one line on stderr, from one process, and exit status 1."""
+    try:
+        main()
+    except UserError as error:
+        sys.exit(f"error: {error}" if os.environ.get("RANK", "0") == "0" else 1)
 
 
 def save_config(config: TrainConfig, path: Path) -> None:
@@ -253,7 +269,6 @@ def _check_values(config: TrainConfig) -> None:
         require(getattr(config, name) > 0, name, "greater than 0")
     for name in ("adam_beta1", "adam_beta2", "label_smoothing_factor"):
         require(0 <= getattr(config, name) < 1, name, "at least 0 and below 1")
-    require(0 < config.validation_split_percentage < 100, "validation_split_percentage", "between 0 and 100")
     require(config.warmup_steps < 1 or config.warmup_steps == int(config.warmup_steps), "warmup_steps",
             "a whole number of steps, or a share of max_steps below 1")  # fmt: skip
     require(config.seed < 2**63, "seed", "below 2**63")
@@ -272,14 +287,8 @@ def _check_values(config: TrainConfig) -> None:
         found = " and ".join(f"--{name}" for name in given) if given else "none"
         raise UserError(f"pass exactly one of --dataset_dir (a packed dataset), --train_file and --dataset_name "
                         f"(text to prepare first); found {found}")  # fmt: skip
-    if config.validation_file and not config.train_file:
-        raise UserError("--validation_file needs --train_file")
     if config.dataset_dir is None and config.tokenizer_name is None and config.tokenizer_vocab_size is None:
         raise UserError("preparing text needs --tokenizer_name DIR_OR_ID, or --tokenizer_vocab_size N to train one")
-    for name in ("train_file", "validation_file"):
-        for path in getattr(config, name) or []:
-            if not Path(path).is_file():
-                raise UserError(f"{name}: there is no file {path}")
     if config.push_to_hub and not config.hub_model_id:
         raise UserError("--push_to_hub needs --hub_model_id user/name")
     if config.resume_from_checkpoint == "latest" and config.output_dir is None:

@@ -24,7 +24,9 @@ class LanguageModelingMetric(evaluate.Metric):
             description="Mean negative log-likelihood per token in nats, its exponential, and bits per byte of text.",
             citation="",
             inputs_description="predictions: sums of nats; references: the numbers of target tokens they are over.",
-            features=datasets.Features({"predictions": datasets.Value("float64"), "references": datasets.Value("int64")}),
+            features=datasets.Features(
+                {"predictions": datasets.Value("float64"), "references": datasets.Value("int64")}
+            ),
         )
 
     def _compute(self, predictions, references, tokens_per_byte):

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from accelerate.utils import set_seed
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 from recipe.config import UserError
 
@@ -34,6 +35,7 @@ def generate_texts(
     ):
         if not ok:
             raise UserError(message)
+    disable_progress_bar()  # a second bar for loading weights that takes milliseconds
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_name_or_path)
         model = AutoModelForCausalLM.from_pretrained(model_name_or_path).to(device).eval()

@@ -36,7 +36,8 @@ A GPT-2 language model of {summary["num_parameters"]:,} parameters, trained from
 
 | | |
 |---|---|
-| training tokens | {summary["tokens_seen"]:,} ({summary["step"]:,} steps of {config.global_batch_size} x {config.block_size}) |
+| training tokens | {summary["tokens_seen"]:,} |
+| steps | {summary["step"]:,} of {config.global_batch_size} x {config.block_size} tokens |
 | validation loss | {summary["eval_loss"]:.4f} nats per token |
 | perplexity | {summary["perplexity"]:.3f} |
 | bits per byte | {summary["bits_per_byte"]:.4f} |

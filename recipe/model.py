@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.activations import ACT2FN
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from recipe.config import TrainConfig, UserError
@@ -64,6 +65,8 @@ def build_model_config(config: TrainConfig, vocab_size: int, eos_token_id: int) 
     for key in ("n_layer", "n_embd", "n_head"):
         if getattr(model_config, key) < 1:
             raise UserError(f"config_overrides: {key} must be at least 1, got {getattr(model_config, key)}")
+    if model_config.activation_function not in ACT2FN:
+        raise UserError(f"config_overrides: there is no activation_function '{model_config.activation_function}'")
     if model_config.n_embd % model_config.n_head:
         heads = [n for n in range(1, model_config.n_embd + 1) if model_config.n_embd % n == 0 and n <= 64]
         raise UserError(
@@ -86,7 +89,9 @@ def build_model(config: TrainConfig, model_config: PreTrainedConfig) -> PreTrain
     model = AutoModelForCausalLM.from_config(padded_config, attn_implementation=attention, dtype=torch.float32)
     _zero_padding(model, model_config.vocab_size)
     if config.activation_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # Renamed since transformers 5.17; the old name warns in 5.23 and goes in 6.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     return model
 
 
@@ -133,3 +138,8 @@ def _zero_padding(model: PreTrainedModel, vocab_size: int) -> None:
         for embeddings in (model.get_input_embeddings(), model.get_output_embeddings()):
             assert isinstance(embeddings, (nn.Embedding, nn.Linear))
             embeddings.weight[vocab_size:] = 0
+
+
+def count_exported_parameters(model: PreTrainedModel, vocab_size: int) -> int:
+    """Parameters of the model as it is saved, tied ones once."""
+    return sum(p[:vocab_size].numel() if _is_vocabulary(model, p) else p.numel() for p in model.parameters())

@@ -12,15 +12,15 @@ from typing import Any, TextIO
 from accelerate import Accelerator
 from tqdm import tqdm
 
-from recipe.config import TrainConfig, UserError
+from recipe.config import TrainConfig, UserError, save_config
 
 METRICS_NAME = "metrics.jsonl"
 SUMMARY_NAME = "summary.json"
 CONFIG_NAME = "training_config.yaml"
 
 
-def open_output_dir(config: TrainConfig, recipe: str) -> Path:
-    """Create the run's folder (on one process). Raises `UserError` if it holds another run or cannot be written.
+def choose_output_dir(config: TrainConfig, recipe: str) -> Path:
+    """Name the run's folder; nothing is changed. Raises `UserError` if it holds another run or cannot be written.
 
     Without `output_dir` it is the first free one of runs/NAME, runs/NAME-2, ...
     """
@@ -36,12 +36,9 @@ def open_output_dir(config: TrainConfig, recipe: str) -> Path:
                 f"{directory} holds another run ({', '.join(p.name for p in leftovers[:3])}); go on with it "
                 "(--resume_from_checkpoint latest), replace it (--overwrite), or name another --output_dir"
             )
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot create output_dir {directory}: {error.strerror}") from error
-    if not os.access(directory, os.W_OK):
-        raise UserError(f"output_dir {directory} is not writable")
+    existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise UserError(f"cannot write to output_dir {directory}: {existing} is not a writable folder")
     return directory
 
 
@@ -51,10 +48,12 @@ def files_of_a_run(directory: Path) -> list[Path]:
     return sorted(path for pattern in patterns for path in directory.glob(pattern))
 
 
-def clear_output_dir(directory: Path) -> None:
-    """Remove another run's checkpoints and results; anything else in the folder stays."""
-    for path in files_of_a_run(directory):
+def open_output_dir(directory: Path, config: TrainConfig) -> None:
+    """Create the run's folder; with `overwrite` remove another run's checkpoints and results, and nothing else."""
+    for path in files_of_a_run(directory) if config.overwrite else []:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
+    directory.mkdir(parents=True, exist_ok=True)
+    save_config(config, directory / CONFIG_NAME)
 
 
 class RunReport:
@@ -74,11 +73,13 @@ class RunReport:
         if self.enabled:
             with open(self.output_dir / METRICS_NAME, "a", encoding="utf-8") as file:
                 file.write(json.dumps({"event": event, "step": step, **values}) + "\n")
-        self.accelerator.log({f"{event}/{key}": value for key, value in values.items() if value is not None}, step=step)
+        numbers = {f"{event}/{key}": value for key, value in values.items() if value is not None}
+        self.accelerator.log(numbers, step=step)
 
     def train(self, step: int, **values: Any) -> None:
         self.event("train", step, **values)
-        self.bar.set_postfix_str(f"loss {values['loss']:.3f}, {values['tokens_per_second']:,.0f} tokens/s")
+        shown = f"loss {values['loss']:.3f}, {values['tokens_per_second']:,.0f} tokens/s"
+        self.bar.set_postfix_str(shown, refresh=False)
 
     def evaluation(self, step: int, values: dict[str, float]) -> None:
         self.event("eval", step, **values)
@@ -133,7 +134,7 @@ def closing_words(
     config: TrainConfig, output_dir: Path, argv: list[str], untrained: dict, trained: dict, sample: str
 ) -> str:
     """The last screen: what was reached, a sample, where the model is, and the commands to go on with."""
-    resume = [a for a in _without_options(argv, "output_dir", "resume_from_checkpoint", "overwrite")]
+    resume = _without_options(argv, "output_dir", "resume_from_checkpoint", "overwrite")
     resume += ["--output_dir", str(output_dir), "--resume_from_checkpoint", "latest"]
     lines = ["", f"{'':14}{'untrained':>12}{'trained':>12}"]
     for key, name in (("loss", "loss"), ("perplexity", "perplexity"), ("bits_per_byte", "bits per byte")):
@@ -153,10 +154,10 @@ def closing_words(
         lines.append(f"  if interrupted   accelerate launch recipe/train.py {shlex.join(resume)}")
     lines += [
         "  your own text    accelerate launch recipe/train.py --train_file TEXT.txt",
-        "  GPT-2 124M       python scripts/prepare_data.py --dataset_name HUB_ID --tokenizer_name openai-community/gpt2 \\",
-        "                       --block_size 1024 --output_dir DIR",
-        "                   accelerate launch --config_file accelerate_configs/single_gpu.yaml recipe/train.py \\",
-        "                       --config gpt2_124m --dataset_dir DIR",
+        "  GPT-2 124M       python scripts/prepare_data.py --dataset_name HUB_ID \\",
+        "                       --tokenizer_name openai-community/gpt2 --block_size 1024 --output_dir DIR",
+        "                   accelerate launch --config_file accelerate_configs/single_gpu.yaml \\",
+        "                       recipe/train.py --config gpt2_124m --dataset_dir DIR",
     ]
     return "\n".join(lines)
 

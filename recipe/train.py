@@ -14,7 +14,7 @@ import torch
 from accelerate.utils import set_seed
 
 from recipe.checkpoint import RunState, find_checkpoint, load_checkpoint, read_state, run_identity, save_checkpoint
-from recipe.config import UserError, load_config, save_config
+from recipe.config import load_config, run_main
 from recipe.data.batches import TrainOrder, build_train_batches
 from recipe.data.packed import open_packed_dataset
 from recipe.data.prepare import open_dataset_for
@@ -25,9 +25,9 @@ from recipe.generation import generate_texts
 from recipe.hub import check_login, push_to_hub, write_model_card
 from recipe.loss import LanguageModelingLoss
 from recipe.metrics import Throughput, count_flops_per_token, count_parameters, peak_flops_per_second
-from recipe.model import build_model, build_model_config, save_model
+from recipe.model import build_model, build_model_config, count_exported_parameters, save_model
 from recipe.optim import build_optimizer, build_scheduler, check_schedule
-from recipe.report import CONFIG_NAME, RunReport, clear_output_dir, closing_words, open_output_dir
+from recipe.report import RunReport, choose_output_dir, closing_words, open_output_dir
 from recipe.runtime import (
     build_accelerator,
     choose_dynamo_backend,
@@ -46,7 +46,7 @@ def main() -> None:
     device, num_processes = accelerator.device, accelerator.num_processes
     micro_batches = micro_batch_candidates(config, num_processes, device)
     check_schedule(config)
-    output_dir = on_main_process(lambda: open_output_dir(config, recipe))
+    output_dir = on_main_process(lambda: choose_output_dir(config, recipe))
     resume_dir = find_checkpoint(output_dir, config.resume_from_checkpoint) if config.resume_from_checkpoint else None
     dataset = open_packed_dataset(on_main_process(lambda: open_dataset_for(config).directory), config.block_size)
     tokenizer = dataset.load_tokenizer()
@@ -80,10 +80,7 @@ def main() -> None:
     batches = build_train_batches(dataset.splits["train"], order, config.dataloader_num_workers, device)
 
     # ------------------------------------------------------------------ say what will happen
-    if accelerator.is_main_process:
-        if config.overwrite:
-            clear_output_dir(output_dir)
-        save_config(config, output_dir / CONFIG_NAME)
+    on_main_process(lambda: open_output_dir(output_dir, config))
     report = RunReport(accelerator, config, output_dir, state.step)
     train_rows = len(dataset.splits["train"])
     report.table({
@@ -96,8 +93,8 @@ def main() -> None:
         f"padded to {model.config.vocab_size:,}, {config.block_size} positions",
         "data": f"{dataset.directory}: {train_rows:,} training rows of {config.block_size} tokens, "
         f"{len(dataset.splits['validation']):,} for validation",
-        "batch": f"{config.global_batch_size} sequences = {tokens_per_step:,} tokens a step: {num_processes} processes "
-        f"x {accumulation_steps} micro-batches x {micro_batch_size}",
+        "batch": f"{config.global_batch_size} sequences = {tokens_per_step:,} tokens a step = {num_processes} process"
+        f"{'es' if num_processes > 1 else ''} x {accumulation_steps} micro-batches x {micro_batch_size}",
         "run": f"{config.max_steps:,} steps = {config.max_steps * tokens_per_step:,} tokens = "
         f"{config.max_steps * config.global_batch_size / train_rows:.2f} epochs",
     })  # fmt: skip
@@ -173,7 +170,7 @@ def main() -> None:
             "tokens_per_second": throughput.tokens_per_second,
             "train_seconds": state.train_seconds,
             "wall_seconds": time.perf_counter() - started_at,
-            "num_parameters": model.num_parameters() - (model.config.vocab_size - dataset.vocab_size) * model.config.n_embd,
+            "num_parameters": count_exported_parameters(model, dataset.vocab_size),
             "num_processes": num_processes,
             "mixed_precision": precision.value,
             "dynamo_backend": dynamo.value,
@@ -190,7 +187,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    run_main(main)

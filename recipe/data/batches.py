@@ -27,14 +27,14 @@ def example_rows(examples: np.ndarray, num_rows: int, seed: int) -> np.ndarray:
     half_bits = max(1, (int(num_rows - 1).bit_length() + 1) // 2)
     half_mask = np.uint64((1 << half_bits) - 1)
     shift = np.uint64(half_bits)
+    round_keys = _mix(np.arange(1, FEISTEL_ROUNDS + 1, dtype=np.uint64))
     keys = _mix(epochs.astype(np.uint64) + _mix(np.full(len(examples), seed, dtype=np.uint64)))
     rows = positions.astype(np.uint64)
     outside = np.ones(len(rows), dtype=bool)
     while outside.any():
         left, right = rows[outside] >> shift, rows[outside] & half_mask
-        for round_number in range(FEISTEL_ROUNDS):
-            mixed = _mix(right + keys[outside] + np.uint64(round_number) * np.uint64(0x9E3779B97F4A7C15))
-            left, right = right, left ^ (mixed & half_mask)
+        for round_key in round_keys:
+            left, right = right, left ^ (_mix(right + keys[outside] + round_key) & half_mask)
         rows[outside] = (left << shift) | right
         outside = rows >= num_rows
     return rows.astype(np.int64)
@@ -80,8 +80,8 @@ def build_train_batches(
         pin_memory=device.type == "cuda",
         multiprocessing_context="spawn" if num_workers else None,  # forking a process with CUDA or threads may hang
     )
-    for rows in loader:
-        rows = rows.to(device, non_blocking=True)
+    for batch in loader:
+        rows = batch.to(device, non_blocking=True)
         yield rows[:, :-1], rows[:, 1:]
 
 

@@ -216,7 +216,7 @@ def open_packed_dataset(directory: Path, block_size: int | None = None) -> Packe
     try:
         metadata = json.loads((directory / "metadata.json").read_text())
         if metadata["format_version"] != FORMAT_VERSION:
-            raise UserError(f"{directory} has format {metadata['format_version']}, this is for {FORMAT_VERSION}; {again}")
+            raise UserError(f"{directory} has format {metadata['format_version']}, not {FORMAT_VERSION}; {again}")
         for split in SPLITS:
             for name, size in metadata["splits"][split]["file_bytes"].items():
                 found = (directory / split / name).stat().st_size

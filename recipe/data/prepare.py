@@ -1,5 +1,7 @@
 """From a text source to a packed dataset: the one path behind scripts/prepare_data.py and recipe/train.py."""
 
+import argparse
+import dataclasses
 import hashlib
 import json
 import shutil
@@ -39,7 +41,8 @@ def prepare_dataset(
                             "or another folder")  # fmt: skip
     if tokenizer is None:
         started_at = time.perf_counter()
-        tokenizer = train_tokenizer((text for split, text in source.splits() if split == "train"), tokenizer_vocab_size)
+        training_text = (text for split, text in source.splits() if split == "train")
+        tokenizer = train_tokenizer(training_text, tokenizer_vocab_size)
         say(f"trained a byte-level BPE of {len(tokenizer):,} tokens in {time.perf_counter() - started_at:.1f} s")
     if overwrite:
         shutil.rmtree(directory, ignore_errors=True)
@@ -55,8 +58,21 @@ def prepare_dataset(
     return open_packed_dataset(directory, block_size)
 
 
-def source_from_config(config: TrainConfig) -> TextSource:
-    """The text source that a run's own fields name."""
+SOURCE_FIELDS = ("train_file", "validation_file", "dataset_name", "dataset_config_name", "text_column_name",
+                 "validation_split_percentage")  # fmt: skip
+
+
+def add_source_arguments(parser: argparse.ArgumentParser) -> None:
+    """Give a script the source options of recipe/train.py, under the same names and with the same defaults."""
+    for field in dataclasses.fields(TrainConfig):
+        if field.name in SOURCE_FIELDS:
+            kwargs = {"nargs": "+"} if field.name.endswith("_file") else {}
+            kwargs["type"] = float if isinstance(field.default, float) else str
+            parser.add_argument(f"--{field.name}", default=field.default, help=field.metadata["help"], **kwargs)
+
+
+def source_from(config: TrainConfig | argparse.Namespace) -> TextSource:
+    """The text source that a run's fields, or a script's arguments, name. Raises `UserError` if it is not there."""
     return TextSource(
         train_files=tuple(config.train_file or ()),
         validation_files=tuple(config.validation_file or ()),
@@ -80,7 +96,7 @@ def open_dataset_for(config: TrainConfig, say: Callable[[str], None] = print) ->
                 raise UserError(f"{config.dataset_dir} was made with another tokenizer than {config.tokenizer_name}; "
                                 "prepare it with that one, or leave --tokenizer_name out")  # fmt: skip
         return dataset
-    source = source_from_config(config)
+    source = source_from(config)
     key = f"{source.fingerprint()} {config.tokenizer_name} {config.tokenizer_vocab_size} {config.block_size}"
     name = Path(config.dataset_name or config.train_file[0]).stem
     directory = Path(config.cache_dir) / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
@@ -103,5 +119,6 @@ def _report_progress(encoded: Iterator, say: Callable[[str], None], every_second
         now = time.perf_counter()
         if now - said_at >= every_seconds:
             said_at = now
-            say(f"  {num_documents:,} documents, {num_tokens:,} tokens, {num_bytes / 1e6 / (now - started_at):.1f} MB/s")
+            megabytes_per_second = num_bytes / 1e6 / (now - started_at)
+            say(f"  {num_documents:,} documents, {num_tokens:,} tokens, {megabytes_per_second:.1f} MB/s")
         yield split, document_bytes, ids

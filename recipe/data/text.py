@@ -15,6 +15,7 @@ import datasets
 
 from recipe.config import STANDARD_LIBRARY, UserError
 
+FILE_KINDS = (".txt", ".jsonl", ".json", ".parquet")
 SMALL_CORPUS_DOCUMENTS = 10_000  # up to here documents are held back to split them exactly
 
 
@@ -28,6 +29,21 @@ class TextSource:
     dataset_config_name: str | None = None
     text_column_name: str = "text"
     validation_split_percentage: float = 5.0
+
+    def __post_init__(self):
+        if bool(self.train_files) == bool(self.dataset_name):
+            raise UserError("pass --train_file or --dataset_name, one of them")
+        if self.validation_files and not self.train_files:
+            raise UserError("--validation_file needs --train_file")
+        for path in itertools.chain(self.train_files, self.validation_files):
+            if not Path(path).is_file():
+                raise UserError(f"there is no file {path}")
+            if Path(path).suffix.lower() not in FILE_KINDS:
+                raise UserError(f"cannot read {path}: use {', '.join(FILE_KINDS)} files")
+        if not 0 < self.validation_split_percentage < 100:
+            raise UserError(
+                f"validation_split_percentage must be between 0 and 100, got {self.validation_split_percentage}"
+            )
 
     def describe(self) -> dict:
         """What the metadata of a prepared dataset says of its source."""
@@ -120,11 +136,8 @@ def read_files(paths: Iterable[str], text_column_name: str) -> Iterator[str]:
         suffix = Path(path).suffix.lower()
         if suffix == ".txt":
             yield _read_text_file(path)
-        elif suffix in (".jsonl", ".json", ".parquet"):
-            kind = "parquet" if suffix == ".parquet" else "json"
-            yield from _read_table(kind, path, text_column_name)
         else:
-            raise UserError(f"{path}: cannot read '{suffix}' files; use .txt, .jsonl, .json or .parquet")
+            yield from _read_table("parquet" if suffix == ".parquet" else "json", path, text_column_name)
 
 
 def _read_text_file(path: str) -> str:
@@ -185,8 +198,8 @@ def read_standard_library() -> Iterator[str]:
     Raises `UserError` where the interpreter ships without sources.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    skipped = {"test", "tests", "idle_test", "idlelib", "site-packages", "dist-packages", "__pycache__", "lib2to3",
-               "pydoc_data", "ensurepip", "config"}  # fmt: skip
+    skipped = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "pydoc_data",
+               "encodings"}  # fmt: skip  # (encodings are tables of character names)
     sources = sorted(p for p in root.rglob("*.py") if not skipped & set(p.relative_to(root).parts))
     if len(sources) < 50:
         raise UserError(f"this Python has no library sources in {root} to train the demo on; "

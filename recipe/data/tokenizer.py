@@ -37,7 +37,7 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedToke
     tokenizer = GPT2Tokenizer().train_new_from_iterator(_slices(documents), vocab_size=vocab_size, show_progress=False)
     if len(tokenizer) < vocab_size:
         raise UserError(f"the text gives only {len(tokenizer)} tokens, {vocab_size} were asked for; "
-                        "train on more text or ask for fewer")  # fmt: skip
+                        f"ask for at most {len(tokenizer)} or train on more text")  # fmt: skip
     return tokenizer
 
 

@@ -1,0 +1,156 @@
+"""Configuration: defaults < YAML < command line, and one clear sentence for everything that is wrong."""
+
+import dataclasses
+
+import pytest
+
+from recipe.config import CONFIGS_DIR, TrainConfig, UserError, load_config, load_yaml, save_config
+
+DATA = ["--dataset_dir", "some/folder"]
+
+
+def load(*argv: str) -> TrainConfig:
+    return load_config([*argv])[0]
+
+
+def test_precedence(tmp_path):
+    """The command line overrides the file, the file overrides the defaults."""
+    path = tmp_path / "mine.yaml"
+    path.write_text("dataset_dir: from_file\nlearning_rate: 1.0e-3\nmax_steps: 7\n")
+    config, recipe = load_config(["--config", str(path), "--max_steps", "9"])
+    assert (config.dataset_dir, config.learning_rate, config.max_steps, config.adam_beta2) == ("from_file", 1e-3, 9, 0.95)
+    assert recipe == "mine"
+
+
+def test_no_argument_is_the_demo():
+    """Without any argument the demo runs, on a corpus that needs no download."""
+    config, recipe = load_config([])
+    assert recipe == "demo" and config.dataset_name == "python_standard_library"
+
+
+def test_a_typed_source_replaces_the_recipes_own():
+    """`--train_file` on top of the demo is not a conflict with the demo's own corpus."""
+    config = load("--train_file", "a.txt", "b.txt")
+    assert config.train_file == ["a.txt", "b.txt"] and config.dataset_name is None
+
+
+def test_config_overrides_are_merged_key_by_key(tmp_path):
+    """run_clm's `n_layer=4,n_embd=128` changes those two and leaves the recipe's other values."""
+    path = tmp_path / "a.yaml"
+    path.write_text("config_overrides: {n_layer: 12, n_head: 12}\n")
+    config = load("--config", str(path), *DATA, "--config_overrides", "n_layer=4,resid_pdrop=0.1")
+    assert config.config_overrides == {"n_layer": 4, "n_head": 12, "resid_pdrop": 0.1}
+
+
+def test_changing_the_schedule_drops_the_arguments_of_the_old_one():
+    config = load(*DATA, "--lr_scheduler_type", "linear")
+    assert config.lr_scheduler_kwargs is None
+
+
+def test_numbers_and_no_as_yaml_writes_them(tmp_path):
+    """YAML 1.1 reads 6e-4 as a string and a bare `no` as false; both mean what they say."""
+    path = tmp_path / "a.yaml"
+    path.write_text("dataset_dir: d\nlearning_rate: 6e-4\nmixed_precision: no\ndynamo_backend: no\nmax_steps: 1e3\n")
+    config = load("--config", str(path))
+    assert config.learning_rate == 6e-4 and config.max_steps == 1000
+    assert (config.mixed_precision, config.dynamo_backend) == ("no", "no")
+
+
+def test_saved_config_repeats_the_run(tmp_path):
+    config = load(*DATA, "--learning_rate", "3e-4", "--config_overrides", "n_layer=3", "--per_device_train_batch_size", "8")
+    save_config(config, tmp_path / "training_config.yaml")
+    assert load("--config", str(tmp_path / "training_config.yaml")) == config
+    assert config.per_device_train_batch_size == 8
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["--lerning_rate", "1"], "did you mean --learning_rate?"),
+        (["--learning-rte=1"], "did you mean --learning_rate?"),
+        (["--zzzz"], "--help lists all options"),
+        (["stray"], "unknown option stray"),
+        (["--learning_rate", "fast"], "invalid float value: 'fast'"),
+        (["--learning_rate", "nan"], "learning_rate must be a number"),
+        (["--learning_rate"], "expected one argument"),
+        (["--max_steps", "1.5"], "invalid int value"),
+        (["--max_steps", "0"], "max_steps must be at least 1, got 0"),
+        (["--learning_rate", "0"], "learning_rate must be greater than 0"),
+        (["--adam_beta2", "1"], "adam_beta2 must be at least 0 and below 1"),
+        (["--label_smoothing_factor", "-0.1"], "label_smoothing_factor must be"),
+        (["--warmup_steps", "2.5"], "warmup_steps must be a whole number"),
+        (["--mixed_precision", "bf61"], "invalid choice: 'bf61'"),
+        (["--lr_scheduler_type", "cosin"], "did you mean cosine?"),
+        (["--per_device_train_batch_size", "big"], "per_device_train_batch_size must be auto or at least 1"),
+        (["--per_device_train_batch_size", "0"], "per_device_train_batch_size must be auto or at least 1"),
+        (["--config_overrides", "n_layer"], "config_overrides must look like n_layer=4,n_embd=128"),
+        (["--tokenizer_vocab_size", "256"], "at least 257"),
+        (["--config", "gpt3"], "no recipe 'gpt3'"),
+        (["--config", "gone.yaml"], "no recipe 'gone.yaml'"),
+        (["--train_file", "a.txt"], "pass exactly one of"),
+        (["--push_to_hub"], "--push_to_hub needs --hub_model_id"),
+        (["--resume_from_checkpoint", "latest"], "needs the --output_dir"),
+        (["--resume_from_checkpoint", "x", "--overwrite"], "pass one of them"),
+    ],
+)
+def test_errors_on_the_command_line(argv, expected):
+    """Each mistake is a UserError whose text says what is wrong, never argparse's usage screen."""
+    with pytest.raises(UserError) as caught:
+        load(*DATA, *argv)
+    assert expected in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("- a\n- b\n", "must hold a mapping of options to values, and is a list"),
+        ("", "must hold a mapping of options to values, and is empty"),
+        ("a: [\n", "is not valid YAML"),
+        ("lerning_rate: 1\n", "did you mean learning_rate?"),
+        ("1: 2\n", "unknown key '1'"),
+        ("max_steps: many\n", "max_steps must be a whole number, got 'many'"),
+        ("max_steps: 1.5\n", "max_steps must be a whole number, got 1.5"),
+        ("max_steps: true\n", "max_steps must be a whole number, got True"),
+        ("overwrite: 'yes'\n", "overwrite must be true or false"),
+        ("learning_rate: [1]\n", "learning_rate must be a number"),
+        ("mixed_precision: int8\n", "mixed_precision must be auto or no or bf16 or fp16"),
+        ("config_overrides: 3\n", "config_overrides must be a mapping"),
+        ("max_steps:\n", "max_steps must be a whole number, got None"),
+    ],
+)
+def test_errors_in_the_file(tmp_path, content, expected):
+    path = tmp_path / "bad.yaml"
+    path.write_text(content)
+    with pytest.raises(UserError) as caught:
+        load("--config", str(path), *DATA)
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [p.stem for p in sorted(CONFIGS_DIR.glob("*.yaml"))])
+def test_every_recipe_loads(name):
+    config = load("--config", name) if name == "demo" else load("--config", name, *DATA)
+    assert config.global_batch_size * config.block_size > 0
+
+
+def test_the_numbers_of_gpt2_124m():
+    """The recipe is the published one (GPT-3 table 2.1, build-nanogpt): 10 B tokens in 19,073 steps of 524,288."""
+    config = load("--config", "gpt2_124m", *DATA)
+    assert config.global_batch_size * config.block_size == 524_288
+    assert (config.max_steps, config.warmup_steps) == (19_073, 715)
+    assert (config.learning_rate, config.lr_scheduler_type) == (6e-4, "cosine_with_min_lr")
+    assert config.lr_scheduler_kwargs == {"min_lr_rate": 0.1}
+    assert (config.adam_beta1, config.adam_beta2, config.weight_decay, config.max_grad_norm) == (0.9, 0.95, 0.1, 1.0)
+    assert (config.optim, config.attn_implementation) == ("adamw_torch_fused", "sdpa")
+    overrides = config.config_overrides
+    assert (overrides["n_layer"], overrides["n_head"], overrides["n_embd"]) == (12, 12, 768)
+    assert overrides["resid_pdrop"] == overrides["embd_pdrop"] == overrides["attn_pdrop"] == 0
+    assert overrides["tie_word_embeddings"] is True
+
+
+def test_every_line_of_a_size_recipe_is_a_known_field():
+    """A recipe spells out all that decides the run, so that reading it is enough."""
+    names = {field.name for field in dataclasses.fields(TrainConfig)}
+    for size in ("124m", "355m", "774m", "1558m"):
+        content = load_yaml(f"gpt2_{size}")
+        assert set(content) <= names
+        assert {"learning_rate", "max_steps", "warmup_steps", "global_batch_size", "weight_decay"} <= set(content)

@@ -1,0 +1,172 @@
+"""The stock model: sizes, padding, attention, what is saved."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+from recipe.config import UserError, load_config
+from recipe.loss import LanguageModelingLoss
+from recipe.model import (
+    build_model,
+    build_model_config,
+    count_exported_parameters,
+    load_weights,
+    padded_vocab_size,
+    save_model,
+)
+
+EOS = 7
+
+
+def tiny(*argv, vocab_size=500):
+    options = ["--dataset_dir", "d", "--block_size", "32", "--config_overrides", "n_layer=2,n_head=2,n_embd=32"]
+    config = load_config([*options, *argv])[0]
+    model_config = build_model_config(config, vocab_size, EOS)
+    torch.manual_seed(0)
+    return config, model_config, build_model(config, model_config)
+
+
+def test_the_size_of_gpt2_124m():
+    """124,475,904 parameters with vocabulary 50304; as saved, OpenAI's own 124,439,808 with 50257."""
+    config = load_config(["--config", "gpt2_124m", "--dataset_dir", "d"])[0]
+    with torch.device("meta"):
+        model = build_model(config, build_model_config(config, 50257, 50256))
+    assert isinstance(model, GPT2LMHeadModel)
+    assert sum(p.numel() for p in model.parameters()) == 124_475_904
+    assert model.config.vocab_size == model.lm_head.weight.shape[0] == 50304
+    assert count_exported_parameters(model, 50257) == 124_439_808
+    assert (model.config.n_positions, model.config.eos_token_id, model.config.resid_pdrop) == (1024, 50256, 0.0)
+
+
+@pytest.mark.parametrize(("size", "parameters"), [("355m", 354_823_168), ("774m", 774_030_080), ("1558m", 1_557_611_200)])
+def test_the_other_sizes_are_openais(size, parameters):
+    config = load_config(["--config", f"gpt2_{size}", "--dataset_dir", "d"])[0]
+    with torch.device("meta"):
+        model = build_model(config, build_model_config(config, 50257, 50256))
+    assert count_exported_parameters(model, 50257) == parameters
+
+
+def test_padding_to_a_multiple():
+    assert [padded_vocab_size(n, 128) for n in (1, 128, 129, 50257)] == [128, 128, 256, 50304]
+
+
+def test_residual_projections_start_smaller():
+    """GPT-2's init: 0.02, and 0.02 / sqrt(2 * layers) where a block adds to the residual stream."""
+    model = tiny("--config_overrides", "n_layer=8,n_embd=128")[2]
+    block = model.transformer.h[3]
+    assert block.mlp.c_fc.weight.std().item() == pytest.approx(0.02, rel=0.03)
+    for projection in (block.mlp.c_proj, block.attn.c_proj):
+        assert projection.weight.std().item() == pytest.approx(0.02 / 16**0.5, rel=0.03)
+
+
+def captured_graphs(module, inputs, targets):
+    graphs = []
+
+    def capture(graph_module, example_inputs):
+        graphs.append(graph_module)
+        return graph_module.forward
+
+    torch.compiler.reset()
+    torch.compile(module, backend=capture, fullgraph=True, dynamic=False)(inputs, targets)
+    torch.compiler.reset()
+    return graphs
+
+
+@pytest.mark.parametrize("switches", [[], ["--activation_checkpointing"], ["--loss_chunks", "4"]])
+def test_compiled_attention_is_causal_without_a_mask(switches):
+    """One graph, in it one sdpa a layer with is_causal=True and no mask: the flash kernels' condition."""
+    config, model_config, model = tiny(*switches)
+    module = LanguageModelingLoss(model, 500, num_chunks=config.loss_chunks).train()
+    rows = torch.randint(0, 500, (2, 33))
+    graphs = captured_graphs(module, rows[:, :-1], rows[:, 1:])
+    assert len(graphs) == 1
+    nodes = [node for m in graphs[0].modules() if hasattr(m, "graph") for node in m.graph.nodes]
+    attention = [node for node in nodes if node.target is F.scaled_dot_product_attention]
+    assert len(attention) == 2
+    for node in attention:
+        assert node.kwargs["is_causal"] is True and node.kwargs.get("attn_mask") is None
+
+
+def test_eager_attention_is_causal_without_a_mask(monkeypatch):
+    """The same without compiling, where the stock path asks the device about the mask."""
+    calls = []
+
+    def record(*args, **kwargs):
+        calls.append(kwargs)
+        return original(*args, **kwargs)
+
+    original = F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", record)
+    tiny()[2](input_ids=torch.randint(0, 500, (2, 32)), use_cache=False)
+    assert [(c["is_causal"], c.get("attn_mask")) for c in calls] == [(True, None)] * 2
+
+
+def test_same_function_as_the_stock_attention():
+    """Logits equal those of a stock model with eager attention and the same weights."""
+    model = tiny()[2].eval()
+    stock = GPT2LMHeadModel._from_config(GPT2Config.from_dict(model.config.to_dict()), attn_implementation="eager")
+    stock.load_state_dict(model.state_dict())
+    ids = torch.randint(0, 500, (3, 32))
+    with torch.no_grad():
+        torch.testing.assert_close(model(input_ids=ids).logits, stock.eval()(input_ids=ids).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_is_saved_has_no_padding(tmp_path, tied):
+    """The saved model is stock, has the real vocabulary, the same logits on it, and ties what was tied."""
+    config, model_config, model = tiny("--config_overrides", f"tie_word_embeddings={tied}")
+    assert model.config.vocab_size == 512
+    assert (model.lm_head.weight is model.transformer.wte.weight) is tied
+    save_model(model, model_config, tmp_path)
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert type(loaded) is GPT2LMHeadModel and not any(info[key] for key in ("missing_keys", "unexpected_keys"))
+    assert loaded.config.vocab_size == loaded.lm_head.weight.shape[0] == loaded.transformer.wte.weight.shape[0] == 500
+    assert (loaded.lm_head.weight.data_ptr() == loaded.transformer.wte.weight.data_ptr()) is tied
+    assert (loaded.config._attn_implementation, loaded.generation_config.eos_token_id) == ("sdpa", EOS)
+    assert count_exported_parameters(model, 500) == sum(p.numel() for p in loaded.parameters())
+    ids = torch.randint(0, 500, (2, 32))
+    with torch.no_grad():
+        expected = model.eval()(input_ids=ids).logits[..., :500]
+        torch.testing.assert_close(loaded.eval()(input_ids=ids).logits, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_padding_comes_back_exactly(tmp_path, tied):
+    """Saving drops the padding and loading restores it, bit for bit, also after training steps with weight decay."""
+    config, model_config, model = tiny("--config_overrides", f"tie_word_embeddings={tied}")
+    module = LanguageModelingLoss(model, 500)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    for _ in range(3):
+        rows = torch.randint(0, 500, (4, 33))
+        module(rows[:, :-1], rows[:, 1:]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not model.transformer.wte.weight[500:].any() and not model.lm_head.weight[500:].any()
+    save_model(model, model_config, tmp_path)
+    torch.manual_seed(99)
+    other = build_model(config, model_config)
+    load_weights(other, tmp_path, 500)
+    for (name, saved), (_, restored) in zip(model.state_dict().items(), other.state_dict().items(), strict=True):
+        assert torch.equal(saved, restored), name
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ("n_layers=4", "GPT2Config has no 'n_layers'"),
+        ("vocab_size=9", "must not set vocab_size: it follows the tokenizer"),
+        ("n_positions=9", "must not set n_positions: set block_size"),
+        ("n_embd=100,n_head=12", "n_embd 100 is not divisible by n_head 12; n_head could be 1, 2, 4, 5, 10"),
+        ("n_layer=0", "n_layer must be at least 1"),
+        ("n_embd=-8", "n_embd must be at least 1"),
+        ("n_layer=two", "n_layer"),
+        ("n_head=0", "n_head must be at least 1"),
+        ("activation_function=swishy", "activation_function"),
+    ],
+)
+def test_bad_overrides(overrides, expected):
+    """A wrong model is refused while it is still a config."""
+    config = load_config(["--dataset_dir", "d", "--config_overrides", overrides])[0]
+    with pytest.raises(UserError, match=expected):
+        build_model_config(config, 500, EOS)

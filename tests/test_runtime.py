@@ -1,0 +1,184 @@
+"""What `auto` resolves to, and why; threads, batch arithmetic, compiled graphs."""
+
+import contextlib
+import os
+import types
+
+import pytest
+import torch
+from conftest import read_events
+from torch._dynamo.utils import counters
+
+import recipe.runtime as runtime
+from recipe.config import UserError, load_config
+from recipe.environment import count_cpus
+from recipe.runtime import choose_dynamo_backend, choose_mixed_precision, micro_batch_candidates
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def config_of(*argv):
+    return load_config(["--dataset_dir", "d", *argv])[0]
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    for name in ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("argv", "launcher", "device", "bf16", "expected"),
+    [
+        ([], "no", CPU, True, "bf16"),
+        ([], "no", CPU, False, "no"),
+        ([], "no", CUDA, True, "bf16"),
+        ([], "no", CUDA, False, "fp16"),  # T4: is_bf16_supported() alone says yes, through emulation
+        ([], "fp16", CUDA, True, "fp16"),
+        ([], "bf16", CPU, False, "bf16"),
+        (["--mixed_precision", "no"], "bf16", CPU, True, "no"),
+        (["--mixed_precision", "bf16"], "no", CPU, False, "bf16"),
+    ],
+)
+def test_precision(monkeypatch, argv, launcher, device, bf16, expected):
+    """The script's option, else the launcher's, else what the hardware really has."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": bf16})
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or bf16)
+    choice = choose_mixed_precision(config_of(*argv), device)
+    assert choice.value == expected and choice.reason
+
+
+@pytest.mark.parametrize(("launcher", "device", "message"), [("fp8", CUDA, "Conv1D"), ("fp16", CPU, "needs a CUDA device")])
+def test_precision_that_would_not_work(monkeypatch, launcher, device, message):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher)
+    with pytest.raises(UserError, match=message):
+        choose_mixed_precision(config_of(), device)
+
+
+@pytest.mark.parametrize(
+    ("argv", "launcher", "device", "flops", "compiler", "expected"),
+    [
+        ([], "no", CUDA, 1, None, "inductor"),
+        ([], "NO", CPU, 1e13, "/usr/bin/g++", "no"),
+        ([], "no", CPU, 1e16, "/usr/bin/g++", "inductor"),
+        ([], "no", CPU, 1e16, None, "no"),
+        ([], "INDUCTOR", CPU, 1e13, "/usr/bin/g++", "inductor"),
+        (["--dynamo_backend", "no"], "inductor", CUDA, 1e16, None, "no"),
+        (["--dynamo_backend", "aot_eager"], "no", CUDA, 1e16, None, "aot_eager"),
+    ],
+)
+def test_dynamo(monkeypatch, argv, launcher, device, flops, compiler, expected):
+    """Compile where it pays: always on a GPU, on a CPU if the run is long and there is a C++ compiler."""
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", launcher)
+    monkeypatch.setattr(runtime.shutil, "which", lambda name: compiler)
+    choice = choose_dynamo_backend(config_of(*argv), device, flops)
+    assert choice.value == expected and choice.reason
+
+
+def test_unknown_dynamo_backend():
+    with pytest.raises(UserError, match="dynamo_backend must be auto or one of"):
+        choose_dynamo_backend(config_of("--dynamo_backend", "inductr"), CPU, 1)
+
+
+def test_all_cores_are_used_although_the_launcher_says_one(monkeypatch):
+    """`accelerate launch` without a config sets OMP_NUM_THREADS=1; another number is the user's and is kept."""
+    state = types.SimpleNamespace(device=CPU, num_processes=1)
+    before = torch.get_num_threads()
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    try:
+        for value, expected in (("1", count_cpus()), ("3", 1)):
+            torch.set_num_threads(1)
+            monkeypatch.setenv("OMP_NUM_THREADS", value)
+            runtime.use_all_cores(state)
+            assert torch.get_num_threads() == expected
+    finally:
+        torch.set_num_threads(before)
+    assert count_cpus() == len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else True
+
+
+@pytest.mark.parametrize(
+    ("argv", "num_processes", "device", "expected"),
+    [
+        (["--per_device_train_batch_size", "8"], 2, CUDA, [8]),
+        (["--per_device_train_batch_size", "auto"], 1, CUDA, [64, 32, 16, 8, 4, 2, 1]),
+        (["--per_device_train_batch_size", "auto"], 1, CPU, [4, 2, 1]),
+        (["--per_device_train_batch_size", "auto", "--block_size", "8192"], 1, CPU, [1]),
+        (["--gradient_accumulation_steps", "16"], 2, CUDA, [16]),
+        (["--gradient_accumulation_steps", "16", "--per_device_train_batch_size", "16"], 2, CUDA, [16]),
+        (["--global_batch_size", "480"], 3, CUDA, [40, 32, 20, 16, 10, 8, 5, 4, 2, 1]),
+    ],
+)
+def test_micro_batches(argv, num_processes, device, expected):
+    """Accumulation is derived: the global batch is the recipe's on any hardware."""
+    config = config_of("--block_size", "1024", "--global_batch_size", "512", *argv)
+    assert micro_batch_candidates(config, num_processes, device) == expected
+
+
+@pytest.mark.parametrize(
+    ("argv", "num_processes", "expected"),
+    [
+        ([], 3, "does not divide by 3 processes; 510 or 513 would"),
+        (["--global_batch_size", "2"], 4, "2 does not divide by 4 processes; 4 or 4 would"),
+        (["--per_device_train_batch_size", "12"], 8, "these would: 1, 2, 4, 8, 16, 32, 64"),
+        (["--gradient_accumulation_steps", "3"], 1, "gradient_accumulation_steps 3 does not divide"),
+        (["--gradient_accumulation_steps", "2", "--per_device_train_batch_size", "8"], 1, "leave one of them out"),
+    ],
+)
+def test_a_batch_that_does_not_divide(argv, num_processes, expected):
+    """The message names the sizes that would work."""
+    with pytest.raises(UserError, match=expected):
+        micro_batch_candidates(config_of("--global_batch_size", "512", *argv), num_processes, CPU)
+
+
+def test_find_micro_batch_halves_until_it_fits(monkeypatch):
+    """Out of memory in a trial moves on to the next size; any other error is not hidden."""
+    tried = []
+
+    class Module(torch.nn.Linear):
+        def forward(self, inputs, targets):
+            tried.append(len(inputs))
+            if len(inputs) > 4:
+                raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+            return super().forward(inputs.float()).sum()
+
+    accelerator = types.SimpleNamespace(
+        device=types.SimpleNamespace(type="cuda"), num_processes=1, no_sync=lambda module: contextlib.nullcontext(),
+        backward=lambda loss: None, reduce=lambda tensor, reduction: tensor,
+    )  # fmt: skip
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch, "ones", lambda size, device: torch.full(size, 1.0))
+    monkeypatch.setattr(torch, "zeros", lambda *size, dtype, device: torch.full(size, 0, dtype=dtype))
+    assert runtime.find_micro_batch(accelerator, Module(8, 1), [16, 8, 4, 2], 8) == 4
+    assert tried == [16, 8, 4]
+    with pytest.raises(UserError, match="does not fit with one sequence"):
+        runtime.find_micro_batch(accelerator, Module(8, 1), [16, 8], 8)
+
+
+def test_one_graph_for_training_and_one_for_evaluation(train):
+    """Compiled with fullgraph: no graph break, two graphs, and no recompilation in later steps or evaluations."""
+    counters.clear()
+    output_dir = train("--dynamo_backend", "aot_eager", "--max_steps", "6", "--eval_steps", "2",
+                       "--per_device_train_batch_size", "2", "--mixed_precision", "bf16")  # fmt: skip
+    assert counters["stats"]["unique_graphs"] == 2
+    assert not counters["graph_break"] and not counters["recompiles"]
+    assert len(read_events(output_dir, "eval")) == 4
+
+
+def test_inductor_gives_the_losses_of_eager(train, tmp_path):
+    """The compiled run learns what the plain one does."""
+    plain = train(output_dir=tmp_path / "plain")
+    compiled = train("--dynamo_backend", "inductor", output_dir=tmp_path / "compiled")
+    for a, b in zip(read_events(plain, "train"), read_events(compiled, "train"), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], abs=1e-5)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+
+
+def test_bf16_stays_near_fp32(train, tmp_path):
+    """Autocast changes the losses by rounding only."""
+    plain = train(output_dir=tmp_path / "fp32")
+    half = train("--mixed_precision", "bf16", output_dir=tmp_path / "bf16")
+    losses = [[e["loss"] for e in read_events(run, "train")] for run in (plain, half)]
+    assert losses[0] != losses[1]
+    assert losses[0] == pytest.approx(losses[1], abs=0.05)
