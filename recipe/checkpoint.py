@@ -36,11 +36,37 @@ class RunState:
 
 def run_identity(config: TrainConfig, dataset_metadata: dict, model_config: PreTrainedConfig) -> dict:
     """What makes it the same run: data, model, batch and schedule. Hardware, logging and saving may differ."""
-    fields = ("seed", "block_size", "global_batch_size", "max_steps", "optim", "learning_rate", "lr_scheduler_type",
-              "lr_scheduler_kwargs", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon",
-              "max_grad_norm", "label_smoothing_factor", "pad_vocab_to_multiple_of")  # fmt: skip
-    shape = ("vocab_size", "n_positions", "n_layer", "n_head", "n_embd", "n_inner", "activation_function",
-             "resid_pdrop", "embd_pdrop", "attn_pdrop", "tie_word_embeddings")  # fmt: skip
+    fields = (
+        "seed",
+        "block_size",
+        "global_batch_size",
+        "max_steps",
+        "optim",
+        "learning_rate",
+        "lr_scheduler_type",
+        "lr_scheduler_kwargs",
+        "warmup_steps",
+        "weight_decay",
+        "adam_beta1",
+        "adam_beta2",
+        "adam_epsilon",
+        "max_grad_norm",
+        "label_smoothing_factor",
+        "pad_vocab_to_multiple_of",
+    )
+    shape = (
+        "vocab_size",
+        "n_positions",
+        "n_layer",
+        "n_head",
+        "n_embd",
+        "n_inner",
+        "activation_function",
+        "resid_pdrop",
+        "embd_pdrop",
+        "attn_pdrop",
+        "tie_word_embeddings",
+    )
     return {
         "dataset": dataset_metadata["content_sha256"],
         "tokenizer": dataset_metadata["tokenizer_sha256"],
@@ -98,7 +124,6 @@ def save_checkpoint(
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         for path in partial.iterdir():
-            os.chmod(path, 0o644)  # safetensors makes its file private (0.8)
             _fsync(path)
         shutil.rmtree(final, ignore_errors=True)  # a run that resumed earlier meets its old checkpoints again
         os.rename(partial, final)

@@ -94,6 +94,7 @@ class TrainConfig:
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = _field("auto", "Autocast type.")
     tf32: bool = _field(True, "TF32 for the CUDA matmuls that stay in fp32.")
     dynamo_backend: str = _field("auto", "auto, no, or a torch dynamo backend such as inductor.")
+    keep_freed_memory: bool = _field(True, "CPU: glibc keeps freed buffers instead of faulting them in every step.")
 
     # --- periodic
     logging_steps: int = _field(10, "Steps between log lines; the only steps on which the host waits for the device.")
@@ -172,8 +173,10 @@ def run_main(main: Callable[[], None]) -> None:
 
 
 def save_config(config: TrainConfig, path: Path) -> None:
-    """Write the resolved config so that `--config PATH` repeats the run."""
+    """Write the resolved config so that `--config PATH` repeats the run, in this folder or another."""
     values = {key: value for key, value in dataclasses.asdict(config).items() if value is not None}
+    for key in ("output_dir", "overwrite", "resume_from_checkpoint"):
+        values.pop(key, None)
     path.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
 
 
@@ -257,36 +260,64 @@ def _check_values(config: TrainConfig) -> None:
         if not ok:
             raise UserError(f"{name} must be {expected}, got {getattr(config, name)!r}")
 
-    for name in ("block_size", "pad_vocab_to_multiple_of", "loss_chunks", "global_batch_size", "max_steps",
-                 "logging_steps", "per_device_eval_batch_size", "gradient_accumulation_steps",
-                 "save_total_limit"):  # fmt: skip
+    for name in (
+        "block_size",
+        "pad_vocab_to_multiple_of",
+        "loss_chunks",
+        "global_batch_size",
+        "max_steps",
+        "logging_steps",
+        "per_device_eval_batch_size",
+        "gradient_accumulation_steps",
+        "save_total_limit",
+    ):
         value = getattr(config, name)
         require(value is None or value >= 1, name, "at least 1")
-    for name in ("eval_steps", "save_steps", "dataloader_num_workers", "seed", "weight_decay", "max_grad_norm",
-                 "warmup_steps"):  # fmt: skip
+    for name in (
+        "eval_steps",
+        "save_steps",
+        "dataloader_num_workers",
+        "seed",
+        "weight_decay",
+        "max_grad_norm",
+        "warmup_steps",
+    ):
         require(getattr(config, name) >= 0, name, "at least 0")
     for name in ("learning_rate", "adam_epsilon"):
         require(getattr(config, name) > 0, name, "greater than 0")
     for name in ("adam_beta1", "adam_beta2", "label_smoothing_factor"):
         require(0 <= getattr(config, name) < 1, name, "at least 0 and below 1")
-    require(config.warmup_steps < 1 or config.warmup_steps == int(config.warmup_steps), "warmup_steps",
-            "a whole number of steps, or a share of max_steps below 1")  # fmt: skip
+    require(
+        config.warmup_steps < 1 or config.warmup_steps == int(config.warmup_steps),
+        "warmup_steps",
+        "a whole number of steps, or a share of max_steps below 1",
+    )
     require(config.seed < 2**63, "seed", "below 2**63")
     micro_batch = config.per_device_train_batch_size
-    require(micro_batch == "auto" or (isinstance(micro_batch, int) and micro_batch >= 1),
-            "per_device_train_batch_size", "auto or at least 1")  # fmt: skip
-    require(config.tokenizer_vocab_size is None or config.tokenizer_vocab_size >= 257, "tokenizer_vocab_size",
-            "at least 257 (256 bytes and the end-of-text token)")  # fmt: skip
+    require(
+        micro_batch == "auto" or (isinstance(micro_batch, int) and micro_batch >= 1),
+        "per_device_train_batch_size",
+        "auto or at least 1",
+    )
+    require(
+        config.tokenizer_vocab_size is None or config.tokenizer_vocab_size >= 257,
+        "tokenizer_vocab_size",
+        "at least 257 (256 bytes and the end-of-text token)",
+    )
     schedules = [schedule.value for schedule in SchedulerType]
     if config.lr_scheduler_type not in schedules:
-        raise UserError(_unknown_message(f"lr_scheduler_type '{config.lr_scheduler_type}'", config.lr_scheduler_type,
-                                         schedules) + f" (one of {', '.join(schedules)})")  # fmt: skip
+        raise UserError(
+            _unknown_message(f"lr_scheduler_type '{config.lr_scheduler_type}'", config.lr_scheduler_type, schedules)
+            + f" (one of {', '.join(schedules)})"
+        )
 
     given = [name for name in DATA_SOURCES if getattr(config, name) is not None]
     if len(given) != 1:
         found = " and ".join(f"--{name}" for name in given) if given else "none"
-        raise UserError(f"pass exactly one of --dataset_dir (a packed dataset), --train_file and --dataset_name "
-                        f"(text to prepare first); found {found}")  # fmt: skip
+        raise UserError(
+            f"pass exactly one of --dataset_dir (a packed dataset), --train_file and --dataset_name "
+            f"(text to prepare first); found {found}"
+        )
     if config.dataset_dir is None and config.tokenizer_name is None and config.tokenizer_vocab_size is None:
         raise UserError("preparing text needs --tokenizer_name DIR_OR_ID, or --tokenizer_vocab_size N to train one")
     if config.push_to_hub and not config.hub_model_id:

@@ -49,9 +49,7 @@ def evaluate_model(
     split = dataset.splits["validation"]
     losses, weights = [], []
     module.eval()
-    for rows, num_real in iterate_validation(
-        split, batch_size, accelerator.process_index, accelerator.num_processes
-    ):
+    for rows, num_real in iterate_validation(split, batch_size, accelerator.process_index, accelerator.num_processes):
         batch = torch.from_numpy(rows).to(accelerator.device)
         targets = batch[:, 1:].clone()
         targets[num_real:] = IGNORE_INDEX

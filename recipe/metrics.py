@@ -7,10 +7,23 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 # Dense bf16 (fp16 on V100 and T4) TFLOP/s with fp32 accumulation, from NVIDIA's data sheets. First match counts.
 PEAK_TFLOPS = (
-    ("B200", 2250), ("H200", 989), ("H100 PCIe", 756), ("H100 NVL", 835), ("H100", 989), ("GH200", 989), ("A100", 312),
-    ("L40S", 362), ("L4", 121), ("A10G", 70), ("A10", 125), ("RTX 5090", 209), ("RTX 4090", 165), ("RTX 3090", 71),
-    ("V100", 125), ("T4", 65),
-)  # fmt: skip
+    ("B200", 2250),
+    ("H200", 989),
+    ("H100 PCIe", 756),
+    ("H100 NVL", 835),
+    ("H100", 989),
+    ("GH200", 989),
+    ("A100", 312),
+    ("L40S", 362),
+    ("L4", 121),
+    ("A10G", 70),
+    ("A10", 125),
+    ("RTX 5090", 209),
+    ("RTX 4090", 165),
+    ("RTX 3090", 71),
+    ("V100", 125),
+    ("T4", 65),
+)
 
 
 def count_flops_per_token(model_config: PreTrainedConfig, num_parameters: int) -> int:

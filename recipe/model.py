@@ -39,9 +39,14 @@ def build_model_config(config: TrainConfig, vocab_size: int, eos_token_id: int) 
     Raises `UserError` for overrides the model class does not know, or that the recipe sets itself.
     """
     overrides = config.config_overrides or {}
-    managed = {"vocab_size": "it follows the tokenizer", "n_positions": "set block_size", "bos_token_id": "it follows "
-               "the tokenizer", "eos_token_id": "it follows the tokenizer", "use_cache": "it is set for generation",
-               "add_cross_attention": "a language model has no encoder"}  # fmt: skip
+    managed = {
+        "vocab_size": "it follows the tokenizer",
+        "n_positions": "set block_size",
+        "bos_token_id": "it follows the tokenizer",
+        "eos_token_id": "it follows the tokenizer",
+        "use_cache": "it is set for generation",
+        "add_cross_attention": "a language model has no encoder",
+    }
     for key in overrides:
         if key in managed:
             raise UserError(f"config_overrides must not set {key}: {managed[key]}")
@@ -117,6 +122,7 @@ def save_model(model: PreTrainedModel, model_config: PreTrainedConfig, directory
     }
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     save_file(weights, directory / WEIGHTS_NAME, metadata={"format": "pt"})
+    (directory / WEIGHTS_NAME).chmod(0o644)  # safetensors makes its files private (0.8)
 
 
 def load_weights(model: PreTrainedModel, directory: Path, vocab_size: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 from accelerate import Accelerator
 from tqdm import tqdm
 
-from recipe.config import TrainConfig, UserError, save_config
+from recipe.config import STANDARD_LIBRARY, TrainConfig, UserError, save_config
 
 METRICS_NAME = "metrics.jsonl"
 SUMMARY_NAME = "summary.json"
@@ -63,10 +63,16 @@ class RunReport:
         self.accelerator, self.output_dir = accelerator, output_dir
         self.enabled = accelerator.is_main_process
         self.bar = tqdm(
-            total=config.max_steps, initial=first_step, unit="step", desc="train", dynamic_ncols=True,
-            disable=not self.enabled, smoothing=0.1, bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} "
-            "[{elapsed}<{remaining}{postfix}]", **_progress_target(),
-        )  # fmt: skip
+            total=config.max_steps,
+            initial=first_step,
+            unit="step",
+            desc="train",
+            dynamic_ncols=True,
+            disable=not self.enabled,
+            smoothing=0.1,
+            bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
+            **_progress_target(),
+        )
 
     def event(self, event: str, step: int, **values: Any) -> None:
         """Append one line to metrics.jsonl and hand the numbers to the trackers."""
@@ -130,44 +136,32 @@ class _LineStream:
         self.stream.flush()
 
 
-def closing_words(
-    config: TrainConfig, output_dir: Path, argv: list[str], untrained: dict, trained: dict, sample: str
-) -> str:
+def closing_words(config: TrainConfig, output_dir: Path, untrained: dict, trained: dict, sample: str) -> str:
     """The last screen: what was reached, a sample, where the model is, and the commands to go on with."""
-    resume = _without_options(argv, "output_dir", "resume_from_checkpoint", "overwrite")
-    resume += ["--output_dir", str(output_dir), "--resume_from_checkpoint", "latest"]
+    folder, prompt = shlex.quote(str(output_dir)), shlex.quote(config.sample_prompt)
     lines = ["", f"{'':14}{'untrained':>12}{'trained':>12}"]
-    for key, name in (("loss", "loss"), ("perplexity", "perplexity"), ("bits_per_byte", "bits per byte")):
-        lines.append(f"{name:14}{untrained[key]:>12,.3f}{trained[key]:>12,.3f}" if untrained else
-                     f"{name:14}{'':12}{trained[key]:>12,.3f}")  # fmt: skip
+    for key in ("loss", "perplexity", "bits_per_byte"):
+        lines.append(f"{key.replace('_', ' '):14}{untrained[key]:>12,.3f}{trained[key]:>12,.3f}")
     lines += [
         "",
         f"A sample, from the prompt {config.sample_prompt!r}:",
         *("    " + line for line in sample.splitlines()),
         "",
-        f"The model is in {output_dir} and loads with AutoModelForCausalLM.from_pretrained({str(output_dir)!r}).",
+        f"The model is in {output_dir}, in Hugging Face format. Next:",
         "",
-        "Next:",
-        f"  more text        python scripts/generate_text.py --model {shlex.quote(str(output_dir))} --prompt 'The '",
+        f"  generate         python scripts/generate_text.py --model {folder} --prompt {prompt}",
     ]
     if config.save_steps:
-        lines.append(f"  if interrupted   accelerate launch recipe/train.py {shlex.join(resume)}")
-    lines += [
-        "  your own text    accelerate launch recipe/train.py --train_file TEXT.txt",
-        "  GPT-2 124M       python scripts/prepare_data.py --dataset_name HUB_ID \\",
-        "                       --tokenizer_name openai-community/gpt2 --block_size 1024 --output_dir DIR",
-        "                   accelerate launch --config_file accelerate_configs/single_gpu.yaml \\",
-        "                       recipe/train.py --config gpt2_124m --dataset_dir DIR",
-    ]
+        lines += [
+            f"  resume           accelerate launch recipe/train.py --config {folder}/{CONFIG_NAME} \\",
+            f"                       --output_dir {folder} --resume_from_checkpoint latest",
+        ]
+    if config.dataset_name == STANDARD_LIBRARY:
+        lines += [
+            "  your own text    accelerate launch recipe/train.py --train_file TEXT.txt",
+            "  GPT-2 124M       python scripts/prepare_data.py --dataset_name HUB_ID \\",
+            "                       --tokenizer_name openai-community/gpt2 --output_dir DIR",
+            "                   accelerate launch --config_file accelerate_configs/single_gpu.yaml \\",
+            "                       recipe/train.py --config gpt2_124m --dataset_dir DIR",
+        ]
     return "\n".join(lines)
-
-
-def _without_options(argv: list[str], *names: str) -> list[str]:
-    """argv without the given options and their values."""
-    kept, skipping = [], False
-    for argument in argv:
-        if argument.startswith("--"):
-            skipping = argument[2:].split("=")[0].replace("-", "_") in names
-        if not skipping:
-            kept.append(argument)
-    return kept

@@ -64,7 +64,8 @@ def build_accelerator(config: TrainConfig) -> tuple[Accelerator, Choice]:
             "with ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes N"
         )
     use_all_cores(state)
-    keep_freed_memory(state.device)
+    if config.keep_freed_memory:
+        keep_freed_memory(state.device)
     precision = choose_mixed_precision(config, state.device)
     if state.device.type == "cuda":
         torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
@@ -106,10 +107,7 @@ def use_all_cores(state: PartialState) -> None:
 
 
 def keep_freed_memory(device: torch.device) -> None:
-    """Let glibc keep freed memory on a CPU run, instead of giving buffers back and faulting them in every step.
-
-    Measured on two cores with a 4.3 M-parameter model: 1.4 times as fast in eager mode, 1.15 times compiled.
-    """
+    """On a CPU, let glibc keep freed memory instead of giving large buffers back and faulting them in every step."""
     if device.type == "cpu" and platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_THRESHOLD, 2**30)
@@ -238,11 +236,14 @@ def find_micro_batch(accelerator: Accelerator, module: nn.Module, candidates: li
             fits.zero_()
         module.zero_grad(set_to_none=True)
         if accelerator.reduce(fits, reduction="sum").item() == accelerator.num_processes:
+            del moments
             return size
         torch.compiler.reset()  # forget the graphs of the shape that did not fit
         torch.accelerator.empty_cache()
-    raise UserError("the model does not fit with one sequence per forward; try --activation_checkpointing "
-                    "--loss_chunks 8, or a smaller recipe")  # fmt: skip
+    raise UserError(
+        "the model does not fit with one sequence per forward; try --activation_checkpointing "
+        "--loss_chunks 8, or a smaller recipe"
+    )
 
 
 def _list(sizes: list[int]) -> str:

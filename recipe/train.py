@@ -7,6 +7,7 @@ config -> accelerator -> data -> model -> optimizer -> prepare -> resume? -> loo
 """
 
 import math
+import shlex
 import sys
 import time
 
@@ -74,7 +75,7 @@ def main() -> None:
     # ------------------------------------------------------------------ resume?
     state = RunState()
     if resume_dir is not None:
-        state = load_checkpoint(accelerator, resume_dir, identity, model, optimizer, scheduler)
+        state = load_checkpoint(accelerator, resume_dir, identity, model, dataset.vocab_size, optimizer, scheduler)
     order = TrainOrder(len(dataset.splits["train"]), config.seed, config.global_batch_size, micro_batch_size,
                        state.step, accelerator.process_index, num_processes)  # fmt: skip
     batches = build_train_batches(dataset.splits["train"], order, config.dataloader_num_workers, device)
@@ -176,11 +177,13 @@ def main() -> None:
             "dynamo_backend": dynamo.value,
             "per_device_train_batch_size": micro_batch_size,
             "dataset_content_sha256": dataset.metadata["content_sha256"],
+            "command": shlex.join(sys.argv),
+            "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "environment": describe_environment(device),
         }
         report.summary(summary)
         write_model_card(output_dir, config, dataset, summary)
-        print(closing_words(config, output_dir, sys.argv[1:], state.untrained, evaluation, sample))
+        print(closing_words(config, output_dir, state.untrained, evaluation, sample))
         if config.push_to_hub:
             print(push_to_hub(output_dir, config))
     accelerator.end_training()

@@ -22,8 +22,10 @@ def main() -> None:
         raise UserError(f"block_size must be at least 1, got {args.block_size}")
     source = source_from(args)
     prepare_dataset(source, args.output_dir, args.block_size, args.tokenizer_name, overwrite=args.overwrite)
-    print(f"train on it with: accelerate launch recipe/train.py --dataset_dir {args.output_dir} "
-          f"--block_size {args.block_size}")  # fmt: skip
+    print(
+        f"train on it with: accelerate launch recipe/train.py --dataset_dir {args.output_dir} "
+        f"--block_size {args.block_size}"
+    )
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from recipe.data.tokenizer import train_tokenizer
 ROOT = Path(__file__).parent.parent
 BLOCK_SIZE = 32
 VOCAB_SIZE = 500  # padded to 512
+WORDS = "the cat sat on a mat while rain fell über den Fluß and naïve 猫 slept; then what? nothing, again."
 TINY = ["--config_overrides", "n_layer=2,n_head=2,n_embd=32", "--block_size", str(BLOCK_SIZE)]
 PLAIN = ["--mixed_precision", "no", "--dynamo_backend", "no"]
 
@@ -29,7 +30,7 @@ PLAIN = ["--mixed_precision", "no", "--dynamo_backend", "no"]
 def make_documents(count: int, seed: int = 0) -> list[str]:
     """Distinct texts of uneven length with characters beyond ASCII."""
     rng = random.Random(seed)
-    words = "the cat sat on a mat while rain fell über den Fluß and naïve 猫 slept; then what? nothing, again.".split()
+    words = WORDS.split()
     return [f"Document {seed}-{i}: " + " ".join(rng.choices(words, k=rng.randint(5, 90))) + "\n" for i in range(count)]
 
 
@@ -71,9 +72,28 @@ def train(tmp_path, monkeypatch, dataset_dir):
     def run(*arguments: str, output_dir: Path = tmp_path / "run", dataset_dir: Path = dataset_dir) -> Path:
         from recipe.train import main
 
-        argv = ["--dataset_dir", str(dataset_dir), "--output_dir", str(output_dir), *TINY,
-                "--global_batch_size", "4", "--max_steps", "4", "--logging_steps", "1", "--warmup_steps", "2",
-                "--learning_rate", "0.003", "--eval_steps", "0", "--save_steps", "0", *PLAIN]  # fmt: skip
+        argv = [
+            "--dataset_dir",
+            str(dataset_dir),
+            "--output_dir",
+            str(output_dir),
+            *TINY,
+            "--global_batch_size",
+            "4",
+            "--max_steps",
+            "4",
+            "--logging_steps",
+            "1",
+            "--warmup_steps",
+            "2",
+            "--learning_rate",
+            "0.003",
+            "--eval_steps",
+            "0",
+            "--save_steps",
+            "0",
+            *PLAIN,
+        ]
         monkeypatch.setattr(sys, "argv", ["recipe/train.py", *argv, *map(str, arguments)])
         reset_accelerate()
         num_threads = torch.get_num_threads()
@@ -105,6 +125,11 @@ def launch(arguments: list[str], cwd: Path, launcher: tuple[str, ...] = (), **en
     command = [sys.executable, "-m", "accelerate.commands.launch", *launcher, str(ROOT / "recipe" / "train.py")]
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "OMP_"))}
     return subprocess.run(
-        [*command, *map(str, arguments)], cwd=cwd, env={**inherited, **environment}, capture_output=True, text=True,
-        timeout=400, check=False,
-    )  # fmt: skip
+        [*command, *map(str, arguments)],
+        cwd=cwd,
+        env={**inherited, **environment},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )

@@ -6,7 +6,6 @@ import torch
 
 from recipe.data.batches import TrainOrder, build_train_batches, example_rows, iterate_validation
 
-
 FROZEN = [5, 597, 782, 629, 771, 972, 361, 714]
 
 
@@ -45,14 +44,18 @@ def test_example_rows_is_pure():
     np.testing.assert_array_equal(example_rows(some, 77, 3), whole[some])
 
 
-@pytest.mark.parametrize(("micro_batch_size", "num_processes"), [(12, 1), (4, 1), (1, 1), (6, 2), (2, 2), (1, 3), (4, 3)])
+@pytest.mark.parametrize(
+    ("micro_batch_size", "num_processes"), [(12, 1), (4, 1), (1, 1), (6, 2), (2, 2), (1, 3), (4, 3)]
+)
 def test_a_step_uses_the_same_examples_however_it_is_cut(micro_batch_size, num_processes):
     """Step s is examples [s*G, (s+1)*G), for any micro-batch and number of processes, from any starting step."""
     global_batch_size, num_rows = 12, 50
     for first_step in (0, 3):
         seen = []
         for process in range(num_processes):
-            order = iter(TrainOrder(num_rows, 5, global_batch_size, micro_batch_size, first_step, process, num_processes))
+            order = iter(
+                TrainOrder(num_rows, 5, global_batch_size, micro_batch_size, first_step, process, num_processes)
+            )
             per_step = global_batch_size // micro_batch_size // num_processes
             seen.append([np.concatenate([next(order) for _ in range(per_step)]) for _ in range(4)])
         for step in range(4):

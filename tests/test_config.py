@@ -18,7 +18,12 @@ def test_precedence(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("dataset_dir: from_file\nlearning_rate: 1.0e-3\nmax_steps: 7\n")
     config, recipe = load_config(["--config", str(path), "--max_steps", "9"])
-    assert (config.dataset_dir, config.learning_rate, config.max_steps, config.adam_beta2) == ("from_file", 1e-3, 9, 0.95)
+    assert (config.dataset_dir, config.learning_rate, config.max_steps, config.adam_beta2) == (
+        "from_file",
+        1e-3,
+        9,
+        0.95,
+    )
     assert recipe == "mine"
 
 
@@ -57,7 +62,9 @@ def test_numbers_and_no_as_yaml_writes_them(tmp_path):
 
 
 def test_saved_config_repeats_the_run(tmp_path):
-    config = load(*DATA, "--learning_rate", "3e-4", "--config_overrides", "n_layer=3", "--per_device_train_batch_size", "8")
+    config = load(
+        *DATA, "--learning_rate", "3e-4", "--config_overrides", "n_layer=3", "--per_device_train_batch_size", "8"
+    )
     save_config(config, tmp_path / "training_config.yaml")
     assert load("--config", str(tmp_path / "training_config.yaml")) == config
     assert config.per_device_train_batch_size == 8

@@ -59,7 +59,9 @@ def test_the_saved_model_has_the_reported_loss(run, dataset):
 def test_evaluation_leaves_the_module_in_training_mode(run, dataset):
     reset_accelerate()
     module = LanguageModelingLoss(AutoModelForCausalLM.from_pretrained(run), 500)
-    evaluate_model(Accelerator(cpu=True), module, PackedDataset(dataset.directory, dataset.metadata, dataset.splits), 4)
+    evaluate_model(
+        Accelerator(cpu=True), module, PackedDataset(dataset.directory, dataset.metadata, dataset.splits), 4
+    )
     assert module.training and module.model.training
 
 

@@ -12,8 +12,18 @@ from recipe.data.batches import example_rows
 
 def plain_loop(dataset, steps: int, initial: dict) -> tuple[list[float], list[float], dict]:
     """A training loop without any of recipe/, but for the order of rows: stock model, torch AdamW, mean loss."""
-    config = GPT2Config(vocab_size=500, n_positions=BLOCK_SIZE, n_layer=2, n_head=2, n_embd=32, resid_pdrop=0,
-                        embd_pdrop=0, attn_pdrop=0, bos_token_id=0, eos_token_id=0)  # fmt: skip
+    config = GPT2Config(
+        vocab_size=500,
+        n_positions=BLOCK_SIZE,
+        n_layer=2,
+        n_head=2,
+        n_embd=32,
+        resid_pdrop=0,
+        embd_pdrop=0,
+        attn_pdrop=0,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     model = GPT2LMHeadModel._from_config(config, attn_implementation="eager")
     model.load_state_dict(initial)
     model.train()
@@ -42,9 +52,16 @@ CONSTANT = ["--lr_scheduler_type", "constant_with_warmup", "--max_steps", "12"]
 
 @pytest.fixture
 def initial_weights(train, tmp_path):
-    """The weights a run starts from: one step at learning rate zero (the first of a warm-up) leaves them as they are."""
-    output_dir = train("--max_steps", "1", "--lr_scheduler_type", "constant_with_warmup", "--save_steps", "0",
-                       output_dir=tmp_path / "initial")  # fmt: skip
+    """The weights a run starts from: one step at learning rate zero, the first of a warm-up, leaves them alone."""
+    output_dir = train(
+        "--max_steps",
+        "1",
+        "--lr_scheduler_type",
+        "constant_with_warmup",
+        "--save_steps",
+        "0",
+        output_dir=tmp_path / "initial",
+    )
     return AutoModelForCausalLM.from_pretrained(output_dir).state_dict()
 
 
@@ -62,10 +79,17 @@ def test_the_loop_is_a_plain_training_loop(train, dataset, initial_weights, micr
     assert losses[-1] < losses[0] - 0.3
 
 
-@pytest.mark.parametrize("switches", [
-    ["--activation_checkpointing"], ["--loss_chunks", "3"], ["--optim", "adamw_torch"],
-    ["--attn_implementation", "eager"], ["--pad_vocab_to_multiple_of", "1"], ["--dataloader_num_workers", "1"],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "switches",
+    [
+        ["--activation_checkpointing"],
+        ["--loss_chunks", "3"],
+        ["--optim", "adamw_torch"],
+        ["--attn_implementation", "eager"],
+        ["--pad_vocab_to_multiple_of", "1"],
+        ["--dataloader_num_workers", "1"],
+    ],
+)
 def test_switches_that_must_not_change_what_is_learned(train, tmp_path, switches):
     """Memory and speed switches leave the losses as they were."""
     plain = [e["loss"] for e in read_events(train(output_dir=tmp_path / "a"), "train")]
@@ -87,8 +111,8 @@ def test_what_a_run_leaves(train):
     events = read_events(output_dir, "train")
     assert [e["step"] for e in events] == [2, 4, 5]
     assert [e["tokens_seen"] for e in events] == [n * 4 * BLOCK_SIZE for n in (2, 4, 5)]
-    assert all(set(e) == {"event", "step", "tokens_seen", "loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu"}
-               for e in events)  # fmt: skip
+    fields = {"event", "step", "tokens_seen", "loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu"}
+    assert all(set(event) == fields for event in events)
     assert [e["step"] for e in read_events(output_dir, "eval")] == [0, 4, 5]
     summary = json.loads((output_dir / "summary.json").read_text())
     assert (summary["step"], summary["tokens_seen"]) == (5, 5 * 4 * BLOCK_SIZE)

@@ -13,8 +13,18 @@ VOCAB, PADDED, T = 500, 512, 32
 @pytest.fixture
 def model():
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=PADDED, n_positions=T, n_embd=32, n_layer=2, n_head=2, resid_pdrop=0, embd_pdrop=0,
-                        attn_pdrop=0, bos_token_id=0, eos_token_id=0)  # fmt: skip
+    config = GPT2Config(
+        vocab_size=PADDED,
+        n_positions=T,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        resid_pdrop=0,
+        embd_pdrop=0,
+        attn_pdrop=0,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     model = GPT2LMHeadModel(config)
     with torch.no_grad():
         model.transformer.wte.weight.mul_(20)  # logits far from uniform

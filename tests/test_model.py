@@ -39,7 +39,9 @@ def test_the_size_of_gpt2_124m():
     assert (model.config.n_positions, model.config.eos_token_id, model.config.resid_pdrop) == (1024, 50256, 0.0)
 
 
-@pytest.mark.parametrize(("size", "parameters"), [("355m", 354_823_168), ("774m", 774_030_080), ("1558m", 1_557_611_200)])
+@pytest.mark.parametrize(
+    ("size", "parameters"), [("355m", 354_823_168), ("774m", 774_030_080), ("1558m", 1_557_611_200)]
+)
 def test_the_other_sizes_are_openais(size, parameters):
     config = load_config(["--config", f"gpt2_{size}", "--dataset_dir", "d"])[0]
     with torch.device("meta"):
@@ -109,7 +111,9 @@ def test_same_function_as_the_stock_attention():
     stock.load_state_dict(model.state_dict())
     ids = torch.randint(0, 500, (3, 32))
     with torch.no_grad():
-        torch.testing.assert_close(model(input_ids=ids).logits, stock.eval()(input_ids=ids).logits, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            model(input_ids=ids).logits, stock.eval()(input_ids=ids).logits, rtol=1e-5, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from conftest import BLOCK_SIZE, VOCAB_SIZE, make_documents
 
-import recipe.data.packed as packed
 from recipe.config import UserError, load_config
+from recipe.data import packed
 from recipe.data.packed import PackedSplit, SplitWriter, open_packed_dataset, write_packed_dataset
 from recipe.data.prepare import open_dataset_for, prepare_dataset
 from recipe.data.text import TextSource, split_documents
@@ -46,8 +46,6 @@ def test_rows_decode_to_the_documents(dataset_dir, documents):
         assert opened.metadata["splits"][name]["bytes"] == sum(len(t.encode()) for t in expected[name]) - len(
             tokenizer.eos_token
         ) * len(expected[name])
-
-
 
 
 @pytest.mark.parametrize("flush_at", [1, 50, 10**9])

@@ -9,7 +9,7 @@ import torch
 from conftest import read_events
 from torch._dynamo.utils import counters
 
-import recipe.runtime as runtime
+from recipe import runtime
 from recipe.config import UserError, load_config
 from recipe.environment import count_cpus
 from recipe.runtime import choose_dynamo_backend, choose_mixed_precision, micro_batch_candidates
@@ -49,7 +49,9 @@ def test_precision(monkeypatch, argv, launcher, device, bf16, expected):
     assert choice.value == expected and choice.reason
 
 
-@pytest.mark.parametrize(("launcher", "device", "message"), [("fp8", CUDA, "Conv1D"), ("fp16", CPU, "needs a CUDA device")])
+@pytest.mark.parametrize(
+    ("launcher", "device", "message"), [("fp8", CUDA, "Conv1D"), ("fp16", CPU, "needs a CUDA device")]
+)
 def test_precision_that_would_not_work(monkeypatch, launcher, device, message):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher)
     with pytest.raises(UserError, match=message):
@@ -143,9 +145,12 @@ def test_find_micro_batch_halves_until_it_fits(monkeypatch):
             return super().forward(inputs.float()).sum()
 
     accelerator = types.SimpleNamespace(
-        device=types.SimpleNamespace(type="cuda"), num_processes=1, no_sync=lambda module: contextlib.nullcontext(),
-        backward=lambda loss: None, reduce=lambda tensor, reduction: tensor,
-    )  # fmt: skip
+        device=types.SimpleNamespace(type="cuda"),
+        num_processes=1,
+        no_sync=lambda module: contextlib.nullcontext(),
+        backward=lambda loss: None,
+        reduce=lambda tensor, reduction: tensor,
+    )
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
     monkeypatch.setattr(torch, "ones", lambda size, device: torch.full(size, 1.0))
@@ -159,8 +164,18 @@ def test_find_micro_batch_halves_until_it_fits(monkeypatch):
 def test_one_graph_for_training_and_one_for_evaluation(train):
     """Compiled with fullgraph: no graph break, two graphs, and no recompilation in later steps or evaluations."""
     counters.clear()
-    output_dir = train("--dynamo_backend", "aot_eager", "--max_steps", "6", "--eval_steps", "2",
-                       "--per_device_train_batch_size", "2", "--mixed_precision", "bf16")  # fmt: skip
+    output_dir = train(
+        "--dynamo_backend",
+        "aot_eager",
+        "--max_steps",
+        "6",
+        "--eval_steps",
+        "2",
+        "--per_device_train_batch_size",
+        "2",
+        "--mixed_precision",
+        "bf16",
+    )
     assert counters["stats"]["unique_graphs"] == 2
     assert not counters["graph_break"] and not counters["recompiles"]
     assert len(read_events(output_dir, "eval")) == 4

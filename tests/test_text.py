@@ -135,10 +135,16 @@ def test_an_interpreter_without_sources(tmp_path, monkeypatch):
 
 def bad_sources(folder: Path) -> dict[str, tuple[TextSource, str]]:
     files = {
-        "latin.txt": "Stra\xdfe".encode("latin-1"), "empty.txt": b"", "blank.txt": b" \n\t\n", "a.pdf": b"x",
-        "broken.jsonl": b'{"text": "a"}\n{"text": \n', "column.jsonl": b'{"body": "a", "id": 1}\n',
-        "number.jsonl": b'{"text": 3}\n', "broken.parquet": b"PAR1 not really", "ok.txt": b"fine",
-    }  # fmt: skip
+        "latin.txt": "Stra\xdfe".encode("latin-1"),
+        "empty.txt": b"",
+        "blank.txt": b" \n\t\n",
+        "a.pdf": b"x",
+        "broken.jsonl": b'{"text": "a"}\n{"text": \n',
+        "column.jsonl": b'{"body": "a", "id": 1}\n',
+        "number.jsonl": b'{"text": 3}\n',
+        "broken.parquet": b"PAR1 not really",
+        "ok.txt": b"fine",
+    }
     for name, content in files.items():
         (folder / name).write_bytes(content)
 
@@ -155,7 +161,7 @@ def bad_sources(folder: Path) -> dict[str, tuple[TextSource, str]]:
         "parquet": (files_of("broken.parquet"), "cannot read .*broken.parquet as parquet"),
         "column": (files_of("column.jsonl"), "no column 'text'; pass --text_column_name with one of body, id"),
         "type": (files_of("number.jsonl"), "column 'text' holds int, not text"),
-        "none": (lambda: TextSource(), "one of them"),
+        "none": (TextSource, "one of them"),
         "both": (lambda: TextSource(train_files=(str(folder / "ok.txt"),), dataset_name="x"), "one of them"),
         "share": (
             lambda: TextSource(train_files=(str(folder / "ok.txt"),), validation_split_percentage=100),
@@ -165,8 +171,24 @@ def bad_sources(folder: Path) -> dict[str, tuple[TextSource, str]]:
     }
 
 
-@pytest.mark.parametrize("case", ["missing", "kind", "bytes", "empty", "blank", "json", "parquet", "column", "type",
-                                  "none", "both", "share", "dataset"])  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    [
+        "missing",
+        "kind",
+        "bytes",
+        "empty",
+        "blank",
+        "json",
+        "parquet",
+        "column",
+        "type",
+        "none",
+        "both",
+        "share",
+        "dataset",
+    ],
+)
 def test_bad_text(tmp_path, case):
     """Bad input names the file and what is wrong with it."""
     make_source, expected = bad_sources(tmp_path)[case]

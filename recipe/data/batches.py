@@ -54,9 +54,15 @@ class TrainOrder:
     """
 
     def __init__(
-        self, num_rows: int, seed: int, global_batch_size: int, micro_batch_size: int, first_step: int = 0,
-        process_index: int = 0, num_processes: int = 1,
-    ) -> None:  # fmt: skip
+        self,
+        num_rows: int,
+        seed: int,
+        global_batch_size: int,
+        micro_batch_size: int,
+        first_step: int = 0,
+        process_index: int = 0,
+        num_processes: int = 1,
+    ) -> None:
         self.num_rows, self.seed, self.first_step = num_rows, seed, first_step
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
         self.process_index, self.num_processes = process_index, num_processes
@@ -78,6 +84,8 @@ def build_train_batches(
         batch_size=None,  # an element of the order is a whole micro-batch
         num_workers=num_workers,
         pin_memory=device.type == "cuda",
+        # It draws a seed for its workers: from a generator of its own, or dropout after a resume would differ.
+        generator=torch.Generator(),
         multiprocessing_context="spawn" if num_workers else None,  # forking a process with CUDA or threads may hang
     )
     for batch in loader:

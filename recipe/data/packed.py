@@ -84,9 +84,15 @@ class SplitWriter:
         info = datasets.DatasetInfo(features=self.features)
         info.write_to_directory(str(self.directory))
         sha256 = self.digest.hexdigest()
-        state = {"_data_files": [{"filename": self.path.name}], "_fingerprint": sha256[:16], "_format_columns": None,
-                 "_format_kwargs": {}, "_format_type": None, "_output_all_columns": False,
-                 "_split": self.split}  # fmt: skip
+        state = {
+            "_data_files": [{"filename": self.path.name}],
+            "_fingerprint": sha256[:16],
+            "_format_columns": None,
+            "_format_kwargs": {},
+            "_format_type": None,
+            "_output_all_columns": False,
+            "_split": self.split,
+        }
         (self.directory / "state.json").write_text(json.dumps(state, indent=2))
         return {**self.counts, "rows_sha256": sha256, "file_bytes": {self.path.name: self.path.stat().st_size}}
 
@@ -140,11 +146,16 @@ def _check_counts(counts: dict[str, dict], block_size: int) -> None:
         raise UserError("the text is empty: it holds no document with any character")
     for split in SPLITS:
         if counts[split]["rows"] == 0:
-            remedy = ("; or pass a --validation_file or a larger --validation_split_percentage"
-                      if split == "validation" else "")  # fmt: skip
-            raise UserError(f"the {split} text has {counts[split]['tokens']} tokens, fewer than one row of "
-                            f"block_size + 1 = {block_size + 1}: give more text or a smaller --block_size"
-                            f"{remedy}")  # fmt: skip
+            remedy = (
+                "; or pass a --validation_file or a larger --validation_split_percentage"
+                if split == "validation"
+                else ""
+            )
+            raise UserError(
+                f"the {split} text has {counts[split]['tokens']} tokens, fewer than one row of "
+                f"block_size + 1 = {block_size + 1}: give more text or a smaller --block_size"
+                f"{remedy}"
+            )
 
 
 @dataclass(frozen=True)
@@ -172,8 +183,10 @@ class PackedDataset:
         """The tokenizer the ids belong to. Raises `UserError` if its files were changed."""
         tokenizer = load_tokenizer(str(self.directory / "tokenizer"))
         if tokenizer_sha256(tokenizer) != self.metadata["tokenizer_sha256"]:
-            raise UserError(f"{self.directory}/tokenizer is not the tokenizer this dataset was made with; "
-                            "prepare the dataset again")  # fmt: skip
+            raise UserError(
+                f"{self.directory}/tokenizer is not the tokenizer this dataset was made with; "
+                "prepare the dataset again"
+            )
         return tokenizer
 
 
@@ -203,8 +216,10 @@ class PackedSplit:
         which = np.searchsorted(self.starts, indices, side="right") - 1
         rows = np.stack([self.chunks[chunk][i - self.starts[chunk]] for chunk, i in zip(which, indices, strict=True)])
         if rows.max() >= self.vocab_size or rows.min() < 0:
-            raise UserError(f"{self.directory} holds token id {rows.max()}, beyond its vocabulary of "
-                            f"{self.vocab_size}; prepare it again")  # fmt: skip
+            raise UserError(
+                f"{self.directory} holds token id {rows.max()}, beyond its vocabulary of "
+                f"{self.vocab_size}; prepare it again"
+            )
         return rows.astype(np.int64)
 
 
@@ -226,18 +241,24 @@ def open_packed_dataset(directory: Path, block_size: int | None = None) -> Packe
         for name, split in splits.items():
             expected = (metadata["splits"][name]["rows"], metadata["block_size"] + 1)
             if (len(split), split.chunks[0].shape[1]) != expected:
-                raise UserError(f"{directory}/{name} has not the {expected[0]} rows of {expected[1]} ids that its "
-                                f"metadata says; {again}")  # fmt: skip
+                raise UserError(
+                    f"{directory}/{name} has not the {expected[0]} rows of {expected[1]} ids that its "
+                    f"metadata says; {again}"
+                )
     except UserError:
         raise
     except FileNotFoundError as error:
-        raise UserError(f"{directory} is not a complete packed dataset: {Path(str(error.filename or error)).name} "
-                        f"is missing; {again}") from error  # fmt: skip
+        raise UserError(
+            f"{directory} is not a complete packed dataset: {Path(str(error.filename or error)).name} "
+            f"is missing; {again}"
+        ) from error
     except Exception as error:  # damaged JSON or Arrow: json, pyarrow and datasets each raise their own
         raise UserError(f"{directory} is not a complete packed dataset: {str(error)[:200]}; {again}") from error
     if block_size is not None and metadata["block_size"] != block_size:
-        raise UserError(f"{directory} has block_size {metadata['block_size']}, the run asks for {block_size}; "
-                        f"pass --block_size {metadata['block_size']} or prepare it with {block_size}")  # fmt: skip
+        raise UserError(
+            f"{directory} has block_size {metadata['block_size']}, the run asks for {block_size}; "
+            f"pass --block_size {metadata['block_size']} or prepare it with {block_size}"
+        )
     for split in splits.values():  # a first look over the split; each batch is checked again as it is read
         split[np.unique(np.linspace(0, len(split) - 1, SAMPLED_ROWS).astype(np.int64))]
     return PackedDataset(directory, metadata, splits)

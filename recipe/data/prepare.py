@@ -37,8 +37,10 @@ def prepare_dataset(
             say(f"{directory} is already prepared from this input")
             return open_packed_dataset(directory, block_size)
         if not overwrite:
-            raise UserError(f"{directory} exists and was not made from this input; pass --overwrite to replace it, "
-                            "or another folder")  # fmt: skip
+            raise UserError(
+                f"{directory} exists and was not made from this input; pass --overwrite to replace it, "
+                "or another folder"
+            )
     if tokenizer is None:
         started_at = time.perf_counter()
         training_text = (text for split, text in source.splits() if split == "train")
@@ -51,15 +53,23 @@ def prepare_dataset(
     metadata = write_packed_dataset(directory, encoded, tokenizer, block_size, source.describe(), fingerprint)
     seconds = time.perf_counter() - started_at
     for split, counts in metadata["splits"].items():
-        say(f"{split}: {counts['documents']:,} documents, {counts['bytes']:,} bytes, {counts['tokens']:,} tokens, "
-            f"{counts['rows']:,} rows of {block_size} + 1")  # fmt: skip
+        say(
+            f"{split}: {counts['documents']:,} documents, {counts['bytes']:,} bytes, {counts['tokens']:,} tokens, "
+            f"{counts['rows']:,} rows of {block_size} + 1"
+        )
     total_bytes = sum(counts["bytes"] for counts in metadata["splits"].values())
     say(f"packed into {directory} in {seconds:.1f} s ({total_bytes / 1e6 / seconds:.1f} MB/s)")
     return open_packed_dataset(directory, block_size)
 
 
-SOURCE_FIELDS = ("train_file", "validation_file", "dataset_name", "dataset_config_name", "text_column_name",
-                 "validation_split_percentage")  # fmt: skip
+SOURCE_FIELDS = (
+    "train_file",
+    "validation_file",
+    "dataset_name",
+    "dataset_config_name",
+    "text_column_name",
+    "validation_split_percentage",
+)
 
 
 def add_source_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,15 +103,18 @@ def open_dataset_for(config: TrainConfig, say: Callable[[str], None] = print) ->
         if config.tokenizer_name is not None:
             asked_for = tokenizer_sha256(load_tokenizer(config.tokenizer_name))
             if asked_for != dataset.metadata["tokenizer_sha256"]:
-                raise UserError(f"{config.dataset_dir} was made with another tokenizer than {config.tokenizer_name}; "
-                                "prepare it with that one, or leave --tokenizer_name out")  # fmt: skip
+                raise UserError(
+                    f"{config.dataset_dir} was made with another tokenizer than {config.tokenizer_name}; "
+                    "prepare it with that one, or leave --tokenizer_name out"
+                )
         return dataset
     source = source_from(config)
     key = f"{source.fingerprint()} {config.tokenizer_name} {config.tokenizer_vocab_size} {config.block_size}"
     name = Path(config.dataset_name or config.train_file[0]).stem
     directory = Path(config.cache_dir) / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
-    return prepare_dataset(source, directory, config.block_size, config.tokenizer_name,
-                           config.tokenizer_vocab_size, say=say)  # fmt: skip
+    return prepare_dataset(
+        source, directory, config.block_size, config.tokenizer_name, config.tokenizer_vocab_size, say=say
+    )
 
 
 def _made_from(directory: Path, fingerprint: str) -> bool:

@@ -54,12 +54,24 @@ class TextSource:
     def fingerprint(self) -> str:
         """SHA-256 of everything that decides the documents: the files' bytes, or the dataset's name and files."""
         digest = hashlib.sha256()
-        digest.update(repr((self.dataset_name, self.dataset_config_name, self.text_column_name,
-                            self.validation_split_percentage, len(self.validation_files))).encode())  # fmt: skip
+        digest.update(
+            repr(
+                (
+                    self.dataset_name,
+                    self.dataset_config_name,
+                    self.text_column_name,
+                    self.validation_split_percentage,
+                    len(self.validation_files),
+                )
+            ).encode()
+        )
         for path in itertools.chain(self.train_files, self.validation_files):
             with open(path, "rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest() if hasattr(hashlib, "file_digest")
-                              else hashlib.sha256(file.read()).digest())  # fmt: skip
+                digest.update(
+                    hashlib.file_digest(file, "sha256").digest()
+                    if hasattr(hashlib, "file_digest")
+                    else hashlib.sha256(file.read()).digest()
+                )
         if self.dataset_name == STANDARD_LIBRARY:
             for document in read_standard_library():
                 digest.update(document.encode())
@@ -73,9 +85,11 @@ class TextSource:
         if self.validation_files:
             yield from (("train", text) for text in read_files(self.train_files, self.text_column_name))
             yield from (("validation", text) for text in read_files(self.validation_files, self.text_column_name))
-        elif self.train_files and all(path.endswith(".txt") for path in self.train_files) and (
-            len(self.train_files) * self.validation_split_percentage < 200
-        ):  # too few documents to hold whole ones out: each gives its own tail  # fmt: skip
+        elif (
+            self.train_files
+            and all(path.endswith(".txt") for path in self.train_files)
+            and (len(self.train_files) * self.validation_split_percentage < 200)
+        ):  # too few documents to hold whole ones out: each gives its own tail
             for text in read_files(self.train_files, self.text_column_name):
                 head, tail = cut_at_line(text, 1 - self.validation_split_percentage / 100)
                 yield "train", head
@@ -187,8 +201,9 @@ def load_text_dataset(name: str, config_name: str | None, column: str) -> dict[s
     for split in splits.values():
         names = split.column_names
         if names is not None and column not in names:
-            raise UserError(f"dataset {name} has no column '{column}'; pass --text_column_name with one of "
-                            f"{', '.join(names)}")  # fmt: skip
+            raise UserError(
+                f"dataset {name} has no column '{column}'; pass --text_column_name with one of {', '.join(names)}"
+            )
     return splits
 
 
@@ -198,12 +213,22 @@ def read_standard_library() -> Iterator[str]:
     Raises `UserError` where the interpreter ships without sources.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    skipped = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "pydoc_data",
-               "encodings"}  # fmt: skip  # (encodings are tables of character names)
+    skipped = {
+        "test",
+        "tests",
+        "idlelib",
+        "lib2to3",
+        "site-packages",
+        "dist-packages",
+        "pydoc_data",
+        "encodings",
+    }  # (encodings are tables of character names)
     sources = sorted(p for p in root.rglob("*.py") if not skipped & set(p.relative_to(root).parts))
     if len(sources) < 50:
-        raise UserError(f"this Python has no library sources in {root} to train the demo on; "
-                        "pass --train_file TEXT.txt with any text of a megabyte or more")  # fmt: skip
+        raise UserError(
+            f"this Python has no library sources in {root} to train the demo on; "
+            "pass --train_file TEXT.txt with any text of a megabyte or more"
+        )
     try:
         from pydoc_data.topics import topics
     except ImportError:  # some distributions leave the documentation out; the sources alone will do

@@ -19,13 +19,17 @@ def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path)
     except Exception as error:  # transformers and the Hub client raise OSError, ValueError, KeyError, ...
         reason = " ".join(str(error).split())[:200]
-        raise UserError(f"no tokenizer at '{name_or_path}' (neither a folder with tokenizer.json nor a Hub id that "
-                        f"can be reached): {reason}") from error  # fmt: skip
+        raise UserError(
+            f"no tokenizer at '{name_or_path}' (neither a folder with tokenizer.json nor a Hub id that "
+            f"can be reached): {reason}"
+        ) from error
     if not tokenizer.is_fast or tokenizer.backend_tokenizer.get_vocab_size() == 0:
         raise UserError(f"the tokenizer at {name_or_path} has no tokenizer.json; save its fast version there")
     if tokenizer.eos_token_id is None:
-        raise UserError(f"the tokenizer at {name_or_path} has no end-of-text token (eos_token), which separates "
-                        "documents; set one and save it again")  # fmt: skip
+        raise UserError(
+            f"the tokenizer at {name_or_path} has no end-of-text token (eos_token), which separates "
+            "documents; set one and save it again"
+        )
     return tokenizer
 
 
@@ -36,8 +40,10 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedToke
     """
     tokenizer = GPT2Tokenizer().train_new_from_iterator(_slices(documents), vocab_size=vocab_size, show_progress=False)
     if len(tokenizer) < vocab_size:
-        raise UserError(f"the text gives only {len(tokenizer)} tokens, {vocab_size} were asked for; "
-                        f"ask for at most {len(tokenizer)} or train on more text")  # fmt: skip
+        raise UserError(
+            f"the text gives only {len(tokenizer)} tokens, {vocab_size} were asked for; "
+            f"ask for at most {len(tokenizer)} or train on more text"
+        )
     return tokenizer
 
 

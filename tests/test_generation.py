@@ -1,0 +1,73 @@
+"""Generation from a saved model."""
+
+import pytest
+import torch
+from conftest import BLOCK_SIZE
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from recipe.config import UserError
+from recipe.generation import generate_texts
+
+
+@pytest.fixture
+def model_dir(train):
+    return train("--max_steps", "30")
+
+
+def greedy(model_dir, prompt: str, count: int) -> str:
+    """Independent: the last block_size tokens through the model, the likeliest next one, again and again."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(model_dir).eval(), AutoTokenizer.from_pretrained(model_dir)
+    ids = tokenizer(prompt)["input_ids"]
+    start = len(ids)
+    for _ in range(count):
+        with torch.no_grad():
+            ids.append(int(model(torch.tensor([ids[-BLOCK_SIZE:]])).logits[0, -1].argmax()))
+        if ids[-1] == tokenizer.eos_token_id:
+            return prompt + tokenizer.decode(ids[start:-1])
+    return prompt + tokenizer.decode(ids[start:])
+
+
+@pytest.mark.parametrize("prompt", ["the cat", "the mat while " * 40])
+def test_greedy_generation_beyond_the_context(model_dir, prompt):
+    """Longer than the context, in the prompt or in what is generated, means the last block_size tokens are seen."""
+    assert generate_texts(model_dir, prompt, max_new_tokens=60, temperature=0) == [greedy(model_dir, prompt, 60)]
+
+
+def test_a_seed_is_a_text(model_dir):
+    """The same seed gives the same samples, the samples of a call differ, another seed gives others."""
+    options = {"max_new_tokens": 40, "num_samples": 3, "temperature": 1.0}
+    a, b = (generate_texts(model_dir, "the", seed=1, **options) for _ in range(2))
+    assert a == b and len(set(a)) == 3 and a != generate_texts(model_dir, "the", seed=2, **options)
+    assert all(text.startswith("the") for text in a)
+
+
+def test_restricting_to_the_likeliest(model_dir):
+    """top_k=1 and a tiny top_p are greedy."""
+    expected = generate_texts(model_dir, "the", max_new_tokens=20, temperature=0)
+    assert generate_texts(model_dir, "the", max_new_tokens=20, temperature=1.0, top_k=1) == expected
+    assert generate_texts(model_dir, "the", max_new_tokens=20, temperature=1.0, top_k=0, top_p=1e-6) == expected
+
+
+def test_no_prompt_starts_a_document(model_dir):
+    assert generate_texts(model_dir, "", max_new_tokens=5)[0] != ""
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"top_k": -1}, "top_k"),
+        ({"num_samples": 0}, "num_samples"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+    ],
+)
+def test_options_out_of_range(options, expected):
+    with pytest.raises(UserError, match=f"{expected} must be"):
+        generate_texts("anything", "x", **options)
+
+
+def test_no_model(tmp_path):
+    with pytest.raises(UserError, match="cannot load a model and its tokenizer"):
+        generate_texts(tmp_path, "x")

@@ -1,0 +1,160 @@
+"""The programs as a user starts them: through `accelerate launch`, from another folder, on one and two processes."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, TINY, launch, make_documents, read_events
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+TWO_PROCESSES = (
+    "--multi_gpu",
+    "--num_processes",
+    "2",
+    "--num_machines",
+    "1",
+    "--dynamo_backend",
+    "no",
+    "--mixed_precision",
+    "no",
+)
+
+
+def test_first_run_needs_nothing(tmp_path):
+    """No argument but a shorter run: corpus, tokenizer, packing, training, closing words; a second run reuses them."""
+    result = launch(["--max_steps", "12"], cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    out = result.stdout
+    assert "trained a byte-level BPE" in out and "packed into" in out
+    assert "perplexity" in out and "A sample, from the prompt" in out and "untrained" in out
+    assert "loss" in result.stderr and "tokens/s" in result.stderr and "100%" in result.stderr  # the progress bar
+    summary = json.loads((tmp_path / "runs" / "demo" / "summary.json").read_text())
+    assert summary["eval_loss"] < summary["untrained"]["loss"] - 1
+    for part in ("scripts/generate_text.py --model runs/demo", "--resume_from_checkpoint latest", "gpt2_124m"):
+        assert part in out
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "runs" / "demo")
+    assert model.config.vocab_size == len(AutoTokenizer.from_pretrained(tmp_path / "runs" / "demo"))
+
+    result = launch(["--max_steps", "1"], cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "is already prepared" in result.stdout and "trained a byte-level BPE" not in result.stdout
+    assert (tmp_path / "runs" / "demo-2" / "summary.json").is_file()
+
+
+def test_two_processes_are_one_run(tmp_path, dataset_dir):
+    """Two processes give the losses, the validation loss and the weights of one, to fp32 rounding."""
+    options = [
+        "--dataset_dir",
+        dataset_dir,
+        *TINY,
+        "--max_steps",
+        "8",
+        "--logging_steps",
+        "1",
+        "--eval_steps",
+        "4",
+        "--global_batch_size",
+        "8",
+        "--per_device_train_batch_size",
+        "2",
+        "--mixed_precision",
+        "no",
+    ]
+    launches = {"one": (), "two": TWO_PROCESSES}
+    for name, launcher in launches.items():
+        result = launch(
+            [*options, "--output_dir", tmp_path / name],
+            cwd=tmp_path,
+            launcher=launcher,
+            ACCELERATE_USE_CPU="true",
+            OMP_NUM_THREADS="1",
+        )
+        assert result.returncode == 0, result.stderr
+    assert json.loads((tmp_path / "two" / "summary.json").read_text())["num_processes"] == 2
+    for event, key in (("train", "loss"), ("train", "grad_norm"), ("eval", "loss")):
+        one, two = ([e[key] for e in read_events(tmp_path / name, event)] for name in launches)
+        assert one == pytest.approx(two, abs=1e-5), key
+    assert len(read_events(tmp_path / "two", "eval")) == 3
+
+
+def test_processes_that_do_not_find_each_other(tmp_path, dataset_dir):
+    """accelerate 1.15 makes one process of two for a CPU config; that is an error with the command that works."""
+    result = launch(["--dataset_dir", dataset_dir, *TINY], cwd=tmp_path, WORLD_SIZE="2", ACCELERATE_USE_CPU="true")
+    assert result.returncode != 0
+    assert "error: the launcher started 2 processes but Accelerate sees 1" in result.stderr
+
+
+def script(name, *arguments, cwd):
+    command = [sys.executable, str(ROOT / "scripts" / f"{name}.py"), *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_own_text_from_the_scripts_and_from_the_run(tmp_path):
+    """train_tokenizer -> prepare_data -> train -> generate; and train.py given the text prepares the same rows."""
+    (tmp_path / "a.txt").write_text("\n".join(make_documents(400)), encoding="utf-8")
+    result = script(
+        "train_tokenizer", "--train_file", "a.txt", "--vocab_size", "400", "--output_dir", "tok", cwd=tmp_path
+    )
+    assert result.returncode == 0 and "a tokenizer of 400 tokens" in result.stdout, result.stderr
+    result = script(
+        "prepare_data",
+        "--train_file",
+        "a.txt",
+        "--tokenizer_name",
+        "tok",
+        "--block_size",
+        "32",
+        "--output_dir",
+        "packed",
+        cwd=tmp_path,
+    )
+    assert result.returncode == 0, result.stderr
+    command = result.stdout.splitlines()[-1].partition("recipe/train.py ")[2].split()
+    small = [*TINY, "--max_steps", "3", "--global_batch_size", "4"]
+    result = launch([*command, *small, "--output_dir", "run"], cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    result = launch(
+        ["--train_file", "a.txt", "--tokenizer_name", "tok", *small, "--output_dir", "direct"], cwd=tmp_path
+    )
+    assert result.returncode == 0, result.stderr
+    run, direct = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("run", "direct"))
+    assert run["dataset_content_sha256"] == direct["dataset_content_sha256"]
+    result = script(
+        "generate_text",
+        "--model",
+        "run",
+        "--prompt",
+        "the cat",
+        "--num_samples",
+        "2",
+        "--max_new_tokens",
+        "9",
+        cwd=tmp_path,
+    )
+    assert result.returncode == 0 and result.stdout.count("the cat") >= 2, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("prepare_data --train_file gone.txt --tokenizer_name t --output_dir d", "there is no file gone.txt"),
+        ("prepare_data --tokenizer_name t --output_dir d", "pass --train_file or --dataset_name"),
+        ("train_tokenizer --train_file gone.txt --output_dir d", "there is no file gone.txt"),
+        ("generate_text --model gone", "cannot load a model"),
+    ],
+)
+def test_a_mistake_is_one_line_and_a_non_zero_exit(tmp_path, arguments, expected):
+    """No traceback for a user's mistake."""
+    result = script(*arguments.split(), cwd=tmp_path)
+    assert result.returncode == 1
+    assert result.stderr.strip().splitlines()[-1].startswith("error: ") and expected in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_mistake_in_the_run_is_found_before_anything_is_written(tmp_path):
+    """One line from the program and a non-zero exit (the launcher adds a traceback of its own)."""
+    command = [sys.executable, str(ROOT / "recipe" / "train.py"), "--train_file", "gone.txt"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 1 and result.stderr.strip() == "error: there is no file gone.txt"
+    assert list(tmp_path.iterdir()) == []
