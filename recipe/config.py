@@ -16,6 +16,7 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
+from accelerate.utils import DynamoBackend
 from transformers import HfArgumentParser
 from transformers.trainer_utils import SchedulerType
 
@@ -304,6 +305,8 @@ def _check_values(config: TrainConfig) -> None:
         "tokenizer_vocab_size",
         "at least 257 (256 bytes and the end-of-text token)",
     )
+    backends = ["auto", *(backend.value.lower() for backend in DynamoBackend)]
+    require(config.dynamo_backend.lower() in backends, "dynamo_backend", f"one of {', '.join(backends)}")
     schedules = [schedule.value for schedule in SchedulerType]
     if config.lr_scheduler_type not in schedules:
         raise UserError(

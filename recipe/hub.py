@@ -8,8 +8,16 @@ from huggingface_hub import HfApi, ModelCard, ModelCardData, get_token
 from recipe.config import TrainConfig
 from recipe.data.packed import PackedDataset
 
-# What is published: the model folder. Checkpoints and their optimizer state stay at home.
-PUBLISHED = ["*.json", "*.safetensors", "*.txt", "*.yaml", "*.jsonl", "README.md"]
+# What is published. Checkpoints stay at home, and so do the files that name local paths.
+PUBLISHED = [
+    "README.md",
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "metrics.jsonl",
+]
 
 
 def check_login() -> str | None:
@@ -63,14 +71,14 @@ def push_to_hub(output_dir: Path, config: TrainConfig) -> str:
             repo_id=config.hub_model_id,
             folder_path=output_dir,
             allow_patterns=PUBLISHED,
-            ignore_patterns=["checkpoint-*/*", ".*"],
             commit_message="Upload model",
         )
         return f"published at {url}"
     except Exception as error:  # network, authentication, quota, ...: the trained model is worth more than any of it
-        private = " --private" if config.hub_private_repo else ""
+        files = " ".join(f"--include {name}" for name in PUBLISHED)
         return (
             f"upload to the Hub failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}\n"
             f"the model is safe in {output_dir}; repeat with\n"
-            f"    hf upload {config.hub_model_id} {shlex.quote(str(output_dir))} . --exclude 'checkpoint-*/*'{private}"
+            f"    hf upload {config.hub_model_id} {shlex.quote(str(output_dir))} . {files}"
+            + (" --private" if config.hub_private_repo else "")
         )

@@ -6,6 +6,8 @@ import os
 import shlex
 import shutil
 import sys
+import textwrap
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -62,6 +64,8 @@ class RunReport:
     def __init__(self, accelerator: Accelerator, config: TrainConfig, output_dir: Path, first_step: int) -> None:
         self.accelerator, self.output_dir = accelerator, output_dir
         self.enabled = accelerator.is_main_process
+        scalars = {k: v for k, v in asdict(config).items() if isinstance(v, (int, float, str, bool))}
+        accelerator.init_trackers(config.run_name or output_dir.name, config=scalars)
         self.bar = tqdm(
             total=config.max_steps,
             initial=first_step,
@@ -95,8 +99,10 @@ class RunReport:
         )
 
     def table(self, rows: dict[str, str]) -> None:
-        """Print labelled lines."""
-        self.say("\n".join(f"{label:12}{text}" for label, text in rows.items()))
+        """Print labelled paragraphs, as wide as the terminal."""
+        width = min(shutil.get_terminal_size().columns, 120)
+        for label, text in rows.items():
+            self.say(textwrap.fill(text, width, initial_indent=f"{label:11}", subsequent_indent=" " * 11))
 
     def advance(self) -> None:
         self.bar.update()
@@ -153,8 +159,8 @@ def closing_words(config: TrainConfig, output_dir: Path, untrained: dict, traine
     ]
     if config.save_steps:
         lines += [
-            f"  resume           accelerate launch recipe/train.py --config {folder}/{CONFIG_NAME} \\",
-            f"                       --output_dir {folder} --resume_from_checkpoint latest",
+            "  resume           accelerate launch recipe/train.py --resume_from_checkpoint latest \\",
+            f"                       --config {folder}/{CONFIG_NAME} --output_dir {folder}",
         ]
     if config.dataset_name == STANDARD_LIBRARY:
         lines += [

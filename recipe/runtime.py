@@ -10,13 +10,14 @@ import platform
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 from accelerate import Accelerator, PartialState
+from accelerate.tracking import get_available_trackers
 from accelerate.utils import (
     DistributedDataParallelKwargs,
-    DynamoBackend,
     GradientAccumulationPlugin,
     TorchDynamoPlugin,
     broadcast_object_list,
@@ -49,11 +50,11 @@ class Choice:
     reason: str
 
 
-def build_accelerator(config: TrainConfig) -> tuple[Accelerator, Choice]:
+def build_accelerator(config: TrainConfig, output_dir: Path) -> tuple[Accelerator, Choice]:
     """The Accelerator with precision resolved and all CPU cores in use; compile is applied by `compile_module`.
 
     Raises `UserError` if the launcher meant several processes and Accelerate runs one (accelerate 1.15 does that
-    silently for several CPU processes).
+    silently for several CPU processes), and for a tracker that is not installed (which it would drop silently).
     """
     # PartialState sets the device up, and is what Accelerator will find: accelerate reads the launcher's environment.
     state = PartialState()
@@ -63,6 +64,13 @@ def build_accelerator(config: TrainConfig) -> tuple[Accelerator, Choice]:
             f"the launcher started {world_size} processes but Accelerate sees {state.num_processes}; on CPU launch "
             "with ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes N"
         )
+    installed = [tracker.value for tracker in get_available_trackers()]
+    for tracker in config.report_to or []:
+        if tracker not in installed:
+            raise UserError(
+                f"report_to: '{tracker}' is not a tracker that is installed here "
+                f"({', '.join(installed) or 'none is'}); pip install it, or leave it out"
+            )
     use_all_cores(state)
     if config.keep_freed_memory:
         keep_freed_memory(state.device)
@@ -76,6 +84,7 @@ def build_accelerator(config: TrainConfig) -> tuple[Accelerator, Choice]:
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
         kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
         log_with=config.report_to,
+        project_dir=output_dir,
     )
     set_seed(config.seed)
     return accelerator, precision
@@ -158,9 +167,6 @@ def choose_dynamo_backend(config: TrainConfig, device: torch.device, total_flops
         choice = Choice("no", "inductor needs a C++ compiler on the CPU, and none was found")
     else:
         choice = Choice("inductor", "the run is long enough to win compile time back")
-    known = [backend.value.lower() for backend in DynamoBackend]
-    if choice.value not in known:
-        raise UserError(f"dynamo_backend must be auto or one of {', '.join(known)}, got {choice.value!r}")
     return choice
 
 

@@ -43,11 +43,11 @@ def main() -> None:
     started_at = time.perf_counter()
     # ------------------------------------------------------------------ config, accelerator, data
     config, recipe = load_config()
-    accelerator, precision = build_accelerator(config)
+    output_dir = on_main_process(lambda: choose_output_dir(config, recipe))
+    accelerator, precision = build_accelerator(config, output_dir)
     device, num_processes = accelerator.device, accelerator.num_processes
     micro_batches = micro_batch_candidates(config, num_processes, device)
     check_schedule(config)
-    output_dir = on_main_process(lambda: choose_output_dir(config, recipe))
     resume_dir = find_checkpoint(output_dir, config.resume_from_checkpoint) if config.resume_from_checkpoint else None
     dataset = open_packed_dataset(on_main_process(lambda: open_dataset_for(config).directory), config.block_size)
     tokenizer = dataset.load_tokenizer()

@@ -87,6 +87,7 @@ def test_saved_config_repeats_the_run(tmp_path):
         (["--label_smoothing_factor", "-0.1"], "label_smoothing_factor must be"),
         (["--warmup_steps", "2.5"], "warmup_steps must be a whole number"),
         (["--mixed_precision", "bf61"], "invalid choice: 'bf61'"),
+        (["--dynamo_backend", "inductr"], "dynamo_backend must be one of auto, no, eager"),
         (["--lr_scheduler_type", "cosin"], "did you mean cosine?"),
         (["--per_device_train_batch_size", "big"], "per_device_train_batch_size must be auto or at least 1"),
         (["--per_device_train_batch_size", "0"], "per_device_train_batch_size must be auto or at least 1"),

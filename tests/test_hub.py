@@ -2,6 +2,7 @@
 
 import pytest
 from huggingface_hub import ModelCard
+from huggingface_hub.utils import filter_repo_objects
 
 from recipe import hub
 
@@ -31,18 +32,14 @@ PUSH = ["--push_to_hub", "--hub_model_id", "someone/tiny", "--save_steps", "4"]
 
 
 def test_the_model_folder_is_uploaded(train, api, capsys):
-    """Weights, config, tokenizer, card and numbers; no checkpoint, no optimizer state."""
+    """Weights, config, tokenizer, card and metrics; no checkpoint, no file that names local paths."""
     output_dir = train(*PUSH, "--hub_private_repo")
     (_, created, options), (_, uploaded, kwargs) = api.calls
     assert created == uploaded == "someone/tiny" and options["private"] is True
-    from huggingface_hub.utils import filter_repo_objects
-
     names = [str(p.relative_to(output_dir)) for p in output_dir.rglob("*") if p.is_file()]
-    sent = set(
-        filter_repo_objects(names, allow_patterns=kwargs["allow_patterns"], ignore_patterns=kwargs["ignore_patterns"])
-    )
-    assert {"model.safetensors", "config.json", "tokenizer.json", "README.md", "summary.json"} <= sent
-    assert not any("checkpoint" in name or name.endswith(".pt") for name in sent)
+    sent = set(filter_repo_objects(names, allow_patterns=kwargs["allow_patterns"]))
+    assert sent == set(hub.PUBLISHED)
+    assert not any(str(output_dir.parent) in (output_dir / name).read_text(errors="ignore") for name in sent)
     assert "published at https://huggingface.co/someone/tiny" in capsys.readouterr().out
 
 
@@ -52,7 +49,7 @@ def test_a_failed_upload_costs_nothing(train, api, monkeypatch, capsys):
     output_dir = train(*PUSH)
     printed = capsys.readouterr().out
     assert "upload to the Hub failed: ConnectionError: no route to the Hub" in printed
-    assert f"hf upload someone/tiny {output_dir} . --exclude 'checkpoint-*/*'" in printed
+    assert f"hf upload someone/tiny {output_dir} . --include README.md --include config.json" in printed
     assert (output_dir / "model.safetensors").is_file()
 
 

@@ -1,13 +1,10 @@
-"""FLOPs, throughput, the progress lines of a log file."""
-
-import io
-import time
+"""FLOPs and what they are compared with."""
 
 import pytest
+import torch
 from transformers import GPT2Config
 
-from recipe.metrics import Throughput, count_flops_per_token
-from recipe.report import _LineStream
+from recipe.metrics import count_flops_per_token, peak_flops_per_second
 
 
 def test_flops_per_token_of_gpt2_124m():
@@ -15,20 +12,12 @@ def test_flops_per_token_of_gpt2_124m():
     assert count_flops_per_token(GPT2Config(vocab_size=50304), 124_475_904) == pytest.approx(855e6, rel=0.001)
 
 
-def test_throughput_stops_for_what_is_not_training():
-    throughput = Throughput()
-    time.sleep(0.02)
-    assert throughput.lap(1000) == pytest.approx(1000 / throughput.seconds)
-    time.sleep(0.2)
-    throughput.resume()
-    time.sleep(0.02)
-    throughput.lap(1000)
-    assert throughput.seconds < 0.15 and throughput.tokens_per_second == pytest.approx(2000 / throughput.seconds)
-
-
-def test_a_log_file_gets_lines_instead_of_a_redrawn_bar():
-    stream = io.StringIO()
-    lines = _LineStream(stream)
-    for text in ("\rtrain  10%", "\rtrain  20%", "\n"):
-        lines.write(text)
-    assert stream.getvalue() == "train  10%\ntrain  20%\n"
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [("NVIDIA H200", 989), ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA L4", 121), ("NVIDIA L40S", 362), ("Tesla T4", 65),
+     ("NVIDIA H100 PCIe", 756), ("Unheard Of", None)],
+)  # fmt: skip
+def test_the_data_sheet_of_a_device(monkeypatch, name, tflops):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_flops_per_second(torch.device("cuda")) == (tflops and tflops * 1e12)
+    assert peak_flops_per_second(torch.device("cpu")) is None

@@ -36,7 +36,7 @@ def test_rows_decode_to_the_documents(dataset_dir, documents):
     opened = open_packed_dataset(dataset_dir)
     tokenizer = opened.load_tokenizer()
     expected = {"train": [], "validation": []}
-    for split, text in split_documents(lambda: documents, 5.0):
+    for split, text in split_documents(documents, 5.0):
         expected[split].append(text + tokenizer.eos_token)
     for name, split in opened.splits.items():
         text = tokenizer.decode(stream_of(split[np.arange(len(split))]), clean_up_tokenization_spaces=False)

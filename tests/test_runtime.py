@@ -78,11 +78,6 @@ def test_dynamo(monkeypatch, argv, launcher, device, flops, compiler, expected):
     assert choice.value == expected and choice.reason
 
 
-def test_unknown_dynamo_backend():
-    with pytest.raises(UserError, match="dynamo_backend must be auto or one of"):
-        choose_dynamo_backend(config_of("--dynamo_backend", "inductr"), CPU, 1)
-
-
 def test_all_cores_are_used_although_the_launcher_says_one(monkeypatch):
     """`accelerate launch` without a config sets OMP_NUM_THREADS=1; another number is the user's and is kept."""
     state = types.SimpleNamespace(device=CPU, num_processes=1)

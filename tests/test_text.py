@@ -37,12 +37,12 @@ def test_a_text_file_is_one_document(tmp_path):
 def test_split_is_by_document_exact_and_reproducible():
     """5% of 200 documents is 10; equal documents fall on the same side."""
     documents = make_documents(200) + make_documents(200)[:30]
-    split = list(split_documents(lambda: documents, 5.0))
+    split = list(split_documents(documents, 5.0))
     assert [text for _, text in split] == documents
     train = {text for name, text in split if name == "train"}
     validation = {text for name, text in split if name == "validation"}
     assert len(validation) == 10 and not train & validation
-    assert split == list(split_documents(lambda: iter(documents), 5.0))
+    assert split == list(split_documents(iter(documents), 5.0))
 
 
 def test_split_of_a_large_corpus_is_streamed(monkeypatch):
@@ -57,7 +57,7 @@ def test_split_of_a_large_corpus_is_streamed(monkeypatch):
             drawn.append(i)
             yield f"text {i}"
 
-    stream = split_documents(read, 20.0)
+    stream = split_documents(read(), 20.0)
     next(stream)
     assert len(drawn) <= 11
     share = sum(name == "validation" for name, _ in stream) / 5000
@@ -66,7 +66,7 @@ def test_split_of_a_large_corpus_is_streamed(monkeypatch):
 
 @pytest.mark.parametrize("count", [2, 3, 7])
 def test_a_few_documents_still_give_both_splits(count):
-    names = {name for name, _ in split_documents(lambda: make_documents(count), 5.0)}
+    names = {name for name, _ in split_documents(make_documents(count), 5.0)}
     assert names == {"train", "validation"}
 
 
@@ -110,11 +110,10 @@ def test_fingerprint_follows_the_content(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("one")
     source = TextSource(train_files=(str(path),))
-    first = source.fingerprint()
-    assert first == source.fingerprint()
+    assert source.fingerprint == TextSource(train_files=(str(path),)).fingerprint
+    assert source.fingerprint != TextSource(train_files=(str(path),), validation_split_percentage=6).fingerprint
     path.write_text("two")
-    assert source.fingerprint() != first
-    assert TextSource(train_files=(str(path),), validation_split_percentage=6).fingerprint() != source.fingerprint()
+    assert source.fingerprint != TextSource(train_files=(str(path),)).fingerprint
 
 
 def test_the_standard_library_is_a_corpus():

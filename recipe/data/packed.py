@@ -115,8 +115,7 @@ def write_packed_dataset(
     try:
         writers = {split: SplitWriter(partial, split, block_size, len(tokenizer)) for split in SPLITS}
         for split, num_bytes, ids in encoded:
-            if num_bytes:
-                writers[split].add(ids, num_bytes)
+            writers[split].add(ids, num_bytes)
         counts = {split: writer.close() for split, writer in writers.items()}
         _check_counts(counts, block_size)
         (partial / "dataset_dict.json").write_text(json.dumps({"splits": list(SPLITS)}))

@@ -31,7 +31,7 @@ def prepare_dataset(
     """
     tokenizer = load_tokenizer(tokenizer_name) if tokenizer_name else None
     identity = tokenizer_sha256(tokenizer) if tokenizer else f"bpe {tokenizer_vocab_size}"
-    fingerprint = hashlib.sha256(f"{source.fingerprint()} {identity} {block_size}".encode()).hexdigest()
+    fingerprint = hashlib.sha256(f"{source.fingerprint} {identity} {block_size}".encode()).hexdigest()
     if directory.exists():
         if _made_from(directory, fingerprint):
             say(f"{directory} is already prepared from this input")
@@ -109,7 +109,7 @@ def open_dataset_for(config: TrainConfig, say: Callable[[str], None] = print) ->
                 )
         return dataset
     source = source_from(config)
-    key = f"{source.fingerprint()} {config.tokenizer_name} {config.tokenizer_vocab_size} {config.block_size}"
+    key = f"{source.fingerprint} {config.tokenizer_name} {config.tokenizer_vocab_size} {config.block_size}"
     name = Path(config.dataset_name or config.train_file[0]).stem
     directory = Path(config.cache_dir) / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
     return prepare_dataset(

@@ -3,11 +3,12 @@
 A document is one string. Nothing here knows about tokens.
 """
 
+import functools
 import hashlib
 import itertools
 import math
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,27 +52,19 @@ class TextSource:
             return {"dataset_name": self.dataset_name, "dataset_config_name": self.dataset_config_name}
         return {"train_files": list(self.train_files), "validation_files": list(self.validation_files)}
 
+    @functools.cached_property
     def fingerprint(self) -> str:
         """SHA-256 of everything that decides the documents: the files' bytes, or the dataset's name and files."""
-        digest = hashlib.sha256()
-        digest.update(
-            repr(
-                (
-                    self.dataset_name,
-                    self.dataset_config_name,
-                    self.text_column_name,
-                    self.validation_split_percentage,
-                    len(self.validation_files),
-                )
-            ).encode()
+        options = (
+            self.dataset_name,
+            self.dataset_config_name,
+            self.text_column_name,
+            self.validation_split_percentage,
+            len(self.validation_files),
         )
+        digest = hashlib.sha256(repr(options).encode())
         for path in itertools.chain(self.train_files, self.validation_files):
-            with open(path, "rb") as file:
-                digest.update(
-                    hashlib.file_digest(file, "sha256").digest()
-                    if hasattr(hashlib, "file_digest")
-                    else hashlib.sha256(file.read()).digest()
-                )
+            digest.update(_file_sha256(path))
         if self.dataset_name == STANDARD_LIBRARY:
             for document in read_standard_library():
                 digest.update(document.encode())
@@ -85,43 +78,36 @@ class TextSource:
         if self.validation_files:
             yield from (("train", text) for text in read_files(self.train_files, self.text_column_name))
             yield from (("validation", text) for text in read_files(self.validation_files, self.text_column_name))
-        elif (
-            self.train_files
-            and all(path.endswith(".txt") for path in self.train_files)
-            and (len(self.train_files) * self.validation_split_percentage < 200)
-        ):  # too few documents to hold whole ones out: each gives its own tail
+        elif self._is_a_few_texts():  # too few documents to hold whole ones out: each gives its own tail
             for text in read_files(self.train_files, self.text_column_name):
                 head, tail = cut_at_line(text, 1 - self.validation_split_percentage / 100)
                 yield "train", head
                 yield "validation", tail
         elif self.train_files:
-            yield from split_documents(
-                lambda: read_files(self.train_files, self.text_column_name), self.validation_split_percentage
-            )
+            documents = read_files(self.train_files, self.text_column_name)
+            yield from split_documents(documents, self.validation_split_percentage)
         elif self.dataset_name == STANDARD_LIBRARY:
-            yield from split_documents(read_standard_library, self.validation_split_percentage)
+            yield from split_documents(read_standard_library(), self.validation_split_percentage)
         else:
-            yield from self._hub_splits()
+            streams = read_dataset(self.dataset_name, self.dataset_config_name, self.text_column_name)
+            if "validation" in streams:
+                yield from (("train", text) for text in streams["train"])
+                yield from (("validation", text) for text in streams["validation"])
+            else:
+                yield from split_documents(streams["train"], self.validation_split_percentage)
 
-    def _hub_splits(self) -> Iterator[tuple[str, str]]:
-        streams = load_text_dataset(self.dataset_name, self.dataset_config_name, self.text_column_name)
-        column = self.text_column_name
-        if "validation" in streams:
-            for split in ("train", "validation"):
-                yield from ((split, row[column]) for row in streams[split])
-        else:
-            yield from split_documents(
-                lambda: (row[column] for row in streams["train"]), self.validation_split_percentage
-            )
+    def _is_a_few_texts(self) -> bool:
+        texts = [path for path in self.train_files if path.lower().endswith(".txt")]
+        return len(texts) == len(self.train_files) > 0 and len(texts) * self.validation_split_percentage < 200
 
 
-def split_documents(read: Callable[[], Iterable[str]], percentage: float) -> Iterator[tuple[str, str]]:
+def split_documents(documents: Iterable[str], percentage: float) -> Iterator[tuple[str, str]]:
     """Assign each document by its own hash, so that equal documents never fall on both sides.
 
     A small corpus is split exactly (the smallest hashes, at least one document, never all); a larger one is
     streamed, and the share is met on average.
     """
-    documents = iter(read())
+    documents = iter(documents)
     held_back = list(itertools.islice(documents, SMALL_CORPUS_DOCUMENTS))
     if len(held_back) < SMALL_CORPUS_DOCUMENTS:
         hashes = sorted({_hash64(text) for text in held_back})
@@ -131,6 +117,14 @@ def split_documents(read: Callable[[], Iterable[str]], percentage: float) -> Ite
         threshold = math.floor(percentage / 100 * 2**64)
     for text in itertools.chain(held_back, documents):
         yield ("validation" if _hash64(text) <= threshold else "train"), text
+
+
+def _file_sha256(path: str) -> bytes:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
+    return digest.digest()
 
 
 def _hash64(text: str) -> int:
@@ -169,24 +163,27 @@ def _read_text_file(path: str) -> str:
 def _read_table(kind: str, path: str, column: str) -> Iterator[str]:
     try:
         table = datasets.load_dataset(kind, data_files=[path], split="train", streaming=True)
-        for number, row in enumerate(table):
-            yield _text_of(row, column, f"{path}, row {number + 1}")
+        yield from _texts(table, column, path)
     except UserError:
         raise
     except Exception as error:  # datasets wraps what pyarrow and json raise in several classes of its own
         raise UserError(f"cannot read {path} as {kind}: {' '.join(str(error).split())[:200]}") from error
 
 
-def _text_of(row: dict, column: str, where: str) -> str:
-    if column not in row:
-        raise UserError(f"{where}: no column '{column}'; pass --text_column_name with one of {', '.join(row)}")
-    if not isinstance(row[column], str):
-        raise UserError(f"{where}: column '{column}' holds {type(row[column]).__name__}, not text")
-    return row[column]
+def _texts(rows: Iterable[dict], column: str, where: str) -> Iterator[str]:
+    """The text of each row; rows without any (null, or no character) are passed over."""
+    for number, row in enumerate(rows):
+        if column not in row:
+            raise UserError(f"{where} has no column '{column}'; pass --text_column_name with one of {', '.join(row)}")
+        if not isinstance(row[column], (str, type(None))):
+            kind = type(row[column]).__name__
+            raise UserError(f"{where}, row {number + 1}: column '{column}' holds {kind}, not text")
+        if row[column]:
+            yield row[column]
 
 
-def load_text_dataset(name: str, config_name: str | None, column: str) -> dict[str, Iterable[dict]]:
-    """Open a Hub or local dataset (also one written by `save_to_disk`). Returns its splits, "train" among them."""
+def read_dataset(name: str, config_name: str | None, column: str) -> dict[str, Iterator[str]]:
+    """Documents of the splits of a Hub or local dataset (also one written by `save_to_disk`), "train" among them."""
     folder = Path(name)
     try:
         if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
@@ -198,13 +195,7 @@ def load_text_dataset(name: str, config_name: str | None, column: str) -> dict[s
     splits = loaded if isinstance(loaded, dict) else {"train": loaded}
     if "train" not in splits:
         raise UserError(f"dataset {name} has no split 'train' (it has {', '.join(splits)})")
-    for split in splits.values():
-        names = split.column_names
-        if names is not None and column not in names:
-            raise UserError(
-                f"dataset {name} has no column '{column}'; pass --text_column_name with one of {', '.join(names)}"
-            )
-    return splits
+    return {split: _texts(rows, column, f"dataset {name}") for split, rows in splits.items()}
 
 
 def read_standard_library() -> Iterator[str]:

@@ -1,0 +1,54 @@
+"""What a run shows and records."""
+
+import io
+import time
+
+import pytest
+from conftest import read_events
+
+from recipe.config import UserError
+from recipe.metrics import Throughput
+from recipe.report import _LineStream
+
+
+def test_a_log_file_gets_lines_instead_of_a_redrawn_bar():
+    stream = io.StringIO()
+    lines = _LineStream(stream)
+    for text in ("\rtrain  10%", "\rtrain  20%", "\n"):
+        lines.write(text)
+    assert stream.getvalue() == "train  10%\ntrain  20%\n"
+
+
+def test_trackers_get_the_numbers_of_the_log(train):
+    """TensorBoard holds the losses of metrics.jsonl."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    output_dir = train("--report_to", "tensorboard", "--run_name", "mine")
+    events = EventAccumulator(str(output_dir / "mine")).Reload()
+    logged = [(e.step, e.value) for e in events.Scalars("train/loss")]
+    assert logged == [(e["step"], pytest.approx(e["loss"])) for e in read_events(output_dir, "train")]
+    assert events.Scalars("eval/perplexity")
+
+
+def test_a_tracker_that_is_not_installed_is_an_error(train):
+    with pytest.raises(UserError, match="'aim' is not a tracker that is installed here"):
+        train("--report_to", "aim")
+
+
+def test_lines_fit_a_terminal_of_80_columns(train, capsys, monkeypatch):
+    """All that the program itself prints, but for the sample and for folders with long names."""
+    monkeypatch.setenv("COLUMNS", "80")
+    output_dir = train("--save_steps", "4")
+    printed = capsys.readouterr().out.replace(str(output_dir), "runs/demo")
+    assert "resume" in printed and max(map(len, printed.splitlines())) <= 80
+
+
+def test_throughput_stops_for_what_is_not_training():
+    throughput = Throughput()
+    time.sleep(0.02)
+    assert throughput.lap(1000) == pytest.approx(1000 / throughput.seconds)
+    time.sleep(0.2)
+    throughput.resume()
+    time.sleep(0.02)
+    throughput.lap(1000)
+    assert throughput.seconds < 0.15 and throughput.tokens_per_second == pytest.approx(2000 / throughput.seconds)
