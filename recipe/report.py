@@ -102,7 +102,16 @@ class RunReport:
         """Print labelled paragraphs, as wide as the terminal."""
         width = min(shutil.get_terminal_size().columns, 120)
         for label, text in rows.items():
-            self.say(textwrap.fill(text, width, initial_indent=f"{label:11}", subsequent_indent=" " * 11))
+            self.say(
+                textwrap.fill(
+                    text,
+                    width,
+                    initial_indent=f"{label:11}",
+                    subsequent_indent=" " * 11,
+                    break_long_words=False,
+                    break_on_hyphens=False,
+                )
+            )
 
     def advance(self) -> None:
         self.bar.update()

@@ -21,6 +21,7 @@ from accelerate.utils import (
     GradientAccumulationPlugin,
     TorchDynamoPlugin,
     broadcast_object_list,
+    parse_flag_from_env,
     set_seed,
 )
 from accelerate.utils.memory import should_reduce_batch_size
@@ -29,9 +30,9 @@ from torch import nn
 from recipe.config import TrainConfig, UserError
 from recipe.environment import count_cpus
 
-# Below this a CPU run ends before compiling has paid: two graphs take 25 s to compile and make each step 1.13 times as
-# fast, so the gain begins after about 4 minutes, at the 400 GFLOP/s that two cores with avx512_bf16 reach.
-COMPILE_PAYS_FLOPS_ON_CPU = 1e14
+# Below this a CPU run ends before compiling has paid. Measured on two cores with avx512_bf16: the demo, 2.4e13 FLOPs,
+# took 112 s in eager mode and 115 s with inductor from an empty cache, whose steps were 1.18 times as fast.
+COMPILE_PAYS_FLOPS_ON_CPU = 5e13
 # More tokens per forward bring no speed: GPUs are full long before 64 rows of 1024; a CPU's caches fill earlier, and
 # no out-of-memory error would stop a search there.
 LARGEST_MICRO_BATCH_TOKENS = {"cpu": 4096, "accelerator": 65536}
@@ -50,20 +51,27 @@ class Choice:
     reason: str
 
 
-def build_accelerator(config: TrainConfig, output_dir: Path) -> tuple[Accelerator, Choice]:
-    """The Accelerator with precision resolved and all CPU cores in use; compile is applied by `compile_module`.
+def start_processes() -> None:
+    """Find the device and the other processes; comes before everything that asks which process this is.
 
-    Raises `UserError` if the launcher meant several processes and Accelerate runs one (accelerate 1.15 does that
-    silently for several CPU processes), and for a tracker that is not installed (which it would drop silently).
+    Raises `UserError` if the launcher started several processes and Accelerate sees one, as accelerate 1.15 does
+    for several CPU processes unless they are launched as below: each would train the whole run by itself.
     """
-    # PartialState sets the device up, and is what Accelerator will find: accelerate reads the launcher's environment.
-    state = PartialState()
+    state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if state.num_processes != world_size:
         raise UserError(
             f"the launcher started {world_size} processes but Accelerate sees {state.num_processes}; on CPU launch "
             "with ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes N"
         )
+
+
+def build_accelerator(config: TrainConfig, output_dir: Path) -> tuple[Accelerator, Choice]:
+    """The Accelerator with precision resolved and all CPU cores in use; compile is applied by `compile_module`.
+
+    Raises `UserError` for a tracker that is not installed, which Accelerate would drop silently (1.15).
+    """
+    state = PartialState()
     installed = [tracker.value for tracker in get_available_trackers()]
     for tracker in config.report_to or []:
         if tracker not in installed:

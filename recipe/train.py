@@ -36,6 +36,7 @@ from recipe.runtime import (
     find_micro_batch,
     micro_batch_candidates,
     on_main_process,
+    start_processes,
 )
 
 
@@ -43,6 +44,7 @@ def main() -> None:
     started_at = time.perf_counter()
     # ------------------------------------------------------------------ config, accelerator, data
     config, recipe = load_config()
+    start_processes()
     output_dir = on_main_process(lambda: choose_output_dir(config, recipe))
     accelerator, precision = build_accelerator(config, output_dir)
     device, num_processes = accelerator.device, accelerator.num_processes

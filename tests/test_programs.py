@@ -23,14 +23,14 @@ TWO_PROCESSES = (
 
 def test_first_run_needs_nothing(tmp_path):
     """No argument but a shorter run: corpus, tokenizer, packing, training, closing words; a second run reuses them."""
-    result = launch(["--max_steps", "12"], cwd=tmp_path)
+    result = launch(["--max_steps", "40"], cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     out = result.stdout
     assert "trained a byte-level BPE" in out and "packed into" in out
     assert "perplexity" in out and "A sample, from the prompt" in out and "untrained" in out
     assert "loss" in result.stderr and "tokens/s" in result.stderr and "100%" in result.stderr  # the progress bar
     summary = json.loads((tmp_path / "runs" / "demo" / "summary.json").read_text())
-    assert summary["eval_loss"] < summary["untrained"]["loss"] - 1
+    assert summary["eval_loss"] < summary["untrained"]["loss"] - 1.3
     for part in ("scripts/generate_text.py --model runs/demo", "--resume_from_checkpoint latest", "gpt2_124m"):
         assert part in out
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "runs" / "demo")

@@ -6,6 +6,7 @@ import time
 import pytest
 from conftest import read_events
 
+import recipe.train
 from recipe.config import UserError
 from recipe.metrics import Throughput
 from recipe.report import _LineStream
@@ -35,11 +36,12 @@ def test_a_tracker_that_is_not_installed_is_an_error(train):
         train("--report_to", "aim")
 
 
-def test_lines_fit_a_terminal_of_80_columns(train, capsys, monkeypatch):
-    """All that the program itself prints, but for the sample and for folders with long names."""
+def test_lines_fit_a_terminal_of_80_columns(train, dataset_dir, capsys, monkeypatch):
+    """All that the program itself prints, folders with long names aside."""
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(recipe.train, "generate_texts", lambda *args, **kwargs: ["a sample"])
     output_dir = train("--save_steps", "4")
-    printed = capsys.readouterr().out.replace(str(output_dir), "runs/demo")
+    printed = capsys.readouterr().out.replace(str(output_dir), "runs/demo").replace(str(dataset_dir), "data")
     assert "resume" in printed and max(map(len, printed.splitlines())) <= 80
 
 
