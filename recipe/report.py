@@ -168,8 +168,9 @@ def closing_words(config: TrainConfig, output_dir: Path, untrained: dict, traine
     ]
     if config.save_steps:
         lines += [
-            "  resume           accelerate launch recipe/train.py --resume_from_checkpoint latest \\",
-            f"                       --config {folder}/{CONFIG_NAME} --output_dir {folder}",
+            "  resume           accelerate launch recipe/train.py \\",
+            f"                       --config {folder}/{CONFIG_NAME} --output_dir {folder} \\",
+            "                       --resume_from_checkpoint latest",
         ]
     if config.dataset_name == STANDARD_LIBRARY:
         lines += [
