@@ -56,8 +56,7 @@ class Throughput:
     """
 
     def __init__(self) -> None:
-        self.tokens = 0
-        self.seconds = 0.0
+        self.laps: list[tuple[int, float]] = []  # tokens and seconds of each
         self.started_at = time.perf_counter()
 
     def resume(self) -> None:
@@ -65,12 +64,14 @@ class Throughput:
         self.started_at = time.perf_counter()
 
     def lap(self, tokens: int) -> float:
-        """Tokens per second since the last lap or resume."""
+        """Seconds since the last lap or resume, in which `tokens` were trained on."""
         now = time.perf_counter()
         seconds, self.started_at = now - self.started_at, now
-        self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
-        return tokens / seconds
+        self.laps.append((tokens, seconds))
+        return seconds
 
     @property
     def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds if self.seconds else 0.0
+        """Over all laps but the first, which holds compilation and warm-up, unless there is no other."""
+        tokens, seconds = map(sum, zip(*(self.laps[1:] or self.laps), strict=True)) if self.laps else (0, 0.0)
+        return tokens / seconds if seconds else 0.0

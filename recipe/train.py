@@ -90,7 +90,8 @@ def main() -> None:
         "recipe": f"{recipe}, results in {output_dir}" + (f", resumed from {resume_dir}" if resume_dir else ""),
         "device": f"{num_processes} x {describe_device(device)}"
         + (f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""),
-        "precision": f"{precision.value}: {precision.reason}",
+        "precision": f"{precision.value}: {precision.reason}"
+        + ("; TF32 for what stays fp32" if device.type == "cuda" and config.tf32 else ""),
         "dynamo": f"{dynamo.value}: {dynamo.reason}",
         "model": f"{type(model).__name__}, {count_parameters(model):,} parameters, vocabulary {dataset.vocab_size:,} "
         f"padded to {model.config.vocab_size:,}, {config.block_size} positions",
@@ -136,9 +137,10 @@ def main() -> None:
             # The only place where the host waits for the device.
             numbers = torch.stack([loss_sum / num_losses, grad_norm])
             train_loss, train_grad_norm = accelerator.reduce(numbers, reduction="mean").tolist()
-            num_steps = num_losses // accumulation_steps
-            tokens_per_second = throughput.lap(num_steps * tokens_per_step)
-            state.train_seconds += num_steps * tokens_per_step / tokens_per_second
+            num_tokens = num_losses // accumulation_steps * tokens_per_step
+            seconds = throughput.lap(num_tokens)
+            tokens_per_second = num_tokens / seconds
+            state.train_seconds += seconds
             mfu = tokens_per_second * flops_per_token / (peak_flops * num_processes) if peak_flops else None
             report.train(state.step, tokens_seen=state.step * tokens_per_step, loss=train_loss,
                          learning_rate=learning_rate, grad_norm=train_grad_norm,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from recipe.config import UserError, run_main
 from recipe.data.prepare import add_source_arguments, prepare_dataset, source_from
+from recipe.data.tokenizer import load_tokenizer
 
 
 def main() -> None:
@@ -20,8 +21,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.block_size < 1:
         raise UserError(f"block_size must be at least 1, got {args.block_size}")
-    source = source_from(args)
-    prepare_dataset(source, args.output_dir, args.block_size, args.tokenizer_name, overwrite=args.overwrite)
+    source, tokenizer = source_from(args), load_tokenizer(args.tokenizer_name)
+    prepare_dataset(source, args.output_dir, args.block_size, tokenizer, overwrite=args.overwrite)
     print(
         f"train on it with: accelerate launch recipe/train.py --dataset_dir {args.output_dir} "
         f"--block_size {args.block_size}"

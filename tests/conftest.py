@@ -17,7 +17,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from recipe.data.packed import open_packed_dataset
 from recipe.data.prepare import prepare_dataset
 from recipe.data.text import TextSource
-from recipe.data.tokenizer import train_tokenizer
+from recipe.data.tokenizer import load_tokenizer, train_tokenizer
 
 ROOT = Path(__file__).parent.parent
 BLOCK_SIZE = 32
@@ -56,7 +56,9 @@ def tokenizer_dir(tmp_path_factory, documents) -> Path:
 @pytest.fixture(scope="session")
 def dataset_dir(tmp_path_factory, jsonl_file, tokenizer_dir) -> Path:
     directory = tmp_path_factory.mktemp("packed") / "dataset"
-    prepare_dataset(TextSource(train_files=(str(jsonl_file),)), directory, BLOCK_SIZE, str(tokenizer_dir))
+    prepare_dataset(
+        TextSource(train_files=(str(jsonl_file),)), directory, BLOCK_SIZE, load_tokenizer(str(tokenizer_dir))
+    )
     return directory
 
 

@@ -13,6 +13,7 @@ from recipe.checkpoint import find_checkpoint, list_checkpoints
 from recipe.config import UserError
 from recipe.data.prepare import prepare_dataset
 from recipe.data.text import TextSource
+from recipe.data.tokenizer import load_tokenizer
 
 DROPOUT = ["--config_overrides", "resid_pdrop=0.1,attn_pdrop=0.1"]
 
@@ -121,7 +122,7 @@ def test_another_dataset_is_refused(train, tmp_path, tokenizer_dir):
     train("--save_steps", "4")
     (tmp_path / "other.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in make_documents(99, seed=4)))
     source = TextSource(train_files=(str(tmp_path / "other.jsonl"),))
-    prepare_dataset(source, tmp_path / "other", BLOCK_SIZE, str(tokenizer_dir))
+    prepare_dataset(source, tmp_path / "other", BLOCK_SIZE, load_tokenizer(str(tokenizer_dir)))
     with pytest.raises(UserError, match="belongs to another run; different: dataset"):
         train("--resume_from_checkpoint", "latest", dataset_dir=tmp_path / "other")
 

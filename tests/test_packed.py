@@ -117,13 +117,29 @@ def test_workers_map_the_file_themselves(dataset):
 def test_second_preparation_reuses_the_first(tmp_path, jsonl_file, tokenizer_dir, capsys):
     """Same input, tokenizer and block size: opened, not made again. Anything else: refused, or replaced if asked."""
     source, directory = TextSource(train_files=(str(jsonl_file),)), tmp_path / "d"
-    first = prepare_dataset(source, directory, 16, str(tokenizer_dir))
+    first = prepare_dataset(source, directory, 16, load_tokenizer(str(tokenizer_dir)))
     written_at = (directory / "metadata.json").stat().st_mtime_ns
-    assert prepare_dataset(source, directory, 16, str(tokenizer_dir)).metadata == first.metadata
+    assert prepare_dataset(source, directory, 16, load_tokenizer(str(tokenizer_dir))).metadata == first.metadata
     assert (directory / "metadata.json").stat().st_mtime_ns == written_at
-    with pytest.raises(UserError, match="pass --overwrite"):
-        prepare_dataset(source, directory, 8, str(tokenizer_dir))
-    assert prepare_dataset(source, directory, 8, str(tokenizer_dir), overwrite=True).block_size == 8
+    with pytest.raises(UserError, match="was made from other input; pass --overwrite"):
+        prepare_dataset(source, directory, 8, load_tokenizer(str(tokenizer_dir)))
+    assert prepare_dataset(source, directory, 8, load_tokenizer(str(tokenizer_dir)), overwrite=True).block_size == 8
+
+
+def test_overwrite_replaces_packed_datasets_only(tmp_path, jsonl_file, tokenizer_dir):
+    """A folder of anything else is never removed, and an old dataset not before the new one is complete."""
+    source, tokenizer = TextSource(train_files=(str(jsonl_file),)), load_tokenizer(str(tokenizer_dir))
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.txt").write_text("irreplaceable")
+    with pytest.raises(UserError, match="is not a packed dataset; name another folder"):
+        prepare_dataset(source, tmp_path / "home", 16, tokenizer, overwrite=True)
+    assert (tmp_path / "home" / "thesis.txt").exists()
+    (tmp_path / "d").mkdir()
+    prepare_dataset(source, tmp_path / "d", 16, tokenizer)  # an empty folder is fine
+    with pytest.raises(UserError, match="fewer than one row"):
+        prepare_dataset(source, tmp_path / "d", 10**6, tokenizer, overwrite=True)
+    assert open_packed_dataset(tmp_path / "d").block_size == 16
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["d", "home"]
 
 
 def test_nothing_is_left_behind_by_a_failure(tmp_path, tokenizer_dir):
@@ -143,13 +159,15 @@ def test_texts_too_short(tmp_path, tokenizer_dir):
     (tmp_path / "a.txt").write_text("short\ntext\n")
     source = TextSource(train_files=(str(tmp_path / "a.txt"),))
     with pytest.raises(UserError, match=r"the train text has \d+ tokens, fewer than one row of block_size \+ 1 = 65"):
-        prepare_dataset(source, tmp_path / "d", 64, str(tokenizer_dir))
+        prepare_dataset(source, tmp_path / "d", 64, load_tokenizer(str(tokenizer_dir)))
     (tmp_path / "a.txt").write_text("short text\n" * 90)
     with pytest.raises(UserError, match="the validation text .* larger --validation_split_percentage"):
-        prepare_dataset(source, tmp_path / "d", 64, str(tokenizer_dir))
+        prepare_dataset(source, tmp_path / "d", 64, load_tokenizer(str(tokenizer_dir)))
     (tmp_path / "empty.jsonl").write_text('{"text": ""}\n{"text": ""}\n')
     with pytest.raises(UserError, match="the text is empty"):
-        prepare_dataset(TextSource((str(tmp_path / "empty.jsonl"),)), tmp_path / "d", 64, str(tokenizer_dir))
+        prepare_dataset(
+            TextSource((str(tmp_path / "empty.jsonl"),)), tmp_path / "d", 64, load_tokenizer(str(tokenizer_dir))
+        )
 
 
 def damage(directory, how):

@@ -36,14 +36,15 @@ def test_first_run_needs_nothing(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "runs" / "demo")
     assert model.config.vocab_size == len(AutoTokenizer.from_pretrained(tmp_path / "runs" / "demo"))
 
-    result = launch(["--max_steps", "1"], cwd=tmp_path)
+    config_file = ROOT / "accelerate_configs" / "cpu.yaml"
+    result = launch(["--max_steps", "1"], cwd=tmp_path, launcher=("--config_file", str(config_file)))
     assert result.returncode == 0, result.stderr
     assert "is already prepared" in result.stdout and "trained a byte-level BPE" not in result.stdout
     assert (tmp_path / "runs" / "demo-2" / "summary.json").is_file()
 
 
 def test_two_processes_are_one_run(tmp_path, dataset_dir):
-    """Two processes give the losses, the validation loss and the weights of one, to fp32 rounding."""
+    """Two processes, compiled or not, give the losses and the validation loss of one, to fp32 rounding."""
     options = [
         "--dataset_dir",
         dataset_dir,
@@ -61,21 +62,17 @@ def test_two_processes_are_one_run(tmp_path, dataset_dir):
         "--mixed_precision",
         "no",
     ]
-    launches = {"one": (), "two": TWO_PROCESSES}
-    for name, launcher in launches.items():
-        result = launch(
-            [*options, "--output_dir", tmp_path / name],
-            cwd=tmp_path,
-            launcher=launcher,
-            ACCELERATE_USE_CPU="true",
-            OMP_NUM_THREADS="1",
-        )
+    launches = {"one": ((), "no"), "two": (TWO_PROCESSES, "no"), "compiled": (TWO_PROCESSES, "aot_eager")}
+    for name, (launcher, backend) in launches.items():
+        arguments = [*options, "--output_dir", tmp_path / name, "--dynamo_backend", backend]
+        result = launch(arguments, cwd=tmp_path, launcher=launcher, ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1")
         assert result.returncode == 0, result.stderr
-    assert json.loads((tmp_path / "two" / "summary.json").read_text())["num_processes"] == 2
-    for event, key in (("train", "loss"), ("train", "grad_norm"), ("eval", "loss")):
-        one, two = ([e[key] for e in read_events(tmp_path / name, event)] for name in launches)
-        assert one == pytest.approx(two, abs=1e-5), key
-    assert len(read_events(tmp_path / "two", "eval")) == 3
+        summary = json.loads((tmp_path / name / "summary.json").read_text())
+        assert summary["num_processes"] == (1 if name == "one" else 2)
+        assert len(read_events(tmp_path / name, "eval")) == 3
+        for event, key in (("train", "loss"), ("train", "grad_norm"), ("eval", "loss")):
+            found, expected = ([e[key] for e in read_events(tmp_path / n, event)] for n in (name, "one"))
+            assert found == pytest.approx(expected, abs=1e-5), (name, key)
 
 
 def test_processes_that_do_not_find_each_other(tmp_path, dataset_dir):

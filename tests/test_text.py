@@ -28,10 +28,11 @@ def test_rows_are_documents(tmp_path, kind):
 
 
 def test_a_text_file_is_one_document(tmp_path):
+    """With its line ends and blank lines as they are."""
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text(f"file {name}\r\n\n\nend", newline="")
     paths = [str(tmp_path / "a.txt"), str(tmp_path / "b.txt")]
-    assert list(read_files(paths, "text")) == ["file a\n\n\nend", "file b\n\n\nend"]
+    assert list(read_files(paths, "text")) == ["file a\r\n\n\nend", "file b\r\n\n\nend"]
 
 
 def test_split_is_by_document_exact_and_reproducible():

@@ -111,8 +111,8 @@ def write_packed_dataset(
     does not fill one row.
     """
     partial = directory.with_name(f".{directory.name}.partial-{os.getpid()}")
-    partial.mkdir(parents=True)
     try:
+        partial.mkdir(parents=True)
         writers = {split: SplitWriter(partial, split, block_size, len(tokenizer)) for split in SPLITS}
         for split, num_bytes, ids in encoded:
             writers[split].add(ids, num_bytes)
@@ -132,7 +132,13 @@ def write_packed_dataset(
             "splits": counts,
         }
         (partial / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
-        os.rename(partial, directory)
+        if directory.exists():  # an older dataset to replace, or an empty folder
+            replaced = partial.with_name(partial.name.replace("partial", "replaced"))
+            os.rename(directory, replaced)
+            os.rename(partial, directory)
+            shutil.rmtree(replaced)
+        else:
+            os.rename(partial, directory)
     except OSError as error:
         raise UserError(f"cannot write the dataset {directory}: {error.strerror or error}") from error
     finally:

@@ -2,64 +2,74 @@
 
 import argparse
 import dataclasses
+import functools
 import hashlib
 import json
-import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
 
 from recipe.config import TrainConfig, UserError
 from recipe.data.packed import PackedDataset, open_packed_dataset, write_packed_dataset
 from recipe.data.text import TextSource
 from recipe.data.tokenizer import encode_documents, load_tokenizer, tokenizer_sha256, train_tokenizer
 
+say = functools.partial(print, flush=True)
+
 
 def prepare_dataset(
     source: TextSource,
     directory: Path,
     block_size: int,
-    tokenizer_name: str | None,
+    tokenizer: PreTrainedTokenizerBase | None,
     tokenizer_vocab_size: int | None = None,
     overwrite: bool = False,
-    say: Callable[[str], None] = print,
 ) -> PackedDataset:
     """Prepare `directory`, or open it if the same input, tokenizer and options made it before.
 
-    Without tokenizer_name a byte-level BPE of tokenizer_vocab_size is trained on the training documents.
-    Raises `UserError` for bad input, and if `directory` holds anything else.
+    Without a tokenizer a byte-level BPE of tokenizer_vocab_size is trained on the training documents.
+    Raises `UserError` for bad input, and if `directory` holds anything else; `overwrite` replaces another packed
+    dataset, once the new one is complete, and nothing but that.
     """
-    tokenizer = load_tokenizer(tokenizer_name) if tokenizer_name else None
-    identity = tokenizer_sha256(tokenizer) if tokenizer else f"bpe {tokenizer_vocab_size}"
-    fingerprint = hashlib.sha256(f"{source.fingerprint} {identity} {block_size}".encode()).hexdigest()
-    if directory.exists():
-        if _made_from(directory, fingerprint):
+    fingerprint = fingerprint_of(source, block_size, tokenizer, tokenizer_vocab_size)
+    if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
+        made_from = _fingerprint_in(directory)
+        if made_from == fingerprint:
             say(f"{directory} is already prepared from this input")
             return open_packed_dataset(directory, block_size)
+        if made_from is None:
+            raise UserError(f"{directory} exists and is not a packed dataset; name another folder")
         if not overwrite:
             raise UserError(
-                f"{directory} exists and was not made from this input; pass --overwrite to replace it, "
-                "or another folder"
+                f"{directory} was made from other input; pass --overwrite to replace it, or another folder"
             )
     if tokenizer is None:
         started_at = time.perf_counter()
         training_text = (text for split, text in source.splits() if split == "train")
         tokenizer = train_tokenizer(training_text, tokenizer_vocab_size)
         say(f"trained a byte-level BPE of {len(tokenizer):,} tokens in {time.perf_counter() - started_at:.1f} s")
-    if overwrite:
-        shutil.rmtree(directory, ignore_errors=True)
     started_at = time.perf_counter()
-    encoded = _report_progress(encode_documents(tokenizer, source.splits()), say)
+    encoded = _report_progress(encode_documents(tokenizer, source.splits()))
     metadata = write_packed_dataset(directory, encoded, tokenizer, block_size, source.describe(), fingerprint)
     seconds = time.perf_counter() - started_at
     for split, counts in metadata["splits"].items():
         say(
             f"{split}: {counts['documents']:,} documents, {counts['bytes']:,} bytes, {counts['tokens']:,} tokens, "
-            f"{counts['rows']:,} rows of {block_size} + 1"
+            f"{counts['rows']:,} rows"
         )
     total_bytes = sum(counts["bytes"] for counts in metadata["splits"].values())
     say(f"packed into {directory} in {seconds:.1f} s ({total_bytes / 1e6 / seconds:.1f} MB/s)")
     return open_packed_dataset(directory, block_size)
+
+
+def fingerprint_of(
+    source: TextSource, block_size: int, tokenizer: PreTrainedTokenizerBase | None, tokenizer_vocab_size: int | None
+) -> str:
+    """SHA-256 of all that decides a packed dataset: text, tokenizer (or the size of the one to train), row length."""
+    identity = tokenizer_sha256(tokenizer) if tokenizer else f"bpe {tokenizer_vocab_size}"
+    return hashlib.sha256(f"{source.fingerprint} {identity} {block_size}".encode()).hexdigest()
 
 
 SOURCE_FIELDS = (
@@ -93,7 +103,7 @@ def source_from(config: TrainConfig | argparse.Namespace) -> TextSource:
     )
 
 
-def open_dataset_for(config: TrainConfig, say: Callable[[str], None] = print) -> PackedDataset:
+def open_dataset_for(config: TrainConfig) -> PackedDataset:
     """The run's dataset: `dataset_dir` as it is, or the text prepared in `cache_dir`, once for all runs.
 
     Raises `UserError` if `tokenizer_name` is given and is not the one the dataset was made with.
@@ -109,22 +119,22 @@ def open_dataset_for(config: TrainConfig, say: Callable[[str], None] = print) ->
                 )
         return dataset
     source = source_from(config)
-    key = f"{source.fingerprint} {config.tokenizer_name} {config.tokenizer_vocab_size} {config.block_size}"
+    tokenizer = load_tokenizer(config.tokenizer_name) if config.tokenizer_name else None
+    fingerprint = fingerprint_of(source, config.block_size, tokenizer, config.tokenizer_vocab_size)
     name = Path(config.dataset_name or config.train_file[0]).stem
-    directory = Path(config.cache_dir) / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
-    return prepare_dataset(
-        source, directory, config.block_size, config.tokenizer_name, config.tokenizer_vocab_size, say=say
-    )
+    directory = Path(config.cache_dir) / f"{name}-{fingerprint[:12]}"
+    return prepare_dataset(source, directory, config.block_size, tokenizer, config.tokenizer_vocab_size)
 
 
-def _made_from(directory: Path, fingerprint: str) -> bool:
+def _fingerprint_in(directory: Path) -> str | None:
+    """What a packed dataset was made from, or None if the folder holds none."""
     try:
-        return json.loads((directory / "metadata.json").read_text())["fingerprint"] == fingerprint
+        return str(json.loads((directory / "metadata.json").read_text())["fingerprint"])
     except (OSError, ValueError, KeyError, TypeError):
-        return False
+        return None
 
 
-def _report_progress(encoded: Iterator, say: Callable[[str], None], every_seconds: float = 10) -> Iterator:
+def _report_progress(encoded: Iterator, every_seconds: float = 10) -> Iterator:
     started_at = said_at = time.perf_counter()
     num_documents = num_bytes = num_tokens = 0
     for split, document_bytes, ids in encoded:

@@ -150,7 +150,8 @@ def read_files(paths: Iterable[str], text_column_name: str) -> Iterator[str]:
 
 def _read_text_file(path: str) -> str:
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            text = file.read()
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
     except OSError as error:
