@@ -164,19 +164,19 @@ def closing_words(config: TrainConfig, output_dir: Path, untrained: dict, traine
         "",
         f"The model is in {output_dir}, in Hugging Face format. Next:",
         "",
-        f"  generate    python scripts/generate_text.py --model {folder} --prompt {prompt}",
+        f"  generate   python scripts/generate_text.py --model {folder} --prompt {prompt}",
     ]
     if config.save_steps:
         lines += [
-            "  resume      accelerate launch recipe/train.py --resume_from_checkpoint latest \\",
-            f"                --config {folder}/{CONFIG_NAME} --output_dir {folder}",
+            "  resume     accelerate launch recipe/train.py --resume_from_checkpoint latest \\",
+            f"               --config {folder}/{CONFIG_NAME} --output_dir {folder}",
         ]
     if config.dataset_name == STANDARD_LIBRARY:
         lines += [
-            "  your text   accelerate launch recipe/train.py --train_file TEXT.txt",
-            "  GPT-2 124M  python scripts/prepare_data.py --dataset_name HUB_ID \\",
-            "                --tokenizer_name openai-community/gpt2 --output_dir DIR",
-            "              accelerate launch --config_file accelerate_configs/single_gpu.yaml \\",
-            "                recipe/train.py --config gpt2_124m --dataset_dir DIR",
+            "  your text  accelerate launch recipe/train.py --train_file TEXT.txt",
+            "  GPT-2 124M python scripts/prepare_data.py --dataset_name HUB_ID \\",
+            "               --tokenizer_name openai-community/gpt2 --output_dir DIR",
+            "             accelerate launch --config_file accelerate_configs/single_gpu.yaml \\",
+            "               recipe/train.py --config gpt2_124m --dataset_dir DIR",
         ]
     return "\n".join(lines)
