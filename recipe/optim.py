@@ -30,21 +30,26 @@ def build_scheduler(config: TrainConfig, optimizer: torch.optim.Optimizer) -> LR
     (A prepared scheduler steps once per process: accelerate 1.15.)
     """
     warmup_steps = config.warmup_steps if config.warmup_steps >= 1 else config.warmup_steps * config.max_steps
+    return get_scheduler(
+        config.lr_scheduler_type,
+        optimizer,
+        num_warmup_steps=round(warmup_steps),
+        num_training_steps=config.max_steps,
+        scheduler_specific_kwargs=config.lr_scheduler_kwargs,
+    )
+
+
+def check_schedule(config: TrainConfig) -> None:
+    """Try the schedule before there is a model. Raises `UserError` for one that does not go by steps alone, such as
+    reduce_lr_on_plateau, and for arguments it does not know.
+    """
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=config.learning_rate)
     try:
-        return get_scheduler(
-            config.lr_scheduler_type,
-            optimizer,
-            num_warmup_steps=round(warmup_steps),
-            num_training_steps=config.max_steps,
-            scheduler_specific_kwargs=config.lr_scheduler_kwargs,
-        )
+        scheduler = build_scheduler(config, optimizer)
+        optimizer.step()
+        scheduler.step()
     except (TypeError, ValueError) as error:
         raise UserError(
             f"lr_scheduler_type {config.lr_scheduler_type} with lr_scheduler_kwargs {config.lr_scheduler_kwargs}: "
             f"{' '.join(str(error).split())}"
         ) from error
-
-
-def check_schedule(config: TrainConfig) -> None:
-    """Raise `UserError` for a schedule or arguments that `get_scheduler` refuses, before there is a model."""
-    build_scheduler(config, torch.optim.SGD([torch.zeros(1)], lr=config.learning_rate))

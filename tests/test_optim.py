@@ -83,7 +83,9 @@ def test_warmup_below_one_is_a_share():
 
 
 def test_bad_schedule_arguments():
-    """Arguments that the schedule does not know are refused before there is a model."""
+    """Arguments that the schedule does not know, or a schedule that wants metrics, are refused at the start."""
+    with pytest.raises(UserError, match="lr_scheduler_type reduce_lr_on_plateau"):
+        check_schedule(config_of("--lr_scheduler_type", "reduce_lr_on_plateau"))
     with pytest.raises(UserError, match="lr_scheduler_type linear with lr_scheduler_kwargs"):
         check_schedule(config_of("--lr_scheduler_type", "linear", "--lr_scheduler_kwargs", "min_lr_rate=0.1"))
     check_schedule(config_of("--lr_scheduler_type", "linear"))
