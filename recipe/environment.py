@@ -41,4 +41,5 @@ def describe_environment(device: torch.device) -> dict[str, str | int]:
             versions[package] = version(package)
         except PackageNotFoundError:
             versions[package] = "not installed"
-    return {**versions, "device": describe_device(device), "num_cpus": count_cpus(), "platform": f"{platform.system()} {platform.machine()}"}
+    system = f"{platform.system()} {platform.machine()}"
+    return {**versions, "device": describe_device(device), "num_cpus": count_cpus(), "platform": system}
