@@ -45,12 +45,21 @@ class TrainConfig:
 
     # --- data: exactly one of dataset_dir, train_file and dataset_name
     dataset_dir: str | None = _field(None, "Packed dataset, as written by scripts/prepare_data.py.")
-    train_file: list[str] | None = _field(None, "Text to prepare first: .txt, .jsonl, .json or .parquet files.")
+    train_file: list[str] | None = _field(
+        None,
+        "Text to prepare first: .txt, .jsonl, .json, .csv or .parquet files (or .gz, .zst of them), folders, globs.",
+    )
     validation_file: list[str] | None = _field(None, "Validation text. Default: a share of the training documents.")
     dataset_name: str | None = _field(
         None, f"Hub id or local folder of a dataset to prepare first, or '{STANDARD_LIBRARY}'."
     )
     dataset_config_name: str | None = _field(None, "Configuration of dataset_name.")
+    dataset_split: str = _field("train", "Split of dataset_name to take the documents from.")
+    document_separator: str | None = _field(
+        None, r"Cuts .txt files into documents, e.g. '\n\n' for blank lines. Default: a file is a document."
+    )
+    skip_bad_files: bool = _field(False, "Count files that cannot be read instead of stopping at the first.")
+    preprocessing_num_workers: int | None = _field(None, "Threads that encode text. Default: all cores.")
     text_column_name: str = _field("text", "Column that holds the text (jsonl, parquet, dataset_name).")
     validation_split_percentage: float = _field(5.0, "Percent of documents held out where no validation is given.")
     tokenizer_name: str | None = _field(None, "Tokenizer folder or Hub id. Default: train one on the training text.")

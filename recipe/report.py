@@ -9,12 +9,13 @@ import sys
 import textwrap
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from accelerate import Accelerator
 from tqdm import tqdm
 
 from recipe.config import STANDARD_LIBRARY, TrainConfig, UserError, save_config
+from recipe.progress import progress_target
 
 METRICS_NAME = "metrics.jsonl"
 SUMMARY_NAME = "summary.json"
@@ -75,7 +76,7 @@ class RunReport:
             disable=not self.enabled,
             smoothing=0.1,
             bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
-            **_progress_target(),
+            **progress_target(),
         )
 
     def event(self, event: str, step: int, **values: Any) -> None:
@@ -127,28 +128,6 @@ class RunReport:
     def summary(self, values: dict[str, Any]) -> None:
         if self.enabled:
             (self.output_dir / SUMMARY_NAME).write_text(json.dumps(values, indent=2) + "\n")
-
-
-def _progress_target() -> dict[str, Any]:
-    """A terminal gets a bar that redraws itself; a log file gets a plain line every ten seconds."""
-    if sys.stderr.isatty():
-        return {"file": sys.stderr, "mininterval": 0.2}
-    return {"file": _LineStream(sys.stderr), "mininterval": 10, "maxinterval": 60, "ascii": True, "ncols": 100}
-
-
-class _LineStream:
-    """Turns the carriage returns of a progress bar into line ends."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self.stream = stream
-
-    def write(self, text: str) -> None:
-        line = text.strip("\r\n ")
-        if line:
-            self.stream.write(line + "\n")
-
-    def flush(self) -> None:
-        self.stream.flush()
 
 
 def closing_words(config: TrainConfig, output_dir: Path, untrained: dict, trained: dict, sample: str) -> str:

@@ -18,11 +18,19 @@ def main() -> None:
     parser.add_argument("--block_size", type=int, default=1024, help="tokens a row (default: 1024)")
     parser.add_argument("--output_dir", required=True, type=Path, help="folder to write")
     parser.add_argument("--overwrite", action="store_true", help="replace output_dir if it exists")
+    parser.add_argument("--preprocessing_num_workers", type=int, help="threads that encode (default: all cores)")
     args = parser.parse_args()
     if args.block_size < 1:
         raise UserError(f"block_size must be at least 1, got {args.block_size}")
     source, tokenizer = source_from(args), load_tokenizer(args.tokenizer_name)
-    prepare_dataset(source, args.output_dir, args.block_size, tokenizer, overwrite=args.overwrite)
+    prepare_dataset(
+        source,
+        args.output_dir,
+        args.block_size,
+        tokenizer,
+        overwrite=args.overwrite,
+        num_workers=args.preprocessing_num_workers,
+    )
     print(
         f"train on it with: accelerate launch recipe/train.py --dataset_dir {args.output_dir} "
         f"--block_size {args.block_size}"

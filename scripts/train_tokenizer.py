@@ -21,8 +21,7 @@ def main() -> None:
         raise UserError(f"vocab_size must be at least 257 (256 bytes and <|endoftext|>), got {args.vocab_size}")
     if args.output_dir.exists() and any(args.output_dir.iterdir()):
         raise UserError(f"{args.output_dir} is not empty; name another folder")
-    documents = (text for split, text in source_from(args).splits() if split == "train")
-    tokenizer = train_tokenizer(documents, args.vocab_size)
+    tokenizer = train_tokenizer(source_from(args).train_texts(), args.vocab_size)
     tokenizer.save_pretrained(args.output_dir)
     print(f"a tokenizer of {len(tokenizer):,} tokens is in {args.output_dir}; use it with --tokenizer_name")
 

@@ -8,13 +8,15 @@ import datasets
 import numpy as np
 import pytest
 from conftest import BLOCK_SIZE, VOCAB_SIZE, make_documents
+from filelock import FileLock
 
 from recipe.config import UserError, load_config
-from recipe.data import packed
-from recipe.data.packed import PackedSplit, SplitWriter, open_packed_dataset, write_packed_dataset
+from recipe.data import encoder, prepare
+from recipe.data import text as text_module
+from recipe.data.packed import PackedSplit, PackedWriter, SplitWriter, open_packed_dataset
 from recipe.data.prepare import open_dataset_for, prepare_dataset
 from recipe.data.text import TextSource, split_documents
-from recipe.data.tokenizer import encode_documents, load_tokenizer, tokenizer_sha256, train_tokenizer
+from recipe.data.tokenizer import load_tokenizer, tokenizer_sha256, train_tokenizer
 
 
 def stream_of(rows: np.ndarray) -> np.ndarray:
@@ -36,8 +38,8 @@ def test_rows_decode_to_the_documents(dataset_dir, documents):
     opened = open_packed_dataset(dataset_dir)
     tokenizer = opened.load_tokenizer()
     expected = {"train": [], "validation": []}
-    for split, text in split_documents(documents, 5.0):
-        expected[split].append(text + tokenizer.eos_token)
+    for piece in split_documents(((text, True) for text in documents), 5.0):
+        expected[piece.split].append(piece.text + tokenizer.eos_token)
     for name, split in opened.splits.items():
         text = tokenizer.decode(stream_of(split[np.arange(len(split))]), clean_up_tokenization_spaces=False)
         whole = "".join(expected[name])
@@ -48,14 +50,20 @@ def test_rows_decode_to_the_documents(dataset_dir, documents):
         ) * len(expected[name])
 
 
-@pytest.mark.parametrize("flush_at", [1, 50, 10**9])
-def test_every_token_is_a_target_exactly_once(tmp_path, monkeypatch, flush_at):
-    """Row i is tokens [i*T, i*T + T + 1), whatever the size of the batches it was written in."""
-    monkeypatch.setattr(packed, "BATCH_TOKENS", flush_at)
+@pytest.mark.parametrize("reopened", [False, True])
+@pytest.mark.parametrize("commit_after", [{1, 2, 3, 4, 5}, {3}, set()])
+def test_every_token_is_a_target_exactly_once(tmp_path, commit_after, reopened):
+    """Row i is tokens [i*T, i*T + T + 1), however it was committed, and also if a process went on where one died."""
     writer = SplitWriter(tmp_path, "train", block_size=8, vocab_size=40_000)
     stream = np.arange(1000)
-    for piece in np.split(stream, [3, 4, 90, 500, 501]):
-        writer.add(piece, num_bytes=1)
+    for number, piece in enumerate(np.split(stream, [3, 4, 90, 500, 501])):
+        writer.add(piece, num_bytes=1, ends=True)
+        if number in commit_after:
+            saved = json.loads(json.dumps(writer.commit()))
+            if reopened:
+                writer.file.write(b"half a message of a process that was killed")
+                writer.file.close()
+                writer = SplitWriter(tmp_path, "train", 8, 40_000, saved)
     counts = writer.close()
     rows = PackedSplit(tmp_path / "train", 40_000)
     everything = rows[np.arange(len(rows))]
@@ -69,7 +77,7 @@ def test_every_token_is_a_target_exactly_once(tmp_path, monkeypatch, flush_at):
 def test_width_of_an_id(tmp_path, vocab_size, dtype):
     """Two bytes an id while the vocabulary allows it; the largest id survives."""
     writer = SplitWriter(tmp_path, "train", block_size=1, vocab_size=vocab_size)
-    writer.add(np.array([0, vocab_size - 1]), num_bytes=1)
+    writer.add(np.array([0, vocab_size - 1]), num_bytes=1, ends=True)
     writer.close()
     split = PackedSplit(tmp_path / "train", vocab_size)
     assert split.chunks[0].dtype == dtype and split[np.array([0])].tolist() == [[0, vocab_size - 1]]
@@ -79,31 +87,7 @@ def test_an_id_beyond_the_vocabulary_is_refused_when_written(tmp_path):
     """70000 as uint16 would silently become 4464."""
     writer = SplitWriter(tmp_path, "train", block_size=1, vocab_size=50_257)
     with pytest.raises(UserError, match="id 70000, beyond its vocabulary"):
-        writer.add(np.array([1, 70_000]), num_bytes=1)
-
-
-def test_text_that_looks_like_a_separator_is_text(tokenizer_dir):
-    """Only the packer ends documents: `<|endoftext|>` inside a text is encoded as those characters."""
-    tokenizer = load_tokenizer(str(tokenizer_dir))
-    ((_, num_bytes, ids),) = encode_documents(tokenizer, [("train", "a <|endoftext|> b")])
-    assert num_bytes == 17 and list(ids).count(tokenizer.eos_token_id) == 1
-    assert tokenizer.decode(ids[:-1]) == "a <|endoftext|> b"
-
-
-def test_any_text_can_be_encoded(tokenizer_dir):
-    """Byte-level: characters never seen in training survive the round trip."""
-    tokenizer = load_tokenizer(str(tokenizer_dir))
-    text = "𝔘nseen ∑ymbols \x00\x7f\r\n\t  and\u2028more"
-    ((_, _, ids),) = encode_documents(tokenizer, [("train", text)])
-    assert tokenizer.decode(ids[:-1], clean_up_tokenization_spaces=False) == text
-
-
-def test_ids_are_those_of_the_tokenizer(tokenizer_dir, documents):
-    """Bulk encoding equals calling the tokenizer on each document."""
-    tokenizer = load_tokenizer(str(tokenizer_dir))
-    encoded = list(encode_documents(load_tokenizer(str(tokenizer_dir)), [("train", t) for t in documents]))
-    for (_, _, ids), text in zip(encoded, documents, strict=True):
-        assert ids.tolist() == [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+        writer.add(np.array([1, 70_000]), num_bytes=1, ends=True)
 
 
 def test_workers_map_the_file_themselves(dataset):
@@ -142,16 +126,117 @@ def test_overwrite_replaces_packed_datasets_only(tmp_path, jsonl_file, tokenizer
     assert sorted(p.name for p in tmp_path.iterdir()) == ["d", "home"]
 
 
-def test_nothing_is_left_behind_by_a_failure(tmp_path, tokenizer_dir):
-    """A dataset appears under its name only when it is complete."""
+def contents(directory):
+    return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
 
-    def fail():
-        yield "train", 5, np.arange(400) % 5
-        raise RuntimeError("killed")
 
-    with pytest.raises(RuntimeError):
-        write_packed_dataset(tmp_path / "d", fail(), load_tokenizer(str(tokenizer_dir)), 4, {}, "x")
-    assert list(tmp_path.iterdir()) == []
+@pytest.fixture
+def small_steps(monkeypatch):
+    """Commit after every few documents, encode a few at once."""
+    monkeypatch.setattr(prepare, "COMMIT_CHARACTERS", 2000)
+    monkeypatch.setattr(encoder, "BATCH_CHARACTERS", 300)
+
+
+def test_killed_and_started_again_is_byte_identical(
+    tmp_path, jsonl_file, tokenizer_dir, small_steps, monkeypatch, capsys
+):
+    """Stopped after any commit, and in between, the next run goes on there and gives the very same files."""
+    source, tokenizer = TextSource(train_files=(str(jsonl_file),)), load_tokenizer(str(tokenizer_dir))
+    prepare_dataset(source, tmp_path / "whole", 16, tokenizer)
+    add = SplitWriter.add
+    for kill_at in (1, 60, 61, 150, 299):
+        calls = iter(range(10**6))
+
+        def add_until(self, *args, _calls=calls, _kill_at=kill_at):
+            if next(_calls) == _kill_at:
+                raise KeyboardInterrupt
+            add(self, *args)
+
+        directory = tmp_path / f"killed-{kill_at}"
+        monkeypatch.setattr(SplitWriter, "add", add_until)
+        with pytest.raises(KeyboardInterrupt):
+            prepare_dataset(source, directory, 16, tokenizer)
+        assert not directory.exists()
+        monkeypatch.setattr(SplitWriter, "add", add)
+        prepare_dataset(source, directory, 16, tokenizer)
+        assert ("going on after" in capsys.readouterr().out) is (kill_at > 1)
+        assert contents(directory) == contents(tmp_path / "whole")
+    assert all(not p.name.startswith(".") for p in tmp_path.iterdir())
+
+
+def test_what_another_input_left_is_not_gone_on_with(tmp_path, jsonl_file, tokenizer_dir, small_steps, monkeypatch):
+    """A half-made dataset of other options is started over."""
+    source, tokenizer = TextSource(train_files=(str(jsonl_file),)), load_tokenizer(str(tokenizer_dir))
+    finish = PackedWriter.finish
+    monkeypatch.setattr(PackedWriter, "finish", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        prepare_dataset(source, tmp_path / "d", 8, tokenizer)
+    monkeypatch.setattr(PackedWriter, "finish", finish)
+    prepare_dataset(source, tmp_path / "d", 16, tokenizer)
+    prepare_dataset(source, tmp_path / "e", 16, tokenizer)
+    assert contents(tmp_path / "d") == contents(tmp_path / "e")
+
+
+def test_the_number_of_workers_changes_nothing(tmp_path, jsonl_file, tokenizer_dir, small_steps):
+    source, tokenizer = TextSource(train_files=(str(jsonl_file),)), load_tokenizer(str(tokenizer_dir))
+    for workers in (1, 2, 7):
+        prepare_dataset(source, tmp_path / str(workers), 16, tokenizer, num_workers=workers)
+    assert contents(tmp_path / "1") == contents(tmp_path / "2") == contents(tmp_path / "7")
+
+
+def test_a_full_disk(tmp_path, jsonl_file, tokenizer_dir, small_steps, monkeypatch):
+    """A clear error, nothing under the final name, and the same command goes on when there is room again."""
+    source, tokenizer = TextSource(train_files=(str(jsonl_file),)), load_tokenizer(str(tokenizer_dir))
+    commit, calls = SplitWriter.commit, iter(range(10**6))
+
+    def commit_until_full(self):
+        if next(calls) == 7:
+            raise OSError(28, "No space left on device")
+        return commit(self)
+
+    monkeypatch.setattr(SplitWriter, "commit", commit_until_full)
+    with pytest.raises(UserError, match="No space left on device; what is done is kept .* goes on with it"):
+        prepare_dataset(source, tmp_path / "d", 16, tokenizer)
+    assert not (tmp_path / "d").exists()
+    monkeypatch.setattr(SplitWriter, "commit", commit)
+    prepare_dataset(source, tmp_path / "d", 16, tokenizer)
+    prepare_dataset(source, tmp_path / "e", 16, tokenizer)
+    assert contents(tmp_path / "d") == contents(tmp_path / "e")
+
+
+def test_two_processes_do_not_make_one_dataset(tmp_path, jsonl_file, tokenizer_dir):
+    source, tokenizer = TextSource(train_files=(str(jsonl_file),)), load_tokenizer(str(tokenizer_dir))
+    with FileLock(tmp_path / ".d.lock"), pytest.raises(UserError, match="another process is preparing"):
+        prepare_dataset(source, tmp_path / "d", 16, tokenizer)
+
+
+def test_long_documents_in_pieces_give_the_same_rows(tmp_path, tokenizer_dir, monkeypatch):
+    """A text read in small pieces has the ids of the text as a whole."""
+    (tmp_path / "a.txt").write_text("".join(make_documents(200)))
+    source, tokenizer = TextSource(train_files=(str(tmp_path / "a.txt"),)), load_tokenizer(str(tokenizer_dir))
+    whole = prepare_dataset(source, tmp_path / "whole", 16, tokenizer)
+    monkeypatch.setattr(text_module, "PIECE_CHARACTERS", 500)
+    monkeypatch.setattr(text_module, "BLOCK_BYTES", 100)
+    assert len(list(source.pieces())) > 50
+    assert prepare_dataset(source, tmp_path / "pieces", 16, tokenizer).metadata == whole.metadata
+
+
+def test_duplicates_of_the_validation_text_are_reported(tmp_path, documents, tokenizer_dir, capsys):
+    """Given validation files may hold training documents: they are counted and said."""
+    for name, texts in (("a", documents), ("b", [*documents[:7], *make_documents(20, seed=5)])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    source = TextSource((str(tmp_path / "a.jsonl"),), (str(tmp_path / "b.jsonl"),))
+    made = prepare_dataset(source, tmp_path / "d", 16, load_tokenizer(str(tokenizer_dir)))
+    assert made.metadata["source"]["duplicates_of_validation"] == 7
+    assert "warning: 7 training documents are in the validation text too" in capsys.readouterr().out
+
+
+def test_skipped_files_are_counted(tmp_path, jsonl_file, tokenizer_dir, capsys):
+    (tmp_path / "broken.jsonl").write_text("{")
+    source = TextSource((str(tmp_path / "broken.jsonl"), str(jsonl_file)), skip_bad_files=True)
+    made = prepare_dataset(source, tmp_path / "d", 16, load_tokenizer(str(tokenizer_dir)))
+    assert made.metadata["source"]["skipped_files"] == 1
+    assert "skipped: cannot read" in capsys.readouterr().out
 
 
 def test_texts_too_short(tmp_path, tokenizer_dir):

@@ -9,12 +9,12 @@ from conftest import read_events
 import recipe.train
 from recipe.config import UserError
 from recipe.metrics import Throughput
-from recipe.report import _LineStream
+from recipe.progress import LineStream
 
 
 def test_a_log_file_gets_lines_instead_of_a_redrawn_bar():
     stream = io.StringIO()
-    lines = _LineStream(stream)
+    lines = LineStream(stream)
     for text in ("\rtrain  10%", "\rtrain  20%", "\n"):
         lines.write(text)
     assert stream.getvalue() == "train  10%\ntrain  20%\n"

@@ -1,82 +1,160 @@
 """Documents come out of files as they are in them, and split so that none is on both sides."""
 
+import csv
+import gzip
+import io
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from conftest import make_documents
 
 from recipe.config import UserError
-from recipe.data.text import TextSource, cut_at_line, read_files, read_standard_library, split_documents
+from recipe.data import text as text_module
+from recipe.data.text import Piece, TextSource, cut_at_line, find_cut, read_file, read_standard_library, read_text
+from recipe.data.text import split_documents as split_parts
+
+
+def joined(pieces: Iterable[Piece]) -> list[tuple[str, str]]:
+    """(split, document) from pieces, each document put together again."""
+    documents, parts = [], []
+    for piece in pieces:
+        parts.append(piece.text)
+        if piece.ends:
+            documents.append((piece.split, "".join(parts)))
+            parts = []
+    assert not parts
+    return documents
+
+
+def documents_of(path) -> list[str]:
+    return [text for _, text in joined(Piece("train", *part) for part in read_file(str(path), "text", None))]
+
+
+def split_documents(documents, percentage):
+    return joined(split_parts(((text, True) for text in documents), percentage))
 
 
 def write_all_kinds(folder: Path, documents: list[str]) -> dict[str, Path]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+    (folder / "a.jsonl").write_text("".join(json.dumps({"text": t, "n": 1}) + "\n\n" for t in documents))
+    (folder / "lines.json").write_text("".join(json.dumps({"text": t}) + "\n" for t in documents))
+    (folder / "array.json").write_text(json.dumps([{"text": t} for t in documents]))
+    pq.write_table(pa.table({"text": documents, "n": range(len(documents))}), folder / "a.parquet", row_group_size=7)
+    table = io.StringIO()
+    csv.writer(table).writerows([["n", "text"], *([str(i), t] for i, t in enumerate(documents))])
+    (folder / "a.csv").write_text(table.getvalue(), newline="")
+    (folder / "B.JSONL.GZ").write_bytes(gzip.compress((folder / "a.jsonl").read_bytes()))
+    with pa.CompressedOutputStream(str(folder / "c.jsonl.zst"), "zstd") as file:
+        file.write((folder / "a.jsonl").read_bytes())
+    return {p.name: p for p in folder.iterdir()}
 
-    (folder / "a.jsonl").write_text("".join(json.dumps({"text": t, "n": 1}) + "\n" for t in documents))
-    (folder / "a.json").write_text(json.dumps([{"text": t} for t in documents]))
-    pq.write_table(pa.table({"text": documents}), folder / "a.parquet")
-    return {kind: folder / f"a.{kind}" for kind in ("jsonl", "json", "parquet")}
+
+@pytest.mark.parametrize(
+    "name", ["a.jsonl", "lines.json", "array.json", "a.parquet", "a.csv", "B.JSONL.GZ", "c.jsonl.zst"]
+)
+def test_rows_are_documents(tmp_path, name):
+    """In every kind of file, plain or compressed; also texts with line breaks, commas and quotes."""
+    documents = [*make_documents(20), 'a "quoted", text\nof two lines\r\n']
+    assert documents_of(write_all_kinds(tmp_path, documents)[name]) == documents
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet"])
-def test_rows_are_documents(tmp_path, kind):
-    documents = make_documents(20)
-    path = write_all_kinds(tmp_path, documents)[kind]
-    assert list(read_files([str(path)], "text")) == documents
+def test_folders_and_patterns(tmp_path):
+    """A folder stands for the readable files below it, a pattern for what it matches, sorted."""
+    for name in ("b.txt", "a.txt", "deep/c.txt", "ignored.bin", "deep/d.jsonl.gz"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    names = [Path(p).name for p in TextSource(train_files=(str(tmp_path),)).files]
+    assert names == ["a.txt", "b.txt", "c.txt", "d.jsonl.gz"]
+    assert [Path(p).name for p in TextSource(train_files=(str(tmp_path / "*.txt"),)).files] == ["a.txt", "b.txt"]
+    assert [Path(p).name for p in TextSource(train_files=(str(tmp_path / "**/c*"),)).files] == ["c.txt"]
 
 
 def test_a_text_file_is_one_document(tmp_path):
-    """With its line ends and blank lines as they are."""
-    for name in "ab":
-        (tmp_path / f"{name}.txt").write_text(f"file {name}\r\n\n\nend", newline="")
-    paths = [str(tmp_path / "a.txt"), str(tmp_path / "b.txt")]
-    assert list(read_files(paths, "text")) == ["file a\r\n\n\nend", "file b\r\n\n\nend"]
+    """With its line ends and blank lines as they are, without a byte order mark."""
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbffile a\r\n\n\nend")
+    assert documents_of(tmp_path / "a.txt") == ["file a\r\n\n\nend"]
+
+
+@pytest.mark.parametrize("piece_characters", [1, 10, 100, 10**9])
+@pytest.mark.parametrize("separator", [None, "\n\n", "<|sep|>"])
+def test_long_documents_come_in_pieces(monkeypatch, piece_characters, separator):
+    """Whatever their length, pieces put together are the documents that str.split gives."""
+    monkeypatch.setattr(text_module, "PIECE_CHARACTERS", piece_characters)
+
+    monkeypatch.setattr(text_module, "BLOCK_BYTES", 7)  # characters and separators are cut by block ends
+    text = "<|sep|>".join(make_documents(5)) + "\n\nüber\n\n\n end "
+    parts = list(read_text(io.BytesIO(text.encode()), separator))
+    found = [document for _, document in joined(Piece("train", *part) for part in parts)]
+    assert found == (text.split(separator) if separator else [text])
+    if piece_characters == 10 and separator is None:
+        assert len(parts) > 20
+
+
+def test_where_texts_may_be_cut():
+    """After a single line break, or else before a single space."""
+    assert find_cut("one two\nthree  \n\n four", 22) == 8
+    assert find_cut("one two  three ", 15) == 3
+    assert find_cut("one  two\n\nthree", 15) == find_cut("unbroken", 8) == 0
 
 
 def test_split_is_by_document_exact_and_reproducible():
     """5% of 200 documents is 10; equal documents fall on the same side."""
     documents = make_documents(200) + make_documents(200)[:30]
-    split = list(split_documents(documents, 5.0))
+    split = split_documents(documents, 5.0)
     assert [text for _, text in split] == documents
     train = {text for name, text in split if name == "train"}
     validation = {text for name, text in split if name == "validation"}
     assert len(validation) == 10 and not train & validation
-    assert split == list(split_documents(iter(documents), 5.0))
+    assert split == split_documents(iter(documents), 5.0)
 
 
-def test_split_of_a_large_corpus_is_streamed(monkeypatch):
+@pytest.mark.parametrize("limit", ["HELD_BACK_DOCUMENTS", "HELD_BACK_CHARACTERS"])
+def test_split_of_a_large_corpus_is_streamed(monkeypatch, limit):
     """Beyond the documents that are held back the share is met on average, and documents are read one by one."""
-    import recipe.data.text as text_module
-
-    monkeypatch.setattr(text_module, "SMALL_CORPUS_DOCUMENTS", 10)
+    monkeypatch.setattr(text_module, limit, 50)
     drawn = []
 
     def read():
         for i in range(5000):
             drawn.append(i)
-            yield f"text {i}"
+            yield f"text {i}", True
 
-    stream = split_documents(read(), 20.0)
+    stream = split_parts(read(), 20.0)
     next(stream)
-    assert len(drawn) <= 11
-    share = sum(name == "validation" for name, _ in stream) / 5000
+    assert len(drawn) <= 51
+    share = sum(piece.split == "validation" for piece in stream) / 5000
     assert 0.17 < share < 0.23
+
+
+def test_the_pieces_of_a_document_stay_together():
+    parts = [(f"{i} {part}", part == 2) for i in range(100) for part in range(3)]
+    pieces = list(split_parts(parts, 30.0))
+    assert [(p.text, p.ends) for p in pieces] == parts
+    assert all(len({p.split for p in pieces[3 * i : 3 * i + 3]}) == 1 for i in range(100))
+    assert sum(p.split == "validation" for p in pieces) == 90
 
 
 @pytest.mark.parametrize("count", [2, 3, 7])
 def test_a_few_documents_still_give_both_splits(count):
-    names = {name for name, _ in split_documents(make_documents(count), 5.0)}
-    assert names == {"train", "validation"}
+    assert {name for name, _ in split_documents(make_documents(count), 5.0)} == {"train", "validation"}
 
 
-def test_one_text_gives_its_tail_for_validation(tmp_path):
-    """A single text is cut after a line; both parts together are the text."""
-    text = "".join(f"line {i}\n" for i in range(1000))
-    (tmp_path / "a.txt").write_text(text)
-    (_, head), (_, tail) = list(TextSource(train_files=(str(tmp_path / "a.txt"),)).splits())
-    assert head + tail == text and head.endswith("\n") and 0.94 < len(head) / len(text) < 0.95
+@pytest.mark.parametrize("piece_characters", [50, 10**9])
+@pytest.mark.parametrize("compressed", [False, True])
+def test_one_text_gives_its_tail_for_validation(tmp_path, monkeypatch, piece_characters, compressed):
+    """A single text, read in pieces or not, is cut after a line; both parts together are the text."""
+    monkeypatch.setattr(text_module, "PIECE_CHARACTERS", piece_characters)
+    text = "".join(f"line {i} über\n" for i in range(1000))
+    path = tmp_path / ("a.txt.gz" if compressed else "a.txt")
+    path.write_bytes(gzip.compress(text.encode()) if compressed else text.encode())
+    source = TextSource(train_files=(str(path),))
+    (first, head), (second, tail) = joined(source.pieces())
+    assert (first, second) == ("train", "validation")
+    assert head + tail == text and head.endswith("\n") and 0.94 < len(head) / len(text) < 0.951
     assert cut_at_line("no line break", 0.5) == ("no lin", "e break")
 
 
@@ -84,14 +162,12 @@ def test_validation_file(tmp_path):
     (tmp_path / "a.txt").write_text("train text")
     (tmp_path / "b.txt").write_text("validation text")
     source = TextSource(train_files=(str(tmp_path / "a.txt"),), validation_files=(str(tmp_path / "b.txt"),))
-    assert list(source.splits()) == [("train", "train text"), ("validation", "validation text")]
+    assert joined(source.pieces()) == [("validation", "validation text"), ("train", "train text")]
 
 
 @pytest.mark.parametrize("on_disk", [True, False])
 def test_local_datasets(tmp_path, on_disk):
     """`dataset_name` takes a folder written by save_to_disk and a folder of data files; their splits are kept."""
-    import datasets
-
     train, validation = make_documents(20), make_documents(5, seed=1)
     if on_disk:
         parts = {"train": train, "validation": validation}
@@ -103,8 +179,12 @@ def test_local_datasets(tmp_path, on_disk):
         for name, texts in (("train", train), ("validation", validation)):
             lines = "".join(json.dumps({"text": t}) + "\n" for t in texts)
             (tmp_path / "data" / f"{name}.jsonl").write_text(lines)
-    found = list(TextSource(dataset_name=str(tmp_path / "data")).splits())
-    assert found == [("train", t) for t in train] + [("validation", t) for t in validation]
+    found = joined(TextSource(dataset_name=str(tmp_path / "data")).pieces())
+    assert found == [("validation", t) for t in validation] + [("train", t) for t in train]
+    named = TextSource(dataset_name=str(tmp_path / "data"), dataset_split="validation", validation_split_percentage=40)
+    assert sorted(text for _, text in joined(named.pieces())) == sorted(validation)
+    with pytest.raises(UserError, match="has no split 'test' .it has"):
+        list(TextSource(dataset_name=str(tmp_path / "data"), dataset_split="test").pieces())
 
 
 def test_fingerprint_follows_the_content(tmp_path):
@@ -133,64 +213,67 @@ def test_an_interpreter_without_sources(tmp_path, monkeypatch):
         list(read_standard_library())
 
 
-def bad_sources(folder: Path) -> dict[str, tuple[TextSource, str]]:
-    files = {
-        "latin.txt": "Stra\xdfe".encode("latin-1"),
-        "empty.txt": b"",
-        "blank.txt": b" \n\t\n",
-        "a.pdf": b"x",
-        "broken.jsonl": b'{"text": "a"}\n{"text": \n',
-        "column.jsonl": b'{"body": "a", "id": 1}\n',
-        "number.jsonl": b'{"text": 3}\n',
-        "broken.parquet": b"PAR1 not really",
-        "ok.txt": b"fine",
-    }
-    for name, content in files.items():
-        (folder / name).write_bytes(content)
+GOOD = b'{"text": "good"}\n'
+BAD_FILES = {
+    "latin.txt": ("Stra\xdfe".encode("latin-1"), "latin.txt is not UTF-8 text"),
+    "empty.txt": (b"", "empty.txt is empty"),
+    "blank.txt": (b" \n\t\n", "blank.txt is empty"),
+    "broken.jsonl": (GOOD + b'{"text": \n', "broken.jsonl: line 2 is not JSON"),
+    "list.jsonl": (GOOD + b"[1]\n", "line 2 is a list, not an object"),
+    "column.jsonl": (b'{"body": "a", "id": 1}\n', "no column 'text'; pass --text_column_name with one of body, id"),
+    "mixed.jsonl": (GOOD + b'{"text": 3}\n', "row 2: column 'text' holds int, not text"),
+    "bytes.jsonl": (GOOD + b'{"text": "\xff"}\n', "line 2 is not JSON: .utf-8. codec"),
+    "column.csv": (b"a,b\n1,2\n", "no column 'text'; pass --text_column_name with one of a, b"),
+    "broken.parquet": (b"PAR1 not really", "cannot read .*broken.parquet"),
+    "truncated.jsonl.gz": (gzip.compress(GOOD * 9999)[:-20], "cannot read .*truncated.jsonl.gz"),
+    "none.jsonl.gz": (b"not compressed at all", "cannot read .*none.jsonl.gz"),
+    "none.txt.zst": (b"not compressed at all", "cannot read .*none.txt.zst"),
+}
 
-    def files_of(*names):
-        return lambda: TextSource(train_files=tuple(str(folder / n) for n in names))
 
-    return {
-        "missing": (files_of("gone.txt"), "there is no file"),
-        "kind": (files_of("a.pdf"), "use .txt, .jsonl, .json, .parquet files"),
-        "bytes": (files_of("latin.txt"), "is not UTF-8 text: .* at byte 4"),
-        "empty": (files_of("empty.txt"), "empty.txt is empty"),
-        "blank": (files_of("blank.txt"), "blank.txt is empty"),
-        "json": (files_of("broken.jsonl"), "cannot read .*broken.jsonl as json"),
-        "parquet": (files_of("broken.parquet"), "cannot read .*broken.parquet as parquet"),
-        "column": (files_of("column.jsonl"), "no column 'text'; pass --text_column_name with one of body, id"),
-        "type": (files_of("number.jsonl"), "column 'text' holds int, not text"),
-        "none": (TextSource, "one of them"),
-        "both": (lambda: TextSource(train_files=(str(folder / "ok.txt"),), dataset_name="x"), "one of them"),
-        "share": (
-            lambda: TextSource(train_files=(str(folder / "ok.txt"),), validation_split_percentage=100),
-            "between 0 and 100",
-        ),
-        "dataset": (lambda: TextSource(dataset_name=str(folder / "nowhere")), "cannot open dataset"),
-    }
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_bad_files_are_named(tmp_path, name):
+    """The error says which file, and where in it; with skip_bad_files it is counted and the others are read."""
+    content, expected = BAD_FILES[name]
+    (tmp_path / name).write_bytes(content)
+    (tmp_path / "zz.jsonl").write_bytes(GOOD)
+    options = {"train_files": (str(tmp_path),), "validation_split_percentage": 50.0}
+    with pytest.raises(UserError, match=expected):
+        list(TextSource(**options).pieces())
+    skipped = []
+    pieces = list(TextSource(**options, skip_bad_files=True).pieces(skipped))
+    assert len(skipped) == 1 and name in skipped[0] and "good" in [piece.text for piece in pieces]
 
 
 @pytest.mark.parametrize(
-    "case",
+    ("options", "expected"),
     [
-        "missing",
-        "kind",
-        "bytes",
-        "empty",
-        "blank",
-        "json",
-        "parquet",
-        "column",
-        "type",
-        "none",
-        "both",
-        "share",
-        "dataset",
+        ({"train_files": ("gone.txt",)}, "there is no file gone.txt"),
+        ({"train_files": ("gone/*.txt",)}, "there is no file gone/"),
+        (
+            {"train_files": ("a.pdf",)},
+            "cannot read a.pdf: use .txt, .jsonl, .json, .csv, .parquet files, plain or .gz",
+        ),
+        ({"train_files": ("folder",)}, "there is no file folder to read"),
+        ({}, "one of them"),
+        ({"train_files": ("a.txt",), "dataset_name": "x"}, "one of them"),
+        ({"dataset_name": "x", "validation_files": ("a.txt",)}, "--validation_file needs --train_file"),
+        ({"train_files": ("a.txt",), "validation_split_percentage": 100}, "between 0 and 100"),
+        ({"train_files": ("a.txt",), "document_separator": ""}, "must not be empty"),
+        ({"dataset_name": "./nowhere"}, "cannot open dataset ./nowhere"),
     ],
 )
-def test_bad_text(tmp_path, case):
-    """Bad input names the file and what is wrong with it."""
-    make_source, expected = bad_sources(tmp_path)[case]
+def test_bad_sources(tmp_path, monkeypatch, options, expected):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.txt", "a.pdf"):
+        Path(name).write_text("text")
+    Path("folder").mkdir()
     with pytest.raises(UserError, match=expected):
-        list(make_source().splits())
+        list(TextSource(**options).pieces())
+
+
+def test_rows_without_text_and_half_characters(tmp_path):
+    """Null and empty rows are no documents; half a surrogate pair becomes the replacement character."""
+    rows = [{"text": None}, {"text": ""}, {"text": "a\ud800b"}, {"text": "\U0001f600"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert documents_of(tmp_path / "a.jsonl") == ["a\ufffdb", "\U0001f600"]

@@ -13,13 +13,13 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
 import numpy as np
 import pyarrow as pa
+from filelock import FileLock, Timeout
 from transformers import PreTrainedTokenizerBase
 
 from recipe.config import UserError
@@ -27,66 +27,90 @@ from recipe.data.tokenizer import load_tokenizer, save_tokenizer, tokenizer_sha2
 
 FORMAT_VERSION = 1
 SPLITS = ("train", "validation")
-BATCH_TOKENS = 4_000_000  # tokens an Arrow record batch holds, about; 8 MB as uint16
+COUNTS = ("documents", "tokens", "bytes", "rows", "max_token_id", "long_documents", "tokens_in_long_documents")
+ARROW_END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"  # of the Arrow IPC streaming format
 SAMPLED_ROWS = 4096  # rows of a split looked at when it is opened
 
 
 class SplitWriter:
-    """Token ids in, rows of one split on disk out, in the layout that `datasets.load_from_disk` reads."""
+    """Token ids in, rows of one split on disk out, in the layout that `datasets.load_from_disk` reads.
 
-    def __init__(self, directory: Path, split: str, block_size: int, vocab_size: int) -> None:
-        self.directory = directory / split
-        self.directory.mkdir(parents=True)
-        self.split, self.block_size, self.vocab_size = split, block_size, vocab_size
+    The Arrow stream is written message by message, so that it can be cut back to any `commit` and gone on with.
+    """
+
+    def __init__(
+        self, directory: Path, split: str, block_size: int, vocab_size: int, saved: dict | None = None
+    ) -> None:
+        """saved: what `commit` returned; the files are cut back to it."""
+        self.directory, self.split, self.block_size, self.vocab_size = directory / split, split, block_size, vocab_size
         self.dtype = np.uint16 if vocab_size <= 2**16 else np.int32
         column = datasets.List(datasets.Value(np.dtype(self.dtype).name), length=block_size + 1)
         self.features = datasets.Features({"input_ids": column})
         self.path = self.directory / "data-00000-of-00001.arrow"
-        self.file = pa.OSFile(str(self.path), "wb")
-        self.arrow = pa.ipc.new_stream(self.file, self.features.arrow_schema)
-        self.pending: list[np.ndarray] = []
-        self.num_pending = 0
-        self.counts = {"documents": 0, "tokens": 0, "bytes": 0, "rows": 0, "max_token_id": 0}
-        self.digest = hashlib.sha256()
+        if saved is None:
+            self.directory.mkdir(parents=True)
+            self.file = open(self.path, "wb")  # noqa: SIM115 (close() closes it)
+            self.file.write(self.features.arrow_schema.serialize())
+            self.counts = dict.fromkeys(COUNTS, 0)
+            self.document_tokens = 0  # of the document that has begun
+            self.sha256 = ""
+            self.pending = [np.empty(0, self.dtype)]
+        else:
+            self.file = open(self.path, "r+b")  # noqa: SIM115
+            self.file.truncate(saved["file_bytes"])
+            self.file.seek(0, os.SEEK_END)
+            self.counts, self.sha256, self.document_tokens = saved["counts"], saved["sha256"], saved["document_tokens"]
+            self.pending = [np.array(saved["pending"], self.dtype)]
 
-    def add(self, ids: np.ndarray, num_bytes: int) -> None:
-        """Append one document. ids: int64 [tokens], its end-of-text id included; num_bytes: of its text."""
-        largest = int(ids.max())
-        if largest >= self.vocab_size or int(ids.min()) < 0:
-            raise UserError(f"the tokenizer gave id {largest}, beyond its vocabulary of {self.vocab_size}")
-        self.counts["max_token_id"] = max(self.counts["max_token_id"], largest)
-        self.counts["documents"] += 1
+    def add(self, ids: np.ndarray, num_bytes: int, ends: bool) -> None:
+        """Append a document or a piece of one. ids: integers [tokens], with the end-of-text id where it ends."""
+        if len(ids):
+            largest = int(ids.max())
+            if largest >= self.vocab_size or int(ids.min()) < 0:
+                raise UserError(f"the tokenizer gave id {largest}, beyond its vocabulary of {self.vocab_size}")
+            self.counts["max_token_id"] = max(self.counts["max_token_id"], largest)
+            self.pending.append(ids.astype(self.dtype))
+        self.document_tokens += len(ids)
+        if ends:
+            self.counts["documents"] += 1
+            if self.document_tokens > self.block_size:
+                self.counts["long_documents"] += 1
+                self.counts["tokens_in_long_documents"] += self.document_tokens
+            self.document_tokens = 0
         self.counts["tokens"] += len(ids)
         self.counts["bytes"] += num_bytes
-        self.pending.append(ids.astype(self.dtype))
-        self.num_pending += len(ids)
-        if self.num_pending >= BATCH_TOKENS:
-            self._flush()
 
-    def _flush(self) -> None:
-        stream = np.concatenate(self.pending) if self.pending else np.empty(0, self.dtype)
+    def commit(self) -> dict:
+        """Write the rows that are full to disk. Returns what a later process needs to go on from here."""
+        stream = np.concatenate(self.pending)
         num_rows = max(0, len(stream) - 1) // self.block_size
         if num_rows:
             windows = np.lib.stride_tricks.sliding_window_view(stream, self.block_size + 1)
             rows = np.ascontiguousarray(windows[:: self.block_size][:num_rows])
-            self.digest.update(rows.data)
+            self.sha256 = hashlib.sha256(self.sha256.encode() + hashlib.sha256(rows.data).digest()).hexdigest()
             column = pa.FixedSizeListArray.from_arrays(pa.array(rows.reshape(-1)), self.block_size + 1)
-            self.arrow.write_batch(pa.record_batch([column], schema=self.features.arrow_schema))
+            self.file.write(pa.record_batch([column], schema=self.features.arrow_schema).serialize())
             self.counts["rows"] += num_rows
-        self.pending = [stream[num_rows * self.block_size :]]  # begins with the last token written
-        self.num_pending = len(self.pending[0])
+        self.pending = [stream[num_rows * self.block_size :].copy()]  # begins with the last token written
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        return {
+            "file_bytes": self.file.tell(),
+            "counts": dict(self.counts),
+            "sha256": self.sha256,
+            "document_tokens": self.document_tokens,
+            "pending": self.pending[0].tolist(),
+        }
 
     def close(self) -> dict:
-        """Write what is left and the files `datasets` wants. Returns the split's part of the metadata."""
-        self._flush()
-        self.arrow.close()
+        """Write the rest and the files `datasets` wants. Returns the split's part of the metadata."""
+        self.commit()
+        self.file.write(ARROW_END_OF_STREAM)
         self.file.close()
-        info = datasets.DatasetInfo(features=self.features)
-        info.write_to_directory(str(self.directory))
-        sha256 = self.digest.hexdigest()
+        datasets.DatasetInfo(features=self.features).write_to_directory(str(self.directory))
         state = {
             "_data_files": [{"filename": self.path.name}],
-            "_fingerprint": sha256[:16],
+            "_fingerprint": self.sha256[:16],
             "_format_columns": None,
             "_format_kwargs": {},
             "_format_type": None,
@@ -94,35 +118,71 @@ class SplitWriter:
             "_split": self.split,
         }
         (self.directory / "state.json").write_text(json.dumps(state, indent=2))
-        return {**self.counts, "rows_sha256": sha256, "file_bytes": {self.path.name: self.path.stat().st_size}}
+        return {**self.counts, "rows_sha256": self.sha256, "file_bytes": {self.path.name: self.path.stat().st_size}}
 
 
-def write_packed_dataset(
-    directory: Path,
-    encoded: Iterable[tuple[str, int, np.ndarray]],
-    tokenizer: PreTrainedTokenizerBase,
-    block_size: int,
-    source: dict,
-    fingerprint: str,
-) -> dict:
-    """Write a whole dataset beside its final name and rename it when complete. Returns its metadata.
+class PackedWriter:
+    """A packed dataset in the making, in a hidden folder beside its final name; interrupted, it is gone on with.
 
-    encoded: (split, bytes, ids) as from `encode_documents`. Raises `UserError`, leaving nothing behind, if a split
-    does not fill one row.
+    `pieces_done` says how many pieces of the source are in it already: those are not to be added again.
     """
-    partial = directory.with_name(f".{directory.name}.partial-{os.getpid()}")
-    try:
-        partial.mkdir(parents=True)
-        writers = {split: SplitWriter(partial, split, block_size, len(tokenizer)) for split in SPLITS}
-        for split, num_bytes, ids in encoded:
-            writers[split].add(ids, num_bytes)
-        counts = {split: writer.close() for split, writer in writers.items()}
-        _check_counts(counts, block_size)
-        (partial / "dataset_dict.json").write_text(json.dumps({"splits": list(SPLITS)}))
-        save_tokenizer(tokenizer, partial / "tokenizer", block_size)
+
+    def __init__(self, directory: Path, identity: str, block_size: int, vocab_size: int) -> None:
+        """identity: of all that decides the content; what an interrupted run left is used only if it has the same.
+
+        Raises `UserError` if another process is making the same dataset."""
+        self.directory, self.identity, self.block_size = directory, identity, block_size
+        self.partial = directory.with_name(f".{directory.name}.partial")
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        self.lock = FileLock(directory.with_name(f".{directory.name}.lock"), blocking=False)
+        try:
+            self.lock.acquire()
+        except Timeout as error:
+            raise UserError(
+                f"another process is preparing {directory}; wait for it, or name another folder"
+            ) from error
+        journal = self._read_journal()
+        if journal is None:
+            shutil.rmtree(self.partial, ignore_errors=True)
+            self.partial.mkdir()
+            journal = {"pieces_done": 0, "splits": dict.fromkeys(SPLITS)}
+        self.pieces_done = journal["pieces_done"]
+        self.splits = {
+            split: SplitWriter(self.partial, split, block_size, vocab_size, journal["splits"][split])
+            for split in SPLITS
+        }
+
+    def commit(self, pieces_done: int) -> None:
+        """Make all that was added so far survive a kill."""
+        content = {
+            "identity": self.identity,
+            "pieces_done": pieces_done,
+            "splits": {split: writer.commit() for split, writer in self.splits.items()},
+        }
+        written = self.partial / "journal.json.new"
+        with open(written, "w", encoding="utf-8") as file:
+            json.dump(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(written, self.partial / "journal.json")
+
+    def finish(self, tokenizer: PreTrainedTokenizerBase, source: dict, fingerprint: str) -> dict:
+        """Complete the dataset and give it its name. Returns its metadata.
+
+        Raises `UserError`, leaving nothing behind, if a split does not fill one row.
+        """
+        counts = {split: writer.close() for split, writer in self.splits.items()}
+        try:
+            _check_counts(counts, self.block_size)
+        except UserError:
+            self.discard()
+            raise
+        (self.partial / "journal.json").unlink(missing_ok=True)
+        (self.partial / "dataset_dict.json").write_text(json.dumps({"splits": list(SPLITS)}))
+        save_tokenizer(tokenizer, self.partial / "tokenizer", self.block_size)
         metadata = {
             "format_version": FORMAT_VERSION,
-            "block_size": block_size,
+            "block_size": self.block_size,
             "vocab_size": len(tokenizer),
             "eos_token_id": tokenizer.eos_token_id,
             "tokenizer_sha256": tokenizer_sha256(tokenizer),
@@ -131,19 +191,35 @@ def write_packed_dataset(
             "fingerprint": fingerprint,
             "splits": counts,
         }
-        (partial / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
-        if directory.exists():  # an older dataset to replace, or an empty folder
-            replaced = partial.with_name(partial.name.replace("partial", "replaced"))
-            os.rename(directory, replaced)
-            os.rename(partial, directory)
+        (self.partial / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
+        replaced = None
+        if self.directory.exists():  # an older dataset to replace, or an empty folder
+            replaced = self.directory.with_name(f".{self.directory.name}.replaced")
+            os.rename(self.directory, replaced)
+        os.rename(self.partial, self.directory)
+        if replaced is not None:
             shutil.rmtree(replaced)
-        else:
-            os.rename(partial, directory)
-    except OSError as error:
-        raise UserError(f"cannot write the dataset {directory}: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return metadata
+        self.release()
+        return metadata
+
+    def discard(self) -> None:
+        """Leave nothing behind."""
+        for writer in self.splits.values():
+            writer.file.close()
+        shutil.rmtree(self.partial, ignore_errors=True)
+        self.release()
+
+    def release(self) -> None:
+        """Let another process take over what is committed."""
+        self.lock.release()
+        Path(self.lock.lock_file).unlink(missing_ok=True)
+
+    def _read_journal(self) -> dict | None:
+        try:
+            journal = json.loads((self.partial / "journal.json").read_text(encoding="utf-8"))
+            return journal if journal["identity"] == self.identity else None
+        except (OSError, ValueError, KeyError):
+            return None
 
 
 def _check_counts(counts: dict[str, dict], block_size: int) -> None:

@@ -4,17 +4,24 @@ import argparse
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from recipe.config import TrainConfig, UserError
-from recipe.data.packed import PackedDataset, open_packed_dataset, write_packed_dataset
-from recipe.data.text import TextSource
-from recipe.data.tokenizer import encode_documents, load_tokenizer, tokenizer_sha256, train_tokenizer
+from recipe.data.encoder import build_encoder, encode_pieces
+from recipe.data.packed import PackedDataset, PackedWriter, open_packed_dataset
+from recipe.data.text import Piece, TextSource
+from recipe.data.tokenizer import load_tokenizer, tokenizer_sha256, train_tokenizer
+from recipe.environment import count_cpus
+from recipe.progress import PreparationProgress
+
+COMMIT_CHARACTERS = 32_000_000  # text between two commits: what is lost at most when the process is killed
+SAMPLE_PIECES = 200  # on which an encoder has to prove that it gives the tokenizer's ids
 
 say = functools.partial(print, flush=True)
 
@@ -26,6 +33,7 @@ def prepare_dataset(
     tokenizer: PreTrainedTokenizerBase | None,
     tokenizer_vocab_size: int | None = None,
     overwrite: bool = False,
+    num_workers: int | None = None,
 ) -> PackedDataset:
     """Prepare `directory`, or open it if the same input, tokenizer and options made it before.
 
@@ -47,21 +55,65 @@ def prepare_dataset(
             )
     if tokenizer is None:
         started_at = time.perf_counter()
-        training_text = (text for split, text in source.splits() if split == "train")
-        tokenizer = train_tokenizer(training_text, tokenizer_vocab_size)
+        tokenizer = train_tokenizer(source.train_texts(), tokenizer_vocab_size)
         say(f"trained a byte-level BPE of {len(tokenizer):,} tokens in {time.perf_counter() - started_at:.1f} s")
     started_at = time.perf_counter()
-    encoded = _report_progress(encode_documents(tokenizer, source.splits()))
-    metadata = write_packed_dataset(directory, encoded, tokenizer, block_size, source.describe(), fingerprint)
-    seconds = time.perf_counter() - started_at
-    for split, counts in metadata["splits"].items():
-        say(
-            f"{split}: {counts['documents']:,} documents, {counts['bytes']:,} bytes, {counts['tokens']:,} tokens, "
-            f"{counts['rows']:,} rows"
-        )
-    total_bytes = sum(counts["bytes"] for counts in metadata["splits"].values())
-    say(f"packed into {directory} in {seconds:.1f} s ({total_bytes / 1e6 / seconds:.1f} MB/s)")
+    metadata = _pack(source, directory, fingerprint, block_size, tokenizer, num_workers or count_cpus())
+    _summarize(directory, metadata, time.perf_counter() - started_at)
     return open_packed_dataset(directory, block_size)
+
+
+def _pack(
+    source: TextSource,
+    directory: Path,
+    fingerprint: str,
+    block_size: int,
+    tokenizer: PreTrainedTokenizerBase,
+    num_workers: int,
+) -> dict:
+    """Encode and write, committing now and then; killed at any moment and called again it goes on from there."""
+    sample = itertools.islice((piece.text for piece in source.pieces()), SAMPLE_PIECES)
+    encode, how = build_encoder(tokenizer, list(sample))
+    say(f"encoding with {how}, {num_workers} threads")
+    # A tokenizer that was trained just now must be the one of the interrupted run, or its rows are of no use.
+    identity = hashlib.sha256(f"{fingerprint} {tokenizer_sha256(tokenizer)}".encode()).hexdigest()
+    skipped: list[str] = []
+    duplicates = {"duplicates_of_validation": 0}
+    try:
+        writer = PackedWriter(directory, identity, block_size, len(tokenizer))
+        try:
+            if writer.pieces_done:
+                say(f"going on after the {writer.pieces_done:,} pieces that an interrupted run has done")
+            done, characters = writer.pieces_done, 0
+            pieces = source.pieces(skipped)
+            if source.has_validation:
+                pieces = count_duplicates(pieces, duplicates)
+            pieces = itertools.islice(pieces, writer.pieces_done, None)
+            with PreparationProgress(source.num_bytes) as progress:
+                for batch in encode_pieces(encode, tokenizer.eos_token_id, pieces, num_workers):
+                    for piece, num_bytes, ids in batch:
+                        writer.splits[piece.split].add(ids, num_bytes, piece.ends)
+                        characters += len(piece.text)
+                    done += len(batch)
+                    progress.add(
+                        num_documents=sum(piece.ends for piece, _, _ in batch),
+                        num_bytes=sum(num_bytes for _, num_bytes, _ in batch),
+                        num_tokens=sum(len(ids) for _, _, ids in batch),
+                    )
+                    if characters >= COMMIT_CHARACTERS:
+                        writer.commit(done)
+                        characters = 0
+            for reason in skipped:
+                say(f"skipped: {reason}")
+            description = {**source.describe(), "skipped_files": len(skipped), **duplicates}
+            return writer.finish(tokenizer, description, fingerprint)
+        finally:
+            writer.release()
+    except OSError as error:
+        raise UserError(
+            f"cannot write the dataset {directory}: {error.strerror or error}; what is done is kept in "
+            f"{directory.parent}, and the same command goes on with it"
+        ) from error
 
 
 def fingerprint_of(
@@ -77,8 +129,11 @@ SOURCE_FIELDS = (
     "validation_file",
     "dataset_name",
     "dataset_config_name",
+    "dataset_split",
     "text_column_name",
+    "document_separator",
     "validation_split_percentage",
+    "skip_bad_files",
 )
 
 
@@ -86,20 +141,30 @@ def add_source_arguments(parser: argparse.ArgumentParser) -> None:
     """Give a script the source options of recipe/train.py, under the same names and with the same defaults."""
     for field in dataclasses.fields(TrainConfig):
         if field.name in SOURCE_FIELDS:
-            kwargs = {"nargs": "+"} if field.name.endswith("_file") else {}
-            kwargs["type"] = float if isinstance(field.default, float) else str
-            parser.add_argument(f"--{field.name}", default=field.default, help=field.metadata["help"], **kwargs)
+            kwargs: dict = {"default": field.default, "help": field.metadata["help"].replace("%", "%%")}
+            if isinstance(field.default, bool):
+                kwargs["action"] = "store_true"
+            else:
+                kwargs["type"] = float if isinstance(field.default, float) else str
+            if field.name.endswith("_file"):
+                kwargs["nargs"] = "+"
+            parser.add_argument(f"--{field.name}", **kwargs)
 
 
 def source_from(config: TrainConfig | argparse.Namespace) -> TextSource:
     """The text source that a run's fields, or a script's arguments, name. Raises `UserError` if it is not there."""
+    separator = config.document_separator
     return TextSource(
         train_files=tuple(config.train_file or ()),
         validation_files=tuple(config.validation_file or ()),
         dataset_name=config.dataset_name,
         dataset_config_name=config.dataset_config_name,
+        dataset_split=config.dataset_split,
         text_column_name=config.text_column_name,
+        # A shell hands over \n as two characters.
+        document_separator=separator.replace("\\n", "\n").replace("\\t", "\t") if separator else separator,
         validation_split_percentage=config.validation_split_percentage,
+        skip_bad_files=config.skip_bad_files,
     )
 
 
@@ -123,7 +188,8 @@ def open_dataset_for(config: TrainConfig) -> PackedDataset:
     fingerprint = fingerprint_of(source, config.block_size, tokenizer, config.tokenizer_vocab_size)
     name = Path(config.dataset_name or config.train_file[0]).stem
     directory = Path(config.cache_dir) / f"{name}-{fingerprint[:12]}"
-    return prepare_dataset(source, directory, config.block_size, tokenizer, config.tokenizer_vocab_size)
+    return prepare_dataset(source, directory, config.block_size, tokenizer, config.tokenizer_vocab_size,
+                           num_workers=config.preprocessing_num_workers)  # fmt: skip
 
 
 def _fingerprint_in(directory: Path) -> str | None:
@@ -134,14 +200,32 @@ def _fingerprint_in(directory: Path) -> str | None:
         return None
 
 
-def _report_progress(encoded: Iterator, every_seconds: float = 10) -> Iterator:
-    started_at = said_at = time.perf_counter()
-    num_documents = num_bytes = num_tokens = 0
-    for split, document_bytes, ids in encoded:
-        num_documents, num_bytes, num_tokens = num_documents + 1, num_bytes + document_bytes, num_tokens + len(ids)
-        now = time.perf_counter()
-        if now - said_at >= every_seconds:
-            said_at = now
-            megabytes_per_second = num_bytes / 1e6 / (now - started_at)
-            say(f"  {num_documents:,} documents, {num_tokens:,} tokens, {megabytes_per_second:.1f} MB/s")
-        yield split, document_bytes, ids
+def count_duplicates(pieces: Iterable[Piece], counts: dict[str, int]) -> Iterator[Piece]:
+    """Pass pieces on, counting training documents that are in the validation text too, which comes first."""
+    hashes, starts = set(), True
+    for piece in pieces:
+        if starts:
+            digest = hashlib.blake2b(piece.text.encode(), digest_size=8).digest()
+            if piece.split == "validation":
+                hashes.add(digest)
+            elif digest in hashes:
+                counts["duplicates_of_validation"] += 1
+        starts = piece.ends
+        yield piece
+
+
+def _summarize(directory: Path, metadata: dict, seconds: float) -> None:
+    num_bytes = size = 0
+    for split, counts in metadata["splits"].items():
+        num_bytes += counts["bytes"]
+        size += sum(counts["file_bytes"].values())
+        say(
+            f"{split}: {counts['documents']:,} documents, {counts['bytes']:,} bytes, {counts['tokens']:,} tokens "
+            f"({counts['tokens'] / counts['bytes']:.3f} per byte), {counts['rows']:,} rows; "
+            f"{counts['tokens_in_long_documents'] / counts['tokens']:.0%} of the tokens are in the "
+            f"{counts['long_documents']:,} documents longer than a row"
+        )
+    if metadata["source"].get("duplicates_of_validation"):
+        say(f"warning: {metadata['source']['duplicates_of_validation']:,} training documents are in the validation "
+            "text too")  # fmt: skip
+    say(f"packed into {directory}, {size / 1e6:,.1f} MB, in {seconds:.1f} s ({num_bytes / 1e6 / seconds:.1f} MB/s)")

@@ -1,50 +1,94 @@
-"""Text: files, Hub datasets or the Python standard library -> a stream of documents, split by document.
+"""Text: files, folders, Hub datasets or the Python standard library -> a stream of documents, split by document.
 
-A document is one string. Nothing here knows about tokens.
+Files are read as streams, whatever their size: a document comes as one or more pieces, the last of which says so.
+Nothing here knows about tokens.
 """
 
+import codecs
+import csv
 import functools
+import glob
 import hashlib
+import io
 import itertools
+import json
 import math
 import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO, NamedTuple
 
 import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from recipe.config import STANDARD_LIBRARY, UserError
 
-FILE_KINDS = (".txt", ".jsonl", ".json", ".parquet")
-SMALL_CORPUS_DOCUMENTS = 10_000  # up to here documents are held back to split them exactly
+BLOCK_BYTES = 2**20  # read at once
+PIECE_CHARACTERS = 4_000_000  # longer documents come in pieces of about this length
+# Up to here documents are held back, so that the shares of a small corpus are exact.
+HELD_BACK_DOCUMENTS, HELD_BACK_CHARACTERS = 10_000, 32_000_000
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+csv.field_size_limit(2**31 - 1)
+
+
+class Piece(NamedTuple):
+    """A document, or a part of one that is cut where every byte-level BPE cuts anyway."""
+
+    split: str  # "train" or "validation"
+    text: str
+    ends: bool  # the last piece of its document
 
 
 @dataclass(frozen=True)
 class TextSource:
-    """Where documents come from; `validation_files` empty: a share of the training documents is held out."""
+    """Where documents come from; without validation files a share of the training documents is held out.
+
+    train_files, validation_files: files, folders (all files below of a kind that can be read) and glob patterns.
+    document_separator: cuts .txt files into documents, e.g. a blank line; without it a file is a document.
+    """
 
     train_files: tuple[str, ...] = ()
     validation_files: tuple[str, ...] = ()
     dataset_name: str | None = None
     dataset_config_name: str | None = None
+    dataset_split: str = "train"
     text_column_name: str = "text"
+    document_separator: str | None = None
     validation_split_percentage: float = 5.0
+    skip_bad_files: bool = False
 
     def __post_init__(self):
         if bool(self.train_files) == bool(self.dataset_name):
             raise UserError("pass --train_file or --dataset_name, one of them")
         if self.validation_files and not self.train_files:
             raise UserError("--validation_file needs --train_file")
-        for path in itertools.chain(self.train_files, self.validation_files):
-            if not Path(path).is_file():
-                raise UserError(f"there is no file {path}")
-            if Path(path).suffix.lower() not in FILE_KINDS:
-                raise UserError(f"cannot read {path}: use {', '.join(FILE_KINDS)} files")
         if not 0 < self.validation_split_percentage < 100:
             raise UserError(
                 f"validation_split_percentage must be between 0 and 100, got {self.validation_split_percentage}"
             )
+        if self.document_separator == "":
+            raise UserError("document_separator must not be empty")
+        for path in self.files:  # named but not there, or of a kind that cannot be read
+            _kind_of(path)
+
+    @functools.cached_property
+    def files(self) -> list[str]:
+        """Every file of train_files and validation_files, in reading order. Raises `UserError` for one not there."""
+        return [*_expand(self.train_files), *_expand(self.validation_files)]
+
+    @property
+    def has_validation(self) -> bool:
+        """Whether the validation text is given, rather than held out of the training documents."""
+        return bool(self.validation_files or (self.dataset_name and self.dataset_name != STANDARD_LIBRARY))
+
+    @property
+    def num_bytes(self) -> int | None:
+        """Bytes of text to come, for a progress bar, or None where only reading would tell."""
+        if self.dataset_name or any(Path(path.lower()).suffix in COMPRESSIONS for path in self.files):
+            return None
+        return sum(Path(path).stat().st_size for path in self.files)
 
     def describe(self) -> dict:
         """What the metadata of a prepared dataset says of its source."""
@@ -58,12 +102,15 @@ class TextSource:
         options = (
             self.dataset_name,
             self.dataset_config_name,
+            self.dataset_split,
             self.text_column_name,
+            self.document_separator,
             self.validation_split_percentage,
-            len(self.validation_files),
+            len(_expand(self.validation_files)),
+            self.skip_bad_files,
         )
         digest = hashlib.sha256(repr(options).encode())
-        for path in itertools.chain(self.train_files, self.validation_files):
+        for path in self.files:
             digest.update(_file_sha256(path))
         if self.dataset_name == STANDARD_LIBRARY:
             for document in read_standard_library():
@@ -73,62 +120,96 @@ class TextSource:
                 digest.update(f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}".encode())
         return digest.hexdigest()
 
-    def splits(self) -> Iterator[tuple[str, str]]:
-        """Yield ("train" | "validation", document) in reading order. Raises `UserError` for bad input."""
+    def pieces(self, skipped: list[str] | None = None) -> Iterator[Piece]:
+        """Every document in reading order, validation files and splits first. Raises `UserError` for bad input.
+
+        skipped: gets the reason for each file that is passed over because of skip_bad_files.
+        """
+        read = functools.partial(self._read_files, skipped=[] if skipped is None else skipped)
         if self.validation_files:
-            yield from (("train", text) for text in read_files(self.train_files, self.text_column_name))
-            yield from (("validation", text) for text in read_files(self.validation_files, self.text_column_name))
+            yield from (Piece("validation", *part) for part in read(_expand(self.validation_files)))
+            yield from (Piece("train", *part) for part in read(_expand(self.train_files)))
         elif self._is_a_few_texts():  # too few documents to hold whole ones out: each gives its own tail
-            for text in read_files(self.train_files, self.text_column_name):
-                head, tail = cut_at_line(text, 1 - self.validation_split_percentage / 100)
-                yield "train", head
-                yield "validation", tail
+            for path in self.files:
+                yield from cut_off_tail(read([path]), _num_bytes(path), self.validation_split_percentage)
         elif self.train_files:
-            documents = read_files(self.train_files, self.text_column_name)
-            yield from split_documents(documents, self.validation_split_percentage)
+            yield from split_documents(read(self.files), self.validation_split_percentage)
         elif self.dataset_name == STANDARD_LIBRARY:
-            yield from split_documents(read_standard_library(), self.validation_split_percentage)
+            yield from split_documents(((text, True) for text in read_standard_library()),
+                                       self.validation_split_percentage)  # fmt: skip
         else:
-            streams = read_dataset(self.dataset_name, self.dataset_config_name, self.text_column_name)
-            if "validation" in streams:
-                yield from (("train", text) for text in streams["train"])
-                yield from (("validation", text) for text in streams["validation"])
+            splits = read_dataset(self.dataset_name, self.dataset_config_name, self.text_column_name)
+            if self.dataset_split not in splits:
+                raise UserError(f"dataset {self.dataset_name} has no split '{self.dataset_split}' "
+                                f"(it has {', '.join(splits)}); pass --dataset_split")  # fmt: skip
+            if "validation" in splits and self.dataset_split == "train":
+                yield from (Piece("validation", text, True) for text in splits["validation"])
+                yield from (Piece("train", text, True) for text in splits["train"])
             else:
-                yield from split_documents(streams["train"], self.validation_split_percentage)
+                documents = ((text, True) for text in splits[self.dataset_split])
+                yield from split_documents(documents, self.validation_split_percentage)
+
+    def train_texts(self) -> Iterator[str]:
+        """The training text alone, for training a tokenizer."""
+        return (piece.text for piece in self.pieces() if piece.split == "train")
 
     def _is_a_few_texts(self) -> bool:
-        texts = [path for path in self.train_files if path.lower().endswith(".txt")]
-        return len(texts) == len(self.train_files) > 0 and len(texts) * self.validation_split_percentage < 200
+        if self.document_separator is not None or not self.files:
+            return False
+        return all(_kind_of(path) == ".txt" for path in self.files) and (
+            len(self.files) * self.validation_split_percentage < 200
+        )
+
+    def _read_files(self, paths: Iterable[str], skipped: list[str]) -> Iterator[tuple[str, bool]]:
+        for path in paths:
+            try:
+                yield from read_file(path, self.text_column_name, self.document_separator)
+            except UserError as error:
+                if not self.skip_bad_files:
+                    raise
+                skipped.append(str(error))
 
 
-def split_documents(documents: Iterable[str], percentage: float) -> Iterator[tuple[str, str]]:
-    """Assign each document by its own hash, so that equal documents never fall on both sides.
+def split_documents(documents: Iterable[tuple[str, bool]], percentage: float) -> Iterator[Piece]:
+    """Assign each document by the hash of its (first) piece, so that equal documents never fall on both sides.
 
     A small corpus is split exactly (the smallest hashes, at least one document, never all); a larger one is
     streamed, and the share is met on average.
     """
     documents = iter(documents)
-    held_back = list(itertools.islice(documents, SMALL_CORPUS_DOCUMENTS))
-    if len(held_back) < SMALL_CORPUS_DOCUMENTS:
-        hashes = sorted({_hash64(text) for text in held_back})
-        count = min(max(1, round(len(hashes) * percentage / 100)), len(hashes) - 1)
-        threshold = hashes[count - 1] if count > 0 else -1
-    else:
-        threshold = math.floor(percentage / 100 * 2**64)
-    for text in itertools.chain(held_back, documents):
-        yield ("validation" if _hash64(text) <= threshold else "train"), text
+    held_back, hashes, num_characters, starts = [], set(), 0, True
+    for text, ends in documents:
+        held_back.append((text, ends))
+        if starts:
+            hashes.add(_hash64(text))
+        starts, num_characters = ends, num_characters + len(text)
+        if ends and (len(held_back) >= HELD_BACK_DOCUMENTS or num_characters >= HELD_BACK_CHARACTERS):
+            threshold = math.floor(percentage / 100 * 2**64)
+            break
+    else:  # the corpus is small
+        ordered = sorted(hashes)
+        count = min(max(1, round(len(ordered) * percentage / 100)), len(ordered) - 1)
+        threshold = ordered[count - 1] if count > 0 else -1
+    split, starts = "train", True
+    for text, ends in itertools.chain(held_back, documents):
+        if starts:
+            split = "validation" if _hash64(text) <= threshold else "train"
+        yield Piece(split, text, ends)
+        starts = ends
 
 
-def _file_sha256(path: str) -> bytes:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(2**20):
-            digest.update(block)
-    return digest.digest()
-
-
-def _hash64(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
+def cut_off_tail(parts: Iterable[tuple[str, bool]], num_bytes: int, percentage: float) -> Iterator[Piece]:
+    """One text: its last percent, by bytes and from the start of a line on, is for validation."""
+    limit, position, split = num_bytes * (1 - percentage / 100), 0, "train"
+    for text, ends in parts:
+        length = len(text.encode("utf-8"))
+        rest = text
+        if split == "train" and (position + length > limit or ends):
+            head, rest = cut_at_line(text, min((limit - position) / length, 1.0) if length else 1.0)
+            yield Piece("train", head, True)
+            split = "validation"
+        yield Piece(split, rest, ends)
+        position += length
 
 
 def cut_at_line(text: str, share: float) -> tuple[str, str]:
@@ -138,53 +219,123 @@ def cut_at_line(text: str, share: float) -> tuple[str, str]:
     return text[:position], text[position:]
 
 
-def read_files(paths: Iterable[str], text_column_name: str) -> Iterator[str]:
-    """Documents of .txt (the whole file is one), .jsonl/.json and .parquet (a row is one) files, in order."""
-    for path in paths:
-        suffix = Path(path).suffix.lower()
-        if suffix == ".txt":
-            yield _read_text_file(path)
+def read_file(path: str, text_column_name: str, separator: str | None) -> Iterator[tuple[str, bool]]:
+    """(text, whether its document ends there) of a file. Raises `UserError` naming the file if it cannot be read."""
+    kind = _kind_of(path)
+    try:
+        if kind == ".parquet":
+            rows = _read_parquet(path, text_column_name)
         else:
-            yield from _read_table("parquet" if suffix == ".parquet" else "json", path, text_column_name)
-
-
-def _read_text_file(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            text = file.read()
+            stream = _open(path)
+            if kind == ".txt":
+                found_any = False
+                for text, ends in read_text(stream, separator):
+                    found_any = found_any or bool(text.strip())
+                    yield text, ends
+                if not found_any:
+                    raise UserError(f"{path} is empty")
+                return
+            rows = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv}[kind](stream)
+        yield from ((text, True) for text in texts_of(rows, text_column_name, path))
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    if not text.strip():
-        raise UserError(f"{path} is empty")
-    return text
+        raise UserError(f"{path} is not UTF-8 text: {error.reason}") from error
+    except (OSError, EOFError, ValueError, csv.Error, pa.ArrowException) as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise UserError(f"cannot read {path}: {reason}") from error
 
 
-def _read_table(kind: str, path: str, column: str) -> Iterator[str]:
-    try:
-        table = datasets.load_dataset(kind, data_files=[path], split="train", streaming=True)
-        yield from _texts(table, column, path)
-    except UserError:
-        raise
-    except Exception as error:  # datasets wraps what pyarrow and json raise in several classes of its own
-        raise UserError(f"cannot read {path} as {kind}: {' '.join(str(error).split())[:200]}") from error
+def read_text(stream: BinaryIO, separator: str | None) -> Iterator[tuple[str, bool]]:
+    """Documents of a UTF-8 stream, cut at each separator; a long one in pieces."""
+    decoder, buffer, attempt_at, at_end = codecs.getincrementaldecoder("utf-8-sig")(), "", PIECE_CHARACTERS, False
+    while not at_end:
+        block = stream.read(BLOCK_BYTES)
+        at_end = not block
+        buffer += decoder.decode(block, final=at_end)
+        if separator is not None:
+            *documents, buffer = buffer.split(separator)
+            yield from ((text, True) for text in documents)
+        if len(buffer) >= attempt_at and not at_end:
+            cut = find_cut(buffer, len(buffer) - len(separator or ""))
+            if cut:
+                yield buffer[:cut], False
+                buffer = buffer[cut:]
+            attempt_at = len(buffer) + PIECE_CHARACTERS
+    yield buffer, True
 
 
-def _texts(rows: Iterable[dict], column: str, where: str) -> Iterator[str]:
+def find_cut(text: str, end: int) -> int:
+    """The last place before `end` where tokenizers cut text anyway, whatever stands around it; 0 if there is none.
+
+    That is after a line break, or before a space, between two characters that are neither: GPT-2's pattern and its
+    successors end a word there.
+    """
+    for mark, shift in (("\n", 1), (" ", 0)):
+        position = text.rfind(mark, 1, end - 1)
+        while position > 0:
+            if not text[position - 1].isspace() and not text[position + 1].isspace():
+                return position + shift
+            position = text.rfind(mark, 1, position)
+    return 0
+
+
+def _read_jsonl(stream: BinaryIO) -> Iterator[dict]:
+    for number, line in enumerate(stream, start=1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"line {number} is not JSON: {error}") from error
+            yield _as_row(row, f"line {number}")
+
+
+def _read_json(stream: BinaryIO) -> Iterator[dict]:
+    """An array of objects, read as a whole, or JSON lines under another name."""
+    first = stream.peek(64).lstrip()[:1]
+    if first != b"[":
+        yield from _read_jsonl(stream)
+        return
+    for number, row in enumerate(json.load(stream), start=1):
+        yield _as_row(row, f"item {number}")
+
+
+def _as_row(row: object, where: str) -> dict:
+    if not isinstance(row, dict):
+        raise ValueError(f"{where} is a {type(row).__name__}, not an object with a column of text")
+    return row
+
+
+def _read_csv(stream: BinaryIO) -> Iterator[dict]:
+    return csv.DictReader(io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""))
+
+
+def _read_parquet(path: str, column: str) -> Iterator[dict]:
+    file = pq.ParquetFile(path)
+    if column not in file.schema_arrow.names:
+        yield dict.fromkeys(file.schema_arrow.names)  # let the reader of rows say which columns there are
+        return
+    for batch in file.iter_batches(batch_size=1000, columns=[column]):
+        yield from batch.to_pylist()
+
+
+def texts_of(rows: Iterable[dict], column: str, where: str) -> Iterator[str]:
     """The text of each row; rows without any (null, or no character) are passed over."""
-    for number, row in enumerate(rows):
+    for number, row in enumerate(rows, start=1):
         if column not in row:
-            raise UserError(f"{where} has no column '{column}'; pass --text_column_name with one of {', '.join(row)}")
-        if not isinstance(row[column], (str, type(None))):
-            kind = type(row[column]).__name__
-            raise UserError(f"{where}, row {number + 1}: column '{column}' holds {kind}, not text")
-        if row[column]:
-            yield row[column]
+            names = ", ".join(map(str, row)) or "none"
+            raise UserError(f"{where} has no column '{column}'; pass --text_column_name with one of {names}")
+        text = row[column]
+        if not isinstance(text, (str, type(None))):
+            raise UserError(f"{where}, row {number}: column '{column}' holds {type(text).__name__}, not text")
+        if text:
+            try:
+                text.encode("utf-8")
+            except UnicodeEncodeError:  # half a surrogate pair, as JSON may escape it, is no character
+                text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+            yield text
 
 
 def read_dataset(name: str, config_name: str | None, column: str) -> dict[str, Iterator[str]]:
-    """Documents of the splits of a Hub or local dataset (also one written by `save_to_disk`), "train" among them."""
+    """Documents of the splits of a Hub or local dataset (also one written by `save_to_disk`)."""
     folder = Path(name)
     try:
         if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
@@ -194,9 +345,7 @@ def read_dataset(name: str, config_name: str | None, column: str) -> dict[str, I
     except Exception as error:  # the Hub client, datasets and the file system each raise their own
         raise UserError(f"cannot open dataset {name}: {' '.join(str(error).split())[:300]}") from error
     splits = loaded if isinstance(loaded, dict) else {"train": loaded}
-    if "train" not in splits:
-        raise UserError(f"dataset {name} has no split 'train' (it has {', '.join(splits)})")
-    return {split: _texts(rows, column, f"dataset {name}") for split, rows in splits.items()}
+    return {split: texts_of(rows, column, f"dataset {name}") for split, rows in splits.items()}
 
 
 def read_standard_library() -> Iterator[str]:
@@ -205,16 +354,8 @@ def read_standard_library() -> Iterator[str]:
     Raises `UserError` where the interpreter ships without sources.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    skipped = {
-        "test",
-        "tests",
-        "idlelib",
-        "lib2to3",
-        "site-packages",
-        "dist-packages",
-        "pydoc_data",
-        "encodings",
-    }  # (encodings are tables of character names)
+    skipped = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "pydoc_data", "encodings"}
+    # (encodings are tables of character names)
     sources = sorted(p for p in root.rglob("*.py") if not skipped & set(p.relative_to(root).parts))
     if len(sources) < 50:
         raise UserError(
@@ -233,3 +374,60 @@ def read_standard_library() -> Iterator[str]:
             continue  # a few sources are not UTF-8 on purpose
         if text.strip():
             yield text
+
+
+READERS: tuple[str, ...] = (".txt", ".jsonl", ".json", ".csv", ".parquet")
+
+
+def _kind_of(path: str) -> str:
+    """A file's kind by its ending, compression aside. Raises `UserError` for one that cannot be read."""
+    name = Path(path.lower())
+    if name.suffix in COMPRESSIONS:
+        name = name.with_suffix("")
+    if name.suffix not in READERS:
+        raise UserError(f"cannot read {path}: use {', '.join(READERS)} files, plain or .gz or .zst")
+    return name.suffix
+
+
+def _expand(paths: Iterable[str]) -> list[str]:
+    """Files as they are, folders and patterns as the files they stand for, sorted."""
+    files: list[str] = []
+    for path in paths:
+        if Path(path).is_file():
+            files.append(path)
+            continue
+        pattern = f"{glob.escape(path)}/**" if Path(path).is_dir() else path
+        found = [p for p in sorted(glob.glob(pattern, recursive=True)) if Path(p).is_file()]
+        if Path(path).is_dir():
+            found = [p for p in found if Path(p.lower().removesuffix(".gz").removesuffix(".zst")).suffix in READERS]
+        if not found:
+            raise UserError(f"there is no file {path}" + (" to read" if Path(path).is_dir() else ""))
+        files += found
+    return files
+
+
+def _open(path: str) -> BinaryIO:
+    """A buffered stream of a file's bytes, decompressed."""
+    compression = COMPRESSIONS.get(Path(path.lower()).suffix)
+    if compression is None:
+        return open(path, "rb")
+    return io.BufferedReader(pa.input_stream(path, compression=compression), 2**20)
+
+
+def _num_bytes(path: str) -> int:
+    if Path(path.lower()).suffix not in COMPRESSIONS:
+        return Path(path).stat().st_size
+    with _open(path) as stream:
+        return sum(map(len, iter(lambda: stream.read(BLOCK_BYTES), b"")))
+
+
+def _file_sha256(path: str) -> bytes:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            digest.update(block)
+    return digest.digest()
+
+
+def _hash64(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest(), "big")

@@ -1,16 +1,13 @@
-"""Tokenizers: load, train, identify, encode documents in bulk."""
+"""Tokenizers: load, train, identify, save."""
 
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import numpy as np
 from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerBase
 
 from recipe.config import UserError
-
-BATCH_CHARACTERS = 1_000_000  # text handed to the tokenizer at once, to be spread over its threads
 
 
 def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
@@ -66,34 +63,3 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path, block_si
     """Save with the context length of the model it is meant for."""
     tokenizer.model_max_length = block_size
     tokenizer.save_pretrained(directory)
-
-
-def encode_documents(
-    tokenizer: PreTrainedTokenizerBase, documents: Iterable[tuple[str, str]]
-) -> Iterator[tuple[str, int, np.ndarray]]:
-    """(split, text) -> (split, bytes of the text, ids: int64 [tokens] ending with the end-of-text id).
-
-    A text that happens to contain `<|endoftext|>` is encoded as those characters: only separators separate.
-    """
-    backend = tokenizer.backend_tokenizer
-    backend.encode_special_tokens = True
-    backend.no_truncation()
-    for batch in _batches(documents):
-        encodings = backend.encode_batch_fast([text for _, text in batch], add_special_tokens=False)
-        for (split, text), encoding in zip(batch, encodings, strict=True):
-            ids = np.empty(len(encoding) + 1, dtype=np.int64)
-            ids[:-1] = encoding.ids
-            ids[-1] = tokenizer.eos_token_id
-            yield split, len(text.encode("utf-8", "surrogatepass")), ids
-
-
-def _batches(documents: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
-    batch, characters = [], 0
-    for split, text in documents:
-        batch.append((split, text))
-        characters += len(text)
-        if characters >= BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch

@@ -1,0 +1,134 @@
+"""Encoding: tiktoken only where its ids are the tokenizer's, ids independent of pieces and threads."""
+
+import json
+
+import numpy as np
+import pytest
+from conftest import make_documents
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from recipe.data import encoder
+from recipe.data.encoder import NotEqual, build_encoder, encode_pieces, to_tiktoken
+from recipe.data.text import Piece
+from recipe.data.tokenizer import load_tokenizer
+
+HARD = [
+    "a <|endoftext|> b", "don't we'll I'VE", "  two  spaces   three\n\n\nlines\t\ttabs \u00a0 nbsp\u2028", "x" * 3000,
+    "123456 7,890.12", "\U0001d518nseen \u2211ymbols \x00\x7f\r\n", "\u732b\u732b\u732b", "", " ", "\n",
+    "e\u0301 combining", "\u0627\u0644\u0639\u0631\u0628\u064a\u0629",
+]  # fmt: skip
+
+
+@pytest.fixture
+def tokenizer(tokenizer_dir):
+    return load_tokenizer(str(tokenizer_dir))
+
+
+@pytest.mark.parametrize("text", HARD + make_documents(20))
+def test_tiktoken_gives_the_tokenizers_ids(tokenizer, text):
+    """Also for text that looks like a special token: only the packer ends documents."""
+    encode, how = build_encoder(tokenizer, [])
+    assert how.startswith("tiktoken")
+    tokenizer.backend_tokenizer.encode_special_tokens = True
+    assert encode(text).tolist() == tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+    assert tokenizer.decode(encode(text), clean_up_tokenization_spaces=False) == text
+    assert tokenizer.eos_token_id not in encode(text)
+
+
+def wrapped(backend: Tokenizer) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
+
+
+def changed(tokenizer, **parts) -> PreTrainedTokenizerFast:
+    """The same tokenizer with another part of its tokenizer.json."""
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    return wrapped(Tokenizer.from_str(json.dumps({**content, **parts})))
+
+
+def test_a_split_pattern_of_its_own(tokenizer):
+    """The form of newer tokenizers: a Split by regular expression, then ByteLevel."""
+    pattern = r"(?i:'s|'t)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    backend = changed(tokenizer).backend_tokenizer
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    encode, how = build_encoder(wrapped(backend), make_documents(20))
+    assert how.startswith("tiktoken")
+    backend.encode_special_tokens = True
+    for text in HARD:
+        assert encode(text).tolist() == backend.encode(text, add_special_tokens=False).ids
+
+
+def test_tokenizers_that_tiktoken_cannot_stand_in_for(tokenizer):
+    """Each is refused with its reason, and the tokenizer itself encodes."""
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    model = content["model"]
+    merges = [model["merges"][1], model["merges"][0], *model["merges"][2:]]
+    byte_level = content["pre_tokenizer"]
+    cases = [
+        ({"normalizer": json.loads(json.dumps({"type": "Lowercase"}))}, "normalizes"),
+        ({"pre_tokenizer": {**byte_level, "add_prefix_space": True}}, "adds a space"),
+        ({"pre_tokenizer": {"type": "Whitespace"}}, "not one regular expression"),
+        ({"model": {**model, "merges": merges}}, "order of its merges"),
+        ({"model": {**model, "byte_fallback": True}}, "not a plain BPE"),
+        ({"added_tokens": [*content["added_tokens"], {**content["added_tokens"][0], "id": 500, "content": "<x>",
+                                                      "special": False}]}, "not special"),
+    ]  # fmt: skip
+    for parts, reason in cases:
+        other = changed(tokenizer, **parts)
+        with pytest.raises(NotEqual, match=reason):
+            to_tiktoken(other)
+        encode, how = build_encoder(other, ["some text"])
+        assert how.startswith("tokenizers (not tiktoken") and reason in how
+        assert encode("Some cat").tolist() == other.backend_tokenizer.encode("Some cat").ids
+
+
+def test_other_ids_on_this_text_are_noticed(tokenizer, monkeypatch):
+    """Equality is not believed but tried on the corpus at hand."""
+    monkeypatch.setattr(encoder, "GPT2_PATTERN", r"\S+|\s+")
+    encode, how = build_encoder(tokenizer, ["a plain text", *make_documents(5)])
+    assert how == "tokenizers (not tiktoken: it gives other ids on this text)"
+    assert encode("the cat").tolist() == tokenizer("the cat")["input_ids"]
+
+
+def test_a_tokenizer_that_is_no_bpe():
+    backend = Tokenizer(models.WordLevel({"a": 0, "<|endoftext|>": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.decoder, backend.normalizer = decoders.WordPiece(), normalizers.NFC()
+    encode, how = build_encoder(wrapped(backend), ["a b"])
+    assert "not a plain BPE" in how and encode("a b").tolist() == [0, 2]
+
+
+@pytest.mark.parametrize("num_workers", [1, 4])
+@pytest.mark.parametrize("batch_characters", [1, 200, 10**9])
+def test_pieces_come_back_in_order(tokenizer, monkeypatch, num_workers, batch_characters):
+    """Each with its ids and bytes, the end-of-text id where a document ends, for any batches and threads."""
+    monkeypatch.setattr(encoder, "BATCH_CHARACTERS", batch_characters)
+    pieces = [Piece("train", text, i % 3 != 0) for i, text in enumerate(make_documents(40))]
+    encode, _ = build_encoder(tokenizer, [])
+    found = [item for batch in encode_pieces(encode, 0, iter(pieces), num_workers) for item in batch]
+    assert [piece for piece, _, _ in found] == pieces
+    for piece, num_bytes, ids in found:
+        assert num_bytes == len(piece.text.encode())
+        assert np.array_equal(ids, [*encode(piece.text), 0] if piece.ends else encode(piece.text))
+
+
+def test_reading_is_not_far_ahead(tokenizer, monkeypatch):
+    """A few batches are in memory, however long the corpus is."""
+    monkeypatch.setattr(encoder, "BATCH_CHARACTERS", 1)
+    drawn = []
+
+    def endless():
+        while True:
+            drawn.append(1)
+            yield Piece("train", "text", True)
+
+    batches = encode_pieces(build_encoder(tokenizer, [])[0], 0, endless(), 3)
+    for _ in range(10):
+        next(batches)
+    batches.close()
+    assert len(drawn) < 10 + 3 * 4
