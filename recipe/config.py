@@ -66,6 +66,7 @@ class TrainConfig:
     tokenizer_vocab_size: int | None = _field(None, "Size of the byte-level BPE to train without tokenizer_name.")
     cache_dir: str = _field("runs/data", "Where train_file and dataset_name are prepared, once for all runs.")
     block_size: int = _field(1024, "Tokens a row: the model's context length.")
+    data_placement: Literal["mmap", "ram", "device"] = _field("mmap", "Where the packed rows are read from.")
     dataloader_num_workers: int = _field(0, "Processes that build batches; 0 builds them in the training process.")
 
     # --- model
@@ -332,6 +333,8 @@ def _check_values(config: TrainConfig) -> None:
         )
     if config.dataset_dir is None and config.tokenizer_name is None and config.tokenizer_vocab_size is None:
         raise UserError("preparing text needs --tokenizer_name DIR_OR_ID, or --tokenizer_vocab_size N to train one")
+    if config.dataloader_num_workers and config.data_placement != "mmap":
+        raise UserError(f"--dataloader_num_workers reads with --data_placement mmap only, not {config.data_placement}")
     if config.push_to_hub and not config.hub_model_id:
         raise UserError("--push_to_hub needs --hub_model_id user/name")
     if config.resume_from_checkpoint == "latest" and config.output_dir is None:

@@ -80,7 +80,8 @@ def main() -> None:
         state = load_checkpoint(accelerator, resume_dir, identity, model, dataset.vocab_size, optimizer, scheduler)
     order = TrainOrder(len(dataset.splits["train"]), config.seed, config.global_batch_size, micro_batch_size,
                        state.step, accelerator.process_index, num_processes)  # fmt: skip
-    batches = build_train_batches(dataset.splits["train"], order, config.dataloader_num_workers, device)
+    batches = build_train_batches(dataset.splits["train"], order, device, config.dataloader_num_workers,
+                                  config.data_placement)  # fmt: skip
 
     # ------------------------------------------------------------------ say what will happen
     on_main_process(lambda: open_output_dir(output_dir, config))

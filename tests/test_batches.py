@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from recipe.config import UserError
 from recipe.data.batches import TrainOrder, build_train_batches, example_rows, iterate_validation
+from recipe.data.packed import PackedDataset, PackedSplit, SplitWriter
 
 FROZEN = [5, 597, 782, 629, 771, 972, 361, 714]
 
@@ -65,18 +67,44 @@ def test_a_step_uses_the_same_examples_however_it_is_cut(micro_batch_size, num_p
             assert sorted(found.tolist()) == sorted(expected.tolist())
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_batches_are_the_rows_of_the_order(dataset, num_workers):
-    """Inputs and targets are int64, shifted by one, in the order's order, with and without workers."""
-    split = dataset.splits["train"]
+@pytest.mark.parametrize(("placement", "num_workers"), [("mmap", 0), ("mmap", 2), ("ram", 0), ("device", 0)])
+@pytest.mark.parametrize("wide", [False, True])
+def test_batches_are_the_rows_of_the_order(dataset, wide_dataset, placement, num_workers, wide):
+    """Inputs and targets are int64, shifted by one, in the order's order, wherever the rows are read from."""
+    split = (wide_dataset if wide else dataset).splits["train"]
     order = TrainOrder(len(split), 1, 6, 3)
-    batches = build_train_batches(split, order, num_workers, torch.device("cpu"))
+    batches = build_train_batches(split, order, torch.device("cpu"), num_workers, placement)
     expected = iter(order)
     for _ in range(5):
         inputs, targets = next(batches)
         rows = torch.from_numpy(split[next(expected)])
         assert inputs.dtype == targets.dtype == torch.int64
         assert torch.equal(inputs, rows[:, :-1]) and torch.equal(targets, rows[:, 1:])
+
+
+@pytest.fixture(scope="module")
+def wide_dataset(tmp_path_factory):
+    """A dataset of two record batches whose ids need more than 15 bits, and 16."""
+    directory = tmp_path_factory.mktemp("wide")
+    for split in ("train", "validation"):
+        writer = SplitWriter(directory, split, block_size=8, vocab_size=65_536)
+        for seed in (0, 1):
+            writer.add(np.random.default_rng(seed).integers(0, 65_536, 1001), num_bytes=1, ends=True)
+            writer.commit()
+        writer.close()
+    splits = {split: PackedSplit(directory / split, 65_536) for split in ("train", "validation")}
+    assert len(splits["train"].chunks) == 2
+    return PackedDataset(directory, {}, splits)
+
+
+@pytest.mark.parametrize("placement", ["mmap", "ram", "device"])
+def test_no_placement_lets_an_id_beyond_the_vocabulary_through(wide_dataset, placement):
+    """It would be a device-side assert on CUDA."""
+    split = wide_dataset.splits["train"].in_memory()
+    split.vocab_size = 60_000
+    batches = build_train_batches(split, TrainOrder(len(split), 1, 64, 64), torch.device("cpu"), 0, placement)
+    with pytest.raises(UserError, match="beyond its vocabulary of 60000"):
+        next(batches)
 
 
 @pytest.mark.parametrize(("batch_size", "num_processes"), [(1, 1), (3, 1), (4, 2), (5, 3), (64, 2)])

@@ -13,7 +13,14 @@ from filelock import FileLock
 from recipe.config import UserError, load_config
 from recipe.data import encoder, prepare
 from recipe.data import text as text_module
-from recipe.data.packed import PackedSplit, PackedWriter, SplitWriter, open_packed_dataset
+from recipe.data.packed import (
+    PackedSplit,
+    PackedWriter,
+    SplitWriter,
+    merge_shards,
+    open_packed_dataset,
+    shard_dir,
+)
 from recipe.data.prepare import open_dataset_for, prepare_dataset
 from recipe.data.text import TextSource, split_documents
 from recipe.data.tokenizer import load_tokenizer, tokenizer_sha256, train_tokenizer
@@ -237,6 +244,48 @@ def test_skipped_files_are_counted(tmp_path, jsonl_file, tokenizer_dir, capsys):
     made = prepare_dataset(source, tmp_path / "d", 16, load_tokenizer(str(tokenizer_dir)))
     assert made.metadata["source"]["skipped_files"] == 1
     assert "skipped: cannot read" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("by_file", [False, True])
+def test_shards_share_the_work_and_are_merged_by_metadata(tmp_path, documents, tokenizer_dir, by_file):
+    """Every document is in one shard, on the side its hash says; the merged dataset is the shards' rows."""
+    tokenizer = load_tokenizer(str(tokenizer_dir))
+    num_files = 6 if by_file else 1
+    for i in range(num_files):
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in documents[i::num_files])
+        (tmp_path / f"{i}.jsonl").write_text(lines)
+    files = tuple(str(tmp_path / f"{i}.jsonl") for i in range(num_files))
+    seen = {"train": [], "validation": []}
+    for index in range(3):
+        source = TextSource(files, num_shards=3, shard_index=index, validation_split_percentage=20.0)
+        for piece in source.pieces():
+            seen[piece.split].append(piece.text)
+        prepare_dataset(source, shard_dir(tmp_path / "d", index, 3), 16, tokenizer)
+    assert sorted(seen["train"] + seen["validation"]) == sorted(documents)
+    assert 0.1 < len(seen["validation"]) / len(documents) < 0.3
+    metadata = merge_shards(tmp_path / "d", 3)
+    assert sum(p.stat().st_size for p in (tmp_path / "d").rglob("*.arrow")) == 0
+    merged = open_packed_dataset(tmp_path / "d", 16)
+    assert merged.load_tokenizer() and merged.metadata == metadata
+    for split in ("train", "validation"):
+        shards = [open_packed_dataset(shard_dir(tmp_path / "d", index, 3)).splits[split] for index in range(3)]
+        rows = np.concatenate([shard[np.arange(len(shard))] for shard in shards])
+        np.testing.assert_array_equal(merged.splits[split][np.arange(len(rows))], rows)
+        assert metadata["splits"][split]["documents"] == len(seen[split])
+        assert len(datasets.load_from_disk(str(tmp_path / "d"))[split]) == len(rows)
+
+
+def test_shards_that_do_not_belong_together(tmp_path, jsonl_file, tokenizer_dir):
+    tokenizer = load_tokenizer(str(tokenizer_dir))
+    for index, block_size in ((0, 16), (1, 8)):
+        source = TextSource((str(jsonl_file),), num_shards=2, shard_index=index)
+        prepare_dataset(source, shard_dir(tmp_path / "d", index, 2), block_size, tokenizer)
+    with pytest.raises(UserError, match="d-00001-of-00002 has another block_size than .*d-00000-of-00002"):
+        merge_shards(tmp_path / "d", 2)
+    with pytest.raises(UserError, match="there is no dataset .*d-00000-of-00003"):
+        merge_shards(tmp_path / "d", 3)
+    with pytest.raises(UserError, match="shard_index must be from 0 to num_shards - 1, got 2 of 2"):
+        TextSource((str(jsonl_file),), num_shards=2, shard_index=2)
 
 
 def test_texts_too_short(tmp_path, tokenizer_dir):

@@ -75,22 +75,44 @@ class TrainOrder:
 
 
 def build_train_batches(
-    split: PackedSplit, order: TrainOrder, num_workers: int, device: torch.device
+    split: PackedSplit, order: TrainOrder, device: torch.device, num_workers: int = 0, placement: str = "mmap"
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Endless (input_ids, targets), int64 [micro-batch, block_size] on the device, copied without waiting."""
-    loader = DataLoader(
-        split,
-        sampler=order,
-        batch_size=None,  # an element of the order is a whole micro-batch
-        num_workers=num_workers,
-        pin_memory=device.type == "cuda",
-        # It draws a seed for its workers: from a generator of its own, or dropout after a resume would differ.
-        generator=torch.Generator(),
-        multiprocessing_context="spawn" if num_workers else None,  # forking a process with CUDA or threads may hang
-    )
-    for batch in loader:
-        rows = batch.to(device, non_blocking=True)
-        yield rows[:, :-1], rows[:, 1:]
+    """Endless (input_ids, targets), int64 [micro-batch, block_size] on the device, one batch ahead of its use.
+
+    placement: where the rows are read from: "mmap" (the file), "ram" (read into memory first) or "device" (all
+    tokens there, and indexed there). Copies to a GPU do not wait.
+    """
+    if placement == "device":
+        batches = _index_on_device(split, order, device)
+    else:
+        loader = DataLoader(
+            split.in_memory() if placement == "ram" else split,
+            sampler=order,
+            batch_size=None,  # an element of the order is a whole micro-batch
+            num_workers=num_workers,
+            pin_memory=device.type == "cuda",
+            # It draws a seed for its workers: from a generator of its own, or dropout after a resume would differ.
+            generator=torch.Generator(),
+            multiprocessing_context="spawn" if num_workers else None,  # forking a process with CUDA may hang
+        )
+        batches = (batch.to(device, non_blocking=True) for batch in loader)
+    ahead = next(batches)
+    for rows in batches:
+        yield ahead[:, :-1], ahead[:, 1:]
+        ahead = rows
+
+
+def _index_on_device(split: PackedSplit, order: TrainOrder, device: torch.device) -> Iterator[torch.Tensor]:
+    """Rows gathered on the device from a stream that is there: 2 bytes a token if the ids are uint16."""
+    split.check_all()
+    stream = split.stream()
+    is_uint16 = stream.dtype == np.uint16  # which torch cannot index on every device: keep the bits as int16
+    tokens = torch.from_numpy(stream.view(np.int16) if is_uint16 else stream).to(device)
+    offsets = torch.arange(split.block_size + 1, device=device)
+    for rows in order:
+        starts = torch.from_numpy(rows).to(device, non_blocking=True) * split.block_size
+        gathered = tokens[starts[:, None] + offsets].long()
+        yield gathered & 0xFFFF if is_uint16 else gathered
 
 
 def iterate_validation(

@@ -9,10 +9,12 @@ token of the row before, so that every token but the first is a target exactly o
 the stream fill no row and are left out. A dataset appears under its name only when it is complete.
 """
 
+import copy
 import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,16 +110,7 @@ class SplitWriter:
         self.file.write(ARROW_END_OF_STREAM)
         self.file.close()
         datasets.DatasetInfo(features=self.features).write_to_directory(str(self.directory))
-        state = {
-            "_data_files": [{"filename": self.path.name}],
-            "_fingerprint": self.sha256[:16],
-            "_format_columns": None,
-            "_format_kwargs": {},
-            "_format_type": None,
-            "_output_all_columns": False,
-            "_split": self.split,
-        }
-        (self.directory / "state.json").write_text(json.dumps(state, indent=2))
+        _write_state(self.directory, self.split, self.sha256, [self.path.name])
         return {**self.counts, "rows_sha256": self.sha256, "file_bytes": {self.path.name: self.path.stat().st_size}}
 
 
@@ -186,7 +179,7 @@ class PackedWriter:
             "vocab_size": len(tokenizer),
             "eos_token_id": tokenizer.eos_token_id,
             "tokenizer_sha256": tokenizer_sha256(tokenizer),
-            "content_sha256": hashlib.sha256("".join(counts[s]["rows_sha256"] for s in SPLITS).encode()).hexdigest(),
+            "content_sha256": _sha256_of(counts[split]["rows_sha256"] for split in SPLITS),
             "source": source,
             "fingerprint": fingerprint,
             "splits": counts,
@@ -220,6 +213,67 @@ class PackedWriter:
             return journal if journal["identity"] == self.identity else None
         except (OSError, ValueError, KeyError):
             return None
+
+
+def merge_shards(directory: Path, num_shards: int) -> dict:
+    """Make one dataset of DIR-00000-of-N, ... by writing metadata alone: the rows stay where they are.
+
+    Raises `UserError` if a shard is missing, or was not made as a part of the same whole.
+    """
+    if directory.exists():
+        raise UserError(f"{directory} exists; name the folder that the shards' names begin with")
+    shards = [open_packed_dataset(shard_dir(directory, index, num_shards)) for index in range(num_shards)]
+    for shard in shards:
+        for key in ("block_size", "vocab_size", "tokenizer_sha256"):
+            if shard.metadata[key] != shards[0].metadata[key]:
+                raise UserError(f"{shard.directory} has another {key} than {shards[0].directory}")
+    partial = directory.with_name(f".{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    metadata = {**shards[0].metadata, "source": {"shards": [shard.directory.name for shard in shards]}, "splits": {}}
+    for split in SPLITS:
+        parts = [shard.metadata["splits"][split] for shard in shards]
+        files = {
+            f"../../{shard.directory.name}/{split}/{name}": size
+            for shard, part in zip(shards, parts, strict=True)
+            for name, size in part["file_bytes"].items()
+        }
+        merge = {key: sum for key in COUNTS} | {"max_token_id": max}
+        counts = {key: how(part[key] for part in parts) for key, how in merge.items()}
+        sha256 = _sha256_of(part["rows_sha256"] for part in parts)
+        metadata["splits"][split] = {**counts, "rows_sha256": sha256, "file_bytes": files}
+        (partial / split).mkdir(parents=True)
+        shutil.copy(shards[0].directory / split / "dataset_info.json", partial / split)
+        _write_state(partial / split, split, sha256, list(files))
+    metadata["content_sha256"] = _sha256_of(metadata["splits"][split]["rows_sha256"] for split in SPLITS)
+    metadata["fingerprint"] = _sha256_of(shard.metadata["fingerprint"] for shard in shards)
+    shutil.copytree(shards[0].directory / "tokenizer", partial / "tokenizer")
+    (partial / "dataset_dict.json").write_text(json.dumps({"splits": list(SPLITS)}))
+    (partial / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
+    os.rename(partial, directory)
+    return metadata
+
+
+def shard_dir(directory: Path, index: int, num_shards: int) -> Path:
+    """Where a shard of a dataset is prepared: beside the dataset it will be a part of."""
+    return directory.with_name(f"{directory.name}-{index:05d}-of-{num_shards:05d}")
+
+
+def _sha256_of(hexdigests: Iterable[str]) -> str:
+    return hashlib.sha256("".join(hexdigests).encode()).hexdigest()
+
+
+def _write_state(directory: Path, split: str, sha256: str, files: list[str]) -> None:
+    """The file by which `datasets.load_from_disk` finds the rows of a split."""
+    state = {
+        "_data_files": [{"filename": name} for name in files],
+        "_fingerprint": sha256[:16],
+        "_format_columns": None,
+        "_format_kwargs": {},
+        "_format_type": None,
+        "_output_all_columns": False,
+        "_split": split,
+    }
+    (directory / "state.json").write_text(json.dumps(state, indent=2))
 
 
 def _check_counts(counts: dict[str, dict], block_size: int) -> None:
@@ -282,6 +336,17 @@ class PackedSplit:
             for chunk in datasets.load_from_disk(str(directory)).data.column("input_ids").chunks
         ]
         self.starts = np.cumsum([0, *map(len, self.chunks)])
+        self.block_size = self.chunks[0].shape[1] - 1
+
+    def stream(self) -> np.ndarray:
+        """All tokens in order, without the overlap of the rows: uint16 or int32 [rows * block_size + 1]."""
+        return np.concatenate([*(chunk[:, :-1].reshape(-1) for chunk in self.chunks), self.chunks[-1][-1, -1:]])
+
+    def in_memory(self) -> "PackedSplit":
+        """The same rows read into memory."""
+        copied = copy.copy(self)
+        copied.chunks = [np.array(chunk) for chunk in self.chunks]
+        return copied
 
     def __reduce__(self):
         return PackedSplit, (self.directory, self.vocab_size)  # a worker process maps the file itself
@@ -296,12 +361,20 @@ class PackedSplit:
         """
         which = np.searchsorted(self.starts, indices, side="right") - 1
         rows = np.stack([self.chunks[chunk][i - self.starts[chunk]] for chunk, i in zip(which, indices, strict=True)])
+        self._check(rows)
+        return rows.astype(np.int64)
+
+    def check_all(self) -> None:
+        """Raise `UserError` if any id in the split is no token."""
+        for chunk in self.chunks:
+            self._check(chunk)
+
+    def _check(self, rows: np.ndarray) -> None:
         if rows.max() >= self.vocab_size or rows.min() < 0:
             raise UserError(
                 f"{self.directory} holds token id {rows.max()}, beyond its vocabulary of "
                 f"{self.vocab_size}; prepare it again"
             )
-        return rows.astype(np.int64)
 
 
 def open_packed_dataset(directory: Path, block_size: int | None = None) -> PackedDataset:

@@ -58,8 +58,14 @@ class TextSource:
     document_separator: str | None = None
     validation_split_percentage: float = 5.0
     skip_bad_files: bool = False
+    num_shards: int = 1  # of which this one takes every num_shards-th file, or document where files are fewer
+    shard_index: int = 0
 
     def __post_init__(self):
+        if not 0 <= self.shard_index < self.num_shards:
+            raise UserError(
+                f"shard_index must be from 0 to num_shards - 1, got {self.shard_index} of {self.num_shards}"
+            )
         if bool(self.train_files) == bool(self.dataset_name):
             raise UserError("pass --train_file or --dataset_name, one of them")
         if self.validation_files and not self.train_files:
@@ -70,13 +76,19 @@ class TextSource:
             )
         if self.document_separator == "":
             raise UserError("document_separator must not be empty")
-        for path in self.files:  # named but not there, or of a kind that cannot be read
-            _kind_of(path)
+        for path in self._files("train_files") + self._files("validation_files"):
+            _kind_of(path)  # named but not there, or of a kind that cannot be read
 
     @functools.cached_property
     def files(self) -> list[str]:
-        """Every file of train_files and validation_files, in reading order. Raises `UserError` for one not there."""
-        return [*_expand(self.train_files), *_expand(self.validation_files)]
+        """The files of this shard, training files first. Raises `UserError` for one that is not there."""
+        return [path for kind in ("train_files", "validation_files") for path in self._shard(self._files(kind))]
+
+    def _files(self, kind: str) -> list[str]:
+        return _expand(getattr(self, kind))
+
+    def _shard(self, files: list[str]) -> list[str]:
+        return files[self.shard_index :: self.num_shards] if len(files) >= self.num_shards else files
 
     @property
     def has_validation(self) -> bool:
@@ -106,8 +118,10 @@ class TextSource:
             self.text_column_name,
             self.document_separator,
             self.validation_split_percentage,
-            len(_expand(self.validation_files)),
+            len(self._files("validation_files")),
             self.skip_bad_files,
+            self.num_shards,
+            self.shard_index,
         )
         digest = hashlib.sha256(repr(options).encode())
         for path in self.files:
@@ -127,41 +141,49 @@ class TextSource:
         """
         read = functools.partial(self._read_files, skipped=[] if skipped is None else skipped)
         if self.validation_files:
-            yield from (Piece("validation", *part) for part in read(_expand(self.validation_files)))
-            yield from (Piece("train", *part) for part in read(_expand(self.train_files)))
+            yield from (Piece("validation", *part) for part in read("validation_files"))
+            yield from (Piece("train", *part) for part in read("train_files"))
         elif self._is_a_few_texts():  # too few documents to hold whole ones out: each gives its own tail
             for path in self.files:
                 yield from cut_off_tail(read([path]), _num_bytes(path), self.validation_split_percentage)
         elif self.train_files:
-            yield from split_documents(read(self.files), self.validation_split_percentage)
+            yield from self._split(read("train_files"))
         elif self.dataset_name == STANDARD_LIBRARY:
-            yield from split_documents(((text, True) for text in read_standard_library()),
-                                       self.validation_split_percentage)  # fmt: skip
+            yield from self._split(self._take((text, True) for text in read_standard_library()))
         else:
             splits = read_dataset(self.dataset_name, self.dataset_config_name, self.text_column_name)
             if self.dataset_split not in splits:
-                raise UserError(f"dataset {self.dataset_name} has no split '{self.dataset_split}' "
-                                f"(it has {', '.join(splits)}); pass --dataset_split")  # fmt: skip
+                raise UserError(
+                    f"dataset {self.dataset_name} has no split '{self.dataset_split}' "
+                    f"(it has {', '.join(splits)}); pass --dataset_split"
+                )
+            documents = self._take((text, True) for text in splits[self.dataset_split])
             if "validation" in splits and self.dataset_split == "train":
-                yield from (Piece("validation", text, True) for text in splits["validation"])
-                yield from (Piece("train", text, True) for text in splits["train"])
+                validation = self._take((text, True) for text in splits["validation"])
+                yield from (Piece("validation", *part) for part in validation)
+                yield from (Piece("train", *part) for part in documents)
             else:
-                documents = ((text, True) for text in splits[self.dataset_split])
-                yield from split_documents(documents, self.validation_split_percentage)
+                yield from self._split(documents)
 
     def train_texts(self) -> Iterator[str]:
         """The training text alone, for training a tokenizer."""
         return (piece.text for piece in self.pieces() if piece.split == "train")
 
     def _is_a_few_texts(self) -> bool:
-        if self.document_separator is not None or not self.files:
+        if self.document_separator is not None or not self.files or self.num_shards > 1:
             return False
         return all(_kind_of(path) == ".txt" for path in self.files) and (
             len(self.files) * self.validation_split_percentage < 200
         )
 
-    def _read_files(self, paths: Iterable[str], skipped: list[str]) -> Iterator[tuple[str, bool]]:
-        for path in paths:
+    def _read_files(self, files: str | list[str], skipped: list[str]) -> Iterator[tuple[str, bool]]:
+        """files: some, or the name of the field that holds them, to read this shard's part of those."""
+        if isinstance(files, str):
+            everything = self._files(files)
+            parts = self._read_files(self._shard(everything), skipped)
+            yield from parts if len(everything) >= self.num_shards else self._take(parts)
+            return
+        for path in files:
             try:
                 yield from read_file(path, self.text_column_name, self.document_separator)
             except UserError as error:
@@ -169,27 +191,40 @@ class TextSource:
                     raise
                 skipped.append(str(error))
 
+    def _take(self, parts: Iterable[tuple[str, bool]]) -> Iterator[tuple[str, bool]]:
+        """Every num_shards-th document."""
+        number = 0
+        for text, ends in parts:
+            if number % self.num_shards == self.shard_index:
+                yield text, ends
+            number += ends
 
-def split_documents(documents: Iterable[tuple[str, bool]], percentage: float) -> Iterator[Piece]:
+    def _split(self, parts: Iterable[tuple[str, bool]]) -> Iterator[Piece]:
+        # Shards must draw the same line through the hashes, so none of them may fit it to its own documents.
+        return split_documents(parts, self.validation_split_percentage, exact=self.num_shards == 1)
+
+
+def split_documents(documents: Iterable[tuple[str, bool]], percentage: float, exact: bool = True) -> Iterator[Piece]:
     """Assign each document by the hash of its (first) piece, so that equal documents never fall on both sides.
 
-    A small corpus is split exactly (the smallest hashes, at least one document, never all); a larger one is
-    streamed, and the share is met on average.
+    A small corpus is split exactly (the smallest hashes, at least one document, never all), if asked for; a larger
+    one is streamed, and the share is met on average.
     """
     documents = iter(documents)
     held_back, hashes, num_characters, starts = [], set(), 0, True
-    for text, ends in documents:
+    threshold = math.floor(percentage / 100 * 2**64)
+    for text, ends in documents if exact else ():
         held_back.append((text, ends))
         if starts:
             hashes.add(_hash64(text))
         starts, num_characters = ends, num_characters + len(text)
         if ends and (len(held_back) >= HELD_BACK_DOCUMENTS or num_characters >= HELD_BACK_CHARACTERS):
-            threshold = math.floor(percentage / 100 * 2**64)
             break
-    else:  # the corpus is small
-        ordered = sorted(hashes)
-        count = min(max(1, round(len(ordered) * percentage / 100)), len(ordered) - 1)
-        threshold = ordered[count - 1] if count > 0 else -1
+    else:
+        if exact:  # the corpus is small
+            ordered = sorted(hashes)
+            count = min(max(1, round(len(ordered) * percentage / 100)), len(ordered) - 1)
+            threshold = ordered[count - 1] if count > 0 else -1
     split, starts = "train", True
     for text, ends in itertools.chain(held_back, documents):
         if starts:
