@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from recipe.config import TrainConfig, UserError
 from recipe.data.tokenizer import save_tokenizer
-from recipe.model import load_weights, save_model
+from recipe.model import OVERRIDES, load_weights, save_model
 
 STATE_NAME = "training_state.json"
 OPTIMIZER_NAME = "optimizer.pt"
@@ -54,24 +54,11 @@ def run_identity(config: TrainConfig, dataset_metadata: dict, model_config: PreT
         "label_smoothing_factor",
         "pad_vocab_to_multiple_of",
     )
-    shape = (
-        "vocab_size",
-        "n_positions",
-        "n_layer",
-        "n_head",
-        "n_embd",
-        "n_inner",
-        "activation_function",
-        "resid_pdrop",
-        "embd_pdrop",
-        "attn_pdrop",
-        "tie_word_embeddings",
-    )
     return {
         "dataset": dataset_metadata["content_sha256"],
         "tokenizer": dataset_metadata["tokenizer_sha256"],
         **{name: getattr(config, name) for name in fields},
-        **{name: getattr(model_config, name) for name in shape},
+        **{name: getattr(model_config, name) for name in ("vocab_size", "n_positions", *OVERRIDES)},
     }
 
 
@@ -152,9 +139,10 @@ def read_state(directory: Path, identity: dict) -> dict:
     """The JSON part of a checkpoint. Raises `UserError` listing what differs if it is of another run."""
     try:
         content = json.loads((directory / STATE_NAME).read_text())
-        saved = content["identity"]
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{directory}/{STATE_NAME} cannot be read: {error}") from error
+        saved = dict(content["identity"])
+        RunState(int(content["step"]), dict(content["untrained"]), float(content["train_seconds"]))
+    except Exception as error:  # not there, not JSON, or JSON of another shape
+        raise _damaged(directory, error) from error
     differences = [
         f"{key} {saved.get(key)!r} -> {identity.get(key)!r}"
         for key in sorted({*saved, *identity})
@@ -179,15 +167,23 @@ def load_checkpoint(
     Nothing in a checkpoint is executed: JSON, safetensors and `torch.load(weights_only=True)`.
     """
     content = read_state(directory, identity)
-    load_weights(model, directory, vocab_size)
-    optimizer.load_state_dict(torch.load(directory / OPTIMIZER_NAME, map_location="cpu", weights_only=True))
-    scheduler.load_state_dict(content["scheduler"])
-    if accelerator.scaler is not None and content["scaler"]:
-        accelerator.scaler.load_state_dict(content["scaler"])
-    rng_path = directory / f"rng-{accelerator.process_index}.pt"
-    if rng_path.is_file():  # absent on processes beyond the number that saved: they keep their fresh seed
-        _restore_rng(torch.load(rng_path, weights_only=True))
+    try:
+        load_weights(model, directory, vocab_size)
+        optimizer.load_state_dict(torch.load(directory / OPTIMIZER_NAME, map_location="cpu", weights_only=True))
+        scheduler.load_state_dict(content["scheduler"])
+        if accelerator.scaler is not None and content["scaler"]:
+            accelerator.scaler.load_state_dict(content["scaler"])
+        rng_path = directory / f"rng-{accelerator.process_index}.pt"
+        if rng_path.is_file():  # absent on processes beyond the number that saved: they keep their fresh seed
+            _restore_rng(torch.load(rng_path, weights_only=True))
+    except Exception as error:  # a file that is missing, cut short or changed: each reader raises its own
+        raise _damaged(directory, error) from error
     return RunState(content["step"], content["untrained"], content["train_seconds"])
+
+
+def _damaged(directory: Path, error: Exception) -> UserError:
+    reason = " ".join(str(error).split())[:150]
+    return UserError(f"{directory} is damaged ({type(error).__name__}: {reason}); resume from another checkpoint")
 
 
 def _rng_state() -> dict[str, torch.Tensor]:

@@ -16,13 +16,21 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
-from accelerate.utils import DynamoBackend
 from transformers import HfArgumentParser
 from transformers.trainer_utils import SchedulerType
 
 CONFIGS_DIR = Path(__file__).parent / "configs"
 STANDARD_LIBRARY = "python_standard_library"  # the dataset_name that needs no download: the demo's corpus
 DATA_SOURCES = ("dataset_dir", "train_file", "dataset_name")
+TEXT_OPTIONS = (  # how text is read: for train_file and dataset_name
+    "validation_file",
+    "dataset_config_name",
+    "dataset_split",
+    "text_column_name",
+    "document_separator",
+    "validation_split_percentage",
+    "skip_bad_files",
+)
 
 
 class UserError(Exception):
@@ -104,7 +112,7 @@ class TrainConfig:
     # --- precision and compile: auto takes the best the hardware really has, unless the launcher has decided
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = _field("auto", "Autocast type.")
     tf32: bool = _field(True, "TF32 for the CUDA matmuls that stay in fp32.")
-    dynamo_backend: str = _field("auto", "auto, no, or a torch dynamo backend such as inductor.")
+    dynamo_backend: Literal["auto", "no", "inductor", "aot_eager", "eager"] = _field("auto", "Torch dynamo backend.")
     keep_freed_memory: bool = _field(True, "CPU: glibc keeps freed buffers instead of faulting them in every step.")
 
     # --- periodic
@@ -141,13 +149,13 @@ def load_config(argv: list[str] | None = None) -> tuple[TrainConfig, str]:
     recipe = given.pop("config", "demo")
     names = [f.name for f in dataclasses.fields(TrainConfig)]
     if unknown:
-        raise UserError(_unknown_message(f"option {unknown[0]}", unknown[0].lstrip("-").split("=")[0], names, "--"))
+        raise UserError(unknown_option(unknown[0], [*names, "config"]))
     from_file = load_yaml(recipe)
     for key in from_file:
         if key not in names:
             raise UserError(_unknown_message(f"key '{key}' in {recipe}", str(key), names))
     if any(source in given for source in DATA_SOURCES):  # a source that was typed replaces the recipe's own
-        from_file = {key: value for key, value in from_file.items() if key not in (*DATA_SOURCES, "validation_file")}
+        from_file = {key: value for key, value in from_file.items() if key not in DATA_SOURCES + TEXT_OPTIONS}
     if "lr_scheduler_type" in given:  # arguments of the recipe's schedule would not fit another
         from_file.pop("lr_scheduler_kwargs", None)
     hints = get_type_hints(TrainConfig)
@@ -156,18 +164,19 @@ def load_config(argv: list[str] | None = None) -> tuple[TrainConfig, str]:
         converted = _convert(key, value, hints[key])
         # One size of the model may be changed without repeating the others.
         values[key] = {**(values.get(key) or {}), **converted} if key == "config_overrides" else converted
-    return TrainConfig(**values), Path(recipe).stem
+    path = Path(recipe)  # a run's own training_config.yaml stands for that run
+    return TrainConfig(**values), path.parent.name if path.name == "training_config.yaml" else path.stem
 
 
 def load_yaml(recipe: str) -> dict[str, Any]:
     """Read a recipe by name (`gpt2_124m`) or path. Raises `UserError` if it is not there or not a mapping."""
-    path = Path(recipe) if recipe.endswith((".yaml", ".yml")) else CONFIGS_DIR / f"{recipe}.yaml"
+    path = Path(recipe) if recipe.lower().endswith((".yaml", ".yml")) else CONFIGS_DIR / f"{recipe}.yaml"
     if not path.is_file():
         known = sorted(p.stem for p in CONFIGS_DIR.glob("*.yaml"))
         raise UserError(f"no recipe '{recipe}': pass a .yaml file or one of {', '.join(known)}")
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
         kind = "empty" if content is None else f"a {type(content).__name__}"
@@ -177,6 +186,9 @@ def load_yaml(recipe: str) -> dict[str, Any]:
 
 def run_main(main: Callable[[], None]) -> None:
     """Run a script: a `UserError` becomes one line on stderr, from one process, and exit status 1."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a character the terminal cannot show must not end a run
+            stream.reconfigure(errors="replace")
     try:
         main()
     except UserError as error:
@@ -196,8 +208,25 @@ class _Parser(HfArgumentParser):
         raise UserError(message.replace("argument ", "", 1))
 
 
+class CommandLine(argparse.ArgumentParser):
+    """The parser of a script: a mistake is a `UserError` that offers the nearest name."""
+
+    def parse_args(self, args=None, namespace=None):
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            raise UserError(unknown_option(unknown[0], [action.dest for action in self._actions]))
+        return found
+
+    error = _Parser.error
+
+
+def unknown_option(option: str, names: list[str]) -> str:
+    """The message for an option that does not exist."""
+    return _unknown_message(f"option {option}", option.lstrip("-").split("=")[0], names, "--")
+
+
 def _unknown_message(what: str, key: str, names: list[str], prefix: str = "") -> str:
-    nearest = difflib.get_close_matches(key.replace("-", "_").removeprefix("no_"), [*names, "config"], n=1, cutoff=0.5)
+    nearest = difflib.get_close_matches(key.replace("-", "_").removeprefix("no_"), names, n=1, cutoff=0.5)
     hint = f"did you mean {prefix}{nearest[0]}?" if nearest else "--help lists all options"
     return f"unknown {what}; {hint}"
 
@@ -208,6 +237,8 @@ def _convert(key: str, value: Any, hint: Any) -> Any:
     YAML 1.1 reads `6e-4` as a string, so strings that are numbers are taken as numbers.
     """
     options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    if value == "" and dict not in options:
+        raise UserError(f"{key} must not be empty; leave it out for its default")
     if value is None and type(None) in options:
         return None
     if dict in options:
@@ -217,16 +248,15 @@ def _convert(key: str, value: Any, hint: Any) -> Any:
             return "no"  # YAML 1.1 reads a bare `no` as false
         if get_origin(option) is Literal and value in get_args(option):
             return value
-        if get_origin(option) is list and isinstance(value, (list, str)) and value:
-            return [str(item) for item in ([value] if isinstance(value, str) else value)]
+        if get_origin(option) is list and isinstance(value, (list, str)):
+            items = [value] if isinstance(value, str) else value
+            if items and all(isinstance(item, str) and item for item in items):
+                return items
         if option is bool and isinstance(value, bool):
             return value
         if option in (int, float) and not isinstance(value, bool) and isinstance(value, (int, float, str)):
-            try:
-                number = float(value)
-            except ValueError:
-                continue
-            if not math.isfinite(number):
+            number = _number(value)
+            if number is None:
                 continue
             if option is float:
                 return number
@@ -249,19 +279,28 @@ def _convert(key: str, value: Any, hint: Any) -> Any:
     raise UserError(f"{key} must be {' or '.join(names)}, got {value!r}")
 
 
+def _number(value: Any) -> float | None:
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
 def parse_mapping(key: str, value: Any) -> dict[str, Any]:
-    """`{n_layer: 4}` or `'n_layer=4,n_embd=128'` -> dict with values read as YAML scalars."""
+    """`{n_layer: 4}` or `'n_layer=4,n_embd=128'` -> dict with values read as YAML scalars, and `1e-5` as a number."""
     if isinstance(value, str):
         pairs = [pair.partition("=") for pair in value.split(",") if pair.strip()]
         if not all(name.strip() and equals for name, equals, _ in pairs):
             raise UserError(f"{key} must look like n_layer=4,n_embd=128, got {value!r}")
         try:
-            return {name.strip(): yaml.safe_load(text) for name, _, text in pairs}
+            value = {name.strip(): yaml.safe_load(text) for name, _, text in pairs}
         except yaml.YAMLError as error:
             raise UserError(f"{key} must look like n_layer=4,n_embd=128, got {value!r}") from error
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
         raise UserError(f"{key} must be a mapping of names to values, got {value!r}")
-    return value
+    numbers = {name: _number(item) for name, item in value.items() if isinstance(item, str)}
+    return {name: item if numbers.get(name) is None else numbers[name] for name, item in value.items()}
 
 
 def _check_values(config: TrainConfig) -> None:
@@ -303,7 +342,7 @@ def _check_values(config: TrainConfig) -> None:
         "warmup_steps",
         "a whole number of steps, or a share of max_steps below 1",
     )
-    require(config.seed < 2**63, "seed", "below 2**63")
+    require(config.seed < 2**31, "seed", "below 2**31")
     micro_batch = config.per_device_train_batch_size
     require(
         micro_batch == "auto" or (isinstance(micro_batch, int) and micro_batch >= 1),
@@ -315,8 +354,6 @@ def _check_values(config: TrainConfig) -> None:
         "tokenizer_vocab_size",
         "at least 257 (256 bytes and the end-of-text token)",
     )
-    backends = ["auto", *(backend.value.lower() for backend in DynamoBackend)]
-    require(config.dynamo_backend.lower() in backends, "dynamo_backend", f"one of {', '.join(backends)}")
     schedules = [schedule.value for schedule in SchedulerType]
     if config.lr_scheduler_type not in schedules:
         raise UserError(
@@ -331,6 +368,16 @@ def _check_values(config: TrainConfig) -> None:
             f"pass exactly one of --dataset_dir (a packed dataset), --train_file and --dataset_name "
             f"(text to prepare first); found {found}"
         )
+    if config.dataset_dir is not None:
+        for field_ in dataclasses.fields(config):
+            if field_.name in TEXT_OPTIONS and getattr(config, field_.name) != field_.default:
+                raise UserError(f"--{field_.name} has no effect on --dataset_dir, which is prepared; leave it out")
+    if config.report_to == ["none"]:  # as Hugging Face says it
+        object.__setattr__(config, "report_to", None)
+    try:
+        config.sample_prompt.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UserError("sample_prompt is not valid UTF-8 text") from error
     if config.dataset_dir is None and config.tokenizer_name is None and config.tokenizer_vocab_size is None:
         raise UserError("preparing text needs --tokenizer_name DIR_OR_ID, or --tokenizer_vocab_size N to train one")
     if config.dataloader_num_workers and config.data_placement != "mmap":

@@ -34,7 +34,7 @@ def describe_device(device: torch.device) -> str:
 
 
 def describe_environment(device: torch.device) -> dict[str, str | int]:
-    """Versions and hardware, as they go into summary.json and every checkpoint."""
+    """Versions and hardware, as they go into summary.json."""
     versions = {"gpt2_recipe": recipe.__version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:

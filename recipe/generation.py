@@ -31,10 +31,15 @@ def generate_texts(
         (num_samples >= 1, f"num_samples must be at least 1, got {num_samples}"),
         (temperature >= 0, f"temperature must be at least 0, got {temperature}"),
         (top_k >= 0, f"top_k must be at least 0, got {top_k}"),
+        (0 <= seed < 2**32, f"seed must be from 0 to 2**32 - 1, got {seed}"),
         (0 < top_p <= 1, f"top_p must be above 0 and at most 1, got {top_p}"),
     ):
         if not ok:
             raise UserError(message)
+    try:
+        prompt.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UserError("the prompt is not valid UTF-8 text") from error
     disable_progress_bar()  # a second bar for loading weights that takes milliseconds
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_name_or_path)
@@ -47,7 +52,8 @@ def generate_texts(
     if temperature == 0:
         sampling = {"do_sample": False}
     set_seed(seed)
-    prompt_ids = tokenizer(prompt)["input_ids"] or [tokenizer.eos_token_id]
+    # As the corpus was encoded: nothing around the text.
+    prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"] or [tokenizer.eos_token_id]
     ids = torch.tensor([prompt_ids] * num_samples, device=device)
     num_prompt_tokens, end = ids.shape[1], ids.shape[1] + max_new_tokens
     while ids.shape[1] < end and not _all_ended(ids[:, num_prompt_tokens:], tokenizer.eos_token_id):

@@ -33,7 +33,6 @@ def write_model_card(output_dir: Path, config: TrainConfig, dataset: PackedDatas
     card_data = ModelCardData(
         library_name="transformers", pipeline_tag="text-generation", tags=["gpt2", "gpt2-recipe"], model_name=name
     )
-    source = {key: value for key, value in dataset.metadata["source"].items() if value}
     text = f"""---
 {card_data.to_yaml()}
 ---
@@ -51,7 +50,7 @@ A GPT-2 language model of {summary["num_parameters"]:,} parameters, trained from
 | bits per byte | {summary["bits_per_byte"]:.4f} |
 | context length | {config.block_size} tokens |
 | vocabulary | {dataset.vocab_size:,} tokens |
-| source | {", ".join(f"{key}: {Path(str(value)).name}" for key, value in source.items())} |
+| source | {describe_source(dataset.metadata["source"])} |
 
 ```python
 from transformers import pipeline
@@ -60,6 +59,14 @@ print(pipeline("text-generation", model="{name}")("The ", max_new_tokens=50)[0][
 ```
 """
     ModelCard(text).save(output_dir / "README.md")
+
+
+def describe_source(source: dict) -> str:
+    """The dataset's name, or the names of the files without their folders, which are nobody's business."""
+    if source.get("dataset_name"):
+        config_name = source.get("dataset_config_name")
+        return source["dataset_name"] + (f", {config_name}" if config_name else "")
+    return ", ".join(Path(path).name for path in source.get("train_files") or source.get("shards") or ["unknown"])
 
 
 def push_to_hub(output_dir: Path, config: TrainConfig) -> str:

@@ -1,5 +1,6 @@
 """Numbers about a step: FLOPs, throughput, MFU."""
 
+import re
 import time
 
 import torch
@@ -46,7 +47,7 @@ def peak_flops_per_second(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((tflops * 1e12 for part, tflops in PEAK_TFLOPS if part in name), None)
+    return next((tflops * 1e12 for part, tflops in PEAK_TFLOPS if re.search(rf"\b{part}\b", name)), None)
 
 
 class Throughput:

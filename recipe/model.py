@@ -8,7 +8,6 @@ Saved models do not have them: they can never be sampled, and GPT-2's own vocabu
 from pathlib import Path
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
@@ -32,44 +31,51 @@ AttentionInterface.register(SDPA_WITHOUT_MASK, sdpa_attention_forward)
 
 WEIGHTS_NAME = "model.safetensors"
 
+# What config_overrides may set: what it is, its types, its lowest and highest value.
+_SIZE = ("a whole number", (int,), 1, 10**6)
+_SHARE = ("a number", (int, float), 0, 0.99)
+_POSITIVE = ("a number", (int, float), 1e-12, 10)
+_SWITCH = ("true or false", (bool,), None, None)
+OVERRIDES = {
+    "n_layer": _SIZE,
+    "n_head": _SIZE,
+    "n_embd": _SIZE,
+    "n_inner": _SIZE,
+    "activation_function": ("a name", (str,), None, None),
+    "resid_pdrop": _SHARE,
+    "embd_pdrop": _SHARE,
+    "attn_pdrop": _SHARE,
+    "layer_norm_epsilon": _POSITIVE,
+    "initializer_range": _POSITIVE,
+    "scale_attn_weights": _SWITCH,
+    "scale_attn_by_inverse_layer_idx": _SWITCH,
+    "tie_word_embeddings": _SWITCH,
+}
+MANAGED = {
+    "vocab_size": "it follows the tokenizer",
+    "bos_token_id": "it follows the tokenizer",
+    "eos_token_id": "it follows the tokenizer",
+    "n_positions": "set block_size",
+}
+
 
 def build_model_config(config: TrainConfig, vocab_size: int, eos_token_id: int) -> PreTrainedConfig:
     """The model's config with its real vocabulary (as it is saved; `build_model` pads it).
 
-    Raises `UserError` for overrides the model class does not know, or that the recipe sets itself.
+    Raises `UserError` for overrides that are not GPT-2's shape, initialisation or dropout, or are out of range.
     """
     overrides = config.config_overrides or {}
-    managed = {
-        "vocab_size": "it follows the tokenizer",
-        "n_positions": "set block_size",
-        "bos_token_id": "it follows the tokenizer",
-        "eos_token_id": "it follows the tokenizer",
-        "use_cache": "it is set for generation",
-        "add_cross_attention": "a language model has no encoder",
-    }
-    for key in overrides:
-        if key in managed:
-            raise UserError(f"config_overrides must not set {key}: {managed[key]}")
-    known = AutoConfig.for_model(config.model_type, vocab_size=vocab_size, bos_token_id=0, eos_token_id=0)
-    for key in overrides:
-        if key not in known.to_dict():
-            raise UserError(f"config_overrides: {type(known).__name__} has no '{key}'")
+    for key, value in overrides.items():
+        _check_override(key, value)
     # Pre-training on a corpus seen about once wants no dropout; GPT2Config's default is 0.1.
-    values = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, **overrides}
-    try:
-        model_config = AutoConfig.for_model(
-            config.model_type,
-            vocab_size=vocab_size,
-            n_positions=config.block_size,
-            bos_token_id=eos_token_id,
-            eos_token_id=eos_token_id,
-            **values,
-        )
-    except (StrictDataclassError, TypeError, ValueError) as error:
-        raise UserError(f"config_overrides {overrides}: {' '.join(str(error).split())}") from error
-    for key in ("n_layer", "n_embd", "n_head"):
-        if getattr(model_config, key) < 1:
-            raise UserError(f"config_overrides: {key} must be at least 1, got {getattr(model_config, key)}")
+    model_config = AutoConfig.for_model(
+        config.model_type,
+        vocab_size=vocab_size,
+        n_positions=config.block_size,
+        bos_token_id=eos_token_id,
+        eos_token_id=eos_token_id,
+        **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, **overrides},
+    )
     if model_config.activation_function not in ACT2FN:
         raise UserError(f"config_overrides: there is no activation_function '{model_config.activation_function}'")
     if model_config.n_embd % model_config.n_head:
@@ -79,6 +85,18 @@ def build_model_config(config: TrainConfig, vocab_size: int, eos_token_id: int) 
             f"n_head could be {', '.join(map(str, heads))}"
         )
     return model_config
+
+
+def _check_override(key: str, value: object) -> None:
+    if key in MANAGED:
+        raise UserError(f"config_overrides must not set {key}: {MANAGED[key]}")
+    if key not in OVERRIDES:
+        raise UserError(f"config_overrides has no '{key}'; it may set {', '.join(OVERRIDES)}")
+    name, kinds, low, high = OVERRIDES[key]
+    right_kind = isinstance(value, kinds) and (kinds == (bool,) or not isinstance(value, bool))
+    if not right_kind or (low is not None and not low <= value <= high):
+        limits = "" if low is None else f" from {low} to {high}"
+        raise UserError(f"config_overrides: {key} must be {name}{limits}, got {value!r}")
 
 
 def padded_vocab_size(vocab_size: int, multiple: int) -> int:
@@ -128,10 +146,14 @@ def save_model(model: PreTrainedModel, model_config: PreTrainedConfig, directory
 def load_weights(model: PreTrainedModel, directory: Path, vocab_size: int) -> None:
     """Put weights written by `save_model` into a padded model, exactly as they were when saved."""
     weights = load_file(directory / WEIGHTS_NAME)
+    expected = model.state_dict(keep_vars=True)
+    if model.config.tie_word_embeddings:
+        del expected["lm_head.weight"]
+    if weights.keys() != expected.keys():
+        raise ValueError(f"{WEIGHTS_NAME} lacks, or has besides: {', '.join(weights.keys() ^ expected.keys())}")
     with torch.no_grad():
-        for name, tensor in model.state_dict(keep_vars=True).items():
-            if name in weights:
-                (tensor[:vocab_size] if _is_vocabulary(model, tensor) else tensor).copy_(weights[name])
+        for name, tensor in expected.items():
+            (tensor[:vocab_size] if _is_vocabulary(model, tensor) else tensor).copy_(weights[name])
     _zero_padding(model, vocab_size)
 
 

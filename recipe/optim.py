@@ -29,14 +29,18 @@ def build_scheduler(config: TrainConfig, optimizer: torch.optim.Optimizer) -> LR
 
     (A prepared scheduler steps once per process: accelerate 1.15.)
     """
-    warmup_steps = config.warmup_steps if config.warmup_steps >= 1 else config.warmup_steps * config.max_steps
     return get_scheduler(
         config.lr_scheduler_type,
         optimizer,
-        num_warmup_steps=round(warmup_steps),
+        num_warmup_steps=count_warmup_steps(config),
         num_training_steps=config.max_steps,
         scheduler_specific_kwargs=config.lr_scheduler_kwargs,
     )
+
+
+def count_warmup_steps(config: TrainConfig) -> int:
+    """`warmup_steps`, which below 1 is a share of max_steps."""
+    return round(config.warmup_steps if config.warmup_steps >= 1 else config.warmup_steps * config.max_steps)
 
 
 def check_schedule(config: TrainConfig) -> None:
@@ -48,7 +52,10 @@ def check_schedule(config: TrainConfig) -> None:
         scheduler = build_scheduler(config, optimizer)
         optimizer.step()
         scheduler.step()
-    except (TypeError, ValueError) as error:
+        for multiplier in getattr(scheduler, "lr_lambdas", []):
+            for share in (0.0, 0.1, 0.5, 0.9, 1.0):
+                float(multiplier(round(share * config.max_steps)))
+    except Exception as error:  # each schedule has its own way to stumble over an argument
         raise UserError(
             f"lr_scheduler_type {config.lr_scheduler_type} with lr_scheduler_kwargs {config.lr_scheduler_kwargs}: "
             f"{' '.join(str(error).split())}"

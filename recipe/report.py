@@ -14,6 +14,7 @@ from typing import Any
 from accelerate import Accelerator
 from tqdm import tqdm
 
+from recipe.checkpoint import list_checkpoints
 from recipe.config import STANDARD_LIBRARY, TrainConfig, UserError, save_config
 from recipe.progress import progress_target
 
@@ -34,11 +35,16 @@ def choose_output_dir(config: TrainConfig, recipe: str) -> Path:
     else:
         directory = Path(config.output_dir)
         leftovers = files_of_a_run(directory)
-        if leftovers and not (config.resume_from_checkpoint or config.overwrite):
+        resumed = config.resume_from_checkpoint
+        goes_on = resumed == "latest" or (resumed and Path(resumed).absolute().parent == directory.absolute())
+        if leftovers and not (goes_on or config.overwrite):
             raise UserError(
                 f"{directory} holds another run ({', '.join(p.name for p in leftovers[:3])}); go on with it "
                 "(--resume_from_checkpoint latest), replace it (--overwrite), or name another --output_dir"
             )
+        strangers = [name for name in ("README.md", "config.json") if (directory / name).exists()]
+        if strangers and not leftovers:
+            raise UserError(f"{directory} holds files that a run would replace ({', '.join(strangers)}); name another")
     existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise UserError(f"cannot write to output_dir {directory}: {existing} is not a writable folder")
@@ -47,14 +53,14 @@ def choose_output_dir(config: TrainConfig, recipe: str) -> Path:
 
 def files_of_a_run(directory: Path) -> list[Path]:
     """What shows that a folder holds a run, and what `--overwrite` removes from it."""
-    patterns = ("checkpoint-*", "*.safetensors", METRICS_NAME, SUMMARY_NAME)
-    return sorted(path for pattern in patterns for path in directory.glob(pattern))
+    names = ("model.safetensors", METRICS_NAME, SUMMARY_NAME, CONFIG_NAME)
+    return [*list_checkpoints(directory), *(directory / name for name in names if (directory / name).exists())]
 
 
 def open_output_dir(directory: Path, config: TrainConfig) -> None:
     """Create the run's folder; with `overwrite` remove another run's checkpoints and results, and nothing else."""
     for path in files_of_a_run(directory) if config.overwrite else []:
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     directory.mkdir(parents=True, exist_ok=True)
     save_config(config, directory / CONFIG_NAME)
 
@@ -67,6 +73,8 @@ class RunReport:
         self.enabled = accelerator.is_main_process
         scalars = {k: v for k, v in asdict(config).items() if isinstance(v, (int, float, str, bool))}
         accelerator.init_trackers(config.run_name or output_dir.name, config=scalars)
+        if self.enabled and first_step and (output_dir / METRICS_NAME).exists():
+            drop_events_after(output_dir / METRICS_NAME, first_step)
         self.bar = tqdm(
             total=config.max_steps,
             initial=first_step,
@@ -126,8 +134,16 @@ class RunReport:
         self.bar.close()
 
     def summary(self, values: dict[str, Any]) -> None:
-        if self.enabled:
-            (self.output_dir / SUMMARY_NAME).write_text(json.dumps(values, indent=2) + "\n")
+        (self.output_dir / SUMMARY_NAME).write_text(json.dumps(values, indent=2) + "\n")
+
+
+def drop_events_after(path: Path, step: int) -> None:
+    """Take back what a run has logged beyond the checkpoint it is resumed from: it will log it again."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+    written = path.with_suffix(".new")
+    written.write_text("".join(kept), encoding="utf-8")
+    written.replace(path)
 
 
 def closing_words(config: TrainConfig, output_dir: Path, untrained: dict, trained: dict, sample: str) -> str:

@@ -164,6 +164,8 @@ def choose_dynamo_backend(config: TrainConfig, device: torch.device, total_flops
     if config.dynamo_backend != "auto":
         choice = Choice(config.dynamo_backend.lower(), "as asked for by --dynamo_backend")
     elif launcher != "no":
+        if launcher not in ("inductor", "aot_eager", "eager"):
+            raise UserError(f"the launcher's dynamo_backend {launcher} is not one that works here; use inductor or no")
         choice = Choice(launcher, "as set by the launcher")
     elif device.type == "cuda":
         choice = Choice("inductor", "pays on every GPU")
@@ -200,7 +202,7 @@ def micro_batch_candidates(config: TrainConfig, num_processes: int, device: torc
         below = config.global_batch_size - rest
         raise UserError(
             f"global_batch_size {config.global_batch_size} does not divide by {num_processes} processes; "
-            f"{below or num_processes} or {below + num_processes} would"
+            f"{f'{below} or ' if below else ''}{below + num_processes} would"
         )
     divisors = [size for size in range(share, 0, -1) if share % size == 0]
     accumulation = config.gradient_accumulation_steps

@@ -27,7 +27,7 @@ from recipe.hub import check_login, push_to_hub, write_model_card
 from recipe.loss import LanguageModelingLoss
 from recipe.metrics import Throughput, count_flops_per_token, count_parameters, peak_flops_per_second
 from recipe.model import build_model, build_model_config, count_exported_parameters, save_model
-from recipe.optim import build_optimizer, build_scheduler, check_schedule
+from recipe.optim import build_optimizer, build_scheduler, check_schedule, count_warmup_steps
 from recipe.report import RunReport, choose_output_dir, closing_words, open_output_dir
 from recipe.runtime import (
     build_accelerator,
@@ -101,7 +101,8 @@ def main() -> None:
         "batch": f"{config.global_batch_size} sequences = {tokens_per_step:,} tokens a step = {num_processes} process"
         f"{'es' if num_processes > 1 else ''} x {accumulation_steps} micro-batches x {micro_batch_size}",
         "run": f"{config.max_steps:,} steps = {config.max_steps * tokens_per_step:,} tokens = "
-        f"{config.max_steps * config.global_batch_size / train_rows:.2f} epochs",
+        f"{config.max_steps * config.global_batch_size / train_rows:.2f} epochs, "
+        f"{count_warmup_steps(config):,} steps of warm-up",
     })  # fmt: skip
     if config.push_to_hub and (warning := check_login()):
         report.say(warning)
@@ -165,7 +166,6 @@ def main() -> None:
     if accelerator.is_main_process:
         save_model(model, model_config, output_dir)
         save_tokenizer(tokenizer, output_dir, config.block_size)
-        sample = generate_texts(output_dir, config.sample_prompt, seed=config.seed, device=device)[0]
         summary = {
             "step": state.step,
             "tokens_seen": state.step * tokens_per_step,
@@ -186,8 +186,10 @@ def main() -> None:
             "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "environment": describe_environment(device),
         }
-        report.summary(summary)
-        write_model_card(output_dir, config, dataset, summary)
+        if throughput.laps:  # a finished run that was resumed has nothing new to say
+            report.summary(summary)
+            write_model_card(output_dir, config, dataset, summary)
+        sample = generate_texts(output_dir, config.sample_prompt, seed=config.seed, device=device)[0]
         print(closing_words(config, output_dir, state.untrained, evaluation, sample))
         if config.push_to_hub:
             print(push_to_hub(output_dir, config))

@@ -7,12 +7,12 @@ import argparse
 
 from accelerate import PartialState
 
-from recipe.config import run_main
+from recipe.config import CommandLine, run_main
 from recipe.generation import generate_texts
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = CommandLine(
         description="Sample continuations of a prompt.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--model", required=True, help="folder of a run, a checkpoint in it, or a Hub id")

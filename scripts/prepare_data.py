@@ -3,18 +3,17 @@
 python scripts/prepare_data.py --train_file a.txt --tokenizer_name DIR_OR_ID --block_size 256 --output_dir DIR
 """
 
-import argparse
 import dataclasses
 from pathlib import Path
 
-from recipe.config import UserError, run_main
+from recipe.config import CommandLine, UserError, run_main
 from recipe.data.packed import merge_shards, shard_dir
 from recipe.data.prepare import add_source_arguments, prepare_dataset, source_from
 from recipe.data.tokenizer import load_tokenizer
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Tokenize and pack text for recipe/train.py --dataset_dir.")
+    parser = CommandLine(description="Tokenize and pack text for recipe/train.py --dataset_dir.")
     add_source_arguments(parser)
     parser.add_argument("--tokenizer_name", help="tokenizer folder or Hub id")
     parser.add_argument("--block_size", type=int, default=1024, help="tokens a row (default: 1024)")
@@ -28,7 +27,7 @@ def main() -> None:
     for name in ("block_size", "num_shards", "preprocessing_num_workers"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise UserError(f"{name} must be at least 1, got {getattr(args, name)}")
-    directory = args.output_dir
+    directory = args.output_dir.absolute()
     if args.merge_shards:
         metadata = merge_shards(directory, args.num_shards)
         rows = {split: counts["rows"] for split, counts in metadata["splits"].items()}

@@ -3,24 +3,27 @@
 python scripts/train_tokenizer.py --train_file a.txt --vocab_size 8192 --output_dir DIR
 """
 
-import argparse
 from pathlib import Path
 
-from recipe.config import UserError, run_main
+from recipe.config import CommandLine, UserError, run_main
 from recipe.data.prepare import add_source_arguments, source_from
 from recipe.data.tokenizer import train_tokenizer
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train a byte-level BPE on the training documents.")
+    parser = CommandLine(description="Train a byte-level BPE on the training documents.")
     add_source_arguments(parser)
     parser.add_argument("--vocab_size", type=int, default=50257, help="tokens, with <|endoftext|> (default: 50257)")
     parser.add_argument("--output_dir", required=True, type=Path, help="folder to write, new or empty")
     args = parser.parse_args()
     if args.vocab_size < 257:
         raise UserError(f"vocab_size must be at least 257 (256 bytes and <|endoftext|>), got {args.vocab_size}")
-    if args.output_dir.exists() and any(args.output_dir.iterdir()):
-        raise UserError(f"{args.output_dir} is not empty; name another folder")
+    if args.output_dir.exists() and not (args.output_dir.is_dir() and not any(args.output_dir.iterdir())):
+        raise UserError(f"{args.output_dir} is not an empty folder; name another")
+    try:
+        args.output_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot create {args.output_dir}: {error.strerror}") from error
     tokenizer = train_tokenizer(source_from(args).train_texts(), args.vocab_size)
     tokenizer.save_pretrained(args.output_dir)
     print(f"a tokenizer of {len(tokenizer):,} tokens is in {args.output_dir}; use it with --tokenizer_name")

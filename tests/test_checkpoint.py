@@ -45,10 +45,8 @@ def test_resume_is_exact(train, tmp_path, dataset, stop_at, extra):
     shutil.copytree(whole, resumed)
     for checkpoint in list_checkpoints(resumed)[stop_at:]:
         shutil.rmtree(checkpoint)
-    (resumed / "metrics.jsonl").unlink()
     train(*options, "--resume_from_checkpoint", "latest", output_dir=resumed)
-    expected = [e for e in read_events(whole, "train") if e["step"] > stop_at]
-    found = read_events(resumed, "train")
+    expected, found = read_events(whole, "train"), read_events(resumed, "train")
     for key in ("step", "loss", "grad_norm", "learning_rate", "tokens_seen"):
         assert [e[key] for e in found] == [e[key] for e in expected], key
     assert (whole / "model.safetensors").read_bytes() == (resumed / "model.safetensors").read_bytes()
@@ -69,11 +67,12 @@ def test_resume_from_a_path_and_of_a_finished_run(train, tmp_path):
         "--max_steps", "4", "--resume_from_checkpoint", str(first / "checkpoint-2"), output_dir=tmp_path / "b"
     )
     assert [e["step"] for e in read_events(second, "train")] == [3, 4]
-    before = (first / "model.safetensors").read_bytes()
+    before, summary = (first / "model.safetensors").read_bytes(), (first / "summary.json").read_text()
     assert before == (second / "model.safetensors").read_bytes()
     train("--max_steps", "4", "--save_steps", "2", "--resume_from_checkpoint", "latest", output_dir=first)
     assert (first / "model.safetensors").read_bytes() == before
     assert [e["step"] for e in read_events(first, "train")] == [1, 2, 3, 4]
+    assert (first / "summary.json").read_text() == summary
 
 
 def test_save_total_limit(train):
@@ -108,6 +107,7 @@ def test_no_checkpoint_to_resume_from(train, tmp_path):
         (["--learning_rate", "0.1"], "learning_rate 0.003 -> 0.1"),
         (["--max_steps", "9"], "max_steps 4 -> 9"),
         (["--config_overrides", "n_layer=1"], "n_layer 2 -> 1"),
+        (["--config_overrides", "layer_norm_epsilon=0.5,scale_attn_weights=false"], "layer_norm_epsilon 1e-05 -> 0.5"),
         (["--seed", "1", "--global_batch_size", "8"], "global_batch_size 4 -> 8; seed 1337 -> 1"),
     ],
 )
@@ -151,6 +151,8 @@ def test_another_runs_folder_is_not_touched(train, tmp_path):
     """An output folder with a run in it is refused, and `--overwrite` removes that run's files and nothing else."""
     output_dir = train("--save_steps", "4")
     (output_dir / "my_notes.txt").write_text("keep")
+    (output_dir / "lora.safetensors").write_text("keep")
+    (output_dir / "checkpoint-best").mkdir()
     with pytest.raises(UserError, match=r"holds another run .*\(--overwrite\)"):
         train()
     assert (output_dir / "checkpoint-4").is_dir()
@@ -159,6 +161,7 @@ def test_another_runs_folder_is_not_touched(train, tmp_path):
     assert (output_dir / "checkpoint-4").is_dir()
     train("--overwrite", "--max_steps", "1")
     assert not list_checkpoints(output_dir) and (output_dir / "my_notes.txt").read_text() == "keep"
+    assert (output_dir / "lora.safetensors").exists() and (output_dir / "checkpoint-best").is_dir()
     assert len(read_events(output_dir, "train")) == 1
 
 
@@ -166,3 +169,37 @@ def test_output_dir_that_cannot_be_written(train, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="is not a writable folder"):
         train(output_dir=tmp_path / "file" / "run")
+
+
+def test_resuming_does_not_overrun_another_run(train, tmp_path):
+    """A checkpoint of one run is not gone on with in the folder of another."""
+    first = train("--save_steps", "2", output_dir=tmp_path / "first")
+    other = train("--save_steps", "4", "--seed", "7", output_dir=tmp_path / "other")
+    with pytest.raises(UserError, match="other holds another run"):
+        train("--resume_from_checkpoint", str(first / "checkpoint-2"), output_dir=other)
+    assert (other / "checkpoint-4").is_dir()
+
+
+def test_a_folder_of_something_else(train, tmp_path):
+    """A project's README or another model's config is not replaced."""
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "README.md").write_text("a project")
+    with pytest.raises(UserError, match=r"holds files that a run would replace \(README.md\)"):
+        train(output_dir=tmp_path / "project")
+
+
+DAMAGES = {
+    "optimizer.pt": [None, b"", b"x" * 100],
+    "model.safetensors": [None, b"", b"x" * 100],
+    "rng-0.pt": [b"x"],
+    "training_state.json": [None, b"[1]", b"{", b'{"identity": 3}', b'{"step": 2}'],
+}
+
+
+@pytest.mark.parametrize(("name", "content"), [(n, c) for n, contents in DAMAGES.items() for c in contents])
+def test_a_damaged_checkpoint_is_one_sentence(train, name, content):
+    """Whatever is missing or broken in it."""
+    path = train("--save_steps", "4") / "checkpoint-4" / name
+    path.unlink() if content is None else path.write_bytes(content)
+    with pytest.raises(UserError, match=r"checkpoint-4 is damaged \(.*resume from another checkpoint"):
+        train("--resume_from_checkpoint", "latest")

@@ -56,8 +56,9 @@ def test_numbers_and_no_as_yaml_writes_them(tmp_path):
     """YAML 1.1 reads 6e-4 as a string and a bare `no` as false; both mean what they say."""
     path = tmp_path / "a.yaml"
     path.write_text("dataset_dir: d\nlearning_rate: 6e-4\nmixed_precision: no\ndynamo_backend: no\nmax_steps: 1e3\n")
-    config = load("--config", str(path))
+    config = load("--config", str(path), "--lr_scheduler_kwargs", "min_lr=1e-5", "--report_to", "none")
     assert config.learning_rate == 6e-4 and config.max_steps == 1000
+    assert config.lr_scheduler_kwargs == {"min_lr": 1e-5} and config.report_to is None
     assert (config.mixed_precision, config.dynamo_backend) == ("no", "no")
 
 
@@ -87,7 +88,14 @@ def test_saved_config_repeats_the_run(tmp_path):
         (["--label_smoothing_factor", "-0.1"], "label_smoothing_factor must be"),
         (["--warmup_steps", "2.5"], "warmup_steps must be a whole number"),
         (["--mixed_precision", "bf61"], "invalid choice: 'bf61'"),
-        (["--dynamo_backend", "inductr"], "dynamo_backend must be one of auto, no, eager"),
+        (["--dynamo_backend", "inductr"], "invalid choice: 'inductr'"),
+        (["--resume_from_checkpoint", ""], "resume_from_checkpoint must not be empty"),
+        (["--output_dir", ""], "output_dir must not be empty"),
+        (["--seed", "4294967296"], "seed must be below 2**31"),
+        (["--max_steps", "9" * 400], "max_steps must be a whole number"),
+        (["--validation_file", "a.txt"], "--validation_file has no effect on --dataset_dir"),
+        (["--validation_split_percentage", "50"], "--validation_split_percentage has no effect on --dataset_dir"),
+        (["--dataloader_num_workers", "2", "--data_placement", "ram"], "--data_placement mmap only"),
         (["--lr_scheduler_type", "cosin"], "did you mean cosine?"),
         (["--per_device_train_batch_size", "big"], "per_device_train_batch_size must be auto or at least 1"),
         (["--per_device_train_batch_size", "0"], "per_device_train_batch_size must be auto or at least 1"),
@@ -124,6 +132,9 @@ def test_errors_on_the_command_line(argv, expected):
         ("mixed_precision: int8\n", "mixed_precision must be auto or no or bf16 or fp16"),
         ("config_overrides: 3\n", "config_overrides must be a mapping"),
         ("max_steps:\n", "max_steps must be a whole number, got None"),
+        ("report_to: [null]\n", "report_to must be a list of strings"),
+        ("config: demo\n", "unknown key 'config'"),
+        ("a: " + "[" * 5000 + "\n", "is not valid YAML"),
     ],
 )
 def test_errors_in_the_file(tmp_path, content, expected):
@@ -137,7 +148,7 @@ def test_errors_in_the_file(tmp_path, content, expected):
 @pytest.mark.parametrize("name", [p.stem for p in sorted(CONFIGS_DIR.glob("*.yaml"))])
 def test_every_recipe_loads(name):
     config = load("--config", name) if name == "demo" else load("--config", name, *DATA)
-    assert config.global_batch_size * config.block_size > 0
+    assert config.global_batch_size * config.block_size == {"demo": 2048, "gpt2_1558m": 2**20}.get(name, 2**19)
 
 
 def test_the_numbers_of_gpt2_124m():

@@ -1,5 +1,8 @@
 """Generation from a saved model."""
 
+import json
+import shutil
+
 import pytest
 import torch
 from conftest import BLOCK_SIZE
@@ -61,6 +64,8 @@ def test_no_prompt_starts_a_document(model_dir):
         ({"top_k": -1}, "top_k"),
         ({"num_samples": 0}, "num_samples"),
         ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"seed": -1}, "seed"),
+        ({"seed": 2**32}, "seed"),
     ],
 )
 def test_options_out_of_range(options, expected):
@@ -68,6 +73,23 @@ def test_options_out_of_range(options, expected):
         generate_texts("anything", "x", **options)
 
 
+def test_nothing_is_put_around_the_prompt(model_dir, tmp_path):
+    """A tokenizer that closes texts would make the model begin a new document."""
+    shutil.copytree(model_dir, tmp_path / "closing")
+    content = json.loads((tmp_path / "closing" / "tokenizer.json").read_text())
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}],
+        "pair": [],
+        "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}},
+    }
+    (tmp_path / "closing" / "tokenizer.json").write_text(json.dumps(content))
+    expected = generate_texts(model_dir, "the cat", max_new_tokens=9, temperature=0)
+    assert generate_texts(tmp_path / "closing", "the cat", max_new_tokens=9, temperature=0) == expected
+
+
 def test_no_model(tmp_path):
+    with pytest.raises(UserError, match="the prompt is not valid UTF-8"):
+        generate_texts(tmp_path, "\udcff")
     with pytest.raises(UserError, match="cannot load a model and its tokenizer"):
         generate_texts(tmp_path, "x")

@@ -31,7 +31,7 @@ def api(monkeypatch):
 PUSH = ["--push_to_hub", "--hub_model_id", "someone/tiny", "--save_steps", "4"]
 
 
-def test_the_model_folder_is_uploaded(train, api, capsys):
+def test_the_model_folder_is_uploaded(train, api, dataset_dir, capsys):
     """Weights, config, tokenizer, card and metrics; no checkpoint, no file that names local paths."""
     output_dir = train(*PUSH, "--hub_private_repo")
     (_, created, options), (_, uploaded, kwargs) = api.calls
@@ -39,7 +39,8 @@ def test_the_model_folder_is_uploaded(train, api, capsys):
     names = [str(p.relative_to(output_dir)) for p in output_dir.rglob("*") if p.is_file()]
     sent = set(filter_repo_objects(names, allow_patterns=kwargs["allow_patterns"]))
     assert sent == set(hub.PUBLISHED)
-    assert not any(str(output_dir.parent) in (output_dir / name).read_text(errors="ignore") for name in sent)
+    folder = str(dataset_dir.parent.parent).encode()  # of the corpus, the dataset and the run
+    assert not any(folder in (output_dir / name).read_bytes() for name in sent)
     assert "published at https://huggingface.co/someone/tiny" in capsys.readouterr().out
 
 
@@ -64,4 +65,12 @@ def test_the_card(train):
     """The Hub can read the card, and it holds the numbers of the run."""
     card = ModelCard.load(train() / "README.md")
     assert card.data.library_name == "transformers" and card.data.pipeline_tag == "text-generation"
-    assert "validation loss" in card.text and "bits per byte" in card.text
+    assert "validation loss" in card.text and "| source | corpus.jsonl |" in card.text
+
+
+def test_the_source_on_the_card():
+    """Names without folders, and the dataset's id as it is."""
+    assert hub.describe_source({"train_files": ["/a/b.txt", "c/d.txt"], "validation_files": []}) == "b.txt, d.txt"
+    assert hub.describe_source(
+        {"dataset_name": "HuggingFaceFW/fineweb-edu", "dataset_config_name": "sample-10BT"}
+    ) == ("HuggingFaceFW/fineweb-edu, sample-10BT")

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
@@ -155,17 +156,38 @@ def test_padding_comes_back_exactly(tmp_path, tied):
         assert torch.equal(saved, restored), name
 
 
+def test_weights_of_another_model_are_not_loaded(tmp_path):
+    """A missing or unknown tensor is an error, not random weights."""
+    config, model_config, model = tiny()
+    save_model(model, model_config, tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    for changed in (
+        {k: v for k, v in weights.items() if k != "transformer.wpe.weight"},
+        {**weights, "x": weights["transformer.wpe.weight"].clone()},
+    ):
+        save_file(changed, tmp_path / "model.safetensors")
+        with pytest.raises(ValueError, match="lacks, or has besides: (transformer.wpe.weight|x)"):
+            load_weights(model, tmp_path, 500)
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ("n_layers=4", "GPT2Config has no 'n_layers'"),
+        ("n_layers=4", "config_overrides has no 'n_layers'; it may set n_layer"),
         ("vocab_size=9", "must not set vocab_size: it follows the tokenizer"),
         ("n_positions=9", "must not set n_positions: set block_size"),
         ("n_embd=100,n_head=12", "n_embd 100 is not divisible by n_head 12; n_head could be 1, 2, 4, 5, 10"),
-        ("n_layer=0", "n_layer must be at least 1"),
-        ("n_embd=-8", "n_embd must be at least 1"),
-        ("n_layer=two", "n_layer"),
-        ("n_head=0", "n_head must be at least 1"),
+        ("n_layer=0", "n_layer must be a whole number from 1 to"),
+        ("n_embd=-8", "n_embd must be a whole number from 1 to"),
+        ("n_layer=two", "n_layer must be a whole number .* got 'two'"),
+        ("n_layer=true", "n_layer must be a whole number"),
+        ("n_layer=1.5", "n_layer must be a whole number"),
+        ("n_inner=0", "n_inner must be a whole number from 1"),
+        ("resid_pdrop=2", "resid_pdrop must be a number from 0 to 0.99"),
+        ("initializer_range=-1.0", "initializer_range must be a number"),
+        ("tie_word_embeddings=1", "tie_word_embeddings must be true or false"),
+        ("dtype=bfloat16", "has no 'dtype'"),
+        ("n_head=0", "n_head must be a whole number from 1 to"),
         ("activation_function=swishy", "activation_function"),
     ],
 )

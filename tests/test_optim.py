@@ -88,4 +88,7 @@ def test_bad_schedule_arguments():
         check_schedule(config_of("--lr_scheduler_type", "reduce_lr_on_plateau"))
     with pytest.raises(UserError, match="lr_scheduler_type linear with lr_scheduler_kwargs"):
         check_schedule(config_of("--lr_scheduler_type", "linear", "--lr_scheduler_kwargs", "min_lr_rate=0.1"))
+    with pytest.raises(UserError, match="lr_scheduler_kwargs .*min_lr_rate"):  # noticed after the warm-up only
+        check_schedule(config_of("--lr_scheduler_kwargs", "min_lr_rate=abc"))
+    check_schedule(config_of("--lr_scheduler_kwargs", "min_lr_rate=1e-1"))
     check_schedule(config_of("--lr_scheduler_type", "linear"))

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 from conftest import BLOCK_SIZE, VOCAB_SIZE, make_documents
 from filelock import FileLock
+from tokenizers import normalizers
 
 from recipe.config import UserError, load_config
 from recipe.data import encoder, prepare
 from recipe.data import text as text_module
+from recipe.data.encoder import build_encoder
 from recipe.data.packed import (
     PackedSplit,
     PackedWriter,
@@ -115,6 +117,34 @@ def test_second_preparation_reuses_the_first(tmp_path, jsonl_file, tokenizer_dir
     with pytest.raises(UserError, match="was made from other input; pass --overwrite"):
         prepare_dataset(source, directory, 8, load_tokenizer(str(tokenizer_dir)))
     assert prepare_dataset(source, directory, 8, load_tokenizer(str(tokenizer_dir)), overwrite=True).block_size == 8
+
+
+@pytest.mark.parametrize("how", ["truncated", "broken metadata"])
+def test_a_damaged_dataset_is_made_again(tmp_path, jsonl_file, tokenizer_dir, how):
+    """On demand by the script, by itself in the cache of recipe/train.py."""
+    source, tokenizer = TextSource(train_files=(str(jsonl_file),)), load_tokenizer(str(tokenizer_dir))
+    made = prepare_dataset(source, tmp_path / "d", 16, tokenizer)
+    damage(tmp_path / "d", how)
+    with pytest.raises(UserError, match="--overwrite"):
+        prepare_dataset(source, tmp_path / "d", 16, tokenizer)
+    assert prepare_dataset(source, tmp_path / "d", 16, tokenizer, overwrite=True).metadata == made.metadata
+
+    argv = ["--train_file", str(jsonl_file), "--tokenizer_name", str(tokenizer_dir), "--block_size", "16"]
+    config = load_config([*argv, "--cache_dir", str(tmp_path / "cache")])[0]
+    cached = open_dataset_for(config)
+    damage(cached.directory, how)
+    assert open_dataset_for(config).metadata == cached.metadata
+
+
+def test_padding_and_truncation_of_a_tokenizer_stay_out(tmp_path, documents, tokenizer_dir):
+    """A tokenizer.json saved with either gives the ids of the text all the same."""
+    expected = [ids.tolist() for ids in map(build_encoder(load_tokenizer(str(tokenizer_dir)), [])[0], documents)]
+    tokenizer = load_tokenizer(str(tokenizer_dir))
+    tokenizer.backend_tokenizer.enable_padding(pad_id=5, pad_token="x")
+    tokenizer.backend_tokenizer.enable_truncation(8)
+    tokenizer.backend_tokenizer.normalizer = normalizers.Sequence([])  # not tiktoken's: tokenizers encodes
+    encode, how = build_encoder(tokenizer, documents[:3])
+    assert how.startswith("tokenizers") and [encode(text).tolist() for text in documents] == expected
 
 
 def test_overwrite_replaces_packed_datasets_only(tmp_path, jsonl_file, tokenizer_dir):
@@ -297,6 +327,11 @@ def test_texts_too_short(tmp_path, tokenizer_dir):
     (tmp_path / "a.txt").write_text("short text\n" * 90)
     with pytest.raises(UserError, match="the validation text .* larger --validation_split_percentage"):
         prepare_dataset(source, tmp_path / "d", 64, load_tokenizer(str(tokenizer_dir)))
+    (tmp_path / "one.jsonl").write_text('{"text": "%s"}\n' % ("word " * 900))
+    with pytest.raises(UserError, match="the text is one document, .* pass a --validation_file"):
+        prepare_dataset(
+            TextSource((str(tmp_path / "one.jsonl"),)), tmp_path / "d", 64, load_tokenizer(str(tokenizer_dir))
+        )
     (tmp_path / "empty.jsonl").write_text('{"text": ""}\n{"text": ""}\n')
     with pytest.raises(UserError, match="the text is empty"):
         prepare_dataset(
@@ -323,6 +358,15 @@ def damage(directory, how):
         (directory / "metadata.json").write_text(json.dumps({**metadata, "vocab_size": 100}))
     elif how == "rows":
         (directory / "metadata.json").write_text(json.dumps({**metadata, "block_size": 31}))
+    elif how == "no hash":
+        (directory / "metadata.json").write_text(
+            json.dumps({k: v for k, v in metadata.items() if k != "content_sha256"})
+        )
+    elif how == "word":
+        (directory / "metadata.json").write_text(json.dumps({**metadata, "vocab_size": "500"}))
+    elif how == "no bytes":
+        metadata["splits"]["validation"]["bytes"] = 0
+        (directory / "metadata.json").write_text(json.dumps(metadata))
     elif how == "tokenizer":
         train_tokenizer(make_documents(50, seed=9), 300).save_pretrained(directory / "tokenizer")
 
@@ -339,6 +383,9 @@ def damage(directory, how):
         ("ids", "beyond its vocabulary of 100"),
         ("rows", "has not the .* rows of 32 ids"),
         ("tokenizer", "is not the tokenizer this dataset was made with"),
+        ("no hash", "is not a complete packed dataset .KeyError: 'content_sha256'"),
+        ("word", "vocab_size is '500'"),
+        ("no bytes", "says that validation is empty"),
     ],
 )
 def test_incomplete_or_changed_datasets_are_not_opened(tmp_path, dataset_dir, how, expected):

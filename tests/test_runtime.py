@@ -1,7 +1,9 @@
 """What `auto` resolves to, and why; threads, batch arithmetic, compiled graphs."""
 
 import contextlib
-import os
+import platform
+import subprocess
+import sys
 import types
 
 import pytest
@@ -91,7 +93,30 @@ def test_all_cores_are_used_although_the_launcher_says_one(monkeypatch):
             assert torch.get_num_threads() == expected
     finally:
         torch.set_num_threads(before)
-    assert count_cpus() == len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else True
+
+
+def test_a_backend_of_the_launcher_that_would_not_work(monkeypatch):
+    """CUDA graphs, for one, give wrong gradients with accumulation."""
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "CUDAGRAPHS")
+    with pytest.raises(UserError, match="dynamo_backend cudagraphs is not one that works here"):
+        choose_dynamo_backend(config_of(), CUDA, 1)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's allocator only")
+def test_freed_memory_is_kept():
+    """After it, a large buffer that was freed and asked for again costs no page faults."""
+    code = (
+        "import resource, sys, torch; from recipe.runtime import keep_freed_memory\n"
+        "if sys.argv[1] == 'keep': keep_freed_memory(torch.device('cpu'))\n"
+        "torch.empty(2**26).fill_(1); before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "for _ in range(5): torch.empty(2**26).fill_(1)\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)"
+    )
+    faults = {}
+    for mode in ("keep", "give_back"):
+        result = subprocess.run([sys.executable, "-c", code, mode], capture_output=True, text=True, check=True)
+        faults[mode] = int(result.stdout)
+    assert faults["keep"] < faults["give_back"] / 10
 
 
 @pytest.mark.parametrize(
@@ -116,7 +141,7 @@ def test_micro_batches(argv, num_processes, device, expected):
     ("argv", "num_processes", "expected"),
     [
         ([], 3, "does not divide by 3 processes; 510 or 513 would"),
-        (["--global_batch_size", "2"], 4, "2 does not divide by 4 processes; 4 or 4 would"),
+        (["--global_batch_size", "2"], 4, "2 does not divide by 4 processes; 4 would"),
         (["--per_device_train_batch_size", "12"], 8, "these would: 1, 2, 4, 8, 16, 32, 64"),
         (["--gradient_accumulation_steps", "3"], 1, "gradient_accumulation_steps 3 does not divide"),
         (["--gradient_accumulation_steps", "2", "--per_device_train_batch_size", "8"], 1, "leave one of them out"),
@@ -172,7 +197,7 @@ def test_one_graph_for_training_and_one_for_evaluation(train):
         "bf16",
     )
     assert counters["stats"]["unique_graphs"] == 2
-    assert not counters["graph_break"] and not counters["recompiles"]
+    assert not counters["graph_break"]
     assert len(read_events(output_dir, "eval")) == 4
 
 

@@ -155,7 +155,9 @@ def test_one_text_gives_its_tail_for_validation(tmp_path, monkeypatch, piece_cha
     (first, head), (second, tail) = joined(source.pieces())
     assert (first, second) == ("train", "validation")
     assert head + tail == text and head.endswith("\n") and 0.94 < len(head) / len(text) < 0.951
-    assert cut_at_line("no line break", 0.5) == ("no lin", "e break")
+    assert cut_at_line("no line break", 6, 9) == ("no lin", "e break")
+    assert cut_at_line("a\nb\nc d", 6, 3) == ("a\nb\n", "c d")
+    assert cut_at_line("title\n" + "x" * 94, 95, 2) == ("title\n" + "x" * 89, "x" * 5)  # not where the only line ends
 
 
 def test_validation_file(tmp_path):
@@ -254,7 +256,7 @@ def test_bad_files_are_named(tmp_path, name):
             {"train_files": ("a.pdf",)},
             "cannot read a.pdf: use .txt, .jsonl, .json, .csv, .parquet files, plain or .gz",
         ),
-        ({"train_files": ("folder",)}, "there is no file folder to read"),
+        ({"train_files": ("folder",)}, "no file in folder can be read"),
         ({}, "one of them"),
         ({"train_files": ("a.txt",), "dataset_name": "x"}, "one of them"),
         ({"dataset_name": "x", "validation_files": ("a.txt",)}, "--validation_file needs --train_file"),

@@ -30,6 +30,15 @@ from recipe.data.tokenizer import load_tokenizer, save_tokenizer, tokenizer_sha2
 FORMAT_VERSION = 1
 SPLITS = ("train", "validation")
 COUNTS = ("documents", "tokens", "bytes", "rows", "max_token_id", "long_documents", "tokens_in_long_documents")
+METADATA = {
+    "block_size": int,
+    "vocab_size": int,
+    "eos_token_id": int,
+    "tokenizer_sha256": str,
+    "content_sha256": str,
+    "source": dict,
+    "splits": dict,
+}
 ARROW_END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"  # of the Arrow IPC streaming format
 SAMPLED_ROWS = 4096  # rows of a split looked at when it is opened
 
@@ -277,8 +286,14 @@ def _write_state(directory: Path, split: str, sha256: str, files: list[str]) -> 
 
 
 def _check_counts(counts: dict[str, dict], block_size: int) -> None:
-    if not any(counts[split]["documents"] for split in SPLITS):
+    num_documents = sum(counts[split]["documents"] for split in SPLITS)
+    if num_documents == 0:
         raise UserError("the text is empty: it holds no document with any character")
+    if counts["validation"]["documents"] == 0:
+        raise UserError(
+            f"the text is one document, or {num_documents} equal ones, and none can be held out: "
+            "pass a --validation_file"
+        )
     for split in SPLITS:
         if counts[split]["rows"] == 0:
             remedy = (
@@ -317,7 +332,8 @@ class PackedDataset:
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer the ids belong to. Raises `UserError` if its files were changed."""
         tokenizer = load_tokenizer(str(self.directory / "tokenizer"))
-        if tokenizer_sha256(tokenizer) != self.metadata["tokenizer_sha256"]:
+        same = tokenizer_sha256(tokenizer) == self.metadata["tokenizer_sha256"]
+        if not same or len(tokenizer) != self.vocab_size:
             raise UserError(
                 f"{self.directory}/tokenizer is not the tokenizer this dataset was made with; "
                 "prepare the dataset again"
@@ -379,14 +395,19 @@ class PackedSplit:
 
 def open_packed_dataset(directory: Path, block_size: int | None = None) -> PackedDataset:
     """Open a dataset if it is complete and what the run asks for. Raises `UserError` saying what is wrong."""
-    again = "make it with scripts/prepare_data.py"
+    again = "make it (again) with scripts/prepare_data.py --overwrite"
     if not directory.is_dir():
         raise UserError(f"there is no dataset {directory}; {again}")
     try:
         metadata = json.loads((directory / "metadata.json").read_text())
         if metadata["format_version"] != FORMAT_VERSION:
             raise UserError(f"{directory} has format {metadata['format_version']}, not {FORMAT_VERSION}; {again}")
+        for key, kind in METADATA.items():
+            if not isinstance(metadata[key], kind):
+                raise UserError(f"{directory}/metadata.json: {key} is {metadata[key]!r}; {again}")
         for split in SPLITS:
+            if min(metadata["splits"][split][key] for key in ("rows", "tokens", "bytes")) < 1:
+                raise UserError(f"{directory}/metadata.json says that {split} is empty; {again}")
             for name, size in metadata["splits"][split]["file_bytes"].items():
                 found = (directory / split / name).stat().st_size
                 if found != size:
@@ -407,7 +428,8 @@ def open_packed_dataset(directory: Path, block_size: int | None = None) -> Packe
             f"is missing; {again}"
         ) from error
     except Exception as error:  # damaged JSON or Arrow: json, pyarrow and datasets each raise their own
-        raise UserError(f"{directory} is not a complete packed dataset: {str(error)[:200]}; {again}") from error
+        reason = f"{type(error).__name__}: {str(error)[:200]}"
+        raise UserError(f"{directory} is not a complete packed dataset ({reason}); {again}") from error
     if block_size is not None and metadata["block_size"] != block_size:
         raise UserError(
             f"{directory} has block_size {metadata['block_size']}, the run asks for {block_size}; "

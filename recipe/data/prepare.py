@@ -12,9 +12,9 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from recipe.config import TrainConfig, UserError
+from recipe.config import TEXT_OPTIONS, TrainConfig, UserError
 from recipe.data.encoder import build_encoder, encode_pieces
-from recipe.data.packed import PackedDataset, PackedWriter, open_packed_dataset
+from recipe.data.packed import FORMAT_VERSION, PackedDataset, PackedWriter, open_packed_dataset
 from recipe.data.text import Piece, TextSource
 from recipe.data.tokenizer import load_tokenizer, tokenizer_sha256, train_tokenizer
 from recipe.environment import count_cpus
@@ -45,11 +45,16 @@ def prepare_dataset(
     if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
         made_from = _fingerprint_in(directory)
         if made_from == fingerprint:
-            say(f"{directory} is already prepared from this input")
-            return open_packed_dataset(directory, block_size)
-        if made_from is None:
+            try:
+                opened = open_packed_dataset(directory, block_size)
+                say(f"{directory} is already prepared from this input")
+                return opened
+            except UserError:  # damaged since then
+                if not overwrite:
+                    raise
+        elif made_from is None and not (directory / "metadata.json").is_file():
             raise UserError(f"{directory} exists and is not a packed dataset; name another folder")
-        if not overwrite:
+        elif not overwrite:
             raise UserError(
                 f"{directory} was made from other input; pass --overwrite to replace it, or another folder"
             )
@@ -121,26 +126,13 @@ def fingerprint_of(
 ) -> str:
     """SHA-256 of all that decides a packed dataset: text, tokenizer (or the size of the one to train), row length."""
     identity = tokenizer_sha256(tokenizer) if tokenizer else f"bpe {tokenizer_vocab_size}"
-    return hashlib.sha256(f"{source.fingerprint} {identity} {block_size}".encode()).hexdigest()
-
-
-SOURCE_FIELDS = (
-    "train_file",
-    "validation_file",
-    "dataset_name",
-    "dataset_config_name",
-    "dataset_split",
-    "text_column_name",
-    "document_separator",
-    "validation_split_percentage",
-    "skip_bad_files",
-)
+    return hashlib.sha256(f"{FORMAT_VERSION} {source.fingerprint} {identity} {block_size}".encode()).hexdigest()
 
 
 def add_source_arguments(parser: argparse.ArgumentParser) -> None:
     """Give a script the source options of recipe/train.py, under the same names and with the same defaults."""
     for field in dataclasses.fields(TrainConfig):
-        if field.name in SOURCE_FIELDS:
+        if field.name in ("train_file", "dataset_name", *TEXT_OPTIONS):
             kwargs: dict = {"default": field.default, "help": field.metadata["help"].replace("%", "%%")}
             if isinstance(field.default, bool):
                 kwargs["action"] = "store_true"
@@ -188,8 +180,15 @@ def open_dataset_for(config: TrainConfig) -> PackedDataset:
     fingerprint = fingerprint_of(source, config.block_size, tokenizer, config.tokenizer_vocab_size)
     name = Path(config.dataset_name or config.train_file[0]).stem
     directory = Path(config.cache_dir) / f"{name}-{fingerprint[:12]}"
-    return prepare_dataset(source, directory, config.block_size, tokenizer, config.tokenizer_vocab_size,
-                           num_workers=config.preprocessing_num_workers)  # fmt: skip
+    return prepare_dataset(
+        source,
+        directory,
+        config.block_size,
+        tokenizer,
+        config.tokenizer_vocab_size,
+        overwrite=True,  # the name is the content's: what is there and cannot be opened is damaged
+        num_workers=config.preprocessing_num_workers,
+    )
 
 
 def _fingerprint_in(directory: Path) -> str | None:

@@ -240,17 +240,18 @@ def cut_off_tail(parts: Iterable[tuple[str, bool]], num_bytes: int, percentage: 
         length = len(text.encode("utf-8"))
         rest = text
         if split == "train" and (position + length > limit or ends):
-            head, rest = cut_at_line(text, min((limit - position) / length, 1.0) if length else 1.0)
+            share = min((limit - position) / length, 1.0) if length else 1.0
+            head, rest = cut_at_line(text, round(len(text) * share), reach=round(num_bytes - limit) // 2)
             yield Piece("train", head, True)
             split = "validation"
         yield Piece(split, rest, ends)
         position += length
 
 
-def cut_at_line(text: str, share: float) -> tuple[str, str]:
-    """Cut a text in two after the last line break before `share` of it (or, without one, right there)."""
-    position = round(len(text) * share)
-    position = text.rfind("\n", 0, position) + 1 or position
+def cut_at_line(text: str, position: int, reach: int) -> tuple[str, str]:
+    """Cut a text in two at `position`, or after the last line break before it, if that is within `reach`."""
+    line_start = text.rfind("\n", max(0, position - reach), position) + 1
+    position = line_start or position
     return text[:position], text[position:]
 
 
@@ -380,7 +381,16 @@ def read_dataset(name: str, config_name: str | None, column: str) -> dict[str, I
     except Exception as error:  # the Hub client, datasets and the file system each raise their own
         raise UserError(f"cannot open dataset {name}: {' '.join(str(error).split())[:300]}") from error
     splits = loaded if isinstance(loaded, dict) else {"train": loaded}
-    return {split: texts_of(rows, column, f"dataset {name}") for split, rows in splits.items()}
+    return {split: _guarded(texts_of(rows, column, f"dataset {name}"), name) for split, rows in splits.items()}
+
+
+def _guarded(texts: Iterator[str], name: str) -> Iterator[str]:
+    try:
+        yield from texts
+    except UserError:
+        raise
+    except Exception as error:  # the network, datasets and pyarrow each raise their own
+        raise UserError(f"cannot read dataset {name}: {' '.join(str(error).split())[:300]}") from error
 
 
 def read_standard_library() -> Iterator[str]:
@@ -436,7 +446,7 @@ def _expand(paths: Iterable[str]) -> list[str]:
         if Path(path).is_dir():
             found = [p for p in found if Path(p.lower().removesuffix(".gz").removesuffix(".zst")).suffix in READERS]
         if not found:
-            raise UserError(f"there is no file {path}" + (" to read" if Path(path).is_dir() else ""))
+            raise UserError(f"no file in {path} can be read" if Path(path).is_dir() else f"there is no file {path}")
         files += found
     return files
 
