@@ -3,6 +3,9 @@
 import json
 import pickle
 import shutil
+import signal
+import subprocess
+import sys
 
 import datasets
 import numpy as np
@@ -435,3 +438,37 @@ def test_identity_of_a_tokenizer_survives_saving(tmp_path, tokenizer_dir):
     assert tokenizer_sha256(load_tokenizer(str(tmp_path))) == tokenizer_sha256(tokenizer)
     other = train_tokenizer(make_documents(50, seed=9), 300)
     assert tokenizer_sha256(other) != tokenizer_sha256(tokenizer)
+
+
+@pytest.mark.parametrize("kill_after", [0, 7])
+def test_sigkill_and_started_again_is_byte_identical(tmp_path, jsonl_file, tokenizer_dir, small_steps, kill_after):
+    """Really killed, with nothing cleaned up and half a commit in the files, by a process of its own."""
+    code = f"""
+import os, signal
+from pathlib import Path
+from recipe.data import encoder, prepare
+from recipe.data.packed import PackedWriter, SplitWriter
+from recipe.data.text import TextSource
+from recipe.data.tokenizer import load_tokenizer
+
+prepare.COMMIT_CHARACTERS, encoder.BATCH_CHARACTERS = 2000, 300
+commit, commits = SplitWriter.commit, iter(range(10**6))
+
+def commit_and_die(self):
+    saved = commit(self)
+    if next(commits) == 2 * {kill_after} + 1:  # between the files of the splits and the journal
+        os.kill(os.getpid(), signal.SIGKILL)
+    return saved
+
+SplitWriter.commit = commit_and_die
+source = TextSource(train_files=({str(jsonl_file)!r},))
+prepare.prepare_dataset(source, Path({str(tmp_path / "d")!r}), 16, load_tokenizer({str(tokenizer_dir)!r}))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == -signal.SIGKILL, result.stderr
+    assert not (tmp_path / "d").exists() and (tmp_path / ".d.partial").is_dir()
+    source, tokenizer = TextSource(train_files=(str(jsonl_file),)), load_tokenizer(str(tokenizer_dir))
+    for name in ("d", "e"):
+        prepare_dataset(source, tmp_path / name, 16, tokenizer)
+    assert contents(tmp_path / "d") == contents(tmp_path / "e")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["d", "e"]
