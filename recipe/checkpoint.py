@@ -130,6 +130,8 @@ def find_checkpoint(output_dir: Path, resume_from_checkpoint: str) -> Path:
             raise UserError(f"--resume_from_checkpoint latest: there is no checkpoint in {output_dir}")
         return checkpoints[-1]
     directory = Path(resume_from_checkpoint)
+    if list_checkpoints(directory):  # the folder of a run
+        return list_checkpoints(directory)[-1]
     if not (directory / STATE_NAME).is_file():
         raise UserError(f"--resume_from_checkpoint: {directory} is not a checkpoint (no {STATE_NAME})")
     return directory
@@ -144,12 +146,15 @@ def read_state(directory: Path, identity: dict) -> dict:
     except Exception as error:  # not there, not JSON, or JSON of another shape
         raise _damaged(directory, error) from error
     differences = [
-        f"{key} {saved.get(key)!r} -> {identity.get(key)!r}"
+        f"{key} {_short(saved.get(key))} -> {_short(identity.get(key))}"
         for key in sorted({*saved, *identity})
         if saved.get(key) != identity.get(key)
     ]
     if differences:
-        raise UserError(f"{directory} belongs to another run; different: {'; '.join(differences)}")
+        raise UserError(
+            f"{directory} was made with other options: {'; '.join(differences)}; go on with the run's own "
+            "(--config training_config.yaml of its folder), or start a new run"
+        )
     return content
 
 
@@ -179,6 +184,10 @@ def load_checkpoint(
     except Exception as error:  # a file that is missing, cut short or changed: each reader raises its own
         raise _damaged(directory, error) from error
     return RunState(content["step"], content["untrained"], content["train_seconds"])
+
+
+def _short(value: object) -> str:
+    return value[:12] if isinstance(value, str) and len(value) == 64 else repr(value)  # a SHA-256
 
 
 def _damaged(directory: Path, error: Exception) -> UserError:

@@ -193,6 +193,9 @@ def run_main(main: Callable[[], None]) -> None:
         main()
     except UserError as error:
         sys.exit(f"error: {error}" if os.environ.get("RANK", "0") == "0" else 1)
+    except KeyboardInterrupt:
+        print("\ninterrupted; a run goes on from its last checkpoint with --resume_from_checkpoint", file=sys.stderr)
+        sys.exit(130)
 
 
 def save_config(config: TrainConfig, path: Path) -> None:
@@ -201,6 +204,14 @@ def save_config(config: TrainConfig, path: Path) -> None:
     for key in ("output_dir", "overwrite", "resume_from_checkpoint"):
         values.pop(key, None)
     path.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+
+
+def check_not_a_missing_folder(name: str) -> None:
+    """Raise `UserError` for a path that is not there, before its name is looked for on the Hub."""
+    path = Path(name).expanduser()
+    looks_local = path.is_absolute() or name.startswith(".") or len(path.parts) > 2 or Path(path.parts[0]).is_dir()
+    if looks_local and not path.exists():
+        raise UserError(f"there is no folder {name}")
 
 
 class _Parser(HfArgumentParser):

@@ -7,7 +7,7 @@ from accelerate.utils import set_seed
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from recipe.config import UserError
+from recipe.config import UserError, check_not_a_missing_folder
 
 
 def generate_texts(
@@ -40,6 +40,11 @@ def generate_texts(
         prompt.encode("utf-8")
     except UnicodeEncodeError as error:
         raise UserError("the prompt is not valid UTF-8 text") from error
+    check_not_a_missing_folder(str(model_name_or_path))
+    folder = Path(model_name_or_path)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        found = sorted(str(path.parent) for path in folder.glob("*/config.json"))
+        raise UserError(f"there is no model in {folder}" + (f"; there is one in {', '.join(found)}" if found else ""))
     disable_progress_bar()  # a second bar for loading weights that takes milliseconds
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_name_or_path)

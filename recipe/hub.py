@@ -23,7 +23,7 @@ PUBLISHED = [
 def check_login() -> str | None:
     """A warning to give before training if the upload at its end cannot succeed, else None."""
     if get_token() is None:
-        return "warning: --push_to_hub, but no Hub token is set up here (`hf auth login`); training goes on without"
+        return "warning: the upload at the end will fail unless you log in before (`hf auth login`)"
     return None
 
 
@@ -33,6 +33,7 @@ def write_model_card(output_dir: Path, config: TrainConfig, dataset: PackedDatas
     card_data = ModelCardData(
         library_name="transformers", pipeline_tag="text-generation", tags=["gpt2", "gpt2-recipe"], model_name=name
     )
+    where = config.hub_model_id or output_dir
     text = f"""---
 {card_data.to_yaml()}
 ---
@@ -55,7 +56,7 @@ A GPT-2 language model of {summary["num_parameters"]:,} parameters, trained from
 ```python
 from transformers import pipeline
 
-print(pipeline("text-generation", model="{name}")("The ", max_new_tokens=50)[0]["generated_text"])
+print(pipeline("text-generation", model="{where}")("The ", max_new_tokens=50)[0]["generated_text"])
 ```
 """
     ModelCard(text).save(output_dir / "README.md")
@@ -82,7 +83,7 @@ def push_to_hub(output_dir: Path, config: TrainConfig) -> str:
         )
         return f"published at {url}"
     except Exception as error:  # network, authentication, quota, ...: the trained model is worth more than any of it
-        files = " ".join(f"--include {name}" for name in PUBLISHED)
+        files = " ".join(f"\\\n        --include {name}" for name in PUBLISHED)
         return (
             f"upload to the Hub failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}\n"
             f"the model is safe in {output_dir}; repeat with\n"

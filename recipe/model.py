@@ -5,6 +5,7 @@ have a size the hardware likes; the loss leaves them out, so they start at zero,
 Saved models do not have them: they can never be sampled, and GPT-2's own vocabulary gives GPT-2's own shapes.
 """
 
+import difflib
 from pathlib import Path
 
 import torch
@@ -91,7 +92,9 @@ def _check_override(key: str, value: object) -> None:
     if key in MANAGED:
         raise UserError(f"config_overrides must not set {key}: {MANAGED[key]}")
     if key not in OVERRIDES:
-        raise UserError(f"config_overrides has no '{key}'; it may set {', '.join(OVERRIDES)}")
+        nearest = difflib.get_close_matches(key, OVERRIDES, n=1)
+        hint = f"did you mean {nearest[0]}?" if nearest else f"it may set {', '.join(OVERRIDES)}"
+        raise UserError(f"config_overrides has no '{key}'; {hint}")
     name, kinds, low, high = OVERRIDES[key]
     right_kind = isinstance(value, kinds) and (kinds == (bool,) or not isinstance(value, bool))
     if not right_kind or (low is not None and not low <= value <= high):

@@ -28,21 +28,28 @@ def choose_output_dir(config: TrainConfig, recipe: str) -> Path:
 
     Without `output_dir` it is the first free one of runs/NAME, runs/NAME-2, ...
     """
-    if config.output_dir is None:
-        name = config.run_name or recipe
+    resumed = config.resume_from_checkpoint
+    if config.output_dir is None and resumed:  # a path: the run it belongs to
+        directory = Path(resumed) if list_checkpoints(Path(resumed)) else Path(resumed).absolute().parent
+    elif config.output_dir is None:
+        text = config.train_file or [config.dataset_name if config.dataset_name != STANDARD_LIBRARY else None]
+        name = config.run_name or (Path(text[0]).stem if text[0] else recipe)
         numbered = (Path("runs") / (name if number == 1 else f"{name}-{number}") for number in itertools.count(1))
         directory = next(path for path in numbered if not files_of_a_run(path))
     else:
         directory = Path(config.output_dir)
         leftovers = files_of_a_run(directory)
-        resumed = config.resume_from_checkpoint
-        goes_on = resumed == "latest" or (resumed and Path(resumed).absolute().parent == directory.absolute())
+        there = directory.absolute()
+        goes_on = resumed == "latest" or (
+            resumed and there in (Path(resumed).absolute(), Path(resumed).absolute().parent)
+        )
         if leftovers and not (goes_on or config.overwrite):
             raise UserError(
-                f"{directory} holds another run ({', '.join(p.name for p in leftovers[:3])}); go on with it "
-                "(--resume_from_checkpoint latest), replace it (--overwrite), or name another --output_dir"
+                f"{directory} holds another run ({', '.join(p.name for p in leftovers[:3])}); "
+                + ("go on with it (--resume_from_checkpoint latest), " if list_checkpoints(directory) else "")
+                + "replace it (--overwrite), or name another --output_dir"
             )
-        strangers = [name for name in ("README.md", "config.json") if (directory / name).exists()]
+        strangers = [name for name in ("README.md", "config.json", "dataset_dict.json") if (directory / name).exists()]
         if strangers and not leftovers:
             raise UserError(f"{directory} holds files that a run would replace ({', '.join(strangers)}); name another")
     existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
@@ -83,7 +90,7 @@ class RunReport:
             dynamic_ncols=True,
             disable=not self.enabled,
             smoothing=0.1,
-            bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
+            bar_format="{desc} {percentage:3.0f}%|{bar}| {n:.0f}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
             **progress_target(),
         )
 
@@ -122,8 +129,9 @@ class RunReport:
                 )
             )
 
-    def advance(self) -> None:
-        self.bar.update()
+    def advance(self, steps: float) -> None:
+        """Move the bar by a part of a step: a step of many micro-batches may take minutes."""
+        self.bar.update(steps)
 
     def say(self, text: str) -> None:
         if self.enabled:
@@ -171,7 +179,8 @@ def closing_words(config: TrainConfig, output_dir: Path, untrained: dict, traine
             "  your text  accelerate launch recipe/train.py --train_file TEXT.txt",
             "  GPT-2 124M python scripts/prepare_data.py --dataset_name HUB_ID \\",
             "               --tokenizer_name openai-community/gpt2 --output_dir DIR",
-            "             accelerate launch --config_file accelerate_configs/single_gpu.yaml \\",
+            "             accelerate launch \\",
+            "               --config_file accelerate_configs/single_gpu.yaml \\",
             "               recipe/train.py --config gpt2_124m --dataset_dir DIR",
         ]
     return "\n".join(lines)

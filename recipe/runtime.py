@@ -61,7 +61,8 @@ def start_processes() -> None:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if state.num_processes != world_size:
         raise UserError(
-            f"the launcher started {world_size} processes but Accelerate sees {state.num_processes}; on CPU launch "
+            f"the launcher started {world_size} processes but Accelerate sees {state.num_processes}"
+            f"{'' if torch.cuda.is_available() else ' (no GPU was found)'}; on CPU launch "
             "with ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes N"
         )
 

@@ -50,6 +50,7 @@ def main() -> None:
     device, num_processes = accelerator.device, accelerator.num_processes
     micro_batches = micro_batch_candidates(config, num_processes, device)
     check_schedule(config)
+    build_model_config(config, vocab_size=1, eos_token_id=0)  # before text is prepared for a model that cannot be
     resume_dir = find_checkpoint(output_dir, config.resume_from_checkpoint) if config.resume_from_checkpoint else None
     dataset = open_packed_dataset(on_main_process(lambda: open_dataset_for(config).directory), config.block_size)
     tokenizer = dataset.load_tokenizer()
@@ -94,16 +95,22 @@ def main() -> None:
         "precision": f"{precision.value}: {precision.reason}"
         + ("; TF32 for what stays fp32" if device.type == "cuda" and config.tf32 else ""),
         "dynamo": f"{dynamo.value}: {dynamo.reason}",
-        "model": f"{type(model).__name__}, {count_parameters(model):,} parameters, vocabulary {dataset.vocab_size:,} "
-        f"padded to {model.config.vocab_size:,}, {config.block_size} positions",
+        "model": f"{type(model).__name__}, {count_parameters(model):,} parameters, vocabulary {dataset.vocab_size:,}"
+        + (f" padded to {model.config.vocab_size:,}" if model.config.vocab_size > dataset.vocab_size else "")
+        + f", {config.block_size} positions",
         "data": f"{dataset.directory}: {train_rows:,} training rows of {config.block_size} tokens, "
         f"{len(dataset.splits['validation']):,} for validation",
         "batch": f"{config.global_batch_size} sequences = {tokens_per_step:,} tokens a step = {num_processes} process"
-        f"{'es' if num_processes > 1 else ''} x {accumulation_steps} micro-batches x {micro_batch_size}",
+        f"{'es' if num_processes > 1 else ''} x {accumulation_steps} micro-batch"
+        f"{'es' if accumulation_steps > 1 else ''} x {micro_batch_size}",
         "run": f"{config.max_steps:,} steps = {config.max_steps * tokens_per_step:,} tokens = "
         f"{config.max_steps * config.global_batch_size / train_rows:.2f} epochs, "
         f"{count_warmup_steps(config):,} steps of warm-up",
     })  # fmt: skip
+    if state.step == config.max_steps:
+        report.say(
+            f"all {state.step:,} steps are done: nothing is left to train, the model is evaluated and saved again"
+        )
     if config.push_to_hub and (warning := check_login()):
         report.say(warning)
 
@@ -123,13 +130,13 @@ def main() -> None:
                 accelerator.backward(loss)  # divides by accumulation_steps
             loss_sum += loss.detach()
             num_losses += 1
+            report.advance(1 / accumulation_steps)
         grad_norm = accelerator.clip_grad_norm_(module.parameters(), config.max_grad_norm or math.inf)
         optimizer.step()
         learning_rate = scheduler.get_last_lr()[0]
         scheduler.step()
         optimizer.zero_grad()
         state.step += 1
-        report.advance()
 
         last = state.step == config.max_steps
         evaluating = last or (config.eval_steps and state.step % config.eval_steps == 0)

@@ -44,8 +44,8 @@ def main() -> None:
     workers = args.preprocessing_num_workers
     prepare_dataset(source, directory, args.block_size, tokenizer, overwrite=args.overwrite, num_workers=workers)
     if args.num_shards == 1:
-        print(f"train on it with: accelerate launch recipe/train.py --dataset_dir {directory} "
-              f"--block_size {args.block_size}")  # fmt: skip
+        recipe = "--config gpt2_124m" if args.block_size == 1024 else f"--block_size {args.block_size}"
+        print(f"train on it with: accelerate launch recipe/train.py {recipe} --dataset_dir {args.output_dir}")
 
 
 if __name__ == "__main__":

@@ -60,8 +60,8 @@ def read_untrained(output_dir):
     return json.loads((output_dir / "summary.json").read_text())["untrained"]
 
 
-def test_resume_from_a_path_and_of_a_finished_run(train, tmp_path):
-    """A checkpoint of one folder can be gone on with in another; a finished run only evaluates and exports again."""
+def test_resume_from_a_path_and_of_a_finished_run(train, tmp_path, capsys):
+    """A checkpoint can be gone on with in another folder; a finished run only evaluates and exports again."""
     first = train("--max_steps", "4", "--save_steps", "2", output_dir=tmp_path / "first")
     second = train(
         "--max_steps", "4", "--resume_from_checkpoint", str(first / "checkpoint-2"), output_dir=tmp_path / "b"
@@ -69,7 +69,8 @@ def test_resume_from_a_path_and_of_a_finished_run(train, tmp_path):
     assert [e["step"] for e in read_events(second, "train")] == [3, 4]
     before, summary = (first / "model.safetensors").read_bytes(), (first / "summary.json").read_text()
     assert before == (second / "model.safetensors").read_bytes()
-    train("--max_steps", "4", "--save_steps", "2", "--resume_from_checkpoint", "latest", output_dir=first)
+    train("--max_steps", "4", "--save_steps", "2", "--resume_from_checkpoint", str(first), output_dir=first)
+    assert "all 4 steps are done: nothing is left to train" in capsys.readouterr().out
     assert (first / "model.safetensors").read_bytes() == before
     assert [e["step"] for e in read_events(first, "train")] == [1, 2, 3, 4]
     assert (first / "summary.json").read_text() == summary
@@ -99,6 +100,10 @@ def test_no_checkpoint_to_resume_from(train, tmp_path):
         train("--resume_from_checkpoint", "latest")
     with pytest.raises(UserError, match="is not a checkpoint"):
         train("--resume_from_checkpoint", str(tmp_path))
+    without = train()
+    with pytest.raises(UserError) as caught:  # what cannot be done is not advised
+        train(output_dir=without)
+    assert "holds another run" in str(caught.value) and "--resume" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +128,7 @@ def test_another_dataset_is_refused(train, tmp_path, tokenizer_dir):
     (tmp_path / "other.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in make_documents(99, seed=4)))
     source = TextSource(train_files=(str(tmp_path / "other.jsonl"),))
     prepare_dataset(source, tmp_path / "other", BLOCK_SIZE, load_tokenizer(str(tokenizer_dir)))
-    with pytest.raises(UserError, match="belongs to another run; different: dataset"):
+    with pytest.raises(UserError, match="was made with other options: dataset [0-9a-f]{12} -> "):
         train("--resume_from_checkpoint", "latest", dataset_dir=tmp_path / "other")
 
 
@@ -153,7 +158,7 @@ def test_another_runs_folder_is_not_touched(train, tmp_path):
     (output_dir / "my_notes.txt").write_text("keep")
     (output_dir / "lora.safetensors").write_text("keep")
     (output_dir / "checkpoint-best").mkdir()
-    with pytest.raises(UserError, match=r"holds another run .*\(--overwrite\)"):
+    with pytest.raises(UserError, match=r"holds another run .*resume_from_checkpoint latest.*\(--overwrite\)"):
         train()
     assert (output_dir / "checkpoint-4").is_dir()
     with pytest.raises(UserError, match="does not divide"):  # a mistake elsewhere must not cost the old run

@@ -91,5 +91,13 @@ def test_nothing_is_put_around_the_prompt(model_dir, tmp_path):
 def test_no_model(tmp_path):
     with pytest.raises(UserError, match="the prompt is not valid UTF-8"):
         generate_texts(tmp_path, "\udcff")
-    with pytest.raises(UserError, match="cannot load a model and its tokenizer"):
+    with pytest.raises(UserError, match="there is no model in"):
         generate_texts(tmp_path, "x")
+    with pytest.raises(UserError, match="there is no folder .*gone"):
+        generate_texts(tmp_path / "gone", "x")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="there is no model in .*; there is one in .*broken"):
+        generate_texts(tmp_path, "x")
+    with pytest.raises(UserError, match="cannot load a model and its tokenizer"):
+        generate_texts(tmp_path / "broken", "x")

@@ -173,7 +173,7 @@ def test_weights_of_another_model_are_not_loaded(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ("n_layers=4", "config_overrides has no 'n_layers'; it may set n_layer"),
+        ("n_layers=4", "config_overrides has no 'n_layers'; did you mean n_layer?"),
         ("vocab_size=9", "must not set vocab_size: it follows the tokenizer"),
         ("n_positions=9", "must not set n_positions: set block_size"),
         ("n_embd=100,n_head=12", "n_embd 100 is not divisible by n_head 12; n_head could be 1, 2, 4, 5, 10"),

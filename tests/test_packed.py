@@ -117,7 +117,7 @@ def test_second_preparation_reuses_the_first(tmp_path, jsonl_file, tokenizer_dir
     written_at = (directory / "metadata.json").stat().st_mtime_ns
     assert prepare_dataset(source, directory, 16, load_tokenizer(str(tokenizer_dir))).metadata == first.metadata
     assert (directory / "metadata.json").stat().st_mtime_ns == written_at
-    with pytest.raises(UserError, match="was made from other input; pass --overwrite"):
+    with pytest.raises(UserError, match="was made from other text, options or another tokenizer; pass --overwrite"):
         prepare_dataset(source, directory, 8, load_tokenizer(str(tokenizer_dir)))
     assert prepare_dataset(source, directory, 8, load_tokenizer(str(tokenizer_dir)), overwrite=True).block_size == 8
 
@@ -419,6 +419,8 @@ def test_bad_tokenizers(tmp_path, tokenizer_dir):
     """Missing, without an end of text, or asked for more tokens than the text has."""
     with pytest.raises(UserError, match="no tokenizer at 'nowhere'"):
         load_tokenizer("nowhere")
+    with pytest.raises(UserError, match="there is no folder .*gone"):
+        load_tokenizer(str(tmp_path / "gone"))
     tokenizer = load_tokenizer(str(tokenizer_dir))
     tokenizer.eos_token = None
     tokenizer.save_pretrained(tmp_path / "no_eos")
@@ -428,7 +430,7 @@ def test_bad_tokenizers(tmp_path, tokenizer_dir):
     (tmp_path / "no_eos" / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="has no end-of-text token"):
         load_tokenizer(str(tmp_path / "no_eos"))
-    with pytest.raises(UserError, match="gives only .* tokens, 5000 were asked for"):
+    with pytest.raises(UserError, match=r"too small for a vocabulary of 5000 tokens: it gives \d+;"):
         train_tokenizer(["only a little text"], 5000)
 
 

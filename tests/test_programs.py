@@ -29,6 +29,8 @@ def test_first_run_needs_nothing(tmp_path):
     assert "trained a byte-level BPE" in out and "packed into" in out
     assert "perplexity" in out and "A sample, from the prompt" in out and "untrained" in out
     assert "loss" in result.stderr and "tokens/s" in result.stderr and "100%" in result.stderr  # the progress bar
+    closing = out[out.index("Next:") :].splitlines()
+    assert [line for line in closing if len(line) > 80] == []
     summary = json.loads((tmp_path / "runs" / "demo" / "summary.json").read_text())
     assert summary["eval_loss"] < summary["untrained"]["loss"] - 1.3
     for part in ("scripts/generate_text.py --model runs/demo", "--resume_from_checkpoint latest", "gpt2_124m"):

@@ -56,7 +56,8 @@ def prepare_dataset(
             raise UserError(f"{directory} exists and is not a packed dataset; name another folder")
         elif not overwrite:
             raise UserError(
-                f"{directory} was made from other input; pass --overwrite to replace it, or another folder"
+                f"{directory} was made from other text, options or another tokenizer; "
+                "pass --overwrite to replace it, or another folder"
             )
     if tokenizer is None:
         started_at = time.perf_counter()

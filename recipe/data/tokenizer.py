@@ -7,11 +7,12 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerBase
 
-from recipe.config import UserError
+from recipe.config import UserError, check_not_a_missing_folder
 
 
 def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
     """Load a fast tokenizer from a folder or the Hub. Raises `UserError` if it lacks an end-of-text token."""
+    check_not_a_missing_folder(name_or_path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path)
     except Exception as error:  # transformers and the Hub client raise OSError, ValueError, KeyError, ...
@@ -38,8 +39,8 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedToke
     tokenizer = GPT2Tokenizer().train_new_from_iterator(_slices(documents), vocab_size=vocab_size, show_progress=False)
     if len(tokenizer) < vocab_size:
         raise UserError(
-            f"the text gives only {len(tokenizer)} tokens, {vocab_size} were asked for; "
-            f"ask for at most {len(tokenizer)} or train on more text"
+            f"the text is too small for a vocabulary of {vocab_size} tokens: it gives {len(tokenizer)}; train on more "
+            f"text, or ask for at most {len(tokenizer)} (--tokenizer_vocab_size in a run, --vocab_size in the script)"
         )
     return tokenizer
 
