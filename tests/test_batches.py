@@ -6,7 +6,8 @@ import torch
 
 from recipe.config import UserError
 from recipe.data.batches import TrainOrder, build_train_batches, example_rows, iterate_validation
-from recipe.data.packed import PackedDataset, PackedSplit, SplitWriter
+from recipe.data.packed import PackedDataset, PackedSplit
+from recipe.data.packing import SplitWriter
 
 FROZEN = [5, 597, 782, 629, 771, 972, 361, 714]
 

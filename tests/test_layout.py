@@ -17,9 +17,11 @@ MODULES = {
 # Bottom to top. A module imports from floors below its own; builders do not import each other.
 FLOORS = [
     ["recipe", "recipe.config", "recipe.environment", "recipe.metrics", "recipe.progress"],
-    ["recipe.data", "recipe.data.text", "recipe.data.tokenizer"],
+    ["recipe.data", "recipe.data.files", "recipe.data.tokenizer"],
+    ["recipe.data.text"],
     ["recipe.data.encoder", "recipe.data.packed"],
-    ["recipe.data.prepare", "recipe.data.batches"],
+    ["recipe.data.packing", "recipe.data.batches"],
+    ["recipe.data.prepare"],
     ["recipe.model", "recipe.loss", "recipe.optim", "recipe.runtime", "recipe.generation", "recipe.hub"],
     ["recipe.checkpoint", "recipe.evaluation"],
     ["recipe.report"],

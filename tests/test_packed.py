@@ -15,17 +15,10 @@ from filelock import FileLock
 from tokenizers import normalizers
 
 from recipe.config import UserError, load_config
-from recipe.data import encoder, prepare
-from recipe.data import text as text_module
+from recipe.data import encoder, files, prepare
 from recipe.data.encoder import build_encoder
-from recipe.data.packed import (
-    PackedSplit,
-    PackedWriter,
-    SplitWriter,
-    merge_shards,
-    open_packed_dataset,
-    shard_dir,
-)
+from recipe.data.packed import PackedSplit, open_packed_dataset
+from recipe.data.packing import PackedWriter, SplitWriter, merge_shards, shard_dir
 from recipe.data.prepare import open_dataset_for, prepare_dataset
 from recipe.data.text import TextSource, split_documents
 from recipe.data.tokenizer import load_tokenizer, tokenizer_sha256, train_tokenizer
@@ -244,6 +237,16 @@ def test_a_full_disk(tmp_path, jsonl_file, tokenizer_dir, small_steps, monkeypat
     assert contents(tmp_path / "d") == contents(tmp_path / "e")
 
 
+def test_bad_input_leaves_nothing_behind(tmp_path, tokenizer_dir):
+    """Not even a hidden folder, as long as nothing was committed."""
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{')
+    with pytest.raises(UserError, match="line 2 is not JSON"):
+        prepare_dataset(
+            TextSource((str(tmp_path / "bad.jsonl"),)), tmp_path / "d", 16, load_tokenizer(str(tokenizer_dir))
+        )
+    assert [p.name for p in tmp_path.iterdir()] == ["bad.jsonl"]
+
+
 def test_two_processes_do_not_make_one_dataset(tmp_path, jsonl_file, tokenizer_dir):
     source, tokenizer = TextSource(train_files=(str(jsonl_file),)), load_tokenizer(str(tokenizer_dir))
     with FileLock(tmp_path / ".d.lock"), pytest.raises(UserError, match="another process is preparing"):
@@ -255,8 +258,8 @@ def test_long_documents_in_pieces_give_the_same_rows(tmp_path, tokenizer_dir, mo
     (tmp_path / "a.txt").write_text("".join(make_documents(200)))
     source, tokenizer = TextSource(train_files=(str(tmp_path / "a.txt"),)), load_tokenizer(str(tokenizer_dir))
     whole = prepare_dataset(source, tmp_path / "whole", 16, tokenizer)
-    monkeypatch.setattr(text_module, "PIECE_CHARACTERS", 500)
-    monkeypatch.setattr(text_module, "BLOCK_BYTES", 100)
+    monkeypatch.setattr(files, "PIECE_CHARACTERS", 500)
+    monkeypatch.setattr(files, "BLOCK_BYTES", 100)
     assert len(list(source.pieces())) > 50
     assert prepare_dataset(source, tmp_path / "pieces", 16, tokenizer).metadata == whole.metadata
 
@@ -448,8 +451,8 @@ def test_sigkill_and_started_again_is_byte_identical(tmp_path, jsonl_file, token
     code = f"""
 import os, signal
 from pathlib import Path
-from recipe.data import encoder, prepare
-from recipe.data.packed import PackedWriter, SplitWriter
+from recipe.data import encoder, files, prepare
+from recipe.data.packing import SplitWriter
 from recipe.data.text import TextSource
 from recipe.data.tokenizer import load_tokenizer
 

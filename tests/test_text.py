@@ -14,8 +14,10 @@ import pytest
 from conftest import make_documents
 
 from recipe.config import UserError
+from recipe.data import files
 from recipe.data import text as text_module
-from recipe.data.text import Piece, TextSource, cut_at_line, find_cut, read_file, read_standard_library, read_text
+from recipe.data.files import find_cut, read_file, read_text
+from recipe.data.text import Piece, TextSource, cut_at_line, read_standard_library
 from recipe.data.text import split_documents as split_parts
 
 
@@ -83,9 +85,9 @@ def test_a_text_file_is_one_document(tmp_path):
 @pytest.mark.parametrize("separator", [None, "\n\n", "<|sep|>"])
 def test_long_documents_come_in_pieces(monkeypatch, piece_characters, separator):
     """Whatever their length, pieces put together are the documents that str.split gives."""
-    monkeypatch.setattr(text_module, "PIECE_CHARACTERS", piece_characters)
+    monkeypatch.setattr(files, "PIECE_CHARACTERS", piece_characters)
 
-    monkeypatch.setattr(text_module, "BLOCK_BYTES", 7)  # characters and separators are cut by block ends
+    monkeypatch.setattr(files, "BLOCK_BYTES", 7)  # characters and separators are cut by block ends
     text = "<|sep|>".join(make_documents(5)) + "\n\nüber\n\n\n end "
     parts = list(read_text(io.BytesIO(text.encode()), separator))
     found = [document for _, document in joined(Piece("train", *part) for part in parts)]
@@ -147,7 +149,7 @@ def test_a_few_documents_still_give_both_splits(count):
 @pytest.mark.parametrize("compressed", [False, True])
 def test_one_text_gives_its_tail_for_validation(tmp_path, monkeypatch, piece_characters, compressed):
     """A single text, read in pieces or not, is cut after a line; both parts together are the text."""
-    monkeypatch.setattr(text_module, "PIECE_CHARACTERS", piece_characters)
+    monkeypatch.setattr(files, "PIECE_CHARACTERS", piece_characters)
     text = "".join(f"line {i} über\n" for i in range(1000))
     path = tmp_path / ("a.txt.gz" if compressed else "a.txt")
     path.write_bytes(gzip.compress(text.encode()) if compressed else text.encode())

@@ -14,14 +14,15 @@ from transformers import PreTrainedTokenizerBase
 
 from recipe.config import TEXT_OPTIONS, TrainConfig, UserError
 from recipe.data.encoder import build_encoder, encode_pieces
-from recipe.data.packed import FORMAT_VERSION, PackedDataset, PackedWriter, open_packed_dataset
+from recipe.data.packed import FORMAT_VERSION, PackedDataset, open_packed_dataset
+from recipe.data.packing import PackedWriter
 from recipe.data.text import Piece, TextSource
 from recipe.data.tokenizer import load_tokenizer, tokenizer_sha256, train_tokenizer
 from recipe.environment import count_cpus
 from recipe.progress import PreparationProgress
 
 COMMIT_CHARACTERS = 32_000_000  # text between two commits: what is lost at most when the process is killed
-SAMPLE_PIECES = 200  # on which an encoder has to prove that it gives the tokenizer's ids
+SAMPLE_PIECES, SAMPLE_CHARACTERS = 200, 10_000  # on which an encoder has to prove that it gives the tokenizer's ids
 
 say = functools.partial(print, flush=True)
 
@@ -78,8 +79,8 @@ def _pack(
     num_workers: int,
 ) -> dict:
     """Encode and write, committing now and then; killed at any moment and called again it goes on from there."""
-    sample = itertools.islice((piece.text for piece in source.pieces()), SAMPLE_PIECES)
-    encode, how = build_encoder(tokenizer, list(sample))
+    sample = [piece.text[:SAMPLE_CHARACTERS] for piece in itertools.islice(source.pieces(), SAMPLE_PIECES)]
+    encode, how = build_encoder(tokenizer, sample)
     say(f"encoding with {how}, {num_workers} threads")
     # A tokenizer that was trained just now must be the one of the interrupted run, or its rows are of no use.
     identity = hashlib.sha256(f"{fingerprint} {tokenizer_sha256(tokenizer)}".encode()).hexdigest()

@@ -1,36 +1,25 @@
-"""Text: files, folders, Hub datasets or the Python standard library -> a stream of documents, split by document.
+"""Text: files, Hub datasets or the Python standard library -> a stream of documents, split by document.
 
-Files are read as streams, whatever their size: a document comes as one or more pieces, the last of which says so.
-Nothing here knows about tokens.
+A document comes as one or more pieces, the last of which says so. Nothing here knows about tokens.
 """
 
-import codecs
-import csv
 import functools
-import glob
 import hashlib
-import io
 import itertools
-import json
 import math
 import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import datasets
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from recipe.config import STANDARD_LIBRARY, UserError
+from recipe.data.files import COMPRESSIONS, count_bytes, expand_paths, file_sha256, kind_of, read_file, texts_of
 
-BLOCK_BYTES = 2**20  # read at once
-PIECE_CHARACTERS = 4_000_000  # longer documents come in pieces of about this length
 # Up to here documents are held back, so that the shares of a small corpus are exact.
 HELD_BACK_DOCUMENTS, HELD_BACK_CHARACTERS = 10_000, 32_000_000
-COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
-csv.field_size_limit(2**31 - 1)
 
 
 class Piece(NamedTuple):
@@ -77,7 +66,7 @@ class TextSource:
         if self.document_separator == "":
             raise UserError("document_separator must not be empty")
         for path in self._files("train_files") + self._files("validation_files"):
-            _kind_of(path)  # named but not there, or of a kind that cannot be read
+            kind_of(path)  # named but not there, or of a kind that cannot be read
 
     @functools.cached_property
     def files(self) -> list[str]:
@@ -85,7 +74,7 @@ class TextSource:
         return [path for kind in ("train_files", "validation_files") for path in self._shard(self._files(kind))]
 
     def _files(self, kind: str) -> list[str]:
-        return _expand(getattr(self, kind))
+        return expand_paths(getattr(self, kind))
 
     def _shard(self, files: list[str]) -> list[str]:
         return files[self.shard_index :: self.num_shards] if len(files) >= self.num_shards else files
@@ -125,7 +114,7 @@ class TextSource:
         )
         digest = hashlib.sha256(repr(options).encode())
         for path in self.files:
-            digest.update(_file_sha256(path))
+            digest.update(file_sha256(path))
         if self.dataset_name == STANDARD_LIBRARY:
             for document in read_standard_library():
                 digest.update(document.encode())
@@ -145,7 +134,7 @@ class TextSource:
             yield from (Piece("train", *part) for part in read("train_files"))
         elif self._is_a_few_texts():  # too few documents to hold whole ones out: each gives its own tail
             for path in self.files:
-                yield from cut_off_tail(read([path]), _num_bytes(path), self.validation_split_percentage)
+                yield from cut_off_tail(read([path]), count_bytes(path), self.validation_split_percentage)
         elif self.train_files:
             yield from self._split(read("train_files"))
         elif self.dataset_name == STANDARD_LIBRARY:
@@ -172,7 +161,7 @@ class TextSource:
     def _is_a_few_texts(self) -> bool:
         if self.document_separator is not None or not self.files or self.num_shards > 1:
             return False
-        return all(_kind_of(path) == ".txt" for path in self.files) and (
+        return all(kind_of(path) == ".txt" for path in self.files) and (
             len(self.files) * self.validation_split_percentage < 200
         )
 
@@ -255,121 +244,6 @@ def cut_at_line(text: str, position: int, reach: int) -> tuple[str, str]:
     return text[:position], text[position:]
 
 
-def read_file(path: str, text_column_name: str, separator: str | None) -> Iterator[tuple[str, bool]]:
-    """(text, whether its document ends there) of a file. Raises `UserError` naming the file if it cannot be read."""
-    kind = _kind_of(path)
-    try:
-        if kind == ".parquet":
-            rows = _read_parquet(path, text_column_name)
-        else:
-            stream = _open(path)
-            if kind == ".txt":
-                found_any = False
-                for text, ends in read_text(stream, separator):
-                    found_any = found_any or bool(text.strip())
-                    yield text, ends
-                if not found_any:
-                    raise UserError(f"{path} is empty")
-                return
-            rows = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv}[kind](stream)
-        yield from ((text, True) for text in texts_of(rows, text_column_name, path))
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text: {error.reason}") from error
-    except (OSError, EOFError, ValueError, csv.Error, pa.ArrowException) as error:
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise UserError(f"cannot read {path}: {reason}") from error
-
-
-def read_text(stream: BinaryIO, separator: str | None) -> Iterator[tuple[str, bool]]:
-    """Documents of a UTF-8 stream, cut at each separator; a long one in pieces."""
-    decoder, buffer, attempt_at, at_end = codecs.getincrementaldecoder("utf-8-sig")(), "", PIECE_CHARACTERS, False
-    while not at_end:
-        block = stream.read(BLOCK_BYTES)
-        at_end = not block
-        buffer += decoder.decode(block, final=at_end)
-        if separator is not None:
-            *documents, buffer = buffer.split(separator)
-            yield from ((text, True) for text in documents)
-        if len(buffer) >= attempt_at and not at_end:
-            cut = find_cut(buffer, len(buffer) - len(separator or ""))
-            if cut:
-                yield buffer[:cut], False
-                buffer = buffer[cut:]
-            attempt_at = len(buffer) + PIECE_CHARACTERS
-    yield buffer, True
-
-
-def find_cut(text: str, end: int) -> int:
-    """The last place before `end` where tokenizers cut text anyway, whatever stands around it; 0 if there is none.
-
-    That is after a line break, or before a space, between two characters that are neither: GPT-2's pattern and its
-    successors end a word there.
-    """
-    for mark, shift in (("\n", 1), (" ", 0)):
-        position = text.rfind(mark, 1, end - 1)
-        while position > 0:
-            if not text[position - 1].isspace() and not text[position + 1].isspace():
-                return position + shift
-            position = text.rfind(mark, 1, position)
-    return 0
-
-
-def _read_jsonl(stream: BinaryIO) -> Iterator[dict]:
-    for number, line in enumerate(stream, start=1):
-        if line.strip():
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"line {number} is not JSON: {error}") from error
-            yield _as_row(row, f"line {number}")
-
-
-def _read_json(stream: BinaryIO) -> Iterator[dict]:
-    """An array of objects, read as a whole, or JSON lines under another name."""
-    first = stream.peek(64).lstrip()[:1]
-    if first != b"[":
-        yield from _read_jsonl(stream)
-        return
-    for number, row in enumerate(json.load(stream), start=1):
-        yield _as_row(row, f"item {number}")
-
-
-def _as_row(row: object, where: str) -> dict:
-    if not isinstance(row, dict):
-        raise ValueError(f"{where} is a {type(row).__name__}, not an object with a column of text")
-    return row
-
-
-def _read_csv(stream: BinaryIO) -> Iterator[dict]:
-    return csv.DictReader(io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""))
-
-
-def _read_parquet(path: str, column: str) -> Iterator[dict]:
-    file = pq.ParquetFile(path)
-    if column not in file.schema_arrow.names:
-        yield dict.fromkeys(file.schema_arrow.names)  # let the reader of rows say which columns there are
-        return
-    for batch in file.iter_batches(batch_size=1000, columns=[column]):
-        yield from batch.to_pylist()
-
-
-def texts_of(rows: Iterable[dict], column: str, where: str) -> Iterator[str]:
-    """The text of each row; rows without any (null, or no character) are passed over."""
-    for number, row in enumerate(rows, start=1):
-        if column not in row:
-            names = ", ".join(map(str, row)) or "none"
-            raise UserError(f"{where} has no column '{column}'; pass --text_column_name with one of {names}")
-        text = row[column]
-        if not isinstance(text, (str, type(None))):
-            raise UserError(f"{where}, row {number}: column '{column}' holds {type(text).__name__}, not text")
-        if text:
-            try:
-                text.encode("utf-8")
-            except UnicodeEncodeError:  # half a surrogate pair, as JSON may escape it, is no character
-                text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-            yield text
-
-
 def read_dataset(name: str, config_name: str | None, column: str) -> dict[str, Iterator[str]]:
     """Documents of the splits of a Hub or local dataset (also one written by `save_to_disk`)."""
     folder = Path(name)
@@ -419,59 +293,6 @@ def read_standard_library() -> Iterator[str]:
             continue  # a few sources are not UTF-8 on purpose
         if text.strip():
             yield text
-
-
-READERS: tuple[str, ...] = (".txt", ".jsonl", ".json", ".csv", ".parquet")
-
-
-def _kind_of(path: str) -> str:
-    """A file's kind by its ending, compression aside. Raises `UserError` for one that cannot be read."""
-    name = Path(path.lower())
-    if name.suffix in COMPRESSIONS:
-        name = name.with_suffix("")
-    if name.suffix not in READERS:
-        raise UserError(f"cannot read {path}: use {', '.join(READERS)} files, plain or .gz or .zst")
-    return name.suffix
-
-
-def _expand(paths: Iterable[str]) -> list[str]:
-    """Files as they are, folders and patterns as the files they stand for, sorted."""
-    files: list[str] = []
-    for path in paths:
-        if Path(path).is_file():
-            files.append(path)
-            continue
-        pattern = f"{glob.escape(path)}/**" if Path(path).is_dir() else path
-        found = [p for p in sorted(glob.glob(pattern, recursive=True)) if Path(p).is_file()]
-        if Path(path).is_dir():
-            found = [p for p in found if Path(p.lower().removesuffix(".gz").removesuffix(".zst")).suffix in READERS]
-        if not found:
-            raise UserError(f"no file in {path} can be read" if Path(path).is_dir() else f"there is no file {path}")
-        files += found
-    return files
-
-
-def _open(path: str) -> BinaryIO:
-    """A buffered stream of a file's bytes, decompressed."""
-    compression = COMPRESSIONS.get(Path(path.lower()).suffix)
-    if compression is None:
-        return open(path, "rb")
-    return io.BufferedReader(pa.input_stream(path, compression=compression), 2**20)
-
-
-def _num_bytes(path: str) -> int:
-    if Path(path.lower()).suffix not in COMPRESSIONS:
-        return Path(path).stat().st_size
-    with _open(path) as stream:
-        return sum(map(len, iter(lambda: stream.read(BLOCK_BYTES), b"")))
-
-
-def _file_sha256(path: str) -> bytes:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(BLOCK_BYTES):
-            digest.update(block)
-    return digest.digest()
 
 
 def _hash64(text: str) -> int:

@@ -1,0 +1,187 @@
+"""Files of text -> documents: every kind that can be read, plain or compressed, as a stream whatever its size."""
+
+import codecs
+import csv
+import glob
+import hashlib
+import io
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from recipe.config import UserError
+
+KINDS = (".txt", ".jsonl", ".json", ".csv", ".parquet")
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+BLOCK_BYTES = 2**20  # read at once
+PIECE_CHARACTERS = 4_000_000  # longer documents come in pieces of about this length
+csv.field_size_limit(2**31 - 1)
+
+
+def read_file(path: str, text_column_name: str, separator: str | None) -> Iterator[tuple[str, bool]]:
+    """(text, whether its document ends there) of a file. Raises `UserError` naming the file if it cannot be read."""
+    kind = kind_of(path)
+    try:
+        if kind == ".parquet":
+            rows = _read_parquet(path, text_column_name)
+        else:
+            stream = open_stream(path)
+            if kind == ".txt":
+                found_any = False
+                for text, ends in read_text(stream, separator):
+                    found_any = found_any or bool(text.strip())
+                    yield text, ends
+                if not found_any:
+                    raise UserError(f"{path} is empty")
+                return
+            rows = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv}[kind](stream)
+        yield from ((text, True) for text in texts_of(rows, text_column_name, path))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text: {error.reason}") from error
+    except (OSError, EOFError, ValueError, csv.Error, pa.ArrowException) as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise UserError(f"cannot read {path}: {reason}") from error
+
+
+def read_text(stream: BinaryIO, separator: str | None) -> Iterator[tuple[str, bool]]:
+    """Documents of a UTF-8 stream, cut at each separator; a long one in pieces."""
+    decoder, buffer, attempt_at, at_end = codecs.getincrementaldecoder("utf-8-sig")(), "", PIECE_CHARACTERS, False
+    while not at_end:
+        block = stream.read(BLOCK_BYTES)
+        at_end = not block
+        buffer += decoder.decode(block, final=at_end)
+        if separator is not None:
+            *documents, buffer = buffer.split(separator)
+            yield from ((text, True) for text in documents)
+        if len(buffer) >= attempt_at and not at_end:
+            cut = find_cut(buffer, len(buffer) - len(separator or ""))
+            if cut:
+                yield buffer[:cut], False
+                buffer = buffer[cut:]
+            attempt_at = len(buffer) + PIECE_CHARACTERS
+    yield buffer, True
+
+
+def find_cut(text: str, end: int) -> int:
+    """The last place before `end` where tokenizers cut text anyway, whatever stands around it; 0 if there is none.
+
+    That is after a line break, or before a space, between two characters that are neither: GPT-2's pattern and its
+    successors end a word there.
+    """
+    for mark, shift in (("\n", 1), (" ", 0)):
+        position = text.rfind(mark, 1, end - 1)
+        while position > 0:
+            if not text[position - 1].isspace() and not text[position + 1].isspace():
+                return position + shift
+            position = text.rfind(mark, 1, position)
+    return 0
+
+
+def _read_jsonl(stream: BinaryIO) -> Iterator[dict]:
+    for number, line in enumerate(stream, start=1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"line {number} is not JSON: {error}") from error
+            yield _as_row(row, f"line {number}")
+
+
+def _read_json(stream: BinaryIO) -> Iterator[dict]:
+    """An array of objects, read as a whole, or JSON lines under another name."""
+    first = stream.peek(64).lstrip()[:1]
+    if first != b"[":
+        yield from _read_jsonl(stream)
+        return
+    for number, row in enumerate(json.load(stream), start=1):
+        yield _as_row(row, f"item {number}")
+
+
+def _as_row(row: object, where: str) -> dict:
+    if not isinstance(row, dict):
+        raise ValueError(f"{where} is a {type(row).__name__}, not an object with a column of text")
+    return row
+
+
+def _read_csv(stream: BinaryIO) -> Iterator[dict]:
+    return csv.DictReader(io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""))
+
+
+def _read_parquet(path: str, column: str) -> Iterator[dict]:
+    file = pq.ParquetFile(path)
+    if column not in file.schema_arrow.names:
+        yield dict.fromkeys(file.schema_arrow.names)  # let the reader of rows say which columns there are
+        return
+    for batch in file.iter_batches(batch_size=1000, columns=[column]):
+        yield from batch.to_pylist()
+
+
+def texts_of(rows: Iterable[dict], column: str, where: str) -> Iterator[str]:
+    """The text of each row; rows without any (null, or no character) are passed over."""
+    for number, row in enumerate(rows, start=1):
+        if column not in row:
+            names = ", ".join(map(str, row)) or "none"
+            raise UserError(f"{where} has no column '{column}'; pass --text_column_name with one of {names}")
+        text = row[column]
+        if not isinstance(text, (str, type(None))):
+            raise UserError(f"{where}, row {number}: column '{column}' holds {type(text).__name__}, not text")
+        if text:
+            try:
+                text.encode("utf-8")
+            except UnicodeEncodeError:  # half a surrogate pair, as JSON may escape it, is no character
+                text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+            yield text
+
+
+def kind_of(path: str) -> str:
+    """A file's kind by its ending, compression aside. Raises `UserError` for one that cannot be read."""
+    name = Path(path.lower())
+    if name.suffix in COMPRESSIONS:
+        name = name.with_suffix("")
+    if name.suffix not in KINDS:
+        raise UserError(f"cannot read {path}: use {', '.join(KINDS)} files, plain or .gz or .zst")
+    return name.suffix
+
+
+def expand_paths(paths: Iterable[str]) -> list[str]:
+    """Files as they are, folders and patterns as the files they stand for, sorted."""
+    files: list[str] = []
+    for path in paths:
+        if Path(path).is_file():
+            files.append(path)
+            continue
+        pattern = f"{glob.escape(path)}/**" if Path(path).is_dir() else path
+        found = [p for p in sorted(glob.glob(pattern, recursive=True)) if Path(p).is_file()]
+        if Path(path).is_dir():
+            found = [p for p in found if Path(p.lower().removesuffix(".gz").removesuffix(".zst")).suffix in KINDS]
+        if not found:
+            raise UserError(f"no file in {path} can be read" if Path(path).is_dir() else f"there is no file {path}")
+        files += found
+    return files
+
+
+def open_stream(path: str) -> BinaryIO:
+    """A buffered stream of a file's bytes, decompressed."""
+    compression = COMPRESSIONS.get(Path(path.lower()).suffix)
+    if compression is None:
+        return open(path, "rb")
+    return io.BufferedReader(pa.input_stream(path, compression=compression), 2**20)
+
+
+def count_bytes(path: str) -> int:
+    if Path(path.lower()).suffix not in COMPRESSIONS:
+        return Path(path).stat().st_size
+    with open_stream(path) as stream:
+        return sum(map(len, iter(lambda: stream.read(BLOCK_BYTES), b"")))
+
+
+def file_sha256(path: str) -> bytes:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            digest.update(block)
+    return digest.digest()

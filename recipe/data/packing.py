@@ -1,0 +1,291 @@
+"""Token ids -> a packed dataset on disk: rows of each split, commits that survive a kill, shards joined.
+
+The layout is described in recipe/data/packed.py, which reads it.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow as pa
+from filelock import FileLock, Timeout
+from transformers import PreTrainedTokenizerBase
+
+from recipe.config import UserError
+from recipe.data.packed import FORMAT_VERSION, SPLITS, open_packed_dataset
+from recipe.data.tokenizer import save_tokenizer, tokenizer_sha256
+
+COUNTS = ("documents", "tokens", "bytes", "rows", "max_token_id", "long_documents", "tokens_in_long_documents")
+ARROW_END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"  # of the Arrow IPC streaming format
+
+
+class SplitWriter:
+    """Token ids in, rows of one split on disk out, in the layout that `datasets.load_from_disk` reads.
+
+    The Arrow stream is written message by message, so that it can be cut back to any `commit` and gone on with.
+    """
+
+    def __init__(
+        self, directory: Path, split: str, block_size: int, vocab_size: int, saved: dict | None = None
+    ) -> None:
+        """saved: what `commit` returned; the files are cut back to it."""
+        self.directory, self.split, self.block_size, self.vocab_size = directory / split, split, block_size, vocab_size
+        self.dtype = np.uint16 if vocab_size <= 2**16 else np.int32
+        column = datasets.List(datasets.Value(np.dtype(self.dtype).name), length=block_size + 1)
+        self.features = datasets.Features({"input_ids": column})
+        self.path = self.directory / "data-00000-of-00001.arrow"
+        if saved is None:
+            self.directory.mkdir(parents=True)
+            self.file = open(self.path, "wb")  # noqa: SIM115 (close() closes it)
+            self.file.write(self.features.arrow_schema.serialize())
+            self.counts = dict.fromkeys(COUNTS, 0)
+            self.document_tokens = 0  # of the document that has begun
+            self.sha256 = ""
+            self.pending = [np.empty(0, self.dtype)]
+        else:
+            self.file = open(self.path, "r+b")  # noqa: SIM115
+            self.file.truncate(saved["file_bytes"])
+            self.file.seek(0, os.SEEK_END)
+            self.counts, self.sha256, self.document_tokens = saved["counts"], saved["sha256"], saved["document_tokens"]
+            self.pending = [np.array(saved["pending"], self.dtype)]
+
+    def add(self, ids: np.ndarray, num_bytes: int, ends: bool) -> None:
+        """Append a document or a piece of one. ids: integers [tokens], with the end-of-text id where it ends."""
+        if len(ids):
+            largest = int(ids.max())
+            if largest >= self.vocab_size or int(ids.min()) < 0:
+                raise UserError(f"the tokenizer gave id {largest}, beyond its vocabulary of {self.vocab_size}")
+            self.counts["max_token_id"] = max(self.counts["max_token_id"], largest)
+            self.pending.append(ids.astype(self.dtype))
+        self.document_tokens += len(ids)
+        if ends:
+            self.counts["documents"] += 1
+            if self.document_tokens > self.block_size:
+                self.counts["long_documents"] += 1
+                self.counts["tokens_in_long_documents"] += self.document_tokens
+            self.document_tokens = 0
+        self.counts["tokens"] += len(ids)
+        self.counts["bytes"] += num_bytes
+
+    def commit(self) -> dict:
+        """Write the rows that are full to disk. Returns what a later process needs to go on from here."""
+        stream = np.concatenate(self.pending)
+        num_rows = max(0, len(stream) - 1) // self.block_size
+        if num_rows:
+            windows = np.lib.stride_tricks.sliding_window_view(stream, self.block_size + 1)
+            rows = np.ascontiguousarray(windows[:: self.block_size][:num_rows])
+            self.sha256 = hashlib.sha256(self.sha256.encode() + hashlib.sha256(rows.data).digest()).hexdigest()
+            column = pa.FixedSizeListArray.from_arrays(pa.array(rows.reshape(-1)), self.block_size + 1)
+            self.file.write(pa.record_batch([column], schema=self.features.arrow_schema).serialize())
+            self.counts["rows"] += num_rows
+        self.pending = [stream[num_rows * self.block_size :].copy()]  # begins with the last token written
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        return {
+            "file_bytes": self.file.tell(),
+            "counts": dict(self.counts),
+            "sha256": self.sha256,
+            "document_tokens": self.document_tokens,
+            "pending": self.pending[0].tolist(),
+        }
+
+    def close(self) -> dict:
+        """Write the rest and the files `datasets` wants. Returns the split's part of the metadata."""
+        self.commit()
+        self.file.write(ARROW_END_OF_STREAM)
+        self.file.close()
+        datasets.DatasetInfo(features=self.features).write_to_directory(str(self.directory))
+        _write_state(self.directory, self.split, self.sha256, [self.path.name])
+        return {**self.counts, "rows_sha256": self.sha256, "file_bytes": {self.path.name: self.path.stat().st_size}}
+
+
+class PackedWriter:
+    """A packed dataset in the making, in a hidden folder beside its final name; interrupted, it is gone on with.
+
+    `pieces_done` says how many pieces of the source are in it already: those are not to be added again.
+    """
+
+    def __init__(self, directory: Path, identity: str, block_size: int, vocab_size: int) -> None:
+        """identity: of all that decides the content; what an interrupted run left is used only if it has the same.
+
+        Raises `UserError` if another process is making the same dataset."""
+        self.directory, self.identity, self.block_size = directory, identity, block_size
+        self.partial = directory.with_name(f".{directory.name}.partial")
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        self.lock = FileLock(directory.with_name(f".{directory.name}.lock"), blocking=False)
+        try:
+            self.lock.acquire()
+        except Timeout as error:
+            raise UserError(
+                f"another process is preparing {directory}; wait for it, or name another folder"
+            ) from error
+        journal = self._read_journal()
+        if journal is None:
+            shutil.rmtree(self.partial, ignore_errors=True)
+            self.partial.mkdir()
+            journal = {"pieces_done": 0, "splits": dict.fromkeys(SPLITS)}
+        self.pieces_done = journal["pieces_done"]
+        self.splits = {
+            split: SplitWriter(self.partial, split, block_size, vocab_size, journal["splits"][split])
+            for split in SPLITS
+        }
+
+    def commit(self, pieces_done: int) -> None:
+        """Make all that was added so far survive a kill."""
+        content = {
+            "identity": self.identity,
+            "pieces_done": pieces_done,
+            "splits": {split: writer.commit() for split, writer in self.splits.items()},
+        }
+        written = self.partial / "journal.json.new"
+        with open(written, "w", encoding="utf-8") as file:
+            json.dump(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(written, self.partial / "journal.json")
+
+    def finish(self, tokenizer: PreTrainedTokenizerBase, source: dict, fingerprint: str) -> dict:
+        """Complete the dataset and give it its name. Returns its metadata.
+
+        Raises `UserError`, leaving nothing behind, if a split does not fill one row.
+        """
+        counts = {split: writer.close() for split, writer in self.splits.items()}
+        try:
+            _check_counts(counts, self.block_size)
+        except UserError:
+            self.discard()
+            raise
+        (self.partial / "journal.json").unlink(missing_ok=True)
+        (self.partial / "dataset_dict.json").write_text(json.dumps({"splits": list(SPLITS)}))
+        save_tokenizer(tokenizer, self.partial / "tokenizer", self.block_size)
+        metadata = {
+            "format_version": FORMAT_VERSION,
+            "block_size": self.block_size,
+            "vocab_size": len(tokenizer),
+            "eos_token_id": tokenizer.eos_token_id,
+            "tokenizer_sha256": tokenizer_sha256(tokenizer),
+            "content_sha256": _sha256_of(counts[split]["rows_sha256"] for split in SPLITS),
+            "source": source,
+            "fingerprint": fingerprint,
+            "splits": counts,
+        }
+        (self.partial / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
+        replaced = None
+        if self.directory.exists():  # an older dataset to replace, or an empty folder
+            replaced = self.directory.with_name(f".{self.directory.name}.replaced")
+            os.rename(self.directory, replaced)
+        os.rename(self.partial, self.directory)
+        if replaced is not None:
+            shutil.rmtree(replaced)
+        self.release()
+        return metadata
+
+    def discard(self) -> None:
+        """Leave nothing behind."""
+        for writer in self.splits.values():
+            writer.file.close()
+        shutil.rmtree(self.partial, ignore_errors=True)
+        self.release()
+
+    def release(self) -> None:
+        """Let another process take over what is committed; what is not is of no use to it."""
+        if not (self.partial / "journal.json").exists():
+            shutil.rmtree(self.partial, ignore_errors=True)
+        self.lock.release()
+        Path(self.lock.lock_file).unlink(missing_ok=True)
+
+    def _read_journal(self) -> dict | None:
+        try:
+            journal = json.loads((self.partial / "journal.json").read_text(encoding="utf-8"))
+            return journal if journal["identity"] == self.identity else None
+        except (OSError, ValueError, KeyError):
+            return None
+
+
+def merge_shards(directory: Path, num_shards: int) -> dict:
+    """Make one dataset of DIR-00000-of-N, ... by writing metadata alone: the rows stay where they are.
+
+    Raises `UserError` if a shard is missing, or was not made as a part of the same whole.
+    """
+    if directory.exists():
+        raise UserError(f"{directory} exists; name the folder that the shards' names begin with")
+    shards = [open_packed_dataset(shard_dir(directory, index, num_shards)) for index in range(num_shards)]
+    for shard in shards:
+        for key in ("block_size", "vocab_size", "tokenizer_sha256"):
+            if shard.metadata[key] != shards[0].metadata[key]:
+                raise UserError(f"{shard.directory} has another {key} than {shards[0].directory}")
+    partial = directory.with_name(f".{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    metadata = {**shards[0].metadata, "source": {"shards": [shard.directory.name for shard in shards]}, "splits": {}}
+    for split in SPLITS:
+        parts = [shard.metadata["splits"][split] for shard in shards]
+        files = {
+            f"../../{shard.directory.name}/{split}/{name}": size
+            for shard, part in zip(shards, parts, strict=True)
+            for name, size in part["file_bytes"].items()
+        }
+        merge = {key: sum for key in COUNTS} | {"max_token_id": max}
+        counts = {key: how(part[key] for part in parts) for key, how in merge.items()}
+        sha256 = _sha256_of(part["rows_sha256"] for part in parts)
+        metadata["splits"][split] = {**counts, "rows_sha256": sha256, "file_bytes": files}
+        (partial / split).mkdir(parents=True)
+        shutil.copy(shards[0].directory / split / "dataset_info.json", partial / split)
+        _write_state(partial / split, split, sha256, list(files))
+    metadata["content_sha256"] = _sha256_of(metadata["splits"][split]["rows_sha256"] for split in SPLITS)
+    metadata["fingerprint"] = _sha256_of(shard.metadata["fingerprint"] for shard in shards)
+    shutil.copytree(shards[0].directory / "tokenizer", partial / "tokenizer")
+    (partial / "dataset_dict.json").write_text(json.dumps({"splits": list(SPLITS)}))
+    (partial / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
+    os.rename(partial, directory)
+    return metadata
+
+
+def shard_dir(directory: Path, index: int, num_shards: int) -> Path:
+    """Where a shard of a dataset is prepared: beside the dataset it will be a part of."""
+    return directory.with_name(f"{directory.name}-{index:05d}-of-{num_shards:05d}")
+
+
+def _sha256_of(hexdigests: Iterable[str]) -> str:
+    return hashlib.sha256("".join(hexdigests).encode()).hexdigest()
+
+
+def _write_state(directory: Path, split: str, sha256: str, files: list[str]) -> None:
+    """The file by which `datasets.load_from_disk` finds the rows of a split."""
+    state = {
+        "_data_files": [{"filename": name} for name in files],
+        "_fingerprint": sha256[:16],
+        "_format_columns": None,
+        "_format_kwargs": {},
+        "_format_type": None,
+        "_output_all_columns": False,
+        "_split": split,
+    }
+    (directory / "state.json").write_text(json.dumps(state, indent=2))
+
+
+def _check_counts(counts: dict[str, dict], block_size: int) -> None:
+    num_documents = sum(counts[split]["documents"] for split in SPLITS)
+    if num_documents == 0:
+        raise UserError("the text is empty: it holds no document with any character")
+    if counts["validation"]["documents"] == 0:
+        raise UserError(
+            f"the text is one document, or {num_documents} equal ones, and none can be held out: "
+            "pass a --validation_file"
+        )
+    for split in SPLITS:
+        if counts[split]["rows"] == 0:
+            remedy = (
+                "; or pass a --validation_file or a larger --validation_split_percentage"
+                if split == "validation"
+                else ""
+            )
+            raise UserError(
+                f"the {split} text has {counts[split]['tokens']} tokens, fewer than one row of "
+                f"block_size + 1 = {block_size + 1}: give more text or a smaller --block_size"
+                f"{remedy}"
+            )
