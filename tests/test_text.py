@@ -276,6 +276,30 @@ def test_bad_sources(tmp_path, monkeypatch, options, expected):
         list(TextSource(**options).pieces())
 
 
+def test_a_text_that_breaks_off_does_not_run_on_into_the_next(tmp_path, monkeypatch):
+    """What was read of a bad file is a document of its own; the next file's documents stay whole."""
+    monkeypatch.setattr(files, "PIECE_CHARACTERS", 20)
+    monkeypatch.setattr(files, "BLOCK_BYTES", 10)
+    (tmp_path / "a.txt").write_bytes(b"some words on a line\n" * 5 + b"\xff")
+    (tmp_path / "b.jsonl").write_bytes(GOOD * 3)
+    skipped = []
+    source = TextSource((str(tmp_path),), skip_bad_files=True)
+    *_, first, second, third = [text for _, text in joined(source.pieces(skipped))]
+    assert first == second == third == "good" and "a.txt is not UTF-8" in skipped[0]
+
+
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.txt.zst"])
+def test_one_text_in_a_broken_archive(tmp_path, name):
+    """It is measured before it is read: named, or counted, all the same."""
+    (tmp_path / name).write_bytes(gzip.compress(b"text " * 9999)[:-20])
+    (tmp_path / "b.txt").write_text("good\n" * 99)
+    with pytest.raises(UserError, match=f"cannot read .*{name}"):
+        list(TextSource((str(tmp_path / name),)).pieces())
+    skipped = []
+    documents = joined(TextSource((str(tmp_path),), skip_bad_files=True).pieces(skipped))
+    assert len(skipped) == 1 and "".join(text for _, text in documents) == "good\n" * 99
+
+
 def test_rows_without_text_and_half_characters(tmp_path):
     """Null and empty rows are no documents; half a surrogate pair becomes the replacement character."""
     rows = [{"text": None}, {"text": ""}, {"text": "a\ud800b"}, {"text": "\U0001f600"}]

@@ -173,10 +173,14 @@ def open_stream(path: str) -> BinaryIO:
 
 
 def count_bytes(path: str) -> int:
+    """Bytes of a file, decompressed. Raises `UserError` for an archive that cannot be read to its end."""
     if Path(path.lower()).suffix not in COMPRESSIONS:
         return Path(path).stat().st_size
-    with open_stream(path) as stream:
-        return sum(map(len, iter(lambda: stream.read(BLOCK_BYTES), b"")))
+    try:
+        with open_stream(path) as stream:
+            return sum(map(len, iter(lambda: stream.read(BLOCK_BYTES), b"")))
+    except (OSError, EOFError) as error:
+        raise UserError(f"cannot read {path}: {' '.join(str(error).split())[:200]}") from error
 
 
 def file_sha256(path: str) -> bytes:

@@ -16,7 +16,7 @@ from recipe.config import TEXT_OPTIONS, TrainConfig, UserError
 from recipe.data.encoder import build_encoder, encode_pieces
 from recipe.data.packed import FORMAT_VERSION, PackedDataset, open_packed_dataset
 from recipe.data.packing import PackedWriter
-from recipe.data.text import Piece, TextSource
+from recipe.data.text import Piece, TextSource, hash64
 from recipe.data.tokenizer import load_tokenizer, tokenizer_sha256, train_tokenizer
 from recipe.environment import count_cpus
 from recipe.progress import PreparationProgress
@@ -206,10 +206,9 @@ def count_duplicates(pieces: Iterable[Piece], counts: dict[str, int]) -> Iterato
     hashes, starts = set(), True
     for piece in pieces:
         if starts:
-            digest = hashlib.blake2b(piece.text.encode(), digest_size=8).digest()
             if piece.split == "validation":
-                hashes.add(digest)
-            elif digest in hashes:
+                hashes.add(hash64(piece.text))
+            elif hash64(piece.text) in hashes:
                 counts["duplicates_of_validation"] += 1
         starts = piece.ends
         yield piece

@@ -128,15 +128,23 @@ class TextSource:
 
         skipped: gets the reason for each file that is passed over because of skip_bad_files.
         """
-        read = functools.partial(self._read_files, skipped=[] if skipped is None else skipped)
+        skipped = [] if skipped is None else skipped
         if self.validation_files:
-            yield from (Piece("validation", *part) for part in read("validation_files"))
-            yield from (Piece("train", *part) for part in read("train_files"))
+            yield from (Piece("validation", *part) for part in self._read_shard("validation_files", skipped))
+            yield from (Piece("train", *part) for part in self._read_shard("train_files", skipped))
         elif self._is_a_few_texts():  # too few documents to hold whole ones out: each gives its own tail
             for path in self.files:
-                yield from cut_off_tail(read([path]), count_bytes(path), self.validation_split_percentage)
+                try:
+                    num_bytes = count_bytes(path)
+                except UserError as error:
+                    if not self.skip_bad_files:
+                        raise
+                    skipped.append(str(error))
+                    continue
+                parts = self._read_files([path], skipped)
+                yield from cut_off_tail(parts, num_bytes, self.validation_split_percentage)
         elif self.train_files:
-            yield from self._split(read("train_files"))
+            yield from self._split(self._read_shard("train_files", skipped))
         elif self.dataset_name == STANDARD_LIBRARY:
             yield from self._split(self._take((text, True) for text in read_standard_library()))
         else:
@@ -165,20 +173,24 @@ class TextSource:
             len(self.files) * self.validation_split_percentage < 200
         )
 
-    def _read_files(self, files: str | list[str], skipped: list[str]) -> Iterator[tuple[str, bool]]:
-        """files: some, or the name of the field that holds them, to read this shard's part of those."""
-        if isinstance(files, str):
-            everything = self._files(files)
-            parts = self._read_files(self._shard(everything), skipped)
-            yield from parts if len(everything) >= self.num_shards else self._take(parts)
-            return
-        for path in files:
+    def _read_shard(self, kind: str, skipped: list[str]) -> Iterator[tuple[str, bool]]:
+        """This shard's part of a field's files: whole files, or documents where there are fewer files than shards."""
+        files = self._files(kind)
+        parts = self._read_files(self._shard(files), skipped)
+        return parts if len(files) >= self.num_shards else self._take(parts)
+
+    def _read_files(self, paths: Iterable[str], skipped: list[str]) -> Iterator[tuple[str, bool]]:
+        for path in paths:
+            ends = True
             try:
-                yield from read_file(path, self.text_column_name, self.document_separator)
+                for text, ends in read_file(path, self.text_column_name, self.document_separator):
+                    yield text, ends
             except UserError as error:
                 if not self.skip_bad_files:
                     raise
                 skipped.append(str(error))
+                if not ends:  # it broke off within a document, which must not run on into the next file's
+                    yield "", True
 
     def _take(self, parts: Iterable[tuple[str, bool]]) -> Iterator[tuple[str, bool]]:
         """Every num_shards-th document."""
@@ -205,7 +217,7 @@ def split_documents(documents: Iterable[tuple[str, bool]], percentage: float, ex
     for text, ends in documents if exact else ():
         held_back.append((text, ends))
         if starts:
-            hashes.add(_hash64(text))
+            hashes.add(hash64(text))
         starts, num_characters = ends, num_characters + len(text)
         if ends and (len(held_back) >= HELD_BACK_DOCUMENTS or num_characters >= HELD_BACK_CHARACTERS):
             break
@@ -217,7 +229,7 @@ def split_documents(documents: Iterable[tuple[str, bool]], percentage: float, ex
     split, starts = "train", True
     for text, ends in itertools.chain(held_back, documents):
         if starts:
-            split = "validation" if _hash64(text) <= threshold else "train"
+            split = "validation" if hash64(text) <= threshold else "train"
         yield Piece(split, text, ends)
         starts = ends
 
@@ -295,5 +307,6 @@ def read_standard_library() -> Iterator[str]:
             yield text
 
 
-def _hash64(text: str) -> int:
+def hash64(text: str) -> int:
+    """By which documents are held out, and found again."""
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest(), "big")
