@@ -26,7 +26,7 @@ from recipe.config import CommandLine, run_main
 from recipe.data.batches import TrainOrder, build_train_batches
 from recipe.data.packed import open_packed_dataset
 from recipe.data.packing import PackedWriter
-from recipe.data.text import read_standard_library
+from recipe.data.standard_library import read_standard_library
 from recipe.data.tokenizer import load_tokenizer
 from recipe.environment import describe_environment
 

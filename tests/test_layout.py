@@ -17,7 +17,7 @@ MODULES = {
 # Bottom to top. A module imports from floors below its own; builders do not import each other.
 FLOORS = [
     ["recipe", "recipe.config", "recipe.environment", "recipe.metrics", "recipe.progress"],
-    ["recipe.data", "recipe.data.files", "recipe.data.tokenizer"],
+    ["recipe.data", "recipe.data.files", "recipe.data.standard_library", "recipe.data.tokenizer"],
     ["recipe.data.text"],
     ["recipe.data.encoder", "recipe.data.packed"],
     ["recipe.data.packing", "recipe.data.batches"],

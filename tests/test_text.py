@@ -17,7 +17,8 @@ from recipe.config import UserError
 from recipe.data import files
 from recipe.data import text as text_module
 from recipe.data.files import find_cut, read_file, read_text
-from recipe.data.text import Piece, TextSource, cut_at_line, read_standard_library
+from recipe.data.standard_library import read_standard_library
+from recipe.data.text import Piece, TextSource, cut_at_line
 from recipe.data.text import split_documents as split_parts
 
 

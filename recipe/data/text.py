@@ -7,7 +7,6 @@ import functools
 import hashlib
 import itertools
 import math
-import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ import datasets
 
 from recipe.config import STANDARD_LIBRARY, UserError
 from recipe.data.files import COMPRESSIONS, count_bytes, expand_paths, file_sha256, kind_of, read_file, texts_of
+from recipe.data.standard_library import read_standard_library
 
 # Up to here documents are held back, so that the shares of a small corpus are exact.
 HELD_BACK_DOCUMENTS, HELD_BACK_CHARACTERS = 10_000, 32_000_000
@@ -277,34 +277,6 @@ def _guarded(texts: Iterator[str], name: str) -> Iterator[str]:
         raise
     except Exception as error:  # the network, datasets and pyarrow each raise their own
         raise UserError(f"cannot read dataset {name}: {' '.join(str(error).split())[:300]}") from error
-
-
-def read_standard_library() -> Iterator[str]:
-    """The Python standard library as installed: its reference documentation, then its sources without tests.
-
-    Raises `UserError` where the interpreter ships without sources.
-    """
-    root = Path(sysconfig.get_path("stdlib"))
-    skipped = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "pydoc_data", "encodings"}
-    # (encodings are tables of character names)
-    sources = sorted(p for p in root.rglob("*.py") if not skipped & set(p.relative_to(root).parts))
-    if len(sources) < 50:
-        raise UserError(
-            f"this Python has no library sources in {root} to train the demo on; "
-            "pass --train_file TEXT.txt with any text of a megabyte or more"
-        )
-    try:
-        from pydoc_data.topics import topics
-    except ImportError:  # some distributions leave the documentation out; the sources alone will do
-        topics = {}
-    yield from (text for _, text in sorted(topics.items()))
-    for path in sources:
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (UnicodeDecodeError, OSError):
-            continue  # a few sources are not UTF-8 on purpose
-        if text.strip():
-            yield text
 
 
 def hash64(text: str) -> int:
