@@ -122,7 +122,7 @@ def measure_speed(work: Path, tokenizer: str, megabytes: int) -> dict:
     stream, started_at = opened.splits["train"].stream(), time.perf_counter()
     writer = PackedWriter(work / "again", "packing alone", opened.block_size, opened.vocab_size)
     for part in np.array_split(stream, 8):
-        writer.splits["train"].add(part, len(part), ends=True)
+        writer.splits["train"].add(part, len(part), np.array([len(part)]))
         writer.commit(0)
     packing_seconds = time.perf_counter() - started_at
     writer.discard()
@@ -160,9 +160,9 @@ def measure_reading(work: Path, tokenizer_name: str, num_tokens: int) -> dict:
         folders[name] = work / name
         writer = PackedWriter(folders[name], name, 1024, len(tokenizer))
         for start in range(0, count, len(part)):
-            writer.splits["train"].add(part[: count - start], len(part), ends=True)
+            writer.splits["train"].add(part[: count - start], len(part), np.array([], np.int64))
             writer.commit(0)
-        writer.splits["validation"].add(part[:100_000], 100_000, ends=True)
+        writer.splits["validation"].add(part[:100_000], 100_000, np.array([100_000]))
         writer.finish(tokenizer, {}, name)
     before, started_at = _resident_megabytes(), time.perf_counter()
     large = open_packed_dataset(folders["large"]).splits["train"]

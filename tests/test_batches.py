@@ -90,7 +90,7 @@ def wide_dataset(tmp_path_factory):
     for split in ("train", "validation"):
         writer = SplitWriter(directory, split, block_size=8, vocab_size=65_536)
         for seed in (0, 1):
-            writer.add(np.random.default_rng(seed).integers(0, 65_536, 1001), num_bytes=1, ends=True)
+            writer.add(np.random.default_rng(seed).integers(0, 65_536, 1001), num_bytes=1, ends=np.array([1001]))
             writer.commit()
         writer.close()
     splits = {split: PackedSplit(directory / split, 65_536) for split in ("train", "validation")}

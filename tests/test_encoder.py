@@ -8,8 +8,17 @@ from conftest import make_documents
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from recipe.config import UserError
 from recipe.data import encoder
-from recipe.data.encoder import NotEqual, build_encoder, encode_pieces, to_tiktoken
+from recipe.data.encoder import (
+    BETWEEN_TEXTS,
+    NotEqual,
+    build_encoder,
+    build_text_encoder,
+    count_token_bytes,
+    encode_pieces,
+    to_tiktoken,
+)
 from recipe.data.text import Piece
 from recipe.data.tokenizer import load_tokenizer
 
@@ -28,12 +37,12 @@ def tokenizer(tokenizer_dir):
 @pytest.mark.parametrize("text", HARD + make_documents(20))
 def test_tiktoken_gives_the_tokenizers_ids(tokenizer, text):
     """Also for text that looks like a special token: only the packer ends documents."""
-    encode, how = build_encoder(tokenizer, [])
+    encode, how = build_text_encoder(tokenizer, [])
     assert how.startswith("tiktoken")
     tokenizer.backend_tokenizer.encode_special_tokens = True
-    assert encode(text).tolist() == tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
-    assert tokenizer.decode(encode(text), clean_up_tokenization_spaces=False) == text
-    assert tokenizer.eos_token_id not in encode(text)
+    assert encode([text])[0].tolist() == tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+    assert tokenizer.decode(encode([text])[0], clean_up_tokenization_spaces=False) == text
+    assert tokenizer.eos_token_id not in encode([text])[0]
 
 
 def wrapped(backend: Tokenizer) -> PreTrainedTokenizerFast:
@@ -56,11 +65,11 @@ def test_a_split_pattern_of_its_own(tokenizer):
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    encode, how = build_encoder(wrapped(backend), make_documents(20))
+    encode, how = build_text_encoder(wrapped(backend), make_documents(20))
     assert how.startswith("tiktoken")
     backend.encode_special_tokens = True
     for text in HARD:
-        assert encode(text).tolist() == backend.encode(text, add_special_tokens=False).ids
+        assert encode([text])[0].tolist() == backend.encode(text, add_special_tokens=False).ids
 
 
 def test_tokenizers_that_tiktoken_cannot_stand_in_for(tokenizer):
@@ -82,39 +91,91 @@ def test_tokenizers_that_tiktoken_cannot_stand_in_for(tokenizer):
         other = changed(tokenizer, **parts)
         with pytest.raises(NotEqual, match=reason):
             to_tiktoken(other)
-        encode, how = build_encoder(other, ["some text"])
+        encode, how = build_text_encoder(other, ["some text"])
         assert how.startswith("tokenizers (not tiktoken") and reason in how
-        assert encode("Some cat").tolist() == other.backend_tokenizer.encode("Some cat").ids
+        assert encode(["Some cat"])[0].tolist() == other.backend_tokenizer.encode("Some cat").ids
 
 
 def test_other_ids_on_this_text_are_noticed(tokenizer, monkeypatch):
     """Equality is not believed but tried on the corpus at hand."""
     monkeypatch.setattr(encoder, "GPT2_PATTERN", r"\S+|\s+")
-    encode, how = build_encoder(tokenizer, ["a plain text", *make_documents(5)])
+    encode, how = build_text_encoder(tokenizer, ["a plain text", *make_documents(5)])
     assert how == "tokenizers (not tiktoken: it gives other ids on this text)"
-    assert encode("the cat").tolist() == tokenizer("the cat")["input_ids"]
+    assert encode(["the cat"])[0].tolist() == tokenizer("the cat")["input_ids"]
 
 
 def test_a_tokenizer_that_is_no_bpe():
     backend = Tokenizer(models.WordLevel({"a": 0, "<|endoftext|>": 1, "[UNK]": 2}, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     backend.decoder, backend.normalizer = decoders.WordPiece(), normalizers.NFC()
-    encode, how = build_encoder(wrapped(backend), ["a b"])
-    assert "not a plain BPE" in how and encode("a b").tolist() == [0, 2]
+    encode, how = build_text_encoder(wrapped(backend), ["a b"])
+    assert "not a plain BPE" in how and encode(["a b"])[0].tolist() == [0, 2]
+
+
+def test_texts_together_are_the_texts_one_by_one(tokenizer):
+    """Also empty ones, and one that holds what is put between them."""
+    encode = build_text_encoder(tokenizer, [])[0]
+    for texts in (HARD, [], [""], ["", "", "a"], [*HARD, f"a{BETWEEN_TEXTS}b", "c"]):
+        ids, lengths = encode(texts)
+        assert ids.dtype == np.uint32 and len(lengths) == len(texts)
+        backend = tokenizer.backend_tokenizer
+        backend.encode_special_tokens = True
+        expected = [backend.encode(text, add_special_tokens=False).ids for text in texts]
+        assert lengths.tolist() == list(map(len, expected))
+        assert ids.tolist() == [i for one in expected for i in one]
 
 
 @pytest.mark.parametrize("num_workers", [1, 4])
 @pytest.mark.parametrize("batch_characters", [1, 200, 10**9])
 def test_pieces_come_back_in_order(tokenizer, monkeypatch, num_workers, batch_characters):
-    """Each with its ids and bytes, the end-of-text id where a document ends, for any batches and threads."""
+    """Ids and bytes of each split, the end-of-text id where a document ends, for any batches and threads."""
     monkeypatch.setattr(encoder, "BATCH_CHARACTERS", batch_characters)
-    pieces = [Piece("train", text, i % 3 != 0) for i, text in enumerate(make_documents(40))]
-    encode, _ = build_encoder(tokenizer, [])
-    found = [item for batch in encode_pieces(encode, 0, iter(pieces), num_workers) for item in batch]
-    assert [piece for piece, _, _ in found] == pieces
-    for piece, num_bytes, ids in found:
-        assert num_bytes == len(piece.text.encode())
-        assert np.array_equal(ids, [*encode(piece.text), 0] if piece.ends else encode(piece.text))
+    splits = ["train", "train", "validation"]
+    pieces = [Piece(splits[i % 3], text + "\u00e9", i % 4 != 0) for i, text in enumerate(make_documents(40))]
+    batches = list(encode_pieces(build_encoder(tokenizer, pieces)[0], iter(pieces), num_workers))
+    assert sum(num_pieces for num_pieces, _ in batches) == len(pieces)
+    backend = tokenizer.backend_tokenizer
+    backend.encode_special_tokens = True
+    for split in ("train", "validation"):
+        found = [part for _, parts in batches for part in parts if part.split == split]
+        ids, ends, position = [], [], 0
+        for piece in pieces:
+            if piece.split == split:
+                ids += backend.encode(piece.text, add_special_tokens=False).ids
+                if piece.ends:
+                    ids.append(tokenizer.eos_token_id)
+                    ends.append(len(ids))
+        assert np.concatenate([part.ids for part in found]).tolist() == ids
+        for part in found:
+            assert all(part.ids[end - 1] == tokenizer.eos_token_id for end in part.ends)
+            assert [position + end for end in part.ends] == ends[: len(part.ends)]
+            ends, position = ends[len(part.ends) :], position + len(part.ids)
+        assert not ends
+        expected = sum(len(piece.text.encode()) for piece in pieces if piece.split == split)
+        assert sum(part.num_bytes for part in found) == expected
+
+
+@pytest.mark.parametrize("separated", [False, True])
+def test_ids_that_are_there_already(tokenizer, separated):
+    """They are taken as they are; rows get an end-of-text id only if the data has none of its own."""
+    texts = ["the cat sat\n", "caf\u00e9 \U0001d518", "on <b> it"]
+    rows = [np.array(tokenizer(text)["input_ids"] + [0] * separated) for text in texts]
+    encode, how = build_encoder(tokenizer, [Piece("train", row, True) for row in rows])
+    assert ("hold their own" in how) is separated and "'the cat sat" in how
+    _, ids, ends, num_bytes = encode([Piece("train", row, True) for row in rows])
+    expected = [*build_encoder(tokenizer, [])[0]([Piece("train", text, True) for text in texts])]
+    assert (ids.tolist(), ends.tolist()) == (expected[1].tolist(), expected[2].tolist())
+    assert num_bytes == expected[3] == sum(len(text.encode()) for text in texts)
+    with pytest.raises(UserError, match="holds id 500, beyond the tokenizer's 500"):
+        encode([Piece("train", np.array([1, 500]), True)])
+    with pytest.raises(UserError, match="some documents are text and some are token ids"):
+        encode([Piece("train", rows[0], True), Piece("train", "text", True)])
+
+
+def test_ids_of_a_tokenizer_without_bytes():
+    backend = Tokenizer(models.WordLevel({"\u2581a": 0, "<|endoftext|>": 1}, unk_token="[UNK]"))
+    with pytest.raises(UserError, match="needs a byte-level tokenizer; this one has '\u2581a'"):
+        count_token_bytes(wrapped(backend))
 
 
 def test_reading_is_not_far_ahead(tokenizer, monkeypatch):
@@ -127,7 +188,7 @@ def test_reading_is_not_far_ahead(tokenizer, monkeypatch):
             drawn.append(1)
             yield Piece("train", "text", True)
 
-    batches = encode_pieces(build_encoder(tokenizer, [])[0], 0, endless(), 3)
+    batches = encode_pieces(build_encoder(tokenizer, [])[0], endless(), 3)
     for _ in range(10):
         next(batches)
     batches.close()

@@ -16,7 +16,7 @@ from tokenizers import normalizers
 
 from recipe.config import UserError, load_config
 from recipe.data import encoder, files, prepare
-from recipe.data.encoder import build_encoder
+from recipe.data.encoder import build_text_encoder
 from recipe.data.packed import PackedSplit, open_packed_dataset
 from recipe.data.packing import PackedWriter, SplitWriter, merge_shards, shard_dir
 from recipe.data.prepare import open_dataset_for, prepare_dataset
@@ -36,6 +36,16 @@ def test_load_from_disk_opens_it(dataset_dir):
     feature = loaded["train"].features["input_ids"]
     assert (feature.length, feature.feature.dtype) == (BLOCK_SIZE + 1, "uint16")
     assert len(loaded["train"][0]["input_ids"]) == BLOCK_SIZE + 1
+
+
+def test_rows_are_those_that_datasets_reads(tmp_path, dataset_dir, jsonl_file, tokenizer_dir, small_steps):
+    """Mapped by offsets or read by `datasets`: the same, for one record batch and for many."""
+    prepare_dataset(TextSource((str(jsonl_file),)), tmp_path / "d", 16, load_tokenizer(str(tokenizer_dir)))
+    for directory in (dataset_dir, tmp_path / "d"):
+        for name, split in open_packed_dataset(directory).splits.items():
+            read = datasets.load_from_disk(str(directory))[name].with_format("numpy")["input_ids"][:]
+            np.testing.assert_array_equal(split[np.arange(len(split))], read)
+    assert len(split.chunks) > 1
 
 
 def test_rows_decode_to_the_documents(dataset_dir, documents):
@@ -62,7 +72,7 @@ def test_every_token_is_a_target_exactly_once(tmp_path, commit_after, reopened):
     writer = SplitWriter(tmp_path, "train", block_size=8, vocab_size=40_000)
     stream = np.arange(1000)
     for number, piece in enumerate(np.split(stream, [3, 4, 90, 500, 501])):
-        writer.add(piece, num_bytes=1, ends=True)
+        writer.add(piece, num_bytes=1, ends=np.array([len(piece)]))
         if number in commit_after:
             saved = json.loads(json.dumps(writer.commit()))
             if reopened:
@@ -82,7 +92,7 @@ def test_every_token_is_a_target_exactly_once(tmp_path, commit_after, reopened):
 def test_width_of_an_id(tmp_path, vocab_size, dtype):
     """Two bytes an id while the vocabulary allows it; the largest id survives."""
     writer = SplitWriter(tmp_path, "train", block_size=1, vocab_size=vocab_size)
-    writer.add(np.array([0, vocab_size - 1]), num_bytes=1, ends=True)
+    writer.add(np.array([0, vocab_size - 1]), num_bytes=1, ends=np.array([2]))
     writer.close()
     split = PackedSplit(tmp_path / "train", vocab_size)
     assert split.chunks[0].dtype == dtype and split[np.array([0])].tolist() == [[0, vocab_size - 1]]
@@ -91,8 +101,9 @@ def test_width_of_an_id(tmp_path, vocab_size, dtype):
 def test_an_id_beyond_the_vocabulary_is_refused_when_written(tmp_path):
     """70000 as uint16 would silently become 4464."""
     writer = SplitWriter(tmp_path, "train", block_size=1, vocab_size=50_257)
+    writer.add(np.array([1, 70_000]), num_bytes=1, ends=np.array([2]))
     with pytest.raises(UserError, match="id 70000, beyond its vocabulary"):
-        writer.add(np.array([1, 70_000]), num_bytes=1, ends=True)
+        writer.commit()
 
 
 def test_workers_map_the_file_themselves(dataset):
@@ -134,13 +145,13 @@ def test_a_damaged_dataset_is_made_again(tmp_path, jsonl_file, tokenizer_dir, ho
 
 def test_padding_and_truncation_of_a_tokenizer_stay_out(tmp_path, documents, tokenizer_dir):
     """A tokenizer.json saved with either gives the ids of the text all the same."""
-    expected = [ids.tolist() for ids in map(build_encoder(load_tokenizer(str(tokenizer_dir)), [])[0], documents)]
+    expected = build_text_encoder(load_tokenizer(str(tokenizer_dir)), [])[0](documents)[0].tolist()
     tokenizer = load_tokenizer(str(tokenizer_dir))
     tokenizer.backend_tokenizer.enable_padding(pad_id=5, pad_token="x")
     tokenizer.backend_tokenizer.enable_truncation(8)
     tokenizer.backend_tokenizer.normalizer = normalizers.Sequence([])  # not tiktoken's: tokenizers encodes
-    encode, how = build_encoder(tokenizer, documents[:3])
-    assert how.startswith("tokenizers") and [encode(text).tolist() for text in documents] == expected
+    encode, how = build_text_encoder(tokenizer, documents[:3])
+    assert how.startswith("tokenizers") and encode(documents)[0].tolist() == expected
 
 
 def test_overwrite_replaces_packed_datasets_only(tmp_path, jsonl_file, tokenizer_dir):
@@ -166,7 +177,7 @@ def contents(directory):
 @pytest.fixture
 def small_steps(monkeypatch):
     """Commit after every few documents, encode a few at once."""
-    monkeypatch.setattr(prepare, "COMMIT_CHARACTERS", 2000)
+    monkeypatch.setattr(prepare, "COMMIT_BYTES", 2000)
     monkeypatch.setattr(encoder, "BATCH_CHARACTERS", 300)
 
 
@@ -177,7 +188,7 @@ def test_killed_and_started_again_is_byte_identical(
     source, tokenizer = TextSource(train_files=(str(jsonl_file),)), load_tokenizer(str(tokenizer_dir))
     prepare_dataset(source, tmp_path / "whole", 16, tokenizer)
     add = SplitWriter.add
-    for kill_at in (1, 60, 61, 150, 299):
+    for kill_at in (1, 40, 41, 90, 140):
         calls = iter(range(10**6))
 
         def add_until(self, *args, _calls=calls, _kill_at=kill_at):
@@ -356,6 +367,12 @@ def damage(directory, how):
         data.unlink()
     elif how == "truncated":
         data.write_bytes(data.read_bytes()[:-100])
+    elif how == "offset":
+        rows = json.loads((directory / "train" / "rows.json").read_text())
+        rows["batches"][0][1] = data.stat().st_size - 8
+        (directory / "train" / "rows.json").write_text(json.dumps(rows) + " ")
+        metadata["splits"]["train"]["file_bytes"]["rows.json"] = (directory / "train" / "rows.json").stat().st_size
+        (directory / "metadata.json").write_text(json.dumps(metadata))
     elif how == "no state":
         (directory / "validation" / "state.json").unlink()
     elif how == "format":
@@ -385,6 +402,7 @@ def damage(directory, how):
         ("no rows", "data-00000-of-00001.arrow is missing"),
         ("truncated", "bytes instead of"),
         ("no state", "is not a complete packed dataset"),
+        ("offset", "is not a complete packed dataset .ValueError: cannot reshape"),
         ("format", "has format 99"),
         ("ids", "beyond its vocabulary of 100"),
         ("rows", "has not the .* rows of 32 ids"),
@@ -456,7 +474,7 @@ from recipe.data.packing import SplitWriter
 from recipe.data.text import TextSource
 from recipe.data.tokenizer import load_tokenizer
 
-prepare.COMMIT_CHARACTERS, encoder.BATCH_CHARACTERS = 2000, 300
+prepare.COMMIT_BYTES, encoder.BATCH_CHARACTERS = 2000, 300
 commit, commits = SplitWriter.commit, iter(range(10**6))
 
 def commit_and_die(self):

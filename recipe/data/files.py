@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -19,11 +20,13 @@ KINDS = (".txt", ".jsonl", ".json", ".csv", ".parquet")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 BLOCK_BYTES = 2**20  # read at once
 PIECE_CHARACTERS = 4_000_000  # longer documents come in pieces of about this length
+Text = str | np.ndarray  # or its token ids, int64 [tokens], where the source is tokenized already
+Part = tuple[Text, bool]  # a document or a piece of it, and whether it ends there
 csv.field_size_limit(2**31 - 1)
 
 
-def read_file(path: str, text_column_name: str, separator: str | None) -> Iterator[tuple[str, bool]]:
-    """(text, whether its document ends there) of a file. Raises `UserError` naming the file if it cannot be read."""
+def read_file(path: str, text_column_name: str, separator: str | None) -> Iterator[Part]:
+    """The documents of a file. Raises `UserError` naming the file if it cannot be read."""
     kind = kind_of(path)
     try:
         if kind == ".parquet":
@@ -47,7 +50,7 @@ def read_file(path: str, text_column_name: str, separator: str | None) -> Iterat
         raise UserError(f"cannot read {path}: {reason}") from error
 
 
-def read_text(stream: BinaryIO, separator: str | None) -> Iterator[tuple[str, bool]]:
+def read_text(stream: BinaryIO, separator: str | None) -> Iterator[Part]:
     """Documents of a UTF-8 stream, cut at each separator; a long one in pieces."""
     decoder, buffer, attempt_at, at_end = codecs.getincrementaldecoder("utf-8-sig")(), "", PIECE_CHARACTERS, False
     while not at_end:
@@ -120,20 +123,30 @@ def _read_parquet(path: str, column: str) -> Iterator[dict]:
         yield from batch.to_pylist()
 
 
-def texts_of(rows: Iterable[dict], column: str, where: str) -> Iterator[str]:
-    """The text of each row; rows without any (null, or no character) are passed over."""
+def texts_of(rows: Iterable[dict], column: str, where: str) -> Iterator[Text]:
+    """The text of each row, or its ids if it is tokenized; rows without any (null, or empty) are passed over."""
     for number, row in enumerate(rows, start=1):
         if column not in row:
             names = ", ".join(map(str, row)) or "none"
             raise UserError(f"{where} has no column '{column}'; pass --text_column_name with one of {names}")
         text = row[column]
+        if isinstance(text, (list, np.ndarray)):
+            ids = np.asarray(text)
+            if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
+                raise UserError(
+                    f"{where}, row {number}: column '{column}' holds a list of other things than token ids"
+                )
+            if len(ids):
+                yield ids.astype(np.int64)
+            continue
         if not isinstance(text, (str, type(None))):
             raise UserError(f"{where}, row {number}: column '{column}' holds {type(text).__name__}, not text")
-        if text:
+        if text and not text.isascii():
             try:
                 text.encode("utf-8")
             except UnicodeEncodeError:  # half a surrogate pair, as JSON may escape it, is no character
                 text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+        if text:
             yield text
 
 

@@ -1,6 +1,7 @@
 """The packed dataset on disk: token ids in rows of block_size + 1, with the metadata that says what they are.
 
     DIR/dataset_dict.json, DIR/train/, DIR/validation/   a datasets.DatasetDict: datasets.load_from_disk(DIR) opens it
+    DIR/SPLIT/rows.json                                  where the rows lie in the files, to map them without Arrow
     DIR/tokenizer/                                       the tokenizer the ids belong to
     DIR/metadata.json                                    counts, hashes, sizes; written last
 
@@ -14,15 +15,15 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-import datasets
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from recipe.config import UserError
+from recipe.data.text import SPLITS
 from recipe.data.tokenizer import load_tokenizer, tokenizer_sha256
 
-FORMAT_VERSION = 1
-SPLITS = ("train", "validation")
+FORMAT_VERSION = 2
+ROWS_NAME = "rows.json"
 METADATA = {
     "block_size": int,
     "vocab_size": int,
@@ -32,7 +33,7 @@ METADATA = {
     "source": dict,
     "splits": dict,
 }
-SAMPLED_ROWS = 4096  # rows of a split looked at when it is opened
+SAMPLED_ROWS = 256  # rows of a split looked at when it is opened
 
 
 @dataclass(frozen=True)
@@ -69,17 +70,23 @@ class PackedDataset:
 
 
 class PackedSplit:
-    """Rows of one split, memory-mapped: only the pages that are read come into memory."""
+    """Rows of one split, memory-mapped: only the pages that are read come into memory.
+
+    Arrow itself would bring a whole file into resident memory when it opens it (pyarrow 26), so numpy maps it.
+    """
 
     def __init__(self, directory: Path, vocab_size: int) -> None:
         self.directory, self.vocab_size = directory, vocab_size
-        # One zero-copy view [rows, block_size + 1] for each record batch, and where each one starts.
+        layout = json.loads((directory / ROWS_NAME).read_text())
+        self.block_size, dtype = int(layout["block_size"]), np.dtype(layout["dtype"])
+        files = {name: np.memmap(directory / name, np.uint8, "r").view(np.ndarray) for name, _, _ in layout["batches"]}
+        # One view [rows, block_size + 1] for each record batch, and where each one starts.
+        width = self.block_size + 1
         self.chunks = [
-            chunk.flatten().to_numpy().reshape(len(chunk), -1)
-            for chunk in datasets.load_from_disk(str(directory)).data.column("input_ids").chunks
+            files[name][offset : offset + num_rows * width * dtype.itemsize].view(dtype).reshape(num_rows, width)
+            for name, offset, num_rows in layout["batches"]
         ]
         self.starts = np.cumsum([0, *map(len, self.chunks)])
-        self.block_size = self.chunks[0].shape[1] - 1
 
     def stream(self) -> np.ndarray:
         """All tokens in order, without the overlap of the rows: uint16 or int32 [rows * block_size + 1]."""
@@ -142,7 +149,7 @@ def open_packed_dataset(directory: Path, block_size: int | None = None) -> Packe
         splits = {name: PackedSplit(directory / name, metadata["vocab_size"]) for name in SPLITS}
         for name, split in splits.items():
             expected = (metadata["splits"][name]["rows"], metadata["block_size"] + 1)
-            if (len(split), split.chunks[0].shape[1]) != expected:
+            if (len(split), split.block_size + 1) != expected:
                 raise UserError(
                     f"{directory}/{name} has not the {expected[0]} rows of {expected[1]} ids that its "
                     f"metadata says; {again}"
@@ -154,7 +161,7 @@ def open_packed_dataset(directory: Path, block_size: int | None = None) -> Packe
             f"{directory} is not a complete packed dataset: {Path(str(error.filename or error)).name} "
             f"is missing; {again}"
         ) from error
-    except Exception as error:  # damaged JSON or Arrow: json, pyarrow and datasets each raise their own
+    except Exception as error:  # damaged JSON, or a file that is not what it says: json and numpy raise their own
         reason = f"{type(error).__name__}: {str(error)[:200]}"
         raise UserError(f"{directory} is not a complete packed dataset ({reason}); {again}") from error
     if block_size is not None and metadata["block_size"] != block_size:

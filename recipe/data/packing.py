@@ -17,7 +17,8 @@ from filelock import FileLock, Timeout
 from transformers import PreTrainedTokenizerBase
 
 from recipe.config import UserError
-from recipe.data.packed import FORMAT_VERSION, SPLITS, open_packed_dataset
+from recipe.data.packed import FORMAT_VERSION, ROWS_NAME, open_packed_dataset
+from recipe.data.text import SPLITS
 from recipe.data.tokenizer import save_tokenizer, tokenizer_sha256
 
 COUNTS = ("documents", "tokens", "bytes", "rows", "max_token_id", "long_documents", "tokens_in_long_documents")
@@ -46,42 +47,50 @@ class SplitWriter:
             self.counts = dict.fromkeys(COUNTS, 0)
             self.document_tokens = 0  # of the document that has begun
             self.sha256 = ""
+            self.batches: list[list[int]] = []  # [where its ids lie in the file, how many rows] of each record batch
             self.pending = [np.empty(0, self.dtype)]
         else:
             self.file = open(self.path, "r+b")  # noqa: SIM115
             self.file.truncate(saved["file_bytes"])
             self.file.seek(0, os.SEEK_END)
             self.counts, self.sha256, self.document_tokens = saved["counts"], saved["sha256"], saved["document_tokens"]
+            self.batches = saved["batches"]
             self.pending = [np.array(saved["pending"], self.dtype)]
 
-    def add(self, ids: np.ndarray, num_bytes: int, ends: bool) -> None:
-        """Append a document or a piece of one. ids: integers [tokens], with the end-of-text id where it ends."""
-        if len(ids):
-            largest = int(ids.max())
-            if largest >= self.vocab_size or int(ids.min()) < 0:
-                raise UserError(f"the tokenizer gave id {largest}, beyond its vocabulary of {self.vocab_size}")
-            self.counts["max_token_id"] = max(self.counts["max_token_id"], largest)
-            self.pending.append(ids.astype(self.dtype))
-        self.document_tokens += len(ids)
-        if ends:
-            self.counts["documents"] += 1
-            if self.document_tokens > self.block_size:
-                self.counts["long_documents"] += 1
-                self.counts["tokens_in_long_documents"] += self.document_tokens
-            self.document_tokens = 0
+    def add(self, ids: np.ndarray, num_bytes: int, ends: np.ndarray) -> None:
+        """Append documents or parts of them. ids: integers [tokens]; ends: positions behind their end-of-text ids."""
+        self.pending.append(ids)
+        lengths = np.diff(ends, prepend=-self.document_tokens)
+        long_ones = lengths[lengths > self.block_size]
+        self.counts["documents"] += len(ends)
+        self.counts["long_documents"] += len(long_ones)
+        self.counts["tokens_in_long_documents"] += int(long_ones.sum())
+        self.document_tokens = len(ids) - int(ends[-1]) if len(ends) else self.document_tokens + len(ids)
         self.counts["tokens"] += len(ids)
         self.counts["bytes"] += num_bytes
 
     def commit(self) -> dict:
-        """Write the rows that are full to disk. Returns what a later process needs to go on from here."""
-        stream = np.concatenate(self.pending)
+        """Write the rows that are full to disk. Returns what a later process needs to go on from here.
+
+        Raises `UserError` for an id that is no token: as uint16, 70000 would silently become 4464.
+        """
+        ids = np.concatenate(self.pending)
+        largest, smallest = (int(ids.max()), int(ids.min())) if len(ids) else (0, 0)
+        if largest >= self.vocab_size or smallest < 0:
+            wrong = largest if smallest >= 0 else smallest
+            raise UserError(f"the data holds id {wrong}, beyond its vocabulary of {self.vocab_size}")
+        self.counts["max_token_id"] = max(self.counts["max_token_id"], largest)
+        stream = ids.astype(self.dtype)
         num_rows = max(0, len(stream) - 1) // self.block_size
         if num_rows:
             windows = np.lib.stride_tricks.sliding_window_view(stream, self.block_size + 1)
             rows = np.ascontiguousarray(windows[:: self.block_size][:num_rows])
             self.sha256 = hashlib.sha256(self.sha256.encode() + hashlib.sha256(rows.data).digest()).hexdigest()
             column = pa.FixedSizeListArray.from_arrays(pa.array(rows.reshape(-1)), self.block_size + 1)
-            self.file.write(pa.record_batch([column], schema=self.features.arrow_schema).serialize())
+            message = pa.record_batch([column], schema=self.features.arrow_schema).serialize()
+            values = pa.ipc.read_record_batch(message, self.features.arrow_schema).column(0).values.buffers()[1]
+            self.batches.append([self.file.tell() + values.address - message.address, num_rows])
+            self.file.write(message)
             self.counts["rows"] += num_rows
         self.pending = [stream[num_rows * self.block_size :].copy()]  # begins with the last token written
         self.file.flush()
@@ -91,6 +100,7 @@ class SplitWriter:
             "counts": dict(self.counts),
             "sha256": self.sha256,
             "document_tokens": self.document_tokens,
+            "batches": list(self.batches),
             "pending": self.pending[0].tolist(),
         }
 
@@ -101,7 +111,10 @@ class SplitWriter:
         self.file.close()
         datasets.DatasetInfo(features=self.features).write_to_directory(str(self.directory))
         _write_state(self.directory, self.split, self.sha256, [self.path.name])
-        return {**self.counts, "rows_sha256": self.sha256, "file_bytes": {self.path.name: self.path.stat().st_size}}
+        batches = [[self.path.name, offset, num_rows] for offset, num_rows in self.batches]
+        rows = {"block_size": self.block_size, "dtype": np.dtype(self.dtype).name, "batches": batches}
+        (self.directory / ROWS_NAME).write_text(json.dumps(rows) + "\n")
+        return {**self.counts, "rows_sha256": self.sha256, "file_bytes": _sizes_in(self.directory)}
 
 
 class PackedWriter:
@@ -228,14 +241,23 @@ def merge_shards(directory: Path, num_shards: int) -> dict:
             f"../../{shard.directory.name}/{split}/{name}": size
             for shard, part in zip(shards, parts, strict=True)
             for name, size in part["file_bytes"].items()
+            if name.endswith(".arrow")
         }
         merge = {key: sum for key in COUNTS} | {"max_token_id": max}
         counts = {key: how(part[key] for part in parts) for key, how in merge.items()}
         sha256 = _sha256_of(part["rows_sha256"] for part in parts)
-        metadata["splits"][split] = {**counts, "rows_sha256": sha256, "file_bytes": files}
         (partial / split).mkdir(parents=True)
         shutil.copy(shards[0].directory / split / "dataset_info.json", partial / split)
         _write_state(partial / split, split, sha256, list(files))
+        rows = [json.loads((shard.directory / split / ROWS_NAME).read_text()) for shard in shards]
+        batches = [
+            [f"../../{shard.directory.name}/{split}/{name}", offset, num_rows]
+            for shard, part in zip(shards, rows, strict=True)
+            for name, offset, num_rows in part["batches"]
+        ]
+        (partial / split / ROWS_NAME).write_text(json.dumps({**rows[0], "batches": batches}) + "\n")
+        files |= _sizes_in(partial / split)
+        metadata["splits"][split] = {**counts, "rows_sha256": sha256, "file_bytes": files}
     metadata["content_sha256"] = _sha256_of(metadata["splits"][split]["rows_sha256"] for split in SPLITS)
     metadata["fingerprint"] = _sha256_of(shard.metadata["fingerprint"] for shard in shards)
     shutil.copytree(shards[0].directory / "tokenizer", partial / "tokenizer")
@@ -248,6 +270,10 @@ def merge_shards(directory: Path, num_shards: int) -> dict:
 def shard_dir(directory: Path, index: int, num_shards: int) -> Path:
     """Where a shard of a dataset is prepared: beside the dataset it will be a part of."""
     return directory.with_name(f"{directory.name}-{index:05d}-of-{num_shards:05d}")
+
+
+def _sizes_in(directory: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_size for path in sorted(directory.iterdir())}
 
 
 def _sha256_of(hexdigests: Iterable[str]) -> str:

@@ -21,8 +21,8 @@ from recipe.data.tokenizer import load_tokenizer, tokenizer_sha256, train_tokeni
 from recipe.environment import count_cpus
 from recipe.progress import PreparationProgress
 
-COMMIT_CHARACTERS = 32_000_000  # text between two commits: what is lost at most when the process is killed
-SAMPLE_PIECES, SAMPLE_CHARACTERS = 200, 10_000  # on which an encoder has to prove that it gives the tokenizer's ids
+COMMIT_BYTES = 32_000_000  # text between two commits: what is lost at most when the process is killed
+SAMPLE_PIECES = 200  # by which the encoder is chosen
 
 say = functools.partial(print, flush=True)
 
@@ -79,37 +79,34 @@ def _pack(
     num_workers: int,
 ) -> dict:
     """Encode and write, committing now and then; killed at any moment and called again it goes on from there."""
-    sample = [piece.text[:SAMPLE_CHARACTERS] for piece in itertools.islice(source.pieces(), SAMPLE_PIECES)]
+    skipped: list[str] = []
+    pieces = source.pieces(skipped)
+    sample = list(itertools.islice(pieces, SAMPLE_PIECES))
     encode, how = build_encoder(tokenizer, sample)
     say(f"encoding with {how}, {num_workers} threads")
     # A tokenizer that was trained just now must be the one of the interrupted run, or its rows are of no use.
     identity = hashlib.sha256(f"{fingerprint} {tokenizer_sha256(tokenizer)}".encode()).hexdigest()
-    skipped: list[str] = []
     duplicates = {"duplicates_of_validation": 0}
     try:
         writer = PackedWriter(directory, identity, block_size, len(tokenizer))
         try:
             if writer.pieces_done:
                 say(f"going on after the {writer.pieces_done:,} pieces that an interrupted run has done")
-            done, characters = writer.pieces_done, 0
-            pieces = source.pieces(skipped)
+            done, uncommitted = writer.pieces_done, 0
+            pieces = itertools.chain(sample, pieces)
             if source.has_validation:
                 pieces = count_duplicates(pieces, duplicates)
             pieces = itertools.islice(pieces, writer.pieces_done, None)
             with PreparationProgress(source.num_bytes) as progress:
-                for batch in encode_pieces(encode, tokenizer.eos_token_id, pieces, num_workers):
-                    for piece, num_bytes, ids in batch:
-                        writer.splits[piece.split].add(ids, num_bytes, piece.ends)
-                        characters += len(piece.text)
-                    done += len(batch)
-                    progress.add(
-                        num_documents=sum(piece.ends for piece, _, _ in batch),
-                        num_bytes=sum(num_bytes for _, num_bytes, _ in batch),
-                        num_tokens=sum(len(ids) for _, _, ids in batch),
-                    )
-                    if characters >= COMMIT_CHARACTERS:
+                for num_pieces, batch in encode_pieces(encode, pieces, num_workers):
+                    for split, ids, ends, num_bytes in batch:
+                        writer.splits[split].add(ids, num_bytes, ends)
+                        uncommitted += num_bytes
+                        progress.add(len(ends), num_bytes, len(ids))
+                    done += num_pieces
+                    if uncommitted >= COMMIT_BYTES:
                         writer.commit(done)
-                        characters = 0
+                        uncommitted = 0
             for reason in skipped:
                 say(f"skipped: {reason}")
             description = {**source.describe(), "skipped_files": len(skipped), **duplicates}

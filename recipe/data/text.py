@@ -15,18 +15,31 @@ from typing import NamedTuple
 import datasets
 
 from recipe.config import STANDARD_LIBRARY, UserError
-from recipe.data.files import COMPRESSIONS, count_bytes, expand_paths, file_sha256, kind_of, read_file, texts_of
+from recipe.data.files import (
+    COMPRESSIONS,
+    Part,
+    Text,
+    count_bytes,
+    expand_paths,
+    file_sha256,
+    kind_of,
+    read_file,
+    texts_of,
+)
 from recipe.data.standard_library import read_standard_library
 
 # Up to here documents are held back, so that the shares of a small corpus are exact.
 HELD_BACK_DOCUMENTS, HELD_BACK_CHARACTERS = 10_000, 32_000_000
 
 
+SPLITS = ("train", "validation")
+
+
 class Piece(NamedTuple):
     """A document, or a part of one that is cut where every byte-level BPE cuts anyway."""
 
     split: str  # "train" or "validation"
-    text: str
+    text: Text
     ends: bool  # the last piece of its document
 
 
@@ -164,7 +177,11 @@ class TextSource:
 
     def train_texts(self) -> Iterator[str]:
         """The training text alone, for training a tokenizer."""
-        return (piece.text for piece in self.pieces() if piece.split == "train")
+        for piece in self.pieces():
+            if not isinstance(piece.text, str):
+                raise UserError(f"column '{self.text_column_name}' is tokenized already; pass its --tokenizer_name")
+            if piece.split == "train":
+                yield piece.text
 
     def _is_a_few_texts(self) -> bool:
         if self.document_separator is not None or not self.files or self.num_shards > 1:
@@ -173,13 +190,13 @@ class TextSource:
             len(self.files) * self.validation_split_percentage < 200
         )
 
-    def _read_shard(self, kind: str, skipped: list[str]) -> Iterator[tuple[str, bool]]:
+    def _read_shard(self, kind: str, skipped: list[str]) -> Iterator[Part]:
         """This shard's part of a field's files: whole files, or documents where there are fewer files than shards."""
         files = self._files(kind)
         parts = self._read_files(self._shard(files), skipped)
         return parts if len(files) >= self.num_shards else self._take(parts)
 
-    def _read_files(self, paths: Iterable[str], skipped: list[str]) -> Iterator[tuple[str, bool]]:
+    def _read_files(self, paths: Iterable[str], skipped: list[str]) -> Iterator[Part]:
         for path in paths:
             ends = True
             try:
@@ -192,7 +209,7 @@ class TextSource:
                 if not ends:  # it broke off within a document, which must not run on into the next file's
                     yield "", True
 
-    def _take(self, parts: Iterable[tuple[str, bool]]) -> Iterator[tuple[str, bool]]:
+    def _take(self, parts: Iterable[Part]) -> Iterator[Part]:
         """Every num_shards-th document."""
         number = 0
         for text, ends in parts:
@@ -200,12 +217,12 @@ class TextSource:
                 yield text, ends
             number += ends
 
-    def _split(self, parts: Iterable[tuple[str, bool]]) -> Iterator[Piece]:
+    def _split(self, parts: Iterable[Part]) -> Iterator[Piece]:
         # Shards must draw the same line through the hashes, so none of them may fit it to its own documents.
         return split_documents(parts, self.validation_split_percentage, exact=self.num_shards == 1)
 
 
-def split_documents(documents: Iterable[tuple[str, bool]], percentage: float, exact: bool = True) -> Iterator[Piece]:
+def split_documents(documents: Iterable[Part], percentage: float, exact: bool = True) -> Iterator[Piece]:
     """Assign each document by the hash of its (first) piece, so that equal documents never fall on both sides.
 
     A small corpus is split exactly (the smallest hashes, at least one document, never all), if asked for; a larger
@@ -234,7 +251,7 @@ def split_documents(documents: Iterable[tuple[str, bool]], percentage: float, ex
         starts = ends
 
 
-def cut_off_tail(parts: Iterable[tuple[str, bool]], num_bytes: int, percentage: float) -> Iterator[Piece]:
+def cut_off_tail(parts: Iterable[Part], num_bytes: int, percentage: float) -> Iterator[Piece]:
     """One text: its last percent, by bytes and from the start of a line on, is for validation."""
     limit, position, split = num_bytes * (1 - percentage / 100), 0, "train"
     for text, ends in parts:
@@ -256,7 +273,7 @@ def cut_at_line(text: str, position: int, reach: int) -> tuple[str, str]:
     return text[:position], text[position:]
 
 
-def read_dataset(name: str, config_name: str | None, column: str) -> dict[str, Iterator[str]]:
+def read_dataset(name: str, config_name: str | None, column: str) -> dict[str, Iterator[Text]]:
     """Documents of the splits of a Hub or local dataset (also one written by `save_to_disk`)."""
     folder = Path(name)
     try:
@@ -270,7 +287,7 @@ def read_dataset(name: str, config_name: str | None, column: str) -> dict[str, I
     return {split: _guarded(texts_of(rows, column, f"dataset {name}"), name) for split, rows in splits.items()}
 
 
-def _guarded(texts: Iterator[str], name: str) -> Iterator[str]:
+def _guarded(texts: Iterator[Text], name: str) -> Iterator[Text]:
     try:
         yield from texts
     except UserError:
@@ -279,6 +296,7 @@ def _guarded(texts: Iterator[str], name: str) -> Iterator[str]:
         raise UserError(f"cannot read dataset {name}: {' '.join(str(error).split())[:300]}") from error
 
 
-def hash64(text: str) -> int:
+def hash64(text: Text) -> int:
     """By which documents are held out, and found again."""
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest(), "big")
+    content = text.encode("utf-8") if isinstance(text, str) else text.tobytes()
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")

@@ -1,5 +1,6 @@
 """Tokenizers: load, train, identify, save."""
 
+import functools
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
@@ -54,9 +55,14 @@ def _slices(documents: Iterable[str], characters: int = 100_000) -> Iterator[str
 
 def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
     """Identity of what turns text into ids: equal before and after saving, whatever the file's key order."""
-    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    return _sha256_of(tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id)
+
+
+@functools.lru_cache(maxsize=1)
+def _sha256_of(tokenizer_json: str, eos_token_id: int) -> str:
+    content = json.loads(tokenizer_json)
     relevant = {key: content[key] for key in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
-    relevant["eos_token_id"] = tokenizer.eos_token_id
+    relevant["eos_token_id"] = eos_token_id
     return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()
 
 
