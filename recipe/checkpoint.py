@@ -32,6 +32,7 @@ class RunState:
     step: int = 0  # optimizer steps done
     untrained: dict[str, float] = field(default_factory=dict)  # evaluation before the first step
     train_seconds: float = 0.0  # spent training, over all sittings
+    position: tuple[int, int] | None = None  # in a streamed text, see recipe/data/streaming.py
 
 
 def run_identity(config: TrainConfig, dataset_metadata: dict, model_config: PreTrainedConfig) -> dict:
@@ -53,9 +54,12 @@ def run_identity(config: TrainConfig, dataset_metadata: dict, model_config: PreT
         "max_grad_norm",
         "label_smoothing_factor",
         "pad_vocab_to_multiple_of",
+        "streaming",
+        "shuffle_buffer_size",
     )
     return {
         "dataset": dataset_metadata["content_sha256"],
+        "streamed_file_bytes": dataset_metadata["source"].get("file_bytes"),
         "tokenizer": dataset_metadata["tokenizer_sha256"],
         **{name: getattr(config, name) for name in fields},
         **{name: getattr(model_config, name) for name in ("vocab_size", "n_positions", *OVERRIDES)},
@@ -100,6 +104,7 @@ def save_checkpoint(
             "step": state.step,
             "untrained": state.untrained,
             "train_seconds": state.train_seconds,
+            "position": state.position,
             "num_processes": accelerator.num_processes,
             "scheduler": scheduler.state_dict(),
             "scaler": accelerator.scaler.state_dict() if accelerator.scaler is not None else None,
@@ -142,7 +147,7 @@ def read_state(directory: Path, identity: dict) -> dict:
     try:
         content = json.loads((directory / STATE_NAME).read_text())
         saved = dict(content["identity"])
-        RunState(int(content["step"]), dict(content["untrained"]), float(content["train_seconds"]))
+        _run_state(content)
     except Exception as error:  # not there, not JSON, or JSON of another shape
         raise _damaged(directory, error) from error
     differences = [
@@ -183,7 +188,17 @@ def load_checkpoint(
             _restore_rng(torch.load(rng_path, weights_only=True))
     except Exception as error:  # a file that is missing, cut short or changed: each reader raises its own
         raise _damaged(directory, error) from error
-    return RunState(content["step"], content["untrained"], content["train_seconds"])
+    return _run_state(content)
+
+
+def _run_state(content: dict) -> RunState:
+    position = content["position"]
+    return RunState(
+        int(content["step"]),
+        dict(content["untrained"]),
+        float(content["train_seconds"]),
+        position and (int(position[0]), int(position[1])),
+    )
 
 
 def _short(value: object) -> str:

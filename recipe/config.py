@@ -73,6 +73,8 @@ class TrainConfig:
     tokenizer_name: str | None = _field(None, "Tokenizer folder or Hub id. Default: train one on the training text.")
     tokenizer_vocab_size: int | None = _field(None, "Size of the byte-level BPE to train without tokenizer_name.")
     cache_dir: str = _field("runs/data", "Where train_file and dataset_name are prepared, once for all runs.")
+    streaming: bool = _field(False, "Tokenize and pack train_file or dataset_name during the run; nothing is stored.")
+    shuffle_buffer_size: int = _field(10_000, "Rows among which a streamed text is shuffled.")
     block_size: int = _field(1024, "Tokens a row: the model's context length.")
     data_placement: Literal["mmap", "ram", "device"] = _field("mmap", "Where the packed rows are read from.")
     dataloader_num_workers: int = _field(0, "Processes that build batches; 0 builds them in the training process.")
@@ -331,6 +333,7 @@ def _check_values(config: TrainConfig) -> None:
         "per_device_eval_batch_size",
         "gradient_accumulation_steps",
         "save_total_limit",
+        "shuffle_buffer_size",
     ):
         value = getattr(config, name)
         require(value is None or value >= 1, name, "at least 1")
@@ -383,6 +386,13 @@ def _check_values(config: TrainConfig) -> None:
         for field_ in dataclasses.fields(config):
             if field_.name in TEXT_OPTIONS and getattr(config, field_.name) != field_.default:
                 raise UserError(f"--{field_.name} has no effect on --dataset_dir, which is prepared; leave it out")
+    if config.streaming and config.dataset_dir is not None:
+        raise UserError("--streaming reads --train_file or --dataset_name, not a packed --dataset_dir")
+    if config.streaming and (config.data_placement != "mmap" or config.dataloader_num_workers):
+        raise UserError(
+            "--streaming makes its batches in a process of its own; leave --data_placement and "
+            "--dataloader_num_workers out"
+        )
     if config.report_to == ["none"]:  # as Hugging Face says it
         object.__setattr__(config, "report_to", None)
     try:

@@ -19,6 +19,7 @@ from recipe.config import load_config, run_main
 from recipe.data.batches import TrainOrder, build_train_batches
 from recipe.data.packed import open_packed_dataset
 from recipe.data.prepare import open_dataset_for
+from recipe.data.streaming import build_streamed_batches
 from recipe.data.tokenizer import save_tokenizer
 from recipe.environment import describe_device, describe_environment
 from recipe.evaluation import evaluate_model
@@ -79,15 +80,19 @@ def main() -> None:
     state = RunState()
     if resume_dir is not None:
         state = load_checkpoint(accelerator, resume_dir, identity, model, dataset.vocab_size, optimizer, scheduler)
-    order = TrainOrder(len(dataset.splits["train"]), config.seed, config.global_batch_size, micro_batch_size,
-                       state.step, accelerator.process_index, num_processes)  # fmt: skip
-    batches = build_train_batches(dataset.splits["train"], order, device, config.dataloader_num_workers,
-                                  config.data_placement)  # fmt: skip
+    train_rows = len(dataset.splits["train"])
+    order = TrainOrder(config.shuffle_buffer_size if config.streaming else train_rows, config.seed,
+                       config.global_batch_size, micro_batch_size, state.step, accelerator.process_index,
+                       num_processes)  # fmt: skip
+    if config.streaming:
+        batches = build_streamed_batches(config, dataset, order, state.position, device)
+    else:
+        batches = build_train_batches(dataset.splits["train"], order, device, config.dataloader_num_workers,
+                                      config.data_placement)  # fmt: skip
 
     # ------------------------------------------------------------------ say what will happen
     on_main_process(lambda: open_output_dir(output_dir, config))
     report = RunReport(accelerator, config, output_dir, state.step)
-    train_rows = len(dataset.splits["train"])
     report.table({
         "recipe": f"{recipe}, results in {output_dir}" + (f", resumed from {resume_dir}" if resume_dir else ""),
         "device": f"{num_processes} x {describe_device(device)}"
@@ -98,14 +103,15 @@ def main() -> None:
         "model": f"{type(model).__name__}, {count_parameters(model):,} parameters, vocabulary {dataset.vocab_size:,}"
         + (f" padded to {model.config.vocab_size:,}" if model.config.vocab_size > dataset.vocab_size else "")
         + f", {config.block_size} positions",
-        "data": f"{dataset.directory}: {train_rows:,} training rows of {config.block_size} tokens, "
-        f"{len(dataset.splits['validation']):,} for validation",
+        "data": (f"streamed, shuffled over {order.num_rows:,} rows; " if config.streaming
+                 else f"{dataset.directory}: {train_rows:,} training rows of {config.block_size} tokens, ")
+        + f"{len(dataset.splits['validation']):,} for validation",
         "batch": f"{config.global_batch_size} sequences = {tokens_per_step:,} tokens a step = {num_processes} process"
         f"{'es' if num_processes > 1 else ''} x {accumulation_steps} micro-batch"
         f"{'es' if accumulation_steps > 1 else ''} x {micro_batch_size}",
         "run": f"{config.max_steps:,} steps = {config.max_steps * tokens_per_step:,} tokens = "
-        f"{config.max_steps * config.global_batch_size / train_rows:.2f} epochs, "
-        f"{count_warmup_steps(config):,} steps of warm-up",
+        + ("" if config.streaming else f"{config.max_steps * config.global_batch_size / train_rows:.2f} epochs, ")
+        + f"{count_warmup_steps(config):,} steps of warm-up",
     })  # fmt: skip
     if state.step == config.max_steps:
         report.say(
@@ -162,6 +168,7 @@ def main() -> None:
             throughput.resume()
 
         if saving:
+            state.position = batches.position
             save_checkpoint(accelerator, output_dir, state, identity, model, model_config, tokenizer, optimizer,
                             scheduler, config.save_total_limit)  # fmt: skip
             throughput.resume()

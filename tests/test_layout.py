@@ -22,6 +22,7 @@ FLOORS = [
     ["recipe.data.encoder", "recipe.data.packed"],
     ["recipe.data.packing", "recipe.data.batches"],
     ["recipe.data.prepare"],
+    ["recipe.data.streaming"],
     ["recipe.model", "recipe.loss", "recipe.optim", "recipe.runtime", "recipe.generation", "recipe.hub"],
     ["recipe.checkpoint", "recipe.evaluation"],
     ["recipe.report"],

@@ -68,16 +68,39 @@ class TrainOrder:
         self.process_index, self.num_processes = process_index, num_processes
 
     def __iter__(self) -> Iterator[np.ndarray]:
+        return (example_rows(examples, self.num_rows, self.seed) for examples in self.examples())
+
+    def examples(self) -> Iterator[np.ndarray]:
+        """The numbers of the examples in each micro-batch of this process."""
         start = self.first_step * self.global_batch_size + self.process_index * self.micro_batch_size
         while True:
-            yield example_rows(np.arange(start, start + self.micro_batch_size), self.num_rows, self.seed)
+            yield np.arange(start, start + self.micro_batch_size)
             start += self.num_processes * self.micro_batch_size
+
+
+class TrainBatches:
+    """Endless (input_ids, targets), int64 [micro-batch, block_size] on the device, one batch ahead of its use.
+
+    `position` is where a streamed source is read from to get the last batch again; None for a packed dataset.
+    """
+
+    def __init__(self, batches: Iterator[tuple[torch.Tensor, tuple | None]]) -> None:
+        self.batches, self.position = batches, None
+        self.ahead = next(batches)
+
+    def __iter__(self) -> "TrainBatches":
+        return self
+
+    def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, self.position = self.ahead
+        self.ahead = next(self.batches)
+        return rows[:, :-1], rows[:, 1:]
 
 
 def build_train_batches(
     split: PackedSplit, order: TrainOrder, device: torch.device, num_workers: int = 0, placement: str = "mmap"
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Endless (input_ids, targets), int64 [micro-batch, block_size] on the device, one batch ahead of its use.
+) -> TrainBatches:
+    """Batches of a packed dataset.
 
     placement: where the rows are read from: "mmap" (the file), "ram" (read into memory first) or "device" (all
     tokens there, and indexed there). Copies to a GPU do not wait.
@@ -96,10 +119,7 @@ def build_train_batches(
             multiprocessing_context="spawn" if num_workers else None,  # forking a process with CUDA may hang
         )
         batches = (batch.to(device, non_blocking=True) for batch in loader)
-    ahead = next(batches)
-    for rows in batches:
-        yield ahead[:, :-1], ahead[:, 1:]
-        ahead = rows
+    return TrainBatches((rows, None) for rows in batches)
 
 
 def _index_on_device(split: PackedSplit, order: TrainOrder, device: torch.device) -> Iterator[torch.Tensor]:

@@ -86,6 +86,7 @@ class PackedSplit:
             files[name][offset : offset + num_rows * width * dtype.itemsize].view(dtype).reshape(num_rows, width)
             for name, offset, num_rows in layout["batches"]
         ]
+        self.places = [(directory / name, offset) for name, offset, _ in layout["batches"]]
         self.starts = np.cumsum([0, *map(len, self.chunks)])
 
     def stream(self) -> np.ndarray:
@@ -114,6 +115,17 @@ class PackedSplit:
         self._check(rows)
         return rows.astype(np.int64)
 
+    def check_sample(self) -> None:
+        """Raise `UserError` if an id in some rows all over the split is no token.
+
+        They are read, not mapped: a page that is mapped may bring 2 MB into resident memory.
+        """
+        for row in np.unique(np.linspace(0, len(self) - 1, SAMPLED_ROWS).astype(np.int64)):
+            chunk = np.searchsorted(self.starts, row, side="right") - 1
+            (path, offset), view = self.places[chunk], self.chunks[chunk]
+            skipped = int(row - self.starts[chunk]) * view.shape[1] * view.itemsize
+            self._check(np.fromfile(path, view.dtype, view.shape[1], offset=offset + skipped))
+
     def check_all(self) -> None:
         """Raise `UserError` if any id in the split is no token."""
         for chunk in self.chunks:
@@ -125,6 +137,15 @@ class PackedSplit:
                 f"{self.directory} holds token id {rows.max()}, beyond its vocabulary of "
                 f"{self.vocab_size}; prepare it again"
             )
+
+
+def pack_rows(stream: np.ndarray, block_size: int) -> np.ndarray:
+    """The rows that a stream fills: [tokens] -> [rows, block_size + 1], each beginning with the end of the last."""
+    num_rows = max(0, len(stream) - 1) // block_size
+    if not num_rows:
+        return np.empty((0, block_size + 1), stream.dtype)
+    windows = np.lib.stride_tricks.sliding_window_view(stream, block_size + 1)
+    return np.ascontiguousarray(windows[::block_size][:num_rows])
 
 
 def open_packed_dataset(directory: Path, block_size: int | None = None) -> PackedDataset:
@@ -170,5 +191,5 @@ def open_packed_dataset(directory: Path, block_size: int | None = None) -> Packe
             f"pass --block_size {metadata['block_size']} or prepare it with {block_size}"
         )
     for split in splits.values():  # a first look over the split; each batch is checked again as it is read
-        split[np.unique(np.linspace(0, len(split) - 1, SAMPLED_ROWS).astype(np.int64))]
+        split.check_sample()
     return PackedDataset(directory, metadata, splits)

@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 from transformers import PreTrainedTokenizerBase
 
 from recipe.config import UserError
-from recipe.data.packed import FORMAT_VERSION, ROWS_NAME, open_packed_dataset
+from recipe.data.packed import FORMAT_VERSION, ROWS_NAME, open_packed_dataset, pack_rows
 from recipe.data.text import SPLITS
 from recipe.data.tokenizer import save_tokenizer, tokenizer_sha256
 
@@ -81,10 +81,9 @@ class SplitWriter:
             raise UserError(f"the data holds id {wrong}, beyond its vocabulary of {self.vocab_size}")
         self.counts["max_token_id"] = max(self.counts["max_token_id"], largest)
         stream = ids.astype(self.dtype)
-        num_rows = max(0, len(stream) - 1) // self.block_size
+        rows = pack_rows(stream, self.block_size)
+        num_rows = len(rows)
         if num_rows:
-            windows = np.lib.stride_tricks.sliding_window_view(stream, self.block_size + 1)
-            rows = np.ascontiguousarray(windows[:: self.block_size][:num_rows])
             self.sha256 = hashlib.sha256(self.sha256.encode() + hashlib.sha256(rows.data).digest()).hexdigest()
             column = pa.FixedSizeListArray.from_arrays(pa.array(rows.reshape(-1)), self.block_size + 1)
             message = pa.record_batch([column], schema=self.features.arrow_schema).serialize()

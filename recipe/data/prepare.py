@@ -22,6 +22,7 @@ from recipe.environment import count_cpus
 from recipe.progress import PreparationProgress
 
 COMMIT_BYTES = 32_000_000  # text between two commits: what is lost at most when the process is killed
+HEAD_CHARACTERS = 50_000_000  # of a streamed text, for its tokenizer, its validation rows and its identity
 SAMPLE_PIECES = 200  # by which the encoder is chosen
 
 say = functools.partial(print, flush=True)
@@ -175,6 +176,9 @@ def open_dataset_for(config: TrainConfig) -> PackedDataset:
                 )
         return dataset
     source = source_from(config)
+    if config.streaming:
+        source = dataclasses.replace(source, head_characters=HEAD_CHARACTERS)
+        say("streaming: only the validation text and the head of the training text are prepared")
     tokenizer = load_tokenizer(config.tokenizer_name) if config.tokenizer_name else None
     fingerprint = fingerprint_of(source, config.block_size, tokenizer, config.tokenizer_vocab_size)
     name = Path(config.dataset_name or config.train_file[0]).stem

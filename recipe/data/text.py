@@ -60,6 +60,7 @@ class TextSource:
     document_separator: str | None = None
     validation_split_percentage: float = 5.0
     skip_bad_files: bool = False
+    head_characters: int | None = None  # of training text; only these, and as many of validation text, are read
     num_shards: int = 1  # of which this one takes every num_shards-th file, or document where files are fewer
     shard_index: int = 0
 
@@ -100,7 +101,11 @@ class TextSource:
     @property
     def num_bytes(self) -> int | None:
         """Bytes of text to come, for a progress bar, or None where only reading would tell."""
-        if self.dataset_name or any(Path(path.lower()).suffix in COMPRESSIONS for path in self.files):
+        if (
+            self.head_characters
+            or self.dataset_name
+            or any(Path(path.lower()).suffix in COMPRESSIONS for path in self.files)
+        ):
             return None
         return sum(Path(path).stat().st_size for path in self.files)
 
@@ -108,11 +113,15 @@ class TextSource:
         """What the metadata of a prepared dataset says of its source."""
         if self.dataset_name:
             return {"dataset_name": self.dataset_name, "dataset_config_name": self.dataset_config_name}
-        return {"train_files": list(self.train_files), "validation_files": list(self.validation_files)}
+        sizes = {"file_bytes": [Path(path).stat().st_size for path in self.files]} if self.head_characters else {}
+        return {"train_files": list(self.train_files), "validation_files": list(self.validation_files), **sizes}
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of everything that decides the documents: the files' bytes, or the dataset's name and files."""
+        """SHA-256 of everything that decides the documents: the files' bytes, or the dataset's name and files.
+
+        Of the files whose head alone is read, names, sizes and times stand for the bytes.
+        """
         options = (
             self.dataset_name,
             self.dataset_config_name,
@@ -122,18 +131,19 @@ class TextSource:
             self.validation_split_percentage,
             len(self._files("validation_files")),
             self.skip_bad_files,
+            self.head_characters,
             self.num_shards,
             self.shard_index,
         )
         digest = hashlib.sha256(repr(options).encode())
         for path in self.files:
-            digest.update(file_sha256(path))
+            digest.update(_name_size_time(Path(path)) if self.head_characters else file_sha256(path))
         if self.dataset_name == STANDARD_LIBRARY:
             for document in read_standard_library():
                 digest.update(document.encode())
         elif self.dataset_name and Path(self.dataset_name).exists():
             for path in sorted(p for p in Path(self.dataset_name).rglob("*") if p.is_file()):
-                digest.update(f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}".encode())
+                digest.update(_name_size_time(path))
         return digest.hexdigest()
 
     def pieces(self, skipped: list[str] | None = None) -> Iterator[Piece]:
@@ -141,7 +151,10 @@ class TextSource:
 
         skipped: gets the reason for each file that is passed over because of skip_bad_files.
         """
-        skipped = [] if skipped is None else skipped
+        pieces = self._all_pieces([] if skipped is None else skipped)
+        return take_head(pieces, self.head_characters) if self.head_characters else pieces
+
+    def _all_pieces(self, skipped: list[str]) -> Iterator[Piece]:
         if self.validation_files:
             yield from (Piece("validation", *part) for part in self._read_shard("validation_files", skipped))
             yield from (Piece("train", *part) for part in self._read_shard("train_files", skipped))
@@ -251,6 +264,19 @@ def split_documents(documents: Iterable[Part], percentage: float, exact: bool = 
         starts = ends
 
 
+def take_head(pieces: Iterable[Piece], characters: int) -> Iterator[Piece]:
+    """The first documents of each split, up to about so many characters; none after both splits have some."""
+    taken = {"train": 0, "validation": 0}
+    ended = {"train": True, "validation": True}
+    for piece in pieces:
+        if taken[piece.split] < characters or not ended[piece.split]:
+            yield piece
+            taken[piece.split] += len(piece.text)
+            ended[piece.split] = piece.ends
+        if taken["train"] >= characters and taken["validation"] and all(ended.values()):
+            return
+
+
 def cut_off_tail(parts: Iterable[Part], num_bytes: int, percentage: float) -> Iterator[Piece]:
     """One text: its last percent, by bytes and from the start of a line on, is for validation."""
     limit, position, split = num_bytes * (1 - percentage / 100), 0, "train"
@@ -294,6 +320,10 @@ def _guarded(texts: Iterator[Text], name: str) -> Iterator[Text]:
         raise
     except Exception as error:  # the network, datasets and pyarrow each raise their own
         raise UserError(f"cannot read dataset {name}: {' '.join(str(error).split())[:300]}") from error
+
+
+def _name_size_time(path: Path) -> bytes:
+    return f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}".encode()
 
 
 def hash64(text: Text) -> int:
