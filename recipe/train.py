@@ -109,7 +109,7 @@ def main() -> None:
         "batch": f"{config.global_batch_size} sequences = {tokens_per_step:,} tokens a step = {num_processes} process"
         f"{'es' if num_processes > 1 else ''} x {accumulation_steps} micro-batch"
         f"{'es' if accumulation_steps > 1 else ''} x {micro_batch_size}",
-        "run": f"{config.max_steps:,} steps = {config.max_steps * tokens_per_step:,} tokens = "
+        "run": f"{config.max_steps:,} steps = {config.max_steps * tokens_per_step:,} tokens, "
         + ("" if config.streaming else f"{config.max_steps * config.global_batch_size / train_rows:.2f} epochs, ")
         + f"{count_warmup_steps(config):,} steps of warm-up",
     })  # fmt: skip

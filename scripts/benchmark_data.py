@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from recipe.config import CommandLine, run_main
 from recipe.data.batches import TrainOrder, build_train_batches
@@ -31,15 +32,18 @@ from recipe.data.tokenizer import load_tokenizer
 from recipe.environment import describe_environment
 
 # The usual preparation script (after nanoGPT's): datasets.map with tiktoken, Python lists, then a memory map.
+# tiktoken's own encoding of GPT-2 needs a download; this is the same one, its pattern with the tokenizer's merges.
 BASELINE = """
 import sys
-import datasets, numpy as np
+import datasets, numpy as np, tiktoken
+from tiktoken_ext.openai_public import r50k_pat_str
 from recipe.data.encoder import to_tiktoken
 from recipe.data.tokenizer import load_tokenizer
 
 text_file, tokenizer_dir, num_workers, out = sys.argv[1:]
 tokenizer = load_tokenizer(tokenizer_dir)
-encoding = to_tiktoken(tokenizer)
+ranks = to_tiktoken(tokenizer)._mergeable_ranks
+encoding = tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={})
 
 def encode(row):
     ids = encoding.encode_ordinary(row["text"])
@@ -188,6 +192,20 @@ def measure_reading(work: Path, tokenizer_name: str, num_tokens: int) -> dict:
         "small_ram": _median_ms(lambda: next(from_ram)),
         "python_loop": _median_ms(python_loop, 20),
     }
+    batches_of_4 = build_train_batches(large, TrainOrder(len(large), 1, 4, 4), device)
+    model = GPT2LMHeadModel(GPT2Config(n_layer=6, n_head=6, n_embd=384, vocab_size=50304))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    fetch_ms, step_ms = [], []
+    for _ in range(6):  # the first is a warm-up
+        started_at = time.perf_counter()
+        inputs, _ = next(batches_of_4)
+        fetched_at = time.perf_counter()
+        with torch.autocast("cpu", torch.bfloat16):
+            model(inputs, labels=inputs).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        fetch_ms.append((fetched_at - started_at) * 1000)
+        step_ms.append((time.perf_counter() - started_at) * 1000)
     return {
         "tokens": num_tokens,
         "open_seconds": open_seconds,
@@ -195,6 +213,12 @@ def measure_reading(work: Path, tokenizer_name: str, num_tokens: int) -> dict:
         "batch_of_32_rows_ms": times,
         "large_over_small": times["large_mmap"] / times["small_mmap"],
         "python_loop_over_mmap": times["python_loop"] / times["small_mmap"],
+        "loader_share_of_a_step": {
+            "parameters": model.num_parameters(),
+            "batch": "4 rows of 1,024 tokens",
+            "step_ms": statistics.median(step_ms[1:]),
+            "share": statistics.median(fetch_ms[1:]) / statistics.median(step_ms[1:]),
+        },
     }
 
 
