@@ -495,3 +495,42 @@ prepare.prepare_dataset(source, Path({str(tmp_path / "d")!r}), 16, load_tokenize
         prepare_dataset(source, tmp_path / name, 16, tokenizer)
     assert contents(tmp_path / "d") == contents(tmp_path / "e")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["d", "e"]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "save_to_disk", "parquet"])
+def test_data_that_is_tokenized_already(tmp_path, documents, jsonl_file, tokenizer_dir, kind, capsys):
+    """A column of token ids gives the dataset that its text would give; bytes are counted by the vocabulary."""
+    tokenizer = load_tokenizer(str(tokenizer_dir))
+    rows = [{"input_ids": tokenizer(text)["input_ids"]} for text in documents]
+    if kind == "jsonl":
+        (tmp_path / "ids.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        source = TextSource((str(tmp_path / "ids.jsonl"),), text_column_name="input_ids")
+    elif kind == "parquet":
+        datasets.Dataset.from_list(rows).to_parquet(tmp_path / "ids.parquet")
+        source = TextSource((str(tmp_path / "ids.parquet"),), text_column_name="input_ids")
+    else:
+        datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "ids")
+        source = TextSource(dataset_name=str(tmp_path / "ids"), text_column_name="input_ids")
+    with_text = TextSource((str(jsonl_file),), validation_split_percentage=5)
+    expected = prepare_dataset(with_text, tmp_path / "text", 16, tokenizer).metadata["splits"]
+    found = prepare_dataset(source, tmp_path / "ids-packed", 16, tokenizer).metadata["splits"]
+    assert "token ids: those that are there, with an end-of-text id after each row" in capsys.readouterr().out
+    for key in ("documents", "tokens", "bytes"):
+        assert sum(found[s][key] for s in found) == sum(expected[s][key] for s in expected)
+    with pytest.raises(UserError, match="tokenized already; pass its --tokenizer_name"):
+        prepare_dataset(source, tmp_path / "none", 16, None, tokenizer_vocab_size=300)
+
+
+def test_ids_that_are_no_list_of_ids(tmp_path, tokenizer_dir):
+    tokenizer = load_tokenizer(str(tokenizer_dir))
+    for row, expected in (
+        ({"ids": [[1], [2]]}, "row 1: column 'ids' holds a list of other things than token ids"),
+        ({"ids": ["a"]}, "row 1: column 'ids' holds a list of other things than token ids"),
+        ({"ids": [7, 5000]}, "the data holds id 5000, beyond the tokenizer's 500: it is another's"),
+        ({"ids": [7, -5]}, "the data holds id -5, beyond the tokenizer's 500: it is another's"),
+    ):
+        (tmp_path / "a.jsonl").write_text(json.dumps({"ids": [1, 2]} if "beyond" in expected else row) + "\n"
+                                          + json.dumps(row) + "\n")  # fmt: skip
+        with pytest.raises(UserError, match=expected):
+            source = TextSource((str(tmp_path / "a.jsonl"),), text_column_name="ids")
+            prepare_dataset(source, tmp_path / "d", 1, tokenizer)

@@ -59,9 +59,11 @@ def build_encoder(tokenizer: PreTrainedTokenizerBase, sample: Sequence[Piece]) -
         def take_ids(pieces: Sequence[Piece]) -> Encoded:
             _check_kind(pieces, np.ndarray)
             ids = np.concatenate([piece.text for piece in pieces])
-            if ids.max() >= len(token_bytes) or ids.min() < 0:
-                raise UserError(f"the data holds id {ids.max()}, beyond the tokenizer's {len(token_bytes)}: it was "
-                                "made with another")  # fmt: skip
+            wrong = ids[(ids < 0) | (ids >= len(token_bytes))]
+            if len(wrong):
+                raise UserError(
+                    f"the data holds id {wrong[0]}, beyond the tokenizer's {len(token_bytes)}: it is another's"
+                )
             num_bytes = int(token_bytes[ids].sum())
             if not separated:
                 ids = np.insert(ids, np.cumsum([len(piece.text) for piece in pieces]), eos_token_id)
@@ -69,7 +71,7 @@ def build_encoder(tokenizer: PreTrainedTokenizerBase, sample: Sequence[Piece]) -
             return Encoded(pieces[0].split, ids, np.flatnonzero(ids == eos_token_id) + 1, num_bytes)
 
         added = "which hold their own end-of-text ids" if separated else "with an end-of-text id after each row"
-        return take_ids, f"the ids that are there, {added}; they begin {tokenizer.decode(sample[0].text[:20])!r}"
+        return take_ids, f"those that are there, {added}; they begin {tokenizer.decode(sample[0].text[:20])!r}"
 
     encode, how = build_text_encoder(tokenizer, [piece.text[:SAMPLE_CHARACTERS] for piece in sample])
 

@@ -84,7 +84,7 @@ def _pack(
     pieces = source.pieces(skipped)
     sample = list(itertools.islice(pieces, SAMPLE_PIECES))
     encode, how = build_encoder(tokenizer, sample)
-    say(f"encoding with {how}, {num_workers} threads")
+    say(f"token ids: {how}, {num_workers} threads")
     # A tokenizer that was trained just now must be the one of the interrupted run, or its rows are of no use.
     identity = hashlib.sha256(f"{fingerprint} {tokenizer_sha256(tokenizer)}".encode()).hexdigest()
     duplicates = {"duplicates_of_validation": 0}
