@@ -1,33 +1,42 @@
-"""Checkpoints: save, find, load, prune.
+"""Checkpoints: save, seal, verify, find, load, prune.
 
 `checkpoint-<step>/` is a model folder (`from_pretrained` loads model and tokenizer) with the training state beside
-the weights. It is written under another name and renamed when every process has written its part, so a folder with
-the final name is complete. Position in the data is `step` alone (recipe/data/batches.py).
+the weights. It is written under a hidden name, flushed to disk, sealed with a manifest of every file's size and
+SHA-256, and renamed; the file `latest` names the newest. Position in the data is `step` alone
+(recipe/data/batches.py), of a streamed text also where to read it (recipe/data/streaming.py).
 """
 
+import hashlib
 import json
 import os
 import re
 import shutil
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from torch.optim.lr_scheduler import LRScheduler
+from accelerate.utils import gather_object
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from recipe.config import TrainConfig, UserError
 from recipe.data.tokenizer import save_tokenizer
-from recipe.model import OVERRIDES, load_weights, save_model
+from recipe.environment import describe_environment
+from recipe.model import OVERRIDES, copy_weights, load_weights, write_model
+from recipe.optim import GuardedUpdate
 
 STATE_NAME = "training_state.json"
 OPTIMIZER_NAME = "optimizer.pt"
+RNG_NAME = "rng.pt"
+MANIFEST_NAME = "manifest.json"
+LATEST_NAME = "latest"
 
 
 @dataclass
 class RunState:
-    """All that changes during a run and is not in the model, the optimizer or the schedule."""
+    """All that changes during a run and is not in the model, the optimizer or the random generators."""
 
     step: int = 0  # optimizer steps done
     untrained: dict[str, float] = field(default_factory=dict)  # evaluation before the first step
@@ -52,6 +61,7 @@ def run_identity(config: TrainConfig, dataset_metadata: dict, model_config: PreT
         "adam_beta2",
         "adam_epsilon",
         "max_grad_norm",
+        "spike_sigmas",
         "label_smoothing_factor",
         "pad_vocab_to_multiple_of",
         "streaming",
@@ -71,75 +81,169 @@ def checkpoint_dir(output_dir: Path, step: int) -> Path:
 
 
 def list_checkpoints(output_dir: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
+    """Folders with the name of a checkpoint, oldest first."""
     found = [p for p in output_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name) and p.is_dir()]
     return sorted(found, key=lambda p: int(p.name.rpartition("-")[2]))
 
 
-def save_checkpoint(
-    accelerator: Accelerator,
-    output_dir: Path,
-    state: RunState,
-    identity: dict,
-    model: PreTrainedModel,
-    model_config: PreTrainedConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    optimizer: torch.optim.Optimizer,
-    scheduler: LRScheduler,
-    save_total_limit: int | None,
-) -> Path:
-    """Write `checkpoint-<step>` from all processes, then remove the oldest beyond `save_total_limit`.
+def remove_partial_checkpoints(output_dir: Path) -> None:
+    """Remove what a process that was killed while saving has left."""
+    for path in output_dir.glob(".checkpoint-*.partial"):
+        shutil.rmtree(path, ignore_errors=True)
 
-    identity: what a resumed run must agree with, see `load_checkpoint`.
+
+class CheckpointSaver:
+    """Saves in the background: training waits only for the copy of its state in host memory (12 bytes a parameter).
+
+    A checkpoint that is still being written when the next one is due is waited for.
     """
-    final = checkpoint_dir(output_dir, state.step)
-    partial = final.with_name(f".{final.name}.partial")
-    if accelerator.is_main_process:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        save_model(model, model_config, partial)
-        save_tokenizer(tokenizer, partial, model_config.n_positions)
-        torch.save(optimizer.state_dict(), partial / OPTIMIZER_NAME)
-        content = {
-            "step": state.step,
-            "untrained": state.untrained,
-            "train_seconds": state.train_seconds,
-            "position": state.position,
-            "num_processes": accelerator.num_processes,
-            "scheduler": scheduler.state_dict(),
-            "scaler": accelerator.scaler.state_dict() if accelerator.scaler is not None else None,
-            "identity": identity,
-        }
-        (partial / STATE_NAME).write_text(json.dumps(content, indent=2) + "\n")
-    accelerator.wait_for_everyone()
-    torch.save(_rng_state(), partial / f"rng-{accelerator.process_index}.pt")
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        for path in partial.iterdir():
-            _fsync(path)
-        shutil.rmtree(final, ignore_errors=True)  # a run that resumed earlier meets its old checkpoints again
-        os.rename(partial, final)
-        _fsync(output_dir)
-        if save_total_limit is not None:
-            for old in [p for p in list_checkpoints(output_dir) if p != final][: -(save_total_limit - 1) or None]:
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        output_dir: Path,
+        identity: dict,
+        model: PreTrainedModel,
+        model_config: PreTrainedConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        update: GuardedUpdate,
+        save_total_limit: int | None,
+        on_failure: Callable[[str], None],
+    ) -> None:
+        """identity: what a resumed run must agree with, see `read_state`. on_failure: told why one was not written."""
+        self.accelerator, self.output_dir, self.identity = accelerator, output_dir, identity
+        self.model, self.model_config, self.tokenizer, self.update = model, model_config, tokenizer, update
+        self.save_total_limit, self.on_failure = save_total_limit, on_failure
+        self.thread = ThreadPoolExecutor(1)
+        self.writing: Future | None = None
+        self.last_saved: int | None = None  # the step of the newest one that was asked for
+
+    def save(self, state: RunState) -> Path:
+        """Copy the state, on all processes, and begin to write it, on the main one. Returns the folder it will be."""
+        rng = gather_object([_rng_state()])
+        final = checkpoint_dir(self.output_dir, state.step)
+        self.last_saved = state.step
+        if self.accelerator.is_main_process:
+            self.wait()
+            scaler = self.accelerator.scaler
+            content = {
+                "step": state.step,
+                "untrained": state.untrained,
+                "train_seconds": state.train_seconds,
+                "position": state.position,
+                "num_processes": self.accelerator.num_processes,
+                "scaler": scaler.state_dict() if scaler is not None else None,
+                "identity": self.identity,
+            }
+            weights, optimizer = copy_weights(self.model, self.model_config), _to_host(self.update.state_dict())
+            self.writing = self.thread.submit(self._write, final, content, weights, optimizer, rng)
+        return final
+
+    def wait(self) -> bool:
+        """Wait for the checkpoint that is being written. Returns whether it is on disk."""
+        writing, self.writing = self.writing, None
+        if writing is None:
+            return True
+        try:
+            writing.result()
+        except Exception as error:  # a full disk, a file system that went away: the run need not
+            self.on_failure(f"checkpoint not written: {_reason(error)}; those before it are as they were")
+            return False
+        return True
+
+    def _write(self, final: Path, content: dict, weights: dict, optimizer: dict, rng: list[dict]) -> None:
+        partial = final.with_name(f".{final.name}.partial")
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            write_model(self.model, self.model_config, weights, partial)
+            save_tokenizer(self.tokenizer, partial, self.model_config.n_positions)
+            torch.save(optimizer, partial / OPTIMIZER_NAME)
+            torch.save(dict(enumerate(rng)), partial / RNG_NAME)
+            (partial / STATE_NAME).write_text(json.dumps(content, indent=2) + "\n")
+            seal_checkpoint(partial, content["step"])
+            shutil.rmtree(final, ignore_errors=True)  # a run that resumed earlier meets its old checkpoints again
+            os.rename(partial, final)
+            _fsync(self.output_dir)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        written = self.output_dir / f".{LATEST_NAME}"
+        written.write_text(final.name + "\n")
+        _fsync(written)
+        os.replace(written, self.output_dir / LATEST_NAME)
+        if self.save_total_limit is not None:
+            others = [path for path in list_checkpoints(self.output_dir) if path != final]
+            for old in others[: -(self.save_total_limit - 1) or None]:
                 shutil.rmtree(old)
-    accelerator.wait_for_everyone()
-    return final
 
 
-def find_checkpoint(output_dir: Path, resume_from_checkpoint: str) -> Path:
-    """The folder to resume from. Raises `UserError` if it is not there: a run never starts over silently."""
-    if resume_from_checkpoint == "latest":
-        checkpoints = list_checkpoints(output_dir)
-        if not checkpoints:
-            raise UserError(f"--resume_from_checkpoint latest: there is no checkpoint in {output_dir}")
-        return checkpoints[-1]
-    directory = Path(resume_from_checkpoint)
-    if list_checkpoints(directory):  # the folder of a run
-        return list_checkpoints(directory)[-1]
-    if not (directory / STATE_NAME).is_file():
-        raise UserError(f"--resume_from_checkpoint: {directory} is not a checkpoint (no {STATE_NAME})")
-    return directory
+def seal_checkpoint(directory: Path, step: int) -> None:
+    """Flush every file to disk and write the manifest that `why_damaged` goes by."""
+    mode = directory.stat().st_mode & 0o666  # as the user's umask has it; safetensors makes its files private (0.8)
+    files = {}
+    for path in sorted(directory.iterdir()):
+        path.chmod(mode)
+        _fsync(path)
+        files[path.name] = {"bytes": path.stat().st_size, "sha256": _file_sha256(path)}
+    manifest = {"step": step, "environment": describe_environment(torch.device("cpu")), "files": files}
+    manifest["manifest_sha256"] = _sha256_of(manifest)
+    path = directory / MANIFEST_NAME
+    path.write_text(json.dumps(manifest, indent=2) + "\n")
+    _fsync(path)
+    _fsync(directory)
+
+
+def why_damaged(directory: Path) -> str | None:
+    """What is wrong with a checkpoint, or None if every byte is as it was sealed."""
+    try:
+        manifest = json.loads((directory / MANIFEST_NAME).read_text())
+        sealed = manifest.pop("manifest_sha256")
+        if sealed != _sha256_of(manifest):
+            return f"{MANIFEST_NAME} was changed"
+        for name, expected in manifest["files"].items():
+            path = directory / name
+            if not path.is_file():
+                return f"{name} is missing"
+            if path.stat().st_size != expected["bytes"]:
+                return f"{name} has {path.stat().st_size} bytes instead of {expected['bytes']}"
+            if _file_sha256(path) != expected["sha256"]:
+                return f"{name} was changed: its SHA-256 is another"
+    except FileNotFoundError:
+        return f"{MANIFEST_NAME} is missing"
+    except Exception as error:  # not JSON, JSON of another shape, a disk that cannot be read
+        return f"{MANIFEST_NAME} cannot be used: {_reason(error)}"
+    return None
+
+
+def find_checkpoint(output_dir: Path, resume_from_checkpoint: str | None) -> Path | None:
+    """The checkpoint to resume from: the newest that verifies, for `auto` and `latest`, or the one that is named.
+
+    None only for no wish to resume, and for `auto` where there is no checkpoint. Says which ones it passes over, and
+    raises `UserError` if none is left: a run never starts over silently.
+    """
+    if resume_from_checkpoint is None:
+        return None
+    directory = output_dir if resume_from_checkpoint in ("auto", "latest") else Path(resume_from_checkpoint)
+    candidates = list_checkpoints(directory)
+    if not candidates and resume_from_checkpoint == "auto":
+        print(f"no checkpoint in {directory}: the run begins at step 0", flush=True)
+        return None
+    if not candidates and resume_from_checkpoint == "latest":
+        raise UserError(f"--resume_from_checkpoint latest: there is no checkpoint in {output_dir}")
+    if not candidates and not any((directory / name).is_file() for name in (STATE_NAME, MANIFEST_NAME)):
+        raise UserError(f"--resume_from_checkpoint: {directory} is not a checkpoint (no {MANIFEST_NAME})")
+    reasons = []
+    for candidate in reversed(candidates or [directory]):
+        reason = why_damaged(candidate)
+        if reason is None:
+            return candidate
+        reasons.append(f"{candidate}: {reason}")
+        print(f"passing over {reasons[-1]}", flush=True)
+    raise UserError(
+        f"no checkpoint to resume from is whole ({'; '.join(reasons)}); name another one, or start anew with "
+        "--overwrite or another --output_dir"
+    )
 
 
 def read_state(directory: Path, identity: dict) -> dict:
@@ -169,24 +273,22 @@ def load_checkpoint(
     identity: dict,
     model: PreTrainedModel,
     vocab_size: int,
-    optimizer: torch.optim.Optimizer,
-    scheduler: LRScheduler,
+    update: GuardedUpdate,
 ) -> RunState:
-    """Put a checkpoint into model, optimizer, schedule, scaler and random generators. Returns the run's state.
+    """Put a checkpoint into model, optimizer, scaler and random generators. Returns the run's state.
 
     Nothing in a checkpoint is executed: JSON, safetensors and `torch.load(weights_only=True)`.
     """
     content = read_state(directory, identity)
     try:
         load_weights(model, directory, vocab_size)
-        optimizer.load_state_dict(torch.load(directory / OPTIMIZER_NAME, map_location="cpu", weights_only=True))
-        scheduler.load_state_dict(content["scheduler"])
+        update.load_state_dict(torch.load(directory / OPTIMIZER_NAME, map_location="cpu", weights_only=True))
         if accelerator.scaler is not None and content["scaler"]:
             accelerator.scaler.load_state_dict(content["scaler"])
-        rng_path = directory / f"rng-{accelerator.process_index}.pt"
-        if rng_path.is_file():  # absent on processes beyond the number that saved: they keep their fresh seed
-            _restore_rng(torch.load(rng_path, weights_only=True))
-    except Exception as error:  # a file that is missing, cut short or changed: each reader raises its own
+        rng = torch.load(directory / RNG_NAME, weights_only=True)
+        if accelerator.process_index in rng:  # beyond the number of processes that saved they keep their fresh seed
+            _restore_rng(rng[accelerator.process_index])
+    except Exception as error:  # a file of another version or shape: each reader raises its own
         raise _damaged(directory, error) from error
     return _run_state(content)
 
@@ -206,8 +308,20 @@ def _short(value: object) -> str:
 
 
 def _damaged(directory: Path, error: Exception) -> UserError:
-    reason = " ".join(str(error).split())[:150]
-    return UserError(f"{directory} is damaged ({type(error).__name__}: {reason}); resume from another checkpoint")
+    return UserError(f"{directory} is damaged ({_reason(error)}); resume from another checkpoint")
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
+
+
+def _to_host(value: object) -> object:
+    """A copy in host memory of a state dict's tensors."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _to_host(item) for key, item in value.items()}
+    return [_to_host(item) for item in value] if isinstance(value, list) else value
 
 
 def _rng_state() -> dict[str, torch.Tensor]:
@@ -222,6 +336,18 @@ def _restore_rng(state: dict[str, torch.Tensor]) -> None:
     torch.set_rng_state(state["cpu"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
+
+
+def _sha256_of(manifest: dict) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _file_sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _fsync(path: Path) -> None:

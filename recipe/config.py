@@ -110,6 +110,10 @@ class TrainConfig:
     adam_beta2: float = _field(0.95, "AdamW beta2.")
     adam_epsilon: float = _field(1e-8, "AdamW epsilon.")
     max_grad_norm: float = _field(1.0, "Clip the global gradient norm here; 0 does not clip.")
+    max_bad_steps: int = _field(10, "Stop after so many steps in a row whose loss or gradients are not finite.")
+    spike_sigmas: float | None = _field(
+        None, "Leave out steps whose loss or gradient norm is so many standard deviations above the last 128."
+    )
 
     # --- precision and compile: auto takes the best the hardware really has, unless the launcher has decided
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = _field("auto", "Autocast type.")
@@ -122,7 +126,10 @@ class TrainConfig:
     eval_steps: int = _field(250, "Steps between evaluations of the whole validation split; 0: only first and last.")
     save_steps: int = _field(1000, "Steps between checkpoints; 0: none.")
     save_total_limit: int | None = _field(None, "Keep this many checkpoints, the newest. Default: all.")
-    resume_from_checkpoint: str | None = _field(None, "A checkpoint folder, or latest: the newest in output_dir.")
+    on_save_failure: Literal["continue", "stop"] = _field("continue", "When a checkpoint cannot be written: train on?")
+    resume_from_checkpoint: str | None = _field(
+        None, "A checkpoint folder, latest: the newest whole one in output_dir, or auto: that, if there is one."
+    )
     report_to: list[str] | None = _field(None, "Trackers of Accelerate, e.g. tensorboard wandb.")
 
     # --- at the end
@@ -196,7 +203,9 @@ def run_main(main: Callable[[], None]) -> None:
     except UserError as error:
         sys.exit(f"error: {error}" if os.environ.get("RANK", "0") == "0" else 1)
     except KeyboardInterrupt:
-        print("\ninterrupted; a run goes on from its last checkpoint with --resume_from_checkpoint", file=sys.stderr)
+        print(
+            "\ninterrupted; a run goes on from its last checkpoint with --resume_from_checkpoint auto", file=sys.stderr
+        )
         sys.exit(130)
 
 
@@ -334,6 +343,7 @@ def _check_values(config: TrainConfig) -> None:
         "gradient_accumulation_steps",
         "save_total_limit",
         "shuffle_buffer_size",
+        "max_bad_steps",
     ):
         value = getattr(config, name)
         require(value is None or value >= 1, name, "at least 1")
@@ -347,8 +357,9 @@ def _check_values(config: TrainConfig) -> None:
         "warmup_steps",
     ):
         require(getattr(config, name) >= 0, name, "at least 0")
-    for name in ("learning_rate", "adam_epsilon"):
-        require(getattr(config, name) > 0, name, "greater than 0")
+    for name in ("learning_rate", "adam_epsilon", "spike_sigmas"):
+        value = getattr(config, name)
+        require(value is None or value > 0, name, "greater than 0")
     for name in ("adam_beta1", "adam_beta2", "label_smoothing_factor"):
         require(0 <= getattr(config, name) < 1, name, "at least 0 and below 1")
     require(
@@ -405,7 +416,9 @@ def _check_values(config: TrainConfig) -> None:
         raise UserError(f"--dataloader_num_workers reads with --data_placement mmap only, not {config.data_placement}")
     if config.push_to_hub and not config.hub_model_id:
         raise UserError("--push_to_hub needs --hub_model_id user/name")
-    if config.resume_from_checkpoint == "latest" and config.output_dir is None:
-        raise UserError("--resume_from_checkpoint latest needs the --output_dir of the run to go on with")
+    if config.resume_from_checkpoint in ("latest", "auto") and config.output_dir is None:
+        raise UserError(
+            f"--resume_from_checkpoint {config.resume_from_checkpoint} needs the --output_dir of the run to go on with"
+        )
     if config.resume_from_checkpoint and config.overwrite:
         raise UserError("--overwrite removes the checkpoints that --resume_from_checkpoint needs: pass one of them")

@@ -126,7 +126,23 @@ def save_model(model: PreTrainedModel, model_config: PreTrainedConfig, directory
 
     model: the padded model, unwrapped. model_config: the one from `build_model_config`.
     """
-    vocab_size = model_config.vocab_size
+    write_model(model, model_config, copy_weights(model, model_config), directory)
+
+
+def copy_weights(model: PreTrainedModel, model_config: PreTrainedConfig) -> dict[str, torch.Tensor]:
+    """The weights as they are exported, without padding and tied ones once, copied into host memory."""
+    weights = {
+        name: tensor[: model_config.vocab_size] if _is_vocabulary(model, tensor) else tensor
+        for name, tensor in model.state_dict(keep_vars=True).items()
+        if not (model_config.tie_word_embeddings and name == "lm_head.weight")
+    }
+    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in weights.items()}
+
+
+def write_model(
+    model: PreTrainedModel, model_config: PreTrainedConfig, weights: dict[str, torch.Tensor], directory: Path
+) -> None:
+    """Write what `copy_weights` returned, with the configs, as a folder that `from_pretrained` loads."""
     model_config.architectures = [type(model).__name__]
     model_config.dtype = "float32"
     model_config.save_pretrained(directory)
@@ -136,12 +152,6 @@ def save_model(model: PreTrainedModel, model_config: PreTrainedConfig, directory
         pad_token_id=model_config.eos_token_id,
         do_sample=True,
     ).save_pretrained(directory)
-    weights = {
-        name: tensor[:vocab_size] if _is_vocabulary(model, tensor) else tensor
-        for name, tensor in model.state_dict(keep_vars=True).items()
-        if not (model_config.tie_word_embeddings and name == "lm_head.weight")
-    }
-    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     save_file(weights, directory / WEIGHTS_NAME, metadata={"format": "pt"})
     (directory / WEIGHTS_NAME).chmod(0o644)  # safetensors makes its files private (0.8)
 

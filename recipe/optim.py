@@ -1,11 +1,14 @@
-"""Optimizer and learning-rate schedule."""
+"""Optimizer, learning-rate schedule, and the update that leaves out bad numbers."""
 
 import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
 from recipe.config import TrainConfig, UserError
+
+SPIKE_WINDOW, SPIKE_WINDOW_MIN = 128, 32  # updates that a spike is measured against
 
 
 def build_optimizer(config: TrainConfig, module: nn.Module) -> torch.optim.Optimizer:
@@ -24,18 +27,27 @@ def build_optimizer(config: TrainConfig, module: nn.Module) -> torch.optim.Optim
     )
 
 
-def build_scheduler(config: TrainConfig, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    """Transformers' schedule of that name; step it once per optimizer step and do not prepare it.
+def compute_learning_rates(config: TrainConfig) -> list[float]:
+    """The learning rate of each update, by Transformers' schedule of that name.
 
-    (A prepared scheduler steps once per process: accelerate 1.15.)
+    Raises `UserError` for a schedule that does not go by steps alone, such as reduce_lr_on_plateau, and for arguments
+    it does not know.
     """
-    return get_scheduler(
-        config.lr_scheduler_type,
-        optimizer,
-        num_warmup_steps=count_warmup_steps(config),
-        num_training_steps=config.max_steps,
-        scheduler_specific_kwargs=config.lr_scheduler_kwargs,
-    )
+    try:
+        scheduler = get_scheduler(
+            config.lr_scheduler_type,
+            torch.optim.SGD([torch.zeros(1)], lr=config.learning_rate),
+            num_warmup_steps=count_warmup_steps(config),
+            num_training_steps=config.max_steps,
+            scheduler_specific_kwargs=config.lr_scheduler_kwargs,
+        )
+        (multiplier,) = scheduler.lr_lambdas
+        return [config.learning_rate * float(multiplier(step)) for step in range(config.max_steps)]
+    except Exception as error:  # each schedule has its own way to stumble over an argument
+        raise UserError(
+            f"lr_scheduler_type {config.lr_scheduler_type} with lr_scheduler_kwargs {config.lr_scheduler_kwargs}: "
+            f"{' '.join(str(error).split())}"
+        ) from error
 
 
 def count_warmup_steps(config: TrainConfig) -> int:
@@ -43,20 +55,83 @@ def count_warmup_steps(config: TrainConfig) -> int:
     return round(config.warmup_steps if config.warmup_steps >= 1 else config.warmup_steps * config.max_steps)
 
 
-def check_schedule(config: TrainConfig) -> None:
-    """Try the schedule before there is a model. Raises `UserError` for one that does not go by steps alone, such as
-    reduce_lr_on_plateau, and for arguments it does not know.
+class GuardedUpdate:
+    """One optimizer update: the schedule's learning rate, and no update at all where a gradient is not finite.
+
+    A NaN or Inf loss on any process makes every gradient NaN on all of them (recipe/loss.py), so they agree without a
+    word. With fused AdamW nothing here makes the host wait for the device: whether to update, and which learning
+    rate comes next, are tensors there, and an update that is left out does not move the schedule, the fp16 scaler's
+    neither (Accelerate 1.15 cannot tell that a fused optimizer was skipped).
     """
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=config.learning_rate)
-    try:
-        scheduler = build_scheduler(config, optimizer)
-        optimizer.step()
-        scheduler.step()
-        for multiplier in getattr(scheduler, "lr_lambdas", []):
-            for share in (0.0, 0.1, 0.5, 0.9, 1.0):
-                float(multiplier(round(share * config.max_steps)))
-    except Exception as error:  # each schedule has its own way to stumble over an argument
-        raise UserError(
-            f"lr_scheduler_type {config.lr_scheduler_type} with lr_scheduler_kwargs {config.lr_scheduler_kwargs}: "
-            f"{' '.join(str(error).split())}"
-        ) from error
+
+    def __init__(self, config: TrainConfig, accelerator: Accelerator, optimizer: AcceleratedOptimizer) -> None:
+        """optimizer: a prepared one."""
+        self.accelerator, self.optimizer, self.spike_sigmas = accelerator, optimizer.optimizer, config.spike_sigmas
+        self.learning_rates = compute_learning_rates(config)
+        device = accelerator.device
+        self.table = torch.tensor(self.learning_rates, dtype=torch.float32, device=device)
+        self.applied = torch.zeros(1, dtype=torch.int64, device=device)
+        self.left_out = torch.zeros(1, dtype=torch.int64, device=device)
+        self.bad_in_a_row = torch.zeros(1, dtype=torch.int64, device=device)
+        self.most_in_a_row = torch.zeros(1, dtype=torch.int64, device=device)  # since `numbers` was read
+        self.recent = torch.zeros(SPIKE_WINDOW, 2, device=device)  # loss and gradient norm of the latest updates
+
+    def step(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
+        """loss: of this process, over the whole step. grad_norm: of the accumulated, unscaled gradients."""
+        scaler = self.accelerator.scaler
+        finite = torch.isfinite(grad_norm).view(1)
+        bad = ~finite
+        if scaler is not None:  # an overflow of the scaled gradients is no bad number: the scale is lowered for it
+            bad = bad & ~torch.isfinite(loss).view(1)
+        if self.spike_sigmas is not None:
+            spike = finite & self._is_spike(loss, grad_norm)
+            finite, bad = finite & ~spike, bad | spike
+        self.bad_in_a_row = (self.bad_in_a_row + bad) * bad
+        self.most_in_a_row = torch.maximum(self.most_in_a_row, self.bad_in_a_row)
+        learning_rate = self.table.gather(0, self.applied.clamp(max=len(self.table) - 1)).view(())
+        fused = self.optimizer.defaults["fused"]
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate if fused else learning_rate.item()
+        if fused:  # the kernel itself leaves everything as it is where found_inf is 1
+            self.optimizer.found_inf = (~finite).float().view(())
+            self.optimizer.step()
+        elif finite.item():
+            self.optimizer.step()
+        if scaler is not None:
+            scaler.update()
+        self.applied += finite
+        self.left_out += ~finite
+
+    def _is_spike(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> torch.Tensor:
+        """Whether loss or gradient norm is more than spike_sigmas standard deviations above the latest updates."""
+        values = torch.stack([self.accelerator.reduce(loss, reduction="mean"), grad_norm.to(loss.dtype)])
+        count = self.applied.clamp(max=SPIKE_WINDOW)
+        counted = (torch.arange(SPIKE_WINDOW, device=count.device) < count)[:, None]
+        mean = (self.recent * counted).sum(0) / count
+        deviation = (((self.recent - mean) ** 2 * counted).sum(0) / count).sqrt()
+        spike = ((values > mean + self.spike_sigmas * deviation).any() & (count >= SPIKE_WINDOW_MIN)).view(1)
+        keep = spike | ~torch.isfinite(values).all()
+        slot = self.applied % SPIKE_WINDOW
+        self.recent[slot] = torch.where(keep, self.recent[slot], values)
+        return spike
+
+    def numbers(self) -> torch.Tensor:
+        """For the log line, and to be read with it: updates made, left out, and most bad ones in a row since then."""
+        read = torch.cat([self.applied, self.left_out, self.most_in_a_row]).float()
+        self.most_in_a_row = self.bad_in_a_row.clone()
+        return read
+
+    def forget_half_made_state(self) -> None:
+        """After running out of memory in the first update: moments that were begun are begun anew."""
+        for state in self.optimizer.state.values():
+            if len(state) < 3:
+                state.clear()
+
+    def state_dict(self) -> dict:
+        guard = {name: getattr(self, name) for name in ("applied", "left_out", "bad_in_a_row", "recent")}
+        return {"optimizer": self.optimizer.state_dict(), "guard": guard}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.optimizer.load_state_dict(state["optimizer"])
+        for name, tensor in state["guard"].items():
+            setattr(self, name, tensor.to(self.accelerator.device))

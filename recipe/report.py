@@ -1,12 +1,12 @@
 """What a run leaves in its folder and on the screen: metrics.jsonl, summary.json, progress bar, closing words."""
 
-import itertools
 import json
-import os
+import math
 import shlex
 import shutil
 import sys
 import textwrap
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,62 +14,10 @@ from typing import Any
 from accelerate import Accelerator
 from tqdm import tqdm
 
-from recipe.checkpoint import list_checkpoints
-from recipe.config import STANDARD_LIBRARY, TrainConfig, UserError, save_config
+from recipe.checkpoint import list_checkpoints, why_damaged
+from recipe.config import STANDARD_LIBRARY, TrainConfig, UserError
+from recipe.output_dir import CONFIG_NAME, METRICS_NAME, SUMMARY_NAME
 from recipe.progress import progress_target
-
-METRICS_NAME = "metrics.jsonl"
-SUMMARY_NAME = "summary.json"
-CONFIG_NAME = "training_config.yaml"
-
-
-def choose_output_dir(config: TrainConfig, recipe: str) -> Path:
-    """Name the run's folder; nothing is changed. Raises `UserError` if it holds another run or cannot be written.
-
-    Without `output_dir` it is the first free one of runs/NAME, runs/NAME-2, ...
-    """
-    resumed = config.resume_from_checkpoint
-    if config.output_dir is None and resumed:  # a path: the run it belongs to
-        directory = Path(resumed) if list_checkpoints(Path(resumed)) else Path(resumed).absolute().parent
-    elif config.output_dir is None:
-        text = config.train_file or [config.dataset_name if config.dataset_name != STANDARD_LIBRARY else None]
-        name = config.run_name or (Path(text[0]).stem if text[0] else recipe)
-        numbered = (Path("runs") / (name if number == 1 else f"{name}-{number}") for number in itertools.count(1))
-        directory = next(path for path in numbered if not files_of_a_run(path))
-    else:
-        directory = Path(config.output_dir)
-        leftovers = files_of_a_run(directory)
-        there = directory.absolute()
-        goes_on = resumed == "latest" or (
-            resumed and there in (Path(resumed).absolute(), Path(resumed).absolute().parent)
-        )
-        if leftovers and not (goes_on or config.overwrite):
-            raise UserError(
-                f"{directory} holds another run ({', '.join(p.name for p in leftovers[:3])}); "
-                + ("go on with it (--resume_from_checkpoint latest), " if list_checkpoints(directory) else "")
-                + "replace it (--overwrite), or name another --output_dir"
-            )
-        strangers = [name for name in ("README.md", "config.json", "dataset_dict.json") if (directory / name).exists()]
-        if strangers and not leftovers:
-            raise UserError(f"{directory} holds files that a run would replace ({', '.join(strangers)}); name another")
-    existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise UserError(f"cannot write to output_dir {directory}: {existing} is not a writable folder")
-    return directory
-
-
-def files_of_a_run(directory: Path) -> list[Path]:
-    """What shows that a folder holds a run, and what `--overwrite` removes from it."""
-    names = ("model.safetensors", METRICS_NAME, SUMMARY_NAME, CONFIG_NAME)
-    return [*list_checkpoints(directory), *(directory / name for name in names if (directory / name).exists())]
-
-
-def open_output_dir(directory: Path, config: TrainConfig) -> None:
-    """Create the run's folder; with `overwrite` remove another run's checkpoints and results, and nothing else."""
-    for path in files_of_a_run(directory) if config.overwrite else []:
-        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-    directory.mkdir(parents=True, exist_ok=True)
-    save_config(config, directory / CONFIG_NAME)
 
 
 class RunReport:
@@ -78,9 +26,11 @@ class RunReport:
     def __init__(self, accelerator: Accelerator, config: TrainConfig, output_dir: Path, first_step: int) -> None:
         self.accelerator, self.output_dir = accelerator, output_dir
         self.enabled = accelerator.is_main_process
+        self.stop_on_save_failure = config.on_save_failure == "stop"
+        self.failures: set[str] = set()  # what could not be recorded, said once
         scalars = {k: v for k, v in asdict(config).items() if isinstance(v, (int, float, str, bool))}
-        accelerator.init_trackers(config.run_name or output_dir.name, config=scalars)
-        if self.enabled and first_step and (output_dir / METRICS_NAME).exists():
+        name = config.run_name or output_dir.name
+        if self.enabled and (output_dir / METRICS_NAME).exists():
             drop_events_after(output_dir / METRICS_NAME, first_step)
         self.bar = tqdm(
             total=config.max_steps,
@@ -93,14 +43,27 @@ class RunReport:
             bar_format="{desc} {percentage:3.0f}%|{bar}| {n:.0f}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
             **progress_target(),
         )
+        self._unless_it_fails("the tracker", lambda: accelerator.init_trackers(name, config=scalars))
 
     def event(self, event: str, step: int, **values: Any) -> None:
-        """Append one line to metrics.jsonl and hand the numbers to the trackers."""
+        """Append one line to metrics.jsonl and hand the numbers to the trackers; neither may end a run."""
+        finite = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in values.items()}
         if self.enabled:
-            with open(self.output_dir / METRICS_NAME, "a", encoding="utf-8") as file:
-                file.write(json.dumps({"event": event, "step": step, **values}) + "\n")
-        numbers = {f"{event}/{key}": value for key, value in values.items() if value is not None}
-        self.accelerator.log(numbers, step=step)
+            self._unless_it_fails(METRICS_NAME, lambda: self._append({"event": event, "step": step, **finite}))
+        numbers = {f"{event}/{key}": value for key, value in finite.items() if value is not None}
+        self._unless_it_fails("the tracker", lambda: self.accelerator.log(numbers, step=step))
+
+    def _append(self, values: dict[str, Any]) -> None:
+        with open(self.output_dir / METRICS_NAME, "a", encoding="utf-8") as file:
+            file.write(json.dumps(values, allow_nan=False) + "\n")
+
+    def _unless_it_fails(self, what: str, write: Callable[[], object]) -> None:
+        try:
+            write()
+        except Exception as error:  # a full disk, a service that does not answer: each raises its own
+            if what not in self.failures:
+                self.failures.add(what)
+                self.say(f"warning: {what} fails and the run goes on ({type(error).__name__}: {str(error)[:200]})")
 
     def train(self, step: int, **values: Any) -> None:
         self.event("train", step, **values)
@@ -112,6 +75,21 @@ class RunReport:
         self.say(
             f"step {step:>6,}: validation loss {values['loss']:.4f}, perplexity {values['perplexity']:,.2f}, "
             f"{values['bits_per_byte']:.4f} bits per byte"
+        )
+
+    def checkpoint_failure(self, reason: str) -> None:
+        """Say it, and stop if that is what the run asks for."""
+        if self.stop_on_save_failure:
+            raise UserError(f"{reason} (--on_save_failure stop)")
+        self.say(f"warning: {reason}")
+
+    def bad_numbers(self, step: int, count: int, loss: float, grad_norm: float) -> UserError:
+        """Why a run stops whose numbers stay bad."""
+        whole = (path for path in reversed(list_checkpoints(self.output_dir)) if why_damaged(path) is None)
+        return UserError(
+            f"stopped at step {step:,}: {count} steps in a row had a loss or gradients that are not finite, or spikes "
+            f"(loss {loss}, gradient norm {grad_norm}), and were left out; last good checkpoint: "
+            f"{next(whole, 'none')}; a lower --learning_rate in a new run may help"
         )
 
     def table(self, rows: dict[str, str]) -> None:
@@ -140,6 +118,7 @@ class RunReport:
 
     def close(self) -> None:
         self.bar.close()
+        self._unless_it_fails("the tracker", self.accelerator.end_training)
 
     def summary(self, values: dict[str, Any]) -> None:
         (self.output_dir / SUMMARY_NAME).write_text(json.dumps(values, indent=2) + "\n")
@@ -147,11 +126,24 @@ class RunReport:
 
 def drop_events_after(path: Path, step: int) -> None:
     """Take back what a run has logged beyond the checkpoint it is resumed from: it will log it again."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+    kept = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line)
+        except (ValueError, KeyError, TypeError):  # cut short when the process was killed, or the disk was full
+            continue
     written = path.with_suffix(".new")
     written.write_text("".join(kept), encoding="utf-8")
     written.replace(path)
+
+
+def resume_command(output_dir: Path) -> str:
+    folder = shlex.quote(str(output_dir))
+    return (
+        "accelerate launch recipe/train.py --resume_from_checkpoint auto "
+        f"--config {folder}/{CONFIG_NAME} --output_dir {folder}"
+    )
 
 
 def closing_words(config: TrainConfig, output_dir: Path, untrained: dict, trained: dict, sample: str) -> str:
@@ -171,7 +163,7 @@ def closing_words(config: TrainConfig, output_dir: Path, untrained: dict, traine
     ]
     if config.save_steps:
         lines += [
-            "  resume     accelerate launch recipe/train.py --resume_from_checkpoint latest \\",
+            "  resume     accelerate launch recipe/train.py --resume_from_checkpoint auto \\",
             f"               --config {folder}/{CONFIG_NAME} --output_dir {folder}",
         ]
     if config.dataset_name == STANDARD_LIBRARY:

@@ -29,6 +29,7 @@ from torch import nn
 
 from recipe.config import TrainConfig, UserError
 from recipe.environment import count_cpus
+from recipe.preemption import die_with_the_launcher
 
 # Below this a CPU run ends before compiling has paid. Measured on two cores with avx512_bf16, from an empty cache: the
 # demo's graphs take 26 s to compile and its steps are then 1.10 times as fast; a 16 M-parameter model with GPT-2's
@@ -58,6 +59,7 @@ def start_processes() -> None:
     Raises `UserError` if the launcher started several processes and Accelerate sees one, as accelerate 1.15 does
     for several CPU processes unless they are launched as below: each would train the whole run by itself.
     """
+    die_with_the_launcher()
     state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if state.num_processes != world_size:
@@ -262,6 +264,34 @@ def find_micro_batch(accelerator: Accelerator, module: nn.Module, candidates: li
         "the model does not fit with one sequence per forward; try --activation_checkpointing "
         "--loss_chunks 8, or a smaller recipe"
     )
+
+
+def smaller_micro_batch(
+    error: RuntimeError, config: TrainConfig, candidates: list[int], micro_batch_size: int, num_processes: int
+) -> int:
+    """The next smaller candidate after an out-of-memory error; the global batch, and so the run, stays the same.
+
+    Raises what is no out-of-memory error again, and `UserError` with the numbers to pass where nothing can be changed:
+    by a user's choice of the micro-batch, or because other processes are in the middle of the same step.
+    """
+    if not (isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error)):
+        raise error
+    share = config.global_batch_size // num_processes
+    smaller = [size for size in range(micro_batch_size - 1, 0, -1) if share % size == 0]
+    if not smaller:
+        raise UserError(
+            "out of memory with one sequence per forward; try --activation_checkpointing --loss_chunks 8, or a "
+            "smaller recipe"
+        ) from error
+    if len(candidates) == 1 or num_processes > 1:
+        raise UserError(
+            f"out of memory with micro-batches of {micro_batch_size}; go on with --resume_from_checkpoint auto "
+            f"--per_device_train_batch_size {smaller[0]}, or --loss_chunks 8, or --activation_checkpointing"
+        ) from error
+    torch.compiler.reset()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
+    return smaller[0]
 
 
 def _list(sizes: list[int]) -> str:

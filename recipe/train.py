@@ -8,18 +8,26 @@ config -> accelerator -> data -> model -> optimizer -> prepare -> resume? -> loo
 
 import math
 import shlex
+import signal
 import sys
 import time
 
 import torch
 from accelerate.utils import set_seed
 
-from recipe.checkpoint import RunState, find_checkpoint, load_checkpoint, read_state, run_identity, save_checkpoint
+from recipe.checkpoint import (
+    CheckpointSaver,
+    RunState,
+    checkpoint_dir,
+    find_checkpoint,
+    load_checkpoint,
+    read_state,
+    run_identity,
+)
 from recipe.config import load_config, run_main
-from recipe.data.batches import TrainOrder, build_train_batches
 from recipe.data.packed import open_packed_dataset
 from recipe.data.prepare import open_dataset_for
-from recipe.data.streaming import build_streamed_batches
+from recipe.data.streaming import build_batches
 from recipe.data.tokenizer import save_tokenizer
 from recipe.environment import describe_device, describe_environment
 from recipe.evaluation import evaluate_model
@@ -28,8 +36,10 @@ from recipe.hub import check_login, push_to_hub, write_model_card
 from recipe.loss import LanguageModelingLoss
 from recipe.metrics import Throughput, count_flops_per_token, count_parameters, peak_flops_per_second
 from recipe.model import build_model, build_model_config, count_exported_parameters, save_model
-from recipe.optim import build_optimizer, build_scheduler, check_schedule, count_warmup_steps
-from recipe.report import RunReport, choose_output_dir, closing_words, open_output_dir
+from recipe.optim import GuardedUpdate, build_optimizer, compute_learning_rates, count_warmup_steps
+from recipe.output_dir import choose_output_dir, open_output_dir, release_output_dir
+from recipe.preemption import EXIT_STOPPED, StopRequest
+from recipe.report import RunReport, closing_words, resume_command
 from recipe.runtime import (
     build_accelerator,
     choose_dynamo_backend,
@@ -37,6 +47,7 @@ from recipe.runtime import (
     find_micro_batch,
     micro_batch_candidates,
     on_main_process,
+    smaller_micro_batch,
     start_processes,
 )
 
@@ -50,9 +61,9 @@ def main() -> None:
     accelerator, precision = build_accelerator(config, output_dir)
     device, num_processes = accelerator.device, accelerator.num_processes
     micro_batches = micro_batch_candidates(config, num_processes, device)
-    check_schedule(config)
+    compute_learning_rates(config)  # a schedule that cannot be, before there is a model
     build_model_config(config, vocab_size=1, eos_token_id=0)  # before text is prepared for a model that cannot be
-    resume_dir = find_checkpoint(output_dir, config.resume_from_checkpoint) if config.resume_from_checkpoint else None
+    resume_dir = on_main_process(lambda: find_checkpoint(output_dir, config.resume_from_checkpoint))
     dataset = open_packed_dataset(on_main_process(lambda: open_dataset_for(config).directory), config.block_size)
     tokenizer = dataset.load_tokenizer()
     model_config = build_model_config(config, dataset.vocab_size, tokenizer.eos_token_id)
@@ -68,8 +79,8 @@ def main() -> None:
     dynamo = choose_dynamo_backend(config, device, flops_per_token * tokens_per_step * config.max_steps)
     compile_module(module, dynamo.value)
     optimizer = build_optimizer(config, module)
-    scheduler = build_scheduler(config, optimizer)
-    module, optimizer = accelerator.prepare(module, optimizer)  # not the scheduler: it would step once per process
+    module, optimizer = accelerator.prepare(module, optimizer)
+    update = GuardedUpdate(config, accelerator, optimizer)
     micro_batch_size = find_micro_batch(accelerator, module, micro_batches, config.block_size)
     accumulation_steps = config.global_batch_size // (micro_batch_size * num_processes)
     accelerator.gradient_accumulation_steps = accumulation_steps
@@ -79,20 +90,15 @@ def main() -> None:
     # ------------------------------------------------------------------ resume?
     state = RunState()
     if resume_dir is not None:
-        state = load_checkpoint(accelerator, resume_dir, identity, model, dataset.vocab_size, optimizer, scheduler)
-    train_rows = len(dataset.splits["train"])
-    order = TrainOrder(config.shuffle_buffer_size if config.streaming else train_rows, config.seed,
-                       config.global_batch_size, micro_batch_size, state.step, accelerator.process_index,
-                       num_processes)  # fmt: skip
-    if config.streaming:
-        batches = build_streamed_batches(config, dataset, order, state.position, device)
-    else:
-        batches = build_train_batches(dataset.splits["train"], order, device, config.dataloader_num_workers,
-                                      config.data_placement)  # fmt: skip
+        state = load_checkpoint(accelerator, resume_dir, identity, model, dataset.vocab_size, update)
+    batches = build_batches(config, dataset, accelerator, micro_batch_size, state.step, state.position)
 
     # ------------------------------------------------------------------ say what will happen
     on_main_process(lambda: open_output_dir(output_dir, config))
     report = RunReport(accelerator, config, output_dir, state.step)
+    saver = CheckpointSaver(accelerator, output_dir, identity, model, model_config, tokenizer, update,
+                            config.save_total_limit, on_failure=report.checkpoint_failure)  # fmt: skip
+    train_rows = len(dataset.splits["train"])
     report.table({
         "recipe": f"{recipe}, results in {output_dir}" + (f", resumed from {resume_dir}" if resume_dir else ""),
         "device": f"{num_processes} x {describe_device(device)}"
@@ -103,7 +109,7 @@ def main() -> None:
         "model": f"{type(model).__name__}, {count_parameters(model):,} parameters, vocabulary {dataset.vocab_size:,}"
         + (f" padded to {model.config.vocab_size:,}" if model.config.vocab_size > dataset.vocab_size else "")
         + f", {config.block_size} positions",
-        "data": (f"streamed, shuffled over {order.num_rows:,} rows; " if config.streaming
+        "data": (f"streamed, shuffled over {config.shuffle_buffer_size:,} rows; " if config.streaming
                  else f"{dataset.directory}: {train_rows:,} training rows of {config.block_size} tokens, ")
         + f"{len(dataset.splits['validation']):,} for validation",
         "batch": f"{config.global_batch_size} sequences = {tokens_per_step:,} tokens a step = {num_processes} process"
@@ -128,51 +134,75 @@ def main() -> None:
     throughput = Throughput()
     peak_flops = peak_flops_per_second(device)
     loss_sum, num_losses = torch.zeros((), device=device), 0
+    stop_request = StopRequest(num_processes)
+    stop = None
     module.train()
-    while state.step < config.max_steps:
-        for _ in range(accumulation_steps):
-            with accelerator.accumulate(module):  # gradients are synchronised on the last micro-batch
-                loss = module(*next(batches))
-                accelerator.backward(loss)  # divides by accumulation_steps
-            loss_sum += loss.detach()
-            num_losses += 1
-            report.advance(1 / accumulation_steps)
-        grad_norm = accelerator.clip_grad_norm_(module.parameters(), config.max_grad_norm or math.inf)
-        optimizer.step()
-        learning_rate = scheduler.get_last_lr()[0]
-        scheduler.step()
+    while state.step < config.max_steps and stop is None:
+        try:
+            step_loss = torch.zeros((), device=device)
+            for _ in range(accumulation_steps):
+                with accelerator.accumulate(module):  # gradients are synchronised on the last micro-batch
+                    loss = module(*next(batches))
+                    accelerator.backward(loss)  # divides by accumulation_steps
+                step_loss += loss.detach() / accumulation_steps
+                report.advance(1 / accumulation_steps)
+            grad_norm = accelerator.clip_grad_norm_(module.parameters(), config.max_grad_norm or math.inf)
+            update.step(step_loss, grad_norm)
+        except RuntimeError as error:  # out of memory: the same step again, in smaller pieces
+            micro_batch_size = smaller_micro_batch(error, config, micro_batches, micro_batch_size, num_processes)
+            report.say(f"out of memory in step {state.step + 1}: going on with micro-batches of {micro_batch_size}")
+            accumulation_steps = config.global_batch_size // (micro_batch_size * num_processes)
+            accelerator.gradient_accumulation_steps, accelerator.step = accumulation_steps, 0
+            optimizer.zero_grad()
+            update.forget_half_made_state()
+            batches = build_batches(config, dataset, accelerator, micro_batch_size, state.step, state.position)
+            continue
         optimizer.zero_grad()
+        loss_sum += step_loss
+        num_losses += 1
         state.step += 1
+        state.position = batches.position
 
+        stop = stop_request.agreed()
         last = state.step == config.max_steps
         evaluating = last or (config.eval_steps and state.step % config.eval_steps == 0)
-        saving = config.save_steps and (last or state.step % config.save_steps == 0)
+        saving = stop or (config.save_steps and (last or state.step % config.save_steps == 0))
 
         if evaluating or saving or state.step % config.logging_steps == 0:
             # The only place where the host waits for the device.
-            numbers = torch.stack([loss_sum / num_losses, grad_norm])
-            train_loss, train_grad_norm = accelerator.reduce(numbers, reduction="mean").tolist()
-            num_tokens = num_losses // accumulation_steps * tokens_per_step
+            numbers = torch.cat([torch.stack([loss_sum / num_losses, grad_norm]), update.numbers()])
+            train_loss, train_grad_norm, applied, left_out, bad = accelerator.reduce(
+                numbers, reduction="mean"
+            ).tolist()
+            num_tokens = num_losses * tokens_per_step
             seconds = throughput.lap(num_tokens)
             tokens_per_second = num_tokens / seconds
             state.train_seconds += seconds
             mfu = tokens_per_second * flops_per_token / (peak_flops * num_processes) if peak_flops else None
             report.train(state.step, tokens_seen=state.step * tokens_per_step, loss=train_loss,
-                         learning_rate=learning_rate, grad_norm=train_grad_norm,
-                         tokens_per_second=tokens_per_second, mfu=mfu)  # fmt: skip
+                         learning_rate=update.learning_rates[max(0, int(applied) - 1)], grad_norm=train_grad_norm,
+                         tokens_per_second=tokens_per_second, mfu=mfu, steps_left_out=int(left_out))  # fmt: skip
             loss_sum, num_losses = torch.zeros((), device=device), 0
+            if bad >= config.max_bad_steps:
+                raise report.bad_numbers(state.step, int(bad), train_loss, train_grad_norm)
 
-        if evaluating:
+        if evaluating and (last or not stop):
             evaluation = evaluate_model(accelerator, module, dataset, eval_batch_size)
             report.evaluation(state.step, evaluation)
             throughput.resume()
 
         if saving:
-            state.position = batches.position
-            save_checkpoint(accelerator, output_dir, state, identity, model, model_config, tokenizer, optimizer,
-                            scheduler, config.save_total_limit)  # fmt: skip
+            saver.save(state)
             throughput.resume()
+    saved = on_main_process(saver.wait)  # the others must not leave before it is on disk
+    stop_request.close()
     report.close()
+    if stop is not None and state.step < config.max_steps:
+        name = signal.Signals(stop).name
+        what = f"saved in {checkpoint_dir(output_dir, state.step)}" if saved else "not saved"
+        report.say(f"stopped by {name} after step {state.step:,}, {what}; go on with: {resume_command(output_dir)}")
+        on_main_process(lambda: release_output_dir(output_dir))
+        sys.exit(EXIT_STOPPED)
 
     # ------------------------------------------------------------------ evaluate, export, sample, publish
     if evaluation is None:  # resumed where there was nothing left to train
@@ -207,7 +237,7 @@ def main() -> None:
         print(closing_words(config, output_dir, state.untrained, evaluation, sample))
         if config.push_to_hub:
             print(push_to_hub(output_dir, config))
-    accelerator.end_training()
+        release_output_dir(output_dir)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,8 @@ from recipe.data.packed import open_packed_dataset
 from recipe.data.prepare import prepare_dataset
 from recipe.data.text import TextSource
 from recipe.data.tokenizer import load_tokenizer, train_tokenizer
+from recipe.output_dir import release_output_dir
+from recipe.preemption import LAUNCHER_DIED, SIGNALS
 
 ROOT = Path(__file__).parent.parent
 BLOCK_SIZE = 32
@@ -99,12 +102,16 @@ def train(tmp_path, monkeypatch, dataset_dir):
         monkeypatch.setattr(sys, "argv", ["recipe/train.py", *argv, *map(str, arguments)])
         reset_accelerate()
         num_threads = torch.get_num_threads()
+        handlers = {number: signal.getsignal(number) for number in (*SIGNALS, LAUNCHER_DIED)}
         try:
             main()
         finally:
             reset_accelerate()
             torch.set_num_threads(num_threads)
             torch.compiler.reset()
+            release_output_dir(output_dir)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
         return output_dir
 
     return run

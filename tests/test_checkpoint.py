@@ -50,9 +50,11 @@ def test_resume_is_exact(train, tmp_path, dataset, stop_at, extra):
     for key in ("step", "loss", "grad_norm", "learning_rate", "tokens_seen"):
         assert [e[key] for e in found] == [e[key] for e in expected], key
     assert (whole / "model.safetensors").read_bytes() == (resumed / "model.safetensors").read_bytes()
-    a, b = (torch.load(run / "checkpoint-10" / "optimizer.pt", weights_only=True)["state"] for run in (whole, resumed))
-    assert a.keys() == b.keys()
-    assert all(torch.equal(a[i][key], b[i][key]) for i in a for key in a[i])
+    a, b = (torch.load(run / "checkpoint-10" / "optimizer.pt", weights_only=True) for run in (whole, resumed))
+    moments, found = a["optimizer"]["state"], b["optimizer"]["state"]
+    assert moments.keys() == found.keys()
+    assert all(torch.equal(moments[i][key], found[i][key]) for i in moments for key in moments[i])
+    assert all(torch.equal(a["guard"][key], b["guard"][key]) for key in a["guard"])
     assert json.loads((resumed / "summary.json").read_text())["untrained"] == read_untrained(whole)
 
 
@@ -158,7 +160,7 @@ def test_another_runs_folder_is_not_touched(train, tmp_path):
     (output_dir / "my_notes.txt").write_text("keep")
     (output_dir / "lora.safetensors").write_text("keep")
     (output_dir / "checkpoint-best").mkdir()
-    with pytest.raises(UserError, match=r"holds another run .*resume_from_checkpoint latest.*\(--overwrite\)"):
+    with pytest.raises(UserError, match=r"holds another run .*resume_from_checkpoint auto.*\(--overwrite\)"):
         train()
     assert (output_dir / "checkpoint-4").is_dir()
     with pytest.raises(UserError, match="does not divide"):  # a mistake elsewhere must not cost the old run
@@ -191,20 +193,3 @@ def test_a_folder_of_something_else(train, tmp_path):
     (tmp_path / "project" / "README.md").write_text("a project")
     with pytest.raises(UserError, match=r"holds files that a run would replace \(README.md\)"):
         train(output_dir=tmp_path / "project")
-
-
-DAMAGES = {
-    "optimizer.pt": [None, b"", b"x" * 100],
-    "model.safetensors": [None, b"", b"x" * 100],
-    "rng-0.pt": [b"x"],
-    "training_state.json": [None, b"[1]", b"{", b'{"identity": 3}', b'{"step": 2}'],
-}
-
-
-@pytest.mark.parametrize(("name", "content"), [(n, c) for n, contents in DAMAGES.items() for c in contents])
-def test_a_damaged_checkpoint_is_one_sentence(train, name, content):
-    """Whatever is missing or broken in it."""
-    path = train("--save_steps", "4") / "checkpoint-4" / name
-    path.unlink() if content is None else path.write_bytes(content)
-    with pytest.raises(UserError, match=r"checkpoint-4 is damaged \(.*resume from another checkpoint"):
-        train("--resume_from_checkpoint", "latest")

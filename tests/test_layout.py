@@ -16,7 +16,7 @@ MODULES = {
 }
 # Bottom to top. A module imports from floors below its own; builders do not import each other.
 FLOORS = [
-    ["recipe", "recipe.config", "recipe.environment", "recipe.metrics", "recipe.progress"],
+    ["recipe", "recipe.config", "recipe.environment", "recipe.metrics", "recipe.preemption", "recipe.progress"],
     ["recipe.data", "recipe.data.files", "recipe.data.standard_library", "recipe.data.tokenizer"],
     ["recipe.data.text"],
     ["recipe.data.encoder", "recipe.data.packed"],
@@ -25,6 +25,7 @@ FLOORS = [
     ["recipe.data.streaming"],
     ["recipe.model", "recipe.loss", "recipe.optim", "recipe.runtime", "recipe.generation", "recipe.hub"],
     ["recipe.checkpoint", "recipe.evaluation"],
+    ["recipe.output_dir"],
     ["recipe.report"],
     ["recipe.train"],
 ]

@@ -111,7 +111,8 @@ def test_what_a_run_leaves(train):
     events = read_events(output_dir, "train")
     assert [e["step"] for e in events] == [2, 4, 5]
     assert [e["tokens_seen"] for e in events] == [n * 4 * BLOCK_SIZE for n in (2, 4, 5)]
-    fields = {"event", "step", "tokens_seen", "loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu"}
+    fields = {"event", "step", "tokens_seen", "loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu",
+              "steps_left_out"}  # fmt: skip
     assert all(set(event) == fields for event in events)
     assert [e["step"] for e in read_events(output_dir, "eval")] == [0, 4, 5]
     summary = json.loads((output_dir / "summary.json").read_text())

@@ -4,11 +4,13 @@ import math
 
 import pytest
 import torch
+from accelerate import Accelerator
+from conftest import reset_accelerate
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from recipe.config import UserError, load_config
 from recipe.loss import LanguageModelingLoss
-from recipe.optim import build_optimizer, build_scheduler, check_schedule
+from recipe.optim import GuardedUpdate, build_optimizer, compute_learning_rates
 
 
 def config_of(*argv):
@@ -52,22 +54,11 @@ def test_adamw_is_the_published_update(optim):
         torch.testing.assert_close(p.detach(), expected[name], rtol=1e-5, atol=1e-7)
 
 
-def learning_rates(config):
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=config.learning_rate)
-    scheduler = build_scheduler(config, optimizer)
-    values = []
-    for _ in range(config.max_steps + 1):
-        values.append(scheduler.get_last_lr()[0])
-        optimizer.step()
-        scheduler.step()
-    return values
-
-
 def test_gpt2_schedule():
-    """6e-4 after 715 steps of linear warm-up, then a cosine to 6e-5 at step 19,073."""
+    """6e-4 after 715 steps of linear warm-up, then a cosine to 6e-5 at the last of 19,073 steps."""
     config = config_of("--config", "gpt2_124m")
-    values = learning_rates(config)
-    for step in (0, 1, 300, 715, 716, 5000, 9894, 15000, 19073):
+    values = compute_learning_rates(config)
+    for step in (0, 1, 300, 715, 716, 5000, 9894, 15000, 19072):
         if step <= 715:
             expected = 6e-4 * step / 715
         else:
@@ -79,16 +70,105 @@ def test_gpt2_schedule():
 
 def test_warmup_below_one_is_a_share():
     config = config_of("--config", "demo", "--max_steps", "100", "--warmup_steps", "0.2", "--learning_rate", "1.0")
-    assert learning_rates(config)[20] == pytest.approx(1.0) and learning_rates(config)[10] == pytest.approx(0.5)
+    assert compute_learning_rates(config)[20] == pytest.approx(1.0) and compute_learning_rates(config)[
+        10
+    ] == pytest.approx(0.5)
 
 
 def test_bad_schedule_arguments():
     """Arguments that the schedule does not know, or a schedule that wants metrics, are refused at the start."""
     with pytest.raises(UserError, match="lr_scheduler_type reduce_lr_on_plateau"):
-        check_schedule(config_of("--lr_scheduler_type", "reduce_lr_on_plateau"))
+        compute_learning_rates(config_of("--lr_scheduler_type", "reduce_lr_on_plateau"))
     with pytest.raises(UserError, match="lr_scheduler_type linear with lr_scheduler_kwargs"):
-        check_schedule(config_of("--lr_scheduler_type", "linear", "--lr_scheduler_kwargs", "min_lr_rate=0.1"))
+        compute_learning_rates(config_of("--lr_scheduler_type", "linear", "--lr_scheduler_kwargs", "min_lr_rate=0.1"))
     with pytest.raises(UserError, match="lr_scheduler_kwargs .*min_lr_rate"):  # noticed after the warm-up only
-        check_schedule(config_of("--lr_scheduler_kwargs", "min_lr_rate=abc"))
-    check_schedule(config_of("--lr_scheduler_kwargs", "min_lr_rate=1e-1"))
-    check_schedule(config_of("--lr_scheduler_type", "linear"))
+        compute_learning_rates(config_of("--lr_scheduler_kwargs", "min_lr_rate=abc"))
+    compute_learning_rates(config_of("--lr_scheduler_kwargs", "min_lr_rate=1e-1"))
+    compute_learning_rates(config_of("--lr_scheduler_type", "linear"))
+
+
+@pytest.fixture
+def accelerator():
+    reset_accelerate()
+    yield Accelerator(cpu=True)
+    reset_accelerate()
+
+
+def guarded(accelerator, *argv, num_parameters=6):
+    """A guarded update of one parameter, and a function that makes a step with a gradient of that value."""
+    torch.manual_seed(0)
+    module = torch.nn.Linear(num_parameters, 1, bias=False)
+    config = config_of("--max_steps", "400", "--warmup_steps", "5", "--max_grad_norm", "0", *argv)
+    module, optimizer = accelerator.prepare(module, build_optimizer(config, module))
+    update = GuardedUpdate(config, accelerator, optimizer)
+
+    def step(gradient, loss=1.0):
+        module.weight.grad = torch.full_like(module.weight, gradient)
+        update.step(torch.tensor(loss), module.weight.grad.norm())
+        return module.weight.detach().clone()
+
+    return update, step
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_bad_gradients_change_nothing(accelerator, optim, bad):
+    """With steps left out or without them: the same weights, moments and learning rates, bit for bit."""
+    update, step = guarded(accelerator, "--optim", optim)
+    for gradient in (0.1, bad, bad, -0.3, bad, 0.2, 0.2):
+        weight = step(gradient)
+    assert update.numbers().tolist() == [4, 3, 2]
+    assert update.numbers().tolist() == [4, 3, 0]  # most in a row since the last look
+    expected_update, expected_step = guarded(accelerator, "--optim", optim)
+    for gradient in (0.1, -0.3, 0.2, 0.2):
+        expected = expected_step(gradient)
+    assert torch.equal(weight, expected)
+    (found,), (state,) = (u.optimizer.state.values() for u in (update, expected_update))
+    assert all(torch.equal(found[key], state[key]) for key in ("step", "exp_avg", "exp_avg_sq"))
+    assert float(update.optimizer.param_groups[0]["lr"]) == pytest.approx(update.learning_rates[3])
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch"])
+def test_the_learning_rate_is_the_schedules(accelerator, optim):
+    update, step = guarded(accelerator, "--optim", optim)
+    for expected in compute_learning_rates(config_of("--max_steps", "400", "--warmup_steps", "5")):
+        step(0.1)
+        assert float(update.optimizer.param_groups[1]["lr"]) == pytest.approx(expected, rel=1e-6)
+
+
+def test_spikes_are_left_out(accelerator):
+    """A loss or a gradient far above the recent ones; the first updates, and what is within the spread, pass."""
+    update, step = guarded(accelerator, "--spike_sigmas", "6")
+    noise = torch.Generator().manual_seed(0)
+    for number in range(200):
+        before = step(0.1 + 0.01 * torch.rand((), generator=noise).item(), 3 + torch.rand((), generator=noise).item())
+        if number in (5, 150):  # the window is not filled; it is
+            left_out = int(update.left_out)
+            for gradient, loss in ((0.1, 30.0), (5.0, 3.5)):
+                after = step(gradient, loss)
+                assert torch.equal(before, after) is (number == 150)
+            assert int(update.left_out) - left_out == (2 if number == 150 else 0)
+    assert int(update.left_out) == 2 and int(update.applied) == 202
+    assert math.isfinite(update.recent.sum())
+    saved = update.state_dict()
+    other, other_step = guarded(accelerator, "--spike_sigmas", "6")
+    other.load_state_dict(saved)
+    assert all(torch.equal(getattr(other, name), value) for name, value in saved["guard"].items())
+
+
+def test_an_overflow_of_scaled_gradients_is_no_bad_number(accelerator):
+    """fp16: an infinite gradient with a finite loss lowers the scale; the schedule waits, nothing is counted."""
+    update, step = guarded(accelerator)
+
+    class Scaler:
+        updates = 0
+
+        def update(self):
+            self.updates += 1
+
+    accelerator.scaler = Scaler()
+    before = step(0.1)
+    assert torch.equal(step(math.inf), before) and torch.equal(step(math.nan), before)
+    assert update.numbers().tolist() == [1, 2, 0] and accelerator.scaler.updates == 3
+    assert torch.equal(step(math.nan, loss=math.nan), before)
+    assert update.numbers().tolist() == [1, 3, 1]

@@ -33,7 +33,7 @@ def test_first_run_needs_nothing(tmp_path):
     assert [line for line in closing if len(line) > 80] == []
     summary = json.loads((tmp_path / "runs" / "demo" / "summary.json").read_text())
     assert summary["eval_loss"] < summary["untrained"]["loss"] - 1.3
-    for part in ("scripts/generate_text.py --model runs/demo", "--resume_from_checkpoint latest", "gpt2_124m"):
+    for part in ("scripts/generate_text.py --model runs/demo", "--resume_from_checkpoint auto", "gpt2_124m"):
         assert part in out
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "runs" / "demo")
     assert model.config.vocab_size == len(AutoTokenizer.from_pretrained(tmp_path / "runs" / "demo"))

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from recipe.data.packed import PackedSplit
+from recipe.preemption import outlive_the_first_signal
 
 FEISTEL_ROUNDS = 6
 
@@ -117,6 +118,7 @@ def build_train_batches(
             # It draws a seed for its workers: from a generator of its own, or dropout after a resume would differ.
             generator=torch.Generator(),
             multiprocessing_context="spawn" if num_workers else None,  # forking a process with CUDA may hang
+            worker_init_fn=outlive_the_first_signal,
         )
         batches = (batch.to(device, non_blocking=True) for batch in loader)
     return TrainBatches((rows, None) for rows in batches)

@@ -14,17 +14,18 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from accelerate import PartialState
+from accelerate import Accelerator
 from torch.utils.data import DataLoader, IterableDataset
 
 from recipe.config import TrainConfig, UserError
-from recipe.data.batches import TrainBatches, TrainOrder, example_rows
+from recipe.data.batches import TrainBatches, TrainOrder, build_train_batches, example_rows
 from recipe.data.encoder import EncodePieces, build_encoder, encode_pieces
 from recipe.data.packed import PackedDataset, pack_rows
 from recipe.data.prepare import SAMPLE_PIECES, source_from
 from recipe.data.text import TextSource
 from recipe.data.tokenizer import load_tokenizer
 from recipe.environment import count_cpus
+from recipe.preemption import outlive_the_first_signal
 
 
 class Position(NamedTuple):
@@ -111,18 +112,31 @@ class StreamedRows(IterableDataset):
             yield torch.from_numpy(rows.astype(np.int64)), held[window_of[0]][1]
 
 
-def build_streamed_batches(
+def build_batches(
     config: TrainConfig,
     dataset: PackedDataset,
-    order: TrainOrder,
+    accelerator: Accelerator,
+    micro_batch_size: int,
+    first_step: int,
     position: tuple[int, int] | None,
-    device: torch.device,
 ) -> TrainBatches:
-    """Batches of the run's text, made in a process of its own. dataset: made of the head of the text.
+    """The training batches of this process from a step on: of the dataset, or of the text whose head it was made of.
 
-    position: what `TrainBatches.position` was at a batch at or before the first one of `order`.
+    position: what `TrainBatches.position` was after the step before.
     """
-    num_threads = config.preprocessing_num_workers or max(1, count_cpus() // PartialState().num_processes)
+    split, device, num_processes = dataset.splits["train"], accelerator.device, accelerator.num_processes
+    order = TrainOrder(
+        config.shuffle_buffer_size if config.streaming else len(split),
+        config.seed,
+        config.global_batch_size,
+        micro_batch_size,
+        first_step,
+        accelerator.process_index,
+        num_processes,
+    )
+    if not config.streaming:
+        return build_train_batches(split, order, device, config.dataloader_num_workers, config.data_placement)
+    num_threads = config.preprocessing_num_workers or max(1, count_cpus() // num_processes)
     rows = StreamedRows(
         source_from(config),
         dataset.directory / "tokenizer",
@@ -139,6 +153,7 @@ def build_streamed_batches(
         pin_memory=device.type == "cuda",
         generator=torch.Generator(),  # see build_train_batches
         multiprocessing_context="spawn",
+        worker_init_fn=outlive_the_first_signal,
     )
 
     def batches() -> Iterator[tuple[torch.Tensor, Position]]:

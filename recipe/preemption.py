@@ -1,0 +1,84 @@
+"""Being stopped: signals become a request that all processes see after the same step.
+
+In: SIGTERM, SIGINT, SIGUSR1, or the death of the launcher. Out: `StopRequest.agreed`, asked once a step.
+"""
+
+import ctypes
+import os
+import platform
+import signal
+import time
+from pathlib import Path
+from types import FrameType
+
+import torch
+import torch.distributed
+
+EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: saved, and the same command goes on
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+LAUNCHER_DIED = signal.SIGUSR2
+SAME_SIGNAL_SECONDS = 1.0  # within which a signal that comes twice is one: sent to the process, and by its launcher
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def die_with_the_launcher() -> None:
+    """Have Linux send `LAUNCHER_DIED` when the launcher ends; `accelerate launch` leaves an orphan (accelerate 1.15).
+
+    Only a launcher's children ask for it: a run that is started by hand may outlive its shell.
+    """
+    parent = Path(f"/proc/{os.getppid()}/cmdline")
+    if platform.system() == "Linux" and parent.is_file():
+        command = parent.read_bytes()
+        if any(name in command for name in (b"accelerate", b"torchrun", b"torch.distributed", b"torch/distributed")):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, LAUNCHER_DIED)
+
+
+def outlive_the_first_signal(_worker: int = 0) -> None:
+    """In a process that makes batches: a signal to the whole group must not take the data from under the last step."""
+    for number in (signal.SIGINT, signal.SIGUSR1, LAUNCHER_DIED):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, _frame: signal.signal(number, signal.SIG_DFL))
+
+
+class StopRequest:
+    """Turns signals into a stop after a step that all processes agree on. A second signal of a kind exits at once."""
+
+    def __init__(self, num_processes: int) -> None:
+        self.signal: int | None = None  # the first one that came
+        self.came_at: dict[int, float] = {}
+        # A group of its own on the hosts: the devices never wait for it.
+        self.group = torch.distributed.new_group(backend="gloo") if num_processes > 1 else None
+        self.asked: tuple[torch.distributed.Work, torch.Tensor] | None = None
+        for number in (*SIGNALS, LAUNCHER_DIED):
+            signal.signal(number, self._receive)
+
+    def _receive(self, number: int, _frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if number != LAUNCHER_DIED and now - self.came_at.get(number, now) > SAME_SIGNAL_SECONDS:
+            os._exit(128 + number)
+        self.came_at.setdefault(number, now)
+        self.signal = self.signal or number
+
+    def agreed(self) -> int | None:
+        """The signal to stop for, on all processes after the same step; each asks once a step.
+
+        The answer is to the question of the step before, so that no process waits for the slowest one.
+        """
+        if self.group is None:
+            return self.signal
+        answer = None
+        if self.asked is not None:
+            work, flag = self.asked
+            work.wait()
+            answer = int(flag.item()) or None
+        flag = torch.tensor(self.signal or 0)
+        work = torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=self.group, async_op=True)
+        self.asked = work, flag
+        return answer
+
+    def close(self) -> None:
+        """Let signals end the process again."""
+        if self.asked is not None:
+            self.asked[0].wait()
+        for number in (*SIGNALS, LAUNCHER_DIED):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
