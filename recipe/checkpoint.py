@@ -69,7 +69,7 @@ def run_identity(config: TrainConfig, dataset_metadata: dict, model_config: PreT
     )
     return {
         "dataset": dataset_metadata["content_sha256"],
-        "streamed_file_bytes": dataset_metadata["source"].get("file_bytes"),
+        "streamed_text": dataset_metadata["fingerprint"] if config.streaming else None,
         "tokenizer": dataset_metadata["tokenizer_sha256"],
         **{name: getattr(config, name) for name in fields},
         **{name: getattr(model_config, name) for name in ("vocab_size", "n_positions", *OVERRIDES)},

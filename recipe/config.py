@@ -193,8 +193,11 @@ def load_yaml(recipe: str) -> dict[str, Any]:
     return content
 
 
-def run_main(main: Callable[[], None]) -> None:
-    """Run a script: a `UserError` becomes one line on stderr, from one process, and exit status 1."""
+def run_main(main: Callable[[], None], interrupted: str = "interrupted") -> None:
+    """Run a script: a `UserError` becomes one line on stderr, from one process, and exit status 1.
+
+    interrupted: said when it is stopped from the keyboard.
+    """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a character the terminal cannot show must not end a run
             stream.reconfigure(errors="replace")
@@ -203,9 +206,7 @@ def run_main(main: Callable[[], None]) -> None:
     except UserError as error:
         sys.exit(f"error: {error}" if os.environ.get("RANK", "0") == "0" else 1)
     except KeyboardInterrupt:
-        print(
-            "\ninterrupted; a run goes on from its last checkpoint with --resume_from_checkpoint auto", file=sys.stderr
-        )
+        print(f"\n{interrupted}", file=sys.stderr)
         sys.exit(130)
 
 

@@ -13,6 +13,7 @@ from typing import TextIO
 
 from recipe.checkpoint import LATEST_NAME, list_checkpoints, remove_partial_checkpoints
 from recipe.config import STANDARD_LIBRARY, TrainConfig, UserError, save_config
+from recipe.data.text import name_of_text
 
 METRICS_NAME = "metrics.jsonl"
 SUMMARY_NAME = "summary.json"
@@ -30,7 +31,7 @@ def choose_output_dir(config: TrainConfig, recipe: str) -> Path:
         directory = Path(resumed) if list_checkpoints(Path(resumed)) else Path(resumed).absolute().parent
     elif config.output_dir is None:
         text = config.train_file or [config.dataset_name if config.dataset_name != STANDARD_LIBRARY else None]
-        name = config.run_name or (Path(text[0]).stem if text[0] else recipe)
+        name = config.run_name or (name_of_text(text[0]) if text[0] else recipe)
         numbered = (Path("runs") / (name if number == 1 else f"{name}-{number}") for number in itertools.count(1))
         directory = next(path for path in numbered if not files_of_a_run(path))
     else:

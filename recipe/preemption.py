@@ -80,5 +80,7 @@ class StopRequest:
         """Let signals end the process again."""
         if self.asked is not None:
             self.asked[0].wait()
+        # Before the process groups are destroyed: a Work that outlives its group may hang the process as it ends.
+        self.asked = self.group = None
         for number in (*SIGNALS, LAUNCHER_DIED):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)

@@ -31,11 +31,17 @@ class LineStream:
 class PreparationProgress:
     """Bytes of text read, with MB/s and ETA, and the documents and tokens they gave."""
 
-    def __init__(self, num_bytes: int | None) -> None:
-        """num_bytes: of all the text, or None where that is not known beforehand."""
+    def __init__(self, num_bytes: int | None, num_bytes_done: int = 0) -> None:
+        """num_bytes: of all the text, or None where that is not known; num_bytes_done: by an interrupted run."""
         self.num_documents = self.num_tokens = 0
         self.bar = tqdm(
-            total=num_bytes, unit="B", unit_scale=True, desc="prepare", dynamic_ncols=True, **progress_target()
+            total=num_bytes,
+            initial=num_bytes_done,
+            unit="B",
+            unit_scale=True,
+            desc="prepare",
+            dynamic_ncols=True,
+            **progress_target(),
         )
 
     def __enter__(self) -> "PreparationProgress":
@@ -48,6 +54,6 @@ class PreparationProgress:
         self.num_documents += num_documents
         self.num_tokens += num_tokens
         seconds = self.bar.format_dict["elapsed"]
-        rate = f", {self.num_tokens / seconds:,.0f} tokens/s" if seconds else ""
-        self.bar.set_postfix_str(f"{self.num_documents:,} documents{rate}", refresh=False)
+        rate = f", {self.num_tokens / seconds / 1e6:.1f}M tokens/s" if seconds else ""
+        self.bar.set_postfix_str(f"{tqdm.format_sizeof(self.num_documents)} docs{rate}", refresh=False)
         self.bar.update(num_bytes)

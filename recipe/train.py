@@ -196,6 +196,7 @@ def main() -> None:
             throughput.resume()
     saved = on_main_process(saver.wait)  # the others must not leave before it is on disk
     stop_request.close()
+    batches.close()
     report.close()
     if stop is not None and state.step < config.max_steps:
         name = signal.Signals(stop).name
@@ -241,4 +242,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(main, "interrupted; a run goes on from its last checkpoint with --resume_from_checkpoint auto")

@@ -30,8 +30,9 @@ def main() -> None:
     directory = args.output_dir.absolute()
     if args.merge_shards:
         metadata = merge_shards(directory, args.num_shards)
-        rows = {split: counts["rows"] for split, counts in metadata["splits"].items()}
-        print(f"{directory} is one dataset of {args.num_shards} shards: {rows} rows")
+        rows = ", ".join(f"{counts['rows']:,} {split} rows" for split, counts in metadata["splits"].items())
+        print(f"{directory} is one dataset of {args.num_shards} shards, which must stay beside it: {rows}")
+        say_next(metadata["block_size"], args.output_dir)
         return
     if args.num_shards > 1:
         if args.shard_index is None:
@@ -44,9 +45,13 @@ def main() -> None:
     workers = args.preprocessing_num_workers
     prepare_dataset(source, directory, args.block_size, tokenizer, overwrite=args.overwrite, num_workers=workers)
     if args.num_shards == 1:
-        recipe = "--config gpt2_124m" if args.block_size == 1024 else f"--block_size {args.block_size}"
-        print(f"train on it with: accelerate launch recipe/train.py {recipe} --dataset_dir {args.output_dir}")
+        say_next(args.block_size, args.output_dir)
+
+
+def say_next(block_size: int, directory: Path) -> None:
+    recipe = "--config gpt2_124m" if block_size == 1024 else f"--block_size {block_size}"
+    print(f"train on it with: accelerate launch recipe/train.py {recipe} --dataset_dir {directory}")
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(main, "interrupted; the same command goes on from here")

@@ -92,6 +92,10 @@ class TrainBatches:
     def __iter__(self) -> "TrainBatches":
         return self
 
+    def close(self) -> None:
+        """End the processes that make batches."""
+        self.batches.close()
+
     def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
         rows, self.position = self.ahead
         self.ahead = next(self.batches)
@@ -132,7 +136,7 @@ def _index_on_device(split: PackedSplit, order: TrainOrder, device: torch.device
     tokens = torch.from_numpy(stream.view(np.int16) if is_uint16 else stream).to(device)
     offsets = torch.arange(split.block_size + 1, device=device)
     for rows in order:
-        starts = torch.from_numpy(rows).to(device, non_blocking=True) * split.block_size
+        starts = torch.from_numpy(split.positions(rows)).to(device, non_blocking=True)
         gathered = tokens[starts[:, None] + offsets].long()
         yield gathered & 0xFFFF if is_uint16 else gathered
 

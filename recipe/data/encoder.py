@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerBase
 from recipe.config import UserError
 from recipe.data.text import SPLITS, Piece
 
-SAMPLE_CHARACTERS = 10_000  # of each text on which an encoder has to prove that it gives the tokenizer's ids
 BATCH_CHARACTERS = 500_000  # text a thread encodes at once
 BETWEEN_TEXTS = "\x00 gpt2-recipe: the next text \x01"  # no beginning of it is its end: it cannot overlap itself
 
@@ -46,15 +45,15 @@ class NotEqual(Exception):
     """Why tiktoken cannot stand in for this tokenizer."""
 
 
-def build_encoder(tokenizer: PreTrainedTokenizerBase, sample: Sequence[Piece]) -> tuple[EncodePieces, str]:
-    """What turns pieces of one split into ids, judged by the first pieces of the corpus, and a sentence on it.
+def build_encoder(tokenizer: PreTrainedTokenizerBase, sample: Sequence[Piece]) -> tuple[EncodePieces, str, bool]:
+    """What turns pieces of one split into ids, judged by the first pieces of the corpus.
 
-    Raises `UserError` for pieces that are ids already, if the tokenizer cannot tell how many bytes they stand for.
+    Returns it with a sentence on what it is, and whether it gives for parts of a document what it gives for the
+    whole. Raises `UserError` for pieces that are ids already, if their bytes cannot be counted.
     """
     eos_token_id = tokenizer.eos_token_id
     if sample and not isinstance(sample[0].text, str):
         token_bytes = count_token_bytes(tokenizer)
-        separated = any((piece.text == eos_token_id).any() for piece in sample)
 
         def take_ids(pieces: Sequence[Piece]) -> Encoded:
             _check_kind(pieces, np.ndarray)
@@ -65,15 +64,13 @@ def build_encoder(tokenizer: PreTrainedTokenizerBase, sample: Sequence[Piece]) -
                     f"the data holds id {wrong[0]}, beyond the tokenizer's {len(token_bytes)}: it is another's"
                 )
             num_bytes = int(token_bytes[ids].sum())
-            if not separated:
-                ids = np.insert(ids, np.cumsum([len(piece.text) for piece in pieces]), eos_token_id)
-            ids = ids.astype(np.uint32)
-            return Encoded(pieces[0].split, ids, np.flatnonzero(ids == eos_token_id) + 1, num_bytes)
+            ends = np.cumsum([len(piece.text) for piece in pieces])
+            ids = np.insert(ids.astype(np.uint32), ends, eos_token_id)
+            return Encoded(pieces[0].split, ids, ends + np.arange(1, len(ends) + 1), num_bytes)
 
-        added = "which hold their own end-of-text ids" if separated else "with an end-of-text id after each row"
-        return take_ids, f"those that are there, {added}; they begin {tokenizer.decode(sample[0].text[:20])!r}"
+        return take_ids, f"those that are there; they begin {tokenizer.decode(sample[0].text[:20])!r}", True
 
-    encode, how = build_text_encoder(tokenizer, [piece.text[:SAMPLE_CHARACTERS] for piece in sample])
+    encode, how = build_text_encoder(tokenizer, [piece.text for piece in sample])
 
     def encode_texts(pieces: Sequence[Piece]) -> Encoded:
         _check_kind(pieces, str)
@@ -84,7 +81,7 @@ def build_encoder(tokenizer: PreTrainedTokenizerBase, sample: Sequence[Piece]) -
         ids = np.insert(ids, ends, eos_token_id)
         return Encoded(pieces[0].split, ids, ends + np.arange(1, len(ends) + 1), num_bytes)
 
-    return encode_texts, how
+    return encode_texts, how, how.startswith("tiktoken")
 
 
 def _check_kind(pieces: Sequence[Piece], kind: type) -> None:
@@ -110,14 +107,17 @@ def build_text_encoder(tokenizer: PreTrainedTokenizerBase, sample: Sequence[str]
         joined = BETWEEN_TEXTS.join(texts)
         if joined.count(BETWEEN_TEXTS) != len(texts) - 1:  # there is none, or one holds the separator
             return plain(texts)
-        ids = encoding.encode_to_numpy(joined, allowed_special={BETWEEN_TEXTS}, disallowed_special=())
+        try:
+            ids = encoding.encode_to_numpy(joined, allowed_special={BETWEEN_TEXTS}, disallowed_special=())
+        except ValueError:  # a million blanks in a row are too much for its regular expressions (tiktoken 0.14)
+            return plain(texts)
         between = np.flatnonzero(ids == between_id)
         return np.delete(ids, between), np.diff(between, prepend=-1, append=len(ids)) - 1
 
     if not all(map(np.array_equal, encode(sample), plain(sample))):
         return plain, "tokenizers (not tiktoken: it gives other ids on this text)"
     num_bytes = sum(len(text.encode()) for text in sample)
-    return encode, f"tiktoken (ids equal to tokenizers' on the first {num_bytes / 1e6:.1f} MB)"
+    return encode, f"tiktoken (ids equal to tokenizers' on the first {num_bytes / 1e3:,.0f} kB)"
 
 
 def encode_pieces(
@@ -145,6 +145,16 @@ def encode_pieces(
         finally:
             for future in running:
                 future.cancel()
+
+
+def whole_documents(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """Put documents together that come in pieces, for an encoder that takes no parts."""
+    begun: list[str] = []
+    for piece in pieces:
+        begun.append(piece.text)
+        if piece.ends:
+            yield piece if len(begun) == 1 else Piece(piece.split, "".join(begun), True)
+            begun = []
 
 
 def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:

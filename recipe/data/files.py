@@ -6,6 +6,7 @@ import glob
 import hashlib
 import io
 import json
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -19,14 +20,15 @@ from recipe.config import UserError
 KINDS = (".txt", ".jsonl", ".json", ".csv", ".parquet")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 BLOCK_BYTES = 2**20  # read at once
-PIECE_CHARACTERS = 4_000_000  # longer documents come in pieces of about this length
+PIECE_CHARACTERS = 1_000_000  # longer documents come in pieces of about this length
+HASHED_CHARACTERS = 100_000  # of a document, by which it is known again; no first piece is shorter than that
 Text = str | np.ndarray  # or its token ids, int64 [tokens], where the source is tokenized already
 Part = tuple[Text, bool]  # a document or a piece of it, and whether it ends there
 csv.field_size_limit(2**31 - 1)
 
 
 def read_file(path: str, text_column_name: str, separator: str | None) -> Iterator[Part]:
-    """The documents of a file. Raises `UserError` naming the file if it cannot be read."""
+    """The documents of a file, blank ones left out. Raises `UserError` naming the file if it cannot be read."""
     kind = kind_of(path)
     try:
         if kind == ".parquet":
@@ -34,39 +36,43 @@ def read_file(path: str, text_column_name: str, separator: str | None) -> Iterat
         else:
             stream = open_stream(path)
             if kind == ".txt":
-                found_any = False
-                for text, ends in read_text(stream, separator):
-                    found_any = found_any or bool(text.strip())
-                    yield text, ends
-                if not found_any:
-                    raise UserError(f"{path} is empty")
+                yield from read_text(stream, separator)
                 return
             rows = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv}[kind](stream)
         yield from ((text, True) for text in texts_of(rows, text_column_name, path))
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text: {error.reason}") from error
-    except (OSError, EOFError, ValueError, csv.Error, pa.ArrowException) as error:
+    except (OSError, EOFError, ValueError, RecursionError, csv.Error, pa.ArrowException) as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(f"cannot read {path}: {reason}") from error
 
 
 def read_text(stream: BinaryIO, separator: str | None) -> Iterator[Part]:
-    """Documents of a UTF-8 stream, cut at each separator; a long one in pieces."""
+    """Documents of a UTF-8 stream, cut at each separator; a long one in pieces, blank ones left out.
+
+    A line break of the separator also stands for Windows' two characters.
+    """
     decoder, buffer, attempt_at, at_end = codecs.getincrementaldecoder("utf-8-sig")(), "", PIECE_CHARACTERS, False
+    pattern = re.compile(r"\r?\n".join(map(re.escape, separator.split("\n")))) if separator is not None else None
+    begun = False  # a document, with pieces that went before
     while not at_end:
         block = stream.read(BLOCK_BYTES)
         at_end = not block
         buffer += decoder.decode(block, final=at_end)
-        if separator is not None:
-            *documents, buffer = buffer.split(separator)
-            yield from ((text, True) for text in documents)
+        if pattern is not None:
+            *documents, buffer = pattern.split(buffer)
+            for text in documents:
+                if begun or text.strip():
+                    yield text, True
+                begun = False
         if len(buffer) >= attempt_at and not at_end:
-            cut = find_cut(buffer, len(buffer) - len(separator or ""))
-            if cut:
+            cut = find_cut(buffer, len(buffer) - 2 * len(separator or ""))
+            if cut >= HASHED_CHARACTERS:
                 yield buffer[:cut], False
-                buffer = buffer[cut:]
+                buffer, begun = buffer[cut:], True
             attempt_at = len(buffer) + PIECE_CHARACTERS
-    yield buffer, True
+    if begun or buffer.strip():
+        yield buffer, True
 
 
 def find_cut(text: str, end: int) -> int:
@@ -96,7 +102,7 @@ def _read_jsonl(stream: BinaryIO) -> Iterator[dict]:
 
 def _read_json(stream: BinaryIO) -> Iterator[dict]:
     """An array of objects, read as a whole, or JSON lines under another name."""
-    first = stream.peek(64).lstrip()[:1]
+    first = stream.peek(64).removeprefix(codecs.BOM_UTF8).lstrip()[:1]
     if first != b"[":
         yield from _read_jsonl(stream)
         return
@@ -128,6 +134,8 @@ def texts_of(rows: Iterable[dict], column: str, where: str) -> Iterator[Text]:
     for number, row in enumerate(rows, start=1):
         if column not in row:
             names = ", ".join(map(str, row)) or "none"
+            if number > 1:
+                raise UserError(f"{where}, row {number} has no column '{column}' (it has {names}), as those before it")
             raise UserError(f"{where} has no column '{column}'; pass --text_column_name with one of {names}")
         text = row[column]
         if isinstance(text, (list, np.ndarray)):
@@ -164,6 +172,8 @@ def expand_paths(paths: Iterable[str]) -> list[str]:
     """Files as they are, folders and patterns as the files they stand for, sorted."""
     files: list[str] = []
     for path in paths:
+        if not path:
+            raise UserError("a file name is empty")
         if Path(path).is_file():
             files.append(path)
             continue
@@ -197,8 +207,12 @@ def count_bytes(path: str) -> int:
 
 
 def file_sha256(path: str) -> bytes:
+    """Of a file's bytes; of one that cannot be read, of the reason, which reading it will give."""
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(BLOCK_BYTES):
-            digest.update(block)
+    try:
+        with open(path, "rb") as file:
+            while block := file.read(BLOCK_BYTES):
+                digest.update(block)
+    except OSError as error:
+        digest.update(str(error).encode())
     return digest.digest()

@@ -22,7 +22,7 @@ from recipe.config import UserError
 from recipe.data.text import SPLITS
 from recipe.data.tokenizer import load_tokenizer, tokenizer_sha256
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 ROWS_NAME = "rows.json"
 METADATA = {
     "block_size": int,
@@ -32,6 +32,7 @@ METADATA = {
     "content_sha256": str,
     "source": dict,
     "splits": dict,
+    "shard": list,
 }
 SAMPLED_ROWS = 256  # rows of a split looked at when it is opened
 
@@ -90,8 +91,13 @@ class PackedSplit:
         self.starts = np.cumsum([0, *map(len, self.chunks)])
 
     def stream(self) -> np.ndarray:
-        """All tokens in order, without the overlap of the rows: uint16 or int32 [rows * block_size + 1]."""
-        return np.concatenate([*(chunk[:, :-1].reshape(-1) for chunk in self.chunks), self.chunks[-1][-1, -1:]])
+        """The tokens of each chunk without the overlap of its rows: uint16 or int32 [rows * block_size + chunks]."""
+        parts = [part for chunk in self.chunks for part in (chunk[:, :-1].reshape(-1), chunk[-1, -1:])]
+        return np.concatenate(parts)
+
+    def positions(self, indices: np.ndarray) -> np.ndarray:
+        """Where rows begin in `stream()`. (The chunks of different shards do not go on into one another.)"""
+        return indices * self.block_size + np.searchsorted(self.starts, indices, side="right") - 1
 
     def in_memory(self) -> "PackedSplit":
         """The same rows read into memory."""
@@ -120,7 +126,7 @@ class PackedSplit:
 
         They are read, not mapped: a page that is mapped may bring 2 MB into resident memory.
         """
-        for row in np.unique(np.linspace(0, len(self) - 1, SAMPLED_ROWS).astype(np.int64)):
+        for row in np.unique(np.linspace(0, len(self) - 1, min(SAMPLED_ROWS, len(self))).astype(np.int64)):
             chunk = np.searchsorted(self.starts, row, side="right") - 1
             (path, offset), view = self.places[chunk], self.chunks[chunk]
             skipped = int(row - self.starts[chunk]) * view.shape[1] * view.itemsize
@@ -160,8 +166,12 @@ def open_packed_dataset(directory: Path, block_size: int | None = None) -> Packe
         for key, kind in METADATA.items():
             if not isinstance(metadata[key], kind):
                 raise UserError(f"{directory}/metadata.json: {key} is {metadata[key]!r}; {again}")
+        for name, content in metadata["source"].get("shards", {}).items():
+            if json.loads((directory.parent / name / "metadata.json").read_text())["content_sha256"] != content:
+                raise UserError(f"{name} is another than the one {directory} was joined of; join the shards again")
         for split in SPLITS:
-            if min(metadata["splits"][split][key] for key in ("rows", "tokens", "bytes")) < 1:
+            counts = [metadata["splits"][split][key] for key in ("rows", "tokens", "bytes")]
+            if min(counts) < 1 and metadata["shard"][1] == 1:
                 raise UserError(f"{directory}/metadata.json says that {split} is empty; {again}")
             for name, size in metadata["splits"][split]["file_bytes"].items():
                 found = (directory / split / name).stat().st_size
@@ -179,8 +189,7 @@ def open_packed_dataset(directory: Path, block_size: int | None = None) -> Packe
         raise
     except FileNotFoundError as error:
         raise UserError(
-            f"{directory} is not a complete packed dataset: {Path(str(error.filename or error)).name} "
-            f"is missing; {again}"
+            f"{directory} is not a complete packed dataset: {error.filename or error} is missing; {again}"
         ) from error
     except Exception as error:  # damaged JSON, or a file that is not what it says: json and numpy raise their own
         reason = f"{type(error).__name__}: {str(error)[:200]}"

@@ -22,6 +22,7 @@ from recipe.data.text import SPLITS
 from recipe.data.tokenizer import save_tokenizer, tokenizer_sha256
 
 COUNTS = ("documents", "tokens", "bytes", "rows", "max_token_id", "long_documents", "tokens_in_long_documents")
+SUMMED = ("skipped_files", "duplicates_of_validation")  # of the source, over shards
 ARROW_END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"  # of the Arrow IPC streaming format
 
 
@@ -122,12 +123,15 @@ class PackedWriter:
     `pieces_done` says how many pieces of the source are in it already: those are not to be added again.
     """
 
-    def __init__(self, directory: Path, identity: str, block_size: int, vocab_size: int) -> None:
+    def __init__(
+        self, directory: Path, identity: str, block_size: int, vocab_size: int, overwrite: bool = False
+    ) -> None:
         """identity: of all that decides the content; what an interrupted run left is used only if it has the same.
 
         Raises `UserError` if another process is making the same dataset."""
-        self.directory, self.identity, self.block_size = directory, identity, block_size
+        self.directory, self.identity, self.block_size, self.overwrite = directory, identity, block_size, overwrite
         self.partial = directory.with_name(f".{directory.name}.partial")
+        self.replaced = directory.with_name(f".{directory.name}.replaced")
         directory.parent.mkdir(parents=True, exist_ok=True)
         self.lock = FileLock(directory.with_name(f".{directory.name}.lock"), blocking=False)
         try:
@@ -136,6 +140,8 @@ class PackedWriter:
             raise UserError(
                 f"another process is preparing {directory}; wait for it, or name another folder"
             ) from error
+        if self.replaced.exists():  # a process was killed while it replaced the dataset
+            shutil.rmtree(self.replaced) if directory.exists() else os.rename(self.replaced, directory)
         journal = self._read_journal()
         if journal is None:
             shutil.rmtree(self.partial, ignore_errors=True)
@@ -161,18 +167,31 @@ class PackedWriter:
             os.fsync(file.fileno())
         os.replace(written, self.partial / "journal.json")
 
-    def finish(self, tokenizer: PreTrainedTokenizerBase, source: dict, fingerprint: str) -> dict:
+    @property
+    def num_bytes_done(self) -> int:
+        """Bytes of text that are in it already."""
+        return sum(writer.counts["bytes"] for writer in self.splits.values())
+
+    def finish(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        source: dict,
+        fingerprint: str,
+        shard: tuple[int, int] = (0, 1),
+        whole_sha256: str = "",
+    ) -> dict:
         """Complete the dataset and give it its name. Returns its metadata.
 
+        shard: its index and the number of them; whole_sha256: what the shards of one whole have in common.
         Raises `UserError`, leaving nothing behind, if a split does not fill one row.
         """
         counts = {split: writer.close() for split, writer in self.splits.items()}
         try:
-            _check_counts(counts, self.block_size)
+            if shard[1] == 1:  # a shard may be without validation rows
+                check_counts(counts, self.block_size)
         except UserError:
             self.discard()
             raise
-        (self.partial / "journal.json").unlink(missing_ok=True)
         (self.partial / "dataset_dict.json").write_text(json.dumps({"splits": list(SPLITS)}))
         save_tokenizer(tokenizer, self.partial / "tokenizer", self.block_size)
         metadata = {
@@ -184,16 +203,18 @@ class PackedWriter:
             "content_sha256": _sha256_of(counts[split]["rows_sha256"] for split in SPLITS),
             "source": source,
             "fingerprint": fingerprint,
+            "shard": list(shard),
+            "whole_sha256": whole_sha256,
             "splits": counts,
         }
         (self.partial / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
-        replaced = None
         if self.directory.exists():  # an older dataset to replace, or an empty folder
-            replaced = self.directory.with_name(f".{self.directory.name}.replaced")
-            os.rename(self.directory, replaced)
+            if any(self.directory.iterdir()) and not self.overwrite:  # made by another process meanwhile
+                raise UserError(f"{self.directory} exists by now; pass --overwrite to replace it")
+            os.rename(self.directory, self.replaced)
         os.rename(self.partial, self.directory)
-        if replaced is not None:
-            shutil.rmtree(replaced)
+        (self.directory / "journal.json").unlink(missing_ok=True)  # up to here a kill has cost nothing
+        shutil.rmtree(self.replaced, ignore_errors=True)
         self.release()
         return metadata
 
@@ -206,10 +227,12 @@ class PackedWriter:
 
     def release(self) -> None:
         """Let another process take over what is committed; what is not is of no use to it."""
+        if not self.lock.is_locked:
+            return
         if not (self.partial / "journal.json").exists():
             shutil.rmtree(self.partial, ignore_errors=True)
+        Path(self.lock.lock_file).unlink(missing_ok=True)  # while it is held: filelock sees that its file is gone
         self.lock.release()
-        Path(self.lock.lock_file).unlink(missing_ok=True)
 
     def _read_journal(self) -> dict | None:
         try:
@@ -225,15 +248,27 @@ def merge_shards(directory: Path, num_shards: int) -> dict:
     Raises `UserError` if a shard is missing, or was not made as a part of the same whole.
     """
     if directory.exists():
-        raise UserError(f"{directory} exists; name the folder that the shards' names begin with")
-    shards = [open_packed_dataset(shard_dir(directory, index, num_shards)) for index in range(num_shards)]
-    for shard in shards:
-        for key in ("block_size", "vocab_size", "tokenizer_sha256"):
-            if shard.metadata[key] != shards[0].metadata[key]:
-                raise UserError(f"{shard.directory} has another {key} than {shards[0].directory}")
+        raise UserError(f"{directory} exists: the shards were joined already, or it is another dataset; move it away")
+    folders = [shard_dir(directory, index, num_shards) for index in range(num_shards)]
+    missing = [str(index) for index, folder in enumerate(folders) if not folder.is_dir()]
+    if missing:
+        raise UserError(
+            f"of the {num_shards} shards of {directory} these are missing: {', '.join(missing)}; prepare each with "
+            f"--num_shards {num_shards} --shard_index N"
+        )
+    shards = [open_packed_dataset(folder) for folder in folders]
+    for index, shard in enumerate(shards):
+        for key in ("block_size", "vocab_size", "tokenizer_sha256", "whole_sha256"):
+            if shard.metadata[key] != shards[0].metadata[key] or shard.metadata["shard"] != [index, num_shards]:
+                raise UserError(
+                    f"{shard.directory} is not of the same whole as {shards[0].directory}: other text, options or "
+                    "tokenizer; prepare it again"
+                )
     partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    metadata = {**shards[0].metadata, "source": {"shards": [shard.directory.name for shard in shards]}, "splits": {}}
+    contents = {shard.directory.name: shard.metadata["content_sha256"] for shard in shards}
+    sums = {key: sum(shard.metadata["source"].get(key, 0) for shard in shards) for key in SUMMED}
+    metadata = {**shards[0].metadata, "source": {"shards": contents, **sums}, "shard": [0, 1], "splits": {}}
     for split in SPLITS:
         parts = [shard.metadata["splits"][split] for shard in shards]
         files = {
@@ -257,6 +292,11 @@ def merge_shards(directory: Path, num_shards: int) -> dict:
         (partial / split / ROWS_NAME).write_text(json.dumps({**rows[0], "batches": batches}) + "\n")
         files |= _sizes_in(partial / split)
         metadata["splits"][split] = {**counts, "rows_sha256": sha256, "file_bytes": files}
+    try:
+        check_counts(metadata["splits"], metadata["block_size"])
+    except UserError:
+        shutil.rmtree(partial)
+        raise
     metadata["content_sha256"] = _sha256_of(metadata["splits"][split]["rows_sha256"] for split in SPLITS)
     metadata["fingerprint"] = _sha256_of(shard.metadata["fingerprint"] for shard in shards)
     shutil.copytree(shards[0].directory / "tokenizer", partial / "tokenizer")
@@ -293,14 +333,15 @@ def _write_state(directory: Path, split: str, sha256: str, files: list[str]) -> 
     (directory / "state.json").write_text(json.dumps(state, indent=2))
 
 
-def _check_counts(counts: dict[str, dict], block_size: int) -> None:
+def check_counts(counts: dict[str, dict], block_size: int) -> None:
+    """Raise `UserError` if a split has no row, saying what would give it one."""
     num_documents = sum(counts[split]["documents"] for split in SPLITS)
     if num_documents == 0:
         raise UserError("the text is empty: it holds no document with any character")
     if counts["validation"]["documents"] == 0:
         raise UserError(
             f"the text is one document, or {num_documents} equal ones, and none can be held out: "
-            "pass a --validation_file"
+            "pass a --validation_file, or a --document_separator that occurs in the text"
         )
     for split in SPLITS:
         if counts[split]["rows"] == 0:

@@ -7,23 +7,24 @@ import hashlib
 import itertools
 import json
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from recipe.config import TEXT_OPTIONS, TrainConfig, UserError
-from recipe.data.encoder import build_encoder, encode_pieces
+from recipe.data.encoder import EncodePieces, build_encoder, encode_pieces, whole_documents
 from recipe.data.packed import FORMAT_VERSION, PackedDataset, open_packed_dataset
 from recipe.data.packing import PackedWriter
-from recipe.data.text import Piece, TextSource, hash64
+from recipe.data.text import Piece, TextSource, hash64, name_of_text
 from recipe.data.tokenizer import load_tokenizer, tokenizer_sha256, train_tokenizer
 from recipe.environment import count_cpus
 from recipe.progress import PreparationProgress
 
 COMMIT_BYTES = 32_000_000  # text between two commits: what is lost at most when the process is killed
 HEAD_CHARACTERS = 50_000_000  # of a streamed text, for its tokenizer, its validation rows and its identity
-SAMPLE_PIECES = 200  # by which the encoder is chosen
+SAMPLE_CHARACTERS = 1_000_000  # by which the encoder is chosen, and has to prove that it gives the tokenizer's ids
 
 say = functools.partial(print, flush=True)
 
@@ -66,7 +67,7 @@ def prepare_dataset(
         tokenizer = train_tokenizer(source.train_texts(), tokenizer_vocab_size)
         say(f"trained a byte-level BPE of {len(tokenizer):,} tokens in {time.perf_counter() - started_at:.1f} s")
     started_at = time.perf_counter()
-    metadata = _pack(source, directory, fingerprint, block_size, tokenizer, num_workers or count_cpus())
+    metadata = _pack(source, directory, fingerprint, block_size, tokenizer, overwrite, num_workers or count_cpus())
     _summarize(directory, metadata, time.perf_counter() - started_at)
     return open_packed_dataset(directory, block_size)
 
@@ -77,28 +78,28 @@ def _pack(
     fingerprint: str,
     block_size: int,
     tokenizer: PreTrainedTokenizerBase,
+    overwrite: bool,
     num_workers: int,
 ) -> dict:
     """Encode and write, committing now and then; killed at any moment and called again it goes on from there."""
     skipped: list[str] = []
-    pieces = source.pieces(skipped)
-    sample = list(itertools.islice(pieces, SAMPLE_PIECES))
-    encode, how = build_encoder(tokenizer, sample)
+    encode, how, pieces = open_pieces(source, tokenizer, skipped)
     say(f"token ids: {how}, {num_workers} threads")
     # A tokenizer that was trained just now must be the one of the interrupted run, or its rows are of no use.
     identity = hashlib.sha256(f"{fingerprint} {tokenizer_sha256(tokenizer)}".encode()).hexdigest()
     duplicates = {"duplicates_of_validation": 0}
     try:
-        writer = PackedWriter(directory, identity, block_size, len(tokenizer))
+        writer = PackedWriter(directory, identity, block_size, len(tokenizer), overwrite)
         try:
             if writer.pieces_done:
-                say(f"going on after the {writer.pieces_done:,} pieces that an interrupted run has done")
+                say(f"going on after the {writer.num_bytes_done / 1e6:,.1f} MB that an interrupted run has done")
             done, uncommitted = writer.pieces_done, 0
-            pieces = itertools.chain(sample, pieces)
             if source.has_validation:
                 pieces = count_duplicates(pieces, duplicates)
+                if source.shard_index:  # the validation text is in the first shard, as a whole
+                    pieces = (piece for piece in pieces if piece.split == "train")
             pieces = itertools.islice(pieces, writer.pieces_done, None)
-            with PreparationProgress(source.num_bytes) as progress:
+            with PreparationProgress(source.num_bytes, writer.num_bytes_done) as progress:
                 for num_pieces, batch in encode_pieces(encode, pieces, num_workers):
                     for split, ids, ends, num_bytes in batch:
                         writer.splits[split].add(ids, num_bytes, ends)
@@ -108,10 +109,13 @@ def _pack(
                     if uncommitted >= COMMIT_BYTES:
                         writer.commit(done)
                         uncommitted = 0
-            for reason in skipped:
+            for reason in skipped[:10]:
                 say(f"skipped: {reason}")
+            if skipped:
+                say(f"{len(skipped):,} files skipped; documents before the place where one breaks off are kept")
             description = {**source.describe(), "skipped_files": len(skipped), **duplicates}
-            return writer.finish(tokenizer, description, fingerprint)
+            shard = (source.shard_index, source.num_shards)
+            return writer.finish(tokenizer, description, fingerprint, shard, source.whole_sha256)
         finally:
             writer.release()
     except OSError as error:
@@ -119,6 +123,26 @@ def _pack(
             f"cannot write the dataset {directory}: {error.strerror or error}; what is done is kept in "
             f"{directory.parent}, and the same command goes on with it"
         ) from error
+
+
+def open_pieces(
+    source: TextSource, tokenizer: PreTrainedTokenizerBase, skipped: list[str] | None = None
+) -> tuple[EncodePieces, str, Iterator[Piece]]:
+    """The encoder for a text, a sentence on it, and the pieces of the text for it."""
+    pieces = dataclasses.replace(source, eos_token_id=tokenizer.eos_token_id).pieces(skipped)
+    sample, characters = deque(), 0
+    while characters < SAMPLE_CHARACTERS and (piece := next(pieces, None)):
+        sample.append(piece)
+        characters += len(piece.text)
+    trimmed = [Piece(piece.split, piece.text[:SAMPLE_CHARACTERS], piece.ends) for piece in sample]
+    encode, how, takes_parts = build_encoder(tokenizer, trimmed)
+
+    def sample_first() -> Iterator[Piece]:
+        while sample:
+            yield sample.popleft()  # and does not keep it
+        yield from pieces
+
+    return encode, how, sample_first() if takes_parts else whole_documents(sample_first())
 
 
 def fingerprint_of(
@@ -153,11 +177,15 @@ def source_from(config: TrainConfig | argparse.Namespace) -> TextSource:
         dataset_config_name=config.dataset_config_name,
         dataset_split=config.dataset_split,
         text_column_name=config.text_column_name,
-        # A shell hands over \n as two characters.
-        document_separator=separator.replace("\\n", "\n").replace("\\t", "\t") if separator else separator,
+        document_separator=_unescape(separator) if separator else separator,
         validation_split_percentage=config.validation_split_percentage,
         skip_bad_files=config.skip_bad_files,
     )
+
+
+def _unescape(separator: str) -> str:
+    """A shell hands over \\n as two characters."""
+    return separator.replace("\\n", "\n").replace("\\t", "\t").replace("\\r", "\r")
 
 
 def open_dataset_for(config: TrainConfig) -> PackedDataset:
@@ -181,7 +209,7 @@ def open_dataset_for(config: TrainConfig) -> PackedDataset:
         say("streaming: only the validation text and the head of the training text are prepared")
     tokenizer = load_tokenizer(config.tokenizer_name) if config.tokenizer_name else None
     fingerprint = fingerprint_of(source, config.block_size, tokenizer, config.tokenizer_vocab_size)
-    name = Path(config.dataset_name or config.train_file[0]).stem
+    name = name_of_text(config.dataset_name or config.train_file[0])
     directory = Path(config.cache_dir) / f"{name}-{fingerprint[:12]}"
     return prepare_dataset(
         source,

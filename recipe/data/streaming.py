@@ -16,12 +16,13 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader, IterableDataset
+from transformers import PreTrainedTokenizerBase
 
 from recipe.config import TrainConfig, UserError
 from recipe.data.batches import TrainBatches, TrainOrder, build_train_batches, example_rows
-from recipe.data.encoder import EncodePieces, build_encoder, encode_pieces
+from recipe.data.encoder import encode_pieces
 from recipe.data.packed import PackedDataset, pack_rows
-from recipe.data.prepare import SAMPLE_PIECES, source_from
+from recipe.data.prepare import open_pieces, source_from
 from recipe.data.text import TextSource
 from recipe.data.tokenizer import load_tokenizer
 from recipe.environment import count_cpus
@@ -36,7 +37,12 @@ class Position(NamedTuple):
 
 
 def read_windows(
-    source: TextSource, encode: EncodePieces, block_size: int, num_rows: int, start: Position, num_workers: int
+    source: TextSource,
+    tokenizer: PreTrainedTokenizerBase,
+    block_size: int,
+    num_rows: int,
+    start: Position,
+    num_workers: int,
 ) -> Iterator[tuple[int, np.ndarray, Position]]:
     """Windows of the stream without end: (number, rows uint32 [num_rows, block_size + 1], where to read it from).
 
@@ -49,7 +55,8 @@ def read_windows(
     ids, ids_start = [], token
     while True:
         token_before = token
-        pieces = (piece for piece in source.pieces() if piece.split == "train")
+        encode, _, pieces = open_pieces(source, tokenizer)
+        pieces = (piece for piece in pieces if piece.split == "train")
         for num_pieces, batch in encode_pieces(encode, itertools.islice(pieces, piece, None), num_workers):
             ids += [encoded.ids for encoded in batch]
             piece += num_pieces
@@ -95,10 +102,9 @@ class StreamedRows(IterableDataset):
 
     def _batches(self) -> Iterator[tuple[torch.Tensor, Position]]:
         num_rows = self.order.num_rows
-        sample = list(itertools.islice(self.source.pieces(), SAMPLE_PIECES))
-        encode, _ = build_encoder(load_tokenizer(str(self.tokenizer_dir)), sample)
+        tokenizer = load_tokenizer(str(self.tokenizer_dir))
         windows = _one_ahead(
-            read_windows(self.source, encode, self.block_size, num_rows, self.start, self.num_threads)
+            read_windows(self.source, tokenizer, self.block_size, num_rows, self.start, self.num_threads)
         )
         held: dict[int, tuple[np.ndarray, Position]] = {}
         for examples in self.order.examples():

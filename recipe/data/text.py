@@ -7,16 +7,20 @@ import functools
 import hashlib
 import itertools
 import math
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import datasets
+import numpy as np
+from huggingface_hub import HfApi
 
-from recipe.config import STANDARD_LIBRARY, UserError
+from recipe.config import STANDARD_LIBRARY, UserError, check_not_a_missing_folder
 from recipe.data.files import (
     COMPRESSIONS,
+    HASHED_CHARACTERS,
     Part,
     Text,
     count_bytes,
@@ -29,6 +33,7 @@ from recipe.data.files import (
 from recipe.data.standard_library import read_standard_library
 
 # Up to here documents are held back, so that the shares of a small corpus are exact.
+HEAD_ROWS = 200  # of a tokenized source, which show whether it holds end-of-text ids
 HELD_BACK_DOCUMENTS, HELD_BACK_CHARACTERS = 10_000, 32_000_000
 
 
@@ -61,6 +66,7 @@ class TextSource:
     validation_split_percentage: float = 5.0
     skip_bad_files: bool = False
     head_characters: int | None = None  # of training text; only these, and as many of validation text, are read
+    eos_token_id: int | None = None  # of a source that is tokenized already; prepare_dataset knows it
     num_shards: int = 1  # of which this one takes every num_shards-th file, or document where files are fewer
     shard_index: int = 0
 
@@ -84,8 +90,8 @@ class TextSource:
 
     @functools.cached_property
     def files(self) -> list[str]:
-        """The files of this shard, training files first. Raises `UserError` for one that is not there."""
-        return [path for kind in ("train_files", "validation_files") for path in self._shard(self._files(kind))]
+        """The files this shard reads, training files first. Raises `UserError` for one that is not there."""
+        return self._shard(self._files("train_files")) + self._files("validation_files")
 
     def _files(self, kind: str) -> list[str]:
         return expand_paths(getattr(self, kind))
@@ -117,32 +123,55 @@ class TextSource:
         return {"train_files": list(self.train_files), "validation_files": list(self.validation_files), **sizes}
 
     @functools.cached_property
-    def fingerprint(self) -> str:
-        """SHA-256 of everything that decides the documents: the files' bytes, or the dataset's name and files.
+    def revision(self) -> str | None:
+        """The commit of a dataset on the Hub; None for local data, and where the Hub cannot be asked."""
+        if not self.dataset_name or self.dataset_name == STANDARD_LIBRARY or Path(self.dataset_name).exists():
+            return None
+        try:
+            return HfApi().dataset_info(self.dataset_name).sha
+        except Exception:  # no network, no such dataset: loading it will say which
+            return None
 
-        Of the files whose head alone is read, names, sizes and times stand for the bytes.
-        """
-        options = (
+    @property
+    def _options(self) -> tuple:
+        """What decides the documents beside the text, for all shards of a whole."""
+        return (
             self.dataset_name,
             self.dataset_config_name,
             self.dataset_split,
+            self.revision,
             self.text_column_name,
             self.document_separator,
             self.validation_split_percentage,
             len(self._files("validation_files")),
-            self.skip_bad_files,
             self.head_characters,
             self.num_shards,
-            self.shard_index,
         )
-        digest = hashlib.sha256(repr(options).encode())
+
+    @property
+    def whole_sha256(self) -> str:
+        """The same for all shards of one whole, by its options and the names and sizes of all files."""
+        files = self._files("train_files") + self._files("validation_files")
+        named = [(Path(path).name, Path(path).stat().st_size) for path in files]
+        return hashlib.sha256(repr((self._options, named)).encode()).hexdigest()
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of everything that decides the documents: the files' bytes, or the dataset's revision and files.
+
+        Of files whose head alone is read, names, sizes and times stand for the bytes. (skip_bad_files is no part of
+        it: what was done before a bad file turned up is as good with it.)
+        """
+        digest = hashlib.sha256(repr((*self._options, self.shard_index)).encode())
         for path in self.files:
+            digest.update("".join(Path(path.lower()).suffixes[-2:]).encode())  # it decides how the bytes are read
             digest.update(_name_size_time(Path(path)) if self.head_characters else file_sha256(path))
         if self.dataset_name == STANDARD_LIBRARY:
             for document in read_standard_library():
                 digest.update(document.encode())
         elif self.dataset_name and Path(self.dataset_name).exists():
             for path in sorted(p for p in Path(self.dataset_name).rglob("*") if p.is_file()):
+                digest.update(str(path.relative_to(self.dataset_name)).encode())
                 digest.update(_name_size_time(path))
         return digest.hexdigest()
 
@@ -155,8 +184,10 @@ class TextSource:
         return take_head(pieces, self.head_characters) if self.head_characters else pieces
 
     def _all_pieces(self, skipped: list[str]) -> Iterator[Piece]:
-        if self.validation_files:
-            yield from (Piece("validation", *part) for part in self._read_shard("validation_files", skipped))
+        if self.validation_files:  # all of it in every shard: for the duplicates, see prepare_dataset
+            yield from (
+                Piece("validation", *part) for part in self._read_files(self._files("validation_files"), skipped)
+            )
             yield from (Piece("train", *part) for part in self._read_shard("train_files", skipped))
         elif self._is_a_few_texts():  # too few documents to hold whole ones out: each gives its own tail
             for path in self.files:
@@ -174,16 +205,19 @@ class TextSource:
         elif self.dataset_name == STANDARD_LIBRARY:
             yield from self._split(self._take((text, True) for text in read_standard_library()))
         else:
-            splits = read_dataset(self.dataset_name, self.dataset_config_name, self.text_column_name)
+            splits = open_dataset(self.dataset_name, self.dataset_config_name, self.revision)
             if self.dataset_split not in splits:
                 raise UserError(
                     f"dataset {self.dataset_name} has no split '{self.dataset_split}' "
                     f"(it has {', '.join(splits)}); pass --dataset_split"
                 )
-            documents = self._take((text, True) for text in splits[self.dataset_split])
+            documents = splits[self.dataset_split]
+            if self.num_shards > 1 and getattr(documents, "num_shards", 1) >= self.num_shards:
+                documents = self._read_rows(documents.shard(self.num_shards, self.shard_index))  # by files
+            else:
+                documents = self._take(self._read_rows(documents))
             if "validation" in splits and self.dataset_split == "train":
-                validation = self._take((text, True) for text in splits["validation"])
-                yield from (Piece("validation", *part) for part in validation)
+                yield from (Piece("validation", *part) for part in self._read_rows(splits["validation"]))
                 yield from (Piece("train", *part) for part in documents)
             else:
                 yield from self._split(documents)
@@ -209,7 +243,14 @@ class TextSource:
         parts = self._read_files(self._shard(files), skipped)
         return parts if len(files) >= self.num_shards else self._take(parts)
 
+    def _read_rows(self, rows: Iterable[dict]) -> Iterator[Part]:
+        texts = _guarded(texts_of(rows, self.text_column_name, f"dataset {self.dataset_name}"), self.dataset_name)
+        return cut_ids_into_documents(((text, True) for text in texts), self.eos_token_id)
+
     def _read_files(self, paths: Iterable[str], skipped: list[str]) -> Iterator[Part]:
+        return cut_ids_into_documents(self._read_parts(paths, skipped), self.eos_token_id)
+
+    def _read_parts(self, paths: Iterable[str], skipped: list[str]) -> Iterator[Part]:
         for path in paths:
             ends = True
             try:
@@ -217,7 +258,7 @@ class TextSource:
                     yield text, ends
             except UserError as error:
                 if not self.skip_bad_files:
-                    raise
+                    raise UserError(f"{error}; --skip_bad_files passes over such files") from error
                 skipped.append(str(error))
                 if not ends:  # it broke off within a document, which must not run on into the next file's
                     yield "", True
@@ -264,6 +305,41 @@ def split_documents(documents: Iterable[Part], percentage: float, exact: bool = 
         starts = ends
 
 
+def cut_ids_into_documents(parts: Iterable[Part], eos_token_id: int | None) -> Iterator[Part]:
+    """Rows of token ids that hold end-of-text ids are stretches of one stream: cut it into documents there.
+
+    Where the first rows hold none a row is a document, and text is passed on as it is. Raises `UserError` for an
+    end-of-text id in a later row.
+    """
+    parts = iter(parts)
+    head = list(itertools.islice(parts, HEAD_ROWS if eos_token_id is not None else 0))
+    if not head or isinstance(head[0][0], str):
+        while head:
+            yield head.pop(0)  # not kept: a piece may be long
+        yield from parts
+        return
+    is_stream = any(not isinstance(ids, str) and (ids == eos_token_id).any() for ids, _ in head)
+    begun: list[np.ndarray] = []
+    for ids, ends in itertools.chain(head, parts):
+        cuts = np.flatnonzero(ids == eos_token_id) if not isinstance(ids, str) else ()
+        if not is_stream:
+            if len(cuts):
+                raise UserError(
+                    f"a row holds the end-of-text id {eos_token_id}, but none of the first {HEAD_ROWS} does"
+                )
+            yield ids, ends
+            continue
+        start = 0
+        for cut in cuts:
+            document = np.concatenate([*begun, ids[start:cut]])
+            if len(document):
+                yield document, True
+            begun, start = [], cut + 1
+        begun.append(ids[start:])
+    if sum(map(len, begun)):
+        yield np.concatenate(begun), True
+
+
 def take_head(pieces: Iterable[Piece], characters: int) -> Iterator[Piece]:
     """The first documents of each split, up to about so many characters; none after both splits have some."""
     taken = {"train": 0, "validation": 0}
@@ -299,18 +375,18 @@ def cut_at_line(text: str, position: int, reach: int) -> tuple[str, str]:
     return text[:position], text[position:]
 
 
-def read_dataset(name: str, config_name: str | None, column: str) -> dict[str, Iterator[Text]]:
-    """Documents of the splits of a Hub or local dataset (also one written by `save_to_disk`)."""
+def open_dataset(name: str, config_name: str | None, revision: str | None) -> dict[str, datasets.IterableDataset]:
+    """The splits of a Hub or local dataset (also one written by `save_to_disk`), streamed."""
     folder = Path(name)
+    check_not_a_missing_folder(name)
     try:
         if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
             loaded = datasets.load_from_disk(name)
         else:
-            loaded = datasets.load_dataset(name, config_name, streaming=True)
+            loaded = datasets.load_dataset(name, config_name, revision=revision, streaming=True)
     except Exception as error:  # the Hub client, datasets and the file system each raise their own
         raise UserError(f"cannot open dataset {name}: {' '.join(str(error).split())[:300]}") from error
-    splits = loaded if isinstance(loaded, dict) else {"train": loaded}
-    return {split: _guarded(texts_of(rows, column, f"dataset {name}"), name) for split, rows in splits.items()}
+    return loaded if isinstance(loaded, dict) else {"train": loaded}
 
 
 def _guarded(texts: Iterator[Text], name: str) -> Iterator[Text]:
@@ -322,11 +398,18 @@ def _guarded(texts: Iterator[Text], name: str) -> Iterator[Text]:
         raise UserError(f"cannot read dataset {name}: {' '.join(str(error).split())[:300]}") from error
 
 
+def name_of_text(text: str) -> str:
+    """A folder's name for a text: the last part of a path, pattern or Hub id, without endings and odd characters."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(text).name.split(".")[0]).strip("-.")
+    return name or "text"
+
+
 def _name_size_time(path: Path) -> bytes:
-    return f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}".encode()
+    return f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}".encode()
 
 
 def hash64(text: Text) -> int:
     """By which documents are held out, and found again."""
-    content = text.encode("utf-8") if isinstance(text, str) else text.tobytes()
+    head = text[:HASHED_CHARACTERS]  # a long document comes in pieces, and where the first one ends may vary
+    content = head.encode("utf-8") if isinstance(head, str) else head.tobytes()
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
