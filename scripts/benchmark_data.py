@@ -87,14 +87,14 @@ def main() -> None:
 
 
 def write_text(path: Path, megabytes: int) -> None:
-    """JSON lines of about 4 kB of source lines each, of different text from document to document."""
+    """JSON lines, or one text, of documents of about 4 kB of source lines, different ones."""
     lines = [line for text in read_standard_library() for line in text.splitlines() if line.strip()]
     rng, size = random.Random(0), 0
     with open(path, "w", encoding="utf-8") as file:
         while size < megabytes * 1e6:
             text = "\n".join(rng.choices(lines, k=100))
             size += len(text.encode())
-            file.write(json.dumps({"text": text}) + "\n")
+            file.write(json.dumps({"text": text}) + "\n" if path.suffix == ".jsonl" else text + "\n")
 
 
 def run(command: list[str]) -> tuple[float, float]:
@@ -143,15 +143,19 @@ def measure_speed(work: Path, tokenizer: str, megabytes: int) -> dict:
 def measure_memory(work: Path, tokenizer: str, sizes: list[int]) -> dict:
     """Peak resident memory of the whole command for texts of several sizes."""
     peaks = {}
-    for megabytes in sizes:
-        text, out = work / f"memory-{megabytes}.jsonl", work / f"memory-{megabytes}"
-        write_text(text, megabytes)
-        seconds, peak = run(prepare_command(text, tokenizer, out))
-        peaks[megabytes] = {"peak_megabytes": round(peak), "megabytes_per_second": round(megabytes / seconds, 1)}
-        text.unlink()
-        shutil.rmtree(out)
-    values = [peak["peak_megabytes"] for peak in peaks.values()]
-    return {"by_megabytes": peaks, "largest_over_smallest": max(values) / min(values)}
+    for kind in ("jsonl", "txt"):
+        peaks[kind] = {}
+        for megabytes in sizes:
+            text, out = work / f"memory-{megabytes}.{kind}", work / f"memory-{megabytes}"
+            write_text(text, megabytes)
+            seconds, peak = run(prepare_command(text, tokenizer, out))
+            rate = round(megabytes / seconds, 1)
+            peaks[kind][megabytes] = {"peak_megabytes": round(peak), "megabytes_per_second": rate}
+            text.unlink()
+            shutil.rmtree(out)
+        values = [peaks[kind][megabytes]["peak_megabytes"] for megabytes in sizes]
+        peaks[kind]["largest_over_smallest"] = max(values) / min(values)
+    return peaks
 
 
 def measure_reading(work: Path, tokenizer_name: str, num_tokens: int) -> dict:

@@ -6,8 +6,11 @@ import torch
 
 from recipe.config import UserError
 from recipe.data.batches import TrainOrder, build_train_batches, example_rows, iterate_validation
-from recipe.data.packed import PackedDataset, PackedSplit
-from recipe.data.packing import SplitWriter
+from recipe.data.packed import PackedDataset, PackedSplit, open_packed_dataset
+from recipe.data.packing import SplitWriter, merge_shards, shard_dir
+from recipe.data.prepare import prepare_dataset
+from recipe.data.text import TextSource
+from recipe.data.tokenizer import load_tokenizer
 
 FROZEN = [5, 597, 782, 629, 771, 972, 361, 714]
 
@@ -103,9 +106,24 @@ def test_no_placement_lets_an_id_beyond_the_vocabulary_through(wide_dataset, pla
     """It would be a device-side assert on CUDA."""
     split = wide_dataset.splits["train"].in_memory()
     split.vocab_size = 60_000
-    batches = build_train_batches(split, TrainOrder(len(split), 1, 64, 64), torch.device("cpu"), 0, placement)
     with pytest.raises(UserError, match="beyond its vocabulary of 60000"):
-        next(batches)
+        build_train_batches(split, TrainOrder(len(split), 1, 64, 64), torch.device("cpu"), 0, placement)
+
+
+def test_rows_of_joined_shards_are_the_same_in_every_placement(tmp_path, jsonl_file, tokenizer_dir):
+    """Where one shard ends and the next begins, no row goes on into the next; `ram` holds no map of the file."""
+    tokenizer = load_tokenizer(str(tokenizer_dir))
+    for index in range(4):
+        source = TextSource((str(jsonl_file),), num_shards=4, shard_index=index)
+        prepare_dataset(source, shard_dir(tmp_path / "d", index, 4), 16, tokenizer)
+    merge_shards(tmp_path / "d", 4)
+    split = open_packed_dataset(tmp_path / "d").splits["train"]
+    order = TrainOrder(len(split), 1, 64, 64)
+    found = {p: build_train_batches(split, order, torch.device("cpu"), 0, p) for p in ("mmap", "ram", "device")}
+    for _ in range(len(split) // 64 + 1):
+        first, *others = [next(batches) for batches in found.values()]
+        assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+    assert all(chunk.flags.owndata for chunk in split.in_memory().chunks)
 
 
 @pytest.mark.parametrize(("batch_size", "num_processes"), [(1, 1), (3, 1), (4, 2), (5, 3), (64, 2)])

@@ -1,6 +1,7 @@
 """The packed dataset: every token a target once, documents intact, complete or not opened."""
 
 import json
+import os
 import pickle
 import shutil
 import signal
@@ -12,10 +13,10 @@ import numpy as np
 import pytest
 from conftest import BLOCK_SIZE, VOCAB_SIZE, make_documents
 from filelock import FileLock
-from tokenizers import normalizers
+from tokenizers import normalizers, pre_tokenizers
 
 from recipe.config import UserError, load_config
-from recipe.data import encoder, files, prepare
+from recipe.data import encoder, files, packing, prepare
 from recipe.data.encoder import build_text_encoder
 from recipe.data.packed import PackedSplit, open_packed_dataset
 from recipe.data.packing import PackedWriter, SplitWriter, merge_shards, shard_dir
@@ -270,6 +271,7 @@ def test_long_documents_in_pieces_give_the_same_rows(tmp_path, tokenizer_dir, mo
     source, tokenizer = TextSource(train_files=(str(tmp_path / "a.txt"),)), load_tokenizer(str(tokenizer_dir))
     whole = prepare_dataset(source, tmp_path / "whole", 16, tokenizer)
     monkeypatch.setattr(files, "PIECE_CHARACTERS", 500)
+    monkeypatch.setattr(files, "HASHED_CHARACTERS", 50)
     monkeypatch.setattr(files, "BLOCK_BYTES", 100)
     assert len(list(source.pieces())) > 50
     assert prepare_dataset(source, tmp_path / "pieces", 16, tokenizer).metadata == whole.metadata
@@ -323,16 +325,59 @@ def test_shards_share_the_work_and_are_merged_by_metadata(tmp_path, documents, t
 
 
 def test_shards_that_do_not_belong_together(tmp_path, jsonl_file, tokenizer_dir):
+    """Other rows, other options, other files, a shard twice: none is joined, and the odd one is named."""
     tokenizer = load_tokenizer(str(tokenizer_dir))
-    for index, block_size in ((0, 16), (1, 8)):
-        source = TextSource((str(jsonl_file),), num_shards=2, shard_index=index)
-        prepare_dataset(source, shard_dir(tmp_path / "d", index, 2), block_size, tokenizer)
-    with pytest.raises(UserError, match="d-00001-of-00002 has another block_size than .*d-00000-of-00002"):
+
+    def make(index, block_size=16, **options):
+        source = TextSource((str(jsonl_file),), num_shards=2, shard_index=index, **options)
+        prepare_dataset(source, shard_dir(tmp_path / "d", index, 2), block_size, tokenizer, overwrite=True)
+
+    make(0)
+    with pytest.raises(
+        UserError, match="of the 2 shards of .*d these are missing: 1; prepare each with --num_shards 2"
+    ):
         merge_shards(tmp_path / "d", 2)
-    with pytest.raises(UserError, match="there is no dataset .*d-00000-of-00003"):
-        merge_shards(tmp_path / "d", 3)
+    odd = "d-00001-of-00002 is not of the same whole as .*d-00000-of-00002"
+    for options in ({"block_size": 8}, {"validation_split_percentage": 30.0}, {"document_separator": "x"}):
+        make(1, **options)
+        with pytest.raises(UserError, match=odd):
+            merge_shards(tmp_path / "d", 2)
+    shutil.rmtree(shard_dir(tmp_path / "d", 1, 2))
+    shutil.copytree(shard_dir(tmp_path / "d", 0, 2), shard_dir(tmp_path / "d", 1, 2))
+    with pytest.raises(UserError, match=odd):
+        merge_shards(tmp_path / "d", 2)
+    make(1)
+    merge_shards(tmp_path / "d", 2)
+    with pytest.raises(UserError, match="d exists: the shards were joined already"):
+        merge_shards(tmp_path / "d", 2)
+    metadata = shard_dir(tmp_path / "d", 1, 2) / "metadata.json"  # made again, of other text
+    metadata.write_text(metadata.read_text().replace('"content_sha256": "', '"content_sha256": "0'))
+    with pytest.raises(UserError, match="d-00001-of-00002 is another than the one .*d was joined of"):
+        open_packed_dataset(tmp_path / "d")
     with pytest.raises(UserError, match="shard_index must be from 0 to num_shards - 1, got 2 of 2"):
         TextSource((str(jsonl_file),), num_shards=2, shard_index=2)
+
+
+def test_shards_with_a_validation_file_and_small_ones(tmp_path, documents, tokenizer_dir):
+    """The validation text is in one of them, duplicates are found in all, and a shard may hold out nothing."""
+    tokenizer = load_tokenizer(str(tokenizer_dir))
+    for name, texts in (("a", documents), ("b", [*documents[:40], *make_documents(9, seed=5)])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    for index in range(3):
+        source = TextSource(
+            (str(tmp_path / "a.jsonl"),), (str(tmp_path / "b.jsonl"),), num_shards=3, shard_index=index
+        )
+        prepare_dataset(source, shard_dir(tmp_path / "d", index, 3), 16, tokenizer)
+    metadata = merge_shards(tmp_path / "d", 3)
+    assert metadata["splits"]["validation"]["documents"] == 49
+    assert metadata["source"]["duplicates_of_validation"] == 40
+    for index in range(12):
+        source = TextSource((str(tmp_path / "a.jsonl"),), num_shards=12, shard_index=index,
+                            validation_split_percentage=4.0)  # fmt: skip
+        prepare_dataset(source, shard_dir(tmp_path / "e", index, 12), 16, tokenizer)
+    shards = [open_packed_dataset(shard_dir(tmp_path / "e", index, 12)) for index in range(12)]
+    assert 0 in [shard.metadata["splits"]["validation"]["rows"] for shard in shards]
+    assert sum(c["documents"] for c in merge_shards(tmp_path / "e", 12)["splits"].values()) == 300
 
 
 def test_texts_too_short(tmp_path, tokenizer_dir):
@@ -469,7 +514,7 @@ def test_sigkill_and_started_again_is_byte_identical(tmp_path, jsonl_file, token
     code = f"""
 import os, signal
 from pathlib import Path
-from recipe.data import encoder, files, prepare
+from recipe.data import encoder, files, packing, prepare
 from recipe.data.packing import SplitWriter
 from recipe.data.text import TextSource
 from recipe.data.tokenizer import load_tokenizer
@@ -514,9 +559,12 @@ def test_data_that_is_tokenized_already(tmp_path, documents, jsonl_file, tokeniz
     with_text = TextSource((str(jsonl_file),), validation_split_percentage=5)
     expected = prepare_dataset(with_text, tmp_path / "text", 16, tokenizer).metadata["splits"]
     found = prepare_dataset(source, tmp_path / "ids-packed", 16, tokenizer).metadata["splits"]
-    assert "token ids: those that are there, with an end-of-text id after each row" in capsys.readouterr().out
+    assert "token ids: those that are there; they begin 'Document 0-0" in capsys.readouterr().out
     for key in ("documents", "tokens", "bytes"):
         assert sum(found[s][key] for s in found) == sum(expected[s][key] for s in expected)
+    opened = open_packed_dataset(tmp_path / "ids-packed")
+    texts = [tokenizer.decode(split.stream()).split(tokenizer.eos_token) for split in opened.splits.values()]
+    assert {text for part in texts for text in part[:-1]} <= set(documents) and len(texts[1]) > 5
     with pytest.raises(UserError, match="tokenized already; pass its --tokenizer_name"):
         prepare_dataset(source, tmp_path / "none", 16, None, tokenizer_vocab_size=300)
 
@@ -534,3 +582,76 @@ def test_ids_that_are_no_list_of_ids(tmp_path, tokenizer_dir):
         with pytest.raises(UserError, match=expected):
             source = TextSource((str(tmp_path / "a.jsonl"),), text_column_name="ids")
             prepare_dataset(source, tmp_path / "d", 1, tokenizer)
+
+
+def test_a_blank_stretch_that_is_too_long_for_tiktoken(tmp_path, documents, tokenizer_dir):
+    """Its regular expressions give up at a million blanks; tokenizers takes over for that batch."""
+    texts = [*documents, "a" + " " * 1_200_000 + "b"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    made = prepare_dataset(TextSource((str(tmp_path / "a.jsonl"),)), tmp_path / "d", 16,
+                           load_tokenizer(str(tokenizer_dir)))  # fmt: skip
+    assert sum(c["bytes"] for c in made.metadata["splits"].values()) == sum(len(t.encode()) for t in texts)
+
+
+@pytest.mark.parametrize("at", ["save_tokenizer", "rename to replaced", "rename to final"])
+def test_stopped_while_it_is_finished(tmp_path, jsonl_file, tokenizer_dir, small_steps, monkeypatch, capsys, at):
+    """Nothing is lost: neither what was done, nor the older dataset; the next run goes on, and overwrites again."""
+    source, tokenizer = TextSource((str(jsonl_file),)), load_tokenizer(str(tokenizer_dir))
+    prepare_dataset(source, tmp_path / "expected", 16, tokenizer)
+    old = prepare_dataset(source, tmp_path / "d", 8, tokenizer).metadata
+    original, rename = packing.save_tokenizer, os.rename
+
+    def stop(*args):
+        raise OSError(28, "No space left on device")
+
+    def rename_until(a, b):
+        if (at == "rename to final") == (str(b) == str(tmp_path / "d")):
+            raise KeyboardInterrupt
+        rename(a, b)
+
+    if at == "save_tokenizer":
+        monkeypatch.setattr(packing, "save_tokenizer", stop)
+        with pytest.raises(UserError, match="No space left on device; what is done is kept"):
+            prepare_dataset(source, tmp_path / "d", 16, tokenizer, overwrite=True)
+    else:
+        monkeypatch.setattr(os, "rename", rename_until)
+        with pytest.raises(KeyboardInterrupt):
+            prepare_dataset(source, tmp_path / "d", 16, tokenizer, overwrite=True)
+    monkeypatch.setattr(packing, "save_tokenizer", original)
+    monkeypatch.setattr(os, "rename", rename)
+    if at != "rename to final":
+        assert open_packed_dataset(tmp_path / "d").metadata == old
+    capsys.readouterr()
+    prepare_dataset(source, tmp_path / "d", 16, tokenizer, overwrite=True)
+    assert "going on after" in capsys.readouterr().out
+    assert contents(tmp_path / "d") == contents(tmp_path / "expected")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["d", "expected"]
+
+
+def test_what_appears_meanwhile_is_not_replaced(tmp_path, jsonl_file, tokenizer_dir):
+    """A dataset that another process finished in the same folder is not overwritten unasked."""
+    source, tokenizer = TextSource((str(jsonl_file),)), load_tokenizer(str(tokenizer_dir))
+    prepare_dataset(source, tmp_path / "d", 16, tokenizer)
+    writer = PackedWriter(tmp_path / "d", "other", 8, len(tokenizer))
+    for split in writer.splits.values():
+        split.add(np.arange(100), 100, np.array([100]))
+    with pytest.raises(UserError, match="d exists by now; pass --overwrite"):
+        writer.finish(tokenizer, {}, "other")
+    writer.discard()
+    assert open_packed_dataset(tmp_path / "d").block_size == 16
+
+
+def test_documents_in_pieces_for_an_encoder_that_takes_none(tmp_path, documents, tokenizer_dir, monkeypatch):
+    """A tokenizer that puts a space in front of a text must see the text as a whole."""
+    tokenizer = load_tokenizer(str(tokenizer_dir))
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    content["pre_tokenizer"]["add_prefix_space"] = True
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    (tmp_path / "a.txt").write_text("".join(documents))
+    (tmp_path / "b.txt").write_text("".join(make_documents(20, seed=8)))
+    source = TextSource((str(tmp_path / "a.txt"),), (str(tmp_path / "b.txt"),))
+    whole = prepare_dataset(source, tmp_path / "whole", 16, tokenizer).metadata["content_sha256"]
+    monkeypatch.setattr(files, "PIECE_CHARACTERS", 500)
+    monkeypatch.setattr(files, "HASHED_CHARACTERS", 50)
+    monkeypatch.setattr(files, "BLOCK_BYTES", 100)
+    assert prepare_dataset(source, tmp_path / "pieces", 16, tokenizer).metadata["content_sha256"] == whole

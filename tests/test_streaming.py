@@ -11,7 +11,6 @@ from conftest import BLOCK_SIZE, launch, make_documents, read_events
 from recipe.config import UserError, load_config
 from recipe.data import encoder, prepare
 from recipe.data.batches import TrainOrder
-from recipe.data.encoder import build_encoder
 from recipe.data.prepare import open_dataset_for
 from recipe.data.streaming import Position, StreamedRows, read_windows
 from recipe.data.text import Piece, TextSource, take_head
@@ -33,8 +32,7 @@ BEGIN = Position()
 
 
 def windows_of(source, tokenizer_dir, num_rows, start=BEGIN):
-    encode, _ = build_encoder(load_tokenizer(str(tokenizer_dir)), [])
-    return read_windows(source, encode, BLOCK_SIZE, num_rows, start, num_workers=2)
+    return read_windows(source, load_tokenizer(str(tokenizer_dir)), BLOCK_SIZE, num_rows, start, num_workers=2)
 
 
 @pytest.mark.parametrize("num_rows", [1, 7, 64, 10_000])
@@ -120,7 +118,7 @@ def test_what_is_prepared_of_a_streamed_text(tmp_path, jsonl_file, tokenizer_dir
     text.write_bytes(jsonl_file.read_bytes() + json.dumps({"text": make_documents(1, seed=3)[0]}).encode())
     second = open_dataset_for(config).metadata
     assert first["content_sha256"] == second["content_sha256"]
-    assert first["source"]["file_bytes"] != second["source"]["file_bytes"]
+    assert first["fingerprint"] != second["fingerprint"]
 
 
 @pytest.mark.parametrize(

@@ -1,24 +1,27 @@
 """Documents come out of files as they are in them, and split so that none is on both sides."""
 
 import csv
+import dataclasses
 import gzip
 import io
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from conftest import make_documents
 
-from recipe.config import UserError
+from recipe.config import STANDARD_LIBRARY, UserError
 from recipe.data import files
 from recipe.data import text as text_module
 from recipe.data.files import find_cut, read_file, read_text
 from recipe.data.standard_library import read_standard_library
-from recipe.data.text import Piece, TextSource, cut_at_line
+from recipe.data.text import Piece, TextSource, cut_at_line, cut_ids_into_documents, name_of_text
 from recipe.data.text import split_documents as split_parts
 
 
@@ -87,7 +90,7 @@ def test_a_text_file_is_one_document(tmp_path):
 def test_long_documents_come_in_pieces(monkeypatch, piece_characters, separator):
     """Whatever their length, pieces put together are the documents that str.split gives."""
     monkeypatch.setattr(files, "PIECE_CHARACTERS", piece_characters)
-
+    monkeypatch.setattr(files, "HASHED_CHARACTERS", 1)
     monkeypatch.setattr(files, "BLOCK_BYTES", 7)  # characters and separators are cut by block ends
     text = "<|sep|>".join(make_documents(5)) + "\n\nüber\n\n\n end "
     parts = list(read_text(io.BytesIO(text.encode()), separator))
@@ -221,10 +224,10 @@ def test_an_interpreter_without_sources(tmp_path, monkeypatch):
 GOOD = b'{"text": "good"}\n'
 BAD_FILES = {
     "latin.txt": ("Stra\xdfe".encode("latin-1"), "latin.txt is not UTF-8 text"),
-    "empty.txt": (b"", "empty.txt is empty"),
-    "blank.txt": (b" \n\t\n", "blank.txt is empty"),
     "broken.jsonl": (GOOD + b'{"text": \n', "broken.jsonl: line 2 is not JSON"),
     "list.jsonl": (GOOD + b"[1]\n", "line 2 is a list, not an object"),
+    "row.jsonl": (GOOD + b'{"content": "x"}\n', r"row 2 has no column 'text' \(it has content\), as those before it"),
+    "deep.jsonl": (GOOD + b'{"n": ' + b"[" * 10**5 + b"\n", "cannot read .*deep.jsonl: maximum recursion"),
     "column.jsonl": (b'{"body": "a", "id": 1}\n', "no column 'text'; pass --text_column_name with one of body, id"),
     "mixed.jsonl": (GOOD + b'{"text": 3}\n', "row 2: column 'text' holds int, not text"),
     "bytes.jsonl": (GOOD + b'{"text": "\xff"}\n', "line 2 is not JSON: .utf-8. codec"),
@@ -265,7 +268,7 @@ def test_bad_files_are_named(tmp_path, name):
         ({"dataset_name": "x", "validation_files": ("a.txt",)}, "--validation_file needs --train_file"),
         ({"train_files": ("a.txt",), "validation_split_percentage": 100}, "between 0 and 100"),
         ({"train_files": ("a.txt",), "document_separator": ""}, "must not be empty"),
-        ({"dataset_name": "./nowhere"}, "cannot open dataset ./nowhere"),
+        ({"dataset_name": "./nowhere"}, "there is no folder ./nowhere"),
     ],
 )
 def test_bad_sources(tmp_path, monkeypatch, options, expected):
@@ -306,3 +309,108 @@ def test_rows_without_text_and_half_characters(tmp_path):
     rows = [{"text": None}, {"text": ""}, {"text": "a\ud800b"}, {"text": "\U0001f600"}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert documents_of(tmp_path / "a.jsonl") == ["a\ufffdb", "\U0001f600"]
+
+
+def test_blank_documents_are_left_out(tmp_path):
+    """An empty file, blank lines at the end, several in a row: none of them is a document."""
+    (tmp_path / "a.txt").write_text("\n\n".join(["", "one", "", "two", "", " \n ", "three", "", ""]))
+    assert [text for text, _ in read_file(str(tmp_path / "a.txt"), "text", "\n\n")] == ["one", "two", "three"]
+    (tmp_path / "b.txt").write_text("")
+    (tmp_path / "c.txt").write_text(" \n\t\n")
+    assert documents_of(tmp_path / "b.txt") == documents_of(tmp_path / "c.txt") == []
+
+
+def test_windows_line_ends_are_blank_lines_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "BLOCK_BYTES", 3)  # the separator is cut by block ends
+    (tmp_path / "a.txt").write_bytes(b"one\r\nline\r\n\r\ntwo\n\nthree")
+    assert [text for text, _ in read_file(str(tmp_path / "a.txt"), "text", "\n\n")] == ["one\r\nline", "two", "three"]
+
+
+def test_a_json_array_with_a_byte_order_mark(tmp_path):
+    (tmp_path / "a.json").write_bytes(b"\xef\xbb\xbf" + json.dumps([{"text": "one"}, {"text": "two"}]).encode())
+    assert documents_of(tmp_path / "a.json") == ["one", "two"]
+
+
+def test_equal_long_documents_fall_on_one_side(tmp_path):
+    """Wherever their pieces end: what is hashed is the same beginning of each."""
+    long = "".join(make_documents(9000, seed=2))
+    assert len(long) > 2 * files.PIECE_CHARACTERS
+    texts = [make_documents(1, seed=100 + i)[0] * (7 * i + 1) + "<sep>" + long for i in range(6)]
+    (tmp_path / "a.txt").write_text("<sep>".join(texts))
+    pieces = TextSource((str(tmp_path / "a.txt"),), document_separator="<sep>", validation_split_percentage=40.0)
+    sides = {split for split, document in joined(pieces.pieces()) if document == long}
+    assert len(sides) == 1
+    assert len({len(piece.text) for piece in pieces.pieces() if long.startswith(piece.text[:1000])}) > 1
+
+
+def test_every_option_and_file_is_in_the_fingerprint(tmp_path, monkeypatch):
+    """What changes the documents changes the fingerprint; what does not, does not."""
+    (tmp_path / "a.jsonl").write_bytes(GOOD * 3)
+    (tmp_path / "b.jsonl").write_bytes(GOOD * 4)
+    (tmp_path / "a.txt").write_bytes(GOOD * 3)
+    datasets.Dataset.from_dict({"text": ["x"] * 9}).save_to_disk(tmp_path / "data")
+    base = TextSource((str(tmp_path / "a.jsonl"),))
+    dataset = TextSource(dataset_name=str(tmp_path / "data"))
+    sources = [
+        base,
+        TextSource((str(tmp_path / "b.jsonl"),)),
+        TextSource((str(tmp_path / "a.txt"),)),  # the same bytes, read otherwise
+        TextSource((str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl"))),
+        TextSource((str(tmp_path / "a.jsonl"),), (str(tmp_path / "b.jsonl"),)),
+        *(
+            dataclasses.replace(base, **options)
+            for options in (
+                {"text_column_name": "body"},
+                {"document_separator": "x"},
+                {"validation_split_percentage": 7.0},
+                {"head_characters": 10},
+                {"num_shards": 2},
+                {"num_shards": 2, "shard_index": 1},
+            )
+        ),
+        dataset,
+        dataclasses.replace(dataset, dataset_split="test"),
+        dataclasses.replace(dataset, dataset_config_name="c"),
+        TextSource(dataset_name=STANDARD_LIBRARY),
+    ]
+    fingerprints = [source.fingerprint for source in sources]
+    assert len(set(fingerprints)) == len(sources)
+    assert dataclasses.replace(base, skip_bad_files=True).fingerprint == base.fingerprint
+    (tmp_path / "data" / "more.arrow").write_bytes(b"x")
+    assert TextSource(dataset_name=str(tmp_path / "data")).fingerprint != dataset.fingerprint
+    monkeypatch.setattr(
+        text_module, "HfApi", lambda: SimpleNamespace(dataset_info=lambda name: SimpleNamespace(sha="1"))
+    )
+    first = TextSource(dataset_name="some/dataset").fingerprint
+    monkeypatch.setattr(
+        text_module, "HfApi", lambda: SimpleNamespace(dataset_info=lambda name: SimpleNamespace(sha="2"))
+    )
+    assert TextSource(dataset_name="some/dataset").fingerprint != first
+
+
+def test_rows_of_ids_are_cut_into_documents():
+    """Where they hold end-of-text ids they are stretches of a stream; else each is a document."""
+    rows = [([5, 6, 0, 7], True), ([8, 0, 0, 9], True), ([9, 9], True), ([0, 4], True)]
+    parts = [(np.array(ids), ends) for ids, ends in rows]
+    found = [(ids.tolist(), ends) for ids, ends in cut_ids_into_documents(iter(parts), 0)]
+    assert found == [([5, 6], True), ([7, 8], True), ([9, 9, 9], True), ([4], True)]
+    found = [ids.tolist() for ids, _ in cut_ids_into_documents(iter(parts), 1)]
+    assert found == [ids for ids, _ in rows]
+    late = [(np.array([3]), True)] * 300 + [(np.array([0]), True)]
+    with pytest.raises(UserError, match="a row holds the end-of-text id 0, but none of the first 200 does"):
+        list(cut_ids_into_documents(iter(late), 0))
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("a/b.jsonl", "b"),
+        ("t/**/*.txt", "text"),
+        ("x/my text.txt.gz", "my-text"),
+        ("org/data", "data"),
+        ("-r.txt", "r"),
+    ],
+)
+def test_the_name_of_a_text(path, name):
+    """It becomes a folder's: no pattern, no blank, nothing a shell would take for an option."""
+    assert name_of_text(path) == name

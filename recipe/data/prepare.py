@@ -248,6 +248,9 @@ def _summarize(directory: Path, metadata: dict, seconds: float) -> None:
     for split, counts in metadata["splits"].items():
         num_bytes += counts["bytes"]
         size += sum(counts["file_bytes"].values())
+        if not counts["tokens"]:
+            say(f"{split}: nothing in this shard")
+            continue
         say(
             f"{split}: {counts['documents']:,} documents, {counts['bytes']:,} bytes, {counts['tokens']:,} tokens "
             f"({counts['tokens'] / counts['bytes']:.3f} per byte), {counts['rows']:,} rows; "
