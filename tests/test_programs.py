@@ -157,3 +157,11 @@ def test_a_mistake_in_the_run_is_found_before_anything_is_written(tmp_path):
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 1 and result.stderr.strip() == "error: there is no file gone.txt"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_is_killed_again_and_again(tmp_path):
+    """A short soak: the weights and losses of a run killed with SIGKILL are those of one that went through."""
+    result = script("soak", "--kills", "3", "--seed", "1", "--output_file", "soak.json", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    results = json.loads((tmp_path / "soak.json").read_text())
+    assert results["identical"] and results["kills"] == 3 and not results["differences"]
