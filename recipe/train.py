@@ -155,6 +155,7 @@ def main() -> None:
             accelerator.gradient_accumulation_steps, accelerator.step = accumulation_steps, 0
             optimizer.zero_grad()
             update.forget_half_made_state()
+            batches.close()
             batches = build_batches(config, dataset, accelerator, micro_batch_size, state.step, state.position)
             continue
         optimizer.zero_grad()

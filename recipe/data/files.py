@@ -40,6 +40,8 @@ def read_file(path: str, text_column_name: str, separator: str | None) -> Iterat
                 return
             rows = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv}[kind](stream)
         yield from ((text, True) for text in texts_of(rows, text_column_name, path))
+    except GeneratorExit:  # closed while the interpreter ends, when the names below may be gone
+        raise
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text: {error.reason}") from error
     except (OSError, EOFError, ValueError, RecursionError, csv.Error, pa.ArrowException) as error:

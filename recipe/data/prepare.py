@@ -24,6 +24,7 @@ from recipe.progress import PreparationProgress
 
 COMMIT_BYTES = 32_000_000  # text between two commits: what is lost at most when the process is killed
 HEAD_CHARACTERS = 50_000_000  # of a streamed text, for its tokenizer, its validation rows and its identity
+SLICE_CHARACTERS = 10_000
 SAMPLE_CHARACTERS = 1_000_000  # by which the encoder is chosen, and has to prove that it gives the tokenizer's ids
 
 say = functools.partial(print, flush=True)
@@ -134,8 +135,12 @@ def open_pieces(
     while characters < SAMPLE_CHARACTERS and (piece := next(pieces, None)):
         sample.append(piece)
         characters += len(piece.text)
-    trimmed = [Piece(piece.split, piece.text[:SAMPLE_CHARACTERS], piece.ends) for piece in sample]
-    encode, how, takes_parts = build_encoder(tokenizer, trimmed)
+    slices = [  # short ones: tokenizers needs hundreds of bytes for a token
+        Piece(piece.split, piece.text[start : start + SLICE_CHARACTERS], piece.ends)
+        for piece in sample
+        for start in range(0, min(len(piece.text), SAMPLE_CHARACTERS), SLICE_CHARACTERS)
+    ]
+    encode, how, takes_parts = build_encoder(tokenizer, slices)
 
     def sample_first() -> Iterator[Piece]:
         while sample:

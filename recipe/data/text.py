@@ -312,12 +312,13 @@ def cut_ids_into_documents(parts: Iterable[Part], eos_token_id: int | None) -> I
     end-of-text id in a later row.
     """
     parts = iter(parts)
-    head = list(itertools.islice(parts, HEAD_ROWS if eos_token_id is not None else 0))
-    if not head or isinstance(head[0][0], str):
-        while head:
-            yield head.pop(0)  # not kept: a piece may be long
+    first = next(parts, None)
+    if first is None or isinstance(first[0], str) or eos_token_id is None:
+        yield from () if first is None else (first,)
+        del first  # a piece may be long
         yield from parts
         return
+    head = [first, *itertools.islice(parts, HEAD_ROWS - 1)]
     is_stream = any(not isinstance(ids, str) and (ids == eos_token_id).any() for ids, _ in head)
     begun: list[np.ndarray] = []
     for ids, ends in itertools.chain(head, parts):
