@@ -6,7 +6,6 @@ SHA-256, and renamed; the file `latest` names the newest. Position in the data i
 (recipe/data/batches.py), of a streamed text also where to read it (recipe/data/streaming.py).
 """
 
-import hashlib
 import json
 import os
 import re
@@ -23,14 +22,13 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from recipe.config import TrainConfig, UserError
 from recipe.data.tokenizer import save_tokenizer
-from recipe.environment import describe_environment
+from recipe.manifest import MANIFEST_NAME, fsync, seal_checkpoint, short_reason, why_damaged
 from recipe.model import OVERRIDES, copy_weights, load_weights, write_model
 from recipe.optim import GuardedUpdate
 
 STATE_NAME = "training_state.json"
 OPTIMIZER_NAME = "optimizer.pt"
 RNG_NAME = "rng.pt"
-MANIFEST_NAME = "manifest.json"
 LATEST_NAME = "latest"
 
 
@@ -147,7 +145,7 @@ class CheckpointSaver:
         try:
             writing.result()
         except Exception as error:  # a full disk, a file system that went away: the run need not
-            self.on_failure(f"checkpoint not written: {_reason(error)}; those before it are as they were")
+            self.on_failure(f"checkpoint not written: {short_reason(error)}; those before it are as they were")
             return False
         return True
 
@@ -161,59 +159,21 @@ class CheckpointSaver:
             torch.save(optimizer, partial / OPTIMIZER_NAME)
             torch.save(dict(enumerate(rng)), partial / RNG_NAME)
             (partial / STATE_NAME).write_text(json.dumps(content, indent=2) + "\n")
-            seal_checkpoint(partial, content["step"])
+            seal_checkpoint(partial, {key: content[key] for key in ("step", "position", "identity")})
             shutil.rmtree(final, ignore_errors=True)  # a run that resumed earlier meets its old checkpoints again
             os.rename(partial, final)
-            _fsync(self.output_dir)
+            fsync(self.output_dir)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
         written = self.output_dir / f".{LATEST_NAME}"
         written.write_text(final.name + "\n")
-        _fsync(written)
+        fsync(written)
         os.replace(written, self.output_dir / LATEST_NAME)
         if self.save_total_limit is not None:
             others = [path for path in list_checkpoints(self.output_dir) if path != final]
             for old in others[: -(self.save_total_limit - 1) or None]:
                 shutil.rmtree(old)
-
-
-def seal_checkpoint(directory: Path, step: int) -> None:
-    """Flush every file to disk and write the manifest that `why_damaged` goes by."""
-    mode = directory.stat().st_mode & 0o666  # as the user's umask has it; safetensors makes its files private (0.8)
-    files = {}
-    for path in sorted(directory.iterdir()):
-        path.chmod(mode)
-        _fsync(path)
-        files[path.name] = {"bytes": path.stat().st_size, "sha256": _file_sha256(path)}
-    manifest = {"step": step, "environment": describe_environment(torch.device("cpu")), "files": files}
-    manifest["manifest_sha256"] = _sha256_of(manifest)
-    path = directory / MANIFEST_NAME
-    path.write_text(json.dumps(manifest, indent=2) + "\n")
-    _fsync(path)
-    _fsync(directory)
-
-
-def why_damaged(directory: Path) -> str | None:
-    """What is wrong with a checkpoint, or None if every byte is as it was sealed."""
-    try:
-        manifest = json.loads((directory / MANIFEST_NAME).read_text())
-        sealed = manifest.pop("manifest_sha256")
-        if sealed != _sha256_of(manifest):
-            return f"{MANIFEST_NAME} was changed"
-        for name, expected in manifest["files"].items():
-            path = directory / name
-            if not path.is_file():
-                return f"{name} is missing"
-            if path.stat().st_size != expected["bytes"]:
-                return f"{name} has {path.stat().st_size} bytes instead of {expected['bytes']}"
-            if _file_sha256(path) != expected["sha256"]:
-                return f"{name} was changed: its SHA-256 is another"
-    except FileNotFoundError:
-        return f"{MANIFEST_NAME} is missing"
-    except Exception as error:  # not JSON, JSON of another shape, a disk that cannot be read
-        return f"{MANIFEST_NAME} cannot be used: {_reason(error)}"
-    return None
 
 
 def find_checkpoint(output_dir: Path, resume_from_checkpoint: str | None) -> Path | None:
@@ -308,11 +268,7 @@ def _short(value: object) -> str:
 
 
 def _damaged(directory: Path, error: Exception) -> UserError:
-    return UserError(f"{directory} is damaged ({_reason(error)}); resume from another checkpoint")
-
-
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
+    return UserError(f"{directory} is damaged ({short_reason(error)}); resume from another checkpoint")
 
 
 def _to_host(value: object) -> object:
@@ -336,23 +292,3 @@ def _restore_rng(state: dict[str, torch.Tensor]) -> None:
     torch.set_rng_state(state["cpu"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-
-
-def _sha256_of(manifest: dict) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def _file_sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(2**20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -14,8 +14,9 @@ from typing import Any
 from accelerate import Accelerator
 from tqdm import tqdm
 
-from recipe.checkpoint import list_checkpoints, why_damaged
+from recipe.checkpoint import list_checkpoints
 from recipe.config import STANDARD_LIBRARY, TrainConfig, UserError
+from recipe.manifest import why_damaged
 from recipe.output_dir import CONFIG_NAME, METRICS_NAME, SUMMARY_NAME
 from recipe.progress import progress_target
 

@@ -7,8 +7,8 @@ import dataclasses
 from pathlib import Path
 
 from recipe.config import CommandLine, UserError, run_main
-from recipe.data.packing import merge_shards, shard_dir
 from recipe.data.prepare import add_source_arguments, prepare_dataset, source_from
+from recipe.data.shards import merge_shards, shard_dir
 from recipe.data.tokenizer import load_tokenizer
 
 

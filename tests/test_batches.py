@@ -7,8 +7,9 @@ import torch
 from recipe.config import UserError
 from recipe.data.batches import TrainOrder, build_train_batches, example_rows, iterate_validation
 from recipe.data.packed import PackedDataset, PackedSplit, open_packed_dataset
-from recipe.data.packing import SplitWriter, merge_shards, shard_dir
+from recipe.data.packing import SplitWriter
 from recipe.data.prepare import prepare_dataset
+from recipe.data.shards import merge_shards, shard_dir
 from recipe.data.text import TextSource
 from recipe.data.tokenizer import load_tokenizer
 

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from recipe.config import UserError
 from recipe.data import encoder
+from recipe.data.documents import Piece
 from recipe.data.encoder import (
     BETWEEN_TEXTS,
     NotEqual,
@@ -19,7 +20,6 @@ from recipe.data.encoder import (
     encode_pieces,
     to_tiktoken,
 )
-from recipe.data.text import Piece
 from recipe.data.tokenizer import load_tokenizer
 
 HARD = [

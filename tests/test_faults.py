@@ -20,8 +20,9 @@ from conftest import BLOCK_SIZE, PLAIN, ROOT, TINY, launch, read_events
 import recipe.checkpoint
 import recipe.loss
 import recipe.train
-from recipe.checkpoint import CheckpointSaver, find_checkpoint, list_checkpoints, seal_checkpoint, why_damaged
+from recipe.checkpoint import CheckpointSaver, find_checkpoint, list_checkpoints
 from recipe.config import UserError, load_config
+from recipe.manifest import seal_checkpoint, why_damaged
 from recipe.output_dir import choose_output_dir, lock_output_dir, release_output_dir
 from recipe.preemption import EXIT_STOPPED
 from recipe.runtime import smaller_micro_batch
@@ -61,6 +62,7 @@ def test_a_checkpoint_is_sealed(run_dir):
     assert sorted([*manifest["files"], "manifest.json"]) == sorted(p.name for p in checkpoint.iterdir())
     assert set(CHECKPOINT_FILES) <= set(manifest["files"]) and manifest["step"] == 4
     assert manifest["environment"]["torch"] == torch.__version__
+    assert manifest["identity"]["learning_rate"] == 0.003 and len(manifest["identity"]["dataset"]) == 64
     assert (run_dir / "latest").read_text() == "checkpoint-4\n"
     assert why_damaged(checkpoint) is None and find_checkpoint(run_dir, "auto") == checkpoint
     assert all(path.stat().st_mode & 0o777 == 0o644 for path in checkpoint.iterdir())
@@ -104,7 +106,7 @@ def test_a_sealed_checkpoint_with_other_content_is_one_sentence(train, run_dir, 
     """Bytes that verify, of another version of this program perhaps, are refused without a traceback."""
     (run_dir / "checkpoint-4" / name).write_bytes(b'{"step": 4}')
     (run_dir / "checkpoint-4" / "manifest.json").unlink()
-    seal_checkpoint(run_dir / "checkpoint-4", 4)
+    seal_checkpoint(run_dir / "checkpoint-4", {"step": 4})
     with pytest.raises(UserError, match=r"checkpoint-4 is damaged \(.*resume from another checkpoint"):
         train("--resume_from_checkpoint", "latest", output_dir=run_dir)
 
@@ -187,9 +189,9 @@ def test_pruning_waits_for_the_new_one(train, monkeypatch):
     """With room for one, the old one goes when the new one is sealed, and not before."""
     seen = []
 
-    def sealed(directory, step):
+    def sealed(directory, about):
         seen.append(sorted(p.name for p in directory.parent.glob("*checkpoint-*")))
-        seal_checkpoint(directory, step)
+        seal_checkpoint(directory, about)
 
     monkeypatch.setattr(recipe.checkpoint, "seal_checkpoint", sealed)
     train("--max_steps", "3", "--save_steps", "1", "--save_total_limit", "1")

@@ -17,11 +17,13 @@ from tokenizers import normalizers, pre_tokenizers
 
 from recipe.config import UserError, load_config
 from recipe.data import encoder, files, packing, prepare
+from recipe.data.documents import split_documents
 from recipe.data.encoder import build_text_encoder
 from recipe.data.packed import PackedSplit, open_packed_dataset
-from recipe.data.packing import PackedWriter, SplitWriter, merge_shards, shard_dir
+from recipe.data.packing import PackedWriter, SplitWriter
 from recipe.data.prepare import open_dataset_for, prepare_dataset
-from recipe.data.text import TextSource, split_documents
+from recipe.data.shards import merge_shards, shard_dir
+from recipe.data.text import TextSource
 from recipe.data.tokenizer import load_tokenizer, tokenizer_sha256, train_tokenizer
 
 
@@ -655,3 +657,25 @@ def test_documents_in_pieces_for_an_encoder_that_takes_none(tmp_path, documents,
     monkeypatch.setattr(files, "HASHED_CHARACTERS", 50)
     monkeypatch.setattr(files, "BLOCK_BYTES", 100)
     assert prepare_dataset(source, tmp_path / "pieces", 16, tokenizer).metadata["content_sha256"] == whole
+
+
+def test_memory_does_not_grow_with_the_text(tmp_path, tokenizer_dir):
+    """Four times the text, the same peak within 20%; both are longer than what is held back and committed at once."""
+    paragraph = "".join(make_documents(500, seed=3))
+    peaks = []
+    for number, repeats in enumerate((250, 1000)):
+        (tmp_path / "a.txt").write_text("".join(f"{i} {paragraph}" for i in range(repeats)))
+        code = f"""
+import resource
+from pathlib import Path
+from recipe.data.prepare import prepare_dataset
+from recipe.data.text import TextSource
+from recipe.data.tokenizer import load_tokenizer
+source = TextSource(({str(tmp_path / "a.txt")!r},))
+prepare_dataset(source, Path({str(tmp_path / str(number))!r}), 64, load_tokenizer({str(tokenizer_dir)!r}))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+        peaks.append(int(result.stdout.splitlines()[-1]))
+    assert (tmp_path / "a.txt").stat().st_size > 130e6
+    assert peaks[1] < 1.2 * peaks[0]

@@ -11,9 +11,10 @@ from conftest import BLOCK_SIZE, launch, make_documents, read_events
 from recipe.config import UserError, load_config
 from recipe.data import encoder, prepare
 from recipe.data.batches import TrainOrder
+from recipe.data.documents import Piece, take_head
 from recipe.data.prepare import open_dataset_for
 from recipe.data.streaming import Position, StreamedRows, read_windows
-from recipe.data.text import Piece, TextSource, take_head
+from recipe.data.text import TextSource
 from recipe.data.tokenizer import load_tokenizer
 
 

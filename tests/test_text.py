@@ -17,12 +17,14 @@ import pytest
 from conftest import make_documents
 
 from recipe.config import STANDARD_LIBRARY, UserError
+from recipe.data import documents as documents_module
 from recipe.data import files
 from recipe.data import text as text_module
+from recipe.data.documents import Piece, cut_at_line, cut_ids_into_documents
+from recipe.data.documents import split_documents as split_parts
 from recipe.data.files import find_cut, read_file, read_text
 from recipe.data.standard_library import read_standard_library
-from recipe.data.text import Piece, TextSource, cut_at_line, cut_ids_into_documents, name_of_text
-from recipe.data.text import split_documents as split_parts
+from recipe.data.text import TextSource, name_of_text
 
 
 def joined(pieces: Iterable[Piece]) -> list[tuple[str, str]]:
@@ -121,7 +123,7 @@ def test_split_is_by_document_exact_and_reproducible():
 @pytest.mark.parametrize("limit", ["HELD_BACK_DOCUMENTS", "HELD_BACK_CHARACTERS"])
 def test_split_of_a_large_corpus_is_streamed(monkeypatch, limit):
     """Beyond the documents that are held back the share is met on average, and documents are read one by one."""
-    monkeypatch.setattr(text_module, limit, 50)
+    monkeypatch.setattr(documents_module, limit, 50)
     drawn = []
 
     def read():

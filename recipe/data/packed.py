@@ -19,7 +19,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from recipe.config import UserError
-from recipe.data.text import SPLITS
+from recipe.data.documents import SPLITS
 from recipe.data.tokenizer import load_tokenizer, tokenizer_sha256
 
 FORMAT_VERSION = 3

@@ -17,12 +17,11 @@ from filelock import FileLock, Timeout
 from transformers import PreTrainedTokenizerBase
 
 from recipe.config import UserError
-from recipe.data.packed import FORMAT_VERSION, ROWS_NAME, open_packed_dataset, pack_rows
-from recipe.data.text import SPLITS
+from recipe.data.documents import SPLITS
+from recipe.data.packed import FORMAT_VERSION, ROWS_NAME, pack_rows
 from recipe.data.tokenizer import save_tokenizer, tokenizer_sha256
 
 COUNTS = ("documents", "tokens", "bytes", "rows", "max_token_id", "long_documents", "tokens_in_long_documents")
-SUMMED = ("skipped_files", "duplicates_of_validation")  # of the source, over shards
 ARROW_END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"  # of the Arrow IPC streaming format
 
 
@@ -110,11 +109,11 @@ class SplitWriter:
         self.file.write(ARROW_END_OF_STREAM)
         self.file.close()
         datasets.DatasetInfo(features=self.features).write_to_directory(str(self.directory))
-        _write_state(self.directory, self.split, self.sha256, [self.path.name])
+        write_state(self.directory, self.split, self.sha256, [self.path.name])
         batches = [[self.path.name, offset, num_rows] for offset, num_rows in self.batches]
         rows = {"block_size": self.block_size, "dtype": np.dtype(self.dtype).name, "batches": batches}
         (self.directory / ROWS_NAME).write_text(json.dumps(rows) + "\n")
-        return {**self.counts, "rows_sha256": self.sha256, "file_bytes": _sizes_in(self.directory)}
+        return {**self.counts, "rows_sha256": self.sha256, "file_bytes": sizes_in(self.directory)}
 
 
 class PackedWriter:
@@ -200,7 +199,7 @@ class PackedWriter:
             "vocab_size": len(tokenizer),
             "eos_token_id": tokenizer.eos_token_id,
             "tokenizer_sha256": tokenizer_sha256(tokenizer),
-            "content_sha256": _sha256_of(counts[split]["rows_sha256"] for split in SPLITS),
+            "content_sha256": sha256_of(counts[split]["rows_sha256"] for split in SPLITS),
             "source": source,
             "fingerprint": fingerprint,
             "shard": list(shard),
@@ -242,84 +241,15 @@ class PackedWriter:
             return None
 
 
-def merge_shards(directory: Path, num_shards: int) -> dict:
-    """Make one dataset of DIR-00000-of-N, ... by writing metadata alone: the rows stay where they are.
-
-    Raises `UserError` if a shard is missing, or was not made as a part of the same whole.
-    """
-    if directory.exists():
-        raise UserError(f"{directory} exists: the shards were joined already, or it is another dataset; move it away")
-    folders = [shard_dir(directory, index, num_shards) for index in range(num_shards)]
-    missing = [str(index) for index, folder in enumerate(folders) if not folder.is_dir()]
-    if missing:
-        raise UserError(
-            f"of the {num_shards} shards of {directory} these are missing: {', '.join(missing)}; prepare each with "
-            f"--num_shards {num_shards} --shard_index N"
-        )
-    shards = [open_packed_dataset(folder) for folder in folders]
-    for index, shard in enumerate(shards):
-        for key in ("block_size", "vocab_size", "tokenizer_sha256", "whole_sha256"):
-            if shard.metadata[key] != shards[0].metadata[key] or shard.metadata["shard"] != [index, num_shards]:
-                raise UserError(
-                    f"{shard.directory} is not of the same whole as {shards[0].directory}: other text, options or "
-                    "tokenizer; prepare it again"
-                )
-    partial = directory.with_name(f".{directory.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    contents = {shard.directory.name: shard.metadata["content_sha256"] for shard in shards}
-    sums = {key: sum(shard.metadata["source"].get(key, 0) for shard in shards) for key in SUMMED}
-    metadata = {**shards[0].metadata, "source": {"shards": contents, **sums}, "shard": [0, 1], "splits": {}}
-    for split in SPLITS:
-        parts = [shard.metadata["splits"][split] for shard in shards]
-        files = {
-            f"../../{shard.directory.name}/{split}/{name}": size
-            for shard, part in zip(shards, parts, strict=True)
-            for name, size in part["file_bytes"].items()
-            if name.endswith(".arrow")
-        }
-        merge = {key: sum for key in COUNTS} | {"max_token_id": max}
-        counts = {key: how(part[key] for part in parts) for key, how in merge.items()}
-        sha256 = _sha256_of(part["rows_sha256"] for part in parts)
-        (partial / split).mkdir(parents=True)
-        shutil.copy(shards[0].directory / split / "dataset_info.json", partial / split)
-        _write_state(partial / split, split, sha256, list(files))
-        rows = [json.loads((shard.directory / split / ROWS_NAME).read_text()) for shard in shards]
-        batches = [
-            [f"../../{shard.directory.name}/{split}/{name}", offset, num_rows]
-            for shard, part in zip(shards, rows, strict=True)
-            for name, offset, num_rows in part["batches"]
-        ]
-        (partial / split / ROWS_NAME).write_text(json.dumps({**rows[0], "batches": batches}) + "\n")
-        files |= _sizes_in(partial / split)
-        metadata["splits"][split] = {**counts, "rows_sha256": sha256, "file_bytes": files}
-    try:
-        check_counts(metadata["splits"], metadata["block_size"])
-    except UserError:
-        shutil.rmtree(partial)
-        raise
-    metadata["content_sha256"] = _sha256_of(metadata["splits"][split]["rows_sha256"] for split in SPLITS)
-    metadata["fingerprint"] = _sha256_of(shard.metadata["fingerprint"] for shard in shards)
-    shutil.copytree(shards[0].directory / "tokenizer", partial / "tokenizer")
-    (partial / "dataset_dict.json").write_text(json.dumps({"splits": list(SPLITS)}))
-    (partial / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
-    os.rename(partial, directory)
-    return metadata
-
-
-def shard_dir(directory: Path, index: int, num_shards: int) -> Path:
-    """Where a shard of a dataset is prepared: beside the dataset it will be a part of."""
-    return directory.with_name(f"{directory.name}-{index:05d}-of-{num_shards:05d}")
-
-
-def _sizes_in(directory: Path) -> dict[str, int]:
+def sizes_in(directory: Path) -> dict[str, int]:
     return {path.name: path.stat().st_size for path in sorted(directory.iterdir())}
 
 
-def _sha256_of(hexdigests: Iterable[str]) -> str:
+def sha256_of(hexdigests: Iterable[str]) -> str:
     return hashlib.sha256("".join(hexdigests).encode()).hexdigest()
 
 
-def _write_state(directory: Path, split: str, sha256: str, files: list[str]) -> None:
+def write_state(directory: Path, split: str, sha256: str, files: list[str]) -> None:
     """The file by which `datasets.load_from_disk` finds the rows of a split."""
     state = {
         "_data_files": [{"filename": name} for name in files],

@@ -14,10 +14,11 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from recipe.config import TEXT_OPTIONS, TrainConfig, UserError
+from recipe.data.documents import Piece, hash64
 from recipe.data.encoder import EncodePieces, build_encoder, encode_pieces, whole_documents
 from recipe.data.packed import FORMAT_VERSION, PackedDataset, open_packed_dataset
 from recipe.data.packing import PackedWriter
-from recipe.data.text import Piece, TextSource, hash64, name_of_text
+from recipe.data.text import TextSource, name_of_text
 from recipe.data.tokenizer import load_tokenizer, tokenizer_sha256, train_tokenizer
 from recipe.environment import count_cpus
 from recipe.progress import PreparationProgress
