@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -661,21 +662,22 @@ def test_documents_in_pieces_for_an_encoder_that_takes_none(tmp_path, documents,
 
 def test_memory_does_not_grow_with_the_text(tmp_path, tokenizer_dir):
     """Four times the text, the same peak within 20%; both are longer than what is held back and committed at once."""
+    if not Path("/proc/self/status").is_file():
+        pytest.skip("peak memory is read from /proc")
     paragraph = "".join(make_documents(500, seed=3))
     peaks = []
-    for number, repeats in enumerate((250, 1000)):
+    for number, repeats in enumerate((400, 1600)):
         (tmp_path / "a.txt").write_text("".join(f"{i} {paragraph}" for i in range(repeats)))
         code = f"""
-import resource
 from pathlib import Path
 from recipe.data.prepare import prepare_dataset
 from recipe.data.text import TextSource
 from recipe.data.tokenizer import load_tokenizer
 source = TextSource(({str(tmp_path / "a.txt")!r},))
 prepare_dataset(source, Path({str(tmp_path / str(number))!r}), 64, load_tokenizer({str(tokenizer_dir)!r}))
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+print(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 """
         result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
         peaks.append(int(result.stdout.splitlines()[-1]))
-    assert (tmp_path / "a.txt").stat().st_size > 130e6
-    assert peaks[1] < 1.2 * peaks[0]
+    assert (tmp_path / "a.txt").stat().st_size > 200e6
+    assert peaks[1] < 1.2 * peaks[0], peaks
