@@ -160,7 +160,7 @@ class CheckpointSaver:
             torch.save(dict(enumerate(rng)), partial / RNG_NAME)
             (partial / STATE_NAME).write_text(json.dumps(content, indent=2) + "\n")
             seal_checkpoint(partial, {key: content[key] for key in ("step", "position", "identity")})
-            shutil.rmtree(final, ignore_errors=True)  # a run that resumed earlier meets its old checkpoints again
+            _remove(final)  # a run that resumed from an earlier one meets its old checkpoints again
             os.rename(partial, final)
             fsync(self.output_dir)
         except BaseException:
@@ -173,7 +173,16 @@ class CheckpointSaver:
         if self.save_total_limit is not None:
             others = [path for path in list_checkpoints(self.output_dir) if path != final]
             for old in others[: -(self.save_total_limit - 1) or None]:
-                shutil.rmtree(old)
+                _remove(old)
+
+
+def _remove(directory: Path) -> None:
+    """Remove a checkpoint: first its name, so that a process killed in between leaves no half of one."""
+    if directory.exists():
+        hidden = directory.with_name(f".{directory.name}.removed.partial")
+        shutil.rmtree(hidden, ignore_errors=True)
+        os.rename(directory, hidden)
+        shutil.rmtree(hidden)
 
 
 def find_checkpoint(output_dir: Path, resume_from_checkpoint: str | None) -> Path | None:
