@@ -40,6 +40,8 @@ class RunState:
     untrained: dict[str, float] = field(default_factory=dict)  # evaluation before the first step
     train_seconds: float = 0.0  # spent training, over all sittings
     position: tuple[int, int] | None = None  # in a streamed text, see recipe/data/streaming.py
+    loss_sum: float = 0.0  # of the steps since the last log line
+    num_losses: int = 0
 
 
 def run_identity(config: TrainConfig, dataset_metadata: dict, model_config: PreTrainedConfig) -> dict:
@@ -129,6 +131,8 @@ class CheckpointSaver:
                 "untrained": state.untrained,
                 "train_seconds": state.train_seconds,
                 "position": state.position,
+                "loss_sum": state.loss_sum,
+                "num_losses": state.num_losses,
                 "num_processes": self.accelerator.num_processes,
                 "scaler": scaler.state_dict() if scaler is not None else None,
                 "identity": self.identity,
@@ -137,27 +141,37 @@ class CheckpointSaver:
             self.writing = self.thread.submit(self._write, final, content, weights, optimizer, rng)
         return final
 
+    def report(self) -> None:
+        """Say now if the checkpoint that was being written has failed, and not when the next one is due."""
+        if self.writing is not None and self.writing.done():
+            self.wait()
+
     def wait(self) -> bool:
         """Wait for the checkpoint that is being written. Returns whether it is on disk."""
         writing, self.writing = self.writing, None
         if writing is None:
             return True
         try:
-            writing.result()
+            warning = writing.result()
         except Exception as error:  # a full disk, a file system that went away: the run need not
-            self.on_failure(f"checkpoint not written: {short_reason(error)}; those before it are as they were")
+            name = checkpoint_dir(self.output_dir, self.last_saved).name
+            self.on_failure(f"{name} not written: {short_reason(error)}; what was saved before is as it was")
             return False
+        if warning:
+            print(f"warning: {warning}", flush=True)
         return True
 
-    def _write(self, final: Path, content: dict, weights: dict, optimizer: dict, rng: list[dict]) -> None:
+    def _write(self, final: Path, content: dict, weights: dict, optimizer: dict, rng: list[dict]) -> str | None:
+        """Returns what went wrong after the checkpoint was complete."""
         partial = final.with_name(f".{final.name}.partial")
         try:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             write_model(self.model, self.model_config, weights, partial)
             save_tokenizer(self.tokenizer, partial, self.model_config.n_positions)
-            torch.save(optimizer, partial / OPTIMIZER_NAME)
-            torch.save(dict(enumerate(rng)), partial / RNG_NAME)
+            for name, tensors in ((OPTIMIZER_NAME, optimizer), (RNG_NAME, dict(enumerate(rng)))):
+                with open(partial / name, "wb") as file:  # whose errors say what they are; torch's own writer's do not
+                    torch.save(tensors, file)
             (partial / STATE_NAME).write_text(json.dumps(content, indent=2) + "\n")
             seal_checkpoint(partial, {key: content[key] for key in ("step", "position", "identity")})
             _remove(final)  # a run that resumed from an earlier one meets its old checkpoints again
@@ -166,14 +180,41 @@ class CheckpointSaver:
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        written = self.output_dir / f".{LATEST_NAME}"
-        written.write_text(final.name + "\n")
-        fsync(written)
-        os.replace(written, self.output_dir / LATEST_NAME)
-        if self.save_total_limit is not None:
-            others = [path for path in list_checkpoints(self.output_dir) if path != final]
-            for old in others[: -(self.save_total_limit - 1) or None]:
-                _remove(old)
+        try:
+            written = self.output_dir / f".{LATEST_NAME}"
+            written.write_text(final.name + "\n")
+            fsync(written)
+            os.replace(written, self.output_dir / LATEST_NAME)
+            if self.save_total_limit is not None:  # newer ones are not of this sitting, and may be damaged
+                all_of_them = list_checkpoints(self.output_dir)
+                older = all_of_them[: all_of_them.index(final)]
+                for old in older[: -(self.save_total_limit - 1) or None]:
+                    _remove(old)
+        except OSError as error:
+            return f"{final.name} is written, but what comes after it failed: {short_reason(error)}"
+        return None
+
+
+def export_model(
+    model: PreTrainedModel, model_config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, output_dir: Path
+) -> None:
+    """Put the final model into the run's folder, each file at once. Raises `UserError` if it cannot be written."""
+    partial = output_dir / ".checkpoint-final.partial"
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        write_model(model, model_config, copy_weights(model, model_config), partial)
+        save_tokenizer(tokenizer, partial, model_config.n_positions)
+        for path in partial.iterdir():
+            fsync(path)
+            os.replace(path, output_dir / path.name)
+        partial.rmdir()
+    except Exception as error:  # a full disk: safetensors, tokenizers and the file system each raise their own
+        shutil.rmtree(partial, ignore_errors=True)
+        raise UserError(
+            f"the final model could not be written to {output_dir}: {short_reason(error)}; when that is mended, the "
+            "same command with --resume_from_checkpoint auto writes it"
+        ) from error
 
 
 def _remove(directory: Path) -> None:
@@ -269,6 +310,8 @@ def _run_state(content: dict) -> RunState:
         dict(content["untrained"]),
         float(content["train_seconds"]),
         position and (int(position[0]), int(position[1])),
+        float(content["loss_sum"]),
+        int(content["num_losses"]),
     )
 
 

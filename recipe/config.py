@@ -37,6 +37,10 @@ class UserError(Exception):
     """Something the user can put right. The message says what was found, what was expected and what to do."""
 
 
+class ProcessError(UserError):
+    """One that a single process meets, and says whatever its rank; the launcher ends the others."""
+
+
 def _field(default: Any, text: str, **kwargs) -> Any:
     return field(default=default, metadata={"help": text, **kwargs})
 
@@ -180,6 +184,8 @@ def load_config(argv: list[str] | None = None) -> tuple[TrainConfig, str]:
 def load_yaml(recipe: str) -> dict[str, Any]:
     """Read a recipe by name (`gpt2_124m`) or path. Raises `UserError` if it is not there or not a mapping."""
     path = Path(recipe) if recipe.lower().endswith((".yaml", ".yml")) else CONFIGS_DIR / f"{recipe}.yaml"
+    if not path.is_file() and recipe.lower().endswith((".yaml", ".yml")):
+        raise UserError(f"there is no recipe file {recipe}")
     if not path.is_file():
         known = sorted(p.stem for p in CONFIGS_DIR.glob("*.yaml"))
         raise UserError(f"no recipe '{recipe}': pass a .yaml file or one of {', '.join(known)}")
@@ -204,7 +210,8 @@ def run_main(main: Callable[[], None], interrupted: str = "interrupted") -> None
     try:
         main()
     except UserError as error:
-        sys.exit(f"error: {error}" if os.environ.get("RANK", "0") == "0" else 1)
+        says_it = os.environ.get("RANK", "0") == "0" or isinstance(error, ProcessError)
+        sys.exit(f"error: {error}" if says_it else 1)
     except KeyboardInterrupt:
         print(f"\n{interrupted}", file=sys.stderr)
         sys.exit(130)

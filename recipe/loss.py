@@ -51,8 +51,9 @@ class LanguageModelingLoss(nn.Module):
                 loss_sum = loss_sum + checkpoint(self._loss_sum, piece, piece_targets, use_reentrant=False)
         loss = loss_sum / (targets != IGNORE_INDEX).sum().clamp(min=1)
         # Times one; but a loss that is not finite makes every gradient NaN, on all processes once they are reduced,
-        # so that all leave the update out (an infinite loss alone may have finite gradients).
-        return loss * (1 + 0 * loss.detach())
+        # so that all leave the update out (an infinite loss alone may have finite gradients). Not 1 + 0 * loss, which
+        # inductor takes for 1.
+        return loss * torch.where(torch.isfinite(loss.detach()), 1.0, torch.nan)
 
     def _loss_sum(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """hidden: [tokens, n_embd]; targets: int64 [tokens]. Returns the sum over counted targets."""

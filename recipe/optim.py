@@ -6,8 +6,9 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from transformers import get_scheduler
 
-from recipe.config import TrainConfig, UserError
+from recipe.config import ProcessError, TrainConfig, UserError
 
+MOST_OVERFLOWS = 50  # in a row: fp16's scale starts at 2**16, and no use is left of one that was halved so often
 SPIKE_WINDOW, SPIKE_WINDOW_MIN = 128, 32  # updates that a spike is measured against
 
 
@@ -72,6 +73,7 @@ class GuardedUpdate:
         self.table = torch.tensor(self.learning_rates, dtype=torch.float32, device=device)
         self.applied = torch.zeros(1, dtype=torch.int64, device=device)
         self.left_out = torch.zeros(1, dtype=torch.int64, device=device)
+        self.left_out_in_a_row = torch.zeros(1, dtype=torch.int64, device=device)
         self.bad_in_a_row = torch.zeros(1, dtype=torch.int64, device=device)
         self.most_in_a_row = torch.zeros(1, dtype=torch.int64, device=device)  # since `numbers` was read
         self.recent = torch.zeros(SPIKE_WINDOW, 2, device=device)  # loss and gradient norm of the latest updates
@@ -79,10 +81,12 @@ class GuardedUpdate:
     def step(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
         """loss: of this process, over the whole step. grad_norm: of the accumulated, unscaled gradients."""
         scaler = self.accelerator.scaler
+        if scaler is not None or self.spike_sigmas is not None:
+            loss = self.accelerator.reduce(loss, reduction="mean")  # on the devices: all must come to the same answer
         finite = torch.isfinite(grad_norm).view(1)
         bad = ~finite
         if scaler is not None:  # an overflow of the scaled gradients is no bad number: the scale is lowered for it
-            bad = bad & ~torch.isfinite(loss).view(1)
+            bad = bad & (~torch.isfinite(loss).view(1) | (self.left_out_in_a_row >= MOST_OVERFLOWS))
         if self.spike_sigmas is not None:
             spike = finite & self._is_spike(loss, grad_norm)
             finite, bad = finite & ~spike, bad | spike
@@ -92,19 +96,26 @@ class GuardedUpdate:
         fused = self.optimizer.defaults["fused"]
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate if fused else learning_rate.item()
-        if fused:  # the kernel itself leaves everything as it is where found_inf is 1
-            self.optimizer.found_inf = (~finite).float().view(())
-            self.optimizer.step()
-        elif finite.item():
-            self.optimizer.step()
+        try:
+            if fused:  # the kernel itself leaves everything as it is where found_inf is 1
+                self.optimizer.found_inf = (~finite).float().view(())
+                self.optimizer.step()
+            elif finite.item():
+                self.optimizer.step()
+        except torch.OutOfMemoryError as error:  # a part of the update may be done: not a step to take again
+            raise ProcessError(
+                "out of memory in the optimizer; go on with --resume_from_checkpoint auto and a smaller "
+                "--per_device_train_batch_size, --loss_chunks 8 or --activation_checkpointing"
+            ) from error
         if scaler is not None:
             scaler.update()
         self.applied += finite
         self.left_out += ~finite
+        self.left_out_in_a_row = (self.left_out_in_a_row + ~finite) * ~finite
 
     def _is_spike(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> torch.Tensor:
         """Whether loss or gradient norm is more than spike_sigmas standard deviations above the latest updates."""
-        values = torch.stack([self.accelerator.reduce(loss, reduction="mean"), grad_norm.to(loss.dtype)])
+        values = torch.stack([loss, grad_norm.to(loss.dtype)])
         count = self.applied.clamp(max=SPIKE_WINDOW)
         counted = (torch.arange(SPIKE_WINDOW, device=count.device) < count)[:, None]
         mean = (self.recent * counted).sum(0) / count
@@ -121,14 +132,9 @@ class GuardedUpdate:
         self.most_in_a_row = self.bad_in_a_row.clone()
         return read
 
-    def forget_half_made_state(self) -> None:
-        """After running out of memory in the first update: moments that were begun are begun anew."""
-        for state in self.optimizer.state.values():
-            if len(state) < 3:
-                state.clear()
-
     def state_dict(self) -> dict:
-        guard = {name: getattr(self, name) for name in ("applied", "left_out", "bad_in_a_row", "recent")}
+        names = ("applied", "left_out", "left_out_in_a_row", "bad_in_a_row", "recent")
+        guard = {name: getattr(self, name) for name in names}
         return {"optimizer": self.optimizer.state_dict(), "guard": guard}
 
     def load_state_dict(self, state: dict) -> None:

@@ -22,9 +22,10 @@ LOCK_NAME = ".lock"
 
 
 def choose_output_dir(config: TrainConfig, recipe: str) -> Path:
-    """Name the run's folder; nothing is changed. Raises `UserError` if it holds another run or cannot be written.
+    """Name the run's folder, and lock it if it is there; nothing in it is changed.
 
-    Without `output_dir` it is the first free one of runs/NAME, runs/NAME-2, ...
+    Without `output_dir` it is the first free one of runs/NAME, runs/NAME-2, ... Raises `UserError` if it holds another
+    run, is in use or cannot be written.
     """
     resumed = config.resume_from_checkpoint
     if config.output_dir is None and resumed:  # a path: the run it belongs to
@@ -42,7 +43,8 @@ def choose_output_dir(config: TrainConfig, recipe: str) -> Path:
         if resumed == "latest":
             goes_on = True
         elif resumed == "auto":  # also a run that ended before its first checkpoint, but not one that was finished
-            goes_on = bool(list_checkpoints(directory)) or not (directory / SUMMARY_NAME).exists()
+            finished = any((directory / name).exists() for name in (SUMMARY_NAME, "model.safetensors"))
+            goes_on = bool(list_checkpoints(directory)) or not finished
         if leftovers and not (goes_on or config.overwrite):
             raise UserError(
                 f"{directory} holds another run ({', '.join(p.name for p in leftovers[:3])}); "
@@ -50,7 +52,7 @@ def choose_output_dir(config: TrainConfig, recipe: str) -> Path:
                 + "replace it (--overwrite), or name another --output_dir"
             )
         strangers = [name for name in ("README.md", "config.json", "dataset_dict.json") if (directory / name).exists()]
-        if strangers and not leftovers:
+        if strangers and not (directory / CONFIG_NAME).exists():
             raise UserError(f"{directory} holds files that a run would replace ({', '.join(strangers)}); name another")
     existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
     try:
@@ -60,6 +62,8 @@ def choose_output_dir(config: TrainConfig, recipe: str) -> Path:
         raise UserError(
             f"cannot write to output_dir {directory}: {existing} is not a writable folder ({error.strerror})"
         ) from error
+    if directory.is_dir():
+        lock_output_dir(directory)
     return directory
 
 
@@ -69,13 +73,19 @@ def files_of_a_run(directory: Path) -> list[Path]:
     return [*list_checkpoints(directory), *(directory / name for name in names if (directory / name).exists())]
 
 
-def open_output_dir(directory: Path, config: TrainConfig) -> None:
-    """Create the run's folder; with `overwrite` remove another run's checkpoints and results, and nothing else."""
+def open_output_dir(directory: Path, config: TrainConfig, resumed: bool) -> None:
+    """Create the run's folder; with `overwrite` remove another run's checkpoints and results, and nothing else.
+
+    Raises `UserError` if another run has been there since `choose_output_dir`.
+    """
     lock_output_dir(directory)
+    if not (resumed or config.overwrite) and list_checkpoints(directory):
+        raise UserError(f"another run has begun in {directory} by now; start again")
     for path in files_of_a_run(directory) if config.overwrite else []:
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     remove_partial_checkpoints(directory)
-    save_config(config, directory / CONFIG_NAME)
+    save_config(config, directory / f".{CONFIG_NAME}")
+    os.replace(directory / f".{CONFIG_NAME}", directory / CONFIG_NAME)
 
 
 _locks: dict[Path, TextIO] = {}  # of this process; the system gives them up when it ends, however it ends

@@ -7,6 +7,8 @@ import ctypes
 import os
 import platform
 import signal
+import socket
+import threading
 import time
 from pathlib import Path
 from types import FrameType
@@ -14,8 +16,10 @@ from types import FrameType
 import torch
 import torch.distributed
 
+from recipe.config import UserError
+
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: saved, and the same command goes on
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 LAUNCHER_DIED = signal.SIGUSR2
 SAME_SIGNAL_SECONDS = 1.0  # within which a signal that comes twice is one: sent to the process, and by its launcher
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -24,18 +28,21 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 def die_with_the_launcher() -> None:
     """Have Linux send `LAUNCHER_DIED` when the launcher ends; `accelerate launch` leaves an orphan (accelerate 1.15).
 
-    Only a launcher's children ask for it: a run that is started by hand may outlive its shell.
+    Only a launcher's children ask for it: a run that is started by hand may outlive its shell. Raises `UserError` if
+    the launcher is gone already, in the seconds that importing torch took.
     """
     parent = Path(f"/proc/{os.getppid()}/cmdline")
     if platform.system() == "Linux" and parent.is_file():
         command = parent.read_bytes()
         if any(name in command for name in (b"accelerate", b"torchrun", b"torch.distributed", b"torch/distributed")):
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, LAUNCHER_DIED)
+        elif os.getppid() == 1 and {"ACCELERATE_DYNAMO_BACKEND", "TORCHELASTIC_RUN_ID"} & set(os.environ):
+            raise UserError("the launcher ended before the run began")
 
 
 def outlive_the_first_signal(_worker: int = 0) -> None:
     """In a process that makes batches: a signal to the whole group must not take the data from under the last step."""
-    for number in (signal.SIGINT, signal.SIGUSR1, LAUNCHER_DIED):
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, LAUNCHER_DIED):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, _frame: signal.signal(number, signal.SIG_DFL))
 
@@ -45,19 +52,33 @@ class StopRequest:
 
     def __init__(self, num_processes: int) -> None:
         self.signal: int | None = None  # the first one that came
-        self.came_at: dict[int, float] = {}
         # A group of its own on the hosts: the devices never wait for it.
         self.group = torch.distributed.new_group(backend="gloo") if num_processes > 1 else None
         self.asked: tuple[torch.distributed.Work, torch.Tensor] | None = None
-        for number in (*SIGNALS, LAUNCHER_DIED):
+        # nohup's SIGHUP stays ignored.
+        self.numbers = [n for n in (*SIGNALS, LAUNCHER_DIED) if signal.getsignal(n) != signal.SIG_IGN]
+        for number in self.numbers:
             signal.signal(number, self._receive)
+        # Python runs a handler only when the main thread is back from a device or another process, which is just when
+        # a user sends a second signal: a thread reads the numbers as they come.
+        self.wakeup = socket.socketpair()
+        self.wakeup[1].setblocking(False)
+        signal.set_wakeup_fd(self.wakeup[1].fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, daemon=True).start()
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if number != LAUNCHER_DIED and now - self.came_at.get(number, now) > SAME_SIGNAL_SECONDS:
-            os._exit(128 + number)
-        self.came_at.setdefault(number, now)
         self.signal = self.signal or number
+
+    def _watch(self) -> None:
+        came_at: dict[int, float] = {}
+        while number := self.wakeup[0].recv(1):
+            if number[0] in SIGNALS:
+                now = time.monotonic()
+                if not came_at and os.environ.get("RANK", "0") == "0":
+                    say = f"\n{signal.Signals(number[0]).name}: stopping after this step; once more exits at once\n"
+                    os.write(2, say.encode())
+                if now - came_at.setdefault(number[0], now) > SAME_SIGNAL_SECONDS:
+                    os._exit(128 + number[0])
 
     def agreed(self) -> int | None:
         """The signal to stop for, on all processes after the same step; each asks once a step.
@@ -71,16 +92,24 @@ class StopRequest:
             work, flag = self.asked
             work.wait()
             answer = int(flag.item()) or None
+            self.signal = self.signal or answer
         flag = torch.tensor(self.signal or 0)
         work = torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=self.group, async_op=True)
         self.asked = work, flag
         return answer
 
     def close(self) -> None:
-        """Let signals end the process again."""
+        """Let signals end the process again, but not the launcher's end, which may follow any of them."""
         if self.asked is not None:
             self.asked[0].wait()
         # Before the process groups are destroyed: a Work that outlives its group may hang the process as it ends.
         self.asked = self.group = None
-        for number in (*SIGNALS, LAUNCHER_DIED):
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        signal.set_wakeup_fd(-1)
+        self.wakeup[1].close()
+        for number in self.numbers:
+            default = signal.SIG_IGN if number == LAUNCHER_DIED else signal.SIG_DFL
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else default)
+
+    def why(self) -> str:
+        """What the run was stopped by."""
+        return "the end of its launcher" if self.signal == LAUNCHER_DIED else signal.Signals(self.signal).name

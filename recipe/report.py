@@ -119,6 +119,9 @@ class RunReport:
 
     def close(self) -> None:
         self.bar.close()
+
+    def end(self) -> None:
+        """Let the trackers finish. Comes last: it takes the processes' connection down."""
         self._unless_it_fails("the tracker", self.accelerator.end_training)
 
     def summary(self, values: dict[str, Any]) -> None:

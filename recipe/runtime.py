@@ -27,7 +27,7 @@ from accelerate.utils import (
 from accelerate.utils.memory import should_reduce_batch_size
 from torch import nn
 
-from recipe.config import TrainConfig, UserError
+from recipe.config import ProcessError, TrainConfig, UserError
 from recipe.environment import count_cpus
 from recipe.preemption import die_with_the_launcher
 
@@ -110,6 +110,8 @@ def on_main_process(function: Callable[[], T]) -> T:
             result = function()
         except UserError as error:
             message = str(error)
+        except OSError as error:  # a full disk, a folder without permission
+            message = f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
     result, message = broadcast_object_list([result, message])
     if message is not None:
         raise UserError(message)
@@ -269,22 +271,22 @@ def find_micro_batch(accelerator: Accelerator, module: nn.Module, candidates: li
 def smaller_micro_batch(
     error: RuntimeError, config: TrainConfig, candidates: list[int], micro_batch_size: int, num_processes: int
 ) -> int:
-    """The next smaller candidate after an out-of-memory error; the global batch, and so the run, stays the same.
+    """The next smaller micro-batch after an out-of-memory error; the global batch, and so the run, stays the same.
 
     Raises what is no out-of-memory error again, and `UserError` with the numbers to pass where nothing can be changed:
-    by a user's choice of the micro-batch, or because other processes are in the middle of the same step.
+    by a user's choice of the micro-batch (no other candidate), or because other processes are in the same step.
     """
     if not (isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error)):
         raise error
     share = config.global_batch_size // num_processes
     smaller = [size for size in range(micro_batch_size - 1, 0, -1) if share % size == 0]
     if not smaller:
-        raise UserError(
+        raise ProcessError(
             "out of memory with one sequence per forward; try --activation_checkpointing --loss_chunks 8, or a "
             "smaller recipe"
         ) from error
     if len(candidates) == 1 or num_processes > 1:
-        raise UserError(
+        raise ProcessError(
             f"out of memory with micro-batches of {micro_batch_size}; go on with --resume_from_checkpoint auto "
             f"--per_device_train_batch_size {smaller[0]}, or --loss_chunks 8, or --activation_checkpointing"
         ) from error

@@ -8,7 +8,6 @@ config -> accelerator -> data -> model -> optimizer -> prepare -> resume? -> loo
 
 import math
 import shlex
-import signal
 import sys
 import time
 
@@ -19,6 +18,7 @@ from recipe.checkpoint import (
     CheckpointSaver,
     RunState,
     checkpoint_dir,
+    export_model,
     find_checkpoint,
     load_checkpoint,
     read_state,
@@ -28,16 +28,15 @@ from recipe.config import load_config, run_main
 from recipe.data.packed import open_packed_dataset
 from recipe.data.prepare import open_dataset_for
 from recipe.data.streaming import build_batches
-from recipe.data.tokenizer import save_tokenizer
 from recipe.environment import describe_device, describe_environment
 from recipe.evaluation import evaluate_model
 from recipe.generation import generate_texts
 from recipe.hub import check_login, push_to_hub, write_model_card
 from recipe.loss import LanguageModelingLoss
 from recipe.metrics import Throughput, count_flops_per_token, count_parameters, peak_flops_per_second
-from recipe.model import build_model, build_model_config, count_exported_parameters, save_model
+from recipe.model import build_model, build_model_config, count_exported_parameters
 from recipe.optim import GuardedUpdate, build_optimizer, compute_learning_rates, count_warmup_steps
-from recipe.output_dir import choose_output_dir, open_output_dir, release_output_dir
+from recipe.output_dir import SUMMARY_NAME, choose_output_dir, open_output_dir, release_output_dir
 from recipe.preemption import EXIT_STOPPED, StopRequest
 from recipe.report import RunReport, closing_words, resume_command
 from recipe.runtime import (
@@ -94,7 +93,7 @@ def main() -> None:
     batches = build_batches(config, dataset, accelerator, micro_batch_size, state.step, state.position)
 
     # ------------------------------------------------------------------ say what will happen
-    on_main_process(lambda: open_output_dir(output_dir, config))
+    on_main_process(lambda: open_output_dir(output_dir, config, resume_dir is not None))
     report = RunReport(accelerator, config, output_dir, state.step)
     saver = CheckpointSaver(accelerator, output_dir, identity, model, model_config, tokenizer, update,
                             config.save_total_limit, on_failure=report.checkpoint_failure)  # fmt: skip
@@ -133,7 +132,7 @@ def main() -> None:
         report.evaluation(0, evaluation)
     throughput = Throughput()
     peak_flops = peak_flops_per_second(device)
-    loss_sum, num_losses = torch.zeros((), device=device), 0
+    loss_sum, num_losses, lap_began_at = torch.tensor(state.loss_sum, device=device), state.num_losses, state.step
     stop_request = StopRequest(num_processes)
     stop = None
     module.train()
@@ -146,18 +145,18 @@ def main() -> None:
                     accelerator.backward(loss)  # divides by accumulation_steps
                 step_loss += loss.detach() / accumulation_steps
                 report.advance(1 / accumulation_steps)
-            grad_norm = accelerator.clip_grad_norm_(module.parameters(), config.max_grad_norm or math.inf)
-            update.step(step_loss, grad_norm)
         except RuntimeError as error:  # out of memory: the same step again, in smaller pieces
+            loss = None  # and with it the graph of what did not fit
             micro_batch_size = smaller_micro_batch(error, config, micro_batches, micro_batch_size, num_processes)
             report.say(f"out of memory in step {state.step + 1}: going on with micro-batches of {micro_batch_size}")
             accumulation_steps = config.global_batch_size // (micro_batch_size * num_processes)
             accelerator.gradient_accumulation_steps, accelerator.step = accumulation_steps, 0
-            optimizer.zero_grad()
-            update.forget_half_made_state()
+            module.zero_grad()  # the prepared optimizer's does nothing in the middle of an accumulation
             batches.close()
             batches = build_batches(config, dataset, accelerator, micro_batch_size, state.step, state.position)
             continue
+        grad_norm = accelerator.clip_grad_norm_(module.parameters(), config.max_grad_norm or math.inf)
+        update.step(step_loss, grad_norm)
         optimizer.zero_grad()
         loss_sum += step_loss
         num_losses += 1
@@ -167,7 +166,7 @@ def main() -> None:
         stop = stop_request.agreed()
         last = state.step == config.max_steps
         evaluating = last or (config.eval_steps and state.step % config.eval_steps == 0)
-        saving = stop or (config.save_steps and (last or state.step % config.save_steps == 0))
+        saving = config.save_steps and (last or state.step % config.save_steps == 0)
 
         if evaluating or saving or state.step % config.logging_steps == 0:
             # The only place where the host waits for the device.
@@ -175,7 +174,7 @@ def main() -> None:
             train_loss, train_grad_norm, applied, left_out, bad = accelerator.reduce(
                 numbers, reduction="mean"
             ).tolist()
-            num_tokens = num_losses * tokens_per_step
+            num_tokens = (state.step - lap_began_at) * tokens_per_step
             seconds = throughput.lap(num_tokens)
             tokens_per_second = num_tokens / seconds
             state.train_seconds += seconds
@@ -183,35 +182,37 @@ def main() -> None:
             report.train(state.step, tokens_seen=state.step * tokens_per_step, loss=train_loss,
                          learning_rate=update.learning_rates[max(0, int(applied) - 1)], grad_norm=train_grad_norm,
                          tokens_per_second=tokens_per_second, mfu=mfu, steps_left_out=int(left_out))  # fmt: skip
-            loss_sum, num_losses = torch.zeros((), device=device), 0
+            loss_sum, num_losses, lap_began_at = torch.zeros((), device=device), 0, state.step
+            saver.report()
             if bad >= config.max_bad_steps:
                 raise report.bad_numbers(state.step, int(bad), train_loss, train_grad_norm)
 
-        if evaluating and (last or not stop):
+        if saving or stop is not None:
+            state.loss_sum, state.num_losses = accelerator.reduce(loss_sum, reduction="mean").item(), num_losses
+            saver.save(state)
+            throughput.resume()
+
+        if evaluating:
             evaluation = evaluate_model(accelerator, module, dataset, eval_batch_size)
             report.evaluation(state.step, evaluation)
             throughput.resume()
-
-        if saving:
-            saver.save(state)
-            throughput.resume()
     saved = on_main_process(saver.wait)  # the others must not leave before it is on disk
-    stop_request.close()
     batches.close()
     report.close()
     if stop is not None and state.step < config.max_steps:
-        name = signal.Signals(stop).name
-        what = f"saved in {checkpoint_dir(output_dir, state.step)}" if saved else "not saved"
-        report.say(f"stopped by {name} after step {state.step:,}, {what}; go on with: {resume_command(output_dir)}")
-        on_main_process(lambda: release_output_dir(output_dir))
-        sys.exit(EXIT_STOPPED)
+        what = f"saved in {checkpoint_dir(output_dir, state.step)}" if saved else "which could not be saved"
+        report.say(f"stopped by {stop_request.why()} after step {state.step:,}, {what}; go on, with the launcher's "
+                   f"options, by\n{resume_command(output_dir)}")  # fmt: skip
+        stop_request.close()
+        report.end()
+        sys.exit(EXIT_STOPPED if saved else 1)
+    stop_request.close()
 
     # ------------------------------------------------------------------ evaluate, export, sample, publish
     if evaluation is None:  # resumed where there was nothing left to train
         evaluation = evaluate_model(accelerator, module, dataset, eval_batch_size)
     if accelerator.is_main_process:
-        save_model(model, model_config, output_dir)
-        save_tokenizer(tokenizer, output_dir, config.block_size)
+        export_model(model, model_config, tokenizer, output_dir)
         summary = {
             "step": state.step,
             "tokens_seen": state.step * tokens_per_step,
@@ -232,7 +233,7 @@ def main() -> None:
             "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "environment": describe_environment(device),
         }
-        if throughput.laps:  # a finished run that was resumed has nothing new to say
+        if throughput.laps or not (output_dir / SUMMARY_NAME).exists():  # else there is nothing new to say
             report.summary(summary)
             write_model_card(output_dir, config, dataset, summary)
         sample = generate_texts(output_dir, config.sample_prompt, seed=config.seed, device=device)[0]
@@ -240,6 +241,7 @@ def main() -> None:
         if config.push_to_hub:
             print(push_to_hub(output_dir, config))
         release_output_dir(output_dir)
+    report.end()
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
-from recipe.config import TrainConfig, UserError
+from recipe.config import ProcessError, TrainConfig, UserError
 from recipe.data.batches import TrainBatches, TrainOrder, build_train_batches, example_rows
 from recipe.data.encoder import encode_pieces
 from recipe.data.packed import PackedDataset, pack_rows
@@ -165,7 +165,7 @@ def build_batches(
     def batches() -> Iterator[tuple[torch.Tensor, Position]]:
         for item in loader:
             if isinstance(item, UserError):
-                raise item
+                raise ProcessError(str(item))
             yield item[0].to(device, non_blocking=True), Position(*item[1])
 
     return TrainBatches(batches())
