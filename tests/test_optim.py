@@ -172,3 +172,6 @@ def test_an_overflow_of_scaled_gradients_is_no_bad_number(accelerator):
     assert update.numbers().tolist() == [1, 2, 0] and accelerator.scaler.updates == 3
     assert torch.equal(step(math.nan, loss=math.nan), before)
     assert update.numbers().tolist() == [1, 3, 1]
+    for _ in range(60):  # a scale that was halved so often is of no use
+        step(math.inf)
+    assert update.numbers().tolist()[2] > 0
