@@ -185,6 +185,7 @@ def main() -> None:
             loss_sum, num_losses, lap_began_at = torch.zeros((), device=device), 0, state.step
             saver.report()
             if bad >= config.max_bad_steps:
+                saver.wait()
                 raise report.bad_numbers(state.step, int(bad), train_loss, train_grad_norm)
 
         if saving or stop is not None:
