@@ -15,10 +15,8 @@ import torch
 from accelerate.utils import set_seed
 
 from recipe.checkpoint import (
-    CheckpointSaver,
     RunState,
     checkpoint_dir,
-    export_model,
     find_checkpoint,
     load_checkpoint,
     read_state,
@@ -49,6 +47,7 @@ from recipe.runtime import (
     smaller_micro_batch,
     start_processes,
 )
+from recipe.saving import CheckpointSaver, export_model
 
 
 def main() -> None:

@@ -92,7 +92,7 @@ def kill_and_resume(work: Path, kills: int, rng: random.Random) -> dict:
     """Kill the run so many times, then let it end. Returns what the kills met."""
     met = {"kills": 0, "during_start": 0, "during_a_save": 0, "steps_at_kills": []}
     while met["kills"] < kills:
-        step = last_step(work)
+        step, half_written = last_step(work), partial_folders(work)
         process = start(work, "killed", kills)
         if rng.random() < STARTUP_SHARE:
             time.sleep(rng.uniform(0, 4))
@@ -108,7 +108,7 @@ def kill_and_resume(work: Path, kills: int, rng: random.Random) -> dict:
         process.send_signal(signal.SIGKILL)
         process.wait()
         met["kills"] += 1
-        met["during_a_save"] += bool(list((work / "killed").glob(".checkpoint-*.partial")))
+        met["during_a_save"] += bool(partial_folders(work) - half_written)
         met["steps_at_kills"].append(last_step(work))
         print(f"kill {met['kills']} at step {met['steps_at_kills'][-1]}", file=sys.stderr, flush=True)
         checkpoints = list_checkpoints(work / "killed")
@@ -117,6 +117,11 @@ def kill_and_resume(work: Path, kills: int, rng: random.Random) -> dict:
     if start(work, "killed", kills).wait() != 0:
         raise UserError(f"the last sitting failed: {(work / 'killed.log').read_text()[-500:]}")
     return met
+
+
+def partial_folders(work: Path) -> set[Path]:
+    """Checkpoints that were being written, or removed, when the process was killed."""
+    return set((work / "killed").glob(".checkpoint-*.partial"))
 
 
 def last_step(work: Path) -> int:

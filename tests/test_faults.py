@@ -17,15 +17,16 @@ import torch
 from accelerate import Accelerator
 from conftest import PLAIN, ROOT, TINY, launch, read_events
 
-import recipe.checkpoint
 import recipe.loss
+import recipe.saving
 import recipe.train
-from recipe.checkpoint import CheckpointSaver, find_checkpoint, list_checkpoints
+from recipe.checkpoint import find_checkpoint, list_checkpoints
 from recipe.config import UserError, load_config
 from recipe.manifest import seal_checkpoint, why_damaged
 from recipe.output_dir import choose_output_dir, lock_output_dir, release_output_dir
 from recipe.preemption import EXIT_STOPPED
 from recipe.runtime import smaller_micro_batch
+from recipe.saving import CheckpointSaver
 
 TWO_PROCESSES = ("--multi_gpu", "--num_processes", "2")
 CHECKPOINT_FILES = ["config.json", "generation_config.json", "model.safetensors", "optimizer.pt", "rng.pt",
@@ -200,7 +201,7 @@ def test_disk_full_at_the_end(train, monkeypatch, tmp_path):
     output_dir = train("--max_steps", "4", "--save_steps", "2")
     before = (output_dir / "model.safetensors").read_bytes()
     (output_dir / "summary.json").unlink()
-    monkeypatch.setattr(recipe.checkpoint, "write_model", lambda *args: Path("/dev/full").write_text("x" * 10**6))
+    monkeypatch.setattr(recipe.saving, "write_model", lambda *args: Path("/dev/full").write_text("x" * 10**6))
     with pytest.raises(
         UserError, match="the final model could not be written to .*No space left on device; when that"
     ):
@@ -231,7 +232,7 @@ def test_pruning_leaves_alone_what_is_newer(train, run_dir):
 
 def test_what_fails_after_a_checkpoint_is_written_does_not_unmake_it(train, monkeypatch, capsys):
     monkeypatch.setattr(
-        recipe.checkpoint, "_remove", lambda path: path.exists() and os.open(path / "gone", os.O_RDONLY)
+        recipe.saving, "_remove", lambda path: path.exists() and os.open(path / "gone", os.O_RDONLY)
     )
     output_dir = train("--max_steps", "4", "--save_steps", "2", "--save_total_limit", "1", "--on_save_failure", "stop")
     assert "warning: checkpoint-4 is written, but what comes after it failed: FileNotFoundE" in capsys.readouterr().out
@@ -246,7 +247,7 @@ def test_pruning_waits_for_the_new_one(train, monkeypatch):
         seen.append(sorted(p.name for p in directory.parent.glob("*checkpoint-*")))
         seal_checkpoint(directory, about)
 
-    monkeypatch.setattr(recipe.checkpoint, "seal_checkpoint", sealed)
+    monkeypatch.setattr(recipe.saving, "seal_checkpoint", sealed)
     train("--max_steps", "3", "--save_steps", "1", "--save_total_limit", "1")
     assert seen == [[".checkpoint-1.partial"], [".checkpoint-2.partial", "checkpoint-1"],
                     [".checkpoint-3.partial", "checkpoint-2"]]  # fmt: skip
@@ -607,7 +608,7 @@ def test_a_signal_to_one_of_two_processes(tmp_path, dataset_dir, target):
 def test_a_second_signal_exits_at_once(tmp_path, dataset_dir):
     """A user who cannot wait is not made to; a signal that comes twice within a second is one."""
     patch = """
-from recipe.checkpoint import CheckpointSaver
+from recipe.saving import CheckpointSaver
 write = CheckpointSaver._write
 CheckpointSaver._write = lambda *args: (print("writing", flush=True), time.sleep(60), write(*args))
 """

@@ -27,6 +27,7 @@ FLOORS = [
     ["recipe.model", "recipe.loss", "recipe.optim", "recipe.runtime", "recipe.generation", "recipe.hub"],
     ["recipe.manifest"],
     ["recipe.checkpoint", "recipe.evaluation"],
+    ["recipe.saving"],
     ["recipe.output_dir"],
     ["recipe.report"],
     ["recipe.train"],
