@@ -102,7 +102,7 @@ def test_saved_config_repeats_the_run(tmp_path):
         (["--config_overrides", "n_layer"], "config_overrides must look like n_layer=4,n_embd=128"),
         (["--tokenizer_vocab_size", "256"], "at least 257"),
         (["--config", "gpt3"], "no recipe 'gpt3'"),
-        (["--config", "gone.yaml"], "no recipe 'gone.yaml'"),
+        (["--config", "gone.yaml"], "there is no recipe file gone.yaml"),
         (["--train_file", "a.txt"], "pass exactly one of"),
         (["--push_to_hub"], "--push_to_hub needs --hub_model_id"),
         (["--resume_from_checkpoint", "latest"], "needs the --output_dir"),

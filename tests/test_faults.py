@@ -231,9 +231,7 @@ def test_pruning_leaves_alone_what_is_newer(train, run_dir):
 
 
 def test_what_fails_after_a_checkpoint_is_written_does_not_unmake_it(train, monkeypatch, capsys):
-    monkeypatch.setattr(
-        recipe.saving, "_remove", lambda path: path.exists() and os.open(path / "gone", os.O_RDONLY)
-    )
+    monkeypatch.setattr(recipe.saving, "_remove", lambda path: path.exists() and os.open(path / "gone", os.O_RDONLY))
     output_dir = train("--max_steps", "4", "--save_steps", "2", "--save_total_limit", "1", "--on_save_failure", "stop")
     assert "warning: checkpoint-4 is written, but what comes after it failed: FileNotFoundE" in capsys.readouterr().out
     assert why_damaged(output_dir / "checkpoint-4") is None
@@ -583,7 +581,7 @@ def test_a_signal_to_one_of_two_processes(tmp_path, dataset_dir, target):
     assert output.count("after step") == 1 and "stopped by" in output, output
     assert 'recipe/train.py", line' not in output  # no traceback of ours
     if target == "a worker":
-        assert output.count(f"exitcode  : {EXIT_STOPPED}") == 2
+        assert f"exitcode  : {EXIT_STOPPED}" in output and "exitcode  : 1 " not in output
     (checkpoint,) = list_checkpoints(tmp_path / "run")
     assert why_damaged(checkpoint) is None
     if target == "the launcher":

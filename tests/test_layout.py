@@ -16,8 +16,8 @@ MODULES = {
 }
 # Bottom to top. A module imports from floors below its own; builders do not import each other.
 FLOORS = [
-    ["recipe", "recipe.config", "recipe.environment", "recipe.metrics", "recipe.preemption", "recipe.progress"],
-    ["recipe.data", "recipe.data.files", "recipe.data.standard_library", "recipe.data.tokenizer"],
+    ["recipe", "recipe.config", "recipe.environment", "recipe.metrics", "recipe.progress"],
+    ["recipe.preemption", "recipe.data", "recipe.data.files", "recipe.data.standard_library", "recipe.data.tokenizer"],
     ["recipe.data.documents"],
     ["recipe.data.text"],
     ["recipe.data.encoder", "recipe.data.packed"],
