@@ -121,14 +121,6 @@ def build_model(config: TrainConfig, model_config: PreTrainedConfig) -> PreTrain
     return model
 
 
-def save_model(model: PreTrainedModel, model_config: PreTrainedConfig, directory: Path) -> None:
-    """Write config, generation config and weights of the unpadded model, in Transformers' layout.
-
-    model: the padded model, unwrapped. model_config: the one from `build_model_config`.
-    """
-    write_model(model, model_config, copy_weights(model, model_config), directory)
-
-
 def copy_weights(model: PreTrainedModel, model_config: PreTrainedConfig) -> dict[str, torch.Tensor]:
     """The weights as they are exported, without padding and tied ones once, copied into host memory."""
     weights = {
@@ -142,7 +134,10 @@ def copy_weights(model: PreTrainedModel, model_config: PreTrainedConfig) -> dict
 def write_model(
     model: PreTrainedModel, model_config: PreTrainedConfig, weights: dict[str, torch.Tensor], directory: Path
 ) -> None:
-    """Write what `copy_weights` returned, with the configs, as a folder that `from_pretrained` loads."""
+    """Write config, generation config and weights of the unpadded model as a folder that `from_pretrained` loads.
+
+    model: the padded model, unwrapped. model_config: from `build_model_config`. weights: from `copy_weights`.
+    """
     model_config.architectures = [type(model).__name__]
     model_config.dtype = "float32"
     model_config.save_pretrained(directory)
@@ -157,7 +152,7 @@ def write_model(
 
 
 def load_weights(model: PreTrainedModel, directory: Path, vocab_size: int) -> None:
-    """Put weights written by `save_model` into a padded model, exactly as they were when saved."""
+    """Put weights written by `write_model` into a padded model, exactly as they were when saved."""
     weights = load_file(directory / WEIGHTS_NAME)
     expected = model.state_dict(keep_vars=True)
     if model.config.tie_word_embeddings:

@@ -406,10 +406,9 @@ recipe.loss.LanguageModelingLoss._loss_sum = spoiled
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("options", [[], ["--config_overrides", "n_layer=2,n_head=2,n_embd=32,attn_pdrop=0.0"]])
-def test_out_of_memory_in_the_middle_of_a_run(train, tmp_path, monkeypatch, capsys, where, options):
+def test_out_of_memory_in_the_middle_of_a_run(train, tmp_path, monkeypatch, capsys, where):
     """The step again in smaller micro-batches, also from the middle of an accumulation; the run is the same."""
-    options = ["--max_steps", "5", "--global_batch_size", "8", *options]
+    options = ["--max_steps", "5", "--global_batch_size", "8"]
     expected = read_events(train(*options, output_dir=tmp_path / "plain"), "train")
     owner = recipe.loss.LanguageModelingLoss if where == "forward" else Accelerator
     original, calls = getattr(owner, where), []
@@ -560,7 +559,6 @@ def test_a_signal_to_the_launcher(tmp_path, dataset_dir, uninterrupted, name):
     process = start(slow_options(dataset_dir), tmp_path)
     wait_for_step(tmp_path, 20)
     (worker,) = workers_of(process)
-    assert "launcher" not in (tmp_path / "run" / "metrics.jsonl").read_text()
     process.send_signal(signal.Signals[name])
     output = process.communicate(timeout=120)[0]  # to the end of the trainer's output, not the launcher's alone
     assert not Path(f"/proc/{worker}").exists() or "zombie" in Path(f"/proc/{worker}/status").read_text()

@@ -11,10 +11,11 @@ from recipe.loss import LanguageModelingLoss
 from recipe.model import (
     build_model,
     build_model_config,
+    copy_weights,
     count_exported_parameters,
     load_weights,
     padded_vocab_size,
-    save_model,
+    write_model,
 )
 
 EOS = 7
@@ -123,7 +124,7 @@ def test_what_is_saved_has_no_padding(tmp_path, tied):
     config, model_config, model = tiny("--config_overrides", f"tie_word_embeddings={tied}")
     assert model.config.vocab_size == 512
     assert (model.lm_head.weight is model.transformer.wte.weight) is tied
-    save_model(model, model_config, tmp_path)
+    write_model(model, model_config, copy_weights(model, model_config), tmp_path)
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert type(loaded) is GPT2LMHeadModel and not any(info[key] for key in ("missing_keys", "unexpected_keys"))
     assert loaded.config.vocab_size == loaded.lm_head.weight.shape[0] == loaded.transformer.wte.weight.shape[0] == 500
@@ -148,7 +149,7 @@ def test_padding_comes_back_exactly(tmp_path, tied):
         optimizer.step()
         optimizer.zero_grad()
     assert not model.transformer.wte.weight[500:].any() and not model.lm_head.weight[500:].any()
-    save_model(model, model_config, tmp_path)
+    write_model(model, model_config, copy_weights(model, model_config), tmp_path)
     torch.manual_seed(99)
     other = build_model(config, model_config)
     load_weights(other, tmp_path, 500)
@@ -159,7 +160,7 @@ def test_padding_comes_back_exactly(tmp_path, tied):
 def test_weights_of_another_model_are_not_loaded(tmp_path):
     """A missing or unknown tensor is an error, not random weights."""
     config, model_config, model = tiny()
-    save_model(model, model_config, tmp_path)
+    write_model(model, model_config, copy_weights(model, model_config), tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     for changed in (
         {k: v for k, v in weights.items() if k != "transformer.wpe.weight"},

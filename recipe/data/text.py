@@ -100,8 +100,7 @@ class TextSource:
         """What the metadata of a prepared dataset says of its source."""
         if self.dataset_name:
             return {"dataset_name": self.dataset_name, "dataset_config_name": self.dataset_config_name}
-        sizes = {"file_bytes": [Path(path).stat().st_size for path in self.files]} if self.head_characters else {}
-        return {"train_files": list(self.train_files), "validation_files": list(self.validation_files), **sizes}
+        return {"train_files": list(self.train_files), "validation_files": list(self.validation_files)}
 
     @functools.cached_property
     def revision(self) -> str | None:
