@@ -21,6 +21,7 @@ from transformers.trainer_utils import SchedulerType
 
 CONFIGS_DIR = Path(__file__).parent / "configs"
 STANDARD_LIBRARY = "python_standard_library"  # the dataset_name that needs no download: the demo's corpus
+PROFILE_AFTER_STEPS = 10  # what --profile alone means: past compiling, and the allocator has seen every size
 DATA_SOURCES = ("dataset_dir", "train_file", "dataset_name")
 TEXT_OPTIONS = (  # how text is read: for train_file and dataset_name
     "validation_file",
@@ -80,7 +81,9 @@ class TrainConfig:
     streaming: bool = _field(False, "Tokenize and pack train_file or dataset_name during the run; nothing is stored.")
     shuffle_buffer_size: int = _field(10_000, "Rows among which a streamed text is shuffled.")
     block_size: int = _field(1024, "Tokens a row: the model's context length.")
-    data_placement: Literal["mmap", "ram", "device"] = _field("mmap", "Where the packed rows are read from.")
+    data_placement: Literal["mmap", "ram", "device", "python_lists"] = _field(
+        "mmap", "Where the packed rows are read from; python_lists: row by row, to see what that costs."
+    )
     dataloader_num_workers: int = _field(0, "Processes that build batches; 0 builds them in the training process.")
 
     # --- model
@@ -89,9 +92,14 @@ class TrainConfig:
         None, "Values for the model's own config: a mapping in YAML, n_layer=4,n_embd=128 on the command line."
     )
     pad_vocab_to_multiple_of: int = _field(128, "Pad the embedding matrix for fast matmuls; never exported.")
-    attn_implementation: Literal["sdpa", "eager"] = _field("sdpa", "sdpa takes the flash kernels, without a mask.")
+    attn_implementation: Literal["auto", "sdpa", "sdpa_with_mask", "eager"] = _field(
+        "auto",
+        "sdpa takes the flash kernels, without a mask; sdpa_with_mask is Transformers' own; eager: plain matmuls.",
+    )
+    bf16_residual: bool = _field(False, "Keep the residual stream in bf16 too; needs bf16 mixed precision.")
     activation_checkpointing: bool = _field(False, "Recompute activations in backward: less memory, more time.")
     loss_chunks: int = _field(1, "Compute the loss in this many pieces: less memory, more time.")
+    loss_in_graph: bool = _field(True, "Compile model and loss as one; else the model returns logits.")
     label_smoothing_factor: float = _field(0.0, "Share of probability spread over all real tokens.")
 
     # --- batch: the recipe fixes the global one, the hardware the one per device
@@ -123,10 +131,14 @@ class TrainConfig:
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = _field("auto", "Autocast type.")
     tf32: bool = _field(True, "TF32 for the CUDA matmuls that stay in fp32.")
     dynamo_backend: Literal["auto", "no", "inductor", "aot_eager", "eager"] = _field("auto", "Torch dynamo backend.")
+    dynamo_mode: Literal["default", "max-autotune-no-cudagraphs"] = _field("default", "How long inductor tunes.")
     keep_freed_memory: bool = _field(True, "CPU: glibc keeps freed buffers instead of faulting them in every step.")
+
+    gpu_memory_limit_gb: float | None = _field(None, "Use no more of the GPU's memory than this (in 1e9 bytes).")
 
     # --- periodic
     logging_steps: int = _field(10, "Steps between log lines; the only steps on which the host waits for the device.")
+    eval_on_start: bool = _field(True, "Evaluate the untrained model, to compare with.")
     eval_steps: int = _field(250, "Steps between evaluations of the whole validation split; 0: only first and last.")
     save_steps: int = _field(1000, "Steps between checkpoints; 0: none.")
     save_total_limit: int | None = _field(None, "Keep this many checkpoints, the newest. Default: all.")
@@ -135,6 +147,7 @@ class TrainConfig:
         None, "A checkpoint folder, latest: the newest whole one in output_dir, or auto: that, if there is one."
     )
     report_to: list[str] | None = _field(None, "Trackers of Accelerate, e.g. tensorboard wandb.")
+    profile: int | None = _field(None, "Show where the time of 3 steps goes, after this many (--profile alone: 10).")
 
     # --- at the end
     sample_prompt: str = _field("The", "Prompt of the sample printed at the end.")
@@ -154,6 +167,8 @@ def load_config(argv: list[str] | None = None) -> tuple[TrainConfig, str]:
     parser = _Parser(TrainConfig, prog="recipe/train.py", allow_abbrev=False)
     parser.add_argument("--config", default="demo", help="Recipe: a name in recipe/configs or a YAML file.")
     argv = list(sys.argv[1:] if argv is None else argv)
+    profile = next(action for action in parser._actions if action.dest == "profile")
+    profile.nargs, profile.const = "?", PROFILE_AFTER_STEPS
     if not {"-h", "--help"} & set(argv):  # with every default suppressed, what is left is what was typed
         for action in parser._actions:
             action.default = argparse.SUPPRESS
@@ -352,6 +367,7 @@ def _check_values(config: TrainConfig) -> None:
         "save_total_limit",
         "shuffle_buffer_size",
         "max_bad_steps",
+        "profile",
     ):
         value = getattr(config, name)
         require(value is None or value >= 1, name, "at least 1")
@@ -365,7 +381,7 @@ def _check_values(config: TrainConfig) -> None:
         "warmup_steps",
     ):
         require(getattr(config, name) >= 0, name, "at least 0")
-    for name in ("learning_rate", "adam_epsilon", "spike_sigmas"):
+    for name in ("learning_rate", "adam_epsilon", "spike_sigmas", "gpu_memory_limit_gb"):
         value = getattr(config, name)
         require(value is None or value > 0, name, "greater than 0")
     for name in ("adam_beta1", "adam_beta2", "label_smoothing_factor"):
@@ -412,6 +428,8 @@ def _check_values(config: TrainConfig) -> None:
             "--streaming makes its batches in a process of its own; leave --data_placement and "
             "--dataloader_num_workers out"
         )
+    if not config.loss_in_graph and config.loss_chunks > 1:
+        raise UserError("--loss_chunks needs the loss in the graph: leave --no_loss_in_graph out")
     if config.report_to == ["none"]:  # as Hugging Face says it
         object.__setattr__(config, "report_to", None)
     try:

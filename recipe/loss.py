@@ -1,7 +1,7 @@
-"""The module that is prepared, compiled and called: model and loss in one graph, returning the loss and nothing else.
+"""The module that is prepared and called: model and loss, compiled as one graph that returns nothing but the loss.
 
 Returning logits would cost tens of GB at 64 x 1024 x 50304: Accelerate's autocast wrapper copies every output to
-fp32 (accelerate#2638, #3477) and autograd makes a gradient for each.
+fp32 (accelerate#2638, #3477) and autograd makes a gradient for each. `in_graph=False` does that, to measure it.
 """
 
 import torch
@@ -21,9 +21,16 @@ class LanguageModelingLoss(nn.Module):
     """
 
     def __init__(
-        self, model: PreTrainedModel, vocab_size: int, label_smoothing: float = 0.0, num_chunks: int = 1
+        self,
+        model: PreTrainedModel,
+        vocab_size: int,
+        label_smoothing: float = 0.0,
+        num_chunks: int = 1,
+        in_graph: bool = True,
     ) -> None:
+        """in_graph: False for a model that returns logits, compiled without the loss, as the usual loop has it."""
         super().__init__()
+        self.in_graph = in_graph
         self.model = model
         self.vocab_size = vocab_size
         self.label_smoothing = label_smoothing
@@ -39,14 +46,17 @@ class LanguageModelingLoss(nn.Module):
 
         Returns an fp32 scalar. Smoothing applies in training only, so that evaluation is a likelihood.
         """
-        hidden = self.model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state.flatten(0, 1)
         targets = targets.flatten()
-        if self.num_chunks == 1:
-            loss_sum = self._loss_sum(hidden, targets)
+        model = self.model.base_model if self.in_graph else self.model
+        output = model(input_ids=input_ids, use_cache=False)[0].flatten(0, 1)  # hidden states, or logits
+        if not self.in_graph:
+            loss_sum = self._cross_entropy(output, targets)
+        elif self.num_chunks == 1:
+            loss_sum = self._loss_sum(output, targets)
         else:  # logits of one chunk at a time, made again in backward
-            loss_sum = hidden.new_zeros((), dtype=torch.float32)
+            loss_sum = output.new_zeros((), dtype=torch.float32)
             for piece, piece_targets in zip(
-                hidden.chunk(self.num_chunks), targets.chunk(self.num_chunks), strict=True
+                output.chunk(self.num_chunks), targets.chunk(self.num_chunks), strict=True
             ):
                 loss_sum = loss_sum + checkpoint(self._loss_sum, piece, piece_targets, use_reentrant=False)
         loss = loss_sum / (targets != IGNORE_INDEX).sum().clamp(min=1)
@@ -57,7 +67,10 @@ class LanguageModelingLoss(nn.Module):
 
     def _loss_sum(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """hidden: [tokens, n_embd]; targets: int64 [tokens]. Returns the sum over counted targets."""
-        logits = self.model.get_output_embeddings()(hidden)
+        return self._cross_entropy(self.model.get_output_embeddings()(hidden), targets)
+
+    def _cross_entropy(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """logits: [tokens, padded vocabulary]; targets: int64 [tokens]. Returns the sum over counted targets."""
         logits = logits + self.logit_bias if self.has_padding else logits.float()  # fp32 either way
         loss_sum = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
         if self.label_smoothing and self.training:

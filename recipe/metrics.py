@@ -1,6 +1,8 @@
-"""Numbers about a step: FLOPs, throughput, MFU."""
+"""Numbers about a step: FLOPs, throughput, MFU, memory."""
 
 import re
+import resource
+import sys
 import time
 
 import torch
@@ -48,6 +50,13 @@ def peak_flops_per_second(device: torch.device) -> float | None:
         return None
     name = torch.cuda.get_device_name(device)
     return next((tflops * 1e12 for part, tflops in PEAK_TFLOPS if re.search(rf"\b{part}\b", name)), None)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most that was in use at once: of PyTorch's tensors on a GPU, of the whole process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 class Throughput:

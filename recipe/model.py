@@ -29,6 +29,7 @@ from recipe.config import TrainConfig, UserError
 # mask function gets attention_mask=None, and so is_causal=True. Saved configs do not hold the name.
 SDPA_WITHOUT_MASK = "sdpa_without_mask"
 AttentionInterface.register(SDPA_WITHOUT_MASK, sdpa_attention_forward)
+ATTENTION = {"sdpa": SDPA_WITHOUT_MASK, "sdpa_with_mask": "sdpa", "eager": "eager"}  # ours -> Transformers'
 
 WEIGHTS_NAME = "model.safetensors"
 
@@ -107,13 +108,23 @@ def padded_vocab_size(vocab_size: int, multiple: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-def build_model(config: TrainConfig, model_config: PreTrainedConfig) -> PreTrainedModel:
-    """Randomly initialised model in fp32 with a padded vocabulary (GPT-2's scaled init is Transformers' own)."""
-    attention = SDPA_WITHOUT_MASK if config.attn_implementation == "sdpa" else config.attn_implementation
+def build_model(
+    config: TrainConfig, model_config: PreTrainedConfig, attn_implementation: str = "sdpa"
+) -> PreTrainedModel:
+    """Randomly initialised model in fp32 with a padded vocabulary (GPT-2's scaled init is Transformers' own).
+
+    attn_implementation: config's, resolved. The initial weights do not depend on the padding.
+    """
+    real_config = type(model_config).from_dict({**model_config.to_dict(), "use_cache": False})
+    model = AutoModelForCausalLM.from_config(
+        real_config, attn_implementation=ATTENTION[attn_implementation], dtype=torch.float32
+    )
     padded = padded_vocab_size(model_config.vocab_size, config.pad_vocab_to_multiple_of)
-    padded_config = type(model_config).from_dict({**model_config.to_dict(), "vocab_size": padded, "use_cache": False})
-    model = AutoModelForCausalLM.from_config(padded_config, attn_implementation=attention, dtype=torch.float32)
-    _zero_padding(model, model_config.vocab_size)
+    if padded > model_config.vocab_size:
+        model.resize_token_embeddings(padded, mean_resizing=False)
+        _zero_padding(model, model_config.vocab_size)
+    if config.bf16_residual:  # what the blocks add to it is bf16 under autocast already, but fp32 + bf16 is fp32
+        model.base_model.drop.register_forward_hook(lambda module, inputs, output: output.bfloat16())
     if config.activation_checkpointing:
         # Renamed since transformers 5.17; the old name warns in 5.23 and goes in 6.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable

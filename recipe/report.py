@@ -19,6 +19,7 @@ from recipe.config import STANDARD_LIBRARY, TrainConfig, UserError
 from recipe.manifest import why_damaged
 from recipe.output_dir import CONFIG_NAME, METRICS_NAME, SUMMARY_NAME
 from recipe.progress import progress_target
+from recipe.step_profile import TRACE_NAME, describe
 
 
 class RunReport:
@@ -77,6 +78,10 @@ class RunReport:
             f"step {step:>6,}: validation loss {values['loss']:.4f}, perplexity {values['perplexity']:,.2f}, "
             f"{values['bits_per_byte']:.4f} bits per byte"
         )
+
+    def profile(self, step: int, numbers: dict[str, Any]) -> None:
+        self.event("profile", step, **numbers)
+        self.say(f"{describe(numbers)}\n  the trace is {self.output_dir / TRACE_NAME}")
 
     def checkpoint_failure(self, reason: str) -> None:
         """Say it, and stop if that is what the run asks for."""
@@ -153,9 +158,10 @@ def resume_command(output_dir: Path) -> str:
 def closing_words(config: TrainConfig, output_dir: Path, untrained: dict, trained: dict, sample: str) -> str:
     """The last screen: what was reached, a sample, where the model is, and the commands to go on with."""
     folder, prompt = shlex.quote(str(output_dir)), shlex.quote(config.sample_prompt)
-    lines = ["", f"{'':14}{'untrained':>12}{'trained':>12}"]
+    columns = {"untrained": untrained, "trained": trained} if untrained else {"trained": trained}
+    lines = ["", " " * 14 + "".join(f"{name:>12}" for name in columns)]
     for key in ("loss", "perplexity", "bits_per_byte"):
-        lines.append(f"{key.replace('_', ' '):14}{untrained[key]:>12,.3f}{trained[key]:>12,.3f}")
+        lines.append(f"{key.replace('_', ' '):14}" + "".join(f"{values[key]:>12,.3f}" for values in columns.values()))
     lines += [
         "",
         f"A sample, from the prompt {config.sample_prompt!r}:",

@@ -1,4 +1,4 @@
-"""How the run uses the machine: precision, TF32, compile, threads, seeds, batch arithmetic.
+"""How the run uses the machine: precision, TF32, compile, attention, threads, memory, seeds.
 
 In: the config, the launcher's environment and the hardware. Out: a ready `Accelerator`, and for each automatic
 choice the value taken and the reason, to be printed once.
@@ -7,7 +7,6 @@ choice the value taken and the reason, to be printed once.
 import ctypes
 import os
 import platform
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,21 +23,20 @@ from accelerate.utils import (
     parse_flag_from_env,
     set_seed,
 )
-from accelerate.utils.memory import should_reduce_batch_size
 from torch import nn
 
-from recipe.config import ProcessError, TrainConfig, UserError
+from recipe.config import TrainConfig, UserError
 from recipe.environment import count_cpus
+from recipe.machine import has_compiler, native_bf16
 from recipe.preemption import die_with_the_launcher
 
 # Below this a CPU run ends before compiling has paid. Measured on two cores with avx512_bf16, from an empty cache: the
 # demo's graphs take 26 s to compile and its steps are then 1.10 times as fast; a 16 M-parameter model with GPT-2's
 # vocabulary, 1.12 times as fast, was even after 8e13 FLOPs.
 COMPILE_PAYS_FLOPS_ON_CPU = 1e14
-# More tokens per forward bring no speed: GPUs are full long before 64 rows of 1024; a CPU's caches fill earlier, and
-# no out-of-memory error would stop a search there.
-LARGEST_MICRO_BATCH_TOKENS = {"cpu": 4096, "accelerator": 65536}
-
+# Up to here plain attention beats sdpa's flash kernel on a CPU (30 M parameters, two cores with avx512_bf16, bf16):
+# at 256, 512 and 1,024 tokens it is 1.10, 1.15 and 1.06 times as fast compiled, and x, 1.30 and 0.65 times eagerly.
+LONGEST_EAGER_ATTENTION_ON_CPU = 512
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 
@@ -86,7 +84,13 @@ def build_accelerator(config: TrainConfig, output_dir: Path) -> tuple[Accelerato
     use_all_cores(state)
     if config.keep_freed_memory:
         keep_freed_memory(state.device)
+    if config.gpu_memory_limit_gb is not None:
+        limit_gpu_memory(state.device, config.gpu_memory_limit_gb)
     precision = choose_mixed_precision(config, state.device)
+    if config.bf16_residual and precision.value != "bf16":
+        raise UserError(
+            f"--bf16_residual needs bf16 mixed precision; here it is {precision.value}: {precision.reason}"
+        )
     if state.device.type == "cuda":
         torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     accelerator = Accelerator(
@@ -137,6 +141,14 @@ def keep_freed_memory(device: torch.device) -> None:
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
+def limit_gpu_memory(device: torch.device, limit_gb: float) -> None:
+    """Let PyTorch's allocator use no more than that, as on a smaller card; its context (0.5 GB) comes on top."""
+    if device.type != "cuda":
+        raise UserError(f"--gpu_memory_limit_gb needs a CUDA device, this is {device.type}")
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit_gb * 1e9 / total), device)
+
+
 def choose_mixed_precision(config: TrainConfig, device: torch.device) -> Choice:
     """The script's option, else the launcher's, else the best the hardware really has."""
     launcher = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
@@ -145,14 +157,13 @@ def choose_mixed_precision(config: TrainConfig, device: torch.device) -> Choice:
     elif launcher != "no":
         choice = Choice(launcher, "as set by the launcher")
     elif device.type == "cuda":
-        if torch.cuda.is_bf16_supported(including_emulation=False):
+        if native_bf16(device):
             choice = Choice("bf16", "the GPU has bf16 matrix units")
         else:
             choice = Choice("fp16", "the GPU has no bf16 matrix units; gradients are scaled")
     elif device.type == "cpu":
-        capabilities = torch.cpu.get_capabilities()
-        native = [name for name in ("amx_bf16", "avx512_bf16", "sve_bf16") if capabilities.get(name, False)]
-        choice = Choice("bf16", f"the CPU has {native[0]}") if native else Choice("no", "the CPU has no bf16 units")
+        native = native_bf16(device)
+        choice = Choice("bf16", f"the CPU has {native}") if native else Choice("no", "the CPU has no bf16 units")
     else:
         choice = Choice("no", f"not measured to help on {device.type}")
     if choice.value not in ("no", "bf16", "fp16"):
@@ -179,14 +190,23 @@ def choose_dynamo_backend(config: TrainConfig, device: torch.device, total_flops
         choice = Choice("no", f"not measured to help on {device.type}")
     elif total_flops < COMPILE_PAYS_FLOPS_ON_CPU:
         choice = Choice("no", "compiling would take longer than it saves in so short a CPU run")
-    elif not any(shutil.which(compiler) for compiler in (os.environ.get("CXX", "g++"), "g++", "clang++")):
+    elif not has_compiler():
         choice = Choice("no", "inductor needs a C++ compiler on the CPU, and none was found")
     else:
         choice = Choice("inductor", "the run is long enough to win compile time back")
     return choice
 
 
-def compile_module(module: nn.Module, backend: str) -> None:
+def choose_attention(config: TrainConfig, device: torch.device) -> Choice:
+    """The script's option, else sdpa, but on a CPU plain matmuls for short rows."""
+    if config.attn_implementation != "auto":
+        return Choice(config.attn_implementation, "as asked for by --attn_implementation")
+    if device.type == "cpu" and config.block_size <= LONGEST_EAGER_ATTENTION_ON_CPU:
+        return Choice("eager", f"faster on a CPU up to {LONGEST_EAGER_ATTENTION_ON_CPU} tokens")
+    return Choice("sdpa", "flash kernels, no mask")
+
+
+def compile_module(module: nn.Module, backend: str, mode: str = "default") -> None:
     """Compile in place, as one graph, for fixed shapes.
 
     Done before `accelerator.prepare` because Accelerate compiles outside DistributedDataParallel, where fullgraph
@@ -194,107 +214,16 @@ def compile_module(module: nn.Module, backend: str) -> None:
     (reduce-overhead, max-autotune) are left out: with accumulation they give wrong gradients (pytorch#96693).
     """
     if backend != "no":
-        module.compile(backend=backend, fullgraph=True, dynamic=False)
+        persist_compile_cache()
+        module.compile(backend=backend, mode=mode if backend == "inductor" else None, fullgraph=True, dynamic=False)
 
 
-def micro_batch_candidates(config: TrainConfig, num_processes: int, device: torch.device) -> list[int]:
-    """Micro-batch sizes to try, largest first; the first is what runs if memory allows.
-
-    The global batch never changes: a candidate divides the share of one process. Raises `UserError` with the
-    sizes that would work where the configured ones do not divide.
-    """
-    share, rest = divmod(config.global_batch_size, num_processes)
-    if rest:
-        below = config.global_batch_size - rest
-        raise UserError(
-            f"global_batch_size {config.global_batch_size} does not divide by {num_processes} processes; "
-            f"{f'{below} or ' if below else ''}{below + num_processes} would"
-        )
-    divisors = [size for size in range(share, 0, -1) if share % size == 0]
-    accumulation = config.gradient_accumulation_steps
-    if accumulation is not None and share % accumulation:
-        raise UserError(
-            f"gradient_accumulation_steps {accumulation} does not divide the {share} sequences of a process "
-            f"(global_batch_size {config.global_batch_size} / {num_processes}); these would: {_list(divisors)}"
-        )
-    wanted = config.per_device_train_batch_size
-    if accumulation is not None:
-        if wanted not in ("auto", None, share // accumulation):
-            raise UserError(
-                f"{num_processes} processes x per_device_train_batch_size {wanted} x gradient_accumulation_steps "
-                f"{accumulation} is not global_batch_size {config.global_batch_size}; leave one of them out"
-            )
-        return [share // accumulation]
-    if wanted not in ("auto", None):
-        if wanted not in divisors:
-            raise UserError(
-                f"per_device_train_batch_size {wanted} does not divide the {share} sequences of a process "
-                f"(global_batch_size {config.global_batch_size} / {num_processes}); these would: {_list(divisors)}"
-            )
-        return [wanted]
-    limit = LARGEST_MICRO_BATCH_TOKENS["cpu" if device.type == "cpu" else "accelerator"]
-    return [size for size in divisors if size * config.block_size <= limit] or [1]
-
-
-def find_micro_batch(accelerator: Accelerator, module: nn.Module, candidates: list[int], block_size: int) -> int:
-    """The largest candidate whose forward, backward and optimizer state fit, agreed on by all processes.
-
-    Nothing is tried where nothing can be learned: a single candidate, or a CPU, which swaps instead of raising.
-    """
-    if len(candidates) == 1 or accelerator.device.type == "cpu":
-        return candidates[0]
-    # AdamW's two moments exist only after the first step: hold their room during the trial.
-    moments = [torch.empty_like(p) for p in module.parameters() for _ in range(2)]
-    for size in candidates:
-        fits = torch.ones((), device=accelerator.device)
-        try:
-            rows = torch.zeros(size, block_size + 1, dtype=torch.int64, device=accelerator.device)
-            with accelerator.no_sync(module):
-                accelerator.backward(module(rows[:, :-1], rows[:, 1:]))
-            torch.accelerator.synchronize()
-        except Exception as error:
-            if not should_reduce_batch_size(error):
-                raise
-            fits.zero_()
-        module.zero_grad(set_to_none=True)
-        if accelerator.reduce(fits, reduction="sum").item() == accelerator.num_processes:
-            del moments
-            return size
-        torch.compiler.reset()  # forget the graphs of the shape that did not fit
-        torch.accelerator.empty_cache()
-    raise UserError(
-        "the model does not fit with one sequence per forward; try --activation_checkpointing "
-        "--loss_chunks 8, or a smaller recipe"
-    )
-
-
-def smaller_micro_batch(
-    error: RuntimeError, config: TrainConfig, candidates: list[int], micro_batch_size: int, num_processes: int
-) -> int:
-    """The next smaller micro-batch after an out-of-memory error; the global batch, and so the run, stays the same.
-
-    Raises what is no out-of-memory error again, and `UserError` with the numbers to pass where nothing can be changed:
-    by a user's choice of the micro-batch (no other candidate), or because other processes are in the same step.
-    """
-    if not (isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error)):
-        raise error
-    share = config.global_batch_size // num_processes
-    smaller = [size for size in range(micro_batch_size - 1, 0, -1) if share % size == 0]
-    if not smaller:
-        raise ProcessError(
-            "out of memory with one sequence per forward; try --activation_checkpointing --loss_chunks 8, or a "
-            "smaller recipe"
-        ) from error
-    if len(candidates) == 1 or num_processes > 1:
-        raise ProcessError(
-            f"out of memory with micro-batches of {micro_batch_size}; go on with --resume_from_checkpoint auto "
-            f"--per_device_train_batch_size {smaller[0]}, or --loss_chunks 8, or --activation_checkpointing"
-        ) from error
-    torch.compiler.reset()
-    if torch.accelerator.is_available():
-        torch.accelerator.empty_cache()
-    return smaller[0]
-
-
-def _list(sizes: list[int]) -> str:
-    return ", ".join(map(str, sorted(sizes)))
+def persist_compile_cache() -> None:
+    """Keep what inductor compiles where a reboot leaves it (its own default is below /tmp), for the next run."""
+    cache_home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or cache_home / "gpt2_recipe" / "inductor")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # no home, or one that cannot be written
+        return
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)

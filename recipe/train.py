@@ -31,7 +31,14 @@ from recipe.evaluation import evaluate_model
 from recipe.generation import generate_texts
 from recipe.hub import check_login, push_to_hub, write_model_card
 from recipe.loss import LanguageModelingLoss
-from recipe.metrics import Throughput, count_flops_per_token, count_parameters, peak_flops_per_second
+from recipe.metrics import (
+    Throughput,
+    count_flops_per_token,
+    count_parameters,
+    peak_flops_per_second,
+    peak_memory_bytes,
+)
+from recipe.micro_batch import find_micro_batch, micro_batch_candidates, smaller_micro_batch
 from recipe.model import build_model, build_model_config, count_exported_parameters
 from recipe.optim import GuardedUpdate, build_optimizer, compute_learning_rates, count_warmup_steps
 from recipe.output_dir import SUMMARY_NAME, choose_output_dir, open_output_dir, release_output_dir
@@ -39,15 +46,14 @@ from recipe.preemption import EXIT_STOPPED, StopRequest
 from recipe.report import RunReport, closing_words, resume_command
 from recipe.runtime import (
     build_accelerator,
+    choose_attention,
     choose_dynamo_backend,
     compile_module,
-    find_micro_batch,
-    micro_batch_candidates,
     on_main_process,
-    smaller_micro_batch,
     start_processes,
 )
 from recipe.saving import CheckpointSaver, export_model
+from recipe.step_profile import StepProfiler
 
 
 def main() -> None:
@@ -71,11 +77,14 @@ def main() -> None:
     tokens_per_step = config.global_batch_size * config.block_size
 
     # ------------------------------------------------------------------ model, optimizer, prepare
-    model = build_model(config, model_config)
+    attention = choose_attention(config, device)
+    model = build_model(config, model_config, attention.value)
     flops_per_token = count_flops_per_token(model.config, count_parameters(model))
-    module = LanguageModelingLoss(model, dataset.vocab_size, config.label_smoothing_factor, config.loss_chunks)
+    module = LanguageModelingLoss(
+        model, dataset.vocab_size, config.label_smoothing_factor, config.loss_chunks, config.loss_in_graph
+    )
     dynamo = choose_dynamo_backend(config, device, flops_per_token * tokens_per_step * config.max_steps)
-    compile_module(module, dynamo.value)
+    compile_module(module if config.loss_in_graph else model, dynamo.value, config.dynamo_mode)
     optimizer = build_optimizer(config, module)
     module, optimizer = accelerator.prepare(module, optimizer)
     update = GuardedUpdate(config, accelerator, optimizer)
@@ -104,6 +113,7 @@ def main() -> None:
         "precision": f"{precision.value}: {precision.reason}"
         + ("; TF32 for what stays fp32" if device.type == "cuda" and config.tf32 else ""),
         "dynamo": f"{dynamo.value}: {dynamo.reason}",
+        "attention": f"{attention.value}: {attention.reason}",
         "model": f"{type(model).__name__}, {count_parameters(model):,} parameters, vocabulary {dataset.vocab_size:,}"
         + (f" padded to {model.config.vocab_size:,}" if model.config.vocab_size > dataset.vocab_size else "")
         + f", {config.block_size} positions",
@@ -125,8 +135,9 @@ def main() -> None:
         report.say(warning)
 
     # ------------------------------------------------------------------ the loop: one turn is one optimizer step
-    evaluation = None
-    if state.step == 0:
+    profiler = StepProfiler(config.profile if accelerator.is_main_process else None, device, output_dir)
+    evaluation, seconds_to_first_step = None, None
+    if state.step == 0 and config.eval_on_start:
         state.untrained = evaluation = evaluate_model(accelerator, module, dataset, eval_batch_size)
         report.evaluation(0, evaluation)
     throughput = Throughput()
@@ -167,7 +178,7 @@ def main() -> None:
         evaluating = last or (config.eval_steps and state.step % config.eval_steps == 0)
         saving = config.save_steps and (last or state.step % config.save_steps == 0)
 
-        if evaluating or saving or state.step % config.logging_steps == 0:
+        if evaluating or saving or state.step == 1 or state.step % config.logging_steps == 0:
             # The only place where the host waits for the device.
             numbers = torch.cat([torch.stack([loss_sum / num_losses, grad_norm]), update.numbers()])
             train_loss, train_grad_norm, applied, left_out, bad = accelerator.reduce(
@@ -178,9 +189,11 @@ def main() -> None:
             tokens_per_second = num_tokens / seconds
             state.train_seconds += seconds
             mfu = tokens_per_second * flops_per_token / (peak_flops * num_processes) if peak_flops else None
+            seconds_to_first_step = seconds_to_first_step or time.perf_counter() - started_at
             report.train(state.step, tokens_seen=state.step * tokens_per_step, loss=train_loss,
                          learning_rate=update.learning_rates[max(0, int(applied) - 1)], grad_norm=train_grad_norm,
-                         tokens_per_second=tokens_per_second, mfu=mfu, steps_left_out=int(left_out))  # fmt: skip
+                         tokens_per_second=tokens_per_second, mfu=mfu, steps_left_out=int(left_out),
+                         peak_memory_bytes=peak_memory_bytes(device))  # fmt: skip
             loss_sum, num_losses, lap_began_at = torch.zeros((), device=device), 0, state.step
             saver.report()
             if bad >= config.max_bad_steps:
@@ -196,6 +209,11 @@ def main() -> None:
             evaluation = evaluate_model(accelerator, module, dataset, eval_batch_size)
             report.evaluation(state.step, evaluation)
             throughput.resume()
+
+        if (profile := profiler.after(state.step)) is not None:
+            report.profile(state.step, profile)
+            throughput.resume()
+            lap_began_at = state.step
     saved = on_main_process(saver.wait)  # the others must not leave before it is on disk
     batches.close()
     report.close()
@@ -221,6 +239,8 @@ def main() -> None:
             "bits_per_byte": evaluation["bits_per_byte"],
             "untrained": state.untrained,
             "tokens_per_second": throughput.tokens_per_second,
+            "seconds_to_first_step": seconds_to_first_step,
+            "peak_memory_bytes": peak_memory_bytes(device),
             "train_seconds": state.train_seconds,
             "wall_seconds": time.perf_counter() - started_at,
             "num_parameters": count_exported_parameters(model, dataset.vocab_size),

@@ -16,7 +16,8 @@ MODULES = {
 }
 # Bottom to top. A module imports from floors below its own; builders do not import each other.
 FLOORS = [
-    ["recipe", "recipe.config", "recipe.environment", "recipe.metrics", "recipe.progress"],
+    ["recipe", "recipe.config", "recipe.environment", "recipe.metrics", "recipe.progress", "recipe.step_profile"],
+    ["recipe.machine"],
     ["recipe.preemption", "recipe.data", "recipe.data.files", "recipe.data.standard_library", "recipe.data.tokenizer"],
     ["recipe.data.documents"],
     ["recipe.data.text"],
@@ -25,12 +26,15 @@ FLOORS = [
     ["recipe.data.prepare", "recipe.data.shards"],
     ["recipe.data.streaming"],
     ["recipe.model", "recipe.loss", "recipe.optim", "recipe.runtime", "recipe.generation", "recipe.hub"],
+    ["recipe.micro_batch"],
     ["recipe.manifest"],
     ["recipe.checkpoint", "recipe.evaluation"],
     ["recipe.saving"],
     ["recipe.output_dir"],
     ["recipe.report"],
     ["recipe.train"],
+    ["recipe.measure", "recipe.ladder_report"],
+    ["recipe.ladder", "recipe.peers"],
 ]
 
 

@@ -109,16 +109,17 @@ def test_what_a_run_leaves(train):
     """The files of the contract, with their fields; log lines carry the means over their interval."""
     output_dir = train("--max_steps", "5", "--logging_steps", "2", "--eval_steps", "4")
     events = read_events(output_dir, "train")
-    assert [e["step"] for e in events] == [2, 4, 5]
-    assert [e["tokens_seen"] for e in events] == [n * 4 * BLOCK_SIZE for n in (2, 4, 5)]
+    assert [e["step"] for e in events] == [1, 2, 4, 5]
+    assert [e["tokens_seen"] for e in events] == [n * 4 * BLOCK_SIZE for n in (1, 2, 4, 5)]
     fields = {"event", "step", "tokens_seen", "loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu",
-              "steps_left_out"}  # fmt: skip
+              "steps_left_out", "peak_memory_bytes"}  # fmt: skip
     assert all(set(event) == fields for event in events)
     assert [e["step"] for e in read_events(output_dir, "eval")] == [0, 4, 5]
     summary = json.loads((output_dir / "summary.json").read_text())
     assert (summary["step"], summary["tokens_seen"]) == (5, 5 * 4 * BLOCK_SIZE)
     assert summary["eval_loss"] == read_events(output_dir, "eval")[-1]["loss"]
     assert summary["tokens_per_second"] > 0 and summary["wall_seconds"] > summary["train_seconds"] > 0
+    assert summary["wall_seconds"] > summary["seconds_to_first_step"] > 0 and summary["peak_memory_bytes"] > 1e7
     assert summary["environment"]["torch"] == torch.__version__
     assert (output_dir / "training_config.yaml").is_file() and (output_dir / "README.md").is_file()
     assert AutoTokenizer.from_pretrained(output_dir).model_max_length == BLOCK_SIZE
@@ -132,10 +133,10 @@ def test_the_first_learning_rates_are_those_used(train):
 
 
 def test_interval_means(train, tmp_path):
-    """The loss of a log line is the mean over the steps since the line before."""
+    """The loss of a log line is the mean over the steps since the line before; the first step has its own."""
     each = [e["loss"] for e in read_events(train(output_dir=tmp_path / "a"), "train")]
     pairs = [e["loss"] for e in read_events(train("--logging_steps", "2", output_dir=tmp_path / "b"), "train")]
-    assert pairs == pytest.approx([(each[0] + each[1]) / 2, (each[2] + each[3]) / 2], abs=1e-6)
+    assert pairs == pytest.approx([each[0], each[1], (each[2] + each[3]) / 2], abs=1e-6)
 
 
 def test_no_host_synchronisation_between_log_lines(train, monkeypatch):
@@ -155,6 +156,6 @@ def test_no_host_synchronisation_between_log_lines(train, monkeypatch):
     counts = {}
     for steps in (4, 44):
         reads.clear()
-        train("--max_steps", steps, "--logging_steps", "1000", "--overwrite")
+        train("--max_steps", steps, "--logging_steps", "1000", "--overwrite", "--attn_implementation", "sdpa")
         counts[steps] = len(reads)
     assert counts[4] > 0 and counts[4] == counts[44]

@@ -1,6 +1,5 @@
-"""What `auto` resolves to, and why; threads, batch arithmetic, compiled graphs."""
+"""What `auto` resolves to, and why; threads, compiled graphs."""
 
-import contextlib
 import platform
 import subprocess
 import sys
@@ -11,10 +10,10 @@ import torch
 from conftest import read_events
 from torch._dynamo.utils import counters
 
-from recipe import runtime
+from recipe import machine, runtime
 from recipe.config import UserError, load_config
 from recipe.environment import count_cpus
-from recipe.runtime import choose_dynamo_backend, choose_mixed_precision, micro_batch_candidates
+from recipe.runtime import choose_dynamo_backend, choose_mixed_precision
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -75,7 +74,7 @@ def test_precision_that_would_not_work(monkeypatch, launcher, device, message):
 def test_dynamo(monkeypatch, argv, launcher, device, flops, compiler, expected):
     """Compile where it pays: always on a GPU, on a CPU if the run is long and there is a C++ compiler."""
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", launcher)
-    monkeypatch.setattr(runtime.shutil, "which", lambda name: compiler)
+    monkeypatch.setattr(machine.shutil, "which", lambda name: compiler)
     choice = choose_dynamo_backend(config_of(*argv), device, flops)
     assert choice.value == expected and choice.reason
 
@@ -117,68 +116,6 @@ def test_freed_memory_is_kept():
         result = subprocess.run([sys.executable, "-c", code, mode], capture_output=True, text=True, check=True)
         faults[mode] = int(result.stdout)
     assert faults["keep"] < faults["give_back"] / 4
-
-
-@pytest.mark.parametrize(
-    ("argv", "num_processes", "device", "expected"),
-    [
-        (["--per_device_train_batch_size", "8"], 2, CUDA, [8]),
-        (["--per_device_train_batch_size", "auto"], 1, CUDA, [64, 32, 16, 8, 4, 2, 1]),
-        (["--per_device_train_batch_size", "auto"], 1, CPU, [4, 2, 1]),
-        (["--per_device_train_batch_size", "auto", "--block_size", "8192"], 1, CPU, [1]),
-        (["--gradient_accumulation_steps", "16"], 2, CUDA, [16]),
-        (["--gradient_accumulation_steps", "16", "--per_device_train_batch_size", "16"], 2, CUDA, [16]),
-        (["--global_batch_size", "480"], 3, CUDA, [40, 32, 20, 16, 10, 8, 5, 4, 2, 1]),
-    ],
-)
-def test_micro_batches(argv, num_processes, device, expected):
-    """Accumulation is derived: the global batch is the recipe's on any hardware."""
-    config = config_of("--block_size", "1024", "--global_batch_size", "512", *argv)
-    assert micro_batch_candidates(config, num_processes, device) == expected
-
-
-@pytest.mark.parametrize(
-    ("argv", "num_processes", "expected"),
-    [
-        ([], 3, "does not divide by 3 processes; 510 or 513 would"),
-        (["--global_batch_size", "2"], 4, "2 does not divide by 4 processes; 4 would"),
-        (["--per_device_train_batch_size", "12"], 8, "these would: 1, 2, 4, 8, 16, 32, 64"),
-        (["--gradient_accumulation_steps", "3"], 1, "gradient_accumulation_steps 3 does not divide"),
-        (["--gradient_accumulation_steps", "2", "--per_device_train_batch_size", "8"], 1, "leave one of them out"),
-    ],
-)
-def test_a_batch_that_does_not_divide(argv, num_processes, expected):
-    """The message names the sizes that would work."""
-    with pytest.raises(UserError, match=expected):
-        micro_batch_candidates(config_of("--global_batch_size", "512", *argv), num_processes, CPU)
-
-
-def test_find_micro_batch_halves_until_it_fits(monkeypatch):
-    """Out of memory in a trial moves on to the next size; any other error is not hidden."""
-    tried = []
-
-    class Module(torch.nn.Linear):
-        def forward(self, inputs, targets):
-            tried.append(len(inputs))
-            if len(inputs) > 4:
-                raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
-            return super().forward(inputs.float()).sum()
-
-    accelerator = types.SimpleNamespace(
-        device=types.SimpleNamespace(type="cuda"),
-        num_processes=1,
-        no_sync=lambda module: contextlib.nullcontext(),
-        backward=lambda loss: None,
-        reduce=lambda tensor, reduction: tensor,
-    )
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch, "ones", lambda size, device: torch.full(size, 1.0))
-    monkeypatch.setattr(torch, "zeros", lambda *size, dtype, device: torch.full(size, 0, dtype=dtype))
-    assert runtime.find_micro_batch(accelerator, Module(8, 1), [16, 8, 4, 2], 8) == 4
-    assert tried == [16, 8, 4]
-    with pytest.raises(UserError, match="does not fit with one sequence"):
-        runtime.find_micro_batch(accelerator, Module(8, 1), [16, 8], 8)
 
 
 def test_one_graph_for_training_and_one_for_evaluation(train):

@@ -1,0 +1,114 @@
+"""Where the time of a step goes: a trace of a few steps, and its kernels summed by what they are for.
+
+In: the step after which to look. Out: a trace for Perfetto or chrome://tracing in the run's folder, and milliseconds
+a step by kind of work.
+"""
+
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+PROFILED_STEPS = 3
+TRACE_NAME = "trace.json.gz"
+
+# What a kernel is for, by its name: of a GPU kernel, an ATen operator, or one that inductor fused. First match counts.
+KINDS = {
+    "data": r"DataLoader|memcpy htod",
+    "optimizer": r"adam|optimizer|foreach|multi_tensor|vector_norm|lpnorm",
+    "loss": r"log_?softmax|nll_loss|cross_entropy",
+    "attention": r"scaled_dot_product|flash|fmha|sdpa|softmax",
+    "matmul": r"::(mm|bmm|addmm|baddbmm|addbmm|matmul|linear)\b|mkldnn.*linear|gemm|nvjet|cutlass|cublas|triton_tem",
+    "elementwise": r"^aten::|cpp_fused|triton_|kernel|memcpy|memset",
+}
+IDLE = "idle"  # no kernel runs: the host's own work, launching, waiting
+
+# The operator that sdpa has chosen; where there is none, attention is matmul, softmax, matmul.
+ATTENTION_KERNELS = {
+    "aten::_scaled_dot_product_cudnn_attention": "cuDNN",
+    "aten::_scaled_dot_product_flash_attention_for_cpu": "flash (CPU)",
+    "aten::_scaled_dot_product_flash_attention": "flash",
+    "aten::_scaled_dot_product_efficient_attention": "memory-efficient",
+    "aten::_scaled_dot_product_attention_math": "math",
+}
+PLAIN_ATTENTION = "matmuls"
+
+
+def kind_of(name: str) -> str | None:
+    """What a kernel or operator is for, or None for what is no work of its own, such as a region around others."""
+    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name, re.IGNORECASE)), None)
+
+
+class StepProfiler:
+    """Profiles `PROFILED_STEPS` steps of one process, once; otherwise it does nothing."""
+
+    def __init__(self, after_step: int | None, device: torch.device, output_dir: Path) -> None:
+        """after_step: None does not profile. To be made before the first forward, which compiles."""
+        self.after_step, self.device, self.output_dir = after_step, device, output_dir
+        self.profile: profile | None = None
+        if after_step is not None and device.type == "cpu":
+            import torch._inductor.config
+
+            torch._inductor.config.cpp.enable_kernel_profile = True  # else its kernels have no names in a trace
+
+    def after(self, step: int) -> dict[str, Any] | None:
+        """To be called after each step. Returns `summarize`'s numbers when the profiled steps are done."""
+        if self.after_step is None:
+            return None
+        if step == self.after_step:
+            self._synchronize()
+            activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self.device.type == "cuda")
+            self.profile = profile(activities=activities)
+            self.profile.start()
+            self.started_at = time.perf_counter()
+        if self.profile is None or step < self.after_step + PROFILED_STEPS:
+            return None
+        self._synchronize()
+        seconds = time.perf_counter() - self.started_at
+        self.profile.stop()
+        trace, self.profile = self.profile, None
+        trace.export_chrome_trace(str(self.output_dir / TRACE_NAME))
+        return summarize(trace.key_averages(), seconds, self.device)
+
+    def _synchronize(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+
+def summarize(events: Any, seconds: float, device: torch.device) -> dict[str, Any]:
+    """Milliseconds a step by kind, of which none is counted twice, and which attention kernel ran.
+
+    events: `key_averages()` of `PROFILED_STEPS` steps that took so many seconds. On a GPU the time of its kernels
+    counts, on a CPU each operator's own.
+    """
+    milliseconds = dict.fromkeys(KINDS, 0.0)
+    for event in events:
+        kind = kind_of(event.key)
+        if device.type == "cuda":
+            own_us = event.self_device_time_total if event.device_type == DeviceType.CUDA else 0
+        else:
+            own_us = event.self_cpu_time_total
+        if kind is not None:
+            milliseconds[kind] += own_us / 1e3 / PROFILED_STEPS
+    step_ms = seconds * 1e3 / PROFILED_STEPS
+    milliseconds[IDLE] = max(0.0, step_ms - sum(milliseconds.values()))
+    names = {event.key for event in events}
+    kernel = next((label for name, label in ATTENTION_KERNELS.items() if name in names), PLAIN_ATTENTION)
+    return {
+        "step_ms": step_ms,
+        "attention_kernel": kernel,
+        **{f"{kind}_ms": value for kind, value in milliseconds.items()},
+    }
+
+
+def describe(numbers: dict[str, Any]) -> str:
+    """`summarize`'s numbers as a small table."""
+    lines = [f"where {numbers['step_ms']:,.1f} ms of a step go (attention by {numbers['attention_kernel']}):"]
+    for kind in (*KINDS, IDLE):
+        share = numbers[f"{kind}_ms"] / numbers["step_ms"]
+        lines.append(f"  {kind:12}{numbers[f'{kind}_ms']:>10,.1f} ms {share:>5.0%}")
+    return "\n".join(lines)
