@@ -1,0 +1,120 @@
+"""The ladder's results as a table for the screen, as Markdown and as a bar chart.
+
+In: the dictionary that scripts/run_ladder.py writes as JSON. Out: text, or a PNG.
+"""
+
+from pathlib import Path
+from typing import Any
+
+SECTIONS = {
+    "ladder": "each rung has the switches of all rungs above it in this table",
+    "extras": "then, one by one, kept where it pays on this machine",
+    "memory": "memory options, on the recipe's defaults",
+    "ablation": "the recipe's defaults with one switch back at its bottom value",
+}
+CHANGES_WHAT_IS_LEARNED = 0.05  # nats: more than bf16 rounding makes of the loss
+
+
+TEXT_HEADER = f"{'':37}{'step ms':>9}{'times':>7}{'tokens/s':>10}{'MFU':>5}{'GB':>6}"  # of `text_row`
+
+
+def speedups(results: dict[str, Any], section: str) -> dict[str, float]:
+    """How many times as fast as the first entry of the section; the extras and memory rungs: as the ladder's first."""
+    first = next((e for e in results[section if section == "ablation" else "ladder"] if "step_ms" in e), None)
+    return {e["name"]: first["step_ms"] / e["step_ms"] for e in results[section] if first and "step_ms" in e}
+
+
+def text_row(entry: dict[str, Any], speedup: float | None) -> str:
+    """One entry in at most 80 columns."""
+    what = f"  {entry['what']}"[:36]
+    if "step_ms" not in entry:
+        return f"{what:37}{'not run: ' + entry['not_run']}"[:80]
+    return (
+        f"{what:37}{entry['step_ms']:>9,.1f}{speedup or 1:>7.2f}{entry['tokens_per_second']:>10,.0f}"
+        f"{entry['mfu']:>5.0%}{entry['peak_memory_bytes'] / 1e9:>6.2f}{_mark(entry)}"
+    )
+
+
+def _mark(entry: dict[str, Any]) -> str:
+    delta = entry.get("loss_delta")
+    return " *" if delta is not None and abs(delta) > CHANGES_WHAT_IS_LEARNED else ""
+
+
+def notes(results: dict[str, Any]) -> list[str]:
+    """What the numbers mean, and what they were measured on."""
+    machine = results["machine"]
+    rates = ", ".join(f"{name} {rate:,.2f}" for name, rate in machine["matmul_tflops"].items())
+    lines = [
+        f"Model: {results['setting']}.",
+        f"Machine: {machine['name']}, {results['environment']['num_cpus']} CPUs; torch "
+        f"{results['environment']['torch']}, transformers {results['environment']['transformers']}; matrix products "
+        f"of {rates} TFLOP/s measured"
+        + (f", {machine['data_sheet_tflops']:,.0f} by the data sheet" if machine["data_sheet_tflops"] else "")
+        + ". MFU is against the highest measured.",
+    ]
+    marked = [e["what"] for section in SECTIONS for e in results.get(section, []) if _mark(e)]
+    if marked:
+        lines.append(f"* learns something else: its loss is more than {CHANGES_WHAT_IS_LEARNED} from that of fp32.")
+    kept = [e["what"] for e in results.get("extras", []) if e.get("kept")]
+    if results.get("extras"):
+        lines.append(f"Of the extras these pay here: {', '.join(kept) or 'none'}.")
+    return lines
+
+
+def to_markdown(results: dict[str, Any], sections: tuple[str, ...] = tuple(SECTIONS)) -> str:
+    """One table a section, with everything that was measured."""
+    blocks = []
+    for section in sections:
+        entries = results.get(section, [])
+        if not entries:
+            continue
+        times = speedups(results, section)
+        lines = [
+            f"| {SECTIONS[section]} | step ms (spread) | times | tokens/s | MFU | GB | attention | loss against fp32 |"
+            " first step, s |",
+            "|---|---|---|---|---|---|---|---|---|",
+        ]
+        lines += [f"| {' | '.join(_markdown_cells(entry, times.get(entry['name'])))} |" for entry in entries]
+        blocks.append("\n".join(lines))
+    return "\n\n".join([*blocks, *notes(results)])
+
+
+def _markdown_cells(entry: dict[str, Any], speedup: float | None) -> list[str]:
+    what = entry["what"] + (" (kept)" if entry.get("kept") else "")
+    if "step_ms" not in entry:
+        return [what, f"not run: {entry['not_run']}", *[""] * 7]
+    delta = entry.get("loss_delta")
+    return [
+        what,
+        f"{entry['step_ms']:,.1f} ({entry['step_ms_lowest']:,.1f}-{entry['step_ms_highest']:,.1f})",
+        f"{speedup:.2f}",
+        f"{entry['tokens_per_second']:,.0f}",
+        f"{entry['mfu']:.1%}",
+        f"{entry['peak_memory_bytes'] / 1e9:.2f}",
+        entry["attention_kernel"],
+        "" if delta is None else f"{delta:+.4f}{_mark(entry)}",
+        f"{entry['seconds_to_first_step']:.1f}",
+    ]
+
+
+def save_chart(results: dict[str, Any], path: Path) -> None:
+    """Bars of tokens per second, rung by rung. Needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    entries = [e for section in ("ladder", "extras") for e in results.get(section, []) if "step_ms" in e]
+    if not entries:
+        return
+    figure = Figure(figsize=(9, 0.36 * len(entries) + 1.2), layout="constrained")
+    axes = figure.subplots()
+    rates = [entry["tokens_per_second"] for entry in entries]
+    colors = ["#4878a8" if entry in results["ladder"] or entry.get("kept") else "#c4c4c4" for entry in entries]
+    axes.barh(range(len(entries)), rates, color=colors)
+    axes.set_yticks(range(len(entries)), [entry["what"] for entry in entries])
+    axes.invert_yaxis()
+    axes.set_xlim(0, max(rates) * 1.18)
+    for i, (entry, rate) in enumerate(zip(entries, rates, strict=True)):
+        axes.text(rate, i, f" {rate:,.0f}  ({entries[0]['step_ms'] / entry['step_ms']:.2f}x)", va="center", fontsize=9)
+    axes.set_xlabel("tokens per second")
+    axes.set_title(f"{results['machine']['name']}: {results['setting'].split(',')[0]}", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130)

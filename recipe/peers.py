@@ -1,0 +1,167 @@
+"""The same training in other people's programs, and in a loop with nothing around it, side by side with ours.
+
+In: where their code lies (it is not part of this project). Out: tokens per second of each, and how many times as fast
+ours is, from runs that take turns. All train GPT-2 of the same size on the same text; the command lines are recorded.
+"""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from recipe.config import UserError
+from recipe.data.packed import PackedDataset
+from recipe.environment import count_cpus
+from recipe.machine import Machine
+from recipe.measure import LAP, Setting, combine, to_arguments, why_it_ended
+
+BARE_LOOP = Path(__file__).parent.parent / "scripts" / "bare_loop.py"
+NANOGPT_CONTEXT = "nullcontext() if device_type == 'cpu' else "  # without it, autocast is for the CPU too
+NANOGPT_MICRO_BATCH = 12  # its default
+RUN_CLM_MICRO_BATCH = 8  # TrainingArguments' default
+RUN_CLM_TOKENS = 500_000  # as text
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A program that prints a line whenever it has done `tokens_per_line`."""
+
+    name: str
+    what: str
+    command: list[str]
+    directory: Path
+    line: str  # pattern of that line; its first group, if it has one, is the milliseconds it took
+    tokens_per_line: int
+    ours: str = "ours"  # which of our runs it is to be compared with
+
+
+def build_bare_loop(setting: Setting, options: dict[str, Any]) -> Peer:
+    """Forward, backward, clip and AdamW on one batch: what is left of ours when the program is taken away."""
+    command = [sys.executable, str(BARE_LOOP), *to_arguments(combine(setting.run_options, options))]
+    return Peer("bare_loop", "the bare loop", command, Path.cwd(), r"step \d+: ([\d.]+) ms", setting.tokens_per_step)
+
+
+def build_nanogpt(
+    source: Path, machine: Machine, setting: Setting, dataset: PackedDataset, work: Path, on_cpu_bf16: bool, micro: int
+) -> Peer:
+    """nanoGPT's train.py in a copy, with our tokens as its data.
+
+    on_cpu_bf16: change the line that keeps autocast from CPUs.
+    """
+    if not (source / "train.py").is_file():
+        raise UserError(f"{source} holds no train.py; git clone https://github.com/karpathy/nanoGPT {source}")
+    folder = work / f"nanogpt_{micro}_{on_cpu_bf16}"
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns(".git", "*.bin", "*.pkl"))
+    data = folder / "data" / "ladder"
+    data.mkdir(parents=True)
+    dataset.splits["train"].stream().tofile(data / "train.bin")
+    dataset.splits["validation"].stream().tofile(data / "val.bin")
+    if on_cpu_bf16:
+        text = (folder / "train.py").read_text()
+        if NANOGPT_CONTEXT not in text:
+            raise UserError(f"{source / 'train.py'} chooses autocast otherwise than the nanoGPT that is known here")
+        (folder / "train.py").write_text(text.replace(NANOGPT_CONTEXT, ""))
+    accumulation = max(1, setting.global_batch // micro)
+    options = {
+        **{"dataset": "ladder", "device": machine.device, "compile": True, "bias": True, "dropout": 0.0},
+        **{"block_size": setting.block_size, "batch_size": micro, "gradient_accumulation_steps": accumulation},
+        **{key: setting.model_size[key] for key in ("n_layer", "n_head", "n_embd")},
+        **{"max_iters": 100_000, "eval_interval": 1_000_000, "eval_iters": 1, "log_interval": 1},
+        **{"decay_lr": False, "learning_rate": 3e-4},
+    }
+    if machine.device == "cpu":
+        options["dtype"] = "bfloat16" if on_cpu_bf16 else "float32"
+    default = micro == NANOGPT_MICRO_BATCH != setting.micro_batch
+    return Peer(
+        folder.name,
+        "nanoGPT"
+        + (", its CPU path: fp32, compiled" if machine.device == "cpu" and not on_cpu_bf16 else "")
+        + (", given bf16 on the CPU, compiled" if on_cpu_bf16 else "")
+        + (f", its default micro-batch {micro}" if default else ""),
+        [sys.executable, "train.py", *(f"--{key}={value}" for key, value in options.items())],
+        folder,
+        r"iter \d+: .*time ([\d.]+)ms",
+        micro * accumulation * setting.block_size,
+        ours="ours_auto" if default else "ours",
+    )
+
+
+def build_run_clm(source: Path, machine: Machine, setting: Setting, dataset: PackedDataset, work: Path) -> Peer:
+    """Transformers' run_clm.py with the Trainer, at its defaults with bf16 and torch.compile."""
+    if not source.is_file():
+        raise UserError(f"there is no {source}; it is examples/pytorch/language-modeling/run_clm.py of Transformers")
+    text = dataset.load_tokenizer().decode(dataset.splits["train"].stream()[:RUN_CLM_TOKENS].tolist())
+    (work / "text.txt").write_text(text, encoding="utf-8")
+    sizes = {**setting.model_size, "n_positions": setting.block_size}
+    accumulation = max(1, setting.global_batch // RUN_CLM_MICRO_BATCH)
+    options = {
+        **{"model_type": "gpt2", "config_overrides": ",".join(f"{key}={value}" for key, value in sizes.items())},
+        **{
+            "tokenizer_name": dataset.directory.resolve() / "tokenizer",
+            "train_file": work / "text.txt",
+            "do_train": True,
+        },
+        **{"block_size": setting.block_size, "bf16": True, "torch_compile": True, "logging_steps": LAP},
+        **{"gradient_accumulation_steps": accumulation, "max_steps": 100_000, "save_strategy": "no"},
+        **{"output_dir": work / "run_clm", "report_to": "none", "cache_dir": work / "cache"},
+    }
+    if machine.device == "cpu":
+        options["use_cpu"] = True
+    return Peer(
+        "run_clm",
+        "run_clm.py with bf16 and torch.compile",
+        [sys.executable, str(source.resolve()), *to_arguments(options)],
+        work,
+        r"\{'loss':",
+        LAP * RUN_CLM_MICRO_BATCH * accumulation * setting.block_size,
+    )
+
+
+def measure_peer(peer: Peer, num_lines: int, log: Path, deadline: float) -> dict[str, Any]:
+    """Run it until it has printed so many lines after the first `LAP`; tokens per second, by the median line.
+
+    Where the lines hold no time, when they come is what counts. Returns `{"failed": reason}` if it ends before.
+    """
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    environment.setdefault("OMP_NUM_THREADS", str(count_cpus()))
+    times, before, lines = [], None, []
+    process = subprocess.Popen(
+        peer.command,
+        cwd=peer.directory,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        for line in process.stdout:
+            lines.append(line)
+            found = re.search(peer.line, line)
+            now = time.monotonic()
+            if now > deadline:
+                return {"failed": "the time was up"}
+            if found:
+                seconds = float(found[1]) / 1e3 if found.groups() else before and now - before
+                before = now
+                times += [seconds] if seconds else []
+            if len(times) >= LAP + num_lines:
+                break
+        else:
+            log.write_text("".join(lines))
+            return {"failed": why_it_ended("".join(lines))}
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+    steady = sorted(times[LAP:])
+    return {"tokens_per_second": round(peer.tokens_per_line / steady[len(steady) // 2])}

@@ -1,0 +1,62 @@
+"""The training step with nothing around it: forward, backward, clipping and AdamW on one batch, in a plain loop.
+
+python scripts/bare_loop.py --config demo
+
+Takes the options of recipe/train.py and prints the time of each step; what recipe/train.py takes more is the program.
+"""
+
+import time
+
+import torch
+
+from recipe.config import load_config, run_main
+from recipe.data.prepare import open_dataset_for
+from recipe.environment import count_cpus
+from recipe.loss import LanguageModelingLoss
+from recipe.model import build_model, build_model_config
+from recipe.optim import build_optimizer
+from recipe.runtime import (
+    choose_attention,
+    choose_dynamo_backend,
+    choose_mixed_precision,
+    compile_module,
+    keep_freed_memory,
+)
+
+
+def main() -> None:
+    config, _ = load_config()
+    device = torch.device(torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu")
+    if device.type == "cpu":
+        torch.set_num_threads(count_cpus())
+        keep_freed_memory(device)
+    else:
+        torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
+    precision = choose_mixed_precision(config, device).value
+    dtype = {"no": torch.float32, "bf16": torch.bfloat16}[precision]
+    vocab_size = open_dataset_for(config).vocab_size
+    model_config = build_model_config(config, vocab_size, 0)
+    model = build_model(config, model_config, choose_attention(config, device).value)
+    module = LanguageModelingLoss(model, vocab_size).to(device)
+    compile_module(module, choose_dynamo_backend(config, device, 0).value, config.dynamo_mode)
+    optimizer = build_optimizer(config, module)
+    micro_batch = config.per_device_train_batch_size
+    rows = torch.randint(vocab_size, (micro_batch, config.block_size + 1), device=device)
+    input_ids, targets = rows[:, :-1], rows[:, 1:]
+    accumulation_steps = config.global_batch_size // micro_batch
+    for step in range(config.max_steps):
+        started_at = time.perf_counter()
+        for _ in range(accumulation_steps):
+            with torch.autocast(device.type, dtype, enabled=precision != "no"):
+                loss = module(input_ids, targets)
+            (loss / accumulation_steps).backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), config.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+        print(f"step {step}: {(time.perf_counter() - started_at) * 1e3:.3f} ms", flush=True)
+
+
+if __name__ == "__main__":
+    run_main(main)
