@@ -10,6 +10,7 @@ SECTIONS = {
     "ladder": "each rung has the switches of all rungs above it in this table",
     "extras": "then, one by one, kept where it pays on this machine",
     "memory": "memory options, on the recipe's defaults",
+    "peers": "other programs, the same training: how many times as fast ours is",
     "ablation": "the recipe's defaults with one switch back at its bottom value",
 }
 CHANGES_WHAT_IS_LEARNED = 0.05  # nats: more than bf16 rounding makes of the loss
@@ -33,6 +34,15 @@ def text_row(entry: dict[str, Any], speedup: float | None) -> str:
         f"{what:37}{entry['step_ms']:>9,.1f}{speedup or 1:>7.2f}{entry['tokens_per_second']:>10,.0f}"
         f"{entry['mfu']:>5.0%}{entry['peak_memory_bytes'] / 1e9:>6.2f}{_mark(entry)}"
     )
+
+
+def peer_row(entry: dict[str, Any]) -> str:
+    """One peer in at most 80 columns."""
+    if "times" not in entry:
+        return f"  {entry['what']:42.42} not run: {entry['not_run']}"[:80]
+    lowest, highest = min(entry["times_of_each_round"]), max(entry["times_of_each_round"])
+    rates = f"{entry['tokens_per_second']:>10,.0f}{entry['times']:>8.3f}"
+    return f"  {entry['what']:42.42}{rates} ({lowest:.3f}-{highest:.3f})"
 
 
 def _mark(entry: dict[str, Any]) -> str:
@@ -68,6 +78,9 @@ def to_markdown(results: dict[str, Any], sections: tuple[str, ...] = tuple(SECTI
         entries = results.get(section, [])
         if not entries:
             continue
+        if section == "peers":
+            blocks.append(_peers_markdown(entries))
+            continue
         times = speedups(results, section)
         lines = [
             f"| {SECTIONS[section]} | step ms (spread) | times | tokens/s | MFU | GB | attention | loss against fp32 |"
@@ -77,6 +90,40 @@ def to_markdown(results: dict[str, Any], sections: tuple[str, ...] = tuple(SECTI
         lines += [f"| {' | '.join(_markdown_cells(entry, times.get(entry['name'])))} |" for entry in entries]
         blocks.append("\n".join(lines))
     return "\n\n".join([*blocks, *notes(results)])
+
+
+def to_short_markdown(results: dict[str, Any], section: str) -> str:
+    """What a README has room for: a table of the entries that ran."""
+    peers = section == "peers"
+    columns = ("its tokens/s", "ours is as fast") if peers else ("tokens/s", "times", "peak GB", "loss against fp32's")
+    lines = [f"| {' | '.join(('', *columns))} |", "|---" * (len(columns) + 1) + "|"]
+    times = {} if peers else speedups(results, section)
+    for entry in results[section]:
+        if "not_run" in entry:
+            continue
+        cells = [entry["what"] + (" (kept)" if entry.get("kept") else ""), f"{entry['tokens_per_second']:,.0f}"]
+        cells += (
+            [f"{entry['times']:.2f} times"] if peers else [f"{times[entry['name']]:.2f}", *_memory_and_loss(entry)]
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _memory_and_loss(entry: dict[str, Any]) -> list[str]:
+    delta = entry.get("loss_delta")
+    return [f"{entry['peak_memory_bytes'] / 1e9:.2f}", "" if delta is None else f"{delta:+.4f}{_mark(entry)}"]
+
+
+def _peers_markdown(entries: list[dict[str, Any]]) -> str:
+    lines = [f"| {SECTIONS['peers']} | its tokens/s | ours | times (of each round) |", "|---|---|---|---|"]
+    for entry in entries:
+        if "times" not in entry:
+            lines.append(f"| {entry['what']} | not run: {entry['not_run']} | | |")
+            continue
+        rounds = ", ".join(f"{value:.2f}" for value in entry["times_of_each_round"])
+        rates = f"{entry['tokens_per_second']:,.0f} | {entry['our_tokens_per_second']:,.0f}"
+        lines.append(f"| {entry['what']} | {rates} | {entry['times']:.3f} ({rounds}) |")
+    return "\n".join(lines)
 
 
 def _markdown_cells(entry: dict[str, Any], speedup: float | None) -> list[str]:

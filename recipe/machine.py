@@ -30,6 +30,7 @@ class Machine:
     tf32: bool = False
     compiler: bool = True
     glibc: bool = True
+    memory_bytes: int | None = None  # of the GPU
     matmul_tflops: dict[str, float] = field(default_factory=dict)
     data_sheet_tflops: float | None = None
 
@@ -80,6 +81,7 @@ def _look() -> Machine:
         tf32=tf32,
         compiler=has_compiler(),
         glibc=platform.libc_ver()[0] == "glibc",
+        memory_bytes=torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None,
         matmul_tflops={name: round(rate / 1e12, 3) for name, rate in rates.items()},
         data_sheet_tflops=peak and peak / 1e12,
     )

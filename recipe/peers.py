@@ -10,14 +10,16 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from recipe.config import UserError
-from recipe.data.packed import PackedDataset
+from recipe.data.packed import PackedDataset, open_packed_dataset
 from recipe.environment import count_cpus
+from recipe.ladder import Rung, options_of
 from recipe.machine import Machine
 from recipe.measure import LAP, Setting, combine, to_arguments, why_it_ended
 
@@ -41,6 +43,23 @@ class Peer:
     ours: str = "ours"  # which of our runs it is to be compared with
 
 
+def build_peers(
+    machine: Machine, setting: Setting, rungs: list[Rung], work: Path, nanogpt: Path | None, run_clm: Path | None
+) -> list[Peer]:
+    """The bare loop, and those whose code is there. Raises `UserError` if it is not what it should be."""
+    peers = [build_bare_loop(setting, options_of(rungs))]
+    dataset = open_packed_dataset(Path(setting.options["dataset_dir"]), setting.block_size)
+    if nanogpt is not None:
+        peers.append(build_nanogpt(nanogpt, machine, setting, dataset, work / "nanogpt"))
+        if machine.device == "cuda":
+            peers.append(build_nanogpt(nanogpt, machine, setting, dataset, work / "default", default_batch=True))
+        elif machine.bf16:
+            peers.append(build_nanogpt(nanogpt, machine, setting, dataset, work / "bf16", bf16_on_cpu=True))
+    if run_clm is not None:
+        peers.append(build_run_clm(run_clm, machine, setting, dataset, work))
+    return peers
+
+
 def build_bare_loop(setting: Setting, options: dict[str, Any]) -> Peer:
     """Forward, backward, clip and AdamW on one batch: what is left of ours when the program is taken away."""
     command = [sys.executable, str(BARE_LOOP), *to_arguments(combine(setting.run_options, options))]
@@ -48,48 +67,63 @@ def build_bare_loop(setting: Setting, options: dict[str, Any]) -> Peer:
 
 
 def build_nanogpt(
-    source: Path, machine: Machine, setting: Setting, dataset: PackedDataset, work: Path, on_cpu_bf16: bool, micro: int
+    source: Path,
+    machine: Machine,
+    setting: Setting,
+    dataset: PackedDataset,
+    folder: Path,
+    bf16_on_cpu: bool = False,
+    default_batch: bool = False,
 ) -> Peer:
-    """nanoGPT's train.py in a copy, with our tokens as its data.
+    """nanoGPT's train.py, in a copy, with our tokens as its data.
 
-    on_cpu_bf16: change the line that keeps autocast from CPUs.
+    bf16_on_cpu: change the line that keeps autocast from CPUs. default_batch: its own micro-batch, not ours.
     """
     if not (source / "train.py").is_file():
         raise UserError(f"{source} holds no train.py; git clone https://github.com/karpathy/nanoGPT {source}")
-    folder = work / f"nanogpt_{micro}_{on_cpu_bf16}"
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns(".git", "*.bin", "*.pkl"))
     data = folder / "data" / "ladder"
     data.mkdir(parents=True)
-    dataset.splits["train"].stream().tofile(data / "train.bin")
-    dataset.splits["validation"].stream().tofile(data / "val.bin")
-    if on_cpu_bf16:
+    for split, name in (("train", "train.bin"), ("validation", "val.bin")):
+        dataset.splits[split].stream().astype("uint16").tofile(data / name)
+    micro_batch, what, ours = setting.micro_batch, "nanoGPT", "ours"
+    if default_batch:
+        micro_batch, what, ours = (
+            NANOGPT_MICRO_BATCH,
+            f"nanoGPT at its default micro-batch, {NANOGPT_MICRO_BATCH}",
+            "ours_auto",
+        )
+    elif bf16_on_cpu:
+        what = "nanoGPT, given bf16 on the CPU, compiled"
         text = (folder / "train.py").read_text()
         if NANOGPT_CONTEXT not in text:
             raise UserError(f"{source / 'train.py'} chooses autocast otherwise than the nanoGPT that is known here")
         (folder / "train.py").write_text(text.replace(NANOGPT_CONTEXT, ""))
-    accumulation = max(1, setting.global_batch // micro)
+    elif machine.device == "cpu":
+        what = "nanoGPT, its CPU path: fp32, compiled"
+    accumulation = max(1, setting.global_batch // micro_batch)
     options = {
-        **{"dataset": "ladder", "device": machine.device, "compile": True, "bias": True, "dropout": 0.0},
-        **{"block_size": setting.block_size, "batch_size": micro, "gradient_accumulation_steps": accumulation},
-        **{key: setting.model_size[key] for key in ("n_layer", "n_head", "n_embd")},
-        **{"max_iters": 100_000, "eval_interval": 1_000_000, "eval_iters": 1, "log_interval": 1},
-        **{"decay_lr": False, "learning_rate": 3e-4},
+        "dataset": "ladder",
+        "device": machine.device,
+        "compile": True,
+        "bias": True,  # as GPT-2
+        "dropout": 0.0,
+        "block_size": setting.block_size,
+        **setting.model_size,
+        "batch_size": micro_batch,
+        "gradient_accumulation_steps": accumulation,
+        "max_iters": 100_000,
+        "eval_interval": 1_000_000,
+        "eval_iters": 1,
+        "log_interval": 1,
+        "decay_lr": False,
+        "learning_rate": 3e-4,
     }
     if machine.device == "cpu":
-        options["dtype"] = "bfloat16" if on_cpu_bf16 else "float32"
-    default = micro == NANOGPT_MICRO_BATCH != setting.micro_batch
-    return Peer(
-        folder.name,
-        "nanoGPT"
-        + (", its CPU path: fp32, compiled" if machine.device == "cpu" and not on_cpu_bf16 else "")
-        + (", given bf16 on the CPU, compiled" if on_cpu_bf16 else "")
-        + (f", its default micro-batch {micro}" if default else ""),
-        [sys.executable, "train.py", *(f"--{key}={value}" for key, value in options.items())],
-        folder,
-        r"iter \d+: .*time ([\d.]+)ms",
-        micro * accumulation * setting.block_size,
-        ours="ours_auto" if default else "ours",
-    )
+        options["dtype"] = "bfloat16" if bf16_on_cpu else "float32"
+    command = [sys.executable, "train.py", *(f"--{key}={value}" for key, value in options.items())]
+    tokens_per_step = micro_batch * accumulation * setting.block_size
+    return Peer(folder.name, what, command, folder, r"iter \d+: .*time ([\d.]+)ms", tokens_per_step, ours)
 
 
 def build_run_clm(source: Path, machine: Machine, setting: Setting, dataset: PackedDataset, work: Path) -> Peer:
@@ -98,39 +132,42 @@ def build_run_clm(source: Path, machine: Machine, setting: Setting, dataset: Pac
         raise UserError(f"there is no {source}; it is examples/pytorch/language-modeling/run_clm.py of Transformers")
     text = dataset.load_tokenizer().decode(dataset.splits["train"].stream()[:RUN_CLM_TOKENS].tolist())
     (work / "text.txt").write_text(text, encoding="utf-8")
-    sizes = {**setting.model_size, "n_positions": setting.block_size}
+    overrides = {**setting.model_size, "n_positions": setting.block_size}
     accumulation = max(1, setting.global_batch // RUN_CLM_MICRO_BATCH)
     options = {
-        **{"model_type": "gpt2", "config_overrides": ",".join(f"{key}={value}" for key, value in sizes.items())},
-        **{
-            "tokenizer_name": dataset.directory.resolve() / "tokenizer",
-            "train_file": work / "text.txt",
-            "do_train": True,
-        },
-        **{"block_size": setting.block_size, "bf16": True, "torch_compile": True, "logging_steps": LAP},
-        **{"gradient_accumulation_steps": accumulation, "max_steps": 100_000, "save_strategy": "no"},
-        **{"output_dir": work / "run_clm", "report_to": "none", "cache_dir": work / "cache"},
+        "model_type": "gpt2",
+        "config_overrides": ",".join(f"{key}={value}" for key, value in overrides.items()),
+        "tokenizer_name": dataset.directory.resolve() / "tokenizer",
+        "train_file": work / "text.txt",
+        "do_train": True,
+        "block_size": setting.block_size,
+        "bf16": True,
+        "torch_compile": True,
+        "gradient_accumulation_steps": accumulation,
+        "max_steps": 100_000,
+        "logging_steps": LAP,
+        "save_strategy": "no",
+        "report_to": "none",
+        "output_dir": work / "run_clm",
+        "cache_dir": work / "cache",
+        **({"use_cpu": True} if machine.device == "cpu" else {}),
     }
-    if machine.device == "cpu":
-        options["use_cpu"] = True
+    command = [sys.executable, str(source.resolve()), *to_arguments(options)]
+    tokens_per_lap = LAP * RUN_CLM_MICRO_BATCH * accumulation * setting.block_size
     return Peer(
-        "run_clm",
-        "run_clm.py with bf16 and torch.compile",
-        [sys.executable, str(source.resolve()), *to_arguments(options)],
-        work,
-        r"\{'loss':",
-        LAP * RUN_CLM_MICRO_BATCH * accumulation * setting.block_size,
+        "run_clm", "run_clm.py with bf16 and torch.compile", command, work, r"\{'loss':", tokens_per_lap, "ours_auto"
     )
 
 
-def measure_peer(peer: Peer, num_lines: int, log: Path, deadline: float) -> dict[str, Any]:
+def measure_peer(peer: Peer, num_lines: int, deadline: float) -> dict[str, Any]:
     """Run it until it has printed so many lines after the first `LAP`; tokens per second, by the median line.
 
     Where the lines hold no time, when they come is what counts. Returns `{"failed": reason}` if it ends before.
     """
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     environment.setdefault("OMP_NUM_THREADS", str(count_cpus()))
-    times, before, lines = [], None, []
+    times: list[float] = []
+    before, lines = None, []
     process = subprocess.Popen(
         peer.command,
         cwd=peer.directory,
@@ -142,13 +179,13 @@ def measure_peer(peer: Peer, num_lines: int, log: Path, deadline: float) -> dict
         errors="replace",
         start_new_session=True,
     )
+    too_late = threading.Timer(min(max(0, deadline - time.monotonic()), threading.TIMEOUT_MAX), _kill, [process])
+    too_late.start()
     try:
         for line in process.stdout:
             lines.append(line)
             found = re.search(peer.line, line)
             now = time.monotonic()
-            if now > deadline:
-                return {"failed": "the time was up"}
             if found:
                 seconds = float(found[1]) / 1e3 if found.groups() else before and now - before
                 before = now
@@ -156,12 +193,17 @@ def measure_peer(peer: Peer, num_lines: int, log: Path, deadline: float) -> dict
             if len(times) >= LAP + num_lines:
                 break
         else:
-            log.write_text("".join(lines))
-            return {"failed": why_it_ended("".join(lines))}
+            out_of_time = time.monotonic() >= deadline
+            return {"failed": "the time was up" if out_of_time else why_it_ended("".join(lines))}
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+        too_late.cancel()
+        _kill(process)
         process.wait()
         process.stdout.close()
     steady = sorted(times[LAP:])
     return {"tokens_per_second": round(peer.tokens_per_line / steady[len(steady) // 2])}
+
+
+def _kill(process: subprocess.Popen) -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)

@@ -13,6 +13,8 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from recipe.config import UserError
+
 PROFILED_STEPS = 3
 TRACE_NAME = "trace.json.gz"
 
@@ -46,10 +48,17 @@ def kind_of(name: str) -> str | None:
 class StepProfiler:
     """Profiles `PROFILED_STEPS` steps of one process, once; otherwise it does nothing."""
 
-    def __init__(self, after_step: int | None, device: torch.device, output_dir: Path) -> None:
-        """after_step: None does not profile. To be made before the first forward, which compiles."""
+    def __init__(self, after_step: int | None, last_step: int, device: torch.device, output_dir: Path) -> None:
+        """after_step: None does not profile. To be made before the first forward, which compiles.
+
+        Raises `UserError` if the run ends before the profiled steps do.
+        """
         self.after_step, self.device, self.output_dir = after_step, device, output_dir
         self.profile: profile | None = None
+        if after_step is not None and after_step + PROFILED_STEPS > last_step:
+            raise UserError(
+                f"the {PROFILED_STEPS} steps after step {after_step} cannot be profiled: the last step is {last_step}"
+            )
         if after_step is not None and device.type == "cpu":
             import torch._inductor.config
 
@@ -72,7 +81,7 @@ class StepProfiler:
         self.profile.stop()
         trace, self.profile = self.profile, None
         trace.export_chrome_trace(str(self.output_dir / TRACE_NAME))
-        return summarize(trace.key_averages(), seconds, self.device)
+        return summarize(trace.events(), seconds, self.device)
 
     def _synchronize(self) -> None:
         if self.device.type != "cpu":
@@ -82,27 +91,34 @@ class StepProfiler:
 def summarize(events: Any, seconds: float, device: torch.device) -> dict[str, Any]:
     """Milliseconds a step by kind, of which none is counted twice, and which attention kernel ran.
 
-    events: `key_averages()` of `PROFILED_STEPS` steps that took so many seconds. On a GPU the time of its kernels
-    counts, on a CPU each operator's own.
+    events: the profiler's, of `PROFILED_STEPS` steps that took so many seconds. On a GPU the time of its kernels
+    counts; on a CPU each operator's own, and all that the optimizer calls is the optimizer's.
     """
     milliseconds = dict.fromkeys(KINDS, 0.0)
     for event in events:
-        kind = kind_of(event.key)
         if device.type == "cuda":
+            kind = kind_of(event.name)
             own_us = event.self_device_time_total if event.device_type == DeviceType.CUDA else 0
         else:
+            kind = "optimizer" if _is_optimizers(event) else kind_of(event.name)
             own_us = event.self_cpu_time_total
         if kind is not None:
             milliseconds[kind] += own_us / 1e3 / PROFILED_STEPS
     step_ms = seconds * 1e3 / PROFILED_STEPS
     milliseconds[IDLE] = max(0.0, step_ms - sum(milliseconds.values()))
-    names = {event.key for event in events}
+    names = {event.name for event in events}
     kernel = next((label for name, label in ATTENTION_KERNELS.items() if name in names), PLAIN_ATTENTION)
     return {
         "step_ms": step_ms,
         "attention_kernel": kernel,
         **{f"{kind}_ms": value for kind, value in milliseconds.items()},
     }
+
+
+def _is_optimizers(event: Any) -> bool:
+    while event is not None and not event.name.startswith("Optimizer.step"):
+        event = event.cpu_parent
+    return event is not None
 
 
 def describe(numbers: dict[str, Any]) -> str:

@@ -135,7 +135,8 @@ def main() -> None:
         report.say(warning)
 
     # ------------------------------------------------------------------ the loop: one turn is one optimizer step
-    profiler = StepProfiler(config.profile if accelerator.is_main_process else None, device, output_dir)
+    profile_after = state.step + config.profile if config.profile and accelerator.is_main_process else None
+    profiler = StepProfiler(profile_after, config.max_steps, device, output_dir)
     evaluation, seconds_to_first_step = None, None
     if state.step == 0 and config.eval_on_start:
         state.untrained = evaluation = evaluate_model(accelerator, module, dataset, eval_batch_size)

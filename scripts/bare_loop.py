@@ -9,10 +9,11 @@ import time
 
 import torch
 
-from recipe.config import load_config, run_main
+from recipe.config import UserError, load_config, run_main
 from recipe.data.prepare import open_dataset_for
 from recipe.environment import count_cpus
 from recipe.loss import LanguageModelingLoss
+from recipe.micro_batch import micro_batch_candidates
 from recipe.model import build_model, build_model_config
 from recipe.optim import build_optimizer
 from recipe.runtime import (
@@ -33,21 +34,22 @@ def main() -> None:
     else:
         torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     precision = choose_mixed_precision(config, device).value
-    dtype = {"no": torch.float32, "bf16": torch.bfloat16}[precision]
+    if precision == "fp16":
+        raise UserError("the bare loop has no gradient scaler: --mixed_precision bf16 or no")
     vocab_size = open_dataset_for(config).vocab_size
     model_config = build_model_config(config, vocab_size, 0)
     model = build_model(config, model_config, choose_attention(config, device).value)
     module = LanguageModelingLoss(model, vocab_size).to(device)
     compile_module(module, choose_dynamo_backend(config, device, 0).value, config.dynamo_mode)
     optimizer = build_optimizer(config, module)
-    micro_batch = config.per_device_train_batch_size
+    micro_batch = micro_batch_candidates(config, 1, device)[0]
     rows = torch.randint(vocab_size, (micro_batch, config.block_size + 1), device=device)
     input_ids, targets = rows[:, :-1], rows[:, 1:]
     accumulation_steps = config.global_batch_size // micro_batch
     for step in range(config.max_steps):
         started_at = time.perf_counter()
         for _ in range(accumulation_steps):
-            with torch.autocast(device.type, dtype, enabled=precision != "no"):
+            with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
                 loss = module(input_ids, targets)
             (loss / accumulation_steps).backward()
         torch.nn.utils.clip_grad_norm_(module.parameters(), config.max_grad_norm)

@@ -16,8 +16,8 @@ MODULES = {
 }
 # Bottom to top. A module imports from floors below its own; builders do not import each other.
 FLOORS = [
-    ["recipe", "recipe.config", "recipe.environment", "recipe.metrics", "recipe.progress", "recipe.step_profile"],
-    ["recipe.machine"],
+    ["recipe", "recipe.config", "recipe.environment", "recipe.metrics", "recipe.progress"],
+    ["recipe.machine", "recipe.step_profile"],
     ["recipe.preemption", "recipe.data", "recipe.data.files", "recipe.data.standard_library", "recipe.data.tokenizer"],
     ["recipe.data.documents"],
     ["recipe.data.text"],
@@ -34,7 +34,9 @@ FLOORS = [
     ["recipe.report"],
     ["recipe.train"],
     ["recipe.measure", "recipe.ladder_report"],
-    ["recipe.ladder", "recipe.peers"],
+    ["recipe.ladder"],
+    ["recipe.peers"],
+    ["recipe.ladder_runner"],
 ]
 
 

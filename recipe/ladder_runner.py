@@ -1,0 +1,194 @@
+"""Run the ladder, the ablation and the peers one after the other, and keep what they give after each run.
+
+In: a `Setting` and what was asked for. Out: a JSON file, a Markdown table and a chart beside it, lines on the screen.
+"""
+
+import json
+import statistics
+import textwrap
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from recipe.config import UserError
+from recipe.environment import describe_environment
+from recipe.ladder import (
+    PAYS,
+    REFERENCE,
+    Rung,
+    ablations,
+    build_extras,
+    build_memory_rungs,
+    build_rungs,
+    climb,
+    options_of,
+)
+from recipe.ladder_report import SECTIONS, notes, peer_row, save_chart, speedups, text_row, to_markdown
+from recipe.machine import Machine
+from recipe.measure import Goal, Setting, loss_delta, measure
+from recipe.peers import Peer, measure_peer
+
+LONGEST_RUN_SECONDS = 1800
+LARGEST_FIT = 1024  # rows a forward
+
+
+@dataclass
+class LadderRunner:
+    """Measures and records. ends_at: of `time.monotonic()`; what has not begun by then is not run."""
+
+    machine: Machine
+    setting: Setting
+    goal: Goal
+    work: Path
+    output_file: Path
+    command: str
+    ends_at: float = float("inf")
+    fit: bool = False
+    results: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.results = {
+            "what": "recipe/train.py in a fresh process for each entry; medians over laps, synchronised",
+            "setting": self.setting.says,
+            "command": self.command,
+            "machine": asdict(self.machine),
+            "environment": describe_environment(torch.device(self.machine.device)),
+            "flops_per_token": self.setting.flops_per_token,
+            "goal": asdict(self.goal),
+        }
+        self.rungs = build_rungs(self.machine)
+        self.extras = build_extras(self.machine, self.setting.micro_batch, self.setting.global_batch)
+        self.memory = build_memory_rungs(self.machine)
+
+    def wanted(self, names: list[str] | None) -> set[str]:
+        """The names, all if there are none, and the reference. Raises `UserError` for one that is no rung."""
+        known = [rung.name for rung in (*self.rungs, *self.extras, *self.memory)]
+        for name in names or []:
+            if name not in known:
+                raise UserError(f"there is no rung '{name}'; the rungs are {', '.join(known)}")
+        return {*(names or known), REFERENCE}
+
+    def run_ladder(self, wanted: set[str]) -> None:
+        """The ladder, then what pays above it, then what saves memory."""
+        for rung, options in climb(self.rungs):
+            if rung.name in wanted:
+                self.run("ladder", rung, options)
+        defaults = best = options_of(self.rungs)
+        fastest = next((e["step_ms"] for e in reversed(self.results["ladder"]) if "step_ms" in e), float("inf"))
+        for rung in self.extras:
+            if rung.name in wanted:
+                entry = self.run("extras", rung, {**best, **rung.on})
+                entry["kept"] = fastest / entry.get("step_ms", float("inf")) >= PAYS
+                if entry["kept"]:
+                    best, fastest = {**best, **rung.on}, entry["step_ms"]
+        for rung in self.memory:
+            if rung.name in wanted:
+                self.run("memory", rung, {**defaults, **rung.on})
+        self.save()
+
+    def run_ablation(self) -> None:
+        for rung, options in ablations(self.rungs):
+            self.run("ablation", rung, options)
+
+    def run(self, section: str, rung: Rung, options: dict[str, Any]) -> dict[str, Any]:
+        """Measure one rung, show it and record it."""
+        entry: dict[str, Any] = {"name": rung.name, "what": rung.what, "options": options}
+        if rung.why_not is not None:
+            entry["not_run"] = rung.why_not
+        else:
+            numbers = measure(options, self.setting, self.goal, self.work, self._deadline())
+            entry |= {"not_run": numbers["failed"]} if "failed" in numbers else numbers
+        if "step_ms" in entry:
+            flops = entry["tokens_per_second"] * self.setting.flops_per_token
+            entry["mfu"] = flops / self.machine.best_matmul_flops
+            if self.machine.data_sheet_tflops:
+                entry["mfu_data_sheet"] = flops / self.machine.data_sheet_tflops / 1e12
+            if self.fit:
+                entry["largest_micro_batch"] = self.largest_micro_batch(options)
+        entries = self.results.setdefault(section, [])
+        entries.append(entry)
+        if len(entries) == 1:
+            print(f"\n{SECTIONS[section]}")
+        print(text_row(entry, speedups(self.results, section).get(rung.name)), flush=True)
+        self.save()
+        return entry
+
+    def largest_micro_batch(self, options: dict[str, Any]) -> int | str:
+        """By doubling, until the same options with so many rows a forward are out of memory."""
+        if self.machine.device != "cuda":
+            return "not tried: a CPU swaps, or ends the process, instead of raising an error"
+        fits, size = 0, 1
+        while size <= LARGEST_FIT:
+            sizes = {"per_device_train_batch_size": size, "global_batch_size": size, "logging_steps": 1}
+            numbers = measure({**options, **sizes}, self.setting, Goal(steps=1), self.work, self._deadline())
+            if "failed" in numbers:
+                return fits if numbers["failed"] == "out of memory" else f"at least {fits}: {numbers['failed']}"
+            fits, size = size, size * 2
+        return f"at least {fits}"
+
+    def run_peers(self, peers: list[Peer], rounds: int) -> None:
+        """Ours and the others in turns, `rounds` times."""
+        ours = {"ours": options_of(self.rungs)}
+        if any(peer.ours == "ours_auto" for peer in peers):
+            ours["ours_auto"] = {**ours["ours"], "per_device_train_batch_size": "auto"}
+        self.results["rounds"] = []
+        for _ in range(rounds):
+            found: dict[str, Any] = {}
+            self.results["rounds"].append(found)
+            for name, options in ours.items():
+                found[name] = measure(options, self.setting, self.goal, self.work, self._deadline())
+                found[name].pop("losses", None)
+            for peer in peers:
+                found[peer.name] = measure_peer(peer, self.goal.steps, self._deadline())
+            self.results["peers"] = [self._compare(peer) for peer in peers]
+            self.save()
+        print(f"\n{SECTIONS['peers']}")
+        for entry in self.results["peers"]:
+            print(peer_row(entry), flush=True)
+
+    def _compare(self, peer: Peer) -> dict[str, Any]:
+        """How many times as fast ours is, in each round and in the median."""
+        command = [Path(part).name if part.startswith("/") else part for part in peer.command]
+        entry: dict[str, Any] = {"name": peer.name, "what": peer.what, "command": " ".join(command)}
+        pairs = [(found[peer.ours], found[peer.name]) for found in self.results["rounds"]]
+        failed = [numbers["failed"] for pair in pairs for numbers in pair if "failed" in numbers]
+        if failed:
+            return {**entry, "not_run": failed[0]}
+        times = [mine["tokens_per_second"] / theirs["tokens_per_second"] for mine, theirs in pairs]
+        rates = [
+            statistics.median(numbers["tokens_per_second"] for numbers in side) for side in zip(*pairs, strict=True)
+        ]
+        return {
+            **entry,
+            "our_tokens_per_second": rates[0],
+            "tokens_per_second": rates[1],
+            "times": round(statistics.median(times), 4),
+            "times_of_each_round": [round(value, 4) for value in times],
+        }
+
+    def _deadline(self) -> float:
+        return min(self.ends_at, time.monotonic() + LONGEST_RUN_SECONDS)
+
+    def save(self) -> None:
+        """JSON and Markdown, whole again after every run."""
+        entries = [entry for section in SECTIONS for entry in self.results.get(section, [])]
+        reference = next((e["losses"] for e in entries if e["name"] == REFERENCE and "losses" in e), {})
+        for entry in entries:
+            if "losses" in entry:
+                entry["loss_delta"] = loss_delta(entry["losses"], reference)
+        self.results["finished_at"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        self.output_file.parent.mkdir(parents=True, exist_ok=True)
+        self.output_file.write_text(json.dumps(self.results, indent=2) + "\n")
+        self.output_file.with_suffix(".md").write_text(to_markdown(self.results) + "\n")
+
+    def finish(self) -> None:
+        """What the numbers mean, and the chart."""
+        print("\n" + "\n".join(textwrap.fill(note, 80) for note in notes(self.results)))
+        if "ladder" in self.results:
+            try:
+                save_chart(self.results, self.output_file.with_suffix(".png"))
+            except ImportError:
+                print('no chart: it needs matplotlib (pip install -e ".[plot]")')

@@ -1,0 +1,168 @@
+"""What only a GPU can show. `pytest -m gpu` runs these alone; where there is no CUDA device they are skipped."""
+
+import json
+import math
+import time
+
+import pytest
+import torch
+from conftest import read_events
+from torch._dynamo.utils import counters
+
+import recipe.train
+from recipe.ladder import build_memory_rungs, build_rungs, choose_setting, options_of
+from recipe.machine import find_machine
+from recipe.measure import Goal, combine, measure
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="no CUDA device: GPU paths are not tested on this machine"
+    ),
+]
+BF16 = ["--mixed_precision", "bf16"]
+COMPILED = [*BF16, "--dynamo_backend", "inductor"]
+
+
+@pytest.fixture(autouse=True)
+def whole_gpu():
+    """Each test has all of the memory, and leaves the switches that are the process's as they were."""
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def after_each_step(monkeypatch):
+    """Call a function with the number of the step, just after it."""
+
+    def install(function):
+        agreed, steps = recipe.train.StopRequest.agreed, iter(range(1, 10_000))
+
+        def agreed_and_more(self):
+            function(next(steps))
+            return agreed(self)
+
+        monkeypatch.setattr(recipe.train.StopRequest, "agreed", agreed_and_more)
+
+    return install
+
+
+@pytest.mark.parametrize("switches", [BF16, COMPILED, [*COMPILED, "--activation_checkpointing"]])
+def test_flash_or_cudnn_attention_really_runs(train, switches):
+    """Named by the operators of a trace, not by what was asked for."""
+    output_dir = train(*switches, "--max_steps", "8", "--profile", "3")
+    (profile,) = read_events(output_dir, "profile")
+    assert profile["attention_kernel"] in ("flash", "cuDNN")
+    assert profile["attention_ms"] > 0 and profile["matmul_ms"] > 0 and profile["optimizer_ms"] > 0
+
+
+def test_stock_attention_with_a_mask_is_seen(train):
+    """The test above can fail: with a mask, or plain, it is another kernel."""
+    output_dir = train(*BF16, "--max_steps", "8", "--profile", "3", "--attn_implementation", "eager")
+    assert read_events(output_dir, "profile")[0]["attention_kernel"] == "matmuls"
+
+
+def test_no_graph_break_and_no_recompilation(train):
+    """One graph for training and one for evaluation, however many steps and evaluations there are."""
+    counters.clear()
+    train(*COMPILED, "--max_steps", "12", "--eval_steps", "4", "--per_device_train_batch_size", "2")
+    assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
+
+
+@pytest.mark.parametrize("placement", ["mmap", "device"])
+@pytest.mark.parametrize("switches", [BF16, COMPILED])
+def test_no_host_synchronisation_between_log_lines(train, after_each_step, placement, switches):
+    """CUDA itself raises where the host would wait for the device, from the third step to the last but one."""
+
+    def watch(step):
+        torch.cuda.set_sync_debug_mode("error" if 3 <= step < 11 else "default")
+
+    after_each_step(watch)
+    train(*switches, "--max_steps", "12", "--logging_steps", "1000", "--data_placement", placement)
+
+
+def test_the_watch_sees_a_synchronisation(train, after_each_step):
+    """The test above can fail."""
+
+    def watch(step):
+        torch.cuda.set_sync_debug_mode("error" if 3 <= step < 11 else "default")
+
+    after_each_step(watch)
+    with pytest.raises(RuntimeError, match="synchroniz"):
+        train(*BF16, "--max_steps", "12", "--logging_steps", "1000", "--optim", "adamw_torch")
+
+
+def test_fp16_with_its_scaler_learns_what_fp32_does(train, tmp_path):
+    """Scaled gradients are unscaled before they are clipped; overflows leave updates out and are counted."""
+    options = ["--max_steps", "40", "--lr_scheduler_type", "constant_with_warmup"]
+    fp32, fp16 = (
+        read_events(train(*options, "--mixed_precision", precision, output_dir=tmp_path / precision), "train")
+        for precision in ("no", "fp16")
+    )
+    assert all(math.isfinite(event["loss"]) for event in fp16)
+    assert fp16[-1]["loss"] == pytest.approx(fp32[-1]["loss"], abs=0.1)
+    assert fp16[-1]["grad_norm"] == pytest.approx(fp32[-1]["grad_norm"], rel=0.3)
+    assert fp16[-1]["steps_left_out"] <= 5
+
+
+def test_tf32_is_a_switch(train):
+    for switch, expected in (("--tf32", "high"), ("--no_tf32", "highest")):
+        train(switch, "--max_steps", "1", "--overwrite")
+        assert torch.get_float32_matmul_precision() == expected
+
+
+def test_rows_on_the_device_are_the_same_rows(train, tmp_path):
+    """Read from the file, from memory and on the GPU: the same losses."""
+    runs = [
+        [
+            e["loss"]
+            for e in read_events(train("--data_placement", placement, output_dir=tmp_path / placement), "train")
+        ]
+        for placement in ("mmap", "ram", "device")
+    ]
+    assert runs[0] == runs[1] == runs[2]
+
+
+LARGE = ["--config_overrides", "n_layer=8,n_head=4,n_embd=256", "--global_batch_size", "512"]
+
+
+def test_the_micro_batch_follows_the_memory(train, tmp_path):
+    """A cap makes `auto` take a smaller micro-batch, the run stays the same."""
+    found = []
+    for limit in ([], ["--gpu_memory_limit_gb", "1"]):
+        output_dir = train(*LARGE, *limit, output_dir=tmp_path / str(len(limit)))
+        summary = json.loads((output_dir / "summary.json").read_text())
+        found.append((summary["per_device_train_batch_size"], [e["loss"] for e in read_events(output_dir, "train")]))
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert found[0][0] == 512 > found[1][0]
+    assert found[1][1] == pytest.approx(found[0][1], abs=1e-3)
+
+
+def test_out_of_memory_in_the_middle_of_a_run(train, after_each_step, tmp_path):
+    """The step is done again in smaller pieces, and the losses are those of a run with enough memory."""
+    whole = read_events(train(*LARGE, output_dir=tmp_path / "whole"), "train")
+
+    def take_memory_away(step):
+        if step == 2:
+            total = torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.empty_cache()
+            torch.cuda.set_per_process_memory_fraction(0.6 * torch.cuda.max_memory_allocated() / total)
+
+    after_each_step(take_memory_away)
+    output_dir = train(*LARGE, output_dir=tmp_path / "less")
+    assert json.loads((output_dir / "summary.json").read_text())["per_device_train_batch_size"] < 512
+    losses = [e["loss"] for e in read_events(output_dir, "train")]
+    assert losses == pytest.approx([e["loss"] for e in whole], abs=1e-3)
+
+
+def test_124m_trains_on_8_gb(tmp_path, monkeypatch):
+    """The whole recipe, 512 rows of 1,024 tokens a step, in a process that may use 8 GB."""
+    monkeypatch.chdir(tmp_path)
+    machine = find_machine()
+    setting = choose_setting("gpt2_124m", None, machine, None)
+    rung = next(rung for rung in build_memory_rungs(machine) if rung.name == "8gb")
+    options = combine(options_of(build_rungs(machine)), rung.on, {"global_batch_size": 512})
+    found = measure(options, setting, Goal(1), tmp_path, time.monotonic() + 500)
+    assert "failed" not in found and found["peak_memory_bytes"] < 8e9

@@ -1,0 +1,121 @@
+"""Other programs beside ours: what they are given, and what is read from them."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import BLOCK_SIZE, ROOT
+
+from recipe.config import UserError
+from recipe.ladder import build_rungs
+from recipe.machine import Machine
+from recipe.measure import Setting
+from recipe.peers import NANOGPT_CONTEXT, Peer, build_peers, measure_peer
+
+CPU = Machine("cpu", "a CPU", bf16=True)
+GPU = Machine("cuda", "NVIDIA H200", bf16=True, tf32=True)
+
+
+def setting_of(dataset_dir) -> Setting:
+    size = {"n_layer": 2, "n_head": 2, "n_embd": 32}
+    return Setting("a model", {"dataset_dir": str(dataset_dir)}, size, BLOCK_SIZE, 1000, 2, 4)
+
+
+@pytest.fixture
+def nanogpt(tmp_path) -> Path:
+    """A program with nanoGPT's line about autocast and its log lines."""
+    folder = tmp_path / "source"
+    folder.mkdir()
+    (folder / "train.py").write_text(
+        f"import time\nfrom contextlib import nullcontext\ndevice_type = 'cpu'\nctx = {NANOGPT_CONTEXT}None\n"
+        "for i in range(99):\n    print(f'iter {i}: loss 1.0000, time {10 + i}.00ms, mfu 1%')\ntime.sleep(99)\n"
+    )
+    return folder
+
+
+def test_nanogpt_gets_our_model_and_our_tokens(nanogpt, dataset_dir, dataset, tmp_path):
+    """As it is, and with the one line changed that keeps autocast from CPUs."""
+    bare, plain, bf16 = build_peers(CPU, setting_of(dataset_dir), build_rungs(CPU), tmp_path, nanogpt, None)
+    assert bare.name == "bare_loop" and (plain.name, bf16.name) == ("nanogpt", "bf16")
+    for peer, dtype in ((plain, "float32"), (bf16, "bfloat16")):
+        given = dict(argument.lstrip("-").split("=") for argument in peer.command[2:])
+        expected = {
+            "dtype": dtype,
+            "batch_size": "2",
+            "gradient_accumulation_steps": "2",
+            "n_embd": "32",
+            "bias": "True",
+        }
+        assert expected.items() <= given.items()
+        tokens = np.fromfile(peer.directory / "data" / "ladder" / "train.bin", np.uint16)
+        assert np.array_equal(tokens, dataset.splits["train"].stream())
+        assert peer.tokens_per_line == 4 * BLOCK_SIZE
+    assert NANOGPT_CONTEXT in (plain.directory / "train.py").read_text()
+    assert NANOGPT_CONTEXT not in (bf16.directory / "train.py").read_text()
+    assert NANOGPT_CONTEXT in (nanogpt / "train.py").read_text()
+
+
+def test_nanogpt_on_a_gpu(nanogpt, dataset_dir, tmp_path):
+    """With our micro-batch, and with its own; that one against our own choice."""
+    _, same, default = build_peers(GPU, setting_of(dataset_dir), build_rungs(GPU), tmp_path, nanogpt, None)
+    assert (same.ours, default.ours) == ("ours", "ours_auto")
+    assert "--batch_size=12" in default.command and default.tokens_per_line == 12 * BLOCK_SIZE
+    assert not any("dtype" in argument for argument in same.command)
+
+
+def test_another_program_is_refused(nanogpt, dataset_dir, tmp_path):
+    with pytest.raises(UserError, match="holds no train.py; git clone"):
+        build_peers(CPU, setting_of(dataset_dir), build_rungs(CPU), tmp_path / "a", tmp_path, None)
+    (nanogpt / "train.py").write_text("")
+    with pytest.raises(UserError, match="chooses autocast otherwise"):
+        build_peers(CPU, setting_of(dataset_dir), build_rungs(CPU), tmp_path / "b", nanogpt, None)
+    with pytest.raises(UserError, match="there is no nowhere.py"):
+        build_peers(CPU, setting_of(dataset_dir), build_rungs(CPU), tmp_path / "c", None, Path("nowhere.py"))
+
+
+def test_steps_are_read_from_its_lines(nanogpt, dataset_dir, tmp_path):
+    """The median of what follows the warm-up of 4: 14 to 18 ms, 128 tokens each. The program is ended then."""
+    peer = build_peers(CPU, setting_of(dataset_dir), build_rungs(CPU), tmp_path, nanogpt, None)[1]
+    started_at = time.monotonic()
+    assert measure_peer(peer, 5, started_at + 60) == {"tokens_per_second": 8000}
+    assert time.monotonic() - started_at < 30
+
+
+def program(code: str, line: str = r"^lap") -> Peer:
+    return Peer("x", "x", [sys.executable, "-c", code], Path.cwd(), line, 100)
+
+
+def test_lines_without_a_time_are_timed():
+    """Ten a second, 100 tokens each."""
+    code = "import time\nfor i in range(99): print('lap'); time.sleep(0.1)"
+    assert measure_peer(program(code), 5, time.monotonic() + 60)["tokens_per_second"] == pytest.approx(1000, rel=0.3)
+
+
+def test_a_peer_that_fails_or_hangs():
+    """The reason, and no waiting for ever."""
+    assert measure_peer(program("raise ValueError('no')"), 5, time.monotonic() + 60) == {"failed": "ValueError: no"}
+    assert measure_peer(program("import time; time.sleep(99)"), 5, time.monotonic() + 1) == {
+        "failed": "the time was up"
+    }
+
+
+def test_the_bare_loop(dataset_dir, tmp_path):
+    """It takes the options of recipe/train.py, and says a time a step."""
+    options = [
+        "--dataset_dir",
+        dataset_dir,
+        "--block_size",
+        BLOCK_SIZE,
+        "--config_overrides",
+        "n_layer=2,n_head=2,n_embd=32",
+    ]
+    options += ["--max_steps", 3, "--global_batch_size", 4, "--dynamo_backend", "no"]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "bare_loop.py"), *map(str, options)],
+        cwd=tmp_path, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    lines = [line for line in done.stdout.splitlines() if line.startswith("step ")]
+    assert len(lines) == 3 and all(float(line.split()[2]) > 0 for line in lines)

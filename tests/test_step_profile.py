@@ -1,0 +1,108 @@
+"""Where the time of a step goes."""
+
+import gzip
+import json
+import types
+
+import pytest
+import torch
+from conftest import read_events
+from torch.autograd import DeviceType
+
+from recipe.config import UserError
+from recipe.step_profile import KINDS, describe, kind_of, summarize
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("aten::mm", "matmul"),
+        ("aten::addmm", "matmul"),
+        ("nvjet_tst_192x192_64x4_2x1_v_bz_coopB_TNT", "matmul"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n", "matmul"),
+        ("void cutlass::Kernel2<cutlass_80_tensorop_s1688gemm_128x128_16x5_nn_align4>", "matmul"),
+        ("aten::_scaled_dot_product_flash_attention_for_cpu_backward", "attention"),
+        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128>>", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_32", "attention"),
+        ("fmha_cutlassF_bf16_aligned_64x64_rf_sm80", "attention"),
+        ("triton_per_fused__softmax_5", "attention"),
+        ("triton_red_fused__log_softmax_nll_loss_forward_3", "loss"),
+        ("graph_0_cpp_fused__log_softmax__log_softmax_backward_data_2", "loss"),
+        ("aten::_fused_adamw_", "optimizer"),
+        ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
+        ("aten::linalg_vector_norm", "optimizer"),
+        ("Memcpy HtoD (Pinned -> Device)", "data"),
+        ("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", "data"),
+        ("triton_poi_fused_add_mul_pow_tanh_view_2", "elementwise"),
+        ("graph_0_cpp_fused_add_mul_pow_tanh_view_2", "elementwise"),
+        ("void at::native::vectorized_elementwise_kernel<4>", "elementwise"),
+        ("aten::copy_", "elementwise"),
+        ("Torch-Compiled Region: 0/0", None),
+        ("ProfilerStep*", None),
+    ],
+)
+def test_kinds(name, kind):
+    """Names as the profiler gives them, of GPU kernels, ATen operators and inductor's own."""
+    assert kind_of(name) == kind
+
+
+def measured(name, cpu_us=0, device_us=0, device_type=DeviceType.CPU, parent=None):
+    return types.SimpleNamespace(
+        name=name,
+        self_cpu_time_total=cpu_us,
+        self_device_time_total=device_us,
+        device_type=device_type,
+        cpu_parent=parent,
+    )
+
+
+def test_a_gpus_time_is_that_of_its_kernels():
+    """Operators of the host do not count there, and what no kernel fills is idle. 3 steps in 0.03 s."""
+    events = [
+        measured("aten::mm", cpu_us=9000, device_us=15000),
+        measured("nvjet_tst_192x192", device_us=15000, device_type=DeviceType.CUDA),
+        measured("triton_poi_fused_add", device_us=6000, device_type=DeviceType.CUDA),
+        measured("aten::_scaled_dot_product_flash_attention", cpu_us=10),
+    ]
+    numbers = summarize(events, 0.03, torch.device("cuda"))
+    assert numbers["step_ms"] == pytest.approx(10) and numbers["attention_kernel"] == "flash"
+    expected = {"matmul": 5, "elementwise": 2, "idle": 3}
+    for kind in (*KINDS, "idle"):
+        assert numbers[f"{kind}_ms"] == pytest.approx(expected.get(kind, 0))
+    assert "  matmul             5.0 ms   50%" in describe(numbers)
+
+
+def test_on_a_cpu_what_the_optimizer_calls_is_its_own():
+    """An elementwise operator below the optimizer's step counts as optimizer; an operator's own time counts once."""
+    step = measured("Optimizer.step#AdamW.step", cpu_us=300)
+    inner = measured("aten::mul_", cpu_us=3000, parent=measured("aten::outer", cpu_us=0, parent=step))
+    numbers = summarize([step, inner, measured("aten::mul_", cpu_us=6000)], 0.03, torch.device("cpu"))
+    assert numbers["optimizer_ms"] == pytest.approx(1.1) and numbers["elementwise_ms"] == pytest.approx(2)
+
+
+def test_a_profile_that_would_come_too_late(train):
+    with pytest.raises(UserError, match="the 3 steps after step 2 cannot be profiled: the last step is 4"):
+        train("--max_steps", "4", "--profile", "2")
+
+
+@pytest.mark.parametrize(("attention", "kernel"), [("sdpa", "flash (CPU)"), ("eager", "matmuls")])
+def test_a_profile_of_a_run(train, capsys, attention, kernel):
+    """--profile writes a trace that holds the operators, and shares of the step that add up to it."""
+    output_dir = train("--max_steps", "8", "--profile", "3", "--attn_implementation", attention)
+    (profile,) = read_events(output_dir, "profile")
+    assert (profile["step"], profile["attention_kernel"]) == (6, kernel)
+    parts = [profile[f"{kind}_ms"] for kind in (*KINDS, "idle")]
+    assert sum(parts) == pytest.approx(profile["step_ms"]) and min(parts) >= 0
+    for kind in ("matmul", "attention", "loss", "optimizer", "elementwise"):
+        assert (profile[f"{kind}_ms"] > 0) is (
+            kind != "attention" or attention == "sdpa" or profile["attention_ms"] > 0
+        )
+    trace = json.loads(gzip.decompress((output_dir / "trace.json.gz").read_bytes()))
+    assert sum(event.get("name") == "Optimizer.step#AdamW.step" for event in trace["traceEvents"]) == 3
+    assert "where" in capsys.readouterr().out
+    assert [e["step"] for e in read_events(output_dir, "train")] == list(range(1, 9))
+
+
+def test_a_run_without_profile_has_none(train):
+    output_dir = train("--max_steps", "2")
+    assert not read_events(output_dir, "profile") and not (output_dir / "trace.json.gz").exists()
