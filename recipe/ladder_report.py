@@ -62,6 +62,10 @@ def notes(results: dict[str, Any]) -> list[str]:
         + (f", {machine['data_sheet_tflops']:,.0f} by the data sheet" if machine["data_sheet_tflops"] else "")
         + ". MFU is against the highest measured.",
     ]
+    if any("seconds_to_first_step" in e for section in SECTIONS for e in results.get(section, [])):
+        lines.append(
+            "The first step comes after start, compiling (what an earlier run shown here has compiled is kept)."
+        )
     marked = [e["what"] for section in SECTIONS for e in results.get(section, []) if _mark(e)]
     if marked:
         lines.append(f"* learns something else: its loss is more than {CHANGES_WHAT_IS_LEARNED} from that of fp32.")
@@ -81,13 +85,12 @@ def to_markdown(results: dict[str, Any], sections: tuple[str, ...] = tuple(SECTI
         if section == "peers":
             blocks.append(_peers_markdown(entries))
             continue
-        times = speedups(results, section)
-        lines = [
-            f"| {SECTIONS[section]} | step ms (spread) | times | tokens/s | MFU | GB | attention | loss against fp32 |"
-            " first step, s |",
-            "|---|---|---|---|---|---|---|---|---|",
-        ]
-        lines += [f"| {' | '.join(_markdown_cells(entry, times.get(entry['name'])))} |" for entry in entries]
+        rows = [_markdown_cells(entry, speedups(results, section).get(entry["name"])) for entry in entries]
+        columns = list(
+            dict.fromkeys(column for row in rows for column in row)
+        )  # the largest batch was not always asked
+        lines = [f"| {' | '.join([SECTIONS[section], *columns[1:]])} |", "|---" * len(columns) + "|"]
+        lines += [f"| {' | '.join(row.get(column, '') for column in columns)} |" for row in rows]
         blocks.append("\n".join(lines))
     return "\n\n".join([*blocks, *notes(results)])
 
@@ -126,22 +129,31 @@ def _peers_markdown(entries: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _markdown_cells(entry: dict[str, Any], speedup: float | None) -> list[str]:
+def _markdown_cells(entry: dict[str, Any], speedup: float | None) -> dict[str, str]:
+    """Cells by their column."""
     what = entry["what"] + (" (kept)" if entry.get("kept") else "")
     if "step_ms" not in entry:
-        return [what, f"not run: {entry['not_run']}", *[""] * 7]
+        return {"what": what, "step ms (spread)": f"not run: {entry['not_run']}"}
     delta = entry.get("loss_delta")
-    return [
-        what,
-        f"{entry['step_ms']:,.1f} ({entry['step_ms_lowest']:,.1f}-{entry['step_ms_highest']:,.1f})",
-        f"{speedup:.2f}",
-        f"{entry['tokens_per_second']:,.0f}",
-        f"{entry['mfu']:.1%}",
-        f"{entry['peak_memory_bytes'] / 1e9:.2f}",
-        entry["attention_kernel"],
-        "" if delta is None else f"{delta:+.4f}{_mark(entry)}",
-        f"{entry['seconds_to_first_step']:.1f}",
-    ]
+    spread = f"{entry['step_ms_lowest']:,.1f}-{entry['step_ms_highest']:,.1f}"
+    cells = {
+        "what": what,
+        "step ms (spread)": f"{entry['step_ms']:,.1f} ({spread})",
+        "times": f"{speedup:.2f}",
+        "tokens/s": f"{entry['tokens_per_second']:,.0f}",
+        "MFU": f"{entry['mfu']:.1%}",
+    }
+    if "mfu_data_sheet" in entry:
+        cells["of the data sheet"] = f"{entry['mfu_data_sheet']:.1%}"
+    cells |= {
+        "peak GB": f"{entry['peak_memory_bytes'] / 1e9:.2f}",
+        "attention": entry["attention_kernel"],
+        "loss against fp32's": "" if delta is None else f"{delta:+.4f}{_mark(entry)}",
+        "first step, s": f"{entry['seconds_to_first_step']:.1f}",
+    }
+    if "largest_micro_batch" in entry:
+        cells["largest micro-batch"] = str(entry["largest_micro_batch"])
+    return cells
 
 
 def save_chart(results: dict[str, Any], path: Path) -> None:

@@ -32,12 +32,13 @@ from recipe.measure import Goal, Setting, loss_delta, measure
 from recipe.peers import Peer, measure_peer
 
 LONGEST_RUN_SECONDS = 1800
+LONGEST_SHARE = 0.2  # of the time that there is, for one run
 LARGEST_FIT = 1024  # rows a forward
 
 
 @dataclass
 class LadderRunner:
-    """Measures and records. ends_at: of `time.monotonic()`; what has not begun by then is not run."""
+    """Measures and records. seconds: for everything; what has not ended by then is not shown."""
 
     machine: Machine
     setting: Setting
@@ -45,7 +46,7 @@ class LadderRunner:
     work: Path
     output_file: Path
     command: str
-    ends_at: float = float("inf")
+    seconds: float = float("inf")
     fit: bool = False
     results: dict[str, Any] = field(default_factory=dict)
 
@@ -59,6 +60,7 @@ class LadderRunner:
             "flops_per_token": self.setting.flops_per_token,
             "goal": asdict(self.goal),
         }
+        self.ends_at = time.monotonic() + self.seconds
         self.rungs = build_rungs(self.machine)
         self.extras = build_extras(self.machine, self.setting.micro_batch, self.setting.global_batch)
         self.memory = build_memory_rungs(self.machine)
@@ -170,7 +172,7 @@ class LadderRunner:
         }
 
     def _deadline(self) -> float:
-        return min(self.ends_at, time.monotonic() + LONGEST_RUN_SECONDS)
+        return min(self.ends_at, time.monotonic() + min(LONGEST_RUN_SECONDS, LONGEST_SHARE * self.seconds))
 
     def save(self) -> None:
         """JSON and Markdown, whole again after every run."""

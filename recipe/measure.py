@@ -82,6 +82,8 @@ def measure(options: dict[str, Any], setting: Setting, goal: Goal, work: Path, d
     with open(work / "run.log", "w+b") as log:
         process = subprocess.Popen(
             [sys.executable, str(TRAIN), *to_arguments(options)],
+            # What earlier runs below `work` have compiled is there; what this user's other runs have is not.
+            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(work / "inductor")},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -39,7 +39,7 @@ def main() -> None:
             work=Path(folder),
             output_file=args.output_file or Path("runs") / f"ladder_{machine.device}.json",
             command=shlex.join(["python", *sys.argv]),
-            ends_at=started_at + args.minutes * 60 if args.minutes else float("inf"),
+            seconds=args.minutes * 60 - (time.monotonic() - started_at) if args.minutes else float("inf"),
             fit=args.fit,
         )
         wanted = runner.wanted(args.rungs)
