@@ -21,7 +21,8 @@ from recipe.step_profile import PROFILED_STEPS
 
 TRAIN = Path(__file__).parent / "train.py"
 LAP = 4  # steps between two log lines, where the host waits for the device
-POLL_SECONDS = 0.05
+POLL_SECONDS = 0.1
+PROFILE_EVENT = b'{"event": "profile"'
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ def measure(options: dict[str, Any], setting: Setting, goal: Goal, work: Path, d
     last_step = LAP + goal.steps
     profile_after = last_step if goal.seconds is None else LAP
     options = combine(setting.run_options, options, {"output_dir": str(work / "run"), "profile": profile_after})
+    metrics = work / "run" / "metrics.jsonl"
     started_at = time.monotonic()
     seconds_to_first_step = None
     with open(work / "run.log", "w+b") as log:
@@ -92,12 +94,11 @@ def measure(options: dict[str, Any], setting: Setting, goal: Goal, work: Path, d
         try:
             while True:
                 ended = process.poll() is not None
-                events = read_events(work / "run" / "metrics.jsonl")
+                logged = metrics.read_bytes().rpartition(b"\n")[0] if metrics.is_file() else b""  # whole lines
                 now = time.monotonic()
-                if events and seconds_to_first_step is None:
+                if logged and seconds_to_first_step is None:
                     first_at, seconds_to_first_step = now, now - started_at
-                profiled = any(event["event"] == "profile" for event in events)
-                if profiled and (goal.seconds is None or now - first_at >= goal.seconds):
+                if PROFILE_EVENT in logged and (goal.seconds is None or now - first_at >= goal.seconds):
                     break
                 if ended:
                     return {"failed": why_it_ended((work / "run.log").read_text(errors="replace"))}
@@ -108,16 +109,11 @@ def measure(options: dict[str, Any], setting: Setting, goal: Goal, work: Path, d
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+    events = [json.loads(line) for line in logged.splitlines()]
     return {
         "seconds_to_first_step": round(seconds_to_first_step, 1),
         **summarize_events(events, setting, profile_after),
     }
-
-
-def read_events(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a metrics.jsonl."""
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def summarize_events(events: list[dict[str, Any]], setting: Setting, profile_after: int) -> dict[str, Any]:
