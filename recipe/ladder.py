@@ -6,19 +6,21 @@ run here. The bottom is what tutorials write first; the last of `build_rungs` is
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from recipe.config import TrainConfig, UserError, load_config
+from recipe.data.packed import open_packed_dataset
 from recipe.data.prepare import open_dataset_for
 from recipe.machine import Machine
 from recipe.measure import LAP, Setting, combine, to_arguments
 from recipe.metrics import count_flops_per_token, count_parameters
 from recipe.model import build_model, build_model_config
 
-PAYS = 1.01  # an extra rung is kept if it is so many times as fast
+PAYS = 1.01  # an extra rung is kept if it is so many times as fast, and faster than any lap before
 
 # On a CPU: a 30 M-parameter GPT-2 with GPT-2's vocabulary, in place of recipes that would take minutes a step.
 CPU_SIZE = {"block_size": 256, "config_overrides": "n_layer=6,n_head=6,n_embd=384"}
@@ -27,7 +29,6 @@ GPT2_VOCAB_SIZE = 50257
 
 # Of every rung: no schedule, so that all steps teach something, and nothing but training.
 RUN_OPTIONS = {
-    "max_steps": 10_000,
     "learning_rate": 3e-4,
     "lr_scheduler_type": "constant",
     "warmup_steps": 0,
@@ -68,6 +69,12 @@ def build_rungs(machine: Machine) -> list[Rung]:
     return [
         Rung("bottom", "what tutorials write first", {}),
         Rung("tied", "tied weights", {"config_overrides": "tie_word_embeddings=true"}),
+        Rung(
+            "keep_memory",
+            "freed memory kept (glibc)",
+            {"keep_freed_memory": True},
+            None if cpu and machine.glibc else "a setting of glibc's allocator, for CPU runs",
+        ),
         Rung("tf32", "TF32", {"tf32": True}, None if machine.tf32 else f"{machine.name} has no TF32"),
         Rung(
             "half",
@@ -87,12 +94,6 @@ def build_rungs(machine: Machine) -> list[Rung]:
         Rung("packed", "packed rows, read ahead", {"data_placement": "mmap"}),
         Rung("no_sync", "no host synchronisation", {"logging_steps": LAP}),
         Rung("loss_in_graph", "loss in the graph", {"loss_in_graph": True}),
-        Rung(
-            "keep_memory",
-            "freed memory kept (glibc)",
-            {"keep_freed_memory": True},
-            None if cpu and machine.glibc else "a setting of glibc's allocator, for CPU runs",
-        ),
         Rung(
             "attention",
             "plain attention (auto)",
@@ -128,7 +129,13 @@ def build_memory_rungs(machine: Machine) -> list[Rung]:
     ]
 
 
-def choose_setting(recipe: str | None, dataset_dir: str | None, machine: Machine, micro_batch: int | None) -> Setting:
+def choose_setting(
+    recipe: str | None,
+    dataset_dir: str | None,
+    machine: Machine,
+    micro_batch: int | None = None,
+    global_batch: int | None = None,
+) -> Setting:
     """Model, data and batch for this machine; prepares the data if it has to.
 
     Without data of its own a recipe gets the Python standard library, with a tokenizer of GPT-2's size trained on it.
@@ -141,29 +148,31 @@ def choose_setting(recipe: str | None, dataset_dir: str | None, machine: Machine
     except UserError:  # it names no data, or is no recipe, which the next call says
         has_data = False
     if dataset_dir is not None:
-        arguments["dataset_dir"] = dataset_dir
+        block_size = open_packed_dataset(Path(dataset_dir)).block_size
+        arguments |= {"dataset_dir": dataset_dir, "block_size": block_size}
     elif not has_data:
         arguments |= {"dataset_name": "python_standard_library", "tokenizer_vocab_size": GPT2_VOCAB_SIZE}
         arguments |= {"validation_split_percentage": 0.5}
     config = load_config(to_arguments(arguments))[0]
-    model = _build_on_no_device(config)
-    says = f"{recipe}, {count_parameters(model) / 1e6:,.1f} M parameters, {config.block_size} tokens a row"
-    if machine.device != "cuda" and count_parameters(model) > CPU_MOST_PARAMETERS:
-        arguments |= CPU_SIZE
+    says = recipe
+    num_parameters = count_parameters(_build_on_no_device(config, GPT2_VOCAB_SIZE))
+    if machine.device != "cuda" and num_parameters > CPU_MOST_PARAMETERS:
+        says = f"GPT-2 in small, because {recipe} ({num_parameters / 1e6:,.0f} M parameters) is too slow without a GPU"
+        arguments = {**CPU_SIZE, **arguments}
         config = load_config(to_arguments(arguments))[0]
-        too_large, model = model, _build_on_no_device(config)
-        says = (
-            f"GPT-2 of {count_parameters(model) / 1e6:,.1f} M parameters, {config.block_size} tokens a row, because "
-            f"{recipe} ({count_parameters(too_large) / 1e6:,.0f} M) is too slow without a GPU"
-        )
     dataset = open_dataset_for(config)
+    model = _build_on_no_device(config, dataset.vocab_size)
     micro_batch = micro_batch or choose_micro_batch(machine, count_parameters(model))
-    global_batch = 4 * micro_batch
+    global_batch = global_batch or 4 * micro_batch
+    if global_batch % micro_batch:
+        raise UserError(f"global_batch {global_batch} does not divide by micro_batch {micro_batch}")
     shape = {key: value for key, value in arguments.items() if key in CPU_SIZE}
     return Setting(
-        says=f"{says}; {global_batch} rows, {global_batch * config.block_size:,} tokens a step",
+        says=f"{says}: {count_parameters(model) / 1e6:,.1f} M parameters, {global_batch} rows of {config.block_size} "
+        f"tokens a step, {micro_batch} a forward",
         options={**RUN_OPTIONS, **shape, "config": recipe, "dataset_dir": str(dataset.directory)},
         model_size={key: getattr(model.config, key) for key in ("n_layer", "n_head", "n_embd")},
+        vocab_size=dataset.vocab_size,
         block_size=config.block_size,
         flops_per_token=count_flops_per_token(model.config, count_parameters(model)),
         micro_batch=micro_batch,
@@ -179,11 +188,10 @@ def choose_micro_batch(machine: Machine, num_parameters: int) -> int:
     return max(size for size in (1, 2, 4, 8, 16) if size <= max(rows, 1))
 
 
-def _build_on_no_device(config: TrainConfig) -> PreTrainedModel:
-    """The model with the recipe's vocabulary, without padding, to be counted."""
+def _build_on_no_device(config: TrainConfig, vocab_size: int) -> PreTrainedModel:
+    """The model without padding, to be counted."""
     with torch.device("meta"):
-        model_config = build_model_config(config, config.tokenizer_vocab_size or GPT2_VOCAB_SIZE, 0)
-        return build_model(replace(config, pad_vocab_to_multiple_of=1), model_config)
+        return build_model(replace(config, pad_vocab_to_multiple_of=1), build_model_config(config, vocab_size, 0))
 
 
 def options_of(rungs: Iterable[Rung]) -> dict[str, Any]:

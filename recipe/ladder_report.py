@@ -47,7 +47,8 @@ def peer_row(entry: dict[str, Any]) -> str:
 
 def _mark(entry: dict[str, Any]) -> str:
     delta = entry.get("loss_delta")
-    return " *" if delta is not None and abs(delta) > CHANGES_WHAT_IS_LEARNED else ""
+    differs = delta is not None and abs(delta) > CHANGES_WHAT_IS_LEARNED
+    return " *" if differs or not entry.get("loss_is_finite", True) else ""
 
 
 def notes(results: dict[str, Any]) -> list[str]:
@@ -106,15 +107,18 @@ def to_short_markdown(results: dict[str, Any], section: str) -> str:
             continue
         cells = [entry["what"] + (" (kept)" if entry.get("kept") else ""), f"{entry['tokens_per_second']:,.0f}"]
         cells += (
-            [f"{entry['times']:.2f} times"] if peers else [f"{times[entry['name']]:.2f}", *_memory_and_loss(entry)]
+            [f"{entry['times']:.2f} times"]
+            if peers
+            else [f"{times[entry['name']]:.2f}", f"{entry['peak_memory_bytes'] / 1e9:.2f}", _loss(entry)]
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _memory_and_loss(entry: dict[str, Any]) -> list[str]:
-    delta = entry.get("loss_delta")
-    return [f"{entry['peak_memory_bytes'] / 1e9:.2f}", "" if delta is None else f"{delta:+.4f}{_mark(entry)}"]
+def _loss(entry: dict[str, Any]) -> str:
+    if not entry.get("loss_is_finite", True):
+        return "not finite *"
+    return "" if entry.get("loss_delta") is None else f"{entry['loss_delta']:+.4f}{_mark(entry)}"
 
 
 def _peers_markdown(entries: list[dict[str, Any]]) -> str:
@@ -134,7 +138,6 @@ def _markdown_cells(entry: dict[str, Any], speedup: float | None) -> dict[str, s
     what = entry["what"] + (" (kept)" if entry.get("kept") else "")
     if "step_ms" not in entry:
         return {"what": what, "step ms (spread)": f"not run: {entry['not_run']}"}
-    delta = entry.get("loss_delta")
     spread = f"{entry['step_ms_lowest']:,.1f}-{entry['step_ms_highest']:,.1f}"
     cells = {
         "what": what,
@@ -148,7 +151,7 @@ def _markdown_cells(entry: dict[str, Any], speedup: float | None) -> dict[str, s
     cells |= {
         "peak GB": f"{entry['peak_memory_bytes'] / 1e9:.2f}",
         "attention": entry["attention_kernel"],
-        "loss against fp32's": "" if delta is None else f"{delta:+.4f}{_mark(entry)}",
+        "loss against fp32's": _loss(entry),
         "first step, s": f"{entry['seconds_to_first_step']:.1f}",
     }
     if "largest_micro_batch" in entry:

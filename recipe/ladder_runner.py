@@ -28,7 +28,7 @@ from recipe.ladder import (
 )
 from recipe.ladder_report import SECTIONS, notes, peer_row, save_chart, speedups, text_row, to_markdown
 from recipe.machine import Machine
-from recipe.measure import Goal, Setting, loss_delta, measure
+from recipe.measure import LAP, Goal, Setting, loss_delta, measure
 from recipe.peers import Peer, measure_peer
 
 LONGEST_RUN_SECONDS = 1800
@@ -48,7 +48,7 @@ class LadderRunner:
     command: str
     seconds: float = float("inf")
     fit: bool = False
-    results: dict[str, Any] = field(default_factory=dict)
+    results: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
         self.results = {
@@ -60,10 +60,15 @@ class LadderRunner:
             "flops_per_token": self.setting.flops_per_token,
             "goal": asdict(self.goal),
         }
-        self.ends_at = time.monotonic() + self.seconds
+        self.started_at = time.monotonic()
+        self.ends_at = self.started_at + self.seconds
         self.rungs = build_rungs(self.machine)
         self.extras = build_extras(self.machine, self.setting.micro_batch, self.setting.global_batch)
         self.memory = build_memory_rungs(self.machine)
+        try:
+            self.save()
+        except OSError as error:  # now, and not when the first run is over
+            raise UserError(f"cannot write {self.output_file}: {error.strerror}") from error
 
     def wanted(self, names: list[str] | None) -> set[str]:
         """The names, all if there are none, and the reference. Raises `UserError` for one that is no rung."""
@@ -71,7 +76,14 @@ class LadderRunner:
         for name in names or []:
             if name not in known:
                 raise UserError(f"there is no rung '{name}'; the rungs are {', '.join(known)}")
-        return {*(names or known), REFERENCE}
+        wanted = {*(names or known), REFERENCE}
+        if any(rung.name in wanted for rung in self.extras):  # which are compared with the defaults
+            wanted.add(next(rung.name for rung in reversed(self.rungs) if rung.why_not is None))
+        return wanted
+
+    def may_use(self, share: float) -> None:
+        """What comes now ends when so much of all the time is over."""
+        self.ends_at = self.started_at + share * self.seconds
 
     def run_ladder(self, wanted: set[str]) -> None:
         """The ladder, then what pays above it, then what saves memory."""
@@ -79,19 +91,21 @@ class LadderRunner:
             if rung.name in wanted:
                 self.run("ladder", rung, options)
         defaults = best = options_of(self.rungs)
-        fastest = next((e["step_ms"] for e in reversed(self.results["ladder"]) if "step_ms" in e), float("inf"))
+        fastest = next((e for e in reversed(self.results["ladder"]) if "step_ms" in e), None)
         for rung in self.extras:
             if rung.name in wanted:
                 entry = self.run("extras", rung, {**best, **rung.on})
-                entry["kept"] = fastest / entry.get("step_ms", float("inf")) >= PAYS
+                entry["kept"] = pays(entry, fastest)
                 if entry["kept"]:
-                    best, fastest = {**best, **rung.on}, entry["step_ms"]
+                    best, fastest = {**best, **rung.on}, entry
         for rung in self.memory:
             if rung.name in wanted:
                 self.run("memory", rung, {**defaults, **rung.on})
         self.save()
 
     def run_ablation(self) -> None:
+        if not any(entry["name"] == REFERENCE for entry in self.results.get("ladder", [])):
+            self.run("ladder", *next(pair for pair in climb(self.rungs) if pair[0].name == REFERENCE))
         for rung, options in ablations(self.rungs):
             self.run("ablation", rung, options)
 
@@ -125,7 +139,7 @@ class LadderRunner:
         fits, size = 0, 1
         while size <= LARGEST_FIT:
             sizes = {"per_device_train_batch_size": size, "global_batch_size": size, "logging_steps": 1}
-            numbers = measure({**options, **sizes}, self.setting, Goal(steps=1), self.work, self._deadline())
+            numbers = measure({**options, **sizes}, self.setting, Goal(LAP), self.work, self._deadline())
             if "failed" in numbers:
                 return fits if numbers["failed"] == "out of memory" else f"at least {fits}: {numbers['failed']}"
             fits, size = size, size * 2
@@ -141,7 +155,8 @@ class LadderRunner:
             found: dict[str, Any] = {}
             self.results["rounds"].append(found)
             for name, options in ours.items():
-                found[name] = measure(options, self.setting, self.goal, self.work, self._deadline())
+                goal = Goal(self.goal.steps)
+                found[name] = measure(options, self.setting, goal, self.work, self._deadline())
                 found[name].pop("losses", None)
             for peer in peers:
                 found[peer.name] = measure_peer(peer, self.goal.steps, self._deadline())
@@ -157,7 +172,8 @@ class LadderRunner:
         entry: dict[str, Any] = {"name": peer.name, "what": peer.what, "command": " ".join(command)}
         pairs = [(found[peer.ours], found[peer.name]) for found in self.results["rounds"]]
         failed = [numbers["failed"] for pair in pairs for numbers in pair if "failed" in numbers]
-        if failed:
+        pairs = [pair for pair in pairs if not any("failed" in numbers for numbers in pair)]
+        if not pairs:
             return {**entry, "not_run": failed[0]}
         times = [mine["tokens_per_second"] / theirs["tokens_per_second"] for mine, theirs in pairs]
         rates = [
@@ -176,11 +192,12 @@ class LadderRunner:
 
     def save(self) -> None:
         """JSON and Markdown, whole again after every run."""
-        entries = [entry for section in SECTIONS for entry in self.results.get(section, [])]
-        reference = next((e["losses"] for e in entries if e["name"] == REFERENCE and "losses" in e), {})
-        for entry in entries:
+        ladder = self.results.get("ladder", [])
+        reference = next((e["losses"] for e in ladder if e["name"] == REFERENCE and "losses" in e), {})
+        for entry in (entry for section in SECTIONS for entry in self.results.get(section, [])):
             if "losses" in entry:
                 entry["loss_delta"] = loss_delta(entry["losses"], reference)
+                entry["loss_is_finite"] = None not in entry["losses"].values()
         self.results["finished_at"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         self.output_file.parent.mkdir(parents=True, exist_ok=True)
         self.output_file.write_text(json.dumps(self.results, indent=2) + "\n")
@@ -194,3 +211,10 @@ class LadderRunner:
                 save_chart(self.results, self.output_file.with_suffix(".png"))
             except ImportError:
                 print('no chart: it needs matplotlib (pip install -e ".[plot]")')
+
+
+def pays(entry: dict[str, Any], before: dict[str, Any] | None) -> bool:
+    """Whether an entry is faster than another by more than the laps of one run differ."""
+    if before is None or "step_ms" not in entry or not entry.get("loss_is_finite"):
+        return False
+    return entry["step_ms"] * PAYS <= before["step_ms"] and entry["step_ms"] < before["step_ms_lowest"]

@@ -1,7 +1,8 @@
 """The module that is prepared and called: model and loss, compiled as one graph that returns nothing but the loss.
 
 Returning logits would cost tens of GB at 64 x 1024 x 50304: Accelerate's autocast wrapper copies every output to
-fp32 (accelerate#2638, #3477) and autograd makes a gradient for each. `in_graph=False` does that, to measure it.
+fp32 (accelerate#2638, #3477) and autograd makes a gradient for each. With `in_graph=False` they leave the graph and
+are made fp32 outside, as in the usual loop, to measure what that costs.
 """
 
 import torch

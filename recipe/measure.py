@@ -29,8 +29,13 @@ PROFILE_EVENT = b'{"event": "profile"'
 class Goal:
     """How long a rung runs: so many steps after the warm-up, or so many seconds after the first step."""
 
-    steps: int
+    steps: int  # at least LAP
     seconds: float | None = None
+
+    @property
+    def most_steps(self) -> int:
+        """More than will be done: the run is killed before."""
+        return LAP + self.steps + 2 * PROFILED_STEPS if self.seconds is None else 100_000
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,7 @@ class Setting:
     says: str
     options: dict[str, Any]
     model_size: dict[str, int]  # n_layer, n_head, n_embd
+    vocab_size: int
     block_size: int
     flops_per_token: int
     micro_batch: int
@@ -75,9 +81,9 @@ def measure(options: dict[str, Any], setting: Setting, goal: Goal, work: Path, d
     deadline: of `time.monotonic()`. Returns the numbers of the run, or `{"failed": reason}`.
     """
     shutil.rmtree(work / "run", ignore_errors=True)
-    last_step = LAP + goal.steps
-    profile_after = last_step if goal.seconds is None else LAP
-    options = combine(setting.run_options, options, {"output_dir": str(work / "run"), "profile": profile_after})
+    profile_after = LAP + goal.steps if goal.seconds is None else LAP
+    run = {"output_dir": str(work / "run"), "profile": profile_after, "max_steps": goal.most_steps}
+    options = combine(setting.run_options, options, run)
     metrics = work / "run" / "metrics.jsonl"
     started_at = time.monotonic()
     seconds_to_first_step = None
@@ -98,8 +104,12 @@ def measure(options: dict[str, Any], setting: Setting, goal: Goal, work: Path, d
                 now = time.monotonic()
                 if logged and seconds_to_first_step is None:
                     first_at, seconds_to_first_step = now, now - started_at
-                if PROFILE_EVENT in logged and (goal.seconds is None or now - first_at >= goal.seconds):
-                    break
+                if PROFILE_EVENT in logged and (ended or goal.seconds is None or now - first_at >= goal.seconds):
+                    numbers = summarize_events(
+                        [json.loads(line) for line in logged.splitlines()], setting, profile_after
+                    )
+                    if numbers is not None:
+                        return {"seconds_to_first_step": round(seconds_to_first_step, 1), **numbers}
                 if ended:
                     return {"failed": why_it_ended((work / "run.log").read_text(errors="replace"))}
                 if now > deadline:
@@ -109,24 +119,28 @@ def measure(options: dict[str, Any], setting: Setting, goal: Goal, work: Path, d
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    events = [json.loads(line) for line in logged.splitlines()]
-    return {
-        "seconds_to_first_step": round(seconds_to_first_step, 1),
-        **summarize_events(events, setting, profile_after),
-    }
 
 
-def summarize_events(events: list[dict[str, Any]], setting: Setting, profile_after: int) -> dict[str, Any]:
-    """Step time over the laps that hold neither compiling nor profiling, memory, attention kernel, losses."""
+def summarize_events(events: list[dict[str, Any]], setting: Setting, profile_after: int) -> dict[str, Any] | None:
+    """Step time over laps of `LAP` steps that hold neither compiling nor profiling, memory, attention kernel, losses.
+
+    None if there is no such lap yet.
+    """
     train = [event for event in events if event["event"] == "train"]
     profile = next(event for event in events if event["event"] == "profile")
     profiled = range(profile_after + 1, profile_after + PROFILED_STEPS + 1)
-    laps, before = [], 0
+    laps, milliseconds, num_steps, before = [], 0.0, 0, 0
     for event in train:
         steps = range(before + 1, event["step"] + 1)
         if before >= LAP and not set(steps) & set(profiled):
-            laps.append(setting.tokens_per_step / event["tokens_per_second"] * 1e3)
+            milliseconds += len(steps) * setting.tokens_per_step / event["tokens_per_second"] * 1e3
+            num_steps += len(steps)
+        if num_steps >= LAP:
+            laps.append(milliseconds / num_steps)
+            milliseconds, num_steps = 0.0, 0
         before = event["step"]
+    if not laps:
+        return None
     median = statistics.median(laps)
     return {
         "step_ms": round(median, 2),
@@ -137,20 +151,20 @@ def summarize_events(events: list[dict[str, Any]], setting: Setting, profile_aft
         "peak_memory_bytes": train[-1]["peak_memory_bytes"],
         "attention_kernel": profile["attention_kernel"],
         "profile_ms": {key[:-3]: round(value, 2) for key, value in profile.items() if key.endswith("_ms")},
-        "losses": {event["step"]: event["loss"] for event in train},
+        "losses": {event["step"]: event["loss"] for event in train},  # None: not finite
     }
 
 
-def loss_delta(losses: dict[int, float], reference: dict[int, float]) -> float | None:
+def loss_delta(losses: dict[int, float | None], reference: dict[int, float | None]) -> float | None:
     """How far the last logged loss is from the reference's mean over the same steps; None if there are none.
 
-    reference: one loss a step.
+    reference: one loss a step. None is also the answer if a loss in question is not finite.
     """
     steps = sorted(losses)
     for before, step in reversed(list(zip([0, *steps], steps, strict=False))):
         same = [reference[s] for s in range(before + 1, step + 1) if s in reference]
         if len(same) == step - before:
-            return losses[step] - statistics.fmean(same)
+            return None if None in (losses[step], *same) else losses[step] - statistics.fmean(same)
     return None
 
 

@@ -4,6 +4,7 @@ import re
 import resource
 import sys
 import time
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -56,6 +57,9 @@ def peak_memory_bytes(device: torch.device) -> int:
     """The most that was in use at once: of PyTorch's tensors on a GPU, of the whole process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    if status.is_file():  # Linux: ru_maxrss would begin with what the parent had
+        return int(re.search(r"VmHWM:\s+(\d+) kB", status.read_text())[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

@@ -5,6 +5,7 @@ ours is, from runs that take turns. All train GPT-2 of the same size on the same
 """
 
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -22,17 +23,17 @@ from recipe.environment import count_cpus
 from recipe.ladder import Rung, options_of
 from recipe.machine import Machine
 from recipe.measure import LAP, Setting, combine, to_arguments, why_it_ended
+from recipe.model import padded_vocab_size
 
 BARE_LOOP = Path(__file__).parent.parent / "scripts" / "bare_loop.py"
 NANOGPT_CONTEXT = "nullcontext() if device_type == 'cpu' else "  # without it, autocast is for the CPU too
 NANOGPT_MICRO_BATCH = 12  # its default
 RUN_CLM_MICRO_BATCH = 8  # TrainingArguments' default
-RUN_CLM_TOKENS = 500_000  # as text
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A program that prints a line whenever it has done `tokens_per_line`."""
+    """A program that prints a line whenever it has trained on `tokens_per_line`."""
 
     name: str
     what: str
@@ -40,11 +41,18 @@ class Peer:
     directory: Path
     line: str  # pattern of that line; its first group, if it has one, is the milliseconds it took
     tokens_per_line: int
+    steps_per_line: int = 1
     ours: str = "ours"  # which of our runs it is to be compared with
 
 
 def build_peers(
-    machine: Machine, setting: Setting, rungs: list[Rung], work: Path, nanogpt: Path | None, run_clm: Path | None
+    machine: Machine,
+    setting: Setting,
+    rungs: list[Rung],
+    work: Path,
+    nanogpt: Path | None,
+    run_clm: Path | None,
+    num_steps: int,
 ) -> list[Peer]:
     """The bare loop, and those whose code is there. Raises `UserError` if it is not what it should be."""
     peers = [build_bare_loop(setting, options_of(rungs))]
@@ -56,14 +64,15 @@ def build_peers(
         elif machine.bf16:
             peers.append(build_nanogpt(nanogpt, machine, setting, dataset, work / "bf16", bf16_on_cpu=True))
     if run_clm is not None:
-        peers.append(build_run_clm(run_clm, machine, setting, dataset, work))
+        peers.append(build_run_clm(run_clm, machine, setting, dataset, work, 2 * LAP + num_steps))
     return peers
 
 
 def build_bare_loop(setting: Setting, options: dict[str, Any]) -> Peer:
     """Forward, backward, clip and AdamW on one batch: what is left of ours when the program is taken away."""
     command = [sys.executable, str(BARE_LOOP), *to_arguments(combine(setting.run_options, options))]
-    return Peer("bare_loop", "the bare loop", command, Path.cwd(), r"step \d+: ([\d.]+) ms", setting.tokens_per_step)
+    line = r"steps to \d+: ([\d.]+) ms"
+    return Peer("bare_loop", "the bare loop", command, Path.cwd(), line, LAP * setting.tokens_per_step, LAP)
 
 
 def build_nanogpt(
@@ -101,6 +110,8 @@ def build_nanogpt(
         (folder / "train.py").write_text(text.replace(NANOGPT_CONTEXT, ""))
     elif machine.device == "cpu":
         what = "nanoGPT, its CPU path: fp32, compiled"
+    with open(data / "meta.pkl", "wb") as file:  # else its vocabulary is always GPT-2's
+        pickle.dump({"vocab_size": padded_vocab_size(dataset.vocab_size, 128)}, file)
     accumulation = max(1, setting.global_batch // micro_batch)
     options = {
         "dataset": "ladder",
@@ -123,17 +134,24 @@ def build_nanogpt(
         options["dtype"] = "bfloat16" if bf16_on_cpu else "float32"
     command = [sys.executable, "train.py", *(f"--{key}={value}" for key, value in options.items())]
     tokens_per_step = micro_batch * accumulation * setting.block_size
-    return Peer(folder.name, what, command, folder, r"iter \d+: .*time ([\d.]+)ms", tokens_per_step, ours)
+    return Peer(folder.name, what, command, folder, r"iter \d+: .*time ([\d.]+)ms", tokens_per_step, ours=ours)
 
 
-def build_run_clm(source: Path, machine: Machine, setting: Setting, dataset: PackedDataset, work: Path) -> Peer:
-    """Transformers' run_clm.py with the Trainer, at its defaults with bf16 and torch.compile."""
+def build_run_clm(
+    source: Path, machine: Machine, setting: Setting, dataset: PackedDataset, work: Path, num_steps: int
+) -> Peer:
+    """Transformers' run_clm.py with the Trainer, at its defaults with bf16 and torch.compile.
+
+    It gets text for that many steps, so that it meets no end of an epoch.
+    """
     if not source.is_file():
         raise UserError(f"there is no {source}; it is examples/pytorch/language-modeling/run_clm.py of Transformers")
-    text = dataset.load_tokenizer().decode(dataset.splits["train"].stream()[:RUN_CLM_TOKENS].tolist())
-    (work / "text.txt").write_text(text, encoding="utf-8")
-    overrides = {**setting.model_size, "n_positions": setting.block_size}
     accumulation = max(1, setting.global_batch // RUN_CLM_MICRO_BATCH)
+    tokens_per_step = RUN_CLM_MICRO_BATCH * accumulation * setting.block_size
+    # It drops what is left of every 1,000 lines; its validation split takes a part.
+    ids = dataset.splits["train"].stream()[: 3 * num_steps * tokens_per_step // 2].tolist()
+    (work / "text.txt").write_text(dataset.load_tokenizer().decode(ids), encoding="utf-8")
+    overrides = {**setting.model_size, "n_positions": setting.block_size, "vocab_size": setting.vocab_size}
     options = {
         "model_type": "gpt2",
         "config_overrides": ",".join(f"{key}={value}" for key, value in overrides.items()),
@@ -144,7 +162,8 @@ def build_run_clm(source: Path, machine: Machine, setting: Setting, dataset: Pac
         "bf16": True,
         "torch_compile": True,
         "gradient_accumulation_steps": accumulation,
-        "max_steps": 100_000,
+        "dataloader_drop_last": True,
+        "max_steps": num_steps,
         "logging_steps": LAP,
         "save_strategy": "no",
         "report_to": "none",
@@ -153,19 +172,22 @@ def build_run_clm(source: Path, machine: Machine, setting: Setting, dataset: Pac
         **({"use_cpu": True} if machine.device == "cpu" else {}),
     }
     command = [sys.executable, str(source.resolve()), *to_arguments(options)]
-    tokens_per_lap = LAP * RUN_CLM_MICRO_BATCH * accumulation * setting.block_size
-    return Peer(
-        "run_clm", "run_clm.py with bf16 and torch.compile", command, work, r"\{'loss':", tokens_per_lap, "ours_auto"
-    )
+    what = "run_clm.py with bf16 and torch.compile"
+    ours = "ours_auto" if machine.device == "cuda" else "ours"
+    return Peer("run_clm", what, command, work, r"\{'loss':", LAP * tokens_per_step, LAP, ours)
 
 
-def measure_peer(peer: Peer, num_lines: int, deadline: float) -> dict[str, Any]:
-    """Run it until it has printed so many lines after the first `LAP`; tokens per second, by the median line.
+def measure_peer(peer: Peer, num_steps: int, deadline: float) -> dict[str, Any]:
+    """Run it until it has done so many steps after the first `LAP`; tokens per second, by the median line.
 
     Where the lines hold no time, when they come is what counts. Returns `{"failed": reason}` if it ends before.
     """
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    environment.setdefault("OMP_NUM_THREADS", str(count_cpus()))
+    environment.setdefault("CUDA_VISIBLE_DEVICES", "0")  # the Trainer would take all GPUs
+    if environment.get("OMP_NUM_THREADS", "1") == "1":  # as recipe/runtime.py does for ours
+        environment["OMP_NUM_THREADS"] = str(count_cpus())
+    num_warm_up = LAP // peer.steps_per_line
+    num_lines = num_steps // peer.steps_per_line
     times: list[float] = []
     before, lines = None, []
     process = subprocess.Popen(
@@ -190,7 +212,7 @@ def measure_peer(peer: Peer, num_lines: int, deadline: float) -> dict[str, Any]:
                 seconds = float(found[1]) / 1e3 if found.groups() else before and now - before
                 before = now
                 times += [seconds] if seconds else []
-            if len(times) >= LAP + num_lines:
+            if len(times) >= num_warm_up + num_lines:
                 break
         else:
             out_of_time = time.monotonic() >= deadline
@@ -200,7 +222,7 @@ def measure_peer(peer: Peer, num_lines: int, deadline: float) -> dict[str, Any]:
         _kill(process)
         process.wait()
         process.stdout.close()
-    steady = sorted(times[LAP:])
+    steady = sorted(times[num_warm_up:])
     return {"tokens_per_second": round(peer.tokens_per_line / steady[len(steady) // 2])}
 
 

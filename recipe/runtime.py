@@ -35,7 +35,8 @@ from recipe.preemption import die_with_the_launcher
 # vocabulary, 1.12 times as fast, was even after 8e13 FLOPs.
 COMPILE_PAYS_FLOPS_ON_CPU = 1e14
 # Up to here plain attention beats sdpa's flash kernel on a CPU (30 M parameters, two cores with avx512_bf16, bf16):
-# at 256, 512 and 1,024 tokens it is 1.10, 1.15 and 1.06 times as fast compiled, and x, 1.30 and 0.65 times eagerly.
+# at 256, 512 and 1,024 tokens it is 1.10, 1.15 and 1.06 times as fast compiled; not compiled, 1.30 times at 512 and
+# 0.65 times at 1,024, where its memory, which grows with the square of the tokens, no longer fits the caches.
 LONGEST_EAGER_ATTENTION_ON_CPU = 512
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
@@ -146,7 +147,7 @@ def limit_gpu_memory(device: torch.device, limit_gb: float) -> None:
     if device.type != "cuda":
         raise UserError(f"--gpu_memory_limit_gb needs a CUDA device, this is {device.type}")
     total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, limit_gb * 1e9 / total), device)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit_gb * 1e9 / total))  # of the current device: Accelerate's
 
 
 def choose_mixed_precision(config: TrainConfig, device: torch.device) -> Choice:

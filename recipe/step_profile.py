@@ -98,7 +98,8 @@ def summarize(events: Any, seconds: float, device: torch.device) -> dict[str, An
     for event in events:
         if device.type == "cuda":
             kind = kind_of(event.name)
-            own_us = event.self_device_time_total if event.device_type == DeviceType.CUDA else 0
+            is_kernel = event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
+            own_us = event.self_device_time_total if is_kernel else 0
         else:
             kind = "optimizer" if _is_optimizers(event) else kind_of(event.name)
             own_us = event.self_cpu_time_total

@@ -2,9 +2,12 @@
 
 python scripts/bare_loop.py --config demo
 
-Takes the options of recipe/train.py and prints the time of each step; what recipe/train.py takes more is the program.
+Takes the options of recipe/train.py and prints the time of every 4 steps; what recipe/train.py takes more is the
+program around them.
 """
 
+import math
+import os
 import time
 
 import torch
@@ -13,6 +16,7 @@ from recipe.config import UserError, load_config, run_main
 from recipe.data.prepare import open_dataset_for
 from recipe.environment import count_cpus
 from recipe.loss import LanguageModelingLoss
+from recipe.measure import LAP
 from recipe.micro_batch import micro_batch_candidates
 from recipe.model import build_model, build_model_config
 from recipe.optim import build_optimizer
@@ -29,8 +33,10 @@ def main() -> None:
     config, _ = load_config()
     device = torch.device(torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu")
     if device.type == "cpu":
-        torch.set_num_threads(count_cpus())
-        keep_freed_memory(device)
+        if os.environ.get("OMP_NUM_THREADS", "1") == "1":  # as recipe/runtime.py
+            torch.set_num_threads(count_cpus())
+        if config.keep_freed_memory:
+            keep_freed_memory(device)
     else:
         torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     precision = choose_mixed_precision(config, device).value
@@ -39,25 +45,32 @@ def main() -> None:
     vocab_size = open_dataset_for(config).vocab_size
     model_config = build_model_config(config, vocab_size, 0)
     model = build_model(config, model_config, choose_attention(config, device).value)
-    module = LanguageModelingLoss(model, vocab_size).to(device)
-    compile_module(module, choose_dynamo_backend(config, device, 0).value, config.dynamo_mode)
+    module = LanguageModelingLoss(
+        model, vocab_size, config.label_smoothing_factor, config.loss_chunks, config.loss_in_graph
+    ).to(device)
+    compile_module(
+        module if config.loss_in_graph else model, choose_dynamo_backend(config, device, 0).value, config.dynamo_mode
+    )
     optimizer = build_optimizer(config, module)
     micro_batch = micro_batch_candidates(config, 1, device)[0]
     rows = torch.randint(vocab_size, (micro_batch, config.block_size + 1), device=device)
     input_ids, targets = rows[:, :-1], rows[:, 1:]
     accumulation_steps = config.global_batch_size // micro_batch
-    for step in range(config.max_steps):
-        started_at = time.perf_counter()
+    started_at = time.perf_counter()
+    for step in range(1, config.max_steps + 1):
         for _ in range(accumulation_steps):
             with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
                 loss = module(input_ids, targets)
             (loss / accumulation_steps).backward()
-        torch.nn.utils.clip_grad_norm_(module.parameters(), config.max_grad_norm)
+        torch.nn.utils.clip_grad_norm_(module.parameters(), config.max_grad_norm or math.inf)
         optimizer.step()
         optimizer.zero_grad()
-        if device.type != "cpu":
-            torch.accelerator.synchronize()
-        print(f"step {step}: {(time.perf_counter() - started_at) * 1e3:.3f} ms", flush=True)
+        if step % LAP == 0:
+            if device.type != "cpu":
+                torch.accelerator.synchronize()
+            now = time.perf_counter()
+            print(f"steps to {step}: {(now - started_at) * 1e3:.3f} ms", flush=True)
+            started_at = now
 
 
 if __name__ == "__main__":

@@ -7,11 +7,12 @@ git clone https://github.com/karpathy/nanoGPT runs/nanoGPT
 python scripts/run_ladder.py --peers --nanogpt runs/nanoGPT      beside nanoGPT, and a loop with nothing around it
 python scripts/run_ladder.py --config gpt2_124m --all --nanogpt runs/nanoGPT --minutes 10
 
-Writes a JSON file, after every run, and a table (.md) and a chart (.png) beside it.
+Writes a JSON file, after every run, with a table (.md) beside it, and a chart (.png) of the ladder.
 """
 
 import argparse
 import shlex
+import signal
 import sys
 import tempfile
 import time
@@ -27,10 +28,11 @@ from recipe.peers import build_peers
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # which ends the run that is measured
     started_at = time.monotonic()
     args = parse()
     machine = find_machine()
-    setting = choose_setting(args.config, args.dataset_dir, machine, args.micro_batch)
+    setting = choose_setting(args.config, args.dataset_dir, machine, args.micro_batch, args.global_batch)
     with tempfile.TemporaryDirectory() as folder:
         runner = LadderRunner(
             machine,
@@ -47,11 +49,15 @@ def main() -> None:
             f"{setting.says}\non {machine.name}; the results go to {runner.output_file}\n\n{TEXT_HEADER}", flush=True
         )
         if args.all or not (args.ablate or args.peers):
+            runner.may_use(0.5 if args.all else 1)
             runner.run_ladder(wanted)
         if args.all or args.peers:
-            peers = build_peers(machine, setting, runner.rungs, Path(folder), args.nanogpt, args.run_clm)
-            runner.run_peers(peers, args.rounds)
+            runner.may_use(0.8 if args.all else 1)
+            sources = (args.nanogpt, args.run_clm)
+            peers = build_peers(machine, setting, runner.rungs, Path(folder), *sources, runner.goal.steps)
+            runner.run_peers(peers, args.rounds or (1 if args.all and args.minutes else 3))
         if args.all or args.ablate:
+            runner.may_use(1)
             runner.run_ablation()
     runner.finish()
 
@@ -69,17 +75,24 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--fit", action="store_true", help="find each rung's largest micro-batch, too (GPU)")
     parser.add_argument("--steps", type=int, default=12, help="timed steps a run (default: 12)")
     parser.add_argument("--seconds", type=float, help="time every rung for so long instead")
-    parser.add_argument("--rounds", type=int, default=3, help="how often each peer runs (default: 3)")
-    parser.add_argument("--micro_batch", type=int, help="rows a forward, of which four make a step")
+    parser.add_argument("--rounds", type=int, help="how often each peer runs (default: 3)")
+    parser.add_argument(
+        "--micro_batch", type=int, help="rows a forward (default: what the bottom rung has memory for)"
+    )
+    parser.add_argument("--global_batch", type=int, help="rows a step (default: four times as many)")
     parser.add_argument("--minutes", type=float, help="stop after so long, with what has been measured")
     parser.add_argument("--output_file", type=Path, help="JSON to write (default: runs/ladder_DEVICE.json)")
     args = parser.parse_args()
-    for name in ("steps", "seconds", "rounds", "minutes", "micro_batch"):
+    for name in ("steps", "seconds", "rounds", "minutes", "micro_batch", "global_batch"):
         value = getattr(args, name)
         if value is not None and not 0 < value < float("inf"):
             raise UserError(f"{name} must be greater than 0, got {value}")
-    if (args.nanogpt or args.run_clm) and not (args.peers or args.all):
-        raise UserError("--nanogpt and --run_clm are for --peers, or --all")
+    if (args.nanogpt or args.run_clm or args.rounds) and not (args.peers or args.all):
+        raise UserError("--nanogpt, --run_clm and --rounds are for --peers, or --all")
+    if (args.peers or args.ablate) and args.rungs and not args.all:
+        raise UserError("--rungs chooses from the ladder; --ablate and --peers are about all of its switches")
+    if args.output_file and args.output_file.suffix != ".json":
+        raise UserError(f"output_file must end in .json, got {args.output_file}; .md and .png are written beside it")
     return args
 
 

@@ -1,10 +1,14 @@
 """The ladder: each rung changes what it claims, its numbers mean what they say, and the README shows them."""
 
+import importlib.util
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +17,7 @@ from torch.nn import functional as F
 
 import recipe.runtime
 import recipe.train
-from recipe.config import TrainConfig, load_config
+from recipe.config import TrainConfig, UserError, load_config
 from recipe.data.packed import PackedSplit
 from recipe.ladder import (
     BOTTOM,
@@ -27,6 +31,7 @@ from recipe.ladder import (
     options_of,
 )
 from recipe.ladder_report import peer_row, text_row, to_markdown, to_short_markdown
+from recipe.ladder_runner import pays
 from recipe.loss import LanguageModelingLoss
 from recipe.machine import Machine
 from recipe.measure import (
@@ -40,6 +45,9 @@ from recipe.measure import (
     why_it_ended,
 )
 
+spec = importlib.util.spec_from_file_location("run_ladder", ROOT / "scripts" / "run_ladder.py")
+run_ladder = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(run_ladder)
 CPU = Machine("cpu", "a CPU", bf16=True)
 H200 = Machine("cuda", "NVIDIA H200", bf16=True, tf32=True, memory_bytes=150_000_000_000)
 T4 = Machine("cuda", "Tesla T4", bf16=False, memory_bytes=15_000_000_000)
@@ -147,8 +155,7 @@ def test_a_rung_changes_what_it_claims(train, monkeypatch, observed, name, key, 
     below = options_of(rungs[: rungs.index(rung)]) if rung in rungs else options_of(rungs)
     batch = {"global_batch_size": 4, "per_device_train_batch_size": 2}
     found = []
-    for options in (below, combine(below, rung.on)):
-        options = {**batch, **options}
+    for options in ({**batch, **below}, {**batch, **combine(below, rung.on)}):
         if json.dumps(options) not in observed:
             observed[json.dumps(options)] = observe(train, monkeypatch, options)
         found.append(observed[json.dumps(options)][key])
@@ -230,7 +237,7 @@ def test_the_micro_batch_fits_the_memory():
 def setting_of(dataset_dir, block_size=BLOCK_SIZE) -> Setting:
     options = {**RUN_OPTIONS, "config": "demo", "dataset_dir": str(dataset_dir), "block_size": block_size}
     options["config_overrides"] = "n_layer=2,n_head=2,n_embd=32"
-    return Setting("a model", options, {"n_layer": 2, "n_head": 2, "n_embd": 32}, block_size, 1000, 2, 4)
+    return Setting("a model", options, {"n_layer": 2, "n_head": 2, "n_embd": 32}, 500, block_size, 1000, 2, 4)
 
 
 def event(step, tokens_per_second, loss=1.0, **more):
@@ -239,13 +246,16 @@ def event(step, tokens_per_second, loss=1.0, **more):
 
 
 def test_laps_with_compiling_or_profiling_do_not_count():
-    """128 tokens a step: the first lap, the warm-up and the profiled steps are left out."""
+    """128 tokens a step, laps of 4: the first one and the profiled steps are left out, and single steps grouped."""
     profile = {"event": "profile", "step": 15, "attention_kernel": "flash", "matmul_ms": 2.0, "step_ms": 5.0}
     events = [event(1, 1), event(4, 10), event(8, 128), event(12, 64), event(16, 1), profile]
     found = summarize_events(events, setting_of("d"), profile_after=12)
     assert (found["step_ms"], found["step_ms_lowest"], found["step_ms_highest"]) == (1500, 1000, 2000)
     assert (found["num_laps"], found["tokens_per_second"], found["peak_memory_bytes"]) == (2, 85, 5)
     assert found["profile_ms"] == {"matmul": 2.0, "step": 5.0} and found["attention_kernel"] == "flash"
+    single = [event(step, 128 if step % 4 else 32) for step in range(1, 13)]  # 1 s, and 4 s every fourth
+    assert summarize_events([*single, profile], setting_of("d"), 12)["step_ms"] == 1750
+    assert summarize_events([*single[:6], profile], setting_of("d"), 12) is None
 
 
 def test_the_loss_is_compared_over_the_same_steps():
@@ -254,6 +264,17 @@ def test_the_loss_is_compared_over_the_same_steps():
     assert loss_delta({1: 5.0, 2: 4.0, 4: 2.75}, reference) == pytest.approx(0.25)
     assert loss_delta({1: 5.0, 4: 3.1, 8: 9.0}, reference) == pytest.approx(0.1)
     assert loss_delta({8: 1.0}, reference) is None
+    assert loss_delta({1: 5.0, 2: None}, reference) is None  # not finite
+
+
+def test_a_rung_that_diverges_is_marked():
+    """It may be fast, and is neither kept nor shown without a mark."""
+    entry = {"what": "x", "step_ms": 1.0, "tokens_per_second": 9, "mfu": 1.0, "peak_memory_bytes": 9,
+             "loss_delta": None, "loss_is_finite": False}  # fmt: skip
+    assert text_row(entry, 9.0).endswith(" *")
+    assert not pays(entry, {"step_ms": 2.0, "step_ms_lowest": 2.0})
+    assert pays({**entry, "loss_is_finite": True}, {"step_ms": 2.0, "step_ms_lowest": 2.0})
+    assert not pays({**entry, "loss_is_finite": True}, {"step_ms": 2.0, "step_ms_lowest": 0.9})  # within the noise
 
 
 @pytest.mark.parametrize(
@@ -286,7 +307,10 @@ def test_a_run_that_takes_too_long_is_ended(dataset_dir, tmp_path):
 
 
 def test_the_program(dataset_dir, tmp_path):
-    """Real rungs in real processes, to JSON, Markdown and a chart; the reference's loss is its own."""
+    """Real rungs in real processes, to JSON, Markdown and a chart; the reference's loss is its own.
+
+    FLOPs are those of the dataset's 500 tokens: 6 * (500 * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 64) + 12 * 2 * 32 * 32.
+    """
     recipe_file = tmp_path / "tiny.yaml"
     model = "config_overrides: {n_layer: 2, n_head: 2, n_embd: 32}"
     recipe_file.write_text(f"dataset_dir: {dataset_dir}\nblock_size: {BLOCK_SIZE}\n{model}\n")
@@ -304,7 +328,8 @@ def test_the_program(dataset_dir, tmp_path):
     assert max(map(len, done.stdout.splitlines()[4:])) <= 80
     results = json.loads((tmp_path / "out" / "l.json").read_text())
     tied, half = results["ladder"]
-    assert (tied["name"], tied["loss_delta"]) == ("tied", 0) and tied["num_laps"] >= 8
+    assert (tied["name"], tied["loss_delta"]) == ("tied", 0) and tied["num_laps"] >= 2
+    assert results["flops_per_token"] == 6 * (500 * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 64) + 12 * 2 * 32 * 32
     if "not_run" not in half:  # this CPU has bf16 units
         assert 0 < abs(half["loss_delta"]) < 0.05
     assert tied["tokens_per_second"] > 0 and tied["seconds_to_first_step"] > 0 and 0 < tied["mfu"] < 1
@@ -314,8 +339,27 @@ def test_the_program(dataset_dir, tmp_path):
     )
     assert "tied weights" in (tmp_path / "out" / "l.md").read_text()
     assert (tmp_path / "out" / "l.png").read_bytes().startswith(b"\x89PNG")
-    wrong = subprocess.run([*script, "--rungs", "tyed"], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert wrong.returncode == 1 and "there is no rung 'tyed'; the rungs are bottom, tied" in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rungs", "tyed"], "there is no rung 'tyed'; the rungs are bottom, tied"),
+        (["--output_file", "x.md"], "output_file must end in .json, got x.md"),
+        (["--rungs", "tied", "--ablate"], "--rungs chooses from the ladder"),
+        (["--nanogpt", "d"], "are for --peers, or --all"),
+        (["--steps", "0"], "steps must be greater than 0"),
+        (["--micro_batch", "3", "--global_batch", "4"], "global_batch 4 does not divide by micro_batch 3"),
+        (["--config", "nowhere"], "no recipe 'nowhere'"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_sentence(arguments, message, dataset_dir, tmp_path, monkeypatch, capsys):
+    """Before anything is run."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run_ladder, "find_machine", lambda: CPU)
+    monkeypatch.setattr(sys, "argv", ["scripts/run_ladder.py", "--dataset_dir", str(dataset_dir), *arguments])
+    with pytest.raises(UserError, match=re.escape(message)):
+        run_ladder.main()
 
 
 def test_rows_fit_80_columns():
@@ -328,6 +372,24 @@ def test_rows_fit_80_columns():
         )
     peer = {"what": "x" * 60, "tokens_per_second": 1_234_567, "times": 12.345, "times_of_each_round": [12.3, 12.5]}
     assert len(peer_row(peer)) <= 80
+
+
+def test_ended_by_a_scheduler_it_ends_the_run_it_measures(dataset_dir, tmp_path):
+    """SIGTERM, as `timeout` sends it: no training process is left over."""
+    arguments = ["--config", "demo", "--dataset_dir", str(dataset_dir), "--seconds", "300"]
+    script = subprocess.Popen(
+        [sys.executable, str(ROOT / "scripts" / "run_ladder.py"), *arguments],
+        cwd=tmp_path, stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path)},
+    )  # fmt: skip
+    for _ in range(600):
+        logs = list(tmp_path.glob("*/run/metrics.jsonl"))
+        if logs:
+            break
+        time.sleep(0.1)
+    script.send_signal(signal.SIGTERM)
+    assert logs and script.wait(30) == 128 + signal.SIGTERM
+    processes = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")]
+    assert not any(b"train.py" in line and str(tmp_path).encode() in line for line in processes)
 
 
 @pytest.mark.parametrize(
@@ -347,10 +409,9 @@ def test_what_is_not_a_rung_of_this_project_is_not_measured():
     """All options that the ladder passes exist, with values they take."""
     for machine in (CPU, H200, T4):
         rungs = [*climb(build_rungs(machine)), *ablations(build_rungs(machine))]
-        rungs += [(r, combine(BOTTOM, r.on)) for r in (*build_extras(machine, 4, 16), *build_memory_rungs(machine))]
-        for rung, options in rungs:
-            if rung.name in ("loss_chunks", "checkpointing", "8gb"):
-                options = {**options, "loss_in_graph": True}
+        top = options_of(build_rungs(machine))
+        rungs += [(r, combine(top, r.on)) for r in (*build_extras(machine, 4, 16), *build_memory_rungs(machine))]
+        for _, options in rungs:
             load_config(["--dataset_dir", "d", *to_arguments({**RUN_OPTIONS, **options})])
 
 

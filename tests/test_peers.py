@@ -1,5 +1,6 @@
 """Other programs beside ours: what they are given, and what is read from them."""
 
+import pickle
 import subprocess
 import sys
 import time
@@ -21,7 +22,7 @@ GPU = Machine("cuda", "NVIDIA H200", bf16=True, tf32=True)
 
 def setting_of(dataset_dir) -> Setting:
     size = {"n_layer": 2, "n_head": 2, "n_embd": 32}
-    return Setting("a model", {"dataset_dir": str(dataset_dir)}, size, BLOCK_SIZE, 1000, 2, 4)
+    return Setting("a model", {"dataset_dir": str(dataset_dir)}, size, 500, BLOCK_SIZE, 1000, 2, 4)
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def nanogpt(tmp_path) -> Path:
 
 def test_nanogpt_gets_our_model_and_our_tokens(nanogpt, dataset_dir, dataset, tmp_path):
     """As it is, and with the one line changed that keeps autocast from CPUs."""
-    bare, plain, bf16 = build_peers(CPU, setting_of(dataset_dir), build_rungs(CPU), tmp_path, nanogpt, None)
+    bare, plain, bf16 = build_peers(CPU, setting_of(dataset_dir), build_rungs(CPU), tmp_path, nanogpt, None, 12)
     assert bare.name == "bare_loop" and (plain.name, bf16.name) == ("nanogpt", "bf16")
     for peer, dtype in ((plain, "float32"), (bf16, "bfloat16")):
         given = dict(argument.lstrip("-").split("=") for argument in peer.command[2:])
@@ -53,6 +54,7 @@ def test_nanogpt_gets_our_model_and_our_tokens(nanogpt, dataset_dir, dataset, tm
         tokens = np.fromfile(peer.directory / "data" / "ladder" / "train.bin", np.uint16)
         assert np.array_equal(tokens, dataset.splits["train"].stream())
         assert peer.tokens_per_line == 4 * BLOCK_SIZE
+        assert pickle.loads((peer.directory / "data" / "ladder" / "meta.pkl").read_bytes()) == {"vocab_size": 512}
     assert NANOGPT_CONTEXT in (plain.directory / "train.py").read_text()
     assert NANOGPT_CONTEXT not in (bf16.directory / "train.py").read_text()
     assert NANOGPT_CONTEXT in (nanogpt / "train.py").read_text()
@@ -60,7 +62,7 @@ def test_nanogpt_gets_our_model_and_our_tokens(nanogpt, dataset_dir, dataset, tm
 
 def test_nanogpt_on_a_gpu(nanogpt, dataset_dir, tmp_path):
     """With our micro-batch, and with its own; that one against our own choice."""
-    _, same, default = build_peers(GPU, setting_of(dataset_dir), build_rungs(GPU), tmp_path, nanogpt, None)
+    _, same, default = build_peers(GPU, setting_of(dataset_dir), build_rungs(GPU), tmp_path, nanogpt, None, 12)
     assert (same.ours, default.ours) == ("ours", "ours_auto")
     assert "--batch_size=12" in default.command and default.tokens_per_line == 12 * BLOCK_SIZE
     assert not any("dtype" in argument for argument in same.command)
@@ -68,17 +70,17 @@ def test_nanogpt_on_a_gpu(nanogpt, dataset_dir, tmp_path):
 
 def test_another_program_is_refused(nanogpt, dataset_dir, tmp_path):
     with pytest.raises(UserError, match="holds no train.py; git clone"):
-        build_peers(CPU, setting_of(dataset_dir), build_rungs(CPU), tmp_path / "a", tmp_path, None)
+        build_peers(CPU, setting_of(dataset_dir), build_rungs(CPU), tmp_path / "a", tmp_path, None, 12)
     (nanogpt / "train.py").write_text("")
     with pytest.raises(UserError, match="chooses autocast otherwise"):
-        build_peers(CPU, setting_of(dataset_dir), build_rungs(CPU), tmp_path / "b", nanogpt, None)
+        build_peers(CPU, setting_of(dataset_dir), build_rungs(CPU), tmp_path / "b", nanogpt, None, 12)
     with pytest.raises(UserError, match="there is no nowhere.py"):
-        build_peers(CPU, setting_of(dataset_dir), build_rungs(CPU), tmp_path / "c", None, Path("nowhere.py"))
+        build_peers(CPU, setting_of(dataset_dir), build_rungs(CPU), tmp_path / "c", None, Path("nowhere.py"), 12)
 
 
 def test_steps_are_read_from_its_lines(nanogpt, dataset_dir, tmp_path):
     """The median of what follows the warm-up of 4: 14 to 18 ms, 128 tokens each. The program is ended then."""
-    peer = build_peers(CPU, setting_of(dataset_dir), build_rungs(CPU), tmp_path, nanogpt, None)[1]
+    peer = build_peers(CPU, setting_of(dataset_dir), build_rungs(CPU), tmp_path, nanogpt, None, 12)[1]
     started_at = time.monotonic()
     assert measure_peer(peer, 5, started_at + 60) == {"tokens_per_second": 8000}
     assert time.monotonic() - started_at < 30
@@ -112,10 +114,21 @@ def test_the_bare_loop(dataset_dir, tmp_path):
         "--config_overrides",
         "n_layer=2,n_head=2,n_embd=32",
     ]
-    options += ["--max_steps", 3, "--global_batch_size", 4, "--dynamo_backend", "no"]
+    options += ["--max_steps", 12, "--global_batch_size", 4, "--dynamo_backend", "no"]
     done = subprocess.run(
         [sys.executable, str(ROOT / "scripts" / "bare_loop.py"), *map(str, options)],
         cwd=tmp_path, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    lines = [line for line in done.stdout.splitlines() if line.startswith("step ")]
-    assert len(lines) == 3 and all(float(line.split()[2]) > 0 for line in lines)
+    lines = [line.split() for line in done.stdout.splitlines() if line.startswith("steps to ")]
+    assert [line[2] for line in lines] == ["4:", "8:", "12:"] and all(float(line[3]) > 0 for line in lines)
+
+
+def test_run_clm_gets_our_model_and_enough_text(dataset_dir, dataset, tmp_path):
+    """The same size and vocabulary, at its own micro-batch of 8, with text for all steps."""
+    (tmp_path / "run_clm.py").touch()
+    peers = build_peers(CPU, setting_of(dataset_dir), build_rungs(CPU), tmp_path, None, tmp_path / "run_clm.py", 12)
+    given = dict(zip(peers[1].command[2::2], peers[1].command[3::2], strict=True))
+    assert given["--config_overrides"] == "n_layer=2,n_head=2,n_embd=32,n_positions=32,vocab_size=500"
+    assert given["--gradient_accumulation_steps"] == "1" and peers[1].tokens_per_line == 4 * 8 * BLOCK_SIZE
+    ids = dataset.load_tokenizer()((tmp_path / "text.txt").read_text()).input_ids
+    assert len(ids) >= int(given["--max_steps"]) * 8 * BLOCK_SIZE * 1.4
