@@ -65,9 +65,10 @@ class LadderRunner:
         self.rungs = build_rungs(self.machine)
         self.extras = build_extras(self.machine, self.setting.micro_batch, self.setting.global_batch)
         self.memory = build_memory_rungs(self.machine)
-        try:
-            self.save()
-        except OSError as error:  # now, and not when the first run is over
+        try:  # now, and not when the first run is over
+            self.output_file.parent.mkdir(parents=True, exist_ok=True)
+            self.output_file.open("a").close()
+        except OSError as error:
             raise UserError(f"cannot write {self.output_file}: {error.strerror}") from error
 
     def wanted(self, names: list[str] | None) -> set[str]:
@@ -199,7 +200,6 @@ class LadderRunner:
                 entry["loss_delta"] = loss_delta(entry["losses"], reference)
                 entry["loss_is_finite"] = None not in entry["losses"].values()
         self.results["finished_at"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        self.output_file.parent.mkdir(parents=True, exist_ok=True)
         self.output_file.write_text(json.dumps(self.results, indent=2) + "\n")
         self.output_file.with_suffix(".md").write_text(to_markdown(self.results) + "\n")
 

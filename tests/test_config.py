@@ -173,3 +173,9 @@ def test_every_line_of_a_size_recipe_is_a_known_field():
         content = load_yaml(f"gpt2_{size}")
         assert set(content) <= names
         assert {"learning_rate", "max_steps", "warmup_steps", "global_batch_size", "weight_decay"} <= set(content)
+
+
+@pytest.mark.parametrize(("argv", "expected"), [([], None), (["--profile"], 10), (["--profile", "25"], 25)])
+def test_profile_alone_means_after_ten_steps(argv, expected):
+    """Past compiling and warm-up; a number says after which step."""
+    assert load_config([*argv, "--max_steps", "50"])[0].profile == expected

@@ -346,6 +346,7 @@ def test_the_program(dataset_dir, tmp_path):
     [
         (["--rungs", "tyed"], "there is no rung 'tyed'; the rungs are bottom, tied"),
         (["--output_file", "x.md"], "output_file must end in .json, got x.md"),
+        (["--output_file", "/proc/x.json"], "cannot write /proc/x.json"),
         (["--rungs", "tied", "--ablate"], "--rungs chooses from the ladder"),
         (["--nanogpt", "d"], "are for --peers, or --all"),
         (["--steps", "0"], "steps must be greater than 0"),

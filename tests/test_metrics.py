@@ -1,10 +1,13 @@
 """FLOPs and what they are compared with."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from transformers import GPT2Config
 
-from recipe.metrics import count_flops_per_token, peak_flops_per_second
+from recipe.metrics import count_flops_per_token, peak_flops_per_second, peak_memory_bytes
 
 
 def test_flops_per_token_of_gpt2_124m():
@@ -21,3 +24,20 @@ def test_the_data_sheet_of_a_device(monkeypatch, name, tflops):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     assert peak_flops_per_second(torch.device("cuda")) == (tflops and tflops * 1e12)
     assert peak_flops_per_second(torch.device("cpu")) is None
+
+
+def test_peak_memory_is_the_most_that_was_in_use():
+    """It grows with what is written, and stays when it is given back."""
+    before = peak_memory_bytes(torch.device("cpu"))
+    torch.ones(2**27)  # 0.5 GB
+    after = peak_memory_bytes(torch.device("cpu"))
+    assert after >= 2**29 and after - before < 2**30
+    assert peak_memory_bytes(torch.device("cpu")) >= after
+
+
+def test_peak_memory_is_not_the_parents():
+    """What started the process may have used more: it does not count."""
+    code = "import torch; from recipe.metrics import peak_memory_bytes; print(peak_memory_bytes(torch.device('cpu')))"
+    torch.ones(2**28)  # 1 GB, in this process
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 2**30

@@ -51,6 +51,14 @@ def test_the_other_sizes_are_openais(size, parameters):
     assert count_exported_parameters(model, 50257) == parameters
 
 
+def test_initial_weights_do_not_depend_on_the_padding():
+    """So that what padding does to speed can be measured, and to the loss is nothing."""
+    padded, plain = tiny()[2].state_dict(), tiny("--pad_vocab_to_multiple_of", "1")[2].state_dict()
+    for name, tensor in plain.items():
+        assert torch.equal(padded[name][: len(tensor)], tensor), name
+    assert len(padded["lm_head.weight"]) == 512 and len(plain["lm_head.weight"]) == 500
+
+
 def test_padding_to_a_multiple():
     assert [padded_vocab_size(n, 128) for n in (1, 128, 129, 50257)] == [128, 128, 256, 50304]
 

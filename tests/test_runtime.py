@@ -1,5 +1,6 @@
 """What `auto` resolves to, and why; threads, compiled graphs."""
 
+import os
 import platform
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from torch._dynamo.utils import counters
 from recipe import machine, runtime
 from recipe.config import UserError, load_config
 from recipe.environment import count_cpus
-from recipe.runtime import choose_dynamo_backend, choose_mixed_precision
+from recipe.runtime import choose_attention, choose_dynamo_backend, choose_mixed_precision
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -77,6 +78,61 @@ def test_dynamo(monkeypatch, argv, launcher, device, flops, compiler, expected):
     monkeypatch.setattr(machine.shutil, "which", lambda name: compiler)
     choice = choose_dynamo_backend(config_of(*argv), device, flops)
     assert choice.value == expected and choice.reason
+
+
+@pytest.mark.parametrize(
+    ("argv", "device", "expected"),
+    [
+        (["--block_size", "512"], CPU, "eager"),
+        (["--block_size", "1024"], CPU, "sdpa"),
+        (["--block_size", "512"], CUDA, "sdpa"),
+        (["--block_size", "64", "--attn_implementation", "sdpa_with_mask"], CPU, "sdpa_with_mask"),
+    ],
+)
+def test_attention(argv, device, expected):
+    """Plain matmuls where they are faster: on a CPU, up to 512 tokens."""
+    assert choose_attention(config_of(*argv), device).value == expected
+
+
+def test_compiled_code_is_kept(monkeypatch, tmp_path):
+    """Where a reboot leaves it, unless the user has said where; and a home that cannot be written costs nothing."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    runtime.persist_compile_cache()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "cache" / "gpt2_recipe" / "inductor")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "mine"))
+    runtime.persist_compile_cache()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "mine")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    runtime.persist_compile_cache()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == ""
+
+
+def test_a_second_run_does_not_compile_again(train, tmp_path, monkeypatch):
+    """Inductor finds the graphs of the first in its cache."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    hits = []
+    for name in "ab":
+        counters.clear()
+        train("--dynamo_backend", "inductor", "--max_steps", "1", "--no_eval_on_start", output_dir=tmp_path / name)
+        hits.append(counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxgraph_cache_hit"])
+    assert hits[0] == 0 < hits[1]
+
+
+@pytest.mark.parametrize(
+    ("switches", "message"),
+    [
+        (["--bf16_residual"], "--bf16_residual needs bf16 mixed precision; here it is no"),
+        (["--gpu_memory_limit_gb", "8"], "--gpu_memory_limit_gb needs a CUDA device, this is cpu"),
+        (["--no_loss_in_graph", "--loss_chunks", "2"], "--loss_chunks needs the loss in the graph"),
+        (["--profile", "0"], "profile must be at least 1"),
+    ],
+)
+def test_switches_that_need_something_else(train, switches, message):
+    with pytest.raises(UserError, match=message):
+        train(*switches)
 
 
 def test_all_cores_are_used_although_the_launcher_says_one(monkeypatch):
