@@ -11,7 +11,7 @@ SECTIONS = {
     "extras": "then, one by one, kept where it pays on this machine",
     "memory": "memory options, on the recipe's defaults",
     "peers": "other programs, the same training: how many times as fast ours is",
-    "ablation": "the recipe's defaults with one switch back at its bottom value",
+    "ablation": "the recipe's defaults, with one switch off",
 }
 CHANGES_WHAT_IS_LEARNED = 0.05  # nats: more than bf16 rounding makes of the loss
 
@@ -177,6 +177,6 @@ def save_chart(results: dict[str, Any], path: Path) -> None:
     for i, (entry, rate) in enumerate(zip(entries, rates, strict=True)):
         axes.text(rate, i, f" {rate:,.0f}  ({entries[0]['step_ms'] / entry['step_ms']:.2f}x)", va="center", fontsize=9)
     axes.set_xlabel("tokens per second")
-    axes.set_title(f"{results['machine']['name']}: {results['setting'].split(',')[0]}", fontsize=10)
+    axes.set_title(f"{results['machine']['name']}: {results['setting'].rpartition(': ')[2]}", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=130)

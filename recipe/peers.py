@@ -186,6 +186,7 @@ def measure_peer(peer: Peer, num_steps: int, deadline: float) -> dict[str, Any]:
     environment.setdefault("CUDA_VISIBLE_DEVICES", "0")  # the Trainer would take all GPUs
     if environment.get("OMP_NUM_THREADS", "1") == "1":  # as recipe/runtime.py does for ours
         environment["OMP_NUM_THREADS"] = str(count_cpus())
+    shutil.rmtree(peer.directory / "run_clm", ignore_errors=True)  # some versions of it want their output_dir new
     num_warm_up = LAP // peer.steps_per_line
     num_lines = num_steps // peer.steps_per_line
     times: list[float] = []

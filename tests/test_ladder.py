@@ -202,7 +202,8 @@ def test_each_rung_adds_one_switch():
 
 def test_an_ablation_takes_one_switch_back():
     """All differ from the top in one option, which has its value from below the rung."""
-    (_, top), *others = ablations(build_rungs(CPU))
+    (_, top), *others, (_, again) = ablations(build_rungs(CPU))
+    assert again == top
     taken_back = {}
     for rung, options in others:
         if rung.why_not is not None:
