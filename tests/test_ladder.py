@@ -394,17 +394,30 @@ def test_ended_by_a_scheduler_it_ends_the_run_it_measures(dataset_dir, tmp_path)
     assert not any(b"train.py" in line and str(tmp_path).encode() in line for line in processes)
 
 
-@pytest.mark.parametrize(
-    ("name", "sections"), [("ladder_cpu", ("ladder", "extras")), ("peers_cpu", ("peers",)), ("overhead_cpu", ())]
-)
-def test_the_readme_shows_what_was_measured(name, sections):
-    """Its tables are those of the result files, and the Markdown beside them too."""
-    folder = ROOT / "scripts" / "benchmarks"
-    results = json.loads((folder / f"{name}.json").read_text())
-    assert (folder / f"{name}.md").read_text() == to_markdown(results) + "\n"
-    readme = (ROOT / "README.md").read_text()
-    for section in sections:
-        assert to_short_markdown(results, section) in readme
+def results_of(name: str) -> dict:
+    return json.loads((ROOT / "scripts" / "benchmarks" / f"{name}_cpu.json").read_text())
+
+
+@pytest.mark.parametrize("name", ["ladder", "peers", "overhead", "ablation", "memory"])
+def test_the_markdown_is_that_of_the_results(name):
+    path = ROOT / "scripts" / "benchmarks" / f"{name}_cpu.md"
+    assert path.read_text() == to_markdown(results_of(name)) + "\n"
+
+
+def test_the_readme_shows_what_was_measured():
+    """Its tables are made from the result files, and the numbers in its sentences are theirs."""
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    ladder = results_of("ladder")
+    for results, section in ((ladder, "ladder"), (results_of("peers"), "peers")):
+        assert " ".join(to_short_markdown(results, section).split()) in readme
+    best = [entry for entry in ladder["extras"] if entry["kept"]][-1]
+    times = ladder["ladder"][0]["step_ms"] / best["step_ms"]
+    assert f"{best['tokens_per_second']:,} tokens/s, {times:.2f} times the bottom and {best['mfu']:.0%} of" in readme
+    memory = {e["name"]: e["peak_memory_bytes"] / 1e9 for e in results_of("memory")["ladder"]}
+    assert f"leave the graph take {memory['no_sync']:.2f} GB, the loss in it {memory['loss_in_graph']:.2f}" in readme
+    assert f"costs the demo {1 - results_of('overhead')['peers'][0]['times']:.1%} of a step" in readme
+    ablation = {e["name"]: e.get("step_ms") for e in results_of("ablation")["ablation"]}
+    assert f"differs by {ablation['everything'] / ablation['again'] - 1:.0%} there" in readme
 
 
 def test_what_is_not_a_rung_of_this_project_is_not_measured():
