@@ -428,6 +428,11 @@ def _check_values(config: TrainConfig) -> None:
             "--streaming makes its batches in a process of its own; leave --data_placement and "
             "--dataloader_num_workers out"
         )
+    if config.profile and config.resume_from_checkpoint is None and config.profile + 3 > config.max_steps:
+        raise UserError(
+            f"the 3 steps after step {config.profile} cannot be profiled: max_steps is {config.max_steps}; "
+            f"--profile {max(1, config.max_steps - 3)} would do"
+        )
     if not config.loss_in_graph and config.loss_chunks > 1:
         raise UserError("--loss_chunks needs the loss in the graph: leave --no_loss_in_graph out")
     if config.report_to == ["none"]:  # as Hugging Face says it

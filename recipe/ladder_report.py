@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 SECTIONS = {
-    "ladder": "each rung has the switches of all rungs above it in this table",
+    "ladder": "each rung has its switch and those of all rungs below it",
     "extras": "then, one by one, kept where it pays on this machine",
     "memory": "memory options, on the recipe's defaults",
     "peers": "other programs, the same training: how many times as fast ours is",
@@ -20,9 +20,14 @@ TEXT_HEADER = f"{'':37}{'step ms':>9}{'times':>7}{'tokens/s':>10}{'MFU':>5}{'GB'
 
 
 def speedups(results: dict[str, Any], section: str) -> dict[str, float]:
-    """How many times as fast as the first entry of the section; the extras and memory rungs: as the ladder's first."""
-    first = next((e for e in results[section if section == "ablation" else "ladder"] if "step_ms" in e), None)
-    return {e["name"]: first["step_ms"] / e["step_ms"] for e in results[section] if first and "step_ms" in e}
+    """How many times as fast as the ladder's first entry; in the ablation, as everything on, the mean of two runs."""
+    entries = [e for e in results["ablation" if section == "ablation" else "ladder"] if "step_ms" in e]
+    if section == "ablation":  # what was measured twice
+        entries = [e for e in entries if e["name"] in ("everything", "again")]
+        base = sum(e["step_ms"] for e in entries) / max(len(entries), 1)
+    else:
+        base = entries[0]["step_ms"] if entries else 0
+    return {e["name"]: base / e["step_ms"] for e in results[section] if base and "step_ms" in e}
 
 
 def text_row(entry: dict[str, Any], speedup: float | None) -> str:
@@ -34,6 +39,9 @@ def text_row(entry: dict[str, Any], speedup: float | None) -> str:
         f"{what:37}{entry['step_ms']:>9,.1f}{speedup or 1:>7.2f}{entry['tokens_per_second']:>10,.0f}"
         f"{entry['mfu']:>5.0%}{entry['peak_memory_bytes'] / 1e9:>6.2f}{_mark(entry)}"
     )
+
+
+PEER_HEADER = f"{'':44}{'its tokens/s':>12}{'times':>6} (of the rounds)"  # of `peer_row`
 
 
 def peer_row(entry: dict[str, Any]) -> str:
@@ -70,8 +78,18 @@ def notes(results: dict[str, Any]) -> list[str]:
     marked = [e["what"] for section in SECTIONS for e in results.get(section, []) if _mark(e)]
     if marked:
         lines.append(f"* learns something else: its loss is more than {CHANGES_WHAT_IS_LEARNED} from that of fp32.")
+    if any("losses" in e for section in SECTIONS for e in results.get(section, [])):
+        lines.append(
+            f"Losses are compared after about {results['goal']['steps']} steps: what shows later does not show."
+        )
+    if results["machine"]["device"] == "cpu":
+        lines.append("GB: the most that the whole process had resident, with what compiling took.")
+    twice = {e["name"]: e["step_ms"] for e in results.get("ablation", []) if "step_ms" in e}
+    if {"everything", "again"} <= set(twice):
+        noise = abs(twice["everything"] / twice["again"] - 1)
+        lines.append(f"Everything on was measured twice, {noise:.0%} apart: smaller differences mean nothing.")
     kept = [e["what"] for e in results.get("extras", []) if e.get("kept")]
-    if results.get("extras"):
+    if any("step_ms" in e for e in results.get("extras", [])):
         lines.append(f"Of the extras these pay here: {', '.join(kept) or 'none'}.")
     return lines
 
@@ -130,7 +148,8 @@ def _peers_markdown(entries: list[dict[str, Any]]) -> str:
         rounds = ", ".join(f"{value:.2f}" for value in entry["times_of_each_round"])
         rates = f"{entry['tokens_per_second']:,.0f} | {entry['our_tokens_per_second']:,.0f}"
         lines.append(f"| {entry['what']} | {rates} | {entry['times']:.3f} ({rounds}) |")
-    return "\n".join(lines)
+    commands = [f"    {entry['command']}" for entry in entries]
+    return "\n".join([*lines, "", "Each with its command, without the paths:", "", *commands])
 
 
 def _markdown_cells(entry: dict[str, Any], speedup: float | None) -> dict[str, str]:

@@ -26,7 +26,7 @@ from recipe.ladder import (
     climb,
     options_of,
 )
-from recipe.ladder_report import SECTIONS, notes, peer_row, save_chart, speedups, text_row, to_markdown
+from recipe.ladder_report import PEER_HEADER, SECTIONS, notes, peer_row, save_chart, speedups, text_row, to_markdown
 from recipe.machine import Machine
 from recipe.measure import LAP, Goal, Setting, loss_delta, measure
 from recipe.peers import Peer, measure_peer
@@ -92,7 +92,8 @@ class LadderRunner:
             if rung.name in wanted:
                 self.run("ladder", rung, options)
         defaults = best = options_of(self.rungs)
-        fastest = next((e for e in reversed(self.results["ladder"]) if "step_ms" in e), None)
+        top = next(rung.name for rung in reversed(self.rungs) if rung.why_not is None)
+        fastest = next((e for e in self.results["ladder"] if e["name"] == top and "step_ms" in e), None)
         for rung in self.extras:
             if rung.name in wanted:
                 entry = self.run("extras", rung, {**best, **rung.on})
@@ -159,13 +160,19 @@ class LadderRunner:
                 goal = Goal(self.goal.steps)
                 found[name] = measure(options, self.setting, goal, self.work, self._deadline())
                 found[name].pop("losses", None)
+                self._say(name, found[name])
             for peer in peers:
                 found[peer.name] = measure_peer(peer, self.goal.steps, self._deadline())
+                self._say(peer.what, found[peer.name])
             self.results["peers"] = [self._compare(peer) for peer in peers]
             self.save()
-        print(f"\n{SECTIONS['peers']}")
+        print(f"\n{SECTIONS['peers']}\n{PEER_HEADER}")
         for entry in self.results["peers"]:
             print(peer_row(entry), flush=True)
+
+    def _say(self, what: str, numbers: dict[str, Any]) -> None:
+        rate = numbers.get("tokens_per_second")
+        print(f"  {what:44.44}" + (f"{rate:>10,} tokens/s" if rate else numbers["failed"][:34]), flush=True)
 
     def _compare(self, peer: Peer) -> dict[str, Any]:
         """How many times as fast ours is, in each round and in the median."""
@@ -184,6 +191,7 @@ class LadderRunner:
             **entry,
             "our_tokens_per_second": rates[0],
             "tokens_per_second": rates[1],
+            "rounds": f"{len(pairs)} of {len(self.results['rounds'])}",
             "times": round(statistics.median(times), 4),
             "times_of_each_round": [round(value, 4) for value in times],
         }
@@ -204,7 +212,10 @@ class LadderRunner:
         self.output_file.with_suffix(".md").write_text(to_markdown(self.results) + "\n")
 
     def finish(self) -> None:
-        """What the numbers mean, and the chart."""
+        """What the numbers mean, and the chart. Raises `UserError` if there are none."""
+        entries = [entry for section in SECTIONS for entry in self.results.get(section, [])]
+        if all("not_run" in entry for entry in entries):
+            raise UserError(f"nothing could be measured: {entries[0]['not_run'] if entries else 'there was no rung'}")
         print("\n" + "\n".join(textwrap.fill(note, 80) for note in notes(self.results)))
         if "ladder" in self.results:
             try:

@@ -113,7 +113,7 @@ def measure(options: dict[str, Any], setting: Setting, goal: Goal, work: Path, d
                 if ended:
                     return {"failed": why_it_ended((work / "run.log").read_text(errors="replace"))}
                 if now > deadline:
-                    return {"failed": "the time was up"}
+                    return {"failed": "not done in its time"}
                 time.sleep(POLL_SECONDS)
         finally:
             if process.poll() is None:

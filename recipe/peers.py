@@ -217,7 +217,7 @@ def measure_peer(peer: Peer, num_steps: int, deadline: float) -> dict[str, Any]:
                 break
         else:
             out_of_time = time.monotonic() >= deadline
-            return {"failed": "the time was up" if out_of_time else why_it_ended("".join(lines))}
+            return {"failed": "not done in its time" if out_of_time else why_it_ended("".join(lines))}
     finally:
         too_late.cancel()
         _kill(process)

@@ -124,7 +124,9 @@ def _is_optimizers(event: Any) -> bool:
 
 def describe(numbers: dict[str, Any]) -> str:
     """`summarize`'s numbers as a small table."""
-    lines = [f"where {numbers['step_ms']:,.1f} ms of a step go (attention by {numbers['attention_kernel']}):"]
+    kernel = numbers["attention_kernel"]
+    note = ", which count as matmul" if kernel == PLAIN_ATTENTION else ""
+    lines = [f"where {numbers['step_ms']:,.1f} ms of a step go (attention by {kernel}{note}):"]
     for kind in (*KINDS, IDLE):
         share = numbers[f"{kind}_ms"] / numbers["step_ms"]
         lines.append(f"  {kind:12}{numbers[f'{kind}_ms']:>10,.1f} ms {share:>5.0%}")

@@ -91,6 +91,12 @@ def parse() -> argparse.Namespace:
         raise UserError("--nanogpt, --run_clm and --rounds are for --peers, or --all")
     if (args.peers or args.ablate) and args.rungs and not args.all:
         raise UserError("--rungs chooses from the ladder; --ablate and --peers are about all of its switches")
+    if args.nanogpt and not (args.nanogpt / "train.py").is_file():
+        raise UserError(
+            f"{args.nanogpt} holds no train.py; git clone https://github.com/karpathy/nanoGPT {args.nanogpt}"
+        )
+    if args.run_clm and not args.run_clm.is_file():
+        raise UserError(f"there is no {args.run_clm}; it is in examples/pytorch/language-modeling of Transformers")
     if args.output_file and args.output_file.suffix != ".json":
         raise UserError(f"output_file must end in .json, got {args.output_file}; .md and .png are written beside it")
     return args

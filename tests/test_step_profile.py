@@ -83,7 +83,9 @@ def test_on_a_cpu_what_the_optimizer_calls_is_its_own():
 
 
 def test_a_profile_that_would_come_too_late(train):
-    with pytest.raises(UserError, match="the 3 steps after step 2 cannot be profiled: the last step is 4"):
+    with pytest.raises(
+        UserError, match="the 3 steps after step 2 cannot be profiled: max_steps is 4; --profile 1 would do"
+    ):
         train("--max_steps", "4", "--profile", "2")
 
 
@@ -95,7 +97,9 @@ def test_a_profile_of_a_run(train, capsys, attention, kernel):
     assert (profile["step"], profile["attention_kernel"]) == (6, kernel)
     parts = [profile[f"{kind}_ms"] for kind in (*KINDS, "idle")]
     assert sum(parts) == pytest.approx(profile["step_ms"]) and min(parts) >= 0
-    assert all(profile[f"{kind}_ms"] > 0 for kind in ("matmul", "attention", "loss", "optimizer", "elementwise"))
+    assert all(
+        profile[f"{kind}_ms"] > 0 for kind in ("matmul", "attention", "loss", "optimizer", "elementwise", "data")
+    )
     trace = json.loads(gzip.decompress((output_dir / "trace.json.gz").read_bytes()))
     assert sum(event.get("name") == "Optimizer.step#AdamW.step" for event in trace["traceEvents"]) == 3
     assert "where" in capsys.readouterr().out
