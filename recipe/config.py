@@ -21,6 +21,7 @@ from transformers.trainer_utils import SchedulerType
 
 CONFIGS_DIR = Path(__file__).parent / "configs"
 STANDARD_LIBRARY = "python_standard_library"  # the dataset_name that needs no download: the demo's corpus
+PROFILED_STEPS = 3
 PROFILE_AFTER_STEPS = 10  # what --profile alone means: past compiling, and the allocator has seen every size
 DATA_SOURCES = ("dataset_dir", "train_file", "dataset_name")
 TEXT_OPTIONS = (  # how text is read: for train_file and dataset_name
@@ -428,10 +429,10 @@ def _check_values(config: TrainConfig) -> None:
             "--streaming makes its batches in a process of its own; leave --data_placement and "
             "--dataloader_num_workers out"
         )
-    if config.profile and config.resume_from_checkpoint is None and config.profile + 3 > config.max_steps:
+    if config.profile and config.resume_from_checkpoint is None and config.profile + PROFILED_STEPS > config.max_steps:
         raise UserError(
-            f"the 3 steps after step {config.profile} cannot be profiled: max_steps is {config.max_steps}; "
-            f"--profile {max(1, config.max_steps - 3)} would do"
+            f"the {PROFILED_STEPS} steps after step {config.profile} cannot be profiled: max_steps is "
+            f"{config.max_steps}; --profile {max(1, config.max_steps - PROFILED_STEPS)} would do"
         )
     if not config.loss_in_graph and config.loss_chunks > 1:
         raise UserError("--loss_chunks needs the loss in the graph: leave --no_loss_in_graph out")

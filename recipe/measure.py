@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipe.step_profile import PROFILED_STEPS
+from recipe.config import PROFILED_STEPS
 
 TRAIN = Path(__file__).parent / "train.py"
 LAP = 4  # steps between two log lines, where the host waits for the device

@@ -13,9 +13,8 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from recipe.config import UserError
+from recipe.config import PROFILED_STEPS, UserError
 
-PROFILED_STEPS = 3
 TRACE_NAME = "trace.json.gz"
 
 # What a kernel is for, by its name: of a GPU kernel, an ATen operator, or one that inductor fused. First match counts.
