@@ -13,7 +13,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from recipe.config import PROFILED_STEPS, UserError
+from recipe.config import PROFILED_STEPS
 
 TRACE_NAME = "trace.json.gz"
 
@@ -50,14 +50,12 @@ class StepProfiler:
     def __init__(self, after_step: int | None, last_step: int, device: torch.device, output_dir: Path) -> None:
         """after_step: None does not profile. To be made before the first forward, which compiles.
 
-        Raises `UserError` if the run ends before the profiled steps do.
+        Nor is anything profiled where the run ends before: a resumed run must not fail for what it was asked at first.
         """
+        if after_step is not None and after_step + PROFILED_STEPS > last_step:
+            after_step = None
         self.after_step, self.device, self.output_dir = after_step, device, output_dir
         self.profile: profile | None = None
-        if after_step is not None and after_step + PROFILED_STEPS > last_step:
-            raise UserError(
-                f"the {PROFILED_STEPS} steps after step {after_step} cannot be profiled: the last step is {last_step}"
-            )
         if after_step is not None and device.type == "cpu":
             import torch._inductor.config
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import shutil
 import types
 
 import pytest
@@ -104,6 +105,16 @@ def test_a_profile_of_a_run(train, capsys, attention, kernel):
     assert sum(event.get("name") == "Optimizer.step#AdamW.step" for event in trace["traceEvents"]) == 3
     assert "where" in capsys.readouterr().out
     assert [e["step"] for e in read_events(output_dir, "train")] == list(range(1, 9))
+
+
+@pytest.mark.parametrize("max_steps", [5, 7])
+def test_a_profile_asked_for_at_first_does_not_keep_a_run_from_going_on(train, max_steps):
+    """Resumed at its end, and too near to it for another profile."""
+    options = ["--max_steps", max_steps, "--profile", "2", "--save_steps", "5"]
+    output_dir = train(*options)
+    shutil.rmtree(output_dir / "checkpoint-7", ignore_errors=True)
+    train(*options, "--resume_from_checkpoint", "auto")
+    assert [e["step"] for e in read_events(output_dir, "train")] == list(range(1, max_steps + 1))
 
 
 def test_a_run_without_profile_has_none(train):
