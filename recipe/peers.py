@@ -42,6 +42,7 @@ class Peer:
     line: str  # pattern of that line; its first group, if it has one, is the milliseconds it took
     tokens_per_line: int
     steps_per_line: int = 1
+    leaves: Path | None = None  # a folder that must not be there when it starts
     ours: str = "ours"  # which of our runs it is to be compared with
 
 
@@ -174,7 +175,8 @@ def build_run_clm(
     command = [sys.executable, str(source.resolve()), *to_arguments(options)]
     what = "run_clm.py with bf16 and torch.compile"
     ours = "ours_auto" if machine.device == "cuda" else "ours"
-    return Peer("run_clm", what, command, work, r"\{'loss':", LAP * tokens_per_step, LAP, ours)
+    tokens = LAP * tokens_per_step
+    return Peer("run_clm", what, command, work, r"\{'loss':", tokens, LAP, work / "run_clm", ours)
 
 
 def measure_peer(peer: Peer, num_steps: int, deadline: float) -> dict[str, Any]:
@@ -186,7 +188,8 @@ def measure_peer(peer: Peer, num_steps: int, deadline: float) -> dict[str, Any]:
     environment.setdefault("CUDA_VISIBLE_DEVICES", "0")  # the Trainer would take all GPUs
     if environment.get("OMP_NUM_THREADS", "1") == "1":  # as recipe/runtime.py does for ours
         environment["OMP_NUM_THREADS"] = str(count_cpus())
-    shutil.rmtree(peer.directory / "run_clm", ignore_errors=True)  # some versions of it want their output_dir new
+    if peer.leaves is not None:
+        shutil.rmtree(peer.leaves, ignore_errors=True)
     num_warm_up = LAP // peer.steps_per_line
     num_lines = num_steps // peer.steps_per_line
     times: list[float] = []

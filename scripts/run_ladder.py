@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 from recipe.config import CommandLine, UserError, run_main
-from recipe.ladder import choose_setting
+from recipe.ladder import build_rungs, choose_setting
 from recipe.ladder_report import TEXT_HEADER
 from recipe.ladder_runner import LadderRunner
 from recipe.machine import find_machine
@@ -33,11 +33,16 @@ def main() -> None:
     args = parse()
     machine = find_machine()
     setting = choose_setting(args.config, args.dataset_dir, machine, args.micro_batch, args.global_batch)
+    goal = Goal(steps=-(-args.steps // LAP) * LAP, seconds=args.seconds)  # whole laps
     with tempfile.TemporaryDirectory() as folder:
+        peers = []
+        if args.all or args.peers:  # what is wrong with them is said before anything is measured
+            sources = (args.nanogpt, args.run_clm)
+            peers = build_peers(machine, setting, build_rungs(machine), Path(folder), *sources, goal.steps)
         runner = LadderRunner(
             machine,
             setting,
-            Goal(steps=-(-args.steps // LAP) * LAP, seconds=args.seconds),
+            goal,
             work=Path(folder),
             output_file=args.output_file or Path("runs") / f"ladder_{machine.device}.json",
             command=shlex.join(["python", *sys.argv]),
@@ -53,8 +58,6 @@ def main() -> None:
             runner.run_ladder(wanted)
         if args.all or args.peers:
             runner.may_use(0.8 if args.all else 1)
-            sources = (args.nanogpt, args.run_clm)
-            peers = build_peers(machine, setting, runner.rungs, Path(folder), *sources, runner.goal.steps)
             runner.run_peers(peers, args.rounds or (1 if args.all and args.minutes else 3))
         if args.all or args.ablate:
             runner.may_use(1)
@@ -91,12 +94,6 @@ def parse() -> argparse.Namespace:
         raise UserError("--nanogpt, --run_clm and --rounds are for --peers, or --all")
     if (args.peers or args.ablate) and args.rungs and not args.all:
         raise UserError("--rungs chooses from the ladder; --ablate and --peers are about all of its switches")
-    if args.nanogpt and not (args.nanogpt / "train.py").is_file():
-        raise UserError(
-            f"{args.nanogpt} holds no train.py; git clone https://github.com/karpathy/nanoGPT {args.nanogpt}"
-        )
-    if args.run_clm and not args.run_clm.is_file():
-        raise UserError(f"there is no {args.run_clm}; it is in examples/pytorch/language-modeling of Transformers")
     if args.output_file and args.output_file.suffix != ".json":
         raise UserError(f"output_file must end in .json, got {args.output_file}; .md and .png are written beside it")
     return args

@@ -351,7 +351,7 @@ def test_the_program(dataset_dir, tmp_path):
         (["--rungs", "tied", "--ablate"], "--rungs chooses from the ladder"),
         (["--nanogpt", "d"], "are for --peers, or --all"),
         (["--all", "--nanogpt", "nowhere"], "nowhere holds no train.py; git clone"),
-        (["--peers", "--run_clm", "nowhere"], "there is no nowhere; it is in"),
+        (["--peers", "--run_clm", "nowhere"], "there is no nowhere; it is examples/pytorch"),
         (["--steps", "0"], "steps must be greater than 0"),
         (["--micro_batch", "3", "--global_batch", "4"], "global_batch 4 does not divide by micro_batch 3"),
         (["--config", "nowhere"], "no recipe 'nowhere'"),

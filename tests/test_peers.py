@@ -1,5 +1,6 @@
 """Other programs beside ours: what they are given, and what is read from them."""
 
+import dataclasses
 import pickle
 import subprocess
 import sys
@@ -94,6 +95,18 @@ def test_lines_without_a_time_are_timed():
     """Ten a second, 100 tokens each."""
     code = "import time\nfor i in range(99): print('lap'); time.sleep(0.1)"
     assert measure_peer(program(code), 5, time.monotonic() + 60)["tokens_per_second"] == pytest.approx(1000, rel=0.3)
+
+
+def test_only_what_a_peer_leaves_is_removed(tmp_path, monkeypatch):
+    """Its own folder, and nothing of that name where the command is given."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("run_clm", "its"):
+        (tmp_path / name).mkdir()
+    peer = dataclasses.replace(program("import os; print(os.path.isdir('its'))"), directory=tmp_path)
+    assert measure_peer(peer, 5, time.monotonic() + 60) == {"failed": "True"}
+    peer = dataclasses.replace(peer, leaves=tmp_path / "its")
+    assert measure_peer(peer, 5, time.monotonic() + 60) == {"failed": "False"}
+    assert (tmp_path / "run_clm").is_dir()
 
 
 def test_a_peer_that_fails_or_hangs():
