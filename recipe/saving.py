@@ -58,9 +58,9 @@ class CheckpointSaver:
         """Copy the state, on all processes, and begin to write it, on the main one. Returns the folder it will be."""
         rng = gather_object([_rng_state()])
         final = checkpoint_dir(self.output_dir, state.step)
+        self.wait()  # which names the one before, should it have failed
         self.last_saved = state.step
         if self.accelerator.is_main_process:
-            self.wait()
             scaler = self.accelerator.scaler
             content = {
                 "step": state.step,

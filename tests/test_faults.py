@@ -189,6 +189,15 @@ def test_disk_full_while_saving(train, monkeypatch, capsys, limit_bytes):
     assert not list(output_dir.glob(".checkpoint*")) and why_damaged(output_dir / "checkpoint-6") is None
 
 
+def test_a_failure_noticed_late_names_the_checkpoint_that_failed(train, monkeypatch, capsys):
+    """Steps faster than the disk: that it failed is only noticed when the next one is due."""
+    fail_when_saving(monkeypatch, 4, 2_000)
+    monkeypatch.setattr(CheckpointSaver, "report", lambda self: None)
+    output_dir = train("--max_steps", "6", "--save_steps", "2")
+    assert "warning: checkpoint-4 not written: " in capsys.readouterr().out
+    assert [p.name for p in list_checkpoints(output_dir)] == ["checkpoint-2", "checkpoint-6"]
+
+
 def test_disk_full_stops_the_run_if_asked_to(train, monkeypatch, tmp_path):
     fail_when_saving(monkeypatch, 4, 2_000)
     with pytest.raises(UserError, match=r"checkpoint-4 not written.*\(--on_save_failure stop\)"):

@@ -159,11 +159,15 @@ def test_a_backend_of_the_launcher_that_would_not_work(monkeypatch):
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's allocator only")
 def test_freed_memory_is_kept():
-    """After it, large buffers that are freed and asked for again cost few page faults."""
+    """After it, large buffers that are freed and asked for again cost few page faults.
+
+    The first few are for the heap to settle: what Python allocates in between splits one or two of them.
+    """
     code = (
         "import resource, sys, torch; from recipe.runtime import keep_freed_memory\n"
         "if sys.argv[1] == 'keep': keep_freed_memory(torch.device('cpu'))\n"
-        "torch.empty(2**26).fill_(1); before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "for _ in range(5): torch.empty(2**26).fill_(1)\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
         "for _ in range(5): torch.empty(2**26).fill_(1)\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)"
     )
