@@ -67,7 +67,10 @@ class LadderRunner:
         self.memory = build_memory_rungs(self.machine)
         try:  # now, and not when the first run is over
             self.output_file.parent.mkdir(parents=True, exist_ok=True)
+            is_new = not self.output_file.exists()
             self.output_file.open("a").close()
+            if is_new:
+                self.output_file.unlink()
         except OSError as error:
             raise UserError(f"cannot write {self.output_file}: {error.strerror}") from error
 
@@ -178,6 +181,7 @@ class LadderRunner:
         """How many times as fast ours is, in each round and in the median."""
         command = [Path(part).name if part.startswith("/") else part for part in peer.command]
         entry: dict[str, Any] = {"name": peer.name, "what": peer.what, "command": " ".join(command)}
+        entry["sha256"] = peer.sha256
         pairs = [(found[peer.ours], found[peer.name]) for found in self.results["rounds"]]
         failed = [numbers["failed"] for pair in pairs for numbers in pair if "failed" in numbers]
         pairs = [pair for pair in pairs if not any("failed" in numbers for numbers in pair)]

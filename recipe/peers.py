@@ -4,6 +4,7 @@ In: where their code lies (it is not part of this project). Out: tokens per seco
 ours is, from runs that take turns. All train GPT-2 of the same size on the same text; the command lines are recorded.
 """
 
+import hashlib
 import os
 import pickle
 import re
@@ -41,6 +42,7 @@ class Peer:
     directory: Path
     line: str  # pattern of that line; its first group, if it has one, is the milliseconds it took
     tokens_per_line: int
+    sha256: str  # of the program, as it was given
     steps_per_line: int = 1
     leaves: Path | None = None  # a folder that must not be there when it starts
     ours: str = "ours"  # which of our runs it is to be compared with
@@ -73,7 +75,8 @@ def build_bare_loop(setting: Setting, options: dict[str, Any]) -> Peer:
     """Forward, backward, clip and AdamW on one batch: what is left of ours when the program is taken away."""
     command = [sys.executable, str(BARE_LOOP), *to_arguments(combine(setting.run_options, options))]
     line = r"steps to \d+: ([\d.]+) ms"
-    return Peer("bare_loop", "the bare loop", command, Path.cwd(), line, LAP * setting.tokens_per_step, LAP)
+    tokens = LAP * setting.tokens_per_step
+    return Peer("bare_loop", "the bare loop", command, Path.cwd(), line, tokens, _sha256(BARE_LOOP), LAP)
 
 
 def build_nanogpt(
@@ -135,7 +138,8 @@ def build_nanogpt(
         options["dtype"] = "bfloat16" if bf16_on_cpu else "float32"
     command = [sys.executable, "train.py", *(f"--{key}={value}" for key, value in options.items())]
     tokens_per_step = micro_batch * accumulation * setting.block_size
-    return Peer(folder.name, what, command, folder, r"iter \d+: .*time ([\d.]+)ms", tokens_per_step, ours=ours)
+    line = r"iter \d+: .*time ([\d.]+)ms"
+    return Peer(folder.name, what, command, folder, line, tokens_per_step, _sha256(source / "train.py"), ours=ours)
 
 
 def build_run_clm(
@@ -176,7 +180,8 @@ def build_run_clm(
     what = "run_clm.py with bf16 and torch.compile"
     ours = "ours_auto" if machine.device == "cuda" else "ours"
     tokens = LAP * tokens_per_step
-    return Peer("run_clm", what, command, work, r"\{'loss':", tokens, LAP, work / "run_clm", ours)
+    leaves = work / "run_clm"
+    return Peer("run_clm", what, command, work, r"\{'loss':", tokens, _sha256(source), LAP, leaves, ours)
 
 
 def measure_peer(peer: Peer, num_steps: int, deadline: float) -> dict[str, Any]:
@@ -233,3 +238,7 @@ def measure_peer(peer: Peer, num_steps: int, deadline: float) -> dict[str, Any]:
 def _kill(process: subprocess.Popen) -> None:
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
+
+
+def _sha256(program: Path) -> str:
+    return hashlib.sha256(program.read_bytes()).hexdigest()

@@ -358,12 +358,13 @@ def test_the_program(dataset_dir, tmp_path):
     ],
 )
 def test_what_cannot_be_measured_is_one_sentence(arguments, message, dataset_dir, tmp_path, monkeypatch, capsys):
-    """Before anything is run."""
+    """Before anything is run, and without an empty file of results."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(run_ladder, "find_machine", lambda: CPU)
     monkeypatch.setattr(sys, "argv", ["scripts/run_ladder.py", "--dataset_dir", str(dataset_dir), *arguments])
     with pytest.raises(UserError, match=re.escape(message)):
         run_ladder.main()
+    assert not list(tmp_path.glob("runs/*.json"))
 
 
 def test_rows_fit_80_columns():

@@ -1,6 +1,7 @@
 """Other programs beside ours: what they are given, and what is read from them."""
 
 import dataclasses
+import hashlib
 import pickle
 import subprocess
 import sys
@@ -42,6 +43,7 @@ def test_nanogpt_gets_our_model_and_our_tokens(nanogpt, dataset_dir, dataset, tm
     """As it is, and with the one line changed that keeps autocast from CPUs."""
     bare, plain, bf16 = build_peers(CPU, setting_of(dataset_dir), build_rungs(CPU), tmp_path, nanogpt, None, 12)
     assert bare.name == "bare_loop" and (plain.name, bf16.name) == ("nanogpt", "bf16")
+    assert plain.sha256 == bf16.sha256 == hashlib.sha256((nanogpt / "train.py").read_bytes()).hexdigest()
     for peer, dtype in ((plain, "float32"), (bf16, "bfloat16")):
         given = dict(argument.lstrip("-").split("=") for argument in peer.command[2:])
         expected = {
@@ -88,7 +90,7 @@ def test_steps_are_read_from_its_lines(nanogpt, dataset_dir, tmp_path):
 
 
 def program(code: str, line: str = r"^lap") -> Peer:
-    return Peer("x", "x", [sys.executable, "-c", code], Path.cwd(), line, 100)
+    return Peer("x", "x", [sys.executable, "-c", code], Path.cwd(), line, 100, "")
 
 
 def test_lines_without_a_time_are_timed():
