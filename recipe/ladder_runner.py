@@ -26,7 +26,17 @@ from recipe.ladder import (
     climb,
     options_of,
 )
-from recipe.ladder_report import PEER_HEADER, SECTIONS, notes, peer_row, save_chart, speedups, text_row, to_markdown
+from recipe.ladder_report import (
+    PEER_HEADER,
+    SECTIONS,
+    TEXT_HEADER,
+    notes,
+    peer_row,
+    save_chart,
+    speedups,
+    text_row,
+    to_markdown,
+)
 from recipe.machine import Machine
 from recipe.measure import LAP, Goal, Setting, loss_delta, measure
 from recipe.peers import Peer, measure_peer
@@ -132,7 +142,7 @@ class LadderRunner:
         entries = self.results.setdefault(section, [])
         entries.append(entry)
         if len(entries) == 1:
-            print(f"\n{SECTIONS[section]}")
+            print(f"\n{SECTIONS[section]}\n{TEXT_HEADER}")
         print(text_row(entry, speedups(self.results, section).get(rung.name)), flush=True)
         self.save()
         return entry

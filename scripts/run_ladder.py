@@ -20,7 +20,6 @@ from pathlib import Path
 
 from recipe.config import CommandLine, UserError, run_main
 from recipe.ladder import build_rungs, choose_setting
-from recipe.ladder_report import TEXT_HEADER
 from recipe.ladder_runner import LadderRunner
 from recipe.machine import find_machine
 from recipe.measure import LAP, Goal
@@ -50,9 +49,7 @@ def main() -> None:
             fit=args.fit,
         )
         wanted = runner.wanted(args.rungs)
-        print(
-            f"{setting.says}\non {machine.name}; the results go to {runner.output_file}\n\n{TEXT_HEADER}", flush=True
-        )
+        print(f"{setting.says}\non {machine.name}; the results go to {runner.output_file}", flush=True)
         if args.all or not (args.ablate or args.peers):
             runner.may_use(0.5 if args.all else 1)
             runner.run_ladder(wanted)
