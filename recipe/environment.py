@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -33,13 +34,22 @@ def describe_device(device: torch.device) -> str:
     return device.type
 
 
+def _nvidia_driver() -> str:
+    path = Path("/proc/driver/nvidia/version")
+    found = re.search(r"\d+\.\d+(\.\d+)?", path.read_text()) if path.is_file() else None
+    return found[0] if found else "unknown"
+
+
 def describe_environment(device: torch.device) -> dict[str, str | int]:
     """Versions and hardware, as they go into summary.json."""
-    versions = {"gpt2_recipe": recipe.__version__, "python": platform.python_version()}
+    versions: dict[str, str | int] = {"gpt2_recipe": recipe.__version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:
             versions[package] = version(package)
         except PackageNotFoundError:
             versions[package] = "not installed"
+    versions["torch"] = torch.__version__  # with its build, which the package's version may lack
+    if device.type == "cuda":
+        versions |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(), "driver": _nvidia_driver()}
     system = f"{platform.system()} {platform.machine()}"
     return {**versions, "device": describe_device(device), "num_cpus": count_cpus(), "platform": system}

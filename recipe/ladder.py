@@ -86,7 +86,7 @@ def build_rungs(machine: Machine) -> list[Rung]:
             "compile",
             "compile (inductor)",
             {"dynamo_backend": "inductor"},
-            None if cuda or machine.compiler else "inductor needs a C++ compiler",
+            why_no_compile(machine),
         ),
         Rung("flash", "flash attention, no mask", {"attn_implementation": "sdpa"}),
         Rung("padding", "padded vocabulary", {"pad_vocab_to_multiple_of": 128}),
@@ -103,17 +103,21 @@ def build_rungs(machine: Machine) -> list[Rung]:
     ]
 
 
+def why_no_compile(machine: Machine) -> str | None:
+    return None if machine.device == "cuda" or machine.compiler else "inductor needs a C++ compiler"
+
+
 def build_extras(machine: Machine, micro_batch: int, global_batch: int) -> list[Rung]:
     """Above the defaults: tried one by one, kept where it pays on this machine."""
     doublings = [micro_batch * 2**k for k in range(1, 8) if micro_batch * 2**k <= global_batch]
-    bf16 = machine.bf16
+    bf16, no_compiler = machine.bf16, why_no_compile(machine)
     return [
         *(
             Rung(f"micro_batch_{size}", f"micro-batch {size}", {"per_device_train_batch_size": size})
             for size in doublings
         ),
         Rung("bf16_residual", "bf16 residual stream", {"bf16_residual": True}, None if bf16 else "needs bf16 units"),
-        Rung("tuned", "compile mode max-autotune", {"dynamo_mode": "max-autotune-no-cudagraphs"}),
+        Rung("tuned", "compile mode max-autotune", {"dynamo_mode": "max-autotune-no-cudagraphs"}, no_compiler),
     ]
 
 
@@ -157,7 +161,9 @@ def choose_setting(
     says = recipe
     num_parameters = count_parameters(_build_on_no_device(config, GPT2_VOCAB_SIZE))
     if machine.device != "cuda" and num_parameters > CPU_MOST_PARAMETERS:
-        says = f"GPT-2 in small, because {recipe} ({num_parameters / 1e6:,.0f} M parameters) is too slow without a GPU"
+        says = (
+            f"a smaller GPT-2, because {recipe} ({num_parameters / 1e6:,.0f} M parameters) is too slow without a GPU"
+        )
         arguments = {**CPU_SIZE, **arguments}
         config = load_config(to_arguments(arguments))[0]
     dataset = open_dataset_for(config)

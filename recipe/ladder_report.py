@@ -14,9 +14,9 @@ SECTIONS = {
     "ablation": "the recipe's defaults, with one switch off",
 }
 CHANGES_WHAT_IS_LEARNED = 0.05  # nats: more than bf16 rounding makes of the loss
-
-
-TEXT_HEADER = f"{'':37}{'step ms':>9}{'times':>7}{'tokens/s':>10}{'MFU':>5}{'GB':>6}"  # of `text_row`
+NOISY = 0.1  # laps of one run further apart than this share of their median
+TEXT_HEADER = f"{'':33}{'step ms':>9}{'times':>6}{'tokens/s':>10}{'MFU':>5}{'GB':>7}{'loss':>8}"  # of `text_row`
+PEER_HEADER = f"{'':44}{'tokens/s':>10}{'times':>8} (of the rounds)"  # of `peer_row`
 
 
 def speedups(results: dict[str, Any], section: str) -> dict[str, float]:
@@ -32,16 +32,15 @@ def speedups(results: dict[str, Any], section: str) -> dict[str, float]:
 
 def text_row(entry: dict[str, Any], speedup: float | None) -> str:
     """One entry in at most 80 columns."""
-    what = f"  {entry['what']}"[:36]
+    what = f"  {entry['what']}"[:33]
     if "step_ms" not in entry:
-        return f"{what:37}{'not run: ' + entry['not_run']}"[:80]
+        return f"{what:33} {'not run: ' + entry['not_run']}"[:80]
+    delta = entry.get("loss_delta")
     return (
-        f"{what:37}{entry['step_ms']:>9,.1f}{speedup or 1:>7.2f}{entry['tokens_per_second']:>10,.0f}"
-        f"{entry['mfu']:>5.0%}{entry['peak_memory_bytes'] / 1e9:>6.2f}{_mark(entry)}"
+        f"{what:33}{entry['step_ms']:>9,.1f}{_times(speedup):>6}{entry['tokens_per_second']:>10,.0f}"
+        f"{entry['mfu']:>5.0%}{entry['peak_memory_bytes'] / 1e9:>7.2f}{'' if delta is None else f'{delta:+.4f}':>8}"
+        f"{_mark(entry) + '~' * _is_noisy(entry):>2}"
     )
-
-
-PEER_HEADER = f"{'':44}{'its tokens/s':>12}{'times':>6} (of the rounds)"  # of `peer_row`
 
 
 def peer_row(entry: dict[str, Any]) -> str:
@@ -50,18 +49,28 @@ def peer_row(entry: dict[str, Any]) -> str:
         return f"  {entry['what']:42.42} not run: {entry['not_run']}"[:80]
     lowest, highest = min(entry["times_of_each_round"]), max(entry["times_of_each_round"])
     rates = f"{entry['tokens_per_second']:>10,.0f}{entry['times']:>8.3f}"
-    return f"  {entry['what']:42.42}{rates} ({lowest:.3f}-{highest:.3f})"
+    spread = f" ({lowest:.3f}-{highest:.3f})" if len(entry["times_of_each_round"]) > 1 else ""
+    return f"  {entry['what']:42.42}{rates}{spread}"
+
+
+def _times(speedup: float | None) -> str:
+    return "" if speedup is None else f"{speedup:.2f}"  # there may be nothing to compare with
 
 
 def _mark(entry: dict[str, Any]) -> str:
     delta = entry.get("loss_delta")
     differs = delta is not None and abs(delta) > CHANGES_WHAT_IS_LEARNED
-    return " *" if differs or not entry.get("loss_is_finite", True) else ""
+    return "*" if differs or not entry.get("loss_is_finite", True) else ""
+
+
+def _is_noisy(entry: dict[str, Any]) -> bool:
+    return entry["step_ms_highest"] - entry["step_ms_lowest"] > NOISY * entry["step_ms"]
 
 
 def notes(results: dict[str, Any]) -> list[str]:
     """What the numbers mean, and what they were measured on."""
     machine = results["machine"]
+    timed = [e for section in SECTIONS for e in results.get(section, []) if "step_ms" in e]
     rates = ", ".join(f"{name} {rate:,.2f}" for name, rate in machine["matmul_tflops"].items())
     lines = [
         f"Model: {results['setting']}.",
@@ -69,20 +78,23 @@ def notes(results: dict[str, Any]) -> list[str]:
         f"{results['environment']['torch']}, transformers {results['environment']['transformers']}; matrix products "
         f"of {rates} TFLOP/s measured"
         + (f", {machine['data_sheet_tflops']:,.0f} by the data sheet" if machine["data_sheet_tflops"] else "")
-        + ". MFU is against the highest measured.",
+        + (". MFU is against the highest measured." if timed else "."),
     ]
-    if any("seconds_to_first_step" in e for section in SECTIONS for e in results.get(section, [])):
+    if timed:
         lines.append(
-            "The first step comes after start, compiling (what an earlier run shown here has compiled is kept)."
+            "The first step is counted from the start of the program; what an earlier run shown here has compiled is "
+            "not compiled again."
         )
-    marked = [e["what"] for section in SECTIONS for e in results.get(section, []) if _mark(e)]
-    if marked:
-        lines.append(f"* learns something else: its loss is more than {CHANGES_WHAT_IS_LEARNED} from that of fp32.")
-    if any("losses" in e for section in SECTIONS for e in results.get(section, [])):
         lines.append(
             f"Losses are compared after about {results['goal']['steps']} steps: what shows later does not show."
         )
-    if results["machine"]["device"] == "cpu":
+    if any(_mark(e) for e in timed):
+        lines.append(f"* learns something else: its loss is more than {CHANGES_WHAT_IS_LEARNED} from that of fp32.")
+    if any(_is_noisy(e) for e in timed):
+        lines.append(f"~ laps more than {NOISY:.0%} apart: something else ran on the machine, or it was throttled.")
+    if any(e["mfu"] > 1 for e in timed):
+        lines.append("MFU above 100%: the matrix products were measured while something else ran.")
+    if timed and results["machine"]["device"] == "cpu":
         lines.append("GB: the most that the whole process had resident, with what compiling took.")
     twice = {e["name"]: e["step_ms"] for e in results.get("ablation", []) if "step_ms" in e}
     if {"everything", "again"} <= set(twice):
@@ -136,7 +148,7 @@ def to_short_markdown(results: dict[str, Any], section: str) -> str:
 def _loss(entry: dict[str, Any]) -> str:
     if not entry.get("loss_is_finite", True):
         return "not finite *"
-    return "" if entry.get("loss_delta") is None else f"{entry['loss_delta']:+.4f}{_mark(entry)}"
+    return "" if entry.get("loss_delta") is None else f"{entry['loss_delta']:+.4f} {_mark(entry)}".rstrip()
 
 
 def _peers_markdown(entries: list[dict[str, Any]]) -> str:
@@ -161,7 +173,7 @@ def _markdown_cells(entry: dict[str, Any], speedup: float | None) -> dict[str, s
     cells = {
         "what": what,
         "step ms (spread)": f"{entry['step_ms']:,.1f} ({spread})",
-        "times": f"{speedup:.2f}",
+        "times": _times(speedup),
         "tokens/s": f"{entry['tokens_per_second']:,.0f}",
         "MFU": f"{entry['mfu']:.1%}",
     }
@@ -183,8 +195,6 @@ def save_chart(results: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     entries = [e for section in ("ladder", "extras") for e in results.get(section, []) if "step_ms" in e]
-    if not entries:
-        return
     figure = Figure(figsize=(9, 0.36 * len(entries) + 1.2), layout="constrained")
     axes = figure.subplots()
     rates = [entry["tokens_per_second"] for entry in entries]
@@ -192,10 +202,11 @@ def save_chart(results: dict[str, Any], path: Path) -> None:
     axes.barh(range(len(entries)), rates, color=colors)
     axes.set_yticks(range(len(entries)), [entry["what"] for entry in entries])
     axes.invert_yaxis()
-    axes.set_xlim(0, max(rates) * 1.18)
+    axes.set_xlim(0, max(rates, default=1) * 1.18)
     for i, (entry, rate) in enumerate(zip(entries, rates, strict=True)):
         axes.text(rate, i, f" {rate:,.0f}  ({entries[0]['step_ms'] / entry['step_ms']:.2f}x)", va="center", fontsize=9)
     axes.set_xlabel("tokens per second")
     axes.set_title(f"{results['machine']['name']}: {results['setting'].rpartition(': ')[2]}", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=130)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    figure.savefig(path, dpi=130, format="png")

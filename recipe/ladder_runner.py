@@ -3,10 +3,15 @@
 In: a `Setting` and what was asked for. Out: a JSON file, a Markdown table and a chart beside it, lines on the screen.
 """
 
+import importlib.util
 import json
+import os
 import statistics
+import sys
+import tempfile
 import textwrap
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,9 +46,11 @@ from recipe.machine import Machine
 from recipe.measure import LAP, Goal, Setting, loss_delta, measure
 from recipe.peers import Peer, measure_peer
 
-LONGEST_RUN_SECONDS = 1800
-LONGEST_SHARE = 0.2  # of the time that there is, for one run
+ESSENTIAL = {"bottom", REFERENCE, "8gb"}  # and the top: what comes first where there may not be time for everything
+# For one run, which is given the larger: seconds, and a share of all the time; but never more than half an hour.
+SHORTEST_LIMIT_SECONDS, LONGEST_SHARE, LONGEST_LIMIT_SECONDS = 120, 0.2, 1800
 LARGEST_FIT = 1024  # rows a forward
+CAN_DRAW = importlib.util.find_spec("matplotlib") is not None
 
 
 @dataclass
@@ -58,6 +65,7 @@ class LadderRunner:
     command: str
     seconds: float = float("inf")
     fit: bool = False
+    shown: str = ""  # section
     results: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -75,12 +83,11 @@ class LadderRunner:
         self.rungs = build_rungs(self.machine)
         self.extras = build_extras(self.machine, self.setting.micro_batch, self.setting.global_batch)
         self.memory = build_memory_rungs(self.machine)
+        self.top = next(rung.name for rung in reversed(self.rungs) if rung.why_not is None)
         try:  # now, and not when the first run is over
             self.output_file.parent.mkdir(parents=True, exist_ok=True)
-            is_new = not self.output_file.exists()
-            self.output_file.open("a").close()
-            if is_new:
-                self.output_file.unlink()
+            with tempfile.TemporaryFile(dir=self.output_file.parent):
+                pass
         except OSError as error:
             raise UserError(f"cannot write {self.output_file}: {error.strerror}") from error
 
@@ -92,21 +99,20 @@ class LadderRunner:
                 raise UserError(f"there is no rung '{name}'; the rungs are {', '.join(known)}")
         wanted = {*(names or known), REFERENCE}
         if any(rung.name in wanted for rung in self.extras):  # which are compared with the defaults
-            wanted.add(next(rung.name for rung in reversed(self.rungs) if rung.why_not is None))
+            wanted.add(self.top)
         return wanted
 
-    def may_use(self, share: float) -> None:
-        """What comes now ends when so much of all the time is over."""
-        self.ends_at = self.started_at + share * self.seconds
+    def run_essentials(self, wanted: set[str]) -> None:
+        """What the rest is compared with, the top, what pays above it, and the small card; the rest may follow."""
+        self.run_ladder(wanted & {*ESSENTIAL, self.top, *(rung.name for rung in self.extras if rung.name != "tuned")})
 
     def run_ladder(self, wanted: set[str]) -> None:
-        """The ladder, then what pays above it, then what saves memory."""
+        """The ladder, then what pays above it, then what saves memory; nothing that has been run is run again."""
         for rung, options in climb(self.rungs):
             if rung.name in wanted:
                 self.run("ladder", rung, options)
         defaults = best = options_of(self.rungs)
-        top = next(rung.name for rung in reversed(self.rungs) if rung.why_not is None)
-        fastest = next((e for e in self.results["ladder"] if e["name"] == top and "step_ms" in e), None)
+        fastest = next((e for e in self.results["ladder"] if e["name"] == self.top and "step_ms" in e), None)
         for rung in self.extras:
             if rung.name in wanted:
                 entry = self.run("extras", rung, {**best, **rung.on})
@@ -119,16 +125,28 @@ class LadderRunner:
         self.save()
 
     def run_ablation(self) -> None:
-        if not any(entry["name"] == REFERENCE for entry in self.results.get("ladder", [])):
+        ladder = self.results.setdefault("ladder", [])
+        if not any(entry["name"] == REFERENCE for entry in ladder):
             self.run("ladder", *next(pair for pair in climb(self.rungs) if pair[0].name == REFERENCE))
+        top = next((entry for entry in ladder if entry["name"] == self.top and "step_ms" in entry), None)
         for rung, options in ablations(self.rungs):
-            self.run("ablation", rung, options)
+            if rung.name == "everything" and top is not None:  # it has been measured
+                self._announce("ablation", rung.what)
+                self._record("ablation", {**top, "name": rung.name, "what": rung.what})
+            else:
+                self.run("ablation", rung, options)
 
     def run(self, section: str, rung: Rung, options: dict[str, Any]) -> dict[str, Any]:
         """Measure one rung, show it and record it."""
+        for entry in self.results.get(section, []):
+            if entry["name"] == rung.name:
+                return entry
         entry: dict[str, Any] = {"name": rung.name, "what": rung.what, "options": options}
+        self._announce(section, rung.what)
         if rung.why_not is not None:
             entry["not_run"] = rung.why_not
+        elif time.monotonic() >= self.ends_at:
+            entry["not_run"] = f"the {self.seconds / 60:.3g} minutes were over"
         else:
             numbers = measure(options, self.setting, self.goal, self.work, self._deadline())
             entry |= {"not_run": numbers["failed"]} if "failed" in numbers else numbers
@@ -139,13 +157,21 @@ class LadderRunner:
                 entry["mfu_data_sheet"] = flops / self.machine.data_sheet_tflops / 1e12
             if self.fit:
                 entry["largest_micro_batch"] = self.largest_micro_batch(options)
-        entries = self.results.setdefault(section, [])
-        entries.append(entry)
-        if len(entries) == 1:
-            print(f"\n{SECTIONS[section]}\n{TEXT_HEADER}")
-        print(text_row(entry, speedups(self.results, section).get(rung.name)), flush=True)
-        self.save()
+        self._record(section, entry)
         return entry
+
+    def _record(self, section: str, entry: dict[str, Any]) -> None:
+        self.results.setdefault(section, []).append(entry)
+        self.save()
+        print(text_row(entry, speedups(self.results, section).get(entry["name"])), flush=True)
+
+    def _announce(self, section: str, what: str) -> None:
+        """The table's head where another section begins, and on a terminal what is being measured."""
+        if section != self.shown:
+            self.shown = section
+            print(f"\n{SECTIONS[section]}" + (f"\n{TEXT_HEADER}" if section != "peers" else ""), flush=True)
+        if sys.stdout.isatty():
+            print(f"  {what:.42} ...", end="\r", flush=True)
 
     def largest_micro_batch(self, options: dict[str, Any]) -> int | str:
         """By doubling, until the same options with so many rows a forward are out of memory."""
@@ -170,16 +196,20 @@ class LadderRunner:
             found: dict[str, Any] = {}
             self.results["rounds"].append(found)
             for name, options in ours.items():
+                self._announce("peers", name)
                 goal = Goal(self.goal.steps)
                 found[name] = measure(options, self.setting, goal, self.work, self._deadline())
                 found[name].pop("losses", None)
                 self._say(name, found[name])
             for peer in peers:
+                self._announce("peers", peer.what)
                 found[peer.name] = measure_peer(peer, self.goal.steps, self._deadline())
                 self._say(peer.what, found[peer.name])
-            self.results["peers"] = [self._compare(peer) for peer in peers]
-            self.save()
-        print(f"\n{SECTIONS['peers']}\n{PEER_HEADER}")
+                self.results["peers"] = [
+                    self._compare(peer) for peer in peers if peer.name in self.results["rounds"][0]
+                ]
+                self.save()
+        print(f"\n{PEER_HEADER}")
         for entry in self.results["peers"]:
             print(peer_row(entry), flush=True)
 
@@ -192,7 +222,8 @@ class LadderRunner:
         command = [Path(part).name if part.startswith("/") else part for part in peer.command]
         entry: dict[str, Any] = {"name": peer.name, "what": peer.what, "command": " ".join(command)}
         entry["sha256"] = peer.sha256
-        pairs = [(found[peer.ours], found[peer.name]) for found in self.results["rounds"]]
+        rounds = [found for found in self.results["rounds"] if peer.name in found]
+        pairs = [(found[peer.ours], found[peer.name]) for found in rounds]
         failed = [numbers["failed"] for pair in pairs for numbers in pair if "failed" in numbers]
         pairs = [pair for pair in pairs if not any("failed" in numbers for numbers in pair)]
         if not pairs:
@@ -205,25 +236,43 @@ class LadderRunner:
             **entry,
             "our_tokens_per_second": rates[0],
             "tokens_per_second": rates[1],
-            "rounds": f"{len(pairs)} of {len(self.results['rounds'])}",
+            "rounds": f"{len(pairs)} of {len(rounds)}",
             "times": round(statistics.median(times), 4),
             "times_of_each_round": [round(value, 4) for value in times],
         }
 
     def _deadline(self) -> float:
-        return min(self.ends_at, time.monotonic() + min(LONGEST_RUN_SECONDS, LONGEST_SHARE * self.seconds))
+        limit = max(SHORTEST_LIMIT_SECONDS, min(LONGEST_LIMIT_SECONDS, LONGEST_SHARE * self.seconds))
+        return min(self.ends_at, time.monotonic() + limit + (self.goal.seconds or 0))
 
     def save(self) -> None:
-        """JSON and Markdown, whole again after every run."""
+        """JSON, Markdown and chart, whole again after every run."""
         ladder = self.results.get("ladder", [])
+        order = {rung.name: i for i, rung in enumerate([*self.rungs, *self.extras, *self.memory])}
+        for section in ("ladder", "extras", "memory"):
+            self.results.get(section, []).sort(key=lambda entry: order[entry["name"]])
         reference = next((e["losses"] for e in ladder if e["name"] == REFERENCE and "losses" in e), {})
         for entry in (entry for section in SECTIONS for entry in self.results.get(section, [])):
             if "losses" in entry:
                 entry["loss_delta"] = loss_delta(entry["losses"], reference)
                 entry["loss_is_finite"] = None not in entry["losses"].values()
         self.results["finished_at"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        self.output_file.write_text(json.dumps(self.results, indent=2) + "\n")
-        self.output_file.with_suffix(".md").write_text(to_markdown(self.results) + "\n")
+        json_text, markdown = json.dumps(self.results, indent=2) + "\n", to_markdown(self.results) + "\n"
+        self._write(".json", lambda path: path.write_text(json_text))
+        self._write(".md", lambda path: path.write_text(markdown))
+        if CAN_DRAW and len(ladder) > 1:
+            self._write(".png", lambda path: save_chart(self.results, path))
+
+    def _write(self, suffix: str, write: Callable[[Path], object]) -> None:
+        """Put a file in the place of the one before it at once. Raises `UserError` if that fails."""
+        path = self.output_file.with_suffix(suffix)
+        partial = path.with_name(f".{path.name}.partial")
+        try:
+            write(partial)
+            os.replace(partial, path)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            raise UserError(f"cannot write {path}: {error.strerror}; what was there before is as it was") from error
 
     def finish(self) -> None:
         """What the numbers mean, and the chart. Raises `UserError` if there are none."""
@@ -231,11 +280,8 @@ class LadderRunner:
         if all("not_run" in entry for entry in entries):
             raise UserError(f"nothing could be measured: {entries[0]['not_run'] if entries else 'there was no rung'}")
         print("\n" + "\n".join(textwrap.fill(note, 80) for note in notes(self.results)))
-        if "ladder" in self.results:
-            try:
-                save_chart(self.results, self.output_file.with_suffix(".png"))
-            except ImportError:
-                print('no chart: it needs matplotlib (pip install -e ".[plot]")')
+        files = [self.output_file.with_suffix(suffix) for suffix in (".json", ".md", ".png")]
+        print(f"Results: {', '.join(str(path) for path in files if path.exists())}")
 
 
 def pays(entry: dict[str, Any], before: dict[str, Any] | None) -> bool:

@@ -70,8 +70,11 @@ def combine(*layers: dict[str, Any]) -> dict[str, Any]:
     """Later options replace earlier ones, but overrides of the model's config add up."""
     combined: dict[str, Any] = {}
     for layer in layers:
-        overrides = [o["config_overrides"] for o in (combined, layer) if "config_overrides" in o]
-        combined = {**combined, **layer, **({"config_overrides": ",".join(overrides)} if overrides else {})}
+        texts = [options["config_overrides"] for options in (combined, layer) if "config_overrides" in options]
+        combined = {**combined, **layer}
+        if texts:
+            overrides = dict(pair.split("=") for text in texts for pair in text.split(","))
+            combined["config_overrides"] = ",".join(f"{key}={value}" for key, value in overrides.items())
     return combined
 
 
@@ -104,7 +107,9 @@ def measure(options: dict[str, Any], setting: Setting, goal: Goal, work: Path, d
                 now = time.monotonic()
                 if logged and seconds_to_first_step is None:
                     first_at, seconds_to_first_step = now, now - started_at
-                if PROFILE_EVENT in logged and (ended or goal.seconds is None or now - first_at >= goal.seconds):
+                if PROFILE_EVENT in logged and (
+                    ended or now > deadline or goal.seconds is None or now - first_at >= goal.seconds
+                ):
                     numbers = summarize_events(
                         [json.loads(line) for line in logged.splitlines()], setting, profile_after
                     )
@@ -113,7 +118,7 @@ def measure(options: dict[str, Any], setting: Setting, goal: Goal, work: Path, d
                 if ended:
                     return {"failed": why_it_ended((work / "run.log").read_text(errors="replace"))}
                 if now > deadline:
-                    return {"failed": "not done in its time"}
+                    return {"failed": f"not done in {deadline - started_at:.0f} s"}
                 time.sleep(POLL_SECONDS)
         finally:
             if process.poll() is None:

@@ -77,6 +77,8 @@ def find_micro_batch(accelerator: Accelerator, module: nn.Module, candidates: li
         module.zero_grad(set_to_none=True)
         if accelerator.reduce(fits, reduction="sum").item() == accelerator.num_processes:
             del moments
+            if accelerator.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()  # which is to be the run's, not that of what did not fit
             return size
         torch.compiler.reset()  # forget the graphs of the shape that did not fit
         torch.accelerator.empty_cache()

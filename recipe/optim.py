@@ -24,7 +24,7 @@ def build_optimizer(config: TrainConfig, module: nn.Module) -> torch.optim.Optim
         lr=config.learning_rate,
         betas=(config.adam_beta1, config.adam_beta2),
         eps=config.adam_epsilon,
-        fused=config.optim == "adamw_torch_fused",
+        fused=True if config.optim == "adamw_torch_fused" else None,  # None: torch's own choice, foreach on a GPU
     )
 
 

@@ -1,5 +1,6 @@
 """The folder of a run: which one, whose it is, and one run in it at a time."""
 
+import atexit
 import fcntl
 import itertools
 import json
@@ -119,10 +120,11 @@ def lock_output_dir(directory: Path) -> None:
     file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "started_at": now}) + "\n")
     file.flush()
     _locks[key] = file
+    atexit.register(release_output_dir, directory.absolute())
 
 
 def release_output_dir(directory: Path) -> None:
-    """Give the folder up, at the end of a run."""
+    """Give the folder up: at the latest where the process ends by itself, so that a lock left over means a kill."""
     file = _locks.pop(directory.absolute(), None)
     if file is not None:
         file.truncate(0)  # not unlinked: another process may have opened it by now

@@ -57,8 +57,8 @@ def build_peers(
     run_clm: Path | None,
     num_steps: int,
 ) -> list[Peer]:
-    """The bare loop, and those whose code is there. Raises `UserError` if it is not what it should be."""
-    peers = [build_bare_loop(setting, options_of(rungs))]
+    """Those whose code is there, and the bare loop. Raises `UserError` if it is not what it should be."""
+    peers = []
     dataset = open_packed_dataset(Path(setting.options["dataset_dir"]), setting.block_size)
     if nanogpt is not None:
         peers.append(build_nanogpt(nanogpt, machine, setting, dataset, work / "nanogpt"))
@@ -68,7 +68,7 @@ def build_peers(
             peers.append(build_nanogpt(nanogpt, machine, setting, dataset, work / "bf16", bf16_on_cpu=True))
     if run_clm is not None:
         peers.append(build_run_clm(run_clm, machine, setting, dataset, work, 2 * LAP + num_steps))
-    return peers
+    return [*peers, build_bare_loop(setting, options_of(rungs))]
 
 
 def build_bare_loop(setting: Setting, options: dict[str, Any]) -> Peer:
@@ -94,6 +94,8 @@ def build_nanogpt(
     """
     if not (source / "train.py").is_file():
         raise UserError(f"{source} holds no train.py; git clone https://github.com/karpathy/nanoGPT {source}")
+    if dataset.vocab_size > 2**16:
+        raise UserError(f"nanoGPT reads token ids of 16 bits, and this vocabulary has {dataset.vocab_size:,}")
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns(".git", "*.bin", "*.pkl"))
     data = folder / "data" / "ladder"
     data.mkdir(parents=True)
@@ -130,7 +132,7 @@ def build_nanogpt(
         "max_iters": 100_000,
         "eval_interval": 1_000_000,
         "eval_iters": 1,
-        "log_interval": 1,
+        "log_interval": LAP,  # where its host waits for the device, as ours
         "decay_lr": False,
         "learning_rate": 3e-4,
     }
@@ -138,8 +140,10 @@ def build_nanogpt(
         options["dtype"] = "bfloat16" if bf16_on_cpu else "float32"
     command = [sys.executable, "train.py", *(f"--{key}={value}" for key, value in options.items())]
     tokens_per_step = micro_batch * accumulation * setting.block_size
-    line = r"iter \d+: .*time ([\d.]+)ms"
-    return Peer(folder.name, what, command, folder, line, tokens_per_step, _sha256(source / "train.py"), ours=ours)
+    tokens = LAP * tokens_per_step  # a line's own time is that of one step, with the wait for those before it
+    return Peer(
+        folder.name, what, command, folder, r"iter \d+: ", tokens, _sha256(source / "train.py"), LAP, ours=ours
+    )
 
 
 def build_run_clm(
@@ -198,7 +202,7 @@ def measure_peer(peer: Peer, num_steps: int, deadline: float) -> dict[str, Any]:
     num_warm_up = LAP // peer.steps_per_line
     num_lines = num_steps // peer.steps_per_line
     times: list[float] = []
-    before, lines = None, []
+    before, lines, started_at = None, [], time.monotonic()
     process = subprocess.Popen(
         peer.command,
         cwd=peer.directory,
@@ -225,7 +229,8 @@ def measure_peer(peer: Peer, num_steps: int, deadline: float) -> dict[str, Any]:
                 break
         else:
             out_of_time = time.monotonic() >= deadline
-            return {"failed": "not done in its time" if out_of_time else why_it_ended("".join(lines))}
+            seconds = f"not done in {deadline - started_at:.0f} s"
+            return {"failed": seconds if out_of_time else why_it_ended("".join(lines))}
     finally:
         too_late.cancel()
         _kill(process)

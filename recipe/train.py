@@ -41,7 +41,7 @@ from recipe.metrics import (
 from recipe.micro_batch import find_micro_batch, micro_batch_candidates, smaller_micro_batch
 from recipe.model import build_model, build_model_config, count_exported_parameters
 from recipe.optim import GuardedUpdate, build_optimizer, compute_learning_rates, count_warmup_steps
-from recipe.output_dir import SUMMARY_NAME, choose_output_dir, open_output_dir, release_output_dir
+from recipe.output_dir import SUMMARY_NAME, choose_output_dir, open_output_dir
 from recipe.preemption import EXIT_STOPPED, StopRequest
 from recipe.report import RunReport, closing_words, resume_command
 from recipe.runtime import (
@@ -161,6 +161,7 @@ def main() -> None:
             micro_batch_size = smaller_micro_batch(error, config, micro_batches, micro_batch_size, num_processes)
             report.say(f"out of memory in step {state.step + 1}: going on with micro-batches of {micro_batch_size}")
             accumulation_steps = config.global_batch_size // (micro_batch_size * num_processes)
+            eval_batch_size = config.per_device_eval_batch_size or micro_batch_size
             accelerator.gradient_accumulation_steps, accelerator.step = accumulation_steps, 0
             module.zero_grad()  # the prepared optimizer's does nothing in the middle of an accumulation
             batches.close()
@@ -261,7 +262,6 @@ def main() -> None:
         print(closing_words(config, output_dir, state.untrained, evaluation, sample))
         if config.push_to_hub:
             print(push_to_hub(output_dir, config))
-        release_output_dir(output_dir)
     report.end()
 
 

@@ -11,17 +11,19 @@ Writes a JSON file, after every run, with a table (.md) beside it, and a chart (
 """
 
 import argparse
+import itertools
 import shlex
 import signal
 import sys
 import tempfile
+import textwrap
 import time
 from pathlib import Path
 
 from recipe.config import CommandLine, UserError, run_main
-from recipe.ladder import build_rungs, choose_setting
-from recipe.ladder_runner import LadderRunner
-from recipe.machine import find_machine
+from recipe.ladder import build_memory_rungs, build_rungs, choose_setting
+from recipe.ladder_runner import CAN_DRAW, LadderRunner
+from recipe.machine import Machine, find_machine
 from recipe.measure import LAP, Goal
 from recipe.peers import build_peers
 
@@ -38,42 +40,58 @@ def main() -> None:
         if args.all or args.peers:  # what is wrong with them is said before anything is measured
             sources = (args.nanogpt, args.run_clm)
             peers = build_peers(machine, setting, build_rungs(machine), Path(folder), *sources, goal.steps)
+        mode = "ladder" if args.all else "peers" if args.peers else "ablation" if args.ablate else "ladder"
         runner = LadderRunner(
             machine,
             setting,
             goal,
             work=Path(folder),
-            output_file=args.output_file or Path("runs") / f"ladder_{machine.device}.json",
+            output_file=args.output_file or first_free(Path("runs") / f"{mode}_{machine.device}.json"),
             command=shlex.join(["python", *sys.argv]),
             seconds=args.minutes * 60 - (time.monotonic() - started_at) if args.minutes else float("inf"),
             fit=args.fit,
         )
         wanted = runner.wanted(args.rungs)
-        print(f"{setting.says}\non {machine.name}; the results go to {runner.output_file}", flush=True)
-        if args.all or not (args.ablate or args.peers):
-            runner.may_use(0.5 if args.all else 1)
-            runner.run_ladder(wanted)
+        says = f"{setting.says}, on {machine.name}. Results after every run: {runner.output_file}"
+        print(textwrap.fill(says, 80, break_on_hyphens=False), flush=True)
+        if not CAN_DRAW:
+            print('No chart will be drawn: that needs matplotlib (pip install -e ".[plot]")', flush=True)
+        if args.all:
+            runner.run_essentials(wanted)
         if args.all or args.peers:
-            runner.may_use(0.8 if args.all else 1)
             runner.run_peers(peers, args.rounds or (1 if args.all and args.minutes else 3))
+        if args.all or not (args.ablate or args.peers):
+            runner.run_ladder(wanted)
         if args.all or args.ablate:
-            runner.may_use(1)
             runner.run_ablation()
     runner.finish()
 
 
+def first_free(path: Path) -> Path:
+    """runs/NAME.json, runs/NAME-2.json, ...: no results are written over."""
+    numbered = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(2))
+    return next(candidate for candidate in itertools.chain([path], numbered) if not candidate.exists())
+
+
 def parse() -> argparse.Namespace:
+    no_machine = Machine("cuda", "", bf16=True)
+    names = [rung.name for rung in (*build_rungs(no_machine), *build_memory_rungs(no_machine))]
     parser = CommandLine(description="Measure each optimisation on this machine.")
-    parser.add_argument("--config", help="recipe (default: gpt2_124m; on a CPU a smaller model)")
+    parser.add_argument("--config", help="recipe (default: gpt2_124m, on a CPU a smaller model; demo is quick)")
     parser.add_argument("--dataset_dir", help="packed dataset (default: the Python standard library's text)")
-    parser.add_argument("--rungs", type=lambda text: text.split(","), help="only these, by name, with commas")
+    parser.add_argument(
+        "--rungs",
+        type=lambda text: text.split(","),
+        help=f"only these, with commas and no spaces, and what they are compared with: {', '.join(names)}; of what "
+        "may pay above the defaults micro_batch_N, bf16_residual, tuned",
+    )
     parser.add_argument("--ablate", action="store_true", help="the defaults, with one switch off at a time")
     parser.add_argument("--peers", action="store_true", help="beside a bare loop, and the programs that are given")
     parser.add_argument("--nanogpt", type=Path, help="a clone of https://github.com/karpathy/nanoGPT")
     parser.add_argument("--run_clm", type=Path, help="Transformers' examples/pytorch/language-modeling/run_clm.py")
     parser.add_argument("--all", action="store_true", help="the ladder, --peers and --ablate")
     parser.add_argument("--fit", action="store_true", help="find each rung's largest micro-batch, too (GPU)")
-    parser.add_argument("--steps", type=int, default=12, help="timed steps a run (default: 12)")
+    parser.add_argument("--steps", type=int, default=12, help="timed steps a run, in laps of 4 (default: 12)")
     parser.add_argument("--seconds", type=float, help="time every rung for so long instead")
     parser.add_argument("--rounds", type=int, help="how often each peer runs (default: 3)")
     parser.add_argument(
@@ -81,7 +99,9 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--global_batch", type=int, help="rows a step (default: four times as many)")
     parser.add_argument("--minutes", type=float, help="stop after so long, with what has been measured")
-    parser.add_argument("--output_file", type=Path, help="JSON to write (default: runs/ladder_DEVICE.json)")
+    parser.add_argument(
+        "--output_file", type=Path, help="JSON to write (default: the first free runs/ladder_DEVICE.json)"
+    )
     args = parser.parse_args()
     for name in ("steps", "seconds", "rounds", "minutes", "micro_batch", "global_batch"):
         value = getattr(args, name)
@@ -97,4 +117,4 @@ def parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(main, "interrupted; what had been measured is in the file of results")

@@ -37,6 +37,14 @@ def make_documents(count: int, seed: int = 0) -> list[str]:
     return [f"Document {seed}-{i}: " + " ".join(rng.choices(words, k=rng.randint(5, 90))) + "\n" for i in range(count)]
 
 
+@pytest.fixture(autouse=True)
+def on_the_cpu(request, monkeypatch):
+    """Only what is marked gpu sees a GPU: the numbers of all other tests are a CPU's."""
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setenv("ACCELERATE_USE_CPU", "true")  # for this process, where CUDA may have been looked for
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # for those it starts
+
+
 @pytest.fixture(scope="session")
 def documents() -> list[str]:
     return make_documents(300)

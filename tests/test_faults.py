@@ -431,7 +431,12 @@ def test_out_of_memory_in_the_middle_of_a_run(train, tmp_path, monkeypatch, caps
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(owner, where, patched)
+    eval_batch_sizes, evaluate = [], recipe.train.evaluate_model
+    monkeypatch.setattr(
+        recipe.train, "evaluate_model", lambda *args: eval_batch_sizes.append(args[-1]) or evaluate(*args)
+    )
     found = train(*options, output_dir=tmp_path / "short")
+    assert eval_batch_sizes == [8, 2]  # before training, and after it
     out = capsys.readouterr().out
     assert "out of memory in step 1: going on with micro-batches of 4" in out
     assert "out of memory in step 3: going on with micro-batches of 2" in out
@@ -557,6 +562,7 @@ def test_a_signal_to_the_program(tmp_path, dataset_dir, uninterrupted, name):
     output = process.communicate(timeout=120)[0]
     assert process.returncode == EXIT_STOPPED, output
     assert f"stopped by {name} after step" in output and "Traceback" not in output
+    assert (tmp_path / "run" / ".lock").read_text() == ""  # a lock that is left over means that it was killed
     assert f"{name}: stopping after this step; once more exits at once" in output
     check_stopped(tmp_path, output)
     if name == "SIGTERM":

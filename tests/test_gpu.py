@@ -121,9 +121,14 @@ def test_fp16_with_its_scaler_learns_what_fp32_does(train, tmp_path):
 
 
 def test_tf32_is_a_switch(train):
+    a, b = (torch.randn(1024, 1024, device="cuda") for _ in range(2))
+    exact = a.double() @ b.double()
     for switch, expected in (("--tf32", "high"), ("--no_tf32", "highest")):
         train(switch, "--max_steps", "1", "--overwrite")
         assert torch.get_float32_matmul_precision() == expected
+        error = (a @ b - exact).abs().max().item()  # of sums of 1,024 products: 10 bits of mantissa, or 23
+        has_tf32 = torch.cuda.get_device_capability() >= (8, 0)
+        assert (error > 2e-3) == (switch == "--tf32" and has_tf32), error
 
 
 def test_rows_on_the_device_are_the_same_rows(train, tmp_path):
@@ -180,6 +185,6 @@ def test_124m_trains_on_8_gb(tmp_path, monkeypatch):
     options = combine(options_of(build_rungs(machine)), rung.on, {"global_batch_size": 512})
     found = measure(options, setting, Goal(LAP), tmp_path, time.monotonic() + 500)
     assert "failed" not in found and found["peak_memory_bytes"] < 8e9
-    said = (tmp_path / "run.log").read_text()
+    said = " ".join((tmp_path / "run.log").read_text().split())  # its lines are wrapped
     rows, steps, micro_batch = re.search(r"batch +(\d+) sequences = .* x (\d+) micro-batches? x (\d+)", said).groups()
     assert int(rows) == 512 == int(steps) * int(micro_batch) and int(micro_batch) < 512

@@ -71,6 +71,7 @@ def test_find_micro_batch_halves_until_it_fits(monkeypatch):
     )
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
     monkeypatch.setattr(torch, "ones", lambda size, device: torch.full(size, 1.0))
     monkeypatch.setattr(torch, "zeros", lambda *size, dtype, device: torch.full(size, 0, dtype=dtype))
     assert micro_batch.find_micro_batch(accelerator, Module(8, 1), [16, 8, 4, 2], 8) == 4
