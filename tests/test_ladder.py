@@ -421,11 +421,31 @@ def test_the_readme_shows_what_was_measured():
     best = [entry for entry in ladder["extras"] if entry.get("kept")][-1]
     times = ladder["ladder"][0]["step_ms"] / best["step_ms"]
     assert f"{best['tokens_per_second']:,} tokens/s, {times:.2f} times the bottom and {best['mfu']:.0%} of" in readme
-    memory = {e["name"]: e["peak_memory_bytes"] / 1e9 for e in results_of("memory")["ladder"]}
-    assert f"leave the graph take {memory['no_sync']:.2f} GB, the loss in it {memory['loss_in_graph']:.2f}" in readme
-    assert f"costs the demo {1 - results_of('overhead')['peers'][0]['times']:.1%} of a step" in readme
+    entries = [*results_of("memory")["ladder"], *results_of("memory")["memory"]]
+    memory = {e["name"]: f"{e['peak_memory_bytes'] / 1e9:.2f}" for e in entries if "step_ms" in e}
+    assert f"leave the graph take {memory['no_sync']} GB, the loss in it {memory['loss_in_graph']};" in readme
+    chunks = f"({memory['loss_chunks']} and {memory['checkpointing']} GB; {memory['attention']} without them;"
+    assert chunks in readme
+    peers = {e["name"]: e["times"] for e in results_of("peers")["peers"]}
+    assert f"two CPU cores {peers['nanogpt']:.1f} times nanoGPT, {peers['bf16']:.1f} times nanoGPT given" in readme
+    seconds = {e["name"]: e["seconds_to_first_step"] for e in ladder["ladder"] if "step_ms" in e}
+    assert f"came after {seconds['fused']:.0f} s, and after {seconds['padding']:.0f} s one rung below" in readme
+    demo, shakespeare = (
+        json.loads((ROOT / "scripts" / "benchmarks" / f"{name}_cpu.json").read_text())
+        for name in ("demo", "shakespeare")
+    )
+    assert f"perplexity from {demo['untrained']['perplexity']:,.0f} to {demo['perplexity']:.0f} " in readme
+    assert f"takes {demo['wall_seconds']:.0f} seconds once" in readme
+    losses = f"from {shakespeare['untrained']['loss']:.2f} nats per token to {shakespeare['eval_loss']:.2f} "
+    assert losses in readme and round(shakespeare["wall_seconds"] / 60) <= 3
+    (bare,) = results_of("overhead")["peers"]
+    rounds = bare["times_of_each_round"]
+    spread = f"{min(rounds):.2f} to {max(rounds):.2f} in seven rounds"
+    assert f"it ran {bare['times']:.3f} times as fast, {spread}" in readme and len(rounds) == 7
     ablation = {e["name"]: e.get("step_ms") for e in results_of("ablation")["ablation"]}
-    assert f"differs by {ablation['everything'] / ablation['again'] - 1:.0%} there" in readme
+    assert (
+        f"differs by {ablation['everything'] / ablation['again'] - 1:.0%}, so that less means nothing there" in readme
+    )
 
 
 def test_what_is_not_a_rung_of_this_project_is_not_measured():
