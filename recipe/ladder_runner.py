@@ -146,7 +146,7 @@ class LadderRunner:
         if rung.why_not is not None:
             entry["not_run"] = rung.why_not
         elif time.monotonic() >= self.ends_at:
-            entry["not_run"] = f"the {self.seconds / 60:.3g} minutes were over"
+            entry["not_run"] = "no time was left"
         else:
             numbers = measure(options, self.setting, self.goal, self.work, self._deadline())
             entry |= {"not_run": numbers["failed"]} if "failed" in numbers else numbers
