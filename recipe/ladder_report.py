@@ -39,7 +39,7 @@ def text_row(entry: dict[str, Any], speedup: float | None) -> str:
     return (
         f"{what:33}{entry['step_ms']:>9,.1f}{_times(speedup):>6}{entry['tokens_per_second']:>10,.0f}"
         f"{entry['mfu']:>5.0%}{entry['peak_memory_bytes'] / 1e9:>7.2f}{'' if delta is None else f'{delta:+.4f}':>8}"
-        f"{_mark(entry) + '~' * _is_noisy(entry):>2}"
+        f"{_mark(entry) + '~' * _is_noisy(entry):>2}".rstrip()
     )
 
 
