@@ -451,8 +451,8 @@ def test_the_readme_shows_what_was_measured():
     assert losses in readme and round(shakespeare["wall_seconds"] / 60) <= 3
     (bare,) = results_of("overhead")["peers"]
     rounds = bare["times_of_each_round"]
-    spread = f"{min(rounds):.2f} to {max(rounds):.2f} in seven rounds"
-    assert f"it ran {bare['times']:.3f} times as fast, {spread}" in readme and len(rounds) == 7
+    spread = f"{min(rounds):.2f} to {max(rounds):.2f} in {len(rounds)} rounds"
+    assert f"ran {bare['times']:.3f} times as fast ({spread};" in readme
     ablation = {e["name"]: e.get("step_ms") for e in results_of("ablation")["ablation"]}
     assert (
         f"differs by {ablation['everything'] / ablation['again'] - 1:.0%}, so that less means nothing there" in readme
