@@ -86,7 +86,7 @@ def build_rungs(machine: Machine) -> list[Rung]:
             "compile",
             "compile (inductor)",
             {"dynamo_backend": "inductor"},
-            why_no_compile(machine),
+            _why_no_compile(machine),
         ),
         Rung("flash", "flash attention, no mask", {"attn_implementation": "sdpa"}),
         Rung("padding", "padded vocabulary", {"pad_vocab_to_multiple_of": 128}),
@@ -103,14 +103,14 @@ def build_rungs(machine: Machine) -> list[Rung]:
     ]
 
 
-def why_no_compile(machine: Machine) -> str | None:
+def _why_no_compile(machine: Machine) -> str | None:
     return None if machine.device == "cuda" or machine.compiler else "inductor needs a C++ compiler"
 
 
 def build_extras(machine: Machine, micro_batch: int, global_batch: int) -> list[Rung]:
     """Above the defaults: tried one by one, kept where it pays on this machine."""
     doublings = [micro_batch * 2**k for k in range(1, 8) if micro_batch * 2**k <= global_batch]
-    bf16, no_compiler = machine.bf16, why_no_compile(machine)
+    bf16, no_compiler = machine.bf16, _why_no_compile(machine)
     return [
         *(
             Rung(f"micro_batch_{size}", f"micro-batch {size}", {"per_device_train_batch_size": size})

@@ -78,8 +78,7 @@ class LadderRunner:
             "flops_per_token": self.setting.flops_per_token,
             "goal": asdict(self.goal),
         }
-        self.started_at = time.monotonic()
-        self.ends_at = self.started_at + self.seconds
+        self.ends_at = time.monotonic() + self.seconds
         self.rungs = build_rungs(self.machine)
         self.extras = build_extras(self.machine, self.setting.micro_batch, self.setting.global_batch)
         self.memory = build_memory_rungs(self.machine)

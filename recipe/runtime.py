@@ -32,7 +32,7 @@ from recipe.preemption import die_with_the_launcher
 
 # Below this a CPU run ends before compiling has paid. Measured on two cores with avx512_bf16, from an empty cache: the
 # demo's graphs take 26 s to compile and its steps are then 1.10 times as fast; a 16 M-parameter model with GPT-2's
-# vocabulary, 1.22 times as fast (and in 0.4 of the memory), was even after 6e13 FLOPs.
+# vocabulary (the README's under "Evaluate"), 1.22 times as fast and in 0.4 of the memory, was even after 6e13 FLOPs.
 COMPILE_PAYS_FLOPS_ON_CPU = 6e13
 # Up to here plain attention beats sdpa's flash kernel on a CPU (30 M parameters, two cores with avx512_bf16, bf16):
 # at 256, 512 and 1,024 tokens it is 1.10, 1.15 and 1.06 times as fast compiled; not compiled, 1.30 times at 512 and

@@ -7,14 +7,13 @@ program around them.
 """
 
 import math
-import os
 import time
 
 import torch
+from accelerate import PartialState
 
 from recipe.config import UserError, load_config, run_main
 from recipe.data.prepare import open_dataset_for
-from recipe.environment import count_cpus
 from recipe.loss import LanguageModelingLoss
 from recipe.measure import LAP
 from recipe.micro_batch import micro_batch_candidates
@@ -26,18 +25,18 @@ from recipe.runtime import (
     choose_mixed_precision,
     compile_module,
     keep_freed_memory,
+    use_all_cores,
 )
 
 
 def main() -> None:
     config, _ = load_config()
-    device = torch.device(torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu")
-    if device.type == "cpu":
-        if os.environ.get("OMP_NUM_THREADS", "1") == "1":  # as recipe/runtime.py
-            torch.set_num_threads(count_cpus())
-        if config.keep_freed_memory:
-            keep_freed_memory(device)
-    else:
+    state = PartialState()
+    device = state.device
+    use_all_cores(state)
+    if config.keep_freed_memory:
+        keep_freed_memory(device)
+    if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     precision = choose_mixed_precision(config, device).value
     if precision == "fp16":

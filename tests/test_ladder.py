@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import recipe.measure
 import recipe.runtime
 import recipe.train
-from recipe.config import TrainConfig, UserError, load_config
+from recipe.config import PROFILED_STEPS, TrainConfig, UserError, load_config
 from recipe.data.packed import PackedSplit
 from recipe.ladder import (
     BOTTOM,
@@ -36,6 +36,7 @@ from recipe.ladder_runner import pays
 from recipe.loss import LanguageModelingLoss
 from recipe.machine import Machine
 from recipe.measure import (
+    LAP,
     Goal,
     Setting,
     combine,
@@ -429,6 +430,10 @@ def test_the_readme_shows_what_was_measured():
     ladder = results_of("ladder")
     for results, section in ((ladder, "ladder"), (results_of("peers"), "peers")):
         assert " ".join(to_short_markdown(results, section).split()) in readme
+    ran = [e for section in ("ladder", "extras", "memory") for e in ladder.get(section, []) if "step_ms" in e]
+    num_steps = LAP + ladder["goal"]["steps"] + PROFILED_STEPS
+    minutes = sum(e["seconds_to_first_step"] + num_steps * e["step_ms"] / 1e3 for e in ran) / 60
+    assert f"one switch after another: {minutes:.0f} minutes on two CPU cores" in readme
     best = [entry for entry in ladder["extras"] if entry.get("kept")][-1]
     times = ladder["ladder"][0]["step_ms"] / best["step_ms"]
     assert f"{best['tokens_per_second']:,} tokens/s, {times:.2f} times the bottom and {best['mfu']:.0%} of" in readme

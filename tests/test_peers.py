@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import BLOCK_SIZE, ROOT, TINY
+from conftest import BLOCK_SIZE, ROOT, TINY, reset_accelerate
 
 from recipe.config import UserError
 from recipe.ladder import build_rungs
@@ -169,7 +169,9 @@ def test_the_bare_loop_trains(dataset_dir, monkeypatch):
     switches = ["--mixed_precision", "bf16", "--dynamo_backend", "inductor"]
     monkeypatch.setattr(sys, "argv", ["scripts/bare_loop.py", *options, *switches])
     num_threads = torch.get_num_threads()
+    reset_accelerate()
     bare_loop.main()
+    reset_accelerate()
     torch.set_num_threads(num_threads)
     assert (seen["dtype"], seen["compiled"]) == (torch.bfloat16, "inductor")
     assert not any(torch.equal(a, b) for a, b in zip(seen["before"], seen["module"].parameters(), strict=True))
