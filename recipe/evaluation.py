@@ -1,9 +1,5 @@
 """Exact validation loss, perplexity and bits per byte."""
 
-import math
-
-import datasets
-import evaluate
 import torch
 from accelerate import Accelerator
 from torch import nn
@@ -11,31 +7,6 @@ from torch import nn
 from recipe.data.batches import iterate_validation
 from recipe.data.packed import PackedDataset
 from recipe.loss import IGNORE_INDEX
-
-
-class LanguageModelingMetric(evaluate.Metric):
-    """Loss, perplexity and bits per byte from sums over any number of batches and processes; needs no download.
-
-    compute(predictions=[sums of nats], references=[numbers of target tokens], tokens_per_byte=...)
-    """
-
-    def _info(self):
-        return evaluate.MetricInfo(
-            description="Mean negative log-likelihood per token in nats, its exponential, and bits per byte of text.",
-            citation="",
-            inputs_description="predictions: sums of nats; references: the numbers of target tokens they are over.",
-            features=datasets.Features(
-                {"predictions": datasets.Value("float64"), "references": datasets.Value("int64")}
-            ),
-        )
-
-    def _compute(self, predictions, references, tokens_per_byte):
-        loss = math.fsum(predictions) / sum(references)
-        return {
-            "loss": loss,
-            "perplexity": math.exp(loss) if loss < 700 else math.inf,
-            "bits_per_byte": loss / math.log(2) * tokens_per_byte,
-        }
 
 
 @torch.no_grad()
@@ -46,6 +17,8 @@ def evaluate_model(
 
     module: a prepared `LanguageModelingLoss`. Returns loss (nats per token), perplexity and bits_per_byte.
     """
+    from recipe.perplexity import LanguageModelingMetric  # here: importing evaluate takes seconds
+
     split = dataset.splits["validation"]
     losses, weights = [], []
     module.eval()

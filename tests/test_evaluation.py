@@ -11,8 +11,9 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from recipe.data.packed import PackedDataset
-from recipe.evaluation import LanguageModelingMetric, evaluate_model
+from recipe.evaluation import evaluate_model
 from recipe.loss import LanguageModelingLoss
+from recipe.perplexity import LanguageModelingMetric
 
 
 def mean_loss(model, rows: np.ndarray) -> float:

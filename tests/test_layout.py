@@ -16,7 +16,7 @@ MODULES = {
 }
 # Bottom to top. A module imports from floors below its own; builders do not import each other.
 FLOORS = [
-    ["recipe", "recipe.config", "recipe.environment", "recipe.metrics", "recipe.progress"],
+    ["recipe", "recipe.config", "recipe.environment", "recipe.metrics", "recipe.perplexity", "recipe.progress"],
     ["recipe.machine", "recipe.step_profile"],
     ["recipe.preemption", "recipe.data", "recipe.data.files", "recipe.data.standard_library", "recipe.data.tokenizer"],
     ["recipe.data.documents"],
@@ -107,3 +107,13 @@ def test_readme_is_short_and_its_links_lead_somewhere():
     assert len(text.splitlines()) <= 230
     for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", text):
         assert (ROOT / target).exists(), target
+
+
+def test_training_on_a_packed_dataset_imports_neither_datasets_nor_evaluate():
+    """A machine without them (many GPU images) trains on a packed dataset: they prepare text and evaluate."""
+    code = (
+        "import sys; sys.modules.update(datasets=None, evaluate=None); import recipe.train; "
+        "print(sorted({'datasets', 'evaluate'} & {name for name, module in sys.modules.items() if module}))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert (result.returncode, result.stdout) == (0, "[]\n"), result.stderr

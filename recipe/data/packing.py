@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-import datasets
 import numpy as np
 import pyarrow as pa
 from filelock import FileLock, Timeout
@@ -35,6 +34,8 @@ class SplitWriter:
         self, directory: Path, split: str, block_size: int, vocab_size: int, saved: dict | None = None
     ) -> None:
         """saved: what `commit` returned; the files are cut back to it."""
+        import datasets  # here, because a packed dataset is trained on without it
+
         self.directory, self.split, self.block_size, self.vocab_size = directory / split, split, block_size, vocab_size
         self.dtype = np.uint16 if vocab_size <= 2**16 else np.int32
         column = datasets.List(datasets.Value(np.dtype(self.dtype).name), length=block_size + 1)
@@ -108,6 +109,8 @@ class SplitWriter:
         self.commit()
         self.file.write(ARROW_END_OF_STREAM)
         self.file.close()
+        import datasets
+
         datasets.DatasetInfo(features=self.features).write_to_directory(str(self.directory))
         write_state(self.directory, self.split, self.sha256, [self.path.name])
         batches = [[self.path.name, offset, num_rows] for offset, num_rows in self.batches]

@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import datasets
 from huggingface_hub import HfApi
 
 from recipe.config import STANDARD_LIBRARY, UserError, check_not_a_missing_folder
@@ -27,6 +27,9 @@ from recipe.data.files import (
     texts_of,
 )
 from recipe.data.standard_library import read_standard_library
+
+if TYPE_CHECKING:  # imported where it is used: a packed dataset is trained on without it
+    import datasets
 
 
 @dataclass(frozen=True)
@@ -256,8 +259,10 @@ class TextSource:
         return split_documents(parts, self.validation_split_percentage, exact=self.num_shards == 1)
 
 
-def open_dataset(name: str, config_name: str | None, revision: str | None) -> dict[str, datasets.IterableDataset]:
+def open_dataset(name: str, config_name: str | None, revision: str | None) -> "dict[str, datasets.IterableDataset]":
     """The splits of a Hub or local dataset (also one written by `save_to_disk`), streamed."""
+    import datasets
+
     folder = Path(name)
     check_not_a_missing_folder(name)
     try:
