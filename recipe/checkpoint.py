@@ -9,14 +9,14 @@ SHA-256, and renamed; the file `latest` names the newest. Position in the data i
 import json
 import re
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from recipe.config import TrainConfig, UserError
+from recipe.config import SCHEDULE_OPTIONS, TrainConfig, UserError
 from recipe.manifest import MANIFEST_NAME, short_reason, why_damaged
 from recipe.model import OVERRIDES, load_weights
 from recipe.optim import GuardedUpdate
@@ -37,6 +37,7 @@ class RunState:
     position: tuple[int, int] | None = None  # in a streamed text, see recipe/data/streaming.py
     loss_sum: float = 0.0  # of the steps since the last log line
     num_losses: int = 0
+    steps_chosen: bool = False  # `max_minutes` has decided how many steps there are
 
 
 def run_identity(config: TrainConfig, dataset_metadata: dict, model_config: PreTrainedConfig) -> dict:
@@ -117,31 +118,58 @@ def find_checkpoint(output_dir: Path, resume_from_checkpoint: str | None) -> Pat
     )
 
 
-def read_state(directory: Path, identity: dict) -> dict:
-    """The JSON part of a checkpoint. Raises `UserError` listing what differs if it is of another run."""
+def read_state(directory: Path) -> dict:
+    """The JSON part of a checkpoint."""
     try:
         content = json.loads((directory / STATE_NAME).read_text())
-        saved = dict(content["identity"])
+        content["identity"] = dict(content["identity"])
         _run_state(content)
     except Exception as error:  # not there, not JSON, or JSON of another shape
         raise _damaged(directory, error) from error
-    differences = [
-        f"{key} {_short(saved.get(key))} -> {_short(identity.get(key))}"
+    return content
+
+
+def precision_of(directory: Path) -> str | None:
+    """The mixed precision of the run that wrote a checkpoint; None for one that does not say."""
+    return read_state(directory).get("mixed_precision")
+
+
+def keep_chosen_steps(config: TrainConfig, directory: Path) -> TrainConfig:
+    """The config with the number of steps that `max_minutes` chose before the checkpoint, if it did."""
+    content = read_state(directory)
+    if config.max_minutes is None or config.change_schedule or not content.get("steps_chosen"):
+        return config
+    return replace(config, max_steps=content["identity"]["max_steps"], max_minutes=None)
+
+
+def check_identity(directory: Path, identity: dict, change_schedule: bool) -> dict[str, tuple]:
+    """What differs between a checkpoint and the run that resumes it: {option: (before, now)}.
+
+    Raises `UserError` for a difference, but for the schedule's where `change_schedule` allows it: the past stays as
+    it was, the steps to come follow the new schedule.
+    """
+    content = read_state(directory)
+    saved = content["identity"]
+    changes = {
+        key: (saved.get(key), identity.get(key))
         for key in sorted({*saved, *identity})
         if saved.get(key) != identity.get(key)
-    ]
-    if differences:
-        raise UserError(
-            f"{directory} was made with other options: {'; '.join(differences)}; go on with the run's own "
-            "(--config training_config.yaml of its folder), or start a new run"
-        )
-    return content
+    }
+    refused = set(changes) - set(SCHEDULE_OPTIONS if change_schedule else ())
+    if refused:
+        listed = "; ".join(f"{key} {_short(changes[key][0])} -> {_short(changes[key][1])}" for key in sorted(refused))
+        remedy = "pass the run's own options (--config training_config.yaml of its folder), or start a new run"
+        if refused <= set(SCHEDULE_OPTIONS):
+            remedy = "add --change_schedule to continue with these, or " + remedy
+        raise UserError(f"{directory} was made with other options: {listed}; {remedy}")
+    if identity["max_steps"] < content["step"]:
+        raise UserError(f"{directory} has done {content['step']} steps; max_steps must not be less")
+    return changes
 
 
 def load_checkpoint(
     accelerator: Accelerator,
     directory: Path,
-    identity: dict,
     model: PreTrainedModel,
     vocab_size: int,
     update: GuardedUpdate,
@@ -150,7 +178,7 @@ def load_checkpoint(
 
     Nothing in a checkpoint is executed: JSON, safetensors and `torch.load(weights_only=True)`.
     """
-    content = read_state(directory, identity)
+    content = read_state(directory)
     try:
         load_weights(model, directory, vocab_size)
         update.load_state_dict(torch.load(directory / OPTIMIZER_NAME, map_location="cpu", weights_only=True))
@@ -173,6 +201,7 @@ def _run_state(content: dict) -> RunState:
         position and (int(position[0]), int(position[1])),
         float(content["loss_sum"]),
         int(content["num_losses"]),
+        bool(content.get("steps_chosen", False)),  # older checkpoints lack it
     )
 
 

@@ -6,19 +6,32 @@ In: the command line. Out: one frozen `TrainConfig`, or a `UserError` whose mess
 import argparse
 import dataclasses
 import difflib
+import json
 import math
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
-from transformers import HfArgumentParser
-from transformers.trainer_utils import SchedulerType
+from transformers import HfArgumentParser  # which does not import torch: a mistyped option must not wait for it
 
+# The first option of each section, in the order of `TrainConfig`: the headings of --help.
+SECTIONS = {
+    "output_dir": "What a run leaves, and where",
+    "dataset_dir": "Data: exactly one of dataset_dir, train_file and dataset_name",
+    "model_name_or_path": "Model",
+    "global_batch_size": "Batch: the recipe fixes the global size, the hardware the size per device",
+    "max_steps": "Optimizer and schedule",
+    "mixed_precision": "Precision and compilation; auto takes the best the hardware has, unless the launcher decides",
+    "logging_steps": "Logging, evaluation, checkpoints",
+    "sample_prompt": "At the end",
+}
 CONFIGS_DIR = Path(__file__).parent / "configs"
 STANDARD_LIBRARY = "python_standard_library"  # the dataset_name that needs no download: the demo's corpus
 PROFILED_STEPS = 3
@@ -33,6 +46,67 @@ TEXT_OPTIONS = (  # how text is read: for train_file and dataset_name
     "validation_split_percentage",
     "skip_bad_files",
 )
+# transformers.SchedulerType, whose module imports torch; a test keeps the two equal.
+SCHEDULES = (
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
+    "reduce_lr_on_plateau",
+    "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr",
+    "warmup_stable_decay",
+    "greedy",
+)
+SCHEDULE_OPTIONS = ("max_steps", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")
+# Names of TrainingArguments, run_clm.py and nanoGPT that mean something else here, or nothing.
+OTHER_NAMES = {
+    "bf16": "here it is --mixed_precision bf16 (the default on hardware that has it)",
+    "fp16": "here it is --mixed_precision fp16 (the default on a GPU without bf16)",
+    "dtype": "here it is --mixed_precision",
+    "do_train": "a run always trains; leave it out",
+    "do_eval": "a run always evaluates (--eval_steps, --max_eval_samples); --eval_only does nothing else",
+    "do_predict": "use --eval_only, or scripts/generate_text.py",
+    "eval_strategy": "here --eval_steps says it all; 0 evaluates at the start and the end only",
+    "evaluation_strategy": "here --eval_steps says it all; 0 evaluates at the start and the end only",
+    "eval_interval": "here it is --eval_steps",
+    "eval_iters": "here it is --max_eval_samples, in rows",
+    "save_strategy": "here --save_steps says it all; 0 saves no checkpoints",
+    "gradient_checkpointing": "here it is --activation_checkpointing, as in Transformers since 5.17",
+    "torch_compile": "here it is --dynamo_backend inductor",
+    "torch_compile_backend": "here it is --dynamo_backend",
+    "torch_compile_mode": "here it is --dynamo_mode",
+    "compile": "here it is --dynamo_backend inductor",
+    "overwrite_output_dir": "here it is --overwrite",
+    "logging_dir": "TensorBoard's files go into --output_dir",
+    "log_interval": "here it is --logging_steps",
+    "warmup_ratio": "here it is --warmup_steps with a number below 1, as in Transformers 5",
+    "num_epochs": "here it is --num_train_epochs",
+    "max_iters": "here it is --max_steps",
+    "max_train_samples": "use --max_steps or --num_train_epochs",
+    "max_seq_length": "here it is --block_size",
+    "batch_size": "use --global_batch_size (per step) or --per_device_train_batch_size (per forward)",
+    "train_batch_size": "use --global_batch_size (per step) or --per_device_train_batch_size (per forward)",
+    "lr": "here it is --learning_rate",
+    "min_lr": "use --lr_scheduler_kwargs min_lr_rate=0.1",
+    "init_from": "here it is --model_name_or_path, or --resume_from_checkpoint",
+    "config_name": "here it is --config_overrides, or --model_name_or_path",
+    "dropout": "use --config_overrides resid_pdrop=0.1,embd_pdrop=0.1,attn_pdrop=0.1",
+    "no_cuda": "use accelerate launch --cpu",
+    "use_cpu": "use accelerate launch --cpu",
+    "device": "the launcher chooses the device: accelerate launch --cpu, or CUDA_VISIBLE_DEVICES",
+    "fsdp": "GPT-2's sizes fit on one device; several devices use DistributedDataParallel",
+    "deepspeed": "GPT-2's sizes fit on one device; several devices use DistributedDataParallel",
+    "hub_token": "log in with `hf auth login`, or set HF_TOKEN; a token never belongs on a command line",
+    "hub_strategy": "the final model is uploaded once, with --push_to_hub",
+    "trust_remote_code": "this recipe runs no code from the Hub; leave it out",
+    "load_best_model_at_end": "the final model is the last one; every checkpoint-N can be loaded by itself",
+}
+
+T = TypeVar("T")
 
 
 class UserError(Exception):
@@ -81,13 +155,16 @@ class TrainConfig:
     cache_dir: str = _field("runs/data", "Where train_file and dataset_name are prepared, once for all runs.")
     streaming: bool = _field(False, "Tokenize and pack train_file or dataset_name during the run; nothing is stored.")
     shuffle_buffer_size: int = _field(10_000, "Rows among which a streamed text is shuffled.")
-    block_size: int = _field(1024, "Tokens a row: the model's context length.")
+    block_size: int = _field(1024, "Tokens in a row. Default: those of dataset_dir, or of the model, if there is one.")
     data_placement: Literal["mmap", "ram", "device", "python_lists"] = _field(
         "mmap", "Where the packed rows are read from; python_lists: row by row, to see what that costs."
     )
     dataloader_num_workers: int = _field(0, "Processes that build batches; 0 builds them in the training process.")
 
     # --- model
+    model_name_or_path: str | None = _field(
+        None, "Start from these weights, with their shape and tokenizer: a folder or Hub id of any GPT-2 model."
+    )
     model_type: Literal["gpt2"] = _field("gpt2", "Transformers model type.")
     config_overrides: dict | str | None = _field(
         None, "Values for the model's own config: a mapping in YAML, n_layer=4,n_embd=128 on the command line."
@@ -108,15 +185,24 @@ class TrainConfig:
     per_device_train_batch_size: int | str | None = _field(
         "auto", "Sequences per forward on one device (the micro-batch), or auto: the largest that fits."
     )
-    per_device_eval_batch_size: int | None = _field(None, "The same for evaluation. Default: as in training.")
+    per_device_eval_batch_size: int | None = _field(
+        None, "Sequences per forward in evaluation. Default: 2,048 tokens on a CPU, the micro-batch on a GPU."
+    )
     gradient_accumulation_steps: int | None = _field(None, "Derived from the batch sizes; if given, it must agree.")
 
     # --- optimizer and schedule
     max_steps: int = _field(19073, "Optimizer steps of the whole run.")
+    num_train_epochs: float | None = _field(None, "Passes over the training rows, in place of max_steps.")
+    max_minutes: float | None = _field(
+        None, "Shorten max_steps, by the speed of the first steps, so that the whole run ends within this time."
+    )
+    change_schedule: bool = _field(
+        False, "Let a resumed run continue with another max_steps, learning_rate, schedule or warm-up."
+    )
     optim: Literal["adamw_torch_fused", "adamw_torch"] = _field("adamw_torch_fused", "Optimizer.")
     learning_rate: float = _field(6e-4, "Peak learning rate.")
     lr_scheduler_type: str = _field("cosine_with_min_lr", "Any of Transformers' schedules.")
-    lr_scheduler_kwargs: dict | str | None = _field(None, "Its own arguments, e.g. min_lr_rate=0.1.")
+    lr_scheduler_kwargs: dict | str | None = _field(None, "Its own arguments, as min_lr_rate=0.1 or as JSON.")
     warmup_steps: float = _field(715, "Linear warm-up steps; below 1 it is a share of max_steps.")
     weight_decay: float = _field(0.1, "On matrices and embeddings only.")
     adam_beta1: float = _field(0.9, "AdamW beta1.")
@@ -133,21 +219,28 @@ class TrainConfig:
     tf32: bool = _field(True, "TF32 for the CUDA matmuls that stay in fp32.")
     dynamo_backend: Literal["auto", "no", "inductor", "aot_eager", "eager"] = _field("auto", "Torch dynamo backend.")
     dynamo_mode: Literal["default", "max-autotune-no-cudagraphs"] = _field("default", "How long inductor tunes.")
-    keep_freed_memory: bool = _field(True, "CPU: glibc keeps freed buffers instead of faulting them in every step.")
-
+    huge_pages: bool = _field(True, "CPU: large tensors lie in huge pages, which Linux provides faster.")
     gpu_memory_limit_gb: float | None = _field(None, "Use no more of the GPU's memory than this (in 1e9 bytes).")
 
     # --- periodic
     logging_steps: int = _field(10, "Steps between log lines; the only steps on which the host waits for the device.")
     eval_on_start: bool = _field(True, "Evaluate the untrained model, to compare with.")
-    eval_steps: int = _field(250, "Steps between evaluations of the whole validation split; 0: only first and last.")
+    eval_steps: int = _field(250, "Steps between evaluations; 0: only the first and the last.")
+    max_eval_samples: int | str = _field(
+        "auto", "Validation rows in an evaluation: a number, all, or auto: at most 2% of the run's time in total."
+    )
+    exact_final_eval: bool = _field(False, "Use all validation rows in the last evaluation.")
+    eval_only: bool = _field(
+        False, "Evaluate model_name_or_path, or a checkpoint, on all validation rows; no training."
+    )
     save_steps: int = _field(1000, "Steps between checkpoints; 0: none.")
     save_total_limit: int | None = _field(None, "Keep this many checkpoints, the newest. Default: all.")
     on_save_failure: Literal["continue", "stop"] = _field("continue", "When a checkpoint cannot be written: train on?")
     resume_from_checkpoint: str | None = _field(
         None, "A checkpoint folder, latest: the newest whole one in output_dir, or auto: that, if there is one."
     )
-    report_to: list[str] | None = _field(None, "Trackers of Accelerate, e.g. tensorboard wandb.")
+    report_to: list[str] | None = _field(None, "Trackers of Accelerate: trackio, tensorboard, wandb, ...")
+    project: str = _field("gpt2-recipe", "The project that trackers file the run under.")
     profile: int | None = _field(None, "Show where the time of 3 steps goes, after this many (--profile alone: 10).")
 
     # --- at the end
@@ -163,23 +256,31 @@ class TrainConfig:
 def load_config(argv: list[str] | None = None) -> tuple[TrainConfig, str]:
     """Parse the command line; `--config NAME|FILE.yaml` (default: demo) sets the defaults under it.
 
-    Returns the config and the name of the recipe it came from. Raises `UserError`.
+    Returns the config and the name of the recipe it came from. Raises `UserError`. `--help` ends the process.
     """
-    parser = _Parser(TrainConfig, prog="recipe/train.py", allow_abbrev=False)
-    parser.add_argument("--config", default="demo", help="Recipe: a name in recipe/configs or a YAML file.")
-    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = _Parser(TrainConfig, prog="recipe/train.py", allow_abbrev=False, add_help=False)
+    parser.add_argument("--config", default="demo")
+    parser.add_argument("-h", "--help", action="store_true")
     profile = next(action for action in parser._actions if action.dest == "profile")
     profile.nargs, profile.const = "?", PROFILE_AFTER_STEPS
-    if not {"-h", "--help"} & set(argv):  # with every default suppressed, what is left is what was typed
-        for action in parser._actions:
-            action.default = argparse.SUPPRESS
-    given, unknown = parser.parse_known_args(argv)
+    for action in parser._actions:  # with every default suppressed, what is left is what was typed
+        action.default = argparse.SUPPRESS
+    given, unknown = parser.parse_known_args(underscored(sys.argv[1:] if argv is None else argv))
     given = vars(given)
-    recipe = given.pop("config", "demo")
+    recipe, wants_help = given.pop("config", "demo"), given.pop("help", False)
     names = [f.name for f in dataclasses.fields(TrainConfig)]
-    if unknown:
+    if unknown and not wants_help:
         raise UserError(unknown_option(unknown[0], [*names, "config"]))
-    from_file = load_yaml(recipe)
+    values = _merge(recipe, load_yaml(recipe), given, names)
+    if wants_help:
+        print(_help(recipe, values))
+        sys.exit(0)
+    path = Path(recipe)  # a run's own training_config.yaml stands for that run
+    return TrainConfig(**values), path.parent.name if path.name == "training_config.yaml" else path.stem
+
+
+def _merge(recipe: str, from_file: dict[str, Any], given: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    """The recipe's options with those that were typed on top, each of its own type."""
     for key in from_file:
         if key not in names:
             raise UserError(_unknown_message(f"key '{key}' in {recipe}", str(key), names))
@@ -189,12 +290,78 @@ def load_config(argv: list[str] | None = None) -> tuple[TrainConfig, str]:
         from_file.pop("lr_scheduler_kwargs", None)
     hints = get_type_hints(TrainConfig)
     values = {key: _convert(key, value, hints[key]) for key, value in from_file.items()}
+    if {"max_steps", "num_train_epochs"} & set(given):  # the length of the run is the user's
+        steps, warmup = (values.get(key, getattr(TrainConfig, key)) for key in ("max_steps", "warmup_steps"))
+        values = {k: v for k, v in values.items() if k not in ("max_steps", "num_train_epochs", "max_minutes")}
+        longer = "max_steps" in given and _convert("max_steps", given["max_steps"], int) >= steps
+        if warmup >= 1 and not longer:  # the warm-up keeps its share of a shorter run
+            values["warmup_steps"] = warmup / steps
+    if "model_name_or_path" in given:  # its shape replaces the recipe's, but for dropout
+        overrides = values.get("config_overrides") or {}
+        values["config_overrides"] = {key: value for key, value in overrides.items() if key.endswith("_pdrop")} or None
+        if "dataset_dir" not in given and "tokenizer_name" not in given:
+            values.pop("tokenizer_vocab_size", None)
     for key, value in given.items():
         converted = _convert(key, value, hints[key])
         # One size of the model may be changed without repeating the others.
         values[key] = {**(values.get(key) or {}), **converted} if key == "config_overrides" else converted
-    path = Path(recipe)  # a run's own training_config.yaml stands for that run
-    return TrainConfig(**values), path.parent.name if path.name == "training_config.yaml" else path.stem
+    if "max_steps" in values and values.get("num_train_epochs") is not None:
+        raise UserError("max_steps and num_train_epochs both say how long the run is: pass one of them")
+    if "block_size" not in given and "dataset_dir" in given:
+        values["block_size"] = _number_in(Path(values["dataset_dir"]) / "metadata.json", "block_size", values)
+    elif "block_size" not in given and "model_name_or_path" in given:
+        length = _number_in(Path(values["model_name_or_path"]) / "config.json", "n_positions", values)
+        values["block_size"] = min(length, values.get("block_size", TrainConfig.block_size))
+    return values
+
+
+def _number_in(path: Path, key: str, values: dict[str, Any]) -> int:
+    """A number in a JSON file; the present block size if it cannot be read, which opening the folder will explain."""
+    try:
+        return int(json.loads(path.read_text(encoding="utf-8"))[key])
+    except (OSError, ValueError, KeyError, TypeError):
+        return values.get("block_size", TrainConfig.block_size)
+
+
+def underscored(argv: list[str]) -> list[str]:
+    """`--max-steps 5` -> `--max_steps 5`: the names of options are read with hyphens too, values are left alone."""
+    names, values = zip(*(text.partition("=")[::2] for text in argv), strict=True) if argv else ((), ())
+    return [
+        (name.replace("-", "_").replace("__", "--", 1) if name.startswith("--") else name) + text[len(name) :]
+        for name, _, text in zip(names, values, argv, strict=True)
+    ]
+
+
+def _help(recipe: str, values: dict[str, Any]) -> str:
+    """All options by section, with the defaults that apply under this recipe."""
+    width = min(shutil.get_terminal_size().columns, 100)
+    wrap = textwrap.TextWrapper(width, initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False)
+    lines = [
+        "usage: accelerate launch recipe/train.py [--config NAME|FILE.yaml] [--OPTION VALUE ...]",
+        "",
+        "  --config NAME|FILE.yaml",
+        *wrap.wrap(
+            f"Recipe: {', '.join(sorted(p.stem for p in CONFIGS_DIR.glob('*.yaml')))}, or a YAML file (default: demo)."
+            f" The defaults below are those of {recipe}."
+        ),
+    ]
+    hints = get_type_hints(TrainConfig)
+    for option in dataclasses.fields(TrainConfig):
+        if option.name in SECTIONS:
+            lines += ["", f"{SECTIONS[option.name]}:"]
+        kinds = [kind for kind in _kinds(hints[option.name]) if kind not in (type(None), dict)]
+        if get_origin(kinds[0]) is Literal:
+            value = "{" + ",".join(map(str, get_args(kinds[0]))) + "}"
+        else:
+            value = "|".join("TEXT" if kind is str else "N" if kind in (int, float) else "" for kind in kinds)
+            value = "TEXT [TEXT ...]" if get_origin(kinds[0]) is list else value
+        lines.append(f"  --{option.name} {'[true|false]' if kinds == [bool] else value}")
+        default = values.get(option.name, option.default)
+        if isinstance(default, dict):
+            default = ",".join(f"{key}={item}" for key, item in default.items())
+        shown = "" if default is None else f" (default: {str(default).lower() if kinds == [bool] else default})"
+        lines += wrap.wrap(option.metadata["help"] + shown)
+    return "\n".join(lines)
 
 
 def load_yaml(recipe: str) -> dict[str, Any]:
@@ -215,16 +382,19 @@ def load_yaml(recipe: str) -> dict[str, Any]:
     return content
 
 
-def run_main(main: Callable[[], None], interrupted: str = "interrupted") -> None:
+def run_main(main: Callable[[], T], interrupted: str = "interrupted") -> T:
     """Run a script: a `UserError` becomes one line on stderr, from one process, and exit status 1.
 
-    interrupted: said when it is stopped from the keyboard.
+    interrupted: the message when the script is stopped from the keyboard. Returns what `main` returns.
     """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a character the terminal cannot show must not end a run
             stream.reconfigure(errors="replace")
     try:
-        main()
+        return main()
+    except BrokenPipeError:  # `--help | head`: the reader has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except UserError as error:
         says_it = os.environ.get("RANK", "0") == "0" or isinstance(error, ProcessError)
         sys.exit(f"error: {error}" if says_it else 1)
@@ -236,7 +406,7 @@ def run_main(main: Callable[[], None], interrupted: str = "interrupted") -> None
 def save_config(config: TrainConfig, path: Path) -> None:
     """Write the resolved config so that `--config PATH` repeats the run, in this folder or another."""
     values = {key: value for key, value in dataclasses.asdict(config).items() if value is not None}
-    for key in ("output_dir", "overwrite", "resume_from_checkpoint"):
+    for key in ("output_dir", "overwrite", "resume_from_checkpoint", "change_schedule"):
         values.pop(key, None)
     path.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
 
@@ -244,6 +414,8 @@ def save_config(config: TrainConfig, path: Path) -> None:
 def check_not_a_missing_folder(name: str) -> None:
     """Raise `UserError` for a path that is not there, before its name is looked for on the Hub."""
     path = Path(name).expanduser()
+    if not name.strip():
+        raise UserError("the name of a folder or Hub id is empty")
     looks_local = path.is_absolute() or name.startswith(".") or len(path.parts) > 2 or Path(path.parts[0]).is_dir()
     if looks_local and not path.exists():
         raise UserError(f"there is no folder {name}")
@@ -258,7 +430,7 @@ class CommandLine(argparse.ArgumentParser):
     """The parser of a script: a mistake is a `UserError` that offers the nearest name."""
 
     def parse_args(self, args=None, namespace=None):
-        found, unknown = self.parse_known_args(args, namespace)
+        found, unknown = self.parse_known_args(underscored(sys.argv[1:] if args is None else args), namespace)
         if unknown:
             raise UserError(unknown_option(unknown[0], [action.dest for action in self._actions]))
         return found
@@ -268,7 +440,13 @@ class CommandLine(argparse.ArgumentParser):
 
 def unknown_option(option: str, names: list[str]) -> str:
     """The message for an option that does not exist."""
-    return _unknown_message(f"option {option}", option.lstrip("-").split("=")[0], names, "--")
+    if not option.startswith("-"):
+        hint = "; several values of one option are joined by commas: n_layer=2,n_head=2" if "=" in option else ""
+        return f"'{option}' belongs to no option{hint}"
+    name = option.lstrip("-").split("=")[0]
+    if name in OTHER_NAMES and "config_overrides" in names:
+        return f"unknown option --{name}; {OTHER_NAMES[name]}"
+    return _unknown_message(f"option --{name}", name, names, "--")
 
 
 def _unknown_message(what: str, key: str, names: list[str], prefix: str = "") -> str:
@@ -282,7 +460,7 @@ def _convert(key: str, value: Any, hint: Any) -> Any:
 
     YAML 1.1 reads `6e-4` as a string, so strings that are numbers are taken as numbers.
     """
-    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    options = _kinds(hint)
     if value == "" and dict not in options:
         raise UserError(f"{key} must not be empty; leave it out for its default")
     if value is None and type(None) in options:
@@ -325,6 +503,11 @@ def _convert(key: str, value: Any, hint: Any) -> Any:
     raise UserError(f"{key} must be {' or '.join(names)}, got {value!r}")
 
 
+def _kinds(hint: Any) -> tuple:
+    """The types that a field may have."""
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
 def _number(value: Any) -> float | None:
     try:
         number = float(value)
@@ -334,17 +517,20 @@ def _number(value: Any) -> float | None:
 
 
 def parse_mapping(key: str, value: Any) -> dict[str, Any]:
-    """`{n_layer: 4}` or `'n_layer=4,n_embd=128'` -> dict with values read as YAML scalars, and `1e-5` as a number."""
+    """`{n_layer: 4}`, JSON or `'n_layer=4,n_embd=128'` -> dict; values are YAML scalars, and `1e-5` is a number."""
+    example = "n_layer=4,n_embd=128" if key == "config_overrides" else "min_lr_rate=0.1"
+    expected = f"{key} must look like {example}, or be a JSON object, got {value!r}"
     if isinstance(value, str):
         pairs = [pair.partition("=") for pair in value.split(",") if pair.strip()]
-        if not all(name.strip() and equals for name, equals, _ in pairs):
-            raise UserError(f"{key} must look like n_layer=4,n_embd=128, got {value!r}")
         try:
-            value = {name.strip(): yaml.safe_load(text) for name, _, text in pairs}
-        except yaml.YAMLError as error:
-            raise UserError(f"{key} must look like n_layer=4,n_embd=128, got {value!r}") from error
+            if value.lstrip().startswith("{"):
+                value = json.loads(value)
+            elif all(name.strip() and equals for name, equals, _ in pairs):
+                value = {name.strip(): yaml.safe_load(text) for name, _, text in pairs}
+        except (ValueError, RecursionError, yaml.YAMLError) as error:
+            raise UserError(expected) from error
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
-        raise UserError(f"{key} must be a mapping of names to values, got {value!r}")
+        raise UserError(expected)
     numbers = {name: _number(item) for name, item in value.items() if isinstance(item, str)}
     return {name: item if numbers.get(name) is None else numbers[name] for name, item in value.items()}
 
@@ -382,7 +568,14 @@ def _check_values(config: TrainConfig) -> None:
         "warmup_steps",
     ):
         require(getattr(config, name) >= 0, name, "at least 0")
-    for name in ("learning_rate", "adam_epsilon", "spike_sigmas", "gpu_memory_limit_gb"):
+    for name in (
+        "learning_rate",
+        "adam_epsilon",
+        "spike_sigmas",
+        "gpu_memory_limit_gb",
+        "num_train_epochs",
+        "max_minutes",
+    ):
         value = getattr(config, name)
         require(value is None or value > 0, name, "greater than 0")
     for name in ("adam_beta1", "adam_beta2", "label_smoothing_factor"):
@@ -404,12 +597,25 @@ def _check_values(config: TrainConfig) -> None:
         "tokenizer_vocab_size",
         "at least 257 (256 bytes and the end-of-text token)",
     )
-    schedules = [schedule.value for schedule in SchedulerType]
-    if config.lr_scheduler_type not in schedules:
+    if config.lr_scheduler_type not in SCHEDULES:
         raise UserError(
-            _unknown_message(f"lr_scheduler_type '{config.lr_scheduler_type}'", config.lr_scheduler_type, schedules)
-            + f" (one of {', '.join(schedules)})"
+            _unknown_message(f"lr_scheduler_type '{config.lr_scheduler_type}'", config.lr_scheduler_type, SCHEDULES)
+            + f" (one of {', '.join(SCHEDULES)})"
         )
+    samples = config.max_eval_samples
+    require(
+        samples in ("auto", "all") or (isinstance(samples, int) and samples >= 1),
+        "max_eval_samples",
+        "auto, all or at least 1",
+    )
+    if config.num_train_epochs is not None and config.streaming:
+        raise UserError(
+            "--num_train_epochs needs a prepared dataset; a streamed text has no known length: --max_steps"
+        )
+    if config.change_schedule and not config.resume_from_checkpoint:
+        raise UserError("--change_schedule is for a run that is resumed: add --resume_from_checkpoint auto")
+    if config.eval_only and not (config.model_name_or_path or config.resume_from_checkpoint):
+        raise UserError("--eval_only needs a model: --model_name_or_path DIR_OR_ID (a run, a checkpoint, a Hub id)")
 
     given = [name for name in DATA_SOURCES if getattr(config, name) is not None]
     if len(given) != 1:
@@ -442,6 +648,8 @@ def _check_values(config: TrainConfig) -> None:
         config.sample_prompt.encode("utf-8")
     except UnicodeEncodeError as error:
         raise UserError("sample_prompt is not valid UTF-8 text") from error
+    if config.model_name_or_path and config.tokenizer_name is None:
+        object.__setattr__(config, "tokenizer_name", config.model_name_or_path)
     if config.dataset_dir is None and config.tokenizer_name is None and config.tokenizer_vocab_size is None:
         raise UserError("preparing text needs --tokenizer_name DIR_OR_ID, or --tokenizer_vocab_size N to train one")
     if config.dataloader_num_workers and config.data_placement != "mmap":

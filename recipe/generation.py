@@ -77,6 +77,15 @@ def generate_texts(
     return [prompt + _decode_until_end(tokenizer, row[num_prompt_tokens:].tolist()) for row in ids]
 
 
+def sample_from(model_dir: Path, prompt: str, seed: int, device: str | torch.device) -> str:
+    """A sample to show at the end of a run, or a warning: a run does not fail for it."""
+    try:
+        text = generate_texts(model_dir, prompt, seed=seed, device=device)[0]
+    except Exception as error:  # above all, running out of memory beside what is left of the training
+        return f"warning: no sample could be generated: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return "\n".join(["", f"A sample, from the prompt {prompt!r}:", *("    " + line for line in text.splitlines())])
+
+
 def _all_ended(new_ids: torch.Tensor, eos_token_id: int) -> bool:
     return new_ids.shape[1] > 0 and bool((new_ids == eos_token_id).any(dim=1).all())
 

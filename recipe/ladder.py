@@ -47,7 +47,7 @@ BOTTOM = {
     "data_placement": "python_lists",
     "logging_steps": 1,
     "loss_in_graph": False,
-    "keep_freed_memory": False,
+    "huge_pages": False,
 }
 REFERENCE = "tied"  # fp32, and the model that all rungs above it train
 
@@ -70,10 +70,10 @@ def build_rungs(machine: Machine) -> list[Rung]:
         Rung("bottom", "what tutorials write first", {}),
         Rung("tied", "tied weights", {"config_overrides": "tie_word_embeddings=true"}),
         Rung(
-            "keep_memory",
-            "freed memory kept (glibc)",
-            {"keep_freed_memory": True},
-            None if cpu and machine.glibc else "a setting of glibc's allocator, for CPU runs",
+            "huge_pages",
+            "huge pages",
+            {"huge_pages": True},
+            None if cpu and machine.huge_pages else "for CPU runs on a Linux that has transparent huge pages",
         ),
         Rung("tf32", "TF32", {"tf32": True}, None if machine.tf32 else f"{machine.name} has no TF32"),
         Rung(

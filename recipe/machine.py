@@ -4,12 +4,12 @@ In: nothing. Out: a `Machine`, found in a process of its own, so that the caller
 """
 
 import os
-import platform
 import shutil
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import get_context
+from pathlib import Path
 
 import torch
 
@@ -29,7 +29,7 @@ class Machine:
     bf16: bool
     tf32: bool = False
     compiler: bool = True
-    glibc: bool = True
+    huge_pages: bool = True  # Linux provides them to programs that ask
     memory_bytes: int | None = None  # of the GPU
     matmul_tflops: dict[str, float] = field(default_factory=dict)
     data_sheet_tflops: float | None = None
@@ -48,6 +48,12 @@ def find_machine() -> Machine:
 def has_compiler() -> bool:
     """Whether inductor finds a C++ compiler, which it needs for a CPU."""
     return any(shutil.which(compiler) for compiler in (os.environ.get("CXX", "g++"), "g++", "clang++"))
+
+
+def has_huge_pages() -> bool:
+    """Whether Linux provides transparent huge pages, to every program or to those that ask, as torch does."""
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    return setting.is_file() and "[never]" not in setting.read_text()
 
 
 def native_bf16(device: torch.device) -> str | None:
@@ -80,7 +86,7 @@ def _look() -> Machine:
         bf16=bf16,
         tf32=tf32,
         compiler=has_compiler(),
-        glibc=platform.libc_ver()[0] == "glibc",
+        huge_pages=has_huge_pages(),
         memory_bytes=torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None,
         matmul_tflops={name: round(rate / 1e12, 3) for name, rate in rates.items()},
         data_sheet_tflops=peak and peak / 1e12,

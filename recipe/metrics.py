@@ -71,7 +71,13 @@ class Throughput:
 
     def __init__(self) -> None:
         self.laps: list[tuple[int, float]] = []  # tokens and seconds of each
-        self.started_at = time.perf_counter()
+        self.created_at = self.started_at = time.perf_counter()
+
+    @property
+    def share_outside_training(self) -> float:
+        """Of the time since this was created: what evaluating, saving and the like took."""
+        elapsed = time.perf_counter() - self.created_at
+        return max(0.0, 1 - sum(seconds for _, seconds in self.laps) / elapsed)
 
     def resume(self) -> None:
         """Start the clock again after something that was not training."""

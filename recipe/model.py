@@ -22,7 +22,7 @@ from transformers import (
 from transformers.activations import ACT2FN
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from recipe.config import TrainConfig, UserError
+from recipe.config import TrainConfig, UserError, check_not_a_missing_folder
 
 # Stock "sdpa" builds an explicit causal mask when compiled (and, in eager mode, asks the device whether it may skip
 # it), which keeps attention off the flash kernels (transformers#41856). The same function under a name that has no
@@ -32,6 +32,8 @@ AttentionInterface.register(SDPA_WITHOUT_MASK, sdpa_attention_forward)
 ATTENTION = {"sdpa": SDPA_WITHOUT_MASK, "sdpa_with_mask": "sdpa", "eager": "eager"}  # ours -> Transformers'
 
 WEIGHTS_NAME = "model.safetensors"
+# Pre-training on a corpus seen about once wants no dropout; GPT2Config's default is 0.1.
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 # What config_overrides may set: what it is, its types, its lowest and highest value.
 _SIZE = ("a whole number", (int,), 1, 10**6)
@@ -61,22 +63,26 @@ MANAGED = {
 }
 
 
-def build_model_config(config: TrainConfig, vocab_size: int, eos_token_id: int) -> PreTrainedConfig:
+def build_model_config(
+    config: TrainConfig, vocab_size: int, eos_token_id: int, source: str | Path | None = None
+) -> PreTrainedConfig:
     """The model's config with its real vocabulary (as it is saved; `build_model` pads it).
 
-    Raises `UserError` for overrides that are not GPT-2's shape, initialisation or dropout, or are out of range.
+    source: a folder or Hub id of a GPT-2 model whose shape is taken. Raises `UserError` if it cannot be used, and for
+    overrides that are not GPT-2's shape, initialization or dropout, or are out of range.
     """
     overrides = config.config_overrides or {}
     for key, value in overrides.items():
         _check_override(key, value)
-    # Pre-training on a corpus seen about once wants no dropout; GPT2Config's default is 0.1.
+    if source is not None:
+        return _config_of(source, config, vocab_size, eos_token_id)
     model_config = AutoConfig.for_model(
         config.model_type,
         vocab_size=vocab_size,
         n_positions=config.block_size,
         bos_token_id=eos_token_id,
         eos_token_id=eos_token_id,
-        **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, **overrides},
+        **{**NO_DROPOUT, **overrides},
     )
     if model_config.activation_function not in ACT2FN:
         raise UserError(f"config_overrides: there is no activation_function '{model_config.activation_function}'")
@@ -86,6 +92,38 @@ def build_model_config(config: TrainConfig, vocab_size: int, eos_token_id: int) 
             f"n_embd {model_config.n_embd} is not divisible by n_head {model_config.n_head}; "
             f"n_head could be {', '.join(map(str, heads))}"
         )
+    return model_config
+
+
+def _config_of(source: str | Path, config: TrainConfig, vocab_size: int, eos_token_id: int) -> PreTrainedConfig:
+    """The config of an existing model, with the run's vocabulary and dropout."""
+    check_not_a_missing_folder(str(source))
+    try:
+        model_config = AutoConfig.from_pretrained(source)
+    except Exception as error:  # missing file, unreachable Hub, a model type that is not known
+        raise UserError(f"cannot load a model from '{source}': {' '.join(str(error).split())[:200]}") from error
+    if model_config.model_type != config.model_type:
+        raise UserError(f"the model in {source} is of type {model_config.model_type}; this recipe trains gpt2 only")
+    overrides = config.config_overrides or {}
+    if fixed := [
+        key for key, value in overrides.items() if key not in NO_DROPOUT and getattr(model_config, key) != value
+    ]:
+        raise UserError(
+            f"config_overrides: {', '.join(fixed)} cannot differ from the model in {source}; only dropout can "
+            f"({', '.join(NO_DROPOUT)})"
+        )
+    if config.block_size > model_config.n_positions:
+        raise UserError(
+            f"the model in {source} has {model_config.n_positions} positions, fewer than block_size "
+            f"{config.block_size}; pass --block_size {model_config.n_positions}, or less"
+        )
+    if vocab_size > model_config.vocab_size:
+        raise UserError(
+            f"the tokenizer has {vocab_size:,} tokens, more than the {model_config.vocab_size:,} of the model in "
+            f"{source}; use the model's own tokenizer"
+        )
+    ids = {"vocab_size": vocab_size, "bos_token_id": eos_token_id, "eos_token_id": eos_token_id}
+    model_config.update({**ids, **NO_DROPOUT, **overrides})
     return model_config
 
 
@@ -103,26 +141,52 @@ def _check_override(key: str, value: object) -> None:
         raise UserError(f"config_overrides: {key} must be {name}{limits}, got {value!r}")
 
 
+def _load_pretrained(source: str | Path, real_config: PreTrainedConfig, attn_implementation: str) -> PreTrainedModel:
+    """An existing model in fp32, with its own vocabulary. Raises `UserError` if weights are missing or misshapen."""
+    options = {key: getattr(real_config, key) for key in NO_DROPOUT}
+    try:
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            source,
+            attn_implementation=ATTENTION[attn_implementation],
+            dtype=torch.float32,
+            use_cache=False,
+            output_loading_info=True,
+            **options,
+        )
+    except Exception as error:  # the Hub, the file system, safetensors and transformers each raise their own
+        raise UserError(f"cannot load a model from '{source}': {' '.join(str(error).split())[:200]}") from error
+    if missing := sorted(loaded["missing_keys"]):
+        raise UserError(f"the model in {source} lacks weights: {', '.join(missing[:3])}")
+    return model
+
+
 def padded_vocab_size(vocab_size: int, multiple: int) -> int:
     """50257 -> 50304 for a multiple of 128."""
     return -(-vocab_size // multiple) * multiple
 
 
 def build_model(
-    config: TrainConfig, model_config: PreTrainedConfig, attn_implementation: str = "sdpa"
+    config: TrainConfig,
+    model_config: PreTrainedConfig,
+    attn_implementation: str = "sdpa",
+    source: str | Path | None = None,
 ) -> PreTrainedModel:
-    """Randomly initialised model in fp32 with a padded vocabulary (GPT-2's scaled init is Transformers' own).
+    """A model in fp32 with a padded vocabulary, randomly initialized (GPT-2's scaled init is Transformers' own).
 
-    attn_implementation: config's, resolved. The initial weights do not depend on the padding.
+    attn_implementation: config's, resolved. source: a folder or Hub id whose weights are taken instead. The initial
+    weights do not depend on the padding.
     """
     real_config = type(model_config).from_dict({**model_config.to_dict(), "use_cache": False})
-    model = AutoModelForCausalLM.from_config(
-        real_config, attn_implementation=ATTENTION[attn_implementation], dtype=torch.float32
-    )
+    if source is None:
+        model = AutoModelForCausalLM.from_config(
+            real_config, attn_implementation=ATTENTION[attn_implementation], dtype=torch.float32
+        )
+    else:
+        model = _load_pretrained(source, real_config, attn_implementation)
     padded = padded_vocab_size(model_config.vocab_size, config.pad_vocab_to_multiple_of)
-    if padded > model_config.vocab_size:
+    if padded != model.config.vocab_size:
         model.resize_token_embeddings(padded, mean_resizing=False)
-        _zero_padding(model, model_config.vocab_size)
+    _zero_padding(model, model_config.vocab_size)
     if config.bf16_residual:  # what the blocks add to it is bf16 under autocast already, but fp32 + bf16 is fp32
         model.base_model.drop.register_forward_hook(lambda module, inputs, output: output.bfloat16())
     if config.activation_checkpointing:

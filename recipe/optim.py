@@ -68,15 +68,19 @@ class GuardedUpdate:
     def __init__(self, config: TrainConfig, accelerator: Accelerator, optimizer: AcceleratedOptimizer) -> None:
         """optimizer: a prepared one."""
         self.accelerator, self.optimizer, self.spike_sigmas = accelerator, optimizer.optimizer, config.spike_sigmas
-        self.learning_rates = compute_learning_rates(config)
         device = accelerator.device
-        self.table = torch.tensor(self.learning_rates, dtype=torch.float32, device=device)
+        self.set_schedule(config)
         self.applied = torch.zeros(1, dtype=torch.int64, device=device)
         self.left_out = torch.zeros(1, dtype=torch.int64, device=device)
         self.left_out_in_a_row = torch.zeros(1, dtype=torch.int64, device=device)
         self.bad_in_a_row = torch.zeros(1, dtype=torch.int64, device=device)
         self.most_in_a_row = torch.zeros(1, dtype=torch.int64, device=device)  # since `numbers` was read
         self.recent = torch.zeros(SPIKE_WINDOW, 2, device=device)  # loss and gradient norm of the latest updates
+
+    def set_schedule(self, config: TrainConfig) -> None:
+        """Follow the config's schedule from the next update on."""
+        self.learning_rates = compute_learning_rates(config)
+        self.table = torch.tensor(self.learning_rates, dtype=torch.float32, device=self.accelerator.device)
 
     def step(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
         """loss: of this process, over the whole step. grad_norm: of the accumulated, unscaled gradients."""

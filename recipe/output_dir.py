@@ -5,10 +5,12 @@ import fcntl
 import itertools
 import json
 import os
+import shlex
 import shutil
 import socket
 import tempfile
 import time
+import uuid
 from pathlib import Path
 from typing import TextIO
 
@@ -20,6 +22,7 @@ METRICS_NAME = "metrics.jsonl"
 SUMMARY_NAME = "summary.json"
 CONFIG_NAME = "training_config.yaml"
 LOCK_NAME = ".lock"
+TRACKER_ID_NAME = ".tracker_id"
 
 
 def choose_output_dir(config: TrainConfig, recipe: str) -> Path:
@@ -32,8 +35,7 @@ def choose_output_dir(config: TrainConfig, recipe: str) -> Path:
     if config.output_dir is None and resumed:  # a path: the run it belongs to
         directory = Path(resumed) if list_checkpoints(Path(resumed)) else Path(resumed).absolute().parent
     elif config.output_dir is None:
-        text = config.train_file or [config.dataset_name if config.dataset_name != STANDARD_LIBRARY else None]
-        name = config.run_name or (name_of_text(text[0]) if text[0] else recipe)
+        name = config.run_name or _default_name(config, recipe)
         numbered = (Path("runs") / (name if number == 1 else f"{name}-{number}") for number in itertools.count(1))
         directory = next(path for path in numbered if not files_of_a_run(path))
     else:
@@ -47,10 +49,10 @@ def choose_output_dir(config: TrainConfig, recipe: str) -> Path:
             finished = any((directory / name).exists() for name in (SUMMARY_NAME, "model.safetensors"))
             goes_on = bool(list_checkpoints(directory)) or not finished
         if leftovers and not (goes_on or config.overwrite):
+            resume = f"resume it ({resume_command(directory)}), " if list_checkpoints(directory) else ""
             raise UserError(
-                f"{directory} holds another run ({', '.join(p.name for p in leftovers[:3])}); "
-                + ("go on with it (--resume_from_checkpoint auto), " if list_checkpoints(directory) else "")
-                + "replace it (--overwrite), or name another --output_dir"
+                f"{directory} holds another run ({', '.join(p.name for p in leftovers[:3])}); {resume}"
+                "replace it (--overwrite), or name another --output_dir"
             )
         strangers = [name for name in ("README.md", "config.json", "dataset_dict.json") if (directory / name).exists()]
         if strangers and not (directory / CONFIG_NAME).exists():
@@ -68,9 +70,45 @@ def choose_output_dir(config: TrainConfig, recipe: str) -> Path:
     return directory
 
 
+def _default_name(config: TrainConfig, recipe: str) -> str:
+    """The name of the user's own text, else that of the recipe."""
+    text = config.train_file[0] if config.train_file else config.dataset_name
+    if text is None and recipe == "demo":  # a packed dataset under the demo's options is not the demo
+        text = Path(config.dataset_dir).absolute().name
+    return recipe if text in (None, STANDARD_LIBRARY) else name_of_text(text)
+
+
+def resume_command(directory: Path) -> str:
+    """What resumes the run in a folder, with the launcher's options as they are in this process."""
+    folder = shlex.quote(str(directory))
+    return f"{launch_command()} --resume_from_checkpoint auto --config {folder}/{CONFIG_NAME} --output_dir {folder}"
+
+
+def launch_command() -> str:
+    """The command that started this process, up to the script's own options."""
+    try:  # Linux; the launcher is the parent, and nothing else tells with which options it was called
+        words = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode().split("\0")[:-1]
+        launcher, command = next(
+            (i, word) for i, word in enumerate(words) if Path(word).name in ("accelerate", "torchrun", "launch.py")
+        )
+        script = next(i for i in range(launcher, len(words)) if words[i].endswith("train.py"))
+    except (OSError, ValueError, StopIteration):
+        return "accelerate launch recipe/train.py"
+    name = "accelerate launch" if Path(command).name == "launch.py" else Path(command).name
+    return shlex.join([*name.split(), *words[launcher + 1 : script + 1]])
+
+
+def tracker_id(directory: Path) -> str:
+    """The id under which trackers know the run in a folder: the same for every sitting."""
+    path = directory / TRACKER_ID_NAME
+    if not path.exists():
+        path.write_text(uuid.uuid4().hex[:12] + "\n")
+    return path.read_text().strip()
+
+
 def files_of_a_run(directory: Path) -> list[Path]:
     """What shows that a folder holds a run, and what `--overwrite` removes from it."""
-    names = (LATEST_NAME, "model.safetensors", METRICS_NAME, SUMMARY_NAME, CONFIG_NAME)
+    names = (LATEST_NAME, "model.safetensors", METRICS_NAME, SUMMARY_NAME, CONFIG_NAME, TRACKER_ID_NAME)
     return [*list_checkpoints(directory), *(directory / name for name in names if (directory / name).exists())]
 
 
@@ -85,6 +123,11 @@ def open_output_dir(directory: Path, config: TrainConfig, resumed: bool) -> None
     for path in files_of_a_run(directory) if config.overwrite else []:
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     remove_partial_checkpoints(directory)
+    record_config(directory, config)
+
+
+def record_config(directory: Path, config: TrainConfig) -> None:
+    """Write training_config.yaml, at once."""
     save_config(config, directory / f".{CONFIG_NAME}")
     os.replace(directory / f".{CONFIG_NAME}", directory / CONFIG_NAME)
 
@@ -108,13 +151,17 @@ def lock_output_dir(directory: Path) -> None:
         holder = "another process"
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if left:
+            print(f"taking over the lock of {holder}: that process is gone", flush=True)
     except BlockingIOError as error:
         file.close()
         raise UserError(f"{directory} is in use by {holder}; wait for it, or name another --output_dir") from error
-    except OSError as error:
-        print(f"warning: {directory} cannot be locked ({error.strerror}): start one run in it only", flush=True)
-    if left:
-        print(f"the lock of {holder}, was left behind: that process is gone", flush=True)
+    except OSError as error:  # some network file systems have no locks: whether the holder lives cannot be known
+        last = f"; the last to use it was {holder}" if left else ""
+        print(
+            f"warning: {directory} cannot be locked ({error.strerror}){last}: make sure that no other run uses it",
+            flush=True,
+        )
     file.truncate(0)
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "started_at": now}) + "\n")

@@ -50,10 +50,10 @@ def outlive_the_first_signal(_worker: int = 0) -> None:
 class StopRequest:
     """Turns signals into a stop after a step that all processes agree on. A second signal of a kind exits at once."""
 
-    def __init__(self, num_processes: int) -> None:
+    def __init__(self, group: torch.distributed.ProcessGroup | None) -> None:
+        """group: connects the hosts of all processes, so that the devices never wait; None for a single process."""
         self.signal: int | None = None  # the first one that came
-        # A group of its own on the hosts: the devices never wait for it.
-        self.group = torch.distributed.new_group(backend="gloo") if num_processes > 1 else None
+        self.group = group
         self.asked: tuple[torch.distributed.Work, torch.Tensor] | None = None
         # nohup's SIGHUP stays ignored.
         self.numbers = [n for n in (*SIGNALS, LAUNCHER_DIED) if signal.getsignal(n) != signal.SIG_IGN]

@@ -11,14 +11,27 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from tqdm import tqdm
+from transformers import PreTrainedModel
 
 from recipe.checkpoint import list_checkpoints
 from recipe.config import STANDARD_LIBRARY, TrainConfig, UserError
+from recipe.data.packed import PackedDataset
+from recipe.environment import describe_device
 from recipe.manifest import why_damaged
-from recipe.output_dir import CONFIG_NAME, METRICS_NAME, SUMMARY_NAME
+from recipe.metrics import count_parameters
+from recipe.optim import count_warmup_steps
+from recipe.output_dir import (
+    METRICS_NAME,
+    SUMMARY_NAME,
+    launch_command,
+    resume_command,
+    tracker_id,
+)
 from recipe.progress import progress_target
+from recipe.runtime import Choice
 from recipe.step_profile import TRACE_NAME, describe
 
 
@@ -31,7 +44,6 @@ class RunReport:
         self.stop_on_save_failure = config.on_save_failure == "stop"
         self.failures: set[str] = set()  # what could not be recorded, said once
         scalars = {k: v for k, v in asdict(config).items() if isinstance(v, (int, float, str, bool))}
-        name = config.run_name or output_dir.name
         if self.enabled and (output_dir / METRICS_NAME).exists():
             drop_events_after(output_dir / METRICS_NAME, first_step)
         self.bar = tqdm(
@@ -45,14 +57,25 @@ class RunReport:
             bar_format="{desc} {percentage:3.0f}%|{bar}| {n:.0f}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
             **progress_target(),
         )
-        self._unless_it_fails("the tracker", lambda: accelerator.init_trackers(name, config=scalars))
+        self._unless_it_fails("the tracker", lambda: self._init_trackers(config, scalars))
+
+    def _init_trackers(self, config: TrainConfig, scalars: dict[str, Any]) -> None:
+        """Accelerate's first argument is the project (1.15); the run is named, and known again on resume, by these."""
+        name = config.run_name or self.output_dir.name
+        run_id = tracker_id(self.output_dir) if config.report_to and self.enabled else ""
+        options = {
+            "wandb": {"name": name, "id": run_id, "resume": "allow"},
+            "trackio": {"name": f"{name}-{run_id}", "resume": "allow"},  # which knows a run by its name alone
+            "mlflow": {"run_name": name},
+        }
+        self.accelerator.init_trackers(config.project, config=scalars, init_kwargs=options)
 
     def event(self, event: str, step: int, **values: Any) -> None:
         """Append one line to metrics.jsonl and hand the numbers to the trackers; neither may end a run."""
         finite = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in values.items()}
         if self.enabled:
             self._unless_it_fails(METRICS_NAME, lambda: self._append({"event": event, "step": step, **finite}))
-        numbers = {f"{event}/{key}": value for key, value in finite.items() if value is not None}
+        numbers = {f"{event}/{key}": value for key, value in finite.items() if isinstance(value, (int, float))}
         self._unless_it_fails("the tracker", lambda: self.accelerator.log(numbers, step=step))
 
     def _append(self, values: dict[str, Any]) -> None:
@@ -74,9 +97,21 @@ class RunReport:
 
     def evaluation(self, step: int, values: dict[str, float]) -> None:
         self.event("eval", step, **values)
+        self.say(describe_evaluation(f"step {step:>6,}", values))
+
+    def schedule(self, step: int, changes: dict[str, tuple]) -> None:
+        """Record that the steps after this one follow another schedule. changes: {option: (before, now)}."""
+        self.event("schedule", step, changes={key: list(values) for key, values in changes.items()})
+        for key, (before, now) in changes.items():
+            self.say(f"from step {step + 1:,} on, {key} is {now} instead of {before}")
+
+    def shorten(self, step: int, max_steps: int, config: TrainConfig) -> None:
+        """Say and record how many steps `max_minutes` allows."""
+        self.bar.total = max_steps
+        self.event("max_minutes", step, max_steps=max_steps, max_minutes=config.max_minutes)
         self.say(
-            f"step {step:>6,}: validation loss {values['loss']:.4f}, perplexity {values['perplexity']:,.2f}, "
-            f"{values['bits_per_byte']:.4f} bits per byte"
+            f"at the speed of the first steps, {max_steps:,} of {config.max_steps:,} steps fit into "
+            f"{config.max_minutes:g} minutes"
         )
 
     def profile(self, step: int, numbers: dict[str, Any]) -> None:
@@ -147,38 +182,87 @@ def drop_events_after(path: Path, step: int) -> None:
     written.replace(path)
 
 
-def resume_command(output_dir: Path) -> str:
-    folder = shlex.quote(str(output_dir))
+def describe_evaluation(what: str, values: dict[str, float]) -> str:
     return (
-        "accelerate launch recipe/train.py --resume_from_checkpoint auto "
-        f"--config {folder}/{CONFIG_NAME} --output_dir {folder}"
+        f"{what}: validation loss {values['loss']:.4f}, perplexity {values['perplexity']:,.2f}, "
+        f"{values['bits_per_byte']:.4f} bits per byte ({values['num_rows']:,} rows, {values['seconds']:.1f} s)"
     )
 
 
-def closing_words(config: TrainConfig, output_dir: Path, untrained: dict, trained: dict, sample: str) -> str:
-    """The last screen: what was reached, a sample, where the model is, and the commands to go on with."""
+def describe_run(  # noqa: PLR0913
+    config: TrainConfig,
+    recipe: str,
+    output_dir: Path,
+    resume_dir: Path | None,
+    device: torch.device,
+    choices: dict[str, Choice],
+    model: PreTrainedModel,
+    dataset: PackedDataset,
+    batch: tuple[int, int, int],
+    eval_rows: int,
+) -> dict[str, str]:
+    """The table printed before the first step. batch: processes, micro-batches of each, rows of each."""
+    num_processes, accumulation_steps, micro_batch_size = batch
+    tokens_per_step = config.global_batch_size * config.block_size
+    num_train_rows, num_validation_rows = (len(dataset.splits[split]) for split in ("train", "validation"))
+    devices = describe_device(device)
+    if device.type == "cpu":
+        threads = _plural(torch.get_num_threads(), "thread")
+        devices += f", {_plural(num_processes, 'process', 'es')} of {threads}" if num_processes > 1 else f", {threads}"
+    elif num_processes > 1:
+        devices = f"{num_processes} x {devices}"
+    data = f"{dataset.directory}: {num_train_rows:,} training rows of {config.block_size} tokens"
+    if config.streaming:
+        data = f"streamed, shuffled over {config.shuffle_buffer_size:,} rows of {config.block_size} tokens"
+    epochs = config.max_steps * config.global_batch_size / num_train_rows
+    return {
+        "recipe": f"{recipe}, results in {output_dir}" + (f", resumed from {resume_dir}" if resume_dir else ""),
+        "device": devices,
+        **{label: f"{choice.value}: {choice.reason}" for label, choice in choices.items()},
+        "model": f"{type(model).__name__}, {count_parameters(model):,} parameters, vocabulary {dataset.vocab_size:,}"
+        + (f" padded to {model.config.vocab_size:,}" if model.config.vocab_size > dataset.vocab_size else "")
+        + f", {model.config.n_positions} positions"
+        + (f", weights from {config.model_name_or_path}" if config.model_name_or_path and not resume_dir else ""),
+        "data": f"{data}; {eval_rows:,} of {num_validation_rows:,} validation rows in an evaluation",
+        "batch": f"{config.global_batch_size} sequences = {tokens_per_step:,} tokens a step = "
+        f"{_plural(num_processes, 'process', 'es')} x {_plural(accumulation_steps, 'micro-batch', 'es')} x "
+        f"{_plural(micro_batch_size, 'sequence')}",
+        "run": f"{_plural(config.max_steps, 'step')} = {config.max_steps * tokens_per_step:,} tokens"
+        + ("" if config.streaming else f", {epochs:.2f} epochs")
+        + f", {_plural(count_warmup_steps(config), 'step')} of warm-up"
+        + (f"; fewer if they take longer than {config.max_minutes:g} minutes" if config.max_minutes else ""),
+    }
+
+
+def _plural(count: int, word: str, ending: str = "s") -> str:
+    return f"{count:,} {word}" + (ending if count != 1 else "")
+
+
+def closing_words(
+    config: TrainConfig, output_dir: Path, untrained: dict, trained: dict, share_outside_training: float | None
+) -> str:
+    """What was reached, where the model is, and the commands that may come next; the sample follows."""
     folder, prompt = shlex.quote(str(output_dir)), shlex.quote(config.sample_prompt)
     columns = {"untrained": untrained, "trained": trained} if untrained else {"trained": trained}
     lines = ["", " " * 14 + "".join(f"{name:>12}" for name in columns)]
     for key in ("loss", "perplexity", "bits_per_byte"):
         lines.append(f"{key.replace('_', ' '):14}" + "".join(f"{values[key]:>12,.3f}" for values in columns.values()))
+    if share_outside_training is not None:
+        lines += ["", f"{share_outside_training:.1%} of the time went into evaluating and saving."]
     lines += [
-        "",
-        f"A sample, from the prompt {config.sample_prompt!r}:",
-        *("    " + line for line in sample.splitlines()),
         "",
         f"The model is in {output_dir}, in Hugging Face format. Next:",
         "",
         f"  generate   python scripts/generate_text.py --model {folder} --prompt {prompt}",
     ]
     if config.save_steps:
-        lines += [
-            "  resume     accelerate launch recipe/train.py --resume_from_checkpoint auto \\",
-            f"               --config {folder}/{CONFIG_NAME} --output_dir {folder}",
-        ]
+        longer = f"{resume_command(output_dir)} --max_steps {2 * config.max_steps} --change_schedule"
+        indent = {"initial_indent": "  train on   ", "subsequent_indent": " " * 15}
+        wrapped = textwrap.wrap(longer, 78, break_long_words=False, break_on_hyphens=False, **indent)
+        lines += [f"{line} \\" for line in wrapped[:-1]] + wrapped[-1:]
     if config.dataset_name == STANDARD_LIBRARY:
         lines += [
-            "  your text  accelerate launch recipe/train.py --train_file TEXT.txt",
+            f"  your text  {launch_command()} --train_file TEXT.txt",
             "  GPT-2 124M python scripts/prepare_data.py --dataset_name HUB_ID \\",
             "               --tokenizer_name openai-community/gpt2 --output_dir DIR",
             "             accelerate launch \\",

@@ -1,31 +1,31 @@
-"""How the run uses the machine: precision, TF32, compile, attention, threads, memory, seeds.
+"""How the run uses the machine: precision, TF32, compile, attention, threads, seeds.
 
 In: the config, the launcher's environment and the hardware. Out: a ready `Accelerator`, and for each automatic
 choice the value taken and the reason, to be printed once.
 """
 
-import ctypes
+import functools
 import os
-import platform
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import (
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     TorchDynamoPlugin,
-    broadcast_object_list,
     parse_flag_from_env,
     set_seed,
 )
 from torch import nn
 
-from recipe.config import TrainConfig, UserError
+from recipe.config import ProcessError, TrainConfig, UserError
 from recipe.environment import count_cpus
 from recipe.machine import has_compiler, native_bf16
 from recipe.preemption import die_with_the_launcher
@@ -38,8 +38,9 @@ COMPILE_PAYS_FLOPS_ON_CPU = 6e13
 # at 256, 512 and 1,024 tokens it is 1.10, 1.15 and 1.06 times as fast compiled; not compiled, 1.30 times at 512 and
 # 0.65 times at 1,024, where its memory, which grows with the square of the tokens, no longer fits the caches.
 LONGEST_EAGER_ATTENTION_ON_CPU = 512
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
+# NCCL's watchdog ends processes that wait in a device collective for 600 s; on the hosts they may wait for days of
+# tokenizing, or for a checkpoint on a slow disk.
+HOST_WAIT = timedelta(days=30)
 
 T = TypeVar("T")
 
@@ -67,6 +68,24 @@ def start_processes() -> None:
             f"{'' if torch.cuda.is_available() else ' (no GPU was found)'}; on CPU launch "
             "with ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes N"
         )
+    host_group()  # now, where a network that does not work costs nothing yet
+
+
+@functools.cache
+def host_group() -> dist.ProcessGroup | None:
+    """A gloo group over all processes, for waits that must not block the devices; None for a single process.
+
+    Raises `UserError` if the hosts cannot reach one another, e.g. because a host name resolves to 127.0.0.1.
+    """
+    if PartialState().num_processes == 1:
+        return None
+    try:
+        return dist.new_group(backend="gloo", timeout=HOST_WAIT)
+    except RuntimeError as error:
+        raise ProcessError(
+            f"the processes cannot reach one another over the network ({' '.join(str(error).split())[:150]}); set "
+            "GLOO_SOCKET_IFNAME to the network interface that connects the hosts, e.g. eth0"
+        ) from error
 
 
 def build_accelerator(config: TrainConfig, output_dir: Path) -> tuple[Accelerator, Choice]:
@@ -83,8 +102,6 @@ def build_accelerator(config: TrainConfig, output_dir: Path) -> tuple[Accelerato
                 f"({', '.join(installed) or 'none is'}); pip install it, or leave it out"
             )
     use_all_cores(state)
-    if config.keep_freed_memory:
-        keep_freed_memory(state.device)
     if config.gpu_memory_limit_gb is not None:
         limit_gpu_memory(state.device, config.gpu_memory_limit_gb)
     precision = choose_mixed_precision(config, state.device)
@@ -108,7 +125,7 @@ def build_accelerator(config: TrainConfig, output_dir: Path) -> tuple[Accelerato
 
 
 def on_main_process(function: Callable[[], T]) -> T:
-    """Run `function` on the main process while the others wait; its result, or its `UserError`, reaches all."""
+    """Run `function` on the main process; the others wait, for as long as it takes, for its result or `UserError`."""
     result, message = None, None
     if PartialState().is_main_process:
         try:
@@ -117,7 +134,10 @@ def on_main_process(function: Callable[[], T]) -> T:
             message = str(error)
         except OSError as error:  # a full disk, a folder without permission
             message = f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
-    result, message = broadcast_object_list([result, message])
+    if (group := host_group()) is not None:
+        outcome = [result, message]
+        dist.broadcast_object_list(outcome, src=0, group=group)
+        result, message = outcome
     if message is not None:
         raise UserError(message)
     return result
@@ -132,14 +152,6 @@ def use_all_cores(state: PartialState) -> None:
     if state.device.type == "cpu" and os.environ.get("OMP_NUM_THREADS", "1") == "1":
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", state.num_processes))
         torch.set_num_threads(max(1, count_cpus() // local_world_size))
-
-
-def keep_freed_memory(device: torch.device) -> None:
-    """On a CPU, let glibc keep freed memory instead of giving large buffers back and faulting them in every step."""
-    if device.type == "cpu" and platform.libc_ver()[0] == "glibc":
-        libc = ctypes.CDLL(None)
-        libc.mallopt(_M_MMAP_THRESHOLD, 2**30)
-        libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def limit_gpu_memory(device: torch.device, limit_gb: float) -> None:

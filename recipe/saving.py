@@ -26,6 +26,7 @@ from recipe.data.tokenizer import save_tokenizer
 from recipe.manifest import fsync, seal_checkpoint, short_reason
 from recipe.model import copy_weights, write_model
 from recipe.optim import GuardedUpdate
+from recipe.runtime import on_main_process
 
 
 class CheckpointSaver:
@@ -55,10 +56,13 @@ class CheckpointSaver:
         self.last_saved: int | None = None  # the step of the newest one that was asked for
 
     def save(self, state: RunState) -> Path:
-        """Copy the state, on all processes, and begin to write it, on the main one. Returns the folder it will be."""
+        """Copy the state, on all processes, and begin to write it, on the main one. Returns the folder it will be.
+
+        Raises `UserError` if the checkpoint before could not be written and the run is to stop for that.
+        """
+        on_main_process(self.wait)  # a slow disk: the others must not wait in a device collective, which gives up
         rng = gather_object([_rng_state()])
         final = checkpoint_dir(self.output_dir, state.step)
-        self.wait()  # which names the one before, should it have failed
         self.last_saved = state.step
         if self.accelerator.is_main_process:
             scaler = self.accelerator.scaler
@@ -69,6 +73,8 @@ class CheckpointSaver:
                 "position": state.position,
                 "loss_sum": state.loss_sum,
                 "num_losses": state.num_losses,
+                "steps_chosen": state.steps_chosen,
+                "mixed_precision": self.accelerator.mixed_precision,
                 "num_processes": self.accelerator.num_processes,
                 "scaler": scaler.state_dict() if scaler is not None else None,
                 "identity": self.identity,

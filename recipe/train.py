@@ -3,32 +3,45 @@
     accelerate launch recipe/train.py                                          a demo that needs nothing
     accelerate launch recipe/train.py --config gpt2_124m --dataset_dir DIR     GPT-2 124M on a packed dataset
 
-config -> accelerator -> data -> model -> optimizer -> prepare -> resume? -> loop -> evaluate, export, sample, publish
+config -> accelerator -> data -> model -> optimizer -> prepare -> resume? -> loop -> evaluate, export, publish, sample
 """
 
-import math
-import shlex
+import os
 import sys
 import time
+
+STARTED_AT = time.perf_counter()
+
+from recipe.config import load_config, run_main
+
+if __name__ == "__main__":  # before torch is imported, which takes seconds
+    config, _ = run_main(load_config)  # a mistyped option is reported at once
+    # Read by torch's CPU allocator before its first tensor (torch 2.11 to 2.15).
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", str(int(config.huge_pages)))
+
+import dataclasses
+import math
+import shlex
 
 import torch
 from accelerate.utils import set_seed
 
 from recipe.checkpoint import (
     RunState,
+    check_identity,
     checkpoint_dir,
     find_checkpoint,
+    keep_chosen_steps,
     load_checkpoint,
-    read_state,
+    precision_of,
     run_identity,
 )
-from recipe.config import load_config, run_main
 from recipe.data.packed import open_packed_dataset
 from recipe.data.prepare import open_dataset_for
 from recipe.data.streaming import build_batches
-from recipe.environment import describe_device, describe_environment
-from recipe.evaluation import evaluate_model
-from recipe.generation import generate_texts
+from recipe.environment import describe_environment
+from recipe.evaluation import choose_eval_batch_size, evaluate_model
+from recipe.generation import sample_from
 from recipe.hub import check_login, push_to_hub, write_model_card
 from recipe.loss import LanguageModelingLoss
 from recipe.metrics import (
@@ -40,15 +53,17 @@ from recipe.metrics import (
 )
 from recipe.micro_batch import find_micro_batch, micro_batch_candidates, smaller_micro_batch
 from recipe.model import build_model, build_model_config, count_exported_parameters
-from recipe.optim import GuardedUpdate, build_optimizer, compute_learning_rates, count_warmup_steps
-from recipe.output_dir import SUMMARY_NAME, choose_output_dir, open_output_dir
+from recipe.optim import GuardedUpdate, build_optimizer, compute_learning_rates
+from recipe.output_dir import SUMMARY_NAME, choose_output_dir, open_output_dir, record_config, resume_command
+from recipe.plan import StepBudget, count_eval_rows, resolve_max_steps
 from recipe.preemption import EXIT_STOPPED, StopRequest
-from recipe.report import RunReport, closing_words, resume_command
+from recipe.report import RunReport, closing_words, describe_evaluation, describe_run
 from recipe.runtime import (
     build_accelerator,
     choose_attention,
     choose_dynamo_backend,
     compile_module,
+    host_group,
     on_main_process,
     start_processes,
 )
@@ -57,7 +72,6 @@ from recipe.step_profile import StepProfiler
 
 
 def main() -> None:
-    started_at = time.perf_counter()
     # ------------------------------------------------------------------ config, accelerator, data
     config, recipe = load_config()
     start_processes()
@@ -66,19 +80,26 @@ def main() -> None:
     device, num_processes = accelerator.device, accelerator.num_processes
     micro_batches = micro_batch_candidates(config, num_processes, device)
     compute_learning_rates(config)  # a schedule that cannot be, before there is a model
-    build_model_config(config, vocab_size=1, eos_token_id=0)  # before text is prepared for a model that cannot be
     resume_dir = on_main_process(lambda: find_checkpoint(output_dir, config.resume_from_checkpoint))
-    dataset = open_packed_dataset(on_main_process(lambda: open_dataset_for(config).directory), config.block_size)
+    source = resume_dir if resume_dir and config.model_name_or_path else config.model_name_or_path
+    build_model_config(config, 1, 0, source)  # a model that cannot be, before text is prepared for it
+    dataset = open_packed_dataset(
+        on_main_process(lambda: open_dataset_for(config, source).directory), config.block_size
+    )
     tokenizer = dataset.load_tokenizer()
-    model_config = build_model_config(config, dataset.vocab_size, tokenizer.eos_token_id)
-    identity = run_identity(config, dataset.metadata, model_config)
+    model_config = build_model_config(config, dataset.vocab_size, tokenizer.eos_token_id, source)
+    config = resolve_max_steps(config, len(dataset.splits["train"]))
+    changes = {}
     if resume_dir is not None:
-        read_state(resume_dir, identity)  # refuse another run's checkpoint before building anything
+        config = keep_chosen_steps(config, resume_dir)
+    identity = run_identity(config, dataset.metadata, model_config)
+    if resume_dir is not None:  # refuse another run's checkpoint before building anything
+        changes = check_identity(resume_dir, identity, config.change_schedule)
     tokens_per_step = config.global_batch_size * config.block_size
 
     # ------------------------------------------------------------------ model, optimizer, prepare
     attention = choose_attention(config, device)
-    model = build_model(config, model_config, attention.value)
+    model = build_model(config, model_config, attention.value, source)
     flops_per_token = count_flops_per_token(model.config, count_parameters(model))
     module = LanguageModelingLoss(
         model, dataset.vocab_size, config.label_smoothing_factor, config.loss_chunks, config.loss_in_graph
@@ -91,13 +112,23 @@ def main() -> None:
     micro_batch_size = find_micro_batch(accelerator, module, micro_batches, config.block_size)
     accumulation_steps = config.global_batch_size // (micro_batch_size * num_processes)
     accelerator.gradient_accumulation_steps = accumulation_steps
-    eval_batch_size = config.per_device_eval_batch_size or micro_batch_size
+    eval_batch_size = config.per_device_eval_batch_size or choose_eval_batch_size(
+        config.block_size, micro_batch_size, device
+    )
+    num_validation_rows = len(dataset.splits["validation"])
+    eval_rows = count_eval_rows(config, num_validation_rows, eval_batch_size * num_processes)
     set_seed(config.seed, device_specific=True)  # from here on, dropout differs between processes
 
     # ------------------------------------------------------------------ resume?
     state = RunState()
     if resume_dir is not None:
-        state = load_checkpoint(accelerator, resume_dir, identity, model, dataset.vocab_size, update)
+        state = load_checkpoint(accelerator, resume_dir, model, dataset.vocab_size, update)
+    if config.eval_only:
+        evaluation = evaluate_model(accelerator, module, dataset, eval_batch_size, num_validation_rows)
+        if accelerator.is_main_process:
+            print(describe_evaluation(str(source or resume_dir), evaluation))
+        accelerator.end_training()
+        return
     batches = build_batches(config, dataset, accelerator, micro_batch_size, state.step, state.position)
 
     # ------------------------------------------------------------------ say what will happen
@@ -105,31 +136,19 @@ def main() -> None:
     report = RunReport(accelerator, config, output_dir, state.step)
     saver = CheckpointSaver(accelerator, output_dir, identity, model, model_config, tokenizer, update,
                             config.save_total_limit, on_failure=report.checkpoint_failure)  # fmt: skip
-    train_rows = len(dataset.splits["train"])
-    report.table({
-        "recipe": f"{recipe}, results in {output_dir}" + (f", resumed from {resume_dir}" if resume_dir else ""),
-        "device": f"{num_processes} x {describe_device(device)}"
-        + (f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""),
-        "precision": f"{precision.value}: {precision.reason}"
-        + ("; TF32 for what stays fp32" if device.type == "cuda" and config.tf32 else ""),
-        "dynamo": f"{dynamo.value}: {dynamo.reason}",
-        "attention": f"{attention.value}: {attention.reason}",
-        "model": f"{type(model).__name__}, {count_parameters(model):,} parameters, vocabulary {dataset.vocab_size:,}"
-        + (f" padded to {model.config.vocab_size:,}" if model.config.vocab_size > dataset.vocab_size else "")
-        + f", {config.block_size} positions",
-        "data": (f"streamed, shuffled over {config.shuffle_buffer_size:,} rows; " if config.streaming
-                 else f"{dataset.directory}: {train_rows:,} training rows of {config.block_size} tokens, ")
-        + f"{len(dataset.splits['validation']):,} for validation",
-        "batch": f"{config.global_batch_size} sequences = {tokens_per_step:,} tokens a step = {num_processes} process"
-        f"{'es' if num_processes > 1 else ''} x {accumulation_steps} micro-batch"
-        f"{'es' if accumulation_steps > 1 else ''} x {micro_batch_size}",
-        "run": f"{config.max_steps:,} steps = {config.max_steps * tokens_per_step:,} tokens, "
-        + ("" if config.streaming else f"{config.max_steps * config.global_batch_size / train_rows:.2f} epochs, ")
-        + f"{count_warmup_steps(config):,} steps of warm-up",
-    })  # fmt: skip
+    choices = {"precision": precision, "dynamo": dynamo, "attention": attention}
+    batch = num_processes, accumulation_steps, micro_batch_size
+    report.table(
+        describe_run(config, recipe, output_dir, resume_dir, device, choices, model, dataset, batch, eval_rows)
+    )
+    if changes:
+        report.schedule(state.step, changes)
+    if resume_dir is not None and (before := precision_of(resume_dir)) not in (None, precision.value):
+        report.say(f"warning: the precision changes from {before} to {precision.value} at step {state.step:,}")
     if state.step == config.max_steps:
         report.say(
-            f"all {state.step:,} steps are done: nothing is left to train, the model is evaluated and saved again"
+            f"all {state.step:,} steps are done: the model is evaluated and exported again; to train longer, add "
+            f"--max_steps {2 * state.step} --change_schedule"
         )
     if config.push_to_hub and (warning := check_login()):
         report.say(warning)
@@ -138,13 +157,15 @@ def main() -> None:
     profile_after = state.step + config.profile if config.profile and accelerator.is_main_process else None
     profiler = StepProfiler(profile_after, config.max_steps, device, output_dir)
     evaluation, seconds_to_first_step = None, None
-    if state.step == 0 and config.eval_on_start:
-        state.untrained = evaluation = evaluate_model(accelerator, module, dataset, eval_batch_size)
-        report.evaluation(0, evaluation)
     throughput = Throughput()
+    if state.step == 0 and config.eval_on_start:
+        state.untrained = evaluation = evaluate_model(accelerator, module, dataset, eval_batch_size, eval_rows)
+        report.evaluation(0, evaluation)
+    throughput.resume()
+    budget = StepBudget(config, STARTED_AT, state.step, evaluation["seconds"] if evaluation else 0.0)
     peak_flops = peak_flops_per_second(device)
     loss_sum, num_losses, lap_began_at = torch.tensor(state.loss_sum, device=device), state.num_losses, state.step
-    stop_request = StopRequest(num_processes)
+    stop_request = StopRequest(host_group())
     stop = None
     module.train()
     while state.step < config.max_steps and stop is None:
@@ -159,9 +180,9 @@ def main() -> None:
         except RuntimeError as error:  # out of memory: the same step again, in smaller pieces
             loss = None  # and with it the graph of what did not fit
             micro_batch_size = smaller_micro_batch(error, config, micro_batches, micro_batch_size, num_processes)
-            report.say(f"out of memory in step {state.step + 1}: going on with micro-batches of {micro_batch_size}")
+            report.say(f"out of memory in step {state.step + 1}: continuing with micro-batches of {micro_batch_size}")
             accumulation_steps = config.global_batch_size // (micro_batch_size * num_processes)
-            eval_batch_size = config.per_device_eval_batch_size or micro_batch_size
+            eval_batch_size = min(eval_batch_size, micro_batch_size)
             accelerator.gradient_accumulation_steps, accelerator.step = accumulation_steps, 0
             module.zero_grad()  # the prepared optimizer's does nothing in the middle of an accumulation
             batches.close()
@@ -174,6 +195,14 @@ def main() -> None:
         num_losses += 1
         state.step += 1
         state.position = batches.position
+
+        if (max_steps := budget.choose(state.step)) is not None:
+            report.shorten(state.step, max_steps, config)
+            config = dataclasses.replace(config, max_steps=max_steps, max_minutes=None)
+            update.set_schedule(config)
+            state.steps_chosen, identity["max_steps"] = True, max_steps
+            eval_rows = count_eval_rows(config, num_validation_rows, eval_batch_size * num_processes)
+            on_main_process(lambda chosen=config: record_config(output_dir, chosen))
 
         stop = stop_request.agreed()
         last = state.step == config.max_steps
@@ -191,10 +220,11 @@ def main() -> None:
             tokens_per_second = num_tokens / seconds
             state.train_seconds += seconds
             mfu = tokens_per_second * flops_per_token / (peak_flops * num_processes) if peak_flops else None
-            seconds_to_first_step = seconds_to_first_step or time.perf_counter() - started_at
+            seconds_to_first_step = seconds_to_first_step or time.perf_counter() - STARTED_AT
             report.train(state.step, tokens_seen=state.step * tokens_per_step, loss=train_loss,
                          learning_rate=update.learning_rates[max(0, int(applied) - 1)], grad_norm=train_grad_norm,
                          tokens_per_second=tokens_per_second, mfu=mfu, steps_left_out=int(left_out),
+                         share_outside_training=throughput.share_outside_training,
                          peak_memory_bytes=peak_memory_bytes(device))  # fmt: skip
             loss_sum, num_losses, lap_began_at = torch.zeros((), device=device), 0, state.step
             saver.report()
@@ -208,7 +238,8 @@ def main() -> None:
             throughput.resume()
 
         if evaluating:
-            evaluation = evaluate_model(accelerator, module, dataset, eval_batch_size)
+            num_rows = num_validation_rows if last and config.exact_final_eval else eval_rows
+            evaluation = evaluate_model(accelerator, module, dataset, eval_batch_size, num_rows)
             report.evaluation(state.step, evaluation)
             throughput.resume()
 
@@ -221,16 +252,17 @@ def main() -> None:
     report.close()
     if stop is not None and state.step < config.max_steps:
         what = f"saved in {checkpoint_dir(output_dir, state.step)}" if saved else "which could not be saved"
-        report.say(f"stopped by {stop_request.why()} after step {state.step:,}, {what}; go on, with the launcher's "
-                   f"options, by\n{resume_command(output_dir)}")  # fmt: skip
+        report.say(f"stopped by {stop_request.why()} after step {state.step:,}, {what}; to continue:\n"
+                   f"{resume_command(output_dir)}")  # fmt: skip
         stop_request.close()
         report.end()
         sys.exit(EXIT_STOPPED if saved else 1)
     stop_request.close()
 
-    # ------------------------------------------------------------------ evaluate, export, sample, publish
+    # ------------------------------------------------------------------ evaluate, export, publish, sample
     if evaluation is None:  # resumed where there was nothing left to train
-        evaluation = evaluate_model(accelerator, module, dataset, eval_batch_size)
+        num_rows = num_validation_rows if config.exact_final_eval else eval_rows
+        evaluation = evaluate_model(accelerator, module, dataset, eval_batch_size, num_rows)
     if accelerator.is_main_process:
         export_model(model, model_config, tokenizer, output_dir)
         summary = {
@@ -239,12 +271,14 @@ def main() -> None:
             "eval_loss": evaluation["loss"],
             "perplexity": evaluation["perplexity"],
             "bits_per_byte": evaluation["bits_per_byte"],
+            "eval_rows": evaluation["num_rows"],
             "untrained": state.untrained,
             "tokens_per_second": throughput.tokens_per_second,
             "seconds_to_first_step": seconds_to_first_step,
             "peak_memory_bytes": peak_memory_bytes(device),
             "train_seconds": state.train_seconds,
-            "wall_seconds": time.perf_counter() - started_at,
+            "wall_seconds": time.perf_counter() - STARTED_AT,
+            "share_outside_training": throughput.share_outside_training,
             "num_parameters": count_exported_parameters(model, dataset.vocab_size),
             "num_processes": num_processes,
             "mixed_precision": precision.value,
@@ -258,12 +292,18 @@ def main() -> None:
         if throughput.laps or not (output_dir / SUMMARY_NAME).exists():  # else there is nothing new to say
             report.summary(summary)
             write_model_card(output_dir, config, dataset, summary)
-        sample = generate_texts(output_dir, config.sample_prompt, seed=config.seed, device=device)[0]
-        print(closing_words(config, output_dir, state.untrained, evaluation, sample))
+        print(closing_words(config, output_dir, state.untrained, evaluation, summary["share_outside_training"]))
         if config.push_to_hub:
             print(push_to_hub(output_dir, config))
+        optimizer.state.clear()  # the sample comes from the exported model, which needs room of its own
+        print(sample_from(output_dir, config.sample_prompt, seed=config.seed, device=device))
+    on_main_process(lambda: None)  # the others wait here, on the host, and not in a device collective
     report.end()
 
 
 if __name__ == "__main__":
-    run_main(main, "interrupted; a run goes on from its last checkpoint with --resume_from_checkpoint auto")
+    run_main(
+        main,
+        "interrupted; with --resume_from_checkpoint auto, the run continues from its last checkpoint, if it has saved "
+        "one, and starts again otherwise",
+    )

@@ -6,13 +6,19 @@ Takes the options of recipe/train.py and prints the time of every 4 steps; what 
 program around them.
 """
 
+import os
+
+from recipe.config import UserError, load_config, run_main
+
+if __name__ == "__main__":  # before torch is imported, as in recipe/train.py
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", str(int(run_main(load_config)[0].huge_pages)))
+
 import math
 import time
 
 import torch
 from accelerate import PartialState
 
-from recipe.config import UserError, load_config, run_main
 from recipe.data.prepare import open_dataset_for
 from recipe.loss import LanguageModelingLoss
 from recipe.measure import LAP
@@ -24,7 +30,6 @@ from recipe.runtime import (
     choose_dynamo_backend,
     choose_mixed_precision,
     compile_module,
-    keep_freed_memory,
     use_all_cores,
 )
 
@@ -34,8 +39,6 @@ def main() -> None:
     state = PartialState()
     device = state.device
     use_all_cores(state)
-    if config.keep_freed_memory:
-        keep_freed_memory(device)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     precision = choose_mixed_precision(config, device).value

@@ -147,16 +147,18 @@ def _index_on_device(split: PackedSplit, order: TrainOrder, device: torch.device
 
 
 def iterate_validation(
-    split: PackedSplit, batch_size: int, process_index: int, num_processes: int
+    split: PackedSplit, num_rows: int, batch_size: int, process_index: int, num_processes: int
 ) -> Iterator[tuple[np.ndarray, int]]:
-    """Each row once over all processes: (rows int64 [batch_size, block_size + 1], how many of them are real).
+    """`num_rows` rows, spread evenly over the split, each once over all processes.
+
+    Yields (rows int64 [batch_size, block_size + 1], how many of them are real).
 
     All processes get the same number of batches of the same shape (a second shape would be a second compiled
     graph, an unequal number a hang); rows beyond the real ones repeat another and are not to be counted.
     """
-    num_batches = -(-len(split) // (batch_size * num_processes))
+    num_batches = -(-num_rows // (batch_size * num_processes))
     for batch in range(num_batches):
         start = (batch * num_processes + process_index) * batch_size
         indices = np.arange(start, start + batch_size)
-        num_real = int(np.clip(len(split) - start, 0, batch_size))
-        yield split[np.minimum(indices, len(split) - 1)], num_real
+        num_real = int(np.clip(num_rows - start, 0, batch_size))
+        yield split[np.minimum(indices, num_rows - 1) * len(split) // num_rows], num_real

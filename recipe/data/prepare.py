@@ -194,11 +194,14 @@ def _unescape(separator: str) -> str:
     return separator.replace("\\n", "\n").replace("\\t", "\t").replace("\\r", "\r")
 
 
-def open_dataset_for(config: TrainConfig) -> PackedDataset:
+def open_dataset_for(config: TrainConfig, source: str | Path | None = None) -> PackedDataset:
     """The run's dataset: `dataset_dir` as it is, or the text prepared in `cache_dir`, once for all runs.
 
-    Raises `UserError` if `tokenizer_name` is given and is not the one the dataset was made with.
+    source: the model the run starts from, whose tokenizer it is (a checkpoint has a copy of the tokenizer). Raises
+    `UserError` if `tokenizer_name` is given and is not the one the dataset was made with.
     """
+    if source is not None and config.tokenizer_name == config.model_name_or_path:
+        config = dataclasses.replace(config, tokenizer_name=str(source))
     if config.dataset_dir is not None:
         dataset = open_packed_dataset(Path(config.dataset_dir), config.block_size)
         if config.tokenizer_name is not None:
