@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 import textwrap
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -396,8 +397,11 @@ def run_main(main: Callable[[], T], interrupted: str = "interrupted") -> T:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except UserError as error:
-        says_it = os.environ.get("RANK", "0") == "0" or isinstance(error, ProcessError)
-        sys.exit(f"error: {error}" if says_it else 1)
+        if os.environ.get("RANK", "0") != "0" and not isinstance(error, ProcessError):
+            sys.exit(1)
+        if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun repeats it at the end of its report
+            Path(error_file).write_text(json.dumps({"message": f"error: {error}", "timestamp": int(time.time())}))
+        sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         print(f"\n{interrupted}", file=sys.stderr)
         sys.exit(130)

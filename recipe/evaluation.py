@@ -44,6 +44,7 @@ def evaluate_model(
         desc="evaluating",
         unit="batch",
         leave=False,
+        position=0,  # over the bar of the training, which waits
         delay=SILENT_SECONDS,
         dynamic_ncols=True,
         disable=not accelerator.is_main_process,

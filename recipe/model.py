@@ -21,6 +21,7 @@ from transformers import (
 )
 from transformers.activations import ACT2FN
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.utils.logging import disable_progress_bar
 
 from recipe.config import TrainConfig, UserError, check_not_a_missing_folder
 
@@ -144,6 +145,7 @@ def _check_override(key: str, value: object) -> None:
 def _load_pretrained(source: str | Path, real_config: PreTrainedConfig, attn_implementation: str) -> PreTrainedModel:
     """An existing model in fp32, with its own vocabulary. Raises `UserError` if weights are missing or misshapen."""
     options = {key: getattr(real_config, key) for key in NO_DROPOUT}
+    disable_progress_bar()  # a bar for loading weights that takes milliseconds
     try:
         model, loaded = AutoModelForCausalLM.from_pretrained(
             source,

@@ -8,6 +8,7 @@ import os
 import shlex
 import shutil
 import socket
+import sys
 import tempfile
 import time
 import uuid
@@ -93,7 +94,8 @@ def launch_command() -> str:
         )
         script = next(i for i in range(launcher, len(words)) if words[i].endswith("train.py"))
     except (OSError, ValueError, StopIteration):
-        return "accelerate launch recipe/train.py"
+        by_hand = Path("/proc").is_dir() and "ACCELERATE_DYNAMO_BACKEND" not in os.environ
+        return f"{'python' if by_hand else 'accelerate launch'} {shlex.quote(sys.argv[0])}"
     name = "accelerate launch" if Path(command).name == "launch.py" else Path(command).name
     return shlex.join([*name.split(), *words[launcher + 1 : script + 1]])
 

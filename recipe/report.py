@@ -57,15 +57,16 @@ class RunReport:
             bar_format="{desc} {percentage:3.0f}%|{bar}| {n:.0f}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
             **progress_target(),
         )
-        self._unless_it_fails("the tracker", lambda: self._init_trackers(config, scalars))
+        self._unless_it_fails("the tracker", lambda: self._init_trackers(config, scalars, first_step))
 
-    def _init_trackers(self, config: TrainConfig, scalars: dict[str, Any]) -> None:
+    def _init_trackers(self, config: TrainConfig, scalars: dict[str, Any], first_step: int) -> None:
         """Accelerate's first argument is the project (1.15); the run is named, and known again on resume, by these."""
         name = config.run_name or self.output_dir.name
         run_id = tracker_id(self.output_dir) if config.report_to and self.enabled else ""
         options = {
             "wandb": {"name": name, "id": run_id, "resume": "allow"},
-            "trackio": {"name": f"{name}-{run_id}", "resume": "allow"},  # which knows a run by its name alone
+            # It knows runs by name, and "allow" would continue an older run of the same name.
+            "trackio": {"name": name, "resume": "allow" if first_step else "never"},
             "mlflow": {"run_name": name},
         }
         self.accelerator.init_trackers(config.project, config=scalars, init_kwargs=options)
@@ -257,12 +258,10 @@ def closing_words(
     ]
     if config.save_steps:
         longer = f"{resume_command(output_dir)} --max_steps {2 * config.max_steps} --change_schedule"
-        indent = {"initial_indent": "  train on   ", "subsequent_indent": " " * 15}
-        wrapped = textwrap.wrap(longer, 78, break_long_words=False, break_on_hyphens=False, **indent)
-        lines += [f"{line} \\" for line in wrapped[:-1]] + wrapped[-1:]
+        lines += _wrap_command("train on", longer)
     if config.dataset_name == STANDARD_LIBRARY:
         lines += [
-            f"  your text  {launch_command()} --train_file TEXT.txt",
+            *_wrap_command("your text", f"{launch_command()} --train_file TEXT.txt"),
             "  GPT-2 124M python scripts/prepare_data.py --dataset_name HUB_ID \\",
             "               --tokenizer_name openai-community/gpt2 --output_dir DIR",
             "             accelerate launch \\",
@@ -270,3 +269,10 @@ def closing_words(
             "               recipe/train.py --config gpt2_124m --dataset_dir DIR",
         ]
     return "\n".join(lines)
+
+
+def _wrap_command(label: str, command: str) -> list[str]:
+    """A command in lines of 80 columns that a shell reads as one."""
+    indent = {"initial_indent": f"  {label:10} ", "subsequent_indent": " " * 15}
+    lines = textwrap.wrap(command, 78, break_long_words=False, break_on_hyphens=False, **indent)
+    return [*(f"{line} \\" for line in lines[:-1]), lines[-1]]

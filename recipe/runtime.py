@@ -6,6 +6,7 @@ choice the value taken and the reason, to be printed once.
 
 import functools
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -111,6 +112,8 @@ def build_accelerator(config: TrainConfig, output_dir: Path) -> tuple[Accelerato
         )
     if state.device.type == "cuda":
         torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
+    # Accelerate 1.15 passes it under the name that torch 2.13 has deprecated; `forward_sync_buffers` it does not know.
+    warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
     accelerator = Accelerator(
         mixed_precision=precision.value,
         # The module is compiled before it is prepared (see compile_module), so Accelerate must not do it again.
