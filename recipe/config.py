@@ -103,7 +103,6 @@ OTHER_NAMES = {
     "deepspeed": "GPT-2's sizes fit on one device; several devices use DistributedDataParallel",
     "hub_token": "log in with `hf auth login`, or set HF_TOKEN; a token never belongs on a command line",
     "hub_strategy": "the final model is uploaded once, with --push_to_hub",
-    "trust_remote_code": "this recipe runs no code from the Hub; leave it out",
     "load_best_model_at_end": "the final model is the last one; every checkpoint-N can be loaded by itself",
 }
 

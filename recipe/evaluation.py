@@ -9,6 +9,7 @@ from tqdm import tqdm
 
 from recipe.data.batches import iterate_validation
 from recipe.data.packed import PackedDataset
+from recipe.host_memory import FreedMemory
 from recipe.loss import IGNORE_INDEX
 from recipe.progress import progress_target
 
@@ -50,6 +51,7 @@ def evaluate_model(
         disable=not accelerator.is_main_process,
         **progress_target(),
     )
+    freed_memory = FreedMemory()
     module.eval()
     for i, (rows, num_real) in enumerate(bar):
         batch = torch.from_numpy(rows).to(accelerator.device)
@@ -57,6 +59,7 @@ def evaluate_model(
         targets[num_real:] = IGNORE_INDEX
         losses[i] = module(batch[:, :-1], targets)
         num_tokens[i] = num_real * dataset.block_size
+        freed_memory.give_back()
     module.train()
     loss_sum = losses.cpu().double() @ num_tokens
     if num_processes > 1:

@@ -6,18 +6,17 @@
 config -> accelerator -> data -> model -> optimizer -> prepare -> resume? -> loop -> evaluate, export, publish, sample
 """
 
-import os
 import sys
 import time
 
 STARTED_AT = time.perf_counter()
 
 from recipe.config import load_config, run_main
+from recipe.host_memory import FreedMemory, use_huge_pages
 
 if __name__ == "__main__":  # before torch is imported, which takes seconds
     config, _ = run_main(load_config)  # a mistyped option is reported at once
-    # Read by torch's CPU allocator before its first tensor (torch 2.11 to 2.15).
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", str(int(config.huge_pages)))
+    use_huge_pages(config.huge_pages)
 
 import dataclasses
 import math
@@ -162,6 +161,7 @@ def main() -> None:
         state.untrained = evaluation = evaluate_model(accelerator, module, dataset, eval_batch_size, eval_rows)
         report.evaluation(0, evaluation)
     throughput.resume()
+    freed_memory = FreedMemory()
     budget = StepBudget(config, STARTED_AT, state.step, evaluation["seconds"] if evaluation else 0.0)
     peak_flops = peak_flops_per_second(device)
     loss_sum, num_losses, lap_began_at = torch.tensor(state.loss_sum, device=device), state.num_losses, state.step
@@ -195,6 +195,7 @@ def main() -> None:
         num_losses += 1
         state.step += 1
         state.position = batches.position
+        freed_memory.give_back()
 
         if (max_steps := budget.choose(state.step)) is not None:
             report.shorten(state.step, max_steps, config)

@@ -6,12 +6,11 @@ Takes the options of recipe/train.py and prints the time of every 4 steps; what 
 program around them.
 """
 
-import os
-
 from recipe.config import UserError, load_config, run_main
+from recipe.host_memory import use_huge_pages
 
 if __name__ == "__main__":  # before torch is imported, as in recipe/train.py
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", str(int(run_main(load_config)[0].huge_pages)))
+    use_huge_pages(run_main(load_config)[0].huge_pages)
 
 import math
 import time

@@ -16,7 +16,15 @@ MODULES = {
 }
 # Bottom to top. A module imports from floors below its own; builders do not import each other.
 FLOORS = [
-    ["recipe", "recipe.config", "recipe.environment", "recipe.metrics", "recipe.perplexity", "recipe.progress"],
+    [
+        "recipe",
+        "recipe.config",
+        "recipe.environment",
+        "recipe.metrics",
+        "recipe.host_memory",
+        "recipe.perplexity",
+        "recipe.progress",
+    ],
     ["recipe.machine", "recipe.step_profile"],
     ["recipe.preemption", "recipe.data", "recipe.data.files", "recipe.data.standard_library", "recipe.data.tokenizer"],
     ["recipe.data.documents"],
@@ -26,7 +34,7 @@ FLOORS = [
     ["recipe.data.prepare", "recipe.data.shards"],
     ["recipe.data.streaming"],
     ["recipe.model", "recipe.loss", "recipe.optim", "recipe.runtime", "recipe.generation", "recipe.hub"],
-    ["recipe.micro_batch"],
+    ["recipe.micro_batch", "recipe.plan"],
     ["recipe.manifest"],
     ["recipe.checkpoint", "recipe.evaluation"],
     ["recipe.saving"],
