@@ -117,7 +117,7 @@ def build_text_encoder(tokenizer: PreTrainedTokenizerBase, sample: Sequence[str]
     if not all(map(np.array_equal, encode(sample), plain(sample))):
         return plain, "tokenizers (not tiktoken: it gives other ids on this text)"
     num_bytes = sum(len(text.encode()) for text in sample)
-    return encode, f"tiktoken (ids equal to tokenizers' on the first {num_bytes / 1e3:,.0f} kB)"
+    return encode, f"tiktoken (ids equal to tokenizers' on the first {num_bytes:,} bytes)"
 
 
 def encode_pieces(

@@ -64,7 +64,8 @@ def merge_shards(directory: Path, num_shards: int) -> dict:
         files |= sizes_in(partial / split)
         metadata["splits"][split] = {**counts, "rows_sha256": sha256, "file_bytes": files}
     try:
-        check_counts(metadata["splits"], metadata["block_size"])
+        held_out = shards[0].metadata["source"].get("validation_split_percentage")
+        check_counts(metadata["splits"], metadata["block_size"], held_out)
     except UserError:
         shutil.rmtree(partial)
         raise
