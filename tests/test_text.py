@@ -307,8 +307,8 @@ def test_one_text_in_a_broken_archive(tmp_path, name):
 
 
 def test_rows_without_text_and_half_characters(tmp_path):
-    """Null and empty rows are no documents; half a surrogate pair becomes the replacement character."""
-    rows = [{"text": None}, {"text": ""}, {"text": "a\ud800b"}, {"text": "\U0001f600"}]
+    """Null, empty and blank rows are no documents; half a surrogate pair becomes the replacement character."""
+    rows = [{"text": None}, {"text": ""}, {"text": " \n"}, {"text": "a\ud800b"}, {"text": "\U0001f600"}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert documents_of(tmp_path / "a.jsonl") == ["a\ufffdb", "\U0001f600"]
 

@@ -145,7 +145,7 @@ def _read_parquet(path: str, column: str) -> Iterator[dict]:
 
 
 def texts_of(rows: Iterable[dict], column: str, where: str) -> Iterator[Text]:
-    """The text of each row, or its ids if it is tokenized; rows without any (null, or empty) are passed over."""
+    """The text of each row, or its ids if it is tokenized; rows without any (null or blank) are skipped."""
     for number, row in enumerate(rows, start=1):
         if column not in row:
             names = ", ".join(map(str, row)) or "none"
@@ -169,7 +169,7 @@ def texts_of(rows: Iterable[dict], column: str, where: str) -> Iterator[Text]:
                 text.encode("utf-8")
             except UnicodeEncodeError:  # half a surrogate pair, as JSON may escape it, is no character
                 text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-        if text:
+        if text and not text.isspace():
             yield text
 
 

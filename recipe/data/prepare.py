@@ -117,7 +117,7 @@ def _pack(
             for reason in report.skipped[:10]:
                 say(f"skipped: {reason}")
             if report.skipped:
-                say(f"skipped {_count(len(report.skipped), 'file')}; documents before the damage in a file are kept")
+                say(f"skipped {_count(len(report.skipped), 'file')}; text read before the damage in a file is kept")
             description = {**source.describe(), "skipped_files": len(report.skipped), **duplicates}
             if not writer.splits["train"].counts["documents"] and source.num_shards == 1:
                 raise UserError(source.describe_emptiness(report))
@@ -275,18 +275,15 @@ def _summarize(directory: Path, metadata: dict, seconds: float) -> None:
         if not counts["tokens"]:
             say(f"{split}: nothing in this shard")
             continue
+        long_share = counts["tokens_in_long_documents"] / counts["tokens"]
         say(
             f"{split}: {_count(counts['documents'], 'document')}, {_count(counts['bytes'], 'byte')}, "
             f"{_count(counts['tokens'], 'token')} ({counts['tokens'] / counts['bytes']:.3f} per byte), "
-            f"{_count(counts['rows'], 'row')}"
+            f"{_count(counts['rows'], 'row')}; {_count(counts['long_documents'], 'document')} "
+            f"({long_share:.0%} of the tokens) {'is' if counts['long_documents'] == 1 else 'are'} longer than a row"
         )
-        if counts["long_documents"]:
-            say(
-                f"{split}: {_count(counts['long_documents'], 'document')}, with "
-                f"{counts['tokens_in_long_documents'] / counts['tokens']:.0%} of the tokens, "
-                f"{'is' if counts['long_documents'] == 1 else 'are'} longer than a row and cut across rows; this is "
-                "normal, and no text is lost"
-            )
+    if any(counts["long_documents"] for counts in metadata["splits"].values()):
+        say("documents longer than a row are cut across rows, which is normal and loses no text")
     if metadata["source"].get("duplicates_of_validation"):
         say(f"warning: {metadata['source']['duplicates_of_validation']:,} training documents are in the validation "
             "text too")  # fmt: skip
