@@ -210,7 +210,7 @@ def test_killed_and_started_again_is_byte_identical(
         assert not directory.exists()
         monkeypatch.setattr(SplitWriter, "add", add)
         prepare_dataset(source, directory, 16, tokenizer)
-        assert ("going on after" in capsys.readouterr().out) is (kill_at > 1)
+        assert ("resuming after the first" in capsys.readouterr().out) is (kill_at > 1)
         assert contents(directory) == contents(tmp_path / "whole")
     assert all(not p.name.startswith(".") for p in tmp_path.iterdir())
 
@@ -246,7 +246,7 @@ def test_a_full_disk(tmp_path, jsonl_file, tokenizer_dir, small_steps, monkeypat
         return commit(self)
 
     monkeypatch.setattr(SplitWriter, "commit", commit_until_full)
-    with pytest.raises(UserError, match="No space left on device; what is done is kept .* goes on with it"):
+    with pytest.raises(UserError, match="No space left on device; the finished part is kept .* resumes it"):
         prepare_dataset(source, tmp_path / "d", 16, tokenizer)
     assert not (tmp_path / "d").exists()
     monkeypatch.setattr(SplitWriter, "commit", commit)
@@ -290,7 +290,7 @@ def test_duplicates_of_the_validation_text_are_reported(tmp_path, documents, tok
     source = TextSource((str(tmp_path / "a.jsonl"),), (str(tmp_path / "b.jsonl"),))
     made = prepare_dataset(source, tmp_path / "d", 16, load_tokenizer(str(tokenizer_dir)))
     assert made.metadata["source"]["duplicates_of_validation"] == 7
-    assert "warning: 7 training documents are in the validation text too" in capsys.readouterr().out
+    assert "warning: the validation text also holds 7 training documents" in capsys.readouterr().out
 
 
 def test_skipped_files_are_counted(tmp_path, jsonl_file, tokenizer_dir, capsys):
@@ -343,7 +343,7 @@ def test_shards_that_do_not_belong_together(tmp_path, jsonl_file, tokenizer_dir)
         UserError, match="of the 2 shards of .*d these are missing: 1; prepare each with --num_shards 2"
     ):
         merge_shards(tmp_path / "d", 2)
-    odd = "d-00001-of-00002 is not of the same whole as .*d-00000-of-00002"
+    odd = "d-00001-of-00002 and .*d-00000-of-00002 were not prepared as shards of one dataset"
     for options in ({"block_size": 8}, {"validation_split_percentage": 30.0}, {"document_separator": "x"}):
         make(1, **options)
         with pytest.raises(UserError, match=odd):
@@ -354,14 +354,36 @@ def test_shards_that_do_not_belong_together(tmp_path, jsonl_file, tokenizer_dir)
         merge_shards(tmp_path / "d", 2)
     make(1)
     merge_shards(tmp_path / "d", 2)
-    with pytest.raises(UserError, match="d exists: the shards were joined already"):
+    with pytest.raises(UserError, match="d exists: the shards were merged already"):
         merge_shards(tmp_path / "d", 2)
     metadata = shard_dir(tmp_path / "d", 1, 2) / "metadata.json"  # made again, of other text
     metadata.write_text(metadata.read_text().replace('"content_sha256": "', '"content_sha256": "0'))
-    with pytest.raises(UserError, match="d-00001-of-00002 is another than the one .*d was joined of"):
+    with pytest.raises(UserError, match="d-00001-of-00002 has changed since it was merged into .*d;"):
         open_packed_dataset(tmp_path / "d")
     with pytest.raises(UserError, match="shard_index must be from 0 to num_shards - 1, got 2 of 2"):
         TextSource((str(jsonl_file),), num_shards=2, shard_index=2)
+
+
+def test_shards_of_a_folder_that_changed_between_them(tmp_path, documents, tokenizer_dir):
+    """A local dataset has no revision: the names and sizes of its files stand for it."""
+    (tmp_path / "data").mkdir()
+    for index in range(2):
+        (tmp_path / "data" / f"{index}.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in documents))
+        source = TextSource(dataset_name=str(tmp_path / "data"), num_shards=2, shard_index=index)
+        prepare_dataset(source, shard_dir(tmp_path / "d", index, 2), 16, load_tokenizer(str(tokenizer_dir)))
+    with pytest.raises(UserError, match="were not prepared as shards of one dataset"):
+        merge_shards(tmp_path / "d", 2)
+
+
+def test_shards_that_hold_nothing_out(tmp_path, tokenizer_dir):
+    """Few documents and a small share: the error does not call them equal without doubt."""
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in make_documents(20)))
+    for index in range(2):
+        source = TextSource((str(tmp_path / "a.jsonl"),), num_shards=2, shard_index=index,
+                            validation_split_percentage=0.1)  # fmt: skip
+        prepare_dataset(source, shard_dir(tmp_path / "d", index, 2), 16, load_tokenizer(str(tokenizer_dir)))
+    with pytest.raises(UserError, match="the 20 documents are equal, or too few for a --validation_split_perc.* 0.1;"):
+        merge_shards(tmp_path / "d", 2)
 
 
 def test_shards_with_a_validation_file_and_small_ones(tmp_path, documents, tokenizer_dir):
@@ -455,7 +477,10 @@ def test_a_separator_that_never_occurs_is_reported(tmp_path, documents, jsonl_fi
     prepare_dataset(source, tmp_path / "e", 4, tokenizer)
     assert "warning" not in capsys.readouterr().out
     one = TextSource((str(tmp_path / "0.txt"),), document_separator="<sep>")
-    with pytest.raises(UserError, match="the text is one document, .*; the document separator '<sep>' never occurs"):
+    with pytest.raises(
+        UserError,
+        match="there is only one document; .*; the document separator '<sep>' never occurs; each",
+    ):
         prepare_dataset(one, tmp_path / "f", 4, tokenizer)
     prepare_dataset(TextSource((str(jsonl_file),), document_separator="x"), tmp_path / "g", 4, tokenizer)
     assert "warning: --document_separator has no effect: it cuts .txt files" in capsys.readouterr().out
@@ -529,7 +554,7 @@ def test_a_vocabulary_that_the_text_cannot_fill(tmp_path, small_steps, monkeypat
         prepare_dataset(source, tmp_path / "e", 16, None, tokenizer_vocab_size=2048)
     monkeypatch.setattr(PackedWriter, "finish", finish)
     prepare_dataset(source, tmp_path / "e", 16, None, tokenizer_vocab_size=2048)
-    assert "going on after" in capsys.readouterr().out
+    assert "resuming after the first" in capsys.readouterr().out
     assert contents(tmp_path / "d") == contents(tmp_path / "e")
 
 
@@ -566,7 +591,7 @@ def test_texts_too_short(tmp_path, tokenizer_dir):
     with pytest.raises(UserError, match="the validation text .* or --validation_split_percentage"):
         prepare_dataset(source, tmp_path / "d", 64, load_tokenizer(str(tokenizer_dir)))
     (tmp_path / "one.jsonl").write_text('{"text": "%s"}\n' % ("word " * 900))
-    with pytest.raises(UserError, match="the text is one document, .* pass a --validation_file"):
+    with pytest.raises(UserError, match="there is only one document; pass a --validation_file"):
         prepare_dataset(
             TextSource((str(tmp_path / "one.jsonl"),)), tmp_path / "d", 64, load_tokenizer(str(tokenizer_dir))
         )
@@ -621,7 +646,7 @@ def damage(directory, how):
         ("offset", "is not a complete packed dataset .ValueError: cannot reshape"),
         ("format", "has format 99"),
         ("ids", "beyond its vocabulary of 100"),
-        ("rows", "has not the .* rows of 32 ids"),
+        ("rows", "does not have the .* rows of 32 ids"),
         ("tokenizer", "is not the tokenizer this dataset was made with"),
         ("no hash", "is not a complete packed dataset .KeyError: 'content_sha256'"),
         ("word", "vocab_size is '500'"),
@@ -728,7 +753,7 @@ def test_data_that_is_tokenized_already(tmp_path, documents, jsonl_file, tokeniz
     with_text = TextSource((str(jsonl_file),), validation_split_percentage=5)
     expected = prepare_dataset(with_text, tmp_path / "text", 16, tokenizer).metadata["splits"]
     found = prepare_dataset(source, tmp_path / "ids-packed", 16, tokenizer).metadata["splits"]
-    assert "token ids: those that are there; they begin 'Document 0-0" in capsys.readouterr().out
+    assert "token ids: taken from the data as they are; they begin 'Document 0-0" in capsys.readouterr().out
     for key in ("documents", "tokens", "bytes"):
         assert sum(found[s][key] for s in found) == sum(expected[s][key] for s in expected)
     opened = open_packed_dataset(tmp_path / "ids-packed")
@@ -741,13 +766,12 @@ def test_data_that_is_tokenized_already(tmp_path, documents, jsonl_file, tokeniz
 def test_ids_that_are_no_list_of_ids(tmp_path, tokenizer_dir):
     tokenizer = load_tokenizer(str(tokenizer_dir))
     for row, expected in (
-        ({"ids": [[1], [2]]}, "row 1: column 'ids' holds a list of other things than token ids"),
-        ({"ids": ["a"]}, "row 1: column 'ids' holds a list of other things than token ids"),
-        ({"ids": [7, 5000]}, "the data holds id 5000, beyond the tokenizer's 500: it is another's"),
-        ({"ids": [7, -5]}, "the data holds id -5, beyond the tokenizer's 500: it is another's"),
+        ({"ids": [[1], [2]]}, "row 1: column 'ids' holds a list that is not one of token ids"),
+        ({"ids": ["a"]}, "row 1: column 'ids' holds a list that is not one of token ids"),
+        ({"ids": [7, 5000]}, "the data holds token id 5000, but the tokenizer has 500 tokens"),
+        ({"ids": [7, -5]}, "the data holds token id -5, but the tokenizer has 500 tokens"),
     ):
-        (tmp_path / "a.jsonl").write_text(json.dumps({"ids": [1, 2]} if "beyond" in expected else row) + "\n"
-                                          + json.dumps(row) + "\n")  # fmt: skip
+        (tmp_path / "a.jsonl").write_text(2 * (json.dumps(row) + "\n"))
         with pytest.raises(UserError, match=expected):
             source = TextSource((str(tmp_path / "a.jsonl"),), text_column_name="ids")
             prepare_dataset(source, tmp_path / "d", 1, tokenizer)
@@ -780,7 +804,7 @@ def test_stopped_while_it_is_finished(tmp_path, jsonl_file, tokenizer_dir, small
 
     if at == "save_tokenizer":
         monkeypatch.setattr(packing, "save_tokenizer", stop)
-        with pytest.raises(UserError, match="No space left on device; what is done is kept"):
+        with pytest.raises(UserError, match="No space left on device; the finished part is kept"):
             prepare_dataset(source, tmp_path / "d", 16, tokenizer, overwrite=True)
     else:
         monkeypatch.setattr(os, "rename", rename_until)
@@ -792,7 +816,7 @@ def test_stopped_while_it_is_finished(tmp_path, jsonl_file, tokenizer_dir, small
         assert open_packed_dataset(tmp_path / "d").metadata == old
     capsys.readouterr()
     prepare_dataset(source, tmp_path / "d", 16, tokenizer, overwrite=True)
-    assert "going on after" in capsys.readouterr().out
+    assert "resuming after the first" in capsys.readouterr().out
     assert contents(tmp_path / "d") == contents(tmp_path / "expected")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["d", "expected"]
 
@@ -804,7 +828,7 @@ def test_what_appears_meanwhile_is_not_replaced(tmp_path, jsonl_file, tokenizer_
     writer = PackedWriter(tmp_path / "d", "other", 8, len(tokenizer))
     for split in writer.splits.values():
         split.add(np.arange(100), 100, np.array([100]))
-    with pytest.raises(UserError, match="d exists by now; pass --overwrite"):
+    with pytest.raises(UserError, match="another process has prepared .*d; pass --overwrite"):
         writer.finish(tokenizer, {}, "other")
     writer.discard()
     assert open_packed_dataset(tmp_path / "d").block_size == 16

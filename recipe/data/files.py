@@ -150,15 +150,13 @@ def texts_of(rows: Iterable[dict], column: str, where: str) -> Iterator[Text]:
         if column not in row:
             names = ", ".join(map(str, row)) or "none"
             if number > 1:
-                raise UserError(f"{where}, row {number} has no column '{column}' (it has {names}), as those before it")
+                raise UserError(f"{where}, row {number} has no column '{column}' (it has {names}), unlike row 1")
             raise UserError(f"{where} has no column '{column}'; pass --text_column_name with one of {names}")
         text = row[column]
         if isinstance(text, (list, np.ndarray)):
             ids = np.asarray(text)
             if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
-                raise UserError(
-                    f"{where}, row {number}: column '{column}' holds a list of other things than token ids"
-                )
+                raise UserError(f"{where}, row {number}: column '{column}' holds a list that is not one of token ids")
             if len(ids):
                 yield ids.astype(np.int64)
             continue

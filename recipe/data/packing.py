@@ -214,7 +214,7 @@ class PackedWriter:
         (self.partial / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
         if self.directory.exists():  # an older dataset to replace, or an empty folder
             if any(self.directory.iterdir()) and not self.overwrite:  # made by another process meanwhile
-                raise UserError(f"{self.directory} exists by now; pass --overwrite to replace it")
+                raise UserError(f"another process has prepared {self.directory}; pass --overwrite to replace it")
             os.rename(self.directory, self.replaced)
         os.rename(self.partial, self.directory)
         (self.directory / "journal.json").unlink(missing_ok=True)  # up to here a kill has cost nothing
@@ -279,9 +279,14 @@ def check_counts(counts: dict[str, dict], block_size: int, validation_split_perc
     if not any(documents.values()):
         raise UserError("the text is empty: it holds no document with any character")
     if not documents["validation"] and held_out:
-        number = "one document" if documents["train"] == 1 else f"{documents['train']:,} equal documents"
+        reason = "there is only one document"
+        if documents["train"] > 1:
+            reason = (
+                f"the {documents['train']:,} documents are equal, or too few for a "
+                f"--validation_split_percentage of {validation_split_percentage:g}"
+            )
         raise UserError(
-            f"the text is {number}, so none can be held out for validation: "
+            f"no text is held out for validation: {reason}; "
             "pass a --validation_file or, for .txt files, a --document_separator that occurs in the text"
         )
     short = [split for split in SPLITS if not counts[split]["rows"]]

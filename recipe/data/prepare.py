@@ -97,7 +97,7 @@ def _pack(
         writer = PackedWriter(directory, identity, block_size, len(tokenizer), overwrite)
         try:
             if writer.pieces_done:
-                say(f"going on after the {writer.num_bytes_done / 1e6:,.1f} MB that an interrupted run has done")
+                say(f"resuming after the first {writer.num_bytes_done / 1e6:,.1f} MB, prepared by an interrupted run")
             done, uncommitted = writer.pieces_done, 0
             if source.has_validation:
                 pieces = count_duplicates(pieces, duplicates)
@@ -136,8 +136,8 @@ def _pack(
             writer.release()
     except OSError as error:
         raise UserError(
-            f"cannot write the dataset {directory}: {error.strerror or error}; what is done is kept in "
-            f"{directory.parent}, and the same command goes on with it"
+            f"cannot write the dataset {directory}: {error.strerror or error}; the finished part is kept "
+            f"in {directory.parent}, and the same command resumes it"
         ) from error
 
 
@@ -285,6 +285,6 @@ def _summarize(directory: Path, metadata: dict, seconds: float) -> None:
     if any(counts["long_documents"] for counts in metadata["splits"].values()):
         say("documents longer than a row are cut across rows, which is normal and loses no text")
     if metadata["source"].get("duplicates_of_validation"):
-        say(f"warning: {metadata['source']['duplicates_of_validation']:,} training documents are in the validation "
-            "text too")  # fmt: skip
+        duplicates = _count(metadata["source"]["duplicates_of_validation"], "training document")
+        say(f"warning: the validation text also holds {duplicates}")
     say(f"packed into {directory}, {size / 1e6:,.1f} MB, in {seconds:.1f} s ({num_bytes / 1e6 / seconds:.1f} MB/s)")

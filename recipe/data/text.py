@@ -60,7 +60,7 @@ class TextSource:
                 f"shard_index must be from 0 to num_shards - 1, got {self.shard_index} of {self.num_shards}"
             )
         if bool(self.train_files) == bool(self.dataset_name):
-            raise UserError("pass --train_file or --dataset_name, one of them")
+            raise UserError("pass exactly one of --train_file and --dataset_name")
         if self.validation_files and not self.train_files:
             raise UserError("--validation_file needs --train_file")
         if not 0 < self.validation_split_percentage < 100:
@@ -158,10 +158,17 @@ class TextSource:
         )
 
     @property
+    def _local_dataset_files(self) -> list[Path]:
+        """The files of dataset_name where it is a folder, sorted."""
+        return (
+            sorted(path for path in Path(self.dataset_name).rglob("*") if path.is_file()) if self.dataset_name else []
+        )
+
+    @property
     def whole_sha256(self) -> str:
         """The same for all shards of one whole, by its options and the names and sizes of all files."""
-        files = self._files("train_files") + self._files("validation_files")
-        named = [(Path(path).name, Path(path).stat().st_size) for path in files]
+        files = [*map(Path, self._files("train_files") + self._files("validation_files")), *self._local_dataset_files]
+        named = [(path.name, path.stat().st_size) for path in files]
         return hashlib.sha256(repr((self._options, named)).encode()).hexdigest()
 
     @functools.cached_property
@@ -178,10 +185,9 @@ class TextSource:
         if self.dataset_name == STANDARD_LIBRARY:
             for document in read_standard_library():
                 digest.update(document.encode())
-        elif self.dataset_name and Path(self.dataset_name).exists():
-            for path in sorted(p for p in Path(self.dataset_name).rglob("*") if p.is_file()):
-                digest.update(str(path.relative_to(self.dataset_name)).encode())
-                digest.update(_name_size_time(path))
+        for path in self._local_dataset_files:
+            digest.update(str(path.relative_to(self.dataset_name)).encode())
+            digest.update(_name_size_time(path))
         return digest.hexdigest()
 
     def pieces(self, report: ReadReport | None = None, eos_token_id: int | None = None) -> Iterator[Piece]:
