@@ -107,7 +107,7 @@ def find_cut(text: str, end: int) -> int:
 
 def _read_jsonl(stream: BinaryIO) -> Iterator[dict]:
     for number, line in enumerate(stream, start=1):
-        if line.strip():
+        if line.strip(codecs.BOM_UTF8 + b" \t\r\n"):
             try:
                 row = json.loads(line)
             except ValueError as error:

@@ -299,11 +299,11 @@ def check_counts(counts: dict[str, dict], block_size: int, validation_split_perc
     largest = 2 ** ((min(tokens.values()) - 1).bit_length() - 1) if min(tokens.values()) > 1 else 0
     if largest >= SHORTEST_ADVISED_ROW:
         remedies.append(f"--block_size {largest}")
-    if short == ["validation"]:
-        percentage = math.ceil(120 * (block_size + 1) / sum(tokens.values()))  # a fifth more than one row
-        if held_out and percentage <= 50:
+    if held_out:
+        percentage = math.ceil(120 * (block_size + 1) / sum(tokens.values()))  # of a row and a fifth
+        if percentage <= 50:  # so that the training text has as much
             remedies.append(f"--validation_split_percentage {percentage}")
-        if held_out:
+        if short == ["validation"]:
             remedies.append(f"a --validation_file of at least {block_size + 1} tokens")
     raise UserError(
         f"the {name} text has {tokens[short[0]]:,} tokens, fewer than one row of block_size + 1 = {block_size + 1:,}; "
