@@ -155,6 +155,8 @@ class TextSource:
             len(self._files("validation_files")),
             self.head_characters,
             self.num_shards,
+            # Until has_validation looked for the split, shards without one lost text: they must not pass for these.
+            *([self.has_validation] if self.dataset_name and self.num_shards > 1 else []),
         )
 
     @property
