@@ -20,6 +20,11 @@ def count_cpus() -> int:
     return os.cpu_count() or 1
 
 
+def count_local_processes(num_processes: int) -> int:
+    """Processes of this run that share this machine's CPUs; all num_processes, unless the launcher says otherwise."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", num_processes))
+
+
 def describe_device(device: torch.device) -> str:
     """The device's marketing name; for a CPU the model line of the operating system."""
     if device.type == "cuda":

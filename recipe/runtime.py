@@ -27,7 +27,7 @@ from accelerate.utils import (
 from torch import nn
 
 from recipe.config import ProcessError, TrainConfig, UserError
-from recipe.environment import count_cpus
+from recipe.environment import count_cpus, count_local_processes
 from recipe.machine import has_compiler, native_bf16
 from recipe.preemption import die_with_the_launcher
 
@@ -153,8 +153,7 @@ def use_all_cores(state: PartialState) -> None:
     user's 1; any larger number is respected.
     """
     if state.device.type == "cpu" and os.environ.get("OMP_NUM_THREADS", "1") == "1":
-        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", state.num_processes))
-        torch.set_num_threads(max(1, count_cpus() // local_world_size))
+        torch.set_num_threads(max(1, count_cpus() // count_local_processes(state.num_processes)))
 
 
 def limit_gpu_memory(device: torch.device, limit_gb: float) -> None:

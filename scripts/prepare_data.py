@@ -54,4 +54,4 @@ def say_next(block_size: int, directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    run_main(main, "interrupted; the same command goes on from here")
+    run_main(main, "interrupted; the same command resumes from here")

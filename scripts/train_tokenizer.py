@@ -7,7 +7,7 @@ from pathlib import Path
 
 from recipe.config import CommandLine, UserError, run_main
 from recipe.data.prepare import add_source_arguments, source_from
-from recipe.data.tokenizer import train_tokenizer
+from recipe.data.tokenizer import describe_vocabulary, train_tokenizer
 
 
 def main() -> None:
@@ -26,7 +26,8 @@ def main() -> None:
         raise UserError(f"cannot create {args.output_dir}: {error.strerror}") from error
     tokenizer = train_tokenizer(source_from(args).train_texts(), args.vocab_size)
     tokenizer.save_pretrained(args.output_dir)
-    print(f"a tokenizer of {len(tokenizer):,} tokens is in {args.output_dir}; use it with --tokenizer_name")
+    print(f"trained a byte-level BPE of {describe_vocabulary(tokenizer, args.vocab_size)}")
+    print(f"use it with --tokenizer_name {args.output_dir}")
 
 
 if __name__ == "__main__":

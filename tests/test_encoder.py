@@ -165,9 +165,9 @@ def test_ids_that_are_there_already(tokenizer):
     expected = [*build_encoder(tokenizer, [])[0]([Piece("train", text, True) for text in texts])]
     assert (ids.tolist(), ends.tolist()) == (expected[1].tolist(), expected[2].tolist())
     assert num_bytes == expected[3] == sum(len(text.encode()) for text in texts)
-    with pytest.raises(UserError, match="holds id 500, beyond the tokenizer's 500"):
+    with pytest.raises(UserError, match="holds token id 500, but the tokenizer has 500 tokens"):
         encode([Piece("train", np.array([1, 500]), True)])
-    with pytest.raises(UserError, match="some documents are text and some are token ids"):
+    with pytest.raises(UserError, match="some documents are text and some are token ids; prepare them separately"):
         encode([Piece("train", rows[0], True), Piece("train", "text", True)])
 
 

@@ -95,7 +95,7 @@ def test_own_text_from_the_scripts_and_from_the_run(tmp_path):
     result = script(
         "train_tokenizer", "--train_file", "a.txt", "--vocab_size", "400", "--output_dir", "tok", cwd=tmp_path
     )
-    assert result.returncode == 0 and "a tokenizer of 400 tokens" in result.stdout, result.stderr
+    assert result.returncode == 0 and "trained a byte-level BPE of 400 tokens\n" in result.stdout, result.stderr
     result = script(
         "prepare_data",
         "--train_file",
@@ -134,17 +134,28 @@ def test_own_text_from_the_scripts_and_from_the_run(tmp_path):
     assert result.returncode == 0 and result.stdout.count("the cat") >= 2, result.stderr
 
 
+def test_a_tokenizer_smaller_than_asked_for(tmp_path):
+    """A small text gives fewer tokens than --vocab_size; the script says how many and saves them."""
+    (tmp_path / "a.txt").write_text("".join(make_documents(20)), encoding="utf-8")
+    result = script("train_tokenizer", "--train_file", "a.txt", "--output_dir", "tok", cwd=tmp_path)
+    vocab_size = len(AutoTokenizer.from_pretrained(tmp_path / "tok"))
+    assert result.returncode == 0 and 257 < vocab_size < 1000, result.stderr
+    assert f"BPE of {vocab_size:,} tokens (the text is too small to give the 50,257 that were asked" in result.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
         ("prepare_data --train_file gone.txt --tokenizer_name t --output_dir d", "there is no file gone.txt"),
-        ("prepare_data --tokenizer_name t --output_dir d", "pass --train_file or --dataset_name"),
+        ("prepare_data --tokenizer_name t --output_dir d", "pass exactly one of --train_file and --dataset_name"),
         ("train_tokenizer --train_file gone.txt --output_dir d", "there is no file gone.txt"),
+        ("train_tokenizer --train_file empty.txt --output_dir d", "there is no text in empty.txt"),
         ("generate_text --model gone", "cannot load a model"),
     ],
 )
 def test_a_mistake_is_one_line_and_a_non_zero_exit(tmp_path, arguments, expected):
     """No traceback for a user's mistake."""
+    (tmp_path / "empty.txt").touch()
     result = script(*arguments.split(), cwd=tmp_path)
     assert result.returncode == 1
     assert result.stderr.strip().splitlines()[-1].startswith("error: ") and expected in result.stderr

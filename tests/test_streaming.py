@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch
 from conftest import BLOCK_SIZE, launch, make_documents, read_events
 
 from recipe.config import UserError, load_config
-from recipe.data import encoder, prepare
+from recipe.data import encoder, prepare, streaming
 from recipe.data.batches import TrainOrder
 from recipe.data.documents import Piece, take_head
 from recipe.data.prepare import open_dataset_for
@@ -94,6 +95,29 @@ def test_a_step_has_the_same_examples_however_it_is_cut(source, tokenizer_dir, m
             micro_steps = 12 // micro_batch_size // num_processes
             found = torch.cat([next(part)[0] for _ in range(micro_steps) for part in parts])
             assert torch.equal(found, steps[step][0])
+
+
+@pytest.mark.parametrize(("local", "expected"), [("2", 4), (None, 1)])
+def test_a_process_encodes_with_its_share_of_this_machine(
+    monkeypatch, jsonl_file, tokenizer_dir, dataset, local, expected
+):
+    """Eight cores among the processes on this machine, of 16 on all; without a launcher's word all 16 are here."""
+
+    class Recorded(Exception):
+        pass
+
+    def record(*args):
+        raise Recorded(args[-1])
+
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if local:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    monkeypatch.setattr(streaming, "count_cpus", lambda: 8)
+    monkeypatch.setattr(streaming, "StreamedRows", record)
+    argv = ["--streaming", "--train_file", str(jsonl_file), "--tokenizer_name", str(tokenizer_dir)]
+    accelerator = SimpleNamespace(device=torch.device("cpu"), num_processes=16, process_index=0)
+    with pytest.raises(Recorded, match=f"^{expected}$"):
+        streaming.build_batches(load_config(argv)[0], dataset, accelerator, 4, 0, None)
 
 
 def test_the_head_of_a_text():

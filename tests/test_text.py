@@ -22,7 +22,7 @@ from recipe.data import files
 from recipe.data import text as text_module
 from recipe.data.documents import Piece, cut_at_line, cut_ids_into_documents
 from recipe.data.documents import split_documents as split_parts
-from recipe.data.files import find_cut, read_file, read_text
+from recipe.data.files import ReadReport, find_cut, read_file, read_text
 from recipe.data.standard_library import read_standard_library
 from recipe.data.text import TextSource, name_of_text
 
@@ -228,7 +228,7 @@ BAD_FILES = {
     "latin.txt": ("Stra\xdfe".encode("latin-1"), "latin.txt is not UTF-8 text"),
     "broken.jsonl": (GOOD + b'{"text": \n', "broken.jsonl: line 2 is not JSON"),
     "list.jsonl": (GOOD + b"[1]\n", "line 2 is a list, not an object"),
-    "row.jsonl": (GOOD + b'{"content": "x"}\n', r"row 2 has no column 'text' \(it has content\), as those before it"),
+    "row.jsonl": (GOOD + b'{"content": "x"}\n', r"row 2 has no column 'text' \(it has content\), unlike row 1"),
     "deep.jsonl": (GOOD + b'{"n": ' + b"[" * 10**5 + b"\n", "cannot read .*deep.jsonl: maximum recursion"),
     "column.jsonl": (b'{"body": "a", "id": 1}\n', "no column 'text'; pass --text_column_name with one of body, id"),
     "mixed.jsonl": (GOOD + b'{"text": 3}\n', "row 2: column 'text' holds int, not text"),
@@ -250,9 +250,9 @@ def test_bad_files_are_named(tmp_path, name):
     options = {"train_files": (str(tmp_path),), "validation_split_percentage": 50.0}
     with pytest.raises(UserError, match=expected):
         list(TextSource(**options).pieces())
-    skipped = []
-    pieces = list(TextSource(**options, skip_bad_files=True).pieces(skipped))
-    assert len(skipped) == 1 and name in skipped[0] and "good" in [piece.text for piece in pieces]
+    report = ReadReport()
+    pieces = list(TextSource(**options, skip_bad_files=True).pieces(report))
+    assert len(report.skipped) == 1 and name in report.skipped[0] and "good" in [piece.text for piece in pieces]
 
 
 @pytest.mark.parametrize(
@@ -265,8 +265,8 @@ def test_bad_files_are_named(tmp_path, name):
             "cannot read a.pdf: use .txt, .jsonl, .json, .csv, .parquet files, plain or .gz",
         ),
         ({"train_files": ("folder",)}, "no file in folder can be read"),
-        ({}, "one of them"),
-        ({"train_files": ("a.txt",), "dataset_name": "x"}, "one of them"),
+        ({}, "exactly one of"),
+        ({"train_files": ("a.txt",), "dataset_name": "x"}, "exactly one of"),
         ({"dataset_name": "x", "validation_files": ("a.txt",)}, "--validation_file needs --train_file"),
         ({"train_files": ("a.txt",), "validation_split_percentage": 100}, "between 0 and 100"),
         ({"train_files": ("a.txt",), "document_separator": ""}, "must not be empty"),
@@ -288,10 +288,10 @@ def test_a_text_that_breaks_off_does_not_run_on_into_the_next(tmp_path, monkeypa
     monkeypatch.setattr(files, "BLOCK_BYTES", 10)
     (tmp_path / "a.txt").write_bytes(b"some words on a line\n" * 5 + b"\xff")
     (tmp_path / "b.jsonl").write_bytes(GOOD * 3)
-    skipped = []
+    report = ReadReport()
     source = TextSource((str(tmp_path),), skip_bad_files=True)
-    *_, first, second, third = [text for _, text in joined(source.pieces(skipped))]
-    assert first == second == third == "good" and "a.txt is not UTF-8" in skipped[0]
+    *_, first, second, third = [text for _, text in joined(source.pieces(report))]
+    assert first == second == third == "good" and "a.txt is not UTF-8" in report.skipped[0]
 
 
 @pytest.mark.parametrize("name", ["a.txt.gz", "a.txt.zst"])
@@ -301,14 +301,14 @@ def test_one_text_in_a_broken_archive(tmp_path, name):
     (tmp_path / "b.txt").write_text("good\n" * 99)
     with pytest.raises(UserError, match=f"cannot read .*{name}"):
         list(TextSource((str(tmp_path / name),)).pieces())
-    skipped = []
-    documents = joined(TextSource((str(tmp_path),), skip_bad_files=True).pieces(skipped))
-    assert len(skipped) == 1 and "".join(text for _, text in documents) == "good\n" * 99
+    report = ReadReport()
+    documents = joined(TextSource((str(tmp_path),), skip_bad_files=True).pieces(report))
+    assert len(report.skipped) == 1 and "".join(text for _, text in documents) == "good\n" * 99
 
 
 def test_rows_without_text_and_half_characters(tmp_path):
-    """Null and empty rows are no documents; half a surrogate pair becomes the replacement character."""
-    rows = [{"text": None}, {"text": ""}, {"text": "a\ud800b"}, {"text": "\U0001f600"}]
+    """Null, empty and blank rows are no documents; half a surrogate pair becomes the replacement character."""
+    rows = [{"text": None}, {"text": ""}, {"text": " \n"}, {"text": "a\ud800b"}, {"text": "\U0001f600"}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert documents_of(tmp_path / "a.jsonl") == ["a\ufffdb", "\U0001f600"]
 

@@ -61,14 +61,18 @@ def build_encoder(tokenizer: PreTrainedTokenizerBase, sample: Sequence[Piece]) -
             wrong = ids[(ids < 0) | (ids >= len(token_bytes))]
             if len(wrong):
                 raise UserError(
-                    f"the data holds id {wrong[0]}, beyond the tokenizer's {len(token_bytes)}: it is another's"
+                    f"the data holds token id {wrong[0]}, but the tokenizer has {len(token_bytes)} tokens: "
+                    "pass the tokenizer the data was made with"
                 )
             num_bytes = int(token_bytes[ids].sum())
             ends = np.cumsum([len(piece.text) for piece in pieces])
             ids = np.insert(ids.astype(np.uint32), ends, eos_token_id)
             return Encoded(pieces[0].split, ids, ends + np.arange(1, len(ends) + 1), num_bytes)
 
-        return take_ids, f"those that are there; they begin {tokenizer.decode(sample[0].text[:20])!r}", True
+        head = [
+            index for index in sample[0].text[:20].tolist() if 0 <= index < len(token_bytes)
+        ]  # take_ids refuses the others
+        return take_ids, f"taken from the data as they are; they begin {tokenizer.decode(head)!r}", True
 
     encode, how = build_text_encoder(tokenizer, [piece.text for piece in sample])
 
@@ -86,7 +90,7 @@ def build_encoder(tokenizer: PreTrainedTokenizerBase, sample: Sequence[Piece]) -
 
 def _check_kind(pieces: Sequence[Piece], kind: type) -> None:
     if not all(isinstance(piece.text, kind) for piece in pieces):
-        raise UserError("some documents are text and some are token ids already; prepare them apart")
+        raise UserError("some documents are text and some are token ids; prepare them separately")
 
 
 def build_text_encoder(tokenizer: PreTrainedTokenizerBase, sample: Sequence[str]) -> tuple[Encode, str]:
@@ -117,7 +121,7 @@ def build_text_encoder(tokenizer: PreTrainedTokenizerBase, sample: Sequence[str]
     if not all(map(np.array_equal, encode(sample), plain(sample))):
         return plain, "tokenizers (not tiktoken: it gives other ids on this text)"
     num_bytes = sum(len(text.encode()) for text in sample)
-    return encode, f"tiktoken (ids equal to tokenizers' on the first {num_bytes / 1e3:,.0f} kB)"
+    return encode, f"tiktoken (ids equal to tokenizers' on the first {num_bytes:,} bytes)"
 
 
 def encode_pieces(

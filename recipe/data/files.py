@@ -8,6 +8,7 @@ import io
 import json
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
@@ -27,7 +28,17 @@ Part = tuple[Text, bool]  # a document or a piece of it, and whether it ends the
 csv.field_size_limit(2**31 - 1)
 
 
-def read_file(path: str, text_column_name: str, separator: str | None) -> Iterator[Part]:
+@dataclass
+class ReadReport:
+    """What reading finds out beside the documents: why files were skipped, and how often the separator occurred."""
+
+    skipped: list[str] = field(default_factory=list)
+    num_separators: int = 0
+
+
+def read_file(
+    path: str, text_column_name: str, separator: str | None, report: ReadReport | None = None
+) -> Iterator[Part]:
     """The documents of a file, blank ones left out. Raises `UserError` naming the file if it cannot be read."""
     kind = kind_of(path)
     try:
@@ -36,7 +47,7 @@ def read_file(path: str, text_column_name: str, separator: str | None) -> Iterat
         else:
             stream = open_stream(path)
             if kind == ".txt":
-                yield from read_text(stream, separator)
+                yield from read_text(stream, separator, report)
                 return
             rows = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv}[kind](stream)
         yield from ((text, True) for text in texts_of(rows, text_column_name, path))
@@ -49,7 +60,7 @@ def read_file(path: str, text_column_name: str, separator: str | None) -> Iterat
         raise UserError(f"cannot read {path}: {reason}") from error
 
 
-def read_text(stream: BinaryIO, separator: str | None) -> Iterator[Part]:
+def read_text(stream: BinaryIO, separator: str | None, report: ReadReport | None = None) -> Iterator[Part]:
     """Documents of a UTF-8 stream, cut at each separator; a long one in pieces, blank ones left out.
 
     A line break of the separator also stands for Windows' two characters.
@@ -63,6 +74,8 @@ def read_text(stream: BinaryIO, separator: str | None) -> Iterator[Part]:
         buffer += decoder.decode(block, final=at_end)
         if pattern is not None:
             *documents, buffer = pattern.split(buffer)
+            if report is not None:
+                report.num_separators += len(documents)
             for text in documents:
                 if begun or text.strip():
                     yield text, True
@@ -94,7 +107,7 @@ def find_cut(text: str, end: int) -> int:
 
 def _read_jsonl(stream: BinaryIO) -> Iterator[dict]:
     for number, line in enumerate(stream, start=1):
-        if line.strip():
+        if line.strip(codecs.BOM_UTF8 + b" \t\r\n"):
             try:
                 row = json.loads(line)
             except ValueError as error:
@@ -132,20 +145,18 @@ def _read_parquet(path: str, column: str) -> Iterator[dict]:
 
 
 def texts_of(rows: Iterable[dict], column: str, where: str) -> Iterator[Text]:
-    """The text of each row, or its ids if it is tokenized; rows without any (null, or empty) are passed over."""
+    """The text of each row, or its ids if it is tokenized; rows without any (null or blank) are skipped."""
     for number, row in enumerate(rows, start=1):
         if column not in row:
             names = ", ".join(map(str, row)) or "none"
             if number > 1:
-                raise UserError(f"{where}, row {number} has no column '{column}' (it has {names}), as those before it")
+                raise UserError(f"{where}, row {number} has no column '{column}' (it has {names}), unlike row 1")
             raise UserError(f"{where} has no column '{column}'; pass --text_column_name with one of {names}")
         text = row[column]
         if isinstance(text, (list, np.ndarray)):
             ids = np.asarray(text)
             if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
-                raise UserError(
-                    f"{where}, row {number}: column '{column}' holds a list of other things than token ids"
-                )
+                raise UserError(f"{where}, row {number}: column '{column}' holds a list that is not one of token ids")
             if len(ids):
                 yield ids.astype(np.int64)
             continue
@@ -156,7 +167,7 @@ def texts_of(rows: Iterable[dict], column: str, where: str) -> Iterator[Text]:
                 text.encode("utf-8")
             except UnicodeEncodeError:  # half a surrogate pair, as JSON may escape it, is no character
                 text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-        if text:
+        if text and not text.isspace():
             yield text
 
 

@@ -168,7 +168,7 @@ def open_packed_dataset(directory: Path, block_size: int | None = None) -> Packe
                 raise UserError(f"{directory}/metadata.json: {key} is {metadata[key]!r}; {again}")
         for name, content in metadata["source"].get("shards", {}).items():
             if json.loads((directory.parent / name / "metadata.json").read_text())["content_sha256"] != content:
-                raise UserError(f"{name} is another than the one {directory} was joined of; join the shards again")
+                raise UserError(f"{name} has changed since it was merged into {directory}; merge the shards again")
         for split in SPLITS:
             counts = [metadata["splits"][split][key] for key in ("rows", "tokens", "bytes")]
             if min(counts) < 1 and metadata["shard"][1] == 1:
@@ -182,8 +182,8 @@ def open_packed_dataset(directory: Path, block_size: int | None = None) -> Packe
             expected = (metadata["splits"][name]["rows"], metadata["block_size"] + 1)
             if (len(split), split.block_size + 1) != expected:
                 raise UserError(
-                    f"{directory}/{name} has not the {expected[0]} rows of {expected[1]} ids that its "
-                    f"metadata says; {again}"
+                    f"{directory}/{name} does not have the {expected[0]} rows of {expected[1]} ids that "
+                    f"metadata.json gives; {again}"
                 )
     except UserError:
         raise

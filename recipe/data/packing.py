@@ -5,6 +5,7 @@ The layout is described in recipe/data/packed.py, which reads it.
 
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterable
@@ -21,6 +22,7 @@ from recipe.data.packed import FORMAT_VERSION, ROWS_NAME, pack_rows
 from recipe.data.tokenizer import save_tokenizer, tokenizer_sha256
 
 COUNTS = ("documents", "tokens", "bytes", "rows", "max_token_id", "long_documents", "tokens_in_long_documents")
+SHORTEST_ADVISED_ROW = 16  # tokens; nothing is learned from shorter ones
 ARROW_END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"  # of the Arrow IPC streaming format
 
 
@@ -190,7 +192,7 @@ class PackedWriter:
         counts = {split: writer.close() for split, writer in self.splits.items()}
         try:
             if shard[1] == 1:  # a shard may be without validation rows
-                check_counts(counts, self.block_size)
+                check_counts(counts, self.block_size, source.get("validation_split_percentage"))
         except UserError:
             self.discard()
             raise
@@ -212,7 +214,7 @@ class PackedWriter:
         (self.partial / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
         if self.directory.exists():  # an older dataset to replace, or an empty folder
             if any(self.directory.iterdir()) and not self.overwrite:  # made by another process meanwhile
-                raise UserError(f"{self.directory} exists by now; pass --overwrite to replace it")
+                raise UserError(f"another process has prepared {self.directory}; pass --overwrite to replace it")
             os.rename(self.directory, self.replaced)
         os.rename(self.partial, self.directory)
         (self.directory / "journal.json").unlink(missing_ok=True)  # up to here a kill has cost nothing
@@ -266,25 +268,44 @@ def write_state(directory: Path, split: str, sha256: str, files: list[str]) -> N
     (directory / "state.json").write_text(json.dumps(state, indent=2))
 
 
-def check_counts(counts: dict[str, dict], block_size: int) -> None:
-    """Raise `UserError` if a split has no row, saying what would give it one."""
-    num_documents = sum(counts[split]["documents"] for split in SPLITS)
-    if num_documents == 0:
+def check_counts(counts: dict[str, dict], block_size: int, validation_split_percentage: float | None) -> None:
+    """Raise `UserError` if a split has no row, naming the options that would give it one.
+
+    validation_split_percentage: None if the validation text was given instead of held out.
+    """
+    documents = {split: counts[split]["documents"] for split in SPLITS}
+    tokens = {split: counts[split]["tokens"] for split in SPLITS}
+    held_out = validation_split_percentage is not None
+    if not any(documents.values()):
         raise UserError("the text is empty: it holds no document with any character")
-    if counts["validation"]["documents"] == 0:
+    if not documents["validation"] and held_out:
+        reason = "there is only one document"
+        if documents["train"] > 1:
+            reason = (
+                f"the {documents['train']:,} documents are equal, or too few for a "
+                f"--validation_split_percentage of {validation_split_percentage:g}"
+            )
         raise UserError(
-            f"the text is one document, or {num_documents} equal ones, and none can be held out: "
-            "pass a --validation_file, or a --document_separator that occurs in the text"
+            f"no text is held out for validation: {reason}; "
+            "pass a --validation_file or, for .txt files, a --document_separator that occurs in the text"
         )
-    for split in SPLITS:
-        if counts[split]["rows"] == 0:
-            remedy = (
-                "; or pass a --validation_file or a larger --validation_split_percentage"
-                if split == "validation"
-                else ""
-            )
-            raise UserError(
-                f"the {split} text has {counts[split]['tokens']} tokens, fewer than one row of "
-                f"block_size + 1 = {block_size + 1}: give more text or a smaller --block_size"
-                f"{remedy}"
-            )
+    short = [split for split in SPLITS if not counts[split]["rows"]]
+    if not short:
+        return
+    name = {"train": "training", "validation": "validation"}[short[0]]
+    if not tokens[short[0]]:
+        raise UserError(f"the {name} text is empty")
+    remedies = []
+    largest = 2 ** ((min(tokens.values()) - 1).bit_length() - 1) if min(tokens.values()) > 1 else 0
+    if largest >= SHORTEST_ADVISED_ROW:
+        remedies.append(f"--block_size {largest}")
+    if held_out:
+        percentage = math.ceil(120 * (block_size + 1) / sum(tokens.values()))  # of a row and a fifth
+        if percentage <= 50:  # so that the training text has as much
+            remedies.append(f"--validation_split_percentage {percentage}")
+        if short == ["validation"]:
+            remedies.append(f"a --validation_file of at least {block_size + 1} tokens")
+    raise UserError(
+        f"the {name} text has {tokens[short[0]]:,} tokens, fewer than one row of block_size + 1 = {block_size + 1:,}; "
+        f"pass {' or '.join([*remedies, 'more text'])}"
+    )

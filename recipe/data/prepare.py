@@ -16,10 +16,11 @@ from transformers import PreTrainedTokenizerBase
 from recipe.config import TEXT_OPTIONS, TrainConfig, UserError
 from recipe.data.documents import Piece, hash64
 from recipe.data.encoder import EncodePieces, build_encoder, encode_pieces, whole_documents
+from recipe.data.files import ReadReport
 from recipe.data.packed import FORMAT_VERSION, PackedDataset, open_packed_dataset
 from recipe.data.packing import PackedWriter
 from recipe.data.text import TextSource, name_of_text
-from recipe.data.tokenizer import load_tokenizer, tokenizer_sha256, train_tokenizer
+from recipe.data.tokenizer import describe_vocabulary, load_tokenizer, tokenizer_sha256, train_tokenizer
 from recipe.environment import count_cpus
 from recipe.progress import PreparationProgress
 
@@ -42,7 +43,8 @@ def prepare_dataset(
 ) -> PackedDataset:
     """Prepare `directory`, or open it if the same input, tokenizer and options made it before.
 
-    Without a tokenizer a byte-level BPE of tokenizer_vocab_size is trained on the training documents.
+    Without a tokenizer, a byte-level BPE of tokenizer_vocab_size, or as many tokens as the text gives, is trained on
+    the training documents.
     Raises `UserError` for bad input, and if `directory` holds anything else; `overwrite` replaces another packed
     dataset, once the new one is complete, and nothing but that.
     """
@@ -67,7 +69,8 @@ def prepare_dataset(
     if tokenizer is None:
         started_at = time.perf_counter()
         tokenizer = train_tokenizer(source.train_texts(), tokenizer_vocab_size)
-        say(f"trained a byte-level BPE of {len(tokenizer):,} tokens in {time.perf_counter() - started_at:.1f} s")
+        size = describe_vocabulary(tokenizer, tokenizer_vocab_size)
+        say(f"trained a byte-level BPE of {size} in {time.perf_counter() - started_at:.1f} s")
     started_at = time.perf_counter()
     metadata = _pack(source, directory, fingerprint, block_size, tokenizer, overwrite, num_workers or count_cpus())
     _summarize(directory, metadata, time.perf_counter() - started_at)
@@ -84,9 +87,9 @@ def _pack(
     num_workers: int,
 ) -> dict:
     """Encode and write, committing now and then; killed at any moment and called again it goes on from there."""
-    skipped: list[str] = []
-    encode, how, pieces = open_pieces(source, tokenizer, skipped)
-    say(f"token ids: {how}, {num_workers} threads")
+    report = ReadReport()
+    encode, how, pieces = open_pieces(source, tokenizer, report)
+    say(f"token ids: {how}, {_count(num_workers, 'thread')}")
     # A tokenizer that was trained just now must be the one of the interrupted run, or its rows are of no use.
     identity = hashlib.sha256(f"{fingerprint} {tokenizer_sha256(tokenizer)}".encode()).hexdigest()
     duplicates = {"duplicates_of_validation": 0}
@@ -94,11 +97,11 @@ def _pack(
         writer = PackedWriter(directory, identity, block_size, len(tokenizer), overwrite)
         try:
             if writer.pieces_done:
-                say(f"going on after the {writer.num_bytes_done / 1e6:,.1f} MB that an interrupted run has done")
+                say(f"resuming after the first {writer.num_bytes_done / 1e6:,.1f} MB, prepared by an interrupted run")
             done, uncommitted = writer.pieces_done, 0
             if source.has_validation:
                 pieces = count_duplicates(pieces, duplicates)
-                if source.shard_index:  # the validation text is in the first shard, as a whole
+                if source.shard_index:  # the first shard alone holds validation text that is given as a whole
                     pieces = (piece for piece in pieces if piece.split == "train")
             pieces = itertools.islice(pieces, writer.pieces_done, None)
             with PreparationProgress(source.num_bytes, writer.num_bytes_done) as progress:
@@ -111,27 +114,38 @@ def _pack(
                     if uncommitted >= COMMIT_BYTES:
                         writer.commit(done)
                         uncommitted = 0
-            for reason in skipped[:10]:
+            for reason in report.skipped[:10]:
                 say(f"skipped: {reason}")
-            if skipped:
-                say(f"{len(skipped):,} files skipped; documents before the place where one breaks off are kept")
-            description = {**source.describe(), "skipped_files": len(skipped), **duplicates}
+            if report.skipped:
+                say(f"skipped {_count(len(report.skipped), 'file')}; text read before the damage in a file is kept")
+            description = {**source.describe(), "skipped_files": len(report.skipped), **duplicates}
+            if not writer.splits["train"].counts["documents"] and source.num_shards == 1:
+                raise UserError(source.describe_emptiness(report))
+            unused_separator = source.describe_unused_separator(report)
             shard = (source.shard_index, source.num_shards)
-            return writer.finish(tokenizer, description, fingerprint, shard, source.whole_sha256)
+            try:
+                metadata = writer.finish(tokenizer, description, fingerprint, shard, source.whole_sha256)
+            except UserError as error:
+                if unused_separator is None:
+                    raise
+                raise UserError(f"{error}; {unused_separator}") from error
+            if unused_separator:
+                say(f"warning: {unused_separator}")
+            return metadata
         finally:
             writer.release()
     except OSError as error:
         raise UserError(
-            f"cannot write the dataset {directory}: {error.strerror or error}; what is done is kept in "
-            f"{directory.parent}, and the same command goes on with it"
+            f"cannot write the dataset {directory}: {error.strerror or error}; the finished part is kept "
+            f"in {directory.parent}, and the same command resumes it"
         ) from error
 
 
 def open_pieces(
-    source: TextSource, tokenizer: PreTrainedTokenizerBase, skipped: list[str] | None = None
+    source: TextSource, tokenizer: PreTrainedTokenizerBase, report: ReadReport | None = None
 ) -> tuple[EncodePieces, str, Iterator[Piece]]:
     """The encoder for a text, a sentence on it, and the pieces of the text for it."""
-    pieces = dataclasses.replace(source, eos_token_id=tokenizer.eos_token_id).pieces(skipped)
+    pieces = source.pieces(report, tokenizer.eos_token_id)
     sample, characters = deque(), 0
     while characters < SAMPLE_CHARACTERS and (piece := next(pieces, None)):
         sample.append(piece)
@@ -252,6 +266,10 @@ def count_duplicates(pieces: Iterable[Piece], counts: dict[str, int]) -> Iterato
         yield piece
 
 
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def _summarize(directory: Path, metadata: dict, seconds: float) -> None:
     num_bytes = size = 0
     for split, counts in metadata["splits"].items():
@@ -260,13 +278,16 @@ def _summarize(directory: Path, metadata: dict, seconds: float) -> None:
         if not counts["tokens"]:
             say(f"{split}: nothing in this shard")
             continue
+        long_share = counts["tokens_in_long_documents"] / counts["tokens"]
         say(
-            f"{split}: {counts['documents']:,} documents, {counts['bytes']:,} bytes, {counts['tokens']:,} tokens "
-            f"({counts['tokens'] / counts['bytes']:.3f} per byte), {counts['rows']:,} rows; "
-            f"{counts['tokens_in_long_documents'] / counts['tokens']:.0%} of the tokens are in the "
-            f"{counts['long_documents']:,} documents longer than a row"
+            f"{split}: {_count(counts['documents'], 'document')}, {_count(counts['bytes'], 'byte')}, "
+            f"{_count(counts['tokens'], 'token')} ({counts['tokens'] / counts['bytes']:.3f} per byte), "
+            f"{_count(counts['rows'], 'row')}; {_count(counts['long_documents'], 'document')} "
+            f"({long_share:.0%} of the tokens) {'is' if counts['long_documents'] == 1 else 'are'} longer than a row"
         )
+    if any(counts["long_documents"] for counts in metadata["splits"].values()):
+        say("documents longer than a row are cut across rows, which is normal and loses no text")
     if metadata["source"].get("duplicates_of_validation"):
-        say(f"warning: {metadata['source']['duplicates_of_validation']:,} training documents are in the validation "
-            "text too")  # fmt: skip
+        duplicates = _count(metadata["source"]["duplicates_of_validation"], "training document")
+        say(f"warning: the validation text also holds {duplicates}")
     say(f"packed into {directory}, {size / 1e6:,.1f} MB, in {seconds:.1f} s ({num_bytes / 1e6 / seconds:.1f} MB/s)")

@@ -19,7 +19,7 @@ def merge_shards(directory: Path, num_shards: int) -> dict:
     Raises `UserError` if a shard is missing, or was not made as a part of the same whole.
     """
     if directory.exists():
-        raise UserError(f"{directory} exists: the shards were joined already, or it is another dataset; move it away")
+        raise UserError(f"{directory} exists: the shards were merged already, or it is another dataset; move it away")
     folders = [shard_dir(directory, index, num_shards) for index in range(num_shards)]
     missing = [str(index) for index, folder in enumerate(folders) if not folder.is_dir()]
     if missing:
@@ -32,8 +32,8 @@ def merge_shards(directory: Path, num_shards: int) -> dict:
         for key in ("block_size", "vocab_size", "tokenizer_sha256", "whole_sha256"):
             if shard.metadata[key] != shards[0].metadata[key] or shard.metadata["shard"] != [index, num_shards]:
                 raise UserError(
-                    f"{shard.directory} is not of the same whole as {shards[0].directory}: other text, options or "
-                    "tokenizer; prepare it again"
+                    f"{shard.directory} and {shards[0].directory} were not prepared as shards of one dataset: text, "
+                    "options, tokenizer or shard number do not match; prepare them again"
                 )
     partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -64,7 +64,8 @@ def merge_shards(directory: Path, num_shards: int) -> dict:
         files |= sizes_in(partial / split)
         metadata["splits"][split] = {**counts, "rows_sha256": sha256, "file_bytes": files}
     try:
-        check_counts(metadata["splits"], metadata["block_size"])
+        held_out = shards[0].metadata["source"].get("validation_split_percentage")
+        check_counts(metadata["splits"], metadata["block_size"], held_out)
     except UserError:
         shutil.rmtree(partial)
         raise

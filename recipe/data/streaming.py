@@ -25,7 +25,7 @@ from recipe.data.packed import PackedDataset, pack_rows
 from recipe.data.prepare import open_pieces, source_from
 from recipe.data.text import TextSource
 from recipe.data.tokenizer import load_tokenizer
-from recipe.environment import count_cpus
+from recipe.environment import count_cpus, count_local_processes
 from recipe.preemption import outlive_the_first_signal
 
 
@@ -142,7 +142,7 @@ def build_batches(
     )
     if not config.streaming:
         return build_train_batches(split, order, device, config.dataloader_num_workers, config.data_placement)
-    num_threads = config.preprocessing_num_workers or max(1, count_cpus() // num_processes)
+    num_threads = config.preprocessing_num_workers or max(1, count_cpus() // count_local_processes(num_processes))
     rows = StreamedRows(
         source_from(config),
         dataset.directory / "tokenizer",

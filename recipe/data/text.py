@@ -18,6 +18,7 @@ from recipe.data.documents import Piece, cut_ids_into_documents, cut_off_tail, s
 from recipe.data.files import (
     COMPRESSIONS,
     Part,
+    ReadReport,
     Text,
     count_bytes,
     expand_paths,
@@ -37,7 +38,7 @@ class TextSource:
     """Where documents come from; without validation files a share of the training documents is held out.
 
     train_files, validation_files: files, folders (all files below of a kind that can be read) and glob patterns.
-    document_separator: cuts .txt files into documents, e.g. a blank line; without it a file is a document.
+    document_separator: cuts .txt files into documents, e.g. a blank line; without it, a file is a document.
     """
 
     train_files: tuple[str, ...] = ()
@@ -50,7 +51,6 @@ class TextSource:
     validation_split_percentage: float = 5.0
     skip_bad_files: bool = False
     head_characters: int | None = None  # of training text; only these, and as many of validation text, are read
-    eos_token_id: int | None = None  # of a source that is tokenized already; prepare_dataset knows it
     num_shards: int = 1  # of which this one takes every num_shards-th file, or document where files are fewer
     shard_index: int = 0
 
@@ -60,7 +60,7 @@ class TextSource:
                 f"shard_index must be from 0 to num_shards - 1, got {self.shard_index} of {self.num_shards}"
             )
         if bool(self.train_files) == bool(self.dataset_name):
-            raise UserError("pass --train_file or --dataset_name, one of them")
+            raise UserError("pass exactly one of --train_file and --dataset_name")
         if self.validation_files and not self.train_files:
             raise UserError("--validation_file needs --train_file")
         if not 0 < self.validation_split_percentage < 100:
@@ -85,8 +85,15 @@ class TextSource:
 
     @property
     def has_validation(self) -> bool:
-        """Whether the validation text is given, rather than held out of the training documents."""
-        return bool(self.validation_files or (self.dataset_name and self.dataset_name != STANDARD_LIBRARY))
+        """Whether the validation text is given as a whole, rather than held out of the training documents."""
+        if not self.dataset_name or self.dataset_name == STANDARD_LIBRARY:
+            return bool(self.validation_files)
+        return self.dataset_split == "train" and "validation" in self._splits
+
+    @functools.cached_property
+    def _splits(self) -> "dict[str, datasets.IterableDataset]":
+        """The splits of dataset_name, opened once however often they are read."""
+        return open_dataset(self.dataset_name, self.dataset_config_name, self.revision)
 
     @property
     def num_bytes(self) -> int | None:
@@ -101,9 +108,28 @@ class TextSource:
 
     def describe(self) -> dict:
         """What the metadata of a prepared dataset says of its source."""
+        held_out = None if self.has_validation else self.validation_split_percentage
         if self.dataset_name:
-            return {"dataset_name": self.dataset_name, "dataset_config_name": self.dataset_config_name}
-        return {"train_files": list(self.train_files), "validation_files": list(self.validation_files)}
+            description = {"dataset_name": self.dataset_name, "dataset_config_name": self.dataset_config_name}
+        else:
+            description = {"train_files": list(self.train_files), "validation_files": list(self.validation_files)}
+        return {**description, "validation_split_percentage": held_out}
+
+    def describe_emptiness(self, report: ReadReport) -> str:
+        """The message for a source that gave no training document. report: of reading all of it."""
+        names = [*self.train_files[:3], "..."] if len(self.train_files) > 3 else self.train_files
+        where = f"there is no text in {f'dataset {self.dataset_name}' if self.dataset_name else ', '.join(names)}"
+        if report.skipped:
+            return f"{where}: skipped files: {len(report.skipped):,}, the first because: {report.skipped[0]}"
+        return f"{where}: it is empty, or holds nothing but white space"
+
+    def describe_unused_separator(self, report: ReadReport) -> str | None:
+        """Why document_separator cut nothing, if it did not. report: of reading all documents."""
+        if self.document_separator is None or report.num_separators:
+            return None
+        if not any(kind_of(path) == ".txt" for path in self.files):
+            return "--document_separator has no effect: it cuts .txt files, and the text has none"
+        return f"the document separator {self.document_separator!r} never occurs; each .txt file is one document"
 
     @functools.cached_property
     def revision(self) -> str | None:
@@ -129,13 +155,22 @@ class TextSource:
             len(self._files("validation_files")),
             self.head_characters,
             self.num_shards,
+            # Until has_validation looked for the split, shards without one lost text: they must not pass for these.
+            *([self.has_validation] if self.dataset_name and self.num_shards > 1 else []),
+        )
+
+    @property
+    def _local_dataset_files(self) -> list[Path]:
+        """The files of dataset_name where it is a folder, sorted."""
+        return (
+            sorted(path for path in Path(self.dataset_name).rglob("*") if path.is_file()) if self.dataset_name else []
         )
 
     @property
     def whole_sha256(self) -> str:
         """The same for all shards of one whole, by its options and the names and sizes of all files."""
-        files = self._files("train_files") + self._files("validation_files")
-        named = [(Path(path).name, Path(path).stat().st_size) for path in files]
+        files = [*map(Path, self._files("train_files") + self._files("validation_files")), *self._local_dataset_files]
+        named = [(path.name, path.stat().st_size) for path in files]
         return hashlib.sha256(repr((self._options, named)).encode()).hexdigest()
 
     @functools.cached_property
@@ -152,26 +187,38 @@ class TextSource:
         if self.dataset_name == STANDARD_LIBRARY:
             for document in read_standard_library():
                 digest.update(document.encode())
-        elif self.dataset_name and Path(self.dataset_name).exists():
-            for path in sorted(p for p in Path(self.dataset_name).rglob("*") if p.is_file()):
-                digest.update(str(path.relative_to(self.dataset_name)).encode())
-                digest.update(_name_size_time(path))
+        for path in self._local_dataset_files:
+            digest.update(str(path.relative_to(self.dataset_name)).encode())
+            digest.update(_name_size_time(path))
         return digest.hexdigest()
 
-    def pieces(self, skipped: list[str] | None = None) -> Iterator[Piece]:
+    def pieces(self, report: ReadReport | None = None, eos_token_id: int | None = None) -> Iterator[Piece]:
         """Every document in reading order, validation files and splits first. Raises `UserError` for bad input.
 
-        skipped: gets the reason for each file that is passed over because of skip_bad_files.
+        Validation text that is given as a whole is in every shard, to find duplicates of it in the training text.
+        report: is filled in while the documents are read; eos_token_id: ends documents in token ids.
         """
-        pieces = self._all_pieces([] if skipped is None else skipped)
+        pieces = self._all_pieces(report or ReadReport(), eos_token_id)
         return take_head(pieces, self.head_characters) if self.head_characters else pieces
 
-    def _all_pieces(self, skipped: list[str]) -> Iterator[Piece]:
-        if self.validation_files:  # all of it in every shard: for the duplicates, see prepare_dataset
-            yield from (
-                Piece("validation", *part) for part in self._read_files(self._files("validation_files"), skipped)
-            )
-            yield from (Piece("train", *part) for part in self._read_shard("train_files", skipped))
+    def _all_pieces(self, report: ReadReport, eos_token_id: int | None) -> Iterator[Piece]:
+        def read_files(paths: Iterable[str]) -> Iterator[Part]:
+            return cut_ids_into_documents(self._read_parts(paths, report), eos_token_id)
+
+        def read_rows(rows: Iterable[dict]) -> Iterator[Part]:
+            texts = texts_of(rows, self.text_column_name, f"dataset {self.dataset_name}")
+            parts = ((text, True) for text in _guarded(texts, self.dataset_name))
+            return cut_ids_into_documents(parts, eos_token_id)
+
+        def read_train_files() -> Iterator[Part]:
+            """This shard's files, or its part of the documents where there are fewer files than shards."""
+            files = self._files("train_files")
+            parts = read_files(self._shard(files))
+            return parts if len(files) >= self.num_shards else self._take(parts)
+
+        if self.validation_files:
+            yield from (Piece("validation", *part) for part in read_files(self._files("validation_files")))
+            yield from (Piece("train", *part) for part in read_train_files())
         elif self._is_a_few_texts():  # too few documents to hold whole ones out: each gives its own tail
             for path in self.files:
                 try:
@@ -179,16 +226,16 @@ class TextSource:
                 except UserError as error:
                     if not self.skip_bad_files:
                         raise
-                    skipped.append(str(error))
+                    report.skipped.append(str(error))
                     continue
-                parts = self._read_files([path], skipped)
+                parts = read_files([path])
                 yield from cut_off_tail(parts, num_bytes, self.validation_split_percentage)
         elif self.train_files:
-            yield from self._split(self._read_shard("train_files", skipped))
+            yield from self._split(read_train_files())
         elif self.dataset_name == STANDARD_LIBRARY:
             yield from self._split(self._take((text, True) for text in read_standard_library()))
         else:
-            splits = open_dataset(self.dataset_name, self.dataset_config_name, self.revision)
+            splits = self._splits
             if self.dataset_split not in splits:
                 raise UserError(
                     f"dataset {self.dataset_name} has no split '{self.dataset_split}' "
@@ -196,22 +243,26 @@ class TextSource:
                 )
             documents = splits[self.dataset_split]
             if self.num_shards > 1 and getattr(documents, "num_shards", 1) >= self.num_shards:
-                documents = self._read_rows(documents.shard(self.num_shards, self.shard_index))  # by files
+                documents = read_rows(documents.shard(self.num_shards, self.shard_index))  # by files
             else:
-                documents = self._take(self._read_rows(documents))
-            if "validation" in splits and self.dataset_split == "train":
-                yield from (Piece("validation", *part) for part in self._read_rows(splits["validation"]))
+                documents = self._take(read_rows(documents))
+            if self.has_validation:
+                yield from (Piece("validation", *part) for part in read_rows(splits["validation"]))
                 yield from (Piece("train", *part) for part in documents)
             else:
                 yield from self._split(documents)
 
     def train_texts(self) -> Iterator[str]:
-        """The training text alone, for training a tokenizer."""
-        for piece in self.pieces():
+        """The training text alone, for training a tokenizer. Raises `UserError` if there is none."""
+        is_empty, report = True, ReadReport()
+        for piece in self.pieces(report):
             if not isinstance(piece.text, str):
                 raise UserError(f"column '{self.text_column_name}' is tokenized already; pass its --tokenizer_name")
             if piece.split == "train":
+                is_empty = False
                 yield piece.text
+        if is_empty:
+            raise UserError(self.describe_emptiness(report))
 
     def _is_a_few_texts(self) -> bool:
         if self.document_separator is not None or not self.files or self.num_shards > 1:
@@ -220,29 +271,16 @@ class TextSource:
             len(self.files) * self.validation_split_percentage < 200
         )
 
-    def _read_shard(self, kind: str, skipped: list[str]) -> Iterator[Part]:
-        """This shard's part of a field's files: whole files, or documents where there are fewer files than shards."""
-        files = self._files(kind)
-        parts = self._read_files(self._shard(files), skipped)
-        return parts if len(files) >= self.num_shards else self._take(parts)
-
-    def _read_rows(self, rows: Iterable[dict]) -> Iterator[Part]:
-        texts = _guarded(texts_of(rows, self.text_column_name, f"dataset {self.dataset_name}"), self.dataset_name)
-        return cut_ids_into_documents(((text, True) for text in texts), self.eos_token_id)
-
-    def _read_files(self, paths: Iterable[str], skipped: list[str]) -> Iterator[Part]:
-        return cut_ids_into_documents(self._read_parts(paths, skipped), self.eos_token_id)
-
-    def _read_parts(self, paths: Iterable[str], skipped: list[str]) -> Iterator[Part]:
+    def _read_parts(self, paths: Iterable[str], report: ReadReport) -> Iterator[Part]:
         for path in paths:
             ends = True
             try:
-                for text, ends in read_file(path, self.text_column_name, self.document_separator):
+                for text, ends in read_file(path, self.text_column_name, self.document_separator, report):
                     yield text, ends
             except UserError as error:
                 if not self.skip_bad_files:
-                    raise UserError(f"{error}; --skip_bad_files passes over such files") from error
-                skipped.append(str(error))
+                    raise UserError(f"{error}; --skip_bad_files skips such files") from error
+                report.skipped.append(str(error))
                 if not ends:  # it broke off within a document, which must not run on into the next file's
                     yield "", True
 

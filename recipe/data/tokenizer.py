@@ -35,15 +35,16 @@ def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
 def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
     """Train a byte-level BPE like GPT-2's: any text can be encoded, `<|endoftext|>` ends documents.
 
-    Raises `UserError` if the text is too small to give that many tokens.
+    A small text has fewer than vocab_size tokens to offer; the tokenizer then has those, at least 257.
     """
-    tokenizer = GPT2Tokenizer().train_new_from_iterator(_slices(documents), vocab_size=vocab_size, show_progress=False)
-    if len(tokenizer) < vocab_size:
-        raise UserError(
-            f"the text is too small for a vocabulary of {vocab_size} tokens: it gives {len(tokenizer)}; train on more "
-            f"text, or ask for at most {len(tokenizer)} (--tokenizer_vocab_size in a run, --vocab_size in the script)"
-        )
-    return tokenizer
+    return GPT2Tokenizer().train_new_from_iterator(_slices(documents), vocab_size=vocab_size, show_progress=False)
+
+
+def describe_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> str:
+    """The size of a tokenizer that was just trained, and why it is not vocab_size."""
+    if len(tokenizer) == vocab_size:
+        return f"{vocab_size:,} tokens"
+    return f"{len(tokenizer):,} tokens (the text is too small to give the {vocab_size:,} that were asked for)"
 
 
 def _slices(documents: Iterable[str], characters: int = 100_000) -> Iterator[str]:
