@@ -226,7 +226,7 @@ class TrainConfig:
     logging_steps: int = _field(10, "Steps between log lines; the only steps on which the host waits for the device.")
     eval_on_start: bool = _field(True, "Evaluate the untrained model, to compare with.")
     eval_steps: int = _field(250, "Steps between evaluations; 0: only the first and the last.")
-    max_eval_samples: int | str = _field(
+    max_eval_samples: int | str | None = _field(
         "auto", "Validation rows in an evaluation: a number, all, or auto: at most 2% of the run's time in total."
     )
     exact_final_eval: bool = _field(False, "Use all validation rows in the last evaluation.")
@@ -607,7 +607,7 @@ def _check_values(config: TrainConfig) -> None:
         )
     samples = config.max_eval_samples
     require(
-        samples in ("auto", "all") or (isinstance(samples, int) and samples >= 1),
+        samples in ("auto", "all", None) or (isinstance(samples, int) and samples >= 1),
         "max_eval_samples",
         "auto, all or at least 1",
     )

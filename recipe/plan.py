@@ -36,7 +36,7 @@ def count_eval_rows(config: TrainConfig, num_validation_rows: int, rows_per_forw
 
     `auto` keeps all evaluations together within `EVALUATION_SHARE` of the run, but uses at least one forward.
     """
-    if config.max_eval_samples == "all":
+    if config.max_eval_samples in ("all", None):
         return num_validation_rows
     num_rows = config.max_eval_samples
     if num_rows == "auto":
@@ -50,13 +50,13 @@ def count_eval_rows(config: TrainConfig, num_validation_rows: int, rows_per_forw
 def fit_max_steps(
     config: TrainConfig, step: int, seconds_left: float, step_seconds: float, eval_seconds: float
 ) -> int:
-    """The step, at most `max_steps`, at which a run ends that has so many seconds left after `step`."""
-    max_steps = config.max_steps
-    for _ in range(2):  # fewer steps need fewer evaluations
-        evaluations = count_evaluations(config, max_steps) - count_evaluations(config, step)
-        seconds = max(0.0, seconds_left - CLOSING_SECONDS - max(1, evaluations) * eval_seconds)
-        max_steps = min(config.max_steps, step + int(seconds / step_seconds))
-    return max_steps
+    """The step, at most `max_steps` and after `step`, at which a run ends that has so many seconds left.
+
+    step_seconds: of one step. eval_seconds: of one evaluation.
+    """
+    seconds_a_step = step_seconds + count_evaluations(config, config.max_steps) * eval_seconds / config.max_steps
+    seconds = max(0.0, seconds_left - CLOSING_SECONDS - eval_seconds)  # the last evaluation may be an extra one
+    return min(config.max_steps, step + max(1, int(seconds / seconds_a_step)))
 
 
 class StepBudget:
@@ -65,16 +65,16 @@ class StepBudget:
     def __init__(self, config: TrainConfig, started_at: float, first_step: int, eval_seconds: float) -> None:
         """started_at: of the program, by `time.perf_counter`. eval_seconds: what one evaluation takes."""
         self.config, self.started_at, self.first_step, self.eval_seconds = config, started_at, first_step, eval_seconds
-        self.timed_from = 0.0
+        self.timed_from, self.chosen = 0.0, False
 
     def choose(self, step: int) -> int | None:
-        """To be called after each step. Returns the number of steps when it is time to choose, else None.
+        """To be called before each step. step: steps done. Returns the number of steps once, when it is chosen.
 
         The host waits for the device twice, once before and once after the steps that are timed. All processes get
         the main one's answer.
         """
         num_steps = step - self.first_step
-        if self.config.max_minutes is None or num_steps not in (FIRST_TIMED_STEP, LAST_TIMED_STEP):
+        if self.config.max_minutes is None or self.chosen or num_steps not in (FIRST_TIMED_STEP, LAST_TIMED_STEP):
             return None
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
@@ -82,6 +82,7 @@ class StepBudget:
         if num_steps == FIRST_TIMED_STEP:
             self.timed_from = now
             return None
+        self.chosen = True
         step_seconds = (now - self.timed_from) / (LAST_TIMED_STEP - FIRST_TIMED_STEP)
         seconds_left = self.config.max_minutes * 60 - (now - self.started_at)
         return on_main_process(lambda: fit_max_steps(self.config, step, seconds_left, step_seconds, self.eval_seconds))

@@ -186,7 +186,7 @@ def drop_events_after(path: Path, step: int) -> None:
 def describe_evaluation(what: str, values: dict[str, float]) -> str:
     return (
         f"{what}: validation loss {values['loss']:.4f}, perplexity {values['perplexity']:,.2f}, "
-        f"{values['bits_per_byte']:.4f} bits per byte ({values['num_rows']:,} rows, {values['seconds']:.1f} s)"
+        f"{values['bits_per_byte']:.4f} bits per byte"
     )
 
 

@@ -125,7 +125,7 @@ def main() -> None:
     if config.eval_only:
         evaluation = evaluate_model(accelerator, module, dataset, eval_batch_size, num_validation_rows)
         if accelerator.is_main_process:
-            print(describe_evaluation(str(source or resume_dir), evaluation))
+            print(describe_evaluation(f"{source or resume_dir}, {num_validation_rows:,} rows", evaluation))
         accelerator.end_training()
         return
     batches = build_batches(config, dataset, accelerator, micro_batch_size, state.step, state.position)
@@ -169,6 +169,14 @@ def main() -> None:
     stop = None
     module.train()
     while state.step < config.max_steps and stop is None:
+        if (max_steps := budget.choose(state.step)) is not None:
+            report.shorten(state.step, max_steps, config)
+            config = dataclasses.replace(config, max_steps=max_steps, max_minutes=None)
+            update.set_schedule(config)
+            state.steps_chosen, identity["max_steps"] = True, max_steps
+            eval_rows = count_eval_rows(config, num_validation_rows, eval_batch_size * num_processes)
+            on_main_process(lambda chosen=config: record_config(output_dir, chosen))
+
         try:
             step_loss = torch.zeros((), device=device)
             for _ in range(accumulation_steps):
@@ -196,14 +204,6 @@ def main() -> None:
         state.step += 1
         state.position = batches.position
         freed_memory.give_back()
-
-        if (max_steps := budget.choose(state.step)) is not None:
-            report.shorten(state.step, max_steps, config)
-            config = dataclasses.replace(config, max_steps=max_steps, max_minutes=None)
-            update.set_schedule(config)
-            state.steps_chosen, identity["max_steps"] = True, max_steps
-            eval_rows = count_eval_rows(config, num_validation_rows, eval_batch_size * num_processes)
-            on_main_process(lambda chosen=config: record_config(output_dir, chosen))
 
         stop = stop_request.agreed()
         last = state.step == config.max_steps

@@ -131,9 +131,21 @@ def test_rows_of_joined_shards_are_the_same_in_every_placement(tmp_path, jsonl_f
 def test_validation_takes_each_row_once(dataset, batch_size, num_processes):
     """Every process has as many batches, all of one shape; the real rows are the split, each once."""
     split = dataset.splits["validation"]
-    per_process = [list(iterate_validation(split, batch_size, p, num_processes)) for p in range(num_processes)]
+    per_process = [
+        list(iterate_validation(split, len(split), batch_size, p, num_processes)) for p in range(num_processes)
+    ]
     assert len({len(batches) for batches in per_process}) == 1
     real = [rows[:num_real] for batches in per_process for rows, num_real in batches]
     assert all(rows.shape[0] == batch_size for batches in per_process for rows, _ in batches)
     found = sorted(map(tuple, np.concatenate(real).tolist()))
     assert found == sorted(map(tuple, split[np.arange(len(split))].tolist()))
+
+
+@pytest.mark.parametrize("num_rows", [1, 7, 20])
+def test_a_sample_of_the_validation_rows_is_spread_over_the_split(dataset, num_rows):
+    """A sample takes different rows, each once, at equal distances from the first row on."""
+    split = dataset.splits["validation"]
+    found = np.concatenate([rows[:n] for rows, n in iterate_validation(split, num_rows, 3, 0, 1)])
+    expected = [i * len(split) // num_rows for i in range(num_rows)]
+    assert len(set(expected)) == num_rows < len(split)
+    assert (found == split[np.array(expected)]).all()

@@ -72,7 +72,7 @@ def test_resume_from_a_path_and_of_a_finished_run(train, tmp_path, capsys):
     before, summary = (first / "model.safetensors").read_bytes(), (first / "summary.json").read_text()
     assert before == (second / "model.safetensors").read_bytes()
     train("--max_steps", "4", "--save_steps", "2", "--resume_from_checkpoint", str(first), output_dir=first)
-    assert "all 4 steps are done: nothing is left to train" in capsys.readouterr().out
+    assert "all 4 steps are done" in capsys.readouterr().out
     assert (first / "model.safetensors").read_bytes() == before
     assert [e["step"] for e in read_events(first, "train")] == [1, 2, 3, 4]
     assert (first / "summary.json").read_text() == summary

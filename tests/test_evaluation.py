@@ -28,7 +28,7 @@ def mean_loss(model, rows: np.ndarray) -> float:
 
 @pytest.fixture
 def run(train):
-    return train("--max_steps", "2")
+    return train("--max_steps", "2", "--max_eval_samples", "all")
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 1000])
@@ -39,7 +39,7 @@ def test_exact_mean_on_any_batch_size(run, dataset, batch_size):
     assert len(split) % 3 != 0
     expected = mean_loss(model, split[np.arange(len(split))])
     reset_accelerate()
-    result = evaluate_model(Accelerator(cpu=True), LanguageModelingLoss(model, 500), dataset, batch_size)
+    result = evaluate_model(Accelerator(cpu=True), LanguageModelingLoss(model, 500), dataset, batch_size, len(split))
     assert result["loss"] == pytest.approx(expected, abs=1e-6)
     assert result["perplexity"] == pytest.approx(math.exp(expected), rel=1e-5)
     counts = dataset.metadata["splits"]["validation"]
@@ -61,7 +61,7 @@ def test_evaluation_leaves_the_module_in_training_mode(run, dataset):
     reset_accelerate()
     module = LanguageModelingLoss(AutoModelForCausalLM.from_pretrained(run), 500)
     evaluate_model(
-        Accelerator(cpu=True), module, PackedDataset(dataset.directory, dataset.metadata, dataset.splits), 4
+        Accelerator(cpu=True), module, PackedDataset(dataset.directory, dataset.metadata, dataset.splits), 4, 10
     )
     assert module.training and module.model.training
 

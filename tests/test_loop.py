@@ -114,7 +114,7 @@ def test_what_a_run_leaves(train):
     assert [e["step"] for e in events] == [1, 2, 4, 5]
     assert [e["tokens_seen"] for e in events] == [n * 4 * BLOCK_SIZE for n in (1, 2, 4, 5)]
     fields = {"event", "step", "tokens_seen", "loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu",
-              "steps_left_out", "peak_memory_bytes"}  # fmt: skip
+              "steps_left_out", "share_outside_training", "peak_memory_bytes"}  # fmt: skip
     assert all(set(event) == fields for event in events)
     assert [e["step"] for e in read_events(output_dir, "eval")] == [0, 4, 5]
     summary = json.loads((output_dir / "summary.json").read_text())
@@ -145,7 +145,7 @@ def test_no_host_synchronisation_between_log_lines(train, monkeypatch):
     """Tensors are read on the host at log lines and evaluations only (on a GPU each read waits for the device)."""
     import recipe.train
 
-    monkeypatch.setattr(recipe.train, "generate_texts", lambda *args, **kwargs: ["no sample"])  # it reads every token
+    monkeypatch.setattr(recipe.train, "sample_from", lambda *args, **kwargs: "no sample")  # it reads every token
     reads = []
     for name in ("item", "tolist", "__bool__", "__float__", "__int__", "numpy"):
         original = getattr(torch.Tensor, name)

@@ -24,7 +24,7 @@ def test_trackers_get_the_numbers_of_the_log(train):
     """TensorBoard holds the losses of metrics.jsonl."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    output_dir = train("--report_to", "tensorboard", "--run_name", "mine")
+    output_dir = train("--report_to", "tensorboard", "--project", "mine")
     events = EventAccumulator(str(output_dir / "mine")).Reload()
     logged = [(e.step, e.value) for e in events.Scalars("train/loss")]
     assert logged == [(e["step"], pytest.approx(e["loss"])) for e in read_events(output_dir, "train")]
@@ -39,10 +39,10 @@ def test_a_tracker_that_is_not_installed_is_an_error(train):
 def test_lines_fit_a_terminal_of_80_columns(train, dataset_dir, capsys, monkeypatch):
     """All that the program itself prints, folders with long names aside."""
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(recipe.train, "generate_texts", lambda *args, **kwargs: ["a sample"])
+    monkeypatch.setattr(recipe.train, "sample_from", lambda *args, **kwargs: "a sample")
     output_dir = train("--save_steps", "4")
     printed = capsys.readouterr().out.replace(str(output_dir), "runs/demo").replace(str(dataset_dir), "data")
-    assert "resume" in printed
+    assert "--resume_from_checkpoint" in printed
     assert [line for line in printed.splitlines() if len(line) > 80] == []
 
 

@@ -1,9 +1,6 @@
 """What `auto` resolves to, and why; threads, compiled graphs."""
 
 import os
-import platform
-import subprocess
-import sys
 import types
 
 import pytest
@@ -155,27 +152,6 @@ def test_a_backend_of_the_launcher_that_would_not_work(monkeypatch):
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "CUDAGRAPHS")
     with pytest.raises(UserError, match="dynamo_backend cudagraphs is not one that works here"):
         choose_dynamo_backend(config_of(), CUDA, 1)
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's allocator only")
-def test_freed_memory_is_kept():
-    """After it, large buffers that are freed and asked for again cost few page faults.
-
-    The first few are for the heap to settle: what Python allocates in between splits one or two of them.
-    """
-    code = (
-        "import resource, sys, torch; from recipe.runtime import keep_freed_memory\n"
-        "if sys.argv[1] == 'keep': keep_freed_memory(torch.device('cpu'))\n"
-        "for _ in range(5): torch.empty(2**26).fill_(1)\n"
-        "before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
-        "for _ in range(5): torch.empty(2**26).fill_(1)\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)"
-    )
-    faults = {}
-    for mode in ("keep", "give_back"):
-        result = subprocess.run([sys.executable, "-c", code, mode], capture_output=True, text=True, check=True)
-        faults[mode] = int(result.stdout)
-    assert faults["keep"] < faults["give_back"] / 4
 
 
 def test_one_graph_for_training_and_one_for_evaluation(train):
