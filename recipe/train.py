@@ -38,8 +38,8 @@ from recipe.metrics import (
     peak_flops_per_second,
     peak_memory_bytes,
 )
-from recipe.micro_batch import find_micro_batch, micro_batch_candidates, smaller_micro_batch
-from recipe.model import build_model, build_model_config, count_exported_parameters
+from recipe.micro_batch import estimate_row_bytes, find_micro_batch, micro_batch_candidates, smaller_micro_batch
+from recipe.model import build_model, build_model_config, count_exported_parameters, use_sigmoid_gelu
 from recipe.optim import GuardedUpdate, build_optimizer, compute_learning_rates, count_warmup_steps
 from recipe.output_dir import SUMMARY_NAME, choose_output_dir, open_output_dir
 from recipe.preemption import EXIT_STOPPED, StopRequest
@@ -48,6 +48,9 @@ from recipe.runtime import (
     build_accelerator,
     choose_attention,
     choose_dynamo_backend,
+    choose_index_mask,
+    choose_residual,
+    choose_sigmoid_gelu,
     compile_module,
     on_main_process,
     start_processes,
@@ -64,6 +67,7 @@ def main() -> None:
     output_dir = on_main_process(lambda: choose_output_dir(config, recipe))
     accelerator, precision = build_accelerator(config, output_dir)
     device, num_processes = accelerator.device, accelerator.num_processes
+    residual = choose_residual(config, device, precision)
     micro_batches = micro_batch_candidates(config, num_processes, device)
     compute_learning_rates(config)  # a schedule that cannot be, before there is a model
     build_model_config(config, vocab_size=1, eos_token_id=0)  # before text is prepared for a model that cannot be
@@ -78,17 +82,21 @@ def main() -> None:
 
     # ------------------------------------------------------------------ model, optimizer, prepare
     attention = choose_attention(config, device)
-    model = build_model(config, model_config, attention.value)
+    model = build_model(config, model_config, attention.value, residual.on)
     flops_per_token = count_flops_per_token(model.config, count_parameters(model))
-    module = LanguageModelingLoss(
-        model, dataset.vocab_size, config.label_smoothing_factor, config.loss_chunks, config.loss_in_graph
-    )
     dynamo = choose_dynamo_backend(config, device, flops_per_token * tokens_per_step * config.max_steps)
+    gelu = choose_sigmoid_gelu(config, model_config, device, precision, dynamo)
+    mask = choose_index_mask(config, device, dynamo)
+    if gelu.on:
+        use_sigmoid_gelu(model)
+    module = LanguageModelingLoss(model, dataset.vocab_size, config.label_smoothing_factor, config.loss_chunks,
+                                  config.loss_in_graph, mask.on)  # fmt: skip
     compile_module(module if config.loss_in_graph else model, dynamo.value, config.dynamo_mode)
     optimizer = build_optimizer(config, module)
     module, optimizer = accelerator.prepare(module, optimizer)
     update = GuardedUpdate(config, accelerator, optimizer)
-    micro_batch_size = find_micro_batch(accelerator, module, micro_batches, config.block_size)
+    row_bytes = estimate_row_bytes(config, model.config, precision.value, residual.on)
+    micro_batch_size = find_micro_batch(accelerator, module, micro_batches, config, row_bytes)
     accumulation_steps = config.global_batch_size // (micro_batch_size * num_processes)
     accelerator.gradient_accumulation_steps = accumulation_steps
     eval_batch_size = config.per_device_eval_batch_size or micro_batch_size
@@ -111,9 +119,13 @@ def main() -> None:
         "device": f"{num_processes} x {describe_device(device)}"
         + (f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""),
         "precision": f"{precision.value}: {precision.reason}"
-        + ("; TF32 for what stays fp32" if device.type == "cuda" and config.tf32 else ""),
+        + ("; TF32 for what stays fp32" if device.type == "cuda" and config.tf32 else "")
+        + ("; deterministic algorithms" if config.deterministic else ""),
+        "residual": f"{'bf16' if residual.on else 'fp32'}: {residual.reason}",
         "dynamo": f"{dynamo.value}: {dynamo.reason}",
         "attention": f"{attention.value}: {attention.reason}",
+        "gelu": f"{'by a sigmoid' if gelu.on else 'stock'}: {gelu.reason}",
+        "padding": f"masked by {'index' if mask.on else 'a bias'}: {mask.reason}",
         "model": f"{type(model).__name__}, {count_parameters(model):,} parameters, vocabulary {dataset.vocab_size:,}"
         + (f" padded to {model.config.vocab_size:,}" if model.config.vocab_size > dataset.vocab_size else "")
         + f", {config.block_size} positions",

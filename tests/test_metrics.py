@@ -31,7 +31,8 @@ def test_flops_per_token_are_those_of_the_matmuls(tied):
     ("name", "tflops"),
     [("NVIDIA H200", 989), ("NVIDIA H200 NVL", 835), ("NVIDIA GH200 480GB", 989), ("NVIDIA GB200", 2500),
      ("NVIDIA B200", 2250), ("NVIDIA B300 SXM6 AC", 2250), ("NVIDIA H800", 989), ("NVIDIA A800-SXM4-80GB", 312),
-     ("NVIDIA L40", 181), ("NVIDIA RTX A6000", 155), ("NVIDIA RTX 6000 Ada Generation", 364), ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA L4", 121), ("NVIDIA L40S", 362), ("Tesla T4", 65),
+     ("NVIDIA L40", 181), ("NVIDIA RTX A6000", 155), ("NVIDIA RTX 6000 Ada Generation", 364),
+     ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA L4", 121), ("NVIDIA L40S", 362), ("Tesla T4", 65),
      ("NVIDIA H100 PCIe", 756), ("Unheard Of", None)],
 )  # fmt: skip
 def test_the_data_sheet_of_a_device(monkeypatch, name, tflops):
