@@ -70,14 +70,16 @@ def observe(train, monkeypatch, options: dict) -> dict:
             block = model.transformer.h[0]
             block.mlp.c_fc.register_forward_hook(lambda *_: seen.__setitem__("blocks", seen["blocks"] + 1))
             block.mlp.c_fc.register_forward_hook(lambda m, i, output: seen.__setitem__("matmul", output.dtype))
+            block.mlp.register_forward_pre_hook(lambda m, i: seen.__setitem__("gelu", type(m.act).__name__))
             model.transformer.ln_f.register_forward_pre_hook(lambda m, i: seen.__setitem__("residual", i[0].dtype))
             model.lm_head.register_forward_hook(
                 lambda m, i, output: seen["head_rows"].add(i[0].numel() // i[0].shape[-1])
             )
             return model
 
-        def build_optimizer(*args):
-            optimizer = original_build_optimizer(*args)
+        def build_optimizer(config, module):
+            optimizer = original_build_optimizer(config, module)
+            seen["index_mask"] = module.index_mask
             seen["fused"] = bool(optimizer.defaults["fused"])
             return optimizer
 
@@ -124,7 +126,8 @@ def observed():
 
 IN_GRAPH, LOGITS = "LanguageModelingLoss", "GPT2LMHeadModel"
 COMPILED = (IN_GRAPH, "inductor", "default", True)
-ALL = [*build_rungs(CPU), *build_extras(CPU, 2, 4), *build_memory_rungs(CPU)]
+CUDA_ONLY = [rung for rung in build_rungs(H200) if rung.name in ("sigmoid_gelu", "index_mask")]  # seen on a CPU too
+ALL = [*build_rungs(CPU), *build_extras(CPU, 2, 4), *build_memory_rungs(CPU), *CUDA_ONLY]
 
 
 @pytest.mark.parametrize(
@@ -143,6 +146,8 @@ ALL = [*build_rungs(CPU), *build_extras(CPU, 2, 4), *build_memory_rungs(CPU)]
         ("attention", "sdpa", {(True, True)}, set()),
         ("micro_batch_4", "rows_per_read", {2}, {4}),
         ("bf16_residual", "residual", torch.float32, torch.bfloat16),
+        ("sigmoid_gelu", "gelu", "NewGELUActivation", "SigmoidGELU"),
+        ("index_mask", "index_mask", False, True),
         ("tuned", "compiled", COMPILED, (IN_GRAPH, "inductor", "max-autotune-no-cudagraphs", True)),
         ("loss_chunks", "head_rows", {2 * BLOCK_SIZE}, {2 * BLOCK_SIZE // 8}),
         ("checkpointing", "blocks", 18, 36),
@@ -165,7 +170,7 @@ def test_a_rung_changes_what_it_claims(train, monkeypatch, observed, name, key, 
 def test_every_rung_has_its_claim():
     """None is left out of the test above, but for those that only a GPU can run (test_gpu.py)."""
     claims = {parameters[0] for parameters in test_a_rung_changes_what_it_claims.pytestmark[0].args[1]}
-    assert {rung.name for rung in ALL} - claims == {"bottom", "tf32", "8gb"}
+    assert {rung.name for rung in (*ALL, *build_rungs(H200))} - claims == {"bottom", "tf32", "8gb"}
 
 
 # ------------------------------------------------------------------ what is run
@@ -175,6 +180,7 @@ def test_the_top_of_the_ladder_is_the_recipe():
     """Its options are the defaults of recipe/train.py, or what their `auto` takes on the machine."""
     resolved = {"mixed_precision": "bf16", "dynamo_backend": "inductor", "attn_implementation": "sdpa"}
     for machine in (CPU, H200):
+        resolved |= dict.fromkeys(("bf16_residual", "sigmoid_gelu", "index_mask"), machine is H200)
         rungs = build_rungs(machine)
         options = options_of(rungs)
         options.pop("logging_steps")
