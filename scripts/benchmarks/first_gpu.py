@@ -225,7 +225,8 @@ class FirstRun:
         retried: set[str] = set()
         try:
             while (waiting or running) and time.monotonic() < deadline:
-                while waiting and len(running) < MOST_WARM_UPS:
+                # What was out of memory beside the others is tried again alone.
+                while waiting and len(running) < (1 if waiting[0] in retried else MOST_WARM_UPS):
                     name = waiting.pop(0)
                     command, directory, _, _ = jobs[name]
                     # Several compile at once, each with a few threads; how many does not change what is cached.
@@ -240,7 +241,7 @@ class FirstRun:
                     del running[name]
                     end(process)
                     reason = "warm" if is_warm else why_it_ended(self.log_of(name).read_text(errors="replace"))
-                    if reason == "out of memory" and name not in retried:  # beside the others: once more, later
+                    if reason == "out of memory" and name not in retried:
                         retried.add(name)
                         waiting.append(name)
                     ended[name] = {"seconds": round(time.monotonic() - started_at, 1), "ended": reason}

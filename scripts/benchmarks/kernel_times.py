@@ -23,7 +23,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.activations import ACT2FN
 
 from recipe.loss import LanguageModelingLoss
-from recipe.model import SigmoidGELU, padded_vocab_size
+from recipe.model import SDPA_WITHOUT_MASK, SigmoidGELU, padded_vocab_size
 from recipe.runtime import persist_compile_cache
 
 ATTENTION = {
@@ -98,7 +98,7 @@ def benchmarks(args: argparse.Namespace, device: torch.device) -> dict[str, Call
         config = GPT2Config(
             n_layer=0, n_embd=width, n_head=args.n_head, n_positions=args.block_size, vocab_size=padded
         )
-        model = GPT2LMHeadModel(config).to(device)
+        model = GPT2LMHeadModel._from_config(config, attn_implementation=SDPA_WITHOUT_MASK)
         module = LanguageModelingLoss(model, args.vocab_size if has_padding else padded, index_mask=index_mask)
         module = compiled(module.to(device))
         rows = torch.randint(args.vocab_size, (args.rows, args.block_size + 1), device=device)
