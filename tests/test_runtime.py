@@ -188,6 +188,11 @@ def test_what_inductor_fuses_on_cuda(argv, device, dynamo, expected):
         assert choice.on is expected and choice.reason
 
 
+def test_the_mask_of_a_loss_outside_the_graph_is_a_bias():
+    """Where an index would cost a pass over the logits."""
+    assert not runtime.choose_index_mask(config_of("--loss_in_graph", "False"), CUDA, Choice("inductor", "so")).on
+
+
 def test_another_activation_is_not_replaced():
     """Only gelu_new is what the sigmoid computes."""
     assert not choose_gelu(config_of(), CUDA, "bf16", "inductor", "relu").on
