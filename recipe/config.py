@@ -174,7 +174,16 @@ class TrainConfig:
         "auto",
         "sdpa takes the flash kernels, without a mask; sdpa_with_mask is Transformers' own; eager: plain matmuls.",
     )
-    bf16_residual: bool = _field(False, "Keep the residual stream in bf16 too; needs bf16 mixed precision.")
+    bf16_residual: Literal["auto", "true", "false"] = _field(
+        "auto", "Keep the residual stream in bf16 too; needs bf16 mixed precision. auto: on CUDA."
+    )
+    sigmoid_gelu: Literal["auto", "true", "false"] = _field(
+        "auto", "Compute gelu_new as x * sigmoid(2u), which equals 0.5x * (1 + tanh(u)). auto: with inductor on CUDA."
+    )
+    index_mask: Literal["auto", "true", "false"] = _field(
+        "auto",
+        "Keep the vocabulary's padding out of the loss by its index; else add a bias. auto: with inductor on CUDA.",
+    )
     activation_checkpointing: bool = _field(False, "Recompute activations in backward: less memory, more time.")
     loss_chunks: int = _field(1, "Compute the loss in this many pieces: less memory, more time.")
     loss_in_graph: bool = _field(True, "Compile model and loss as one; else the model returns logits.")
@@ -219,6 +228,7 @@ class TrainConfig:
     tf32: bool = _field(True, "TF32 for the CUDA matmuls that stay in fp32.")
     dynamo_backend: Literal["auto", "no", "inductor", "aot_eager", "eager"] = _field("auto", "Torch dynamo backend.")
     dynamo_mode: Literal["default", "max-autotune-no-cudagraphs"] = _field("default", "How long inductor tunes.")
+    deterministic: bool = _field(False, "Use only algorithms that repeat bit for bit; slower. A CPU always does.")
     huge_pages: bool = _field(True, "CPU: large tensors lie in huge pages, which Linux provides faster.")
     gpu_memory_limit_gb: float | None = _field(None, "Use no more of the GPU's memory than this (in 1e9 bytes).")
 
@@ -263,8 +273,10 @@ def load_config(argv: list[str] | None = None) -> tuple[TrainConfig, str]:
     parser.add_argument("-h", "--help", action="store_true")
     profile = next(action for action in parser._actions if action.dest == "profile")
     profile.nargs, profile.const = "?", PROFILE_AFTER_STEPS
-    for action in parser._actions:  # with every default suppressed, what is left is what was typed
-        action.default = argparse.SUPPRESS
+    for action in parser._actions:
+        if action.choices and "true" in action.choices:  # written as a flag, or as Python and YAML spell booleans
+            action.nargs, action.const, action.type = "?", "true", str.lower
+        action.default = argparse.SUPPRESS  # what is left is what was typed
     given, unknown = parser.parse_known_args(underscored(sys.argv[1:] if argv is None else argv))
     given = vars(given)
     recipe, wants_help = given.pop("config", "demo"), given.pop("help", False)
@@ -473,6 +485,8 @@ def _convert(key: str, value: Any, hint: Any) -> Any:
     for option in options:
         if get_origin(option) is Literal and value is False and "no" in get_args(option):
             return "no"  # YAML 1.1 reads a bare `no` as false
+        if get_origin(option) is Literal and isinstance(value, bool) and str(value).lower() in get_args(option):
+            return str(value).lower()
         if get_origin(option) is Literal and value in get_args(option):
             return value
         if get_origin(option) is list and isinstance(value, (list, str)):

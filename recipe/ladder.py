@@ -47,8 +47,13 @@ BOTTOM = {
     "data_placement": "python_lists",
     "logging_steps": 1,
     "loss_in_graph": False,
+    "bf16_residual": False,
+    "sigmoid_gelu": False,
+    "index_mask": False,
     "huge_pages": False,
 }
+BF16_RESIDUAL = "bf16 residual stream"
+SMALL_CARD = "8gb"
 REFERENCE = "tied"  # fp32, and the model that all rungs above it train
 
 
@@ -66,6 +71,12 @@ def build_rungs(machine: Machine) -> list[Rung]:
     """From the bottom to the recipe's defaults."""
     cuda, cpu = machine.device == "cuda", machine.device == "cpu"
     half = "bf16" if machine.bf16 or not cuda else "fp16"
+    no_inductor = _why_no_compile(machine)
+    cuda_defaults = [
+        Rung("bf16_residual", BF16_RESIDUAL, {"bf16_residual": True}, None if machine.bf16 else "needs bf16 units"),
+        Rung("sigmoid_gelu", "GELU by a sigmoid", {"sigmoid_gelu": True}, no_inductor),
+        Rung("index_mask", "padding masked by index", {"index_mask": True}, no_inductor),
+    ]
     return [
         Rung("bottom", "what tutorials write first", {}),
         Rung("tied", "tied weights", {"config_overrides": "tie_word_embeddings=true"}),
@@ -86,7 +97,7 @@ def build_rungs(machine: Machine) -> list[Rung]:
             "compile",
             "compile (inductor)",
             {"dynamo_backend": "inductor"},
-            _why_no_compile(machine),
+            no_inductor,
         ),
         Rung("flash", "flash attention, no mask", {"attn_implementation": "sdpa"}),
         Rung("padding", "padded vocabulary", {"pad_vocab_to_multiple_of": 128}),
@@ -100,23 +111,27 @@ def build_rungs(machine: Machine) -> list[Rung]:
             {"attn_implementation": "auto"},
             None if cpu else "auto is sdpa on this device",
         ),
+        *(cuda_defaults if cuda else []),
     ]
 
 
 def _why_no_compile(machine: Machine) -> str | None:
-    return None if machine.device == "cuda" or machine.compiler else "inductor needs a C++ compiler"
+    return None if machine.compiler else "inductor needs a compiler"
 
 
 def build_extras(machine: Machine, micro_batch: int, global_batch: int) -> list[Rung]:
     """Above the defaults: tried one by one, kept where it pays on this machine."""
     doublings = [micro_batch * 2**k for k in range(1, 8) if micro_batch * 2**k <= global_batch]
-    bf16, no_compiler = machine.bf16, _why_no_compile(machine)
+    no_compiler = _why_no_compile(machine)
+    residual = Rung(
+        "bf16_residual", BF16_RESIDUAL, {"bf16_residual": True}, None if machine.bf16 else "needs bf16 units"
+    )
     return [
         *(
             Rung(f"micro_batch_{size}", f"micro-batch {size}", {"per_device_train_batch_size": size})
             for size in doublings
         ),
-        Rung("bf16_residual", "bf16 residual stream", {"bf16_residual": True}, None if bf16 else "needs bf16 units"),
+        *([] if machine.device == "cuda" else [residual]),  # there it is a default, and a rung of the ladder
         Rung("tuned", "compile mode max-autotune", {"dynamo_mode": "max-autotune-no-cudagraphs"}, no_compiler),
     ]
 
@@ -129,7 +144,7 @@ def build_memory_rungs(machine: Machine) -> list[Rung]:
     return [
         Rung("loss_chunks", "loss in 8 chunks", chunks),
         Rung("checkpointing", "and activation checkpointing", everything),
-        Rung("8gb", "and no more than 8 GB", small_card, None if machine.device == "cuda" else "needs a GPU"),
+        Rung(SMALL_CARD, "and no more than 8 GB", small_card, None if machine.device == "cuda" else "needs a GPU"),
     ]
 
 
@@ -180,7 +195,7 @@ def choose_setting(
         model_size={key: getattr(model.config, key) for key in ("n_layer", "n_head", "n_embd")},
         vocab_size=dataset.vocab_size,
         block_size=config.block_size,
-        flops_per_token=count_flops_per_token(model.config, count_parameters(model)),
+        flops_per_token=count_flops_per_token(model.config, count_parameters(model), config.block_size),
         micro_batch=micro_batch,
         global_batch=global_batch,
     )

@@ -46,7 +46,6 @@ from recipe.machine import Machine
 from recipe.measure import LAP, Goal, Setting, loss_delta, measure
 from recipe.peers import Peer, measure_peer
 
-ESSENTIAL = {"bottom", REFERENCE, "8gb"}  # and the top: what comes first where there may not be time for everything
 # For one run, which is given the larger: seconds, and a share of all the time; but never more than half an hour.
 SHORTEST_LIMIT_SECONDS, LONGEST_SHARE, LONGEST_LIMIT_SECONDS = 120, 0.2, 1800
 LARGEST_FIT = 1024  # rows a forward
@@ -101,9 +100,15 @@ class LadderRunner:
             wanted.add(self.top)
         return wanted
 
-    def run_essentials(self, wanted: set[str]) -> None:
-        """What the rest is compared with, the top, what pays above it, and the small card; the rest may follow."""
-        self.run_ladder(wanted & {*ESSENTIAL, self.top, *(rung.name for rung in self.extras if rung.name != "tuned")})
+    @property
+    def ends(self) -> set[str]:
+        """The bottom, what losses are compared with, and the top: what comes first where time may be short."""
+        return {self.rungs[0].name, REFERENCE, self.top}
+
+    @property
+    def paying(self) -> set[str]:
+        """What may pay above the top and is quick to try: what comes next."""
+        return {self.top, *(rung.name for rung in self.extras if rung.name != "tuned")}
 
     def run_ladder(self, wanted: set[str]) -> None:
         """The ladder, then what pays above it, then what saves memory; nothing that has been run is run again."""

@@ -28,16 +28,21 @@ class LanguageModelingLoss(nn.Module):
         label_smoothing: float = 0.0,
         num_chunks: int = 1,
         in_graph: bool = True,
+        index_mask: bool = False,
     ) -> None:
-        """in_graph: False for a model that returns logits, compiled without the loss, as the usual loop has it."""
+        """in_graph: False for a model that returns logits, compiled without the loss, as the usual loop has it.
+
+        index_mask: mask the padding by comparing indices instead of adding a bias.
+        """
         super().__init__()
+        self.index_mask = index_mask
         self.in_graph = in_graph
         self.model = model
         self.vocab_size = vocab_size
         self.label_smoothing = label_smoothing
         self.num_chunks = num_chunks
         padded_vocab_size = model.get_output_embeddings().weight.shape[0]
-        self.has_padding = padded_vocab_size > vocab_size
+        self.num_logits = padded_vocab_size
         logit_bias = torch.zeros(padded_vocab_size)
         logit_bias[vocab_size:] = -torch.inf
         self.register_buffer("logit_bias", logit_bias, persistent=False)
@@ -72,7 +77,13 @@ class LanguageModelingLoss(nn.Module):
 
     def _cross_entropy(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """logits: [tokens, padded vocabulary]; targets: int64 [tokens]. Returns the sum over counted targets."""
-        logits = logits + self.logit_bias if self.has_padding else logits.float()  # fp32 either way
+        if self.num_logits == self.vocab_size:
+            logits = logits.float()
+        elif self.index_mask:
+            is_real = torch.arange(self.num_logits, device=logits.device) < self.vocab_size
+            logits = torch.where(is_real, logits.float(), -torch.inf)
+        else:
+            logits = logits + self.logit_bias  # fp32 too
         loss_sum = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
         if self.label_smoothing and self.training:
             # torch's own label_smoothing would spread mass over the padding, where log-probability is -inf

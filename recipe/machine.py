@@ -3,8 +3,11 @@
 In: nothing. Out: a `Machine`, found in a process of its own, so that the caller holds no memory of the GPU.
 """
 
+import importlib.util
 import os
+import re
 import shutil
+import sysconfig
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
@@ -56,6 +59,50 @@ def has_huge_pages() -> bool:
     return setting.is_file() and "[never]" not in setting.read_text()
 
 
+def why_no_inductor(device: torch.device) -> str | None:
+    """What inductor lacks on this machine, as a clause, or None if it can compile.
+
+    On CUDA it needs Triton, which builds a C extension against Python's headers when it first runs a kernel (3.6).
+    """
+    if device.type != "cuda":
+        return None if has_compiler() else "inductor needs a C++ compiler, and none was found"
+    if importlib.util.find_spec("triton") is None:
+        return "inductor needs Triton for CUDA, and it is not installed"
+    if not any(shutil.which(compiler) for compiler in (os.environ.get("CC", "gcc"), "gcc", "clang")):
+        return "Triton needs a C compiler, and neither gcc nor clang was found"
+    scheme = sysconfig.get_default_scheme()
+    folders = [
+        sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"],  # as Triton does
+        *(folder for name in ("CPATH", "C_INCLUDE_PATH") for folder in os.environ.get(name, "").split(os.pathsep)),
+    ]
+    if not any((Path(folder) / "Python.h").is_file() for folder in folders if folder):
+        return f"Triton needs Python's headers, and there is no Python.h in {folders[0]} (install python3-dev)"
+    return None
+
+
+def runs_on(architectures: list[str], capability: tuple[int, int]) -> bool:
+    """Whether code built for these architectures runs on a GPU of this compute capability.
+
+    architectures: from `torch.cuda.get_arch_list()`. A binary (sm_80) runs on its own minor version and later ones of
+    the same major version, PTX (compute_80) on any later GPU. sm_90a runs on 9.0 alone, sm_100f within its family.
+    """
+    for architecture in architectures:
+        parsed = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", architecture)
+        if parsed is None:  # a notation that is not known here proves nothing
+            return True
+        kind, major, minor, suffix = parsed.groups()
+        built_for = (int(major), int(minor))
+        if suffix == "a":
+            fits = built_for == capability
+        elif kind == "sm" or suffix == "f":
+            fits = built_for[0] == capability[0] and built_for <= capability
+        else:
+            fits = built_for <= capability
+        if fits:
+            return True
+    return False
+
+
 def native_bf16(device: torch.device) -> str | None:
     """The name of the device's bf16 matrix units, if it has any."""
     if device.type == "cuda":
@@ -85,7 +132,7 @@ def _look() -> Machine:
         name=describe_device(device),
         bf16=bf16,
         tf32=tf32,
-        compiler=has_compiler(),
+        compiler=why_no_inductor(device) is None,
         huge_pages=has_huge_pages(),
         memory_bytes=torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None,
         matmul_tflops={name: round(rate / 1e12, 3) for name, rate in rates.items()},

@@ -78,6 +78,11 @@ def combine(*layers: dict[str, Any]) -> dict[str, Any]:
     return combined
 
 
+def compile_cache(work: Path) -> dict[str, str]:
+    """The environment of programs that share what they compile, below `work`."""
+    return {"TORCHINDUCTOR_CACHE_DIR": str(work / "inductor")}
+
+
 def measure(options: dict[str, Any], setting: Setting, goal: Goal, work: Path, deadline: float) -> dict[str, Any]:
     """Run recipe/train.py with these options in a process of its own, until it has done what it is to do.
 
@@ -94,7 +99,7 @@ def measure(options: dict[str, Any], setting: Setting, goal: Goal, work: Path, d
         process = subprocess.Popen(
             [sys.executable, str(TRAIN), *to_arguments(options)],
             # What earlier runs below `work` have compiled is there; what this user's other runs have is not.
-            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(work / "inductor")},
+            env={**os.environ, **compile_cache(work)},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -9,19 +9,33 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-# Dense bf16 (fp16 on V100 and T4) TFLOP/s with fp32 accumulation, from NVIDIA's data sheets. First match counts.
+# Dense bf16 (fp16 on V100 and T4) TFLOP/s with fp32 accumulation, from NVIDIA's data sheets, which quote most of them
+# with sparsity: half of that. The first name that matches counts, so longer names come first.
 PEAK_TFLOPS = (
+    ("GB300", 2500),
+    ("GB200", 2500),
+    ("B300", 2250),
     ("B200", 2250),
+    ("H200 NVL", 835),
+    ("GH200", 989),
     ("H200", 989),
     ("H100 PCIe", 756),
     ("H100 NVL", 835),
     ("H100", 989),
-    ("GH200", 989),
+    ("H800 PCIe", 756),
+    ("H800", 989),
+    ("H20", 148),
     ("A100", 312),
+    ("A800", 312),
+    ("A40", 150),
+    ("A30", 165),
     ("L40S", 362),
+    ("L40", 181),
     ("L4", 121),
     ("A10G", 70),
     ("A10", 125),
+    ("RTX 6000 Ada", 364),
+    ("RTX A6000", 155),
     ("RTX 5090", 209),
     ("RTX 4090", 165),
     ("RTX 3090", 71),
@@ -30,14 +44,18 @@ PEAK_TFLOPS = (
 )
 
 
-def count_flops_per_token(model_config: PreTrainedConfig, num_parameters: int) -> int:
+def count_flops_per_token(model_config: PreTrainedConfig, num_parameters: int, block_size: int) -> int:
     """Training FLOPs per token, forward and backward: 6 (N - wpe) + 12 L d T (PaLM, appendix B; nanoGPT).
 
-    num_parameters: of the model as trained. 124M at T = 1024: 6 * 123.7 M + 12 * 12 * 768 * 1024 = 855 M.
+    num_parameters: of the model as trained. block_size: T, the tokens in a row. 124M at T = 1024: 6 * 123.7 M +
+    12 * 12 * 768 * 1024 = 855 M. Untied input embeddings are looked up, not multiplied, so they do not count; tied
+    ones are the output's matrix.
     """
-    position_parameters = model_config.n_positions * model_config.n_embd
-    attention = 12 * model_config.n_layer * model_config.n_embd * model_config.n_positions
-    return 6 * (num_parameters - position_parameters) + attention
+    lookups = model_config.n_positions * model_config.n_embd
+    if not model_config.tie_word_embeddings:
+        lookups += model_config.vocab_size * model_config.n_embd
+    attention = 12 * model_config.n_layer * model_config.n_embd * block_size
+    return 6 * (num_parameters - lookups) + attention
 
 
 def count_parameters(model: PreTrainedModel) -> int:

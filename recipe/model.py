@@ -6,6 +6,7 @@ Saved models do not have them: they can never be sampled, and GPT-2's own vocabu
 """
 
 import difflib
+import math
 from pathlib import Path
 
 import torch
@@ -171,12 +172,13 @@ def build_model(
     config: TrainConfig,
     model_config: PreTrainedConfig,
     attn_implementation: str = "sdpa",
+    bf16_residual: bool = False,
     source: str | Path | None = None,
 ) -> PreTrainedModel:
     """A model in fp32 with a padded vocabulary, randomly initialized (GPT-2's scaled init is Transformers' own).
 
-    attn_implementation: config's, resolved. source: a folder or Hub id whose weights are taken instead. The initial
-    weights do not depend on the padding.
+    attn_implementation, bf16_residual: config's, resolved. source: a folder or Hub id whose weights are taken instead.
+    The initial weights do not depend on the padding.
     """
     real_config = type(model_config).from_dict({**model_config.to_dict(), "use_cache": False})
     if source is None:
@@ -189,13 +191,29 @@ def build_model(
     if padded != model.config.vocab_size:
         model.resize_token_embeddings(padded, mean_resizing=False)
     _zero_padding(model, model_config.vocab_size)
-    if config.bf16_residual:  # what the blocks add to it is bf16 under autocast already, but fp32 + bf16 is fp32
+    if bf16_residual:  # what the blocks add to it is bf16 under autocast already, but fp32 + bf16 is fp32
         model.base_model.drop.register_forward_hook(lambda module, inputs, output: output.bfloat16())
     if config.activation_checkpointing:
         # Renamed since transformers 5.17; the old name warns in 5.23 and goes in 6.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
     return model
+
+
+class SigmoidGELU(nn.Module):
+    """GPT-2's gelu_new, 0.5 x (1 + tanh(u)) with u = sqrt(2 / pi) (x + 0.044715 x^3), as x sigmoid(2u).
+
+    The two are equal, since 1 + tanh(u) = 2 sigmoid(2u).
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.sigmoid(math.sqrt(8 / math.pi) * (x + 0.044715 * x * x * x))
+
+
+def use_sigmoid_gelu(model: PreTrainedModel) -> None:
+    """Compute the blocks' gelu_new by `SigmoidGELU`; the model's config stays as it is."""
+    for block in model.base_model.h:
+        block.mlp.act = SigmoidGELU()
 
 
 def copy_weights(model: PreTrainedModel, model_config: PreTrainedConfig) -> dict[str, torch.Tensor]:

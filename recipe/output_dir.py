@@ -33,6 +33,8 @@ def choose_output_dir(config: TrainConfig, recipe: str) -> Path:
     run, is in use or cannot be written.
     """
     resumed = config.resume_from_checkpoint
+    if config.eval_only:  # which writes nothing
+        return Path(config.output_dir or resumed or ".")
     if config.output_dir is None and resumed:  # a path: the run it belongs to
         directory = Path(resumed) if list_checkpoints(Path(resumed)) else Path(resumed).absolute().parent
     elif config.output_dir is None:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from recipe.data.packed import PackedDataset, open_packed_dataset
 from recipe.environment import count_cpus
 from recipe.ladder import Rung, options_of
 from recipe.machine import Machine
-from recipe.measure import LAP, Setting, combine, to_arguments, why_it_ended
+from recipe.measure import LAP, Setting, combine, compile_cache, to_arguments, why_it_ended
 from recipe.model import padded_vocab_size
 
 BARE_LOOP = Path(__file__).parent.parent / "scripts" / "bare_loop.py"
@@ -45,6 +45,7 @@ class Peer:
     sha256: str  # of the program, as it was given
     steps_per_line: int = 1
     leaves: Path | None = None  # a folder that must not be there when it starts
+    environment: dict[str, str] = field(default_factory=dict)  # beside this process's
     ours: str = "ours"  # which of our runs it is to be compared with
 
 
@@ -68,15 +69,28 @@ def build_peers(
             peers.append(build_nanogpt(nanogpt, machine, setting, dataset, work / "bf16", bf16_on_cpu=True))
     if run_clm is not None:
         peers.append(build_run_clm(run_clm, machine, setting, dataset, work, 2 * LAP + num_steps))
-    return [*peers, build_bare_loop(setting, options_of(rungs))]
+    return [*peers, build_bare_loop(setting, options_of(rungs), work)]
 
 
-def build_bare_loop(setting: Setting, options: dict[str, Any]) -> Peer:
-    """Forward, backward, clip and AdamW on one batch: what is left of ours when the program is taken away."""
+def build_bare_loop(setting: Setting, options: dict[str, Any], work: Path) -> Peer:
+    """Forward, backward, clip and AdamW on one batch: what is left of ours when the program is taken away.
+
+    It finds what our own run has compiled, which is the same graph.
+    """
     command = [sys.executable, str(BARE_LOOP), *to_arguments(combine(setting.run_options, options))]
     line = r"steps to \d+: ([\d.]+) ms"
     tokens = LAP * setting.tokens_per_step
-    return Peer("bare_loop", "the bare loop", command, Path.cwd(), line, tokens, _sha256(BARE_LOOP), LAP)
+    return Peer(
+        "bare_loop",
+        "the bare loop",
+        command,
+        Path.cwd(),
+        line,
+        tokens,
+        _sha256(BARE_LOOP),
+        LAP,
+        environment=compile_cache(work),
+    )
 
 
 def build_nanogpt(
@@ -185,7 +199,7 @@ def build_run_clm(
     ours = "ours_auto" if machine.device == "cuda" else "ours"
     tokens = LAP * tokens_per_step
     leaves = work / "run_clm"
-    return Peer("run_clm", what, command, work, r"\{'loss':", tokens, _sha256(source), LAP, leaves, ours)
+    return Peer("run_clm", what, command, work, r"\{'loss':", tokens, _sha256(source), LAP, leaves, ours=ours)
 
 
 def measure_peer(peer: Peer, num_steps: int, deadline: float) -> dict[str, Any]:
@@ -193,7 +207,7 @@ def measure_peer(peer: Peer, num_steps: int, deadline: float) -> dict[str, Any]:
 
     Where the lines hold no time, when they come is what counts. Returns `{"failed": reason}` if it ends before.
     """
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", **peer.environment}
     environment.setdefault("CUDA_VISIBLE_DEVICES", "0")  # the Trainer would take all GPUs
     if environment.get("OMP_NUM_THREADS", "1") == "1":  # as recipe/runtime.py does for ours
         environment["OMP_NUM_THREADS"] = str(count_cpus())

@@ -216,10 +216,15 @@ def describe_run(  # noqa: PLR0913
     if config.streaming:
         data = f"streamed, shuffled over {config.shuffle_buffer_size:,} rows of {config.block_size} tokens"
     epochs = config.max_steps * config.global_batch_size / num_train_rows
+    shown = {label: f"{choice.value}: {choice.reason}" for label, choice in choices.items()}
+    if device.type == "cuda" and config.tf32:
+        shown["precision"] += "; TF32 for what stays fp32"
+    if config.deterministic:
+        shown["precision"] += "; deterministic algorithms"
     return {
         "recipe": f"{recipe}, results in {output_dir}" + (f", resumed from {resume_dir}" if resume_dir else ""),
         "device": devices,
-        **{label: f"{choice.value}: {choice.reason}" for label, choice in choices.items()},
+        **shown,
         "model": f"{type(model).__name__}, {count_parameters(model):,} parameters, vocabulary {dataset.vocab_size:,}"
         + (f" padded to {model.config.vocab_size:,}" if model.config.vocab_size > dataset.vocab_size else "")
         + f", {model.config.n_positions} positions"

@@ -25,10 +25,11 @@ from accelerate.utils import (
     set_seed,
 )
 from torch import nn
+from transformers import PreTrainedConfig
 
 from recipe.config import ProcessError, TrainConfig, UserError
 from recipe.environment import count_cpus, count_local_processes
-from recipe.machine import has_compiler, native_bf16
+from recipe.machine import native_bf16, runs_on, why_no_inductor
 from recipe.preemption import die_with_the_launcher
 
 # Below this a CPU run ends before compiling has paid. Measured on two cores with avx512_bf16, from an empty cache: the
@@ -53,6 +54,11 @@ class Choice:
     value: str
     reason: str
 
+    @property
+    def on(self) -> bool:
+        """Of a switch, whose value is "true" or "false"."""
+        return self.value == "true"
+
 
 def start_processes() -> None:
     """Find the device and the other processes; comes before everything that asks which process this is.
@@ -69,6 +75,9 @@ def start_processes() -> None:
             f"{'' if torch.cuda.is_available() else ' (no GPU was found)'}; on CPU launch "
             "with ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes N"
         )
+    if state.device.type == "cuda" and torch.version.cuda is not None:  # ROCm names its architectures otherwise
+        name, capability = torch.cuda.get_device_name(state.device), torch.cuda.get_device_capability(state.device)
+        check_architecture(name, capability, torch.cuda.get_arch_list())
     host_group()  # now, where a network that does not work costs nothing yet
 
 
@@ -89,6 +98,19 @@ def host_group() -> dist.ProcessGroup | None:
         ) from error
 
 
+def check_architecture(name: str, capability: tuple[int, int], architectures: list[str]) -> None:
+    """Raise `UserError` for a GPU that this build of PyTorch has no kernels for, such as a V100 since 2.11.
+
+    Without it the run fails at its first kernel. architectures: empty where PyTorch does not say.
+    """
+    if architectures and not runs_on(architectures, capability):
+        raise UserError(
+            f"this build of PyTorch ({torch.__version__}) has no kernels for {name} (compute capability "
+            f"{capability[0]}.{capability[1]}; it has {', '.join(architectures)}); install one that does, "
+            "from https://pytorch.org/get-started/locally"
+        )
+
+
 def build_accelerator(config: TrainConfig, output_dir: Path) -> tuple[Accelerator, Choice]:
     """The Accelerator with precision resolved and all CPU cores in use; compile is applied by `compile_module`.
 
@@ -105,11 +127,9 @@ def build_accelerator(config: TrainConfig, output_dir: Path) -> tuple[Accelerato
     use_all_cores(state)
     if config.gpu_memory_limit_gb is not None:
         limit_gpu_memory(state.device, config.gpu_memory_limit_gb)
+    if config.deterministic:
+        use_deterministic_algorithms()
     precision = choose_mixed_precision(config, state.device)
-    if config.bf16_residual and precision.value != "bf16":
-        raise UserError(
-            f"--bf16_residual needs bf16 mixed precision; here it is {precision.value}: {precision.reason}"
-        )
     if state.device.type == "cuda":
         torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     # Accelerate 1.15 passes it under the name that torch 2.13 has deprecated; `forward_sync_buffers` it does not know.
@@ -156,6 +176,16 @@ def use_all_cores(state: PartialState) -> None:
         torch.set_num_threads(max(1, count_cpus() // count_local_processes(state.num_processes)))
 
 
+def use_deterministic_algorithms() -> None:
+    """Make CUDA repeat its results bit for bit, as a CPU does; operators that cannot raise an error.
+
+    This keeps sdpa off cuDNN, which PyTorch does not hold to be deterministic, and inductor from choosing kernels by
+    benchmarks (torch >= 2.10). Call it before the first matrix product, when cuBLAS reads its setting.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+
+
 def limit_gpu_memory(device: torch.device, limit_gb: float) -> None:
     """Let PyTorch's allocator use no more than that, as on a smaller card; its context (0.5 GB) comes on top."""
     if device.type != "cuda":
@@ -191,24 +221,30 @@ def choose_mixed_precision(config: TrainConfig, device: torch.device) -> Choice:
 
 
 def choose_dynamo_backend(config: TrainConfig, device: torch.device, total_flops: float) -> Choice:
-    """The script's option, else the launcher's, else inductor where compile time is won back within the run."""
+    """The script's option, else the launcher's, else inductor where compile time is won back within the run.
+
+    Raises `UserError` where inductor is asked for and cannot compile: it would fail in the middle of the first step.
+    """
     launcher = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
+    why_not = why_no_inductor(device)
     if config.dynamo_backend != "auto":
         choice = Choice(config.dynamo_backend.lower(), "as asked for by --dynamo_backend")
     elif launcher != "no":
         if launcher not in ("inductor", "aot_eager", "eager"):
             raise UserError(f"the launcher's dynamo_backend {launcher} is not one that works here; use inductor or no")
         choice = Choice(launcher, "as set by the launcher")
+    elif device.type not in ("cuda", "cpu"):
+        choice = Choice("no", f"not measured to help on {device.type}")
+    elif device.type == "cpu" and total_flops < COMPILE_PAYS_FLOPS_ON_CPU:
+        choice = Choice("no", "compiling would take longer than it saves in so short a CPU run")
+    elif why_not is not None:
+        choice = Choice("no", why_not)
     elif device.type == "cuda":
         choice = Choice("inductor", "pays on every GPU")
-    elif device.type != "cpu":
-        choice = Choice("no", f"not measured to help on {device.type}")
-    elif total_flops < COMPILE_PAYS_FLOPS_ON_CPU:
-        choice = Choice("no", "compiling would take longer than it saves in so short a CPU run")
-    elif not has_compiler():
-        choice = Choice("no", "inductor needs a C++ compiler on the CPU, and none was found")
     else:
         choice = Choice("inductor", "the run is long enough to win compile time back")
+    if choice.value == "inductor" and why_not is not None:
+        raise UserError(f"dynamo_backend inductor, {choice.reason}, cannot compile here: {why_not}; use no")
     return choice
 
 
@@ -219,6 +255,61 @@ def choose_attention(config: TrainConfig, device: torch.device) -> Choice:
     if device.type == "cpu" and config.block_size <= LONGEST_EAGER_ATTENTION_ON_CPU:
         return Choice("eager", f"faster on a CPU up to {LONGEST_EAGER_ATTENTION_ON_CPU} tokens")
     return Choice("sdpa", "flash kernels, no mask")
+
+
+def choose_residual(config: TrainConfig, device: torch.device, precision: Choice) -> Choice:
+    """Whether the residual stream is bf16: the script's option, else on CUDA, if the matmuls are bf16.
+
+    There, every LayerNorm saves and reads half the bytes. Raises `UserError` where it cannot be.
+    """
+    if config.bf16_residual == "true" and precision.value != "bf16":
+        raise UserError(
+            f"--bf16_residual needs bf16 mixed precision; here it is {precision.value}: {precision.reason}"
+        )
+    if config.bf16_residual != "auto":
+        return Choice(config.bf16_residual, "as asked for by --bf16_residual")
+    if precision.value != "bf16":
+        return Choice("false", "needs bf16 mixed precision")
+    if device.type != "cuda":
+        return Choice("false", f"not the default on {device.type}")
+    return Choice("true", "halves the memory traffic of every LayerNorm")
+
+
+def choose_sigmoid_gelu(
+    config: TrainConfig, model_config: PreTrainedConfig, device: torch.device, precision: Choice, dynamo: Choice
+) -> Choice:
+    """Whether GELU is computed by a sigmoid: the script's option, else where inductor compiles for CUDA.
+
+    There tanh is a call into libdevice with a branch, and a sigmoid is one exponential. Its gradients in fp32 differ
+    from tanh's by up to 2.1e-6, so that with fp32 matmuls it is not the default.
+    """
+    activation = model_config.activation_function
+    if config.sigmoid_gelu == "true" and activation != "gelu_new":
+        raise UserError(f"--sigmoid_gelu computes activation_function gelu_new, and this model has {activation}")
+    if activation != "gelu_new":
+        return Choice("false", f"the model has {activation}")
+    if config.sigmoid_gelu == "auto" and precision.value == "no":
+        return Choice("false", "the most exact gradients with fp32 matmuls")
+    return _where_inductor_compiles_for_cuda(config.sigmoid_gelu, "--sigmoid_gelu", device, dynamo)
+
+
+def choose_index_mask(config: TrainConfig, device: torch.device, dynamo: Choice) -> Choice:
+    """Whether the vocabulary's padding is masked by its index: the script's option, else as for GELU.
+
+    Fused there, an index costs nothing and a bias reads 4 bytes for each logit of 2. On a CPU, and where the loss is
+    not compiled, the bias is faster: the loss takes 1.2 times as long with an index (avx512_bf16, one core).
+    """
+    if config.index_mask == "auto" and not config.loss_in_graph:
+        return Choice("false", "pays only with the loss in the graph")
+    return _where_inductor_compiles_for_cuda(config.index_mask, "--index_mask", device, dynamo)
+
+
+def _where_inductor_compiles_for_cuda(value: str, option: str, device: torch.device, dynamo: Choice) -> Choice:
+    if value != "auto":
+        return Choice(value, f"as asked for by {option}")
+    if device.type == "cuda" and dynamo.value == "inductor":
+        return Choice("true", "inductor compiles for CUDA")
+    return Choice("false", "pays only where inductor compiles for CUDA")
 
 
 def compile_module(module: nn.Module, backend: str, mode: str = "default") -> None:

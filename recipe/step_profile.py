@@ -19,6 +19,7 @@ TRACE_NAME = "trace.json.gz"
 
 # What a kernel is for, by its name: of a GPU kernel, an ATen operator, or one that inductor fused. First match counts.
 KINDS = {
+    "communication": r"nccl|c10d::",
     "data": r"DataLoader|memcpy htod",
     "optimizer": r"adam|optimizer|foreach|multi_tensor|vector_norm|lpnorm",
     "loss": r"log_?softmax|nll_loss|cross_entropy",
@@ -126,5 +127,5 @@ def describe(numbers: dict[str, Any]) -> str:
     lines = [f"where {numbers['step_ms']:,.1f} ms of a step go (attention by {kernel}{note}):"]
     for kind in (*KINDS, IDLE):
         share = numbers[f"{kind}_ms"] / numbers["step_ms"]
-        lines.append(f"  {kind:12}{numbers[f'{kind}_ms']:>10,.1f} ms {share:>5.0%}")
+        lines.append(f"  {kind:14}{numbers[f'{kind}_ms']:>10,.1f} ms {share:>5.0%}")
     return "\n".join(lines)

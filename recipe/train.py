@@ -50,8 +50,8 @@ from recipe.metrics import (
     peak_flops_per_second,
     peak_memory_bytes,
 )
-from recipe.micro_batch import find_micro_batch, micro_batch_candidates, smaller_micro_batch
-from recipe.model import build_model, build_model_config, count_exported_parameters
+from recipe.micro_batch import estimate_row_bytes, find_micro_batch, micro_batch_candidates, smaller_micro_batch
+from recipe.model import build_model, build_model_config, count_exported_parameters, use_sigmoid_gelu
 from recipe.optim import GuardedUpdate, build_optimizer, compute_learning_rates
 from recipe.output_dir import SUMMARY_NAME, choose_output_dir, open_output_dir, record_config, resume_command
 from recipe.plan import StepBudget, count_eval_rows, resolve_max_steps
@@ -61,6 +61,9 @@ from recipe.runtime import (
     build_accelerator,
     choose_attention,
     choose_dynamo_backend,
+    choose_index_mask,
+    choose_residual,
+    choose_sigmoid_gelu,
     compile_module,
     host_group,
     on_main_process,
@@ -77,6 +80,7 @@ def main() -> None:
     output_dir = on_main_process(lambda: choose_output_dir(config, recipe))
     accelerator, precision = build_accelerator(config, output_dir)
     device, num_processes = accelerator.device, accelerator.num_processes
+    residual = choose_residual(config, device, precision)
     micro_batches = micro_batch_candidates(config, num_processes, device)
     compute_learning_rates(config)  # a schedule that cannot be, before there is a model
     resume_dir = on_main_process(lambda: find_checkpoint(output_dir, config.resume_from_checkpoint))
@@ -98,17 +102,22 @@ def main() -> None:
 
     # ------------------------------------------------------------------ model, optimizer, prepare
     attention = choose_attention(config, device)
-    model = build_model(config, model_config, attention.value, source)
-    flops_per_token = count_flops_per_token(model.config, count_parameters(model))
-    module = LanguageModelingLoss(
-        model, dataset.vocab_size, config.label_smoothing_factor, config.loss_chunks, config.loss_in_graph
-    )
-    dynamo = choose_dynamo_backend(config, device, flops_per_token * tokens_per_step * config.max_steps)
+    model = build_model(config, model_config, attention.value, residual.on, source)
+    flops_per_token = count_flops_per_token(model.config, count_parameters(model), config.block_size)
+    num_steps = 0 if config.eval_only else config.max_steps
+    dynamo = choose_dynamo_backend(config, device, flops_per_token * tokens_per_step * num_steps)
+    gelu = choose_sigmoid_gelu(config, model_config, device, precision, dynamo)
+    mask = choose_index_mask(config, device, dynamo)
+    if gelu.on:
+        use_sigmoid_gelu(model)
+    module = LanguageModelingLoss(model, dataset.vocab_size, config.label_smoothing_factor, config.loss_chunks,
+                                  config.loss_in_graph, mask.on)  # fmt: skip
     compile_module(module if config.loss_in_graph else model, dynamo.value, config.dynamo_mode)
     optimizer = build_optimizer(config, module)
     module, optimizer = accelerator.prepare(module, optimizer)
     update = GuardedUpdate(config, accelerator, optimizer)
-    micro_batch_size = find_micro_batch(accelerator, module, micro_batches, config.block_size)
+    row_bytes = estimate_row_bytes(config, model.config, precision.value, residual.on)
+    micro_batch_size = find_micro_batch(accelerator, module, micro_batches, config, row_bytes)
     accumulation_steps = config.global_batch_size // (micro_batch_size * num_processes)
     accelerator.gradient_accumulation_steps = accumulation_steps
     eval_batch_size = config.per_device_eval_batch_size or choose_eval_batch_size(
@@ -136,6 +145,7 @@ def main() -> None:
     saver = CheckpointSaver(accelerator, output_dir, identity, model, model_config, tokenizer, update,
                             config.save_total_limit, on_failure=report.checkpoint_failure)  # fmt: skip
     choices = {"precision": precision, "dynamo": dynamo, "attention": attention}
+    choices |= {name: choice for name, choice in (("residual", residual), ("gelu", gelu), ("mask", mask)) if choice.on}
     batch = num_processes, accumulation_steps, micro_batch_size
     report.table(
         describe_run(config, recipe, output_dir, resume_dir, device, choices, model, dataset, batch, eval_rows)

@@ -22,12 +22,15 @@ from recipe.data.prepare import open_dataset_for
 from recipe.loss import LanguageModelingLoss
 from recipe.measure import LAP
 from recipe.micro_batch import micro_batch_candidates
-from recipe.model import build_model, build_model_config
+from recipe.model import build_model, build_model_config, use_sigmoid_gelu
 from recipe.optim import build_optimizer
 from recipe.runtime import (
     choose_attention,
     choose_dynamo_backend,
+    choose_index_mask,
     choose_mixed_precision,
+    choose_residual,
+    choose_sigmoid_gelu,
     compile_module,
     use_all_cores,
 )
@@ -40,18 +43,24 @@ def main() -> None:
     use_all_cores(state)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
-    precision = choose_mixed_precision(config, device).value
-    if precision == "fp16":
+    precision = choose_mixed_precision(config, device)
+    if precision.value == "fp16":
         raise UserError("the bare loop has no gradient scaler: --mixed_precision bf16 or no")
     vocab_size = open_dataset_for(config).vocab_size
     model_config = build_model_config(config, vocab_size, 0)
-    model = build_model(config, model_config, choose_attention(config, device).value)
+    residual, dynamo = choose_residual(config, device, precision), choose_dynamo_backend(config, device, 0)
+    model = build_model(config, model_config, choose_attention(config, device).value, residual.on)
+    if choose_sigmoid_gelu(config, model_config, device, precision, dynamo).on:
+        use_sigmoid_gelu(model)
     module = LanguageModelingLoss(
-        model, vocab_size, config.label_smoothing_factor, config.loss_chunks, config.loss_in_graph
+        model,
+        vocab_size,
+        config.label_smoothing_factor,
+        config.loss_chunks,
+        config.loss_in_graph,
+        choose_index_mask(config, device, dynamo).on,
     ).to(device)
-    compile_module(
-        module if config.loss_in_graph else model, choose_dynamo_backend(config, device, 0).value, config.dynamo_mode
-    )
+    compile_module(module if config.loss_in_graph else model, dynamo.value, config.dynamo_mode)
     optimizer = build_optimizer(config, module)
     micro_batch = micro_batch_candidates(config, 1, device)[0]
     rows = torch.randint(vocab_size, (micro_batch, config.block_size + 1), device=device)
@@ -60,7 +69,7 @@ def main() -> None:
     started_at = time.perf_counter()
     for step in range(1, config.max_steps + 1):
         for _ in range(accumulation_steps):
-            with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+            with torch.autocast(device.type, torch.bfloat16, enabled=precision.value == "bf16"):
                 loss = module(input_ids, targets)
             (loss / accumulation_steps).backward()
         torch.nn.utils.clip_grad_norm_(module.parameters(), config.max_grad_norm or math.inf)

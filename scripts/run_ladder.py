@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 from recipe.config import CommandLine, UserError, run_main
-from recipe.ladder import build_memory_rungs, build_rungs, choose_setting
+from recipe.ladder import SMALL_CARD, build_memory_rungs, build_rungs, choose_setting
 from recipe.ladder_runner import CAN_DRAW, LadderRunner
 from recipe.machine import Machine, find_machine
 from recipe.measure import LAP, Goal
@@ -57,13 +57,16 @@ def main() -> None:
         if not CAN_DRAW:
             print('No chart will be drawn: that needs matplotlib (pip install -e ".[plot]")', flush=True)
         if args.all:
-            runner.run_essentials(wanted)
+            runner.run_ladder(wanted & runner.ends)
         if args.all or args.peers:
             runner.run_peers(peers, args.rounds or (1 if args.all and args.minutes else 3))
-        if args.all or not (args.ablate or args.peers):
-            runner.run_ladder(wanted)
+        if args.all:
+            runner.run_ladder(wanted & runner.paying)
+            runner.run_ladder(wanted - {SMALL_CARD})
         if args.all or args.ablate:
             runner.run_ablation()
+        if args.all or not (args.ablate or args.peers):
+            runner.run_ladder(wanted)
     runner.finish()
 
 

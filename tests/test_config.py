@@ -89,6 +89,7 @@ def test_saved_config_repeats_the_run(tmp_path):
         (["--warmup_steps", "2.5"], "warmup_steps must be a whole number"),
         (["--mixed_precision", "bf61"], "invalid choice: 'bf61'"),
         (["--dynamo_backend", "inductr"], "invalid choice: 'inductr'"),
+        (["--bf16_residual", "maybe"], "invalid choice: 'maybe'"),
         (["--resume_from_checkpoint", ""], "resume_from_checkpoint must not be empty"),
         (["--output_dir", ""], "output_dir must not be empty"),
         (["--seed", "4294967296"], "seed must be below 2**31"),
@@ -143,6 +144,27 @@ def test_errors_in_the_file(tmp_path, content, expected):
     with pytest.raises(UserError) as caught:
         load("--config", str(path), *DATA)
     assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "argv", "expected"),
+    [
+        ("", [], "auto"),
+        ("bf16_residual: true\n", [], "true"),
+        ("bf16_residual: false\n", [], "false"),
+        ("bf16_residual: auto\n", ["--bf16_residual"], "true"),
+        ("bf16_residual: true\n", ["--bf16_residual", "False"], "false"),
+        ("bf16_residual: 'true'\n", ["--bf16_residual", "auto"], "auto"),
+    ],
+)
+def test_a_switch_with_auto(tmp_path, text, argv, expected):
+    """YAML's booleans, a flag alone, and Python's spelling; a saved config gives the same again."""
+    path = tmp_path / "a.yaml"
+    path.write_text(f"dataset_dir: d\n{text}")
+    config = load("--config", str(path), *argv)
+    assert config.bf16_residual == expected
+    save_config(config, path)
+    assert load("--config", str(path)) == config
 
 
 @pytest.mark.parametrize("name", [p.stem for p in sorted(CONFIGS_DIR.glob("*.yaml"))])

@@ -4,11 +4,13 @@ import gc
 import json
 import math
 import re
+import shutil
 import time
 
 import pytest
 import torch
 from conftest import read_events
+from safetensors.torch import load_file
 from torch._dynamo.utils import counters
 
 import recipe.train
@@ -118,6 +120,31 @@ def test_fp16_with_its_scaler_learns_what_fp32_does(train, tmp_path):
     assert fp16[-1]["loss"] == pytest.approx(fp32[-1]["loss"], abs=0.1)
     assert fp16[-1]["grad_norm"] == pytest.approx(fp32[-1]["grad_norm"], rel=0.3)
     assert fp16[-1]["steps_left_out"] <= 5
+
+
+@pytest.mark.parametrize("switches", [BF16, COMPILED])
+def test_a_resumed_run_repeats_bit_for_bit_with_deterministic_algorithms(train, tmp_path, switches):
+    """The losses after the checkpoint and the final weights are those of a run that never stopped."""
+    options = [*switches, "--deterministic", "--max_steps", "12", "--save_steps", "6"]
+    options += ["--per_device_train_batch_size", "2"]
+    try:
+        whole = train(*options, output_dir=tmp_path / "whole")
+        shutil.copytree(whole / "checkpoint-6", tmp_path / "resumed" / "checkpoint-6")
+        resumed = train(*options, "--resume_from_checkpoint", "latest", output_dir=tmp_path / "resumed")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    losses = [[event["loss"] for event in read_events(run, "train")] for run in (whole, resumed)]
+    assert len(losses[1]) == 6 and losses[0][6:] == losses[1]
+    weights = [load_file(run / "model.safetensors") for run in (whole, resumed)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_levers_that_are_on_by_default_change_the_losses_by_rounding(train, tmp_path):
+    """The residual stream in bf16, GELU by a sigmoid and the mask by an index, against a run without them."""
+    off = [text for name in ("bf16_residual", "sigmoid_gelu", "index_mask") for text in (f"--{name}", "false")]
+    runs = [train(*COMPILED, *options, output_dir=tmp_path / str(len(options))) for options in ([], off)]
+    losses = [[event["loss"] for event in read_events(run, "train")] for run in runs]
+    assert losses[0] == pytest.approx(losses[1], abs=0.02)
 
 
 def test_tf32_is_a_switch(train):

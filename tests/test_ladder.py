@@ -70,14 +70,16 @@ def observe(train, monkeypatch, options: dict) -> dict:
             block = model.transformer.h[0]
             block.mlp.c_fc.register_forward_hook(lambda *_: seen.__setitem__("blocks", seen["blocks"] + 1))
             block.mlp.c_fc.register_forward_hook(lambda m, i, output: seen.__setitem__("matmul", output.dtype))
+            block.mlp.register_forward_pre_hook(lambda m, i: seen.__setitem__("gelu", type(m.act).__name__))
             model.transformer.ln_f.register_forward_pre_hook(lambda m, i: seen.__setitem__("residual", i[0].dtype))
             model.lm_head.register_forward_hook(
                 lambda m, i, output: seen["head_rows"].add(i[0].numel() // i[0].shape[-1])
             )
             return model
 
-        def build_optimizer(*args):
-            optimizer = original_build_optimizer(*args)
+        def build_optimizer(config, module):
+            optimizer = original_build_optimizer(config, module)
+            seen["index_mask"] = module.index_mask
             seen["fused"] = bool(optimizer.defaults["fused"])
             return optimizer
 
@@ -103,9 +105,9 @@ def observe(train, monkeypatch, options: dict) -> dict:
         original_sdpa, original_read = F.scaled_dot_product_attention, PackedSplit.__getitem__
         patch.setattr(recipe.train, "build_model", build_model)
         patch.setattr(recipe.train, "build_optimizer", build_optimizer)
-        patch.setattr(recipe.train, "evaluate_model", lambda *args: {"loss": 0, "perplexity": 1, "bits_per_byte": 0})
-        patch.setattr(recipe.train, "generate_texts", lambda *args, **kwargs: [""])
-        patch.setattr(recipe.runtime, "keep_freed_memory", lambda device: seen.__setitem__("keep", seen["keep"] + 1))
+        evaluated = {"loss": 0, "perplexity": 1, "bits_per_byte": 0, "num_rows": 1, "seconds": 0.0}
+        patch.setattr(recipe.train, "evaluate_model", lambda *args: evaluated)
+        patch.setattr(recipe.train, "sample_from", lambda *args, **kwargs: "")
         patch.setattr(F, "scaled_dot_product_attention", sdpa)
         patch.setattr(PackedSplit, "__getitem__", read)
         for name in ("tolist", "item", "__bool__", "__float__", "__int__"):
@@ -124,7 +126,8 @@ def observed():
 
 IN_GRAPH, LOGITS = "LanguageModelingLoss", "GPT2LMHeadModel"
 COMPILED = (IN_GRAPH, "inductor", "default", True)
-ALL = [*build_rungs(CPU), *build_extras(CPU, 2, 4), *build_memory_rungs(CPU)]
+CUDA_ONLY = [rung for rung in build_rungs(H200) if rung.name in ("sigmoid_gelu", "index_mask")]  # seen on a CPU too
+ALL = [*build_rungs(CPU), *build_extras(CPU, 2, 4), *build_memory_rungs(CPU), *CUDA_ONLY]
 
 
 @pytest.mark.parametrize(
@@ -139,10 +142,11 @@ ALL = [*build_rungs(CPU), *build_extras(CPU, 2, 4), *build_memory_rungs(CPU)]
         ("packed", "rows_per_read", {1}, {2}),
         ("no_sync", "host_reads", 10, 5),  # at each of 9 steps; at 1, 4, 8, 9; and the seed of the DataLoader
         ("loss_in_graph", "compiled", (LOGITS, "inductor", "default", True), COMPILED),
-        ("keep_memory", "keep", 0, 1),
         ("attention", "sdpa", {(True, True)}, set()),
         ("micro_batch_4", "rows_per_read", {2}, {4}),
         ("bf16_residual", "residual", torch.float32, torch.bfloat16),
+        ("sigmoid_gelu", "gelu", "NewGELUActivation", "SigmoidGELU"),
+        ("index_mask", "index_mask", False, True),
         ("tuned", "compiled", COMPILED, (IN_GRAPH, "inductor", "max-autotune-no-cudagraphs", True)),
         ("loss_chunks", "head_rows", {2 * BLOCK_SIZE}, {2 * BLOCK_SIZE // 8}),
         ("checkpointing", "blocks", 18, 36),
@@ -163,9 +167,9 @@ def test_a_rung_changes_what_it_claims(train, monkeypatch, observed, name, key, 
 
 
 def test_every_rung_has_its_claim():
-    """None is left out of the test above, but for those that only a GPU can run (test_gpu.py)."""
+    """The test above covers all but those that only a GPU can run (test_gpu.py) and huge pages (test_memory.py)."""
     claims = {parameters[0] for parameters in test_a_rung_changes_what_it_claims.pytestmark[0].args[1]}
-    assert {rung.name for rung in ALL} - claims == {"bottom", "tf32", "8gb"}
+    assert {rung.name for rung in (*ALL, *build_rungs(H200))} - claims == {"bottom", "tf32", "8gb", "huge_pages"}
 
 
 # ------------------------------------------------------------------ what is run
@@ -175,6 +179,7 @@ def test_the_top_of_the_ladder_is_the_recipe():
     """Its options are the defaults of recipe/train.py, or what their `auto` takes on the machine."""
     resolved = {"mixed_precision": "bf16", "dynamo_backend": "inductor", "attn_implementation": "sdpa"}
     for machine in (CPU, H200):
+        resolved |= dict.fromkeys(("bf16_residual", "sigmoid_gelu", "index_mask"), machine is H200)
         rungs = build_rungs(machine)
         options = options_of(rungs)
         options.pop("logging_steps")
@@ -223,7 +228,7 @@ def test_a_machine_without_bf16_takes_fp16():
     """And has a reason for what it cannot run."""
     rungs = {rung.name: rung for rung in build_rungs(T4)}
     assert rungs["half"].on == {"mixed_precision": "fp16"} and "scaler" in rungs["half"].what
-    assert rungs["tf32"].why_not == "Tesla T4 has no TF32" and rungs["keep_memory"].why_not
+    assert rungs["tf32"].why_not == "Tesla T4 has no TF32" and rungs["huge_pages"].why_not
 
 
 def test_the_micro_batch_fits_the_memory():

@@ -1,9 +1,12 @@
 """What is run, in which order, with which options, and what is kept of it, with runs that take no time."""
 
+import importlib.util
 import json
+import sys
 
 import pytest
 import torch
+from conftest import ROOT
 
 import recipe.ladder_runner
 from recipe.config import UserError
@@ -13,6 +16,9 @@ from recipe.machine import Machine
 from recipe.measure import Goal, Setting
 from recipe.peers import Peer
 
+spec = importlib.util.spec_from_file_location("run_ladder", ROOT / "scripts" / "run_ladder.py")
+run_ladder = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(run_ladder)
 H200 = Machine("cuda", "NVIDIA H200", bf16=True, tf32=True, matmul_tflops={"fp32": 50.0, "bf16": 800.0},
                data_sheet_tflops=989.0)  # fmt: skip
 SETTING = Setting("a model", {}, {}, 500, 1024, flops_per_token=10**9, micro_batch=16, global_batch=64)
@@ -75,16 +81,16 @@ def runner(tmp_path, measured):
 
 
 def test_what_pays_is_kept_for_what_comes_after(runner, measured):
-    """A micro-batch of 32 pays, 64 does not, and the residual stream is tried with 32; memory options without it."""
+    """A micro-batch of 32 pays, 64 does not, and tuning is tried with 32; memory options without it."""
     times = {32: 80.0, 64: 79.9}
     measured.give = lambda options: times.get(options.get("per_device_train_batch_size"), 100.0)
     ladder = runner()
     ladder.run_ladder(ladder.wanted(None))
     kept = {entry["name"]: entry["kept"] for entry in ladder.results["extras"]}
-    assert kept == {"micro_batch_32": True, "micro_batch_64": False, "bf16_residual": False, "tuned": False}
+    assert kept == {"micro_batch_32": True, "micro_batch_64": False, "tuned": False}
     options = {entry["name"]: entry["options"] for entry in ladder.results["extras"] + ladder.results["memory"]}
-    assert options["bf16_residual"]["per_device_train_batch_size"] == 32
-    assert "bf16_residual" not in options["tuned"] and options["tuned"]["dynamo_mode"].startswith("max-autotune")
+    assert options["tuned"]["per_device_train_batch_size"] == 32
+    assert options["tuned"]["dynamo_mode"].startswith("max-autotune")
     top = options_of(build_rungs(H200))
     assert options["loss_chunks"] == {**top, "loss_chunks": 8}
     assert options["8gb"]["gpu_memory_limit_gb"] == 8 and options["8gb"]["activation_checkpointing"]
@@ -106,20 +112,32 @@ def test_the_largest_micro_batch_is_found_by_doubling(runner, measured):
     assert all(options["global_batch_size"] == options["per_device_train_batch_size"] for options in measured[1:])
 
 
-def test_with_little_time_what_matters_comes_first(runner, clock, monkeypatch):
-    """Ten minutes at 40 s a run: both ends, what pays, the small card and the peers; what has no time left says so."""
+def test_with_little_time_what_matters_comes_first(runner, clock, monkeypatch, tmp_path):
+    """Ten minutes at 40 s a run, as scripts/run_ladder.py orders them: both ends, the peers, what pays, the rest.
+
+    The small card comes last, and what has no time left says so.
+    """
+    order = []
     ladder = runner(seconds=600)
-    wanted = ladder.wanted(None)
-    ladder.run_essentials(wanted)
-    assert [entry["name"] for entry in ladder.results["ladder"]] == ["bottom", "tied", "loss_in_graph"]
-    assert [entry["name"] for entry in ladder.results["memory"]] == ["8gb"] and clock.now < 360
-    monkeypatch.setattr(recipe.ladder_runner, "measure_peer", lambda *args: {"tokens_per_second": 1000})
-    ladder.run_peers([peer("nanogpt")], 1)
-    ladder.run_ladder(wanted)
-    ladder.run_ablation()
+    record, ladder._record = (
+        ladder._record,
+        lambda section, entry: (order.append(entry["name"]), record(section, entry)),
+    )
+    monkeypatch.setattr(recipe.ladder_runner, "measure_peer", lambda peer, *_: order.append(peer.name) or {
+        "tokens_per_second": 1000
+    })  # fmt: skip
+    monkeypatch.setattr(run_ladder, "LadderRunner", lambda *args, **kwargs: ladder)
+    monkeypatch.setattr(run_ladder, "find_machine", lambda: H200)
+    monkeypatch.setattr(run_ladder, "choose_setting", lambda *args: SETTING)
+    monkeypatch.setattr(run_ladder, "build_peers", lambda *args: [peer("nanogpt")])
+    monkeypatch.setattr(sys, "argv", ["run_ladder.py", "--all", "--minutes", "10"])
+    run_ladder.main()
+    top = build_rungs(H200)[-1].name
+    assert order[:6] == ["bottom", "tied", top, "nanogpt", "micro_batch_32", "micro_batch_64"]
+    assert order[-1] == "8gb" and clock.now <= 640
     assert [entry["name"] for entry in ladder.results["ladder"]] == [rung.name for rung in build_rungs(H200)]
     not_run = [entry for entry in ladder.results["ablation"] if "not_run" in entry]
-    assert {"no time was left"} < {entry["not_run"] for entry in not_run} and clock.now <= 640
+    assert {"no time was left"} < {entry["not_run"] for entry in not_run}
     assert "not run: no time was left" in (ladder.output_file.with_suffix(".md")).read_text()
 
 
@@ -140,7 +158,7 @@ def test_an_ablation_with_nothing_to_compare_with(runner, measured):
 
 def test_the_top_is_not_measured_again_for_the_ablation(runner, measured):
     ladder = runner()
-    ladder.run_ladder(ladder.wanted(["tied", "loss_in_graph"]))
+    ladder.run_ladder(ladder.wanted(["tied", ladder.top]))
     ladder.run_ablation()
     assert measured.count(options_of(build_rungs(H200))) == 2  # as the top of the ladder, and again at the end
     assert [ladder.results["ablation"][i]["name"] for i in (0, -1)] == ["everything", "again"]

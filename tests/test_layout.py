@@ -95,7 +95,7 @@ def test_nothing_importable_is_defined_in_train():
     assert [node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))] == ["main"]
 
 
-@pytest.mark.parametrize("folder", ["recipe", "scripts"])
+@pytest.mark.parametrize("folder", ["recipe", "scripts", "scripts/benchmarks"])
 def test_no_file_shadows_a_module(folder):
     """Running FOLDER/x.py puts FOLDER first on sys.path: its names must not be those of any other module."""
     taken = set(sys.stdlib_module_names) | {name for name in packages_distributions() if name != "recipe"}
@@ -106,7 +106,7 @@ def test_no_file_shadows_a_module(folder):
 
 
 def test_the_path_is_not_edited():
-    for path in [*MODULES.values(), *(ROOT / "scripts").glob("*.py")]:
+    for path in [*MODULES.values(), *(ROOT / "scripts").rglob("*.py")]:
         assert not re.search(r"sys\.path|from \.|trust_remote_code", path.read_text()), path
 
 

@@ -44,9 +44,10 @@ def reference(model, rows, label_smoothing=0.0):
 
 @pytest.mark.parametrize("num_chunks", [1, 3, 7])
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
-def test_loss_and_gradients_equal_torchs(model, rows, num_chunks, label_smoothing):
-    """Whole or in chunks, smoothed or not: same value and same gradient of every parameter."""
-    module = LanguageModelingLoss(model, VOCAB, label_smoothing, num_chunks).train()
+@pytest.mark.parametrize("index_mask", [False, True])
+def test_loss_and_gradients_equal_torchs(model, rows, num_chunks, label_smoothing, index_mask):
+    """Whole or in chunks, smoothed or not, however the padding is masked: same value, same gradients."""
+    module = LanguageModelingLoss(model, VOCAB, label_smoothing, num_chunks, index_mask=index_mask).train()
     expected = reference(model, rows, label_smoothing)
     expected.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -69,9 +70,10 @@ def test_every_position_is_trained(model, rows):
     assert model.transformer.wpe.weight.grad.abs().sum(dim=1).gt(0).all()
 
 
-def test_padding_takes_no_part(model, rows):
+@pytest.mark.parametrize("index_mask", [False, True])
+def test_padding_takes_no_part(model, rows, index_mask):
     """The padding's rows change nothing and get no gradient, however large they are."""
-    module = LanguageModelingLoss(model, VOCAB, label_smoothing=0.1)
+    module = LanguageModelingLoss(model, VOCAB, label_smoothing=0.1, index_mask=index_mask)
     before = module(rows[:, :-1], rows[:, 1:]).item()
     with torch.no_grad():
         model.lm_head.weight[VOCAB:] = 1000.0
@@ -88,6 +90,23 @@ def test_ignored_targets(model, rows):
     targets[1:] = IGNORE_INDEX
     torch.testing.assert_close(module(rows[:, :-1], targets), reference(model, rows[:1]), rtol=1e-6, atol=1e-6)
     assert module(rows[:, :-1], torch.full_like(targets, IGNORE_INDEX)).item() == 0
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_both_masks_are_one_in_bf16(model, rows, compiled):
+    """Under autocast, compiled or not: the same bits of the loss and of the gradients."""
+    found = []
+    for index_mask in (False, True):
+        module = LanguageModelingLoss(model, VOCAB, index_mask=index_mask)
+        if compiled:
+            module.compile(fullgraph=True, dynamic=False)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = module(rows[:, :-1], rows[:, 1:])
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for p in model.parameters())])
+        model.zero_grad()
+        torch.compiler.reset()
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_only_an_fp32_scalar_comes_out(model, rows):

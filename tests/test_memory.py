@@ -68,6 +68,23 @@ def test_freed_memory_is_given_back():
         assert grown(LEAKY_LOOP, "nothing") > 1.2e9
 
 
+@pytest.mark.parametrize(("option", "expected"), [("True", "1"), ("False", "0")])
+def test_huge_pages_are_asked_for_before_torch_is_imported(option, expected):
+    """torch's allocator reads the variable once; its other reader is the ladder's rung."""
+    code = (  # transformers looks whether torch is there before that
+        "import os, runpy, sys\n"
+        "class Watch:\n"
+        "    def find_spec(self, name, *rest):\n"
+        "        if name == 'torch' and 'THP_MEM_ALLOC_ENABLE' in os.environ:\n"
+        "            print(os.environ['THP_MEM_ALLOC_ENABLE']); sys.exit()\n"
+        "sys.meta_path.insert(0, Watch())\n"
+        f"sys.argv = ['train.py', '--huge_pages', '{option}']\n"
+        "runpy.run_path('recipe/train.py', run_name='__main__')"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert result.stdout == f"{expected}\n"
+
+
 def test_memory_is_flat_over_a_long_evaluation():
     """1,000 batches take no more memory than 50; their logits are 3.2 GB in all."""
     assert grown(LONG_EVALUATION) < 4e8

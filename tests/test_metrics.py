@@ -5,19 +5,34 @@ import sys
 
 import pytest
 import torch
-from transformers import GPT2Config
+from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.pytorch_utils import Conv1D
 
-from recipe.metrics import count_flops_per_token, peak_flops_per_second, peak_memory_bytes
+from recipe.metrics import count_flops_per_token, count_parameters, peak_flops_per_second, peak_memory_bytes
 
 
 def test_flops_per_token_of_gpt2_124m():
     """855 M at T = 1024, the PaLM and nanoGPT count."""
-    assert count_flops_per_token(GPT2Config(vocab_size=50304), 124_475_904) == pytest.approx(855e6, rel=0.001)
+    assert count_flops_per_token(GPT2Config(vocab_size=50304), 124_475_904, 1024) == pytest.approx(855e6, rel=0.001)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_flops_per_token_are_those_of_the_matmuls(tied):
+    """Six for each weight that a token is multiplied with, and attention's; looking embeddings up costs none."""
+    config = GPT2Config(n_layer=3, n_head=2, n_embd=32, n_positions=16, vocab_size=500, tie_word_embeddings=tied)
+    model = GPT2LMHeadModel(config)
+    modules = [m for m in model.modules() if isinstance(m, (Conv1D, torch.nn.Linear, torch.nn.LayerNorm))]
+    weights = sum(p.numel() for module in modules for p in module.parameters(recurse=False))
+    attention = 6 * 3 * (2 * 8 * 32)  # in each layer a token's q meets 8 keys, and its weights 8 values
+    assert count_flops_per_token(config, count_parameters(model), block_size=8) == 6 * weights + attention
 
 
 @pytest.mark.parametrize(
     ("name", "tflops"),
-    [("NVIDIA H200", 989), ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA L4", 121), ("NVIDIA L40S", 362), ("Tesla T4", 65),
+    [("NVIDIA H200", 989), ("NVIDIA H200 NVL", 835), ("NVIDIA GH200 480GB", 989), ("NVIDIA GB200", 2500),
+     ("NVIDIA B200", 2250), ("NVIDIA B300 SXM6 AC", 2250), ("NVIDIA H800", 989), ("NVIDIA A800-SXM4-80GB", 312),
+     ("NVIDIA L40", 181), ("NVIDIA RTX A6000", 155), ("NVIDIA RTX 6000 Ada Generation", 364),
+     ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA L4", 121), ("NVIDIA L40S", 362), ("Tesla T4", 65),
      ("NVIDIA H100 PCIe", 756), ("Unheard Of", None)],
 )  # fmt: skip
 def test_the_data_sheet_of_a_device(monkeypatch, name, tflops):

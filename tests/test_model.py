@@ -5,16 +5,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers.activations import ACT2FN
 
 from recipe.config import UserError, load_config
 from recipe.loss import LanguageModelingLoss
 from recipe.model import (
+    SigmoidGELU,
     build_model,
     build_model_config,
     copy_weights,
     count_exported_parameters,
     load_weights,
     padded_vocab_size,
+    use_sigmoid_gelu,
     write_model,
 )
 
@@ -124,6 +127,60 @@ def test_same_function_as_the_stock_attention():
         torch.testing.assert_close(
             model(input_ids=ids).logits, stock.eval()(input_ids=ids).logits, rtol=1e-5, atol=1e-5
         )
+
+
+def test_gelu_by_a_sigmoid_is_gelu_new():
+    """Values and gradients are Transformers' own: in fp64 to 1e-14; in fp32 values to 1e-6, gradients to 2.5e-6."""
+    for dtype, tolerances in ((torch.float64, (1e-14, 1e-14)), (torch.float32, (1e-6, 2.5e-6))):
+        found = []
+        for function in (ACT2FN["gelu_new"], SigmoidGELU()):
+            x = torch.linspace(-12, 12, 100_001, dtype=dtype, requires_grad=True)
+            y = function(x)
+            y.sum().backward()
+            found.append((y.detach(), x.grad))
+        for stock, ours, tolerance in zip(*found, tolerances, strict=True):
+            torch.testing.assert_close(ours, stock, rtol=tolerance, atol=tolerance)
+
+
+def test_a_model_with_gelu_by_a_sigmoid_is_the_stock_model(tmp_path):
+    """The same logits and gradients, and what is saved is gelu_new."""
+    _, model_config, model = tiny()
+    stock = GPT2LMHeadModel(GPT2Config.from_dict(model.config.to_dict()))
+    stock.load_state_dict(model.state_dict())
+    use_sigmoid_gelu(model)
+    assert all(isinstance(block.mlp.act, SigmoidGELU) for block in model.transformer.h)
+    ids = torch.randint(0, 500, (3, 32))
+    logits = [m(input_ids=ids, use_cache=False).logits for m in (model, stock)]
+    torch.testing.assert_close(*logits, rtol=1e-6, atol=1e-6)
+    for value in logits:
+        F.cross_entropy(value.flatten(0, 1), ids.flatten()).backward()
+    for (name, p), q in zip(model.named_parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-7, msg=name)
+    write_model(model, model_config, copy_weights(model, model_config), tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config.activation_function == "gelu_new"
+    assert type(loaded.transformer.h[0].mlp.act) is type(ACT2FN["gelu_new"])
+
+
+def test_a_bf16_residual_stream_stays_near_the_stock_model():
+    """It is bf16 from the embeddings to the last LayerNorm, and changes values and gradients by rounding."""
+    config, model_config, stock = tiny()
+    torch.manual_seed(0)
+    model = build_model(config, model_config, bf16_residual=True)
+    seen = set()
+    for block in model.transformer.h:
+        block.register_forward_hook(
+            lambda m, i, output: seen.add((output[0] if type(output) is tuple else output).dtype)
+        )
+    ids, found = torch.randint(0, 500, (3, 32)), []
+    for m in (stock, model):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = F.cross_entropy(m(input_ids=ids, use_cache=False).logits.float().flatten(0, 1), ids.flatten())
+        loss.backward()
+        found.append((loss.item(), torch.cat([p.grad.flatten() for p in m.parameters()])))
+    assert seen == {torch.bfloat16}
+    assert found[0][0] == pytest.approx(found[1][0], abs=0.01)
+    assert F.cosine_similarity(found[0][1], found[1][1], dim=0) > 0.999
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -76,6 +76,16 @@ def test_nanogpt_on_a_gpu(nanogpt, dataset_dir, tmp_path):
     assert not any("dtype" in argument for argument in same.command)
 
 
+def test_the_bare_loop_finds_what_ours_has_compiled(dataset_dir, tmp_path):
+    """In the folder that recipe/train.py is given by `measure`."""
+    (bare,) = build_peers(CPU, setting_of(dataset_dir), build_rungs(CPU), tmp_path, None, None, 12)
+    assert bare.environment == {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    code = "import os; print('lap', os.environ['GIVEN'], sep='\\n'); raise SystemExit(os.environ['GIVEN'])"
+    assert measure_peer(
+        dataclasses.replace(program(code), environment={"GIVEN": "given"}), 5, time.monotonic() + 60
+    ) == {"failed": "given"}
+
+
 def test_another_program_is_refused(nanogpt, dataset_dir, tmp_path):
     with pytest.raises(UserError, match="holds no train.py; git clone"):
         build_peers(CPU, setting_of(dataset_dir), build_rungs(CPU), tmp_path / "a", tmp_path, None, 12)

@@ -1,5 +1,6 @@
 """What `auto` resolves to, and why; threads, compiled graphs."""
 
+import importlib.util
 import os
 import types
 
@@ -7,11 +8,13 @@ import pytest
 import torch
 from conftest import read_events
 from torch._dynamo.utils import counters
+from transformers import GPT2Config
 
+import recipe.train
 from recipe import machine, runtime
 from recipe.config import UserError, load_config
 from recipe.environment import count_cpus
-from recipe.runtime import choose_attention, choose_dynamo_backend, choose_mixed_precision
+from recipe.runtime import Choice, choose_attention, choose_dynamo_backend, choose_mixed_precision
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -57,10 +60,21 @@ def test_precision_that_would_not_work(monkeypatch, launcher, device, message):
         choose_mixed_precision(config_of(), device)
 
 
+@pytest.fixture
+def triton(monkeypatch, tmp_path):
+    """Triton and Python's headers, as a CUDA machine has them."""
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: find_spec("torch" if name == "triton" else name))
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setenv("CPATH", str(tmp_path))
+    return tmp_path
+
+
 @pytest.mark.parametrize(
     ("argv", "launcher", "device", "flops", "compiler", "expected"),
     [
-        ([], "no", CUDA, 1, None, "inductor"),
+        ([], "no", CUDA, 1, "/usr/bin/gcc", "inductor"),
+        ([], "no", CUDA, 1, None, "no"),
         ([], "NO", CPU, 1e13, "/usr/bin/g++", "no"),
         ([], "no", CPU, 1e16, "/usr/bin/g++", "inductor"),
         ([], "no", CPU, 1e16, None, "no"),
@@ -69,12 +83,144 @@ def test_precision_that_would_not_work(monkeypatch, launcher, device, message):
         (["--dynamo_backend", "aot_eager"], "no", CUDA, 1e16, None, "aot_eager"),
     ],
 )
-def test_dynamo(monkeypatch, argv, launcher, device, flops, compiler, expected):
-    """Compile where it pays: always on a GPU, on a CPU if the run is long and there is a C++ compiler."""
+def test_dynamo(monkeypatch, triton, argv, launcher, device, flops, compiler, expected):
+    """Compile where it pays and a compiler is found: always on a GPU, on a CPU if the run is long."""
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", launcher)
     monkeypatch.setattr(machine.shutil, "which", lambda name: compiler)
     choice = choose_dynamo_backend(config_of(*argv), device, flops)
     assert choice.value == expected and choice.reason
+
+
+def test_what_triton_needs_is_looked_for(monkeypatch, triton, tmp_path):
+    """Triton itself, a C compiler and Python.h; a CPU needs none of them, but a C++ compiler."""
+    monkeypatch.setattr(machine.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(machine.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path / "nowhere")})
+    assert machine.why_no_inductor(CUDA) is None
+    (triton / "Python.h").unlink()
+    assert "there is no Python.h in" in machine.why_no_inductor(CUDA) and machine.why_no_inductor(CPU) is None
+    assert "Python.h" in choose_dynamo_backend(config_of(), CUDA, 1).reason
+    monkeypatch.setattr(machine.shutil, "which", lambda name: None)
+    assert "C compiler" in machine.why_no_inductor(CUDA) and "C++ compiler" in machine.why_no_inductor(CPU)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "Triton for CUDA, and it is not installed" in machine.why_no_inductor(CUDA)
+
+
+@pytest.mark.parametrize(("argv", "launcher"), [(["--dynamo_backend", "inductor"], "no"), ([], "inductor")])
+@pytest.mark.parametrize("device", [CPU, CUDA])
+def test_inductor_is_refused_where_it_cannot_compile(monkeypatch, triton, argv, launcher, device):
+    """Asked for by the script or the launcher, before anything is built."""
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", launcher)
+    monkeypatch.setattr(machine.shutil, "which", lambda name: None)
+    with pytest.raises(UserError, match=r"cannot compile here: \w+ needs a C(\+\+)? compiler.*; use no"):
+        choose_dynamo_backend(config_of(*argv), device, 1)
+
+
+@pytest.mark.parametrize(
+    ("architectures", "capability", "expected"),
+    [
+        ("sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120", (9, 0), True),
+        ("sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120", (7, 0), False),  # V100
+        ("sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120", (8, 9), True),  # L4, by the binary for 8.6
+        ("sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120", (10, 3), True),
+        ("sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120", (13, 0), True),  # a later one, by PTX
+        ("sm_86 sm_90", (8, 0), False),  # not backwards
+        ("sm_90a", (9, 0), True),
+        ("sm_90a compute_90a", (10, 0), False),  # 9.0 alone
+        ("sm_100f", (10, 3), True),
+        ("sm_100f compute_100f", (12, 0), False),  # its family
+        ("compute_50", (7, 0), True),
+    ],
+)
+def test_which_gpus_a_build_of_torch_runs_on(architectures, capability, expected):
+    """NVIDIA's rules: binaries within a major version and not backwards, PTX on anything later."""
+    assert machine.runs_on(architectures.split(), capability) is expected
+
+
+def test_a_gpu_without_kernels_is_refused():
+    with pytest.raises(UserError, match=r"no kernels for Tesla V100.*\(compute capability 7\.0; it has sm_75, sm_90"):
+        runtime.check_architecture("Tesla V100-SXM2-16GB", (7, 0), ["sm_75", "sm_90"])
+    runtime.check_architecture("Tesla T4", (7, 5), ["sm_75", "sm_90"])
+    runtime.check_architecture("any", (1, 0), [])  # this PyTorch does not say
+
+
+@pytest.mark.parametrize(
+    ("argv", "device", "precision", "expected"),
+    [
+        ([], CUDA, "bf16", True),
+        ([], CUDA, "fp16", False),
+        ([], CUDA, "no", False),
+        ([], CPU, "bf16", False),
+        (["--bf16_residual"], CPU, "bf16", True),
+        (["--bf16_residual", "False"], CUDA, "bf16", False),
+        (["--bf16_residual", "true"], CUDA, "bf16", True),
+    ],
+)
+def test_residual_stream(argv, device, precision, expected):
+    """In bf16 by default where it halves memory traffic: on CUDA, if the matmuls are."""
+    choice = runtime.choose_residual(config_of(*argv), device, Choice(precision, "so"))
+    assert choice.on is expected and choice.reason
+
+
+def choose_gelu(config, device, precision, dynamo, activation="gelu_new"):
+    model_config = GPT2Config(activation_function=activation)
+    choices = Choice(precision, "so"), Choice(dynamo, "so")
+    return runtime.choose_sigmoid_gelu(config, model_config, device, *choices)
+
+
+@pytest.mark.parametrize(
+    ("argv", "device", "dynamo", "expected"),
+    [
+        ([], CUDA, "inductor", True),
+        ([], CUDA, "no", False),
+        ([], CPU, "inductor", False),
+        (["true"], CPU, "no", True),
+        (["false"], CUDA, "inductor", False),
+    ],
+)
+def test_what_inductor_fuses_on_cuda(argv, device, dynamo, expected):
+    """GELU by a sigmoid and the mask by an index are on there, and where they are asked for."""
+    config = config_of(*(text for value in argv for text in ("--sigmoid_gelu", value, "--index_mask", value)))
+    mask = runtime.choose_index_mask(config, device, Choice(dynamo, "so"))
+    for choice in (mask, choose_gelu(config, device, "bf16", dynamo)):
+        assert choice.on is expected and choice.reason
+
+
+def test_the_mask_of_a_loss_outside_the_graph_is_a_bias():
+    """Where an index would cost a pass over the logits."""
+    assert not runtime.choose_index_mask(config_of("--loss_in_graph", "False"), CUDA, Choice("inductor", "so")).on
+
+
+def test_another_activation_is_not_replaced():
+    """Only gelu_new is what the sigmoid computes."""
+    assert not choose_gelu(config_of(), CUDA, "bf16", "inductor", "relu").on
+    with pytest.raises(UserError, match="computes activation_function gelu_new, and this model has relu"):
+        choose_gelu(config_of("--sigmoid_gelu"), CUDA, "bf16", "inductor", "relu")
+
+
+def test_gelu_by_a_sigmoid_is_not_the_default_in_fp32():
+    """Where 2e-6 of a gradient would show."""
+    assert not choose_gelu(config_of(), CUDA, "no", "inductor").on
+    assert choose_gelu(config_of("--sigmoid_gelu"), CUDA, "no", "inductor").on
+
+
+def test_deterministic_algorithms_are_a_switch(train, monkeypatch, tmp_path):
+    """PyTorch's own setting, inductor's and cuBLAS's, seen in the run; none without it."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    seen = []
+
+    def build_model(*args):
+        on = torch.are_deterministic_algorithms_enabled(), torch._inductor.config.deterministic
+        seen.append((*on, os.environ.get("CUBLAS_WORKSPACE_CONFIG")))
+        return original(*args)
+
+    original = recipe.train.build_model
+    monkeypatch.setattr(recipe.train, "build_model", build_model)
+    try:
+        for switch in ([], ["--deterministic"]):
+            train("--max_steps", "1", *switch, output_dir=tmp_path / str(len(switch)))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert seen == [(False, False, None), (True, True, ":4096:8")]
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,8 @@ from recipe.step_profile import KINDS, describe, kind_of, summarize
         ("graph_0_cpp_fused_add_mul_pow_tanh_view_2", "elementwise"),
         ("void at::native::vectorized_elementwise_kernel<4>", "elementwise"),
         ("aten::copy_", "elementwise"),
+        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "communication"),
+        ("ncclKernel_AllReduce_RING_LL_Sum_float", "communication"),
         ("Torch-Compiled Region: 0/0", None),
         ("ProfilerStep*", None),
     ],
@@ -72,7 +74,7 @@ def test_a_gpus_time_is_that_of_its_kernels():
     expected = {"matmul": 5, "elementwise": 2, "idle": 3}
     for kind in (*KINDS, "idle"):
         assert numbers[f"{kind}_ms"] == pytest.approx(expected.get(kind, 0))
-    assert "  matmul             5.0 ms   50%" in describe(numbers)
+    assert "  matmul               5.0 ms   50%" in describe(numbers)
 
 
 def test_on_a_cpu_what_the_optimizer_calls_is_its_own():

@@ -1,0 +1,159 @@
+"""The parts of a GPT-2 step alone, forward and backward, at the shapes of a recipe: what each kernel could give.
+
+python scripts/benchmarks/kernel_times.py --rows 64 --output_file kernels.json
+
+Attention by each of sdpa's kernels; the loss with its ways to mask the padding, and without padding; the five matrix
+products of a forward; GELU in both forms; copying. Everything is in bf16 and, except for attention, the products and
+copying, compiled. The file is complete after every measurement, and one that fails says why.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.activations import ACT2FN
+
+from recipe.loss import LanguageModelingLoss
+from recipe.model import SDPA_WITHOUT_MASK, SigmoidGELU, padded_vocab_size
+from recipe.runtime import persist_compile_cache
+
+ATTENTION = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+LAPS, LAP_SECONDS = 5, 0.1
+
+
+def main() -> None:
+    args = parse()
+    device = torch.device(torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu")
+    persist_compile_cache()
+    results: dict[str, dict] = {}
+    for name, build in benchmarks(args, device).items():
+        try:
+            function, work = build()
+            milliseconds = measure(function, device)
+            results[name] = {"ms": round(milliseconds, 4)} | {
+                unit: round(amount / milliseconds / 1e9, 4) for unit, amount in work.items()
+            }
+        except Exception as error:  # no such kernel here, out of memory, no compiler: the others may run
+            results[name] = {"failed": f"{type(error).__name__}: {error}"[:300]}
+        torch.compiler.reset()
+        partial = args.output_file.with_suffix(".partial")
+        partial.write_text(json.dumps(results, indent=2) + "\n")
+        os.replace(partial, args.output_file)
+        print(name, results[name], flush=True)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Time the parts of a GPT-2 step alone.")
+    parser.add_argument("--rows", type=int, default=64, help="sequences a forward")
+    parser.add_argument("--block_size", type=int, default=1024, help="tokens a sequence")
+    parser.add_argument("--n_embd", type=int, default=768, help="width of the residual stream")
+    parser.add_argument("--n_head", type=int, default=12, help="attention heads")
+    parser.add_argument("--vocab_size", type=int, default=50257, help="real vocabulary; padded to a multiple of 128")
+    parser.add_argument("--no_compile", action="store_true", help="time loss and GELU without inductor")
+    parser.add_argument("--output_file", type=Path, required=True, help="JSON file to write")
+    return parser.parse_args()
+
+
+def benchmarks(args: argparse.Namespace, device: torch.device) -> dict[str, Callable]:
+    """For each name a function that returns what to time and its work: FLOPs as "tflops", bytes as "tb_per_second"."""
+    tokens, width = args.rows * args.block_size, args.n_embd
+    padded = padded_vocab_size(args.vocab_size, 128)
+
+    def random(*shape: int, grad: bool = False) -> torch.Tensor:
+        return torch.randn(shape, device=device).bfloat16().requires_grad_(grad)
+
+    def compiled(module: nn.Module) -> nn.Module:
+        if not args.no_compile:
+            module.compile(fullgraph=True, dynamic=False)
+        return module
+
+    def attention(kernel: SDPBackend):
+        shape = (args.rows, args.n_head, args.block_size, width // args.n_head)
+        q, k, v = (random(*shape, grad=True) for _ in range(3))
+        gradient = random(*shape)
+
+        def run() -> None:
+            with sdpa_kernel(kernel):
+                out = scaled_dot_product_attention(q, k, v, is_causal=True)
+            torch.autograd.grad(out, (q, k, v), gradient)
+
+        # Two products forward and five backward (scores are made again), of which a causal kernel needs half.
+        return run, {"tflops": 7 * tokens * args.block_size * width}
+
+    def loss(index_mask: bool, has_padding: bool = True):
+        config = GPT2Config(
+            n_layer=0, n_embd=width, n_head=args.n_head, n_positions=args.block_size, vocab_size=padded
+        )
+        model = GPT2LMHeadModel._from_config(config, attn_implementation=SDPA_WITHOUT_MASK)
+        module = LanguageModelingLoss(model, args.vocab_size if has_padding else padded, index_mask=index_mask)
+        module = compiled(module.to(device))
+        rows = torch.randint(args.vocab_size, (args.rows, args.block_size + 1), device=device)
+
+        def run() -> None:
+            with torch.autocast(device.type, torch.bfloat16):
+                value = module(rows[:, :-1], rows[:, 1:])
+            value.backward()
+            module.zero_grad()
+
+        return run, {"tflops": 6 * tokens * width * padded}
+
+    def product(inputs: int, outputs: int):
+        a, b = random(tokens, inputs), random(inputs, outputs)
+        return lambda: torch.mm(a, b), {"tflops": 2 * tokens * inputs * outputs}
+
+    def gelu(function: nn.Module):
+        x, gradient = random(tokens, 4 * width, grad=True), random(tokens, 4 * width)
+        function = compiled(function)
+        # It reads x twice and the gradient, and writes the value and its gradient: 5 x 2 bytes.
+        return lambda: torch.autograd.grad(function(x), x, gradient), {"tb_per_second": 10 * x.numel()}
+
+    def copy():
+        x = random(tokens, 4 * width)
+        return x.clone, {"tb_per_second": 4 * x.numel()}
+
+    products = {"qkv": (width, 3 * width), "attention_out": (width, width), "mlp_in": (width, 4 * width),
+                "mlp_out": (4 * width, width), "head": (width, padded)}  # fmt: skip
+    return {
+        **{f"attention_{name}": lambda kernel=kernel: attention(kernel) for name, kernel in ATTENTION.items()},
+        "loss_index_mask": lambda: loss(index_mask=True),
+        "loss_bias_mask": lambda: loss(index_mask=False),
+        "loss_without_padding": lambda: loss(index_mask=False, has_padding=False),
+        **{f"matmul_{name}": lambda shape=shape: product(*shape) for name, shape in products.items()},
+        "gelu_tanh": lambda: gelu(ACT2FN["gelu_new"]),
+        "gelu_sigmoid": lambda: gelu(SigmoidGELU()),
+        "copy": copy,
+    }
+
+
+def measure(function: Callable[[], object], device: torch.device) -> float:
+    """Milliseconds of a call: the median of `LAPS` laps that each end with a synchronization."""
+
+    def lap(calls: int) -> float:
+        started_at = time.perf_counter()
+        for _ in range(calls):
+            function()
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+        return (time.perf_counter() - started_at) / calls
+
+    lap(2)  # compiles
+    calls = max(1, round(LAP_SECONDS / lap(1)))
+    return statistics.median(lap(calls) for _ in range(LAPS)) * 1e3
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""The ten minutes on a GPU, rehearsed on a CPU with a model and a dataset that take no time."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import BLOCK_SIZE, ROOT
+
+PROGRAM = ROOT / "scripts" / "benchmarks" / "first_gpu.py"
+
+
+@pytest.fixture(scope="module")
+def arguments(dataset_dir, tmp_path_factory):
+    """A tiny recipe, and a nanoGPT that fails."""
+    folder = tmp_path_factory.mktemp("first_gpu")
+    (folder / "tiny.yaml").write_text(
+        f"dataset_dir: {dataset_dir}\nblock_size: {BLOCK_SIZE}\nglobal_batch_size: 4\n"
+        "config_overrides: {n_layer: 2, n_head: 2, n_embd: 32}\nlr_scheduler_kwargs: {min_lr_rate: 0.1}\n"
+    )
+    (folder / "nanogpt").mkdir()
+    (folder / "nanogpt" / "train.py").write_text("raise ValueError('this nanoGPT fails')\n")
+    return ["--dataset_dir", dataset_dir, "--config", folder / "tiny.yaml", "--nanogpt", folder / "nanogpt", "--rows",
+            4, "--small_rows", 2, "--global_batch", 4, "--steps", 4, "--real_steps", 8]  # fmt: skip
+
+
+def start(arguments, folder) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, str(PROGRAM), *map(str, arguments), "--output_dir", str(folder / "out")],
+        cwd=folder,
+        env={**os.environ, "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(folder)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def results(folder) -> dict[str, dict]:
+    """By name, in the order of their files."""
+    found = [json.loads(path.read_text()) for path in sorted((folder / "out").glob("*.json"))]
+    return {entry["name"]: entry for entry in found}
+
+
+def test_the_stages(arguments, tmp_path):
+    """Each leaves its file, with what it measured; nanoGPT fails, and what comes after it runs."""
+    names = ["machine", "warm", "gpu_tests", "ours", "nanogpt", "ours_residual", "ours_again", "kernels", "real"]
+    process = start([*arguments, "--stages", ",".join(reversed(names))], tmp_path)
+    output = process.communicate(timeout=400)[0]
+    assert process.returncode == 0, output
+    found = results(tmp_path)
+    assert list(found) == names
+    starts = [entry["started_at"] for entry in found.values()]
+    assert starts == sorted(starts)
+    for name, entry in found.items():
+        fails = name.startswith("nanogpt") or name == "warm"
+        assert entry["status"] == ("failed" if fails else "done"), (name, entry["reason"])
+        assert entry["environment"]["torch"] == torch.__version__ and entry["environment"]["device"]
+        assert "first_gpu.py --dataset_dir" in entry["command"] and re.match(r"20\d\d-", entry["started_at"])
+    assert found["nanogpt"]["reason"] == "ValueError: this nanoGPT fails"
+    assert found["warm"]["reason"] == "not warm: nanogpt, nanogpt_default"
+    assert found["warm"]["result"]["ours"]["ended"] == "warm"
+    assert found["machine"]["result"]["machine"]["matmul_tflops"]["fp32"] > 0
+    assert "test_gpu.py" in "".join(found["gpu_tests"]["result"]["output"])
+    for name in ("ours", "ours_residual", "ours_again"):
+        numbers = found[name]["result"]
+        assert numbers["tokens_per_second"] == pytest.approx(4 * BLOCK_SIZE / numbers["step_ms"] * 1e3, rel=0.01)
+        assert "--per_device_train_batch_size 4" in numbers["run"]
+    assert "--bf16_residual" not in found["ours"]["result"]["run"]
+    assert "--bf16_residual True --sigmoid_gelu False" in found["ours_residual"]["result"]["run"]
+    assert found["ours_again"]["result"]["losses_repeat_bit_for_bit"] is True  # a CPU does
+    assert found["ours_again"]["result"]["times_the_first"] > 0.2
+    kernels = found["kernels"]["result"]
+    assert "failed" in kernels["attention_cudnn"] and kernels["attention_flash"]["ms"] > 0
+    flops = 2 * 4 * BLOCK_SIZE * 32 * 128
+    assert kernels["matmul_mlp_in"]["tflops"] == pytest.approx(flops / kernels["matmul_mlp_in"]["ms"] / 1e9, abs=2e-4)
+    real = found["real"]["result"]
+    assert (real["exit_status_after_sigterm"], real["exit_status"]) == (75, 0) and real["checkpoints"]
+    steps = [event["step"] for event in real["events"] if event["event"] == "train"]
+    assert steps == list(range(1, 9)) and real["summary"]["step"] == 8
+    table = (tmp_path / "out" / "table.txt").read_text()
+    assert table in output and [line.split()[0] for line in table.splitlines()[1 : 1 + len(names)]] == names
+
+
+def test_stopped_it_writes_what_exists(arguments, tmp_path):
+    """SIGTERM ends the run that is measured, and the rest is recorded as not run."""
+    process = start([*arguments, "--steps", 40_000, "--stages", "machine,ours,kernels"], tmp_path)
+    for _ in range(900):
+        if list(tmp_path.glob("*/run/metrics.jsonl")):
+            break
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 128 + signal.SIGTERM, output
+    found = results(tmp_path)
+    assert {name: entry["status"] for name, entry in found.items()} == {
+        "machine": "done", "ours": "failed", "kernels": "not run"
+    }  # fmt: skip
+    assert found["ours"]["reason"].startswith("stopped: SystemExit") and found["kernels"]["reason"] == "stopped before"
+    assert "kernels" in (tmp_path / "out" / "table.txt").read_text()
+
+
+def test_what_does_not_fit_is_not_run(arguments, tmp_path):
+    """With six seconds, no stage begins, and each says what it would take, the most important ones first."""
+    process = start([*arguments, "--minutes", 0.1], tmp_path)
+    assert "machine              not run" in process.communicate(timeout=60)[0]
+    found = results(tmp_path)
+    assert list(found) == [
+        "machine", "warm", "gpu_tests", "ours", "ours_without_levers", "nanogpt", "ours_residual", "ours_small",
+        "nanogpt_default", "ours_again", "kernels", "real", "coordinate_descent",
+    ]  # fmt: skip
+    assert {entry["status"] for entry in found.values()} == {"not run"}
+    assert re.fullmatch(r"\d s were left, and it takes up to 25", found["machine"]["reason"])
+
+
+def test_a_name_that_is_no_stage(arguments, tmp_path):
+    process = start([*arguments, "--stages", "machine,kernel"], tmp_path)
+    assert process.communicate(timeout=60)[0].startswith("error: there is no stage 'kernel'; the stages are machine,")
+    assert process.returncode == 1 and not (tmp_path / "out").exists()
