@@ -40,7 +40,7 @@ def write_model_card(output_dir: Path, config: TrainConfig, dataset: PackedDatas
 
 # {name}
 
-A GPT-2 language model of {summary["num_parameters"]:,} parameters, trained from scratch with gpt2-recipe.
+A GPT-2 language model of {summary["num_parameters"]:,} parameters, {_describe_origin(config)} with gpt2-recipe.
 
 | | |
 |---|---|
@@ -60,6 +60,14 @@ print(pipeline("text-generation", model="{where}")("The ", max_new_tokens=50)[0]
 ```
 """
     ModelCard(text).save(output_dir / "README.md")
+
+
+def _describe_origin(config: TrainConfig) -> str:
+    """From scratch, or from which model: its Hub id, or its folder's name without the path."""
+    source = config.model_name_or_path
+    if source is None:
+        return "trained from scratch"
+    return f"fine-tuned from {Path(source).absolute().name if Path(source).exists() else source}"
 
 
 def describe_source(source: dict) -> str:

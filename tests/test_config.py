@@ -1,10 +1,26 @@
 """Configuration: defaults < YAML < command line, and one clear sentence for everything that is wrong."""
 
 import dataclasses
+import os
+import re
+import subprocess
+import sys
 
 import pytest
+from conftest import ROOT
+from transformers.trainer_utils import SchedulerType
 
-from recipe.config import CONFIGS_DIR, TrainConfig, UserError, load_config, load_yaml, save_config
+from recipe.config import (
+    CONFIGS_DIR,
+    OTHER_NAMES,
+    SCHEDULES,
+    SECTIONS,
+    TrainConfig,
+    UserError,
+    load_config,
+    load_yaml,
+    save_config,
+)
 
 DATA = ["--dataset_dir", "some/folder"]
 
@@ -205,3 +221,131 @@ def test_every_line_of_a_size_recipe_is_a_known_field():
 def test_profile_alone_means_after_ten_steps(argv, expected):
     """Past compiling and warm-up; a number says after which step."""
     assert load_config([*argv, "--max_steps", "50"])[0].profile == expected
+
+
+# ------------------------------------------------------------------ what a first user types
+
+
+def test_the_schedules_are_those_of_transformers():
+    """The list is kept here so that checking an option does not import torch."""
+    assert set(SCHEDULES) == {schedule.value for schedule in SchedulerType}
+
+
+def test_a_mistyped_option_does_not_wait_for_torch():
+    """The program answers without torch, which takes seconds to import; so does --help."""
+    code = (
+        "import runpy, sys; sys.modules['torch'] = None; sys.argv = ['recipe/train.py', *sys.argv[1:]]; "
+        "runpy.run_path('recipe/train.py', run_name='__main__')"
+    )
+    results = [
+        subprocess.run([sys.executable, "-c", code, option], capture_output=True, text=True, check=False, cwd=ROOT)
+        for option in ("--max_step=3", "--help")
+    ]
+    assert (results[0].returncode, results[0].stderr) == (
+        1,
+        "error: unknown option --max_step; did you mean --max_steps?\n",
+    )
+    assert results[1].returncode == 0 and "--max_steps" in results[1].stdout
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ("--bf16", "--mixed_precision bf16"),
+        ("--fp16", "--mixed_precision fp16"),
+        ("--do_eval", "--eval_steps"),
+        ("--do_train", "leave it out"),
+        ("--gradient_checkpointing", "--activation_checkpointing"),
+        ("--torch_compile", "--dynamo_backend inductor"),
+        ("--overwrite_output_dir", "--overwrite"),
+        ("--logging_dir=x", "--output_dir"),
+        ("--warmup_ratio=0.1", "--warmup_steps"),
+        ("--batch-size=3", "--global_batch_size"),
+    ],
+)
+def test_other_programs_names_are_answered_with_ours(option, expected):
+    """And every name in the answer is an option, and none of the names asked about is."""
+    with pytest.raises(UserError, match=re.escape(expected)):
+        load(option, *DATA)
+
+
+def test_every_name_in_the_answers_exists():
+    names = {field.name for field in dataclasses.fields(TrainConfig)}
+    assert not names & set(OTHER_NAMES)
+    for answer in OTHER_NAMES.values():
+        assert set(re.findall(r"--([a-z_]+)", answer)) <= names | {"cpu"}, answer
+
+
+@pytest.mark.parametrize(
+    "typed", ['{"min_lr_rate": 0.1}', "min_lr_rate=0.1", "min_lr_rate=1e-1", '  {"min_lr_rate": 1e-1}']
+)
+def test_dictionaries_in_json_or_pairs(typed):
+    assert load("--lr_scheduler_kwargs", typed, *DATA).lr_scheduler_kwargs == {"min_lr_rate": 0.1}
+
+
+def test_a_bad_dictionary_is_shown_its_own_example():
+    with pytest.raises(UserError, match="must look like min_lr_rate=0.1"):
+        load("--lr_scheduler_kwargs", "0.1", *DATA)
+    with pytest.raises(UserError, match="must look like n_layer=4,n_embd=128"):
+        load("--config_overrides", '{"n_layer": ', *DATA)
+    with pytest.raises(UserError, match="joined by commas"):
+        load("--config_overrides", "n_layer=2", "n_head=2", *DATA)
+
+
+def test_hyphens_are_underscores_in_names_only():
+    config = load("--max-steps", "7", "--run-name=a-b", "--sample_prompt", "x-y", *DATA)
+    assert (config.max_steps, config.run_name, config.sample_prompt) == (7, "a-b", "x-y")
+
+
+@pytest.mark.parametrize("script", sorted(p.name for p in (ROOT / "scripts").glob("*.py")))
+def test_every_script_takes_hyphens(script):
+    """A name with hyphens is known wherever the one with underscores is."""
+    path = ROOT / "scripts" / script
+    listed = subprocess.run([sys.executable, path, "--help"], capture_output=True, text=True, check=True).stdout
+    name = next(name for name in re.findall(r"--([a-z]+_[a-z_]+)", listed) if name not in ("skip_bad_files",))
+    typed = [f"--{name.replace('_', '-')}=1", "--no_such_option"]
+    result = subprocess.run([sys.executable, path, *typed], capture_output=True, text=True, check=False)
+    assert result.returncode != 0 and name.replace("_", "-") not in result.stderr, result.stderr
+
+
+def test_the_block_size_is_that_of_the_dataset(dataset_dir):
+    """Unless it is typed; so a packed dataset needs no other option."""
+    assert load("--dataset_dir", str(dataset_dir)).block_size == 32
+    assert load("--config", "gpt2_124m", "--dataset_dir", str(dataset_dir)).block_size == 32
+    assert load("--dataset_dir", str(dataset_dir), "--block_size", "64").block_size == 64
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ([], 50),
+        (["--max_steps", "6"], 50 / 1200),  # a share: none of 6 steps
+        (["--max_steps", "2400"], 50),
+        (["--max_steps", "6", "--warmup_steps", "50"], 50),
+        (["--num_train_epochs", "3"], 50 / 1200),
+    ],
+)
+def test_the_warm_up_of_a_shorter_run_is_shorter(typed, expected):
+    """It keeps its share where only the number of steps is the user's."""
+    assert load_config(typed)[0].warmup_steps == pytest.approx(expected)
+
+
+def test_steps_and_epochs_exclude_each_other():
+    with pytest.raises(UserError, match="both say how long the run is"):
+        load("--max_steps", "3", "--num_train_epochs", "1", *DATA)
+    assert load("--max_steps", "3", "--config", "gpt2_finetune", *DATA).num_train_epochs is None
+
+
+def test_help_shows_the_defaults_that_apply():
+    """Those of the recipe that is named, with what else was typed; every option stands under one heading."""
+    command = [sys.executable, ROOT / "recipe" / "train.py", "--config", "gpt2_355m", "--max_steps", "7", "--help"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "COLUMNS": "80"})
+    text = " ".join(shown.stdout.split())
+    assert "--learning_rate N Peak learning rate. (default: 0.0003)" in text
+    assert "--max_steps N Optimizer steps of the whole run. (default: 7)" in text
+    assert re.findall(r"^  --(\w+)", shown.stdout, re.MULTILINE) == [
+        "config",
+        *(field.name for field in dataclasses.fields(TrainConfig)),
+    ]
+    assert set(SECTIONS) <= {field.name for field in dataclasses.fields(TrainConfig)}
+    assert [line for line in shown.stdout.splitlines() if len(line) > 100] == []

@@ -4,6 +4,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import resource
 import shutil
 import signal
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import PLAIN, ROOT, TINY, launch, read_events
+from conftest import BLOCK_SIZE, PLAIN, ROOT, TINY, launch, read_events
 
 import recipe.loss
 import recipe.saving
@@ -28,7 +29,8 @@ from recipe.output_dir import choose_output_dir, lock_output_dir, release_output
 from recipe.preemption import EXIT_STOPPED
 from recipe.saving import CheckpointSaver
 
-MACHINE_NUMBERS = ("tokens_per_second", "mfu", "peak_memory_bytes")  # of a log line; the others are the run's
+# Of a log line; the others are the run's.
+MACHINE_NUMBERS = ("tokens_per_second", "mfu", "peak_memory_bytes", "share_outside_training", "seconds")
 TWO_PROCESSES = ("--multi_gpu", "--num_processes", "2")
 CHECKPOINT_FILES = ["config.json", "generation_config.json", "model.safetensors", "optimizer.pt", "rng.pt",
                     "tokenizer.json", "tokenizer_config.json", "training_state.json"]  # fmt: skip
@@ -433,13 +435,13 @@ def test_out_of_memory_in_the_middle_of_a_run(train, tmp_path, monkeypatch, caps
     monkeypatch.setattr(owner, where, patched)
     eval_batch_sizes, evaluate = [], recipe.train.evaluate_model
     monkeypatch.setattr(
-        recipe.train, "evaluate_model", lambda *args: eval_batch_sizes.append(args[-1]) or evaluate(*args)
+        recipe.train, "evaluate_model", lambda *args: eval_batch_sizes.append(args[-2]) or evaluate(*args)
     )
     found = train(*options, output_dir=tmp_path / "short")
-    assert eval_batch_sizes == [8, 2]  # before training, and after it
+    assert eval_batch_sizes == [2048 // BLOCK_SIZE, 2]  # before training, and after it
     out = capsys.readouterr().out
-    assert "out of memory in step 1: going on with micro-batches of 4" in out
-    assert "out of memory in step 3: going on with micro-batches of 2" in out
+    assert "out of memory in step 1: continuing with micro-batches of 4" in out
+    assert "out of memory in step 3: continuing with micro-batches of 2" in out
     for before, after in zip(expected, read_events(found, "train"), strict=True):
         assert after["loss"] == pytest.approx(before["loss"], abs=1e-5)
         assert after["grad_norm"] == pytest.approx(before["grad_norm"], abs=1e-5)
@@ -539,10 +541,9 @@ def check_stopped(cwd, output):
     (checkpoint,) = list_checkpoints(cwd / "run")
     step = int(checkpoint.name.partition("-")[2])
     assert 20 <= step < STEPS and why_damaged(checkpoint) is None
-    assert f"after step {step}, saved in run/checkpoint-{step}; go on, with the launcher's options, by" in output
-    assert (
-        "\naccelerate launch recipe/train.py --resume_from_checkpoint auto --config run/training_config.yaml" in output
-    )
+    assert f"after step {step}, saved in run/checkpoint-{step}; to continue:" in output
+    started = rf"\n(python|accelerate launch) {re.escape(str(ROOT))}/recipe/train.py "
+    assert re.search(started + "--resume_from_checkpoint auto --config run/training_config.yaml", output)
 
 
 def check_going_on(cwd, arguments, weights):
@@ -696,9 +697,7 @@ def test_a_stale_lock(train, tmp_path, capsys):
     (tmp_path / "run" / ".lock").write_text('{"host": "node7", "pid": 4321, "started_at": "2026-01-01T00:00:00Z"}')
     train()
     out = capsys.readouterr().out
-    assert (
-        "the lock of process 4321 on node7, since 2026-01-01T00:00:00Z, was left behind: that process is gone" in out
-    )
+    assert "taking over the lock of process 4321 on node7, since 2026-01-01T00:00:00Z: that process is gone" in out
     assert (tmp_path / "run" / ".lock").read_text() == ""
 
 
@@ -709,7 +708,7 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(fcntl, "flock", unsupported)
     lock_output_dir(tmp_path / "run")
     release_output_dir(tmp_path / "run")
-    assert "cannot be locked (Operation not supported): start one run in it only" in capsys.readouterr().out
+    assert "cannot be locked (Operation not supported): make sure that no other run uses it" in capsys.readouterr().out
 
 
 def test_an_output_dir_that_cannot_be_written(tmp_path, monkeypatch):
@@ -736,7 +735,7 @@ def test_no_secret_leaves_the_environment(tmp_path, dataset_dir):
     assert good.returncode == 0, good.stderr
     pushed = ["--push_to_hub", "--hub_model_id", "someone/model", "--output_dir", "pushed"]
     pushed = launch([*arguments, *pushed], tmp_path, **secrets)
-    patch = "recipe.train.generate_texts = None"
+    patch = "recipe.train.closing_words = None"
     crashed = subprocess.run(
         command(patched_program(tmp_path, patch), [*arguments, "--output_dir", "crashed"]), cwd=tmp_path,
         env=environment(**secrets), capture_output=True, text=True, timeout=300, check=False,

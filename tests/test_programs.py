@@ -1,8 +1,11 @@
 """The programs as a user starts them: through `accelerate launch`, from another folder, on one and two processes."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from conftest import ROOT, TINY, launch, make_documents, read_events
@@ -176,3 +179,73 @@ def test_a_run_that_is_killed_again_and_again(tmp_path):
     assert result.returncode == 0, result.stderr
     results = json.loads((tmp_path / "soak.json").read_text())
     assert results["identical"] and results["kills"] == 2 and not results["differences"]
+
+
+# The process group gives up after 3 s, as NCCL's watchdog does after 600; the main process is busy for 8.
+SLOW_MAIN_PROCESS = """
+import datetime, sys, time
+import torch.distributed as dist
+real = dist.init_process_group
+dist.init_process_group = lambda *args, **kwargs: real(*args, **{**kwargs, "timeout": datetime.timedelta(seconds=3)})
+from recipe.runtime import on_main_process, start_processes
+start_processes()
+assert on_main_process(lambda: time.sleep(8) or "prepared") == "prepared"
+dist.destroy_process_group()
+"""
+
+
+def test_waiting_for_the_main_process_has_no_time_limit(tmp_path):
+    """Preparing text and slow saves may take longer than a collective may: the others wait on the hosts."""
+    (tmp_path / "slow.py").write_text(SLOW_MAIN_PROCESS)
+    result = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "slow.py"],
+        cwd=tmp_path,
+        env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
+def test_two_processes_repeat_the_error_at_the_end(tmp_path):
+    """torchrun's report of 40 lines ends with our sentence."""
+    result = launch(["--max_step", "3"], cwd=tmp_path, launcher=TWO_PROCESSES, ACCELERATE_USE_CPU="true")
+    assert result.returncode != 0
+    last = [line for line in result.stderr.splitlines() if line.strip("=- ")][-1]
+    assert "error: unknown option --max_step; did you mean --max_steps?" in last
+
+
+def test_the_resume_command_keeps_the_launchers_options(tmp_path):
+    """The closing words of a run name the launcher as it was called."""
+    config_file = str(ROOT / "accelerate_configs" / "cpu.yaml")
+    result = launch(
+        ["--max_steps", "2", "--config_overrides", "n_layer=1,n_head=1,n_embd=16", "--save_steps", "2"],
+        cwd=tmp_path,
+        launcher=("--config_file", config_file, "--num_processes", "1"),
+    )
+    assert result.returncode == 0, result.stderr
+    printed = " ".join(result.stdout.replace("\\\n", " ").split())
+    assert (
+        f"accelerate launch --config_file {config_file} --num_processes 1 {ROOT / 'recipe' / 'train.py'} "
+        "--resume_from_checkpoint auto --config runs/demo/training_config.yaml" in printed
+    )
+
+
+def test_an_interrupted_start_does_not_promise_a_checkpoint(tmp_path):
+    """Ctrl-C before the first checkpoint: what the message advises starts the run again."""
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "recipe" / "train.py"), "--output_dir", "run", "--max_eval_samples", "all"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not (tmp_path / "run" / "training_config.yaml").is_file():  # the first evaluation comes next
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "continues from its last checkpoint, if it has saved one, and starts again otherwise" in err
+    assert not list((tmp_path / "run").glob("checkpoint-*"))
