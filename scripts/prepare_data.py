@@ -49,8 +49,8 @@ def main() -> None:
 
 
 def say_next(block_size: int, directory: Path) -> None:
-    recipe = "--config gpt2_124m" if block_size == 1024 else f"--block_size {block_size}"
-    print(f"train on it with: accelerate launch recipe/train.py {recipe} --dataset_dir {directory}")
+    recipe = "--config gpt2_124m " if block_size == 1024 else ""
+    print(f"train on it with: accelerate launch recipe/train.py {recipe}--dataset_dir {directory}")
 
 
 if __name__ == "__main__":
