@@ -24,6 +24,13 @@ SUMMARY_NAME = "summary.json"
 CONFIG_NAME = "training_config.yaml"
 LOCK_NAME = ".lock"
 TRACKER_ID_NAME = ".tracker_id"
+LAUNCHERS = {  # how they are found in a command line, and how they are typed
+    "accelerate": "accelerate",
+    "accelerate-launch": "accelerate launch",
+    "accelerate.commands.launch": "accelerate launch",
+    "torchrun": "torchrun",
+    "torch.distributed.run": "torchrun",
+}
 
 
 def choose_output_dir(config: TrainConfig, recipe: str) -> Path:
@@ -91,14 +98,12 @@ def launch_command() -> str:
     """The command that started this process, up to the script's own options."""
     try:  # Linux; the launcher is the parent, and nothing else tells with which options it was called
         words = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode().split("\0")[:-1]
-        launcher, command = next(
-            (i, word) for i, word in enumerate(words) if Path(word).name in ("accelerate", "torchrun", "launch.py")
-        )
+        launcher, name = next((i, LAUNCHERS[Path(word).name]) for i, word in enumerate(words)
+                              if Path(word).name in LAUNCHERS)  # fmt: skip
         script = next(i for i in range(launcher, len(words)) if words[i].endswith("train.py"))
     except (OSError, ValueError, StopIteration):
         by_hand = Path("/proc").is_dir() and "ACCELERATE_DYNAMO_BACKEND" not in os.environ
         return f"{'python' if by_hand else 'accelerate launch'} {shlex.quote(sys.argv[0])}"
-    name = "accelerate launch" if Path(command).name == "launch.py" else Path(command).name
     return shlex.join([*name.split(), *words[launcher + 1 : script + 1]])
 
 

@@ -58,6 +58,7 @@ from recipe.plan import StepBudget, count_eval_rows, resolve_max_steps
 from recipe.preemption import EXIT_STOPPED, StopRequest
 from recipe.report import RunReport, closing_words, describe_evaluation, describe_run
 from recipe.runtime import (
+    Choice,
     build_accelerator,
     choose_attention,
     choose_dynamo_backend,
@@ -145,7 +146,8 @@ def main() -> None:
     saver = CheckpointSaver(accelerator, output_dir, identity, model, model_config, tokenizer, update,
                             config.save_total_limit, on_failure=report.checkpoint_failure)  # fmt: skip
     choices = {"precision": precision, "dynamo": dynamo, "attention": attention}
-    choices |= {name: choice for name, choice in (("residual", residual), ("gelu", gelu), ("mask", mask)) if choice.on}
+    switches = ("residual", "bf16", residual), ("gelu", "by a sigmoid", gelu), ("mask", "by index", mask)
+    choices |= {label: Choice(value, choice.reason) for label, value, choice in switches if choice.on}
     batch = num_processes, accumulation_steps, micro_batch_size
     report.table(
         describe_run(config, recipe, output_dir, resume_dir, device, choices, model, dataset, batch, eval_rows)

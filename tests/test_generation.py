@@ -101,3 +101,9 @@ def test_no_model(tmp_path):
         generate_texts(tmp_path, "x")
     with pytest.raises(UserError, match="cannot load a model and its tokenizer"):
         generate_texts(tmp_path / "broken", "x")
+
+
+@pytest.mark.parametrize("name", ["", "  "])
+def test_an_empty_name_is_an_error(name):
+    with pytest.raises(UserError, match="the name of a folder or Hub id is empty"):
+        generate_texts(name, "The")

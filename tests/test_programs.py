@@ -26,7 +26,7 @@ TWO_PROCESSES = (
 
 def test_first_run_needs_nothing(tmp_path):
     """No argument but a shorter run: corpus, tokenizer, packing, training, closing words; a second run reuses them."""
-    result = launch(["--max_steps", "40"], cwd=tmp_path)
+    result = launch(["--max_steps", "60"], cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     out = result.stdout
     assert "trained a byte-level BPE" in out and "packed into" in out
