@@ -38,6 +38,7 @@ class RunState:
     loss_sum: float = 0.0  # of the steps since the last log line
     num_losses: int = 0
     steps_chosen: bool = False  # `max_minutes` has decided how many steps there are
+    eval_rows: int = 0  # in an evaluation, as `max_eval_samples auto` chose them; 0: not chosen
 
 
 def run_identity(config: TrainConfig, dataset_metadata: dict, model_config: PreTrainedConfig) -> dict:
@@ -201,7 +202,8 @@ def _run_state(content: dict) -> RunState:
         position and (int(position[0]), int(position[1])),
         float(content["loss_sum"]),
         int(content["num_losses"]),
-        bool(content.get("steps_chosen", False)),  # older checkpoints lack it
+        bool(content.get("steps_chosen", False)),  # older checkpoints lack these two
+        int(content.get("eval_rows", 0)),
     )
 
 

@@ -9,6 +9,7 @@ import difflib
 import json
 import math
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -29,7 +30,7 @@ SECTIONS = {
     "model_name_or_path": "Model",
     "global_batch_size": "Batch: the recipe fixes the global size, the hardware the size per device",
     "max_steps": "Optimizer and schedule",
-    "mixed_precision": "Precision and compilation; auto takes the best the hardware has, unless the launcher decides",
+    "mixed_precision": "Precision and compilation; auto: the launcher's, else what is fastest",
     "logging_steps": "Logging, evaluation, checkpoints",
     "sample_prompt": "At the end",
 }
@@ -71,11 +72,11 @@ OTHER_NAMES = {
     "do_train": "a run always trains; leave it out",
     "do_eval": "a run always evaluates (--eval_steps, --max_eval_samples); --eval_only does nothing else",
     "do_predict": "use --eval_only, or scripts/generate_text.py",
-    "eval_strategy": "here --eval_steps says it all; 0 evaluates at the start and the end only",
-    "evaluation_strategy": "here --eval_steps says it all; 0 evaluates at the start and the end only",
+    "eval_strategy": "use --eval_steps N; 0 evaluates only at the start and the end",
+    "evaluation_strategy": "use --eval_steps N; 0 evaluates only at the start and the end",
     "eval_interval": "here it is --eval_steps",
     "eval_iters": "here it is --max_eval_samples, in rows",
-    "save_strategy": "here --save_steps says it all; 0 saves no checkpoints",
+    "save_strategy": "use --save_steps N; 0 saves no checkpoints",
     "gradient_checkpointing": "here it is --activation_checkpointing, as in Transformers since 5.17",
     "torch_compile": "here it is --dynamo_backend inductor",
     "torch_compile_backend": "here it is --dynamo_backend",
@@ -93,6 +94,7 @@ OTHER_NAMES = {
     "train_batch_size": "use --global_batch_size (per step) or --per_device_train_batch_size (per forward)",
     "lr": "here it is --learning_rate",
     "min_lr": "use --lr_scheduler_kwargs min_lr_rate=0.1",
+    "model": "here it is --model_name_or_path",
     "init_from": "here it is --model_name_or_path, or --resume_from_checkpoint",
     "config_name": "here it is --config_overrides, or --model_name_or_path",
     "dropout": "use --config_overrides resid_pdrop=0.1,embd_pdrop=0.1,attn_pdrop=0.1",
@@ -155,7 +157,7 @@ class TrainConfig:
     cache_dir: str = _field("runs/data", "Where train_file and dataset_name are prepared, once for all runs.")
     streaming: bool = _field(False, "Tokenize and pack train_file or dataset_name during the run; nothing is stored.")
     shuffle_buffer_size: int = _field(10_000, "Rows among which a streamed text is shuffled.")
-    block_size: int = _field(1024, "Tokens in a row. Default: those of dataset_dir, or of the model, if there is one.")
+    block_size: int = _field(1024, "Tokens in a row; a packed dataset and a model bring their own.")
     data_placement: Literal["mmap", "ram", "device", "python_lists"] = _field(
         "mmap", "Where the packed rows are read from; python_lists: row by row, to see what that costs."
     )
@@ -229,7 +231,7 @@ class TrainConfig:
     dynamo_backend: Literal["auto", "no", "inductor", "aot_eager", "eager"] = _field("auto", "Torch dynamo backend.")
     dynamo_mode: Literal["default", "max-autotune-no-cudagraphs"] = _field("default", "How long inductor tunes.")
     deterministic: bool = _field(False, "Use only algorithms that repeat bit for bit; slower. A CPU always does.")
-    huge_pages: bool = _field(True, "CPU: large tensors lie in huge pages, which Linux provides faster.")
+    huge_pages: bool = _field(True, "CPU: put large tensors in huge pages, which takes Linux less time.")
     gpu_memory_limit_gb: float | None = _field(None, "Use no more of the GPU's memory than this (in 1e9 bytes).")
 
     # --- periodic
@@ -247,7 +249,8 @@ class TrainConfig:
     save_total_limit: int | None = _field(None, "Keep this many checkpoints, the newest. Default: all.")
     on_save_failure: Literal["continue", "stop"] = _field("continue", "When a checkpoint cannot be written: train on?")
     resume_from_checkpoint: str | None = _field(
-        None, "A checkpoint folder, latest: the newest whole one in output_dir, or auto: that, if there is one."
+        None,
+        "A checkpoint folder; latest: the newest valid one in output_dir; auto: latest, else a new run.",
     )
     report_to: list[str] | None = _field(None, "Trackers of Accelerate: trackio, tensorboard, wandb, ...")
     project: str = _field("gpt2-recipe", "The project that trackers file the run under.")
@@ -349,7 +352,7 @@ def _help(recipe: str, values: dict[str, Any]) -> str:
     width = min(shutil.get_terminal_size().columns, 100)
     wrap = textwrap.TextWrapper(width, initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False)
     lines = [
-        "usage: accelerate launch recipe/train.py [--config NAME|FILE.yaml] [--OPTION VALUE ...]",
+        "usage: accelerate launch recipe/train.py [--config NAME|FILE] [--OPTION VALUE]",
         "",
         "  --config NAME|FILE.yaml",
         *wrap.wrap(
@@ -372,7 +375,8 @@ def _help(recipe: str, values: dict[str, Any]) -> str:
         if isinstance(default, dict):
             default = ",".join(f"{key}={item}" for key, item in default.items())
         shown = "" if default is None else f" (default: {str(default).lower() if kinds == [bool] else default})"
-        lines += wrap.wrap(option.metadata["help"] + shown)
+        text = option.metadata["help"] if default is None else re.sub(r" Default: .*", "", option.metadata["help"])
+        lines += wrap.wrap(text + shown)
     return "\n".join(lines)
 
 
@@ -442,7 +446,10 @@ class _Parser(HfArgumentParser):
 
 
 class CommandLine(argparse.ArgumentParser):
-    """The parser of a script: a mistake is a `UserError` that offers the nearest name."""
+    """The parser of a script: a mistake is a `UserError` that offers the nearest name; names are typed in full."""
+
+    def __init__(self, **kwargs):
+        super().__init__(allow_abbrev=False, **kwargs)
 
     def parse_args(self, args=None, namespace=None):
         found, unknown = self.parse_known_args(underscored(sys.argv[1:] if args is None else args), namespace)
@@ -457,7 +464,8 @@ def unknown_option(option: str, names: list[str]) -> str:
     """The message for an option that does not exist."""
     if not option.startswith("-"):
         hint = "; several values of one option are joined by commas: n_layer=2,n_head=2" if "=" in option else ""
-        return f"'{option}' belongs to no option{hint}"
+        hint = hint or "; text is given by --train_file, a recipe by --config"
+        return f"there is no option before '{option}'{hint}"
     name = option.lstrip("-").split("=")[0]
     if name in OTHER_NAMES and "config_overrides" in names:
         return f"unknown option --{name}; {OTHER_NAMES[name]}"

@@ -115,9 +115,12 @@ def _config_of(source: str | Path, config: TrainConfig, vocab_size: int, eos_tok
             f"({', '.join(NO_DROPOUT)})"
         )
     if config.block_size > model_config.n_positions:
+        remedy = f"pass --block_size {model_config.n_positions}, or less"
+        if config.dataset_dir is not None:
+            remedy = f"prepare the data with --tokenizer_name {source} --block_size {model_config.n_positions}"
         raise UserError(
             f"the model in {source} has {model_config.n_positions} positions, fewer than block_size "
-            f"{config.block_size}; pass --block_size {model_config.n_positions}, or less"
+            f"{config.block_size}; {remedy}"
         )
     if vocab_size > model_config.vocab_size:
         raise UserError(

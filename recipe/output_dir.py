@@ -101,10 +101,12 @@ def launch_command() -> str:
         launcher, name = next((i, LAUNCHERS[Path(word).name]) for i, word in enumerate(words)
                               if Path(word).name in LAUNCHERS)  # fmt: skip
         script = next(i for i in range(launcher, len(words)) if words[i].endswith("train.py"))
+        environment = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
     except (OSError, ValueError, StopIteration):
         by_hand = Path("/proc").is_dir() and "ACCELERATE_DYNAMO_BACKEND" not in os.environ
         return f"{'python' if by_hand else 'accelerate launch'} {shlex.quote(sys.argv[0])}"
-    return shlex.join([*name.split(), *words[launcher + 1 : script + 1]])
+    on_cpu = next((f"{text.decode()} " for text in environment if text.startswith(b"ACCELERATE_USE_CPU=")), "")
+    return on_cpu + shlex.join([*name.split(), *words[launcher + 1 : script + 1]])
 
 
 def tracker_id(directory: Path) -> str:
@@ -116,9 +118,16 @@ def tracker_id(directory: Path) -> str:
 
 
 def files_of_a_run(directory: Path) -> list[Path]:
-    """What shows that a folder holds a run, and what `--overwrite` removes from it."""
+    """What shows that a folder holds a run, and what `--overwrite` removes from it.
+
+    A run that ended before its first log line has left nothing that anyone could miss: its folder counts as free.
+    """
     names = (LATEST_NAME, "model.safetensors", METRICS_NAME, SUMMARY_NAME, CONFIG_NAME, TRACKER_ID_NAME)
-    return [*list_checkpoints(directory), *(directory / name for name in names if (directory / name).exists())]
+    files = [*list_checkpoints(directory), *(directory / name for name in names if (directory / name).exists())]
+    results = [path for path in files if path.name not in (CONFIG_NAME, TRACKER_ID_NAME, METRICS_NAME)]
+    metrics = directory / METRICS_NAME
+    has_trained = metrics.exists() and b'"event": "train"' in metrics.read_bytes()
+    return files if results or has_trained else []
 
 
 def open_output_dir(directory: Path, config: TrainConfig, resumed: bool) -> None:

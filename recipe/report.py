@@ -45,7 +45,7 @@ class RunReport:
         self.failures: set[str] = set()  # what could not be recorded, said once
         scalars = {k: v for k, v in asdict(config).items() if isinstance(v, (int, float, str, bool))}
         if self.enabled and (output_dir / METRICS_NAME).exists():
-            drop_events_after(output_dir / METRICS_NAME, first_step)
+            drop_events_after(output_dir / METRICS_NAME, first_step or -1)  # a new run keeps nothing of an older one
         self.bar = tqdm(
             total=config.max_steps,
             initial=first_step,
@@ -249,17 +249,18 @@ def closing_words(
 ) -> str:
     """What was reached, where the model is, and the commands that may come next; the sample follows."""
     folder, prompt = shlex.quote(str(output_dir)), shlex.quote(config.sample_prompt)
-    columns = {"untrained": untrained, "trained": trained} if untrained else {"trained": trained}
-    lines = ["", " " * 14 + "".join(f"{name:>12}" for name in columns)]
+    before, after = ("before", "after") if config.model_name_or_path else ("untrained", "trained")
+    columns = {before: untrained, after: trained} if untrained else {after: trained}
+    lines = ["", " " * 14 + "".join(f"{name:>15}" for name in columns)]
     for key in ("loss", "perplexity", "bits_per_byte"):
-        lines.append(f"{key.replace('_', ' '):14}" + "".join(f"{values[key]:>12,.3f}" for values in columns.values()))
+        lines.append(f"{key.replace('_', ' '):14}" + "".join(f"{values[key]:>15,.3f}" for values in columns.values()))
     if share_outside_training is not None:
         lines += ["", f"{share_outside_training:.1%} of the time went into evaluating and saving."]
     lines += [
         "",
         f"The model is in {output_dir}, in Hugging Face format. Next:",
         "",
-        f"  generate   python scripts/generate_text.py --model {folder} --prompt {prompt}",
+        *_wrap_command("generate", f"python scripts/generate_text.py --model {folder} --prompt {prompt}"),
     ]
     if config.save_steps:
         longer = f"{resume_command(output_dir)} --max_steps {2 * config.max_steps} --change_schedule"

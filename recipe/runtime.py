@@ -20,6 +20,7 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import (
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
+    LoggerType,
     TorchDynamoPlugin,
     parse_flag_from_env,
     set_seed,
@@ -117,13 +118,13 @@ def build_accelerator(config: TrainConfig, output_dir: Path) -> tuple[Accelerato
     Raises `UserError` for a tracker that is not installed, which Accelerate would drop silently (1.15).
     """
     state = PartialState()
+    known = [tracker.value for tracker in LoggerType if tracker != LoggerType.ALL]
     installed = [tracker.value for tracker in get_available_trackers()]
     for tracker in config.report_to or []:
+        if tracker not in known:
+            raise UserError(f"report_to: there is no tracker '{tracker}'; known are {', '.join(known)}")
         if tracker not in installed:
-            raise UserError(
-                f"report_to: '{tracker}' is not a tracker that is installed here "
-                f"({', '.join(installed) or 'none is'}); pip install it, or leave it out"
-            )
+            raise UserError(f"report_to: {tracker} is not installed; pip install {tracker}, or leave it out")
     use_all_cores(state)
     if config.gpu_memory_limit_gb is not None:
         limit_gpu_memory(state.device, config.gpu_memory_limit_gb)

@@ -74,6 +74,7 @@ class CheckpointSaver:
                 "loss_sum": state.loss_sum,
                 "num_losses": state.num_losses,
                 "steps_chosen": state.steps_chosen,
+                "eval_rows": state.eval_rows,
                 "mixed_precision": self.accelerator.mixed_precision,
                 "num_processes": self.accelerator.num_processes,
                 "scaler": scaler.state_dict() if scaler is not None else None,

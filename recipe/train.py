@@ -132,6 +132,8 @@ def main() -> None:
     state = RunState()
     if resume_dir is not None:
         state = load_checkpoint(accelerator, resume_dir, model, dataset.vocab_size, update)
+    if config.max_eval_samples == "auto":
+        eval_rows = state.eval_rows = state.eval_rows or eval_rows  # a resumed run evaluates on the same rows
     if config.eval_only:
         evaluation = evaluate_model(accelerator, module, dataset, eval_batch_size, num_validation_rows)
         if accelerator.is_main_process:
@@ -161,6 +163,11 @@ def main() -> None:
             f"all {state.step:,} steps are done: the model is evaluated and exported again; to train longer, add "
             f"--max_steps {2 * state.step} --change_schedule"
         )
+    if (
+        not config.streaming
+        and (epochs := config.max_steps * config.global_batch_size / len(dataset.splits["train"])) > 100
+    ):
+        report.say(f"warning: {epochs:,.0f} passes over so little text: the model will memorize it")
     if config.push_to_hub and (warning := check_login()):
         report.say(warning)
 
@@ -186,7 +193,7 @@ def main() -> None:
             config = dataclasses.replace(config, max_steps=max_steps, max_minutes=None)
             update.set_schedule(config)
             state.steps_chosen, identity["max_steps"] = True, max_steps
-            eval_rows = count_eval_rows(config, num_validation_rows, eval_batch_size * num_processes)
+            eval_rows = state.eval_rows = count_eval_rows(config, num_validation_rows, eval_batch_size * num_processes)
             on_main_process(lambda chosen=config: record_config(output_dir, chosen))
 
         try:
@@ -305,7 +312,8 @@ def main() -> None:
         if throughput.laps or not (output_dir / SUMMARY_NAME).exists():  # else there is nothing new to say
             report.summary(summary)
             write_model_card(output_dir, config, dataset, summary)
-        print(closing_words(config, output_dir, state.untrained, evaluation, summary["share_outside_training"]))
+        share = throughput.share_outside_training if throughput.laps else None
+        print(closing_words(config, output_dir, state.untrained, evaluation, share))
         if config.push_to_hub:
             print(push_to_hub(output_dir, config))
         optimizer.state.clear()  # the sample comes from the exported model, which needs room of its own

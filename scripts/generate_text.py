@@ -15,7 +15,9 @@ def main() -> None:
     parser = CommandLine(
         description="Sample continuations of a prompt.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--model", required=True, help="folder of a run, a checkpoint in it, or a Hub id")
+    parser.add_argument(
+        "--model", "--model_name_or_path", required=True, help="folder of a run, a checkpoint in it, or a Hub id"
+    )
     parser.add_argument("--prompt", default="", help="text to continue; empty starts a new document")
     parser.add_argument("--max_new_tokens", type=int, default=200, help="tokens to add at most")
     parser.add_argument("--num_samples", type=int, default=1, help="continuations")

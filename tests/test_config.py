@@ -93,7 +93,7 @@ def test_saved_config_repeats_the_run(tmp_path):
         (["--lerning_rate", "1"], "did you mean --learning_rate?"),
         (["--learning-rte=1"], "did you mean --learning_rate?"),
         (["--zzzz"], "--help lists all options"),
-        (["stray"], "'stray' belongs to no option"),
+        (["stray"], "there is no option before 'stray'"),
         (["--learning_rate", "fast"], "invalid float value: 'fast'"),
         (["--learning_rate", "nan"], "learning_rate must be a number"),
         (["--learning_rate"], "expected one argument"),

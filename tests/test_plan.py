@@ -281,3 +281,29 @@ def test_eval_only_evaluates_all_rows_and_leaves_nothing(train, base, tmp_path, 
     assert not (tmp_path / "none").exists()
     with pytest.raises(UserError, match="--eval_only needs a model"):
         train("--eval_only")
+
+
+def test_the_rows_of_an_evaluation_are_kept_on_resume(train, tmp_path):
+    """Another batch size, which another number of processes may bring, must not change what is compared."""
+    first = train("--save_steps", "2", "--per_device_eval_batch_size", "7", output_dir=tmp_path / "a")
+    resumed = train(
+        "--resume_from_checkpoint", first / "checkpoint-2", "--per_device_eval_batch_size", "3",
+        output_dir=tmp_path / "b",
+    )  # fmt: skip
+    assert {e["num_rows"] for run in (first, resumed) for e in read_events(run, "eval")} == {7}
+
+
+def test_a_run_that_left_nothing_leaves_its_folder_free(train, tmp_path, monkeypatch):
+    """Interrupted in its first evaluation, the same command starts again; nothing of the first try is in the log."""
+    real = recipe.train.evaluate_model
+
+    def interrupted(*args):
+        real(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(recipe.train, "evaluate_model", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(output_dir=tmp_path / "run")
+    monkeypatch.setattr(recipe.train, "evaluate_model", real)
+    events = read_events(train(output_dir=tmp_path / "run"), "eval")
+    assert [e["step"] for e in events] == [0, 4]

@@ -92,8 +92,10 @@ def test_a_run_is_named_after_its_text(dataset_dir):
 
 
 def test_a_tracker_that_is_not_installed_is_an_error(train):
-    with pytest.raises(UserError, match="'aim' is not a tracker that is installed here"):
+    with pytest.raises(UserError, match="aim is not installed; pip install aim"):
         train("--report_to", "aim")
+    with pytest.raises(UserError, match="there is no tracker 'tracki'; known are .*trackio"):
+        train("--report_to", "tracki")
 
 
 def test_lines_fit_a_terminal_of_80_columns(train, dataset_dir, capsys, monkeypatch):

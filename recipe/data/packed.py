@@ -158,7 +158,7 @@ def open_packed_dataset(directory: Path, block_size: int | None = None) -> Packe
     """Open a dataset if it is complete and what the run asks for. Raises `UserError` saying what is wrong."""
     again = "make it (again) with scripts/prepare_data.py --overwrite"
     if not directory.is_dir():
-        raise UserError(f"there is no dataset {directory}; {again}")
+        raise UserError(f"there is no dataset {directory}; make it with scripts/prepare_data.py")
     try:
         metadata = json.loads((directory / "metadata.json").read_text())
         if metadata["format_version"] != FORMAT_VERSION:

@@ -221,9 +221,11 @@ def open_dataset_for(config: TrainConfig, source: str | Path | None = None) -> P
         if config.tokenizer_name is not None:
             asked_for = tokenizer_sha256(load_tokenizer(config.tokenizer_name))
             if asked_for != dataset.metadata["tokenizer_sha256"]:
+                remedy = "prepare it with that one, or leave --tokenizer_name out"
+                if config.tokenizer_name == config.model_name_or_path:
+                    remedy = f"prepare it with --tokenizer_name {config.tokenizer_name}, the model's own"
                 raise UserError(
-                    f"{config.dataset_dir} was made with another tokenizer than {config.tokenizer_name}; "
-                    "prepare it with that one, or leave --tokenizer_name out"
+                    f"{config.dataset_dir} was made with another tokenizer than {config.tokenizer_name}; {remedy}"
                 )
         return dataset
     source = source_from(config)
