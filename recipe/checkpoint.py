@@ -20,6 +20,7 @@ from recipe.config import SCHEDULE_OPTIONS, TrainConfig, UserError
 from recipe.manifest import MANIFEST_NAME, short_reason, why_damaged
 from recipe.model import OVERRIDES, load_weights
 from recipe.optim import GuardedUpdate
+from recipe.plan import LAST_TIMED_STEP
 
 STATE_NAME = "training_state.json"
 OPTIMIZER_NAME = "optimizer.pt"
@@ -138,12 +139,20 @@ def precision_of(directory: Path) -> str | None:
 def keep_chosen_steps(config: TrainConfig, directory: Path) -> TrainConfig:
     """The config with the number of steps that `max_minutes` chose before the checkpoint, if it did."""
     content = read_state(directory)
-    if config.max_minutes is None or config.change_schedule or not content.get("steps_chosen"):
+    if config.max_minutes is None or config.change_schedule:
         return config
-    return replace(config, max_steps=content["identity"]["max_steps"], max_minutes=None)
+    if content.get("steps_chosen"):
+        chosen = {key: content["identity"][key] for key in ("max_steps", "warmup_steps")}
+        return replace(config, **chosen, max_minutes=None)
+    if content["step"] >= LAST_TIMED_STEP:
+        raise UserError(
+            f"--max_minutes would change the schedule of {directory}, a run of {content['identity']['max_steps']} "
+            "steps; leave it out, or add --change_schedule"
+        )
+    return config
 
 
-def check_identity(directory: Path, identity: dict, change_schedule: bool) -> dict[str, tuple]:
+def check_identity(directory: Path, identity: dict, change_schedule: bool, output_dir: Path) -> dict[str, tuple]:
     """What differs between a checkpoint and the run that resumes it: {option: (before, now)}.
 
     Raises `UserError` for a difference, but for the schedule's where `change_schedule` allows it: the past stays as
@@ -163,6 +172,13 @@ def check_identity(directory: Path, identity: dict, change_schedule: bool) -> di
         if refused <= set(SCHEDULE_OPTIONS):
             remedy = "add --change_schedule to continue with these, or " + remedy
         raise UserError(f"{directory} was made with other options: {listed}; {remedy}")
+    newer = [path.name for path in list_checkpoints(directory.parent) if path.name != directory.name]
+    newer = [name for name in newer if int(name.rpartition("-")[2]) > content["step"]]
+    if changes and newer and output_dir.absolute() == directory.parent.absolute():
+        raise UserError(
+            f"{directory.parent} holds checkpoints of the schedule as it was ({', '.join(newer)}); give the run with "
+            "another schedule its own --output_dir"
+        )
     if identity["max_steps"] < content["step"]:
         raise UserError(f"{directory} has done {content['step']} steps; max_steps must not be less")
     return changes

@@ -14,7 +14,7 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import UnionType
@@ -63,6 +63,7 @@ SCHEDULES = (
     "warmup_stable_decay",
     "greedy",
 )
+RETIRED = ("keep_freed_memory",)  # in the training_config.yaml of older runs, without effect on their numbers
 SCHEDULE_OPTIONS = ("max_steps", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")
 # Names of TrainingArguments, run_clm.py and nanoGPT that mean something else here, or nothing.
 OTHER_NAMES = {
@@ -157,7 +158,7 @@ class TrainConfig:
     cache_dir: str = _field("runs/data", "Where train_file and dataset_name are prepared, once for all runs.")
     streaming: bool = _field(False, "Tokenize and pack train_file or dataset_name during the run; nothing is stored.")
     shuffle_buffer_size: int = _field(10_000, "Rows among which a streamed text is shuffled.")
-    block_size: int = _field(1024, "Tokens in a row; a packed dataset and a model bring their own.")
+    block_size: int = _field(1024, "Tokens in a row. A packed dataset brings its own.")
     data_placement: Literal["mmap", "ram", "device", "python_lists"] = _field(
         "mmap", "Where the packed rows are read from; python_lists: row by row, to see what that costs."
     )
@@ -236,10 +237,10 @@ class TrainConfig:
 
     # --- periodic
     logging_steps: int = _field(10, "Steps between log lines; the only steps on which the host waits for the device.")
-    eval_on_start: bool = _field(True, "Evaluate the untrained model, to compare with.")
+    eval_on_start: bool = _field(True, "Evaluate before the first step, to compare with.")
     eval_steps: int = _field(250, "Steps between evaluations; 0: only the first and the last.")
     max_eval_samples: int | str | None = _field(
-        "auto", "Validation rows in an evaluation: a number, all, or auto: at most 2% of the run's time in total."
+        "auto", "Validation rows in an evaluation: a number, all, or auto: about 2% of the run for all evaluations."
     )
     exact_final_eval: bool = _field(False, "Use all validation rows in the last evaluation.")
     eval_only: bool = _field(
@@ -280,7 +281,8 @@ def load_config(argv: list[str] | None = None) -> tuple[TrainConfig, str]:
         if action.choices and "true" in action.choices:  # written as a flag, or as Python and YAML spell booleans
             action.nargs, action.const, action.type = "?", "true", str.lower
         action.default = argparse.SUPPRESS  # what is left is what was typed
-    given, unknown = parser.parse_known_args(underscored(sys.argv[1:] if argv is None else argv))
+    argv = sys.argv[1:] if argv is None else argv
+    given, unknown = parser.parse_known_args(underscored(argv, parser._option_string_actions))
     given = vars(given)
     recipe, wants_help = given.pop("config", "demo"), given.pop("help", False)
     names = [f.name for f in dataclasses.fields(TrainConfig)]
@@ -296,6 +298,7 @@ def load_config(argv: list[str] | None = None) -> tuple[TrainConfig, str]:
 
 def _merge(recipe: str, from_file: dict[str, Any], given: dict[str, Any], names: list[str]) -> dict[str, Any]:
     """The recipe's options with those that were typed on top, each of its own type."""
+    from_file = {key: value for key, value in from_file.items() if key not in RETIRED}
     for key in from_file:
         if key not in names:
             raise UserError(_unknown_message(f"key '{key}' in {recipe}", str(key), names))
@@ -309,7 +312,7 @@ def _merge(recipe: str, from_file: dict[str, Any], given: dict[str, Any], names:
         steps, warmup = (values.get(key, getattr(TrainConfig, key)) for key in ("max_steps", "warmup_steps"))
         values = {k: v for k, v in values.items() if k not in ("max_steps", "num_train_epochs", "max_minutes")}
         longer = "max_steps" in given and _convert("max_steps", given["max_steps"], int) >= steps
-        if warmup >= 1 and not longer:  # the warm-up keeps its share of a shorter run
+        if 1 <= warmup < steps and not longer:  # the warm-up keeps its share of a shorter run
             values["warmup_steps"] = warmup / steps
     if "model_name_or_path" in given:  # its shape replaces the recipe's, but for dropout
         overrides = values.get("config_overrides") or {}
@@ -338,13 +341,14 @@ def _number_in(path: Path, key: str, values: dict[str, Any]) -> int:
         return values.get("block_size", TrainConfig.block_size)
 
 
-def underscored(argv: list[str]) -> list[str]:
-    """`--max-steps 5` -> `--max_steps 5`: the names of options are read with hyphens too, values are left alone."""
-    names, values = zip(*(text.partition("=")[::2] for text in argv), strict=True) if argv else ((), ())
-    return [
-        (name.replace("-", "_").replace("__", "--", 1) if name.startswith("--") else name) + text[len(name) :]
-        for name, _, text in zip(names, values, argv, strict=True)
-    ]
+def underscored(argv: list[str], known: Container[str]) -> list[str]:
+    """`--max-steps 5` -> `--max_steps 5`, for the names that are known; everything else, and so values, stays."""
+    found = []
+    for text in argv:
+        name, equals, value = text.partition("=")
+        replaced = "--" + name.removeprefix("--").replace("-", "_")
+        found.append(replaced + equals + value if name.startswith("--") and replaced in known else text)
+    return found
 
 
 def _help(recipe: str, values: dict[str, Any]) -> str:
@@ -452,7 +456,8 @@ class CommandLine(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **kwargs)
 
     def parse_args(self, args=None, namespace=None):
-        found, unknown = self.parse_known_args(underscored(sys.argv[1:] if args is None else args), namespace)
+        args = underscored(sys.argv[1:] if args is None else args, self._option_string_actions)
+        found, unknown = self.parse_known_args(args, namespace)
         if unknown:
             raise UserError(unknown_option(unknown[0], [action.dest for action in self._actions]))
         return found

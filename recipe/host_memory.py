@@ -33,12 +33,16 @@ class FreedMemory:
 
     def __init__(self) -> None:
         self.libc = ctypes.CDLL(None) if platform.libc_ver()[0] == "glibc" and resident_bytes() else None
-        self.kept = resident_bytes() or 0
+        self.in_use: int | None = None  # after a turn of the loop that follows a return
 
     def give_back(self) -> bool:
-        """To be called once a step: 10 microseconds, but for the rare calls that return memory, and say so."""
-        if self.libc is None or resident_bytes() < _GROWTH * self.kept + _SLACK_BYTES:
+        """To be called once a step: 10 microseconds, but for the rare calls that return memory, which say so."""
+        if self.libc is None:
+            return False
+        if self.in_use is None:  # what a step needs, with what malloc reuses from one to the next
+            self.in_use = resident_bytes()
+        if resident_bytes() < _GROWTH * self.in_use + _SLACK_BYTES:
             return False
         self.libc.malloc_trim(0)
-        self.kept = resident_bytes()  # what is still there is in use
+        self.in_use = None
         return True

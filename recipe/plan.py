@@ -47,24 +47,40 @@ def count_eval_rows(config: TrainConfig, num_validation_rows: int, rows_per_forw
     return min(num_rows, num_validation_rows)
 
 
+def shorten(config: TrainConfig, max_steps: int) -> TrainConfig:
+    """The config of a run of fewer steps; a warm-up that was given in steps keeps its share."""
+    warmup = config.warmup_steps
+    if 1 <= warmup < config.max_steps:
+        warmup = warmup / config.max_steps
+    return dataclasses.replace(config, max_steps=max_steps, warmup_steps=warmup, max_minutes=None)
+
+
 def fit_max_steps(
-    config: TrainConfig, step: int, seconds_left: float, step_seconds: float, eval_seconds: float
+    config: TrainConfig,
+    step: int,
+    seconds_left: float,
+    step_seconds: float,
+    eval_seconds: float,
+    final_eval_seconds: float,
 ) -> int:
     """The step, at most `max_steps` and after `step`, at which a run ends that has so many seconds left.
 
-    step_seconds: of one step. eval_seconds: of one evaluation.
+    step_seconds: of one step. eval_seconds: of an evaluation on the way. final_eval_seconds: of the last one.
     """
     seconds_a_step = step_seconds + count_evaluations(config, config.max_steps) * eval_seconds / config.max_steps
-    seconds = max(0.0, seconds_left - CLOSING_SECONDS - eval_seconds)  # the last evaluation may be an extra one
+    seconds = max(0.0, seconds_left - CLOSING_SECONDS - final_eval_seconds)
     return min(config.max_steps, step + max(1, int(seconds / seconds_a_step)))
 
 
 class StepBudget:
     """Chooses the number of steps that fit into `max_minutes`, once, from the time of the first steps."""
 
-    def __init__(self, config: TrainConfig, started_at: float, first_step: int, eval_seconds: float) -> None:
-        """started_at: of the program, by `time.perf_counter`. eval_seconds: what one evaluation takes."""
-        self.config, self.started_at, self.first_step, self.eval_seconds = config, started_at, first_step, eval_seconds
+    def __init__(
+        self, config: TrainConfig, started_at: float, first_step: int, eval_rows: int, final_eval_rows: int
+    ) -> None:
+        """started_at: of the program, by `time.perf_counter`. eval_rows: in an evaluation, and in the last one."""
+        self.config, self.started_at, self.first_step = config, started_at, first_step
+        self.eval_rows, self.final_eval_rows = eval_rows, final_eval_rows
         self.timed_from, self.chosen = 0.0, False
 
     def choose(self, step: int) -> int | None:
@@ -84,5 +100,15 @@ class StepBudget:
             return None
         self.chosen = True
         step_seconds = (now - self.timed_from) / (LAST_TIMED_STEP - FIRST_TIMED_STEP)
+        row_seconds = EVALUATED_ROW_COST * step_seconds / self.config.global_batch_size
         seconds_left = self.config.max_minutes * 60 - (now - self.started_at)
-        return on_main_process(lambda: fit_max_steps(self.config, step, seconds_left, step_seconds, self.eval_seconds))
+        return on_main_process(
+            lambda: fit_max_steps(
+                self.config,
+                step,
+                seconds_left,
+                step_seconds,
+                self.eval_rows * row_seconds,
+                self.final_eval_rows * row_seconds,
+            )
+        )

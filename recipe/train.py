@@ -11,14 +11,13 @@ import time
 
 STARTED_AT = time.perf_counter()
 
-from recipe.config import load_config, run_main
+from recipe.config import UserError, load_config, run_main
 from recipe.host_memory import FreedMemory, use_huge_pages
 
 if __name__ == "__main__":  # before torch is imported, which takes seconds
     config, _ = run_main(load_config)  # a mistyped option is reported at once
     use_huge_pages(config.huge_pages)
 
-import dataclasses
 import math
 import shlex
 
@@ -54,7 +53,7 @@ from recipe.micro_batch import estimate_row_bytes, find_micro_batch, micro_batch
 from recipe.model import build_model, build_model_config, count_exported_parameters, use_sigmoid_gelu
 from recipe.optim import GuardedUpdate, build_optimizer, compute_learning_rates
 from recipe.output_dir import SUMMARY_NAME, choose_output_dir, open_output_dir, record_config, resume_command
-from recipe.plan import StepBudget, count_eval_rows, resolve_max_steps
+from recipe.plan import StepBudget, count_eval_rows, resolve_max_steps, shorten
 from recipe.preemption import EXIT_STOPPED, StopRequest
 from recipe.report import RunReport, closing_words, describe_evaluation, describe_run
 from recipe.runtime import (
@@ -98,7 +97,9 @@ def main() -> None:
         config = keep_chosen_steps(config, resume_dir)
     identity = run_identity(config, dataset.metadata, model_config)
     if resume_dir is not None:  # refuse another run's checkpoint before building anything
-        changes = check_identity(resume_dir, identity, config.change_schedule)
+        changes = check_identity(resume_dir, identity, config.change_schedule or config.eval_only, output_dir)
+    elif config.eval_only and source is None:
+        raise UserError(f"--eval_only: there is no checkpoint in {output_dir}; pass --model_name_or_path")
     tokens_per_step = config.global_batch_size * config.block_size
 
     # ------------------------------------------------------------------ model, optimizer, prepare
@@ -135,9 +136,10 @@ def main() -> None:
     if config.max_eval_samples == "auto":
         eval_rows = state.eval_rows = state.eval_rows or eval_rows  # a resumed run evaluates on the same rows
     if config.eval_only:
-        evaluation = evaluate_model(accelerator, module, dataset, eval_batch_size, num_validation_rows)
+        num_rows = num_validation_rows if config.max_eval_samples == "auto" else eval_rows
+        evaluation = evaluate_model(accelerator, module, dataset, eval_batch_size, num_rows)
         if accelerator.is_main_process:
-            print(describe_evaluation(f"{source or resume_dir}, {num_validation_rows:,} rows", evaluation))
+            print(describe_evaluation(f"{source or resume_dir}, {num_rows:,} rows", evaluation))
         accelerator.end_training()
         return
     batches = build_batches(config, dataset, accelerator, micro_batch_size, state.step, state.position)
@@ -156,6 +158,7 @@ def main() -> None:
     )
     if changes:
         report.schedule(state.step, changes)
+        saver.save(state)  # so that the folder's config and its newest checkpoint agree from now on
     if resume_dir is not None and (before := precision_of(resume_dir)) not in (None, precision.value):
         report.say(f"warning: the precision changes from {before} to {precision.value} at step {state.step:,}")
     if state.step == config.max_steps:
@@ -181,7 +184,8 @@ def main() -> None:
         report.evaluation(0, evaluation)
     throughput.resume()
     freed_memory = FreedMemory()
-    budget = StepBudget(config, STARTED_AT, state.step, evaluation["seconds"] if evaluation else 0.0)
+    final_eval_rows = num_validation_rows if config.exact_final_eval else eval_rows
+    budget = StepBudget(config, STARTED_AT, state.step, eval_rows, final_eval_rows)
     peak_flops = peak_flops_per_second(device)
     loss_sum, num_losses, lap_began_at = torch.tensor(state.loss_sum, device=device), state.num_losses, state.step
     stop_request = StopRequest(host_group())
@@ -190,11 +194,17 @@ def main() -> None:
     while state.step < config.max_steps and stop is None:
         if (max_steps := budget.choose(state.step)) is not None:
             report.shorten(state.step, max_steps, config)
-            config = dataclasses.replace(config, max_steps=max_steps, max_minutes=None)
+            config = shorten(config, max_steps)
             update.set_schedule(config)
-            state.steps_chosen, identity["max_steps"] = True, max_steps
+            state.steps_chosen = True
+            identity |= {"max_steps": config.max_steps, "warmup_steps": config.warmup_steps}
             eval_rows = state.eval_rows = count_eval_rows(config, num_validation_rows, eval_batch_size * num_processes)
+            if config.save_steps:  # before the folder's config says so: a run that is killed now must resume
+                state.loss_sum, state.num_losses = accelerator.reduce(loss_sum, reduction="mean").item(), num_losses
+                saver.save(state)
+                on_main_process(saver.wait)
             on_main_process(lambda chosen=config: record_config(output_dir, chosen))
+            throughput.resume()
 
         try:
             step_loss = torch.zeros((), device=device)

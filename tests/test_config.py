@@ -291,8 +291,15 @@ def test_a_bad_dictionary_is_shown_its_own_example():
 
 
 def test_hyphens_are_underscores_in_names_only():
-    config = load("--max-steps", "7", "--run-name=a-b", "--sample_prompt", "x-y", *DATA)
-    assert (config.max_steps, config.run_name, config.sample_prompt) == (7, "a-b", "x-y")
+    config = load("--max-steps", "7", "--run-name=a-b", "--sample_prompt=--x-y z", "--hub_model_id", "-- a-b", *DATA)
+    assert (config.max_steps, config.run_name, config.sample_prompt) == (7, "a-b", "--x-y z")
+    assert config.hub_model_id == "-- a-b"
+
+
+def test_options_of_older_runs_are_passed_over(tmp_path):
+    """Their training_config.yaml still resumes them."""
+    (tmp_path / "training_config.yaml").write_text("dataset_dir: d\nkeep_freed_memory: true\nmax_steps: 7\n")
+    assert load("--config", str(tmp_path / "training_config.yaml")).max_steps == 7
 
 
 @pytest.mark.parametrize("script", sorted(p.name for p in (ROOT / "scripts").glob("*.py")))

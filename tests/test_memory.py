@@ -15,6 +15,7 @@ pytestmark = pytest.mark.skipif(platform.system() != "Linux", reason="reads /pro
 FREED_BETWEEN_LIVE_BLOCKS = """
 from recipe.host_memory import FreedMemory, resident_bytes
 freed_memory = FreedMemory()
+freed_memory.give_back()
 before = resident_bytes()
 blocks = [(bytearray(100_000), bytearray(1_000)) for _ in range(6000)]
 small = [small for _, small in blocks]

@@ -1,13 +1,17 @@
 """How long a run is, how much of it goes into evaluation, and what may change when it is resumed."""
 
 import json
+import shutil
 import time
 
 import pytest
+import torch
 import yaml
 from conftest import BLOCK_SIZE, read_events
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+import recipe.host_memory
 import recipe.plan
 import recipe.train
 from recipe.config import UserError, load_config
@@ -81,11 +85,12 @@ def test_a_partial_step_counts(epochs, rows, expected):
 def test_steps_that_fit_into_the_time():
     """Steps, evaluations and the closing fit into what is left; at most max_steps, at least those that are done."""
     config = config_of("--max_steps", 1000, "--eval_steps", 100)
-    chosen = fit_max_steps(config, step=10, seconds_left=110, step_seconds=0.5, eval_seconds=2.0)
-    needed = (chosen - 10) * 0.5 + (chosen // 100 + 1) * 2.0 + recipe.plan.CLOSING_SECONDS
+    times = {"step_seconds": 0.5, "eval_seconds": 2.0, "final_eval_seconds": 5.0}
+    chosen = fit_max_steps(config, step=10, seconds_left=110, **times)
+    needed = (chosen - 10) * 0.5 + chosen // 100 * 2.0 + 5.0 + recipe.plan.CLOSING_SECONDS
     assert 100 < needed <= 110
-    assert fit_max_steps(config, 10, 10_000, 0.5, 2.0) == 1000
-    assert fit_max_steps(config, 10, -5, 0.5, 2.0) == 11
+    assert fit_max_steps(config, 10, 10_000, **times) == 1000
+    assert fit_max_steps(config, 10, -5, **times) == 11
 
 
 def test_the_speed_is_that_of_the_timed_steps(monkeypatch):
@@ -93,13 +98,14 @@ def test_the_speed_is_that_of_the_timed_steps(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     config = config_of("--max_steps", 10_000, "--max_minutes", 10, "--eval_steps", 0)
-    budget = StepBudget(config, started_at=0.0, first_step=0, eval_seconds=0.0)
+    budget = StepBudget(config, started_at=0.0, first_step=0, eval_rows=1, final_eval_rows=5120)
     answers = {}
     for step in range(1, 13):
         now[0] += 100.0 if step == 1 else 1.0
         answers[step] = budget.choose(step)
     chosen = answers.pop(10)
-    assert chosen == 10 + int(600 - 109 - recipe.plan.CLOSING_SECONDS)
+    final_evaluation = 5120 / config.global_batch_size * 0.4
+    assert chosen == pytest.approx(10 + 600 - 109 - recipe.plan.CLOSING_SECONDS - final_evaluation, abs=1.1)
     assert set(answers.values()) == {None}
 
 
@@ -127,11 +133,10 @@ def test_the_schedule_ends_with_the_chosen_length(train, monkeypatch):
     monkeypatch.setattr(recipe.train, "STARTED_AT", time.perf_counter())
     monkeypatch.setattr(recipe.plan, "fit_max_steps", lambda *args: 30)
     rates = [e["learning_rate"] for e in read_events(train(*LIMITED, "--lr_scheduler_type", "cosine"), "train")]
+    options = ["--learning_rate", 0.003, "--lr_scheduler_type", "cosine"]
     full, short = (
-        recipe.train.compute_learning_rates(
-            config_of("--max_steps", n, "--warmup_steps", 2, "--learning_rate", 0.003, "--lr_scheduler_type", "cosine")
-        )
-        for n in (200, 30)
+        recipe.train.compute_learning_rates(config_of("--max_steps", steps, "--warmup_steps", warmup, *options))
+        for steps, warmup in ((200, 2), (30, 2 / 200))  # the warm-up keeps its share
     )
     assert rates == pytest.approx([*full[:10], *short[10:]])
 
@@ -169,7 +174,8 @@ def test_a_changed_schedule_leaves_the_past_and_is_recorded(train, tmp_path):
     content = yaml.safe_load((output_dir / "training_config.yaml").read_text())
     assert (content["max_steps"], content["learning_rate"]) == (8, 0.002)
     assert "change_schedule" not in content
-    # The next resume is that of the changed run, and needs nothing special.
+    # The next resume is that of the changed run, and needs nothing special, whichever checkpoint it finds.
+    shutil.rmtree(output_dir / "checkpoint-8")
     train(*resume, "--max_steps", "8", "--learning_rate", "0.002")
 
 
@@ -307,3 +313,75 @@ def test_a_run_that_left_nothing_leaves_its_folder_free(train, tmp_path, monkeyp
     monkeypatch.setattr(recipe.train, "evaluate_model", real)
     events = read_events(train(output_dir=tmp_path / "run"), "eval")
     assert [e["step"] for e in events] == [0, 4]
+
+
+def test_a_run_killed_after_the_choice_resumes_by_its_own_config(train, tmp_path, monkeypatch):
+    """The checkpoint that is saved with the choice and the folder's config agree."""
+    monkeypatch.setattr(recipe.train, "STARTED_AT", time.perf_counter())
+    monkeypatch.setattr(recipe.plan, "fit_max_steps", lambda *args: 15)
+    through = train(*LIMITED, output_dir=tmp_path / "run")
+    for name in ("checkpoint-12", "checkpoint-15"):  # all that a SIGKILL after step 10 would not have left
+        shutil.rmtree(through / name)
+    expected = (through / "model.safetensors").read_bytes()
+    train(*LIMITED, "--resume_from_checkpoint", "auto", output_dir=through)
+    assert (through / "model.safetensors").read_bytes() == expected
+    assert [e["step"] for e in read_events(through, "train")][-1] == 15
+
+
+def test_a_time_limit_does_not_change_a_run_that_has_begun(train):
+    train("--max_steps", "12", "--save_steps", "12")
+    with pytest.raises(UserError, match="--max_minutes would change the schedule"):
+        train("--max_steps", "12", "--max_minutes", "9", "--resume_from_checkpoint", "auto")
+
+
+def test_another_schedule_from_an_earlier_checkpoint_needs_its_own_folder(train, tmp_path):
+    """Else the checkpoints of the schedule as it was would be taken for the run's newest."""
+    first = train("--save_steps", "2", output_dir=tmp_path / "run")
+    branch = ["--resume_from_checkpoint", first / "checkpoint-2", "--max_steps", "3", "--change_schedule"]
+    with pytest.raises(UserError, match=r"holds checkpoints of the schedule as it was \(checkpoint-4\)"):
+        train(*branch, output_dir=first)
+    assert [e["step"] for e in read_events(train(*branch, output_dir=tmp_path / "branch"), "train")] == [3]
+
+
+def test_eval_only_needs_a_checkpoint_where_it_is_told_to_look(train, tmp_path):
+    """Random weights are never evaluated for want of a checkpoint; a checkpoint's schedule does not matter."""
+    with pytest.raises(UserError, match="--eval_only: there is no checkpoint in"):
+        train("--eval_only", "--resume_from_checkpoint", "auto", output_dir=tmp_path / "none")
+    first = train("--save_steps", "4", output_dir=tmp_path / "run")
+    train("--eval_only", "--resume_from_checkpoint", first, "--max_steps", "9", output_dir=tmp_path / "none")
+
+
+@pytest.mark.parametrize("break_it", ["tokenizer", "weights", "vocabulary"])
+def test_an_incomplete_model_is_refused(train, base, tmp_path, break_it):
+    """Without tokenizer files Transformers makes an empty tokenizer; missing weights it draws at random."""
+    if break_it == "tokenizer":
+        for path in base.glob("tokenizer*"):
+            path.unlink()
+        expected = "there is no tokenizer.json in"
+    elif break_it == "weights":
+        weights = load_file(base / "model.safetensors")
+        del weights["transformer.h.1.mlp.c_fc.weight"]
+        save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+        expected = "lacks weights: transformer.h.1.mlp.c_fc.weight"
+    else:
+        model = AutoModelForCausalLM.from_pretrained(base)
+        model.resize_token_embeddings(400)
+        model.save_pretrained(base)
+        expected = "the tokenizer has 500 tokens, more than the 400 of the model"
+    with pytest.raises(UserError, match=expected):
+        fine_tune(train, base, output_dir=tmp_path / "tuned")
+
+
+def test_a_half_precision_model_is_trained_in_fp32(train, base, tmp_path):
+    AutoModelForCausalLM.from_pretrained(base, dtype=torch.float16).save_pretrained(tmp_path / "half")
+    for path in base.glob("tokenizer*"):
+        shutil.copy(path, tmp_path / "half")
+    tuned = fine_tune(train, tmp_path / "half", output_dir=tmp_path / "tuned")
+    assert {tensor.dtype for tensor in load_file(tuned / "model.safetensors").values()} == {torch.float32}
+
+
+def test_freed_memory_is_looked_at_after_every_step_and_evaluated_batch(train, monkeypatch, dataset):
+    calls = []
+    monkeypatch.setattr(recipe.host_memory.FreedMemory, "give_back", lambda self: calls.append(1))
+    train("--max_eval_samples", "all", "--per_device_eval_batch_size", "16")
+    assert len(calls) == 4 + 2 * -(-len(dataset.splits["validation"]) // 16)

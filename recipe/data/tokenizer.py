@@ -22,8 +22,11 @@ def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
             f"no tokenizer at '{name_or_path}' (neither a folder with tokenizer.json nor a Hub id that "
             f"can be reached): {reason}"
         ) from error
-    if not tokenizer.is_fast or tokenizer.backend_tokenizer.get_vocab_size() == 0:
-        raise UserError(f"the tokenizer at {name_or_path} has no tokenizer.json; save its fast version there")
+    # Transformers 5 makes an empty tokenizer for a folder that holds a GPT-2 and no tokenizer.
+    if not tokenizer.is_fast or len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise UserError(
+            f"there is no tokenizer.json in {name_or_path}; save a fast tokenizer there, or pass --tokenizer_name"
+        )
     if tokenizer.eos_token_id is None:
         raise UserError(
             f"the tokenizer at {name_or_path} has no end-of-text token (eos_token), which separates "
