@@ -27,8 +27,8 @@ class FreedMemory:
 
     Before glibc 2.38, malloc does not reuse a freed, aligned block while small blocks live on both sides of it (glibc
     bug 14581), and torch aligns every tensor. A loop that keeps one small tensor a turn can so lose a large one a
-    turn: 1,500 turns took 9.8 GB, with huge pages 0.8 GB, and 0.5 GB with this
-    (scripts/benchmarks/cpu_memory.py). `malloc_trim` returns the pages of all freed blocks, wherever they lie.
+    turn: 600 turns took 4.2 GB, and 0.4 GB with huge pages and this (scripts/benchmarks/cpu_memory.json).
+    `malloc_trim` returns the pages of all freed blocks, wherever they lie.
     """
 
     def __init__(self) -> None:
