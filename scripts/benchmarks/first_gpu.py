@@ -5,7 +5,7 @@ python scripts/benchmarks/first_gpu.py --dataset_dir DIR --nanogpt DIR --output_
 Nothing is downloaded and nothing needs to be installed beside PyTorch, Transformers and Accelerate: put the checkout
 on PYTHONPATH (and the packages `datasets` and `evaluate`, which some GPU tests and the last run need) and bring a
 packed dataset of a few thousand rows. A stage that fails says why and the next one starts; one that no longer fits
-into the time is recorded as not run. SIGTERM ends the run that is going on and writes the table.
+into the time is recorded as not run. SIGTERM ends the present stage and writes the table.
 """
 
 import argparse
