@@ -80,9 +80,14 @@ def dataset(dataset_dir):
 
 @pytest.fixture
 def train(tmp_path, monkeypatch, dataset_dir):
-    """Run recipe/train.py's main() in this process, as `train("--max_steps", "5")`; returns the output folder."""
+    """Run recipe/train.py's main() in this process, as `train("--max_steps", "5")`; returns the output folder.
 
-    def run(*arguments: str, output_dir: Path = tmp_path / "run", dataset_dir: Path = dataset_dir) -> Path:
+    alone: pass these arguments and no others.
+    """
+
+    def run(
+        *arguments: str, output_dir: Path = tmp_path / "run", dataset_dir: Path = dataset_dir, alone: bool = False
+    ) -> Path:
         from recipe.train import main
 
         argv = [
@@ -107,7 +112,7 @@ def train(tmp_path, monkeypatch, dataset_dir):
             "0",
             *PLAIN,
         ]
-        monkeypatch.setattr(sys, "argv", ["recipe/train.py", *argv, *map(str, arguments)])
+        monkeypatch.setattr(sys, "argv", ["recipe/train.py", *([] if alone else argv), *map(str, arguments)])
         reset_accelerate()
         num_threads = torch.get_num_threads()
         handlers = {number: signal.getsignal(number) for number in (*SIGNALS, LAUNCHER_DIED)}

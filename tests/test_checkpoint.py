@@ -4,21 +4,18 @@ import json
 import re
 import shlex
 import shutil
-import sys
 
 import pytest
 import torch
-from conftest import BLOCK_SIZE, make_documents, read_events, reset_accelerate
+from conftest import BLOCK_SIZE, make_documents, read_events
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import recipe.train
 from recipe.checkpoint import find_checkpoint, list_checkpoints
 from recipe.config import UserError
 from recipe.data.prepare import prepare_dataset
 from recipe.data.text import TextSource
 from recipe.data.tokenizer import load_tokenizer
-from recipe.output_dir import release_output_dir
 
 DROPOUT = ["--config_overrides", "resid_pdrop=0.1,attn_pdrop=0.1"]
 
@@ -113,17 +110,13 @@ def test_no_checkpoint_to_resume_from(train, tmp_path):
     assert "holds another run" in str(caught.value) and "--resume" not in str(caught.value)
 
 
-def test_the_advice_for_a_folder_that_holds_a_run_works(train, monkeypatch):
+def test_the_advice_for_a_folder_that_holds_a_run_works(train):
     """Other options are refused; the command that is advised resumes the run with its own."""
     output_dir = train("--save_steps", "4", "--seed", "5")
     with pytest.raises(UserError) as caught:
         train(output_dir=output_dir)
     advised = re.search(r"resume it \((.*?train.py) (--resume.*?)\)", str(caught.value))[2]
-    monkeypatch.setattr(sys, "argv", ["recipe/train.py", *shlex.split(advised)])
-    release_output_dir(output_dir)
-    reset_accelerate()
-    recipe.train.main()
-    reset_accelerate()
+    train(*shlex.split(advised), alone=True)
 
 
 @pytest.mark.parametrize(
