@@ -190,7 +190,7 @@ def describe_evaluation(what: str, values: dict[str, float]) -> str:
     )
 
 
-def describe_run(  # noqa: PLR0913
+def describe_run(
     config: TrainConfig,
     recipe: str,
     output_dir: Path,
