@@ -12,7 +12,7 @@ import time
 STARTED_AT = time.perf_counter()
 
 from recipe.config import UserError, load_config, run_main
-from recipe.host_memory import FreedMemory, use_huge_pages
+from recipe.hardware.host_memory import FreedMemory, use_huge_pages
 
 if __name__ == "__main__":  # before torch is imported, which takes seconds
     config, _ = run_main(load_config)  # a mistyped option is reported at once
@@ -24,7 +24,7 @@ import shlex
 import torch
 from accelerate.utils import set_seed
 
-from recipe.checkpoint import (
+from recipe.checkpoint.load import (
     RunState,
     check_identity,
     checkpoint_dir,
@@ -34,29 +34,14 @@ from recipe.checkpoint import (
     precision_of,
     run_identity,
 )
+from recipe.checkpoint.save import CheckpointSaver, export_model
 from recipe.data.packed import open_packed_dataset
 from recipe.data.prepare import open_dataset_for
 from recipe.data.streaming import build_batches
 from recipe.environment import describe_environment
-from recipe.evaluation import choose_eval_batch_size, evaluate_model
-from recipe.generation import sample_from
-from recipe.hub import check_login, push_to_hub, write_model_card
-from recipe.loss import LanguageModelingLoss
-from recipe.metrics import (
-    Throughput,
-    count_flops_per_token,
-    count_parameters,
-    peak_flops_per_second,
-    peak_memory_bytes,
-)
-from recipe.micro_batch import estimate_row_bytes, find_micro_batch, micro_batch_candidates, smaller_micro_batch
-from recipe.model import build_model, build_model_config, count_exported_parameters, use_sigmoid_gelu
-from recipe.optim import GuardedUpdate, build_optimizer, compute_learning_rates
-from recipe.output_dir import SUMMARY_NAME, choose_output_dir, open_output_dir, record_config, resume_command
-from recipe.plan import StepBudget, count_eval_rows, resolve_max_steps, shorten
-from recipe.preemption import EXIT_STOPPED, StopRequest
-from recipe.report import RunReport, closing_words, describe_evaluation, describe_run
-from recipe.runtime import (
+from recipe.evaluation.generation import sample_from
+from recipe.evaluation.validation import choose_eval_batch_size, evaluate_model
+from recipe.hardware.accelerator import (
     Choice,
     build_accelerator,
     choose_attention,
@@ -69,8 +54,23 @@ from recipe.runtime import (
     on_main_process,
     start_processes,
 )
-from recipe.saving import CheckpointSaver, export_model
-from recipe.step_profile import StepProfiler
+from recipe.hardware.memory import estimate_row_bytes, find_micro_batch, micro_batch_candidates, smaller_micro_batch
+from recipe.model.build import build_model, build_model_config, count_exported_parameters, use_sigmoid_gelu
+from recipe.model.loss import LanguageModelingLoss
+from recipe.optim.guard import GuardedUpdate, build_optimizer, compute_learning_rates
+from recipe.publish.hub import check_login, push_to_hub, write_model_card
+from recipe.run.log import RunReport, closing_words, describe_evaluation, describe_run
+from recipe.run.meter import (
+    Throughput,
+    count_flops_per_token,
+    count_parameters,
+    peak_flops_per_second,
+    peak_memory_bytes,
+)
+from recipe.run.output_dir import SUMMARY_NAME, choose_output_dir, open_output_dir, record_config, resume_command
+from recipe.run.plan import StepBudget, count_eval_rows, resolve_max_steps, shorten
+from recipe.run.profile import StepProfiler
+from recipe.run.stop import EXIT_STOPPED, StopRequest
 
 
 def main() -> None:

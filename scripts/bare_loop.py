@@ -7,7 +7,7 @@ program around them.
 """
 
 from recipe.config import UserError, load_config, run_main
-from recipe.host_memory import use_huge_pages
+from recipe.hardware.host_memory import use_huge_pages
 
 if __name__ == "__main__":  # before torch is imported, as in recipe/train.py
     use_huge_pages(run_main(load_config)[0].huge_pages)
@@ -18,13 +18,9 @@ import time
 import torch
 from accelerate import PartialState
 
+from recipe.benchmark.measure import LAP
 from recipe.data.prepare import open_dataset_for
-from recipe.loss import LanguageModelingLoss
-from recipe.measure import LAP
-from recipe.micro_batch import micro_batch_candidates
-from recipe.model import build_model, build_model_config, use_sigmoid_gelu
-from recipe.optim import build_optimizer
-from recipe.runtime import (
+from recipe.hardware.accelerator import (
     choose_attention,
     choose_dynamo_backend,
     choose_index_mask,
@@ -34,6 +30,10 @@ from recipe.runtime import (
     compile_module,
     use_all_cores,
 )
+from recipe.hardware.memory import micro_batch_candidates
+from recipe.model.build import build_model, build_model_config, use_sigmoid_gelu
+from recipe.model.loss import LanguageModelingLoss
+from recipe.optim.guard import build_optimizer
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ import argparse
 from accelerate import PartialState
 
 from recipe.config import CommandLine, run_main
-from recipe.generation import generate_texts
+from recipe.evaluation.generation import generate_texts
 
 
 def main() -> None:

@@ -20,12 +20,12 @@ import textwrap
 import time
 from pathlib import Path
 
+from recipe.benchmark.ladder import SMALL_CARD, build_memory_rungs, build_rungs, choose_setting
+from recipe.benchmark.machine import Machine, find_machine
+from recipe.benchmark.measure import LAP, Goal
+from recipe.benchmark.peers import build_peers
+from recipe.benchmark.runner import CAN_DRAW, LadderRunner
 from recipe.config import CommandLine, UserError, run_main
-from recipe.ladder import SMALL_CARD, build_memory_rungs, build_rungs, choose_setting
-from recipe.ladder_runner import CAN_DRAW, LadderRunner
-from recipe.machine import Machine, find_machine
-from recipe.measure import LAP, Goal
-from recipe.peers import build_peers
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from conftest import BLOCK_SIZE, make_documents, read_events
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipe.checkpoint import find_checkpoint, list_checkpoints
+from recipe.checkpoint.load import find_checkpoint, list_checkpoints
 from recipe.config import UserError
 from recipe.data.prepare import prepare_dataset
 from recipe.data.text import TextSource

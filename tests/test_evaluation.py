@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from recipe.data.packed import PackedDataset
-from recipe.evaluation import evaluate_model
-from recipe.loss import LanguageModelingLoss
-from recipe.perplexity import LanguageModelingMetric
+from recipe.evaluation.perplexity import LanguageModelingMetric
+from recipe.evaluation.validation import evaluate_model
+from recipe.model.loss import LanguageModelingLoss
 
 
 def mean_loss(model, rows: np.ndarray) -> float:

@@ -18,16 +18,16 @@ import torch
 from accelerate import Accelerator
 from conftest import BLOCK_SIZE, PLAIN, ROOT, TINY, launch, read_events
 
-import recipe.loss
-import recipe.saving
+import recipe.checkpoint.save
+import recipe.model.loss
 import recipe.train
-from recipe.checkpoint import find_checkpoint, list_checkpoints
+from recipe.checkpoint.load import find_checkpoint, list_checkpoints
+from recipe.checkpoint.manifest import seal_checkpoint, why_damaged
+from recipe.checkpoint.save import CheckpointSaver
 from recipe.config import UserError, load_config
-from recipe.manifest import seal_checkpoint, why_damaged
-from recipe.micro_batch import smaller_micro_batch
-from recipe.output_dir import choose_output_dir, lock_output_dir, release_output_dir
-from recipe.preemption import EXIT_STOPPED
-from recipe.saving import CheckpointSaver
+from recipe.hardware.memory import smaller_micro_batch
+from recipe.run.output_dir import choose_output_dir, lock_output_dir, release_output_dir
+from recipe.run.stop import EXIT_STOPPED
 
 # Of a log line; the others are the run's.
 MACHINE_NUMBERS = ("tokens_per_second", "mfu", "peak_memory_bytes", "share_outside_training", "seconds")
@@ -213,7 +213,7 @@ def test_disk_full_at_the_end(train, monkeypatch, tmp_path):
     output_dir = train("--max_steps", "4", "--save_steps", "2")
     before = (output_dir / "model.safetensors").read_bytes()
     (output_dir / "summary.json").unlink()
-    monkeypatch.setattr(recipe.saving, "write_model", lambda *args: Path("/dev/full").write_text("x" * 10**6))
+    monkeypatch.setattr(recipe.checkpoint.save, "write_model", lambda *args: Path("/dev/full").write_text("x" * 10**6))
     with pytest.raises(
         UserError, match="the final model could not be written to .*No space left on device; when that"
     ):
@@ -243,7 +243,9 @@ def test_pruning_leaves_alone_what_is_newer(train, run_dir):
 
 
 def test_what_fails_after_a_checkpoint_is_written_does_not_unmake_it(train, monkeypatch, capsys):
-    monkeypatch.setattr(recipe.saving, "_remove", lambda path: path.exists() and os.open(path / "gone", os.O_RDONLY))
+    monkeypatch.setattr(
+        recipe.checkpoint.save, "_remove", lambda path: path.exists() and os.open(path / "gone", os.O_RDONLY)
+    )
     output_dir = train("--max_steps", "4", "--save_steps", "2", "--save_total_limit", "1", "--on_save_failure", "stop")
     assert "warning: checkpoint-4 is written, but what comes after it failed: FileNotFoundE" in capsys.readouterr().out
     assert why_damaged(output_dir / "checkpoint-4") is None
@@ -257,7 +259,7 @@ def test_pruning_waits_for_the_new_one(train, monkeypatch):
         seen.append(sorted(p.name for p in directory.parent.glob("*checkpoint-*")))
         seal_checkpoint(directory, about)
 
-    monkeypatch.setattr(recipe.saving, "seal_checkpoint", sealed)
+    monkeypatch.setattr(recipe.checkpoint.save, "seal_checkpoint", sealed)
     train("--max_steps", "3", "--save_steps", "1", "--save_total_limit", "1")
     assert seen == [[".checkpoint-1.partial"], [".checkpoint-2.partial", "checkpoint-1"],
                     [".checkpoint-3.partial", "checkpoint-2"]]  # fmt: skip
@@ -273,14 +275,14 @@ def test_saving_does_not_wait_for_the_disk(train, monkeypatch):
         write(self, final, content, weights, *args)
         log.append(f"end {content['step']}")
 
-    train_event = recipe.report.RunReport.train
+    train_event = recipe.run.log.RunReport.train
 
     def event(self, step, **values):
         log.append(f"step {step}")
         train_event(self, step, **values)
 
     monkeypatch.setattr(CheckpointSaver, "_write", slow)
-    monkeypatch.setattr(recipe.report.RunReport, "train", event)
+    monkeypatch.setattr(recipe.run.log.RunReport, "train", event)
     output_dir = train("--max_steps", "5", "--save_steps", "2")
     assert log.index("step 4") < log.index("end 2") < log.index("begin 4")
     reference = train("--max_steps", "5", "--save_steps", "0", output_dir=output_dir.parent / "b")
@@ -310,8 +312,8 @@ def test_trackers_and_logs_that_fail_do_not_end_a_run(train, monkeypatch, capsys
 
 def spoil(monkeypatch, steps, value):
     """Make the loss of those steps `value`, with gradients that are finite by themselves, in a compiled graph too."""
-    spoiled, forward = torch.zeros(()), recipe.loss.LanguageModelingLoss._loss_sum
-    update, backward, taken = recipe.optim.GuardedUpdate.step, recipe.train.build_batches, []
+    spoiled, forward = torch.zeros(()), recipe.model.loss.LanguageModelingLoss._loss_sum
+    update, backward, taken = recipe.optim.guard.GuardedUpdate.step, recipe.train.build_batches, []
 
     def add(self, hidden, targets):
         return forward(self, hidden, targets) + spoiled
@@ -325,8 +327,8 @@ def spoil(monkeypatch, steps, value):
         spoiled.fill_(value if 1 in steps else 0.0)
         return backward(*args)
 
-    monkeypatch.setattr(recipe.loss.LanguageModelingLoss, "_loss_sum", add)
-    monkeypatch.setattr(recipe.optim.GuardedUpdate, "step", count)
+    monkeypatch.setattr(recipe.model.loss.LanguageModelingLoss, "_loss_sum", add)
+    monkeypatch.setattr(recipe.optim.guard.GuardedUpdate, "step", count)
     monkeypatch.setattr(recipe.train, "build_batches", begin)
 
 
@@ -335,14 +337,14 @@ def spoil(monkeypatch, steps, value):
 def test_a_loss_that_is_not_finite_leaves_no_trace_in_the_weights(train, monkeypatch, value, backend):
     """Also where its gradients are finite by themselves, and where the graph is compiled."""
     spoil(monkeypatch, {2, 3, 4}, value)
-    before = recipe.optim.GuardedUpdate.step
+    before = recipe.optim.guard.GuardedUpdate.step
     weights = []
 
     def recorded(self, loss, grad_norm):
         before(self, loss, grad_norm)
         weights.append([p.detach().clone() for group in self.optimizer.param_groups for p in group["params"]])
 
-    monkeypatch.setattr(recipe.optim.GuardedUpdate, "step", recorded)
+    monkeypatch.setattr(recipe.optim.guard.GuardedUpdate, "step", recorded)
     output_dir = train("--max_steps", "6", "--lr_scheduler_type", "constant", "--dynamo_backend", backend)
     changed = [not all(map(torch.equal, a, b)) for a, b in zip(weights, weights[1:], strict=False)]
     assert changed == [False, False, False, True, True]
@@ -366,7 +368,7 @@ import sys
 sys.path.insert(0, {tests!r})
 import os, signal, time
 import torch
-import recipe.loss, recipe.train
+import recipe.model.loss, recipe.train
 from recipe.config import run_main
 {patch}
 if __name__ == "__main__":
@@ -392,7 +394,7 @@ def environment(**more):
 def test_a_nan_on_one_process_of_two(tmp_path, dataset_dir):
     """Neither takes the step; both end with the weights of a run that never met it at that step."""
     patch = """
-forward, calls = recipe.loss.LanguageModelingLoss._loss_sum, []
+forward, calls = recipe.model.loss.LanguageModelingLoss._loss_sum, []
 def spoiled(self, hidden, targets):
     loss = forward(self, hidden, targets)
     if self.training:
@@ -400,7 +402,7 @@ def spoiled(self, hidden, targets):
         if len(calls) == 3 and os.environ["RANK"] == "1":
             return loss * float("nan")
     return loss
-recipe.loss.LanguageModelingLoss._loss_sum = spoiled
+recipe.model.loss.LanguageModelingLoss._loss_sum = spoiled
 """
     arguments = [*options(dataset_dir, 6), "--output_dir", "run", "--lr_scheduler_type", "constant"]
     result = subprocess.run(
@@ -422,7 +424,7 @@ def test_out_of_memory_in_the_middle_of_a_run(train, tmp_path, monkeypatch, caps
     """The step again in smaller micro-batches, also from the middle of an accumulation; the run is the same."""
     options = ["--max_steps", "5", "--global_batch_size", "8"]
     expected = read_events(train(*options, output_dir=tmp_path / "plain"), "train")
-    owner = recipe.loss.LanguageModelingLoss if where == "forward" else Accelerator
+    owner = recipe.model.loss.LanguageModelingLoss if where == "forward" else Accelerator
     original, calls = getattr(owner, where), []
 
     def patched(self, *args, **kwargs):
@@ -621,7 +623,7 @@ def test_a_signal_to_one_of_two_processes(tmp_path, dataset_dir, target):
 def test_a_second_signal_exits_at_once(tmp_path, dataset_dir):
     """A user who cannot wait is not made to; a signal that comes twice within a second is one."""
     patch = """
-from recipe.saving import CheckpointSaver
+from recipe.checkpoint.save import CheckpointSaver
 write = CheckpointSaver._write
 CheckpointSaver._write = lambda *args: (print("writing", flush=True), time.sleep(60), write(*args))
 """
@@ -677,7 +679,7 @@ def test_a_stop_leaves_no_trace_in_the_log(tmp_path, dataset_dir):
 
 def test_a_folder_in_use(train, tmp_path):
     """The message names the process; nothing is changed."""
-    code = ("from pathlib import Path; from recipe.output_dir import lock_output_dir; "
+    code = ("from pathlib import Path; from recipe.run.output_dir import lock_output_dir; "
             "lock_output_dir(Path('run')); print('locked', flush=True); input()")  # fmt: skip
     other = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stdin=subprocess.PIPE,
                              stdout=subprocess.PIPE, text=True)  # fmt: skip

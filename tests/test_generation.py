@@ -9,7 +9,7 @@ from conftest import BLOCK_SIZE
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipe.config import UserError
-from recipe.generation import generate_texts
+from recipe.evaluation.generation import generate_texts
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from torch._dynamo.utils import counters
 
 import recipe.train
-from recipe.ladder import build_memory_rungs, build_rungs, choose_setting, options_of
-from recipe.machine import find_machine
-from recipe.measure import LAP, Goal, combine, measure
+from recipe.benchmark.ladder import build_memory_rungs, build_rungs, choose_setting, options_of
+from recipe.benchmark.machine import find_machine
+from recipe.benchmark.measure import LAP, Goal, combine, measure
 
 pytestmark = [
     pytest.mark.gpu,

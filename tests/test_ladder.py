@@ -15,12 +15,10 @@ import torch
 from conftest import BLOCK_SIZE, ROOT
 from torch.nn import functional as F
 
-import recipe.measure
-import recipe.runtime
+import recipe.benchmark.measure
+import recipe.hardware.accelerator
 import recipe.train
-from recipe.config import PROFILED_STEPS, TrainConfig, UserError, load_config
-from recipe.data.packed import PackedSplit
-from recipe.ladder import (
+from recipe.benchmark.ladder import (
     BOTTOM,
     RUN_OPTIONS,
     ablations,
@@ -31,11 +29,8 @@ from recipe.ladder import (
     climb,
     options_of,
 )
-from recipe.ladder_report import peer_row, text_row, to_markdown, to_short_markdown
-from recipe.ladder_runner import pays
-from recipe.loss import LanguageModelingLoss
-from recipe.machine import Machine
-from recipe.measure import (
+from recipe.benchmark.machine import Machine
+from recipe.benchmark.measure import (
     LAP,
     Goal,
     Setting,
@@ -46,6 +41,11 @@ from recipe.measure import (
     to_arguments,
     why_it_ended,
 )
+from recipe.benchmark.runner import pays
+from recipe.benchmark.tables import peer_row, text_row, to_markdown, to_short_markdown
+from recipe.config import PROFILED_STEPS, TrainConfig, UserError, load_config
+from recipe.data.packed import PackedSplit
+from recipe.model.loss import LanguageModelingLoss
 
 spec = importlib.util.spec_from_file_location("run_ladder", ROOT / "scripts" / "run_ladder.py")
 run_ladder = importlib.util.module_from_spec(spec)
@@ -320,7 +320,7 @@ def test_laps_done_by_the_deadline_count(monkeypatch, tmp_path):
         f"folder.mkdir()\n(folder / 'metrics.jsonl').write_text({lines!r})\n"
         "time.sleep(99)\n"
     )
-    monkeypatch.setattr(recipe.measure, "TRAIN", tmp_path / "train.py")
+    monkeypatch.setattr(recipe.benchmark.measure, "TRAIN", tmp_path / "train.py")
     started_at = time.monotonic()
     found = measure({}, setting_of("d"), Goal(4, seconds=600), tmp_path, deadline=started_at + 3)
     assert found["step_ms"] == 1500 and found["num_laps"] == 2 and 3 <= time.monotonic() - started_at < 20

@@ -8,13 +8,13 @@ import pytest
 import torch
 from conftest import ROOT
 
-import recipe.ladder_runner
+import recipe.benchmark.runner
+from recipe.benchmark.ladder import build_rungs, options_of
+from recipe.benchmark.machine import Machine
+from recipe.benchmark.measure import Goal, Setting
+from recipe.benchmark.peers import Peer
+from recipe.benchmark.runner import LadderRunner
 from recipe.config import UserError
-from recipe.ladder import build_rungs, options_of
-from recipe.ladder_runner import LadderRunner
-from recipe.machine import Machine
-from recipe.measure import Goal, Setting
-from recipe.peers import Peer
 
 spec = importlib.util.spec_from_file_location("run_ladder", ROOT / "scripts" / "run_ladder.py")
 run_ladder = importlib.util.module_from_spec(spec)
@@ -41,8 +41,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(recipe.ladder_runner, "time", clock)
-    monkeypatch.setattr(recipe.ladder_runner, "describe_environment", lambda device: {
+    monkeypatch.setattr(recipe.benchmark.runner, "time", clock)
+    monkeypatch.setattr(recipe.benchmark.runner, "describe_environment", lambda device: {
         "num_cpus": 1, "torch": torch.__version__, "transformers": "5"
     })  # fmt: skip
     return clock
@@ -68,7 +68,7 @@ def measured(monkeypatch, clock):
                 "num_laps": 3, "tokens_per_second": round(64 * 1024 / found * 1e3), "peak_memory_bytes": 10**9,
                 "attention_kernel": "flash", "profile_ms": {}, "losses": {1: 5.0}}  # fmt: skip
 
-    monkeypatch.setattr(recipe.ladder_runner, "measure", measure)
+    monkeypatch.setattr(recipe.benchmark.runner, "measure", measure)
     return runs
 
 
@@ -123,7 +123,7 @@ def test_with_little_time_what_matters_comes_first(runner, clock, monkeypatch, t
         ladder._record,
         lambda section, entry: (order.append(entry["name"]), record(section, entry)),
     )
-    monkeypatch.setattr(recipe.ladder_runner, "measure_peer", lambda peer, *_: order.append(peer.name) or {
+    monkeypatch.setattr(recipe.benchmark.runner, "measure_peer", lambda peer, *_: order.append(peer.name) or {
         "tokens_per_second": 1000
     })  # fmt: skip
     monkeypatch.setattr(run_ladder, "LadderRunner", lambda *args, **kwargs: ladder)
@@ -171,7 +171,7 @@ def peer(name: str, ours: str = "ours") -> Peer:
 def test_peers_are_compared_round_by_round(runner, measured, monkeypatch):
     """Ours over theirs, of the same round; a round that failed on either side does not count."""
     rates = iter([{"tokens_per_second": 327_680}, {"failed": "killed"}, {"tokens_per_second": 655_360}])
-    monkeypatch.setattr(recipe.ladder_runner, "measure_peer", lambda *args: next(rates))
+    monkeypatch.setattr(recipe.benchmark.runner, "measure_peer", lambda *args: next(rates))
     ladder = runner()
     ladder.run_peers([peer("nanogpt", "ours_auto")], 3)
     (entry,) = ladder.results["peers"]
@@ -188,7 +188,7 @@ def test_an_interrupted_round_is_kept(runner, monkeypatch):
             return rate
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(recipe.ladder_runner, "measure_peer", measure_peer)
+    monkeypatch.setattr(recipe.benchmark.runner, "measure_peer", measure_peer)
     ladder = runner()
     ladder.run_ladder({"tied"})
     with pytest.raises(KeyboardInterrupt):
@@ -203,13 +203,13 @@ def test_a_full_disk_leaves_the_results_before(runner, monkeypatch):
     ladder = runner()
     ladder.run_ladder({"tied"})
     before = ladder.output_file.read_bytes()
-    monkeypatch.setattr(recipe.ladder_runner, "to_markdown", lambda results: "x")
+    monkeypatch.setattr(recipe.benchmark.runner, "to_markdown", lambda results: "x")
 
     def write_text(path, text):
         with open("/dev/full", "w") as file:
             file.write(text)
 
-    monkeypatch.setattr(recipe.ladder_runner.Path, "write_text", write_text)
+    monkeypatch.setattr(recipe.benchmark.runner.Path, "write_text", write_text)
     with pytest.raises(UserError, match=r"cannot write .*out.json: No space left on device; what was there before"):
         ladder.run_ladder({"compile"})
     assert ladder.output_file.read_bytes() == before and [p.name for p in ladder.work.glob(".*")] == []

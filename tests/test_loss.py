@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from recipe.loss import IGNORE_INDEX, LanguageModelingLoss
+from recipe.model.loss import IGNORE_INDEX, LanguageModelingLoss
 
 VOCAB, PADDED, T = 500, 512, 32
 

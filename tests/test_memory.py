@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(platform.system() != "Linux", reason="reads /pro
 
 # Frees 600 MB that lie between small blocks in use: glibc keeps those pages, since only the end of its heap shrinks.
 FREED_BETWEEN_LIVE_BLOCKS = """
-from recipe.host_memory import FreedMemory, resident_bytes
+from recipe.hardware.host_memory import FreedMemory, resident_bytes
 freed_memory = FreedMemory()
 freed_memory.give_back()
 before = resident_bytes()
@@ -30,7 +30,7 @@ print(resident_bytes() - before)
 LEAKY_LOOP = """
 import random
 import torch
-from recipe.host_memory import FreedMemory, resident_bytes
+from recipe.hardware.host_memory import FreedMemory, resident_bytes
 torch.set_num_threads(1)
 freed_memory, kept, rng = FreedMemory(), [], random.Random(0)
 before = resident_bytes()
@@ -48,9 +48,9 @@ import types
 import numpy as np, torch
 from accelerate import Accelerator
 from transformers import GPT2Config, GPT2LMHeadModel
-from recipe.evaluation import evaluate_model
-from recipe.host_memory import resident_bytes
-from recipe.loss import LanguageModelingLoss
+from recipe.evaluation.validation import evaluate_model
+from recipe.hardware.host_memory import resident_bytes
+from recipe.model.loss import LanguageModelingLoss
 
 class Rows:
     def __len__(self): return 1000

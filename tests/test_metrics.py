@@ -8,7 +8,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 
-from recipe.metrics import count_flops_per_token, count_parameters, peak_flops_per_second, peak_memory_bytes
+from recipe.run.meter import count_flops_per_token, count_parameters, peak_flops_per_second, peak_memory_bytes
 
 
 def test_flops_per_token_of_gpt2_124m():
@@ -52,7 +52,9 @@ def test_peak_memory_is_the_most_that_was_in_use():
 
 def test_peak_memory_is_not_the_parents():
     """What started the process may have used more: it does not count."""
-    code = "import torch; from recipe.metrics import peak_memory_bytes; print(peak_memory_bytes(torch.device('cpu')))"
+    code = (
+        "import torch; from recipe.run.meter import peak_memory_bytes; print(peak_memory_bytes(torch.device('cpu')))"
+    )
     torch.ones(2**28)  # 1 GB, in this process
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 2**30

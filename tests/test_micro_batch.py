@@ -9,9 +9,9 @@ from transformers import GPT2Config
 
 from recipe import micro_batch
 from recipe.config import UserError, load_config
-from recipe.loss import LanguageModelingLoss
-from recipe.micro_batch import estimate_bytes, estimate_row_bytes, micro_batch_candidates
-from recipe.model import build_model, build_model_config
+from recipe.hardware.memory import estimate_bytes, estimate_row_bytes, micro_batch_candidates
+from recipe.model.build import build_model, build_model_config
+from recipe.model.loss import LanguageModelingLoss
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

@@ -8,8 +8,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from transformers.activations import ACT2FN
 
 from recipe.config import UserError, load_config
-from recipe.loss import LanguageModelingLoss
-from recipe.model import (
+from recipe.model.build import (
     SigmoidGELU,
     build_model,
     build_model_config,
@@ -20,6 +19,7 @@ from recipe.model import (
     use_sigmoid_gelu,
     write_model,
 )
+from recipe.model.loss import LanguageModelingLoss
 
 EOS = 7
 

@@ -9,8 +9,8 @@ from conftest import reset_accelerate
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from recipe.config import UserError, load_config
-from recipe.loss import LanguageModelingLoss
-from recipe.optim import GuardedUpdate, build_optimizer, compute_learning_rates
+from recipe.model.loss import LanguageModelingLoss
+from recipe.optim.guard import GuardedUpdate, build_optimizer, compute_learning_rates
 
 
 def config_of(*argv):

@@ -14,11 +14,11 @@ import pytest
 import torch
 from conftest import BLOCK_SIZE, ROOT, TINY, reset_accelerate
 
+from recipe.benchmark.ladder import build_rungs
+from recipe.benchmark.machine import Machine
+from recipe.benchmark.measure import Setting
+from recipe.benchmark.peers import NANOGPT_CONTEXT, Peer, build_nanogpt, build_peers, measure_peer
 from recipe.config import UserError
-from recipe.ladder import build_rungs
-from recipe.machine import Machine
-from recipe.measure import Setting
-from recipe.peers import NANOGPT_CONTEXT, Peer, build_nanogpt, build_peers, measure_peer
 
 CPU = Machine("cpu", "a CPU", bf16=True)
 GPU = Machine("cuda", "NVIDIA H200", bf16=True, tf32=True)

@@ -11,11 +11,11 @@ from conftest import BLOCK_SIZE, read_events
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-import recipe.host_memory
-import recipe.plan
+import recipe.hardware.host_memory
+import recipe.run.plan
 import recipe.train
 from recipe.config import UserError, load_config
-from recipe.plan import StepBudget, count_eval_rows, fit_max_steps, resolve_max_steps
+from recipe.run.plan import StepBudget, count_eval_rows, fit_max_steps, resolve_max_steps
 
 
 def config_of(*argv: str):
@@ -87,7 +87,7 @@ def test_steps_that_fit_into_the_time():
     config = config_of("--max_steps", 1000, "--eval_steps", 100)
     times = {"step_seconds": 0.5, "eval_seconds": 2.0, "final_eval_seconds": 5.0}
     chosen = fit_max_steps(config, step=10, seconds_left=110, **times)
-    needed = (chosen - 10) * 0.5 + chosen // 100 * 2.0 + 5.0 + recipe.plan.CLOSING_SECONDS
+    needed = (chosen - 10) * 0.5 + chosen // 100 * 2.0 + 5.0 + recipe.run.plan.CLOSING_SECONDS
     assert 100 < needed <= 110
     assert fit_max_steps(config, 10, 10_000, **times) == 1000
     assert fit_max_steps(config, 10, -5, **times) == 11
@@ -105,7 +105,7 @@ def test_the_speed_is_that_of_the_timed_steps(monkeypatch):
         answers[step] = budget.choose(step)
     chosen = answers.pop(10)
     final_evaluation = 5120 / config.global_batch_size * 0.4
-    assert chosen == pytest.approx(10 + 600 - 109 - recipe.plan.CLOSING_SECONDS - final_evaluation, abs=1.1)
+    assert chosen == pytest.approx(10 + 600 - 109 - recipe.run.plan.CLOSING_SECONDS - final_evaluation, abs=1.1)
     assert set(answers.values()) == {None}
 
 
@@ -114,13 +114,13 @@ LIMITED = ["--max_steps", "200", "--max_minutes", "5", "--save_steps", "6", "--e
 
 def test_a_chosen_length_is_kept_on_resume(train, tmp_path, monkeypatch):
     """The choice is in the checkpoint and in the folder's config: a resume by the same command gives the same run."""
-    monkeypatch.setattr(recipe.plan, "fit_max_steps", lambda *args: 15)
+    monkeypatch.setattr(recipe.run.plan, "fit_max_steps", lambda *args: 15)
     monkeypatch.setattr(recipe.train, "STARTED_AT", time.perf_counter())
     through = train(*LIMITED, output_dir=tmp_path / "through")
     assert [e["step"] for e in read_events(through, "train")][-1] == 15
     assert read_events(through, "max_minutes")[0]["max_steps"] == 15
     assert yaml.safe_load((through / "training_config.yaml").read_text())["max_steps"] == 15
-    monkeypatch.setattr(recipe.plan, "fit_max_steps", lambda *args: 40)  # another speed must not matter any more
+    monkeypatch.setattr(recipe.run.plan, "fit_max_steps", lambda *args: 40)  # another speed must not matter any more
     for checkpoint in ("checkpoint-12", "checkpoint-15"):
         resumed = train(
             *LIMITED, "--resume_from_checkpoint", through / checkpoint, output_dir=tmp_path / f"from-{checkpoint}"
@@ -131,7 +131,7 @@ def test_a_chosen_length_is_kept_on_resume(train, tmp_path, monkeypatch):
 def test_the_schedule_ends_with_the_chosen_length(train, monkeypatch):
     """After the choice the learning rate falls to its minimum at the last step, and before it nothing changes."""
     monkeypatch.setattr(recipe.train, "STARTED_AT", time.perf_counter())
-    monkeypatch.setattr(recipe.plan, "fit_max_steps", lambda *args: 30)
+    monkeypatch.setattr(recipe.run.plan, "fit_max_steps", lambda *args: 30)
     rates = [e["learning_rate"] for e in read_events(train(*LIMITED, "--lr_scheduler_type", "cosine"), "train")]
     options = ["--learning_rate", 0.003, "--lr_scheduler_type", "cosine"]
     full, short = (
@@ -318,7 +318,7 @@ def test_a_run_that_left_nothing_leaves_its_folder_free(train, tmp_path, monkeyp
 def test_a_run_killed_after_the_choice_resumes_by_its_own_config(train, tmp_path, monkeypatch):
     """The checkpoint that is saved with the choice and the folder's config agree."""
     monkeypatch.setattr(recipe.train, "STARTED_AT", time.perf_counter())
-    monkeypatch.setattr(recipe.plan, "fit_max_steps", lambda *args: 15)
+    monkeypatch.setattr(recipe.run.plan, "fit_max_steps", lambda *args: 15)
     through = train(*LIMITED, output_dir=tmp_path / "run")
     for name in ("checkpoint-12", "checkpoint-15"):  # all that a SIGKILL after step 10 would not have left
         shutil.rmtree(through / name)
@@ -382,6 +382,6 @@ def test_a_half_precision_model_is_trained_in_fp32(train, base, tmp_path):
 
 def test_freed_memory_is_looked_at_after_every_step_and_evaluated_batch(train, monkeypatch, dataset):
     calls = []
-    monkeypatch.setattr(recipe.host_memory.FreedMemory, "give_back", lambda self: calls.append(1))
+    monkeypatch.setattr(recipe.hardware.host_memory.FreedMemory, "give_back", lambda self: calls.append(1))
     train("--max_eval_samples", "all", "--per_device_eval_batch_size", "16")
     assert len(calls) == 4 + 2 * -(-len(dataset.splits["validation"]) // 16)

@@ -187,7 +187,7 @@ import datetime, sys, time
 import torch.distributed as dist
 real = dist.init_process_group
 dist.init_process_group = lambda *args, **kwargs: real(*args, **{**kwargs, "timeout": datetime.timedelta(seconds=3)})
-from recipe.runtime import on_main_process, start_processes
+from recipe.hardware.accelerator import on_main_process, start_processes
 start_processes()
 assert on_main_process(lambda: time.sleep(8) or "prepared") == "prepared"
 dist.destroy_process_group()

@@ -8,13 +8,13 @@ import torch
 from accelerate import Accelerator
 from conftest import read_events
 
-import recipe.evaluation
-import recipe.generation
+import recipe.evaluation.generation
+import recipe.evaluation.validation
 import recipe.train
 from recipe.config import UserError, load_config
-from recipe.metrics import Throughput
-from recipe.output_dir import _default_name
 from recipe.progress import LineStream
+from recipe.run.meter import Throughput
+from recipe.run.output_dir import _default_name
 
 
 def test_a_log_file_gets_lines_instead_of_a_redrawn_bar():
@@ -65,7 +65,7 @@ def test_a_sample_that_fails_is_a_warning(train, monkeypatch, capsys):
         assert (model_dir / "model.safetensors").is_file() and (model_dir / "summary.json").is_file()
         raise torch.OutOfMemoryError("no memory is left")
 
-    monkeypatch.setattr(recipe.generation, "generate_texts", out_of_memory)
+    monkeypatch.setattr(recipe.evaluation.generation, "generate_texts", out_of_memory)
     monkeypatch.setattr(recipe.train, "push_to_hub", lambda *args: done.append("push") or "published")
     train("--push_to_hub", "--hub_model_id", "someone/tiny")
     assert "warning: no sample could be generated: OutOfMemoryError: no memory is left" in capsys.readouterr().out
@@ -74,7 +74,7 @@ def test_a_sample_that_fails_is_a_warning(train, monkeypatch, capsys):
 
 def test_evaluating_shows_its_progress(train, monkeypatch, capsys):
     """A long evaluation says that it is one."""
-    monkeypatch.setattr(recipe.evaluation, "SILENT_SECONDS", 0.0)
+    monkeypatch.setattr(recipe.evaluation.validation, "SILENT_SECONDS", 0.0)
     train("--max_eval_samples", "all")
     assert "evaluating" in capsys.readouterr().err
 

@@ -14,7 +14,7 @@ import recipe.train
 from recipe import machine, runtime
 from recipe.config import UserError, load_config
 from recipe.environment import count_cpus
-from recipe.runtime import Choice, choose_attention, choose_dynamo_backend, choose_mixed_precision
+from recipe.hardware.accelerator import Choice, choose_attention, choose_dynamo_backend, choose_mixed_precision
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

@@ -11,7 +11,7 @@ from conftest import read_events
 from torch.autograd import DeviceType
 
 from recipe.config import UserError
-from recipe.step_profile import KINDS, describe, kind_of, summarize
+from recipe.run.profile import KINDS, describe, kind_of, summarize
 
 
 @pytest.mark.parametrize(

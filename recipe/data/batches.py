@@ -13,7 +13,7 @@ from torch.profiler import record_function
 from torch.utils.data import DataLoader
 
 from recipe.data.packed import PackedSplit
-from recipe.preemption import outlive_the_first_signal
+from recipe.run.stop import outlive_the_first_signal
 
 FEISTEL_ROUNDS = 6
 
@@ -99,7 +99,7 @@ class TrainBatches:
 
     def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
         rows, self.position = self.ahead
-        with record_function("DataLoader"):  # as recipe/step_profile.py names it
+        with record_function("DataLoader"):  # as recipe/run/profile.py names it
             self.ahead = next(self.batches)
         return rows[:, :-1], rows[:, 1:]
 

@@ -26,7 +26,7 @@ from recipe.data.prepare import open_pieces, source_from
 from recipe.data.text import TextSource
 from recipe.data.tokenizer import load_tokenizer
 from recipe.environment import count_cpus, count_local_processes
-from recipe.preemption import outlive_the_first_signal
+from recipe.run.stop import outlive_the_first_signal
 
 
 class Position(NamedTuple):

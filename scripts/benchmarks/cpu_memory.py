@@ -30,10 +30,12 @@ SETTINGS = {  # what runs before torch is imported
     "huge pages, freed memory given back": "import os; os.environ['THP_MEM_ALLOC_ENABLE'] = '1'",
 }
 GIVES_BACK = "huge pages, freed memory given back"
-NO_GIVING_BACK = "import recipe.host_memory; recipe.host_memory.FreedMemory.give_back = lambda self: False"
+NO_GIVING_BACK = (
+    "import recipe.hardware.host_memory; recipe.hardware.host_memory.FreedMemory.give_back = lambda self: False"
+)
 LOOP = """
 import random, sys, torch
-from recipe.host_memory import FreedMemory
+from recipe.hardware.host_memory import FreedMemory
 freed_memory, kept, rng = FreedMemory(), [], random.Random(0)
 for _ in range(int(sys.argv[1])):
     for sizes in ([300_000, 800_000, 1_600_000, 3_000_000, 6_000_000], [700_000, 1_500_000, 5_000_000]):

@@ -26,14 +26,24 @@ from typing import Any
 
 import torch
 
+from recipe.benchmark.ladder import CPU_SIZE, choose_setting
+from recipe.benchmark.machine import Machine, find_machine
+from recipe.benchmark.measure import (
+    LAP,
+    TRAIN,
+    Goal,
+    Setting,
+    combine,
+    compile_cache,
+    measure,
+    to_arguments,
+    why_it_ended,
+)
+from recipe.benchmark.peers import Peer, build_nanogpt, measure_peer
 from recipe.config import CommandLine, UserError, run_main
 from recipe.data.packed import open_packed_dataset
 from recipe.environment import describe_environment
-from recipe.ladder import CPU_SIZE, choose_setting
-from recipe.machine import Machine, find_machine
-from recipe.measure import LAP, TRAIN, Goal, Setting, combine, compile_cache, measure, to_arguments, why_it_ended
-from recipe.peers import Peer, build_nanogpt, measure_peer
-from recipe.preemption import EXIT_STOPPED
+from recipe.run.stop import EXIT_STOPPED
 
 ROOT = Path(__file__).parent.parent.parent
 KERNEL_TIMES = Path(__file__).parent / "kernel_times.py"

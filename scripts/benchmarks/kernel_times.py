@@ -22,9 +22,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.activations import ACT2FN
 
-from recipe.loss import LanguageModelingLoss
-from recipe.model import SDPA_WITHOUT_MASK, SigmoidGELU, padded_vocab_size
-from recipe.runtime import persist_compile_cache
+from recipe.hardware.accelerator import persist_compile_cache
+from recipe.model.build import SDPA_WITHOUT_MASK, SigmoidGELU, padded_vocab_size
+from recipe.model.loss import LanguageModelingLoss
 
 ATTENTION = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,

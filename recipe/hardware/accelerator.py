@@ -28,10 +28,10 @@ from accelerate.utils import (
 from torch import nn
 from transformers import PreTrainedConfig
 
+from recipe.benchmark.machine import native_bf16, runs_on, why_no_inductor
 from recipe.config import ProcessError, TrainConfig, UserError
 from recipe.environment import count_cpus, count_local_processes
-from recipe.machine import native_bf16, runs_on, why_no_inductor
-from recipe.preemption import die_with_the_launcher
+from recipe.run.stop import die_with_the_launcher
 
 # Below this a CPU run ends before compiling has paid. Measured on two cores with avx512_bf16, from an empty cache: the
 # demo's graphs take 26 s to compile and its steps are then 1.10 times as fast; a 16 M-parameter model with GPT-2's

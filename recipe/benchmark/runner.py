@@ -18,9 +18,7 @@ from typing import Any
 
 import torch
 
-from recipe.config import UserError
-from recipe.environment import describe_environment
-from recipe.ladder import (
+from recipe.benchmark.ladder import (
     PAYS,
     REFERENCE,
     Rung,
@@ -31,7 +29,10 @@ from recipe.ladder import (
     climb,
     options_of,
 )
-from recipe.ladder_report import (
+from recipe.benchmark.machine import Machine
+from recipe.benchmark.measure import LAP, Goal, Setting, loss_delta, measure
+from recipe.benchmark.peers import Peer, measure_peer
+from recipe.benchmark.tables import (
     PEER_HEADER,
     SECTIONS,
     TEXT_HEADER,
@@ -42,9 +43,8 @@ from recipe.ladder_report import (
     text_row,
     to_markdown,
 )
-from recipe.machine import Machine
-from recipe.measure import LAP, Goal, Setting, loss_delta, measure
-from recipe.peers import Peer, measure_peer
+from recipe.config import UserError
+from recipe.environment import describe_environment
 
 # For one run, which is given the larger: seconds, and a share of all the time; but never more than half an hour.
 SHORTEST_LIMIT_SECONDS, LONGEST_SHARE, LONGEST_LIMIT_SECONDS = 120, 0.2, 1800

@@ -9,8 +9,8 @@ from tqdm import tqdm
 
 from recipe.data.batches import iterate_validation
 from recipe.data.packed import PackedDataset
-from recipe.host_memory import FreedMemory
-from recipe.loss import IGNORE_INDEX
+from recipe.hardware.host_memory import FreedMemory
+from recipe.model.loss import IGNORE_INDEX
 from recipe.progress import progress_target
 
 CPU_TOKENS = 2048  # in a forward: enough for all cores, and 400 MB of fp32 logits over GPT-2's vocabulary
@@ -31,7 +31,7 @@ def evaluate_model(
     module: a prepared `LanguageModelingLoss`. Returns loss (nats per token), perplexity and bits_per_byte, with
     num_rows and the seconds it took.
     """
-    from recipe.perplexity import LanguageModelingMetric  # here: importing evaluate takes seconds
+    from recipe.evaluation.perplexity import LanguageModelingMetric  # here: importing evaluate takes seconds
 
     started_at = time.perf_counter()
     split = dataset.splits["validation"]

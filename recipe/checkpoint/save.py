@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from recipe.checkpoint import (
+from recipe.checkpoint.load import (
     LATEST_NAME,
     OPTIMIZER_NAME,
     RNG_NAME,
@@ -21,12 +21,12 @@ from recipe.checkpoint import (
     checkpoint_dir,
     list_checkpoints,
 )
+from recipe.checkpoint.manifest import fsync, seal_checkpoint, short_reason
 from recipe.config import UserError
 from recipe.data.tokenizer import save_tokenizer
-from recipe.manifest import fsync, seal_checkpoint, short_reason
-from recipe.model import copy_weights, write_model
-from recipe.optim import GuardedUpdate
-from recipe.runtime import on_main_process
+from recipe.hardware.accelerator import on_main_process
+from recipe.model.build import copy_weights, write_model
+from recipe.optim.guard import GuardedUpdate
 
 
 class CheckpointSaver:

@@ -16,23 +16,23 @@ from accelerate import Accelerator
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from recipe.checkpoint import list_checkpoints
+from recipe.checkpoint.load import list_checkpoints
+from recipe.checkpoint.manifest import why_damaged
 from recipe.config import STANDARD_LIBRARY, TrainConfig, UserError
 from recipe.data.packed import PackedDataset
 from recipe.environment import describe_device
-from recipe.manifest import why_damaged
-from recipe.metrics import count_parameters
-from recipe.optim import count_warmup_steps
-from recipe.output_dir import (
+from recipe.hardware.accelerator import Choice
+from recipe.optim.guard import count_warmup_steps
+from recipe.progress import progress_target
+from recipe.run.meter import count_parameters
+from recipe.run.output_dir import (
     METRICS_NAME,
     SUMMARY_NAME,
     launch_command,
     resume_command,
     tracker_id,
 )
-from recipe.progress import progress_target
-from recipe.runtime import Choice
-from recipe.step_profile import TRACE_NAME, describe
+from recipe.run.profile import TRACE_NAME, describe
 
 
 class RunReport:

@@ -19,7 +19,7 @@ from typing import Any
 
 from recipe.config import PROFILED_STEPS
 
-TRAIN = Path(__file__).parent / "train.py"
+TRAIN = Path(__file__).parent.parent / "train.py"
 LAP = 4  # steps between two log lines, where the host waits for the device
 POLL_SECONDS = 0.1
 PROFILE_EVENT = b'{"event": "profile"'

@@ -16,11 +16,11 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from recipe.checkpoint.manifest import MANIFEST_NAME, short_reason, why_damaged
 from recipe.config import SCHEDULE_OPTIONS, TrainConfig, UserError
-from recipe.manifest import MANIFEST_NAME, short_reason, why_damaged
-from recipe.model import OVERRIDES, load_weights
-from recipe.optim import GuardedUpdate
-from recipe.plan import LAST_TIMED_STEP
+from recipe.model.build import OVERRIDES, load_weights
+from recipe.optim.guard import GuardedUpdate
+from recipe.run.plan import LAST_TIMED_STEP
 
 STATE_NAME = "training_state.json"
 OPTIMIZER_NAME = "optimizer.pt"

@@ -18,15 +18,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from recipe.benchmark.ladder import Rung, options_of
+from recipe.benchmark.machine import Machine
+from recipe.benchmark.measure import LAP, Setting, combine, compile_cache, to_arguments, why_it_ended
 from recipe.config import UserError
 from recipe.data.packed import PackedDataset, open_packed_dataset
 from recipe.environment import count_cpus
-from recipe.ladder import Rung, options_of
-from recipe.machine import Machine
-from recipe.measure import LAP, Setting, combine, compile_cache, to_arguments, why_it_ended
-from recipe.model import padded_vocab_size
+from recipe.model.build import padded_vocab_size
 
-BARE_LOOP = Path(__file__).parent.parent / "scripts" / "bare_loop.py"
+BARE_LOOP = Path(__file__).parent.parent.parent / "scripts" / "bare_loop.py"
 NANOGPT_CONTEXT = "nullcontext() if device_type == 'cpu' else "  # without it, autocast is for the CPU too
 NANOGPT_MICRO_BATCH = 12  # its default
 RUN_CLM_MICRO_BATCH = 8  # TrainingArguments' default
@@ -209,7 +209,7 @@ def measure_peer(peer: Peer, num_steps: int, deadline: float) -> dict[str, Any]:
     """
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **peer.environment}
     environment.setdefault("CUDA_VISIBLE_DEVICES", "0")  # the Trainer would take all GPUs
-    if environment.get("OMP_NUM_THREADS", "1") == "1":  # as recipe/runtime.py does for ours
+    if environment.get("OMP_NUM_THREADS", "1") == "1":  # as recipe/hardware/accelerator.py does for ours
         environment["OMP_NUM_THREADS"] = str(count_cpus())
     if peer.leaves is not None:
         shutil.rmtree(peer.leaves, ignore_errors=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from recipe.environment import count_cpus, describe_device
-from recipe.metrics import peak_flops_per_second
+from recipe.run.meter import peak_flops_per_second
 
 MATMUL_SIZE = {"cuda": 8192, "cpu": 2048}
 MATMUL_SECONDS = 1.0  # for each type

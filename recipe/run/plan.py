@@ -9,7 +9,7 @@ import time
 import torch
 
 from recipe.config import TrainConfig
-from recipe.runtime import on_main_process
+from recipe.hardware.accelerator import on_main_process
 
 # An evaluated row costs 0.33 (a GPU) to 0.40 (two CPU cores) of a trained one: forward alone, without the optimizer.
 EVALUATED_ROW_COST = 0.4

@@ -15,7 +15,7 @@ import uuid
 from pathlib import Path
 from typing import TextIO
 
-from recipe.checkpoint import LATEST_NAME, list_checkpoints, remove_partial_checkpoints
+from recipe.checkpoint.load import LATEST_NAME, list_checkpoints, remove_partial_checkpoints
 from recipe.config import STANDARD_LIBRARY, TrainConfig, UserError, save_config
 from recipe.data.text import name_of_text
 
