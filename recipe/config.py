@@ -8,13 +8,11 @@ import dataclasses
 import difflib
 import json
 import math
-import os
 import re
 import shutil
 import sys
 import textwrap
-import time
-from collections.abc import Callable, Container
+from collections.abc import Container
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import UnionType
@@ -22,6 +20,8 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 import yaml
 from transformers import HfArgumentParser  # which does not import torch: a mistyped option must not wait for it
+
+from recipe.errors import UserError
 
 # The first option of each section, in the order of `TrainConfig`: the headings of --help.
 SECTIONS = {
@@ -110,14 +110,6 @@ OTHER_NAMES = {
 }
 
 T = TypeVar("T")
-
-
-class UserError(Exception):
-    """Something the user can put right. The message says what was found, what was expected and what to do."""
-
-
-class ProcessError(UserError):
-    """One that a single process meets, and says whatever its rank; the launcher ends the others."""
 
 
 def _field(default: Any, text: str, **kwargs) -> Any:
@@ -402,46 +394,12 @@ def load_yaml(recipe: str) -> dict[str, Any]:
     return content
 
 
-def run_main(main: Callable[[], T], interrupted: str = "interrupted") -> T:
-    """Run a script: a `UserError` becomes one line on stderr, from one process, and exit status 1.
-
-    interrupted: the message when the script is stopped from the keyboard. Returns what `main` returns.
-    """
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a character the terminal cannot show must not end a run
-            stream.reconfigure(errors="replace")
-    try:
-        return main()
-    except BrokenPipeError:  # `--help | head`: the reader has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
-    except UserError as error:
-        if os.environ.get("RANK", "0") != "0" and not isinstance(error, ProcessError):
-            sys.exit(1)
-        if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun repeats it at the end of its report
-            Path(error_file).write_text(json.dumps({"message": f"error: {error}", "timestamp": int(time.time())}))
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        print(f"\n{interrupted}", file=sys.stderr)
-        sys.exit(130)
-
-
 def save_config(config: TrainConfig, path: Path) -> None:
     """Write the resolved config so that `--config PATH` repeats the run, in this folder or another."""
     values = {key: value for key, value in dataclasses.asdict(config).items() if value is not None}
     for key in ("output_dir", "overwrite", "resume_from_checkpoint", "change_schedule"):
         values.pop(key, None)
     path.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
-
-
-def check_not_a_missing_folder(name: str) -> None:
-    """Raise `UserError` for a path that is not there, before its name is looked for on the Hub."""
-    path = Path(name).expanduser()
-    if not name.strip():
-        raise UserError("the name of a folder or Hub id is empty")
-    looks_local = path.is_absolute() or name.startswith(".") or len(path.parts) > 2 or Path(path.parts[0]).is_dir()
-    if looks_local and not path.exists():
-        raise UserError(f"there is no folder {name}")
 
 
 class _Parser(HfArgumentParser):

@@ -11,7 +11,8 @@ import time
 
 STARTED_AT = time.perf_counter()
 
-from recipe.config import UserError, load_config, run_main
+from recipe.config import load_config
+from recipe.errors import UserError, run_main
 from recipe.hardware.host_memory import FreedMemory, use_huge_pages
 
 if __name__ == "__main__":  # before torch is imported, which takes seconds
@@ -29,48 +30,44 @@ from recipe.checkpoint.load import (
     check_identity,
     checkpoint_dir,
     find_checkpoint,
-    keep_chosen_steps,
     load_checkpoint,
     precision_of,
     run_identity,
 )
-from recipe.checkpoint.save import CheckpointSaver, export_model
+from recipe.checkpoint.save import CheckpointSaver
 from recipe.data.packed import open_packed_dataset
 from recipe.data.prepare import open_dataset_for
 from recipe.data.streaming import build_batches
 from recipe.environment import describe_environment
 from recipe.evaluation.generation import sample_from
 from recipe.evaluation.validation import choose_eval_batch_size, evaluate_model
-from recipe.hardware.accelerator import (
+from recipe.hardware.accelerator import build_accelerator, compile_module
+from recipe.hardware.choices import (
     Choice,
-    build_accelerator,
     choose_attention,
     choose_dynamo_backend,
     choose_index_mask,
     choose_residual,
     choose_sigmoid_gelu,
-    compile_module,
-    host_group,
-    on_main_process,
-    start_processes,
 )
+from recipe.hardware.devices import peak_flops_per_second, peak_memory_bytes
 from recipe.hardware.memory import estimate_row_bytes, find_micro_batch, micro_batch_candidates, smaller_micro_batch
-from recipe.model.build import build_model, build_model_config, count_exported_parameters, use_sigmoid_gelu
+from recipe.hardware.processes import host_group, on_main_process, start_processes
+from recipe.model.build import build_model, build_model_config, use_sigmoid_gelu
 from recipe.model.loss import LanguageModelingLoss
-from recipe.optim.guard import GuardedUpdate, build_optimizer, compute_learning_rates
-from recipe.publish.hub import check_login, push_to_hub, write_model_card
-from recipe.run.log import RunReport, closing_words, describe_evaluation, describe_run
-from recipe.run.meter import (
-    Throughput,
-    count_flops_per_token,
-    count_parameters,
-    peak_flops_per_second,
-    peak_memory_bytes,
-)
+from recipe.model.size import count_exported_parameters, count_flops_per_token, count_parameters
+from recipe.optim.guard import GuardedUpdate
+from recipe.optim.optimizers import build_optimizer, compute_learning_rates
+from recipe.publish.card import write_model_card
+from recipe.publish.export import export_model
+from recipe.publish.hub import check_login, push_to_hub
+from recipe.run.log import RunReport
+from recipe.run.meter import Throughput
 from recipe.run.output_dir import SUMMARY_NAME, choose_output_dir, open_output_dir, record_config, resume_command
-from recipe.run.plan import StepBudget, count_eval_rows, resolve_max_steps, shorten
+from recipe.run.plan import StepBudget, count_eval_rows, keep_chosen_steps, resolve_max_steps, shorten
 from recipe.run.profile import StepProfiler
 from recipe.run.stop import EXIT_STOPPED, StopRequest
+from recipe.run.summary import closing_words, describe_evaluation, describe_run
 
 
 def main() -> None:

@@ -6,7 +6,8 @@ Takes the options of recipe/train.py and prints the time of every 4 steps; what 
 program around them.
 """
 
-from recipe.config import UserError, load_config, run_main
+from recipe.config import load_config
+from recipe.errors import UserError, run_main
 from recipe.hardware.host_memory import use_huge_pages
 
 if __name__ == "__main__":  # before torch is imported, as in recipe/train.py
@@ -20,20 +21,20 @@ from accelerate import PartialState
 
 from recipe.benchmark.measure import LAP
 from recipe.data.prepare import open_dataset_for
-from recipe.hardware.accelerator import (
+from recipe.hardware.accelerator import compile_module
+from recipe.hardware.choices import (
     choose_attention,
     choose_dynamo_backend,
     choose_index_mask,
     choose_mixed_precision,
     choose_residual,
     choose_sigmoid_gelu,
-    compile_module,
-    use_all_cores,
 )
 from recipe.hardware.memory import micro_batch_candidates
+from recipe.hardware.processes import use_all_cores
 from recipe.model.build import build_model, build_model_config, use_sigmoid_gelu
 from recipe.model.loss import LanguageModelingLoss
-from recipe.optim.guard import build_optimizer
+from recipe.optim.optimizers import build_optimizer
 
 
 def main() -> None:

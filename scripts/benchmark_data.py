@@ -23,13 +23,14 @@ import numpy as np
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from recipe.config import CommandLine, run_main
+from recipe.config import CommandLine
 from recipe.data.batches import TrainOrder, build_train_batches
 from recipe.data.packed import open_packed_dataset
 from recipe.data.packing import PackedWriter
 from recipe.data.standard_library import read_standard_library
 from recipe.data.tokenizer import load_tokenizer
 from recipe.environment import describe_environment
+from recipe.errors import run_main
 
 # The usual preparation script (after nanoGPT's): datasets.map with tiktoken, Python lists, then a memory map.
 # tiktoken's own encoding of GPT-2 needs a download; this is the same one, its pattern with the tokenizer's merges.

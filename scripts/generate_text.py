@@ -7,7 +7,8 @@ import argparse
 
 from accelerate import PartialState
 
-from recipe.config import CommandLine, run_main
+from recipe.config import CommandLine
+from recipe.errors import run_main
 from recipe.evaluation.generation import generate_texts
 
 

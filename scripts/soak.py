@@ -21,8 +21,9 @@ import torch
 
 from recipe.checkpoint.load import find_checkpoint, list_checkpoints
 from recipe.checkpoint.manifest import why_damaged
-from recipe.config import CommandLine, UserError, run_main
+from recipe.config import CommandLine
 from recipe.environment import describe_environment
+from recipe.errors import UserError, run_main
 
 STEPS_PER_KILL = 150  # more than are done between two kills, so that the run does not end before the last one
 STARTUP_SHARE = 0.2  # of the kills come while the process loads, prepares and resumes

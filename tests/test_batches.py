@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from recipe.config import UserError
 from recipe.data.batches import TrainOrder, build_train_batches, example_rows, iterate_validation
 from recipe.data.packed import PackedDataset, PackedSplit, open_packed_dataset
 from recipe.data.packing import SplitWriter
@@ -12,6 +11,7 @@ from recipe.data.prepare import prepare_dataset
 from recipe.data.shards import merge_shards, shard_dir
 from recipe.data.text import TextSource
 from recipe.data.tokenizer import load_tokenizer
+from recipe.errors import UserError
 
 FROZEN = [5, 597, 782, 629, 771, 972, 361, 714]
 

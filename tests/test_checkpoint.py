@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipe.checkpoint.load import find_checkpoint, list_checkpoints
-from recipe.config import UserError
 from recipe.data.prepare import prepare_dataset
 from recipe.data.text import TextSource
 from recipe.data.tokenizer import load_tokenizer
+from recipe.errors import UserError
 
 DROPOUT = ["--config_overrides", "resid_pdrop=0.1,attn_pdrop=0.1"]
 

@@ -16,11 +16,11 @@ from recipe.config import (
     SCHEDULES,
     SECTIONS,
     TrainConfig,
-    UserError,
     load_config,
     load_yaml,
     save_config,
 )
+from recipe.errors import UserError
 
 DATA = ["--dataset_dir", "some/folder"]
 

@@ -8,7 +8,6 @@ from conftest import make_documents
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from recipe.config import UserError
 from recipe.data import encoder
 from recipe.data.documents import Piece
 from recipe.data.encoder import (
@@ -21,6 +20,7 @@ from recipe.data.encoder import (
     to_tiktoken,
 )
 from recipe.data.tokenizer import load_tokenizer
+from recipe.errors import UserError
 
 HARD = [
     "a <|endoftext|> b", "don't we'll I'VE", "  two  spaces   three\n\n\nlines\t\ttabs \u00a0 nbsp\u2028", "x" * 3000,

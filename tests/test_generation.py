@@ -8,7 +8,7 @@ import torch
 from conftest import BLOCK_SIZE
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipe.config import UserError
+from recipe.errors import UserError
 from recipe.evaluation.generation import generate_texts
 
 

@@ -4,7 +4,7 @@ import pytest
 from huggingface_hub import ModelCard
 from huggingface_hub.utils import filter_repo_objects
 
-from recipe import hub
+from recipe.publish import card, hub
 
 
 class FakeApi:
@@ -70,7 +70,7 @@ def test_the_card(train):
 
 def test_the_source_on_the_card():
     """Names without folders, and the dataset's id as it is."""
-    assert hub.describe_source({"train_files": ["/a/b.txt", "c/d.txt"], "validation_files": []}) == "b.txt, d.txt"
-    assert hub.describe_source(
+    assert card.describe_source({"train_files": ["/a/b.txt", "c/d.txt"], "validation_files": []}) == "b.txt, d.txt"
+    assert card.describe_source(
         {"dataset_name": "HuggingFaceFW/fineweb-edu", "dataset_config_name": "sample-10BT"}
     ) == ("HuggingFaceFW/fineweb-edu, sample-10BT")

@@ -14,7 +14,7 @@ from recipe.benchmark.machine import Machine
 from recipe.benchmark.measure import Goal, Setting
 from recipe.benchmark.peers import Peer
 from recipe.benchmark.runner import LadderRunner
-from recipe.config import UserError
+from recipe.errors import UserError
 
 spec = importlib.util.spec_from_file_location("run_ladder", ROOT / "scripts" / "run_ladder.py")
 run_ladder = importlib.util.module_from_spec(spec)

@@ -8,7 +8,8 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 
-from recipe.run.meter import count_flops_per_token, count_parameters, peak_flops_per_second, peak_memory_bytes
+from recipe.hardware.devices import peak_flops_per_second, peak_memory_bytes
+from recipe.model.size import count_flops_per_token, count_parameters
 
 
 def test_flops_per_token_of_gpt2_124m():

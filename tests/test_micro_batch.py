@@ -7,8 +7,9 @@ import pytest
 import torch
 from transformers import GPT2Config
 
-from recipe import micro_batch
-from recipe.config import UserError, load_config
+from recipe.config import load_config
+from recipe.errors import UserError
+from recipe.hardware import memory
 from recipe.hardware.memory import estimate_bytes, estimate_row_bytes, micro_batch_candidates
 from recipe.model.build import build_model, build_model_config
 from recipe.model.loss import LanguageModelingLoss
@@ -74,7 +75,7 @@ def gpu(monkeypatch):
         gpu.tried, gpu.held = [], []
         allocated.clear()
         config = config_of("--block_size", "8", *argv)
-        return micro_batch.find_micro_batch(accelerator, Module(8, 1), candidates, config, row_bytes)
+        return memory.find_micro_batch(accelerator, Module(8, 1), candidates, config, row_bytes)
 
     allocated, empty = [], torch.empty
     gpu = types.SimpleNamespace(find=find, free=10**9)

@@ -7,19 +7,12 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from transformers.activations import ACT2FN
 
-from recipe.config import UserError, load_config
-from recipe.model.build import (
-    SigmoidGELU,
-    build_model,
-    build_model_config,
-    copy_weights,
-    count_exported_parameters,
-    load_weights,
-    padded_vocab_size,
-    use_sigmoid_gelu,
-    write_model,
-)
+from recipe.config import load_config
+from recipe.errors import UserError
+from recipe.model.build import SigmoidGELU, build_model, build_model_config, use_sigmoid_gelu
 from recipe.model.loss import LanguageModelingLoss
+from recipe.model.size import count_exported_parameters, padded_vocab_size
+from recipe.model.weights import copy_weights, load_weights, write_model
 
 EOS = 7
 

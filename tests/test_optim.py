@@ -8,9 +8,11 @@ from accelerate import Accelerator
 from conftest import reset_accelerate
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from recipe.config import UserError, load_config
+from recipe.config import load_config
+from recipe.errors import UserError
 from recipe.model.loss import LanguageModelingLoss
-from recipe.optim.guard import GuardedUpdate, build_optimizer, compute_learning_rates
+from recipe.optim.guard import GuardedUpdate
+from recipe.optim.optimizers import build_optimizer, compute_learning_rates
 
 
 def config_of(*argv):

@@ -18,7 +18,7 @@ from conftest import BLOCK_SIZE, VOCAB_SIZE, make_documents
 from filelock import FileLock
 from tokenizers import normalizers, pre_tokenizers
 
-from recipe.config import UserError, load_config
+from recipe.config import load_config
 from recipe.data import encoder, files, packing, prepare
 from recipe.data import text as text_module
 from recipe.data.documents import split_documents
@@ -29,6 +29,7 @@ from recipe.data.prepare import open_dataset_for, prepare_dataset
 from recipe.data.shards import merge_shards, shard_dir
 from recipe.data.text import TextSource
 from recipe.data.tokenizer import load_tokenizer, tokenizer_sha256, train_tokenizer
+from recipe.errors import UserError
 
 
 def stream_of(rows: np.ndarray) -> np.ndarray:

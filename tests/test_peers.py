@@ -18,7 +18,7 @@ from recipe.benchmark.ladder import build_rungs
 from recipe.benchmark.machine import Machine
 from recipe.benchmark.measure import Setting
 from recipe.benchmark.peers import NANOGPT_CONTEXT, Peer, build_nanogpt, build_peers, measure_peer
-from recipe.config import UserError
+from recipe.errors import UserError
 
 CPU = Machine("cpu", "a CPU", bf16=True)
 GPU = Machine("cuda", "NVIDIA H200", bf16=True, tf32=True)

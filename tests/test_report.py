@@ -11,7 +11,8 @@ from conftest import read_events
 import recipe.evaluation.generation
 import recipe.evaluation.validation
 import recipe.train
-from recipe.config import UserError, load_config
+from recipe.config import load_config
+from recipe.errors import UserError
 from recipe.progress import LineStream
 from recipe.run.meter import Throughput
 from recipe.run.output_dir import _default_name

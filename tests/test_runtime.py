@@ -11,10 +11,11 @@ from torch._dynamo.utils import counters
 from transformers import GPT2Config
 
 import recipe.train
-from recipe import machine, runtime
-from recipe.config import UserError, load_config
+from recipe.config import load_config
 from recipe.environment import count_cpus
-from recipe.hardware.accelerator import Choice, choose_attention, choose_dynamo_backend, choose_mixed_precision
+from recipe.errors import UserError
+from recipe.hardware import accelerator, choices, devices, processes
+from recipe.hardware.choices import Choice, choose_attention, choose_dynamo_backend, choose_mixed_precision
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -86,23 +87,23 @@ def triton(monkeypatch, tmp_path):
 def test_dynamo(monkeypatch, triton, argv, launcher, device, flops, compiler, expected):
     """Compile where it pays and a compiler is found: always on a GPU, on a CPU if the run is long."""
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", launcher)
-    monkeypatch.setattr(machine.shutil, "which", lambda name: compiler)
+    monkeypatch.setattr(devices.shutil, "which", lambda name: compiler)
     choice = choose_dynamo_backend(config_of(*argv), device, flops)
     assert choice.value == expected and choice.reason
 
 
 def test_what_triton_needs_is_looked_for(monkeypatch, triton, tmp_path):
     """Triton itself, a C compiler and Python.h; a CPU needs none of them, but a C++ compiler."""
-    monkeypatch.setattr(machine.shutil, "which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr(machine.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path / "nowhere")})
-    assert machine.why_no_inductor(CUDA) is None
+    monkeypatch.setattr(devices.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(devices.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path / "nowhere")})
+    assert devices.why_no_inductor(CUDA) is None
     (triton / "Python.h").unlink()
-    assert "there is no Python.h in" in machine.why_no_inductor(CUDA) and machine.why_no_inductor(CPU) is None
+    assert "there is no Python.h in" in devices.why_no_inductor(CUDA) and devices.why_no_inductor(CPU) is None
     assert "Python.h" in choose_dynamo_backend(config_of(), CUDA, 1).reason
-    monkeypatch.setattr(machine.shutil, "which", lambda name: None)
-    assert "C compiler" in machine.why_no_inductor(CUDA) and "C++ compiler" in machine.why_no_inductor(CPU)
+    monkeypatch.setattr(devices.shutil, "which", lambda name: None)
+    assert "C compiler" in devices.why_no_inductor(CUDA) and "C++ compiler" in devices.why_no_inductor(CPU)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "Triton for CUDA, and it is not installed" in machine.why_no_inductor(CUDA)
+    assert "Triton for CUDA, and it is not installed" in devices.why_no_inductor(CUDA)
 
 
 @pytest.mark.parametrize(("argv", "launcher"), [(["--dynamo_backend", "inductor"], "no"), ([], "inductor")])
@@ -110,7 +111,7 @@ def test_what_triton_needs_is_looked_for(monkeypatch, triton, tmp_path):
 def test_inductor_is_refused_where_it_cannot_compile(monkeypatch, triton, argv, launcher, device):
     """Asked for by the script or the launcher, before anything is built."""
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", launcher)
-    monkeypatch.setattr(machine.shutil, "which", lambda name: None)
+    monkeypatch.setattr(devices.shutil, "which", lambda name: None)
     with pytest.raises(UserError, match=r"cannot compile here: \w+ needs a C(\+\+)? compiler.*; use no"):
         choose_dynamo_backend(config_of(*argv), device, 1)
 
@@ -133,14 +134,14 @@ def test_inductor_is_refused_where_it_cannot_compile(monkeypatch, triton, argv, 
 )
 def test_which_gpus_a_build_of_torch_runs_on(architectures, capability, expected):
     """NVIDIA's rules: binaries within a major version and not backwards, PTX on anything later."""
-    assert machine.runs_on(architectures.split(), capability) is expected
+    assert devices.runs_on(architectures.split(), capability) is expected
 
 
 def test_a_gpu_without_kernels_is_refused():
     with pytest.raises(UserError, match=r"no kernels for Tesla V100.*\(compute capability 7\.0; it has sm_75, sm_90"):
-        runtime.check_architecture("Tesla V100-SXM2-16GB", (7, 0), ["sm_75", "sm_90"])
-    runtime.check_architecture("Tesla T4", (7, 5), ["sm_75", "sm_90"])
-    runtime.check_architecture("any", (1, 0), [])  # this PyTorch does not say
+        processes.check_architecture("Tesla V100-SXM2-16GB", (7, 0), ["sm_75", "sm_90"])
+    processes.check_architecture("Tesla T4", (7, 5), ["sm_75", "sm_90"])
+    processes.check_architecture("any", (1, 0), [])  # this PyTorch does not say
 
 
 @pytest.mark.parametrize(
@@ -157,14 +158,14 @@ def test_a_gpu_without_kernels_is_refused():
 )
 def test_residual_stream(argv, device, precision, expected):
     """In bf16 by default where it halves memory traffic: on CUDA, if the matmuls are."""
-    choice = runtime.choose_residual(config_of(*argv), device, Choice(precision, "so"))
+    choice = choices.choose_residual(config_of(*argv), device, Choice(precision, "so"))
     assert choice.on is expected and choice.reason
 
 
 def choose_gelu(config, device, precision, dynamo, activation="gelu_new"):
     model_config = GPT2Config(activation_function=activation)
     choices = Choice(precision, "so"), Choice(dynamo, "so")
-    return runtime.choose_sigmoid_gelu(config, model_config, device, *choices)
+    return choices.choose_sigmoid_gelu(config, model_config, device, *choices)
 
 
 @pytest.mark.parametrize(
@@ -180,14 +181,14 @@ def choose_gelu(config, device, precision, dynamo, activation="gelu_new"):
 def test_what_inductor_fuses_on_cuda(argv, device, dynamo, expected):
     """GELU by a sigmoid and the mask by an index are on there, and where they are asked for."""
     config = config_of(*(text for value in argv for text in ("--sigmoid_gelu", value, "--index_mask", value)))
-    mask = runtime.choose_index_mask(config, device, Choice(dynamo, "so"))
+    mask = choices.choose_index_mask(config, device, Choice(dynamo, "so"))
     for choice in (mask, choose_gelu(config, device, "bf16", dynamo)):
         assert choice.on is expected and choice.reason
 
 
 def test_the_mask_of_a_loss_outside_the_graph_is_a_bias():
     """Where an index would cost a pass over the logits."""
-    assert not runtime.choose_index_mask(config_of("--loss_in_graph", "False"), CUDA, Choice("inductor", "so")).on
+    assert not choices.choose_index_mask(config_of("--loss_in_graph", "False"), CUDA, Choice("inductor", "so")).on
 
 
 def test_another_activation_is_not_replaced():
@@ -241,15 +242,15 @@ def test_compiled_code_is_kept(monkeypatch, tmp_path):
     """Where a reboot leaves it, unless the user has said where; and a home that cannot be written costs nothing."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    runtime.persist_compile_cache()
+    accelerator.persist_compile_cache()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "cache" / "gpt2_recipe" / "inductor")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "mine"))
-    runtime.persist_compile_cache()
+    accelerator.persist_compile_cache()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "mine")
     (tmp_path / "file").touch()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    runtime.persist_compile_cache()
+    accelerator.persist_compile_cache()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == ""
 
 
@@ -287,7 +288,7 @@ def test_all_cores_are_used_although_the_launcher_says_one(monkeypatch):
         for value, expected in (("1", count_cpus()), ("3", 1)):
             torch.set_num_threads(1)
             monkeypatch.setenv("OMP_NUM_THREADS", value)
-            runtime.use_all_cores(state)
+            processes.use_all_cores(state)
             assert torch.get_num_threads() == expected
     finally:
         torch.set_num_threads(before)

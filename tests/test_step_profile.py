@@ -10,7 +10,7 @@ import torch
 from conftest import read_events
 from torch.autograd import DeviceType
 
-from recipe.config import UserError
+from recipe.errors import UserError
 from recipe.run.profile import KINDS, describe, kind_of, summarize
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import BLOCK_SIZE, launch, make_documents, read_events
 
-from recipe.config import UserError, load_config
+from recipe.config import load_config
 from recipe.data import encoder, prepare, streaming
 from recipe.data.batches import TrainOrder
 from recipe.data.documents import Piece, take_head
@@ -17,6 +17,7 @@ from recipe.data.prepare import open_dataset_for
 from recipe.data.streaming import Position, StreamedRows, read_windows
 from recipe.data.text import TextSource
 from recipe.data.tokenizer import load_tokenizer
+from recipe.errors import UserError
 
 
 @pytest.fixture

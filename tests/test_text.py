@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from conftest import make_documents
 
-from recipe.config import STANDARD_LIBRARY, UserError
+from recipe.config import STANDARD_LIBRARY
 from recipe.data import documents as documents_module
 from recipe.data import files
 from recipe.data import text as text_module
@@ -25,6 +25,7 @@ from recipe.data.documents import split_documents as split_parts
 from recipe.data.files import ReadReport, find_cut, read_file, read_text
 from recipe.data.standard_library import read_standard_library
 from recipe.data.text import TextSource, name_of_text
+from recipe.errors import UserError
 
 
 def joined(pieces: Iterable[Piece]) -> list[tuple[str, str]]:

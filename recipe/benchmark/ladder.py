@@ -14,11 +14,12 @@ from transformers import PreTrainedModel
 
 from recipe.benchmark.machine import Machine
 from recipe.benchmark.measure import LAP, Setting, combine, to_arguments
-from recipe.config import TrainConfig, UserError, load_config
+from recipe.config import TrainConfig, load_config
 from recipe.data.packed import open_packed_dataset
 from recipe.data.prepare import open_dataset_for
+from recipe.errors import UserError
 from recipe.model.build import build_model, build_model_config
-from recipe.run.meter import count_flops_per_token, count_parameters
+from recipe.model.size import count_flops_per_token, count_parameters
 
 PAYS = 1.01  # an extra rung is kept if it is so many times as fast, and faster than any lap before
 

@@ -3,21 +3,15 @@
 In: nothing. Out: a `Machine`, found in a process of its own, so that the caller holds no memory of the GPU.
 """
 
-import importlib.util
-import os
-import re
-import shutil
-import sysconfig
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import get_context
-from pathlib import Path
 
 import torch
 
 from recipe.environment import count_cpus, describe_device
-from recipe.run.meter import peak_flops_per_second
+from recipe.hardware.devices import has_huge_pages, native_bf16, peak_flops_per_second, why_no_inductor
 
 MATMUL_SIZE = {"cuda": 8192, "cpu": 2048}
 MATMUL_SECONDS = 1.0  # for each type
@@ -46,69 +40,6 @@ class Machine:
 def find_machine() -> Machine:
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(_look).result()
-
-
-def has_compiler() -> bool:
-    """Whether inductor finds a C++ compiler, which it needs for a CPU."""
-    return any(shutil.which(compiler) for compiler in (os.environ.get("CXX", "g++"), "g++", "clang++"))
-
-
-def has_huge_pages() -> bool:
-    """Whether Linux provides transparent huge pages, to every program or to those that ask, as torch does."""
-    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    return setting.is_file() and "[never]" not in setting.read_text()
-
-
-def why_no_inductor(device: torch.device) -> str | None:
-    """What inductor lacks on this machine, as a clause, or None if it can compile.
-
-    On CUDA it needs Triton, which builds a C extension against Python's headers when it first runs a kernel (3.6).
-    """
-    if device.type != "cuda":
-        return None if has_compiler() else "inductor needs a C++ compiler, and none was found"
-    if importlib.util.find_spec("triton") is None:
-        return "inductor needs Triton for CUDA, and it is not installed"
-    if not any(shutil.which(compiler) for compiler in (os.environ.get("CC", "gcc"), "gcc", "clang")):
-        return "Triton needs a C compiler, and neither gcc nor clang was found"
-    scheme = sysconfig.get_default_scheme()
-    folders = [
-        sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"],  # as Triton does
-        *(folder for name in ("CPATH", "C_INCLUDE_PATH") for folder in os.environ.get(name, "").split(os.pathsep)),
-    ]
-    if not any((Path(folder) / "Python.h").is_file() for folder in folders if folder):
-        return f"Triton needs Python's headers, and there is no Python.h in {folders[0]} (install python3-dev)"
-    return None
-
-
-def runs_on(architectures: list[str], capability: tuple[int, int]) -> bool:
-    """Whether code built for these architectures runs on a GPU of this compute capability.
-
-    architectures: from `torch.cuda.get_arch_list()`. A binary (sm_80) runs on its own minor version and later ones of
-    the same major version, PTX (compute_80) on any later GPU. sm_90a runs on 9.0 alone, sm_100f within its family.
-    """
-    for architecture in architectures:
-        parsed = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", architecture)
-        if parsed is None:  # a notation that is not known here proves nothing
-            return True
-        kind, major, minor, suffix = parsed.groups()
-        built_for = (int(major), int(minor))
-        if suffix == "a":
-            fits = built_for == capability
-        elif kind == "sm" or suffix == "f":
-            fits = built_for[0] == capability[0] and built_for <= capability
-        else:
-            fits = built_for <= capability
-        if fits:
-            return True
-    return False
-
-
-def native_bf16(device: torch.device) -> str | None:
-    """The name of the device's bf16 matrix units, if it has any."""
-    if device.type == "cuda":
-        return "bf16 matrix units" if torch.cuda.is_bf16_supported(including_emulation=False) else None
-    capabilities = torch.cpu.get_capabilities() if device.type == "cpu" else {}
-    return next((name for name in ("amx_bf16", "avx512_bf16", "sve_bf16") if capabilities.get(name, False)), None)
 
 
 def _look() -> Machine:

@@ -21,10 +21,10 @@ from typing import Any
 from recipe.benchmark.ladder import Rung, options_of
 from recipe.benchmark.machine import Machine
 from recipe.benchmark.measure import LAP, Setting, combine, compile_cache, to_arguments, why_it_ended
-from recipe.config import UserError
 from recipe.data.packed import PackedDataset, open_packed_dataset
 from recipe.environment import count_cpus
-from recipe.model.build import padded_vocab_size
+from recipe.errors import UserError
+from recipe.model.size import padded_vocab_size
 
 BARE_LOOP = Path(__file__).parent.parent.parent / "scripts" / "bare_loop.py"
 NANOGPT_CONTEXT = "nullcontext() if device_type == 'cpu' else "  # without it, autocast is for the CPU too

@@ -43,8 +43,8 @@ from recipe.benchmark.tables import (
     text_row,
     to_markdown,
 )
-from recipe.config import UserError
 from recipe.environment import describe_environment
+from recipe.errors import UserError
 
 # For one run, which is given the larger: seconds, and a share of all the time; but never more than half an hour.
 SHORTEST_LIMIT_SECONDS, LONGEST_SHARE, LONGEST_LIMIT_SECONDS = 120, 0.2, 1800

@@ -9,7 +9,7 @@ SHA-256, and renamed; the file `latest` names the newest. Position in the data i
 import json
 import re
 import shutil
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -17,10 +17,11 @@ from accelerate import Accelerator
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from recipe.checkpoint.manifest import MANIFEST_NAME, short_reason, why_damaged
-from recipe.config import SCHEDULE_OPTIONS, TrainConfig, UserError
-from recipe.model.build import OVERRIDES, load_weights
+from recipe.config import SCHEDULE_OPTIONS, TrainConfig
+from recipe.errors import UserError
+from recipe.model.build import OVERRIDES
+from recipe.model.weights import load_weights
 from recipe.optim.guard import GuardedUpdate
-from recipe.run.plan import LAST_TIMED_STEP
 
 STATE_NAME = "training_state.json"
 OPTIMIZER_NAME = "optimizer.pt"
@@ -134,22 +135,6 @@ def read_state(directory: Path) -> dict:
 def precision_of(directory: Path) -> str | None:
     """The mixed precision of the run that wrote a checkpoint; None for one that does not say."""
     return read_state(directory).get("mixed_precision")
-
-
-def keep_chosen_steps(config: TrainConfig, directory: Path) -> TrainConfig:
-    """The config with the number of steps that `max_minutes` chose before the checkpoint, if it did."""
-    content = read_state(directory)
-    if config.max_minutes is None or config.change_schedule:
-        return config
-    if content.get("steps_chosen"):
-        chosen = {key: content["identity"][key] for key in ("max_steps", "warmup_steps")}
-        return replace(config, **chosen, max_minutes=None)
-    if content["step"] >= LAST_TIMED_STEP:
-        raise UserError(
-            f"--max_minutes would change the schedule of {directory}, a run of {content['identity']['max_steps']} "
-            "steps; leave it out, or add --change_schedule"
-        )
-    return config
 
 
 def check_identity(directory: Path, identity: dict, change_schedule: bool, output_dir: Path) -> dict[str, tuple]:

@@ -22,10 +22,9 @@ from recipe.checkpoint.load import (
     list_checkpoints,
 )
 from recipe.checkpoint.manifest import fsync, seal_checkpoint, short_reason
-from recipe.config import UserError
 from recipe.data.tokenizer import save_tokenizer
-from recipe.hardware.accelerator import on_main_process
-from recipe.model.build import copy_weights, write_model
+from recipe.hardware.processes import on_main_process
+from recipe.model.weights import copy_weights, write_model
 from recipe.optim.guard import GuardedUpdate
 
 
@@ -136,28 +135,6 @@ class CheckpointSaver:
         except OSError as error:
             return f"{final.name} is written, but what comes after it failed: {short_reason(error)}"
         return None
-
-
-def export_model(
-    model: PreTrainedModel, model_config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, output_dir: Path
-) -> None:
-    """Put the final model into the run's folder, each file at once. Raises `UserError` if it cannot be written."""
-    partial = output_dir / ".checkpoint-final.partial"
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        write_model(model, model_config, copy_weights(model, model_config), partial)
-        save_tokenizer(tokenizer, partial, model_config.n_positions)
-        for path in partial.iterdir():
-            fsync(path)
-            os.replace(path, output_dir / path.name)
-        partial.rmdir()
-    except Exception as error:  # a full disk: safetensors, tokenizers and the file system each raise their own
-        shutil.rmtree(partial, ignore_errors=True)
-        raise UserError(
-            f"the final model could not be written to {output_dir}: {short_reason(error)}; when that is mended, the "
-            "same command with --resume_from_checkpoint auto writes it"
-        ) from error
 
 
 def _remove(directory: Path) -> None:

@@ -5,15 +5,16 @@ without replacement. Step s uses examples [s*G, (s+1)*G), G = global_batch_size,
 accumulation or the number of processes, so one integer is the whole position of a run.
 """
 
+import signal
 from collections.abc import Iterator
 
 import numpy as np
 import torch
+import torch.distributed
 from torch.profiler import record_function
 from torch.utils.data import DataLoader
 
 from recipe.data.packed import PackedSplit
-from recipe.run.stop import outlive_the_first_signal
 
 FEISTEL_ROUNDS = 6
 
@@ -162,3 +163,10 @@ def iterate_validation(
         indices = np.arange(start, start + batch_size)
         num_real = int(np.clip(num_rows - start, 0, batch_size))
         yield split[np.minimum(indices, num_rows - 1) * len(split) // num_rows], num_real
+
+
+def outlive_the_first_signal(_worker: int = 0) -> None:
+    """In a process that makes batches: a signal to the whole group must not take the data from under the last step."""
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGUSR2):  # the last: the launcher has died
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, _frame: signal.signal(number, signal.SIG_DFL))

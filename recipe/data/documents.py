@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from recipe.config import UserError
 from recipe.data.files import HASHED_CHARACTERS, Part, Text
+from recipe.errors import UserError
 
 SPLITS = ("train", "validation")
 # Up to here documents are held back, so that the shares of a small corpus are exact.

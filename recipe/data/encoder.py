@@ -15,8 +15,8 @@ import numpy as np
 import tiktoken
 from transformers import PreTrainedTokenizerBase
 
-from recipe.config import UserError
 from recipe.data.documents import SPLITS, Piece
+from recipe.errors import UserError
 
 BATCH_CHARACTERS = 500_000  # text a thread encodes at once
 BETWEEN_TEXTS = "\x00 gpt2-recipe: the next text \x01"  # no beginning of it is its end: it cannot overlap itself

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from recipe.config import UserError
+from recipe.errors import UserError
 
 KINDS = (".txt", ".jsonl", ".json", ".csv", ".parquet")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}

@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from recipe.config import UserError
 from recipe.data.documents import SPLITS
 from recipe.data.tokenizer import load_tokenizer, tokenizer_sha256
+from recipe.errors import UserError
 
 FORMAT_VERSION = 3
 ROWS_NAME = "rows.json"

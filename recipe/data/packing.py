@@ -16,10 +16,10 @@ import pyarrow as pa
 from filelock import FileLock, Timeout
 from transformers import PreTrainedTokenizerBase
 
-from recipe.config import UserError
 from recipe.data.documents import SPLITS
 from recipe.data.packed import FORMAT_VERSION, ROWS_NAME, pack_rows
 from recipe.data.tokenizer import save_tokenizer, tokenizer_sha256
+from recipe.errors import UserError
 
 COUNTS = ("documents", "tokens", "bytes", "rows", "max_token_id", "long_documents", "tokens_in_long_documents")
 SHORTEST_ADVISED_ROW = 16  # tokens; nothing is learned from shorter ones

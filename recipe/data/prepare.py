@@ -13,7 +13,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from recipe.config import TEXT_OPTIONS, TrainConfig, UserError
+from recipe.config import TEXT_OPTIONS, TrainConfig
 from recipe.data.documents import Piece, hash64
 from recipe.data.encoder import EncodePieces, build_encoder, encode_pieces, whole_documents
 from recipe.data.files import ReadReport
@@ -22,6 +22,7 @@ from recipe.data.packing import PackedWriter
 from recipe.data.text import TextSource, name_of_text
 from recipe.data.tokenizer import describe_vocabulary, load_tokenizer, tokenizer_sha256, train_tokenizer
 from recipe.environment import count_cpus
+from recipe.errors import UserError
 from recipe.progress import PreparationProgress
 
 COMMIT_BYTES = 32_000_000  # text between two commits: what is lost at most when the process is killed

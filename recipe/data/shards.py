@@ -5,10 +5,10 @@ import os
 import shutil
 from pathlib import Path
 
-from recipe.config import UserError
 from recipe.data.documents import SPLITS
 from recipe.data.packed import ROWS_NAME, open_packed_dataset
 from recipe.data.packing import COUNTS, check_counts, sha256_of, sizes_in, write_state
+from recipe.errors import UserError
 
 SUMMED = ("skipped_files", "duplicates_of_validation")  # of the source, over shards
 

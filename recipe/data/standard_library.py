@@ -4,7 +4,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from recipe.config import UserError
+from recipe.errors import UserError
 
 
 def read_standard_library() -> Iterator[str]:

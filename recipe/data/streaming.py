@@ -18,15 +18,15 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
-from recipe.config import ProcessError, TrainConfig, UserError
-from recipe.data.batches import TrainBatches, TrainOrder, build_train_batches, example_rows
+from recipe.config import TrainConfig
+from recipe.data.batches import TrainBatches, TrainOrder, build_train_batches, example_rows, outlive_the_first_signal
 from recipe.data.encoder import encode_pieces
 from recipe.data.packed import PackedDataset, pack_rows
 from recipe.data.prepare import open_pieces, source_from
 from recipe.data.text import TextSource
 from recipe.data.tokenizer import load_tokenizer
 from recipe.environment import count_cpus, count_local_processes
-from recipe.run.stop import outlive_the_first_signal
+from recipe.errors import ProcessError, UserError
 
 
 class Position(NamedTuple):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from huggingface_hub import HfApi
 
-from recipe.config import STANDARD_LIBRARY, UserError, check_not_a_missing_folder
+from recipe.config import STANDARD_LIBRARY
 from recipe.data.documents import Piece, cut_ids_into_documents, cut_off_tail, split_documents, take_head
 from recipe.data.files import (
     COMPRESSIONS,
@@ -28,6 +28,7 @@ from recipe.data.files import (
     texts_of,
 )
 from recipe.data.standard_library import read_standard_library
+from recipe.errors import UserError, check_not_a_missing_folder
 
 if TYPE_CHECKING:  # imported where it is used: a packed dataset is trained on without it
     import datasets

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerBase
 
-from recipe.config import UserError, check_not_a_missing_folder
+from recipe.errors import UserError, check_not_a_missing_folder
 
 
 def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:

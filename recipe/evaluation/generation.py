@@ -7,7 +7,7 @@ from accelerate.utils import set_seed
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from recipe.config import UserError, check_not_a_missing_folder
+from recipe.errors import UserError, check_not_a_missing_folder
 
 
 def generate_texts(

@@ -11,7 +11,8 @@ from accelerate.utils.memory import should_reduce_batch_size
 from torch import nn
 from transformers import PreTrainedConfig
 
-from recipe.config import ProcessError, TrainConfig, UserError
+from recipe.config import TrainConfig
+from recipe.errors import ProcessError, UserError
 
 # More tokens per forward bring no speed: GPUs are full long before 64 rows of 1024; a CPU's caches fill earlier, and
 # no out-of-memory error would stop a search there.

@@ -10,13 +10,11 @@ import math
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
     AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
-    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -24,7 +22,10 @@ from transformers.activations import ACT2FN
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils.logging import disable_progress_bar
 
-from recipe.config import TrainConfig, UserError, check_not_a_missing_folder
+from recipe.config import TrainConfig
+from recipe.errors import UserError, check_not_a_missing_folder
+from recipe.model.size import padded_vocab_size
+from recipe.model.weights import _zero_padding
 
 # Stock "sdpa" builds an explicit causal mask when compiled (and, in eager mode, asks the device whether it may skip
 # it), which keeps attention off the flash kernels (transformers#41856). The same function under a name that has no
@@ -33,7 +34,6 @@ SDPA_WITHOUT_MASK = "sdpa_without_mask"
 AttentionInterface.register(SDPA_WITHOUT_MASK, sdpa_attention_forward)
 ATTENTION = {"sdpa": SDPA_WITHOUT_MASK, "sdpa_with_mask": "sdpa", "eager": "eager"}  # ours -> Transformers'
 
-WEIGHTS_NAME = "model.safetensors"
 # Pre-training on a corpus seen about once wants no dropout; GPT2Config's default is 0.1.
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
@@ -166,11 +166,6 @@ def _load_pretrained(source: str | Path, real_config: PreTrainedConfig, attn_imp
     return model
 
 
-def padded_vocab_size(vocab_size: int, multiple: int) -> int:
-    """50257 -> 50304 for a multiple of 128."""
-    return -(-vocab_size // multiple) * multiple
-
-
 def build_model(
     config: TrainConfig,
     model_config: PreTrainedConfig,
@@ -217,63 +212,3 @@ def use_sigmoid_gelu(model: PreTrainedModel) -> None:
     """Compute the blocks' gelu_new by `SigmoidGELU`; the model's config stays as it is."""
     for block in model.base_model.h:
         block.mlp.act = SigmoidGELU()
-
-
-def copy_weights(model: PreTrainedModel, model_config: PreTrainedConfig) -> dict[str, torch.Tensor]:
-    """The weights as they are exported, without padding and tied ones once, copied into host memory."""
-    weights = {
-        name: tensor[: model_config.vocab_size] if _is_vocabulary(model, tensor) else tensor
-        for name, tensor in model.state_dict(keep_vars=True).items()
-        if not (model_config.tie_word_embeddings and name == "lm_head.weight")
-    }
-    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in weights.items()}
-
-
-def write_model(
-    model: PreTrainedModel, model_config: PreTrainedConfig, weights: dict[str, torch.Tensor], directory: Path
-) -> None:
-    """Write config, generation config and weights of the unpadded model as a folder that `from_pretrained` loads.
-
-    model: the padded model, unwrapped. model_config: from `build_model_config`. weights: from `copy_weights`.
-    """
-    model_config.architectures = [type(model).__name__]
-    model_config.dtype = "float32"
-    model_config.save_pretrained(directory)
-    GenerationConfig(
-        bos_token_id=model_config.bos_token_id,
-        eos_token_id=model_config.eos_token_id,
-        pad_token_id=model_config.eos_token_id,
-        do_sample=True,
-    ).save_pretrained(directory)
-    save_file(weights, directory / WEIGHTS_NAME, metadata={"format": "pt"})
-    (directory / WEIGHTS_NAME).chmod(0o644)  # safetensors makes its files private (0.8)
-
-
-def load_weights(model: PreTrainedModel, directory: Path, vocab_size: int) -> None:
-    """Put weights written by `write_model` into a padded model, exactly as they were when saved."""
-    weights = load_file(directory / WEIGHTS_NAME)
-    expected = model.state_dict(keep_vars=True)
-    if model.config.tie_word_embeddings:
-        del expected["lm_head.weight"]
-    if weights.keys() != expected.keys():
-        raise ValueError(f"{WEIGHTS_NAME} lacks, or has besides: {', '.join(weights.keys() ^ expected.keys())}")
-    with torch.no_grad():
-        for name, tensor in expected.items():
-            (tensor[:vocab_size] if _is_vocabulary(model, tensor) else tensor).copy_(weights[name])
-    _zero_padding(model, vocab_size)
-
-
-def _is_vocabulary(model: PreTrainedModel, tensor: torch.Tensor) -> bool:
-    return tensor is model.get_input_embeddings().weight or tensor is model.get_output_embeddings().weight
-
-
-def _zero_padding(model: PreTrainedModel, vocab_size: int) -> None:
-    with torch.no_grad():
-        for embeddings in (model.get_input_embeddings(), model.get_output_embeddings()):
-            assert isinstance(embeddings, (nn.Embedding, nn.Linear))
-            embeddings.weight[vocab_size:] = 0
-
-
-def count_exported_parameters(model: PreTrainedModel, vocab_size: int) -> int:
-    """Parameters of the model as it is saved, tied ones once."""
-    return sum(p[:vocab_size].numel() if _is_vocabulary(model, p) else p.numel() for p in model.parameters())

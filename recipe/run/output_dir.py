@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import TextIO
 
 from recipe.checkpoint.load import LATEST_NAME, list_checkpoints, remove_partial_checkpoints
-from recipe.config import STANDARD_LIBRARY, TrainConfig, UserError, save_config
+from recipe.config import STANDARD_LIBRARY, TrainConfig, save_config
 from recipe.data.text import name_of_text
+from recipe.errors import UserError
 
 METRICS_NAME = "metrics.jsonl"
 SUMMARY_NAME = "summary.json"

@@ -5,11 +5,15 @@ In: the config, the number of rows, the speed of the first steps. Out: the numbe
 
 import dataclasses
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 
+from recipe.checkpoint.load import read_state
 from recipe.config import TrainConfig
-from recipe.hardware.accelerator import on_main_process
+from recipe.errors import UserError
+from recipe.hardware.processes import on_main_process
 
 # An evaluated row costs 0.33 (a GPU) to 0.40 (two CPU cores) of a trained one: forward alone, without the optimizer.
 EVALUATED_ROW_COST = 0.4
@@ -112,3 +116,19 @@ class StepBudget:
                 self.final_eval_rows * row_seconds,
             )
         )
+
+
+def keep_chosen_steps(config: TrainConfig, directory: Path) -> TrainConfig:
+    """The config with the number of steps that `max_minutes` chose before the checkpoint, if it did."""
+    content = read_state(directory)
+    if config.max_minutes is None or config.change_schedule:
+        return config
+    if content.get("steps_chosen"):
+        chosen = {key: content["identity"][key] for key in ("max_steps", "warmup_steps")}
+        return replace(config, **chosen, max_minutes=None)
+    if content["step"] >= LAST_TIMED_STEP:
+        raise UserError(
+            f"--max_minutes would change the schedule of {directory}, a run of {content['identity']['max_steps']} "
+            "steps; leave it out, or add --change_schedule"
+        )
+    return config

@@ -3,48 +3,21 @@
 In: SIGTERM, SIGINT, SIGUSR1, or the death of the launcher. Out: `StopRequest.agreed`, asked once a step.
 """
 
-import ctypes
 import os
-import platform
 import signal
 import socket
 import threading
 import time
-from pathlib import Path
 from types import FrameType
 
 import torch
 import torch.distributed
 
-from recipe.config import UserError
+from recipe.hardware.processes import LAUNCHER_DIED
 
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: saved, and the same command goes on
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-LAUNCHER_DIED = signal.SIGUSR2
 SAME_SIGNAL_SECONDS = 1.0  # within which a signal that comes twice is one: sent to the process, and by its launcher
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
-
-def die_with_the_launcher() -> None:
-    """Have Linux send `LAUNCHER_DIED` when the launcher ends; `accelerate launch` leaves an orphan (accelerate 1.15).
-
-    Only a launcher's children ask for it: a run that is started by hand may outlive its shell. Raises `UserError` if
-    the launcher is gone already, in the seconds that importing torch took.
-    """
-    parent = Path(f"/proc/{os.getppid()}/cmdline")
-    if platform.system() == "Linux" and parent.is_file():
-        command = parent.read_bytes()
-        if any(name in command for name in (b"accelerate", b"torchrun", b"torch.distributed", b"torch/distributed")):
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, LAUNCHER_DIED)
-        elif os.getppid() == 1 and {"ACCELERATE_DYNAMO_BACKEND", "TORCHELASTIC_RUN_ID"} & set(os.environ):
-            raise UserError("the launcher ended before the run began")
-
-
-def outlive_the_first_signal(_worker: int = 0) -> None:
-    """In a process that makes batches: a signal to the whole group must not take the data from under the last step."""
-    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, LAUNCHER_DIED):
-        signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda number, _frame: signal.signal(number, signal.SIG_DFL))
 
 
 class StopRequest:

@@ -18,7 +18,8 @@ import threading
 import time
 from pathlib import Path
 
-from recipe.config import CommandLine, run_main
+from recipe.config import CommandLine
+from recipe.errors import run_main
 
 ROOT = Path(__file__).parent.parent.parent
 TRAIN = ROOT / "recipe" / "train.py"

@@ -40,9 +40,10 @@ from recipe.benchmark.measure import (
     why_it_ended,
 )
 from recipe.benchmark.peers import Peer, build_nanogpt, measure_peer
-from recipe.config import CommandLine, UserError, run_main
+from recipe.config import CommandLine
 from recipe.data.packed import open_packed_dataset
 from recipe.environment import describe_environment
+from recipe.errors import UserError, run_main
 from recipe.run.stop import EXIT_STOPPED
 
 ROOT = Path(__file__).parent.parent.parent

@@ -23,8 +23,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.activations import ACT2FN
 
 from recipe.hardware.accelerator import persist_compile_cache
-from recipe.model.build import SDPA_WITHOUT_MASK, SigmoidGELU, padded_vocab_size
+from recipe.model.build import SDPA_WITHOUT_MASK, SigmoidGELU
 from recipe.model.loss import LanguageModelingLoss
+from recipe.model.size import padded_vocab_size
 
 ATTENTION = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,

@@ -1,0 +1,127 @@
+"""What the devices can do: bf16, inductor, peak rates, memory in use."""
+
+import importlib.util
+import os
+import re
+import resource
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+
+import torch
+
+# Dense bf16 (fp16 on V100 and T4) TFLOP/s with fp32 accumulation, from NVIDIA's data sheets, which quote most of them
+# with sparsity: half of that. The first name that matches counts, so longer names come first.
+PEAK_TFLOPS = (
+    ("GB300", 2500),
+    ("GB200", 2500),
+    ("B300", 2250),
+    ("B200", 2250),
+    ("H200 NVL", 835),
+    ("GH200", 989),
+    ("H200", 989),
+    ("H100 PCIe", 756),
+    ("H100 NVL", 835),
+    ("H100", 989),
+    ("H800 PCIe", 756),
+    ("H800", 989),
+    ("H20", 148),
+    ("A100", 312),
+    ("A800", 312),
+    ("A40", 150),
+    ("A30", 165),
+    ("L40S", 362),
+    ("L40", 181),
+    ("L4", 121),
+    ("A10G", 70),
+    ("A10", 125),
+    ("RTX 6000 Ada", 364),
+    ("RTX A6000", 155),
+    ("RTX 5090", 209),
+    ("RTX 4090", 165),
+    ("RTX 3090", 71),
+    ("V100", 125),
+    ("T4", 65),
+)
+
+
+def has_compiler() -> bool:
+    """Whether inductor finds a C++ compiler, which it needs for a CPU."""
+    return any(shutil.which(compiler) for compiler in (os.environ.get("CXX", "g++"), "g++", "clang++"))
+
+
+def has_huge_pages() -> bool:
+    """Whether Linux provides transparent huge pages, to every program or to those that ask, as torch does."""
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    return setting.is_file() and "[never]" not in setting.read_text()
+
+
+def why_no_inductor(device: torch.device) -> str | None:
+    """What inductor lacks on this machine, as a clause, or None if it can compile.
+
+    On CUDA it needs Triton, which builds a C extension against Python's headers when it first runs a kernel (3.6).
+    """
+    if device.type != "cuda":
+        return None if has_compiler() else "inductor needs a C++ compiler, and none was found"
+    if importlib.util.find_spec("triton") is None:
+        return "inductor needs Triton for CUDA, and it is not installed"
+    if not any(shutil.which(compiler) for compiler in (os.environ.get("CC", "gcc"), "gcc", "clang")):
+        return "Triton needs a C compiler, and neither gcc nor clang was found"
+    scheme = sysconfig.get_default_scheme()
+    folders = [
+        sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"],  # as Triton does
+        *(folder for name in ("CPATH", "C_INCLUDE_PATH") for folder in os.environ.get(name, "").split(os.pathsep)),
+    ]
+    if not any((Path(folder) / "Python.h").is_file() for folder in folders if folder):
+        return f"Triton needs Python's headers, and there is no Python.h in {folders[0]} (install python3-dev)"
+    return None
+
+
+def runs_on(architectures: list[str], capability: tuple[int, int]) -> bool:
+    """Whether code built for these architectures runs on a GPU of this compute capability.
+
+    architectures: from `torch.cuda.get_arch_list()`. A binary (sm_80) runs on its own minor version and later ones of
+    the same major version, PTX (compute_80) on any later GPU. sm_90a runs on 9.0 alone, sm_100f within its family.
+    """
+    for architecture in architectures:
+        parsed = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", architecture)
+        if parsed is None:  # a notation that is not known here proves nothing
+            return True
+        kind, major, minor, suffix = parsed.groups()
+        built_for = (int(major), int(minor))
+        if suffix == "a":
+            fits = built_for == capability
+        elif kind == "sm" or suffix == "f":
+            fits = built_for[0] == capability[0] and built_for <= capability
+        else:
+            fits = built_for <= capability
+        if fits:
+            return True
+    return False
+
+
+def native_bf16(device: torch.device) -> str | None:
+    """The name of the device's bf16 matrix units, if it has any."""
+    if device.type == "cuda":
+        return "bf16 matrix units" if torch.cuda.is_bf16_supported(including_emulation=False) else None
+    capabilities = torch.cpu.get_capabilities() if device.type == "cpu" else {}
+    return next((name for name in ("amx_bf16", "avx512_bf16", "sve_bf16") if capabilities.get(name, False)), None)
+
+
+def peak_flops_per_second(device: torch.device) -> float | None:
+    """The data sheet's rate of the device, or None where there is none to compare with."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((tflops * 1e12 for part, tflops in PEAK_TFLOPS if re.search(rf"\b{part}\b", name)), None)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most that was in use at once: of PyTorch's tensors on a GPU, of the whole process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    if status.is_file():  # Linux: ru_maxrss would begin with what the parent had
+        return int(re.search(r"VmHWM:\s+(\d+) kB", status.read_text())[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,0 +1,128 @@
+"""The processes of a run: the launcher, the host-side group, and work that only the main process does."""
+
+import ctypes
+import functools
+import os
+import platform
+import signal
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed
+import torch.distributed as dist
+from accelerate import PartialState
+from accelerate.utils import (
+    parse_flag_from_env,
+)
+
+from recipe.environment import count_cpus, count_local_processes
+from recipe.errors import ProcessError, UserError
+from recipe.hardware.devices import runs_on
+
+# NCCL's watchdog ends processes that wait in a device collective for 600 s; on the hosts they may wait for days of
+# tokenizing, or for a checkpoint on a slow disk.
+HOST_WAIT = timedelta(days=30)
+
+T = TypeVar("T")
+
+LAUNCHER_DIED = signal.SIGUSR2
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def start_processes() -> None:
+    """Find the device and the other processes; comes before everything that asks which process this is.
+
+    Raises `UserError` if the launcher started several processes and Accelerate sees one, as accelerate 1.15 does
+    for several CPU processes unless they are launched as below: each would train the whole run by itself.
+    """
+    die_with_the_launcher()
+    state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if state.num_processes != world_size:
+        raise UserError(
+            f"the launcher started {world_size} processes but Accelerate sees {state.num_processes}"
+            f"{'' if torch.cuda.is_available() else ' (no GPU was found)'}; on CPU launch "
+            "with ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes N"
+        )
+    if state.device.type == "cuda" and torch.version.cuda is not None:  # ROCm names its architectures otherwise
+        name, capability = torch.cuda.get_device_name(state.device), torch.cuda.get_device_capability(state.device)
+        check_architecture(name, capability, torch.cuda.get_arch_list())
+    host_group()  # now, where a network that does not work costs nothing yet
+
+
+@functools.cache
+def host_group() -> dist.ProcessGroup | None:
+    """A gloo group over all processes, for waits that must not block the devices; None for a single process.
+
+    Raises `UserError` if the hosts cannot reach one another, e.g. because a host name resolves to 127.0.0.1.
+    """
+    if PartialState().num_processes == 1:
+        return None
+    try:
+        return dist.new_group(backend="gloo", timeout=HOST_WAIT)
+    except RuntimeError as error:
+        raise ProcessError(
+            f"the processes cannot reach one another over the network ({' '.join(str(error).split())[:150]}); set "
+            "GLOO_SOCKET_IFNAME to the network interface that connects the hosts, e.g. eth0"
+        ) from error
+
+
+def check_architecture(name: str, capability: tuple[int, int], architectures: list[str]) -> None:
+    """Raise `UserError` for a GPU that this build of PyTorch has no kernels for, such as a V100 since 2.11.
+
+    Without it the run fails at its first kernel. architectures: empty where PyTorch does not say.
+    """
+    if architectures and not runs_on(architectures, capability):
+        raise UserError(
+            f"this build of PyTorch ({torch.__version__}) has no kernels for {name} (compute capability "
+            f"{capability[0]}.{capability[1]}; it has {', '.join(architectures)}); install one that does, "
+            "from https://pytorch.org/get-started/locally"
+        )
+
+
+def on_main_process(function: Callable[[], T]) -> T:
+    """Run `function` on the main process; the others wait, for as long as it takes, for its result or `UserError`."""
+    result, message = None, None
+    if PartialState().is_main_process:
+        try:
+            result = function()
+        except UserError as error:
+            message = str(error)
+        except OSError as error:  # a full disk, a folder without permission
+            message = f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
+    if (group := host_group()) is not None:
+        outcome = [result, message]
+        dist.broadcast_object_list(outcome, src=0, group=group)
+        result, message = outcome
+    if message is not None:
+        raise UserError(message)
+    return result
+
+
+def use_all_cores(state: PartialState) -> None:
+    """Share the CPUs between the local processes, unless OMP_NUM_THREADS says otherwise.
+
+    `accelerate launch` without a config sets OMP_NUM_THREADS=1 (accelerate 1.15), which cannot be told from a
+    user's 1; any larger number is respected.
+    """
+    if state.device.type == "cpu" and os.environ.get("OMP_NUM_THREADS", "1") == "1":
+        torch.set_num_threads(max(1, count_cpus() // count_local_processes(state.num_processes)))
+
+
+def die_with_the_launcher() -> None:
+    """Have Linux send `LAUNCHER_DIED` when the launcher ends; `accelerate launch` leaves an orphan (accelerate 1.15).
+
+    Only a launcher's children ask for it: a run that is started by hand may outlive its shell. Raises `UserError` if
+    the launcher is gone already, in the seconds that importing torch took.
+    """
+    parent = Path(f"/proc/{os.getppid()}/cmdline")
+    if platform.system() == "Linux" and parent.is_file():
+        command = parent.read_bytes()
+        if any(name in command for name in (b"accelerate", b"torchrun", b"torch.distributed", b"torch/distributed")):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, LAUNCHER_DIED)
+        elif os.getppid() == 1 and {"ACCELERATE_DYNAMO_BACKEND", "TORCHELASTIC_RUN_ID"} & set(os.environ):
+            raise UserError("the launcher ended before the run began")
