@@ -164,8 +164,8 @@ def test_residual_stream(argv, device, precision, expected):
 
 def choose_gelu(config, device, precision, dynamo, activation="gelu_new"):
     model_config = GPT2Config(activation_function=activation)
-    choices = Choice(precision, "so"), Choice(dynamo, "so")
-    return choices.choose_sigmoid_gelu(config, model_config, device, *choices)
+    chosen = Choice(precision, "so"), Choice(dynamo, "so")
+    return choices.choose_sigmoid_gelu(config, model_config, device, *chosen)
 
 
 @pytest.mark.parametrize(

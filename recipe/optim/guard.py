@@ -16,8 +16,8 @@ class GuardedUpdate:
     """One optimizer update: the schedule's learning rate, and no update at all where a gradient is not finite.
 
     A NaN or Inf loss on any process makes every gradient NaN on all of them (recipe/model/loss.py), so they agree
-    without a word. With fused AdamW nothing here makes the host wait for the device: whether to update, and which learning
-    rate comes next, are tensors there, and an update that is left out does not move the schedule, the fp16 scaler's
+    without a word. With fused AdamW nothing here makes the host wait for the device: whether to update, and which
+    learning rate comes next, are tensors there, and an update that is left out does not move the schedule, the fp16 scaler's
     neither (Accelerate 1.15 cannot tell that a fused optimizer was skipped).
     """
 
