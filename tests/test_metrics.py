@@ -54,7 +54,7 @@ def test_peak_memory_is_the_most_that_was_in_use():
 def test_peak_memory_is_not_the_parents():
     """What started the process may have used more: it does not count."""
     code = (
-        "import torch; from recipe.run.meter import peak_memory_bytes; print(peak_memory_bytes(torch.device('cpu')))"
+        "import torch; from recipe.hardware.devices import peak_memory_bytes as peak; print(peak(torch.device('cpu')))"
     )
     torch.ones(2**28)  # 1 GB, in this process
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

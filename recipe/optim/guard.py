@@ -17,8 +17,8 @@ class GuardedUpdate:
 
     A NaN or Inf loss on any process makes every gradient NaN on all of them (recipe/model/loss.py), so they agree
     without a word. With fused AdamW nothing here makes the host wait for the device: whether to update, and which
-    learning rate comes next, are tensors there, and an update that is left out does not move the schedule, the fp16 scaler's
-    neither (Accelerate 1.15 cannot tell that a fused optimizer was skipped).
+    learning rate comes next, are tensors there, and an update that is left out does not move the schedule, the fp16
+    scaler's neither (Accelerate 1.15 cannot tell that a fused optimizer was skipped).
     """
 
     def __init__(self, config: TrainConfig, accelerator: Accelerator, optimizer: AcceleratedOptimizer) -> None:
