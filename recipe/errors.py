@@ -43,6 +43,11 @@ def run_main(main: Callable[[], T], interrupted: str = "interrupted") -> T:
         sys.exit(130)
 
 
+def short_reason(error: BaseException) -> str:
+    """Return an exception's type and the first 200 characters of its message, on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
 def check_not_a_missing_folder(name: str) -> None:
     """Raise `UserError` for a path that is not there, before its name is looked for on the Hub."""
     path = Path(name).expanduser()

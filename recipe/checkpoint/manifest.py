@@ -1,4 +1,4 @@
-"""The seal of a checkpoint: every file's size and SHA-256, on disk before the folder gets its name."""
+"""The manifest of a checkpoint: every file's size and SHA-256."""
 
 import hashlib
 import json
@@ -6,18 +6,18 @@ import os
 from pathlib import Path
 
 import torch
+from huggingface_hub.utils.sha import sha_fileobj
 
 from recipe.environment import describe_environment
+from recipe.errors import short_reason
 
 MANIFEST_NAME = "manifest.json"
 
 
 def seal_checkpoint(directory: Path, about: dict) -> None:
-    """Flush every file to disk and write the manifest that `why_damaged` goes by. about: what it says of the run."""
-    mode = directory.stat().st_mode & 0o666  # as the user's umask has it; safetensors makes its files private (0.8)
+    """Write the manifest that `why_damaged` checks, and flush every file to disk. about: more entries for it."""
     files = {}
     for path in sorted(directory.iterdir()):
-        path.chmod(mode)
         fsync(path)
         files[path.name] = {"bytes": path.stat().st_size, "sha256": _file_sha256(path)}
     manifest = {**about, "environment": describe_environment(torch.device("cpu")), "files": files}
@@ -29,12 +29,11 @@ def seal_checkpoint(directory: Path, about: dict) -> None:
 
 
 def why_damaged(directory: Path) -> str | None:
-    """What is wrong with a checkpoint, or None if every byte is as it was sealed."""
+    """Return what is wrong with a checkpoint, or None if every byte is as it was written."""
     try:
         manifest = json.loads((directory / MANIFEST_NAME).read_text())
-        sealed = manifest.pop("manifest_sha256")
-        if sealed != _sha256_of(manifest):
-            return f"{MANIFEST_NAME} was changed"
+        if manifest.pop("manifest_sha256") != _sha256_of(manifest):
+            return f"{MANIFEST_NAME} has changed"
         for name, expected in manifest["files"].items():
             path = directory / name
             if not path.is_file():
@@ -42,16 +41,21 @@ def why_damaged(directory: Path) -> str | None:
             if path.stat().st_size != expected["bytes"]:
                 return f"{name} has {path.stat().st_size} bytes instead of {expected['bytes']}"
             if _file_sha256(path) != expected["sha256"]:
-                return f"{name} was changed: its SHA-256 is another"
+                return f"{name} has changed: its SHA-256 differs"
     except FileNotFoundError:
         return f"{MANIFEST_NAME} is missing"
-    except Exception as error:  # not JSON, JSON of another shape, a disk that cannot be read
+    except Exception as error:  # not JSON, other JSON, or a disk that cannot be read
         return f"{MANIFEST_NAME} cannot be used: {short_reason(error)}"
     return None
 
 
-def short_reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
+def fsync(path: Path) -> None:
+    """Wait until a file or folder is on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _sha256_of(manifest: dict) -> str:
@@ -59,16 +63,5 @@ def _sha256_of(manifest: dict) -> str:
 
 
 def _file_sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while block := file.read(2**20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        return sha_fileobj(file).hex()

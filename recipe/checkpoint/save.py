@@ -1,37 +1,32 @@
-"""Saving in the background: the state is copied, and written while training goes on. Also the model at the end."""
+"""Write checkpoints in the background while training continues, and prune old ones."""
 
 import json
 import os
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from accelerate.utils.operations import recursively_apply
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from recipe.checkpoint.load import (
-    LATEST_NAME,
-    OPTIMIZER_NAME,
-    RNG_NAME,
-    STATE_NAME,
-    RunState,
-    checkpoint_dir,
-    list_checkpoints,
-)
-from recipe.checkpoint.manifest import fsync, seal_checkpoint, short_reason
+from recipe.checkpoint.load import OPTIMIZER_NAME, RNG_NAME, STATE_NAME, RunState, checkpoint_dir, list_checkpoints
+from recipe.checkpoint.manifest import fsync, seal_checkpoint
 from recipe.data.tokenizer import save_tokenizer
+from recipe.errors import short_reason
 from recipe.hardware.processes import on_main_process
 from recipe.model.weights import copy_weights, write_model
 from recipe.optim.guard import GuardedUpdate
 
 
 class CheckpointSaver:
-    """Saves in the background: training waits only for the copy of its state in host memory (12 bytes a parameter).
+    """Saves in the background: training waits only for the copy of its state in host memory (12 bytes per parameter).
 
-    A checkpoint that is still being written when the next one is due is waited for.
+    If the previous checkpoint is not on disk when the next one is due, training waits for it too.
     """
 
     def __init__(
@@ -46,99 +41,89 @@ class CheckpointSaver:
         save_total_limit: int | None,
         on_failure: Callable[[str], None],
     ) -> None:
-        """identity: what a resumed run must agree with, see `read_state`. on_failure: told why one was not written."""
+        """identity: from `run_identity`. on_failure: gets the reason if a checkpoint could not be written."""
         self.accelerator, self.output_dir, self.identity = accelerator, output_dir, identity
         self.model, self.model_config, self.tokenizer, self.update = model, model_config, tokenizer, update
         self.save_total_limit, self.on_failure = save_total_limit, on_failure
         self.thread = ThreadPoolExecutor(1)
         self.writing: Future | None = None
-        self.last_saved: int | None = None  # the step of the newest one that was asked for
+        self.last_saved: int | None = None  # the step of the newest checkpoint, which may still be in progress
 
     def save(self, state: RunState) -> Path:
-        """Copy the state, on all processes, and begin to write it, on the main one. Returns the folder it will be.
+        """Copy the state, on all processes, and start to write it, on the main one. Returns the checkpoint's folder.
 
-        Raises `UserError` if the checkpoint before could not be written and the run is to stop for that.
+        Raises `UserError` if the previous checkpoint failed and `on_failure` stops the run.
         """
-        on_main_process(self.wait)  # a slow disk: the others must not wait in a device collective, which gives up
+        on_main_process(self.wait)  # the others would time out in a device collective if the disk is slow
         rng = gather_object([_rng_state()])
         final = checkpoint_dir(self.output_dir, state.step)
         self.last_saved = state.step
         if self.accelerator.is_main_process:
             scaler = self.accelerator.scaler
             content = {
-                "step": state.step,
-                "untrained": state.untrained,
-                "train_seconds": state.train_seconds,
-                "position": state.position,
-                "loss_sum": state.loss_sum,
-                "num_losses": state.num_losses,
-                "steps_chosen": state.steps_chosen,
-                "eval_rows": state.eval_rows,
+                **asdict(state),
                 "mixed_precision": self.accelerator.mixed_precision,
                 "num_processes": self.accelerator.num_processes,
                 "scaler": scaler.state_dict() if scaler is not None else None,
                 "identity": self.identity,
             }
-            weights, optimizer = copy_weights(self.model, self.model_config), _to_host(self.update.state_dict())
+            weights = copy_weights(self.model, self.model_config)
+            optimizer = recursively_apply(lambda t: t.detach().to("cpu", copy=True), self.update.state_dict())
             self.writing = self.thread.submit(self._write, final, content, weights, optimizer, rng)
         return final
 
     def report(self) -> None:
-        """Say now if the checkpoint that was being written has failed, and not when the next one is due."""
+        """Report a failed checkpoint as soon as it is known, instead of when the next one is due."""
         if self.writing is not None and self.writing.done():
             self.wait()
 
     def wait(self) -> bool:
-        """Wait for the checkpoint that is being written. Returns whether it is on disk."""
+        """Wait for the checkpoint that is in progress. Returns whether it is on disk."""
         writing, self.writing = self.writing, None
         if writing is None:
             return True
         try:
             warning = writing.result()
-        except Exception as error:  # a full disk, a file system that went away: the run need not
+        except Exception as error:  # for example a full disk
             name = checkpoint_dir(self.output_dir, self.last_saved).name
-            self.on_failure(f"{name} not written: {short_reason(error)}; what was saved before is as it was")
+            self.on_failure(f"{name} not written: {short_reason(error)}; earlier checkpoints are unchanged")
             return False
         if warning:
             print(f"warning: {warning}", flush=True)
         return True
 
     def _write(self, final: Path, content: dict, weights: dict, optimizer: dict, rng: list[dict]) -> str | None:
-        """Returns what went wrong after the checkpoint was complete."""
+        """Write under a hidden name, seal, rename and prune. Returns a warning if only pruning failed."""
         partial = final.with_name(f".{final.name}.partial")
         try:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             write_model(self.model, self.model_config, weights, partial)
-            save_tokenizer(self.tokenizer, partial, self.model_config.n_positions)
+            save_tokenizer(self.tokenizer, partial, self.model_config.max_position_embeddings)
             for name, tensors in ((OPTIMIZER_NAME, optimizer), (RNG_NAME, dict(enumerate(rng)))):
-                with open(partial / name, "wb") as file:  # whose errors say what they are; torch's own writer's do not
+                with open(partial / name, "wb") as file:  # its errors name the reason; torch's own writer's do not
                     torch.save(tensors, file)
             (partial / STATE_NAME).write_text(json.dumps(content, indent=2) + "\n")
             seal_checkpoint(partial, {key: content[key] for key in ("step", "position", "identity")})
-            _remove(final)  # a run that resumed from an earlier one meets its old checkpoints again
+            _remove(final)  # a run that resumed from an earlier checkpoint replaces its old ones
             os.rename(partial, final)
             fsync(self.output_dir)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
         try:
-            written = self.output_dir / f".{LATEST_NAME}"
-            written.write_text(final.name + "\n")
-            fsync(written)
-            os.replace(written, self.output_dir / LATEST_NAME)
-            if self.save_total_limit is not None:  # newer ones are not of this sitting, and may be damaged
-                all_of_them = list_checkpoints(self.output_dir)
-                older = all_of_them[: all_of_them.index(final)]
+            if self.save_total_limit is not None:  # newer checkpoints are from before a resume, and may be damaged
+                checkpoints = list_checkpoints(self.output_dir)
+                older = checkpoints[: checkpoints.index(final)]
                 for old in older[: -(self.save_total_limit - 1) or None]:
                     _remove(old)
         except OSError as error:
-            return f"{final.name} is written, but what comes after it failed: {short_reason(error)}"
+            return f"{final.name} is written, but older checkpoints could not be removed: {short_reason(error)}"
         return None
 
 
 def _remove(directory: Path) -> None:
-    """Remove a checkpoint: first its name, so that a process killed in between leaves no half of one."""
+    """Remove a checkpoint. Hide it first, so that a process killed in between does not leave half of one."""
     if directory.exists():
         hidden = directory.with_name(f".{directory.name}.removed.partial")
         shutil.rmtree(hidden, ignore_errors=True)
@@ -146,17 +131,8 @@ def _remove(directory: Path) -> None:
         shutil.rmtree(hidden)
 
 
-def _to_host(value: object) -> object:
-    """A copy in host memory of a state dict's tensors."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: _to_host(item) for key, item in value.items()}
-    return [_to_host(item) for item in value] if isinstance(value, list) else value
-
-
 def _rng_state() -> dict[str, torch.Tensor]:
-    """Torch's generators; nothing in a run draws from Python's or numpy's."""
+    """Return the state of torch's generators; a run draws nothing from Python's or numpy's."""
     state = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()

@@ -7,7 +7,7 @@ import evaluate
 
 
 class LanguageModelingMetric(evaluate.Metric):
-    """Loss, perplexity and bits per byte from sums over any number of batches and processes; needs no download.
+    """Computes loss, perplexity and bits per byte from the sums of any number of batches; downloads nothing.
 
     compute(predictions=[sums of nats], references=[numbers of target tokens], tokens_per_byte=...)
     """
@@ -16,10 +16,8 @@ class LanguageModelingMetric(evaluate.Metric):
         return evaluate.MetricInfo(
             description="Mean negative log-likelihood per token in nats, its exponential, and bits per byte of text.",
             citation="",
-            inputs_description="predictions: sums of nats; references: the numbers of target tokens they are over.",
-            features=datasets.Features(
-                {"predictions": datasets.Value("float64"), "references": datasets.Value("int64")}
-            ),
+            inputs_description="predictions: sums of nats; references: the number of target tokens in each sum.",
+            features=datasets.Features(predictions=datasets.Value("float64"), references=datasets.Value("int64")),
         )
 
     def _compute(self, predictions, references, tokens_per_byte):

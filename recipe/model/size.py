@@ -1,34 +1,34 @@
-"""Parameters and FLOPs."""
+"""Count parameters and FLOPs."""
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from recipe.model.weights import _is_vocabulary
+from recipe.model.weights import is_vocabulary
 
 
 def count_flops_per_token(model_config: PreTrainedConfig, num_parameters: int, block_size: int) -> int:
-    """Training FLOPs per token, forward and backward: 6 (N - wpe) + 12 L d T (PaLM, appendix B; nanoGPT).
+    """Return the FLOPs per trained token, forward and backward: 6 (N - wpe) + 12 L d T (PaLM, appendix B; nanoGPT).
 
-    num_parameters: of the model as trained. block_size: T, the tokens in a row. 124M at T = 1024: 6 * 123.7 M +
-    12 * 12 * 768 * 1024 = 855 M. Untied input embeddings are looked up, not multiplied, so they do not count; tied
-    ones are the output's matrix.
+    num_parameters: N, with the padding. block_size: T, tokens per row. For 124M at T = 1024:
+    6 * 123.7 M + 12 * 12 * 768 * 1024 = 855 M. Tied embeddings count because they are the output matrix; untied input
+    embeddings are only looked up and do not.
     """
-    lookups = model_config.n_positions * model_config.n_embd
+    lookups = model_config.max_position_embeddings * model_config.hidden_size
     if not model_config.tie_word_embeddings:
-        lookups += model_config.vocab_size * model_config.n_embd
-    attention = 12 * model_config.n_layer * model_config.n_embd * block_size
+        lookups += model_config.vocab_size * model_config.hidden_size
+    attention = 12 * model_config.num_hidden_layers * model_config.hidden_size * block_size
     return 6 * (num_parameters - lookups) + attention
 
 
 def count_parameters(model: PreTrainedModel) -> int:
-    """Parameters, tied ones once."""
-    return sum(p.numel() for p in model.parameters())
-
-
-def padded_vocab_size(vocab_size: int, multiple: int) -> int:
-    """50257 -> 50304 for a multiple of 128."""
-    return -(-vocab_size // multiple) * multiple
+    """Return the number of parameters with the padding; tied parameters count once."""
+    return model.num_parameters()
 
 
 def count_exported_parameters(model: PreTrainedModel, vocab_size: int) -> int:
-    """Parameters of the model as it is saved, tied ones once."""
-    return sum(p[:vocab_size].numel() if _is_vocabulary(model, p) else p.numel() for p in model.parameters())
+    """Return the number of parameters of the saved model, without the padding; tied parameters count once."""
+    return sum(p[:vocab_size].numel() if is_vocabulary(model, p) else p.numel() for p in model.parameters())
+
+
+def padded_vocab_size(vocab_size: int, multiple: int) -> int:
+    """Round up to a multiple: 50257 -> 50304 for 128."""
+    return -(-vocab_size // multiple) * multiple

@@ -1,23 +1,32 @@
-"""Weights without the padding of the vocabulary: copy, write, load."""
+"""Load pretrained models, and copy, write and load weights without the padding of the vocabulary."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
-from transformers import (
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+from recipe.errors import UserError, check_not_a_missing_folder, short_reason
 
 WEIGHTS_NAME = "model.safetensors"
 
 
+def load_pretrained(auto_class: type, source: str | Path, **options) -> Any:
+    """Call an Auto class's `from_pretrained`. source: folder or Hub id. Raises `UserError` if that fails."""
+    check_not_a_missing_folder(str(source))
+    disable_progress_bar()  # loading the weights takes milliseconds
+    try:
+        return auto_class.from_pretrained(source, **options)
+    except Exception as error:  # the Hub, the file system, safetensors and Transformers each raise their own
+        raise UserError(f"cannot load a model from '{source}': {short_reason(error)}") from error
+
+
 def copy_weights(model: PreTrainedModel, model_config: PreTrainedConfig) -> dict[str, torch.Tensor]:
-    """The weights as they are exported, without padding and tied ones once, copied into host memory."""
+    """Copy the weights as they are exported, without padding and with tied weights once, into host memory."""
     weights = {
-        name: tensor[: model_config.vocab_size] if _is_vocabulary(model, tensor) else tensor
+        name: tensor[: model_config.vocab_size] if is_vocabulary(model, tensor) else tensor
         for name, tensor in model.state_dict(keep_vars=True).items()
         if not (model_config.tie_word_embeddings and name == "lm_head.weight")
     }
@@ -34,36 +43,34 @@ def write_model(
     model_config.architectures = [type(model).__name__]
     model_config.dtype = "float32"
     model_config.save_pretrained(directory)
-    GenerationConfig(
-        bos_token_id=model_config.bos_token_id,
-        eos_token_id=model_config.eos_token_id,
-        pad_token_id=model_config.eos_token_id,
-        do_sample=True,
-    ).save_pretrained(directory)
+    eos = model_config.eos_token_id
+    generation_config = GenerationConfig(bos_token_id=eos, eos_token_id=eos, pad_token_id=eos, do_sample=True)
+    generation_config.save_pretrained(directory)
     save_file(weights, directory / WEIGHTS_NAME, metadata={"format": "pt"})
-    (directory / WEIGHTS_NAME).chmod(0o644)  # safetensors makes its files private (0.8)
+    (directory / WEIGHTS_NAME).chmod(directory.stat().st_mode & 0o666)  # safetensors 0.8 makes its files private
 
 
 def load_weights(model: PreTrainedModel, directory: Path, vocab_size: int) -> None:
-    """Put weights written by `write_model` into a padded model, exactly as they were when saved."""
+    """Load what `write_model` wrote into a padded model. Raises `ValueError` for missing or unknown tensors."""
     weights = load_file(directory / WEIGHTS_NAME)
     expected = model.state_dict(keep_vars=True)
     if model.config.tie_word_embeddings:
         del expected["lm_head.weight"]
-    if weights.keys() != expected.keys():
-        raise ValueError(f"{WEIGHTS_NAME} lacks, or has besides: {', '.join(weights.keys() ^ expected.keys())}")
+    if differing := weights.keys() ^ expected.keys():
+        raise ValueError(f"{WEIGHTS_NAME} has missing or unknown tensors: {', '.join(differing)}")
     with torch.no_grad():
         for name, tensor in expected.items():
-            (tensor[:vocab_size] if _is_vocabulary(model, tensor) else tensor).copy_(weights[name])
-    _zero_padding(model, vocab_size)
+            (tensor[:vocab_size] if is_vocabulary(model, tensor) else tensor).copy_(weights[name])
+    zero_padding(model, vocab_size)
 
 
-def _is_vocabulary(model: PreTrainedModel, tensor: torch.Tensor) -> bool:
+def is_vocabulary(model: PreTrainedModel, tensor: torch.Tensor) -> bool:
+    """Return whether a parameter has one row per token: the input or output embeddings."""
     return tensor is model.get_input_embeddings().weight or tensor is model.get_output_embeddings().weight
 
 
-def _zero_padding(model: PreTrainedModel, vocab_size: int) -> None:
-    with torch.no_grad():
-        for embeddings in (model.get_input_embeddings(), model.get_output_embeddings()):
-            assert isinstance(embeddings, (nn.Embedding, nn.Linear))
-            embeddings.weight[vocab_size:] = 0
+@torch.no_grad()
+def zero_padding(model: PreTrainedModel, vocab_size: int) -> None:
+    """Set the embeddings' rows from `vocab_size` up to zero."""
+    for embeddings in (model.get_input_embeddings(), model.get_output_embeddings()):
+        embeddings.weight[vocab_size:] = 0

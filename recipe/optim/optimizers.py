@@ -1,15 +1,15 @@
-"""The optimizer and the learning rate of each of its steps."""
+"""Build the optimizer, and compute the learning rate of each step."""
 
 import torch
 from torch import nn
 from transformers import get_scheduler
 
 from recipe.config import TrainConfig
-from recipe.errors import UserError
+from recipe.errors import UserError, short_reason
 
 
 def build_optimizer(config: TrainConfig, module: nn.Module) -> torch.optim.Optimizer:
-    """AdamW, fused or not; weight decay on matrices and embeddings, none on biases and LayerNorm (GPT-3, nanoGPT)."""
+    """Build AdamW with weight decay on matrices and embeddings, but not on biases and LayerNorm (GPT-3, nanoGPT)."""
     parameters = [p for p in module.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
@@ -20,15 +20,15 @@ def build_optimizer(config: TrainConfig, module: nn.Module) -> torch.optim.Optim
         lr=config.learning_rate,
         betas=(config.adam_beta1, config.adam_beta2),
         eps=config.adam_epsilon,
-        fused=True if config.optim == "adamw_torch_fused" else None,  # None: torch's own choice, foreach on a GPU
+        fused=True if config.optim == "adamw_torch_fused" else None,  # None: torch decides (foreach on a GPU)
     )
 
 
 def compute_learning_rates(config: TrainConfig) -> list[float]:
-    """The learning rate of each update, by Transformers' schedule of that name.
+    """Return the learning rate of each update, from the Transformers schedule that the config names.
 
-    Raises `UserError` for a schedule that does not go by steps alone, such as reduce_lr_on_plateau, and for arguments
-    it does not know.
+    Raises `UserError` for unknown schedule arguments and for a schedule that needs more than the step number, such as
+    reduce_lr_on_plateau.
     """
     try:
         scheduler = get_scheduler(
@@ -40,13 +40,11 @@ def compute_learning_rates(config: TrainConfig) -> list[float]:
         )
         (multiplier,) = scheduler.lr_lambdas
         return [config.learning_rate * float(multiplier(step)) for step in range(config.max_steps)]
-    except Exception as error:  # each schedule has its own way to stumble over an argument
-        raise UserError(
-            f"lr_scheduler_type {config.lr_scheduler_type} with lr_scheduler_kwargs {config.lr_scheduler_kwargs}: "
-            f"{' '.join(str(error).split())}"
-        ) from error
+    except Exception as error:  # each schedule fails in its own way on a bad argument
+        arguments = f"{config.lr_scheduler_type} with lr_scheduler_kwargs {config.lr_scheduler_kwargs}"
+        raise UserError(f"lr_scheduler_type {arguments}: {short_reason(error)}") from error
 
 
 def count_warmup_steps(config: TrainConfig) -> int:
-    """`warmup_steps`, which below 1 is a share of max_steps."""
+    """Return the number of warm-up steps; `warmup_steps` below 1 is a share of max_steps."""
     return round(config.warmup_steps if config.warmup_steps >= 1 else config.warmup_steps * config.max_steps)

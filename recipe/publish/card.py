@@ -1,4 +1,4 @@
-"""The model card."""
+"""Write the model card."""
 
 from pathlib import Path
 
@@ -9,19 +9,18 @@ from recipe.data.packed import PackedDataset
 
 
 def write_model_card(output_dir: Path, config: TrainConfig, dataset: PackedDataset, summary: dict) -> None:
-    """README.md of the model folder: what it is, on what it was trained, how good it is, how to use it."""
+    """Write the model folder's README.md: what the model is, its training data, its scores, and how to use it."""
     name = config.hub_model_id or output_dir.name
     card_data = ModelCardData(
         library_name="transformers", pipeline_tag="text-generation", tags=["gpt2", "gpt2-recipe"], model_name=name
     )
-    where = config.hub_model_id or output_dir
     text = f"""---
 {card_data.to_yaml()}
 ---
 
 # {name}
 
-A GPT-2 language model of {summary["num_parameters"]:,} parameters, {_describe_origin(config)} with gpt2-recipe.
+A GPT-2 language model with {summary["num_parameters"]:,} parameters, {_describe_origin(config)} with gpt2-recipe.
 
 | | |
 |---|---|
@@ -37,14 +36,15 @@ A GPT-2 language model of {summary["num_parameters"]:,} parameters, {_describe_o
 ```python
 from transformers import pipeline
 
-print(pipeline("text-generation", model="{where}")("The ", max_new_tokens=50)[0]["generated_text"])
+generate = pipeline("text-generation", model="{config.hub_model_id or output_dir}")
+print(generate("The ", max_new_tokens=50)[0]["generated_text"])
 ```
 """
     ModelCard(text).save(output_dir / "README.md")
 
 
 def _describe_origin(config: TrainConfig) -> str:
-    """From scratch, or from which model: its Hub id, or its folder's name without the path."""
+    """Return how the model started: from scratch, or from a model's Hub id or folder name (without its path)."""
     source = config.model_name_or_path
     if source is None:
         return "trained from scratch"
@@ -52,8 +52,7 @@ def _describe_origin(config: TrainConfig) -> str:
 
 
 def describe_source(source: dict) -> str:
-    """The dataset's name, or the names of the files without their folders, which are nobody's business."""
+    """Return the dataset's name, or the names of the text files without their private folders."""
     if source.get("dataset_name"):
-        config_name = source.get("dataset_config_name")
-        return source["dataset_name"] + (f", {config_name}" if config_name else "")
+        return ", ".join(filter(None, [source["dataset_name"], source.get("dataset_config_name")]))
     return ", ".join(Path(path).name for path in source.get("train_files") or source.get("shards") or ["unknown"])

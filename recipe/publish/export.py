@@ -1,4 +1,4 @@
-"""The final model in the output folder."""
+"""Export the final model into the run's folder."""
 
 import os
 import shutil
@@ -6,22 +6,22 @@ from pathlib import Path
 
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from recipe.checkpoint.manifest import fsync, short_reason
+from recipe.checkpoint.manifest import fsync
 from recipe.data.tokenizer import save_tokenizer
-from recipe.errors import UserError
+from recipe.errors import UserError, short_reason
 from recipe.model.weights import copy_weights, write_model
 
 
 def export_model(
     model: PreTrainedModel, model_config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, output_dir: Path
 ) -> None:
-    """Put the final model into the run's folder, each file at once. Raises `UserError` if it cannot be written."""
+    """Write the final model; each file appears only when it is complete. Raises `UserError` if that fails."""
     partial = output_dir / ".checkpoint-final.partial"
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         write_model(model, model_config, copy_weights(model, model_config), partial)
-        save_tokenizer(tokenizer, partial, model_config.n_positions)
+        save_tokenizer(tokenizer, partial, model_config.max_position_embeddings)
         for path in partial.iterdir():
             fsync(path)
             os.replace(path, output_dir / path.name)
@@ -29,6 +29,6 @@ def export_model(
     except Exception as error:  # a full disk: safetensors, tokenizers and the file system each raise their own
         shutil.rmtree(partial, ignore_errors=True)
         raise UserError(
-            f"the final model could not be written to {output_dir}: {short_reason(error)}; when that is mended, the "
-            "same command with --resume_from_checkpoint auto writes it"
+            f"the final model could not be written to {output_dir}: {short_reason(error)}; fix that and run the same "
+            "command with --resume_from_checkpoint auto"
         ) from error

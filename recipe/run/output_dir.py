@@ -15,7 +15,7 @@ import uuid
 from pathlib import Path
 from typing import TextIO
 
-from recipe.checkpoint.load import LATEST_NAME, list_checkpoints, remove_partial_checkpoints
+from recipe.checkpoint.load import list_checkpoints, remove_partial_checkpoints
 from recipe.config import STANDARD_LIBRARY, TrainConfig, save_config
 from recipe.data.text import name_of_text
 from recipe.errors import UserError
@@ -123,7 +123,7 @@ def files_of_a_run(directory: Path) -> list[Path]:
 
     A run that ended before its first log line has left nothing that anyone could miss: its folder counts as free.
     """
-    names = (LATEST_NAME, "model.safetensors", METRICS_NAME, SUMMARY_NAME, CONFIG_NAME, TRACKER_ID_NAME)
+    names = ("model.safetensors", METRICS_NAME, SUMMARY_NAME, CONFIG_NAME, TRACKER_ID_NAME)
     files = [*list_checkpoints(directory), *(directory / name for name in names if (directory / name).exists())]
     results = [path for path in files if path.name not in (CONFIG_NAME, TRACKER_ID_NAME, METRICS_NAME)]
     metrics = directory / METRICS_NAME
