@@ -6,52 +6,73 @@ import shutil
 import pytest
 import torch
 from conftest import BLOCK_SIZE
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from recipe.errors import UserError
 from recipe.evaluation.generation import generate_texts
 
 
-@pytest.fixture
-def model_dir(train):
-    return train("--max_steps", "30")
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory, tokenizer_dir):
+    """A random model whose next token depends on the whole context, with a tokenizer."""
+    torch.manual_seed(0)
+    size = {"n_positions": BLOCK_SIZE, "n_layer": 2, "n_head": 2, "n_embd": 32, "initializer_range": 0.6}
+    directory = tmp_path_factory.mktemp("model")
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
+    eos = tokenizer.eos_token_id
+    config = GPT2Config(vocab_size=len(tokenizer), bos_token_id=eos, eos_token_id=eos, **size)
+    GPT2LMHeadModel(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
 
 
-def greedy(model_dir, prompt: str, count: int) -> str:
-    """Independent: the last block_size tokens through the model, the likeliest next one, again and again."""
+def greedy(model_dir, prompt: str, count: int) -> list[int]:
+    """Independent reference: feed the last block_size tokens and append the most likely one, `count` times."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(model_dir).eval(), AutoTokenizer.from_pretrained(model_dir)
     ids = tokenizer(prompt)["input_ids"]
     start = len(ids)
     for _ in range(count):
         with torch.no_grad():
             ids.append(int(model(torch.tensor([ids[-BLOCK_SIZE:]])).logits[0, -1].argmax()))
-        if ids[-1] == tokenizer.eos_token_id:
-            return prompt + tokenizer.decode(ids[start:-1])
-    return prompt + tokenizer.decode(ids[start:])
+    return ids[start:]
 
 
 @pytest.mark.parametrize("prompt", ["the cat", "the mat while " * 40])
-def test_greedy_generation_beyond_the_context(model_dir, prompt):
-    """Longer than the context, in the prompt or in what is generated, means the last block_size tokens are seen."""
-    assert generate_texts(model_dir, prompt, max_new_tokens=60, temperature=0) == [greedy(model_dir, prompt, 60)]
+def test_the_model_sees_the_last_block_size_tokens(model_dir, prompt):
+    """Prompt and continuation can be longer than the context."""
+    expected = prompt + AutoTokenizer.from_pretrained(model_dir).decode(greedy(model_dir, prompt, 60))
+    assert generate_texts(model_dir, prompt, max_new_tokens=60, temperature=0) == [expected]
 
 
-def test_a_seed_is_a_text(model_dir):
-    """The same seed gives the same samples, the samples of a call differ, another seed gives others."""
+@pytest.mark.parametrize("at_least", [5, BLOCK_SIZE + 10])
+def test_generation_ends_at_the_end_of_text(model_dir, tmp_path, at_least):
+    """The end-of-text token ends a text, within the context and beyond it, and is not part of it."""
+    shutil.copytree(model_dir, tmp_path / "ending")
+    tokenizer, tokens = AutoTokenizer.from_pretrained(model_dir), greedy(model_dir, "the cat", 80)
+    end = next(i for i, token in enumerate(tokens) if i >= at_least and token not in tokens[:i])
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(tokens[end])
+    tokenizer.save_pretrained(tmp_path / "ending")
+    texts = generate_texts(tmp_path / "ending", "the cat", max_new_tokens=80, num_samples=2, temperature=0)
+    assert texts == ["the cat" + tokenizer.decode(tokens[:end])] * 2
+
+
+def test_the_same_seed_gives_the_same_samples(model_dir):
+    """Two calls with one seed agree; the samples of a call differ, and so do those of another seed."""
     options = {"max_new_tokens": 40, "num_samples": 3, "temperature": 1.0}
     a, b = (generate_texts(model_dir, "the", seed=1, **options) for _ in range(2))
     assert a == b and len(set(a)) == 3 and a != generate_texts(model_dir, "the", seed=2, **options)
     assert all(text.startswith("the") for text in a)
 
 
-def test_restricting_to_the_likeliest(model_dir):
-    """top_k=1 and a tiny top_p are greedy."""
+def test_top_k_and_top_p(model_dir):
+    """top_k=1 and a tiny top_p are both greedy."""
     expected = generate_texts(model_dir, "the", max_new_tokens=20, temperature=0)
     assert generate_texts(model_dir, "the", max_new_tokens=20, temperature=1.0, top_k=1) == expected
     assert generate_texts(model_dir, "the", max_new_tokens=20, temperature=1.0, top_k=0, top_p=1e-6) == expected
 
 
-def test_no_prompt_starts_a_document(model_dir):
+def test_an_empty_prompt_starts_a_document(model_dir):
+    """Without a prompt, the model continues the end-of-text token."""
     assert generate_texts(model_dir, "", max_new_tokens=5)[0] != ""
 
 
@@ -69,12 +90,13 @@ def test_no_prompt_starts_a_document(model_dir):
     ],
 )
 def test_options_out_of_range(options, expected):
+    """A value out of range is an error before a model is loaded."""
     with pytest.raises(UserError, match=f"{expected} must be"):
         generate_texts("anything", "x", **options)
 
 
-def test_nothing_is_put_around_the_prompt(model_dir, tmp_path):
-    """A tokenizer that closes texts would make the model begin a new document."""
+def test_the_prompt_gets_no_special_tokens(model_dir, tmp_path):
+    """A tokenizer that appends an end-of-text token would make the model start a new document."""
     shutil.copytree(model_dir, tmp_path / "closing")
     content = json.loads((tmp_path / "closing" / "tokenizer.json").read_text())
     content["post_processor"] = {
@@ -88,8 +110,9 @@ def test_nothing_is_put_around_the_prompt(model_dir, tmp_path):
     assert generate_texts(tmp_path / "closing", "the cat", max_new_tokens=9, temperature=0) == expected
 
 
-def test_no_model(tmp_path):
-    with pytest.raises(UserError, match="the prompt is not valid UTF-8"):
+def test_a_model_that_cannot_be_loaded(tmp_path):
+    """The message says what is missing, and where a model is instead."""
+    with pytest.raises(UserError, match="prompt must be valid UTF-8"):
         generate_texts(tmp_path, "\udcff")
     with pytest.raises(UserError, match="there is no model in"):
         generate_texts(tmp_path, "x")
@@ -99,11 +122,12 @@ def test_no_model(tmp_path):
     (tmp_path / "broken" / "config.json").write_text("{}")
     with pytest.raises(UserError, match="there is no model in .*; there is one in .*broken"):
         generate_texts(tmp_path, "x")
-    with pytest.raises(UserError, match="cannot load a model and its tokenizer"):
+    with pytest.raises(UserError, match="cannot load a model from"):
         generate_texts(tmp_path / "broken", "x")
 
 
 @pytest.mark.parametrize("name", ["", "  "])
 def test_an_empty_name_is_an_error(name):
+    """An empty folder name does not reach Transformers."""
     with pytest.raises(UserError, match="the name of a folder or Hub id is empty"):
         generate_texts(name, "The")

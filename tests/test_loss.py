@@ -1,4 +1,4 @@
-"""The loss against torch's own cross-entropy on a stock model's logits."""
+"""The loss equals torch's cross-entropy on a stock model's logits."""
 
 import pytest
 import torch
@@ -13,19 +13,9 @@ VOCAB, PADDED, T = 500, 512, 32
 @pytest.fixture
 def model():
     torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=PADDED,
-        n_positions=T,
-        n_embd=32,
-        n_layer=2,
-        n_head=2,
-        resid_pdrop=0,
-        embd_pdrop=0,
-        attn_pdrop=0,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    model = GPT2LMHeadModel(config)
+    size = {"vocab_size": PADDED, "n_positions": T, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    dropout = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+    model = GPT2LMHeadModel(GPT2Config(**size, **dropout, bos_token_id=0, eos_token_id=0))
     with torch.no_grad():
         model.transformer.wte.weight.mul_(20)  # logits far from uniform
     return model
@@ -37,7 +27,7 @@ def rows():
 
 
 def reference(model, rows, label_smoothing=0.0):
-    """Mean cross-entropy of T targets a row over the real vocabulary, in one line of torch."""
+    """Return torch's mean cross-entropy over the real vocabulary, for T targets per row."""
     logits = model(input_ids=rows[:, :-1]).logits[..., :VOCAB]
     return F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), label_smoothing=label_smoothing)
 
@@ -46,7 +36,7 @@ def reference(model, rows, label_smoothing=0.0):
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("index_mask", [False, True])
 def test_loss_and_gradients_equal_torchs(model, rows, num_chunks, label_smoothing, index_mask):
-    """Whole or in chunks, smoothed or not, however the padding is masked: same value, same gradients."""
+    """Chunks, smoothing and both masks of the padding change neither value nor gradients."""
     module = LanguageModelingLoss(model, VOCAB, label_smoothing, num_chunks, index_mask=index_mask).train()
     expected = reference(model, rows, label_smoothing)
     expected.backward()
@@ -60,19 +50,20 @@ def test_loss_and_gradients_equal_torchs(model, rows, num_chunks, label_smoothin
 
 
 def test_evaluation_is_not_smoothed(model, rows):
+    """In eval mode, label smoothing does not change the loss."""
     module = LanguageModelingLoss(model, VOCAB, label_smoothing=0.3).eval()
     torch.testing.assert_close(module(rows[:, :-1], rows[:, 1:]), reference(model, rows), rtol=1e-6, atol=1e-6)
 
 
 def test_every_position_is_trained(model, rows):
-    """T targets a row: the last position embedding gets a gradient (Transformers' own shift leaves it without)."""
+    """All T position embeddings get a gradient (Transformers' own shift leaves the last one without)."""
     LanguageModelingLoss(model, VOCAB)(rows[:, :-1], rows[:, 1:]).backward()
     assert model.transformer.wpe.weight.grad.abs().sum(dim=1).gt(0).all()
 
 
 @pytest.mark.parametrize("index_mask", [False, True])
-def test_padding_takes_no_part(model, rows, index_mask):
-    """The padding's rows change nothing and get no gradient, however large they are."""
+def test_padding_does_not_affect_the_loss(model, rows, index_mask):
+    """The padding's rows do not change the loss and get no gradient, however large they are."""
     module = LanguageModelingLoss(model, VOCAB, label_smoothing=0.1, index_mask=index_mask)
     before = module(rows[:, :-1], rows[:, 1:]).item()
     with torch.no_grad():
@@ -83,8 +74,8 @@ def test_padding_takes_no_part(model, rows, index_mask):
     assert not model.lm_head.weight.grad[VOCAB:].any()
 
 
-def test_ignored_targets(model, rows):
-    """Targets of -100 do not count, neither in the sum nor in the mean; none at all gives zero, not NaN."""
+def test_targets_of_minus_100_do_not_count(model, rows):
+    """They are in neither the sum nor the mean; without any other target the loss is zero, not NaN."""
     module = LanguageModelingLoss(model, VOCAB)
     targets = rows[:, 1:].clone()
     targets[1:] = IGNORE_INDEX
@@ -93,8 +84,8 @@ def test_ignored_targets(model, rows):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_both_masks_are_one_in_bf16(model, rows, compiled):
-    """Under autocast, compiled or not: the same bits of the loss and of the gradients."""
+def test_both_masks_are_identical_in_bf16(model, rows, compiled):
+    """Under autocast, compiled or not, loss and gradients agree bit for bit."""
     found = []
     for index_mask in (False, True):
         module = LanguageModelingLoss(model, VOCAB, index_mask=index_mask)
@@ -109,8 +100,8 @@ def test_both_masks_are_one_in_bf16(model, rows, compiled):
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def test_only_an_fp32_scalar_comes_out(model, rows):
-    """Under bf16 autocast too."""
+def test_the_loss_is_an_fp32_scalar(model, rows):
+    """The loss stays fp32 under bf16 autocast."""
     with torch.autocast("cpu", torch.bfloat16):
         loss = LanguageModelingLoss(model, VOCAB)(rows[:, :-1], rows[:, 1:])
     assert loss.dtype == torch.float32 and loss.shape == ()

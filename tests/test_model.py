@@ -1,4 +1,4 @@
-"""The stock model: sizes, padding, attention, what is saved."""
+"""The stock model: its sizes, padding, attention, and what is saved."""
 
 import pytest
 import torch
@@ -25,8 +25,8 @@ def tiny(*argv, vocab_size=500):
     return config, model_config, build_model(config, model_config)
 
 
-def test_the_size_of_gpt2_124m():
-    """124,475,904 parameters with vocabulary 50304; as saved, OpenAI's own 124,439,808 with 50257."""
+def test_gpt2_124m_has_the_published_size():
+    """It has 124,475,904 parameters with vocabulary 50304, and OpenAI's 124,439,808 as saved with 50257."""
     config = load_config(["--config", "gpt2_124m", "--dataset_dir", "d"])[0]
     with torch.device("meta"):
         model = build_model(config, build_model_config(config, 50257, 50256))
@@ -40,7 +40,8 @@ def test_the_size_of_gpt2_124m():
 @pytest.mark.parametrize(
     ("size", "parameters"), [("355m", 354_823_168), ("774m", 774_030_080), ("1558m", 1_557_611_200)]
 )
-def test_the_other_sizes_are_openais(size, parameters):
+def test_other_sizes_match_openais(size, parameters):
+    """The larger recipes export models with OpenAI's parameter counts."""
     config = load_config(["--config", f"gpt2_{size}", "--dataset_dir", "d"])[0]
     with torch.device("meta"):
         model = build_model(config, build_model_config(config, 50257, 50256))
@@ -48,19 +49,20 @@ def test_the_other_sizes_are_openais(size, parameters):
 
 
 def test_initial_weights_do_not_depend_on_the_padding():
-    """So that what padding does to speed can be measured, and to the loss is nothing."""
+    """The same seed gives the same weights, padded or not."""
     padded, plain = tiny()[2].state_dict(), tiny("--pad_vocab_to_multiple_of", "1")[2].state_dict()
     for name, tensor in plain.items():
         assert torch.equal(padded[name][: len(tensor)], tensor), name
     assert len(padded["lm_head.weight"]) == 512 and len(plain["lm_head.weight"]) == 500
 
 
-def test_padding_to_a_multiple():
+def test_vocabulary_size_is_rounded_up():
+    """The padded size is the smallest multiple that is large enough."""
     assert [padded_vocab_size(n, 128) for n in (1, 128, 129, 50257)] == [128, 128, 256, 50304]
 
 
-def test_residual_projections_start_smaller():
-    """GPT-2's init: 0.02, and 0.02 / sqrt(2 * layers) where a block adds to the residual stream."""
+def test_initialization_is_gpt2s():
+    """Weights have standard deviation 0.02, and 0.02 / sqrt(2 * layers) where a block adds to the residual stream."""
     model = tiny("--config_overrides", "n_layer=8,n_embd=128")[2]
     block = model.transformer.h[3]
     assert block.mlp.c_fc.weight.std().item() == pytest.approx(0.02, rel=0.03)
@@ -83,7 +85,7 @@ def captured_graphs(module, inputs, targets):
 
 @pytest.mark.parametrize("switches", [[], ["--activation_checkpointing"], ["--loss_chunks", "4"]])
 def test_compiled_attention_is_causal_without_a_mask(switches):
-    """One graph, in it one sdpa a layer with is_causal=True and no mask: the flash kernels' condition."""
+    """The single graph calls sdpa once per layer with is_causal=True and no mask, as the flash kernels require."""
     config, model_config, model = tiny(*switches)
     module = LanguageModelingLoss(model, 500, num_chunks=config.loss_chunks).train()
     rows = torch.randint(0, 500, (2, 33))
@@ -97,7 +99,7 @@ def test_compiled_attention_is_causal_without_a_mask(switches):
 
 
 def test_eager_attention_is_causal_without_a_mask(monkeypatch):
-    """The same without compiling, where the stock path asks the device about the mask."""
+    """Without compilation, where stock Transformers asks the device about the mask, sdpa gets no mask either."""
     calls = []
 
     def record(*args, **kwargs):
@@ -110,8 +112,8 @@ def test_eager_attention_is_causal_without_a_mask(monkeypatch):
     assert [(c["is_causal"], c.get("attn_mask")) for c in calls] == [(True, None)] * 2
 
 
-def test_same_function_as_the_stock_attention():
-    """Logits equal those of a stock model with eager attention and the same weights."""
+def test_logits_equal_the_stock_models():
+    """A stock model with eager attention and the same weights returns the same logits."""
     model = tiny()[2].eval()
     stock = GPT2LMHeadModel._from_config(GPT2Config.from_dict(model.config.to_dict()), attn_implementation="eager")
     stock.load_state_dict(model.state_dict())
@@ -122,8 +124,8 @@ def test_same_function_as_the_stock_attention():
         )
 
 
-def test_gelu_by_a_sigmoid_is_gelu_new():
-    """Values and gradients are Transformers' own: in fp64 to 1e-14; in fp32 values to 1e-6, gradients to 2.5e-6."""
+def test_sigmoid_gelu_equals_gelu_new():
+    """Values and gradients equal Transformers': in fp64 to 1e-14; in fp32 values to 1e-6 and gradients to 2.5e-6."""
     for dtype, tolerances in ((torch.float64, (1e-14, 1e-14)), (torch.float32, (1e-6, 2.5e-6))):
         found = []
         for function in (ACT2FN["gelu_new"], SigmoidGELU()):
@@ -135,8 +137,8 @@ def test_gelu_by_a_sigmoid_is_gelu_new():
             torch.testing.assert_close(ours, stock, rtol=tolerance, atol=tolerance)
 
 
-def test_a_model_with_gelu_by_a_sigmoid_is_the_stock_model(tmp_path):
-    """The same logits and gradients, and what is saved is gelu_new."""
+def test_a_model_with_sigmoid_gelu_equals_the_stock_model(tmp_path):
+    """Logits and gradients are the same, and the saved model uses gelu_new."""
     _, model_config, model = tiny()
     stock = GPT2LMHeadModel(GPT2Config.from_dict(model.config.to_dict()))
     stock.load_state_dict(model.state_dict())
@@ -155,8 +157,8 @@ def test_a_model_with_gelu_by_a_sigmoid_is_the_stock_model(tmp_path):
     assert type(loaded.transformer.h[0].mlp.act) is type(ACT2FN["gelu_new"])
 
 
-def test_a_bf16_residual_stream_stays_near_the_stock_model():
-    """It is bf16 from the embeddings to the last LayerNorm, and changes values and gradients by rounding."""
+def test_a_bf16_residual_stream_only_adds_rounding():
+    """The stream is bf16 in every block, and loss and gradients stay close to the stock model's."""
     config, model_config, stock = tiny()
     torch.manual_seed(0)
     model = build_model(config, model_config, bf16_residual=True)
@@ -177,8 +179,8 @@ def test_a_bf16_residual_stream_stays_near_the_stock_model():
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_what_is_saved_has_no_padding(tmp_path, tied):
-    """The saved model is stock, has the real vocabulary, the same logits on it, and ties what was tied."""
+def test_the_saved_model_has_no_padding(tmp_path, tied):
+    """The saved model is stock, has the real vocabulary with the same logits, and keeps weights tied or untied."""
     config, model_config, model = tiny("--config_overrides", f"tie_word_embeddings={tied}")
     assert model.config.vocab_size == 512
     assert (model.lm_head.weight is model.transformer.wte.weight) is tied
@@ -196,8 +198,8 @@ def test_what_is_saved_has_no_padding(tmp_path, tied):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_padding_comes_back_exactly(tmp_path, tied):
-    """Saving drops the padding and loading restores it, bit for bit, also after training steps with weight decay."""
+def test_loading_restores_the_padding(tmp_path, tied):
+    """Saving drops the padding and loading restores it bit for bit, even after training steps with weight decay."""
     config, model_config, model = tiny("--config_overrides", f"tie_word_embeddings={tied}")
     module = LanguageModelingLoss(model, 500)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
@@ -215,8 +217,8 @@ def test_padding_comes_back_exactly(tmp_path, tied):
         assert torch.equal(saved, restored), name
 
 
-def test_weights_of_another_model_are_not_loaded(tmp_path):
-    """A missing or unknown tensor is an error, not random weights."""
+def test_weights_of_another_model_are_refused(tmp_path):
+    """A missing or an unknown tensor is an error."""
     config, model_config, model = tiny()
     write_model(model, model_config, copy_weights(model, model_config), tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
@@ -225,7 +227,7 @@ def test_weights_of_another_model_are_not_loaded(tmp_path):
         {**weights, "x": weights["transformer.wpe.weight"].clone()},
     ):
         save_file(changed, tmp_path / "model.safetensors")
-        with pytest.raises(ValueError, match="lacks, or has besides: (transformer.wpe.weight|x)"):
+        with pytest.raises(ValueError, match="missing or unknown tensors: (transformer.wpe.weight|x)$"):
             load_weights(model, tmp_path, 500)
 
 
@@ -236,22 +238,26 @@ def test_weights_of_another_model_are_not_loaded(tmp_path):
         ("vocab_size=9", "must not set vocab_size: it follows the tokenizer"),
         ("n_positions=9", "must not set n_positions: set block_size"),
         ("n_embd=100,n_head=12", "n_embd 100 is not divisible by n_head 12; n_head could be 1, 2, 4, 5, 10"),
-        ("n_layer=0", "n_layer must be a whole number from 1 to"),
-        ("n_embd=-8", "n_embd must be a whole number from 1 to"),
-        ("n_layer=two", "n_layer must be a whole number .* got 'two'"),
-        ("n_layer=true", "n_layer must be a whole number"),
-        ("n_layer=1.5", "n_layer must be a whole number"),
-        ("n_inner=0", "n_inner must be a whole number from 1"),
-        ("resid_pdrop=2", "resid_pdrop must be a number from 0 to 0.99"),
-        ("initializer_range=-1.0", "initializer_range must be a number"),
-        ("tie_word_embeddings=1", "tie_word_embeddings must be true or false"),
-        ("dtype=bfloat16", "has no 'dtype'"),
-        ("n_head=0", "n_head must be a whole number from 1 to"),
-        ("activation_function=swishy", "activation_function"),
+        ("n_layer=0", "n_layer must be from 1 to 1,000,000, got 0"),
+        ("n_layer=1000001", "n_layer must be from 1 to 1,000,000"),
+        ("n_embd=-8", "n_embd must be from 1 to"),
+        ("n_layer=two", "'n_layer' expected int, got str"),
+        ("n_layer=true", "'n_layer' expected int, got bool"),
+        ("n_layer=1.5", "'n_layer' expected int, got float"),
+        ("n_layer=null", "'n_layer' expected int"),
+        ("n_inner=0", "n_inner must be from 1 to"),
+        ("resid_pdrop=2", "resid_pdrop must be from 0 to 0.99, got 2"),
+        ("resid_pdrop=.nan", "resid_pdrop must be from 0 to 0.99, got nan"),
+        ("resid_pdrop=half", r"'resid_pdrop' with value 'half' .*float.*int[^.]*$"),
+        ("initializer_range=-1.0", "initializer_range must be from 1e-12 to 10"),
+        ("tie_word_embeddings=1", "'tie_word_embeddings' expected bool, got int"),
+        ("dtype=bfloat16", "has no 'dtype'; it can set n_layer, "),
+        ("n_head=0", "n_head must be from 1 to"),
+        ("activation_function=swishy", "activation_function is named 'swishy'"),
     ],
 )
 def test_bad_overrides(overrides, expected):
-    """A wrong model is refused while it is still a config."""
+    """Unknown names, wrong types and absurd values are refused before a model is built."""
     config = load_config(["--dataset_dir", "d", "--config_overrides", overrides])[0]
     with pytest.raises(UserError, match=expected):
         build_model_config(config, 500, EOS)

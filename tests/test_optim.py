@@ -1,6 +1,7 @@
-"""Optimizer groups and schedule against the formulas they stand for."""
+"""Optimizer, schedule and guarded update agree with their formulas."""
 
 import math
+from unittest.mock import create_autospec
 
 import pytest
 import torch
@@ -19,8 +20,8 @@ def config_of(*argv):
     return load_config(["--dataset_dir", "d", *argv])[0]
 
 
-def test_decay_is_on_matrices_and_embeddings_only():
-    """Every parameter is in one group; biases and LayerNorm are not decayed."""
+def test_only_matrices_and_embeddings_decay():
+    """Every parameter is in exactly one group; biases and LayerNorm do not decay."""
     model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=128))
     optimizer = build_optimizer(config_of("--weight_decay", "0.1"), LanguageModelingLoss(model, 128))
     names = {id(p): name for name, p in model.named_parameters()}
@@ -34,7 +35,7 @@ def test_decay_is_on_matrices_and_embeddings_only():
 
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch"])
 def test_adamw_is_the_published_update(optim):
-    """Three steps equal Loshchilov and Hutter's update written out."""
+    """Three steps equal Loshchilov and Hutter's formula."""
     torch.manual_seed(0)
     layer = torch.nn.Linear(5, 3)
     expected = {name: p.detach().clone() for name, p in layer.named_parameters()}
@@ -57,7 +58,7 @@ def test_adamw_is_the_published_update(optim):
 
 
 def test_gpt2_schedule():
-    """6e-4 after 715 steps of linear warm-up, then a cosine to 6e-5 at the last of 19,073 steps."""
+    """Linear warm-up to 6e-4 in 715 steps, then a cosine to 6e-5 at the last of 19,073 steps."""
     config = config_of("--config", "gpt2_124m")
     values = compute_learning_rates(config)
     for step in (0, 1, 300, 715, 716, 5000, 9894, 15000, 19072):
@@ -71,19 +72,19 @@ def test_gpt2_schedule():
 
 
 def test_warmup_below_one_is_a_share():
+    """`warmup_steps` 0.2 of 100 steps warms up for 20 steps."""
     config = config_of("--config", "demo", "--max_steps", "100", "--warmup_steps", "0.2", "--learning_rate", "1.0")
-    assert compute_learning_rates(config)[20] == pytest.approx(1.0) and compute_learning_rates(config)[
-        10
-    ] == pytest.approx(0.5)
+    rates = compute_learning_rates(config)
+    assert (rates[10], rates[20]) == (pytest.approx(0.5), pytest.approx(1.0))
 
 
 def test_bad_schedule_arguments():
-    """Arguments that the schedule does not know, or a schedule that wants metrics, are refused at the start."""
+    """Unknown or wrong arguments, and a schedule that needs metrics, are refused before training."""
     with pytest.raises(UserError, match="lr_scheduler_type reduce_lr_on_plateau"):
         compute_learning_rates(config_of("--lr_scheduler_type", "reduce_lr_on_plateau"))
     with pytest.raises(UserError, match="lr_scheduler_type linear with lr_scheduler_kwargs"):
         compute_learning_rates(config_of("--lr_scheduler_type", "linear", "--lr_scheduler_kwargs", "min_lr_rate=0.1"))
-    with pytest.raises(UserError, match="lr_scheduler_kwargs .*min_lr_rate"):  # noticed after the warm-up only
+    with pytest.raises(UserError, match="lr_scheduler_kwargs .*min_lr_rate"):  # only fails after the warm-up
         compute_learning_rates(config_of("--lr_scheduler_kwargs", "min_lr_rate=abc"))
     compute_learning_rates(config_of("--lr_scheduler_kwargs", "min_lr_rate=1e-1"))
     compute_learning_rates(config_of("--lr_scheduler_type", "linear"))
@@ -97,7 +98,7 @@ def accelerator():
 
 
 def guarded(accelerator, *argv, num_parameters=6):
-    """A guarded update of one parameter, and a function that makes a step with a gradient of that value."""
+    """Return a guarded update of one parameter, and a function that takes a step with the given gradient."""
     torch.manual_seed(0)
     module = torch.nn.Linear(num_parameters, 1, bias=False)
     config = config_of("--max_steps", "400", "--warmup_steps", "5", "--max_grad_norm", "0", *argv)
@@ -115,12 +116,12 @@ def guarded(accelerator, *argv, num_parameters=6):
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_bad_gradients_change_nothing(accelerator, optim, bad):
-    """With steps left out or without them: the same weights, moments and learning rates, bit for bit."""
+    """Skipped steps leave no trace: weights, moments and learning rates are the same bit for bit without them."""
     update, step = guarded(accelerator, "--optim", optim)
     for gradient in (0.1, bad, bad, -0.3, bad, 0.2, 0.2):
         weight = step(gradient)
     assert update.numbers().tolist() == [4, 3, 2]
-    assert update.numbers().tolist() == [4, 3, 0]  # most in a row since the last look
+    assert update.numbers().tolist() == [4, 3, 0]  # the most in a row since the last call
     expected_update, expected_step = guarded(accelerator, "--optim", optim)
     for gradient in (0.1, -0.3, 0.2, 0.2):
         expected = expected_step(gradient)
@@ -131,20 +132,21 @@ def test_bad_gradients_change_nothing(accelerator, optim, bad):
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch"])
-def test_the_learning_rate_is_the_schedules(accelerator, optim):
+def test_updates_follow_the_schedule(accelerator, optim):
+    """Each update uses the learning rate that the schedule has for it."""
     update, step = guarded(accelerator, "--optim", optim)
     for expected in compute_learning_rates(config_of("--max_steps", "400", "--warmup_steps", "5")):
         step(0.1)
         assert float(update.optimizer.param_groups[1]["lr"]) == pytest.approx(expected, rel=1e-6)
 
 
-def test_spikes_are_left_out(accelerator):
-    """A loss or a gradient far above the recent ones; the first updates, and what is within the spread, pass."""
+def test_spikes_are_skipped(accelerator):
+    """A loss or gradient norm far above the latest updates is skipped, but not before there are enough updates."""
     update, step = guarded(accelerator, "--spike_sigmas", "6")
     noise = torch.Generator().manual_seed(0)
     for number in range(200):
         before = step(0.1 + 0.01 * torch.rand((), generator=noise).item(), 3 + torch.rand((), generator=noise).item())
-        if number in (5, 150):  # the window is not filled; it is
+        if number in (5, 150):  # too few updates to judge; enough of them
             left_out = int(update.left_out)
             for gradient, loss in ((0.1, 30.0), (5.0, 3.5)):
                 after = step(gradient, loss)
@@ -158,22 +160,15 @@ def test_spikes_are_left_out(accelerator):
     assert all(torch.equal(getattr(other, name), value) for name, value in saved["guard"].items())
 
 
-def test_an_overflow_of_scaled_gradients_is_no_bad_number(accelerator):
-    """fp16: an infinite gradient with a finite loss lowers the scale; the schedule waits, nothing is counted."""
+def test_fp16_overflow_is_not_a_bad_step(accelerator):
+    """An infinite gradient with a finite loss updates the scaler and skips the step, but is not counted as bad."""
     update, step = guarded(accelerator)
-
-    class Scaler:
-        updates = 0
-
-        def update(self):
-            self.updates += 1
-
-    accelerator.scaler = Scaler()
+    accelerator.scaler = create_autospec(torch.amp.GradScaler, instance=True)
     before = step(0.1)
     assert torch.equal(step(math.inf), before) and torch.equal(step(math.nan), before)
-    assert update.numbers().tolist() == [1, 2, 0] and accelerator.scaler.updates == 3
+    assert update.numbers().tolist() == [1, 2, 0] and accelerator.scaler.update.call_count == 3
     assert torch.equal(step(math.nan, loss=math.nan), before)
     assert update.numbers().tolist() == [1, 3, 1]
-    for _ in range(60):  # a scale that was halved so often is of no use
+    for _ in range(60):  # after 50 halvings the loss scale is useless
         step(math.inf)
     assert update.numbers().tolist()[2] > 0

@@ -38,10 +38,6 @@ def generate_texts(
     ):
         if not is_valid:
             raise UserError(f"{name} must be {expected}, got {value!r}")
-    folder = Path(model_name_or_path)
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        found = ", ".join(sorted(str(path.parent) for path in folder.glob("*/config.json")))
-        raise UserError(f"there is no model in {folder}" + (f"; there is one in {found}" if found else ""))
     tokenizer = load_pretrained(AutoTokenizer, model_name_or_path)
     model = load_pretrained(AutoModelForCausalLM, model_name_or_path).to(device).eval()
     eos, block_size = tokenizer.eos_token_id, model.config.max_position_embeddings

@@ -16,6 +16,10 @@ WEIGHTS_NAME = "model.safetensors"
 def load_pretrained(auto_class: type, source: str | Path, **options) -> Any:
     """Call an Auto class's `from_pretrained`. source: folder or Hub id. Raises `UserError` if that fails."""
     check_not_a_missing_folder(str(source))
+    folder = Path(source)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        found = ", ".join(sorted(str(path.parent) for path in folder.glob("*/config.json")))
+        raise UserError(f"there is no model in {folder}" + (f"; there is one in {found}" if found else ""))
     disable_progress_bar()  # loading the weights takes milliseconds
     try:
         return auto_class.from_pretrained(source, **options)
