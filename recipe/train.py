@@ -11,7 +11,7 @@ import time
 
 STARTED_AT = time.perf_counter()
 
-from recipe.config import load_config
+from recipe.command_line import load_config
 from recipe.errors import UserError, run_main
 from recipe.hardware.host_memory import FreedMemory, use_huge_pages
 

@@ -6,7 +6,7 @@ Takes the options of recipe/train.py and prints the time of every 4 steps; what 
 program around them.
 """
 
-from recipe.config import load_config
+from recipe.command_line import load_config
 from recipe.errors import UserError, run_main
 from recipe.hardware.host_memory import use_huge_pages
 

@@ -17,7 +17,7 @@ MODULES = {
 }
 # Bottom to top. A module imports from the floors below its own, and within its own floor from earlier rooms.
 FLOORS = [
-    ["recipe", "recipe.errors", "recipe.config", "recipe.environment", "recipe.progress"],
+    ["recipe", "recipe.errors", "recipe.config", "recipe.command_line", "recipe.environment", "recipe.progress"],
     ["recipe.data", "recipe.model", "recipe.optim"],
     ["recipe.hardware", "recipe.checkpoint"],
     ["recipe.run", "recipe.evaluation", "recipe.publish"],

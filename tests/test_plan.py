@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import recipe.hardware.host_memory
 import recipe.run.plan
 import recipe.train
-from recipe.config import load_config
+from recipe.command_line import load_config
 from recipe.errors import UserError
 from recipe.run.plan import StepBudget, count_eval_rows, fit_max_steps, resolve_max_steps
 
