@@ -20,7 +20,7 @@ FLOORS = [
     ["recipe", "recipe.errors", "recipe.config", "recipe.command_line", "recipe.environment", "recipe.progress"],
     ["recipe.data", "recipe.model", "recipe.optim"],
     ["recipe.hardware", "recipe.checkpoint"],
-    ["recipe.run", "recipe.evaluation", "recipe.publish"],
+    ["recipe.publish", "recipe.run", "recipe.evaluation"],
     ["recipe.train", "recipe.benchmark"],
 ]
 ROOMS = [room for floor in FLOORS for room in floor]

@@ -22,10 +22,13 @@ from recipe.checkpoint.load import (
     list_checkpoints,
 )
 from recipe.checkpoint.manifest import fsync, seal_checkpoint, short_reason
+from recipe.config import TrainConfig, save_config
 from recipe.data.tokenizer import save_tokenizer
 from recipe.hardware.processes import on_main_process
 from recipe.model.weights import copy_weights, write_model
 from recipe.optim.guard import GuardedUpdate
+
+CONFIG_NAME = "training_config.yaml"
 
 
 class CheckpointSaver:
@@ -38,21 +41,28 @@ class CheckpointSaver:
         self,
         accelerator: Accelerator,
         output_dir: Path,
+        config: TrainConfig,
         identity: dict,
         model: PreTrainedModel,
         model_config: PreTrainedConfig,
         tokenizer: PreTrainedTokenizerBase,
         update: GuardedUpdate,
-        save_total_limit: int | None,
         on_failure: Callable[[str], None],
     ) -> None:
         """identity: what a resumed run must agree with, see `read_state`. on_failure: told why one was not written."""
-        self.accelerator, self.output_dir, self.identity = accelerator, output_dir, identity
+        self.accelerator, self.output_dir, self.config, self.identity = accelerator, output_dir, config, identity
         self.model, self.model_config, self.tokenizer, self.update = model, model_config, tokenizer, update
-        self.save_total_limit, self.on_failure = save_total_limit, on_failure
+        self.on_failure = on_failure
         self.thread = ThreadPoolExecutor(1)
         self.writing: Future | None = None
         self.last_saved: int | None = None  # the step of the newest one that was asked for
+
+    def set_schedule(self, config: TrainConfig) -> None:
+        """Follow a new number of steps. training_config.yaml follows with the next checkpoint, which it must match."""
+        self.config = config
+        self.identity |= {"max_steps": config.max_steps, "warmup_steps": config.warmup_steps}
+        if not config.save_steps and self.accelerator.is_main_process:
+            record_config(self.output_dir, config)
 
     def save(self, state: RunState) -> Path:
         """Copy the state, on all processes, and begin to write it, on the main one. Returns the folder it will be.
@@ -80,7 +90,7 @@ class CheckpointSaver:
                 "identity": self.identity,
             }
             weights, optimizer = copy_weights(self.model, self.model_config), _to_host(self.update.state_dict())
-            self.writing = self.thread.submit(self._write, final, content, weights, optimizer, rng)
+            self.writing = self.thread.submit(self._write, final, self.config, content, weights, optimizer, rng)
         return final
 
     def report(self) -> None:
@@ -103,7 +113,9 @@ class CheckpointSaver:
             print(f"warning: {warning}", flush=True)
         return True
 
-    def _write(self, final: Path, content: dict, weights: dict, optimizer: dict, rng: list[dict]) -> str | None:
+    def _write(
+        self, final: Path, config: TrainConfig, content: dict, weights: dict, optimizer: dict, rng: list[dict]
+    ) -> str | None:
         """Returns what went wrong after the checkpoint was complete."""
         partial = final.with_name(f".{final.name}.partial")
         try:
@@ -127,14 +139,21 @@ class CheckpointSaver:
             written.write_text(final.name + "\n")
             fsync(written)
             os.replace(written, self.output_dir / LATEST_NAME)
-            if self.save_total_limit is not None:  # newer ones are not of this sitting, and may be damaged
+            record_config(self.output_dir, config)
+            if self.config.save_total_limit is not None:  # newer ones are not of this sitting, and may be damaged
                 all_of_them = list_checkpoints(self.output_dir)
                 older = all_of_them[: all_of_them.index(final)]
-                for old in older[: -(self.save_total_limit - 1) or None]:
+                for old in older[: -(self.config.save_total_limit - 1) or None]:
                     _remove(old)
         except OSError as error:
             return f"{final.name} is written, but what comes after it failed: {short_reason(error)}"
         return None
+
+
+def record_config(directory: Path, config: TrainConfig) -> None:
+    """Replace training_config.yaml atomically."""
+    save_config(config, directory / f".{CONFIG_NAME}")
+    os.replace(directory / f".{CONFIG_NAME}", directory / CONFIG_NAME)
 
 
 def _remove(directory: Path) -> None:

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import TextIO
 
 from recipe.checkpoint.load import LATEST_NAME, list_checkpoints, remove_partial_checkpoints
-from recipe.config import STANDARD_LIBRARY, TrainConfig, save_config
+from recipe.checkpoint.save import CONFIG_NAME, record_config
+from recipe.config import STANDARD_LIBRARY, TrainConfig
 from recipe.data.text import name_of_text
 from recipe.errors import UserError
 
 METRICS_NAME = "metrics.jsonl"
 SUMMARY_NAME = "summary.json"
-CONFIG_NAME = "training_config.yaml"
 LOCK_NAME = ".lock"
 TRACKER_ID_NAME = ".tracker_id"
 LAUNCHERS = {  # how they are found in a command line, and how they are typed
@@ -143,12 +143,6 @@ def open_output_dir(directory: Path, config: TrainConfig, resumed: bool) -> None
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     remove_partial_checkpoints(directory)
     record_config(directory, config)
-
-
-def record_config(directory: Path, config: TrainConfig) -> None:
-    """Write training_config.yaml, at once."""
-    save_config(config, directory / f".{CONFIG_NAME}")
-    os.replace(directory / f".{CONFIG_NAME}", directory / CONFIG_NAME)
 
 
 _locks: dict[Path, TextIO] = {}  # of this process; the system gives them up when it ends, however it ends
