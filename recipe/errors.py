@@ -1,10 +1,11 @@
-"""TODO"""
+"""Mistakes that the user can fix: each becomes one sentence and a non-zero exit status, never a traceback."""
 
+import difflib
 import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,29 +13,29 @@ T = TypeVar("T")
 
 
 class UserError(Exception):
-    """Something the user can put right. The message says what was found, what was expected and what to do."""
+    """A mistake that the user can fix. The message says what was found, what was expected, and what fixes it."""
 
 
 class ProcessError(UserError):
-    """One that a single process meets, and says whatever its rank; the launcher ends the others."""
+    """A `UserError` that may occur on one process only, so that process reports it whatever its rank."""
 
 
 def run_main(main: Callable[[], T], interrupted: str = "interrupted") -> T:
-    """Run a script: a `UserError` becomes one line on stderr, from one process, and exit status 1.
+    """Run a script's main function. A `UserError` becomes one line on stderr and exit status 1.
 
-    interrupted: the message when the script is stopped from the keyboard. Returns what `main` returns.
+    interrupted: the message that Ctrl-C prints.
     """
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a character the terminal cannot show must not end a run
+        if hasattr(stream, "reconfigure"):  # a character that the terminal cannot show must not end a run
             stream.reconfigure(errors="replace")
     try:
         return main()
-    except BrokenPipeError:  # `--help | head`: the reader has closed the pipe
+    except BrokenPipeError:  # `--help | head` closes the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except UserError as error:
         if os.environ.get("RANK", "0") != "0" and not isinstance(error, ProcessError):
-            sys.exit(1)
+            sys.exit(1)  # the main process reports it
         if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun repeats it at the end of its report
             Path(error_file).write_text(json.dumps({"message": f"error: {error}", "timestamp": int(time.time())}))
         sys.exit(f"error: {error}")
@@ -43,16 +44,27 @@ def run_main(main: Callable[[], T], interrupted: str = "interrupted") -> T:
         sys.exit(130)
 
 
+def did_you_mean(
+    name: str, known: Iterable[str], prefix: str = "", otherwise: str = "--help lists all options"
+) -> str:
+    """Suggest the known name closest to a mistyped one, or `otherwise` if none is close."""
+    nearest = difflib.get_close_matches(name.replace("-", "_").removeprefix("no_"), known, n=1, cutoff=0.5)
+    return f"did you mean {prefix}{nearest[0]}?" if nearest else otherwise
+
+
 def short_reason(error: BaseException) -> str:
-    """Return an exception's type and the first 200 characters of its message, on one line."""
+    """Summarize another library's exception in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-def check_not_a_missing_folder(name: str) -> None:
-    """Raise `UserError` for a path that is not there, before its name is looked for on the Hub."""
+def check_local_path(name: str) -> None:
+    """Raise `UserError` for a local path that does not exist, before it is mistaken for a Hub id."""
     path = Path(name).expanduser()
     if not name.strip():
         raise UserError("the name of a folder or Hub id is empty")
     looks_local = path.is_absolute() or name.startswith(".") or len(path.parts) > 2 or Path(path.parts[0]).is_dir()
     if looks_local and not path.exists():
         raise UserError(f"there is no folder {name}")
+
+
+check_not_a_missing_folder = check_local_path

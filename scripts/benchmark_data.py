@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from recipe.config import CommandLine
+from recipe.command_line import CommandLine
 from recipe.data.batches import TrainOrder, build_train_batches
 from recipe.data.packed import open_packed_dataset
 from recipe.data.packing import PackedWriter

@@ -7,7 +7,7 @@ import argparse
 
 from accelerate import PartialState
 
-from recipe.config import CommandLine
+from recipe.command_line import CommandLine
 from recipe.errors import run_main
 from recipe.evaluation.generation import generate_texts
 

@@ -6,7 +6,7 @@ python scripts/prepare_data.py --train_file a.txt --tokenizer_name DIR_OR_ID --b
 import dataclasses
 from pathlib import Path
 
-from recipe.config import CommandLine
+from recipe.command_line import CommandLine
 from recipe.data.prepare import add_source_arguments, prepare_dataset, source_from
 from recipe.data.shards import merge_shards, shard_dir
 from recipe.data.tokenizer import load_tokenizer

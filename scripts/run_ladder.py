@@ -25,7 +25,7 @@ from recipe.benchmark.machine import Machine, find_machine
 from recipe.benchmark.measure import LAP, Goal
 from recipe.benchmark.peers import build_peers
 from recipe.benchmark.runner import CAN_DRAW, LadderRunner
-from recipe.config import CommandLine
+from recipe.command_line import CommandLine
 from recipe.errors import UserError, run_main
 
 

@@ -21,7 +21,7 @@ import torch
 
 from recipe.checkpoint.load import find_checkpoint, list_checkpoints
 from recipe.checkpoint.manifest import why_damaged
-from recipe.config import CommandLine
+from recipe.command_line import CommandLine
 from recipe.environment import describe_environment
 from recipe.errors import UserError, run_main
 

@@ -24,7 +24,7 @@ import recipe.train
 from recipe.checkpoint.load import find_checkpoint, list_checkpoints
 from recipe.checkpoint.manifest import seal_checkpoint, why_damaged
 from recipe.checkpoint.save import CheckpointSaver
-from recipe.config import load_config
+from recipe.command_line import load_config
 from recipe.errors import UserError
 from recipe.hardware.memory import smaller_micro_batch
 from recipe.run.output_dir import choose_output_dir, lock_output_dir, release_output_dir

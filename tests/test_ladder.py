@@ -43,7 +43,8 @@ from recipe.benchmark.measure import (
 )
 from recipe.benchmark.runner import pays
 from recipe.benchmark.tables import peer_row, text_row, to_markdown, to_short_markdown
-from recipe.config import PROFILED_STEPS, TrainConfig, load_config
+from recipe.command_line import load_config
+from recipe.config import PROFILED_STEPS, TrainConfig
 from recipe.data.packed import PackedSplit
 from recipe.errors import UserError
 from recipe.model.loss import LanguageModelingLoss

@@ -17,10 +17,10 @@ MODULES = {
 }
 # Bottom to top. A module imports from the floors below its own, and within its own floor from earlier rooms.
 FLOORS = [
-    ["recipe", "recipe.errors", "recipe.config", "recipe.environment", "recipe.progress"],
+    ["recipe", "recipe.errors", "recipe.config", "recipe.command_line", "recipe.environment", "recipe.progress"],
     ["recipe.data", "recipe.model", "recipe.optim"],
     ["recipe.hardware", "recipe.checkpoint"],
-    ["recipe.run", "recipe.evaluation", "recipe.publish"],
+    ["recipe.publish", "recipe.run", "recipe.evaluation"],
     ["recipe.train", "recipe.benchmark"],
 ]
 ROOMS = [room for floor in FLOORS for room in floor]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import GPT2Config
 
-from recipe.config import load_config
+from recipe.command_line import load_config
 from recipe.errors import UserError
 from recipe.hardware import memory
 from recipe.hardware.memory import estimate_bytes, estimate_row_bytes, micro_batch_candidates

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from transformers.activations import ACT2FN
 
-from recipe.config import load_config
+from recipe.command_line import load_config
 from recipe.errors import UserError
 from recipe.model.build import SigmoidGELU, build_model, build_model_config, use_sigmoid_gelu
 from recipe.model.loss import LanguageModelingLoss

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from conftest import reset_accelerate
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from recipe.config import load_config
+from recipe.command_line import load_config
 from recipe.errors import UserError
 from recipe.model.loss import LanguageModelingLoss
 from recipe.optim.guard import GuardedUpdate

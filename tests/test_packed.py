@@ -18,7 +18,7 @@ from conftest import BLOCK_SIZE, VOCAB_SIZE, make_documents
 from filelock import FileLock
 from tokenizers import normalizers, pre_tokenizers
 
-from recipe.config import load_config
+from recipe.command_line import load_config
 from recipe.data import encoder, files, packing, prepare
 from recipe.data import text as text_module
 from recipe.data.documents import split_documents

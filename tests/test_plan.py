@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import recipe.hardware.host_memory
 import recipe.run.plan
 import recipe.train
-from recipe.config import load_config
+from recipe.command_line import load_config
 from recipe.errors import UserError
 from recipe.run.plan import StepBudget, count_eval_rows, fit_max_steps, resolve_max_steps
 
@@ -339,7 +339,7 @@ def test_another_schedule_from_an_earlier_checkpoint_needs_its_own_folder(train,
     """Else the checkpoints of the schedule as it was would be taken for the run's newest."""
     first = train("--save_steps", "2", output_dir=tmp_path / "run")
     branch = ["--resume_from_checkpoint", first / "checkpoint-2", "--max_steps", "3", "--change_schedule"]
-    with pytest.raises(UserError, match=r"holds checkpoints of the schedule as it was \(checkpoint-4\)"):
+    with pytest.raises(UserError, match=r"holds newer checkpoints of the old schedule \(checkpoint-4\)"):
         train(*branch, output_dir=first)
     assert [e["step"] for e in read_events(train(*branch, output_dir=tmp_path / "branch"), "train")] == [3]
 

@@ -11,7 +11,7 @@ from conftest import read_events
 import recipe.evaluation.generation
 import recipe.evaluation.validation
 import recipe.train
-from recipe.config import load_config
+from recipe.command_line import load_config
 from recipe.errors import UserError
 from recipe.progress import LineStream
 from recipe.run.meter import Throughput

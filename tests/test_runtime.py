@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 from transformers import GPT2Config
 
 import recipe.train
-from recipe.config import load_config
+from recipe.command_line import load_config
 from recipe.environment import count_cpus
 from recipe.errors import UserError
 from recipe.hardware import accelerator, choices, devices, processes

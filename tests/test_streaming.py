@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import BLOCK_SIZE, launch, make_documents, read_events
 
-from recipe.config import load_config
+from recipe.command_line import load_config
 from recipe.data import encoder, prepare, streaming
 from recipe.data.batches import TrainOrder
 from recipe.data.documents import Piece, take_head

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 
 from recipe.benchmark.machine import Machine
 from recipe.benchmark.measure import LAP, Setting, combine, to_arguments
-from recipe.config import TrainConfig, load_config
+from recipe.command_line import load_config
+from recipe.config import TrainConfig
 from recipe.data.packed import open_packed_dataset
 from recipe.data.prepare import open_dataset_for
 from recipe.errors import UserError

@@ -157,7 +157,7 @@ def check_identity(directory: Path, identity: dict, change_schedule: bool, outpu
             "--output_dir for the run with the new schedule"
         )
     if identity["max_steps"] < content["step"]:
-        raise UserError(f"{directory} has already done {content['step']} steps; max_steps must be at least that")
+        raise UserError(f"{directory} has done {content['step']} steps already; max_steps must be at least that")
     return changes
 
 

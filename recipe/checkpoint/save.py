@@ -16,11 +16,14 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from recipe.checkpoint.load import OPTIMIZER_NAME, RNG_NAME, STATE_NAME, RunState, checkpoint_dir, list_checkpoints
 from recipe.checkpoint.manifest import fsync, seal_checkpoint
+from recipe.config import TrainConfig, save_config
 from recipe.data.tokenizer import save_tokenizer
 from recipe.errors import short_reason
 from recipe.hardware.processes import on_main_process
 from recipe.model.weights import copy_weights, write_model
 from recipe.optim.guard import GuardedUpdate
+
+CONFIG_NAME = "training_config.yaml"
 
 
 class CheckpointSaver:
@@ -33,21 +36,28 @@ class CheckpointSaver:
         self,
         accelerator: Accelerator,
         output_dir: Path,
+        config: TrainConfig,
         identity: dict,
         model: PreTrainedModel,
         model_config: PreTrainedConfig,
         tokenizer: PreTrainedTokenizerBase,
         update: GuardedUpdate,
-        save_total_limit: int | None,
         on_failure: Callable[[str], None],
     ) -> None:
         """identity: from `run_identity`. on_failure: gets the reason if a checkpoint could not be written."""
-        self.accelerator, self.output_dir, self.identity = accelerator, output_dir, identity
+        self.accelerator, self.output_dir, self.config, self.identity = accelerator, output_dir, config, identity
         self.model, self.model_config, self.tokenizer, self.update = model, model_config, tokenizer, update
-        self.save_total_limit, self.on_failure = save_total_limit, on_failure
+        self.on_failure = on_failure
         self.thread = ThreadPoolExecutor(1)
         self.writing: Future | None = None
         self.last_saved: int | None = None  # the step of the newest checkpoint, which may still be in progress
+
+    def set_schedule(self, config: TrainConfig) -> None:
+        """Use a new number of steps. The next checkpoint also writes training_config.yaml, so that the two agree."""
+        self.config = config
+        self.identity |= {"max_steps": config.max_steps, "warmup_steps": config.warmup_steps}
+        if not config.save_steps and self.accelerator.is_main_process:
+            record_config(self.output_dir, config)
 
     def save(self, state: RunState) -> Path:
         """Copy the state, on all processes, and start to write it, on the main one. Returns the checkpoint's folder.
@@ -69,7 +79,7 @@ class CheckpointSaver:
             }
             weights = copy_weights(self.model, self.model_config)
             optimizer = recursively_apply(lambda t: t.detach().to("cpu", copy=True), self.update.state_dict())
-            self.writing = self.thread.submit(self._write, final, content, weights, optimizer, rng)
+            self.writing = self.thread.submit(self._write, final, self.config, content, weights, optimizer, rng)
         return final
 
     def report(self) -> None:
@@ -92,8 +102,10 @@ class CheckpointSaver:
             print(f"warning: {warning}", flush=True)
         return True
 
-    def _write(self, final: Path, content: dict, weights: dict, optimizer: dict, rng: list[dict]) -> str | None:
-        """Write under a hidden name, seal, rename and prune. Returns a warning if only pruning failed."""
+    def _write(
+        self, final: Path, config: TrainConfig, content: dict, weights: dict, optimizer: dict, rng: list[dict]
+    ) -> str | None:
+        """Write under a hidden name, seal, rename and prune. Returns a warning if only the last part failed."""
         partial = final.with_name(f".{final.name}.partial")
         try:
             shutil.rmtree(partial, ignore_errors=True)
@@ -112,14 +124,21 @@ class CheckpointSaver:
             shutil.rmtree(partial, ignore_errors=True)
             raise
         try:
-            if self.save_total_limit is not None:  # newer checkpoints are from before a resume, and may be damaged
+            record_config(self.output_dir, config)
+            if config.save_total_limit is not None:  # newer checkpoints are from before a resume, and may be damaged
                 checkpoints = list_checkpoints(self.output_dir)
                 older = checkpoints[: checkpoints.index(final)]
-                for old in older[: -(self.save_total_limit - 1) or None]:
+                for old in older[: -(config.save_total_limit - 1) or None]:
                     _remove(old)
         except OSError as error:
-            return f"{final.name} is written, but older checkpoints could not be removed: {short_reason(error)}"
+            return f"{final.name} is complete, but the cleanup after it failed: {short_reason(error)}"
         return None
+
+
+def record_config(directory: Path, config: TrainConfig) -> None:
+    """Replace training_config.yaml atomically."""
+    save_config(config, directory / f".{CONFIG_NAME}")
+    os.replace(directory / f".{CONFIG_NAME}", directory / CONFIG_NAME)
 
 
 def _remove(directory: Path) -> None:

@@ -141,7 +141,8 @@ def build_batches(
         num_processes,
     )
     if not config.streaming:
-        return build_train_batches(split, order, device, config.dataloader_num_workers, config.data_placement)
+        placement = "python_lists" if config.python_lists else config.data_placement
+        return build_train_batches(split, order, device, config.dataloader_num_workers, placement)
     num_threads = config.preprocessing_num_workers or max(1, count_cpus() // count_local_processes(num_processes))
     rows = StreamedRows(
         source_from(config),

@@ -1,4 +1,4 @@
-"""Validation loss, perplexity and bits per byte, over a sample of the validation rows or over all of them."""
+"""Validation loss, perplexity and bits per byte, over some or all validation rows."""
 
 import time
 
@@ -7,66 +7,99 @@ from accelerate import Accelerator
 from torch import nn
 from tqdm import tqdm
 
+from recipe.checkpoint.load import RunState
+from recipe.config import TrainConfig
 from recipe.data.batches import iterate_validation
 from recipe.data.packed import PackedDataset
 from recipe.hardware.host_memory import FreedMemory
 from recipe.model.loss import IGNORE_INDEX
 from recipe.progress import progress_target
+from recipe.run.plan import count_eval_rows
 
-CPU_TOKENS = 2048  # in a forward: enough for all cores, and 400 MB of fp32 logits over GPT-2's vocabulary
+CPU_TOKENS = 2048  # per forward pass: enough for all cores, and 400 MB of fp32 logits over GPT-2's vocabulary
 SILENT_SECONDS = 2.0  # a shorter evaluation shows no progress bar
 
 
-def choose_eval_batch_size(block_size: int, micro_batch_size: int, device: torch.device) -> int:
-    """Rows in a forward of evaluation: on a GPU those of training, which are known to fit."""
-    return max(1, CPU_TOKENS // block_size) if device.type == "cpu" else micro_batch_size
+class Validation:
+    """Evaluates the model on the validation rows that the options choose.
 
-
-@torch.no_grad()
-def evaluate_model(
-    accelerator: Accelerator, module: nn.Module, dataset: PackedDataset, batch_size: int, num_rows: int
-) -> dict[str, float]:
-    """Mean over `num_rows` validation rows, each counted once, on any number of processes.
-
-    module: a prepared `LanguageModelingLoss`. Returns loss (nats per token), perplexity and bits_per_byte, with
-    num_rows and the seconds it took.
+    num_rows, final_num_rows: validation rows per evaluation, and in the last one.
     """
-    from recipe.evaluation.perplexity import LanguageModelingMetric  # here: importing evaluate takes seconds
 
-    started_at = time.perf_counter()
-    split = dataset.splits["validation"]
-    num_processes = accelerator.num_processes
-    num_batches = -(-num_rows // (batch_size * num_processes))
-    losses = torch.zeros(num_batches, device=accelerator.device)  # allocated once: memory stays flat
-    num_tokens = torch.zeros(num_batches, dtype=torch.float64)  # on the host, which has float64 whatever the device
-    bar = tqdm(
-        iterate_validation(split, num_rows, batch_size, accelerator.process_index, num_processes),
-        total=num_batches,
-        desc="evaluating",
-        unit="batch",
-        leave=False,
-        position=0,  # over the bar of the training, which waits
-        delay=SILENT_SECONDS,
-        dynamic_ncols=True,
-        disable=not accelerator.is_main_process,
-        **progress_target(),
-    )
-    freed_memory = FreedMemory()
-    module.eval()
-    for i, (rows, num_real) in enumerate(bar):
-        batch = torch.from_numpy(rows).to(accelerator.device)
-        targets = batch[:, 1:].clone()
-        targets[num_real:] = IGNORE_INDEX
-        losses[i] = module(batch[:, :-1], targets)
-        num_tokens[i] = num_real * dataset.block_size
-        freed_memory.give_back()
-    module.train()
-    loss_sum = losses.cpu().double() @ num_tokens
-    if num_processes > 1:
-        loss_sum = accelerator.reduce(loss_sum.to(accelerator.device), reduction="sum")
-    metrics = LanguageModelingMetric(keep_in_memory=True).compute(
-        predictions=[loss_sum.item()],
-        references=[num_rows * dataset.block_size],
-        tokens_per_byte=dataset.tokens_per_byte("validation"),
-    )
-    return {**metrics, "num_rows": num_rows, "seconds": time.perf_counter() - started_at}
+    def __init__(
+        self,
+        config: TrainConfig,
+        accelerator: Accelerator,
+        module: nn.Module,
+        dataset: PackedDataset,
+        micro_batch_size: int,
+    ) -> None:
+        """module: a prepared `LanguageModelingLoss`. micro_batch_size: the batch size on a GPU, where it fits."""
+        self.accelerator, self.module, self.dataset = accelerator, module, dataset
+        self.batch_size = config.per_device_eval_batch_size or micro_batch_size
+        if config.per_device_eval_batch_size is None and accelerator.device.type == "cpu":
+            self.batch_size = max(1, CPU_TOKENS // config.block_size)
+        self.set_schedule(config)
+
+    def set_schedule(self, config: TrainConfig) -> None:
+        """Choose the rows for this number of steps and evaluations."""
+        self.is_auto = config.max_eval_samples == "auto"
+        self.is_exact_at_the_end = config.exact_final_eval or (config.eval_only and self.is_auto)
+        rows_per_forward = self.batch_size * self.accelerator.num_processes
+        self.num_rows = count_eval_rows(config, len(self.dataset.splits["validation"]), rows_per_forward)
+
+    @property
+    def final_num_rows(self) -> int:
+        return len(self.dataset.splits["validation"]) if self.is_exact_at_the_end else self.num_rows
+
+    def share_rows(self, state: RunState) -> None:
+        """Let a resumed run evaluate on the same rows: take the number from its state, or store it there."""
+        if self.is_auto:
+            self.num_rows = state.eval_rows = state.eval_rows or self.num_rows
+
+    @torch.no_grad()
+    def run(self, final: bool = False) -> dict[str, float]:
+        """Evaluate rows spread evenly over the split, each counted once on any number of processes.
+
+        Returns loss (nats per token), perplexity, bits_per_byte, num_rows and seconds.
+        """
+        from recipe.evaluation.perplexity import LanguageModelingMetric  # importing evaluate takes seconds
+
+        started_at = time.perf_counter()
+        accelerator, num_processes = self.accelerator, self.accelerator.num_processes
+        num_rows = self.final_num_rows if final else self.num_rows
+        num_batches = -(-num_rows // (self.batch_size * num_processes))
+        losses = torch.zeros(num_batches, device=accelerator.device)  # allocated once, so memory stays flat
+        num_tokens = torch.zeros(num_batches, dtype=torch.float64)  # on the host: not every device has float64
+        split = self.dataset.splits["validation"]
+        bar = tqdm(
+            iterate_validation(split, num_rows, self.batch_size, accelerator.process_index, num_processes),
+            total=num_batches,
+            desc="evaluating",
+            unit="batch",
+            leave=False,
+            position=0,  # on top of the training bar
+            delay=SILENT_SECONDS,
+            dynamic_ncols=True,
+            disable=not accelerator.is_main_process,
+            **progress_target(),
+        )
+        freed_memory = FreedMemory()
+        self.module.eval()
+        for i, (rows, num_real) in enumerate(bar):
+            batch = torch.from_numpy(rows).to(accelerator.device)
+            targets = batch[:, 1:].clone()
+            targets[num_real:] = IGNORE_INDEX
+            losses[i] = self.module(batch[:, :-1], targets)
+            num_tokens[i] = num_real * self.dataset.block_size
+            freed_memory.give_back()
+        self.module.train()
+        loss_sum = losses.cpu().double() @ num_tokens
+        if num_processes > 1:
+            loss_sum = accelerator.reduce(loss_sum.to(accelerator.device), reduction="sum")
+        metrics = LanguageModelingMetric(keep_in_memory=True).compute(
+            predictions=[loss_sum.item()],
+            references=[num_rows * self.dataset.block_size],
+            tokens_per_byte=self.dataset.tokens_per_byte("validation"),
+        )
+        return {**metrics, "num_rows": num_rows, "seconds": time.perf_counter() - started_at}

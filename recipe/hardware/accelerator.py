@@ -1,13 +1,8 @@
-"""How the run uses the machine: precision, TF32, compile, attention, threads, seeds.
-
-In: the config, the launcher's environment and the hardware. Out: a ready `Accelerator`, and for each automatic
-choice the value taken and the reason, to be printed once.
-"""
+"""Configure the hardware: build the `Accelerator` (precision, TF32, threads) and the compiled module."""
 
 import os
 import warnings
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -20,28 +15,38 @@ from accelerate.utils import (
     set_seed,
 )
 from torch import nn
+from transformers import PreTrainedConfig
 
 from recipe.config import TrainConfig
 from recipe.errors import UserError
-from recipe.hardware.choices import Choice, choose_mixed_precision
+from recipe.hardware.choices import (
+    Choice,
+    choose_attention,
+    choose_dynamo_backend,
+    choose_index_mask,
+    choose_mixed_precision,
+    choose_residual,
+    choose_sigmoid_gelu,
+)
 from recipe.hardware.processes import use_all_cores
-
-T = TypeVar("T")
+from recipe.model.build import build_model, use_sigmoid_gelu
+from recipe.model.loss import LanguageModelingLoss
+from recipe.model.size import count_flops_per_token, count_parameters
 
 
 def build_accelerator(config: TrainConfig, output_dir: Path) -> tuple[Accelerator, Choice]:
-    """The Accelerator with precision resolved and all CPU cores in use; compile is applied by `compile_module`.
+    """Build the Accelerator and return it with the chosen precision.
 
-    Raises `UserError` for a tracker that is not installed, which Accelerate would drop silently (1.15).
+    Raises `UserError` for a tracker that is not installed, which Accelerate would ignore silently (1.15).
     """
     state = PartialState()
     known = [tracker.value for tracker in LoggerType if tracker != LoggerType.ALL]
     installed = [tracker.value for tracker in get_available_trackers()]
     for tracker in config.report_to or []:
         if tracker not in known:
-            raise UserError(f"report_to: there is no tracker '{tracker}'; known are {', '.join(known)}")
+            raise UserError(f"report_to: unknown tracker '{tracker}'; choose from {', '.join(known)}")
         if tracker not in installed:
-            raise UserError(f"report_to: {tracker} is not installed; pip install {tracker}, or leave it out")
+            raise UserError(f"report_to: {tracker} is not installed; run pip install {tracker}, or remove it")
     use_all_cores(state)
     if config.gpu_memory_limit_gb is not None:
         limit_gpu_memory(state.device, config.gpu_memory_limit_gb)
@@ -50,12 +55,11 @@ def build_accelerator(config: TrainConfig, output_dir: Path) -> tuple[Accelerato
     precision = choose_mixed_precision(config, state.device)
     if state.device.type == "cuda":
         torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
-    # Accelerate 1.15 passes it under the name that torch 2.13 has deprecated; `forward_sync_buffers` it does not know.
+    # Accelerate 1.15 uses the name that torch 2.13 deprecates and does not know its successor `forward_sync_buffers`.
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
     accelerator = Accelerator(
         mixed_precision=precision.value,
-        # The module is compiled before it is prepared (see compile_module), so Accelerate must not do it again.
-        dynamo_plugin=TorchDynamoPlugin(backend="no"),
+        dynamo_plugin=TorchDynamoPlugin(backend="no"),  # compile_module compiles before prepare()
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
         kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
         log_with=config.report_to,
@@ -65,30 +69,62 @@ def build_accelerator(config: TrainConfig, output_dir: Path) -> tuple[Accelerato
     return accelerator, precision
 
 
-def use_deterministic_algorithms() -> None:
-    """Make CUDA repeat its results bit for bit, as a CPU does; operators that cannot raise an error.
+def build_module(
+    config: TrainConfig,
+    model_config: PreTrainedConfig,
+    vocab_size: int,
+    device: torch.device,
+    precision: Choice,
+    source: str | Path | None = None,
+) -> tuple[LanguageModelingLoss, dict[str, Choice]]:
+    """Build model and loss and mark them for compilation. Returns them with the choices made, by their label.
 
-    This keeps sdpa off cuDNN, which PyTorch does not hold to be deterministic, and inductor from choosing kernels by
-    benchmarks (torch >= 2.10). Call it before the first matrix product, when cuBLAS reads its setting.
+    source: a folder or Hub id whose weights to use; None initializes random weights.
+    """
+    attention = choose_attention(config, device)
+    residual = choose_residual(config, device, precision)
+    model = build_model(config, model_config, attention.value, residual.on, source)
+    flops_per_token = count_flops_per_token(model.config, count_parameters(model), config.block_size)
+    num_tokens = 0 if config.eval_only else config.max_steps * config.global_batch_size * config.block_size
+    dynamo = choose_dynamo_backend(config, device, flops_per_token * num_tokens)
+    gelu = choose_sigmoid_gelu(config, model_config, device, precision, dynamo)
+    mask = choose_index_mask(config, device, dynamo)
+    if gelu.on:
+        use_sigmoid_gelu(model)
+    module = LanguageModelingLoss(
+        model, vocab_size, config.label_smoothing_factor, config.loss_chunks, config.loss_in_graph, mask.on
+    )
+    compile_module(module if config.loss_in_graph else model, dynamo.value, config.dynamo_mode)
+    choices = {"precision": precision, "dynamo": dynamo, "attention": attention}
+    switches = ("residual", "bf16", residual), ("gelu", "sigmoid", gelu), ("mask", "by index", mask)
+    return module, choices | {label: Choice(value, choice.reason) for label, value, choice in switches if choice.on}
+
+
+def use_deterministic_algorithms() -> None:
+    """Make CUDA results repeat bit for bit; operators without a deterministic version raise an error.
+
+    This also keeps sdpa off cuDNN, which PyTorch does not consider deterministic, and stops inductor from choosing
+    kernels by benchmark (torch >= 2.10). Call it before the first matrix product, when cuBLAS reads its setting.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
 
 
 def limit_gpu_memory(device: torch.device, limit_gb: float) -> None:
-    """Let PyTorch's allocator use no more than that, as on a smaller card; its context (0.5 GB) comes on top."""
+    """Limit PyTorch's allocator, as on a smaller card. The CUDA context (0.5 GB) is not included."""
     if device.type != "cuda":
-        raise UserError(f"--gpu_memory_limit_gb needs a CUDA device, this is {device.type}")
+        raise UserError(f"--gpu_memory_limit_gb requires a CUDA device, but this run uses {device.type}")
     total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, limit_gb * 1e9 / total))  # of the current device: Accelerate's
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit_gb * 1e9 / total))  # on Accelerate's current device
 
 
 def compile_module(module: nn.Module, backend: str, mode: str = "default") -> None:
-    """Compile in place, as one graph, for fixed shapes.
+    """Compile in place, as one graph with fixed shapes.
 
-    Done before `accelerator.prepare` because Accelerate compiles outside DistributedDataParallel, where fullgraph
-    fails (accelerate 1.15, torch 2.13); in place because a wrapper would prefix every weight's name. CUDA graphs
-    (reduce-overhead, max-autotune) are left out: with accumulation they give wrong gradients (pytorch#96693).
+    This happens before `accelerator.prepare` because Accelerate compiles outside DistributedDataParallel, where
+    fullgraph fails (accelerate 1.15, torch 2.13), and in place because a wrapper would prefix every weight's name.
+    CUDA graphs (reduce-overhead, max-autotune) are not offered: with accumulation they produce wrong gradients
+    (pytorch#96693).
     """
     if backend != "no":
         persist_compile_cache()
@@ -96,11 +132,11 @@ def compile_module(module: nn.Module, backend: str, mode: str = "default") -> No
 
 
 def persist_compile_cache() -> None:
-    """Keep what inductor compiles where a reboot leaves it (its own default is below /tmp), for the next run."""
+    """Move inductor's cache out of /tmp, so that it survives a reboot."""
     cache_home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or cache_home / "gpt2_recipe" / "inductor")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # no home, or one that cannot be written
+    except (OSError, RuntimeError):  # the home folder is missing or read-only
         return
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)

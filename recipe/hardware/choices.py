@@ -1,4 +1,4 @@
-"""What `auto` means on this hardware, and why."""
+"""What `auto` means on this hardware: each choice comes with its reason, which is printed once."""
 
 import os
 from dataclasses import dataclass
@@ -10,106 +10,106 @@ from recipe.config import TrainConfig
 from recipe.errors import UserError
 from recipe.hardware.devices import native_bf16, why_no_inductor
 
-# Below this a CPU run ends before compiling has paid. Measured on two cores with avx512_bf16, from an empty cache: the
-# demo's graphs take 26 s to compile and its steps are then 1.10 times as fast; a 16 M-parameter model with GPT-2's
-# vocabulary (the README's under "Evaluate"), 1.22 times as fast and in 0.4 of the memory, was even after 6e13 FLOPs.
+# FLOPs of a CPU run above which compilation pays. Two cores with avx512_bf16, empty cache: the demo compiles for 26 s
+# and its steps become 1.10 times as fast; a 16 M-parameter model with GPT-2's vocabulary becomes 1.22 times as fast in
+# 0.4 of the memory and breaks even after 6e13 FLOPs.
 COMPILE_PAYS_FLOPS_ON_CPU = 6e13
-
-# Up to here plain attention beats sdpa's flash kernel on a CPU (30 M parameters, two cores with avx512_bf16, bf16):
-# at 256, 512 and 1,024 tokens it is 1.10, 1.15 and 1.06 times as fast compiled; not compiled, 1.30 times at 512 and
-# 0.65 times at 1,024, where its memory, which grows with the square of the tokens, no longer fits the caches.
+# Row length up to which plain attention beats sdpa's flash kernel on a CPU (30 M parameters, two cores with
+# avx512_bf16, bf16). Compiled, it is 1.10, 1.15 and 1.06 times as fast at 256, 512 and 1,024 tokens; not compiled,
+# 1.30 times at 512 and 0.65 times at 1,024, where its quadratic memory no longer fits the caches.
 LONGEST_EAGER_ATTENTION_ON_CPU = 512
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A value that was resolved, and why."""
+    """A resolved value and the reason for it."""
 
     value: str
     reason: str
 
     @property
     def on(self) -> bool:
-        """Of a switch, whose value is "true" or "false"."""
+        """Whether a switch is on. Its value is "true" or "false"."""
         return self.value == "true"
 
 
 def choose_mixed_precision(config: TrainConfig, device: torch.device) -> Choice:
-    """The script's option, else the launcher's, else the best the hardware really has."""
+    """Take the option, else the launcher's setting, else the fastest type that the hardware supports natively."""
     launcher = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     if config.mixed_precision != "auto":
-        choice = Choice(config.mixed_precision, "as asked for by --mixed_precision")
+        choice = Choice(config.mixed_precision, "requested by --mixed_precision")
     elif launcher != "no":
-        choice = Choice(launcher, "as set by the launcher")
+        choice = Choice(launcher, "set by the launcher")
+    elif device.type == "cuda" and native_bf16(device):
+        choice = Choice("bf16", "the GPU has bf16 matrix units")
     elif device.type == "cuda":
-        if native_bf16(device):
-            choice = Choice("bf16", "the GPU has bf16 matrix units")
-        else:
-            choice = Choice("fp16", "the GPU has no bf16 matrix units; gradients are scaled")
+        choice = Choice("fp16", "the GPU has no bf16 matrix units; gradients are scaled")
     elif device.type == "cpu":
         native = native_bf16(device)
         choice = Choice("bf16", f"the CPU has {native}") if native else Choice("no", "the CPU has no bf16 units")
     else:
-        choice = Choice("no", f"not measured to help on {device.type}")
+        choice = Choice("no", f"not measured on {device.type}")
     if choice.value not in ("no", "bf16", "fp16"):
         raise UserError(
             f"mixed_precision {choice.value} is not supported: its converters skip GPT-2's Conv1D layers; use bf16"
         )
     if choice.value == "fp16" and device.type != "cuda":
-        raise UserError(f"fp16 needs a CUDA device, this is {device.type}; use bf16 or no")
+        raise UserError(f"fp16 requires a CUDA device, but this run uses {device.type}; use bf16 or no")
     return choice
 
 
 def choose_dynamo_backend(config: TrainConfig, device: torch.device, total_flops: float) -> Choice:
-    """The script's option, else the launcher's, else inductor where compile time is won back within the run.
+    """Take the option, else the launcher's setting, else inductor where the run is long enough to pay for compiling.
 
-    Raises `UserError` where inductor is asked for and cannot compile: it would fail in the middle of the first step.
+    Raises `UserError` if inductor is requested and cannot compile here, instead of failing within the first step.
     """
     launcher = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
     why_not = why_no_inductor(device)
     if config.dynamo_backend != "auto":
-        choice = Choice(config.dynamo_backend.lower(), "as asked for by --dynamo_backend")
+        choice = Choice(config.dynamo_backend, "requested by --dynamo_backend")
     elif launcher != "no":
         if launcher not in ("inductor", "aot_eager", "eager"):
-            raise UserError(f"the launcher's dynamo_backend {launcher} is not one that works here; use inductor or no")
-        choice = Choice(launcher, "as set by the launcher")
+            raise UserError(f"the launcher's dynamo_backend {launcher} does not work here; use inductor or no")
+        choice = Choice(launcher, "set by the launcher")
     elif device.type not in ("cuda", "cpu"):
-        choice = Choice("no", f"not measured to help on {device.type}")
+        choice = Choice("no", f"not measured on {device.type}")
     elif device.type == "cpu" and total_flops < COMPILE_PAYS_FLOPS_ON_CPU:
-        choice = Choice("no", "compiling would take longer than it saves in so short a CPU run")
+        choice = Choice("no", "this CPU run is too short to pay for compiling")
     elif why_not is not None:
         choice = Choice("no", why_not)
     elif device.type == "cuda":
         choice = Choice("inductor", "pays on every GPU")
     else:
-        choice = Choice("inductor", "the run is long enough to win compile time back")
+        choice = Choice("inductor", "this run is long enough to pay for compiling")
     if choice.value == "inductor" and why_not is not None:
-        raise UserError(f"dynamo_backend inductor, {choice.reason}, cannot compile here: {why_not}; use no")
+        raise UserError(f"dynamo_backend inductor ({choice.reason}) cannot compile: {why_not}; use no")
     return choice
 
 
 def choose_attention(config: TrainConfig, device: torch.device) -> Choice:
-    """The script's option, else sdpa, but on a CPU plain matmuls for short rows."""
+    """Take the option, else sdpa, except for short rows on a CPU."""
+    if config.sdpa_with_mask:
+        return Choice("sdpa_with_mask", "requested by --sdpa_with_mask")
     if config.attn_implementation != "auto":
-        return Choice(config.attn_implementation, "as asked for by --attn_implementation")
+        return Choice(config.attn_implementation, "requested by --attn_implementation")
     if device.type == "cpu" and config.block_size <= LONGEST_EAGER_ATTENTION_ON_CPU:
-        return Choice("eager", f"faster on a CPU up to {LONGEST_EAGER_ATTENTION_ON_CPU} tokens")
+        return Choice("eager", f"fastest on a CPU up to {LONGEST_EAGER_ATTENTION_ON_CPU} tokens")
     return Choice("sdpa", "flash kernels, no mask")
 
 
 def choose_residual(config: TrainConfig, device: torch.device, precision: Choice) -> Choice:
-    """Whether the residual stream is bf16: the script's option, else on CUDA, if the matmuls are bf16.
+    """Choose whether the residual stream is bf16: the option, else on CUDA with bf16 matmuls.
 
-    There, every LayerNorm saves and reads half the bytes. Raises `UserError` where it cannot be.
+    There, every LayerNorm saves and reads half the bytes. Raises `UserError` if it is requested without bf16.
     """
     if config.bf16_residual == "true" and precision.value != "bf16":
         raise UserError(
-            f"--bf16_residual needs bf16 mixed precision; here it is {precision.value}: {precision.reason}"
+            f"--bf16_residual requires bf16 mixed precision, but this run uses {precision.value}: {precision.reason}"
         )
     if config.bf16_residual != "auto":
-        return Choice(config.bf16_residual, "as asked for by --bf16_residual")
+        return Choice(config.bf16_residual, "requested by --bf16_residual")
     if precision.value != "bf16":
-        return Choice("false", "needs bf16 mixed precision")
+        return Choice("false", "requires bf16 mixed precision")
     if device.type != "cuda":
         return Choice("false", f"not the default on {device.type}")
     return Choice("true", "halves the memory traffic of every LayerNorm")
@@ -118,26 +118,26 @@ def choose_residual(config: TrainConfig, device: torch.device, precision: Choice
 def choose_sigmoid_gelu(
     config: TrainConfig, model_config: PreTrainedConfig, device: torch.device, precision: Choice, dynamo: Choice
 ) -> Choice:
-    """Whether GELU is computed by a sigmoid: the script's option, else where inductor compiles for CUDA.
+    """Choose whether GELU uses a sigmoid: the option, else where inductor compiles for CUDA.
 
-    There tanh is a call into libdevice with a branch, and a sigmoid is one exponential. Its gradients in fp32 differ
-    from tanh's by up to 2.1e-6, so that with fp32 matmuls it is not the default.
+    There, tanh is a call into libdevice with a branch, and a sigmoid is one exponential. Its fp32 gradients differ
+    from tanh's by up to 2.1e-6, so tanh stays the default with fp32 matmuls.
     """
     activation = model_config.activation_function
     if config.sigmoid_gelu == "true" and activation != "gelu_new":
-        raise UserError(f"--sigmoid_gelu computes activation_function gelu_new, and this model has {activation}")
+        raise UserError(f"--sigmoid_gelu requires activation_function gelu_new, but the model has {activation}")
     if activation != "gelu_new":
         return Choice("false", f"the model has {activation}")
     if config.sigmoid_gelu == "auto" and precision.value == "no":
-        return Choice("false", "the most exact gradients with fp32 matmuls")
+        return Choice("false", "tanh has the more exact gradients with fp32 matmuls")
     return _where_inductor_compiles_for_cuda(config.sigmoid_gelu, "--sigmoid_gelu", device, dynamo)
 
 
 def choose_index_mask(config: TrainConfig, device: torch.device, dynamo: Choice) -> Choice:
-    """Whether the vocabulary's padding is masked by its index: the script's option, else as for GELU.
+    """Choose whether the padded vocabulary is masked by index: the option, else where inductor compiles for CUDA.
 
-    Fused there, an index costs nothing and a bias reads 4 bytes for each logit of 2. On a CPU, and where the loss is
-    not compiled, the bias is faster: the loss takes 1.2 times as long with an index (avx512_bf16, one core).
+    There, the comparison is fused and free, while a bias reads 4 bytes per 2-byte logit. On a CPU, and where the loss
+    is not compiled, the bias is faster: the loss takes 1.2 times as long with an index (avx512_bf16, one core).
     """
     if config.index_mask == "auto" and not config.loss_in_graph:
         return Choice("false", "pays only with the loss in the graph")
@@ -146,7 +146,7 @@ def choose_index_mask(config: TrainConfig, device: torch.device, dynamo: Choice)
 
 def _where_inductor_compiles_for_cuda(value: str, option: str, device: torch.device, dynamo: Choice) -> Choice:
     if value != "auto":
-        return Choice(value, f"as asked for by {option}")
+        return Choice(value, f"requested by {option}")
     if device.type == "cuda" and dynamo.value == "inductor":
         return Choice("true", "inductor compiles for CUDA")
     return Choice("false", "pays only where inductor compiles for CUDA")

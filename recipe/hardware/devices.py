@@ -1,4 +1,4 @@
-"""What the devices can do: bf16, inductor, peak rates, memory in use."""
+"""Capabilities of the devices: bf16 units, inductor, peak rates, memory in use."""
 
 import importlib.util
 import os
@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-# Dense bf16 (fp16 on V100 and T4) TFLOP/s with fp32 accumulation, from NVIDIA's data sheets, which quote most of them
-# with sparsity: half of that. The first name that matches counts, so longer names come first.
+# Dense bf16 (fp16 on V100 and T4) TFLOP/s with fp32 accumulation, from NVIDIA's data sheets; most quote twice as much,
+# with sparsity. The first match counts, so longer names come first.
 PEAK_TFLOPS = (
     ("GB300", 2500),
     ("GB200", 2500),
@@ -47,46 +47,46 @@ PEAK_TFLOPS = (
 
 
 def has_compiler() -> bool:
-    """Whether inductor finds a C++ compiler, which it needs for a CPU."""
+    """Return whether inductor finds the C++ compiler that it requires on a CPU."""
     return any(shutil.which(compiler) for compiler in (os.environ.get("CXX", "g++"), "g++", "clang++"))
 
 
 def has_huge_pages() -> bool:
-    """Whether Linux provides transparent huge pages, to every program or to those that ask, as torch does."""
+    """Return whether Linux provides transparent huge pages, at least on request, which is how torch gets them."""
     setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     return setting.is_file() and "[never]" not in setting.read_text()
 
 
 def why_no_inductor(device: torch.device) -> str | None:
-    """What inductor lacks on this machine, as a clause, or None if it can compile.
+    """Return what inductor lacks on this machine, or None if it can compile.
 
-    On CUDA it needs Triton, which builds a C extension against Python's headers when it first runs a kernel (3.6).
+    On CUDA it requires Triton, which builds a C extension against Python's headers at its first kernel (3.6).
     """
     if device.type != "cuda":
-        return None if has_compiler() else "inductor needs a C++ compiler, and none was found"
+        return None if has_compiler() else "inductor requires a C++ compiler, and none was found"
     if importlib.util.find_spec("triton") is None:
-        return "inductor needs Triton for CUDA, and it is not installed"
+        return "inductor requires Triton for CUDA, which is not installed"
     if not any(shutil.which(compiler) for compiler in (os.environ.get("CC", "gcc"), "gcc", "clang")):
-        return "Triton needs a C compiler, and neither gcc nor clang was found"
+        return "Triton requires a C compiler, and neither gcc nor clang was found"
     scheme = sysconfig.get_default_scheme()
     folders = [
         sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"],  # as Triton does
         *(folder for name in ("CPATH", "C_INCLUDE_PATH") for folder in os.environ.get(name, "").split(os.pathsep)),
     ]
     if not any((Path(folder) / "Python.h").is_file() for folder in folders if folder):
-        return f"Triton needs Python's headers, and there is no Python.h in {folders[0]} (install python3-dev)"
+        return f"Triton requires Python's headers, but there is no Python.h in {folders[0]} (install python3-dev)"
     return None
 
 
 def runs_on(architectures: list[str], capability: tuple[int, int]) -> bool:
-    """Whether code built for these architectures runs on a GPU of this compute capability.
+    """Return whether code built for these architectures runs on a GPU of this compute capability.
 
-    architectures: from `torch.cuda.get_arch_list()`. A binary (sm_80) runs on its own minor version and later ones of
-    the same major version, PTX (compute_80) on any later GPU. sm_90a runs on 9.0 alone, sm_100f within its family.
+    architectures: from `torch.cuda.get_arch_list()`. A binary (sm_80) runs on the same major version from its minor
+    version on, PTX (compute_80) on any later GPU, sm_90a on 9.0 alone, sm_100f within its family.
     """
     for architecture in architectures:
         parsed = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", architecture)
-        if parsed is None:  # a notation that is not known here proves nothing
+        if parsed is None:  # an unknown notation proves nothing
             return True
         kind, major, minor, suffix = parsed.groups()
         built_for = (int(major), int(minor))
@@ -102,7 +102,7 @@ def runs_on(architectures: list[str], capability: tuple[int, int]) -> bool:
 
 
 def native_bf16(device: torch.device) -> str | None:
-    """The name of the device's bf16 matrix units, if it has any."""
+    """Return the name of the device's bf16 matrix units, or None."""
     if device.type == "cuda":
         return "bf16 matrix units" if torch.cuda.is_bf16_supported(including_emulation=False) else None
     capabilities = torch.cpu.get_capabilities() if device.type == "cpu" else {}
@@ -110,7 +110,7 @@ def native_bf16(device: torch.device) -> str | None:
 
 
 def peak_flops_per_second(device: torch.device) -> float | None:
-    """The data sheet's rate of the device, or None where there is none to compare with."""
+    """Return the device's data-sheet rate for MFU, or None if it is unknown."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -118,10 +118,10 @@ def peak_flops_per_second(device: torch.device) -> float | None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most that was in use at once: of PyTorch's tensors on a GPU, of the whole process on a CPU."""
+    """Return the peak memory: of PyTorch's tensors on a GPU, of the whole process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status")
-    if status.is_file():  # Linux: ru_maxrss would begin with what the parent had
+    if status.is_file():  # Linux, where ru_maxrss starts from the parent's value
         return int(re.search(r"VmHWM:\s+(\d+) kB", status.read_text())[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

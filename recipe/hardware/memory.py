@@ -1,6 +1,6 @@
-"""How many sequences go into one forward: what divides, what fits, and what to do when it no longer does.
+"""The micro-batch (sequences per forward pass): sizes that divide the batch, memory estimates, and trials.
 
-In: the config, the number of processes and the device. Out: the micro-batch; accumulation makes up the global batch.
+The global batch never changes; gradient accumulation makes up for a smaller micro-batch.
 """
 
 import math
@@ -14,45 +14,39 @@ from transformers import PreTrainedConfig
 from recipe.config import TrainConfig
 from recipe.errors import ProcessError, UserError
 
-# More tokens per forward bring no speed: GPUs are full long before 64 rows of 1024; a CPU's caches fill earlier, and
-# no out-of-memory error would stop a search there.
+# More tokens per forward pass bring no speed: a GPU is busy long before 64 rows of 1,024. A CPU's caches fill earlier,
+# and no out-of-memory error would end a search there.
 LARGEST_MICRO_BATCH_TOKENS = {"cpu": 4096, "accelerator": 65536}
 
 
 def micro_batch_candidates(config: TrainConfig, num_processes: int, device: torch.device) -> list[int]:
-    """Micro-batch sizes to try, largest first; the first is what runs if memory allows.
+    """Return the micro-batch sizes to try, largest first. Each divides the sequences of one process.
 
-    The global batch never changes: a candidate divides the share of one process. Raises `UserError` with the
-    sizes that would work where the configured ones do not divide.
+    Raises `UserError` with the sizes that would work if the configured sizes do not divide.
     """
     share, rest = divmod(config.global_batch_size, num_processes)
     if rest:
         below = config.global_batch_size - rest
         raise UserError(
-            f"global_batch_size {config.global_batch_size} does not divide by {num_processes} processes; "
-            f"{f'{below} or ' if below else ''}{below + num_processes} would"
+            f"global_batch_size {config.global_batch_size} is not divisible by {num_processes} processes; "
+            f"use {f'{below} or ' if below else ''}{below + num_processes}"
         )
     divisors = [size for size in range(share, 0, -1) if share % size == 0]
-    accumulation = config.gradient_accumulation_steps
-    if accumulation is not None and share % accumulation:
-        raise UserError(
-            f"gradient_accumulation_steps {accumulation} does not divide the {share} sequences of a process "
-            f"(global_batch_size {config.global_batch_size} / {num_processes}); these would: {_list(divisors)}"
-        )
-    wanted = config.per_device_train_batch_size
+    accumulation, wanted = config.gradient_accumulation_steps, config.per_device_train_batch_size
+    for name, value in (("gradient_accumulation_steps", accumulation), ("per_device_train_batch_size", wanted)):
+        if isinstance(value, int) and value not in divisors:
+            raise UserError(
+                f"{name} {value} does not divide the {share} sequences of each process (global_batch_size "
+                f"{config.global_batch_size} / {num_processes}); use one of {', '.join(map(str, sorted(divisors)))}"
+            )
     if accumulation is not None:
         if wanted not in ("auto", None, share // accumulation):
             raise UserError(
                 f"{num_processes} processes x per_device_train_batch_size {wanted} x gradient_accumulation_steps "
-                f"{accumulation} is not global_batch_size {config.global_batch_size}; leave one of them out"
+                f"{accumulation} is not global_batch_size {config.global_batch_size}; remove one of them"
             )
         return [share // accumulation]
     if wanted not in ("auto", None):
-        if wanted not in divisors:
-            raise UserError(
-                f"per_device_train_batch_size {wanted} does not divide the {share} sequences of a process "
-                f"(global_batch_size {config.global_batch_size} / {num_processes}); these would: {_list(divisors)}"
-            )
         return [wanted]
     limit = LARGEST_MICRO_BATCH_TOKENS["cpu" if device.type == "cpu" else "accelerator"]
     return [size for size in divisors if size * config.block_size <= limit] or [1]
@@ -61,28 +55,27 @@ def micro_batch_candidates(config: TrainConfig, num_processes: int, device: torc
 def estimate_row_bytes(
     config: TrainConfig, model_config: PreTrainedConfig, mixed_precision: str, bf16_residual: bool
 ) -> int:
-    """Bytes of activations that one sequence leaves for backward when the model is compiled.
+    """Estimate the bytes of activations that a compiled model keeps for backward per sequence.
 
     Each layer keeps LayerNorm's input twice (the residual stream), its two outputs, q, k and v, attention's output,
-    and the MLP's values before and after GELU: with bf16 matmuls 2 x 4 + 14 x 2 = 36 bytes times n_embd. Each logit
-    and its gradient take 4. A run that is not compiled keeps more, so this is a lower bound.
+    and the MLP's values before and after GELU: with bf16 matmuls 2 x 4 + 14 x 2 = 36 bytes times the hidden size. Each
+    logit and its gradient take 4 bytes. Without compilation the model keeps more, so this is a lower bound.
     """
     operand = 4 if mixed_precision == "no" else 2
     residual = 2 if bf16_residual else 4
-    inner = model_config.n_inner or 4 * model_config.n_embd
-    block = model_config.n_embd * (2 * residual + 6 * operand) + 2 * inner * operand
-    if config.activation_checkpointing:  # one block at a time, and what went into the others
-        blocks = block + model_config.n_layer * model_config.n_embd * residual
-    else:
-        blocks = block * model_config.n_layer
+    width, num_layers = model_config.hidden_size, model_config.num_hidden_layers
+    inner = model_config.n_inner or 4 * width
+    block = width * (2 * residual + 6 * operand) + 2 * inner * operand
+    checkpointed = block + num_layers * width * residual  # one block at a time, and the inputs of the others
+    blocks = checkpointed if config.activation_checkpointing else block * num_layers
     logits = 2 * operand * model_config.vocab_size // config.loss_chunks
     return config.block_size * (blocks + logits)
 
 
 def estimate_bytes(num_parameters: int, rows: int, row_bytes: int, accumulates: bool) -> int:
-    """Bytes of training on `rows` sequences a forward: weights, gradients and AdamW's two moments, and activations.
+    """Estimate the bytes of a training step: weights, gradients, AdamW's two moments, and activations of `rows`.
 
-    accumulates: gradients of earlier micro-batches are held while backward makes those of the next.
+    accumulates: earlier micro-batches' gradients are kept while backward computes the next ones.
     """
     return num_parameters * (20 if accumulates else 16) + rows * row_bytes
 
@@ -90,18 +83,17 @@ def estimate_bytes(num_parameters: int, rows: int, row_bytes: int, accumulates: 
 def find_micro_batch(
     accelerator: Accelerator, module: nn.Module, candidates: list[int], config: TrainConfig, row_bytes: int
 ) -> int:
-    """The largest candidate whose forward, backward and optimizer state fit, agreed on by all processes.
+    """Return the largest candidate whose forward, backward and optimizer state fit on all processes.
 
-    row_bytes: from `estimate_row_bytes`. A size whose estimate exceeds the free memory is not tried, since a trial
-    costs a compilation, unless it is the smallest. Nothing is tried where nothing can be learned: a single candidate,
-    or a CPU, which swaps instead of raising.
+    row_bytes: from `estimate_row_bytes`. A trial costs a compilation, so a size whose estimate exceeds the free memory
+    is not tried unless it is the smallest. Neither is a single candidate, nor a CPU, which swaps instead of raising.
     """
     if len(candidates) == 1 or accelerator.device.type == "cpu":
         return candidates[0]
     parameters = list(module.parameters())
     num_parameters = sum(p.numel() for p in parameters)
     usable = _usable_bytes(accelerator.device, config.gpu_memory_limit_gb)
-    # AdamW's two moments exist only after the first step: hold their room during the trial.
+    # AdamW allocates its two moments at the first step: reserve their memory during the trial.
     moments = [torch.empty_like(p) for p in parameters for _ in range(2)]
     for size in candidates:
         fits = torch.ones((), device=accelerator.device)
@@ -124,18 +116,18 @@ def find_micro_batch(
         if accelerator.reduce(fits, reduction="sum").item() == accelerator.num_processes:
             del moments, accumulated
             if accelerator.device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()  # which is to be the run's, not that of what did not fit
+                torch.cuda.reset_peak_memory_stats()  # the peak of a failed trial is not the run's
             return size
-        torch.compiler.reset()  # forget the graphs of the shape that did not fit
+        torch.compiler.reset()  # discard the graphs of the shape that did not fit
         torch.accelerator.empty_cache()
     raise UserError(
-        "the model does not fit with one sequence per forward; try --activation_checkpointing "
-        "--loss_chunks 8, or a smaller recipe"
+        "the model does not fit with one sequence per forward pass; try --activation_checkpointing --loss_chunks 8, "
+        "or a smaller recipe"
     )
 
 
 def _usable_bytes(device: torch.device, limit_gb: float | None) -> float:
-    """What this process may use of the device's memory: what is free, and what it holds already."""
+    """Return the device memory that this process may use: free memory and what it already holds."""
     if device.type != "cuda":
         return math.inf
     usable = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
@@ -145,10 +137,10 @@ def _usable_bytes(device: torch.device, limit_gb: float | None) -> float:
 def smaller_micro_batch(
     error: RuntimeError, config: TrainConfig, candidates: list[int], micro_batch_size: int, num_processes: int
 ) -> int:
-    """The next smaller micro-batch after an out-of-memory error; the global batch, and so the run, stays the same.
+    """Return the next smaller micro-batch after an out-of-memory error, and free the device's cache.
 
-    Raises what is no out-of-memory error again, and `UserError` with the numbers to pass where nothing can be changed:
-    by a user's choice of the micro-batch (no other candidate), or because other processes are in the same step.
+    Re-raises any other error. Raises `UserError` with the options to pass if the size is fixed (a single candidate),
+    or if other processes are in the middle of the same step.
     """
     if not (isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error)):
         raise error
@@ -156,19 +148,15 @@ def smaller_micro_batch(
     smaller = [size for size in range(micro_batch_size - 1, 0, -1) if share % size == 0]
     if not smaller:
         raise ProcessError(
-            "out of memory with one sequence per forward; try --activation_checkpointing --loss_chunks 8, or a "
+            "out of memory with one sequence per forward pass; try --activation_checkpointing --loss_chunks 8, or a "
             "smaller recipe"
         ) from error
     if len(candidates) == 1 or num_processes > 1:
         raise ProcessError(
-            f"out of memory with micro-batches of {micro_batch_size}; go on with --resume_from_checkpoint auto "
-            f"--per_device_train_batch_size {smaller[0]}, or --loss_chunks 8, or --activation_checkpointing"
+            f"out of memory with micro-batches of {micro_batch_size}; resume with --resume_from_checkpoint auto and "
+            f"--per_device_train_batch_size {smaller[0]}, --loss_chunks 8 or --activation_checkpointing"
         ) from error
     torch.compiler.reset()
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()
     return smaller[0]
-
-
-def _list(sizes: list[int]) -> str:
-    return ", ".join(map(str, sorted(sizes)))

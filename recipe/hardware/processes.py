@@ -11,33 +11,28 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-import torch.distributed
 import torch.distributed as dist
 from accelerate import PartialState
-from accelerate.utils import (
-    parse_flag_from_env,
-)
+from accelerate.utils import parse_flag_from_env
 
 from recipe.environment import count_cpus, count_local_processes
 from recipe.errors import ProcessError, UserError
 from recipe.hardware.devices import runs_on
 
-# NCCL's watchdog ends processes that wait in a device collective for 600 s; on the hosts they may wait for days of
-# tokenizing, or for a checkpoint on a slow disk.
+# NCCL's watchdog kills processes that wait in a device collective for 600 s. On the host they may wait for days of
+# tokenization, or for a checkpoint on a slow disk.
 HOST_WAIT = timedelta(days=30)
+LAUNCHER_DIED = signal.SIGUSR2
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 T = TypeVar("T")
 
-LAUNCHER_DIED = signal.SIGUSR2
-
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
 
 def start_processes() -> None:
-    """Find the device and the other processes; comes before everything that asks which process this is.
+    """Find the device and the other processes. Call it before anything that depends on the rank.
 
-    Raises `UserError` if the launcher started several processes and Accelerate sees one, as accelerate 1.15 does
-    for several CPU processes unless they are launched as below: each would train the whole run by itself.
+    Raises `UserError` if the launcher started several processes but Accelerate sees one, as accelerate 1.15 does for
+    CPU processes launched in any other way than below: each would train the whole run by itself.
     """
     die_with_the_launcher()
     state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
@@ -45,20 +40,20 @@ def start_processes() -> None:
     if state.num_processes != world_size:
         raise UserError(
             f"the launcher started {world_size} processes but Accelerate sees {state.num_processes}"
-            f"{'' if torch.cuda.is_available() else ' (no GPU was found)'}; on CPU launch "
+            f"{'' if torch.cuda.is_available() else ' (no GPU was found)'}; on a CPU, launch "
             "with ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes N"
         )
-    if state.device.type == "cuda" and torch.version.cuda is not None:  # ROCm names its architectures otherwise
+    if state.device.type == "cuda" and torch.version.cuda is not None:  # ROCm names architectures differently
         name, capability = torch.cuda.get_device_name(state.device), torch.cuda.get_device_capability(state.device)
         check_architecture(name, capability, torch.cuda.get_arch_list())
-    host_group()  # now, where a network that does not work costs nothing yet
+    host_group()  # now, while a broken network costs nothing yet
 
 
 @functools.cache
 def host_group() -> dist.ProcessGroup | None:
-    """A gloo group over all processes, for waits that must not block the devices; None for a single process.
+    """Return a gloo group of all processes, for waits that must not block the devices; None for a single process.
 
-    Raises `UserError` if the hosts cannot reach one another, e.g. because a host name resolves to 127.0.0.1.
+    Raises `UserError` if the hosts cannot reach each other, e.g. because a host name resolves to 127.0.0.1.
     """
     if PartialState().num_processes == 1:
         return None
@@ -66,26 +61,26 @@ def host_group() -> dist.ProcessGroup | None:
         return dist.new_group(backend="gloo", timeout=HOST_WAIT)
     except RuntimeError as error:
         raise ProcessError(
-            f"the processes cannot reach one another over the network ({' '.join(str(error).split())[:150]}); set "
+            f"the processes cannot reach each other over the network ({' '.join(str(error).split())[:150]}); set "
             "GLOO_SOCKET_IFNAME to the network interface that connects the hosts, e.g. eth0"
         ) from error
 
 
 def check_architecture(name: str, capability: tuple[int, int], architectures: list[str]) -> None:
-    """Raise `UserError` for a GPU that this build of PyTorch has no kernels for, such as a V100 since 2.11.
+    """Raise `UserError` for a GPU that this PyTorch build has no kernels for, such as a V100 since 2.11.
 
-    Without it the run fails at its first kernel. architectures: empty where PyTorch does not say.
+    Otherwise the run would fail at its first kernel. architectures: empty if PyTorch does not say.
     """
     if architectures and not runs_on(architectures, capability):
         raise UserError(
             f"this build of PyTorch ({torch.__version__}) has no kernels for {name} (compute capability "
-            f"{capability[0]}.{capability[1]}; it has {', '.join(architectures)}); install one that does, "
+            f"{capability[0]}.{capability[1]}; it supports {', '.join(architectures)}); install a matching build "
             "from https://pytorch.org/get-started/locally"
         )
 
 
 def on_main_process(function: Callable[[], T]) -> T:
-    """Run `function` on the main process; the others wait, for as long as it takes, for its result or `UserError`."""
+    """Run `function` on the main process; the others wait, however long it takes, for its result or `UserError`."""
     result, message = None, None
     if PartialState().is_main_process:
         try:
@@ -104,25 +99,25 @@ def on_main_process(function: Callable[[], T]) -> T:
 
 
 def use_all_cores(state: PartialState) -> None:
-    """Share the CPUs between the local processes, unless OMP_NUM_THREADS says otherwise.
+    """Divide the CPUs between the local processes, unless OMP_NUM_THREADS is set to more than 1.
 
-    `accelerate launch` without a config sets OMP_NUM_THREADS=1 (accelerate 1.15), which cannot be told from a
-    user's 1; any larger number is respected.
+    `accelerate launch` without a config sets OMP_NUM_THREADS=1 (accelerate 1.15), so a 1 says nothing about the
+    user's intention.
     """
     if state.device.type == "cpu" and os.environ.get("OMP_NUM_THREADS", "1") == "1":
         torch.set_num_threads(max(1, count_cpus() // count_local_processes(state.num_processes)))
 
 
 def die_with_the_launcher() -> None:
-    """Have Linux send `LAUNCHER_DIED` when the launcher ends; `accelerate launch` leaves an orphan (accelerate 1.15).
+    """Ask Linux to send `LAUNCHER_DIED` when the launcher ends; `accelerate launch` leaves an orphan (1.15).
 
-    Only a launcher's children ask for it: a run that is started by hand may outlive its shell. Raises `UserError` if
-    the launcher is gone already, in the seconds that importing torch took.
+    Runs started without a launcher may outlive their shell. Raises `UserError` if the launcher ended during the
+    seconds that importing torch takes.
     """
     parent = Path(f"/proc/{os.getppid()}/cmdline")
     if platform.system() == "Linux" and parent.is_file():
         command = parent.read_bytes()
         if any(name in command for name in (b"accelerate", b"torchrun", b"torch.distributed", b"torch/distributed")):
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, LAUNCHER_DIED)
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, LAUNCHER_DIED)
         elif os.getppid() == 1 and {"ACCELERATE_DYNAMO_BACKEND", "TORCHELASTIC_RUN_ID"} & set(os.environ):
             raise UserError("the launcher ended before the run began")

@@ -6,7 +6,6 @@ not have these rows: the model can never sample them, and GPT-2's vocabulary res
 """
 
 import copy
-import difflib
 import math
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from transformers.activations import ACT2FN
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from recipe.config import TrainConfig
-from recipe.errors import UserError
+from recipe.errors import UserError, did_you_mean
 from recipe.model.size import padded_vocab_size
 from recipe.model.weights import load_pretrained, zero_padding
 
@@ -55,8 +54,7 @@ def build_model_config(
         if key in MANAGED:
             raise UserError(f"config_overrides must not set {key}: {MANAGED[key]}")
         if key not in MODEL_OPTIONS:
-            nearest = difflib.get_close_matches(key, MODEL_OPTIONS, n=1)
-            hint = f"did you mean {nearest[0]}?" if nearest else f"it can set {', '.join(MODEL_OPTIONS)}"
+            hint = did_you_mean(key, MODEL_OPTIONS, otherwise=f"it can set {', '.join(MODEL_OPTIONS)}")
             raise UserError(f"config_overrides has no '{key}'; {hint}")
     token_ids = {"vocab_size": vocab_size, "bos_token_id": eos_token_id, "eos_token_id": eos_token_id}
     values = {**token_ids, **NO_DROPOUT, **overrides}

@@ -8,14 +8,14 @@ from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from recipe.errors import UserError, check_not_a_missing_folder, short_reason
+from recipe.errors import UserError, check_local_path, short_reason
 
 WEIGHTS_NAME = "model.safetensors"
 
 
 def load_pretrained(auto_class: type, source: str | Path, **options) -> Any:
     """Call an Auto class's `from_pretrained`. source: folder or Hub id. Raises `UserError` if that fails."""
-    check_not_a_missing_folder(str(source))
+    check_local_path(str(source))
     folder = Path(source)
     if folder.is_dir() and not (folder / "config.json").is_file():
         found = ", ".join(sorted(str(path.parent) for path in folder.glob("*/config.json")))

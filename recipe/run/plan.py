@@ -1,44 +1,96 @@
-"""How long a run is and how much of it goes into evaluation.
-
-In: the config, the number of rows, the speed of the first steps. Out: the number of steps, the rows of an evaluation.
-"""
+"""The length of a run: steps, epochs or minutes, and the rows that its evaluations use."""
 
 import dataclasses
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator
+from transformers import PreTrainedConfig
 
-from recipe.checkpoint.load import read_state
+from recipe.checkpoint.load import check_identity, read_state, run_identity
 from recipe.config import TrainConfig
+from recipe.data.packed import PackedDataset
 from recipe.errors import UserError
+from recipe.hardware.choices import Choice, choose_residual
+from recipe.hardware.memory import micro_batch_candidates
 from recipe.hardware.processes import on_main_process
+from recipe.model.build import build_model_config
+from recipe.optim.optimizers import compute_learning_rates
 
-# An evaluated row costs 0.33 (a GPU) to 0.40 (two CPU cores) of a trained one: forward alone, without the optimizer.
+# An evaluated row costs 0.33 (a GPU) to 0.40 (two CPU cores) of a trained one: forward only, without the optimizer.
 EVALUATED_ROW_COST = 0.4
-EVALUATION_SHARE = 0.02  # of the run's time, at most, over all evaluations with `max_eval_samples auto`
-FIRST_TIMED_STEP, LAST_TIMED_STEP = 3, 10  # by which `max_minutes` knows the speed; compiling is over by then
+EVALUATION_SHARE = 0.02  # of the run's time, for all evaluations together, with `max_eval_samples auto`
+FIRST_TIMED_STEP, LAST_TIMED_STEP = 3, 10  # the steps that `max_minutes` times; compilation is over by then
 CLOSING_SECONDS = 10.0  # for the last checkpoint, the export and the sample
 
 
+def check_before_preparing(
+    config: TrainConfig, accelerator: Accelerator, precision: Choice, source: str | Path | None
+) -> None:
+    """Raise `UserError` for options that cannot work, before text is prepared for hours."""
+    micro_batch_candidates(config, accelerator.num_processes, accelerator.device)
+    choose_residual(config, accelerator.device, precision)
+    compute_learning_rates(config)
+    build_model_config(config, 1, 0, source)
+
+
+def plan_run(
+    config: TrainConfig,
+    dataset: PackedDataset,
+    model_config: PreTrainedConfig,
+    resume_dir: Path | None,
+    output_dir: Path,
+) -> tuple[TrainConfig, dict, dict[str, tuple]]:
+    """Resolve the number of steps. Returns the config, the run's identity and {option: (old, new)} of a new schedule.
+
+    Raises `UserError` if the checkpoint belongs to another run.
+    """
+    config, changes = resolve_max_steps(config, len(dataset.splits["train"])), {}
+    if resume_dir is not None:
+        config = keep_chosen_steps(config, resume_dir)
+    elif config.eval_only and config.model_name_or_path is None:
+        raise UserError(f"--eval_only: there is no checkpoint in {output_dir}; pass --model_name_or_path")
+    identity = run_identity(config, dataset.metadata, model_config)
+    if resume_dir is not None:
+        changes = check_identity(resume_dir, identity, config.change_schedule or config.eval_only, output_dir)
+    return config, identity, changes
+
+
 def resolve_max_steps(config: TrainConfig, num_train_rows: int) -> TrainConfig:
-    """The config with `num_train_epochs` turned into steps (a last, partial step counts as one)."""
+    """Turn `num_train_epochs` into steps; a last, partial step counts as one."""
     if config.num_train_epochs is None:
         return config
     max_steps = max(1, -int(-config.num_train_epochs * num_train_rows // config.global_batch_size))
     return dataclasses.replace(config, max_steps=max_steps, num_train_epochs=None)
 
 
+def keep_chosen_steps(config: TrainConfig, directory: Path) -> TrainConfig:
+    """Keep the number of steps that `max_minutes` chose before the checkpoint."""
+    content = read_state(directory)
+    if config.max_minutes is None or config.change_schedule:
+        return config
+    if content.get("steps_chosen"):
+        chosen = {key: content["identity"][key] for key in ("max_steps", "warmup_steps")}
+        return dataclasses.replace(config, **chosen, max_minutes=None)
+    if content["step"] >= LAST_TIMED_STEP:
+        raise UserError(
+            f"--max_minutes would change the schedule of {directory}, a run of {content['identity']['max_steps']} "
+            "steps; remove it, or add --change_schedule"
+        )
+    return config
+
+
 def count_evaluations(config: TrainConfig, max_steps: int) -> int:
-    """Evaluations after the first step: every `eval_steps` and after the last one."""
+    """Count the evaluations after the first step: every `eval_steps`, and after the last step."""
     return max_steps // config.eval_steps + (max_steps % config.eval_steps > 0) if config.eval_steps else 1
 
 
 def count_eval_rows(config: TrainConfig, num_validation_rows: int, rows_per_forward: int) -> int:
-    """How many validation rows an evaluation uses: `max_eval_samples`, in whole forwards over all processes.
+    """Return how many validation rows an evaluation uses.
 
-    `auto` keeps all evaluations together within `EVALUATION_SHARE` of the run, but uses at least one forward.
+    `max_eval_samples auto` keeps all evaluations together within `EVALUATION_SHARE` of the run, in whole forward
+    passes over all processes, but uses at least one.
     """
     if config.max_eval_samples in ("all", None):
         return num_validation_rows
@@ -52,7 +104,7 @@ def count_eval_rows(config: TrainConfig, num_validation_rows: int, rows_per_forw
 
 
 def shorten(config: TrainConfig, max_steps: int) -> TrainConfig:
-    """The config of a run of fewer steps; a warm-up that was given in steps keeps its share."""
+    """Return the config of a shorter run; a warm-up given in steps keeps its share of the run."""
     warmup = config.warmup_steps
     if 1 <= warmup < config.max_steps:
         warmup = warmup / config.max_steps
@@ -67,34 +119,35 @@ def fit_max_steps(
     eval_seconds: float,
     final_eval_seconds: float,
 ) -> int:
-    """The step, at most `max_steps` and after `step`, at which a run ends that has so many seconds left.
+    """Return the last step that fits into the time left: after `step`, and at most `max_steps`.
 
-    step_seconds: of one step. eval_seconds: of an evaluation on the way. final_eval_seconds: of the last one.
+    step_seconds, eval_seconds: per step and per evaluation. final_eval_seconds: of the last evaluation.
     """
-    seconds_a_step = step_seconds + count_evaluations(config, config.max_steps) * eval_seconds / config.max_steps
+    step_seconds += count_evaluations(config, config.max_steps) * eval_seconds / config.max_steps
     seconds = max(0.0, seconds_left - CLOSING_SECONDS - final_eval_seconds)
-    return min(config.max_steps, step + max(1, int(seconds / seconds_a_step)))
+    return min(config.max_steps, step + max(1, int(seconds / step_seconds)))
 
 
 class StepBudget:
-    """Chooses the number of steps that fit into `max_minutes`, once, from the time of the first steps."""
+    """Chooses once, from the time of the first steps, how many steps fit into `max_minutes`."""
 
     def __init__(
         self, config: TrainConfig, started_at: float, first_step: int, eval_rows: int, final_eval_rows: int
     ) -> None:
-        """started_at: of the program, by `time.perf_counter`. eval_rows: in an evaluation, and in the last one."""
+        """started_at: of the program, from `time.perf_counter`. eval_rows, final_eval_rows: rows per evaluation."""
         self.config, self.started_at, self.first_step = config, started_at, first_step
         self.eval_rows, self.final_eval_rows = eval_rows, final_eval_rows
-        self.timed_from, self.chosen = 0.0, False
+        self.timed_from = 0.0
 
     def choose(self, step: int) -> int | None:
-        """To be called before each step. step: steps done. Returns the number of steps once, when it is chosen.
+        """Return the number of steps when it has just been decided, else None. Call it after each step.
 
-        The host waits for the device twice, once before and once after the steps that are timed. All processes get
-        the main one's answer.
+        The host waits for the device before and after the timed steps. All processes get the main one's answer.
         """
         num_steps = step - self.first_step
-        if self.config.max_minutes is None or self.chosen or num_steps not in (FIRST_TIMED_STEP, LAST_TIMED_STEP):
+        if self.config.max_minutes is None or step == self.config.max_steps:
+            return None
+        if num_steps not in (FIRST_TIMED_STEP, LAST_TIMED_STEP):
             return None
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
@@ -102,33 +155,8 @@ class StepBudget:
         if num_steps == FIRST_TIMED_STEP:
             self.timed_from = now
             return None
-        self.chosen = True
         step_seconds = (now - self.timed_from) / (LAST_TIMED_STEP - FIRST_TIMED_STEP)
         row_seconds = EVALUATED_ROW_COST * step_seconds / self.config.global_batch_size
         seconds_left = self.config.max_minutes * 60 - (now - self.started_at)
-        return on_main_process(
-            lambda: fit_max_steps(
-                self.config,
-                step,
-                seconds_left,
-                step_seconds,
-                self.eval_rows * row_seconds,
-                self.final_eval_rows * row_seconds,
-            )
-        )
-
-
-def keep_chosen_steps(config: TrainConfig, directory: Path) -> TrainConfig:
-    """The config with the number of steps that `max_minutes` chose before the checkpoint, if it did."""
-    content = read_state(directory)
-    if config.max_minutes is None or config.change_schedule:
-        return config
-    if content.get("steps_chosen"):
-        chosen = {key: content["identity"][key] for key in ("max_steps", "warmup_steps")}
-        return replace(config, **chosen, max_minutes=None)
-    if content["step"] >= LAST_TIMED_STEP:
-        raise UserError(
-            f"--max_minutes would change the schedule of {directory}, a run of {content['identity']['max_steps']} "
-            "steps; leave it out, or add --change_schedule"
-        )
-    return config
+        eval_seconds = self.eval_rows * row_seconds, self.final_eval_rows * row_seconds
+        return on_main_process(lambda: fit_max_steps(self.config, step, seconds_left, step_seconds, *eval_seconds))

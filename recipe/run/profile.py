@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from recipe.config import PROFILED_STEPS
+from recipe.config import PROFILED_STEPS, TrainConfig
 
 TRACE_NAME = "trace.json.gz"
 
@@ -48,14 +49,13 @@ def kind_of(name: str) -> str | None:
 class StepProfiler:
     """Profiles `PROFILED_STEPS` steps of one process, once; otherwise it does nothing."""
 
-    def __init__(self, after_step: int | None, last_step: int, device: torch.device, output_dir: Path) -> None:
-        """after_step: None does not profile. To be made before the first forward, which compiles.
-
-        Nor is anything profiled where the run ends before: a resumed run must not fail for what it was asked at first.
-        """
-        if after_step is not None and after_step + PROFILED_STEPS > last_step:
+    def __init__(self, config: TrainConfig, accelerator: Accelerator, output_dir: Path, first_step: int) -> None:
+        """Create it before the first forward pass, which compiles. A run that ends earlier is not profiled."""
+        after_step = first_step + config.profile if config.profile and accelerator.is_main_process else None
+        if after_step is not None and after_step + PROFILED_STEPS > config.max_steps:
             after_step = None
-        self.after_step, self.device, self.output_dir = after_step, device, output_dir
+        self.after_step, self.device, self.output_dir = after_step, accelerator.device, output_dir
+        device = accelerator.device
         self.profile: profile | None = None
         if after_step is not None and device.type == "cpu":
             import torch._inductor.config

@@ -1,7 +1,4 @@
-"""Being stopped: signals become a request that all processes see after the same step.
-
-In: SIGTERM, SIGINT, SIGUSR1, or the death of the launcher. Out: `StopRequest.agreed`, asked once a step.
-"""
+"""Signals and the death of the launcher become a stop after a step that all processes agree on."""
 
 import os
 import signal
@@ -15,25 +12,25 @@ import torch.distributed
 
 from recipe.hardware.processes import LAUNCHER_DIED
 
-EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: saved, and the same command goes on
+EXIT_STOPPED = 75  # EX_TEMPFAIL in sysexits.h: the run was saved, and the same command resumes it
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-SAME_SIGNAL_SECONDS = 1.0  # within which a signal that comes twice is one: sent to the process, and by its launcher
+SAME_SIGNAL_SECONDS = 1.0  # two signals within this time are one: the launcher forwards what the process also gets
 
 
 class StopRequest:
-    """Turns signals into a stop after a step that all processes agree on. A second signal of a kind exits at once."""
+    """Turns the first signal into a stop after the current step. A second one of the same kind exits at once."""
 
     def __init__(self, group: torch.distributed.ProcessGroup | None) -> None:
-        """group: connects the hosts of all processes, so that the devices never wait; None for a single process."""
-        self.signal: int | None = None  # the first one that came
+        """group: connects the hosts of all processes, so the devices never wait; None for a single process."""
+        self.signal: int | None = None  # the first one received
         self.group = group
-        self.asked: tuple[torch.distributed.Work, torch.Tensor] | None = None
-        # nohup's SIGHUP stays ignored.
+        self.pending: tuple[torch.distributed.Work, torch.Tensor] | None = None
+        # Under nohup, SIGHUP stays ignored.
         self.numbers = [n for n in (*SIGNALS, LAUNCHER_DIED) if signal.getsignal(n) != signal.SIG_IGN]
         for number in self.numbers:
             signal.signal(number, self._receive)
-        # Python runs a handler only when the main thread is back from a device or another process, which is just when
-        # a user sends a second signal: a thread reads the numbers as they come.
+        # Python runs a handler only when the main thread returns from a device or another process, and that wait is
+        # when users send a second signal. A thread reads the numbers as they arrive.
         self.wakeup = socket.socketpair()
         self.wakeup[1].setblocking(False)
         signal.set_wakeup_fd(self.wakeup[1].fileno(), warn_on_full_buffer=False)
@@ -43,40 +40,42 @@ class StopRequest:
         self.signal = self.signal or number
 
     def _watch(self) -> None:
-        came_at: dict[int, float] = {}
+        received_at: dict[int, float] = {}
         while number := self.wakeup[0].recv(1):
             if number[0] in SIGNALS:
                 now = time.monotonic()
-                if not came_at and os.environ.get("RANK", "0") == "0":
-                    say = f"\n{signal.Signals(number[0]).name}: stopping after this step; once more exits at once\n"
-                    os.write(2, say.encode())
-                if now - came_at.setdefault(number[0], now) > SAME_SIGNAL_SECONDS:
+                if not received_at and os.environ.get("RANK", "0") == "0":
+                    name = "Ctrl-C" if number[0] == signal.SIGINT else signal.Signals(number[0]).name
+                    again = "Press" if number[0] == signal.SIGINT else "Send it"
+                    message = f"\n{name}: finishing this step and saving. {again} again to quit without saving.\n"
+                    os.write(2, message.encode())
+                if now - received_at.setdefault(number[0], now) > SAME_SIGNAL_SECONDS:
                     os._exit(128 + number[0])
 
     def agreed(self) -> int | None:
-        """The signal to stop for, on all processes after the same step; each asks once a step.
+        """Return the signal to stop for, on all processes after the same step. Every process calls it once per step.
 
-        The answer is to the question of the step before, so that no process waits for the slowest one.
+        The answer is to the previous step's question, so no process waits for the slowest one.
         """
         if self.group is None:
             return self.signal
         answer = None
-        if self.asked is not None:
-            work, flag = self.asked
+        if self.pending is not None:
+            work, flag = self.pending
             work.wait()
             answer = int(flag.item()) or None
             self.signal = self.signal or answer
         flag = torch.tensor(self.signal or 0)
         work = torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=self.group, async_op=True)
-        self.asked = work, flag
+        self.pending = work, flag
         return answer
 
     def close(self) -> None:
-        """Let signals end the process again, but not the launcher's end, which may follow any of them."""
-        if self.asked is not None:
-            self.asked[0].wait()
-        # Before the process groups are destroyed: a Work that outlives its group may hang the process as it ends.
-        self.asked = self.group = None
+        """Let signals end the process again, except the launcher's death, which may follow any of them."""
+        if self.pending is not None:
+            self.pending[0].wait()
+        # Drop the Work before its process group is destroyed, or the process may hang at exit.
+        self.pending = self.group = None
         signal.set_wakeup_fd(-1)
         self.wakeup[1].close()
         for number in self.numbers:
@@ -84,5 +83,5 @@ class StopRequest:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else default)
 
     def why(self) -> str:
-        """What the run was stopped by."""
+        """Return what stopped the run."""
         return "the end of its launcher" if self.signal == LAUNCHER_DIED else signal.Signals(self.signal).name

@@ -1,29 +1,30 @@
-"""The table printed at the start and the text printed at the end."""
+"""What a run prints at its start and end, and summary.json."""
 
 import shlex
+import sys
 import textwrap
+import time
 from pathlib import Path
+from typing import Any
 
 import torch
+from accelerate import Accelerator
 from transformers import PreTrainedModel
 
+from recipe.checkpoint.load import RunState, precision_of
 from recipe.config import STANDARD_LIBRARY, TrainConfig
 from recipe.data.packed import PackedDataset
-from recipe.environment import describe_device
+from recipe.environment import describe_device, describe_environment
 from recipe.hardware.choices import Choice
-from recipe.model.size import count_parameters
+from recipe.hardware.devices import peak_memory_bytes
+from recipe.model.size import count_exported_parameters, count_parameters
 from recipe.optim.optimizers import count_warmup_steps
-from recipe.run.output_dir import (
-    launch_command,
-    resume_command,
-)
+from recipe.publish.hub import check_login
+from recipe.run.accumulation import Accumulation
+from recipe.run.meter import StepMeter
+from recipe.run.output_dir import launch_command, resume_command
 
-
-def describe_evaluation(what: str, values: dict[str, float]) -> str:
-    return (
-        f"{what}: validation loss {values['loss']:.4f}, perplexity {values['perplexity']:,.2f}, "
-        f"{values['bits_per_byte']:.4f} bits per byte"
-    )
+MANY_EPOCHS = 100
 
 
 def describe_run(
@@ -31,67 +32,128 @@ def describe_run(
     recipe: str,
     output_dir: Path,
     resume_dir: Path | None,
-    device: torch.device,
     choices: dict[str, Choice],
     model: PreTrainedModel,
     dataset: PackedDataset,
-    batch: tuple[int, int, int],
+    accumulation: Accumulation,
     eval_rows: int,
 ) -> dict[str, str]:
-    """The table printed before the first step. batch: processes, micro-batches of each, rows of each."""
-    num_processes, accumulation_steps, micro_batch_size = batch
+    """Return the table printed before the first step: {label: text}. eval_rows: validation rows per evaluation."""
+    device, num_processes = accumulation.accelerator.device, accumulation.accelerator.num_processes
     tokens_per_step = config.global_batch_size * config.block_size
     num_train_rows, num_validation_rows = (len(dataset.splits[split]) for split in ("train", "validation"))
     devices = describe_device(device)
     if device.type == "cpu":
-        threads = _plural(torch.get_num_threads(), "thread")
-        devices += f", {_plural(num_processes, 'process', 'es')} of {threads}" if num_processes > 1 else f", {threads}"
+        processes = f"{_plural(num_processes, 'process', 'es')} of " if num_processes > 1 else ""
+        devices += f", {processes}{_plural(torch.get_num_threads(), 'thread')}"
     elif num_processes > 1:
         devices = f"{num_processes} x {devices}"
     data = f"{dataset.directory}: {num_train_rows:,} training rows of {config.block_size} tokens"
+    length = f", {config.max_steps * config.global_batch_size / num_train_rows:.2f} epochs"
     if config.streaming:
         data = f"streamed, shuffled over {config.shuffle_buffer_size:,} rows of {config.block_size} tokens"
-    epochs = config.max_steps * config.global_batch_size / num_train_rows
+        length = ""
     shown = {label: f"{choice.value}: {choice.reason}" for label, choice in choices.items()}
     if device.type == "cuda" and config.tf32:
-        shown["precision"] += "; TF32 for what stays fp32"
+        shown["precision"] += "; TF32 for fp32 matmuls"
     if config.deterministic:
         shown["precision"] += "; deterministic algorithms"
     return {
-        "recipe": f"{recipe}, results in {output_dir}" + (f", resumed from {resume_dir}" if resume_dir else ""),
+        "recipe": f"{recipe}, output in {output_dir}" + (f", resumed from {resume_dir}" if resume_dir else ""),
         "device": devices,
         **shown,
         "model": f"{type(model).__name__}, {count_parameters(model):,} parameters, vocabulary {dataset.vocab_size:,}"
         + (f" padded to {model.config.vocab_size:,}" if model.config.vocab_size > dataset.vocab_size else "")
-        + f", {model.config.n_positions} positions"
+        + f", {model.config.max_position_embeddings} positions"
         + (f", weights from {config.model_name_or_path}" if config.model_name_or_path and not resume_dir else ""),
-        "data": f"{data}; {eval_rows:,} of {num_validation_rows:,} validation rows in an evaluation",
-        "batch": f"{config.global_batch_size} sequences = {tokens_per_step:,} tokens a step = "
-        f"{_plural(num_processes, 'process', 'es')} x {_plural(accumulation_steps, 'micro-batch', 'es')} x "
-        f"{_plural(micro_batch_size, 'sequence')}",
-        "run": f"{_plural(config.max_steps, 'step')} = {config.max_steps * tokens_per_step:,} tokens"
-        + ("" if config.streaming else f", {epochs:.2f} epochs")
-        + f", {_plural(count_warmup_steps(config), 'step')} of warm-up"
+        "data": f"{data}; {eval_rows:,} of {num_validation_rows:,} validation rows per evaluation",
+        "batch": f"{config.global_batch_size} sequences = {tokens_per_step:,} tokens per step = "
+        f"{_plural(num_processes, 'process', 'es')} x "
+        f"{_plural(accumulation.num_micro_batches, 'micro-batch', 'es')} x "
+        f"{_plural(accumulation.micro_batch_size, 'sequence')}",
+        "run": f"{_plural(config.max_steps, 'step')} = {config.max_steps * tokens_per_step:,} tokens{length}, "
+        + _plural(count_warmup_steps(config), "warm-up step")
         + (f"; fewer if they take longer than {config.max_minutes:g} minutes" if config.max_minutes else ""),
     }
 
 
-def _plural(count: int, word: str, ending: str = "s") -> str:
-    return f"{count:,} {word}" + (ending if count != 1 else "")
+def find_warnings(
+    config: TrainConfig, resume_dir: Path | None, precision: Choice, dataset: PackedDataset, step: int
+) -> list[str]:
+    """Return what a user would want to know before the run starts."""
+    found = []
+    if resume_dir is not None and (before := precision_of(resume_dir)) not in (None, precision.value):
+        found.append(f"warning: the precision changes from {before} to {precision.value} at step {step:,}")
+    if step == config.max_steps:
+        found.append(
+            f"all {step:,} steps are done; this run only evaluates and exports the model again. To train longer, add "
+            f"--max_steps {2 * step} --change_schedule"
+        )
+    epochs = config.max_steps * config.global_batch_size / len(dataset.splits["train"])
+    if not config.streaming and epochs > MANY_EPOCHS:
+        found.append(f"warning: {epochs:,.0f} epochs over so little text: the model will memorize it")
+    if config.push_to_hub and (warning := check_login()):
+        found.append(warning)
+    return found
+
+
+def describe_evaluation(what: str, values: dict[str, float]) -> str:
+    """Return one line with the results of an evaluation."""
+    return (
+        f"{what}: validation loss {values['loss']:.4f}, perplexity {values['perplexity']:,.2f}, "
+        f"{values['bits_per_byte']:.4f} bits per byte"
+    )
+
+
+def build_summary(
+    accelerator: Accelerator,
+    state: RunState,
+    evaluation: dict[str, float],
+    meter: StepMeter,
+    choices: dict[str, Choice],
+    accumulation: Accumulation,
+    model: PreTrainedModel,
+) -> dict[str, Any]:
+    """Return the content of summary.json."""
+    dataset = accumulation.dataset
+    return {
+        "step": state.step,
+        "tokens_seen": state.step * meter.tokens_per_step,
+        "eval_loss": evaluation["loss"],
+        "perplexity": evaluation["perplexity"],
+        "bits_per_byte": evaluation["bits_per_byte"],
+        "eval_rows": evaluation["num_rows"],
+        "untrained": state.untrained,
+        "tokens_per_second": meter.tokens_per_second,
+        "seconds_to_first_step": meter.seconds_to_first_step,
+        "peak_memory_bytes": peak_memory_bytes(accelerator.device),
+        "train_seconds": state.train_seconds,
+        "wall_seconds": time.perf_counter() - meter.started_at,
+        "share_outside_training": meter.share_outside_training,
+        "num_parameters": count_exported_parameters(model, dataset.vocab_size),
+        "num_processes": accelerator.num_processes,
+        "mixed_precision": choices["precision"].value,
+        "dynamo_backend": choices["dynamo"].value,
+        "per_device_train_batch_size": accumulation.micro_batch_size,
+        "dataset_content_sha256": dataset.metadata["content_sha256"],
+        "command": shlex.join(sys.argv),
+        "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "environment": describe_environment(accelerator.device),
+    }
 
 
 def closing_words(
-    config: TrainConfig, output_dir: Path, untrained: dict, trained: dict, share_outside_training: float | None
+    config: TrainConfig, output_dir: Path, untrained: dict[str, float], trained: dict[str, float], meter: StepMeter
 ) -> str:
-    """What was reached, where the model is, and the commands that may come next; the sample follows."""
+    """Return the results, the location of the model, and the commands that may come next."""
     folder, prompt = shlex.quote(str(output_dir)), shlex.quote(config.sample_prompt)
     before, after = ("before", "after") if config.model_name_or_path else ("untrained", "trained")
     columns = {before: untrained, after: trained} if untrained else {after: trained}
     lines = ["", " " * 14 + "".join(f"{name:>15}" for name in columns)]
     for key in ("loss", "perplexity", "bits_per_byte"):
         lines.append(f"{key.replace('_', ' '):14}" + "".join(f"{values[key]:>15,.3f}" for values in columns.values()))
-    if share_outside_training is not None:
-        lines += ["", f"{share_outside_training:.1%} of the time went into evaluating and saving."]
+    if meter.laps:
+        lines += ["", f"Evaluation and saving took {meter.share_outside_training:.1%} of the time."]
     lines += [
         "",
         f"The model is in {output_dir}, in Hugging Face format. Next:",
@@ -113,8 +175,12 @@ def closing_words(
     return "\n".join(lines)
 
 
+def _plural(count: int, word: str, ending: str = "s") -> str:
+    return f"{count:,} {word}" + (ending if count != 1 else "")
+
+
 def _wrap_command(label: str, command: str) -> list[str]:
-    """A command in lines of 80 columns that a shell reads as one."""
+    """Wrap a command at 80 columns so that a shell still reads it as one."""
     indent = {"initial_indent": f"  {label:10} ", "subsequent_indent": " " * 15}
     lines = textwrap.wrap(command, 78, break_long_words=False, break_on_hyphens=False, **indent)
     return [*(f"{line} \\" for line in lines[:-1]), lines[-1]]

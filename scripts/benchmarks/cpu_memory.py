@@ -18,7 +18,7 @@ import threading
 import time
 from pathlib import Path
 
-from recipe.config import CommandLine
+from recipe.command_line import CommandLine
 from recipe.errors import run_main
 
 ROOT = Path(__file__).parent.parent.parent

@@ -40,7 +40,7 @@ from recipe.benchmark.measure import (
     why_it_ended,
 )
 from recipe.benchmark.peers import Peer, build_nanogpt, measure_peer
-from recipe.config import CommandLine
+from recipe.command_line import CommandLine
 from recipe.data.packed import open_packed_dataset
 from recipe.environment import describe_environment
 from recipe.errors import UserError, run_main

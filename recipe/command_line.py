@@ -1,0 +1,315 @@
+"""Command line and recipe file -> `TrainConfig`; also the argument parser of the other scripts.
+
+Defaults < recipe YAML < command line. Recipe values are parsed as if they had been typed, so both follow the same
+rules. This module does not import torch, so mistakes are reported at once.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Container
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import HfArgumentParser  # this name does not import torch
+
+from recipe.config import DATA_SOURCES, SECTIONS, TEXT_OPTIONS, TrainConfig
+from recipe.errors import UserError, did_you_mean
+
+CONFIGS_DIR = Path(__file__).parent / "configs"
+OPTIONS = {option.name: option for option in dataclasses.fields(TrainConfig)}
+RETIRED = ("keep_freed_memory",)  # in the training_config.yaml of older runs; it never changed their results
+# Options of TrainingArguments, run_clm.py and nanoGPT that have another name here, or no equivalent.
+OTHER_NAMES = {
+    "bf16": "use --mixed_precision bf16 (the default on hardware that supports it)",
+    "fp16": "use --mixed_precision fp16 (the default on a GPU without bf16)",
+    "dtype": "use --mixed_precision",
+    "do_train": "training is the default; remove it",
+    "do_eval": "evaluation is the default (--eval_steps, --max_eval_samples); --eval_only only evaluates",
+    "do_predict": "use --eval_only, or scripts/generate_text.py",
+    "eval_strategy": "use --eval_steps N; 0 evaluates only at the start and the end",
+    "evaluation_strategy": "use --eval_steps N; 0 evaluates only at the start and the end",
+    "eval_interval": "use --eval_steps",
+    "eval_iters": "use --max_eval_samples, which counts rows",
+    "save_strategy": "use --save_steps N; 0 saves no checkpoints",
+    "gradient_checkpointing": "use --activation_checkpointing, its name since Transformers 5.17",
+    "torch_compile": "use --dynamo_backend inductor",
+    "torch_compile_backend": "use --dynamo_backend",
+    "torch_compile_mode": "use --dynamo_mode",
+    "compile": "use --dynamo_backend inductor, or no",
+    "overwrite_output_dir": "use --overwrite",
+    "logging_dir": "TensorBoard files are written to --output_dir",
+    "log_interval": "use --logging_steps",
+    "warmup_ratio": "use --warmup_steps with a value below 1, as in Transformers 5",
+    "num_epochs": "use --num_train_epochs",
+    "max_iters": "use --max_steps",
+    "max_train_samples": "use --max_steps or --num_train_epochs",
+    "max_seq_length": "use --block_size",
+    "batch_size": "use --global_batch_size (per step) or --per_device_train_batch_size (per forward pass)",
+    "train_batch_size": "use --global_batch_size (per step) or --per_device_train_batch_size (per forward pass)",
+    "lr": "use --learning_rate",
+    "min_lr": "use --lr_scheduler_kwargs min_lr_rate=0.1",
+    "model": "use --model_name_or_path",
+    "init_from": "use --model_name_or_path or --resume_from_checkpoint",
+    "config_name": "use --config_overrides or --model_name_or_path",
+    "dropout": "use --config_overrides resid_pdrop=0.1,embd_pdrop=0.1,attn_pdrop=0.1",
+    "no_cuda": "use accelerate launch --cpu",
+    "use_cpu": "use accelerate launch --cpu",
+    "device": "the launcher chooses the device: accelerate launch --cpu, or CUDA_VISIBLE_DEVICES",
+    "fsdp": "GPT-2 fits on one device; several devices use DistributedDataParallel",
+    "deepspeed": "GPT-2 fits on one device; several devices use DistributedDataParallel",
+    "hub_token": "log in with `hf auth login` or set HF_TOKEN; never put a token on a command line",
+    "hub_strategy": "--push_to_hub uploads the final model once",
+    "load_best_model_at_end": "the final model is the last one; each checkpoint-N can be loaded as a model",
+}
+
+
+def load_config(argv: list[str] | None = None) -> tuple[TrainConfig, str]:
+    """Parse the command line; `--config NAME|FILE.yaml` (default: demo) replaces the defaults.
+
+    Returns the config and the name of the recipe. Raises `UserError`. `--help` exits.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    parser = _ConfigParser(TrainConfig, prog="recipe/train.py", allow_abbrev=False, add_help=False)
+    parser.add_argument("--config")
+    parser.add_argument("-h", "--help", action="store_true")
+    namespace, unknown = parser.parse_known_args(argv)
+    typed = vars(namespace)
+    recipe, wants_help = typed.pop("config", "demo"), typed.pop("help", False)
+    if unknown and not wants_help:
+        raise UserError(unknown_option(unknown[0], [*OPTIONS, "config"]))
+    values = _merge(_read_recipe(recipe, parser), typed)
+    if wants_help:
+        print(_help(recipe, values))
+        sys.exit(0)
+    path = Path(recipe)  # training_config.yaml represents the run in its folder
+    return TrainConfig(**values), path.parent.name if path.name == "training_config.yaml" else path.stem
+
+
+class _ConfigParser(HfArgumentParser):
+    """`HfArgumentParser` whose result holds only what was typed; `TrainConfig` has the defaults and the bounds."""
+
+    def add_argument(self, *names: str, **kwargs: Any) -> argparse.Action:
+        kwargs = {key: value for key, value in kwargs.items() if key not in ("at_least", "above", "below", "words")}
+        kwargs["default"] = argparse.SUPPRESS
+        if kwargs.get("type") in (int, float):  # 1e3 is an integer, nan is not a number
+            kwargs["type"] = _integer if kwargs["type"] is int else _number
+        elif "true" in kwargs.get("choices", ()):  # YAML and Python spell booleans differently
+            kwargs["type"] = str.lower
+        return super().add_argument(*names, **kwargs)
+
+    def error(self, message: str) -> None:
+        message = re.sub(r"^argument (--\w+)[^:]*: ", r"\1: ", message)
+        raise UserError(message.replace(": must", " must", 1))
+
+
+def _integer(text: str) -> int:
+    number = _number(text)
+    if number != int(number):
+        raise argparse.ArgumentTypeError(f"must be an integer, got '{text}'")
+    return int(text) if text.lstrip("+-").isdigit() else int(number)
+
+
+def _number(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"must be a number, got '{text}'")
+    return number
+
+
+def _read_recipe(recipe: str, parser: _ConfigParser) -> dict[str, Any]:
+    """Read a recipe and parse its values as if they had been typed."""
+    values: dict[str, Any] = {}
+    arguments: list[str] = []
+    for key, value in load_yaml(recipe).items():
+        if key in RETIRED:
+            continue
+        if key not in OPTIONS:
+            raise UserError(f"unknown key '{key}' in {recipe}; {did_you_mean(str(key), OPTIONS)}")
+        if "kwargs" in key or key == "config_overrides":
+            values[key] = parse_mapping(key, value)
+        elif not isinstance(value, str) and "list" not in str(OPTIONS[key].type):
+            raise UserError(f"{key} in {recipe} must be a single value, got {value}")
+        elif isinstance(value, list):
+            arguments += [f"--{key}", *map(str, value)]
+        elif value.lower() not in ("null", "~"):
+            arguments.append(f"--{key}={value}")
+    try:
+        return values | vars(parser.parse_args(arguments))
+    except UserError as error:
+        raise UserError(f"{recipe}: {error}") from error
+
+
+def load_yaml(recipe: str) -> dict[str, Any]:
+    """Read a recipe by name (`gpt2_124m`) or path; scalars stay strings. Raises `UserError` if it is not a mapping."""
+    is_file = recipe.lower().endswith((".yaml", ".yml"))
+    path = Path(recipe) if is_file else CONFIGS_DIR / f"{recipe}.yaml"
+    if not path.is_file():
+        known = ", ".join(sorted(p.stem for p in CONFIGS_DIR.glob("*.yaml")))
+        if is_file:
+            raise UserError(f"there is no recipe file {recipe}")
+        raise UserError(f"there is no recipe '{recipe}'; pass a .yaml file or one of {known}")
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), yaml.BaseLoader)
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        kind = {type(None): "empty", str: "a single value"}.get(type(content), "a list")
+        raise UserError(f"{path} must hold a mapping of options to values, but it is {kind}")
+    return content
+
+
+def _merge(recipe: dict[str, Any], typed: dict[str, Any]) -> dict[str, Any]:
+    """Put typed options on top of the recipe's, and drop recipe values that they make meaningless."""
+    values = dict(recipe)
+    for key in ("config_overrides", "lr_scheduler_kwargs"):
+        if key in typed:
+            typed[key] = parse_mapping(key, typed[key])
+
+    def drop(*names: str) -> None:
+        for name in names:
+            values.pop(name, None)
+
+    if set(DATA_SOURCES) & set(typed):
+        drop(*DATA_SOURCES, *TEXT_OPTIONS)
+    if "lr_scheduler_type" in typed:
+        drop("lr_scheduler_kwargs")
+    if {"max_steps", "num_train_epochs"} & set(typed):
+        steps, warmup = (values.get(key, OPTIONS[key].default) for key in ("max_steps", "warmup_steps"))
+        drop("max_steps", "num_train_epochs", "max_minutes")
+        if 1 <= warmup < steps and typed.get("max_steps", 0) < steps:
+            values["warmup_steps"] = warmup / steps  # a shorter run warms up for the same share of its steps
+    if "model_name_or_path" in typed:  # the model's shape replaces the recipe's; dropout stays
+        overrides = values.get("config_overrides", {})
+        values["config_overrides"] = {key: value for key, value in overrides.items() if key.endswith("_pdrop")} or None
+        if not {"dataset_dir", "tokenizer_name"} & set(typed):
+            drop("tokenizer_vocab_size")
+    overrides = {**(values.get("config_overrides") or {}), **typed.get("config_overrides", {})}
+    values |= typed
+    if "config_overrides" in typed:  # typed values join the recipe's
+        values["config_overrides"] = overrides
+    if "max_steps" in values and "num_train_epochs" in values:
+        raise UserError("max_steps and num_train_epochs both set the length of the run; pass only one of them")
+    default = values.get("block_size", OPTIONS["block_size"].default)
+    if "dataset_dir" in typed and "block_size" not in typed:
+        values["block_size"] = _read_number(Path(values["dataset_dir"]) / "metadata.json", "block_size", default)
+    elif "model_name_or_path" in typed and "block_size" not in typed:
+        positions = _read_number(Path(values["model_name_or_path"]) / "config.json", "n_positions", default)
+        values["block_size"] = min(positions, default)
+    return values
+
+
+def _read_number(path: Path, key: str, default: int) -> int:
+    """Read a number from a JSON file. If that fails, return the default: opening the folder will explain why."""
+    try:
+        return int(json.loads(path.read_text(encoding="utf-8"))[key])
+    except (OSError, ValueError, KeyError, TypeError):
+        return default
+
+
+def parse_mapping(key: str, value: Any) -> dict[str, Any]:
+    """Parse `{n_layer: 4}`, JSON or `n_layer=4,n_embd=128`. Values are YAML scalars, and `1e-5` is a number."""
+    example = "n_layer=4,n_embd=128" if key == "config_overrides" else "min_lr_rate=0.1"
+    expected = f"{key} must look like {example} or be a JSON object, got {value!r}"
+    try:
+        if isinstance(value, str) and value.lstrip().startswith("{"):
+            value = json.loads(value)
+        elif isinstance(value, str):
+            pairs = [pair.partition("=") for pair in value.split(",") if pair.strip()]
+            value = {name.strip(): text if name.strip() and equals else None for name, equals, text in pairs}
+        if not isinstance(value, dict) or None in value.values() or not all(isinstance(name, str) for name in value):
+            raise UserError(expected)
+        return {name: _scalar(item) if isinstance(item, str) else item for name, item in value.items()}
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        raise UserError(expected) from error
+
+
+def _scalar(text: str) -> Any:
+    """`true` -> True, `4` -> 4, `1e-5` (a string in YAML 1.1) -> 0.00001."""
+    value = yaml.safe_load(text)
+    if isinstance(value, str):
+        try:
+            return _number(value)
+        except argparse.ArgumentTypeError:
+            pass
+    return value
+
+
+def _help(recipe: str, values: dict[str, Any]) -> str:
+    """List all options by section, with the defaults that apply under this recipe."""
+    width = min(shutil.get_terminal_size().columns, 100)
+    wrap = textwrap.TextWrapper(width, initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False)
+    recipes = ", ".join(sorted(path.stem for path in CONFIGS_DIR.glob("*.yaml")))
+    lines = ["usage: accelerate launch recipe/train.py [--config NAME|FILE] [--OPTION VALUE]", ""]
+    lines += ["  --config NAME|FILE.yaml"]
+    lines += wrap.wrap(f"Recipe: {recipes}, or a YAML file (default: demo). The defaults below are those of {recipe}.")
+    for option in OPTIONS.values():
+        if option.name in SECTIONS:
+            lines += ["", f"{SECTIONS[option.name]}:"]
+        default, text = values.get(option.name, option.default), option.metadata["help"].replace("%%", "%")
+        if isinstance(default, dict):
+            default = ",".join(f"{key}={value}" for key, value in default.items())
+        if isinstance(default, bool):
+            default = str(default).lower()
+        if default is not None:
+            text = f"{text.partition(' Default: ')[0]} (default: {default})"
+        lines += [f"  --{option.name} {_metavar(option)}", *wrap.wrap(text)]
+    return "\n".join(lines)
+
+
+def _metavar(option: dataclasses.Field) -> str:
+    """Describe an option's value: `{a,b}`, `N`, `TEXT` ..."""
+    hint = str(option.type)
+    if "Literal" in hint:
+        return "{" + re.sub(r".*\[|\].*|'| ", "", hint) + "}"
+    if hint == str(bool):
+        return "[true|false]"
+    if "list" in hint:
+        return "TEXT [TEXT ...]"
+    return "N|TEXT" if "words" in option.metadata else "N" if "int" in hint or "float" in hint else "TEXT"
+
+
+class CommandLine(argparse.ArgumentParser):
+    """The parser of a script: accepts `--max-steps` for `--max_steps`, and reports mistakes as `UserError`."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(allow_abbrev=False, **kwargs)
+
+    def parse_args(self, args: list[str] | None = None, namespace: argparse.Namespace | None = None):
+        args = underscored(sys.argv[1:] if args is None else args, self._option_string_actions)
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            raise UserError(unknown_option(unknown[0], [action.dest for action in self._actions]))
+        return found
+
+    error = _ConfigParser.error
+
+
+def underscored(argv: list[str], known: Container[str]) -> list[str]:
+    """`--max-steps 5` -> `--max_steps 5` for known names; values and everything else stay as they are."""
+    found = []
+    for text in argv:
+        name, equals, value = text.partition("=")
+        replaced = "--" + name.removeprefix("--").replace("-", "_")
+        found.append(replaced + equals + value if name.startswith("--") and replaced in known else text)
+    return found
+
+
+def unknown_option(option: str, names: list[str]) -> str:
+    """Return the message for an option that does not exist."""
+    if not option.startswith("-"):
+        hint = "join several values with commas: n_layer=2,n_head=2" if "=" in option else ""
+        return f"unexpected argument '{option}'; {hint or 'pass text as --train_file and a recipe as --config'}"
+    name = option.lstrip("-").split("=")[0]
+    if (answer := OTHER_NAMES.get(name.replace("-", "_"))) and "config_overrides" in names:
+        return f"unknown option --{name}; {answer}"
+    return f"unknown option --{name}; {did_you_mean(name, names, '--')}"

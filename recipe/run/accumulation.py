@@ -1,0 +1,65 @@
+"""The micro-batches of an optimizer step: how large, how many, and their data."""
+
+from accelerate import Accelerator
+from torch import nn
+
+from recipe.checkpoint.load import RunState
+from recipe.config import TrainConfig
+from recipe.data.packed import PackedDataset
+from recipe.data.streaming import build_batches
+from recipe.hardware.choices import Choice
+from recipe.hardware.memory import estimate_row_bytes, find_micro_batch, micro_batch_candidates, smaller_micro_batch
+
+
+class Accumulation:
+    """Splits each step into micro-batches that fit into memory, and into smaller ones if they no longer do.
+
+    num_micro_batches: per step and process. batches: endless (input_ids, targets), int64 [micro_batch_size,
+    block_size] on the device.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        accelerator: Accelerator,
+        module: nn.Module,
+        dataset: PackedDataset,
+        choices: dict[str, Choice],
+    ) -> None:
+        """module: prepared; trial steps on it find the micro-batch size if the option is auto."""
+        self.config, self.accelerator, self.module, self.dataset = config, accelerator, module, dataset
+        self.candidates = micro_batch_candidates(config, accelerator.num_processes, accelerator.device)
+        row_bytes = estimate_row_bytes(
+            config, accelerator.unwrap_model(module).model.config, choices["precision"].value, "residual" in choices
+        )
+        self._set_size(find_micro_batch(accelerator, module, self.candidates, config, row_bytes))
+
+    def _set_size(self, micro_batch_size: int) -> None:
+        self.micro_batch_size = micro_batch_size
+        self.num_micro_batches = self.config.global_batch_size // (micro_batch_size * self.accelerator.num_processes)
+        self.accelerator.gradient_accumulation_steps, self.accelerator.step = self.num_micro_batches, 0
+
+    def start(self, state: RunState) -> None:
+        """Open the data at the run's position."""
+        self.batches = build_batches(
+            self.config, self.dataset, self.accelerator, self.micro_batch_size, state.step, state.position
+        )
+
+    def shrink(self, error: RuntimeError, state: RunState) -> str:
+        """After an out-of-memory error, prepare the same step with smaller micro-batches. Returns a message.
+
+        Raises any other error, and `UserError` if the micro-batch cannot be smaller.
+        """
+        self._set_size(
+            smaller_micro_batch(
+                error, self.config, self.candidates, self.micro_batch_size, self.accelerator.num_processes
+            )
+        )
+        self.module.zero_grad()  # the prepared optimizer ignores zero_grad in the middle of an accumulation
+        self.close()
+        self.start(state)
+        return f"out of memory in step {state.step + 1}: continuing with micro-batches of {self.micro_batch_size}"
+
+    def close(self) -> None:
+        """Stop the processes that build batches."""
+        self.batches.close()
