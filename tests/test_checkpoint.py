@@ -1,9 +1,10 @@
-"""Checkpoints: complete or absent, loadable as models, and exact to resume from."""
+"""Checkpoints are complete, load as models, and resume a run exactly; other runs and folders are safe."""
 
 import json
 import re
 import shlex
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,22 +12,32 @@ from conftest import BLOCK_SIZE, make_documents, read_events
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipe.checkpoint.load import find_checkpoint, list_checkpoints
+from recipe.checkpoint.load import RunState, find_checkpoint, list_checkpoints, read_state
+from recipe.checkpoint.manifest import seal_checkpoint
 from recipe.data.prepare import prepare_dataset
 from recipe.data.text import TextSource
 from recipe.data.tokenizer import load_tokenizer
 from recipe.errors import UserError
 
-DROPOUT = ["--config_overrides", "resid_pdrop=0.1,attn_pdrop=0.1"]
+LATEST = ["--resume_from_checkpoint", "latest"]
 
 
-def test_each_checkpoint_is_a_model_folder(train):
-    """`from_pretrained` loads model and tokenizer, they agree, and generation gives real tokens only."""
-    output_dir = train("--save_steps", "2", "--max_steps", "5")
-    assert [p.name for p in list_checkpoints(output_dir)] == ["checkpoint-2", "checkpoint-4", "checkpoint-5"]
-    for folder in [*list_checkpoints(output_dir), output_dir]:
-        model = AutoModelForCausalLM.from_pretrained(folder)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+@pytest.fixture(scope="module")
+def saved(train_shared):
+    """The folder of a run with checkpoint-2 and checkpoint-4."""
+    return train_shared("--save_steps", 2)
+
+
+@pytest.fixture
+def run_dir(tmp_path, saved):
+    return Path(shutil.copytree(saved, tmp_path / "run"))
+
+
+def test_each_checkpoint_is_a_model_folder(saved):
+    """`from_pretrained` loads model and tokenizer, they agree, and the model generates only real tokens."""
+    assert [p.name for p in list_checkpoints(saved)] == ["checkpoint-2", "checkpoint-4"]
+    for folder in [*list_checkpoints(saved), saved]:
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
         assert model.config.vocab_size == len(tokenizer) == 500
         assert model.config.eos_token_id == tokenizer.eos_token_id
         assert tokenizer.model_max_length == model.config.n_positions == BLOCK_SIZE
@@ -35,53 +46,78 @@ def test_each_checkpoint_is_a_model_folder(train):
         assert all(path.stat().st_mode & 0o044 for path in folder.iterdir())  # others may read
 
 
-@pytest.mark.parametrize("stop_at", [1, 5, 9])
-@pytest.mark.parametrize("extra", [[], DROPOUT, ["--per_device_train_batch_size", "2"]])
-def test_resume_is_exact(train, tmp_path, dataset, stop_at, extra):
-    """Stopped and resumed equals never stopped, bit for bit: losses, norms, weights, optimizer; also with dropout."""
+def test_nothing_in_a_checkpoint_is_executed(saved):
+    """It holds only JSON, safetensors and tensors that `weights_only=True` reads."""
+    checkpoint = saved / "checkpoint-4"
+    assert {p.suffix for p in checkpoint.iterdir()} <= {".json", ".safetensors", ".pt"}
+    for path in checkpoint.glob("*.pt"):
+        torch.load(path, weights_only=True)
+    load_file(checkpoint / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        ["--per_device_train_batch_size", "32"],
+        ["--per_device_train_batch_size", "32", "--config_overrides", "resid_pdrop=0.1,attn_pdrop=0.1"],
+        ["--per_device_train_batch_size", "2"],
+    ],
+)
+def test_resume_is_exact(train, tmp_path, dataset, extra):
+    """A stopped and resumed run has the losses, norms, weights and optimizer of an uninterrupted one, bit for bit."""
     options = ["--max_steps", "10", "--save_steps", "1", "--global_batch_size", "128", *extra]
-    options += [] if "--per_device_train_batch_size" in extra else ["--per_device_train_batch_size", "32"]
-    assert 2 * len(dataset.splits["train"]) < 10 * 128  # over two epoch ends
+    assert 2 * len(dataset.splits["train"]) < 10 * 128  # passes two ends of an epoch
     whole = train(*options, output_dir=tmp_path / "whole")
-    resumed = tmp_path / "resumed"
-    shutil.copytree(whole, resumed)
-    for checkpoint in list_checkpoints(resumed)[stop_at:]:
-        shutil.rmtree(checkpoint)
-    train(*options, "--resume_from_checkpoint", "latest", output_dir=resumed)
-    expected, found = read_events(whole, "train"), read_events(resumed, "train")
-    for key in ("step", "loss", "grad_norm", "learning_rate", "tokens_seen"):
-        assert [e[key] for e in found] == [e[key] for e in expected], key
-    assert (whole / "model.safetensors").read_bytes() == (resumed / "model.safetensors").read_bytes()
-    a, b = (torch.load(run / "checkpoint-10" / "optimizer.pt", weights_only=True) for run in (whole, resumed))
-    moments, found = a["optimizer"]["state"], b["optimizer"]["state"]
-    assert moments.keys() == found.keys()
-    assert all(torch.equal(moments[i][key], found[i][key]) for i in moments for key in moments[i])
-    assert all(torch.equal(a["guard"][key], b["guard"][key]) for key in a["guard"])
-    assert json.loads((resumed / "summary.json").read_text())["untrained"] == read_untrained(whole)
+    expected = torch.load(whole / "checkpoint-10" / "optimizer.pt", weights_only=True)
+    for stop_at in (1, 5, 9):
+        resumed = Path(shutil.copytree(whole, tmp_path / str(stop_at)))
+        for checkpoint in list_checkpoints(resumed)[stop_at:]:
+            shutil.rmtree(checkpoint)
+        train(*options, *LATEST, output_dir=resumed)
+        for key in ("step", "loss", "grad_norm", "learning_rate", "tokens_seen"):
+            found, uninterrupted = ([event[key] for event in read_events(run, "train")] for run in (resumed, whole))
+            assert found == uninterrupted, key
+        assert (whole / "model.safetensors").read_bytes() == (resumed / "model.safetensors").read_bytes()
+        found = torch.load(resumed / "checkpoint-10" / "optimizer.pt", weights_only=True)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        assert read_untrained(resumed) == read_untrained(whole)
 
 
 def read_untrained(output_dir):
     return json.loads((output_dir / "summary.json").read_text())["untrained"]
 
 
-def test_resume_from_a_path_and_of_a_finished_run(train, tmp_path, capsys):
-    """A checkpoint can be gone on with in another folder; a finished run only evaluates and exports again."""
-    first = train("--max_steps", "4", "--save_steps", "2", output_dir=tmp_path / "first")
-    second = train(
-        "--max_steps", "4", "--resume_from_checkpoint", str(first / "checkpoint-2"), output_dir=tmp_path / "b"
-    )
-    assert [e["step"] for e in read_events(second, "train")] == [3, 4]
-    before, summary = (first / "model.safetensors").read_bytes(), (first / "summary.json").read_text()
-    assert before == (second / "model.safetensors").read_bytes()
-    train("--max_steps", "4", "--save_steps", "2", "--resume_from_checkpoint", str(first), output_dir=first)
+def test_checkpoints_of_earlier_versions_resume(train, run_dir, saved):
+    """A state without the newest fields, and beside it the file `latest`, which no version reads."""
+    checkpoint = run_dir / "checkpoint-2"
+    (run_dir / "latest").write_text("checkpoint-4\n")
+    content = json.loads((checkpoint / "training_state.json").read_text())
+    for name in ("steps_chosen", "eval_rows", "mixed_precision", "num_processes"):
+        del content[name]
+    (checkpoint / "training_state.json").write_text(json.dumps(content))
+    assert {*RunState.__dataclass_fields__} < read_state(checkpoint).keys()
+    shutil.rmtree(run_dir / "checkpoint-4")
+    (checkpoint / "manifest.json").unlink()
+    seal_checkpoint(checkpoint, {})
+    train(*LATEST)
+    assert (run_dir / "model.safetensors").read_bytes() == (saved / "model.safetensors").read_bytes()
+
+
+def test_resume_in_another_folder_and_of_a_finished_run(train, tmp_path, run_dir, capsys):
+    """A checkpoint can be resumed in another folder; a finished run only evaluates and exports again."""
+    other = train("--resume_from_checkpoint", run_dir / "checkpoint-2", output_dir=tmp_path / "other")
+    assert [e["step"] for e in read_events(other, "train")] == [3, 4]
+    before, summary = (run_dir / "model.safetensors").read_bytes(), (run_dir / "summary.json").read_text()
+    assert before == (other / "model.safetensors").read_bytes()
+    train("--save_steps", "2", "--resume_from_checkpoint", run_dir)
     assert "all 4 steps are done" in capsys.readouterr().out
-    assert (first / "model.safetensors").read_bytes() == before
-    assert [e["step"] for e in read_events(first, "train")] == [1, 2, 3, 4]
-    assert (first / "summary.json").read_text() == summary
+    assert (run_dir / "model.safetensors").read_bytes() == before
+    assert [e["step"] for e in read_events(run_dir, "train")] == [1, 2, 3, 4]
+    assert (run_dir / "summary.json").read_text() == summary
 
 
 def test_save_total_limit(train):
-    """The newest are kept; a half-written checkpoint is neither counted nor found."""
+    """The newest checkpoints stay; a partial one and other folders are neither counted nor found."""
     output_dir = train("--max_steps", "7", "--save_steps", "2", "--save_total_limit", "2")
     assert [p.name for p in list_checkpoints(output_dir)] == ["checkpoint-6", "checkpoint-7"]
     (output_dir / ".checkpoint-9.partial").mkdir()
@@ -89,34 +125,25 @@ def test_save_total_limit(train):
     assert find_checkpoint(output_dir, "latest").name == "checkpoint-7"
 
 
-def test_nothing_in_a_checkpoint_is_executed(train):
-    """JSON, safetensors and tensors that `weights_only=True` reads."""
-    checkpoint = train("--save_steps", "4") / "checkpoint-4"
-    assert {p.suffix for p in checkpoint.iterdir()} <= {".json", ".safetensors", ".pt", ".txt"}
-    for path in checkpoint.glob("*.pt"):
-        torch.load(path, weights_only=True)
-    load_file(checkpoint / "model.safetensors")
-
-
 def test_no_checkpoint_to_resume_from(train, tmp_path):
-    """A run never starts over silently."""
+    """A run never starts over silently, and the advice mentions only what is possible."""
     with pytest.raises(UserError, match="there is no checkpoint in"):
-        train("--resume_from_checkpoint", "latest")
+        train(*LATEST)
     with pytest.raises(UserError, match="is not a checkpoint"):
         train("--resume_from_checkpoint", str(tmp_path))
-    without = train()
-    with pytest.raises(UserError) as caught:  # what cannot be done is not advised
+    without = train("--max_steps", "1")
+    with pytest.raises(UserError, match="holds another run") as caught:
         train(output_dir=without)
-    assert "holds another run" in str(caught.value) and "--resume" not in str(caught.value)
+    assert "--resume" not in str(caught.value)
 
 
-def test_the_advice_for_a_folder_that_holds_a_run_works(train):
-    """Other options are refused; the command that is advised resumes the run with its own."""
+def test_the_advice_for_a_folder_with_a_run_works(train):
+    """A run with other options is refused; the suggested command resumes the old run with its own."""
     output_dir = train("--save_steps", "4", "--seed", "5")
     with pytest.raises(UserError) as caught:
         train(output_dir=output_dir)
-    advised = re.search(r"resume it \((.*?train.py) (--resume.*?)\)", str(caught.value))[2]
-    train(*shlex.split(advised), alone=True)
+    suggested = re.search(r"resume it \((.*?train.py) (--resume.*?)\)", str(caught.value))[2]
+    train(*shlex.split(suggested), alone=True)
 
 
 @pytest.mark.parametrize(
@@ -129,77 +156,61 @@ def test_the_advice_for_a_folder_that_holds_a_run_works(train):
         (["--seed", "1", "--global_batch_size", "8"], "global_batch_size 4 -> 8; seed 1337 -> 1"),
     ],
 )
-def test_another_runs_checkpoint_is_refused(train, change, expected):
-    """What decides the numbers must agree; the differences are listed."""
-    train("--save_steps", "4")
+def test_a_checkpoint_of_other_options_is_refused(train, run_dir, change, expected):
+    """Whatever changes the numbers must agree; the message lists the differences."""
     with pytest.raises(UserError, match=expected):
-        train(*change, "--resume_from_checkpoint", "latest")
+        train(*change, *LATEST)
 
 
-def test_another_dataset_is_refused(train, tmp_path, tokenizer_dir):
-    train("--save_steps", "4")
+def test_a_checkpoint_of_another_dataset_is_refused(train, run_dir, tmp_path, tokenizer_dir):
+    """The message identifies the datasets by their hashes."""
     (tmp_path / "other.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in make_documents(99, seed=4)))
     source = TextSource(train_files=(str(tmp_path / "other.jsonl"),))
     prepare_dataset(source, tmp_path / "other", BLOCK_SIZE, load_tokenizer(str(tokenizer_dir)))
-    with pytest.raises(UserError, match="was made with other options: dataset [0-9a-f]{12} -> "):
-        train("--resume_from_checkpoint", "latest", dataset_dir=tmp_path / "other")
+    with pytest.raises(UserError, match="other options: dataset [0-9a-f]{12} -> "):
+        train(*LATEST, dataset_dir=tmp_path / "other")
 
 
-def test_what_may_change_on_resume(train, tmp_path):
-    """Micro-batch, logging and saving are the hardware's and the user's business."""
-    train("--max_steps", "4", "--save_steps", "2", "--per_device_train_batch_size", "4", output_dir=tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "checkpoint-4")
-    again = train(
-        "--max_steps",
-        "4",
-        "--save_steps",
-        "1",
-        "--per_device_train_batch_size",
-        "1",
-        "--logging_steps",
-        "2",
-        "--resume_from_checkpoint",
-        "latest",
-        output_dir=tmp_path / "run",
-    )
-    assert list_checkpoints(again)[-1].name == "checkpoint-4"
+def test_what_may_change_on_resume(train, run_dir):
+    """Micro-batch, logging and saving are not part of a run's identity."""
+    shutil.rmtree(run_dir / "checkpoint-4")
+    train("--save_steps", "1", "--per_device_train_batch_size", "1", "--logging_steps", "2", *LATEST)
+    assert [p.name for p in list_checkpoints(run_dir)] == ["checkpoint-2", "checkpoint-3", "checkpoint-4"]
 
 
-def test_another_runs_folder_is_not_touched(train, tmp_path):
-    """An output folder with a run in it is refused, and `--overwrite` removes that run's files and nothing else."""
-    output_dir = train("--save_steps", "4")
-    (output_dir / "my_notes.txt").write_text("keep")
-    (output_dir / "lora.safetensors").write_text("keep")
-    (output_dir / "checkpoint-best").mkdir()
+def test_only_overwrite_replaces_another_run(train, run_dir):
+    """A folder with a run is refused; `--overwrite` deletes that run's files and nothing else."""
+    (run_dir / "my_notes.txt").write_text("keep")
+    (run_dir / "lora.safetensors").write_text("keep")
+    (run_dir / "checkpoint-best").mkdir()
     with pytest.raises(UserError, match=r"holds another run .*resume_from_checkpoint auto.*\(--overwrite\)"):
         train()
-    assert (output_dir / "checkpoint-4").is_dir()
-    with pytest.raises(UserError, match="does not divide"):  # a mistake elsewhere must not cost the old run
+    assert (run_dir / "checkpoint-4").is_dir()
+    with pytest.raises(UserError, match="does not divide"):  # another mistake must not cost the old run
         train("--overwrite", "--per_device_train_batch_size", "3")
-    assert (output_dir / "checkpoint-4").is_dir()
+    assert (run_dir / "checkpoint-4").is_dir()
     train("--overwrite", "--max_steps", "1")
-    assert not list_checkpoints(output_dir) and (output_dir / "my_notes.txt").read_text() == "keep"
-    assert (output_dir / "lora.safetensors").exists() and (output_dir / "checkpoint-best").is_dir()
-    assert len(read_events(output_dir, "train")) == 1
+    assert not list_checkpoints(run_dir) and (run_dir / "my_notes.txt").read_text() == "keep"
+    assert (run_dir / "lora.safetensors").exists() and (run_dir / "checkpoint-best").is_dir()
+    assert len(read_events(run_dir, "train")) == 1
 
 
-def test_output_dir_that_cannot_be_written(train, tmp_path):
+def test_a_checkpoint_is_not_resumed_in_another_runs_folder(train, tmp_path, saved, run_dir):
+    """The other run stays as it is."""
+    with pytest.raises(UserError, match="run holds another run"):
+        train("--resume_from_checkpoint", saved / "checkpoint-2")
+    assert (run_dir / "checkpoint-4").is_dir()
+
+
+def test_an_output_dir_below_a_file(train, tmp_path):
+    """The error names what is not a folder."""
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="is not a writable folder"):
         train(output_dir=tmp_path / "file" / "run")
 
 
-def test_resuming_does_not_overrun_another_run(train, tmp_path):
-    """A checkpoint of one run is not gone on with in the folder of another."""
-    first = train("--save_steps", "2", output_dir=tmp_path / "first")
-    other = train("--save_steps", "4", "--seed", "7", output_dir=tmp_path / "other")
-    with pytest.raises(UserError, match="other holds another run"):
-        train("--resume_from_checkpoint", str(first / "checkpoint-2"), output_dir=other)
-    assert (other / "checkpoint-4").is_dir()
-
-
 def test_a_folder_of_something_else(train, tmp_path):
-    """A project's README or another model's config is not replaced."""
+    """A run does not replace a project's README or another model's config."""
     (tmp_path / "project").mkdir()
     (tmp_path / "project" / "README.md").write_text("a project")
     with pytest.raises(UserError, match=r"holds files that a run would replace \(README.md\)"):
