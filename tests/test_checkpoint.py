@@ -60,7 +60,7 @@ def test_nothing_in_a_checkpoint_is_executed(saved):
     [
         ["--per_device_train_batch_size", "32"],
         ["--per_device_train_batch_size", "32", "--config_overrides", "resid_pdrop=0.1,attn_pdrop=0.1"],
-        ["--per_device_train_batch_size", "2"],
+        ["--per_device_train_batch_size", "16"],
     ],
 )
 def test_resume_is_exact(train, tmp_path, dataset, extra):
