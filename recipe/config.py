@@ -30,17 +30,12 @@ PROFILED_STEPS = 3
 PROFILE_AFTER_STEPS = 10  # the meaning of a bare --profile: compilation and warm-up are over
 DATA_SOURCES = ("dataset_dir", "train_file", "dataset_name")
 TEXT_OPTIONS = (  # how train_file and dataset_name are read
-    "validation_file",
-    "dataset_config_name",
-    "dataset_split",
-    "text_column_name",
-    "document_separator",
-    "validation_split_percentage",
-    "skip_bad_files",
-)
+    "validation_file dataset_config_name dataset_split text_column_name document_separator "
+    "validation_split_percentage skip_bad_files"
+).split()
 SCHEDULE_OPTIONS = ("max_steps", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")
 # transformers.SchedulerType, whose module imports torch. A test keeps the two equal.
-SCHEDULES = (
+SCHEDULES = [
     "linear",
     "cosine",
     "cosine_with_restarts",
@@ -53,7 +48,7 @@ SCHEDULES = (
     "cosine_warmup_with_min_lr",
     "warmup_stable_decay",
     "greedy",
-)
+]
 
 
 def _field(default: Any, text: str, **metadata: Any) -> Any:
