@@ -30,25 +30,20 @@ PROFILED_STEPS = 3
 PROFILE_AFTER_STEPS = 10  # the meaning of a bare --profile: compilation and warm-up are over
 DATA_SOURCES = ("dataset_dir", "train_file", "dataset_name")
 TEXT_OPTIONS = (  # how train_file and dataset_name are read
-    "validation_file dataset_config_name dataset_split text_column_name document_separator "
-    "validation_split_percentage skip_bad_files"
-).split()
+    "validation_file",
+    "dataset_config_name",
+    "dataset_split",
+    "text_column_name",
+    "document_separator",
+    "validation_split_percentage",
+    "skip_bad_files",
+)
 SCHEDULE_OPTIONS = ("max_steps", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")
 # transformers.SchedulerType, whose module imports torch. A test keeps the two equal.
-SCHEDULES = [
-    "linear",
-    "cosine",
-    "cosine_with_restarts",
-    "polynomial",
-    "constant",
-    "constant_with_warmup",
-    "inverse_sqrt",
-    "reduce_lr_on_plateau",
-    "cosine_with_min_lr",
-    "cosine_warmup_with_min_lr",
-    "warmup_stable_decay",
-    "greedy",
-]
+SCHEDULES = (
+    "linear cosine cosine_with_restarts polynomial constant constant_with_warmup inverse_sqrt reduce_lr_on_plateau "
+    "cosine_with_min_lr cosine_warmup_with_min_lr warmup_stable_decay greedy"
+)
 
 
 def _field(default: Any, text: str, **metadata: Any) -> Any:
@@ -309,11 +304,9 @@ def _check_rules(config: TrainConfig) -> None:
         not config.dataloader_num_workers or config.data_placement == "mmap",
         f"--dataloader_num_workers requires --data_placement mmap, got {config.data_placement}",
     )
-    require(
-        config.lr_scheduler_type in SCHEDULES,
-        f"unknown lr_scheduler_type '{config.lr_scheduler_type}'; "
-        f"{did_you_mean(config.lr_scheduler_type, SCHEDULES)} (one of {', '.join(SCHEDULES)})",
-    )
+    schedule, known = config.lr_scheduler_type, SCHEDULES.split()
+    hint = f"{did_you_mean(schedule, known)} (one of {', '.join(known)})"
+    require(schedule in known, f"unknown lr_scheduler_type '{schedule}'; {hint}")
     require(
         config.warmup_steps < 1 or config.warmup_steps == int(config.warmup_steps),
         f"warmup_steps must be an integer, or a fraction of max_steps below 1, got {config.warmup_steps}",
