@@ -15,9 +15,7 @@ PACKAGES = ("torch", "transformers", "accelerate", "datasets", "evaluate", "toke
 
 def count_cpus() -> int:
     """Count the CPUs that this process may use; a container or scheduler may allow fewer than the machine has."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def count_local_processes(num_processes: int) -> int:

@@ -31,9 +31,9 @@ class LineStream:
 class PreparationProgress(tqdm):
     """Bytes of text read, with MB/s and ETA, and the documents and tokens in them."""
 
-    def __init__(self, num_bytes: int | None, num_bytes_done: int = 0) -> None:
-        """num_bytes: of the whole text, or None if unknown; num_bytes_done: by an interrupted run."""
-        self.num_documents = self.num_tokens = 0
+    num_documents = num_tokens = 0
+
+    def __init__(self, num_bytes: int | None, num_bytes_done: int) -> None:
         options = {"unit": "B", "unit_scale": True, "dynamic_ncols": True, **progress_target()}
         super().__init__(desc="prepare", total=num_bytes, initial=num_bytes_done, **options)
 

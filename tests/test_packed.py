@@ -492,16 +492,16 @@ def test_a_separator_that_never_occurs_is_reported(tmp_path, documents, jsonl_fi
     source = TextSource((str(tmp_path / "*.txt"),), document_separator="<sep>")
     prepare_dataset(source, tmp_path / "d", 4, tokenizer)
     warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
-    assert warnings == ["warning: the document separator '<sep>' never occurs; each .txt file is one document"]
+    assert warnings == ["warning: --document_separator '<sep>' has no effect: no .txt file holds it"]
     (tmp_path / "49.txt").write_text("the end<sep>")
     prepare_dataset(source, tmp_path / "e", 4, tokenizer)
     assert "warning" not in capsys.readouterr().out
     one = TextSource((str(tmp_path / "0.txt"),), document_separator="<sep>")
     with pytest.raises(UserError, match="there is only one document; .* --document_separator that occurs"):
         prepare_dataset(one, tmp_path / "f", 4, tokenizer)
-    assert "warning: the document separator '<sep>' never occurs; each" in capsys.readouterr().out
+    assert "warning: --document_separator '<sep>' has no effect" in capsys.readouterr().out
     prepare_dataset(TextSource((str(jsonl_file),), document_separator="x"), tmp_path / "g", 4, tokenizer)
-    assert "warning: --document_separator has no effect: it cuts .txt files" in capsys.readouterr().out
+    assert "warning: --document_separator 'x' has no effect" in capsys.readouterr().out
 
 
 def test_the_summary_explains_documents_longer_than_a_row(tmp_path, tokenizer_dir, capsys):

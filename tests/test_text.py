@@ -40,7 +40,9 @@ def joined(pieces: Iterable[Piece]) -> list[tuple[str, str]]:
 
 
 def documents_of(path) -> list[str]:
-    return [text for _, text in joined(Piece("train", *part) for part in read_file(str(path), "text", None))]
+    return [
+        text for _, text in joined(Piece("train", *part) for part in read_file(str(path), "text", None, ReadReport()))
+    ]
 
 
 def split_documents(documents, percentage):
@@ -95,7 +97,7 @@ def test_long_documents_come_in_pieces(monkeypatch, piece_characters, separator)
     monkeypatch.setattr(files, "HASHED_CHARACTERS", 1)
     monkeypatch.setattr(files, "BLOCK_BYTES", 7)  # block ends fall inside characters and separators
     text = "<|sep|>".join(make_documents(5)) + "\n\nüber\n\n\n end "
-    parts = list(read_text(io.BytesIO(text.encode()), separator))
+    parts = list(read_text(io.BytesIO(text.encode()), separator, ReadReport()))
     found = [document for _, document in joined(Piece("train", *part) for part in parts)]
     assert found == (text.split(separator) if separator else [text])
     if piece_characters == 10 and separator is None:
@@ -322,7 +324,11 @@ def test_rows_without_text_are_skipped(tmp_path):
 def test_blank_documents_are_skipped(tmp_path):
     """Empty files and blank parts between separators are not documents."""
     (tmp_path / "a.txt").write_text("\n\n".join(["", "one", "", "two", "", " \n ", "three", "", ""]))
-    assert [text for text, _ in read_file(str(tmp_path / "a.txt"), "text", "\n\n")] == ["one", "two", "three"]
+    assert [text for text, _ in read_file(str(tmp_path / "a.txt"), "text", "\n\n", ReadReport())] == [
+        "one",
+        "two",
+        "three",
+    ]
     (tmp_path / "b.txt").write_text("")
     (tmp_path / "c.txt").write_text(" \n\t\n")
     assert documents_of(tmp_path / "b.txt") == documents_of(tmp_path / "c.txt") == []
@@ -332,7 +338,11 @@ def test_the_separator_matches_windows_line_breaks(tmp_path, monkeypatch):
     """Even if a block ends within the separator."""
     monkeypatch.setattr(files, "BLOCK_BYTES", 3)  # block ends fall inside the separator
     (tmp_path / "a.txt").write_bytes(b"one\r\nline\r\n\r\ntwo\n\nthree")
-    assert [text for text, _ in read_file(str(tmp_path / "a.txt"), "text", "\n\n")] == ["one\r\nline", "two", "three"]
+    assert [text for text, _ in read_file(str(tmp_path / "a.txt"), "text", "\n\n", ReadReport())] == [
+        "one\r\nline",
+        "two",
+        "three",
+    ]
 
 
 def test_a_json_array_may_start_with_a_byte_order_mark(tmp_path):

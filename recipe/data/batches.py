@@ -22,9 +22,8 @@ FEISTEL_ROUNDS = 6
 def example_rows(examples: np.ndarray, num_rows: int, seed: int) -> np.ndarray:
     """Return the row of each training example. examples: int64 [n], counted from the start of the run.
 
-    A Feistel network permutes the smallest even number of bits that holds num_rows, repeated until the result is
-    below num_rows (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). It needs no memory and, unlike
-    numpy's generators, cannot change with a library version.
+    A Feistel network over the smallest even number of bits that holds num_rows, repeated until the result is below
+    num_rows (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). No library version can change it.
     """
     epochs, positions = np.divmod(examples, num_rows)
     half_bits = max(1, (int(num_rows - 1).bit_length() + 1) // 2)
@@ -105,9 +104,8 @@ def build_train_batches(
 ) -> TrainBatches:
     """Build the batches of a packed dataset.
 
-    placement: where rows are read from: "mmap" (the file), "ram" (loaded into memory first) or "device" (all tokens
-    are on the device and indexed there). "python_lists" builds batches row by row, as many tutorials do; it exists
-    to be measured.
+    placement: read rows from the file ("mmap"), from memory ("ram") or from the device ("device"). "python_lists"
+    builds batches row by row, as many tutorials do; it exists to be measured.
     """
     if placement == "device":
         batches = _index_on_device(split, order, device)
@@ -149,11 +147,10 @@ def _index_on_device(split: PackedSplit, order: TrainOrder, device: torch.device
 def iterate_validation(
     split: PackedSplit, num_rows: int, batch_size: int, process_index: int, num_processes: int
 ) -> Iterator[tuple[np.ndarray, int]]:
-    """Yield `num_rows` rows spread evenly over the split, each on one process only.
+    """Yield (rows int64 [batch_size, block_size + 1], number of rows that count), spread evenly over the split.
 
-    Yields (rows int64 [batch_size, block_size + 1], number of rows that count). All processes get the same number of
-    batches (else they would hang) of the same shape (else the graph would be compiled twice), so the last rows may
-    repeat others; they do not count.
+    All processes get the same number of batches (else they would hang) of the same shape (else the graph would be
+    compiled twice), so the last rows may repeat others; they do not count.
     """
     num_batches = -(-num_rows // (batch_size * num_processes))
     for batch in range(num_batches):

@@ -36,14 +36,13 @@ class Encoded(NamedTuple):
     num_bytes: int  # of text
 
 
-EncodePieces = Callable[[Sequence[Piece]], Encoded]
-
-
 class NotEqual(Exception):
     """The reason why tiktoken cannot replace a tokenizer."""
 
 
-def build_encoder(tokenizer: PreTrainedTokenizerBase, sample: Sequence[Piece]) -> tuple[EncodePieces, str, bool]:
+def build_encoder(
+    tokenizer: PreTrainedTokenizerBase, sample: Sequence[Piece]
+) -> tuple[Callable[[Sequence[Piece]], Encoded], str, bool]:
     """Choose the encoder for pieces of one split by the first pieces of the corpus.
 
     Returns the encoder, a description, and whether it can encode a document piece by piece. Raises `UserError` if the
@@ -124,7 +123,7 @@ def build_text_encoder(tokenizer: PreTrainedTokenizerBase, sample: Sequence[str]
 
 
 def encode_pieces(
-    encode: EncodePieces, pieces: Iterable[Piece], num_workers: int
+    encode: Callable[[Sequence[Piece]], Encoded], pieces: Iterable[Piece], num_workers: int
 ) -> Iterator[tuple[int, list[Encoded]]]:
     """Yield batches of (number of pieces, tokens of each split) in reading order, whatever the number of threads.
 

@@ -38,9 +38,7 @@ class ReadReport:
     duplicates_of_validation: int = 0  # training documents
 
 
-def read_file(
-    path: str, text_column_name: str, separator: str | None, report: ReadReport | None = None
-) -> Iterator[Part]:
+def read_file(path: str, text_column_name: str, separator: str | None, report: ReadReport) -> Iterator[Part]:
     """Yield the nonblank documents of a file. Raises `UserError` naming the file if it cannot be read."""
     kind = kind_of(path)
     try:
@@ -49,8 +47,10 @@ def read_file(
             return
         if kind == ".parquet":
             rows = _read_parquet(path, text_column_name)
+        elif kind == ".csv":
+            rows = csv.DictReader(io.TextIOWrapper(open_stream(path), encoding="utf-8-sig", newline=""))
         else:
-            rows = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv}[kind](open_stream(path))
+            rows = (_read_jsonl if kind == ".jsonl" else _read_json)(open_stream(path))
         yield from ((text, True) for text in texts_of(rows, text_column_name, path))
     except GeneratorExit:  # at interpreter exit, the names below may no longer exist
         raise
@@ -61,7 +61,7 @@ def read_file(
         raise UserError(f"cannot read {path}: {reason}") from error
 
 
-def read_text(stream: BinaryIO, separator: str | None, report: ReadReport | None = None) -> Iterator[Part]:
+def read_text(stream: BinaryIO, separator: str | None, report: ReadReport) -> Iterator[Part]:
     """Yield the nonblank documents of a UTF-8 stream, cut at each separator; long documents come in pieces.
 
     A line break in the separator also matches a Windows line break.
@@ -75,8 +75,7 @@ def read_text(stream: BinaryIO, separator: str | None, report: ReadReport | None
         buffer += decoder.decode(block, final=at_end)
         if pattern is not None:
             *documents, buffer = pattern.split(buffer)
-            if report is not None:
-                report.num_separators += len(documents)
+            report.num_separators += len(documents)
             for text in documents:
                 if begun or text.strip():
                     yield text, True
@@ -129,10 +128,6 @@ def _as_row(row: object, where: str) -> dict:
     return row
 
 
-def _read_csv(stream: BinaryIO) -> Iterator[dict]:
-    return csv.DictReader(io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""))
-
-
 def _read_parquet(path: str, column: str) -> Iterator[dict]:
     file = pq.ParquetFile(path)
     columns = [column] if column in file.schema_arrow.names else None  # all, for the error message of `texts_of`
@@ -160,11 +155,8 @@ def texts_of(rows: Iterable[dict], column: str, where: str) -> Iterator[Text]:
             continue
         if not isinstance(text, (str, type(None))):
             raise UserError(f"{where}, row {number}: column '{column}' holds {type(text).__name__}, not text")
-        if text and not text.isascii():
-            try:
-                text.encode("utf-8")
-            except UnicodeEncodeError:  # JSON can escape half a surrogate pair, which is not a character
-                text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+        if text and not text.isascii():  # JSON can escape half a surrogate pair, which is not a character
+            text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
         if text and not text.isspace():
             yield text
 

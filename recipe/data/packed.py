@@ -118,10 +118,8 @@ class PackedSplit:
 def pack_rows(stream: np.ndarray, block_size: int) -> np.ndarray:
     """Return the rows that a stream fills: [tokens] -> [rows, block_size + 1], overlapping by one token."""
     num_rows = max(0, len(stream) - 1) // block_size
-    if not num_rows:
-        return np.empty((0, block_size + 1), stream.dtype)
-    windows = np.lib.stride_tricks.sliding_window_view(stream, block_size + 1)
-    return np.ascontiguousarray(windows[::block_size][:num_rows])
+    strides = (block_size * stream.strides[0], stream.strides[0])
+    return np.lib.stride_tricks.as_strided(stream, (num_rows, block_size + 1), strides).copy()
 
 
 def open_packed_dataset(directory: Path, block_size: int | None = None) -> PackedDataset:

@@ -9,14 +9,14 @@ import itertools
 import json
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from recipe.config import TEXT_OPTIONS, TrainConfig
 from recipe.data.documents import Piece, hash64
-from recipe.data.encoder import EncodePieces, build_encoder, encode_pieces, join_pieces
+from recipe.data.encoder import build_encoder, encode_pieces, join_pieces
 from recipe.data.files import ReadReport
 from recipe.data.packed import FORMAT_VERSION, PackedDataset, open_packed_dataset
 from recipe.data.text import TextSource, name_of_text
@@ -45,9 +45,8 @@ def prepare_dataset(
 ) -> PackedDataset:
     """Prepare `directory`, or open it if it was prepared from the same input, tokenizer and options.
 
-    Without a tokenizer, trains a byte-level BPE of up to tokenizer_vocab_size tokens on the training documents.
-    Raises `UserError` for bad input, and if `directory` holds anything else. `overwrite` replaces another packed
-    dataset (and nothing else) when the new one is complete.
+    Without a tokenizer, trains a byte-level BPE of up to tokenizer_vocab_size tokens. Raises `UserError` for bad
+    input, and if `directory` holds anything else; `overwrite` replaces another packed dataset, and nothing else.
     """
     fingerprint = fingerprint_of(source, block_size, tokenizer, tokenizer_vocab_size)
     if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
@@ -109,16 +108,16 @@ def _pack(
             if source.shard_index:  # separate validation text goes into the first shard only
                 pieces = (piece for piece in pieces if piece.split == "train")
         pieces = itertools.islice(pieces, writer.pieces_done, None)
-        done, uncommitted = writer.pieces_done, 0
+        uncommitted = 0
         with PreparationProgress(source.num_bytes, writer.num_bytes_done) as progress:
             for num_pieces, batch in encode_pieces(encode, pieces, num_workers):
                 for split, ids, ends, num_bytes in batch:
                     writer.splits[split].add(ids, num_bytes, ends)
                     uncommitted += num_bytes
                     progress.add(len(ends), num_bytes, len(ids))
-                done += num_pieces
+                writer.pieces_done += num_pieces
                 if uncommitted >= COMMIT_BYTES:
-                    writer.commit(done)
+                    writer.commit()
                     uncommitted = 0
         for reason in report.skipped[:10]:
             say(f"skipped: {reason}")
@@ -131,15 +130,15 @@ def _pack(
             "skipped_files": len(report.skipped),
             "duplicates_of_validation": report.duplicates_of_validation,
         }
-        if unused_separator := source.describe_unused_separator(report):
-            say(f"warning: {unused_separator}")
+        if source.document_separator is not None and not report.num_separators:
+            say(f"warning: --document_separator {source.document_separator!r} has no effect: no .txt file holds it")
         shard = (source.shard_index, source.num_shards)
         return writer.finish(tokenizer, description, fingerprint, shard, source.whole_sha256)
 
 
 def open_pieces(
     source: TextSource, tokenizer: PreTrainedTokenizerBase, report: ReadReport | None = None
-) -> tuple[EncodePieces, str, Iterator[Piece]]:
+) -> tuple[Callable, str, Iterator[Piece]]:
     """Return the encoder for a text, its description, and the pieces of the text for it."""
     pieces = source.pieces(report, tokenizer.eos_token_id)
     sample, characters = deque(), 0

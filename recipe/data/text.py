@@ -111,11 +111,8 @@ class TextSource:
     def describe(self) -> dict:
         """Return the source as the metadata of a prepared dataset records it."""
         held_out = None if self.has_validation else self.validation_split_percentage
-        if self.dataset_name:
-            description = {"dataset_name": self.dataset_name, "dataset_config_name": self.dataset_config_name}
-        else:
-            description = {"train_files": list(self.train_files), "validation_files": list(self.validation_files)}
-        return {**description, "validation_split_percentage": held_out}
+        names = ("dataset_name", "dataset_config_name") if self.dataset_name else ("train_files", "validation_files")
+        return {**{name: getattr(self, name) for name in names}, "validation_split_percentage": held_out}
 
     def describe_emptiness(self, report: ReadReport) -> str:
         """Return the message for a source without training documents. report: of reading all of it."""
@@ -124,14 +121,6 @@ class TextSource:
         if report.skipped:
             return f"{where}: skipped files: {len(report.skipped):,}, the first because: {report.skipped[0]}"
         return f"{where}: it is empty or holds only white space"
-
-    def describe_unused_separator(self, report: ReadReport) -> str | None:
-        """Return why document_separator had no effect, or None if it had. report: of reading all of the source."""
-        if self.document_separator is None or report.num_separators:
-            return None
-        if not any(kind_of(path) == ".txt" for path in self.files):
-            return "--document_separator has no effect: it cuts .txt files, and the text has none"
-        return f"the document separator {self.document_separator!r} never occurs; each .txt file is one document"
 
     @functools.cached_property
     def revision(self) -> str | None:

@@ -31,7 +31,7 @@ ARROW_END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"  # of the Arrow IPC st
 class SplitWriter:
     """Writes token ids as the rows of one split, in the layout that `datasets.load_from_disk` reads.
 
-    It writes the Arrow stream message by message, so a later process can truncate it to any `commit` and resume.
+    The Arrow stream is written message by message, so a later process can truncate it to any `commit` and resume.
     """
 
     def __init__(
@@ -48,25 +48,25 @@ class SplitWriter:
         if saved is None:
             self.directory.mkdir(parents=True)
             size = path.write_bytes(self.features.arrow_schema.serialize())
+            # batches: [offset of the ids in the file, rows] of each; document_tokens: of the document that has begun
             saved = {"sha256": "", "document_tokens": 0, "batches": [], "pending": []}
             saved |= {"file_bytes": size, "counts": dict.fromkeys(COUNTS, 0)}
+        self.state, self.counts = saved, saved["counts"]
+        self.pending = [np.array(saved["pending"], self.dtype)]
         self.file = open(path, "r+b")  # noqa: SIM115 (close() closes it)
         self.file.truncate(saved["file_bytes"])
         self.file.seek(0, os.SEEK_END)
-        self.counts, self.sha256 = saved["counts"], saved["sha256"]
-        self.document_tokens = saved["document_tokens"]  # of the document that has begun
-        self.batches: list[list[int]] = saved["batches"]  # [offset of the ids in the file, rows] of each record batch
-        self.pending = [np.array(saved["pending"], self.dtype)]
 
     def add(self, ids: np.ndarray, num_bytes: int, ends: np.ndarray) -> None:
         """Append documents or parts of them. ids: integers [tokens]; ends: positions after their end-of-text ids."""
         self.pending.append(ids)
-        lengths = np.diff(ends, prepend=-self.document_tokens)
+        begun = self.state["document_tokens"]
+        lengths = np.diff(ends, prepend=-begun)
         long_ones = lengths[lengths > self.block_size]
         self.counts["documents"] += len(ends)
         self.counts["long_documents"] += len(long_ones)
         self.counts["tokens_in_long_documents"] += int(long_ones.sum())
-        self.document_tokens = len(ids) - int(ends[-1]) if len(ends) else self.document_tokens + len(ids)
+        self.state["document_tokens"] = len(ids) - int(ends[-1]) if len(ends) else begun + len(ids)
         self.counts["tokens"] += len(ids)
         self.counts["bytes"] += num_bytes
 
@@ -84,24 +84,19 @@ class SplitWriter:
         rows = pack_rows(stream, self.block_size)
         num_rows = len(rows)
         if num_rows:
-            self.sha256 = hashlib.sha256(self.sha256.encode() + hashlib.sha256(rows.data).digest()).hexdigest()
+            hashed = self.state["sha256"].encode() + hashlib.sha256(rows.data).digest()
+            self.state["sha256"] = hashlib.sha256(hashed).hexdigest()
             column = pa.FixedSizeListArray.from_arrays(pa.array(rows.reshape(-1)), self.block_size + 1)
             message = pa.record_batch([column], schema=self.features.arrow_schema).serialize()
             values = pa.ipc.read_record_batch(message, self.features.arrow_schema).column(0).values.buffers()[1]
-            self.batches.append([self.file.tell() + values.address - message.address, num_rows])
+            self.state["batches"].append([self.file.tell() + values.address - message.address, num_rows])
             self.file.write(message)
             self.counts["rows"] += num_rows
         self.pending = [stream[num_rows * self.block_size :].copy()]  # starts with the last token written
         self.file.flush()
         os.fsync(self.file.fileno())
-        return {
-            "file_bytes": self.file.tell(),
-            "counts": dict(self.counts),
-            "sha256": self.sha256,
-            "document_tokens": self.document_tokens,
-            "batches": list(self.batches),
-            "pending": self.pending[0].tolist(),
-        }
+        self.state |= {"file_bytes": self.file.tell(), "pending": self.pending[0].tolist()}
+        return self.state
 
     def close(self) -> dict:
         """Write the remaining rows and the files that `datasets` needs. Returns the metadata of the split."""
@@ -111,9 +106,9 @@ class SplitWriter:
         import datasets
 
         datasets.DatasetInfo(features=self.features).write_to_directory(str(self.directory))
-        batches = [[DATA_NAME, offset, num_rows] for offset, num_rows in self.batches]
+        batches = [[DATA_NAME, offset, num_rows] for offset, num_rows in self.state["batches"]]
         layout = {"block_size": self.block_size, "dtype": np.dtype(self.dtype).name, "batches": batches}
-        return {**self.counts, **write_index(self.directory, self.split, self.sha256, [DATA_NAME], layout)}
+        return {**self.counts, **write_index(self.directory, self.split, self.state["sha256"], [DATA_NAME], layout)}
 
 
 def write_index(directory: Path, split: str, sha256: str, files: list[str], layout: dict) -> dict:
@@ -130,16 +125,13 @@ def write_index(directory: Path, split: str, sha256: str, files: list[str], layo
 class PackedWriter:
     """Writes a packed dataset to a hidden folder next to its final name, and resumes an interrupted one.
 
-    `pieces_done` counts the pieces of the source that it already holds; do not add those again.
+    `pieces_done` counts the pieces of the source that it holds. Raises `UserError` if another process prepares it.
     """
 
     def __init__(
         self, directory: Path, identity: str, block_size: int, vocab_size: int, overwrite: bool = False
     ) -> None:
-        """identity: hash of everything that determines the content; only the same one resumes an interrupted run.
-
-        Raises `UserError` if another process is preparing the same dataset.
-        """
+        """identity: hash of everything that determines the content; an interrupted run resumes only if it is equal."""
         self.directory, self.identity, self.block_size, self.overwrite = directory, identity, block_size, overwrite
         self.partial = directory.with_name(f".{directory.name}.partial")
         self.replaced = directory.with_name(f".{directory.name}.replaced")
@@ -164,10 +156,10 @@ class PackedWriter:
         saved = journal["splits"]
         self.splits = {s: SplitWriter(self.partial, s, block_size, vocab_size, saved[s]) for s in SPLITS}
 
-    def commit(self, pieces_done: int) -> None:
+    def commit(self) -> None:
         """Make everything added so far survive a kill."""
         splits = {split: writer.commit() for split, writer in self.splits.items()}
-        content = {"identity": self.identity, "pieces_done": pieces_done, "splits": splits}
+        content = {"identity": self.identity, "pieces_done": self.pieces_done, "splits": splits}
         written = self.partial / "journal.json.new"
         with open(written, "w", encoding="utf-8") as file:
             json.dump(content, file)

@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 import timeit
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -24,9 +23,9 @@ import psutil
 import torch
 
 from recipe.config import CommandLine
-from recipe.data.batches import TrainBatches, TrainOrder, build_train_batches
+from recipe.data.batches import TrainOrder, build_train_batches
 from recipe.data.files import read_standard_library
-from recipe.data.packed import PackedSplit, open_packed_dataset
+from recipe.data.packed import open_packed_dataset
 from recipe.data.tokenizer import load_tokenizer
 from recipe.data.writer import PackedWriter
 from recipe.environment import count_cpus, describe_environment
@@ -128,7 +127,7 @@ def measure_speed(work: Path, tokenizer: str, megabytes: int) -> dict:
     writer = PackedWriter(work / "again", "packing alone", opened.block_size, opened.vocab_size)
     for part in parts:
         writer.splits["train"].add(part, len(part), np.array([len(part)]))
-        writer.commit(0)
+        writer.commit()
     packing_seconds = time.perf_counter() - started_at
     writer.discard()
     ours, theirs = min(seconds["prepare_data"]), min(seconds["datasets_map"])
@@ -159,14 +158,14 @@ def measure_memory(work: Path, tokenizer: str, sizes: list[int]) -> dict:
 
 
 def measure_reading(work: Path, tokenizer_name: str, num_tokens: int) -> dict:
-    """Measure opening a large dataset, and a batch from it, from a small one, and built as in tutorials."""
+    """Measure opening a large dataset, and a batch from it and from a small one."""
     tokenizer, part_tokens = load_tokenizer(tokenizer_name), 10_000_000
     part = np.random.default_rng(0).integers(0, len(tokenizer) - 1, part_tokens)
     for name, count in (("small", 1_000_000), ("large", num_tokens)):
         writer = PackedWriter(work / name, name, 1024, len(tokenizer))
         for start in range(0, count, part_tokens):
             writer.splits["train"].add(part[: count - start], part_tokens, np.array([], np.int64))
-            writer.commit(0)
+            writer.commit()
         writer.splits["validation"].add(part[:100_000], 100_000, np.array([100_000]))
         writer.finish(tokenizer, {}, name)
     process = psutil.Process()
@@ -174,23 +173,15 @@ def measure_reading(work: Path, tokenizer_name: str, num_tokens: int) -> dict:
     large = open_packed_dataset(work / "large").splits["train"]
     open_seconds, added = time.perf_counter() - started_at, process.memory_info().rss - before
     small = open_packed_dataset(work / "small").splits["train"]
-    stream = small.stream()
-
-    def batches(split: PackedSplit, placement: str) -> TrainBatches:
-        order = TrainOrder(len(split), 1, 32, 32)
-        return build_train_batches(split, order, torch.device("cpu"), placement=placement)
-
-    def python_loop() -> torch.Tensor:  # one sample at a time, from lists of ids, as in many tutorials
-        starts = [random.randrange(len(stream) - 1025) for _ in range(32)]
-        return torch.stack([torch.tensor([int(token) for token in stream[s : s + 1025]]) for s in starts])
-
-    from_large, from_small, from_ram = batches(large, "mmap"), batches(small, "mmap"), batches(small, "ram")
-    times = {
-        "large_mmap": _median_ms(lambda: next(from_large)),
-        "small_mmap": _median_ms(lambda: next(from_small)),
-        "small_ram": _median_ms(lambda: next(from_ram)),
-        "python_loop": _median_ms(python_loop, 20),
-    }
+    times = {}
+    for name, split, placement in (
+        ("large_mmap", large, "mmap"),
+        ("small_mmap", small, "mmap"),
+        ("small_ram", small, "ram"),
+        ("python_loop", small, "python_lists"),
+    ):
+        batches = build_train_batches(split, TrainOrder(len(split), 1, 32, 32), torch.device("cpu"), 0, placement)
+        times[name] = statistics.median(timeit.repeat(batches.__next__, number=1, repeat=300)) * 1000
     return {
         "tokens": num_tokens,
         "open_seconds": open_seconds,
@@ -199,10 +190,6 @@ def measure_reading(work: Path, tokenizer_name: str, num_tokens: int) -> dict:
         "large_over_small": times["large_mmap"] / times["small_mmap"],
         "python_loop_over_mmap": times["python_loop"] / times["small_mmap"],
     }
-
-
-def _median_ms(function: Callable[[], object], repeats: int = 300) -> float:
-    return statistics.median(timeit.repeat(function, number=1, repeat=repeats)) * 1000
 
 
 if __name__ == "__main__":
