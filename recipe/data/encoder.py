@@ -40,10 +40,8 @@ class NotEqual(Exception):
     """The reason why tiktoken cannot replace a tokenizer."""
 
 
-def build_encoder(
-    tokenizer: PreTrainedTokenizerBase, sample: Sequence[Piece]
-) -> tuple[Callable[[Sequence[Piece]], Encoded], str, bool]:
-    """Choose the encoder for pieces of one split by the first pieces of the corpus.
+def build_encoder(tokenizer: PreTrainedTokenizerBase, sample: Sequence[Piece]) -> tuple[Callable, str, bool]:
+    """Choose the encoder, pieces of one split -> `Encoded`, by the first pieces of the corpus.
 
     Returns the encoder, a description, and whether it can encode a document piece by piece. Raises `UserError` if the
     pieces are token ids whose bytes cannot be counted.
@@ -122,9 +120,7 @@ def build_text_encoder(tokenizer: PreTrainedTokenizerBase, sample: Sequence[str]
     return encode, f"tiktoken (ids equal to tokenizers' on the first {num_bytes:,} bytes)"
 
 
-def encode_pieces(
-    encode: Callable[[Sequence[Piece]], Encoded], pieces: Iterable[Piece], num_workers: int
-) -> Iterator[tuple[int, list[Encoded]]]:
+def encode_pieces(encode: Callable, pieces: Iterable[Piece], num_workers: int) -> Iterator[tuple[int, list[Encoded]]]:
     """Yield batches of (number of pieces, tokens of each split) in reading order, whatever the number of threads.
 
     Threads encode in parallel, since both encoders release Python's lock. Only a few batches are in memory.

@@ -151,21 +151,20 @@ def _open_splits(directory: Path, metadata: dict) -> dict[str, PackedSplit]:
     for key, kind in METADATA_TYPES.items():
         if not isinstance(metadata[key], kind):
             raise UserError(f"{directory}/metadata.json: {key} is {metadata[key]!r}")
-    splits = {}
+    splits, vocab_size = {}, metadata["vocab_size"]
     for name in SPLITS:
         expected = metadata["splits"][name]
         if min(expected[key] for key in ("rows", "tokens", "bytes")) < 1 and metadata["shard"][1] == 1:
             raise UserError(f"{directory}/metadata.json says that {name} is empty")
-        if expected["max_token_id"] >= metadata["vocab_size"]:
+        if expected["max_token_id"] >= vocab_size:
             raise UserError(
-                f"{directory}/{name} holds token id {expected['max_token_id']}, beyond its vocabulary of "
-                f"{metadata['vocab_size']}"
+                f"{directory}/{name} holds id {expected['max_token_id']}, beyond its vocabulary of {vocab_size}"
             )
         for file, size in expected["file_bytes"].items():
             found = (directory / name / file).stat().st_size
             if found != size:
                 raise UserError(f"{directory}/{name}/{file} has {found} bytes instead of {size}")
-        splits[name] = PackedSplit(directory / name, metadata["vocab_size"])
+        splits[name] = PackedSplit(directory / name, vocab_size)
         shape = (expected["rows"], metadata["block_size"] + 1)
         if (len(splits[name]), splits[name].block_size + 1) != shape:
             raise UserError(f"{directory}/{name} does not have {shape[0]} rows of {shape[1]} ids, as in metadata.json")
