@@ -7,7 +7,7 @@ from accelerate.utils import set_seed
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from recipe.errors import UserError, check_not_a_missing_folder
+from recipe.errors import UserError, check_local_path
 
 
 def generate_texts(
@@ -40,7 +40,7 @@ def generate_texts(
         prompt.encode("utf-8")
     except UnicodeEncodeError as error:
         raise UserError("the prompt is not valid UTF-8 text") from error
-    check_not_a_missing_folder(str(model_name_or_path))
+    check_local_path(str(model_name_or_path))
     folder = Path(model_name_or_path)
     if folder.is_dir() and not (folder / "config.json").is_file():
         found = sorted(str(path.parent) for path in folder.glob("*/config.json"))

@@ -23,7 +23,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils.logging import disable_progress_bar
 
 from recipe.config import TrainConfig
-from recipe.errors import UserError, check_not_a_missing_folder
+from recipe.errors import UserError, check_local_path
 from recipe.model.size import padded_vocab_size
 from recipe.model.weights import _zero_padding
 
@@ -99,7 +99,7 @@ def build_model_config(
 
 def _config_of(source: str | Path, config: TrainConfig, vocab_size: int, eos_token_id: int) -> PreTrainedConfig:
     """The config of an existing model, with the run's vocabulary and dropout."""
-    check_not_a_missing_folder(str(source))
+    check_local_path(str(source))
     try:
         model_config = AutoConfig.from_pretrained(source)
     except Exception as error:  # missing file, unreachable Hub, a model type that is not known
