@@ -65,6 +65,3 @@ def check_local_path(name: str) -> None:
     looks_local = path.is_absolute() or name.startswith(".") or len(path.parts) > 2 or Path(path.parts[0]).is_dir()
     if looks_local and not path.exists():
         raise UserError(f"there is no folder {name}")
-
-
-check_not_a_missing_folder = check_local_path

@@ -17,42 +17,38 @@ def main() -> None:
     parser = CommandLine(description="Tokenize and pack text for recipe/train.py --dataset_dir.")
     add_source_arguments(parser)
     parser.add_argument("--tokenizer_name", help="tokenizer folder or Hub id")
-    parser.add_argument("--block_size", type=int, default=1024, help="tokens a row (default: 1024)")
-    parser.add_argument("--output_dir", required=True, type=Path, help="folder to write")
+    parser.add_argument("--block_size", type=int, default=1024, help="tokens per row (default: 1024)")
+    parser.add_argument("--output_dir", required=True, type=Path, help="folder to create")
     parser.add_argument("--overwrite", action="store_true", help="replace the packed dataset in output_dir")
-    parser.add_argument("--preprocessing_num_workers", type=int, help="threads that encode (default: all cores)")
-    parser.add_argument("--num_shards", type=int, default=1, help="machines or jobs that share the work")
-    parser.add_argument("--shard_index", type=int, help="this one's number, from 0")
-    parser.add_argument("--merge_shards", action="store_true", help="join the shards that are done, at --output_dir")
+    parser.add_argument("--preprocessing_num_workers", type=int, help="threads that encode (default: one per core)")
+    parser.add_argument("--num_shards", type=int, default=1, help="number of machines or jobs that share the work")
+    parser.add_argument("--shard_index", type=int, help="number of this machine or job, from 0")
+    parser.add_argument("--merge_shards", action="store_true", help="join the finished shards in output_dir")
     args = parser.parse_args()
     for name in ("block_size", "num_shards", "preprocessing_num_workers"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise UserError(f"{name} must be at least 1, got {getattr(args, name)}")
-    directory = args.output_dir.absolute()
+    directory, block_size = args.output_dir.absolute(), args.block_size
     if args.merge_shards:
         metadata = merge_shards(directory, args.num_shards)
         rows = ", ".join(f"{counts['rows']:,} {split} rows" for split, counts in metadata["splits"].items())
-        print(f"{directory} is one dataset of {args.num_shards} shards, which must stay beside it: {rows}")
-        say_next(metadata["block_size"], args.output_dir)
-        return
-    if args.num_shards > 1:
-        if args.shard_index is None:
-            raise UserError("--num_shards needs --shard_index (0 to num_shards - 1), or --merge_shards at the end")
-        directory = shard_dir(directory, args.shard_index, args.num_shards)
-    if args.tokenizer_name is None:
-        raise UserError("--tokenizer_name is needed: a folder or a Hub id; scripts/train_tokenizer.py makes one")
-    source = dataclasses.replace(source_from(args), num_shards=args.num_shards, shard_index=args.shard_index or 0)
-    tokenizer = load_tokenizer(args.tokenizer_name)
-    workers = args.preprocessing_num_workers
-    prepare_dataset(source, directory, args.block_size, tokenizer, overwrite=args.overwrite, num_workers=workers)
-    if args.num_shards == 1:
-        say_next(args.block_size, args.output_dir)
-
-
-def say_next(block_size: int, directory: Path) -> None:
-    recipe = "--config gpt2_124m " if block_size == 1024 else ""
-    print(f"train on it with: accelerate launch recipe/train.py {recipe}--dataset_dir {directory}")
+        print(f"joined {args.num_shards} shards in {directory}: {rows}; you can delete the shards")
+        block_size = metadata["block_size"]
+    else:
+        if args.num_shards > 1:
+            if args.shard_index is None:
+                raise UserError("--num_shards needs --shard_index (0 to num_shards - 1), or --merge_shards at the end")
+            directory = shard_dir(directory, args.shard_index, args.num_shards)
+        if args.tokenizer_name is None:
+            raise UserError("pass --tokenizer_name, a folder or Hub id; scripts/train_tokenizer.py creates one")
+        source = dataclasses.replace(source_from(args), num_shards=args.num_shards, shard_index=args.shard_index or 0)
+        tokenizer = load_tokenizer(args.tokenizer_name)
+        workers = args.preprocessing_num_workers
+        prepare_dataset(source, directory, block_size, tokenizer, overwrite=args.overwrite, num_workers=workers)
+    if args.merge_shards or args.num_shards == 1:
+        recipe = "--config gpt2_124m " if block_size == 1024 else ""
+        print(f"train on it with: accelerate launch recipe/train.py {recipe}--dataset_dir {args.output_dir}")
 
 
 if __name__ == "__main__":
-    run_main(main, "interrupted; the same command resumes from here")
+    run_main(main, "interrupted; run the same command again to resume")

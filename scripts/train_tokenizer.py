@@ -1,4 +1,4 @@
-"""Text -> byte-level BPE tokenizer, as GPT-2's.
+"""Text -> byte-level BPE tokenizer like GPT-2's.
 
 python scripts/train_tokenizer.py --train_file a.txt --vocab_size 8192 --output_dir DIR
 """
@@ -14,17 +14,19 @@ from recipe.errors import UserError, run_main
 def main() -> None:
     parser = CommandLine(description="Train a byte-level BPE on the training documents.")
     add_source_arguments(parser)
-    parser.add_argument("--vocab_size", type=int, default=50257, help="tokens, with <|endoftext|> (default: 50257)")
-    parser.add_argument("--output_dir", required=True, type=Path, help="folder to write, new or empty")
+    parser.add_argument(
+        "--vocab_size", type=int, default=50257, help="tokens, including <|endoftext|> (default: 50257)"
+    )
+    parser.add_argument("--output_dir", required=True, type=Path, help="new or empty folder to create")
     args = parser.parse_args()
     if args.vocab_size < 257:
         raise UserError(f"vocab_size must be at least 257 (256 bytes and <|endoftext|>), got {args.vocab_size}")
-    if args.output_dir.exists() and not (args.output_dir.is_dir() and not any(args.output_dir.iterdir())):
-        raise UserError(f"{args.output_dir} is not an empty folder; name another")
     try:
         args.output_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot create {args.output_dir}: {error.strerror}") from error
+    if any(args.output_dir.iterdir()):
+        raise UserError(f"{args.output_dir} is not empty; choose another folder")
     tokenizer = train_tokenizer(source_from(args).train_texts(), args.vocab_size)
     tokenizer.save_pretrained(args.output_dir)
     print(f"trained a byte-level BPE of {describe_vocabulary(tokenizer, args.vocab_size)}")

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-# Set before torch is imported. Tests must not use the network.
-os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="true")
+# Set before torch is imported: no network, and threads that do not spin, because tests may share their cores.
+os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="true", OMP_WAIT_POLICY="passive")
 
 import pytest
 import torch
@@ -141,7 +141,8 @@ def run_training(arguments: list[object], output_dir: Path) -> None:
     num_threads = torch.get_num_threads()
     handlers = {number: signal.getsignal(number) for number in (*SIGNALS, LAUNCHER_DIED)}
     try:
-        with mock.patch.object(sys, "argv", ["recipe/train.py", *map(str, arguments)]):
+        argv = mock.patch.object(sys, "argv", ["recipe/train.py", *map(str, arguments)])
+        with argv, mock.patch.dict(os.environ):
             main()
     finally:
         reset_accelerate()
@@ -183,10 +184,16 @@ def read_events(output_dir: Path, event: str) -> list[dict]:
     return [line for line in lines if line["event"] == event]
 
 
-def launch(arguments: list[str], cwd: Path, launcher: tuple[str, ...] = (), **environment: str):
-    """Run `accelerate launch recipe/train.py` as a user does. Returns the finished process, with its output as text."""
-    command = [sys.executable, "-m", "accelerate.commands.launch", *launcher, str(ROOT / "recipe" / "train.py")]
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "OMP_"))}
+def launch(
+    arguments: list[object],
+    cwd: Path,
+    launcher: tuple[str, ...] = (),
+    program: Path = ROOT / "recipe" / "train.py",
+    **environment: str,
+):
+    """Run `accelerate launch recipe/train.py` as a user does. Returns the finished process and its output."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", *launcher, str(program)]
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "OMP_NUM"))}
     return subprocess.run(
         [*command, *map(str, arguments)],
         cwd=cwd,

@@ -1,4 +1,4 @@
-"""Order: a pure function of (seed, dataset), the same however it is cut up."""
+"""The order of examples is a pure function of (seed, dataset), for any micro-batch and number of processes."""
 
 import numpy as np
 import pytest
@@ -6,11 +6,11 @@ import torch
 
 from recipe.data.batches import TrainOrder, build_train_batches, example_rows, iterate_validation
 from recipe.data.packed import PackedDataset, PackedSplit, open_packed_dataset
-from recipe.data.packing import SplitWriter
 from recipe.data.prepare import prepare_dataset
 from recipe.data.shards import merge_shards, shard_dir
 from recipe.data.text import TextSource
 from recipe.data.tokenizer import load_tokenizer
+from recipe.data.writer import SplitWriter
 from recipe.errors import UserError
 
 FROZEN = [5, 597, 782, 629, 771, 972, 361, 714]
@@ -19,14 +19,14 @@ FROZEN = [5, 597, 782, 629, 771, 972, 361, 714]
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 7, 64, 65, 1000, 4097])
 @pytest.mark.parametrize("seed", [0, 1337, 2**63 - 1])
 def test_each_epoch_is_a_permutation(num_rows, seed):
-    """No row is drawn twice before all were drawn once."""
+    """Every row is drawn once before any is drawn twice."""
     for epoch in (0, 1, 5):
         rows = example_rows(np.arange(epoch * num_rows, (epoch + 1) * num_rows), num_rows, seed)
         assert sorted(rows.tolist()) == list(range(num_rows))
 
 
 def test_epochs_and_seeds_differ_and_look_random():
-    """Shuffled: neighbours are not kept, epochs and seeds agree in about one position of `n`, all moves are used."""
+    """Neighbors are separated, epochs and seeds agree in about one position of `n`, and rows spread uniformly."""
     n = 10_000
     first, second = (example_rows(np.arange(e * n, (e + 1) * n), n, 1) for e in (0, 1))
     other = example_rows(np.arange(n), n, 2)
@@ -40,12 +40,12 @@ def test_epochs_and_seeds_differ_and_look_random():
 
 
 def test_the_order_never_changes():
-    """The first rows of an order, written down: a resumed run of next year sees the same examples."""
+    """The first rows of an order are written down here, because a run resumed next year must see the same examples."""
     assert example_rows(np.arange(8), 1000, 1337).tolist() == FROZEN
 
 
 def test_example_rows_is_pure():
-    """Any subset in any order gives the same rows: position is one integer."""
+    """Any subset in any order has the same rows, so a position is one integer."""
     whole = example_rows(np.arange(500), 77, 3)
     some = np.array([499, 0, 77, 76, 154, 3])
     np.testing.assert_array_equal(example_rows(some, 77, 3), whole[some])
@@ -54,8 +54,8 @@ def test_example_rows_is_pure():
 @pytest.mark.parametrize(
     ("micro_batch_size", "num_processes"), [(12, 1), (4, 1), (1, 1), (6, 2), (2, 2), (1, 3), (4, 3)]
 )
-def test_a_step_uses_the_same_examples_however_it_is_cut(micro_batch_size, num_processes):
-    """Step s is examples [s*G, (s+1)*G), for any micro-batch and number of processes, from any starting step."""
+def test_a_step_uses_the_same_examples_for_any_batch_shape(micro_batch_size, num_processes):
+    """Step s is examples [s*G, (s+1)*G) for any micro-batch, number of processes and first step."""
     global_batch_size, num_rows = 12, 50
     for first_step in (0, 3):
         seen = []
@@ -73,10 +73,9 @@ def test_a_step_uses_the_same_examples_however_it_is_cut(micro_batch_size, num_p
 
 
 @pytest.mark.parametrize(("placement", "num_workers"), [("mmap", 0), ("mmap", 2), ("ram", 0), ("device", 0)])
-@pytest.mark.parametrize("wide", [False, True])
-def test_batches_are_the_rows_of_the_order(dataset, wide_dataset, placement, num_workers, wide):
-    """Inputs and targets are int64, shifted by one, in the order's order, wherever the rows are read from."""
-    split = (wide_dataset if wide else dataset).splits["train"]
+def test_batches_are_the_rows_of_the_order(wide_dataset, placement, num_workers):
+    """Inputs and targets are int64, shifted by one, in the same order for every placement."""
+    split = wide_dataset.splits["train"]
     order = TrainOrder(len(split), 1, 6, 3)
     batches = build_train_batches(split, order, torch.device("cpu"), num_workers, placement)
     expected = iter(order)
@@ -89,7 +88,7 @@ def test_batches_are_the_rows_of_the_order(dataset, wide_dataset, placement, num
 
 @pytest.fixture(scope="module")
 def wide_dataset(tmp_path_factory):
-    """A dataset of two record batches whose ids need more than 15 bits, and 16."""
+    """A dataset of two record batches with ids of 16 bits."""
     directory = tmp_path_factory.mktemp("wide")
     for split in ("train", "validation"):
         writer = SplitWriter(directory, split, block_size=8, vocab_size=65_536)
@@ -103,16 +102,16 @@ def wide_dataset(tmp_path_factory):
 
 
 @pytest.mark.parametrize("placement", ["mmap", "ram", "device"])
-def test_no_placement_lets_an_id_beyond_the_vocabulary_through(wide_dataset, placement):
-    """It would be a device-side assert on CUDA."""
+def test_every_placement_rejects_an_id_beyond_the_vocabulary(wide_dataset, placement):
+    """On CUDA it would cause a device-side assert."""
     split = wide_dataset.splits["train"].in_memory()
     split.vocab_size = 60_000
     with pytest.raises(UserError, match="beyond its vocabulary of 60000"):
         build_train_batches(split, TrainOrder(len(split), 1, 64, 64), torch.device("cpu"), 0, placement)
 
 
-def test_rows_of_joined_shards_are_the_same_in_every_placement(tmp_path, jsonl_file, tokenizer_dir):
-    """Where one shard ends and the next begins, no row goes on into the next; `ram` holds no map of the file."""
+def test_merged_shards_have_the_same_rows_in_every_placement(tmp_path, jsonl_file, tokenizer_dir):
+    """No row continues from one shard into the next, and `ram` holds no map of the file."""
     tokenizer = load_tokenizer(str(tokenizer_dir))
     for index in range(4):
         source = TextSource((str(jsonl_file),), num_shards=4, shard_index=index)
@@ -129,7 +128,7 @@ def test_rows_of_joined_shards_are_the_same_in_every_placement(tmp_path, jsonl_f
 
 @pytest.mark.parametrize(("batch_size", "num_processes"), [(1, 1), (3, 1), (4, 2), (5, 3), (64, 2)])
 def test_validation_takes_each_row_once(dataset, batch_size, num_processes):
-    """Every process has as many batches, all of one shape; the real rows are the split, each once."""
+    """Every process has the same number of batches of one shape, and the rows that count are the split, each once."""
     split = dataset.splits["validation"]
     per_process = [
         list(iterate_validation(split, len(split), batch_size, p, num_processes)) for p in range(num_processes)
@@ -143,7 +142,7 @@ def test_validation_takes_each_row_once(dataset, batch_size, num_processes):
 
 @pytest.mark.parametrize("num_rows", [1, 7, 20])
 def test_a_sample_of_the_validation_rows_is_spread_over_the_split(dataset, num_rows):
-    """A sample takes different rows, each once, at equal distances from the first row on."""
+    """A sample takes distinct rows at equal distances, starting at the first row."""
     split = dataset.splits["validation"]
     found = np.concatenate([rows[:n] for rows, n in iterate_validation(split, num_rows, 3, 0, 1)])
     expected = [i * len(split) // num_rows for i in range(num_rows)]

@@ -246,7 +246,7 @@ def test_profile_alone_means_after_ten_steps(argv, expected):
 
 def test_the_schedules_are_those_of_transformers():
     """The list is kept here so that checking an option does not import torch."""
-    assert set(SCHEDULES) == {schedule.value for schedule in SchedulerType}
+    assert set(SCHEDULES.split()) == {schedule.value for schedule in SchedulerType}
 
 
 def test_a_mistyped_option_does_not_wait_for_torch():

@@ -1,4 +1,4 @@
-"""Encoding: tiktoken only where its ids are the tokenizer's, ids independent of pieces and threads."""
+"""Encoding: tiktoken encodes only if its ids are the tokenizer's, and ids do not depend on pieces or threads."""
 
 import json
 
@@ -35,8 +35,8 @@ def tokenizer(tokenizer_dir):
 
 
 @pytest.mark.parametrize("text", HARD + make_documents(20))
-def test_tiktoken_gives_the_tokenizers_ids(tokenizer, text):
-    """Also for text that looks like a special token: only the packer ends documents."""
+def test_tiktoken_returns_the_tokenizers_ids(tokenizer, text):
+    """Even for text that looks like a special token, because only the packer ends documents."""
     encode, how = build_text_encoder(tokenizer, [])
     assert how.startswith("tiktoken")
     tokenizer.backend_tokenizer.encode_special_tokens = True
@@ -50,13 +50,13 @@ def wrapped(backend: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def changed(tokenizer, **parts) -> PreTrainedTokenizerFast:
-    """The same tokenizer with another part of its tokenizer.json."""
+    """Replace a part of the tokenizer's tokenizer.json."""
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     return wrapped(Tokenizer.from_str(json.dumps({**content, **parts})))
 
 
-def test_a_split_pattern_of_its_own(tokenizer):
-    """The form of newer tokenizers: a Split by regular expression, then ByteLevel."""
+def test_tiktoken_uses_the_tokenizers_split_pattern(tokenizer):
+    """Newer tokenizers split by a regular expression before ByteLevel."""
     pattern = r"(?i:'s|'t)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     backend = changed(tokenizer).backend_tokenizer
     backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -72,8 +72,8 @@ def test_a_split_pattern_of_its_own(tokenizer):
         assert encode([text])[0].tolist() == backend.encode(text, add_special_tokens=False).ids
 
 
-def test_tokenizers_that_tiktoken_cannot_stand_in_for(tokenizer):
-    """Each is refused with its reason, and the tokenizer itself encodes."""
+def test_tokenizers_encodes_what_tiktoken_cannot(tokenizer):
+    """The description of the encoder gives the reason."""
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     model = content["model"]
     merges = [model["merges"][1], model["merges"][0], *model["merges"][2:]]
@@ -81,7 +81,7 @@ def test_tokenizers_that_tiktoken_cannot_stand_in_for(tokenizer):
     cases = [
         ({"normalizer": json.loads(json.dumps({"type": "Lowercase"}))}, "normalizes"),
         ({"pre_tokenizer": {**byte_level, "add_prefix_space": True}}, "adds a space"),
-        ({"pre_tokenizer": {"type": "Whitespace"}}, "not one regular expression"),
+        ({"pre_tokenizer": {"type": "Whitespace"}}, "by a single regular expression"),
         ({"model": {**model, "merges": merges}}, "order of its merges"),
         ({"model": {**model, "byte_fallback": True}}, "not a plain BPE"),
         ({"added_tokens": [*content["added_tokens"], {**content["added_tokens"][0], "id": 500, "content": "<x>",
@@ -96,15 +96,16 @@ def test_tokenizers_that_tiktoken_cannot_stand_in_for(tokenizer):
         assert encode(["Some cat"])[0].tolist() == other.backend_tokenizer.encode("Some cat").ids
 
 
-def test_other_ids_on_this_text_are_noticed(tokenizer, monkeypatch):
-    """Equality is not believed but tried on the corpus at hand."""
+def test_tiktoken_is_checked_on_the_text(tokenizer, monkeypatch):
+    """tokenizers encodes if tiktoken's ids differ on a sample."""
     monkeypatch.setattr(encoder, "GPT2_PATTERN", r"\S+|\s+")
     encode, how = build_text_encoder(tokenizer, ["a plain text", *make_documents(5)])
-    assert how == "tokenizers (not tiktoken: it gives other ids on this text)"
+    assert how == "tokenizers (not tiktoken: its ids differ on this text)"
     assert encode(["the cat"])[0].tolist() == tokenizer("the cat")["input_ids"]
 
 
-def test_a_tokenizer_that_is_no_bpe():
+def test_a_tokenizer_that_is_not_bpe_encodes_itself():
+    """tiktoken supports BPE only."""
     backend = Tokenizer(models.WordLevel({"a": 0, "<|endoftext|>": 1, "[UNK]": 2}, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     backend.decoder, backend.normalizer = decoders.WordPiece(), normalizers.NFC()
@@ -112,8 +113,8 @@ def test_a_tokenizer_that_is_no_bpe():
     assert "not a plain BPE" in how and encode(["a b"])[0].tolist() == [0, 2]
 
 
-def test_texts_together_are_the_texts_one_by_one(tokenizer):
-    """Also empty ones, and one that holds what is put between them."""
+def test_texts_encoded_together_have_the_ids_of_each(tokenizer):
+    """This includes empty texts and a text that holds the internal separator."""
     encode = build_text_encoder(tokenizer, [])[0]
     for texts in (HARD, [], [""], ["", "", "a"], [*HARD, f"a{BETWEEN_TEXTS}b", "c"]):
         ids, lengths = encode(texts)
@@ -128,7 +129,7 @@ def test_texts_together_are_the_texts_one_by_one(tokenizer):
 @pytest.mark.parametrize("num_workers", [1, 4])
 @pytest.mark.parametrize("batch_characters", [1, 200, 10**9])
 def test_pieces_come_back_in_order(tokenizer, monkeypatch, num_workers, batch_characters):
-    """Ids and bytes of each split, the end-of-text id where a document ends, for any batches and threads."""
+    """For any batches and threads, each split has its ids and bytes, and the end-of-text id after each document."""
     monkeypatch.setattr(encoder, "BATCH_CHARACTERS", batch_characters)
     splits = ["train", "train", "validation"]
     pieces = [Piece(splits[i % 3], text + "\u00e9", i % 4 != 0) for i, text in enumerate(make_documents(40))]
@@ -155,8 +156,8 @@ def test_pieces_come_back_in_order(tokenizer, monkeypatch, num_workers, batch_ch
         assert sum(part.num_bytes for part in found) == expected
 
 
-def test_ids_that_are_there_already(tokenizer):
-    """They are taken as they are, with the bytes they stand for; ids beyond the vocabulary, and text, are refused."""
+def test_token_ids_are_kept_and_their_bytes_counted(tokenizer):
+    """Ids beyond the vocabulary, and text among them, are errors."""
     texts = ["the cat sat\n", "caf\u00e9 \U0001d518", "on <b> it"]
     rows = [np.array(tokenizer(text)["input_ids"]) for text in texts]
     encode, how, _ = build_encoder(tokenizer, [Piece("train", row, True) for row in rows])
@@ -171,14 +172,15 @@ def test_ids_that_are_there_already(tokenizer):
         encode([Piece("train", rows[0], True), Piece("train", "text", True)])
 
 
-def test_ids_of_a_tokenizer_without_bytes():
+def test_token_ids_need_a_byte_level_tokenizer():
+    """Otherwise their bytes cannot be counted."""
     backend = Tokenizer(models.WordLevel({"\u2581a": 0, "<|endoftext|>": 1}, unk_token="[UNK]"))
-    with pytest.raises(UserError, match="needs a byte-level tokenizer; this one has '\u2581a'"):
+    with pytest.raises(UserError, match="needs a byte-level tokenizer; this one has the token '\u2581a'"):
         count_token_bytes(wrapped(backend))
 
 
-def test_reading_is_not_far_ahead(tokenizer, monkeypatch):
-    """A few batches are in memory, however long the corpus is."""
+def test_only_a_few_batches_are_read_ahead(tokenizer, monkeypatch):
+    """Memory does not depend on the size of the corpus."""
     monkeypatch.setattr(encoder, "BATCH_CHARACTERS", 1)
     drawn = []
 

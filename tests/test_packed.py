@@ -1,4 +1,4 @@
-"""The packed dataset: every token a target once, documents intact, complete or not opened."""
+"""The packed dataset: every token is a target once, documents stay intact, and only complete datasets open."""
 
 import dataclasses
 import json
@@ -6,10 +6,10 @@ import os
 import pickle
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import create_autospec
 
 import datasets
 import numpy as np
@@ -19,26 +19,26 @@ from filelock import FileLock
 from tokenizers import normalizers, pre_tokenizers
 
 from recipe.command_line import load_config
-from recipe.data import encoder, files, packing, prepare
+from recipe.data import encoder, files, prepare, writer
 from recipe.data import text as text_module
 from recipe.data.documents import split_documents
 from recipe.data.encoder import build_text_encoder
 from recipe.data.packed import PackedSplit, open_packed_dataset
-from recipe.data.packing import PackedWriter, SplitWriter
 from recipe.data.prepare import open_dataset_for, prepare_dataset
 from recipe.data.shards import merge_shards, shard_dir
 from recipe.data.text import TextSource
 from recipe.data.tokenizer import load_tokenizer, tokenizer_sha256, train_tokenizer
+from recipe.data.writer import PackedWriter, SplitWriter
 from recipe.errors import UserError
 
 
 def stream_of(rows: np.ndarray) -> np.ndarray:
-    """Undo the overlap of one token."""
+    """Remove the overlap of one token between rows."""
     return np.concatenate([rows[:, :-1].reshape(-1), rows[-1, -1:]])
 
 
-def test_load_from_disk_opens_it(dataset_dir):
-    """The contract: a DatasetDict of fixed-length rows, uint16 for a small vocabulary."""
+def test_load_from_disk_opens_a_packed_dataset(dataset_dir):
+    """It is a DatasetDict of fixed-length rows, with uint16 ids for a small vocabulary."""
     loaded = datasets.load_from_disk(str(dataset_dir))
     assert set(loaded) == {"train", "validation"}
     feature = loaded["train"].features["input_ids"]
@@ -46,8 +46,8 @@ def test_load_from_disk_opens_it(dataset_dir):
     assert len(loaded["train"][0]["input_ids"]) == BLOCK_SIZE + 1
 
 
-def test_rows_are_those_that_datasets_reads(tmp_path, dataset_dir, jsonl_file, tokenizer_dir, small_steps):
-    """Mapped by offsets or read by `datasets`: the same, for one record batch and for many."""
+def test_mapped_rows_equal_the_rows_that_datasets_reads(tmp_path, dataset_dir, jsonl_file, tokenizer_dir, small_steps):
+    """They are equal for a single record batch and for many."""
     prepare_dataset(TextSource((str(jsonl_file),)), tmp_path / "d", 16, load_tokenizer(str(tokenizer_dir)))
     for directory in (dataset_dir, tmp_path / "d"):
         for name, split in open_packed_dataset(directory).splits.items():
@@ -57,7 +57,7 @@ def test_rows_are_those_that_datasets_reads(tmp_path, dataset_dir, jsonl_file, t
 
 
 def test_rows_decode_to_the_documents(dataset_dir, documents):
-    """Decoding the rows gives every document, in order, with the separator, but for the tail that fills no row."""
+    """Decoding the rows yields every document in order with its separator, except a tail that does not fill a row."""
     opened = open_packed_dataset(dataset_dir)
     tokenizer = opened.load_tokenizer()
     expected = {"train": [], "validation": []}
@@ -76,7 +76,7 @@ def test_rows_decode_to_the_documents(dataset_dir, documents):
 @pytest.mark.parametrize("reopened", [False, True])
 @pytest.mark.parametrize("commit_after", [{1, 2, 3, 4, 5}, {3}, set()])
 def test_every_token_is_a_target_exactly_once(tmp_path, commit_after, reopened):
-    """Row i is tokens [i*T, i*T + T + 1), however it was committed, and also if a process went on where one died."""
+    """Row i is tokens [i*T, i*T + T + 1), however often the writer commits, and after a killed process is resumed."""
     writer = SplitWriter(tmp_path, "train", block_size=8, vocab_size=40_000)
     stream = np.arange(1000)
     for number, piece in enumerate(np.split(stream, [3, 4, 90, 500, 501])):
@@ -97,8 +97,8 @@ def test_every_token_is_a_target_exactly_once(tmp_path, commit_after, reopened):
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(65_536, "uint16"), (65_537, "int32")])
-def test_width_of_an_id(tmp_path, vocab_size, dtype):
-    """Two bytes an id while the vocabulary allows it; the largest id survives."""
+def test_ids_take_two_bytes_if_the_vocabulary_allows(tmp_path, vocab_size, dtype):
+    """The largest id survives in both widths."""
     writer = SplitWriter(tmp_path, "train", block_size=1, vocab_size=vocab_size)
     writer.add(np.array([0, vocab_size - 1]), num_bytes=1, ends=np.array([2]))
     writer.close()
@@ -106,7 +106,7 @@ def test_width_of_an_id(tmp_path, vocab_size, dtype):
     assert split.chunks[0].dtype == dtype and split[np.array([0])].tolist() == [[0, vocab_size - 1]]
 
 
-def test_an_id_beyond_the_vocabulary_is_refused_when_written(tmp_path):
+def test_writer_rejects_an_id_beyond_the_vocabulary(tmp_path):
     """70000 as uint16 would silently become 4464."""
     writer = SplitWriter(tmp_path, "train", block_size=1, vocab_size=50_257)
     writer.add(np.array([1, 70_000]), num_bytes=1, ends=np.array([2]))
@@ -114,8 +114,8 @@ def test_an_id_beyond_the_vocabulary_is_refused_when_written(tmp_path):
         writer.commit()
 
 
-def test_workers_map_the_file_themselves(dataset):
-    """A split sent to a worker process is a few hundred bytes, not a copy of the corpus."""
+def test_a_pickled_split_is_small(dataset):
+    """A worker process receives a few hundred bytes and maps the file itself."""
     blob = pickle.dumps(dataset.splits["train"])
     assert len(blob) < 1000
     indices = np.array([3, 0, 5])
@@ -123,20 +123,20 @@ def test_workers_map_the_file_themselves(dataset):
 
 
 def test_second_preparation_reuses_the_first(tmp_path, jsonl_file, tokenizer_dir, capsys):
-    """Same input, tokenizer and block size: opened, not made again. Anything else: refused, or replaced if asked."""
+    """The same input, tokenizer and block size open the dataset; any other is an error, or replaces it on request."""
     source, directory = TextSource(train_files=(str(jsonl_file),)), tmp_path / "d"
     first = prepare_dataset(source, directory, 16, load_tokenizer(str(tokenizer_dir)))
     written_at = (directory / "metadata.json").stat().st_mtime_ns
     assert prepare_dataset(source, directory, 16, load_tokenizer(str(tokenizer_dir))).metadata == first.metadata
     assert (directory / "metadata.json").stat().st_mtime_ns == written_at
-    with pytest.raises(UserError, match="was made from other text, options or another tokenizer; pass --overwrite"):
+    with pytest.raises(UserError, match="was prepared from different text or options, .*; pass --overwrite"):
         prepare_dataset(source, directory, 8, load_tokenizer(str(tokenizer_dir)))
     assert prepare_dataset(source, directory, 8, load_tokenizer(str(tokenizer_dir)), overwrite=True).block_size == 8
 
 
 @pytest.mark.parametrize("how", ["truncated", "broken metadata"])
-def test_a_damaged_dataset_is_made_again(tmp_path, jsonl_file, tokenizer_dir, how):
-    """On demand by the script, by itself in the cache of recipe/train.py."""
+def test_a_damaged_dataset_is_prepared_again(tmp_path, jsonl_file, tokenizer_dir, how):
+    """The script does it on request, and recipe/train.py automatically in its cache."""
     source, tokenizer = TextSource(train_files=(str(jsonl_file),)), load_tokenizer(str(tokenizer_dir))
     made = prepare_dataset(source, tmp_path / "d", 16, tokenizer)
     damage(tmp_path / "d", how)
@@ -151,8 +151,8 @@ def test_a_damaged_dataset_is_made_again(tmp_path, jsonl_file, tokenizer_dir, ho
     assert open_dataset_for(config).metadata == cached.metadata
 
 
-def test_padding_and_truncation_of_a_tokenizer_stay_out(tmp_path, documents, tokenizer_dir):
-    """A tokenizer.json saved with either gives the ids of the text all the same."""
+def test_padding_and_truncation_of_a_tokenizer_are_ignored(tmp_path, documents, tokenizer_dir):
+    """A tokenizer.json saved with either produces the ids of the text alone."""
     expected = build_text_encoder(load_tokenizer(str(tokenizer_dir)), [])[0](documents)[0].tolist()
     tokenizer = load_tokenizer(str(tokenizer_dir))
     tokenizer.backend_tokenizer.enable_padding(pad_id=5, pad_token="x")
@@ -163,11 +163,11 @@ def test_padding_and_truncation_of_a_tokenizer_stay_out(tmp_path, documents, tok
 
 
 def test_overwrite_replaces_packed_datasets_only(tmp_path, jsonl_file, tokenizer_dir):
-    """A folder of anything else is never removed, and an old dataset not before the new one is complete."""
+    """Other folders are never removed, and an old dataset is removed only when the new one is complete."""
     source, tokenizer = TextSource(train_files=(str(jsonl_file),)), load_tokenizer(str(tokenizer_dir))
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.txt").write_text("irreplaceable")
-    with pytest.raises(UserError, match="is not a packed dataset; name another folder"):
+    with pytest.raises(UserError, match="is not a packed dataset; choose another folder"):
         prepare_dataset(source, tmp_path / "home", 16, tokenizer, overwrite=True)
     assert (tmp_path / "home" / "thesis.txt").exists()
     (tmp_path / "d").mkdir()
@@ -184,17 +184,28 @@ def contents(directory):
 
 @pytest.fixture
 def small_steps(monkeypatch):
-    """Commit after every few documents, encode a few at once."""
+    """Commit after every few documents and encode a few at a time."""
     monkeypatch.setattr(prepare, "COMMIT_BYTES", 2000)
     monkeypatch.setattr(encoder, "BATCH_CHARACTERS", 300)
 
 
-def test_killed_and_started_again_is_byte_identical(
-    tmp_path, jsonl_file, tokenizer_dir, small_steps, monkeypatch, capsys
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory, jsonl_file, tokenizer_dir):
+    """The files of a dataset that was prepared in small steps without interruption."""
+    directory = tmp_path_factory.mktemp("expected") / "d"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare, "COMMIT_BYTES", 2000)
+        patch.setattr(encoder, "BATCH_CHARACTERS", 300)
+        source = TextSource(train_files=(str(jsonl_file),))
+        prepare_dataset(source, directory, 16, load_tokenizer(str(tokenizer_dir)), num_workers=1)
+    return contents(directory)
+
+
+def test_an_interrupted_preparation_resumes_to_identical_files(
+    tmp_path, jsonl_file, tokenizer_dir, small_steps, expected, monkeypatch, capsys
 ):
-    """Stopped after any commit, and in between, the next run goes on there and gives the very same files."""
+    """It resumes after an interruption at or between commits."""
     source, tokenizer = TextSource(train_files=(str(jsonl_file),)), load_tokenizer(str(tokenizer_dir))
-    prepare_dataset(source, tmp_path / "whole", 16, tokenizer)
     add = SplitWriter.add
     for kill_at in (1, 40, 41, 90, 140):
         calls = iter(range(10**6))
@@ -212,12 +223,14 @@ def test_killed_and_started_again_is_byte_identical(
         monkeypatch.setattr(SplitWriter, "add", add)
         prepare_dataset(source, directory, 16, tokenizer)
         assert ("resuming after the first" in capsys.readouterr().out) is (kill_at > 1)
-        assert contents(directory) == contents(tmp_path / "whole")
+        assert contents(directory) == expected
     assert all(not p.name.startswith(".") for p in tmp_path.iterdir())
 
 
-def test_what_another_input_left_is_not_gone_on_with(tmp_path, jsonl_file, tokenizer_dir, small_steps, monkeypatch):
-    """A half-made dataset of other options is started over."""
+def test_a_partial_dataset_of_other_options_is_discarded(
+    tmp_path, jsonl_file, tokenizer_dir, small_steps, expected, monkeypatch
+):
+    """Preparation with a different block size starts over."""
     source, tokenizer = TextSource(train_files=(str(jsonl_file),)), load_tokenizer(str(tokenizer_dir))
     finish = PackedWriter.finish
     monkeypatch.setattr(PackedWriter, "finish", lambda *args: 1 / 0)
@@ -225,19 +238,18 @@ def test_what_another_input_left_is_not_gone_on_with(tmp_path, jsonl_file, token
         prepare_dataset(source, tmp_path / "d", 8, tokenizer)
     monkeypatch.setattr(PackedWriter, "finish", finish)
     prepare_dataset(source, tmp_path / "d", 16, tokenizer)
-    prepare_dataset(source, tmp_path / "e", 16, tokenizer)
-    assert contents(tmp_path / "d") == contents(tmp_path / "e")
+    assert contents(tmp_path / "d") == expected
 
 
-def test_the_number_of_workers_changes_nothing(tmp_path, jsonl_file, tokenizer_dir, small_steps):
+def test_the_number_of_workers_changes_nothing(tmp_path, jsonl_file, tokenizer_dir, small_steps, expected):
+    """Seven threads write the same files as one."""
     source, tokenizer = TextSource(train_files=(str(jsonl_file),)), load_tokenizer(str(tokenizer_dir))
-    for workers in (1, 2, 7):
-        prepare_dataset(source, tmp_path / str(workers), 16, tokenizer, num_workers=workers)
-    assert contents(tmp_path / "1") == contents(tmp_path / "2") == contents(tmp_path / "7")
+    prepare_dataset(source, tmp_path / "d", 16, tokenizer, num_workers=7)
+    assert contents(tmp_path / "d") == expected
 
 
-def test_a_full_disk(tmp_path, jsonl_file, tokenizer_dir, small_steps, monkeypatch):
-    """A clear error, nothing under the final name, and the same command goes on when there is room again."""
+def test_a_full_disk(tmp_path, jsonl_file, tokenizer_dir, small_steps, expected, monkeypatch):
+    """The error is clear, nothing appears under the final name, and the same command resumes when there is space."""
     source, tokenizer = TextSource(train_files=(str(jsonl_file),)), load_tokenizer(str(tokenizer_dir))
     commit, calls = SplitWriter.commit, iter(range(10**6))
 
@@ -252,12 +264,11 @@ def test_a_full_disk(tmp_path, jsonl_file, tokenizer_dir, small_steps, monkeypat
     assert not (tmp_path / "d").exists()
     monkeypatch.setattr(SplitWriter, "commit", commit)
     prepare_dataset(source, tmp_path / "d", 16, tokenizer)
-    prepare_dataset(source, tmp_path / "e", 16, tokenizer)
-    assert contents(tmp_path / "d") == contents(tmp_path / "e")
+    assert contents(tmp_path / "d") == expected
 
 
 def test_bad_input_leaves_nothing_behind(tmp_path, tokenizer_dir):
-    """Not even a hidden folder, as long as nothing was committed."""
+    """Not even a hidden folder remains if nothing was committed."""
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{')
     with pytest.raises(UserError, match="line 2 is not JSON"):
         prepare_dataset(
@@ -266,14 +277,15 @@ def test_bad_input_leaves_nothing_behind(tmp_path, tokenizer_dir):
     assert [p.name for p in tmp_path.iterdir()] == ["bad.jsonl"]
 
 
-def test_two_processes_do_not_make_one_dataset(tmp_path, jsonl_file, tokenizer_dir):
+def test_two_processes_cannot_prepare_the_same_dataset(tmp_path, jsonl_file, tokenizer_dir):
+    """The lock of the first process stops the second."""
     source, tokenizer = TextSource(train_files=(str(jsonl_file),)), load_tokenizer(str(tokenizer_dir))
     with FileLock(tmp_path / ".d.lock"), pytest.raises(UserError, match="another process is preparing"):
         prepare_dataset(source, tmp_path / "d", 16, tokenizer)
 
 
 def test_long_documents_in_pieces_give_the_same_rows(tmp_path, tokenizer_dir, monkeypatch):
-    """A text read in small pieces has the ids of the text as a whole."""
+    """A text read in small pieces has the same ids as the complete text."""
     (tmp_path / "a.txt").write_text("".join(make_documents(200)))
     source, tokenizer = TextSource(train_files=(str(tmp_path / "a.txt"),)), load_tokenizer(str(tokenizer_dir))
     whole = prepare_dataset(source, tmp_path / "whole", 16, tokenizer)
@@ -285,7 +297,7 @@ def test_long_documents_in_pieces_give_the_same_rows(tmp_path, tokenizer_dir, mo
 
 
 def test_duplicates_of_the_validation_text_are_reported(tmp_path, documents, tokenizer_dir, capsys):
-    """Given validation files may hold training documents: they are counted and said."""
+    """Training documents that a validation file also holds are counted and reported."""
     for name, texts in (("a", documents), ("b", [*documents[:7], *make_documents(20, seed=5)])):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
     source = TextSource((str(tmp_path / "a.jsonl"),), (str(tmp_path / "b.jsonl"),))
@@ -295,6 +307,7 @@ def test_duplicates_of_the_validation_text_are_reported(tmp_path, documents, tok
 
 
 def test_skipped_files_are_counted(tmp_path, jsonl_file, tokenizer_dir, capsys):
+    """The metadata counts them, and a message gives the reason."""
     (tmp_path / "broken.jsonl").write_text("{")
     source = TextSource((str(tmp_path / "broken.jsonl"), str(jsonl_file)), skip_bad_files=True)
     made = prepare_dataset(source, tmp_path / "d", 16, load_tokenizer(str(tokenizer_dir)))
@@ -303,8 +316,8 @@ def test_skipped_files_are_counted(tmp_path, jsonl_file, tokenizer_dir, capsys):
 
 
 @pytest.mark.parametrize("by_file", [False, True])
-def test_shards_share_the_work_and_are_merged_by_metadata(tmp_path, documents, tokenizer_dir, by_file):
-    """Every document is in one shard, on the side its hash says; the merged dataset is the shards' rows."""
+def test_merged_shards_hold_every_document_once(tmp_path, documents, tokenizer_dir, monkeypatch, by_file):
+    """Each document is in the split that its hash selects. Merging takes no space, and the shards can be deleted."""
     tokenizer = load_tokenizer(str(tokenizer_dir))
     num_files = 6 if by_file else 1
     for i in range(num_files):
@@ -319,20 +332,27 @@ def test_shards_share_the_work_and_are_merged_by_metadata(tmp_path, documents, t
         prepare_dataset(source, shard_dir(tmp_path / "d", index, 3), 16, tokenizer)
     assert sorted(seen["train"] + seen["validation"]) == sorted(documents)
     assert 0.1 < len(seen["validation"]) / len(documents) < 0.3
+    if by_file:  # on a file system without hard links, the rows are copied
+        monkeypatch.setattr(os, "link", create_autospec(os.link, side_effect=OSError))
     metadata = merge_shards(tmp_path / "d", 3)
-    assert sum(p.stat().st_size for p in (tmp_path / "d").rglob("*.arrow")) == 0
-    merged = open_packed_dataset(tmp_path / "d", 16)
-    assert merged.load_tokenizer() and merged.metadata == metadata
+    assert {p.stat().st_nlink for p in (tmp_path / "d").rglob("*.arrow")} == {1 if by_file else 2}
+    rows = {}
     for split in ("train", "validation"):
         shards = [open_packed_dataset(shard_dir(tmp_path / "d", index, 3)).splits[split] for index in range(3)]
-        rows = np.concatenate([shard[np.arange(len(shard))] for shard in shards])
-        np.testing.assert_array_equal(merged.splits[split][np.arange(len(rows))], rows)
+        rows[split] = np.concatenate([shard[np.arange(len(shard))] for shard in shards])
+    for index in range(3):
+        shutil.rmtree(shard_dir(tmp_path / "d", index, 3))
+    merged, loaded = open_packed_dataset(tmp_path / "d", 16), datasets.load_from_disk(str(tmp_path / "d"))
+    assert merged.load_tokenizer() and merged.metadata == metadata
+    assert metadata["source"]["train_files"] == list(files)
+    for split in ("train", "validation"):
+        np.testing.assert_array_equal(merged.splits[split][np.arange(len(rows[split]))], rows[split])
+        np.testing.assert_array_equal(loaded[split].with_format("numpy")["input_ids"][:], rows[split])
         assert metadata["splits"][split]["documents"] == len(seen[split])
-        assert len(datasets.load_from_disk(str(tmp_path / "d"))[split]) == len(rows)
 
 
-def test_shards_that_do_not_belong_together(tmp_path, jsonl_file, tokenizer_dir):
-    """Other rows, other options, other files, a shard twice: none is joined, and the odd one is named."""
+def test_shards_of_different_datasets_are_not_merged(tmp_path, jsonl_file, tokenizer_dir):
+    """Different options, files or block sizes, or a shard twice: the error names the shard that differs."""
     tokenizer = load_tokenizer(str(tokenizer_dir))
 
     def make(index, block_size=16, **options):
@@ -341,10 +361,10 @@ def test_shards_that_do_not_belong_together(tmp_path, jsonl_file, tokenizer_dir)
 
     make(0)
     with pytest.raises(
-        UserError, match="of the 2 shards of .*d these are missing: 1; prepare each with --num_shards 2"
+        UserError, match="of the 2 shards of .*d, these are missing: 1; prepare each with --num_shards 2"
     ):
         merge_shards(tmp_path / "d", 2)
-    odd = "d-00001-of-00002 and .*d-00000-of-00002 were not prepared as shards of one dataset"
+    odd = "d-00001-of-00002 and .*d-00000-of-00002 are not shards of the same dataset"
     for options in ({"block_size": 8}, {"validation_split_percentage": 30.0}, {"document_separator": "x"}):
         make(1, **options)
         with pytest.raises(UserError, match=odd):
@@ -355,40 +375,39 @@ def test_shards_that_do_not_belong_together(tmp_path, jsonl_file, tokenizer_dir)
         merge_shards(tmp_path / "d", 2)
     make(1)
     merge_shards(tmp_path / "d", 2)
-    with pytest.raises(UserError, match="d exists: the shards were merged already"):
+    with pytest.raises(UserError, match="d exists: either the shards are already merged"):
         merge_shards(tmp_path / "d", 2)
-    metadata = shard_dir(tmp_path / "d", 1, 2) / "metadata.json"  # made again, of other text
-    metadata.write_text(metadata.read_text().replace('"content_sha256": "', '"content_sha256": "0'))
-    with pytest.raises(UserError, match="d-00001-of-00002 has changed since it was merged into .*d;"):
-        open_packed_dataset(tmp_path / "d")
-    with pytest.raises(UserError, match="shard_index must be from 0 to num_shards - 1, got 2 of 2"):
+    rows = open_packed_dataset(tmp_path / "d").splits["train"][np.arange(20)]
+    make(1, text_column_name="text", document_separator="y")  # replacing a shard does not change the merged dataset
+    np.testing.assert_array_equal(open_packed_dataset(tmp_path / "d").splits["train"][np.arange(20)], rows)
+    with pytest.raises(UserError, match="shard_index must be from 0 to num_shards - 1 = 1, got 2"):
         TextSource((str(jsonl_file),), num_shards=2, shard_index=2)
 
 
-def test_shards_of_a_folder_that_changed_between_them(tmp_path, documents, tokenizer_dir):
-    """A local dataset has no revision: the names and sizes of its files stand for it."""
+def test_shards_of_a_changed_folder_are_not_merged(tmp_path, documents, tokenizer_dir):
+    """A local dataset has no revision; the names and sizes of its files identify it."""
     (tmp_path / "data").mkdir()
     for index in range(2):
         (tmp_path / "data" / f"{index}.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in documents))
         source = TextSource(dataset_name=str(tmp_path / "data"), num_shards=2, shard_index=index)
         prepare_dataset(source, shard_dir(tmp_path / "d", index, 2), 16, load_tokenizer(str(tokenizer_dir)))
-    with pytest.raises(UserError, match="were not prepared as shards of one dataset"):
+    with pytest.raises(UserError, match="are not shards of the same dataset"):
         merge_shards(tmp_path / "d", 2)
 
 
-def test_shards_that_hold_nothing_out(tmp_path, tokenizer_dir):
-    """Few documents and a small share: the error does not call them equal without doubt."""
+def test_merging_shards_without_validation_text_fails(tmp_path, tokenizer_dir):
+    """With few documents and a small percentage, the error does not claim that the documents are equal."""
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in make_documents(20)))
     for index in range(2):
         source = TextSource((str(tmp_path / "a.jsonl"),), num_shards=2, shard_index=index,
                             validation_split_percentage=0.1)  # fmt: skip
         prepare_dataset(source, shard_dir(tmp_path / "d", index, 2), 16, load_tokenizer(str(tokenizer_dir)))
-    with pytest.raises(UserError, match="the 20 documents are equal, or too few for a --validation_split_perc.* 0.1;"):
+    with pytest.raises(UserError, match="the 20 documents are equal or too few to hold out 0.1% of them;"):
         merge_shards(tmp_path / "d", 2)
 
 
-def test_shards_with_a_validation_file_and_small_ones(tmp_path, documents, tokenizer_dir):
-    """The validation text is in one of them, duplicates are found in all, and a shard may hold out nothing."""
+def test_only_the_first_shard_holds_separate_validation_text(tmp_path, documents, tokenizer_dir):
+    """All shards find duplicates of it, and a shard may hold out nothing."""
     tokenizer = load_tokenizer(str(tokenizer_dir))
     for name, texts in (("a", documents), ("b", [*documents[:40], *make_documents(9, seed=5)])):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
@@ -413,7 +432,7 @@ def test_shards_with_a_validation_file_and_small_ones(tmp_path, documents, token
 @pytest.mark.parametrize("has_validation", [False, True])
 @pytest.mark.parametrize("num_shards", [3, 7])
 def test_shards_of_a_dataset_lose_no_document(tmp_path, documents, tokenizer_dir, kind, has_validation, num_shards):
-    """With and without a validation split, by file and by document: each document once, duplicates counted once."""
+    """Sharded by file or by document, with or without a validation split: each document and duplicate counts once."""
     given = [*documents[:9], *make_documents(20, seed=5)] if has_validation else []
     texts = {"train": documents, "validation": given} if given else {"train": documents}
     for split, of_split in texts.items():
@@ -438,7 +457,7 @@ def test_shards_of_a_dataset_lose_no_document(tmp_path, documents, tokenizer_dir
         )
         prepare_dataset(source, shard_dir(tmp_path / "d", index, num_shards), 1, tokenizer)
         for split, rows in open_packed_dataset(shard_dir(tmp_path / "d", index, num_shards)).splits.items():
-            if len(rows):  # of one token and the next: no token is left over
+            if len(rows):  # with a block_size of 1, no token is left over
                 text = tokenizer.decode(stream_of(rows[np.arange(len(rows))]), clean_up_tokenization_spaces=False)
                 found[split] += text.split(tokenizer.eos_token)[:-1]
     merged = merge_shards(tmp_path / "d", num_shards)
@@ -452,7 +471,7 @@ def test_shards_of_a_dataset_lose_no_document(tmp_path, documents, tokenizer_dir
 
 
 def test_a_dataset_is_opened_once(tmp_path, documents, monkeypatch):
-    """To train a tokenizer, to look for a validation split, and to pack: over a network each opening is slow."""
+    """Training a tokenizer, looking for a validation split and packing share one opening, which may be slow."""
     datasets.Dataset.from_dict({"text": documents}).save_to_disk(tmp_path / "data")
     opened, original = [], text_module.open_dataset
 
@@ -466,43 +485,41 @@ def test_a_dataset_is_opened_once(tmp_path, documents, monkeypatch):
 
 
 def test_a_separator_that_never_occurs_is_reported(tmp_path, documents, jsonl_file, tokenizer_dir, capsys):
-    """As a warning, or as the reason for the error; one that occurs, even only at the end, is not reported."""
+    """A warning says so; a separator that occurs, even only at the end, causes no warning."""
     tokenizer = load_tokenizer(str(tokenizer_dir))
     for number, text in enumerate(documents[:50]):
         (tmp_path / f"{number}.txt").write_text(text)
     source = TextSource((str(tmp_path / "*.txt"),), document_separator="<sep>")
     prepare_dataset(source, tmp_path / "d", 4, tokenizer)
     warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
-    assert warnings == ["warning: the document separator '<sep>' never occurs; each .txt file is one document"]
+    assert warnings == ["warning: --document_separator '<sep>' has no effect: no .txt file holds it"]
     (tmp_path / "49.txt").write_text("the end<sep>")
     prepare_dataset(source, tmp_path / "e", 4, tokenizer)
     assert "warning" not in capsys.readouterr().out
     one = TextSource((str(tmp_path / "0.txt"),), document_separator="<sep>")
-    with pytest.raises(
-        UserError,
-        match="there is only one document; .*; the document separator '<sep>' never occurs; each",
-    ):
+    with pytest.raises(UserError, match="there is only one document; .* --document_separator that occurs"):
         prepare_dataset(one, tmp_path / "f", 4, tokenizer)
+    assert "warning: --document_separator '<sep>' has no effect" in capsys.readouterr().out
     prepare_dataset(TextSource((str(jsonl_file),), document_separator="x"), tmp_path / "g", 4, tokenizer)
-    assert "warning: --document_separator has no effect: it cuts .txt files" in capsys.readouterr().out
+    assert "warning: --document_separator 'x' has no effect" in capsys.readouterr().out
 
 
-def test_documents_longer_than_a_row_are_called_normal(tmp_path, tokenizer_dir, capsys):
-    """The summary counts them with the right number of the noun, and says what becomes of them."""
+def test_the_summary_explains_documents_longer_than_a_row(tmp_path, tokenizer_dir, capsys):
+    """It counts them, with correct singular and plural."""
     (tmp_path / "a.txt").write_text("the cat sat\n" * 200)
     prepare_dataset(TextSource((str(tmp_path / "a.txt"),)), tmp_path / "d", 8, load_tokenizer(str(tokenizer_dir)))
     out = capsys.readouterr().out
     assert re.search(
         r"train: 1 document, 2,280 bytes, .* rows; 1 document .100% of the tokens. is longer than a row", out
     )
-    assert out.count("documents longer than a row are cut across rows, which is normal and loses no text") == 1
+    assert out.count("documents longer than a row continue in the next row, which is normal and loses no text") == 1
     texts = ["the cat sat\n" * 20 + str(number) for number in range(10)] + ["cat"]
     (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
     source = TextSource((str(tmp_path / "b.jsonl"),), validation_split_percentage=20)
     prepare_dataset(source, tmp_path / "e", 8, load_tokenizer(str(tokenizer_dir)))
     assert re.search(r"train: .*; [89] documents .\d+% of the tokens. are longer than a row", capsys.readouterr().out)
     prepare_dataset(source, tmp_path / "f", 150, load_tokenizer(str(tokenizer_dir)))
-    assert "cut across rows" not in capsys.readouterr().out
+    assert "continue in the next row" not in capsys.readouterr().out
 
 
 EMPTY = {
@@ -517,17 +534,17 @@ EMPTY = {
 
 @pytest.mark.parametrize("name", EMPTY)
 @pytest.mark.parametrize("validation", [False, True])
-def test_text_that_is_empty_is_named(tmp_path, jsonl_file, tokenizer_dir, name, validation):
-    """With a tokenizer, without one, and beside a validation file with text."""
+def test_empty_text_is_an_error_that_names_the_file(tmp_path, jsonl_file, tokenizer_dir, name, validation):
+    """With a tokenizer, without one, and with a validation file that is not empty."""
     (tmp_path / name).write_bytes(EMPTY[name])
     source = TextSource((str(tmp_path / name),), (str(jsonl_file),) if validation else ())
     for tokenizer in (load_tokenizer(str(tokenizer_dir)), None):
-        with pytest.raises(UserError, match=f"there is no text in .*{name}: it is empty, or holds nothing but white"):
+        with pytest.raises(UserError, match=f"there is no text in .*{name}: it is empty or holds only white"):
             prepare_dataset(source, tmp_path / "d", 16, tokenizer, 300)
 
 
-def test_text_whose_files_are_all_bad_is_not_called_empty(tmp_path, tokenizer_dir):
-    """The error counts the files that were skipped and gives the reason for the first."""
+def test_text_whose_files_are_all_skipped_is_not_called_empty(tmp_path, tokenizer_dir):
+    """The error counts the skipped files and gives the reason for the first."""
     (tmp_path / "bad.jsonl").write_text("{")
     source = TextSource((str(tmp_path / "bad.jsonl"),), skip_bad_files=True)
     for tokenizer in (load_tokenizer(str(tokenizer_dir)), None):
@@ -537,16 +554,17 @@ def test_text_whose_files_are_all_bad_is_not_called_empty(tmp_path, tokenizer_di
             prepare_dataset(source, tmp_path / "d", 16, tokenizer, 300)
 
 
-def test_a_vocabulary_that_the_text_cannot_fill(tmp_path, small_steps, monkeypatch, capsys):
-    """It is as large as the text allows and said to be; interrupted, the preparation resumes with the same one."""
+def test_a_small_text_gets_a_smaller_vocabulary(tmp_path, small_steps, monkeypatch, capsys):
+    """A message says so, and an interrupted preparation resumes with the same tokenizer."""
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in make_documents(60)))
     source = TextSource((str(tmp_path / "a.jsonl"),))
     made = prepare_dataset(source, tmp_path / "d", 16, None, tokenizer_vocab_size=2048)
     assert 257 < made.vocab_size < 2048
     assert made.vocab_size == len(load_tokenizer(str(tmp_path / "d" / "tokenizer")))
     assert max(counts["max_token_id"] for counts in made.metadata["splits"].values()) < made.vocab_size
-    assert f"trained a byte-level BPE of {made.vocab_size:,} tokens (the text is too small to give the 2,048 that" in (
-        capsys.readouterr().out
+    assert (
+        f"trained a byte-level BPE of {made.vocab_size:,} tokens (the text is too small for the requested 2,048)"
+        in (capsys.readouterr().out)
     )
     prepare_dataset(source, tmp_path / "d", 16, None, tokenizer_vocab_size=2048)
     assert capsys.readouterr().out == f"{tmp_path / 'd'} is already prepared from this input\n"
@@ -561,8 +579,8 @@ def test_a_vocabulary_that_the_text_cannot_fill(tmp_path, small_steps, monkeypat
 
 
 @pytest.mark.parametrize("kind", ["a.txt", "a.jsonl"])
-def test_what_is_advised_for_a_short_text_works(tmp_path, kind):
-    """Every option that the error names makes a dataset of a text of 3 kB."""
+def test_the_options_advised_for_a_short_text_work(tmp_path, kind):
+    """Each option that the error names prepares a text of 3 kB."""
     documents = make_documents(12)
     rows = "".join(json.dumps({"text": text}) + "\n" for text in documents)
     (tmp_path / kind).write_text(rows if kind == "a.jsonl" else "".join(documents))
@@ -576,7 +594,7 @@ def test_what_is_advised_for_a_short_text_works(tmp_path, kind):
     too_much = dataclasses.replace(source, validation_split_percentage=90.0)
     with pytest.raises(UserError, match="the training text has ") as caught_too:
         prepare_dataset(too_much, tmp_path / "d", 256, None, 2048)
-    # With whole documents held out, a share is met only roughly: of twelve, the second error names too small a one.
+    # With 12 documents, a percentage is met only roughly, so the one that the second error advises may be too small.
     for number, error in enumerate((caught, caught_too) if kind == "a.txt" else (caught,)):
         percentage = re.search(r"--validation_split_percentage (\d+)", str(error.value))[1]
         advised = dataclasses.replace(source, validation_split_percentage=float(percentage))
@@ -585,8 +603,8 @@ def test_what_is_advised_for_a_short_text_works(tmp_path, kind):
     prepare_dataset(given, tmp_path / "v", 256, None, 2048)
 
 
-def test_texts_too_short(tmp_path, tokenizer_dir):
-    """Less than one row of training or validation text is an error that says how many tokens there are."""
+def test_too_short_a_text_is_an_error_with_its_token_count(tmp_path, tokenizer_dir):
+    """This applies to training text and to validation text."""
     (tmp_path / "a.txt").write_text("short\ntext\n")
     source = TextSource(train_files=(str(tmp_path / "a.txt"),))
     with pytest.raises(
@@ -652,14 +670,15 @@ def damage(directory, how):
         ("offset", "is not a complete packed dataset .ValueError: cannot reshape"),
         ("format", "has format 99"),
         ("ids", "beyond its vocabulary of 100"),
-        ("rows", "does not have the .* rows of 32 ids"),
-        ("tokenizer", "is not the tokenizer this dataset was made with"),
+        ("rows", "does not have .* rows of 32 ids"),
+        ("tokenizer", "is not the tokenizer that made this dataset"),
         ("no hash", "is not a complete packed dataset .KeyError: 'content_sha256'"),
         ("word", "vocab_size is '500'"),
         ("no bytes", "says that validation is empty"),
     ],
 )
-def test_incomplete_or_changed_datasets_are_not_opened(tmp_path, dataset_dir, how, expected):
+def test_damaged_datasets_do_not_open(tmp_path, dataset_dir, how, expected):
+    """The error names the damage."""
     directory = tmp_path / "copy"
     shutil.copytree(dataset_dir, directory)
     damage(directory, how)
@@ -667,13 +686,13 @@ def test_incomplete_or_changed_datasets_are_not_opened(tmp_path, dataset_dir, ho
         open_packed_dataset(directory).load_tokenizer()
 
 
-def test_a_dataset_for_another_run(tmp_path, dataset_dir, tokenizer_dir):
-    """Block size and tokenizer are those the run asks for, or it is an error."""
+def test_a_dataset_must_match_the_run(tmp_path, dataset_dir, tokenizer_dir):
+    """A different block size or tokenizer is an error."""
 
     def open_for(*argv):
         return open_dataset_for(load_config(["--dataset_dir", str(dataset_dir), *argv])[0])
 
-    with pytest.raises(UserError, match="has block_size 32, the run asks for 64; pass --block_size 32"):
+    with pytest.raises(UserError, match="has block_size 32, but the run requests 64; pass --block_size 32"):
         open_for("--block_size", "64")
     train_tokenizer(make_documents(50, seed=9), 300).save_pretrained(tmp_path / "other")
     with pytest.raises(UserError, match="was made with another tokenizer"):
@@ -683,8 +702,8 @@ def test_a_dataset_for_another_run(tmp_path, dataset_dir, tokenizer_dir):
         open_packed_dataset(tmp_path / "gone")
 
 
-def test_bad_tokenizers(tmp_path, tokenizer_dir):
-    """A missing tokenizer and one without an end-of-text token are refused."""
+def test_unusable_tokenizers_are_errors(tmp_path, tokenizer_dir):
+    """A tokenizer may be missing or lack an end-of-text token."""
     with pytest.raises(UserError, match="no tokenizer at 'nowhere'"):
         load_tokenizer("nowhere")
     with pytest.raises(UserError, match="there is no folder .*gone"):
@@ -701,6 +720,7 @@ def test_bad_tokenizers(tmp_path, tokenizer_dir):
 
 
 def test_identity_of_a_tokenizer_survives_saving(tmp_path, tokenizer_dir):
+    """The hash changes only with the tokenizer."""
     tokenizer = load_tokenizer(str(tokenizer_dir))
     tokenizer.save_pretrained(tmp_path)
     assert tokenizer_sha256(load_tokenizer(str(tmp_path))) == tokenizer_sha256(tokenizer)
@@ -708,43 +728,49 @@ def test_identity_of_a_tokenizer_survives_saving(tmp_path, tokenizer_dir):
     assert tokenizer_sha256(other) != tokenizer_sha256(tokenizer)
 
 
-@pytest.mark.parametrize("kill_after", [0, 7])
-def test_sigkill_and_started_again_is_byte_identical(tmp_path, jsonl_file, tokenizer_dir, small_steps, kill_after):
-    """Really killed, with nothing cleaned up and half a commit in the files, by a process of its own."""
+def test_a_preparation_killed_by_sigkill_resumes_to_identical_files(
+    tmp_path, jsonl_file, tokenizer_dir, small_steps, expected
+):
+    """The process dies between the files and the journal of the first or the eighth commit, and cleans up nothing."""
     code = f"""
 import os, signal
 from pathlib import Path
-from recipe.data import encoder, files, packing, prepare
-from recipe.data.packing import SplitWriter
+from recipe.data import encoder, prepare
 from recipe.data.text import TextSource
 from recipe.data.tokenizer import load_tokenizer
+from recipe.data.writer import SplitWriter
 
 prepare.COMMIT_BYTES, encoder.BATCH_CHARACTERS = 2000, 300
-commit, commits = SplitWriter.commit, iter(range(10**6))
+commit = SplitWriter.commit
+for kill_after in (0, 7):
+    if os.fork() == 0:
+        commits = iter(range(10**6))
 
-def commit_and_die(self):
-    saved = commit(self)
-    if next(commits) == 2 * {kill_after} + 1:  # between the files of the splits and the journal
-        os.kill(os.getpid(), signal.SIGKILL)
-    return saved
+        def commit_and_die(self):
+            saved = commit(self)
+            if next(commits) == 2 * kill_after + 1:  # between the files of the splits and the journal
+                os.kill(os.getpid(), signal.SIGKILL)
+            return saved
 
-SplitWriter.commit = commit_and_die
-source = TextSource(train_files=({str(jsonl_file)!r},))
-prepare.prepare_dataset(source, Path({str(tmp_path / "d")!r}), 16, load_tokenizer({str(tokenizer_dir)!r}))
+        SplitWriter.commit = commit_and_die
+        source = TextSource(train_files=({str(jsonl_file)!r},))
+        directory = Path({str(tmp_path)!r}) / f"d{{kill_after}}"
+        prepare.prepare_dataset(source, directory, 16, load_tokenizer({str(tokenizer_dir)!r}))
+        os._exit(0)
+    assert os.WTERMSIG(os.wait()[1]) == signal.SIGKILL
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert result.returncode == -signal.SIGKILL, result.stderr
-    assert not (tmp_path / "d").exists() and (tmp_path / ".d.partial").is_dir()
+    subprocess.run([sys.executable, "-c", code], timeout=120, check=True)
     source, tokenizer = TextSource(train_files=(str(jsonl_file),)), load_tokenizer(str(tokenizer_dir))
-    for name in ("d", "e"):
+    for name in ("d0", "d7"):
+        assert not (tmp_path / name).exists() and (tmp_path / f".{name}.partial").is_dir()
         prepare_dataset(source, tmp_path / name, 16, tokenizer)
-    assert contents(tmp_path / "d") == contents(tmp_path / "e")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["d", "e"]
+        assert contents(tmp_path / name) == expected
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["d0", "d7"]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "save_to_disk", "parquet"])
-def test_data_that_is_tokenized_already(tmp_path, documents, jsonl_file, tokenizer_dir, kind, capsys):
-    """A column of token ids gives the dataset that its text would give; bytes are counted by the vocabulary."""
+def test_token_ids_are_packed_like_their_text(tmp_path, documents, jsonl_file, tokenizer_dir, kind, capsys):
+    """A column of token ids has the counts of its text; the vocabulary provides the bytes."""
     tokenizer = load_tokenizer(str(tokenizer_dir))
     rows = [{"input_ids": tokenizer(text)["input_ids"]} for text in documents]
     if kind == "jsonl":
@@ -765,15 +791,16 @@ def test_data_that_is_tokenized_already(tmp_path, documents, jsonl_file, tokeniz
     opened = open_packed_dataset(tmp_path / "ids-packed")
     texts = [tokenizer.decode(split.stream()).split(tokenizer.eos_token) for split in opened.splits.values()]
     assert {text for part in texts for text in part[:-1]} <= set(documents) and len(texts[1]) > 5
-    with pytest.raises(UserError, match="tokenized already; pass its --tokenizer_name"):
+    with pytest.raises(UserError, match="already tokenized; pass its --tokenizer_name"):
         prepare_dataset(source, tmp_path / "none", 16, None, tokenizer_vocab_size=300)
 
 
-def test_ids_that_are_no_list_of_ids(tmp_path, tokenizer_dir):
+def test_bad_token_ids_are_errors(tmp_path, tokenizer_dir):
+    """The error names the row or the id."""
     tokenizer = load_tokenizer(str(tokenizer_dir))
     for row, expected in (
-        ({"ids": [[1], [2]]}, "row 1: column 'ids' holds a list that is not one of token ids"),
-        ({"ids": ["a"]}, "row 1: column 'ids' holds a list that is not one of token ids"),
+        ({"ids": [[1], [2]]}, "row 1: column 'ids' holds a list that is not a list of token ids"),
+        ({"ids": ["a"]}, "row 1: column 'ids' holds a list that is not a list of token ids"),
         ({"ids": [7, 5000]}, "the data holds token id 5000, but the tokenizer has 500 tokens"),
         ({"ids": [7, -5]}, "the data holds token id -5, but the tokenizer has 500 tokens"),
     ):
@@ -783,8 +810,8 @@ def test_ids_that_are_no_list_of_ids(tmp_path, tokenizer_dir):
             prepare_dataset(source, tmp_path / "d", 1, tokenizer)
 
 
-def test_a_blank_stretch_that_is_too_long_for_tiktoken(tmp_path, documents, tokenizer_dir):
-    """Its regular expressions give up at a million blanks; tokenizers takes over for that batch."""
+def test_tokenizers_encodes_blanks_that_tiktoken_cannot(tmp_path, documents, tokenizer_dir):
+    """tiktoken's regular expressions fail on a million blanks in a row."""
     texts = [*documents, "a" + " " * 1_200_000 + "b"]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
     made = prepare_dataset(TextSource((str(tmp_path / "a.jsonl"),)), tmp_path / "d", 16,
@@ -793,12 +820,13 @@ def test_a_blank_stretch_that_is_too_long_for_tiktoken(tmp_path, documents, toke
 
 
 @pytest.mark.parametrize("at", ["save_tokenizer", "rename to replaced", "rename to final"])
-def test_stopped_while_it_is_finished(tmp_path, jsonl_file, tokenizer_dir, small_steps, monkeypatch, capsys, at):
-    """Nothing is lost: neither what was done, nor the older dataset; the next run goes on, and overwrites again."""
+def test_an_interruption_at_the_end_loses_nothing(
+    tmp_path, jsonl_file, tokenizer_dir, small_steps, expected, monkeypatch, capsys, at
+):
+    """Neither the new rows nor the older dataset are lost; the next run resumes and replaces the older one."""
     source, tokenizer = TextSource((str(jsonl_file),)), load_tokenizer(str(tokenizer_dir))
-    prepare_dataset(source, tmp_path / "expected", 16, tokenizer)
     old = prepare_dataset(source, tmp_path / "d", 8, tokenizer).metadata
-    original, rename = packing.save_tokenizer, os.rename
+    original, rename = writer.save_tokenizer, os.rename
 
     def stop(*args):
         raise OSError(28, "No space left on device")
@@ -809,26 +837,26 @@ def test_stopped_while_it_is_finished(tmp_path, jsonl_file, tokenizer_dir, small
         rename(a, b)
 
     if at == "save_tokenizer":
-        monkeypatch.setattr(packing, "save_tokenizer", stop)
+        monkeypatch.setattr(writer, "save_tokenizer", stop)
         with pytest.raises(UserError, match="No space left on device; the finished part is kept"):
             prepare_dataset(source, tmp_path / "d", 16, tokenizer, overwrite=True)
     else:
         monkeypatch.setattr(os, "rename", rename_until)
         with pytest.raises(KeyboardInterrupt):
             prepare_dataset(source, tmp_path / "d", 16, tokenizer, overwrite=True)
-    monkeypatch.setattr(packing, "save_tokenizer", original)
+    monkeypatch.setattr(writer, "save_tokenizer", original)
     monkeypatch.setattr(os, "rename", rename)
     if at != "rename to final":
         assert open_packed_dataset(tmp_path / "d").metadata == old
     capsys.readouterr()
     prepare_dataset(source, tmp_path / "d", 16, tokenizer, overwrite=True)
     assert "resuming after the first" in capsys.readouterr().out
-    assert contents(tmp_path / "d") == contents(tmp_path / "expected")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["d", "expected"]
+    assert contents(tmp_path / "d") == expected
+    assert [p.name for p in tmp_path.iterdir()] == ["d"]
 
 
-def test_what_appears_meanwhile_is_not_replaced(tmp_path, jsonl_file, tokenizer_dir):
-    """A dataset that another process finished in the same folder is not overwritten unasked."""
+def test_a_dataset_that_appears_meanwhile_is_not_replaced(tmp_path, jsonl_file, tokenizer_dir):
+    """Another process may have finished a dataset in the same folder."""
     source, tokenizer = TextSource((str(jsonl_file),)), load_tokenizer(str(tokenizer_dir))
     prepare_dataset(source, tmp_path / "d", 16, tokenizer)
     writer = PackedWriter(tmp_path / "d", "other", 8, len(tokenizer))
@@ -840,8 +868,8 @@ def test_what_appears_meanwhile_is_not_replaced(tmp_path, jsonl_file, tokenizer_
     assert open_packed_dataset(tmp_path / "d").block_size == 16
 
 
-def test_documents_in_pieces_for_an_encoder_that_takes_none(tmp_path, documents, tokenizer_dir, monkeypatch):
-    """A tokenizer that puts a space in front of a text must see the text as a whole."""
+def test_pieces_are_joined_for_an_encoder_that_needs_documents(tmp_path, documents, tokenizer_dir, monkeypatch):
+    """A tokenizer that puts a space before a text must see complete texts."""
     tokenizer = load_tokenizer(str(tokenizer_dir))
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     content["pre_tokenizer"]["add_prefix_space"] = True
@@ -857,23 +885,24 @@ def test_documents_in_pieces_for_an_encoder_that_takes_none(tmp_path, documents,
 
 
 def test_memory_does_not_grow_with_the_text(tmp_path, tokenizer_dir):
-    """Four times the text, the same peak within 20%; both are longer than what is held back and committed at once."""
+    """Peak memory grows by less than 0.6 bytes per byte of additional text."""
     if not Path("/proc/self/status").is_file():
         pytest.skip("peak memory is read from /proc")
     paragraph = "".join(make_documents(500, seed=3))
-    peaks = []
-    for number, repeats in enumerate((400, 1600)):
-        (tmp_path / "a.txt").write_text("".join(f"{i} {paragraph}" for i in range(repeats)))
-        code = f"""
+    for name, repeats in (("small", 100), ("large", 700)):
+        (tmp_path / f"{name}.txt").write_text("".join(f"{i} {paragraph}" for i in range(repeats)))
+    code = f"""
 from pathlib import Path
-from recipe.data.prepare import prepare_dataset
+from recipe.data import prepare
 from recipe.data.text import TextSource
 from recipe.data.tokenizer import load_tokenizer
-source = TextSource(({str(tmp_path / "a.txt")!r},))
-prepare_dataset(source, Path({str(tmp_path / str(number))!r}), 64, load_tokenizer({str(tokenizer_dir)!r}))
-print(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
+prepare.COMMIT_BYTES = 4_000_000
+folder, tokenizer = Path({str(tmp_path)!r}), load_tokenizer({str(tokenizer_dir)!r})
+for name in ("small", "large"):
+    prepare.prepare_dataset(TextSource((str(folder / f"{{name}}.txt"),)), folder / name, 64, tokenizer)
+    print("peak", Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 """
-        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-        peaks.append(int(result.stdout.splitlines()[-1]))
-    assert (tmp_path / "a.txt").stat().st_size > 200e6
-    assert peaks[1] < 1.2 * peaks[0], peaks
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    small, large = [int(peak) * 1024 for peak in re.findall(r"peak (\d+)", result.stdout)]
+    added = (tmp_path / "large.txt").stat().st_size - (tmp_path / "small.txt").stat().st_size
+    assert added > 75e6 and large - small < 0.6 * added, (small, large, added)

@@ -143,7 +143,7 @@ def test_a_tokenizer_smaller_than_asked_for(tmp_path):
     result = script("train_tokenizer", "--train_file", "a.txt", "--output_dir", "tok", cwd=tmp_path)
     vocab_size = len(AutoTokenizer.from_pretrained(tmp_path / "tok"))
     assert result.returncode == 0 and 257 < vocab_size < 1000, result.stderr
-    assert f"BPE of {vocab_size:,} tokens (the text is too small to give the 50,257 that were asked" in result.stdout
+    assert f"BPE of {vocab_size:,} tokens (the text is too small for the requested 50,257)" in result.stdout
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Streaming: the rows of the prepared dataset, each once, in an order that can be gone back to."""
+"""Streaming: each row of the prepared dataset once, in an order that can be resumed anywhere."""
 
 import itertools
 import json
@@ -10,19 +10,19 @@ import torch
 from conftest import BLOCK_SIZE, launch, make_documents, read_events
 
 from recipe.command_line import load_config
-from recipe.data import encoder, prepare, streaming
+from recipe.data import documents, encoder, prepare, streaming
 from recipe.data.batches import TrainOrder
 from recipe.data.documents import Piece, take_head
 from recipe.data.prepare import open_dataset_for
 from recipe.data.streaming import Position, StreamedRows, read_windows
 from recipe.data.text import TextSource
 from recipe.data.tokenizer import load_tokenizer
-from recipe.errors import UserError
+from recipe.errors import ProcessError, UserError
 
 
 @pytest.fixture
 def small_batches(monkeypatch):
-    """Windows begin in the middle of what is encoded at once."""
+    """Let windows begin inside a batch of encoded text."""
     monkeypatch.setattr(encoder, "BATCH_CHARACTERS", 700)
 
 
@@ -39,13 +39,13 @@ def windows_of(source, tokenizer_dir, num_rows, start=BEGIN):
 
 
 @pytest.mark.parametrize("num_rows", [1, 7, 64, 10_000])
-def test_the_rows_are_those_of_the_prepared_dataset(source, dataset, tokenizer_dir, small_batches, num_rows):
-    """In the same order before they are shuffled, so every token once; then the text begins again where it ended."""
+def test_streamed_rows_equal_the_prepared_rows(source, dataset, tokenizer_dir, small_batches, num_rows):
+    """Before shuffling, they have the same order; after the last document the text starts over."""
     split = dataset.splits["train"]
     windows = itertools.islice(windows_of(source, tokenizer_dir, num_rows), -(-3 * len(split) // num_rows))
     rows = np.concatenate([rows for _, rows, _ in windows])
     np.testing.assert_array_equal(rows[: len(split)], split[np.arange(len(split))])
-    # Row i begins with the last token of row i - 1, also where one pass over the text goes over into the next.
+    # Row i begins with the last token of row i - 1, also between two passes over the text.
     np.testing.assert_array_equal(rows[1:, 0], rows[:-1, -1])
     tokens = rows[:, :-1].reshape(-1)
     length = dataset.metadata["splits"]["train"]["tokens"]
@@ -54,10 +54,10 @@ def test_the_rows_are_those_of_the_prepared_dataset(source, dataset, tokenizer_d
 
 
 def test_each_window_can_be_read_from_its_position(source, tokenizer_dir, small_batches):
-    """A position is two integers; from there on the windows are the same, also in a later pass over the text."""
+    """A position is two integers; reading from it yields the same windows, also in a later pass over the text."""
     windows = list(itertools.islice(windows_of(source, tokenizer_dir, 16), 80))
     pieces = [position.piece for _, _, position in windows]
-    assert min(pieces[40:]) < pieces[39] and len(set(pieces)) > 40  # the text was begun again
+    assert min(pieces[40:]) < pieces[39] and len(set(pieces)) > 40  # the text starts over
     for index in (0, 1, 17, 42, 79):
         number, rows, position = windows[index]
         assert number == index and position.token <= index * 16 * BLOCK_SIZE
@@ -72,7 +72,7 @@ def batches_of(source, tokenizer_dir, order, start=BEGIN):
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_each_row_is_an_example_once(source, dataset, tokenizer_dir, seed):
-    """The shuffle buffer loses and repeats nothing: the same tokens as the prepared data, in another order."""
+    """The shuffle buffer loses and repeats nothing: the same rows as the prepared dataset, in another order."""
     split = dataset.splits["train"]
     num_rows = 8
     count = len(split) // num_rows * num_rows
@@ -84,8 +84,8 @@ def test_each_row_is_an_example_once(source, dataset, tokenizer_dir, seed):
 
 
 @pytest.mark.parametrize(("micro_batch_size", "num_processes"), [(3, 1), (12, 1), (3, 2), (2, 3)])
-def test_a_step_has_the_same_examples_however_it_is_cut(source, tokenizer_dir, micro_batch_size, num_processes):
-    """Over processes without overlap, whatever the micro-batch; and from the position of an earlier step."""
+def test_a_step_has_the_same_examples_for_any_batch_shape(source, tokenizer_dir, micro_batch_size, num_processes):
+    """For any micro-batch and number of processes, from the start or from the position of an earlier step."""
     whole = batches_of(source, tokenizer_dir, TrainOrder(20, 5, 12, 12))
     steps = [next(whole) for _ in range(9)]
     for first_step in (0, 6):
@@ -99,16 +99,16 @@ def test_a_step_has_the_same_examples_however_it_is_cut(source, tokenizer_dir, m
 
 
 @pytest.mark.parametrize(("local", "expected"), [("2", 4), (None, 1)])
-def test_a_process_encodes_with_its_share_of_this_machine(
+def test_a_process_encodes_with_its_share_of_the_cores(
     monkeypatch, jsonl_file, tokenizer_dir, dataset, local, expected
 ):
-    """Eight cores among the processes on this machine, of 16 on all; without a launcher's word all 16 are here."""
+    """Two of 16 processes share 8 cores here; if the launcher does not say how many are local, all 16 are."""
 
     class Recorded(Exception):
         pass
 
-    def record(*args):
-        raise Recorded(args[-1])
+    def record(source, tokenizer_dir, block_size, order, start, num_threads):
+        raise Recorded(num_threads)
 
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     if local:
@@ -121,8 +121,8 @@ def test_a_process_encodes_with_its_share_of_this_machine(
         streaming.build_batches(load_config(argv)[0], dataset, accelerator, 4, 0, None)
 
 
-def test_the_head_of_a_text():
-    """Documents are whole; reading stops when both splits have something."""
+def test_the_head_of_a_text_holds_complete_documents():
+    """Reading stops when both splits have some."""
     train = [Piece("train", "x" * 10, i % 2 == 1) for i in range(20)]
     held_out = [Piece("validation", "y" * 10, True)] * 30
     head = list(take_head([*train, *held_out, *train], 35))
@@ -132,8 +132,8 @@ def test_the_head_of_a_text():
     assert list(take_head(train[:2], 35)) == train[:2]
 
 
-def test_what_is_prepared_of_a_streamed_text(tmp_path, jsonl_file, tokenizer_dir, monkeypatch):
-    """The head alone; a longer text of the same beginning is another one."""
+def test_only_the_head_of_a_streamed_text_is_prepared(tmp_path, jsonl_file, tokenizer_dir, monkeypatch):
+    """A longer text with the same head has another fingerprint."""
     monkeypatch.setattr(prepare, "HEAD_CHARACTERS", 5000)
     text = tmp_path / "a.jsonl"
     text.write_bytes(jsonl_file.read_bytes())
@@ -156,58 +156,59 @@ def test_what_is_prepared_of_a_streamed_text(tmp_path, jsonl_file, tokenizer_dir
         (["--train_file", "a.txt", "--shuffle_buffer_size", "0"], "shuffle_buffer_size must be at least 1"),
     ],
 )
-def test_options_that_do_not_go_with_it(argv, expected):
+def test_options_that_conflict_with_streaming_are_errors(argv, expected):
+    """The error names the options."""
     with pytest.raises(UserError, match=expected):
         load_config(["--streaming", *argv])
 
 
 STREAMED = ["--streaming", "--shuffle_buffer_size", "12", "--global_batch_size", "4", "--max_steps", "6",
             "--logging_steps", "1", "--eval_steps", "0", "--save_steps", "4", "--mixed_precision", "no",
-            "--dynamo_backend", "no", "--config_overrides", "n_layer=2,n_head=2,n_embd=32,resid_pdrop=0.1",
-            "--block_size", str(BLOCK_SIZE)]  # fmt: skip
-TWO = ("--multi_gpu", "--num_processes", "2")
+            "--dynamo_backend", "no", "--block_size", str(BLOCK_SIZE)]  # fmt: skip
+SHAPE = "n_layer=2,n_head=2,n_embd=32"
 
 
-def test_a_streamed_run_resumes_bit_for_bit(tmp_path, jsonl_file, tokenizer_dir):
-    """Stopped and resumed: the losses and weights of a run that went through, with dropout on."""
-    text = ["--train_file", str(jsonl_file), "--tokenizer_name", str(tokenizer_dir)]
-    whole = launch([*STREAMED, *text, "--output_dir", "whole"], tmp_path)
-    assert whole.returncode == 0, whole.stderr
-    resumed = [*STREAMED, *text, "--resume_from_checkpoint", "whole/checkpoint-4", "--output_dir", "whole"]
-    weights = (tmp_path / "whole" / "model.safetensors").read_bytes()
-    events = read_events(tmp_path / "whole", "train")
-    (tmp_path / "whole" / "model.safetensors").unlink()
-    again = launch(resumed, tmp_path)
-    assert again.returncode == 0, again.stderr
-    assert "resumed from whole/checkpoint-4" in again.stdout.replace("\n           ", " ")
-    assert (tmp_path / "whole" / "model.safetensors").read_bytes() == weights
-    for before, after in zip(events, read_events(tmp_path / "whole", "train"), strict=True):
+@pytest.fixture
+def stream(train, jsonl_file, tokenizer_dir, tmp_path, monkeypatch):
+    """Train on a stream in this process; arguments override the defaults."""
+    monkeypatch.chdir(tmp_path)
+    text = ["--train_file", jsonl_file, "--tokenizer_name", tokenizer_dir, "--config_overrides", SHAPE]
+    return lambda *arguments: train(*STREAMED, *text, *arguments, alone=True)
+
+
+def test_a_streamed_run_resumes_bit_for_bit(tmp_path, stream, capsys):
+    """A resumed run has the losses and weights of one that was never interrupted, with dropout on."""
+    run = ["--output_dir", "run", "--config_overrides", f"{SHAPE},resid_pdrop=0.1"]
+    stream(*run)
+    weights, events = (tmp_path / "run" / "model.safetensors").read_bytes(), read_events(tmp_path / "run", "train")
+    (tmp_path / "run" / "model.safetensors").unlink()
+    capsys.readouterr()
+    resume = [*run, "--resume_from_checkpoint", "run/checkpoint-4"]
+    stream(*resume)
+    assert "run/checkpoint-4" in capsys.readouterr().out
+    assert (tmp_path / "run" / "model.safetensors").read_bytes() == weights
+    for before, after in zip(events, read_events(tmp_path / "run", "train"), strict=True):
         assert (before["loss"], before["grad_norm"]) == (after["loss"], after["grad_norm"])
-    refused = launch([*resumed, "--shuffle_buffer_size", "13"], tmp_path)
-    assert refused.returncode != 0 and "shuffle_buffer_size 12 -> 13" in refused.stderr
+    with pytest.raises(UserError, match="shuffle_buffer_size 12 -> 13"):
+        stream(*resume, "--shuffle_buffer_size", "13")
 
 
-def test_two_processes_and_a_bad_line(tmp_path, jsonl_file, tokenizer_dir):
-    """Two processes train as one does; a text that breaks off during the run is one sentence."""
-    text = ["--tokenizer_name", str(tokenizer_dir), "--config_overrides", "n_layer=2,n_head=2,n_embd=32"]
-    one = launch([*STREAMED, *text, "--train_file", str(jsonl_file), "--output_dir", "one"], tmp_path)
-    two = launch(
-        [*STREAMED, *text, "--train_file", str(jsonl_file), "--output_dir", "two"],
-        tmp_path,
-        TWO,
-        ACCELERATE_USE_CPU="true",
-    )
-    assert one.returncode == two.returncode == 0, two.stderr
+def test_two_processes_train_on_a_stream_like_one(tmp_path, stream, jsonl_file, tokenizer_dir):
+    """The losses agree within 1e-5."""
+    stream("--output_dir", "one")
+    text = ["--train_file", jsonl_file, "--tokenizer_name", tokenizer_dir, "--config_overrides", SHAPE]
+    two = ("--multi_gpu", "--num_processes", "2")
+    result = launch([*STREAMED, *text, "--output_dir", "two"], tmp_path, two, ACCELERATE_USE_CPU="true")
+    assert result.returncode == 0, result.stderr
     for a, b in zip(read_events(tmp_path / "one", "train"), read_events(tmp_path / "two", "train"), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], abs=1e-5)
 
-    broken = tmp_path / "broken.jsonl"
-    documents = make_documents(60_000, seed=7)  # longer than the head
-    broken.write_text("".join(json.dumps({"text": text * 3}) + "\n" for text in documents) + "{")
-    result = launch(
-        [*STREAMED, *text, "--train_file", str(broken), "--output_dir", "broken", "--shuffle_buffer_size", "1000000"],
-        tmp_path,
-    )
-    assert result.returncode == 1
-    assert "error: cannot read" in result.stderr and "line 60001 is not JSON" in result.stderr
-    assert "Traceback" not in result.stderr.partition("error: cannot read")[0]
+
+def test_a_bad_line_in_a_stream_ends_the_run_with_one_sentence(tmp_path, stream, monkeypatch):
+    """The error arises in the worker process, beyond the prepared head, and names the line."""
+    monkeypatch.setattr(prepare, "HEAD_CHARACTERS", 30_000)
+    monkeypatch.setattr(documents, "HELD_BACK_DOCUMENTS", 100)
+    rows = [json.dumps({"text": text}) + "\n" for text in make_documents(600, seed=7)]
+    (tmp_path / "broken.jsonl").write_text("".join(rows) + "{")
+    with pytest.raises(ProcessError, match="^cannot read broken.jsonl: line 601 is not JSON"):
+        stream("--train_file", "broken.jsonl", "--output_dir", "run", "--shuffle_buffer_size", "1000000")

@@ -1,4 +1,4 @@
-"""Documents come out of files as they are in them, and split so that none is on both sides."""
+"""Documents come out of files unchanged, and equal documents are never in both splits."""
 
 import csv
 import dataclasses
@@ -22,14 +22,13 @@ from recipe.data import files
 from recipe.data import text as text_module
 from recipe.data.documents import Piece, cut_at_line, cut_ids_into_documents
 from recipe.data.documents import split_documents as split_parts
-from recipe.data.files import ReadReport, find_cut, read_file, read_text
-from recipe.data.standard_library import read_standard_library
+from recipe.data.files import ReadReport, find_cut, read_file, read_standard_library, read_text
 from recipe.data.text import TextSource, name_of_text
 from recipe.errors import UserError
 
 
 def joined(pieces: Iterable[Piece]) -> list[tuple[str, str]]:
-    """(split, document) from pieces, each document put together again."""
+    """Join the pieces of each document: (split, document)."""
     documents, parts = [], []
     for piece in pieces:
         parts.append(piece.text)
@@ -41,7 +40,9 @@ def joined(pieces: Iterable[Piece]) -> list[tuple[str, str]]:
 
 
 def documents_of(path) -> list[str]:
-    return [text for _, text in joined(Piece("train", *part) for part in read_file(str(path), "text", None))]
+    return [
+        text for _, text in joined(Piece("train", *part) for part in read_file(str(path), "text", None, ReadReport()))
+    ]
 
 
 def split_documents(documents, percentage):
@@ -66,13 +67,13 @@ def write_all_kinds(folder: Path, documents: list[str]) -> dict[str, Path]:
     "name", ["a.jsonl", "lines.json", "array.json", "a.parquet", "a.csv", "B.JSONL.GZ", "c.jsonl.zst"]
 )
 def test_rows_are_documents(tmp_path, name):
-    """In every kind of file, plain or compressed; also texts with line breaks, commas and quotes."""
+    """In every kind of file, plain or compressed, including texts with line breaks, commas and quotes."""
     documents = [*make_documents(20), 'a "quoted", text\nof two lines\r\n']
     assert documents_of(write_all_kinds(tmp_path, documents)[name]) == documents
 
 
-def test_folders_and_patterns(tmp_path):
-    """A folder stands for the readable files below it, a pattern for what it matches, sorted."""
+def test_folders_and_patterns_expand_to_sorted_files(tmp_path):
+    """A folder stands for the supported files in it, a pattern for its matches."""
     for name in ("b.txt", "a.txt", "deep/c.txt", "ignored.bin", "deep/d.jsonl.gz"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"x")
@@ -83,7 +84,7 @@ def test_folders_and_patterns(tmp_path):
 
 
 def test_a_text_file_is_one_document(tmp_path):
-    """With its line ends and blank lines as they are, without a byte order mark."""
+    """Line ends and blank lines are kept, and a byte order mark is dropped."""
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbffile a\r\n\n\nend")
     assert documents_of(tmp_path / "a.txt") == ["file a\r\n\n\nend"]
 
@@ -91,27 +92,27 @@ def test_a_text_file_is_one_document(tmp_path):
 @pytest.mark.parametrize("piece_characters", [1, 10, 100, 10**9])
 @pytest.mark.parametrize("separator", [None, "\n\n", "<|sep|>"])
 def test_long_documents_come_in_pieces(monkeypatch, piece_characters, separator):
-    """Whatever their length, pieces put together are the documents that str.split gives."""
+    """Pieces of any length join to the documents that str.split returns."""
     monkeypatch.setattr(files, "PIECE_CHARACTERS", piece_characters)
     monkeypatch.setattr(files, "HASHED_CHARACTERS", 1)
-    monkeypatch.setattr(files, "BLOCK_BYTES", 7)  # characters and separators are cut by block ends
+    monkeypatch.setattr(files, "BLOCK_BYTES", 7)  # block ends fall inside characters and separators
     text = "<|sep|>".join(make_documents(5)) + "\n\nüber\n\n\n end "
-    parts = list(read_text(io.BytesIO(text.encode()), separator))
+    parts = list(read_text(io.BytesIO(text.encode()), separator, ReadReport()))
     found = [document for _, document in joined(Piece("train", *part) for part in parts)]
     assert found == (text.split(separator) if separator else [text])
     if piece_characters == 10 and separator is None:
         assert len(parts) > 20
 
 
-def test_where_texts_may_be_cut():
-    """After a single line break, or else before a single space."""
+def test_text_is_cut_at_single_line_breaks_or_spaces():
+    """After a line break, else before a space."""
     assert find_cut("one two\nthree  \n\n four", 22) == 8
     assert find_cut("one two  three ", 15) == 3
     assert find_cut("one  two\n\nthree", 15) == find_cut("unbroken", 8) == 0
 
 
 def test_split_is_by_document_exact_and_reproducible():
-    """5% of 200 documents is 10; equal documents fall on the same side."""
+    """5% of 200 documents is 10; equal documents are in the same split."""
     documents = make_documents(200) + make_documents(200)[:30]
     split = split_documents(documents, 5.0)
     assert [text for _, text in split] == documents
@@ -123,7 +124,7 @@ def test_split_is_by_document_exact_and_reproducible():
 
 @pytest.mark.parametrize("limit", ["HELD_BACK_DOCUMENTS", "HELD_BACK_CHARACTERS"])
 def test_split_of_a_large_corpus_is_streamed(monkeypatch, limit):
-    """Beyond the documents that are held back the share is met on average, and documents are read one by one."""
+    """Beyond the documents held in memory, documents are read one at a time, and the share is met on average."""
     monkeypatch.setattr(documents_module, limit, 50)
     drawn = []
 
@@ -140,6 +141,7 @@ def test_split_of_a_large_corpus_is_streamed(monkeypatch, limit):
 
 
 def test_the_pieces_of_a_document_stay_together():
+    """All pieces of a document are in the same split."""
     parts = [(f"{i} {part}", part == 2) for i in range(100) for part in range(3)]
     pieces = list(split_parts(parts, 30.0))
     assert [(p.text, p.ends) for p in pieces] == parts
@@ -148,14 +150,15 @@ def test_the_pieces_of_a_document_stay_together():
 
 
 @pytest.mark.parametrize("count", [2, 3, 7])
-def test_a_few_documents_still_give_both_splits(count):
+def test_a_few_documents_fill_both_splits(count):
+    """Two documents are enough."""
     assert {name for name, _ in split_documents(make_documents(count), 5.0)} == {"train", "validation"}
 
 
 @pytest.mark.parametrize("piece_characters", [50, 10**9])
 @pytest.mark.parametrize("compressed", [False, True])
-def test_one_text_gives_its_tail_for_validation(tmp_path, monkeypatch, piece_characters, compressed):
-    """A single text, read in pieces or not, is cut after a line; both parts together are the text."""
+def test_the_tail_of_a_single_text_is_held_out(tmp_path, monkeypatch, piece_characters, compressed):
+    """The text is cut after a line, in pieces or not, and both parts join to the text."""
     monkeypatch.setattr(files, "PIECE_CHARACTERS", piece_characters)
     text = "".join(f"line {i} über\n" for i in range(1000))
     path = tmp_path / ("a.txt.gz" if compressed else "a.txt")
@@ -166,10 +169,11 @@ def test_one_text_gives_its_tail_for_validation(tmp_path, monkeypatch, piece_cha
     assert head + tail == text and head.endswith("\n") and 0.94 < len(head) / len(text) < 0.951
     assert cut_at_line("no line break", 6, 9) == ("no lin", "e break")
     assert cut_at_line("a\nb\nc d", 6, 3) == ("a\nb\n", "c d")
-    assert cut_at_line("title\n" + "x" * 94, 95, 2) == ("title\n" + "x" * 89, "x" * 5)  # not where the only line ends
+    assert cut_at_line("title\n" + "x" * 94, 95, 2) == ("title\n" + "x" * 89, "x" * 5)  # not at the only line break
 
 
-def test_validation_file(tmp_path):
+def test_a_validation_file_is_read_first(tmp_path):
+    """Its documents are the validation split."""
     (tmp_path / "a.txt").write_text("train text")
     (tmp_path / "b.txt").write_text("validation text")
     source = TextSource(train_files=(str(tmp_path / "a.txt"),), validation_files=(str(tmp_path / "b.txt"),))
@@ -177,8 +181,8 @@ def test_validation_file(tmp_path):
 
 
 @pytest.mark.parametrize("on_disk", [True, False])
-def test_local_datasets(tmp_path, on_disk):
-    """`dataset_name` takes a folder written by save_to_disk and a folder of data files; their splits are kept."""
+def test_local_datasets_keep_their_splits(tmp_path, on_disk):
+    """`dataset_name` accepts a folder written by save_to_disk and a folder of data files."""
     train, validation = make_documents(20), make_documents(5, seed=1)
     if on_disk:
         parts = {"train": train, "validation": validation}
@@ -198,7 +202,8 @@ def test_local_datasets(tmp_path, on_disk):
         list(TextSource(dataset_name=str(tmp_path / "data"), dataset_split="test").pieces())
 
 
-def test_fingerprint_follows_the_content(tmp_path):
+def test_the_fingerprint_depends_on_content_and_options(tmp_path):
+    """A new object with the same content has the same fingerprint."""
     path = tmp_path / "a.txt"
     path.write_text("one")
     source = TextSource(train_files=(str(path),))
@@ -209,14 +214,15 @@ def test_fingerprint_follows_the_content(tmp_path):
 
 
 def test_the_standard_library_is_a_corpus():
-    """Prose and sources of the running interpreter, megabytes of it, without tests."""
+    """It holds megabytes of prose and sources of the running interpreter, without tests."""
     documents = list(read_standard_library())
     assert sum(map(len, documents)) > 2_000_000
     assert any("def dataclass(" in text for text in documents)
     assert not any("test.support" in text[:200] for text in documents)
 
 
-def test_an_interpreter_without_sources(tmp_path, monkeypatch):
+def test_an_interpreter_without_sources_is_an_error(tmp_path, monkeypatch):
+    """The error names --train_file."""
     import sysconfig
 
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
@@ -243,8 +249,8 @@ BAD_FILES = {
 
 
 @pytest.mark.parametrize("name", BAD_FILES)
-def test_bad_files_are_named(tmp_path, name):
-    """The error says which file, and where in it; with skip_bad_files it is counted and the others are read."""
+def test_bad_files_are_named_or_skipped(tmp_path, name):
+    """The error gives the file and the place in it; skip_bad_files counts the file and reads the others."""
     content, expected = BAD_FILES[name]
     (tmp_path / name).write_bytes(content)
     (tmp_path / "zz.jsonl").write_bytes(GOOD)
@@ -263,9 +269,9 @@ def test_bad_files_are_named(tmp_path, name):
         ({"train_files": ("gone/*.txt",)}, "there is no file gone/"),
         (
             {"train_files": ("a.pdf",)},
-            "cannot read a.pdf: use .txt, .jsonl, .json, .csv, .parquet files, plain or .gz",
+            "cannot read a.pdf: use .txt, .jsonl, .json, .csv, .parquet files, plain or compressed as .gz",
         ),
-        ({"train_files": ("folder",)}, "no file in folder can be read"),
+        ({"train_files": ("folder",)}, "folder folder holds no file of a supported kind"),
         ({}, "exactly one of"),
         ({"train_files": ("a.txt",), "dataset_name": "x"}, "exactly one of"),
         ({"dataset_name": "x", "validation_files": ("a.txt",)}, "--validation_file needs --train_file"),
@@ -274,7 +280,8 @@ def test_bad_files_are_named(tmp_path, name):
         ({"dataset_name": "./nowhere"}, "there is no folder ./nowhere"),
     ],
 )
-def test_bad_sources(tmp_path, monkeypatch, options, expected):
+def test_bad_sources_are_errors(tmp_path, monkeypatch, options, expected):
+    """The error names the option or path."""
     monkeypatch.chdir(tmp_path)
     for name in ("a.txt", "a.pdf"):
         Path(name).write_text("text")
@@ -283,8 +290,8 @@ def test_bad_sources(tmp_path, monkeypatch, options, expected):
         list(TextSource(**options).pieces())
 
 
-def test_a_text_that_breaks_off_does_not_run_on_into_the_next(tmp_path, monkeypatch):
-    """What was read of a bad file is a document of its own; the next file's documents stay whole."""
+def test_a_damaged_text_does_not_continue_in_the_next_file(tmp_path, monkeypatch):
+    """What was read of a bad file is a document; the documents of the next file stay complete."""
     monkeypatch.setattr(files, "PIECE_CHARACTERS", 20)
     monkeypatch.setattr(files, "BLOCK_BYTES", 10)
     (tmp_path / "a.txt").write_bytes(b"some words on a line\n" * 5 + b"\xff")
@@ -296,8 +303,8 @@ def test_a_text_that_breaks_off_does_not_run_on_into_the_next(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("name", ["a.txt.gz", "a.txt.zst"])
-def test_one_text_in_a_broken_archive(tmp_path, name):
-    """It is measured before it is read: named, or counted, all the same."""
+def test_a_damaged_archive_is_named_or_skipped(tmp_path, name):
+    """This includes a single text, whose length is measured first."""
     (tmp_path / name).write_bytes(gzip.compress(b"text " * 9999)[:-20])
     (tmp_path / "b.txt").write_text("good\n" * 99)
     with pytest.raises(UserError, match=f"cannot read .*{name}"):
@@ -307,35 +314,45 @@ def test_one_text_in_a_broken_archive(tmp_path, name):
     assert len(report.skipped) == 1 and "".join(text for _, text in documents) == "good\n" * 99
 
 
-def test_rows_without_text_and_half_characters(tmp_path):
-    """Null, empty and blank rows are no documents; half a surrogate pair becomes the replacement character."""
+def test_rows_without_text_are_skipped(tmp_path):
+    """Null, empty and blank rows are not documents; half a surrogate pair becomes the replacement character."""
     rows = [{"text": None}, {"text": ""}, {"text": " \n"}, {"text": "a\ud800b"}, {"text": "\U0001f600"}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert documents_of(tmp_path / "a.jsonl") == ["a\ufffdb", "\U0001f600"]
 
 
-def test_blank_documents_are_left_out(tmp_path):
-    """An empty file, blank lines at the end, several in a row: none of them is a document."""
+def test_blank_documents_are_skipped(tmp_path):
+    """Empty files and blank parts between separators are not documents."""
     (tmp_path / "a.txt").write_text("\n\n".join(["", "one", "", "two", "", " \n ", "three", "", ""]))
-    assert [text for text, _ in read_file(str(tmp_path / "a.txt"), "text", "\n\n")] == ["one", "two", "three"]
+    assert [text for text, _ in read_file(str(tmp_path / "a.txt"), "text", "\n\n", ReadReport())] == [
+        "one",
+        "two",
+        "three",
+    ]
     (tmp_path / "b.txt").write_text("")
     (tmp_path / "c.txt").write_text(" \n\t\n")
     assert documents_of(tmp_path / "b.txt") == documents_of(tmp_path / "c.txt") == []
 
 
-def test_windows_line_ends_are_blank_lines_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "BLOCK_BYTES", 3)  # the separator is cut by block ends
+def test_the_separator_matches_windows_line_breaks(tmp_path, monkeypatch):
+    """Even if a block ends within the separator."""
+    monkeypatch.setattr(files, "BLOCK_BYTES", 3)  # block ends fall inside the separator
     (tmp_path / "a.txt").write_bytes(b"one\r\nline\r\n\r\ntwo\n\nthree")
-    assert [text for text, _ in read_file(str(tmp_path / "a.txt"), "text", "\n\n")] == ["one\r\nline", "two", "three"]
+    assert [text for text, _ in read_file(str(tmp_path / "a.txt"), "text", "\n\n", ReadReport())] == [
+        "one\r\nline",
+        "two",
+        "three",
+    ]
 
 
-def test_a_json_array_with_a_byte_order_mark(tmp_path):
+def test_a_json_array_may_start_with_a_byte_order_mark(tmp_path):
+    """Its objects are rows."""
     (tmp_path / "a.json").write_bytes(b"\xef\xbb\xbf" + json.dumps([{"text": "one"}, {"text": "two"}]).encode())
     assert documents_of(tmp_path / "a.json") == ["one", "two"]
 
 
-def test_equal_long_documents_fall_on_one_side(tmp_path):
-    """Wherever their pieces end: what is hashed is the same beginning of each."""
+def test_equal_long_documents_are_in_one_split(tmp_path):
+    """Wherever their pieces end, the same beginning of each is hashed."""
     long = "".join(make_documents(9000, seed=2))
     assert len(long) > 2 * files.PIECE_CHARACTERS
     texts = [make_documents(1, seed=100 + i)[0] * (7 * i + 1) + "<sep>" + long for i in range(6)]
@@ -346,8 +363,8 @@ def test_equal_long_documents_fall_on_one_side(tmp_path):
     assert len({len(piece.text) for piece in pieces.pieces() if long.startswith(piece.text[:1000])}) > 1
 
 
-def test_every_option_and_file_is_in_the_fingerprint(tmp_path, monkeypatch):
-    """What changes the documents changes the fingerprint; what does not, does not."""
+def test_the_fingerprint_covers_every_option_and_file(tmp_path, monkeypatch):
+    """Everything that changes the documents changes it, and nothing else does."""
     (tmp_path / "a.jsonl").write_bytes(GOOD * 3)
     (tmp_path / "b.jsonl").write_bytes(GOOD * 4)
     (tmp_path / "a.txt").write_bytes(GOOD * 3)
@@ -357,7 +374,7 @@ def test_every_option_and_file_is_in_the_fingerprint(tmp_path, monkeypatch):
     sources = [
         base,
         TextSource((str(tmp_path / "b.jsonl"),)),
-        TextSource((str(tmp_path / "a.txt"),)),  # the same bytes, read otherwise
+        TextSource((str(tmp_path / "a.txt"),)),  # the same bytes, read differently
         TextSource((str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl"))),
         TextSource((str(tmp_path / "a.jsonl"),), (str(tmp_path / "b.jsonl"),)),
         *(
@@ -392,7 +409,7 @@ def test_every_option_and_file_is_in_the_fingerprint(tmp_path, monkeypatch):
 
 
 def test_rows_of_ids_are_cut_into_documents():
-    """Where they hold end-of-text ids they are stretches of a stream; else each is a document."""
+    """Rows with end-of-text ids are parts of a stream; without them, each row is a document."""
     rows = [([5, 6, 0, 7], True), ([8, 0, 0, 9], True), ([9, 9], True), ([0, 4], True)]
     parts = [(np.array(ids), ends) for ids, ends in rows]
     found = [(ids.tolist(), ends) for ids, ends in cut_ids_into_documents(iter(parts), 0)]
@@ -414,6 +431,6 @@ def test_rows_of_ids_are_cut_into_documents():
         ("-r.txt", "r"),
     ],
 )
-def test_the_name_of_a_text(path, name):
-    """It becomes a folder's: no pattern, no blank, nothing a shell would take for an option."""
+def test_the_name_of_a_text_is_a_valid_folder_name(path, name):
+    """It holds no pattern or blank, and does not look like an option."""
     assert name_of_text(path) == name

@@ -1,4 +1,4 @@
-"""Documents as they pass: in pieces, told apart, cut off, held out. Nothing here knows where they come from."""
+"""A stream of documents, in pieces: cut token ids into documents, hold documents out, keep the head of a text."""
 
 import hashlib
 import itertools
@@ -12,24 +12,24 @@ from recipe.data.files import HASHED_CHARACTERS, Part, Text
 from recipe.errors import UserError
 
 SPLITS = ("train", "validation")
-# Up to here documents are held back, so that the shares of a small corpus are exact.
-HEAD_ROWS = 200  # of a tokenized source, which show whether it holds end-of-text ids
+HEAD_ROWS = 200  # of a tokenized source; they show whether its rows hold end-of-text ids
+# A corpus up to this size is held in memory to split it exactly.
 HELD_BACK_DOCUMENTS, HELD_BACK_CHARACTERS = 10_000, 32_000_000
 
 
 class Piece(NamedTuple):
-    """A document, or a part of one that is cut where every byte-level BPE cuts anyway."""
+    """A document, or a part of one that is cut where every byte-level BPE splits text."""
 
     split: str  # "train" or "validation"
     text: Text
-    ends: bool  # the last piece of its document
+    ends: bool  # whether the document ends with this piece
 
 
 def split_documents(documents: Iterable[Part], percentage: float, exact: bool = True) -> Iterator[Piece]:
-    """Assign each document by the hash of its (first) piece, so that equal documents never fall on both sides.
+    """Assign each document to a split by the hash of its first piece, so equal documents are never in both.
 
-    A small corpus is split exactly (the smallest hashes, at least one document, never all), if asked for; a larger
-    one is streamed, and the share is met on average.
+    exact: hold out exactly this percentage of a small corpus (the smallest hashes; at least one document, never
+    all). For a large corpus the percentage is met on average, and documents are streamed.
     """
     documents = iter(documents)
     held_back, hashes, num_characters, starts = [], set(), 0, True
@@ -55,23 +55,20 @@ def split_documents(documents: Iterable[Part], percentage: float, exact: bool = 
 
 
 def cut_ids_into_documents(parts: Iterable[Part], eos_token_id: int | None) -> Iterator[Part]:
-    """Rows of token ids that hold end-of-text ids are stretches of one stream: cut it into documents there.
+    """Cut rows of token ids at their end-of-text ids, across rows; pass text on unchanged.
 
-    Where the first rows hold none a row is a document, and text is passed on as it is. Raises `UserError` for an
-    end-of-text id in a later row.
+    If the first rows hold no such id, each row is a document, and an end-of-text id in a later row is a `UserError`.
     """
     parts = iter(parts)
-    first = next(parts, None)
-    if first is None or isinstance(first[0], str) or eos_token_id is None:
-        yield from () if first is None else (first,)
-        del first  # a piece may be long
-        yield from parts
-        return
-    head = [first, *itertools.islice(parts, HEAD_ROWS - 1)]
-    is_stream = any(not isinstance(ids, str) and (ids == eos_token_id).any() for ids, _ in head)
+    head = list(itertools.islice(parts, 1))
+    if head and not isinstance(head[0][0], str):
+        head += itertools.islice(parts, HEAD_ROWS - 1)
+    is_stream = any(len(_find_id(ids, eos_token_id)) for ids, _ in head)
+    parts = itertools.chain(head, parts)
+    del head  # a document may be long
     begun: list[np.ndarray] = []
-    for ids, ends in itertools.chain(head, parts):
-        cuts = np.flatnonzero(ids == eos_token_id) if not isinstance(ids, str) else ()
+    for ids, ends in parts:
+        cuts = _find_id(ids, eos_token_id)
         if not is_stream:
             if len(cuts):
                 raise UserError(
@@ -79,19 +76,23 @@ def cut_ids_into_documents(parts: Iterable[Part], eos_token_id: int | None) -> I
                 )
             yield ids, ends
             continue
-        start = 0
-        for cut in cuts:
-            document = np.concatenate([*begun, ids[start:cut]])
+        *ended, rest = np.split(ids, np.asarray(cuts) + 1)
+        for with_end in ended:
+            document = np.concatenate([*begun, with_end[:-1]])
             if len(document):
                 yield document, True
-            begun, start = [], cut + 1
-        begun.append(ids[start:])
+            begun = []
+        begun.append(rest)
     if sum(map(len, begun)):
         yield np.concatenate(begun), True
 
 
+def _find_id(text: Text, token_id: int | None) -> np.ndarray | tuple:
+    return () if isinstance(text, str) or token_id is None else np.flatnonzero(text == token_id)
+
+
 def take_head(pieces: Iterable[Piece], characters: int) -> Iterator[Piece]:
-    """The first documents of each split, up to about so many characters; none after both splits have some."""
+    """Yield the first documents of each split, about `characters` of each; stop when both splits have some."""
     taken = {"train": 0, "validation": 0}
     ended = {"train": True, "validation": True}
     for piece in pieces:
@@ -104,7 +105,7 @@ def take_head(pieces: Iterable[Piece], characters: int) -> Iterator[Piece]:
 
 
 def cut_off_tail(parts: Iterable[Part], num_bytes: int, percentage: float) -> Iterator[Piece]:
-    """One text: its last percent, by bytes and from the start of a line on, is for validation."""
+    """Hold out the last percentage of the bytes of a single text, from the start of a line."""
     limit, position, split = num_bytes * (1 - percentage / 100), 0, "train"
     for text, ends in parts:
         length = len(text.encode("utf-8"))
@@ -119,14 +120,14 @@ def cut_off_tail(parts: Iterable[Part], num_bytes: int, percentage: float) -> It
 
 
 def cut_at_line(text: str, position: int, reach: int) -> tuple[str, str]:
-    """Cut a text in two at `position`, or after the last line break before it, if that is within `reach`."""
+    """Cut a text in two: after the last line break within `reach` before `position`, else at `position`."""
     line_start = text.rfind("\n", max(0, position - reach), position) + 1
     position = line_start or position
     return text[:position], text[position:]
 
 
 def hash64(text: Text) -> int:
-    """By which documents are held out, and found again."""
-    head = text[:HASHED_CHARACTERS]  # a long document comes in pieces, and where the first one ends may vary
+    """Hash the start of a document. (The first piece of a long document may end anywhere after it.)"""
+    head = text[:HASHED_CHARACTERS]
     content = head.encode("utf-8") if isinstance(head, str) else head.tobytes()
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")

@@ -1,4 +1,4 @@
-"""Files of text -> documents: every kind that can be read, plain or compressed, as a stream whatever its size."""
+"""Files -> documents. Reads all supported kinds, plain or compressed, as a stream, so file size does not matter."""
 
 import codecs
 import csv
@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import re
+import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,38 +21,38 @@ from recipe.errors import UserError
 
 KINDS = (".txt", ".jsonl", ".json", ".csv", ".parquet")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
-BLOCK_BYTES = 2**20  # read at once
-PIECE_CHARACTERS = 1_000_000  # longer documents come in pieces of about this length
-HASHED_CHARACTERS = 100_000  # of a document, by which it is known again; no first piece is shorter than that
-Text = str | np.ndarray  # or its token ids, int64 [tokens], where the source is tokenized already
-Part = tuple[Text, bool]  # a document or a piece of it, and whether it ends there
+BLOCK_BYTES = 2**20  # per read
+PIECE_CHARACTERS = 1_000_000  # longer .txt documents are split into pieces of about this length
+HASHED_CHARACTERS = 100_000  # of a document, to recognize it again; the first piece is never shorter than that
+Text = str | np.ndarray  # or, if the source is already tokenized, token ids: int64 [tokens]
+Part = tuple[Text, bool]  # a document or a piece of one, and whether the document ends with it
 csv.field_size_limit(2**31 - 1)
 
 
 @dataclass
 class ReadReport:
-    """What reading finds out beside the documents: why files were skipped, and how often the separator occurred."""
+    """What only reading the whole text reveals."""
 
-    skipped: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)  # the error of each skipped file
     num_separators: int = 0
+    duplicates_of_validation: int = 0  # training documents
 
 
-def read_file(
-    path: str, text_column_name: str, separator: str | None, report: ReadReport | None = None
-) -> Iterator[Part]:
-    """The documents of a file, blank ones left out. Raises `UserError` naming the file if it cannot be read."""
+def read_file(path: str, text_column_name: str, separator: str | None, report: ReadReport) -> Iterator[Part]:
+    """Yield the nonblank documents of a file. Raises `UserError` naming the file if it cannot be read."""
     kind = kind_of(path)
     try:
+        if kind == ".txt":
+            yield from read_text(open_stream(path), separator, report)
+            return
         if kind == ".parquet":
             rows = _read_parquet(path, text_column_name)
+        elif kind == ".csv":
+            rows = csv.DictReader(io.TextIOWrapper(open_stream(path), encoding="utf-8-sig", newline=""))
         else:
-            stream = open_stream(path)
-            if kind == ".txt":
-                yield from read_text(stream, separator, report)
-                return
-            rows = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv}[kind](stream)
+            rows = (_read_jsonl if kind == ".jsonl" else _read_json)(open_stream(path))
         yield from ((text, True) for text in texts_of(rows, text_column_name, path))
-    except GeneratorExit:  # closed while the interpreter ends, when the names below may be gone
+    except GeneratorExit:  # at interpreter exit, the names below may no longer exist
         raise
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text: {error.reason}") from error
@@ -60,22 +61,21 @@ def read_file(
         raise UserError(f"cannot read {path}: {reason}") from error
 
 
-def read_text(stream: BinaryIO, separator: str | None, report: ReadReport | None = None) -> Iterator[Part]:
-    """Documents of a UTF-8 stream, cut at each separator; a long one in pieces, blank ones left out.
+def read_text(stream: BinaryIO, separator: str | None, report: ReadReport) -> Iterator[Part]:
+    """Yield the nonblank documents of a UTF-8 stream, cut at each separator; long documents come in pieces.
 
-    A line break of the separator also stands for Windows' two characters.
+    A line break in the separator also matches a Windows line break.
     """
     decoder, buffer, attempt_at, at_end = codecs.getincrementaldecoder("utf-8-sig")(), "", PIECE_CHARACTERS, False
     pattern = re.compile(r"\r?\n".join(map(re.escape, separator.split("\n")))) if separator is not None else None
-    begun = False  # a document, with pieces that went before
+    begun = False  # whether a piece of the current document has been yielded
     while not at_end:
         block = stream.read(BLOCK_BYTES)
         at_end = not block
         buffer += decoder.decode(block, final=at_end)
         if pattern is not None:
             *documents, buffer = pattern.split(buffer)
-            if report is not None:
-                report.num_separators += len(documents)
+            report.num_separators += len(documents)
             for text in documents:
                 if begun or text.strip():
                     yield text, True
@@ -91,10 +91,10 @@ def read_text(stream: BinaryIO, separator: str | None, report: ReadReport | None
 
 
 def find_cut(text: str, end: int) -> int:
-    """The last place before `end` where tokenizers cut text anyway, whatever stands around it; 0 if there is none.
+    """Return the last position before `end` where every tokenizer splits text in any context, or 0.
 
-    That is after a line break, or before a space, between two characters that are neither: GPT-2's pattern and its
-    successors end a word there.
+    GPT-2's pattern and its successors end a word after a line break, and before a space, if the characters on both
+    sides are not white space.
     """
     for mark, shift in (("\n", 1), (" ", 0)):
         position = text.rfind(mark, 1, end - 1)
@@ -116,36 +116,27 @@ def _read_jsonl(stream: BinaryIO) -> Iterator[dict]:
 
 
 def _read_json(stream: BinaryIO) -> Iterator[dict]:
-    """An array of objects, read as a whole, or JSON lines under another name."""
-    first = stream.peek(64).removeprefix(codecs.BOM_UTF8).lstrip()[:1]
-    if first != b"[":
-        yield from _read_jsonl(stream)
-        return
-    for number, row in enumerate(json.load(stream), start=1):
-        yield _as_row(row, f"item {number}")
+    """Read an array of objects, all at once, or JSON lines."""
+    if stream.peek(64).removeprefix(codecs.BOM_UTF8).lstrip()[:1] != b"[":
+        return _read_jsonl(stream)
+    return (_as_row(row, f"item {number}") for number, row in enumerate(json.load(stream), start=1))
 
 
 def _as_row(row: object, where: str) -> dict:
     if not isinstance(row, dict):
-        raise ValueError(f"{where} is a {type(row).__name__}, not an object with a column of text")
+        raise ValueError(f"{where} is a {type(row).__name__}, not an object with a text column")
     return row
-
-
-def _read_csv(stream: BinaryIO) -> Iterator[dict]:
-    return csv.DictReader(io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""))
 
 
 def _read_parquet(path: str, column: str) -> Iterator[dict]:
     file = pq.ParquetFile(path)
-    if column not in file.schema_arrow.names:
-        yield dict.fromkeys(file.schema_arrow.names)  # let the reader of rows say which columns there are
-        return
-    for batch in file.iter_batches(batch_size=1000, columns=[column]):
+    columns = [column] if column in file.schema_arrow.names else None  # all, for the error message of `texts_of`
+    for batch in file.iter_batches(batch_size=1000, columns=columns):
         yield from batch.to_pylist()
 
 
 def texts_of(rows: Iterable[dict], column: str, where: str) -> Iterator[Text]:
-    """The text of each row, or its ids if it is tokenized; rows without any (null or blank) are skipped."""
+    """Yield the text of each row, or its token ids; skip rows without any (null, empty or blank)."""
     for number, row in enumerate(rows, start=1):
         if column not in row:
             names = ", ".join(map(str, row)) or "none"
@@ -156,61 +147,64 @@ def texts_of(rows: Iterable[dict], column: str, where: str) -> Iterator[Text]:
         if isinstance(text, (list, np.ndarray)):
             ids = np.asarray(text)
             if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
-                raise UserError(f"{where}, row {number}: column '{column}' holds a list that is not one of token ids")
+                raise UserError(
+                    f"{where}, row {number}: column '{column}' holds a list that is not a list of token ids"
+                )
             if len(ids):
                 yield ids.astype(np.int64)
             continue
         if not isinstance(text, (str, type(None))):
             raise UserError(f"{where}, row {number}: column '{column}' holds {type(text).__name__}, not text")
-        if text and not text.isascii():
-            try:
-                text.encode("utf-8")
-            except UnicodeEncodeError:  # half a surrogate pair, as JSON may escape it, is no character
-                text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+        if text and not text.isascii():  # JSON can escape half a surrogate pair, which is not a character
+            text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
         if text and not text.isspace():
             yield text
 
 
-def kind_of(path: str) -> str:
-    """A file's kind by its ending, compression aside. Raises `UserError` for one that cannot be read."""
+def suffix_and_compression(path: str) -> tuple[str, str | None]:
+    """`a.JSONL.gz` -> (".jsonl", "gzip")."""
     name = Path(path.lower())
-    if name.suffix in COMPRESSIONS:
-        name = name.with_suffix("")
-    if name.suffix not in KINDS:
-        raise UserError(f"cannot read {path}: use {', '.join(KINDS)} files, plain or .gz or .zst")
-    return name.suffix
+    compression = COMPRESSIONS.get(name.suffix)
+    return (name.with_suffix("") if compression else name).suffix, compression
+
+
+def kind_of(path: str) -> str:
+    """Return a file's suffix without that of its compression. Raises `UserError` for an unsupported one."""
+    kind = suffix_and_compression(path)[0]
+    if kind not in KINDS:
+        raise UserError(f"cannot read {path}: use {', '.join(KINDS)} files, plain or compressed as .gz or .zst")
+    return kind
 
 
 def expand_paths(paths: Iterable[str]) -> list[str]:
-    """Files as they are, folders and patterns as the files they stand for, sorted."""
+    """Replace each folder by the supported files in it and each glob pattern by its matches, sorted."""
     files: list[str] = []
     for path in paths:
         if not path:
             raise UserError("a file name is empty")
-        if Path(path).is_file():
-            files.append(path)
-            continue
-        pattern = f"{glob.escape(path)}/**" if Path(path).is_dir() else path
-        found = [p for p in sorted(glob.glob(pattern, recursive=True)) if Path(p).is_file()]
-        if Path(path).is_dir():
-            found = [p for p in found if Path(p.lower().removesuffix(".gz").removesuffix(".zst")).suffix in KINDS]
+        is_folder = Path(path).is_dir()
+        pattern = f"{glob.escape(path)}/**" if is_folder else path
+        found = [path] if Path(path).is_file() else sorted(glob.glob(pattern, recursive=True))
+        found = [p for p in found if Path(p).is_file() and (not is_folder or suffix_and_compression(p)[0] in KINDS)]
         if not found:
-            raise UserError(f"no file in {path} can be read" if Path(path).is_dir() else f"there is no file {path}")
+            raise UserError(
+                f"folder {path} holds no file of a supported kind" if is_folder else f"there is no file {path}"
+            )
         files += found
     return files
 
 
 def open_stream(path: str) -> BinaryIO:
-    """A buffered stream of a file's bytes, decompressed."""
-    compression = COMPRESSIONS.get(Path(path.lower()).suffix)
+    """Open a file as a buffered stream of decompressed bytes."""
+    compression = suffix_and_compression(path)[1]
     if compression is None:
         return open(path, "rb")
-    return io.BufferedReader(pa.input_stream(path, compression=compression), 2**20)
+    return io.BufferedReader(pa.input_stream(path, compression=compression), BLOCK_BYTES)
 
 
 def count_bytes(path: str) -> int:
-    """Bytes of a file, decompressed. Raises `UserError` for an archive that cannot be read to its end."""
-    if Path(path.lower()).suffix not in COMPRESSIONS:
+    """Count a file's decompressed bytes. Raises `UserError` for a damaged archive."""
+    if suffix_and_compression(path)[1] is None:
         return Path(path).stat().st_size
     try:
         with open_stream(path) as stream:
@@ -220,7 +214,7 @@ def count_bytes(path: str) -> int:
 
 
 def file_sha256(path: str) -> bytes:
-    """Of a file's bytes; of one that cannot be read, of the reason, which reading it will give."""
+    """Hash a file's bytes, or the reason why it cannot be read (reading the text reports it)."""
     digest = hashlib.sha256()
     try:
         with open(path, "rb") as file:
@@ -229,3 +223,31 @@ def file_sha256(path: str) -> bytes:
     except OSError as error:
         digest.update(str(error).encode())
     return digest.digest()
+
+
+def read_standard_library() -> Iterator[str]:
+    """Yield the documents of Python's standard library: reference documentation, then sources without tests.
+
+    Raises `UserError` if the interpreter ships without sources.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    # `encodings` holds tables of character names.
+    skipped = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "pydoc_data", "encodings"}
+    sources = sorted(p for p in root.rglob("*.py") if not skipped & set(p.relative_to(root).parts))
+    if len(sources) < 50:
+        raise UserError(
+            f"{root} holds no Python sources for the demo to train on; "
+            "pass --train_file TEXT.txt with a megabyte of text or more"
+        )
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:  # some distributions omit the documentation
+        topics = {}
+    yield from (text for _, text in sorted(topics.items()))
+    for path in sources:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (UnicodeDecodeError, OSError):
+            continue  # a few sources deliberately use another encoding
+        if text.strip():
+            yield text

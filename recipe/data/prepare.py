@@ -1,6 +1,7 @@
-"""From a text source to a packed dataset: the one path behind scripts/prepare_data.py and recipe/train.py."""
+"""Text source -> packed dataset, for scripts/prepare_data.py and recipe/train.py."""
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -8,27 +9,27 @@ import itertools
 import json
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from recipe.config import TEXT_OPTIONS, TrainConfig
 from recipe.data.documents import Piece, hash64
-from recipe.data.encoder import EncodePieces, build_encoder, encode_pieces, whole_documents
+from recipe.data.encoder import build_encoder, encode_pieces, join_pieces
 from recipe.data.files import ReadReport
 from recipe.data.packed import FORMAT_VERSION, PackedDataset, open_packed_dataset
-from recipe.data.packing import PackedWriter
 from recipe.data.text import TextSource, name_of_text
 from recipe.data.tokenizer import describe_vocabulary, load_tokenizer, tokenizer_sha256, train_tokenizer
+from recipe.data.writer import PackedWriter
 from recipe.environment import count_cpus
 from recipe.errors import UserError
 from recipe.progress import PreparationProgress
 
-COMMIT_BYTES = 32_000_000  # text between two commits: what is lost at most when the process is killed
-HEAD_CHARACTERS = 50_000_000  # of a streamed text, for its tokenizer, its validation rows and its identity
+COMMIT_BYTES = 32_000_000  # text between two commits: a killed process loses at most this much work
+HEAD_CHARACTERS = 50_000_000  # of a streamed text: for its tokenizer, its validation rows and its identity
 SLICE_CHARACTERS = 10_000
-SAMPLE_CHARACTERS = 1_000_000  # by which the encoder is chosen, and has to prove that it gives the tokenizer's ids
+SAMPLE_CHARACTERS = 1_000_000  # to choose the encoder and check its ids against the tokenizer's
 
 say = functools.partial(print, flush=True)
 
@@ -42,30 +43,30 @@ def prepare_dataset(
     overwrite: bool = False,
     num_workers: int | None = None,
 ) -> PackedDataset:
-    """Prepare `directory`, or open it if the same input, tokenizer and options made it before.
+    """Prepare `directory`, or open it if it was prepared from the same input, tokenizer and options.
 
-    Without a tokenizer, a byte-level BPE of tokenizer_vocab_size, or as many tokens as the text gives, is trained on
-    the training documents.
-    Raises `UserError` for bad input, and if `directory` holds anything else; `overwrite` replaces another packed
-    dataset, once the new one is complete, and nothing but that.
+    Without a tokenizer, trains a byte-level BPE of up to tokenizer_vocab_size tokens. Raises `UserError` for bad
+    input, and if `directory` holds anything else; `overwrite` replaces another packed dataset, and nothing else.
     """
     fingerprint = fingerprint_of(source, block_size, tokenizer, tokenizer_vocab_size)
     if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
-        made_from = _fingerprint_in(directory)
+        made_from = None
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            made_from = json.loads((directory / "metadata.json").read_text())["fingerprint"]
         if made_from == fingerprint:
             try:
                 opened = open_packed_dataset(directory, block_size)
                 say(f"{directory} is already prepared from this input")
                 return opened
-            except UserError:  # damaged since then
+            except UserError:  # it is damaged
                 if not overwrite:
                     raise
         elif made_from is None and not (directory / "metadata.json").is_file():
-            raise UserError(f"{directory} exists and is not a packed dataset; name another folder")
+            raise UserError(f"{directory} exists and is not a packed dataset; choose another folder")
         elif not overwrite:
             raise UserError(
-                f"{directory} was made from other text, options or another tokenizer; "
-                "pass --overwrite to replace it, or another folder"
+                f"{directory} was prepared from different text or options, or with a different tokenizer; "
+                "pass --overwrite to replace it or choose another folder"
             )
     if tokenizer is None:
         started_at = time.perf_counter()
@@ -73,7 +74,13 @@ def prepare_dataset(
         size = describe_vocabulary(tokenizer, tokenizer_vocab_size)
         say(f"trained a byte-level BPE of {size} in {time.perf_counter() - started_at:.1f} s")
     started_at = time.perf_counter()
-    metadata = _pack(source, directory, fingerprint, block_size, tokenizer, overwrite, num_workers or count_cpus())
+    try:
+        metadata = _pack(source, directory, fingerprint, block_size, tokenizer, overwrite, num_workers or count_cpus())
+    except OSError as error:
+        raise UserError(
+            f"cannot write the dataset {directory}: {error.strerror or error}; the finished part is kept "
+            f"in {directory.parent}, and the same command resumes it"
+        ) from error
     _summarize(directory, metadata, time.perf_counter() - started_at)
     return open_packed_dataset(directory, block_size)
 
@@ -87,71 +94,58 @@ def _pack(
     overwrite: bool,
     num_workers: int,
 ) -> dict:
-    """Encode and write, committing now and then; killed at any moment and called again it goes on from there."""
+    """Encode and write the text, with commits from which a killed preparation resumes. Returns the metadata."""
     report = ReadReport()
     encode, how, pieces = open_pieces(source, tokenizer, report)
     say(f"token ids: {how}, {_count(num_workers, 'thread')}")
-    # A tokenizer that was trained just now must be the one of the interrupted run, or its rows are of no use.
+    # A tokenizer that was just trained must equal that of the interrupted run, or its rows are useless.
     identity = hashlib.sha256(f"{fingerprint} {tokenizer_sha256(tokenizer)}".encode()).hexdigest()
-    duplicates = {"duplicates_of_validation": 0}
-    try:
-        writer = PackedWriter(directory, identity, block_size, len(tokenizer), overwrite)
-        try:
-            if writer.pieces_done:
-                say(f"resuming after the first {writer.num_bytes_done / 1e6:,.1f} MB, prepared by an interrupted run")
-            done, uncommitted = writer.pieces_done, 0
-            if source.has_validation:
-                pieces = count_duplicates(pieces, duplicates)
-                if source.shard_index:  # the first shard alone holds validation text that is given as a whole
-                    pieces = (piece for piece in pieces if piece.split == "train")
-            pieces = itertools.islice(pieces, writer.pieces_done, None)
-            with PreparationProgress(source.num_bytes, writer.num_bytes_done) as progress:
-                for num_pieces, batch in encode_pieces(encode, pieces, num_workers):
-                    for split, ids, ends, num_bytes in batch:
-                        writer.splits[split].add(ids, num_bytes, ends)
-                        uncommitted += num_bytes
-                        progress.add(len(ends), num_bytes, len(ids))
-                    done += num_pieces
-                    if uncommitted >= COMMIT_BYTES:
-                        writer.commit(done)
-                        uncommitted = 0
-            for reason in report.skipped[:10]:
-                say(f"skipped: {reason}")
-            if report.skipped:
-                say(f"skipped {_count(len(report.skipped), 'file')}; text read before the damage in a file is kept")
-            description = {**source.describe(), "skipped_files": len(report.skipped), **duplicates}
-            if not writer.splits["train"].counts["documents"] and source.num_shards == 1:
-                raise UserError(source.describe_emptiness(report))
-            unused_separator = source.describe_unused_separator(report)
-            shard = (source.shard_index, source.num_shards)
-            try:
-                metadata = writer.finish(tokenizer, description, fingerprint, shard, source.whole_sha256)
-            except UserError as error:
-                if unused_separator is None:
-                    raise
-                raise UserError(f"{error}; {unused_separator}") from error
-            if unused_separator:
-                say(f"warning: {unused_separator}")
-            return metadata
-        finally:
-            writer.release()
-    except OSError as error:
-        raise UserError(
-            f"cannot write the dataset {directory}: {error.strerror or error}; the finished part is kept "
-            f"in {directory.parent}, and the same command resumes it"
-        ) from error
+    with contextlib.closing(PackedWriter(directory, identity, block_size, len(tokenizer), overwrite)) as writer:
+        if writer.pieces_done:
+            say(f"resuming after the first {writer.num_bytes_done / 1e6:,.1f} MB, prepared by an interrupted run")
+        if source.has_validation:
+            pieces = count_duplicates(pieces, report)
+            if source.shard_index:  # separate validation text goes into the first shard only
+                pieces = (piece for piece in pieces if piece.split == "train")
+        pieces = itertools.islice(pieces, writer.pieces_done, None)
+        uncommitted = 0
+        with PreparationProgress(source.num_bytes, writer.num_bytes_done) as progress:
+            for num_pieces, batch in encode_pieces(encode, pieces, num_workers):
+                for split, ids, ends, num_bytes in batch:
+                    writer.splits[split].add(ids, num_bytes, ends)
+                    uncommitted += num_bytes
+                    progress.add(len(ends), num_bytes, len(ids))
+                writer.pieces_done += num_pieces
+                if uncommitted >= COMMIT_BYTES:
+                    writer.commit()
+                    uncommitted = 0
+        for reason in report.skipped[:10]:
+            say(f"skipped: {reason}")
+        if report.skipped:
+            say(f"skipped {_count(len(report.skipped), 'file')}; the text before the damage in each file is kept")
+        if not writer.splits["train"].counts["documents"] and source.num_shards == 1:
+            raise UserError(source.describe_emptiness(report))
+        description = {
+            **source.describe(),
+            "skipped_files": len(report.skipped),
+            "duplicates_of_validation": report.duplicates_of_validation,
+        }
+        if source.document_separator is not None and not report.num_separators:
+            say(f"warning: --document_separator {source.document_separator!r} has no effect: no .txt file holds it")
+        shard = (source.shard_index, source.num_shards)
+        return writer.finish(tokenizer, description, fingerprint, shard, source.whole_sha256)
 
 
 def open_pieces(
     source: TextSource, tokenizer: PreTrainedTokenizerBase, report: ReadReport | None = None
-) -> tuple[EncodePieces, str, Iterator[Piece]]:
-    """The encoder for a text, a sentence on it, and the pieces of the text for it."""
+) -> tuple[Callable, str, Iterator[Piece]]:
+    """Return the encoder for a text, its description, and the pieces of the text for it."""
     pieces = source.pieces(report, tokenizer.eos_token_id)
     sample, characters = deque(), 0
     while characters < SAMPLE_CHARACTERS and (piece := next(pieces, None)):
         sample.append(piece)
         characters += len(piece.text)
-    slices = [  # short ones: tokenizers needs hundreds of bytes for a token
+    slices = [  # short, because tokenizers needs hundreds of bytes of memory per token
         Piece(piece.split, piece.text[start : start + SLICE_CHARACTERS], piece.ends)
         for piece in sample
         for start in range(0, min(len(piece.text), SAMPLE_CHARACTERS), SLICE_CHARACTERS)
@@ -160,22 +154,22 @@ def open_pieces(
 
     def sample_first() -> Iterator[Piece]:
         while sample:
-            yield sample.popleft()  # and does not keep it
+            yield sample.popleft()  # frees its memory
         yield from pieces
 
-    return encode, how, sample_first() if takes_parts else whole_documents(sample_first())
+    return encode, how, sample_first() if takes_parts else join_pieces(sample_first())
 
 
 def fingerprint_of(
     source: TextSource, block_size: int, tokenizer: PreTrainedTokenizerBase | None, tokenizer_vocab_size: int | None
 ) -> str:
-    """SHA-256 of all that decides a packed dataset: text, tokenizer (or the size of the one to train), row length."""
+    """Hash what determines a packed dataset: text, tokenizer (or the size of the one to train), row length."""
     identity = tokenizer_sha256(tokenizer) if tokenizer else f"bpe {tokenizer_vocab_size}"
     return hashlib.sha256(f"{FORMAT_VERSION} {source.fingerprint} {identity} {block_size}".encode()).hexdigest()
 
 
 def add_source_arguments(parser: argparse.ArgumentParser) -> None:
-    """Give a script the source options of recipe/train.py, under the same names and with the same defaults."""
+    """Add the source options of recipe/train.py to a script, with the same names and defaults."""
     for field in dataclasses.fields(TrainConfig):
         if field.name in ("train_file", "dataset_name", *TEXT_OPTIONS):
             kwargs: dict = {"default": field.default, "help": field.metadata["help"].replace("%", "%%")}
@@ -189,82 +183,60 @@ def add_source_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def source_from(config: TrainConfig | argparse.Namespace) -> TextSource:
-    """The text source that a run's fields, or a script's arguments, name. Raises `UserError` if it is not there."""
+    """Build the text source of a run's config or a script's arguments. Raises `UserError` if it does not exist."""
     separator = config.document_separator
-    return TextSource(
-        train_files=tuple(config.train_file or ()),
-        validation_files=tuple(config.validation_file or ()),
-        dataset_name=config.dataset_name,
-        dataset_config_name=config.dataset_config_name,
-        dataset_split=config.dataset_split,
-        text_column_name=config.text_column_name,
-        document_separator=_unescape(separator) if separator else separator,
-        validation_split_percentage=config.validation_split_percentage,
-        skip_bad_files=config.skip_bad_files,
-    )
-
-
-def _unescape(separator: str) -> str:
-    """A shell hands over \\n as two characters."""
-    return separator.replace("\\n", "\n").replace("\\t", "\t").replace("\\r", "\r")
+    if separator:  # a shell passes \n as two characters
+        separator = separator.replace("\\n", "\n").replace("\\t", "\t").replace("\\r", "\r")
+    names = [name for name in ("dataset_name", *TEXT_OPTIONS) if name != "validation_file"]
+    options = {**{name: getattr(config, name) for name in names}, "document_separator": separator}
+    return TextSource(tuple(config.train_file or ()), tuple(config.validation_file or ()), **options)
 
 
 def open_dataset_for(config: TrainConfig, source: str | Path | None = None) -> PackedDataset:
-    """The run's dataset: `dataset_dir` as it is, or the text prepared in `cache_dir`, once for all runs.
+    """Open the run's dataset: `dataset_dir`, or the text prepared once for all runs in `cache_dir`.
 
-    source: the model the run starts from, whose tokenizer it is (a checkpoint has a copy of the tokenizer). Raises
-    `UserError` if `tokenizer_name` is given and is not the one the dataset was made with.
+    source: the model that the run starts from, which may be a checkpoint of `model_name_or_path`; it holds the same
+    tokenizer. Raises `UserError` if `tokenizer_name` is not the tokenizer that made the dataset.
     """
     if source is not None and config.tokenizer_name == config.model_name_or_path:
         config = dataclasses.replace(config, tokenizer_name=str(source))
+    tokenizer = load_tokenizer(config.tokenizer_name) if config.tokenizer_name else None
     if config.dataset_dir is not None:
         dataset = open_packed_dataset(Path(config.dataset_dir), config.block_size)
-        if config.tokenizer_name is not None:
-            asked_for = tokenizer_sha256(load_tokenizer(config.tokenizer_name))
-            if asked_for != dataset.metadata["tokenizer_sha256"]:
-                remedy = "prepare it with that one, or leave --tokenizer_name out"
-                if config.tokenizer_name == config.model_name_or_path:
-                    remedy = f"prepare it with --tokenizer_name {config.tokenizer_name}, the model's own"
-                raise UserError(
-                    f"{config.dataset_dir} was made with another tokenizer than {config.tokenizer_name}; {remedy}"
-                )
+        if tokenizer is not None and tokenizer_sha256(tokenizer) != dataset.metadata["tokenizer_sha256"]:
+            remedy = "prepare it with that tokenizer, or omit --tokenizer_name"
+            if config.tokenizer_name == config.model_name_or_path:
+                remedy = f"prepare it with --tokenizer_name {config.tokenizer_name}, the model's tokenizer"
+            raise UserError(
+                f"{config.dataset_dir} was made with another tokenizer than {config.tokenizer_name}; {remedy}"
+            )
         return dataset
-    source = source_from(config)
+    text = source_from(config)
     if config.streaming:
-        source = dataclasses.replace(source, head_characters=HEAD_CHARACTERS)
-        say("streaming: only the validation text and the head of the training text are prepared")
-    tokenizer = load_tokenizer(config.tokenizer_name) if config.tokenizer_name else None
-    fingerprint = fingerprint_of(source, config.block_size, tokenizer, config.tokenizer_vocab_size)
+        text = dataclasses.replace(text, head_characters=HEAD_CHARACTERS)
+        say("streaming: prepares only the validation text and the head of the training text")
+    fingerprint = fingerprint_of(text, config.block_size, tokenizer, config.tokenizer_vocab_size)
     name = name_of_text(config.dataset_name or config.train_file[0])
-    directory = Path(config.cache_dir) / f"{name}-{fingerprint[:12]}"
     return prepare_dataset(
-        source,
-        directory,
+        text,
+        Path(config.cache_dir) / f"{name}-{fingerprint[:12]}",
         config.block_size,
         tokenizer,
         config.tokenizer_vocab_size,
-        overwrite=True,  # the name is the content's: what is there and cannot be opened is damaged
+        overwrite=True,  # the name identifies the content: an existing dataset that cannot be opened is damaged
         num_workers=config.preprocessing_num_workers,
     )
 
 
-def _fingerprint_in(directory: Path) -> str | None:
-    """What a packed dataset was made from, or None if the folder holds none."""
-    try:
-        return str(json.loads((directory / "metadata.json").read_text())["fingerprint"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def count_duplicates(pieces: Iterable[Piece], counts: dict[str, int]) -> Iterator[Piece]:
-    """Pass pieces on, counting training documents that are in the validation text too, which comes first."""
+def count_duplicates(pieces: Iterable[Piece], report: ReadReport) -> Iterator[Piece]:
+    """Pass pieces on and count training documents that the validation text, which comes first, also holds."""
     hashes, starts = set(), True
     for piece in pieces:
         if starts:
             if piece.split == "validation":
                 hashes.add(hash64(piece.text))
             elif hash64(piece.text) in hashes:
-                counts["duplicates_of_validation"] += 1
+                report.duplicates_of_validation += 1
         starts = piece.ends
         yield piece
 
@@ -274,10 +246,8 @@ def _count(number: int, noun: str) -> str:
 
 
 def _summarize(directory: Path, metadata: dict, seconds: float) -> None:
-    num_bytes = size = 0
-    for split, counts in metadata["splits"].items():
-        num_bytes += counts["bytes"]
-        size += sum(counts["file_bytes"].values())
+    splits = metadata["splits"]
+    for split, counts in splits.items():
         if not counts["tokens"]:
             say(f"{split}: nothing in this shard")
             continue
@@ -288,9 +258,11 @@ def _summarize(directory: Path, metadata: dict, seconds: float) -> None:
             f"{_count(counts['rows'], 'row')}; {_count(counts['long_documents'], 'document')} "
             f"({long_share:.0%} of the tokens) {'is' if counts['long_documents'] == 1 else 'are'} longer than a row"
         )
-    if any(counts["long_documents"] for counts in metadata["splits"].values()):
-        say("documents longer than a row are cut across rows, which is normal and loses no text")
+    if any(counts["long_documents"] for counts in splits.values()):
+        say("documents longer than a row continue in the next row, which is normal and loses no text")
     if metadata["source"].get("duplicates_of_validation"):
         duplicates = _count(metadata["source"]["duplicates_of_validation"], "training document")
         say(f"warning: the validation text also holds {duplicates}")
+    num_bytes = sum(counts["bytes"] for counts in splits.values())
+    size = sum(sum(counts["file_bytes"].values()) for counts in splits.values())
     say(f"packed into {directory}, {size / 1e6:,.1f} MB, in {seconds:.1f} s ({num_bytes / 1e6 / seconds:.1f} MB/s)")

@@ -1,6 +1,6 @@
-"""Text: files, Hub datasets or the Python standard library -> a stream of documents, split by document.
+"""Files, Hub datasets or the Python standard library -> pieces of documents, assigned to train or validation.
 
-A document comes as one or more pieces, the last of which says so. Nothing here knows about tokens.
+A document comes in one or more pieces; the last one is marked. Tokens are not known here.
 """
 
 import functools
@@ -16,30 +16,29 @@ from huggingface_hub import HfApi
 from recipe.config import STANDARD_LIBRARY
 from recipe.data.documents import Piece, cut_ids_into_documents, cut_off_tail, split_documents, take_head
 from recipe.data.files import (
-    COMPRESSIONS,
     Part,
     ReadReport,
-    Text,
     count_bytes,
     expand_paths,
     file_sha256,
     kind_of,
     read_file,
+    read_standard_library,
+    suffix_and_compression,
     texts_of,
 )
-from recipe.data.standard_library import read_standard_library
-from recipe.errors import UserError, check_not_a_missing_folder
+from recipe.errors import UserError, check_local_path
 
-if TYPE_CHECKING:  # imported where it is used: a packed dataset is trained on without it
+if TYPE_CHECKING:  # training on a packed dataset does not need it
     import datasets
 
 
 @dataclass(frozen=True)
 class TextSource:
-    """Where documents come from; without validation files a share of the training documents is held out.
+    """Where documents come from. Without validation text, a share of the training documents is held out.
 
-    train_files, validation_files: files, folders (all files below of a kind that can be read) and glob patterns.
-    document_separator: cuts .txt files into documents, e.g. a blank line; without it, a file is a document.
+    train_files, validation_files: files, folders (all supported files in them) and glob patterns.
+    document_separator: cuts .txt files into documents, for example a blank line; without it, a file is a document.
     """
 
     train_files: tuple[str, ...] = ()
@@ -51,176 +50,140 @@ class TextSource:
     document_separator: str | None = None
     validation_split_percentage: float = 5.0
     skip_bad_files: bool = False
-    head_characters: int | None = None  # of training text; only these, and as many of validation text, are read
-    num_shards: int = 1  # of which this one takes every num_shards-th file, or document where files are fewer
+    head_characters: int | None = None  # read only this much training text, and as much validation text
+    num_shards: int = 1  # each shard takes every num_shards-th file, or document if there are fewer files
     shard_index: int = 0
 
     def __post_init__(self):
         if not 0 <= self.shard_index < self.num_shards:
             raise UserError(
-                f"shard_index must be from 0 to num_shards - 1, got {self.shard_index} of {self.num_shards}"
+                f"shard_index must be from 0 to num_shards - 1 = {self.num_shards - 1}, got {self.shard_index}"
             )
         if bool(self.train_files) == bool(self.dataset_name):
             raise UserError("pass exactly one of --train_file and --dataset_name")
         if self.validation_files and not self.train_files:
             raise UserError("--validation_file needs --train_file")
-        if not 0 < self.validation_split_percentage < 100:
-            raise UserError(
-                f"validation_split_percentage must be between 0 and 100, got {self.validation_split_percentage}"
-            )
+        percentage = self.validation_split_percentage
+        if not 0 < percentage < 100:
+            raise UserError(f"validation_split_percentage must be between 0 and 100, got {percentage}")
         if self.document_separator == "":
             raise UserError("document_separator must not be empty")
-        for path in self._files("train_files") + self._files("validation_files"):
-            kind_of(path)  # named but not there, or of a kind that cannot be read
+        for path in self._train_paths + self._validation_paths:
+            kind_of(path)  # raises for an unsupported kind
 
     @functools.cached_property
+    def _train_paths(self) -> list[str]:
+        return expand_paths(self.train_files)
+
+    @functools.cached_property
+    def _validation_paths(self) -> list[str]:
+        return expand_paths(self.validation_files)
+
+    @property
+    def _files_of_shard(self) -> list[str]:
+        """The training files of this shard: all of them if there are fewer files than shards."""
+        by_file = len(self._train_paths) >= self.num_shards
+        return self._train_paths[self.shard_index :: self.num_shards] if by_file else self._train_paths
+
+    @property
     def files(self) -> list[str]:
-        """The files this shard reads, training files first. Raises `UserError` for one that is not there."""
-        return self._shard(self._files("train_files")) + self._files("validation_files")
-
-    def _files(self, kind: str) -> list[str]:
-        return expand_paths(getattr(self, kind))
-
-    def _shard(self, files: list[str]) -> list[str]:
-        return files[self.shard_index :: self.num_shards] if len(files) >= self.num_shards else files
+        """The files that this shard reads, training files first."""
+        return self._files_of_shard + self._validation_paths
 
     @property
     def has_validation(self) -> bool:
-        """Whether the validation text is given as a whole, rather than held out of the training documents."""
+        """Whether the validation text is separate rather than held out of the training documents."""
         if not self.dataset_name or self.dataset_name == STANDARD_LIBRARY:
             return bool(self.validation_files)
         return self.dataset_split == "train" and "validation" in self._splits
 
     @functools.cached_property
     def _splits(self) -> "dict[str, datasets.IterableDataset]":
-        """The splits of dataset_name, opened once however often they are read."""
         return open_dataset(self.dataset_name, self.dataset_config_name, self.revision)
 
     @property
     def num_bytes(self) -> int | None:
-        """Bytes of text to come, for a progress bar, or None where only reading would tell."""
-        if (
-            self.head_characters
-            or self.dataset_name
-            or any(Path(path.lower()).suffix in COMPRESSIONS for path in self.files)
-        ):
+        """Bytes of text for a progress bar, or None if only reading the text would tell."""
+        if self.head_characters or self.dataset_name or any(suffix_and_compression(path)[1] for path in self.files):
             return None
         return sum(Path(path).stat().st_size for path in self.files)
 
     def describe(self) -> dict:
-        """What the metadata of a prepared dataset says of its source."""
+        """Return the source as the metadata of a prepared dataset records it."""
         held_out = None if self.has_validation else self.validation_split_percentage
-        if self.dataset_name:
-            description = {"dataset_name": self.dataset_name, "dataset_config_name": self.dataset_config_name}
-        else:
-            description = {"train_files": list(self.train_files), "validation_files": list(self.validation_files)}
-        return {**description, "validation_split_percentage": held_out}
+        names = ("dataset_name", "dataset_config_name") if self.dataset_name else ("train_files", "validation_files")
+        return {**{name: getattr(self, name) for name in names}, "validation_split_percentage": held_out}
 
     def describe_emptiness(self, report: ReadReport) -> str:
-        """The message for a source that gave no training document. report: of reading all of it."""
+        """Return the message for a source without training documents. report: of reading all of it."""
         names = [*self.train_files[:3], "..."] if len(self.train_files) > 3 else self.train_files
         where = f"there is no text in {f'dataset {self.dataset_name}' if self.dataset_name else ', '.join(names)}"
         if report.skipped:
             return f"{where}: skipped files: {len(report.skipped):,}, the first because: {report.skipped[0]}"
-        return f"{where}: it is empty, or holds nothing but white space"
-
-    def describe_unused_separator(self, report: ReadReport) -> str | None:
-        """Why document_separator cut nothing, if it did not. report: of reading all documents."""
-        if self.document_separator is None or report.num_separators:
-            return None
-        if not any(kind_of(path) == ".txt" for path in self.files):
-            return "--document_separator has no effect: it cuts .txt files, and the text has none"
-        return f"the document separator {self.document_separator!r} never occurs; each .txt file is one document"
+        return f"{where}: it is empty or holds only white space"
 
     @functools.cached_property
     def revision(self) -> str | None:
-        """The commit of a dataset on the Hub; None for local data, and where the Hub cannot be asked."""
+        """The commit of a Hub dataset; None for local data, and if the Hub cannot be reached."""
         if not self.dataset_name or self.dataset_name == STANDARD_LIBRARY or Path(self.dataset_name).exists():
             return None
         try:
             return HfApi().dataset_info(self.dataset_name).sha
-        except Exception:  # no network, no such dataset: loading it will say which
+        except Exception:  # no network or no such dataset: opening it raises the error that says which
             return None
 
     @property
     def _options(self) -> tuple:
-        """What decides the documents beside the text, for all shards of a whole."""
-        return (
-            self.dataset_name,
-            self.dataset_config_name,
-            self.dataset_split,
-            self.revision,
-            self.text_column_name,
-            self.document_separator,
-            self.validation_split_percentage,
-            len(self._files("validation_files")),
-            self.head_characters,
-            self.num_shards,
-            # Until has_validation looked for the split, shards without one lost text: they must not pass for these.
-            *([self.has_validation] if self.dataset_name and self.num_shards > 1 else []),
-        )
+        """Everything but the text that determines the documents; equal for all shards of a dataset."""
+        dataset = (self.dataset_name, self.dataset_config_name, self.dataset_split, self.revision)
+        reading = (self.text_column_name, self.document_separator, self.validation_split_percentage)
+        amount = (len(self._validation_paths), self.head_characters, self.num_shards)
+        # Older versions lost text in shards of a dataset without a validation split; do not reuse those shards.
+        has_validation = (self.has_validation,) if self.dataset_name and self.num_shards > 1 else ()
+        return dataset + reading + amount + has_validation
 
     @property
-    def _local_dataset_files(self) -> list[Path]:
-        """The files of dataset_name where it is a folder, sorted."""
-        return (
-            sorted(path for path in Path(self.dataset_name).rglob("*") if path.is_file()) if self.dataset_name else []
-        )
+    def _dataset_files(self) -> list[Path]:
+        """The files of dataset_name, sorted, if it is a folder."""
+        return sorted(p for p in Path(self.dataset_name).rglob("*") if p.is_file()) if self.dataset_name else []
 
     @property
     def whole_sha256(self) -> str:
-        """The same for all shards of one whole, by its options and the names and sizes of all files."""
-        files = [*map(Path, self._files("train_files") + self._files("validation_files")), *self._local_dataset_files]
+        """Hash of the options and of the names and sizes of all files; equal for all shards of a dataset."""
+        files = [*map(Path, self._train_paths + self._validation_paths), *self._dataset_files]
         named = [(path.name, path.stat().st_size) for path in files]
         return hashlib.sha256(repr((self._options, named)).encode()).hexdigest()
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of everything that decides the documents: the files' bytes, or the dataset's revision and files.
+        """SHA-256 of everything that determines the documents: options and the bytes of the files.
 
-        Of files whose head alone is read, names, sizes and times stand for the bytes. (skip_bad_files is no part of
-        it: what was done before a bad file turned up is as good with it.)
+        Names, sizes and times replace the bytes of dataset files and of files of which only the head is read.
+        skip_bad_files is not part of it: the text before a bad file is the same either way.
         """
         digest = hashlib.sha256(repr((*self._options, self.shard_index)).encode())
         for path in self.files:
-            digest.update("".join(Path(path.lower()).suffixes[-2:]).encode())  # it decides how the bytes are read
+            digest.update("".join(Path(path.lower()).suffixes[-2:]).encode())  # determines how the bytes are read
             digest.update(_name_size_time(Path(path)) if self.head_characters else file_sha256(path))
         if self.dataset_name == STANDARD_LIBRARY:
             for document in read_standard_library():
                 digest.update(document.encode())
-        for path in self._local_dataset_files:
+        for path in self._dataset_files:
             digest.update(str(path.relative_to(self.dataset_name)).encode())
             digest.update(_name_size_time(path))
         return digest.hexdigest()
 
     def pieces(self, report: ReadReport | None = None, eos_token_id: int | None = None) -> Iterator[Piece]:
-        """Every document in reading order, validation files and splits first. Raises `UserError` for bad input.
+        """Yield every document in reading order, separate validation text first. Raises `UserError` for bad input.
 
-        Validation text that is given as a whole is in every shard, to find duplicates of it in the training text.
-        report: is filled in while the documents are read; eos_token_id: ends documents in token ids.
+        Every shard yields the whole separate validation text, to find its duplicates in the training text.
+        report: filled in while documents are read; eos_token_id: ends documents in token ids.
         """
         pieces = self._all_pieces(report or ReadReport(), eos_token_id)
         return take_head(pieces, self.head_characters) if self.head_characters else pieces
 
     def _all_pieces(self, report: ReadReport, eos_token_id: int | None) -> Iterator[Piece]:
-        def read_files(paths: Iterable[str]) -> Iterator[Part]:
-            return cut_ids_into_documents(self._read_parts(paths, report), eos_token_id)
-
-        def read_rows(rows: Iterable[dict]) -> Iterator[Part]:
-            texts = texts_of(rows, self.text_column_name, f"dataset {self.dataset_name}")
-            parts = ((text, True) for text in _guarded(texts, self.dataset_name))
-            return cut_ids_into_documents(parts, eos_token_id)
-
-        def read_train_files() -> Iterator[Part]:
-            """This shard's files, or its part of the documents where there are fewer files than shards."""
-            files = self._files("train_files")
-            parts = read_files(self._shard(files))
-            return parts if len(files) >= self.num_shards else self._take(parts)
-
-        if self.validation_files:
-            yield from (Piece("validation", *part) for part in read_files(self._files("validation_files")))
-            yield from (Piece("train", *part) for part in read_train_files())
-        elif self._is_a_few_texts():  # too few documents to hold whole ones out: each gives its own tail
+        if self._is_a_few_texts():  # too few documents to hold some out: hold out the end of each
             for path in self.files:
                 try:
                     num_bytes = count_bytes(path)
@@ -229,36 +192,41 @@ class TextSource:
                         raise
                     report.skipped.append(str(error))
                     continue
-                parts = read_files([path])
-                yield from cut_off_tail(parts, num_bytes, self.validation_split_percentage)
-        elif self.train_files:
-            yield from self._split(read_train_files())
+                yield from cut_off_tail(self._read_files([path], report), num_bytes, self.validation_split_percentage)
+            return
+        validation: Iterable[Part] = ()
+        if self.train_files:
+            validation = self._read_files(self._validation_paths, report)
+            train = self._read_files(self._files_of_shard, report)
+            by_file = len(self._train_paths) >= self.num_shards
         elif self.dataset_name == STANDARD_LIBRARY:
-            yield from self._split(self._take((text, True) for text in read_standard_library()))
+            train, by_file = ((text, True) for text in read_standard_library()), False
         else:
-            splits = self._splits
-            if self.dataset_split not in splits:
+            if self.dataset_split not in self._splits:
                 raise UserError(
                     f"dataset {self.dataset_name} has no split '{self.dataset_split}' "
-                    f"(it has {', '.join(splits)}); pass --dataset_split"
+                    f"(it has {', '.join(self._splits)}); pass --dataset_split"
                 )
-            documents = splits[self.dataset_split]
-            if self.num_shards > 1 and getattr(documents, "num_shards", 1) >= self.num_shards:
-                documents = read_rows(documents.shard(self.num_shards, self.shard_index))  # by files
-            else:
-                documents = self._take(read_rows(documents))
+            rows = self._splits[self.dataset_split]
+            by_file = self.num_shards > 1 and getattr(rows, "num_shards", 1) >= self.num_shards
+            train = self._read_rows(rows.shard(self.num_shards, self.shard_index) if by_file else rows)
             if self.has_validation:
-                yield from (Piece("validation", *part) for part in read_rows(splits["validation"]))
-                yield from (Piece("train", *part) for part in documents)
-            else:
-                yield from self._split(documents)
+                validation = self._read_rows(self._splits["validation"])
+        train = cut_ids_into_documents(train, eos_token_id)
+        if not by_file:
+            train = self._documents_of_shard(train)
+        if self.has_validation:
+            yield from (Piece("validation", *part) for part in cut_ids_into_documents(validation, eos_token_id))
+            yield from (Piece("train", *part) for part in train)
+        else:  # all shards must use the same threshold, so a shard cannot fit it to its own documents
+            yield from split_documents(train, self.validation_split_percentage, exact=self.num_shards == 1)
 
     def train_texts(self) -> Iterator[str]:
-        """The training text alone, for training a tokenizer. Raises `UserError` if there is none."""
+        """Yield the training text, to train a tokenizer. Raises `UserError` if there is none."""
         is_empty, report = True, ReadReport()
         for piece in self.pieces(report):
             if not isinstance(piece.text, str):
-                raise UserError(f"column '{self.text_column_name}' is tokenized already; pass its --tokenizer_name")
+                raise UserError(f"column '{self.text_column_name}' is already tokenized; pass its --tokenizer_name")
             if piece.split == "train":
                 is_empty = False
                 yield piece.text
@@ -266,13 +234,11 @@ class TextSource:
             raise UserError(self.describe_emptiness(report))
 
     def _is_a_few_texts(self) -> bool:
-        if self.document_separator is not None or not self.files or self.num_shards > 1:
+        if self.document_separator is not None or self.dataset_name or self.validation_files or self.num_shards > 1:
             return False
-        return all(kind_of(path) == ".txt" for path in self.files) and (
-            len(self.files) * self.validation_split_percentage < 200
-        )
+        return len(self.files) * self.validation_split_percentage < 200 and {*map(kind_of, self.files)} == {".txt"}
 
-    def _read_parts(self, paths: Iterable[str], report: ReadReport) -> Iterator[Part]:
+    def _read_files(self, paths: Iterable[str], report: ReadReport) -> Iterator[Part]:
         for path in paths:
             ends = True
             try:
@@ -282,49 +248,46 @@ class TextSource:
                 if not self.skip_bad_files:
                     raise UserError(f"{error}; --skip_bad_files skips such files") from error
                 report.skipped.append(str(error))
-                if not ends:  # it broke off within a document, which must not run on into the next file's
+                if not ends:  # end the document here, or it would continue in the next file
                     yield "", True
 
-    def _take(self, parts: Iterable[Part]) -> Iterator[Part]:
-        """Every num_shards-th document."""
+    def _read_rows(self, rows: Iterable[dict]) -> Iterator[Part]:
+        try:
+            for text in texts_of(rows, self.text_column_name, f"dataset {self.dataset_name}"):
+                yield text, True
+        except UserError:
+            raise
+        except Exception as error:  # the network, datasets and pyarrow raise various errors
+            reason = " ".join(str(error).split())[:300]
+            raise UserError(f"cannot read dataset {self.dataset_name}: {reason}") from error
+
+    def _documents_of_shard(self, parts: Iterable[Part]) -> Iterator[Part]:
+        """Yield every num_shards-th document."""
         number = 0
         for text, ends in parts:
             if number % self.num_shards == self.shard_index:
                 yield text, ends
             number += ends
 
-    def _split(self, parts: Iterable[Part]) -> Iterator[Piece]:
-        # Shards must draw the same line through the hashes, so none of them may fit it to its own documents.
-        return split_documents(parts, self.validation_split_percentage, exact=self.num_shards == 1)
-
 
 def open_dataset(name: str, config_name: str | None, revision: str | None) -> "dict[str, datasets.IterableDataset]":
-    """The splits of a Hub or local dataset (also one written by `save_to_disk`), streamed."""
+    """Open the splits of a Hub dataset, a local one, or one written by `save_to_disk`, for streaming."""
     import datasets
 
     folder = Path(name)
-    check_not_a_missing_folder(name)
+    check_local_path(name)
     try:
         if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
             loaded = datasets.load_from_disk(name)
         else:
             loaded = datasets.load_dataset(name, config_name, revision=revision, streaming=True)
-    except Exception as error:  # the Hub client, datasets and the file system each raise their own
+    except Exception as error:  # the Hub client, datasets and the file system raise various errors
         raise UserError(f"cannot open dataset {name}: {' '.join(str(error).split())[:300]}") from error
     return loaded if isinstance(loaded, dict) else {"train": loaded}
 
 
-def _guarded(texts: Iterator[Text], name: str) -> Iterator[Text]:
-    try:
-        yield from texts
-    except UserError:
-        raise
-    except Exception as error:  # the network, datasets and pyarrow each raise their own
-        raise UserError(f"cannot read dataset {name}: {' '.join(str(error).split())[:300]}") from error
-
-
 def name_of_text(text: str) -> str:
-    """A folder's name for a text: the last part of a path, pattern or Hub id, without endings and odd characters."""
+    """Derive a folder name from a path, pattern or Hub id: its last part without suffixes and special characters."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(text).name.split(".")[0]).strip("-.")
     return name or "text"
 
