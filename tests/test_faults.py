@@ -564,7 +564,8 @@ def test_a_signal_to_the_launcher_saves_the_run(train, tmp_path, dataset_dir, un
 
 def test_a_signal_to_one_of_two_processes_stops_both(train, monkeypatch, tmp_path, dataset_dir):
     """Both stop after the same step. One process resumes the run, then two again, with the same losses."""
-    arguments = [*options(dataset_dir), *AUTO]
+    num_steps = 150
+    arguments = [*options(dataset_dir, num_steps), *AUTO]
     started = {name: start(arguments, tmp_path / name, TWO_PROCESSES) for name in ("worker", "launcher")}
     for name, process in in_order_of_reaching(20, started, tmp_path):
         os.kill(max(workers_of(process)) if name == "worker" else process.pid, signal.SIGTERM)
@@ -579,15 +580,15 @@ def test_a_signal_to_one_of_two_processes_stops_both(train, monkeypatch, tmp_pat
     run, first = tmp_path / "worker" / "run", int(list_checkpoints(tmp_path / "worker" / "run")[0].name[11:])
     signal_this_process_after(20, "SIGTERM", monkeypatch)
     with pytest.raises(SystemExit):
-        train("--max_steps", STEPS, *AUTO, output_dir=run)  # two processes -> one
+        train("--max_steps", num_steps, *AUTO, output_dir=run)  # two processes -> one
     assert (run / f"checkpoint-{first + 20}").is_dir()
     for _ in range(2):  # one -> two; then two with nothing left to train, as after a kill at the very end
         (run / "summary.json").unlink(missing_ok=True)
         two = launch(arguments, tmp_path / "worker", TWO_PROCESSES, ACCELERATE_USE_CPU="true")
         assert two.returncode == 0 and (run / "summary.json").is_file(), two.stderr
-    whole = train("--max_steps", STEPS, output_dir=tmp_path / "whole")
+    whole = train("--max_steps", num_steps, output_dir=tmp_path / "whole")
     losses = [[event["loss"] for event in read_events(path, "train")] for path in (run, whole)]
-    assert len(losses[0]) == STEPS and losses[0] == pytest.approx(losses[1], abs=1e-5)
+    assert len(losses[0]) == num_steps and losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
 def test_a_second_signal_exits_at_once(tmp_path, dataset_dir):
