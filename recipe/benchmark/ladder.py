@@ -85,7 +85,7 @@ def build_rungs(machine: Machine) -> list[Rung]:
         Rung("tf32", "TF32", {"tf32": True}, no_tf32),
         Rung("half", half if half == "bf16" else "fp16 + gradient scaler", {"mixed_precision": half}, no_half),
         Rung("compile", "compile (inductor)", {"dynamo_backend": "inductor"}, no_inductor),
-        Rung("flash", "flash attention, no mask", {"attn_implementation": "sdpa"}),
+        Rung("flash", "sdpa (flash, no mask)", {"attn_implementation": "sdpa"}),
         Rung("padding", "padded vocabulary", {"pad_vocab_to_multiple_of": 128}),
         Rung("fused", "fused AdamW", {"optim": "adamw_torch_fused"}),
         Rung("packed", "prefetched packed rows", {"data_placement": "mmap"}),
