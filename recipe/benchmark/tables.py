@@ -30,23 +30,15 @@ class Column:
 
 
 def _step_ms(entry: dict[str, Any]) -> str:
-    return f"{entry['step_ms']:,.1f}{'~' if _is_noisy(entry) else ' '}"
+    is_noisy = entry["step_ms_highest"] - entry["step_ms_lowest"] > NOISY * entry["step_ms"]
+    return f"{entry['step_ms']:,.1f}{'~' if is_noisy else ' '}"
 
 
 def _loss(entry: dict[str, Any]) -> str:
     if not entry.get("loss_is_finite", True):
         return "inf/nan*"
-    return (
-        "" if entry.get("loss_delta") is None else f"{entry['loss_delta']:+.4f}{'*' if _loss_differs(entry) else ' '}"
-    )
-
-
-def _loss_differs(entry: dict[str, Any]) -> bool:
-    return not entry.get("loss_is_finite", True) or abs(entry.get("loss_delta") or 0) > LOSS_DIFFERS
-
-
-def _is_noisy(entry: dict[str, Any]) -> bool:
-    return entry["step_ms_highest"] - entry["step_ms_lowest"] > NOISY * entry["step_ms"]
+    delta = entry.get("loss_delta")
+    return "" if delta is None else f"{delta:+.4f}{'*' if abs(delta) > LOSS_DIFFERS else ' '}"
 
 
 RUN_COLUMNS = [
@@ -64,11 +56,11 @@ RUN_COLUMNS = [
     Column("largest micro-batch", 0, lambda e: str(e.get("largest_micro_batch", ""))),
 ]
 PEER_COLUMNS = [
-    Column("", 42, lambda e: e["what"]),
+    Column("", 41, lambda e: e["what"]),
     Column("tokens/s", 10, lambda e: f"{e['tokens_per_second']:,.0f}"),
     Column("ours", 10, lambda e: f"{e['our_tokens_per_second']:,.0f}"),
     Column("ratio", 7, lambda e: f"{e['times']:.3f}"),
-    Column("spread", 11, lambda e: f"{min(e['times_of_each_round']):.2f}-{max(e['times_of_each_round']):.2f}"),
+    Column("spread", 12, lambda e: f"{min(e['times_of_each_round']):.2f}-{max(e['times_of_each_round']):.2f}"),
     Column("in each round", 0, lambda e: ", ".join(f"{value:.2f}" for value in e["times_of_each_round"])),
 ]
 
@@ -164,7 +156,8 @@ def to_markdown(results: dict[str, Any]) -> str:
             if section == "peers":
                 commands = [f"    {entry['command']}" for entry in results[section]]
                 blocks += ["Commands, without paths:", "\n".join(commands)]
-    return "\n\n".join([*blocks, *notes(results), *LEGEND])
+    legend = LEGEND if any("step_ms" in entry for section in SECTIONS for entry in results.get(section, [])) else []
+    return "\n\n".join([*blocks, *notes(results), *legend])
 
 
 def save_chart(results: dict[str, Any], path: Path) -> None:

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -71,6 +72,15 @@ class FirstRun:
 
     def __init__(self, args: argparse.Namespace, work: Path) -> None:
         self.args, self.work = args, work
+        self.programs: dict[str, Callable[[int, float], Result]] = {  # take the number of steps and the deadline
+            "ours": partial(self.measure, {}, args.rows),
+            "ours_without_levers": partial(self.measure, WITHOUT_LEVERS, args.rows),
+            "ours_residual": partial(self.measure, RESIDUAL_ONLY, args.rows),
+            "ours_small": partial(self.measure, {}, args.small_rows),
+        }
+        if args.nanogpt:
+            self.programs["nanogpt"] = partial(self.measure_nanogpt, False)
+            self.programs["nanogpt_default"] = partial(self.measure_nanogpt, True)
         self.chosen = self.stages()
         self.ends_at = time.monotonic() + args.minutes * 60
         self.machine: Machine | None = None
@@ -79,27 +89,22 @@ class FirstRun:
         args.output_dir.mkdir(parents=True, exist_ok=True)
 
     def stages(self) -> list[Stage]:
-        rows, small = self.args.rows, self.args.small_rows
-        no_nanogpt = None if self.args.nanogpt else "--nanogpt is missing"
+        def timed(name: str, what: str) -> Stage:
+            why_not = None if name in self.programs else "--nanogpt is missing"
+            return Stage(name, what, 25, lambda end: self.programs[name](self.args.steps, end), why_not)
 
-        def train(name: str, what: str, options: dict[str, Any], rows: int) -> Stage:
-            return Stage(name, what, 25, lambda deadline: self.measure(options, rows, deadline))
-
-        def nanogpt(name: str, what: str, default_batch: bool) -> Stage:
-            steps = self.args.steps
-            return Stage(name, what, 25, lambda end: self.measure_nanogpt(default_batch, end, steps), no_nanogpt)
-
+        rows = self.args.rows
         tuned = "ours with coordinate descent tuning, from a cold cache"
         found = [
             Stage("machine", "the machine, its software and its measured matmul rate", 25, self.find_machine),
             Stage("warm", "fill the compile caches in parallel", 120, self.warm),
             Stage("gpu_tests", "pytest -m gpu, started in the stage before", 20, self.end_tests),
-            train("ours", f"ours, {rows} rows per forward pass", {}, rows),
-            train("ours_without_levers", f"without {', '.join(LEVERS)}", WITHOUT_LEVERS, rows),
-            nanogpt("nanogpt", f"nanoGPT, {rows} rows per forward pass", False),
-            train("ours_residual", "only with the bf16 residual stream", RESIDUAL_ONLY, rows),
-            train("ours_small", f"ours, {small} rows per forward pass", {}, small),
-            nanogpt("nanogpt_default", "nanoGPT at its default micro-batch", True),
+            timed("ours", f"ours, {rows} rows per forward pass"),
+            timed("ours_without_levers", f"without {', '.join(LEVERS)}"),
+            timed("nanogpt", f"nanoGPT, {rows} rows per forward pass"),
+            timed("ours_residual", "only with the bf16 residual stream"),
+            timed("ours_small", f"ours, {self.args.small_rows} rows per forward pass"),
+            timed("nanogpt_default", "nanoGPT at its default micro-batch"),
             Stage("ours_again", "ours again: the noise, and whether losses repeat", 25, self.measure_again),
             Stage("kernels", "the parts of a step alone", 70, self.run_kernels),
             Stage("real", "a run with auto, evaluation, SIGTERM and resume", 80, self.run_for_real),
@@ -174,19 +179,16 @@ class FirstRun:
         args = self.args
         return choose_setting(args.config, str(args.dataset_dir), self.machine, rows, args.global_batch)
 
-    def measure(self, options: dict[str, Any], rows: int, deadline: float, warm_up: str | None = None) -> Result:
-        """warm_up: run only a few steps, in this folder."""
+    def measure(self, options: dict[str, Any], rows: int, num_steps: int, deadline: float) -> Result:
         setting, options = self.setting(rows), {"logging_steps": LAP, **options}
         command = ["python", "recipe/train.py", *to_arguments(combine(setting.run_options, options))]
-        goal, work = Goal(LAP if warm_up else self.args.steps), self.work / (warm_up or "timed")
-        work.mkdir(exist_ok=True)
-        numbers = measure(options, setting, goal, work, deadline)
+        numbers = measure(options, setting, Goal(num_steps), Path(tempfile.mkdtemp(dir=self.work)), deadline)
         if "step_ms" in numbers:
             numbers |= self.machine.utilization(numbers["tokens_per_second"] * setting.flops_per_token)
         return {"setting": setting.says, "run": shlex.join(command), **numbers}
 
     def measure_again(self, deadline: float) -> Result:
-        numbers, first = self.measure({}, self.args.rows, deadline), self.result_of("ours")
+        numbers, first = self.programs["ours"](self.args.steps, deadline), self.result_of("ours")
         if "losses" in first and "losses" in numbers:
             steps = first["losses"].keys() & numbers["losses"]
             differences = [abs(first["losses"][step] - numbers["losses"][step]) for step in steps]
@@ -195,7 +197,7 @@ class FirstRun:
             numbers["times_the_first"] = round(numbers["tokens_per_second"] / first["tokens_per_second"], 4)
         return numbers
 
-    def measure_nanogpt(self, default_batch: bool, deadline: float, num_steps: int) -> Result:
+    def measure_nanogpt(self, default_batch: bool, num_steps: int, deadline: float) -> Result:
         setting, dataset = self.setting(self.args.rows), open_packed_dataset(self.args.dataset_dir)
         folder = Path(tempfile.mkdtemp(dir=self.work)) / "nanogpt"
         peer = build_nanogpt(self.args.nanogpt, self.machine, setting, dataset, folder, default_batch=default_batch)
@@ -207,32 +209,24 @@ class FirstRun:
     def measure_coordinate_descent(self, deadline: float) -> Result:
         name = "TORCHINDUCTOR_COORDINATE_DESCENT_TUNING"
         with patch.dict(os.environ, {name: "1"}):
-            return {"environment_variable": f"{name}=1", **self.measure({}, self.args.rows, deadline)}
+            return {"environment_variable": f"{name}=1", **self.programs["ours"](self.args.steps, deadline)}
 
     def warm(self, deadline: float) -> Result:
         """Start the tests; beside them, every program that is timed later compiles and trains for a moment."""
         self.tests = self.start("pytest", [sys.executable, "-m", "pytest", *PYTEST, str(self.args.tests)])
-        rows, small = self.args.rows, self.args.small_rows
-        jobs: dict[str, Callable[[], Result]] = {
-            "ours": lambda: self.measure({}, rows, deadline, "ours"),
-            "ours_without_levers": lambda: self.measure(WITHOUT_LEVERS, rows, deadline, "ours_without_levers"),
-            "ours_residual": lambda: self.measure(RESIDUAL_ONLY, rows, deadline, "ours_residual"),
-            "ours_small": lambda: self.measure({}, small, deadline, "ours_small"),
-        }
-        if self.args.nanogpt:
-            jobs["nanogpt"] = lambda: self.measure_nanogpt(False, deadline, LAP)
-            jobs["nanogpt_default"] = lambda: self.measure_nanogpt(True, deadline, LAP)
+
+        def warm_up(name: str) -> Result:
+            return attempt(self.programs[name], LAP, deadline)
+
         few_threads = patch.dict(os.environ, TORCHINDUCTOR_COMPILE_THREADS="4")  # which does not change what is cached
-        with few_threads, ThreadPoolExecutor(len(jobs)) as pool:
+        with few_threads, ThreadPoolExecutor(len(self.programs)) as pool:
             try:
-                found = dict(zip(jobs, pool.map(attempt, jobs.values()), strict=True))
+                found = dict(zip(self.programs, pool.map(warm_up, self.programs), strict=True))
             except BaseException:
                 end_programs()  # then the threads end, too
                 raise
-        for name, job in jobs.items():
-            if found[name].get("failed") == "out of memory":  # retry without the others
-                found[name] = attempt(job)
-        cold = [name for name, numbers in found.items() if "failed" in numbers]
+        found |= {name: warm_up(name) for name in found if found[name].get("failed") == "out of memory"}  # alone
+        cold = [name for name in found if "failed" in found[name]]
         return {**found, **({"failed": f"not warm: {', '.join(cold)}"} if cold else {})}
 
     def end_tests(self, deadline: float) -> Result:
@@ -324,7 +318,7 @@ def row(entry: dict[str, Any]) -> str:
     return f"{entry['name']:20} {entry['status']:8} {entry['seconds']:>7.1f} {cells}  {reason}".rstrip()
 
 
-def parse() -> argparse.Namespace:
+def main() -> None:
     parser = CommandLine(description="The first results on a GPU, the most important ones first.")
     parser.add_argument("--dataset_dir", type=Path, required=True, help="packed dataset from prepare_data.py")
     parser.add_argument("--nanogpt", type=Path, help="a clone of https://github.com/karpathy/nanoGPT")
@@ -338,11 +332,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--stages", type=lambda text: text.split(","), help="run only these, as in machine,ours")
     parser.add_argument("--tests", type=Path, default=ROOT / "tests", help="what pytest -m gpu runs")
     parser.add_argument("--output_dir", type=Path, default=Path("runs") / "first_gpu", help="folder of the results")
-    return parser.parse_args()
-
-
-def main() -> None:
-    args = parse()
+    args = parser.parse_args()
     args.dataset_dir, args.tests = args.dataset_dir.resolve(), args.tests.resolve()
     if args.config.endswith((".yaml", ".yml")):  # the programs run in other folders
         args.config = str(Path(args.config).resolve())

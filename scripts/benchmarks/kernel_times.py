@@ -38,7 +38,15 @@ ATTENTION = {
 
 
 def main() -> None:
-    args = parse()
+    parser = CommandLine(description="Time the parts of a GPT-2 step alone.")
+    parser.add_argument("--rows", type=int, default=64, help="sequences per forward pass")
+    parser.add_argument("--block_size", type=int, default=1024, help="tokens per sequence")
+    parser.add_argument("--n_embd", type=int, default=768, help="width of the residual stream")
+    parser.add_argument("--n_head", type=int, default=12, help="attention heads")
+    parser.add_argument("--vocab_size", type=int, default=50257, help="vocabulary; padded to a multiple of 128")
+    parser.add_argument("--no_compile", action="store_true", help="time loss and GELU without inductor")
+    parser.add_argument("--output_file", type=Path, required=True, help="JSON file to write")
+    args = parser.parse_args()
     persist_compile_cache()
     results: dict[str, dict] = {}
     for name, build in benchmarks(args, current_device()).items():
@@ -52,18 +60,6 @@ def main() -> None:
         torch.compiler.reset()
         replace_file(args.output_file, lambda path: path.write_text(json.dumps(results, indent=2) + "\n"))
         print(name, results[name], flush=True)
-
-
-def parse() -> argparse.Namespace:
-    parser = CommandLine(description="Time the parts of a GPT-2 step alone.")
-    parser.add_argument("--rows", type=int, default=64, help="sequences per forward pass")
-    parser.add_argument("--block_size", type=int, default=1024, help="tokens per sequence")
-    parser.add_argument("--n_embd", type=int, default=768, help="width of the residual stream")
-    parser.add_argument("--n_head", type=int, default=12, help="attention heads")
-    parser.add_argument("--vocab_size", type=int, default=50257, help="vocabulary; padded to a multiple of 128")
-    parser.add_argument("--no_compile", action="store_true", help="time loss and GELU without inductor")
-    parser.add_argument("--output_file", type=Path, required=True, help="JSON file to write")
-    return parser.parse_args()
 
 
 def benchmarks(args: argparse.Namespace, device: torch.device) -> dict[str, Callable]:
