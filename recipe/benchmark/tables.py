@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 SECTIONS = {
-    "ladder": "Each line adds one switch to the lines above it",
+    "ladder": "Each rung adds one switch to all rungs before it",
     "extras": "Beyond the defaults: tried one at a time, kept if faster on this machine",
     "memory": "Options that save memory, on top of the recipe's defaults",
     "peers": "The same training in other programs (ratio: our tokens/s divided by theirs)",
