@@ -1,4 +1,4 @@
-"""What only a GPU can show. `pytest -m gpu` runs these alone; where there is no CUDA device they are skipped."""
+"""Claims that need a GPU. `pytest -m gpu` runs only these; without a CUDA device they are skipped."""
 
 import gc
 import json
@@ -30,7 +30,7 @@ COMPILED = [*BF16, "--dynamo_backend", "inductor"]
 
 @pytest.fixture(autouse=True)
 def whole_gpu():
-    """Each test has all of the memory, and leaves the switches that are the process's as they were."""
+    """Each test has all of the memory and restores the switches of the process."""
     precision = torch.get_float32_matmul_precision()
     free_memory()
     yield
@@ -40,7 +40,7 @@ def whole_gpu():
 
 
 def free_memory():
-    """What PyTorch keeps of earlier runs in this process would be used again, whatever the cap."""
+    """Release memory that PyTorch keeps from earlier runs, because a later run could use it beyond its cap."""
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -48,7 +48,7 @@ def free_memory():
 
 @pytest.fixture
 def after_each_step(monkeypatch):
-    """Call a function with the number of the step, just after it."""
+    """Call a function after each step, with the step's number."""
 
     def install(function):
         agreed, steps = recipe.train.StopRequest.agreed, iter(range(1, 10_000))
@@ -64,15 +64,15 @@ def after_each_step(monkeypatch):
 
 @pytest.mark.parametrize("switches", [BF16, COMPILED, [*COMPILED, "--activation_checkpointing"]])
 def test_flash_or_cudnn_attention_really_runs(train, switches):
-    """Named by the operators of a trace, not by what was asked for."""
+    """The operators of a trace show it, not the option."""
     output_dir = train(*switches, "--max_steps", "8", "--profile", "3")
     (profile,) = read_events(output_dir, "profile")
     assert profile["attention_kernel"] in ("flash", "cuDNN")
     assert profile["attention_ms"] > 0 and profile["matmul_ms"] > 0 and profile["optimizer_ms"] > 0
 
 
-def test_other_attention_is_seen(train):
-    """The test above can fail: plain, or with the mask that Transformers makes when compiled, flash does not run."""
+def test_other_attention_is_recognized(train):
+    """The test above can fail: with plain matmuls, or with the mask that Transformers makes, flash does not run."""
     for attention in ("eager", "sdpa_with_mask"):
         switches = ["--max_steps", "8", "--profile", "3", "--overwrite", "--attn_implementation", attention]
         (profile,) = read_events(train(*COMPILED, *switches), "profile")
@@ -80,7 +80,7 @@ def test_other_attention_is_seen(train):
 
 
 def test_no_graph_break_and_no_recompilation(train):
-    """One graph for training and one for evaluation, however many steps and evaluations there are."""
+    """Training compiles one graph and evaluation another, for any number of steps and evaluations."""
     counters.clear()
     train(*COMPILED, "--max_steps", "12", "--eval_steps", "4", "--per_device_train_batch_size", "2")
     assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
@@ -88,8 +88,8 @@ def test_no_graph_break_and_no_recompilation(train):
 
 @pytest.mark.parametrize("placement", ["mmap", "device"])
 @pytest.mark.parametrize("switches", [BF16, COMPILED])
-def test_no_host_synchronisation_between_log_lines(train, after_each_step, placement, switches):
-    """CUDA itself raises where the host would wait for the device, from the third step to the last but one."""
+def test_no_host_synchronization_between_log_lines(train, after_each_step, placement, switches):
+    """CUDA raises if the host waits for the device, from the third step to the one before the last."""
 
     def watch(step):
         torch.cuda.set_sync_debug_mode("error" if 3 <= step < 11 else "default")
@@ -98,7 +98,7 @@ def test_no_host_synchronisation_between_log_lines(train, after_each_step, place
     train(*switches, "--max_steps", "12", "--logging_steps", "1000", "--data_placement", placement)
 
 
-def test_the_watch_sees_a_synchronisation(train, after_each_step):
+def test_a_synchronization_raises(train, after_each_step):
     """The test above can fail."""
 
     def watch(step):
@@ -109,8 +109,8 @@ def test_the_watch_sees_a_synchronisation(train, after_each_step):
         train(*BF16, "--max_steps", "12", "--logging_steps", "1000", "--optim", "adamw_torch")
 
 
-def test_fp16_with_its_scaler_learns_what_fp32_does(train, tmp_path):
-    """Scaled gradients are unscaled before they are clipped; overflows leave updates out and are counted."""
+def test_fp16_with_its_scaler_trains_like_fp32(train, tmp_path):
+    """Scaled gradients are unscaled before clipping; overflows skip updates and are counted."""
     options = ["--max_steps", "40", "--lr_scheduler_type", "constant_with_warmup"]
     fp32, fp16 = (
         read_events(train(*options, "--mixed_precision", precision, output_dir=tmp_path / precision), "train")
@@ -124,7 +124,7 @@ def test_fp16_with_its_scaler_learns_what_fp32_does(train, tmp_path):
 
 @pytest.mark.parametrize("switches", [BF16, COMPILED])
 def test_a_resumed_run_repeats_bit_for_bit_with_deterministic_algorithms(train, tmp_path, switches):
-    """The losses after the checkpoint and the final weights are those of a run that never stopped."""
+    """Losses after the checkpoint and final weights equal those of an uninterrupted run."""
     options = [*switches, "--deterministic", "--max_steps", "12", "--save_steps", "6"]
     options += ["--per_device_train_batch_size", "2"]
     try:
@@ -140,7 +140,7 @@ def test_a_resumed_run_repeats_bit_for_bit_with_deterministic_algorithms(train, 
 
 
 def test_levers_that_are_on_by_default_change_the_losses_by_rounding(train, tmp_path):
-    """The residual stream in bf16, GELU by a sigmoid and the mask by an index, against a run without them."""
+    """The bf16 residual stream, GELU by a sigmoid and the index mask are compared with a run without them."""
     off = [text for name in ("bf16_residual", "sigmoid_gelu", "index_mask") for text in (f"--{name}", "false")]
     runs = [train(*COMPILED, *options, output_dir=tmp_path / str(len(options))) for options in ([], off)]
     losses = [[event["loss"] for event in read_events(run, "train")] for run in runs]
@@ -159,7 +159,7 @@ def test_tf32_is_a_switch(train):
 
 
 def test_rows_on_the_device_are_the_same_rows(train, tmp_path):
-    """Read from the file, from memory and on the GPU: the same losses."""
+    """Rows from the file, from memory and from the GPU lead to the same losses."""
     runs = [
         [
             e["loss"]
@@ -174,7 +174,7 @@ LARGE = ["--config_overrides", "n_layer=8,n_head=4,n_embd=256", "--global_batch_
 
 
 def test_the_micro_batch_follows_the_memory(train, tmp_path):
-    """A cap makes `auto` take a smaller micro-batch, the run stays the same."""
+    """With a cap `auto` chooses a smaller micro-batch, and the losses stay the same."""
     found = []
     for limit in ([], ["--gpu_memory_limit_gb", "1"]):
         output_dir = train(*LARGE, *limit, output_dir=tmp_path / str(len(limit)))
@@ -186,7 +186,7 @@ def test_the_micro_batch_follows_the_memory(train, tmp_path):
 
 
 def test_out_of_memory_in_the_middle_of_a_run(train, after_each_step, tmp_path):
-    """The step is done again in smaller pieces, and the losses are those of a run with enough memory."""
+    """The step is repeated in smaller pieces, and the losses equal those of a run with enough memory."""
     whole = read_events(train(*LARGE, output_dir=tmp_path / "whole"), "train")
     free_memory()
 
@@ -204,7 +204,7 @@ def test_out_of_memory_in_the_middle_of_a_run(train, after_each_step, tmp_path):
 
 
 def test_124m_trains_on_8_gb(tmp_path, monkeypatch):
-    """The whole recipe, 512 rows of 1,024 tokens a step, in a process that may use 8 GB."""
+    """The recipe trains 512 rows of 1,024 tokens per step in a process limited to 8 GB."""
     monkeypatch.chdir(tmp_path)
     machine = find_machine()
     setting = choose_setting("gpt2_124m", None, machine)
@@ -212,6 +212,6 @@ def test_124m_trains_on_8_gb(tmp_path, monkeypatch):
     options = combine(options_of(build_rungs(machine)), rung.on, {"global_batch_size": 512})
     found = measure(options, setting, Goal(LAP), tmp_path, time.monotonic() + 500)
     assert "failed" not in found and found["peak_memory_bytes"] < 8e9
-    said = " ".join((tmp_path / "run.log").read_text().split())  # its lines are wrapped
+    said = " ".join((tmp_path / "run.log").read_text().split())  # lines are wrapped
     rows, steps, micro_batch = re.search(r"batch +(\d+) sequences = .* x (\d+) micro-batches? x (\d+)", said).groups()
     assert int(rows) == 512 == int(steps) * int(micro_batch) and int(micro_batch) < 512

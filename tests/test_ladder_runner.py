@@ -1,18 +1,18 @@
-"""What is run, in which order, with which options, and what is kept of it, with runs that take no time."""
+"""What the ladder runs, in which order, with which options, and what it keeps. The runs are stand-ins."""
 
 import importlib.util
 import json
 import sys
+from unittest.mock import create_autospec
 
 import pytest
-import torch
 from conftest import ROOT
 
 import recipe.benchmark.runner
 from recipe.benchmark.ladder import build_rungs, options_of
 from recipe.benchmark.machine import Machine
-from recipe.benchmark.measure import Goal, Setting
-from recipe.benchmark.peers import Peer
+from recipe.benchmark.measure import Goal, Setting, measure
+from recipe.benchmark.peers import Peer, measure_peer
 from recipe.benchmark.runner import LadderRunner
 from recipe.errors import UserError
 
@@ -20,37 +20,30 @@ spec = importlib.util.spec_from_file_location("run_ladder", ROOT / "scripts" / "
 run_ladder = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(run_ladder)
 H200 = Machine("cuda", "NVIDIA H200", bf16=True, tf32=True, matmul_tflops={"fp32": 50.0, "bf16": 800.0},
-               data_sheet_tflops=989.0)  # fmt: skip
+               data_sheet_tflops=989.0, environment={"num_cpus": 1, "torch": "2", "transformers": "5"})  # fmt: skip
 SETTING = Setting("a model", {}, {}, 500, 1024, flops_per_token=10**9, micro_batch=16, global_batch=64)
 
 
 class Clock:
-    """Stands still but while something is measured."""
+    """Moves only while something is measured."""
 
     now = 0.0
 
     def monotonic(self) -> float:
         return self.now
 
-    def __getattr__(self, name):
-        import time
-
-        return getattr(time, name)
-
 
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(recipe.benchmark.runner, "time", clock)
-    monkeypatch.setattr(recipe.benchmark.runner, "describe_environment", lambda device: {
-        "num_cpus": 1, "torch": torch.__version__, "transformers": "5"
-    })  # fmt: skip
+    monkeypatch.setattr(recipe.benchmark.runner, "CAN_DRAW", False)  # charts take longer than the stand-ins
     return clock
 
 
 @pytest.fixture
 def measured(monkeypatch, clock):
-    """The options of each run, and how to change what runs give: `give(options)` returns milliseconds or a reason."""
+    """The options of each run. `give(options)` returns its milliseconds, or why it fails."""
 
     class Measured(list):
         def give(self, options):
@@ -58,7 +51,7 @@ def measured(monkeypatch, clock):
 
     runs = Measured()
 
-    def measure(options, setting, goal, work, deadline):
+    def stand_in(options, setting, goal, work, deadline):
         runs.append(options)
         clock.now += 40
         found = runs.give(options)
@@ -68,20 +61,20 @@ def measured(monkeypatch, clock):
                 "num_laps": 3, "tokens_per_second": round(64 * 1024 / found * 1e3), "peak_memory_bytes": 10**9,
                 "attention_kernel": "flash", "profile_ms": {}, "losses": {1: 5.0}}  # fmt: skip
 
-    monkeypatch.setattr(recipe.benchmark.runner, "measure", measure)
+    monkeypatch.setattr(recipe.benchmark.runner, "measure", create_autospec(measure, side_effect=stand_in))
     return runs
 
 
 @pytest.fixture
 def runner(tmp_path, measured):
     def build(machine=H200, **options) -> LadderRunner:
-        return LadderRunner(machine, SETTING, Goal(12), tmp_path, tmp_path / "out.json", "command", **options)
+        return LadderRunner(machine, SETTING, Goal(12), tmp_path, tmp_path / "out.json", **options)
 
     return build
 
 
-def test_what_pays_is_kept_for_what_comes_after(runner, measured):
-    """A micro-batch of 32 pays, 64 does not, and tuning is tried with 32; memory options without it."""
+def test_an_extra_that_pays_is_kept_for_the_next_ones(runner, measured):
+    """A micro-batch of 32 pays and 64 does not, so tuning is tried with 32, and memory options with neither."""
     times = {32: 80.0, 64: 79.9}
     measured.give = lambda options: times.get(options.get("per_device_train_batch_size"), 100.0)
     ladder = runner()
@@ -96,8 +89,8 @@ def test_what_pays_is_kept_for_what_comes_after(runner, measured):
     assert options["8gb"]["gpu_memory_limit_gb"] == 8 and options["8gb"]["activation_checkpointing"]
 
 
-def test_mfu_is_of_what_was_measured_and_of_the_data_sheet(runner):
-    """65,536 tokens in 0.1 s at 1 GFLOP a token are 655.36 TFLOP/s, of 800 and of 989."""
+def test_mfu_is_relative_to_measured_products_and_to_the_data_sheet(runner):
+    """65,536 tokens in 0.1 s at 1 GFLOP per token are 655.36 TFLOP/s, of 800 and of 989."""
     ladder = runner()
     ladder.run_ladder({"tied"})
     (entry,) = ladder.results["ladder"]
@@ -113,19 +106,16 @@ def test_the_largest_micro_batch_is_found_by_doubling(runner, measured):
 
 
 def test_with_little_time_what_matters_comes_first(runner, clock, monkeypatch, tmp_path):
-    """Ten minutes at 40 s a run, as scripts/run_ladder.py orders them: both ends, the peers, what pays, the rest.
+    """Ten minutes at 40 s per run: both ends first, then the peers, the extras, the rest, and the small card last.
 
-    The small card comes last, and what has no time left says so.
+    A run that had no time left is recorded.
     """
     order = []
     ladder = runner(seconds=600)
-    record, ladder._record = (
-        ladder._record,
-        lambda section, entry: (order.append(entry["name"]), record(section, entry)),
-    )
-    monkeypatch.setattr(recipe.benchmark.runner, "measure_peer", lambda peer, *_: order.append(peer.name) or {
-        "tokens_per_second": 1000
-    })  # fmt: skip
+    record = ladder._record
+    ladder._record = lambda section, entry: (order.append(entry["name"]), record(section, entry))
+    give_peers(monkeypatch, lambda peer: order.append(peer.name) or {"tokens_per_second": 1000})
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # the script changes it
     monkeypatch.setattr(run_ladder, "LadderRunner", lambda *args, **kwargs: ladder)
     monkeypatch.setattr(run_ladder, "find_machine", lambda: H200)
     monkeypatch.setattr(run_ladder, "choose_setting", lambda *args: SETTING)
@@ -137,12 +127,12 @@ def test_with_little_time_what_matters_comes_first(runner, clock, monkeypatch, t
     assert order[-1] == "8gb" and clock.now <= 640
     assert [entry["name"] for entry in ladder.results["ladder"]] == [rung.name for rung in build_rungs(H200)]
     not_run = [entry for entry in ladder.results["ablation"] if "not_run" in entry]
-    assert {"no time was left"} < {entry["not_run"] for entry in not_run}
-    assert "not run: no time was left" in (ladder.output_file.with_suffix(".md")).read_text()
+    assert {"no time left"} < {entry["not_run"] for entry in not_run}
+    assert "not run: no time left" in (ladder.output_file.with_suffix(".md")).read_text()
 
 
-def test_an_ablation_with_nothing_to_compare_with(runner, measured):
-    """Neither run with everything on was measured: the others are shown without a ratio."""
+def test_an_ablation_without_a_base(runner, measured):
+    """If both runs with everything on fail, the others have no speedup."""
     top = options_of(build_rungs(H200))
     measured.give = lambda options: "out of memory" if options == top else 100.0
     ladder = runner()
@@ -150,10 +140,8 @@ def test_an_ablation_with_nothing_to_compare_with(runner, measured):
     ladder.finish()
     entries = {entry["name"]: entry for entry in ladder.results["ablation"]}
     assert entries["everything"]["not_run"] == "out of memory" and entries["padding"]["step_ms"] == 100
-    assert (
-        "| off: padded vocabulary | 100.0 (100.0-100.0) |  | 655,360 |"
-        in ladder.output_file.with_suffix(".md").read_text()
-    )
+    markdown = ladder.output_file.with_suffix(".md").read_text()
+    assert "| off: padded vocabulary | 100.0 | 100.0-100.0 | 655,360 |" in markdown
 
 
 def test_the_top_is_not_measured_again_for_the_ablation(runner, measured):
@@ -168,10 +156,16 @@ def peer(name: str, ours: str = "ours") -> Peer:
     return Peer(name, name, [name], None, "", 1, "0" * 64, ours=ours)
 
 
+def give_peers(monkeypatch, give) -> None:
+    """Replace the run of a peer by `give(peer)`."""
+    stand_in = create_autospec(measure_peer, side_effect=lambda peer, num_steps, deadline: give(peer))
+    monkeypatch.setattr(recipe.benchmark.runner, "measure_peer", stand_in)
+
+
 def test_peers_are_compared_round_by_round(runner, measured, monkeypatch):
-    """Ours over theirs, of the same round; a round that failed on either side does not count."""
+    """Ours is divided by theirs within a round; a round that failed on either side does not count."""
     rates = iter([{"tokens_per_second": 327_680}, {"failed": "killed"}, {"tokens_per_second": 655_360}])
-    monkeypatch.setattr(recipe.benchmark.runner, "measure_peer", lambda *args: next(rates))
+    give_peers(monkeypatch, lambda peer: next(rates))
     ladder = runner()
     ladder.run_peers([peer("nanogpt", "ours_auto")], 3)
     (entry,) = ladder.results["peers"]
@@ -180,15 +174,14 @@ def test_peers_are_compared_round_by_round(runner, measured, monkeypatch):
 
 
 def test_an_interrupted_round_is_kept(runner, monkeypatch):
-    """What was measured before Ctrl-C is in the file, and so is the ladder's."""
-    rates = iter([{"tokens_per_second": 327_680}])
+    """The file has what was measured before Ctrl-C, including the ladder."""
 
-    def measure_peer(*args):
-        for rate in rates:
-            return rate
-        raise KeyboardInterrupt
+    def interrupted_at_the_second(peer):
+        if peer.name == "second":
+            raise KeyboardInterrupt
+        return {"tokens_per_second": 327_680}
 
-    monkeypatch.setattr(recipe.benchmark.runner, "measure_peer", measure_peer)
+    give_peers(monkeypatch, interrupted_at_the_second)
     ladder = runner()
     ladder.run_ladder({"tied"})
     with pytest.raises(KeyboardInterrupt):
@@ -199,7 +192,7 @@ def test_an_interrupted_round_is_kept(runner, monkeypatch):
 
 
 def test_a_full_disk_leaves_the_results_before(runner, monkeypatch):
-    """One sentence, and the file as it was."""
+    """The error is one sentence, and the file is unchanged."""
     ladder = runner()
     ladder.run_ladder({"tied"})
     before = ladder.output_file.read_bytes()
@@ -210,6 +203,8 @@ def test_a_full_disk_leaves_the_results_before(runner, monkeypatch):
             file.write(text)
 
     monkeypatch.setattr(recipe.benchmark.runner.Path, "write_text", write_text)
-    with pytest.raises(UserError, match=r"cannot write .*out.json: No space left on device; what was there before"):
+    with pytest.raises(
+        UserError, match=r"cannot write .*out.json: No space left on device; an existing file is unchanged"
+    ):
         ladder.run_ladder({"compile"})
     assert ladder.output_file.read_bytes() == before and [p.name for p in ladder.work.glob(".*")] == []

@@ -175,7 +175,7 @@ def test_a_mistake_in_the_run_is_found_before_anything_is_written(tmp_path):
 
 def test_a_run_that_is_killed_again_and_again(tmp_path):
     """A short soak: the weights and losses of a run killed with SIGKILL are those of one that went through."""
-    result = script("soak", "--kills", "2", "--seed", "1", "--output_file", "soak.json", cwd=tmp_path)
+    result = script("benchmarks/soak", "--kills", "2", "--seed", "1", "--output_file", "soak.json", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     results = json.loads((tmp_path / "soak.json").read_text())
     assert results["identical"] and results["kills"] == 2 and not results["differences"]

@@ -1,4 +1,4 @@
-"""Where the time of a step goes."""
+"""--profile shows where the time of a step goes."""
 
 import gzip
 import json
@@ -10,8 +10,15 @@ import torch
 from conftest import read_events
 from torch.autograd import DeviceType
 
+import recipe.train
 from recipe.errors import UserError
 from recipe.run.profile import KINDS, describe, kind_of, summarize
+
+
+@pytest.fixture(autouse=True)
+def no_sample(monkeypatch):
+    """The text that a run generates at its end takes longer than the run."""
+    monkeypatch.setattr(recipe.train, "sample_from", lambda *args, **kwargs: "")
 
 
 @pytest.mark.parametrize(
@@ -45,7 +52,7 @@ from recipe.run.profile import KINDS, describe, kind_of, summarize
     ],
 )
 def test_kinds(name, kind):
-    """Names as the profiler gives them, of GPU kernels, ATen operators and inductor's own."""
+    """The profiler's names of GPU kernels, ATen operators and inductor's kernels."""
     assert kind_of(name) == kind
 
 
@@ -60,8 +67,8 @@ def measured(name, cpu_us=0, device_us=0, device_type=DeviceType.CPU, parent=Non
     )
 
 
-def test_a_gpus_time_is_that_of_its_kernels():
-    """Operators of the host do not count there, and what no kernel fills is idle. 3 steps in 0.03 s."""
+def test_on_a_gpu_the_time_of_its_kernels_counts():
+    """The host's operators do not count, and time without a kernel is idle. 3 steps in 0.03 s."""
     events = [
         measured("aten::mm", cpu_us=9000, device_us=15000),
         measured("nvjet_tst_192x192", device_us=15000, device_type=DeviceType.CUDA),
@@ -77,8 +84,8 @@ def test_a_gpus_time_is_that_of_its_kernels():
     assert "  matmul               5.0 ms   50%" in describe(numbers)
 
 
-def test_on_a_cpu_what_the_optimizer_calls_is_its_own():
-    """An elementwise operator below the optimizer's step counts as optimizer; an operator's own time counts once."""
+def test_on_a_cpu_the_optimizer_owns_what_it_calls():
+    """An elementwise operator in the optimizer's step counts as optimizer, and every operator counts once."""
     step = measured("Optimizer.step#AdamW.step", cpu_us=300)
     inner = measured("aten::mul_", cpu_us=3000, parent=measured("aten::outer", cpu_us=0, parent=step))
     numbers = summarize([step, inner, measured("aten::mul_", cpu_us=6000)], 0.03, torch.device("cpu"))
@@ -86,15 +93,13 @@ def test_on_a_cpu_what_the_optimizer_calls_is_its_own():
 
 
 def test_a_profile_that_would_come_too_late(train):
-    with pytest.raises(
-        UserError, match="the 3 steps after step 2 cannot be profiled: max_steps is 4; --profile 1 would do"
-    ):
+    with pytest.raises(UserError, match="--profile 1"):
         train("--max_steps", "4", "--profile", "2")
 
 
 @pytest.mark.parametrize(("attention", "kernel"), [("sdpa", "flash (CPU)"), ("eager", "matmuls")])
 def test_a_profile_of_a_run(train, capsys, attention, kernel):
-    """--profile writes a trace that holds the operators, and shares of the step that add up to it."""
+    """The trace contains the operators, and the kinds of work add up to the step."""
     output_dir = train("--max_steps", "8", "--profile", "3", "--attn_implementation", attention)
     (profile,) = read_events(output_dir, "profile")
     assert (profile["step"], profile["attention_kernel"]) == (6, kernel)
@@ -105,13 +110,13 @@ def test_a_profile_of_a_run(train, capsys, attention, kernel):
     )
     trace = json.loads(gzip.decompress((output_dir / "trace.json.gz").read_bytes()))
     assert sum(event.get("name") == "Optimizer.step#AdamW.step" for event in trace["traceEvents"]) == 3
-    assert "where" in capsys.readouterr().out
+    assert "one step takes" in capsys.readouterr().out
     assert [e["step"] for e in read_events(output_dir, "train")] == list(range(1, 9))
 
 
 @pytest.mark.parametrize("max_steps", [5, 7])
-def test_a_profile_asked_for_at_first_does_not_keep_a_run_from_going_on(train, max_steps):
-    """Resumed at its end, and too near to it for another profile."""
+def test_a_run_with_a_profile_resumes_near_its_end(train, max_steps):
+    """Too few steps are left for another profile, or none at all."""
     options = ["--max_steps", max_steps, "--profile", "2", "--save_steps", "5"]
     output_dir = train(*options)
     shutil.rmtree(output_dir / "checkpoint-7", ignore_errors=True)

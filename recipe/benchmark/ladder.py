@@ -1,7 +1,7 @@
-"""The optimisation ladder: recipe/train.py in a fresh process for each rung, with one more switch than the one before.
+"""The rungs of the optimization ladder: each adds one option of recipe/train.py to those below it.
 
-In: a recipe and this machine. Out: for each rung its step time, memory, attention kernel and loss, or why it could not
-run here. The bottom is what tutorials write first; the last of `build_rungs` is the recipe's own defaults.
+In: a recipe and this machine. Out: the rungs with their options, and what all runs share (`Setting`). The bottom is
+what tutorials write first; the top is the recipe's defaults.
 """
 
 from collections.abc import Iterable
@@ -22,14 +22,12 @@ from recipe.errors import UserError
 from recipe.model.build import build_model, build_model_config
 from recipe.model.size import count_flops_per_token, count_parameters
 
-PAYS = 1.01  # an extra rung is kept if it is so many times as fast, and faster than any lap before
-
-# On a CPU: a 30 M-parameter GPT-2 with GPT-2's vocabulary, in place of recipes that would take minutes a step.
+# A GPT-2 of 30 M parameters with GPT-2's vocabulary, because larger ones take minutes per step on a CPU.
 CPU_SIZE = {"block_size": 256, "config_overrides": "n_layer=6,n_head=6,n_embd=384"}
 CPU_MOST_PARAMETERS = 40_000_000
 GPT2_VOCAB_SIZE = 50257
 
-# Of every rung: no schedule, so that all steps teach something, and nothing but training.
+# Every rung trains at a constant rate and does nothing else.
 RUN_OPTIONS = {
     "learning_rate": 3e-4,
     "lr_scheduler_type": "constant",
@@ -46,7 +44,7 @@ BOTTOM = {
     "attn_implementation": "eager",
     "pad_vocab_to_multiple_of": 1,
     "optim": "adamw_torch",
-    "data_placement": "python_lists",
+    "python_lists": True,
     "logging_steps": 1,
     "loss_in_graph": False,
     "bf16_residual": False,
@@ -54,58 +52,45 @@ BOTTOM = {
     "index_mask": False,
     "huge_pages": False,
 }
-BF16_RESIDUAL = "bf16 residual stream"
 SMALL_CARD = "8gb"
-REFERENCE = "tied"  # fp32, and the model that all rungs above it train
+REFERENCE = "tied"  # losses are compared with this rung: fp32, and the same model as all rungs above it
 
 
 @dataclass(frozen=True)
 class Rung:
-    """One switch. `on`: the options of recipe/train.py that it changes."""
+    """One switch. on: the options of recipe/train.py that it changes. why_not: why this machine cannot run it."""
 
     name: str
-    what: str
+    what: str  # at most 27 characters, with "off: " in front
     on: dict[str, Any] = field(default_factory=dict)
-    why_not: str | None = None  # why this machine cannot run it
+    why_not: str | None = None
 
 
 def build_rungs(machine: Machine) -> list[Rung]:
     """From the bottom to the recipe's defaults."""
     cuda, cpu = machine.device == "cuda", machine.device == "cpu"
-    half = "bf16" if machine.bf16 or not cuda else "fp16"
-    no_inductor = _why_no_compile(machine)
+    half = "fp16" if cuda and not machine.bf16 else "bf16"
+    no_huge_pages = None if cpu and machine.huge_pages else "needs a CPU run on Linux with transparent huge pages"
+    no_tf32 = None if machine.tf32 else f"{machine.name} has no TF32"
+    no_half = None if cuda or machine.bf16 else f"{machine.name} has no bf16 units"
+    no_inductor = _why_no_inductor(machine)
     cuda_defaults = [
-        Rung("bf16_residual", BF16_RESIDUAL, {"bf16_residual": True}, None if machine.bf16 else "needs bf16 units"),
+        _bf16_residual(machine),
         Rung("sigmoid_gelu", "GELU by a sigmoid", {"sigmoid_gelu": True}, no_inductor),
-        Rung("index_mask", "padding masked by index", {"index_mask": True}, no_inductor),
+        Rung("index_mask", "index mask for padding", {"index_mask": True}, no_inductor),
     ]
     return [
-        Rung("bottom", "what tutorials write first", {}),
+        Rung("bottom", "what tutorials write first"),
         Rung("tied", "tied weights", {"config_overrides": "tie_word_embeddings=true"}),
-        Rung(
-            "huge_pages",
-            "huge pages",
-            {"huge_pages": True},
-            None if cpu and machine.huge_pages else "for CPU runs on a Linux that has transparent huge pages",
-        ),
-        Rung("tf32", "TF32", {"tf32": True}, None if machine.tf32 else f"{machine.name} has no TF32"),
-        Rung(
-            "half",
-            half if half == "bf16" else "fp16 + gradient scaler",
-            {"mixed_precision": half},
-            None if cuda or machine.bf16 else f"{machine.name} has no bf16 units",
-        ),
-        Rung(
-            "compile",
-            "compile (inductor)",
-            {"dynamo_backend": "inductor"},
-            no_inductor,
-        ),
-        Rung("flash", "flash attention, no mask", {"attn_implementation": "sdpa"}),
+        Rung("huge_pages", "huge pages", {"huge_pages": True}, no_huge_pages),
+        Rung("tf32", "TF32", {"tf32": True}, no_tf32),
+        Rung("half", half if half == "bf16" else "fp16 + gradient scaler", {"mixed_precision": half}, no_half),
+        Rung("compile", "compile (inductor)", {"dynamo_backend": "inductor"}, no_inductor),
+        Rung("flash", "sdpa (flash, no mask)", {"attn_implementation": "sdpa"}),
         Rung("padding", "padded vocabulary", {"pad_vocab_to_multiple_of": 128}),
         Rung("fused", "fused AdamW", {"optim": "adamw_torch_fused"}),
-        Rung("packed", "packed rows, read ahead", {"data_placement": "mmap"}),
-        Rung("no_sync", "no host synchronisation", {"logging_steps": LAP}),
+        Rung("packed", "prefetched packed rows", {"python_lists": False}),
+        Rung("no_sync", "no host sync", {"logging_steps": LAP}),
         Rung("loss_in_graph", "loss in the graph", {"loss_in_graph": True}),
         Rung(
             "attention",
@@ -117,36 +102,35 @@ def build_rungs(machine: Machine) -> list[Rung]:
     ]
 
 
-def _why_no_compile(machine: Machine) -> str | None:
+def _why_no_inductor(machine: Machine) -> str | None:
     return None if machine.compiler else "inductor needs a compiler"
 
 
+def _bf16_residual(machine: Machine) -> Rung:
+    why_not = None if machine.bf16 else "needs bf16 units"
+    return Rung("bf16_residual", "bf16 residual stream", {"bf16_residual": True}, why_not)
+
+
 def build_extras(machine: Machine, micro_batch: int, global_batch: int) -> list[Rung]:
-    """Above the defaults: tried one by one, kept where it pays on this machine."""
-    doublings = [micro_batch * 2**k for k in range(1, 8) if micro_batch * 2**k <= global_batch]
-    no_compiler = _why_no_compile(machine)
-    residual = Rung(
-        "bf16_residual", BF16_RESIDUAL, {"bf16_residual": True}, None if machine.bf16 else "needs bf16 units"
-    )
+    """Switches beyond the defaults; each is tried alone and kept if it pays on this machine."""
+    sizes = [micro_batch * 2**k for k in range(1, 8) if micro_batch * 2**k <= global_batch]
+    tuned = {"dynamo_mode": "max-autotune-no-cudagraphs"}
     return [
-        *(
-            Rung(f"micro_batch_{size}", f"micro-batch {size}", {"per_device_train_batch_size": size})
-            for size in doublings
-        ),
-        *([] if machine.device == "cuda" else [residual]),  # there it is a default, and a rung of the ladder
-        Rung("tuned", "compile mode max-autotune", {"dynamo_mode": "max-autotune-no-cudagraphs"}, no_compiler),
+        *(Rung(f"micro_batch_{n}", f"micro-batch {n}", {"per_device_train_batch_size": n}) for n in sizes),
+        *([] if machine.device == "cuda" else [_bf16_residual(machine)]),  # CUDA's defaults include it
+        Rung("tuned", "compile mode max-autotune", tuned, _why_no_inductor(machine)),
     ]
 
 
 def build_memory_rungs(machine: Machine) -> list[Rung]:
-    """On the defaults, at the ladder's micro-batch: what frees memory, and what a card of 8 GB makes of it."""
+    """Options that save memory, added to the defaults at the ladder's micro-batch, and a GPU capped at 8 GB."""
     chunks = {"loss_chunks": 8}
     everything = {**chunks, "activation_checkpointing": True}
     small_card = {**everything, "gpu_memory_limit_gb": 8, "per_device_train_batch_size": "auto"}
     return [
         Rung("loss_chunks", "loss in 8 chunks", chunks),
-        Rung("checkpointing", "and activation checkpointing", everything),
-        Rung(SMALL_CARD, "and no more than 8 GB", small_card, None if machine.device == "cuda" else "needs a GPU"),
+        Rung("checkpointing", "+ activation checkpointing", everything),
+        Rung(SMALL_CARD, "+ a limit of 8 GB", small_card, None if machine.device == "cuda" else "needs a GPU"),
     ]
 
 
@@ -157,80 +141,80 @@ def choose_setting(
     micro_batch: int | None = None,
     global_batch: int | None = None,
 ) -> Setting:
-    """Model, data and batch for this machine; prepares the data if it has to.
+    """Choose the model, the data and the batch for this machine, and prepare the data if necessary.
 
-    Without data of its own a recipe gets the Python standard library, with a tokenizer of GPT-2's size trained on it.
+    A recipe without data trains on the Python standard library with a tokenizer of GPT-2's size.
     """
-    recipe = recipe or "gpt2_124m"
+    says = recipe = recipe or "gpt2_124m"
     arguments: dict[str, Any] = {"config": recipe}
-    try:
-        load_config(to_arguments(arguments))
-        has_data = True
-    except UserError:  # it names no data, or is no recipe, which the next call says
-        has_data = False
     if dataset_dir is not None:
-        block_size = open_packed_dataset(Path(dataset_dir)).block_size
-        arguments |= {"dataset_dir": dataset_dir, "block_size": block_size}
-    elif not has_data:
+        arguments |= {"dataset_dir": dataset_dir, "block_size": open_packed_dataset(Path(dataset_dir)).block_size}
+    try:
+        config = load_config(to_arguments(arguments))[0]
+    except UserError:  # the recipe names no data; an unknown recipe fails again below
+        if dataset_dir is not None:
+            raise
         arguments |= {"dataset_name": "python_standard_library", "tokenizer_vocab_size": GPT2_VOCAB_SIZE}
         arguments |= {"validation_split_percentage": 0.5}
-    config = load_config(to_arguments(arguments))[0]
-    says = recipe
-    num_parameters = count_parameters(_build_on_no_device(config, GPT2_VOCAB_SIZE))
+        config = load_config(to_arguments(arguments))[0]
+    num_parameters = count_parameters(_build_without_weights(config, GPT2_VOCAB_SIZE))
     if machine.device != "cuda" and num_parameters > CPU_MOST_PARAMETERS:
-        says = (
-            f"a smaller GPT-2, because {recipe} ({num_parameters / 1e6:,.0f} M parameters) is too slow without a GPU"
-        )
+        says = f"a small GPT-2, because {recipe} ({num_parameters / 1e6:,.0f} M parameters) is too slow without a GPU"
         arguments = {**CPU_SIZE, **arguments}
         config = load_config(to_arguments(arguments))[0]
     dataset = open_dataset_for(config)
-    model = _build_on_no_device(config, dataset.vocab_size)
-    micro_batch = micro_batch or choose_micro_batch(machine, count_parameters(model))
+    model = _build_without_weights(config, dataset.vocab_size)
+    num_parameters = count_parameters(model)
+    micro_batch = micro_batch or choose_micro_batch(machine, num_parameters)
     global_batch = global_batch or 4 * micro_batch
     if global_batch % micro_batch:
-        raise UserError(f"global_batch {global_batch} does not divide by micro_batch {micro_batch}")
+        raise UserError(f"global_batch {global_batch} is not a multiple of micro_batch {micro_batch}")
     shape = {key: value for key, value in arguments.items() if key in CPU_SIZE}
     return Setting(
-        says=f"{says}: {count_parameters(model) / 1e6:,.1f} M parameters, {global_batch} rows of {config.block_size} "
-        f"tokens a step, {micro_batch} a forward",
+        says=f"{says}: {num_parameters / 1e6:,.1f} M parameters, {global_batch} rows of {config.block_size} "
+        f"tokens per step, {micro_batch} rows per forward pass",
         options={**RUN_OPTIONS, **shape, "config": recipe, "dataset_dir": str(dataset.directory)},
-        model_size={key: getattr(model.config, key) for key in ("n_layer", "n_head", "n_embd")},
+        model_size={
+            "n_layer": model.config.num_hidden_layers,
+            "n_head": model.config.num_attention_heads,
+            "n_embd": model.config.hidden_size,
+        },
         vocab_size=dataset.vocab_size,
         block_size=config.block_size,
-        flops_per_token=count_flops_per_token(model.config, count_parameters(model), config.block_size),
+        flops_per_token=count_flops_per_token(model.config, num_parameters, config.block_size),
         micro_batch=micro_batch,
         global_batch=global_batch,
     )
 
 
 def choose_micro_batch(machine: Machine, num_parameters: int) -> int:
-    """Rows a forward that the bottom rung has memory for: at 124 M parameters and 1,024 tokens, about 4 GB each."""
+    """Rows per forward pass that fit at the bottom rung: 124 M parameters and 1,024 tokens take about 4 GB per row."""
     if machine.memory_bytes is None:
         return 4
     rows = (machine.memory_bytes / 4e9 - 1) * 124e6 / num_parameters
     return max(size for size in (1, 2, 4, 8, 16) if size <= max(rows, 1))
 
 
-def _build_on_no_device(config: TrainConfig, vocab_size: int) -> PreTrainedModel:
-    """The model without padding, to be counted."""
+def _build_without_weights(config: TrainConfig, vocab_size: int) -> PreTrainedModel:
+    """Build the unpadded model on the meta device, only to count its parameters."""
     with torch.device("meta"):
         return build_model(replace(config, pad_vocab_to_multiple_of=1), build_model_config(config, vocab_size, 0))
 
 
 def options_of(rungs: Iterable[Rung]) -> dict[str, Any]:
-    """The options of a run with all these switches on, but for those that cannot run here."""
+    """The options of a run with all these switches on, except those that this machine cannot run."""
     return combine(BOTTOM, *(rung.on for rung in rungs if rung.why_not is None))
 
 
 def climb(rungs: list[Rung]) -> list[tuple[Rung, dict[str, Any]]]:
-    """Each rung with all the options it runs with: its own, and those of the rungs below it."""
+    """Each rung with the options of its run: its own and those of the rungs below it."""
     return [(rung, combine(options_of(rungs[:i]), rung.on)) for i, rung in enumerate(rungs)]
 
 
 def ablations(rungs: list[Rung]) -> list[tuple[Rung, dict[str, Any]]]:
-    """Everything on, then each switch put back, alone, to what it was below its rung, and everything on again.
+    """Everything on, then one switch at a time back to its value below the rung, then everything on again.
 
-    How far the last is from the first is what the machine's own noise makes.
+    The difference between the first and the last run is the machine's noise.
     """
     top = options_of(rungs)
     found = [(Rung("everything", "everything on"), top)]

@@ -1,49 +1,57 @@
-"""What this machine is and how fast it multiplies matrices: what the rungs of the ladder depend on and compare with.
+"""What this machine is and how fast it multiplies matrices: the ladder's rungs depend on it and compare with it.
 
-In: nothing. Out: a `Machine`, found in a process of its own, so that the caller holds no memory of the GPU.
+In: nothing. Out: a `Machine`, found in a separate process so that the caller holds no GPU memory.
 """
 
-import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import get_context
+from typing import Any
 
 import torch
+from torch.utils.benchmark import Timer
 
-from recipe.environment import count_cpus, describe_device
+from recipe.environment import count_cpus, describe_device, describe_environment
 from recipe.hardware.devices import has_huge_pages, native_bf16, peak_flops_per_second, why_no_inductor
 
 MATMUL_SIZE = {"cuda": 8192, "cpu": 2048}
-MATMUL_SECONDS = 1.0  # for each type
+MATMUL_SECONDS = 1.0  # per type
 
 
 @dataclass(frozen=True)
 class Machine:
-    """device: "cuda", "cpu", ...; bf16, tf32: units of the hardware, not emulated."""
+    """device: "cuda", "cpu", ...; bf16, tf32: the hardware has such units and does not emulate them."""
 
     device: str
     name: str
     bf16: bool
     tf32: bool = False
     compiler: bool = True
-    huge_pages: bool = True  # Linux provides them to programs that ask
+    huge_pages: bool = True  # Linux provides transparent huge pages on request
     memory_bytes: int | None = None  # of the GPU
     matmul_tflops: dict[str, float] = field(default_factory=dict)
     data_sheet_tflops: float | None = None
+    environment: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def best_matmul_flops(self) -> float:
-        """The rate in FLOP/s that a training step could reach at most."""
-        return max(self.matmul_tflops.values()) * 1e12
+    def utilization(self, flops_per_second: float) -> dict[str, float]:
+        """The share of the fastest measured matrix product and, if known, of the rate in the data sheet."""
+        found = {"mfu": flops_per_second / max(self.matmul_tflops.values()) / 1e12}
+        if self.data_sheet_tflops:
+            found["mfu_data_sheet"] = flops_per_second / self.data_sheet_tflops / 1e12
+        return found
 
 
 def find_machine() -> Machine:
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(_look).result()
+        return pool.submit(_find_machine).result()
 
 
-def _look() -> Machine:
-    device = torch.device(torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu")
+def current_device() -> torch.device:
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+def _find_machine() -> Machine:
+    device = current_device()
     if device.type == "cpu":
         torch.set_num_threads(count_cpus())
     peak = peak_flops_per_second(device)
@@ -68,20 +76,13 @@ def _look() -> Machine:
         memory_bytes=torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None,
         matmul_tflops={name: round(rate / 1e12, 3) for name, rate in rates.items()},
         data_sheet_tflops=peak and peak / 1e12,
+        environment={**describe_environment(device), "cuda_architectures": torch.cuda.get_arch_list()},
     )
 
 
 def measure_matmul(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of square matrix products of random numbers (a GPU is faster with zeros): the best of a second."""
+    """FLOP/s of square matrix products, the best of a second. The numbers are random: zeros are faster on a GPU."""
     size = MATMUL_SIZE.get(device.type, 4096)
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    best, ends_at = 0.0, time.perf_counter() + MATMUL_SECONDS
-    while time.perf_counter() < ends_at or not best:
-        repeats = 10 if device.type == "cuda" else 1
-        started_at = time.perf_counter()
-        for _ in range(repeats):
-            torch.mm(a, b)
-        if device.type != "cpu":
-            torch.accelerator.synchronize()
-        best = max(best, 2 * size**3 * repeats / (time.perf_counter() - started_at))
-    return best
+    timer = Timer("torch.mm(a, b)", globals={"torch": torch, "a": a, "b": b}, num_threads=torch.get_num_threads())
+    return 2 * size**3 / min(timer.blocked_autorange(min_run_time=MATMUL_SECONDS).times)

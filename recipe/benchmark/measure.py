@@ -1,46 +1,53 @@
-"""Run recipe/train.py in a process of its own for a few steps, and read from its log what they took.
+"""Run recipe/train.py for a few steps in a fresh process and read its numbers from its log.
 
-In: options. Out: step time, memory, attention kernel and losses, or why it failed. The run is killed when it has
-shown enough, so that no evaluation, export or sample is waited for.
+In: options. Out: step time, memory, attention kernel and losses, or why the run failed. A run that has logged enough
+is killed, which saves waiting for evaluation, export and sample.
 """
 
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from recipe.config import PROFILED_STEPS
+from recipe.environment import describe_environment
+from recipe.errors import UserError
 
 TRAIN = Path(__file__).parent.parent / "train.py"
-LAP = 4  # steps between two log lines, where the host waits for the device
+LAP = 4  # steps between two log lines; only there the host waits for the device
 POLL_SECONDS = 0.1
 PROFILE_EVENT = b'{"event": "profile"'
+_started: list[subprocess.Popen] = []
 
 
 @dataclass(frozen=True)
 class Goal:
-    """How long a rung runs: so many steps after the warm-up, or so many seconds after the first step."""
+    """How long a run is timed: for `steps` after the warm-up, or for `seconds` after the first step."""
 
     steps: int  # at least LAP
     seconds: float | None = None
 
     @property
     def most_steps(self) -> int:
-        """More than will be done: the run is killed before."""
+        """More steps than will run, because the run is killed before."""
         return LAP + self.steps + 2 * PROFILED_STEPS if self.seconds is None else 100_000
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What runs that are compared have in common. options: of recipe/train.py, without the batch sizes."""
+    """What compared runs share. options: of recipe/train.py, without the batch sizes."""
 
     says: str
     options: dict[str, Any]
@@ -67,88 +74,93 @@ def to_arguments(options: dict[str, Any]) -> list[str]:
 
 
 def combine(*layers: dict[str, Any]) -> dict[str, Any]:
-    """Later options replace earlier ones, but overrides of the model's config add up."""
-    combined: dict[str, Any] = {}
-    for layer in layers:
-        texts = [options["config_overrides"] for options in (combined, layer) if "config_overrides" in options]
-        combined = {**combined, **layer}
-        if texts:
-            overrides = dict(pair.split("=") for text in texts for pair in text.split(","))
-            combined["config_overrides"] = ",".join(f"{key}={value}" for key, value in overrides.items())
+    """Later options replace earlier ones; only `config_overrides` are merged."""
+    combined = {key: value for layer in layers for key, value in layer.items()}
+    texts = [layer["config_overrides"] for layer in layers if "config_overrides" in layer]
+    if texts:
+        overrides = dict(pair.split("=") for text in texts for pair in text.split(","))
+        combined["config_overrides"] = ",".join(f"{key}={value}" for key, value in overrides.items())
     return combined
 
 
-def compile_cache(work: Path) -> dict[str, str]:
-    """The environment of programs that share what they compile, below `work`."""
-    return {"TORCHINDUCTOR_CACHE_DIR": str(work / "inductor")}
+def start_program(
+    command: list[str], stdout: Any, directory: Path | None = None, **environment: str
+) -> subprocess.Popen:
+    """Start a program in its own process group."""
+    process = subprocess.Popen(
+        command,
+        cwd=directory,
+        env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    _started.append(process)
+    return process
+
+
+def end_program(process: subprocess.Popen) -> None:
+    """Kill the program and its children if it still runs."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def end_programs() -> None:
+    """Kill every program that this process started."""
+    for process in _started:
+        end_program(process)
 
 
 def measure(options: dict[str, Any], setting: Setting, goal: Goal, work: Path, deadline: float) -> dict[str, Any]:
-    """Run recipe/train.py with these options in a process of its own, until it has done what it is to do.
+    """Run recipe/train.py with these options in a fresh process until the goal is reached.
 
     deadline: of `time.monotonic()`. Returns the numbers of the run, or `{"failed": reason}`.
     """
     shutil.rmtree(work / "run", ignore_errors=True)
     profile_after = LAP + goal.steps if goal.seconds is None else LAP
     run = {"output_dir": str(work / "run"), "profile": profile_after, "max_steps": goal.most_steps}
-    options = combine(setting.run_options, options, run)
-    metrics = work / "run" / "metrics.jsonl"
-    started_at = time.monotonic()
-    seconds_to_first_step = None
-    with open(work / "run.log", "w+b") as log:
-        process = subprocess.Popen(
-            [sys.executable, str(TRAIN), *to_arguments(options)],
-            # What earlier runs below `work` have compiled is there; what this user's other runs have is not.
-            env={**os.environ, **compile_cache(work)},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            while True:
-                ended = process.poll() is not None
-                logged = metrics.read_bytes().rpartition(b"\n")[0] if metrics.is_file() else b""  # whole lines
-                now = time.monotonic()
-                if logged and seconds_to_first_step is None:
-                    first_at, seconds_to_first_step = now, now - started_at
-                if PROFILE_EVENT in logged and (
-                    ended or now > deadline or goal.seconds is None or now - first_at >= goal.seconds
-                ):
-                    numbers = summarize_events(
-                        [json.loads(line) for line in logged.splitlines()], setting, profile_after
-                    )
-                    if numbers is not None:
-                        return {"seconds_to_first_step": round(seconds_to_first_step, 1), **numbers}
-                if ended:
-                    return {"failed": why_it_ended((work / "run.log").read_text(errors="replace"))}
-                if now > deadline:
-                    return {"failed": f"not done in {deadline - started_at:.0f} s"}
-                time.sleep(POLL_SECONDS)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    command = [sys.executable, str(TRAIN), *to_arguments(combine(setting.run_options, options, run))]
+    metrics, log = work / "run" / "metrics.jsonl", work / "run.log"
+    started_at, first_at = time.monotonic(), None
+    with open(log, "wb") as file:
+        process = start_program(command, file)
+    try:
+        while True:
+            ended, now = process.poll() is not None, time.monotonic()
+            logged = metrics.read_bytes().rpartition(b"\n")[0] if metrics.is_file() else b""  # only complete lines
+            first_at = first_at or (now if logged else None)
+            enough = ended or now > deadline or goal.seconds is None or (first_at and now - first_at >= goal.seconds)
+            if PROFILE_EVENT in logged and enough:
+                events = [json.loads(line) for line in logged.splitlines()]
+                numbers = summarize_events(events, setting, profile_after)
+                if numbers is not None:
+                    return {"seconds_to_first_step": round(first_at - started_at, 1), **numbers}
+            if ended:
+                return {"failed": why_it_ended(log.read_text(errors="replace"))}
+            if now > deadline:
+                return {"failed": f"not done in {deadline - started_at:.0f} s"}
+            time.sleep(POLL_SECONDS)
+    finally:
+        end_program(process)
 
 
 def summarize_events(events: list[dict[str, Any]], setting: Setting, profile_after: int) -> dict[str, Any] | None:
-    """Step time over laps of `LAP` steps that hold neither compiling nor profiling, memory, attention kernel, losses.
+    """Step time, memory, attention kernel and losses; None before the first complete lap.
 
-    None if there is no such lap yet.
+    Laps of `LAP` steps count if they contain neither compilation nor profiling.
     """
     train = [event for event in events if event["event"] == "train"]
     profile = next(event for event in events if event["event"] == "profile")
-    profiled = range(profile_after + 1, profile_after + PROFILED_STEPS + 1)
-    laps, milliseconds, num_steps, before = [], 0.0, 0, 0
+    profiled = set(range(profile_after + 1, profile_after + PROFILED_STEPS + 1))
+    times, before = [], 0  # of each step in milliseconds
     for event in train:
         steps = range(before + 1, event["step"] + 1)
-        if before >= LAP and not set(steps) & set(profiled):
-            milliseconds += len(steps) * setting.tokens_per_step / event["tokens_per_second"] * 1e3
-            num_steps += len(steps)
-        if num_steps >= LAP:
-            laps.append(milliseconds / num_steps)
-            milliseconds, num_steps = 0.0, 0
+        if before >= LAP and not profiled.intersection(steps):
+            times += [setting.tokens_per_step / event["tokens_per_second"] * 1e3] * len(steps)
         before = event["step"]
+    laps = [statistics.fmean(times[i : i + LAP]) for i in range(0, len(times) - LAP + 1, LAP)]
     if not laps:
         return None
     median = statistics.median(laps)
@@ -161,14 +173,14 @@ def summarize_events(events: list[dict[str, Any]], setting: Setting, profile_aft
         "peak_memory_bytes": train[-1]["peak_memory_bytes"],
         "attention_kernel": profile["attention_kernel"],
         "profile_ms": {key[:-3]: round(value, 2) for key, value in profile.items() if key.endswith("_ms")},
-        "losses": {event["step"]: event["loss"] for event in train},  # None: not finite
+        "losses": {event["step"]: event["loss"] for event in train},  # None if not finite
     }
 
 
 def loss_delta(losses: dict[int, float | None], reference: dict[int, float | None]) -> float | None:
-    """How far the last logged loss is from the reference's mean over the same steps; None if there are none.
+    """The last logged loss minus the reference's mean over the same steps.
 
-    reference: one loss a step. None is also the answer if a loss in question is not finite.
+    reference: one loss per step. None if the two share no steps or a loss is not finite.
     """
     steps = sorted(losses)
     for before, step in reversed(list(zip([0, *steps], steps, strict=False))):
@@ -179,9 +191,32 @@ def loss_delta(losses: dict[int, float | None], reference: dict[int, float | Non
 
 
 def why_it_ended(log: str) -> str:
-    """The error of a run, in one line."""
-    if re.search(r"out of memory", log, re.IGNORECASE):
+    """The error of a program in one line, from its output."""
+    if "out of memory" in log.lower():
         return "out of memory"
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"(error:|\w*(Error|Exception)\b)", line)]
     return (errors or lines or ["no output"])[-1][:200]
+
+
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Replace `path` by a file that is complete. Raises `UserError` if that fails, and leaves `path` as it was."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        write(partial)
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise UserError(f"cannot write {path}: {error.strerror}; an existing file is unchanged") from error
+
+
+def utc_now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+def finish_results(results: dict[str, Any], output_file: Path | None) -> None:
+    """Print a CPU measurement, or write it as JSON, with its command, time and environment."""
+    environment = describe_environment(torch.device("cpu"))
+    results |= {"command": shlex.join(["python", *sys.argv]), "finished_at": utc_now(), "environment": environment}
+    text = json.dumps(results, indent=2) + "\n"
+    output_file.write_text(text) if output_file else print(text)

@@ -1,7 +1,7 @@
-"""The same training in other people's programs, and in a loop with nothing around it, side by side with ours.
+"""The same training in other programs, and in a loop with nothing around it, compared with ours.
 
-In: where their code lies (it is not part of this project). Out: tokens per second of each, and how many times as fast
-ours is, from runs that take turns. All train GPT-2 of the same size on the same text; the command lines are recorded.
+In: paths to their code, which is not part of this project. Out: their tokens per second, and how many times as fast
+ours is. All train GPT-2 of the same size on the same text; the results record their commands.
 """
 
 import hashlib
@@ -9,44 +9,41 @@ import os
 import pickle
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from recipe.benchmark.ladder import Rung, options_of
 from recipe.benchmark.machine import Machine
-from recipe.benchmark.measure import LAP, Setting, combine, compile_cache, to_arguments, why_it_ended
+from recipe.benchmark.measure import LAP, Setting, combine, end_program, start_program, to_arguments, why_it_ended
 from recipe.data.packed import PackedDataset, open_packed_dataset
 from recipe.environment import count_cpus
 from recipe.errors import UserError
 from recipe.model.size import padded_vocab_size
 
 BARE_LOOP = Path(__file__).parent.parent.parent / "scripts" / "bare_loop.py"
-NANOGPT_CONTEXT = "nullcontext() if device_type == 'cpu' else "  # without it, autocast is for the CPU too
+NANOGPT_CONTEXT = "nullcontext() if device_type == 'cpu' else "  # without it, autocast works on the CPU too
 NANOGPT_MICRO_BATCH = 12  # its default
 RUN_CLM_MICRO_BATCH = 8  # TrainingArguments' default
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A program that prints a line whenever it has trained on `tokens_per_line`."""
+    """A program that prints a line every `LAP` steps."""
 
     name: str
     what: str
     command: list[str]
     directory: Path
-    line: str  # pattern of that line; its first group, if it has one, is the milliseconds it took
-    tokens_per_line: int
-    sha256: str  # of the program, as it was given
-    steps_per_line: int = 1
-    leaves: Path | None = None  # a folder that must not be there when it starts
-    environment: dict[str, str] = field(default_factory=dict)  # beside this process's
-    ours: str = "ours"  # which of our runs it is to be compared with
+    line: str  # pattern of that line; its group, if it has one, is the time of the lap in milliseconds
+    tokens_per_step: int
+    sha256: str  # of the original program
+    output_dir: Path | None = None  # a folder that must not exist when the program starts
+    ours: str = "ours"  # our run to compare with
 
 
 def build_peers(
@@ -58,7 +55,7 @@ def build_peers(
     run_clm: Path | None,
     num_steps: int,
 ) -> list[Peer]:
-    """Those whose code is there, and the bare loop. Raises `UserError` if it is not what it should be."""
+    """The programs whose code is given, and the bare loop. Raises `UserError` if the code is not what it should be."""
     peers = []
     dataset = open_packed_dataset(Path(setting.options["dataset_dir"]), setting.block_size)
     if nanogpt is not None:
@@ -69,28 +66,10 @@ def build_peers(
             peers.append(build_nanogpt(nanogpt, machine, setting, dataset, work / "bf16", bf16_on_cpu=True))
     if run_clm is not None:
         peers.append(build_run_clm(run_clm, machine, setting, dataset, work, 2 * LAP + num_steps))
-    return [*peers, build_bare_loop(setting, options_of(rungs), work)]
-
-
-def build_bare_loop(setting: Setting, options: dict[str, Any], work: Path) -> Peer:
-    """Forward, backward, clip and AdamW on one batch: what is left of ours when the program is taken away.
-
-    It finds what our own run has compiled, which is the same graph.
-    """
-    command = [sys.executable, str(BARE_LOOP), *to_arguments(combine(setting.run_options, options))]
-    line = r"steps to \d+: ([\d.]+) ms"
-    tokens = LAP * setting.tokens_per_step
-    return Peer(
-        "bare_loop",
-        "the bare loop",
-        command,
-        Path.cwd(),
-        line,
-        tokens,
-        _sha256(BARE_LOOP),
-        LAP,
-        environment=compile_cache(work),
-    )
+    # Its graph is ours, so it finds the code that our own run has compiled.
+    command = [sys.executable, str(BARE_LOOP), *to_arguments(combine(setting.run_options, options_of(rungs)))]
+    line, tokens = r"steps to \d+: ([\d.]+) ms", setting.tokens_per_step
+    return [*peers, Peer("bare_loop", "the bare loop", command, Path.cwd(), line, tokens, _sha256(BARE_LOOP))]
 
 
 def build_nanogpt(
@@ -102,161 +81,123 @@ def build_nanogpt(
     bf16_on_cpu: bool = False,
     default_batch: bool = False,
 ) -> Peer:
-    """nanoGPT's train.py, in a copy, with our tokens as its data.
+    """A copy of nanoGPT with our tokens as its data.
 
-    bf16_on_cpu: change the line that keeps autocast from CPUs. default_batch: its own micro-batch, not ours.
+    bf16_on_cpu: change the line that disables autocast on CPUs. default_batch: use its micro-batch instead of ours.
     """
-    if not (source / "train.py").is_file():
-        raise UserError(f"{source} holds no train.py; git clone https://github.com/karpathy/nanoGPT {source}")
+    program = source / "train.py"
+    if not program.is_file():
+        raise UserError(f"{source} contains no train.py; git clone https://github.com/karpathy/nanoGPT {source}")
     if dataset.vocab_size > 2**16:
-        raise UserError(f"nanoGPT reads token ids of 16 bits, and this vocabulary has {dataset.vocab_size:,}")
+        raise UserError(f"nanoGPT reads 16-bit token ids, but this vocabulary has {dataset.vocab_size:,} tokens")
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns(".git", "*.bin", "*.pkl"))
     data = folder / "data" / "ladder"
     data.mkdir(parents=True)
     for split, name in (("train", "train.bin"), ("validation", "val.bin")):
         dataset.splits[split].stream().astype("uint16").tofile(data / name)
-    micro_batch, what, ours = setting.micro_batch, "nanoGPT", "ours"
+    # Without this file it would always use GPT-2's vocabulary.
+    (data / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": padded_vocab_size(dataset.vocab_size, 128)}))
+    micro_batch, what = setting.micro_batch, "nanoGPT"
     if default_batch:
-        micro_batch, what, ours = (
-            NANOGPT_MICRO_BATCH,
-            f"nanoGPT at its default micro-batch, {NANOGPT_MICRO_BATCH}",
-            "ours_auto",
-        )
+        micro_batch, what = NANOGPT_MICRO_BATCH, f"nanoGPT at its default micro-batch, {NANOGPT_MICRO_BATCH}"
     elif bf16_on_cpu:
-        what = "nanoGPT, given bf16 on the CPU, compiled"
-        text = (folder / "train.py").read_text()
+        what = "nanoGPT changed to bf16 on CPU, compiled"
+        text = program.read_text()
         if NANOGPT_CONTEXT not in text:
-            raise UserError(f"{source / 'train.py'} chooses autocast otherwise than the nanoGPT that is known here")
+            raise UserError(f"{program} has no line with `{NANOGPT_CONTEXT.strip()}`; use another nanoGPT commit")
         (folder / "train.py").write_text(text.replace(NANOGPT_CONTEXT, ""))
     elif machine.device == "cpu":
-        what = "nanoGPT, its CPU path: fp32, compiled"
-    with open(data / "meta.pkl", "wb") as file:  # else its vocabulary is always GPT-2's
-        pickle.dump({"vocab_size": padded_vocab_size(dataset.vocab_size, 128)}, file)
+        what = "nanoGPT's CPU path: fp32, compiled"
     accumulation = max(1, setting.global_batch // micro_batch)
-    options = {
-        "dataset": "ladder",
-        "device": machine.device,
-        "compile": True,
-        "bias": True,  # as GPT-2
-        "dropout": 0.0,
-        "block_size": setting.block_size,
-        **setting.model_size,
-        "batch_size": micro_batch,
-        "gradient_accumulation_steps": accumulation,
-        "max_iters": 100_000,
-        "eval_interval": 1_000_000,
-        "eval_iters": 1,
-        "log_interval": LAP,  # where its host waits for the device, as ours
-        "decay_lr": False,
-        "learning_rate": 3e-4,
-    }
+    options = (  # GPT-2 has biases; at log_interval its host waits for the device, as ours does
+        f"dataset=ladder device={machine.device} compile=True bias=True dropout=0.0 block_size={setting.block_size} "
+        f"batch_size={micro_batch} gradient_accumulation_steps={accumulation} log_interval={LAP} max_iters=100000 "
+        "eval_interval=1000000 eval_iters=1 decay_lr=False learning_rate=0.0003"
+    ).split()
+    options += [f"{key}={value}" for key, value in setting.model_size.items()]
     if machine.device == "cpu":
-        options["dtype"] = "bfloat16" if bf16_on_cpu else "float32"
-    command = [sys.executable, "train.py", *(f"--{key}={value}" for key, value in options.items())]
-    tokens_per_step = micro_batch * accumulation * setting.block_size
-    tokens = LAP * tokens_per_step  # a line's own time is that of one step, with the wait for those before it
-    return Peer(
-        folder.name, what, command, folder, r"iter \d+: ", tokens, _sha256(source / "train.py"), LAP, ours=ours
-    )
+        options.append("dtype=bfloat16" if bf16_on_cpu else "dtype=float32")
+    command = [sys.executable, "train.py", *(f"--{option}" for option in options)]
+    tokens = micro_batch * accumulation * setting.block_size
+    # The time in its lines is that of one step and of the wait for the steps before, so the pattern ignores it.
+    ours = "ours_auto" if default_batch else "ours"
+    return Peer(folder.name, what, command, folder, r"iter \d+: ", tokens, _sha256(program), ours=ours)
 
 
 def build_run_clm(
     source: Path, machine: Machine, setting: Setting, dataset: PackedDataset, work: Path, num_steps: int
 ) -> Peer:
-    """Transformers' run_clm.py with the Trainer, at its defaults with bf16 and torch.compile.
-
-    It gets text for that many steps, so that it meets no end of an epoch.
-    """
+    """Transformers' run_clm.py with Trainer's defaults, bf16 and torch.compile, on text for that many steps."""
     if not source.is_file():
-        raise UserError(f"there is no {source}; it is examples/pytorch/language-modeling/run_clm.py of Transformers")
+        raise UserError(f"{source} does not exist; expected examples/pytorch/language-modeling/run_clm.py")
     accumulation = max(1, setting.global_batch // RUN_CLM_MICRO_BATCH)
     tokens_per_step = RUN_CLM_MICRO_BATCH * accumulation * setting.block_size
-    # It drops what is left of every 1,000 lines; its validation split takes a part.
+    # Half as much again: it drops the rest of every 1,000 lines, and its validation split takes a part.
     ids = dataset.splits["train"].stream()[: 3 * num_steps * tokens_per_step // 2].tolist()
     (work / "text.txt").write_text(dataset.load_tokenizer().decode(ids), encoding="utf-8")
     overrides = {**setting.model_size, "n_positions": setting.block_size, "vocab_size": setting.vocab_size}
-    options = {
-        "model_type": "gpt2",
-        "config_overrides": ",".join(f"{key}={value}" for key, value in overrides.items()),
+    paths = {
         "tokenizer_name": dataset.directory.resolve() / "tokenizer",
         "train_file": work / "text.txt",
-        "do_train": True,
-        "block_size": setting.block_size,
-        "bf16": True,
-        "torch_compile": True,
-        "gradient_accumulation_steps": accumulation,
-        "dataloader_drop_last": True,
-        "max_steps": num_steps,
-        "logging_steps": LAP,
-        "save_strategy": "no",
-        "report_to": "none",
         "output_dir": work / "run_clm",
         "cache_dir": work / "cache",
-        **({"use_cpu": True} if machine.device == "cpu" else {}),
+        "config_overrides": ",".join(f"{key}={value}" for key, value in overrides.items()),
     }
-    command = [sys.executable, str(source.resolve()), *to_arguments(options)]
-    what = "run_clm.py with bf16 and torch.compile"
-    ours = "ours_auto" if machine.device == "cuda" else "ours"
-    tokens = LAP * tokens_per_step
-    leaves = work / "run_clm"
-    return Peer("run_clm", what, command, work, r"\{'loss':", tokens, _sha256(source), LAP, leaves, ours=ours)
+    options = (
+        f"--model_type gpt2 --do_train True --block_size {setting.block_size} --bf16 True --torch_compile True "
+        f"--gradient_accumulation_steps {accumulation} --dataloader_drop_last True --max_steps {num_steps} "
+        f"--logging_steps {LAP} --save_strategy no --report_to none --use_cpu {machine.device == 'cpu'}"
+    )
+    return Peer(
+        "run_clm",
+        "run_clm.py with bf16 and torch.compile",
+        [sys.executable, str(source.resolve()), *to_arguments(paths), *options.split()],
+        work,
+        r"\{'loss':",
+        tokens_per_step,
+        _sha256(source),
+        output_dir=work / "run_clm",
+        ours="ours_auto" if machine.device == "cuda" else "ours",
+    )
 
 
 def measure_peer(peer: Peer, num_steps: int, deadline: float) -> dict[str, Any]:
-    """Run it until it has done so many steps after the first `LAP`; tokens per second, by the median line.
+    """Run a program for one lap and then `num_steps`; return its tokens per second, or `{"failed": reason}`.
 
-    Where the lines hold no time, when they come is what counts. Returns `{"failed": reason}` if it ends before.
+    The median lap counts. Lines without a time are timed when they arrive.
     """
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", **peer.environment}
-    environment.setdefault("CUDA_VISIBLE_DEVICES", "0")  # the Trainer would take all GPUs
-    if environment.get("OMP_NUM_THREADS", "1") == "1":  # as recipe/hardware/accelerator.py does for ours
+    environment = {"PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0")}
+    if os.environ.get("OMP_NUM_THREADS", "1") == "1":  # use all cores, as recipe/hardware/processes.py does for ours
         environment["OMP_NUM_THREADS"] = str(count_cpus())
-    if peer.leaves is not None:
-        shutil.rmtree(peer.leaves, ignore_errors=True)
-    num_warm_up = LAP // peer.steps_per_line
-    num_lines = num_steps // peer.steps_per_line
-    times: list[float] = []
+    if peer.output_dir is not None:
+        shutil.rmtree(peer.output_dir, ignore_errors=True)
+    laps: list[float] = []
     before, lines, started_at = None, [], time.monotonic()
-    process = subprocess.Popen(
-        peer.command,
-        cwd=peer.directory,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    too_late = threading.Timer(min(max(0, deadline - time.monotonic()), threading.TIMEOUT_MAX), _kill, [process])
+    process = start_program(peer.command, subprocess.PIPE, peer.directory, **environment)
+    seconds_left = min(max(0, deadline - started_at), threading.TIMEOUT_MAX)
+    too_late = threading.Timer(seconds_left, end_program, [process])
     too_late.start()
     try:
-        for line in process.stdout:
+        for line in (raw.decode(errors="replace") for raw in process.stdout):
             lines.append(line)
-            found = re.search(peer.line, line)
-            now = time.monotonic()
-            if found:
-                seconds = float(found[1]) / 1e3 if found.groups() else before and now - before
+            if found := re.search(peer.line, line):
+                now = time.monotonic()
+                if found.groups():
+                    laps.append(float(found[1]) / 1e3)
+                elif before is not None:
+                    laps.append(now - before)
                 before = now
-                times += [seconds] if seconds else []
-            if len(times) >= num_warm_up + num_lines:
+            if len(laps) > num_steps // LAP:
                 break
         else:
             out_of_time = time.monotonic() >= deadline
-            seconds = f"not done in {deadline - started_at:.0f} s"
-            return {"failed": seconds if out_of_time else why_it_ended("".join(lines))}
+            return {"failed": f"not done in {seconds_left:.0f} s" if out_of_time else why_it_ended("".join(lines))}
     finally:
         too_late.cancel()
-        _kill(process)
-        process.wait()
+        end_program(process)
         process.stdout.close()
-    steady = sorted(times[num_warm_up:])
-    return {"tokens_per_second": round(peer.tokens_per_line / steady[len(steady) // 2])}
-
-
-def _kill(process: subprocess.Popen) -> None:
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
+    median = sorted(laps[1:])[(len(laps) - 1) // 2]  # the first lap warms up
+    return {"tokens_per_second": round(LAP * peer.tokens_per_step / median)}
 
 
 def _sha256(program: Path) -> str:

@@ -1,7 +1,7 @@
-"""Where the time of a step goes: a trace of a few steps, and its kernels summed by what they are for.
+"""Where the time of a step goes: a trace of a few steps, and the time of their kernels by kind of work.
 
-In: the step after which to look. Out: a trace for Perfetto or chrome://tracing in the run's folder, and milliseconds
-a step by kind of work.
+In: the step to start after. Out: a trace for Perfetto or chrome://tracing in the run's folder, and milliseconds per
+step.
 """
 
 import re
@@ -18,7 +18,7 @@ from recipe.config import PROFILED_STEPS, TrainConfig
 
 TRACE_NAME = "trace.json.gz"
 
-# What a kernel is for, by its name: of a GPU kernel, an ATen operator, or one that inductor fused. First match counts.
+# Kinds of work by the names of GPU kernels, ATen operators and inductor's fused kernels. The first match counts.
 KINDS = {
     "communication": r"nccl|c10d::",
     "data": r"DataLoader|memcpy htod",
@@ -28,9 +28,9 @@ KINDS = {
     "matmul": r"::(mm|bmm|addmm|baddbmm|addbmm|matmul|linear)\b|mkldnn.*linear|gemm|nvjet|cutlass|cublas|triton_tem",
     "elementwise": r"^aten::|cpp_fused|triton_|kernel|memcpy|memset",
 }
-IDLE = "idle"  # no kernel runs: the host's own work, launching, waiting
+IDLE = "idle"  # no kernel runs: the host works, launches or waits
 
-# The operator that sdpa has chosen; where there is none, attention is matmul, softmax, matmul.
+# The operators that sdpa chooses from; without one of them, attention is matmul, softmax, matmul.
 ATTENTION_KERNELS = {
     "aten::_scaled_dot_product_cudnn_attention": "cuDNN",
     "aten::_scaled_dot_product_flash_attention_for_cpu": "flash (CPU)",
@@ -42,12 +42,12 @@ PLAIN_ATTENTION = "matmuls"
 
 
 def kind_of(name: str) -> str | None:
-    """What a kernel or operator is for, or None for what is no work of its own, such as a region around others."""
+    """The kind of work of a kernel or operator; None for what does no work, such as a region around others."""
     return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name, re.IGNORECASE)), None)
 
 
 class StepProfiler:
-    """Profiles `PROFILED_STEPS` steps of one process, once; otherwise it does nothing."""
+    """Profiles `PROFILED_STEPS` steps of one process, once."""
 
     def __init__(self, config: TrainConfig, accelerator: Accelerator, output_dir: Path, first_step: int) -> None:
         """Create it before the first forward pass, which compiles. A run that ends earlier is not profiled."""
@@ -60,37 +60,32 @@ class StepProfiler:
         if after_step is not None and device.type == "cpu":
             import torch._inductor.config
 
-            torch._inductor.config.cpp.enable_kernel_profile = True  # else its kernels have no names in a trace
+            torch._inductor.config.cpp.enable_kernel_profile = True  # gives its kernels names in a trace
 
     def after(self, step: int) -> dict[str, Any] | None:
-        """To be called after each step. Returns `summarize`'s numbers when the profiled steps are done."""
-        if self.after_step is None:
+        """Call this after each step. Returns `summarize`'s numbers after the last profiled step."""
+        if self.after_step is None or step not in (self.after_step, self.after_step + PROFILED_STEPS):
             return None
-        if step == self.after_step:
-            self._synchronize()
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+        if self.profile is None:
             activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self.device.type == "cuda")
             self.profile = profile(activities=activities)
             self.profile.start()
             self.started_at = time.perf_counter()
-        if self.profile is None or step < self.after_step + PROFILED_STEPS:
             return None
-        self._synchronize()
         seconds = time.perf_counter() - self.started_at
         self.profile.stop()
         trace, self.profile = self.profile, None
         trace.export_chrome_trace(str(self.output_dir / TRACE_NAME))
         return summarize(trace.events(), seconds, self.device)
 
-    def _synchronize(self) -> None:
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
-
 
 def summarize(events: Any, seconds: float, device: torch.device) -> dict[str, Any]:
-    """Milliseconds a step by kind, of which none is counted twice, and which attention kernel ran.
+    """Milliseconds per step by kind of work, each counted once, and the attention kernel that ran.
 
-    events: the profiler's, of `PROFILED_STEPS` steps that took so many seconds. On a GPU the time of its kernels
-    counts; on a CPU each operator's own, and all that the optimizer calls is the optimizer's.
+    events: the profiler's, of `PROFILED_STEPS` steps that took `seconds`. On a GPU the time of its kernels counts; on
+    a CPU the own time of each operator, and the optimizer owns every operator that it calls.
     """
     milliseconds = dict.fromkeys(KINDS, 0.0)
     for event in events:
@@ -107,11 +102,8 @@ def summarize(events: Any, seconds: float, device: torch.device) -> dict[str, An
     milliseconds[IDLE] = max(0.0, step_ms - sum(milliseconds.values()))
     names = {event.name for event in events}
     kernel = next((label for name, label in ATTENTION_KERNELS.items() if name in names), PLAIN_ATTENTION)
-    return {
-        "step_ms": step_ms,
-        "attention_kernel": kernel,
-        **{f"{kind}_ms": value for kind, value in milliseconds.items()},
-    }
+    by_kind = {f"{kind}_ms": value for kind, value in milliseconds.items()}
+    return {"step_ms": step_ms, "attention_kernel": kernel, **by_kind}
 
 
 def _is_optimizers(event: Any) -> bool:
@@ -121,10 +113,10 @@ def _is_optimizers(event: Any) -> bool:
 
 
 def describe(numbers: dict[str, Any]) -> str:
-    """`summarize`'s numbers as a small table."""
+    """The numbers of `summarize` as a small table."""
     kernel = numbers["attention_kernel"]
-    note = ", which count as matmul" if kernel == PLAIN_ATTENTION else ""
-    lines = [f"where {numbers['step_ms']:,.1f} ms of a step go (attention by {kernel}{note}):"]
+    note = ", counted as matmul" if kernel == PLAIN_ATTENTION else ""
+    lines = [f"one step takes {numbers['step_ms']:,.1f} ms (attention: {kernel}{note}):"]
     for kind in (*KINDS, IDLE):
         share = numbers[f"{kind}_ms"] / numbers["step_ms"]
         lines.append(f"  {kind:14}{numbers[f'{kind}_ms']:>10,.1f} ms {share:>5.0%}")

@@ -1,39 +1,39 @@
-"""Speed and resident memory of a run on a CPU under several settings of its allocator, each in a process of its own.
+"""Measure speed and resident memory of a CPU run under several settings of its allocator.
 
 python scripts/benchmarks/cpu_memory.py --output_file scripts/benchmarks/cpu_memory.json
 
-Two programs: an artificial loop that frees large tensors and keeps small ones, which glibc before 2.38 fragments
-(glibc bug 14581), and recipe/train.py with a long evaluation. Settings: torch's default, mallopt (glibc keeps what is
-freed), huge pages, and huge pages with `FreedMemory`, which is what recipe/train.py does. Settings take turns.
+Two programs: an artificial loop that frees large tensors and keeps small ones, which fragments the memory of glibc
+before 2.38 (glibc bug 14581), and recipe/train.py with a long evaluation. Settings: torch's default, mallopt (glibc
+keeps what is freed), huge pages, and huge pages with `FreedMemory`, which recipe/train.py uses. The settings take
+turns; each measurement is a fresh process.
 """
 
 import json
 import platform
-import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
+from recipe.benchmark.measure import TRAIN, finish_results
 from recipe.command_line import CommandLine
 from recipe.errors import run_main
 
-ROOT = Path(__file__).parent.parent.parent
-TRAIN = ROOT / "recipe" / "train.py"
+NO_HUGE_PAGES, HUGE_PAGES = (f"import os; os.environ['THP_MEM_ALLOC_ENABLE'] = '{on}'\n" for on in "01")
+KEEP_FREED = "import recipe.hardware.host_memory as m; m.FreedMemory.give_back = lambda self: False\n"
+MALLOPT = """
+import ctypes
+libc = ctypes.CDLL(None)
+assert libc.mallopt(-3, 2**30) == 1 and libc.mallopt(-1, 2**31 - 1) == 1
+"""
 SETTINGS = {  # what runs before torch is imported
-    "default": "import os; os.environ['THP_MEM_ALLOC_ENABLE'] = '0'",
-    "mallopt": "import ctypes, os; os.environ['THP_MEM_ALLOC_ENABLE'] = '0'; libc = ctypes.CDLL(None); "
-    "assert libc.mallopt(-3, 2**30) == 1 and libc.mallopt(-1, 2**31 - 1) == 1",
-    "huge pages": "import os; os.environ['THP_MEM_ALLOC_ENABLE'] = '1'",
-    "huge pages, freed memory given back": "import os; os.environ['THP_MEM_ALLOC_ENABLE'] = '1'",
+    "default": NO_HUGE_PAGES + KEEP_FREED,
+    "mallopt": NO_HUGE_PAGES + MALLOPT + KEEP_FREED,
+    "huge pages": HUGE_PAGES + KEEP_FREED,
+    "huge pages, freed memory given back": HUGE_PAGES,
 }
-GIVES_BACK = "huge pages, freed memory given back"
-NO_GIVING_BACK = (
-    "import recipe.hardware.host_memory; recipe.hardware.host_memory.FreedMemory.give_back = lambda self: False"
-)
 LOOP = """
 import random, sys, torch
 from recipe.hardware.host_memory import FreedMemory
@@ -49,6 +49,7 @@ import runpy, sys
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
+OPTIONS = "--overwrite --eval_steps 100 --output_dir run --max_eval_samples all --save_steps 0 --dynamo_backend no"
 
 
 def main() -> None:
@@ -58,64 +59,42 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=600, help="turns of the artificial loop (default: 600)")
     parser.add_argument("--steps", type=int, default=300, help="training steps (default: 300)")
     args = parser.parse_args()
-    results = {"command": shlex.join(["python", *sys.argv]), "glibc": platform.libc_ver()[1], "loop": {}, "run": {}}
+    loops = {setting: {"seconds": [], "resident_gb": []} for setting in SETTINGS}
+    runs = {setting: {"tokens_per_second": [], "resident_gb": []} for setting in SETTINGS}
     with tempfile.TemporaryDirectory() as folder:
-        for _ in range(args.rounds):
-            for setting in SETTINGS:
-                loop = results["loop"].setdefault(setting, {"seconds": [], "resident_gb": []})
-                started_at = time.perf_counter()
-                curve = watch(setting, LOOP, [str(args.turns)], Path(folder))
-                loop["seconds"].append(round(time.perf_counter() - started_at, 1))
-                loop["resident_gb"].append(thinned(curve))
-                run = results["run"].setdefault(setting, {"tokens_per_second": [], "resident_gb": []})
-                options = ["--overwrite", "--max_steps", args.steps, "--eval_steps", "100", "--output_dir", "run"]
-                options += ["--max_eval_samples", "all", "--save_steps", "0", "--dynamo_backend", "no"]
-                curve = watch(setting, TRAINING, [str(TRAIN), *map(str, options)], Path(folder))
-                summary = json.loads((Path(folder) / "run" / "summary.json").read_text())
-                run["tokens_per_second"].append(round(summary["tokens_per_second"]))
-                run["resident_gb"].append(thinned(curve))
-                print(f"{setting:37} loop {loop['seconds'][-1]:6.1f} s, {max(loop['resident_gb'][-1]):5.2f} GB; "
-                      f"run {run['tokens_per_second'][-1]:7,} tokens/s, {max(run['resident_gb'][-1]):5.2f} GB",
-                      flush=True)  # fmt: skip
-        base = statistics.median(results["run"]["default"]["tokens_per_second"])
-        for run in results["run"].values():
-            run["times_default"] = round(statistics.median(run["tokens_per_second"]) / base, 2)
-        results["environment"] = summary["environment"]
-    results["finished_at"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    if args.output_file:
-        args.output_file.write_text(json.dumps(results, indent=2) + "\n")
+        for setting in [*SETTINGS] * args.rounds:
+            loop, run = loops[setting], runs[setting]
+            started_at = time.perf_counter()
+            loop["resident_gb"].append(watch(setting, LOOP, [str(args.turns)], Path(folder)))
+            loop["seconds"].append(round(time.perf_counter() - started_at, 1))
+            command = [str(TRAIN), *OPTIONS.split(), "--max_steps", str(args.steps)]
+            run["resident_gb"].append(watch(setting, TRAINING, command, Path(folder)))
+            summary = json.loads((Path(folder) / "run" / "summary.json").read_text())
+            run["tokens_per_second"].append(round(summary["tokens_per_second"]))
+            print(
+                f"{setting:37} loop {loop['seconds'][-1]:6.1f} s, {max(loop['resident_gb'][-1]):5.2f} GB; "
+                f"run {run['tokens_per_second'][-1]:7,} tokens/s, {max(run['resident_gb'][-1]):5.2f} GB",
+                flush=True,
+            )
+    base = statistics.median(runs["default"]["tokens_per_second"])
+    for run in runs.values():
+        run["times_default"] = round(statistics.median(run["tokens_per_second"]) / base, 2)
+    finish_results({"glibc": platform.libc_ver()[1], "loop": loops, "run": runs}, args.output_file)
 
 
 def watch(setting: str, program: str, arguments: list[str], folder: Path) -> list[float]:
-    """Run a program under a setting; its resident gigabytes, sampled ten times a second."""
-    code = "\n".join([SETTINGS[setting], "" if setting == GIVES_BACK else NO_GIVING_BACK, program])
+    """Run a program under a setting. Returns the maxima of its resident gigabytes over twenty equal stretches."""
+    command = [sys.executable, "-c", SETTINGS[setting] + program, *arguments]
+    curve: list[float] = []
     with open(folder / "log", "w+") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-c", code, *arguments], cwd=folder, stdout=log, stderr=subprocess.STDOUT
-        )
-        curve: list[float] = []
-        sampler = threading.Thread(target=sample, args=(process, curve))
-        sampler.start()
-        code = process.wait()
-        sampler.join()
-        if code:
+        process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT)
+        while process.poll() is None:
+            pages = Path(f"/proc/{process.pid}/statm").read_text().split()[1]
+            curve.append(int(pages) * 4096 / 1e9)
+            time.sleep(0.1)
+        if process.returncode:
             log.seek(0)
-            raise RuntimeError(f"{setting}: exit status {code}\n{log.read()[-1000:]}")
-    return curve
-
-
-def sample(process: subprocess.Popen, curve: list[float]) -> None:
-    while process.poll() is None:
-        try:
-            pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[1])
-        except (OSError, IndexError, ValueError):  # it has just ended
-            break
-        curve.append(pages * 4096 / 1e9)
-        time.sleep(0.1)
-
-
-def thinned(curve: list[float]) -> list[float]:
-    """Twenty maxima of equal stretches: a curve that fits a line of JSON."""
+            raise RuntimeError(f"{setting}: exit status {process.returncode}\n{log.read()[-1000:]}")
     size = max(1, len(curve) // 20)
     return [round(max(curve[i : i + size]), 2) for i in range(0, len(curve), size)]
 

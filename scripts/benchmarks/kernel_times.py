@@ -1,17 +1,14 @@
-"""The parts of a GPT-2 step alone, forward and backward, at the shapes of a recipe: what each kernel could give.
+"""Time the parts of a GPT-2 step alone, forward and backward, at the shapes of a recipe.
 
 python scripts/benchmarks/kernel_times.py --rows 64 --output_file kernels.json
 
-Attention by each of sdpa's kernels; the loss with its ways to mask the padding, and without padding; the five matrix
-products of a forward; GELU in both forms; copying. Everything is in bf16 and, except for attention, the products and
-copying, compiled. The file is complete after every measurement, and one that fails says why.
+Attention with each kernel of sdpa, the loss with each way to mask the padding and without padding, the five matrix
+products of a forward pass, GELU in both forms, and a copy. All use bf16; loss and GELU are compiled. The file is
+complete after every measurement; a measurement that fails records why.
 """
 
 import argparse
 import json
-import os
-import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,9 +16,14 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.benchmark import Timer
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.activations import ACT2FN
 
+from recipe.benchmark.machine import current_device
+from recipe.benchmark.measure import replace_file
+from recipe.command_line import CommandLine
+from recipe.errors import run_main
 from recipe.hardware.accelerator import persist_compile_cache
 from recipe.model.build import SDPA_WITHOUT_MASK, SigmoidGELU
 from recipe.model.loss import LanguageModelingLoss
@@ -33,44 +35,35 @@ ATTENTION = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-LAPS, LAP_SECONDS = 5, 0.1
 
 
 def main() -> None:
-    args = parse()
-    device = torch.device(torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu")
+    parser = CommandLine(description="Time the parts of a GPT-2 step alone.")
+    parser.add_argument("--rows", type=int, default=64, help="sequences per forward pass")
+    parser.add_argument("--block_size", type=int, default=1024, help="tokens per sequence")
+    parser.add_argument("--n_embd", type=int, default=768, help="width of the residual stream")
+    parser.add_argument("--n_head", type=int, default=12, help="attention heads")
+    parser.add_argument("--vocab_size", type=int, default=50257, help="vocabulary; padded to a multiple of 128")
+    parser.add_argument("--no_compile", action="store_true", help="time loss and GELU without inductor")
+    parser.add_argument("--output_file", type=Path, required=True, help="JSON file to write")
+    args = parser.parse_args()
     persist_compile_cache()
     results: dict[str, dict] = {}
-    for name, build in benchmarks(args, device).items():
+    for name, build in benchmarks(args, current_device()).items():
         try:
             function, work = build()
-            milliseconds = measure(function, device)
-            results[name] = {"ms": round(milliseconds, 4)} | {
-                unit: round(amount / milliseconds / 1e9, 4) for unit, amount in work.items()
-            }
+            milliseconds = measure(function)
+            rates = {unit: round(amount / milliseconds / 1e9, 4) for unit, amount in work.items()}
+            results[name] = {"ms": round(milliseconds, 4), **rates}
         except Exception as error:  # no such kernel here, out of memory, no compiler: the others may run
             results[name] = {"failed": f"{type(error).__name__}: {error}"[:300]}
         torch.compiler.reset()
-        partial = args.output_file.with_suffix(".partial")
-        partial.write_text(json.dumps(results, indent=2) + "\n")
-        os.replace(partial, args.output_file)
+        replace_file(args.output_file, lambda path: path.write_text(json.dumps(results, indent=2) + "\n"))
         print(name, results[name], flush=True)
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Time the parts of a GPT-2 step alone.")
-    parser.add_argument("--rows", type=int, default=64, help="sequences a forward")
-    parser.add_argument("--block_size", type=int, default=1024, help="tokens a sequence")
-    parser.add_argument("--n_embd", type=int, default=768, help="width of the residual stream")
-    parser.add_argument("--n_head", type=int, default=12, help="attention heads")
-    parser.add_argument("--vocab_size", type=int, default=50257, help="real vocabulary; padded to a multiple of 128")
-    parser.add_argument("--no_compile", action="store_true", help="time loss and GELU without inductor")
-    parser.add_argument("--output_file", type=Path, required=True, help="JSON file to write")
-    return parser.parse_args()
-
-
 def benchmarks(args: argparse.Namespace, device: torch.device) -> dict[str, Callable]:
-    """For each name a function that returns what to time and its work: FLOPs as "tflops", bytes as "tb_per_second"."""
+    """Functions that return what to time and its work: FLOPs as "tflops", bytes as "tb_per_second"."""
     tokens, width = args.rows * args.block_size, args.n_embd
     padded = padded_vocab_size(args.vocab_size, 128)
 
@@ -92,7 +85,7 @@ def benchmarks(args: argparse.Namespace, device: torch.device) -> dict[str, Call
                 out = scaled_dot_product_attention(q, k, v, is_causal=True)
             torch.autograd.grad(out, (q, k, v), gradient)
 
-        # Two products forward and five backward (scores are made again), of which a causal kernel needs half.
+        # Two products forward and five backward (scores are recomputed); a causal kernel needs half of each.
         return run, {"tflops": 7 * tokens * args.block_size * width}
 
     def loss(index_mask: bool, has_padding: bool = True):
@@ -126,35 +119,28 @@ def benchmarks(args: argparse.Namespace, device: torch.device) -> dict[str, Call
         x = random(tokens, 4 * width)
         return x.clone, {"tb_per_second": 4 * x.numel()}
 
-    products = {"qkv": (width, 3 * width), "attention_out": (width, width), "mlp_in": (width, 4 * width),
-                "mlp_out": (4 * width, width), "head": (width, padded)}  # fmt: skip
     return {
         **{f"attention_{name}": lambda kernel=kernel: attention(kernel) for name, kernel in ATTENTION.items()},
         "loss_index_mask": lambda: loss(index_mask=True),
         "loss_bias_mask": lambda: loss(index_mask=False),
         "loss_without_padding": lambda: loss(index_mask=False, has_padding=False),
-        **{f"matmul_{name}": lambda shape=shape: product(*shape) for name, shape in products.items()},
+        "matmul_qkv": lambda: product(width, 3 * width),
+        "matmul_attention_out": lambda: product(width, width),
+        "matmul_mlp_in": lambda: product(width, 4 * width),
+        "matmul_mlp_out": lambda: product(4 * width, width),
+        "matmul_head": lambda: product(width, padded),
         "gelu_tanh": lambda: gelu(ACT2FN["gelu_new"]),
         "gelu_sigmoid": lambda: gelu(SigmoidGELU()),
         "copy": copy,
     }
 
 
-def measure(function: Callable[[], object], device: torch.device) -> float:
-    """Milliseconds of a call: the median of `LAPS` laps that each end with a synchronization."""
-
-    def lap(calls: int) -> float:
-        started_at = time.perf_counter()
-        for _ in range(calls):
-            function()
-        if device.type != "cpu":
-            torch.accelerator.synchronize()
-        return (time.perf_counter() - started_at) / calls
-
-    lap(2)  # compiles
-    calls = max(1, round(LAP_SECONDS / lap(1)))
-    return statistics.median(lap(calls) for _ in range(LAPS)) * 1e3
+def measure(function: Callable[[], object]) -> float:
+    """Milliseconds per call, the median over half a second."""
+    function()  # compiles
+    timer = Timer("function()", globals={"function": function}, num_threads=torch.get_num_threads())
+    return timer.blocked_autorange(min_run_time=0.5).median * 1e3
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)
