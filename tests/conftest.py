@@ -1,15 +1,17 @@
-"""Shared material: a small corpus, a tokenizer, a packed dataset, and the training program as a function."""
+"""What the tests share: a small corpus, a tokenizer, a packed dataset, and the programs as functions."""
 
 import json
 import os
 import random
+import runpy
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
-# Before torch: tests compare numbers and time nothing, and must not reach for the network.
-os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="true")
+# Set before torch is imported: no network, and threads that do not spin, because tests may share their cores.
+os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="true", OMP_WAIT_POLICY="passive")
 
 import pytest
 import torch
@@ -29,10 +31,12 @@ VOCAB_SIZE = 500  # padded to 512
 WORDS = "the cat sat on a mat while rain fell über den Fluß and naïve 猫 slept; then what? nothing, again."
 TINY = ["--config_overrides", "n_layer=2,n_head=2,n_embd=32", "--block_size", str(BLOCK_SIZE)]
 PLAIN = ["--mixed_precision", "no", "--dynamo_backend", "no"]
+# The first hides GPUs from this process, which may have initialized CUDA, the second from the processes it starts.
+CPU_ONLY = {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def make_documents(count: int, seed: int = 0) -> list[str]:
-    """Distinct texts of uneven length with characters beyond ASCII."""
+    """Return distinct texts of uneven length, with characters beyond ASCII."""
     rng = random.Random(seed)
     words = WORDS.split()
     return [f"Document {seed}-{i}: " + " ".join(rng.choices(words, k=rng.randint(5, 90))) + "\n" for i in range(count)]
@@ -40,10 +44,10 @@ def make_documents(count: int, seed: int = 0) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(request, monkeypatch):
-    """Only what is marked gpu sees a GPU: the numbers of all other tests are a CPU's."""
+    """Hide GPUs from tests without the gpu marker."""
     if request.node.get_closest_marker("gpu") is None:
-        monkeypatch.setenv("ACCELERATE_USE_CPU", "true")  # for this process, where CUDA may have been looked for
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # for those it starts
+        for name, value in CPU_ONLY.items():
+            monkeypatch.setenv(name, value)
 
 
 @pytest.fixture(scope="session")
@@ -80,73 +84,109 @@ def dataset(dataset_dir):
 
 
 @pytest.fixture
-def train(tmp_path, monkeypatch, dataset_dir):
+def train(tmp_path, dataset_dir):
     """Run recipe/train.py's main() in this process, as `train("--max_steps", "5")`; returns the output folder.
 
-    alone: pass these arguments and no others.
+    shape: the model and row length. alone: pass these arguments and no others.
     """
 
     def run(
-        *arguments: str, output_dir: Path = tmp_path / "run", dataset_dir: Path = dataset_dir, alone: bool = False
+        *arguments: object,
+        output_dir: Path = tmp_path / "run",
+        dataset_dir: Path = dataset_dir,
+        shape: list[str] | None = None,
+        alone: bool = False,
     ) -> Path:
-        from recipe.train import main
-
-        argv = [
-            "--dataset_dir",
-            str(dataset_dir),
-            "--output_dir",
-            str(output_dir),
-            *TINY,
-            "--global_batch_size",
-            "4",
-            "--max_steps",
-            "4",
-            "--logging_steps",
-            "1",
-            "--warmup_steps",
-            "2",
-            "--learning_rate",
-            "0.003",
-            "--eval_steps",
-            "0",
-            "--save_steps",
-            "0",
-            *PLAIN,
-        ]
-        monkeypatch.setattr(sys, "argv", ["recipe/train.py", *([] if alone else argv), *map(str, arguments)])
-        reset_accelerate()
-        num_threads = torch.get_num_threads()
-        handlers = {number: signal.getsignal(number) for number in (*SIGNALS, LAUNCHER_DIED)}
-        try:
-            main()
-        finally:
-            reset_accelerate()
-            torch.set_num_threads(num_threads)
-            torch.compiler.reset()
-            release_output_dir(output_dir)
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
+        defaults = [] if alone else default_arguments(dataset_dir, output_dir, TINY if shape is None else shape)
+        run_training([*defaults, *arguments], output_dir)
         return output_dir
 
     return run
 
 
+@pytest.fixture(scope="module")
+def train_shared(tmp_path_factory, dataset_dir):
+    """Like `train`, for a run that several tests of a module read and none changes. Each call has its own folder."""
+
+    def run(*arguments: object) -> Path:
+        output_dir = tmp_path_factory.mktemp("shared") / "run"
+        with mock.patch.dict(os.environ, CPU_ONLY):
+            run_training([*default_arguments(dataset_dir, output_dir, TINY), *arguments], output_dir)
+        return output_dir
+
+    return run
+
+
+def default_arguments(dataset_dir: Path, output_dir: Path, shape: list[str]) -> list[str]:
+    """Return the options of a run of four steps that neither evaluates nor saves on the way."""
+    options = {
+        "dataset_dir": dataset_dir,
+        "output_dir": output_dir,
+        "global_batch_size": 4,
+        "max_steps": 4,
+        "logging_steps": 1,
+        "warmup_steps": 2,
+        "learning_rate": 0.003,
+        "eval_steps": 0,
+        "save_steps": 0,
+    }
+    return [*shape, *PLAIN, *(str(text) for key, value in options.items() for text in (f"--{key}", value))]
+
+
+def run_training(arguments: list[object], output_dir: Path) -> None:
+    """Run recipe/train.py's main() and undo what it changes in this process."""
+    from recipe.train import main
+
+    reset_accelerate()
+    num_threads = torch.get_num_threads()
+    handlers = {number: signal.getsignal(number) for number in (*SIGNALS, LAUNCHER_DIED)}
+    try:
+        with mock.patch.object(sys, "argv", ["recipe/train.py", *map(str, arguments)]):
+            main()
+    finally:
+        reset_accelerate()
+        torch.set_num_threads(num_threads)
+        torch.compiler.reset()
+        release_output_dir(output_dir)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def run_script(path: str, *arguments: object) -> str:
+    """Run a program in this process as `python PATH ARGUMENTS`. Returns what it exits with: "" or its error.
+
+    path: relative to the repository. The program sees this process's working directory, and prints to its streams.
+    """
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    argv = mock.patch.object(sys, "argv", [path, *map(str, arguments)])
+    try:
+        with argv, mock.patch.dict(os.environ):
+            runpy.run_path(str(ROOT / path), run_name="__main__")
+    except SystemExit as stop:
+        return str(stop.code or "")
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return ""
+
+
 def reset_accelerate() -> None:
-    """Accelerate keeps its state in singletons, for the life of a process."""
+    """Clear the singletons in which Accelerate keeps its state."""
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
     PartialState._reset_state()
 
 
 def read_events(output_dir: Path, event: str) -> list[dict]:
+    """Return the lines of metrics.jsonl of one kind: train, eval, ..."""
     lines = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if line["event"] == event]
 
 
 def launch(arguments: list[str], cwd: Path, launcher: tuple[str, ...] = (), **environment: str):
-    """`accelerate launch recipe/train.py` as a user runs it. Returns the finished process with its output as text."""
+    """Run `accelerate launch recipe/train.py` as a user does. Returns the finished process, with its output as text."""
     command = [sys.executable, "-m", "accelerate.commands.launch", *launcher, str(ROOT / "recipe" / "train.py")]
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "OMP_"))}
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "OMP_NUM"))}
     return subprocess.run(
         [*command, *map(str, arguments)],
         cwd=cwd,
