@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from recipe.benchmark.charts import describe_machine, import_run, save_ladder_chart, save_loss_chart
-from recipe.config import CommandLine
+from recipe.command_line import CommandLine
 from recipe.errors import UserError, run_main
 
 

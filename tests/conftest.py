@@ -184,7 +184,7 @@ def read_events(output_dir: Path, event: str) -> list[dict]:
 
 
 def launch(arguments: list[str], cwd: Path, launcher: tuple[str, ...] = (), **environment: str):
-    """Run `accelerate launch recipe/train.py` as a user does. Returns the finished process, with its output as text."""
+    """Run `accelerate launch recipe/train.py` as a user does. Returns the finished process and its output."""
     command = [sys.executable, "-m", "accelerate.commands.launch", *launcher, str(ROOT / "recipe" / "train.py")]
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "OMP_NUM"))}
     return subprocess.run(
