@@ -12,7 +12,6 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -279,29 +278,20 @@ def _metavar(option: dataclasses.Field) -> str:
 
 
 class CommandLine(argparse.ArgumentParser):
-    """The parser of a script: accepts `--max-steps` for `--max_steps`, and reports mistakes as `UserError`."""
+    """The parser of a script. It accepts `--max-steps` for `--max_steps` and raises `UserError` for mistakes."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, **kwargs)
 
     def parse_args(self, args: list[str] | None = None, namespace: argparse.Namespace | None = None):
-        args = underscored(sys.argv[1:] if args is None else args, self._option_string_actions)
+        args = sys.argv[1:] if args is None else args
+        args = [re.sub(r"^--[\w-]+(?==|$)", lambda name: "--" + name[0][2:].replace("-", "_"), text) for text in args]
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
             raise UserError(unknown_option(unknown[0], [action.dest for action in self._actions]))
         return found
 
     error = _ConfigParser.error
-
-
-def underscored(argv: list[str], known: Container[str]) -> list[str]:
-    """`--max-steps 5` -> `--max_steps 5` for known names; values and everything else stay as they are."""
-    found = []
-    for text in argv:
-        name, equals, value = text.partition("=")
-        replaced = "--" + name.removeprefix("--").replace("-", "_")
-        found.append(replaced + equals + value if name.startswith("--") and replaced in known else text)
-    return found
 
 
 def unknown_option(option: str, names: list[str]) -> str:

@@ -27,7 +27,7 @@ SECTIONS = {
 }
 STANDARD_LIBRARY = "python_standard_library"  # the demo's corpus, a dataset_name that needs no download
 PROFILED_STEPS = 3
-PROFILE_AFTER_STEPS = 10  # the meaning of a bare --profile: compilation and warm-up are over
+PROFILE_AFTER_STEPS = 10  # for a bare --profile: compilation and warm-up are over
 DATA_SOURCES = ("dataset_dir", "train_file", "dataset_name")
 TEXT_OPTIONS = (  # how train_file and dataset_name are read
     "validation_file",
@@ -41,18 +41,8 @@ TEXT_OPTIONS = (  # how train_file and dataset_name are read
 SCHEDULE_OPTIONS = ("max_steps", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")
 # transformers.SchedulerType, whose module imports torch. A test keeps the two equal.
 SCHEDULES = (
-    "linear",
-    "cosine",
-    "cosine_with_restarts",
-    "polynomial",
-    "constant",
-    "constant_with_warmup",
-    "inverse_sqrt",
-    "reduce_lr_on_plateau",
-    "cosine_with_min_lr",
-    "cosine_warmup_with_min_lr",
-    "warmup_stable_decay",
-    "greedy",
+    "linear cosine cosine_with_restarts polynomial constant constant_with_warmup inverse_sqrt reduce_lr_on_plateau "
+    "cosine_with_min_lr cosine_warmup_with_min_lr warmup_stable_decay greedy"
 )
 
 
@@ -83,26 +73,19 @@ class TrainConfig:
     # --- data
     dataset_dir: str | None = _field(None, "Packed dataset written by scripts/prepare_data.py.")
     train_file: list[str] | None = _field(
-        None,
-        "Text to prepare and train on: .txt, .jsonl, .json, .csv or .parquet files (also .gz, .zst), folders, globs.",
+        None, "Text: .txt, .jsonl, .json, .csv, .parquet (also .gz, .zst), folders, globs."
     )
     validation_file: list[str] | None = _field(None, "Validation text. Default: part of the training documents.")
     dataset_name: str | None = _field(None, f"Hub id or local folder of a dataset to prepare, or {STANDARD_LIBRARY}.")
     dataset_config_name: str | None = _field(None, "Configuration of dataset_name.")
     dataset_split: str = _field("train", "Split of dataset_name that holds the training documents.")
-    document_separator: str | None = _field(
-        None, r"String that separates documents in .txt files, e.g. '\n\n'. Default: one document per file."
-    )
+    document_separator: str | None = _field(None, r"Separates documents within .txt files, e.g. '\n\n'.")
     skip_bad_files: bool = _field(False, "Skip and count unreadable files instead of stopping at the first.")
     preprocessing_num_workers: int | None = _field(None, "Tokenizer threads. Default: all cores.", at_least=1)
     text_column_name: str = _field("text", "Column that holds the text (jsonl, json, csv, parquet, dataset_name).")
     validation_split_percentage: float = _field(5.0, "Percentage of documents to hold out for validation.")
     tokenizer_name: str | None = _field(None, "Tokenizer folder or Hub id. Default: train one on the training text.")
-    tokenizer_vocab_size: int | None = _field(
-        None,
-        "Vocabulary size of the byte-level BPE tokenizer to train; at least 257 (256 bytes and end of text).",
-        at_least=257,
-    )
+    tokenizer_vocab_size: int | None = _field(None, "Vocabulary size of the tokenizer to train.", at_least=257)
     cache_dir: str = _field("runs/data", "Folder for datasets prepared from train_file or dataset_name.")
     streaming: bool = _field(False, "Tokenize and pack the text during training instead of preparing it first.")
     shuffle_buffer_size: int = _field(10_000, "Rows in the shuffle window of a streamed text.", at_least=1)
@@ -111,19 +94,11 @@ class TrainConfig:
     dataloader_num_workers: int = _field(0, "Processes that build batches; 0 uses the main process.", at_least=0)
 
     # --- model
-    model_name_or_path: str | None = _field(
-        None, "GPT-2 model to start from (folder or Hub id), with its shape and tokenizer. Default: random weights."
-    )
+    model_name_or_path: str | None = _field(None, "GPT-2 to start from (folder or Hub id). Default: random weights.")
     model_type: Literal["gpt2"] = _field("gpt2", "Transformers model type.")
-    config_overrides: dict | str | None = _field(
-        None, "Model config values: a mapping in YAML, n_layer=4,n_embd=128 or JSON on the command line."
-    )
-    pad_vocab_to_multiple_of: int = _field(
-        128, "Pad the vocabulary to a multiple of this during training; saved models are not padded.", at_least=1
-    )
-    attn_implementation: Literal["auto", "sdpa", "eager"] = _field(
-        "auto", "Attention: sdpa uses flash kernels without a mask; eager uses plain matrix products."
-    )
+    config_overrides: dict | str | None = _field(None, "Model config: n_layer=4,n_embd=128, or JSON.")
+    pad_vocab_to_multiple_of: int = _field(128, "Pad the vocabulary, in training only.", at_least=1)
+    attn_implementation: Literal["auto", "sdpa", "eager"] = _field("auto", "sdpa: flash kernels; eager: matmuls.")
     activation_checkpointing: bool = _field(False, "Recompute activations in backward: saves memory, costs time.")
     loss_chunks: int = _field(1, "Compute the loss in this many chunks: saves memory, costs time.", at_least=1)
     label_smoothing_factor: float = _field(0.0, "Label smoothing.", at_least=0, below=1)
@@ -132,28 +107,18 @@ class TrainConfig:
     global_batch_size: int = _field(512, "Sequences per optimizer step, over all devices.", at_least=1)
     per_device_train_batch_size: int | str | None = _field(
         "auto",
-        "Sequences per forward pass (the micro-batch); auto: the largest that fits.",
+        "Sequences per forward pass (micro-batch); auto: the largest that fits.",
         at_least=1,
         words=("auto",),
     )
-    per_device_eval_batch_size: int | None = _field(
-        None,
-        "Sequences per forward pass in evaluation. Default: 2,048 tokens on a CPU, the micro-batch on a GPU.",
-        at_least=1,
-    )
-    gradient_accumulation_steps: int | None = _field(
-        None, "Derived from the batch sizes. Default: derived.", at_least=1
-    )
+    per_device_eval_batch_size: int | None = _field(None, "The same in evaluation. Default: chosen.", at_least=1)
+    gradient_accumulation_steps: int | None = _field(None, "Micro-batches per step. Default: derived.", at_least=1)
 
     # --- optimizer and schedule
     max_steps: int = _field(19073, "Optimizer steps.", at_least=1)
     num_train_epochs: float | None = _field(None, "Passes over the training rows, instead of max_steps.", above=0)
-    max_minutes: float | None = _field(
-        None, "Time limit: the speed of the first steps decides how many of max_steps fit.", above=0
-    )
-    change_schedule: bool = _field(
-        False, "Let a resumed run change max_steps, learning_rate, the schedule or the warm-up."
-    )
+    max_minutes: float | None = _field(None, "Time limit; the first steps' speed decides how many steps fit.", above=0)
+    change_schedule: bool = _field(False, "Let a resumed run change max_steps, learning_rate, schedule or warm-up.")
     optim: Literal["adamw_torch_fused", "adamw_torch"] = _field("adamw_torch_fused", "Optimizer.")
     learning_rate: float = _field(6e-4, "Peak learning rate.", above=0)
     lr_scheduler_type: str = _field("cosine_with_min_lr", "Any Transformers schedule that depends on steps alone.")
@@ -164,32 +129,18 @@ class TrainConfig:
     adam_beta2: float = _field(0.95, "AdamW beta2.", at_least=0, below=1)
     adam_epsilon: float = _field(1e-8, "AdamW epsilon.", above=0)
     max_grad_norm: float = _field(1.0, "Clip the global gradient norm at this value; 0 disables clipping.", at_least=0)
-    max_bad_steps: int = _field(
-        10, "Stop after this many consecutive steps with a loss or gradient that is not finite.", at_least=1
-    )
-    spike_sigmas: float | None = _field(
-        None,
-        "Skip steps whose loss or gradient norm is this many standard deviations above the last 128 steps.",
-        above=0,
-    )
+    max_bad_steps: int = _field(10, "Stop after this many consecutive steps with NaN, Inf or spikes.", at_least=1)
+    spike_sigmas: float | None = _field(None, "Skip steps this many standard deviations above the last 128.", above=0)
 
     # --- precision, compilation and kernels
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = _field("auto", "Autocast type.")
     tf32: bool = _field(True, "Use TF32 for the CUDA matrix products that stay in fp32.")
     dynamo_backend: Literal["auto", "no", "inductor", "aot_eager", "eager"] = _field("auto", "torch.compile backend.")
     dynamo_mode: Literal["default", "max-autotune-no-cudagraphs"] = _field("default", "torch.compile mode.")
-    bf16_residual: Literal["auto", "true", "false"] = _switch(
-        "Keep the residual stream in bf16; requires bf16 mixed precision. auto: on CUDA."
-    )
-    sigmoid_gelu: Literal["auto", "true", "false"] = _switch(
-        "Compute gelu_new with a sigmoid instead of tanh (the same function). auto: with inductor on CUDA."
-    )
-    index_mask: Literal["auto", "true", "false"] = _switch(
-        "Mask the padded vocabulary by index instead of by a bias. auto: with inductor on CUDA."
-    )
-    deterministic: bool = _field(
-        False, "Use deterministic CUDA algorithms: slower. CPU runs are always deterministic."
-    )
+    bf16_residual: Literal["auto", "true", "false"] = _switch("Keep the residual stream in bf16. auto: on CUDA.")
+    sigmoid_gelu: Literal["auto", "true", "false"] = _switch("gelu_new by a sigmoid. auto: with inductor on CUDA.")
+    index_mask: Literal["auto", "true", "false"] = _switch("Mask the padding by index. auto: with inductor on CUDA.")
+    deterministic: bool = _field(False, "Use deterministic CUDA algorithms (slower). CPU runs always repeat exactly.")
     huge_pages: bool = _field(True, "Allocate large CPU tensors in huge pages (Linux).")
     gpu_memory_limit_gb: float | None = _field(None, "Use at most this much GPU memory, in 1e9 bytes.", above=0)
 
@@ -198,10 +149,7 @@ class TrainConfig:
     eval_on_start: bool = _field(True, "Evaluate before the first step.")
     eval_steps: int = _field(250, "Evaluate every this many steps; 0: only at the start and the end.", at_least=0)
     max_eval_samples: int | str | None = _field(
-        "auto",
-        "Validation rows per evaluation: a number, all, or auto (all evaluations together take about 2%% of the run).",
-        at_least=1,
-        words=("auto", "all"),
+        "auto", "Validation rows per evaluation; auto: about 2%% of the run.", at_least=1, words=("auto", "all")
     )
     exact_final_eval: bool = _field(False, "Evaluate all validation rows at the end.")
     eval_only: bool = _field(False, "Evaluate model_name_or_path or a checkpoint on all validation rows, then exit.")
@@ -214,11 +162,7 @@ class TrainConfig:
     report_to: list[str] | None = _field(None, "Trackers: trackio, tensorboard, wandb, ...")
     project: str = _field("gpt2-recipe", "Project name for trackers.")
     profile: int | None = _field(
-        None,
-        f"Profile {PROFILED_STEPS} steps after this many; a bare --profile means {PROFILE_AFTER_STEPS}.",
-        at_least=1,
-        nargs="?",
-        const=PROFILE_AFTER_STEPS,
+        None, "Profile 3 steps after this many; alone: after 10.", at_least=1, nargs="?", const=PROFILE_AFTER_STEPS
     )
 
     # --- publishing
@@ -280,76 +224,49 @@ def _check_rules(config: TrainConfig) -> None:
         if not ok:
             raise UserError(message)
 
-    given = [name for name in DATA_SOURCES if getattr(config, name) is not None]
-    found = " and ".join(f"--{name}" for name in given) or "none"
-    require(
-        len(given) == 1,
-        "pass exactly one of --dataset_dir (a packed dataset), --train_file and --dataset_name (text to prepare); "
-        f"found {found}",
-    )
+    given = [f"--{name}" for name in DATA_SOURCES if getattr(config, name) is not None]
+    sources = "--dataset_dir (a packed dataset), --train_file and --dataset_name (text to prepare)"
+    require(len(given) == 1, f"pass exactly one of {sources}; found {' and '.join(given) or 'none'}")
     if config.dataset_dir is not None:
-        for option in dataclasses.fields(config):
-            require(
-                option.name not in TEXT_OPTIONS or getattr(config, option.name) == option.default,
-                f"--{option.name} has no effect with --dataset_dir, whose text is already prepared; remove it",
-            )
-        require(
-            not config.streaming, "--streaming requires --train_file or --dataset_name, not a packed --dataset_dir"
-        )
-    else:
-        require(
-            config.tokenizer_name or config.tokenizer_vocab_size,
-            "preparing text requires --tokenizer_name DIR_OR_ID, or --tokenizer_vocab_size N to train a tokenizer",
-        )
+        changed = [name for name in TEXT_OPTIONS if getattr(config, name) != getattr(TrainConfig, name)]
+        reason = "has no effect with --dataset_dir, whose text is already prepared; remove it"
+        require(not changed, f"--{', --'.join(changed)} {reason}")
+        require(not config.streaming, "--streaming requires --train_file or --dataset_name, not --dataset_dir")
+    elif not config.tokenizer_name and not config.tokenizer_vocab_size:
+        raise UserError("preparing text requires --tokenizer_name DIR_OR_ID, or --tokenizer_vocab_size N to train one")
     if config.streaming:
-        require(
-            config.data_placement == "mmap" and not config.dataloader_num_workers,
-            "--streaming builds its batches in its own process; remove --data_placement and --dataloader_num_workers",
-        )
-        require(
-            config.num_train_epochs is None,
-            "--num_train_epochs requires a prepared dataset; streamed text has no known length: pass --max_steps",
-        )
-    require(
-        not config.dataloader_num_workers or config.data_placement == "mmap",
-        f"--dataloader_num_workers requires --data_placement mmap, got {config.data_placement}",
-    )
-    require(
-        config.lr_scheduler_type in SCHEDULES,
-        f"unknown lr_scheduler_type '{config.lr_scheduler_type}'; "
-        f"{did_you_mean(config.lr_scheduler_type, SCHEDULES)} (one of {', '.join(SCHEDULES)})",
-    )
-    require(
-        config.warmup_steps < 1 or config.warmup_steps == int(config.warmup_steps),
-        f"warmup_steps must be an integer, or a fraction of max_steps below 1, got {config.warmup_steps}",
-    )
-    resumes, output_dir = config.resume_from_checkpoint, config.output_dir
-    require(
-        resumes or not config.change_schedule,
-        "--change_schedule applies to a resumed run; add --resume_from_checkpoint auto",
-    )
-    require(
-        resumes not in ("latest", "auto") or output_dir is not None,
-        f"--resume_from_checkpoint {resumes} requires the --output_dir of the run to resume",
-    )
-    require(
-        not (resumes and config.overwrite),
-        "--overwrite deletes the checkpoints that --resume_from_checkpoint needs; pass only one of them",
-    )
-    require(
-        not config.eval_only or config.model_name_or_path or resumes,
-        "--eval_only requires a model: --model_name_or_path DIR_OR_ID (a run, a checkpoint or a Hub id)",
-    )
-    require(not config.push_to_hub or config.hub_model_id, "--push_to_hub requires --hub_model_id user/name")
-    require(
-        config.profile is None or resumes or config.profile + PROFILED_STEPS <= config.max_steps,
-        f"--profile {config.profile} profiles the next {PROFILED_STEPS} steps, but max_steps is {config.max_steps}; "
-        f"pass at most --profile {max(1, config.max_steps - PROFILED_STEPS)}",
-    )
-    require(
-        config.loss_in_graph or config.loss_chunks == 1,
-        "--loss_chunks requires the loss in the compiled graph; remove --no_loss_in_graph",
-    )
+        default = config.data_placement == "mmap" and not config.dataloader_num_workers
+        require(default, "--streaming builds batches itself; remove --data_placement and --dataloader_num_workers")
+        known = config.num_train_epochs is None
+        require(known, "--num_train_epochs requires a prepared dataset, not --streaming; pass --max_steps")
+    if config.dataloader_num_workers:
+        place = config.data_placement
+        require(place == "mmap", f"--dataloader_num_workers requires --data_placement mmap, got {place}")
+    schedule, known = config.lr_scheduler_type, SCHEDULES.split()
+    hint = f"{did_you_mean(schedule, known)} (one of {', '.join(known)})"
+    require(schedule in known, f"unknown lr_scheduler_type '{schedule}'; {hint}")
+    warmup = config.warmup_steps
+    is_valid = warmup < 1 or warmup == int(warmup)
+    require(is_valid, f"warmup_steps must be an integer, or a fraction of max_steps below 1, got {warmup}")
+    resumes = config.resume_from_checkpoint
+    if config.change_schedule:
+        require(resumes, "--change_schedule applies to a resumed run; add --resume_from_checkpoint auto")
+    if resumes in ("latest", "auto"):
+        message = f"--resume_from_checkpoint {resumes} requires the --output_dir of the run to resume"
+        require(config.output_dir is not None, message)
+    if config.overwrite:
+        require(not resumes, "--overwrite deletes what --resume_from_checkpoint needs; pass only one of them")
+    if config.eval_only:
+        model = config.model_name_or_path or resumes
+        require(model, "--eval_only requires a model: --model_name_or_path (a run, a checkpoint or a Hub id)")
+    if config.push_to_hub:
+        require(config.hub_model_id, "--push_to_hub requires --hub_model_id user/name")
+    if config.profile is not None and not resumes:
+        last = config.max_steps - PROFILED_STEPS
+        message = f"--profile {config.profile} profiles {PROFILED_STEPS} steps, but max_steps is {config.max_steps}"
+        require(config.profile <= last, f"{message}; pass at most --profile {max(1, last)}")
+    if config.loss_chunks > 1:
+        require(config.loss_in_graph, "--loss_chunks requires the loss in the graph; remove --no_loss_in_graph")
     try:
         config.sample_prompt.encode("utf-8")
     except UnicodeEncodeError as error:

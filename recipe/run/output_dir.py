@@ -1,4 +1,4 @@
-"""The folder of a run: which one, whose it is, and one run in it at a time."""
+"""The output folder of a run: its name, its lock, and the commands that resume it."""
 
 import atexit
 import fcntl
@@ -15,7 +15,7 @@ import uuid
 from pathlib import Path
 from typing import TextIO
 
-from recipe.checkpoint.load import LATEST_NAME, list_checkpoints, remove_partial_checkpoints
+from recipe.checkpoint.load import list_checkpoints, remove_partial_checkpoints
 from recipe.checkpoint.save import CONFIG_NAME, record_config
 from recipe.config import STANDARD_LIBRARY, TrainConfig
 from recipe.data.text import name_of_text
@@ -25,7 +25,8 @@ METRICS_NAME = "metrics.jsonl"
 SUMMARY_NAME = "summary.json"
 LOCK_NAME = ".lock"
 TRACKER_ID_NAME = ".tracker_id"
-LAUNCHERS = {  # how they are found in a command line, and how they are typed
+FILES_OF_A_RUN = ("model.safetensors", METRICS_NAME, SUMMARY_NAME, CONFIG_NAME, TRACKER_ID_NAME)
+LAUNCHERS = {  # as they appear in a process's command line, and as users type them
     "accelerate": "accelerate",
     "accelerate-launch": "accelerate launch",
     "accelerate.commands.launch": "accelerate launch",
@@ -35,15 +36,15 @@ LAUNCHERS = {  # how they are found in a command line, and how they are typed
 
 
 def choose_output_dir(config: TrainConfig, recipe: str) -> Path:
-    """Name the run's folder, and lock it if it is there; nothing in it is changed.
+    """Choose the output folder and lock it if it exists; nothing in it changes.
 
-    Without `output_dir` it is the first free one of runs/NAME, runs/NAME-2, ... Raises `UserError` if it holds another
-    run, is in use or cannot be written.
+    Without `output_dir` it is the first unused of runs/NAME, runs/NAME-2, ... Raises `UserError` if the folder holds
+    another run, is in use, or cannot be written.
     """
     resumed = config.resume_from_checkpoint
-    if config.eval_only:  # which writes nothing
+    if config.eval_only:  # writes nothing
         return Path(config.output_dir or resumed or ".")
-    if config.output_dir is None and resumed:  # a path: the run it belongs to
+    if config.output_dir is None and resumed:  # the run that the checkpoint belongs to
         directory = Path(resumed) if list_checkpoints(Path(resumed)) else Path(resumed).absolute().parent
     elif config.output_dir is None:
         name = config.run_name or _default_name(config, recipe)
@@ -51,26 +52,10 @@ def choose_output_dir(config: TrainConfig, recipe: str) -> Path:
         directory = next(path for path in numbered if not files_of_a_run(path))
     else:
         directory = Path(config.output_dir)
-        leftovers = files_of_a_run(directory)
-        there = directory.absolute()
-        goes_on = resumed and there in (Path(resumed).absolute(), Path(resumed).absolute().parent)
-        if resumed == "latest":
-            goes_on = True
-        elif resumed == "auto":  # also a run that ended before its first checkpoint, but not one that was finished
-            finished = any((directory / name).exists() for name in (SUMMARY_NAME, "model.safetensors"))
-            goes_on = bool(list_checkpoints(directory)) or not finished
-        if leftovers and not (goes_on or config.overwrite):
-            resume = f"resume it ({resume_command(directory)}), " if list_checkpoints(directory) else ""
-            raise UserError(
-                f"{directory} holds another run ({', '.join(p.name for p in leftovers[:3])}); {resume}"
-                "replace it (--overwrite), or name another --output_dir"
-            )
-        strangers = [name for name in ("README.md", "config.json", "dataset_dict.json") if (directory / name).exists()]
-        if strangers and not (directory / CONFIG_NAME).exists():
-            raise UserError(f"{directory} holds files that a run would replace ({', '.join(strangers)}); name another")
+        _check_contents(directory, config)
     existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
     try:
-        with tempfile.TemporaryFile(dir=existing):  # os.access does not know of read-only file systems, nor root
+        with tempfile.TemporaryFile(dir=existing):  # os.access ignores read-only file systems and root
             pass
     except OSError as error:
         raise UserError(
@@ -81,37 +66,59 @@ def choose_output_dir(config: TrainConfig, recipe: str) -> Path:
     return directory
 
 
+def _check_contents(directory: Path, config: TrainConfig) -> None:
+    """Raise `UserError` if the folder holds another run, or other files that a run would replace."""
+    resumed, there = config.resume_from_checkpoint, directory.absolute()
+    resumes_here = bool(resumed) and there in (Path(resumed).absolute(), Path(resumed).absolute().parent)
+    if resumed == "latest":
+        resumes_here = True
+    elif resumed == "auto":  # also if the run ended before its first checkpoint, but not if it finished
+        finished = any((directory / name).exists() for name in (SUMMARY_NAME, "model.safetensors"))
+        resumes_here = bool(list_checkpoints(directory)) or not finished
+    leftovers = files_of_a_run(directory)
+    if leftovers and not (resumes_here or config.overwrite):
+        resume = f"resume it ({resume_command(directory)}), " if list_checkpoints(directory) else ""
+        raise UserError(
+            f"{directory} holds another run ({', '.join(path.name for path in leftovers[:3])}); {resume}"
+            "replace it (--overwrite), or choose another --output_dir"
+        )
+    foreign = [name for name in ("README.md", "config.json", "dataset_dict.json") if (directory / name).exists()]
+    if foreign and not (directory / CONFIG_NAME).exists():
+        raise UserError(
+            f"{directory} holds files that a run would replace ({', '.join(foreign)}); choose another --output_dir"
+        )
+
+
 def _default_name(config: TrainConfig, recipe: str) -> str:
-    """The name of the user's own text, else that of the recipe."""
+    """Name a run after the user's text, or else after its recipe."""
     text = config.train_file[0] if config.train_file else config.dataset_name
-    if text is None and recipe == "demo":  # a packed dataset under the demo's options is not the demo
+    if text is None and recipe == "demo":  # the demo's options on a packed dataset are not the demo
         text = Path(config.dataset_dir).absolute().name
     return recipe if text in (None, STANDARD_LIBRARY) else name_of_text(text)
 
 
 def resume_command(directory: Path) -> str:
-    """What resumes the run in a folder, with the launcher's options as they are in this process."""
+    """Return the command that resumes the run in a folder, with this process's launcher options."""
     folder = shlex.quote(str(directory))
     return f"{launch_command()} --resume_from_checkpoint auto --config {folder}/{CONFIG_NAME} --output_dir {folder}"
 
 
 def launch_command() -> str:
-    """The command that started this process, up to the script's own options."""
-    try:  # Linux; the launcher is the parent, and nothing else tells with which options it was called
+    """Return the command that started this process, without the script's own options."""
+    try:  # on Linux; only the parent's command line holds the launcher's options
         words = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode().split("\0")[:-1]
-        launcher, name = next((i, LAUNCHERS[Path(word).name]) for i, word in enumerate(words)
-                              if Path(word).name in LAUNCHERS)  # fmt: skip
+        launcher = next(i for i, word in enumerate(words) if Path(word).name in LAUNCHERS)
         script = next(i for i in range(launcher, len(words)) if words[i].endswith("train.py"))
         environment = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
     except (OSError, ValueError, StopIteration):
-        by_hand = Path("/proc").is_dir() and "ACCELERATE_DYNAMO_BACKEND" not in os.environ
-        return f"{'python' if by_hand else 'accelerate launch'} {shlex.quote(sys.argv[0])}"
+        has_launcher = not Path("/proc").is_dir() or "ACCELERATE_DYNAMO_BACKEND" in os.environ
+        return f"{'accelerate launch' if has_launcher else 'python'} {shlex.quote(sys.argv[0])}"
     on_cpu = next((f"{text.decode()} " for text in environment if text.startswith(b"ACCELERATE_USE_CPU=")), "")
-    return on_cpu + shlex.join([*name.split(), *words[launcher + 1 : script + 1]])
+    return on_cpu + shlex.join(LAUNCHERS[Path(words[launcher]).name].split() + words[launcher + 1 : script + 1])
 
 
 def tracker_id(directory: Path) -> str:
-    """The id under which trackers know the run in a folder: the same for every sitting."""
+    """Return the id that identifies the run to trackers, also after it resumes."""
     path = directory / TRACKER_ID_NAME
     if not path.exists():
         path.write_text(uuid.uuid4().hex[:12] + "\n")
@@ -119,12 +126,11 @@ def tracker_id(directory: Path) -> str:
 
 
 def files_of_a_run(directory: Path) -> list[Path]:
-    """What shows that a folder holds a run, and what `--overwrite` removes from it.
+    """Return the files of a run, which `--overwrite` deletes.
 
-    A run that ended before its first log line has left nothing that anyone could miss: its folder counts as free.
+    A run that ended before its first log line left nothing of value: its folder counts as unused.
     """
-    names = (LATEST_NAME, "model.safetensors", METRICS_NAME, SUMMARY_NAME, CONFIG_NAME, TRACKER_ID_NAME)
-    files = [*list_checkpoints(directory), *(directory / name for name in names if (directory / name).exists())]
+    files = [*list_checkpoints(directory), *(p for name in FILES_OF_A_RUN if (p := directory / name).exists())]
     results = [path for path in files if path.name not in (CONFIG_NAME, TRACKER_ID_NAME, METRICS_NAME)]
     metrics = directory / METRICS_NAME
     has_trained = metrics.exists() and b'"event": "train"' in metrics.read_bytes()
@@ -132,29 +138,29 @@ def files_of_a_run(directory: Path) -> list[Path]:
 
 
 def open_output_dir(directory: Path, config: TrainConfig, resumed: bool) -> None:
-    """Create the run's folder; with `overwrite` remove another run's checkpoints and results, and nothing else.
+    """Create the output folder. With `overwrite`, delete the files of the previous run, and nothing else.
 
-    Raises `UserError` if another run has been there since `choose_output_dir`.
+    Raises `UserError` if another run started in it after `choose_output_dir`.
     """
     lock_output_dir(directory)
     if not (resumed or config.overwrite) and list_checkpoints(directory):
-        raise UserError(f"another run has begun in {directory} by now; start again")
+        raise UserError(f"another run has started in {directory} in the meantime; start this one again")
     for path in files_of_a_run(directory) if config.overwrite else []:
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     remove_partial_checkpoints(directory)
     record_config(directory, config)
 
 
-_locks: dict[Path, TextIO] = {}  # of this process; the system gives them up when it ends, however it ends
+_locks: dict[Path, TextIO] = {}  # of this process; the system releases them however the process ends
 
 
 def lock_output_dir(directory: Path) -> None:
-    """Make the folder this process's until it ends. Raises `UserError` naming the process that has it."""
+    """Lock the folder until this process ends. Raises `UserError` naming the process that holds it."""
     key = directory.absolute()
     if key in _locks:
         return
     directory.mkdir(parents=True, exist_ok=True)
-    file = open(directory / LOCK_NAME, "a+", encoding="utf-8")  # noqa: SIM115 (open for as long as the lock is held)
+    file = open(directory / LOCK_NAME, "a+", encoding="utf-8")  # noqa: SIM115 (open as long as the lock is held)
     file.seek(0)
     left = file.read()
     try:
@@ -165,14 +171,16 @@ def lock_output_dir(directory: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if left:
-            print(f"taking over the lock of {holder}: that process is gone", flush=True)
+            print(f"taking over the lock of {holder}, which no longer runs", flush=True)
     except BlockingIOError as error:
         file.close()
-        raise UserError(f"{directory} is in use by {holder}; wait for it, or name another --output_dir") from error
-    except OSError as error:  # some network file systems have no locks: whether the holder lives cannot be known
-        last = f"; the last to use it was {holder}" if left else ""
+        raise UserError(
+            f"{directory} is in use by {holder}; wait for that run to end or choose another --output_dir"
+        ) from error
+    except OSError as error:  # some network file systems do not support locks
+        last = f"; {holder} used it last" if left else ""
         print(
-            f"warning: {directory} cannot be locked ({error.strerror}){last}: make sure that no other run uses it",
+            f"warning: {directory} cannot be locked ({error.strerror}){last}; make sure that no other run uses it",
             flush=True,
         )
     file.truncate(0)
@@ -180,12 +188,12 @@ def lock_output_dir(directory: Path) -> None:
     file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "started_at": now}) + "\n")
     file.flush()
     _locks[key] = file
-    atexit.register(release_output_dir, directory.absolute())
+    atexit.register(release_output_dir, directory)
 
 
 def release_output_dir(directory: Path) -> None:
-    """Give the folder up: at the latest where the process ends by itself, so that a lock left over means a kill."""
+    """Release the folder. A lock that names a process therefore belonged to one that was killed."""
     file = _locks.pop(directory.absolute(), None)
     if file is not None:
-        file.truncate(0)  # not unlinked: another process may have opened it by now
+        file.truncate(0)  # not deleted: another process may have opened it already
         file.close()
