@@ -183,9 +183,15 @@ def read_events(output_dir: Path, event: str) -> list[dict]:
     return [line for line in lines if line["event"] == event]
 
 
-def launch(arguments: list[str], cwd: Path, launcher: tuple[str, ...] = (), **environment: str):
+def launch(
+    arguments: list[object],
+    cwd: Path,
+    launcher: tuple[str, ...] = (),
+    program: Path = ROOT / "recipe" / "train.py",
+    **environment: str,
+):
     """Run `accelerate launch recipe/train.py` as a user does. Returns the finished process and its output."""
-    command = [sys.executable, "-m", "accelerate.commands.launch", *launcher, str(ROOT / "recipe" / "train.py")]
+    command = [sys.executable, "-m", "accelerate.commands.launch", *launcher, str(program)]
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "OMP_NUM"))}
     return subprocess.run(
         [*command, *map(str, arguments)],
