@@ -141,7 +141,8 @@ def run_training(arguments: list[object], output_dir: Path) -> None:
     num_threads = torch.get_num_threads()
     handlers = {number: signal.getsignal(number) for number in (*SIGNALS, LAUNCHER_DIED)}
     try:
-        with mock.patch.object(sys, "argv", ["recipe/train.py", *map(str, arguments)]):
+        argv = mock.patch.object(sys, "argv", ["recipe/train.py", *map(str, arguments)])
+        with argv, mock.patch.dict(os.environ):
             main()
     finally:
         reset_accelerate()

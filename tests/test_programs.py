@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -9,8 +10,6 @@ import time
 import pytest
 from conftest import PLAIN, ROOT, TINY, default_arguments, launch, make_documents, read_events, run_script
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from recipe.errors import UserError
 
 TRAIN = ROOT / "recipe" / "train.py"
 TWO_PROCESSES = (
@@ -110,11 +109,12 @@ def test_two_processes_are_one_run(train, tmp_path, dataset_dir):
             assert len(found) == count and found == pytest.approx(expected, abs=1e-5), (name, key)
 
 
-def test_launched_processes_must_see_each_other(train, monkeypatch):
+def test_launched_processes_must_see_each_other(tmp_path, dataset_dir):
     """accelerate 1.15 turns two CPU processes into two runs; the error names the command that works."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="2 processes but Accelerate sees 1.* --multi_gpu --num_processes"):
-        train()
+    arguments = default_arguments(dataset_dir, tmp_path / "run", TINY)
+    result = launch(arguments, cwd=tmp_path, WORLD_SIZE="2", ACCELERATE_USE_CPU="true")
+    assert result.returncode != 0
+    assert re.search("error: .* 2 processes but Accelerate sees 1.* --multi_gpu --num_processes", result.stderr)
 
 
 def test_from_own_text_to_a_sample(train, tmp_path, monkeypatch, capsys):
