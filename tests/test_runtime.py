@@ -15,7 +15,6 @@ from recipe.environment import count_cpus
 from recipe.errors import UserError
 from recipe.hardware import accelerator, choices, devices, processes
 from recipe.hardware.choices import Choice, choose_attention, choose_dynamo_backend, choose_mixed_precision
-from recipe.model.build import build_model_config
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -254,24 +253,6 @@ def test_compiled_code_is_kept(monkeypatch, tmp_path):
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == ""
 
 
-def test_a_second_run_does_not_compile_again(tmp_path, monkeypatch):
-    """Inductor finds the first run's graphs in its cache."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(torch._inductor.config, "cpp_cache_precompile_headers", False)  # which would take longer
-    config = config_of("--config_overrides", "n_layer=1,n_head=1,n_embd=16", "--block_size", "8",
-                       "--dynamo_backend", "inductor")  # fmt: skip
-    rows, hits = torch.zeros(2, 9, dtype=torch.int64), []
-    for _ in range(2):
-        torch.compiler.reset()
-        counters.clear()
-        model_config = build_model_config(config, 257, 0)
-        module, _ = accelerator.build_module(config, model_config, 257, CPU, Choice("no", "so"))
-        module(rows[:, :-1], rows[:, 1:]).backward()
-        hits.append(counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxgraph_cache_hit"])
-    torch.compiler.reset()
-    assert hits[0] == 0 < hits[1]
-
-
 @pytest.mark.parametrize(
     ("switches", "message"),
     [
@@ -323,11 +304,24 @@ def test_one_graph_for_training_and_one_for_evaluation(train):
     assert len(read_events(output_dir, "eval")) == 3
 
 
-def test_inductor_trains_like_eager(train, plain):
-    compiled = train("--dynamo_backend", "inductor", "--max_steps", "3")
+@pytest.fixture(scope="module")
+def compiled(train_shared):
+    return train_shared("--dynamo_backend", "inductor", "--max_steps", "3")
+
+
+def test_inductor_trains_like_eager(plain, compiled):
     for a, b in zip(read_events(plain, "train"), read_events(compiled, "train"), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], abs=1e-5)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+
+
+def test_a_second_run_does_not_compile_again(train, compiled):
+    """Inductor finds all graphs of the first run in its cache."""
+    counters.clear()
+    train("--dynamo_backend", "inductor", "--max_steps", "1")
+    caches = (("aot_autograd", "autograd_cache"), ("inductor", "fxgraph_cache"))
+    hits, misses = (sum(counters[part][f"{name}_{what}"] for part, name in caches) for what in ("hit", "miss"))
+    assert misses == 0 < hits
 
 
 def test_bf16_stays_close_to_fp32(train, plain):
