@@ -133,12 +133,6 @@ def main() -> None:
 
         stop = stop_request.agreed()
         fewer_steps = budget.choose(state.step)
-        if fewer_steps is not None:  # --max_minutes: the first steps have shown the speed
-            report.shorten(state.step, fewer_steps, config)
-            config = shorten(config, fewer_steps)
-            for part in (update, validation, saver):
-                part.set_schedule(config)
-            state.steps_chosen, state.eval_rows = True, validation.num_rows
         last = state.step == config.max_steps
         evaluating = last or (config.eval_steps and state.step % config.eval_steps == 0)
         saving = config.save_steps and (last or fewer_steps or state.step % config.save_steps == 0)
@@ -150,6 +144,13 @@ def main() -> None:
             if numbers["bad_steps_in_a_row"] >= config.max_bad_steps:
                 saver.wait()
                 raise report.bad_numbers(state.step, numbers)
+
+        if fewer_steps is not None:  # --max_minutes: the first steps have shown the speed
+            report.shorten(state.step, fewer_steps, config)
+            config = shorten(config, fewer_steps)
+            for part in (update, validation, saver):
+                part.set_schedule(config)
+            state.steps_chosen, state.eval_rows = True, validation.num_rows
 
         if saving or stop is not None:
             meter.store(state)

@@ -1,13 +1,12 @@
-"""Configuration: defaults < YAML < command line, and one clear sentence for everything that is wrong."""
+"""Configuration: defaults < recipe file < command line, and one sentence for each mistake."""
 
 import dataclasses
-import os
 import re
 import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, run_script
 from transformers.trainer_utils import SchedulerType
 
 from recipe.command_line import CONFIGS_DIR, OTHER_NAMES, load_config, load_yaml
@@ -15,6 +14,7 @@ from recipe.config import SCHEDULES, SECTIONS, TrainConfig, save_config
 from recipe.errors import UserError
 
 DATA = ["--dataset_dir", "some/folder"]
+SCRIPTS = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "scripts").rglob("*.py") if "CommandLine(" in p.read_text())
 
 
 def load(*argv: str) -> TrainConfig:
@@ -22,7 +22,7 @@ def load(*argv: str) -> TrainConfig:
 
 
 def test_precedence(tmp_path):
-    """The command line overrides the file, the file overrides the defaults."""
+    """The command line overrides the recipe file, which overrides the defaults."""
     path = tmp_path / "mine.yaml"
     path.write_text("dataset_dir: from_file\nlearning_rate: 1.0e-3\nmax_steps: 7\n")
     config, recipe = load_config(["--config", str(path), "--max_steps", "9"])
@@ -35,33 +35,33 @@ def test_precedence(tmp_path):
     assert recipe == "mine"
 
 
-def test_no_argument_is_the_demo():
-    """Without any argument the demo runs, on a corpus that needs no download."""
+def test_the_default_recipe_is_the_demo():
+    """Without arguments, the demo trains on a corpus that needs no download."""
     config, recipe = load_config([])
     assert recipe == "demo" and config.dataset_name == "python_standard_library"
 
 
-def test_a_typed_source_replaces_the_recipes_own():
-    """`--train_file` on top of the demo is not a conflict with the demo's own corpus."""
+def test_a_typed_data_source_replaces_the_recipes():
+    """`--train_file` does not conflict with the demo's corpus."""
     config = load("--train_file", "a.txt", "b.txt")
     assert config.train_file == ["a.txt", "b.txt"] and config.dataset_name is None
 
 
 def test_config_overrides_are_merged_key_by_key(tmp_path):
-    """run_clm's `n_layer=4,n_embd=128` changes those two and leaves the recipe's other values."""
+    """`n_layer=4,n_embd=128` changes those two values and keeps the recipe's others."""
     path = tmp_path / "a.yaml"
     path.write_text("config_overrides: {n_layer: 12, n_head: 12}\n")
     config = load("--config", str(path), *DATA, "--config_overrides", "n_layer=4,resid_pdrop=0.1")
     assert config.config_overrides == {"n_layer": 4, "n_head": 12, "resid_pdrop": 0.1}
 
 
-def test_changing_the_schedule_drops_the_arguments_of_the_old_one():
+def test_a_typed_schedule_drops_the_arguments_of_the_recipes():
     config = load(*DATA, "--lr_scheduler_type", "linear")
     assert config.lr_scheduler_kwargs is None
 
 
-def test_numbers_and_no_as_yaml_writes_them(tmp_path):
-    """YAML 1.1 reads 6e-4 as a string and a bare `no` as false; both mean what they say."""
+def test_yaml_numbers_and_bare_no(tmp_path):
+    """YAML 1.1 reads 6e-4 as a string and `no` as false; a recipe means a number and the word."""
     path = tmp_path / "a.yaml"
     path.write_text("dataset_dir: d\nlearning_rate: 6e-4\nmixed_precision: no\ndynamo_backend: no\nmax_steps: 1e3\n")
     config = load("--config", str(path), "--lr_scheduler_kwargs", "min_lr=1e-5", "--report_to", "none")
@@ -121,7 +121,7 @@ def test_saved_config_repeats_the_run(tmp_path):
     ],
 )
 def test_errors_on_the_command_line(argv, expected):
-    """Each mistake is a UserError whose text says what is wrong, never argparse's usage screen."""
+    """Each mistake raises a UserError of one line, never argparse's usage screen."""
     with pytest.raises(UserError) as caught:
         load(*DATA, *argv)
     assert expected in str(caught.value) and "\n" not in str(caught.value)
@@ -148,7 +148,7 @@ def test_errors_on_the_command_line(argv, expected):
         ("a: " + "[" * 5000 + "\n", "is not valid YAML"),
     ],
 )
-def test_errors_in_the_file(tmp_path, content, expected):
+def test_errors_in_a_recipe_file(tmp_path, content, expected):
     path = tmp_path / "bad.yaml"
     path.write_text(content)
     with pytest.raises(UserError) as caught:
@@ -167,8 +167,8 @@ def test_errors_in_the_file(tmp_path, content, expected):
         ("bf16_residual: 'true'\n", ["--bf16_residual", "auto"], "auto"),
     ],
 )
-def test_a_switch_with_auto(tmp_path, text, argv, expected):
-    """YAML's booleans, a flag alone, and Python's spelling; a saved config gives the same again."""
+def test_switches_with_auto(tmp_path, text, argv, expected):
+    """They accept YAML's and Python's booleans and a bare flag, and survive saving."""
     path = tmp_path / "a.yaml"
     path.write_text(f"dataset_dir: d\n{text}")
     config = load("--config", str(path), *argv)
@@ -188,7 +188,7 @@ def test_every_recipe_loads(name):
 
 
 def test_the_numbers_of_gpt2_124m():
-    """The recipe is the published one (GPT-3 table 2.1, build-nanogpt): 10 B tokens in 19,073 steps of 524,288."""
+    """They are the published ones (GPT-3 table 2.1, build-nanogpt): 10 B tokens in 19,073 steps of 524,288."""
     config = load("--config", "gpt2_124m", *DATA)
     assert config.global_batch_size * config.block_size == 524_288
     assert (config.max_steps, config.warmup_steps) == (19_073, 715)
@@ -202,8 +202,8 @@ def test_the_numbers_of_gpt2_124m():
     assert overrides["tie_word_embeddings"] is True
 
 
-def test_the_options_are_these():
-    """Adding an option means editing this list: is there one that it can replace?"""
+def test_the_list_of_all_options():
+    """Before adding an option to this list, look for one that it can replace."""
     assert [option.name for option in dataclasses.fields(TrainConfig)] == OPTIONS.split()
 
 
@@ -226,8 +226,8 @@ python_lists sdpa_with_mask loss_in_graph
 """
 
 
-def test_every_line_of_a_size_recipe_is_a_known_field():
-    """A recipe spells out all that decides the run, so that reading it is enough."""
+def test_size_recipes_are_explicit():
+    """A recipe for a model size spells out the options that decide the result."""
     names = {field.name for field in dataclasses.fields(TrainConfig)}
     for size in ("124m", "355m", "774m", "1558m"):
         content = load_yaml(f"gpt2_{size}")
@@ -236,32 +236,33 @@ def test_every_line_of_a_size_recipe_is_a_known_field():
 
 
 @pytest.mark.parametrize(("argv", "expected"), [([], None), (["--profile"], 10), (["--profile", "25"], 25)])
-def test_profile_alone_means_after_ten_steps(argv, expected):
-    """Past compiling and warm-up; a number says after which step."""
+def test_a_bare_profile_flag_means_after_ten_steps(argv, expected):
+    """Compilation is over by then. A number sets another step."""
     assert load_config([*argv, "--max_steps", "50"])[0].profile == expected
 
 
-# ------------------------------------------------------------------ what a first user types
+# ------------------------------------------------------------------ what new users type
 
 
 def test_the_schedules_are_those_of_transformers():
-    """The list is kept here so that checking an option does not import torch."""
+    """Config keeps its own list because Transformers' module imports torch."""
     assert set(SCHEDULES.split()) == {schedule.value for schedule in SchedulerType}
 
 
-def test_a_mistyped_option_does_not_wait_for_torch():
-    """The program answers without torch, which takes seconds to import; so does --help."""
+def test_options_are_checked_before_torch_is_imported():
+    """A mistyped option and --help are answered without torch, whose import takes seconds."""
     code = (
-        "import runpy, sys; sys.modules['torch'] = None; sys.argv = ['recipe/train.py', *sys.argv[1:]]; "
+        "import runpy, sys; sys.modules['torch'] = None; "
+        "sys.argv = ['recipe/train.py', '--max_step=3', *sys.argv[1:]]; "
         "runpy.run_path('recipe/train.py', run_name='__main__')"
     )
-    results = [
-        subprocess.run([sys.executable, "-c", code, option], capture_output=True, text=True, check=False, cwd=ROOT)
-        for option in ("--max_step=3", "--help")
-    ]
-    assert results[0].returncode == 1
-    assert results[0].stderr.splitlines()[-1] == "error: unknown option --max_step; did you mean --max_steps?"
-    assert results[1].returncode == 0 and "--max_steps" in results[1].stdout
+    mistake, shown = (
+        subprocess.run([sys.executable, "-c", code, *more], capture_output=True, text=True, check=False, cwd=ROOT)
+        for more in ((), ("--help",))
+    )
+    assert mistake.returncode == 1
+    assert re.match("error: .*did you mean --max_steps", mistake.stderr.splitlines()[-1])
+    assert shown.returncode == 0 and "--max_steps" in shown.stdout
 
 
 @pytest.mark.parametrize(
@@ -279,13 +280,12 @@ def test_a_mistyped_option_does_not_wait_for_torch():
         ("--batch-size=3", "--global_batch_size"),
     ],
 )
-def test_other_programs_names_are_answered_with_ours(option, expected):
-    """And every name in the answer is an option, and none of the names asked about is."""
+def test_options_of_other_programs_get_an_answer(option, expected):
     with pytest.raises(UserError, match=re.escape(expected)):
         load(option, *DATA)
 
 
-def test_every_name_in_the_answers_exists():
+def test_these_answers_name_existing_options():
     names = {field.name for field in dataclasses.fields(TrainConfig)}
     assert not names & set(OTHER_NAMES)
     for answer in OTHER_NAMES.values():
@@ -295,11 +295,11 @@ def test_every_name_in_the_answers_exists():
 @pytest.mark.parametrize(
     "typed", ['{"min_lr_rate": 0.1}', "min_lr_rate=0.1", "min_lr_rate=1e-1", '  {"min_lr_rate": 1e-1}']
 )
-def test_dictionaries_in_json_or_pairs(typed):
+def test_dictionary_options_take_json_and_pairs(typed):
     assert load("--lr_scheduler_kwargs", typed, *DATA).lr_scheduler_kwargs == {"min_lr_rate": 0.1}
 
 
-def test_a_bad_dictionary_is_shown_its_own_example():
+def test_an_invalid_dictionary_gets_an_example():
     with pytest.raises(UserError, match="must look like min_lr_rate=0.1"):
         load("--lr_scheduler_kwargs", "0.1", *DATA)
     with pytest.raises(UserError, match="must look like n_layer=4,n_embd=128"):
@@ -308,31 +308,33 @@ def test_a_bad_dictionary_is_shown_its_own_example():
         load("--config_overrides", "n_layer=2", "n_head=2", *DATA)
 
 
-def test_hyphens_are_underscores_in_names_only():
+def test_hyphens_become_underscores_in_names_but_not_in_values():
     config = load("--max-steps", "7", "--run-name=a-b", "--sample_prompt=--x-y z", "--hub_model_id", "-- a-b", *DATA)
     assert (config.max_steps, config.run_name, config.sample_prompt) == (7, "a-b", "--x-y z")
     assert config.hub_model_id == "-- a-b"
 
 
-def test_options_of_older_runs_are_passed_over(tmp_path):
-    """Their training_config.yaml still resumes them."""
+def test_retired_options_are_ignored(tmp_path):
+    """The training_config.yaml of an older run still resumes it."""
     (tmp_path / "training_config.yaml").write_text("dataset_dir: d\nkeep_freed_memory: true\nmax_steps: 7\n")
     assert load("--config", str(tmp_path / "training_config.yaml")).max_steps == 7
 
 
-@pytest.mark.parametrize("script", sorted(p.name for p in (ROOT / "scripts").glob("*.py")))
-def test_every_script_takes_hyphens(script):
-    """A name with hyphens is known wherever the one with underscores is."""
-    path = ROOT / "scripts" / script
-    listed = subprocess.run([sys.executable, path, "--help"], capture_output=True, text=True, check=True).stdout
-    name = next(name for name in re.findall(r"--([a-z]+_[a-z_]+)", listed) if name not in ("skip_bad_files",))
-    typed = [f"--{name.replace('_', '-')}=1", "--no_such_option"]
-    result = subprocess.run([sys.executable, path, *typed], capture_output=True, text=True, check=False)
-    assert result.returncode != 0 and name.replace("_", "-") not in result.stderr, result.stderr
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_script_accepts_hyphens(script, capsys):
+    """A script that has --some_name knows --some-name, and suggests a name for a mistyped one."""
+    assert run_script(script, "--help") in ("", "0")
+    name = next(
+        name for name in re.findall(r"--([a-z]+_[a-z_]+)", capsys.readouterr().out) if name != "skip_bad_files"
+    )
+    typed = [f"--{name.replace('_', '-')}=1", f"--{name}x=1"]
+    if "arguments are required: " in (error := run_script(script, *typed)):
+        error = run_script(script, *typed, *(f"{required}=1" for required in re.findall(r" (--\w+)", error)))
+    assert f"unknown option --{name}x; did you mean --{name}?" in error
 
 
 def test_the_block_size_is_that_of_the_dataset(dataset_dir):
-    """Unless it is typed; so a packed dataset needs no other option."""
+    """A typed block size overrides it."""
     assert load("--dataset_dir", str(dataset_dir)).block_size == 32
     assert load("--config", "gpt2_124m", "--dataset_dir", str(dataset_dir)).block_size == 32
     assert load("--dataset_dir", str(dataset_dir), "--block_size", "64").block_size == 64
@@ -342,14 +344,14 @@ def test_the_block_size_is_that_of_the_dataset(dataset_dir):
     ("typed", "expected"),
     [
         ([], 50),
-        (["--max_steps", "6"], 50 / 1200),  # a share: none of 6 steps
+        (["--max_steps", "6"], 50 / 1200),  # a share of the steps: none of 6
         (["--max_steps", "2400"], 50),
         (["--max_steps", "6", "--warmup_steps", "50"], 50),
         (["--num_train_epochs", "3"], 50 / 1200),
     ],
 )
-def test_the_warm_up_of_a_shorter_run_is_shorter(typed, expected):
-    """It keeps its share where only the number of steps is the user's."""
+def test_a_shorter_run_has_a_shorter_warm_up(typed, expected):
+    """The recipe's warm-up keeps its share of the steps, unless it is typed too."""
     assert load_config(typed)[0].warmup_steps == pytest.approx(expected)
 
 
@@ -359,16 +361,14 @@ def test_steps_and_epochs_exclude_each_other():
     assert load("--max_steps", "3", "--config", "gpt2_finetune", *DATA).num_train_epochs is None
 
 
-def test_help_shows_the_defaults_that_apply():
-    """Those of the recipe that is named, with what else was typed; every option stands under one heading."""
-    command = [sys.executable, ROOT / "recipe" / "train.py", "--config", "gpt2_355m", "--max_steps", "7", "--help"]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "COLUMNS": "80"})
-    text = " ".join(shown.stdout.split())
-    assert "--learning_rate N Peak learning rate. (default: 0.0003)" in text
-    assert "--max_steps N Optimizer steps of the whole run. (default: 7)" in text
-    assert re.findall(r"^  --(\w+)", shown.stdout, re.MULTILINE) == [
-        "config",
-        *(field.name for field in dataclasses.fields(TrainConfig)),
-    ]
-    assert set(SECTIONS) <= {field.name for field in dataclasses.fields(TrainConfig)}
-    assert [line for line in shown.stdout.splitlines() if len(line) > 100] == []
+def test_help_shows_the_defaults_of_the_recipe(capsys, monkeypatch):
+    """It includes what else was typed, and lists every option once, under its section."""
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run_script("recipe/train.py", "--config", "gpt2_355m", "--max_steps", "7", "--help") in ("", "0")
+    shown = capsys.readouterr().out
+    text = " ".join(shown.split())
+    assert re.search(r"--learning_rate N [^-]*\(default: 0\.0003\)", text)
+    assert re.search(r"--max_steps N [^-]*\(default: 7\)", text)
+    assert re.findall(r"^  --(\w+)", shown, re.MULTILINE) == ["config", *OPTIONS.split()]
+    assert re.findall(r"^(\S.*):$", shown, re.MULTILINE) == list(SECTIONS.values())
+    assert [line for line in shown.splitlines() if len(line) > 100] == []

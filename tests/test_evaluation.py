@@ -1,4 +1,4 @@
-"""Validation loss is the exact mean over every row, whatever the batches."""
+"""The validation loss is the exact mean over the rows, for any batch size."""
 
 import math
 
@@ -10,9 +10,9 @@ from conftest import BLOCK_SIZE, read_events, reset_accelerate
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from recipe.data.packed import PackedDataset
+from recipe.command_line import load_config
 from recipe.evaluation.perplexity import LanguageModelingMetric
-from recipe.evaluation.validation import evaluate_model
+from recipe.evaluation.validation import Validation
 from recipe.model.loss import LanguageModelingLoss
 
 
@@ -26,20 +26,35 @@ def mean_loss(model, rows: np.ndarray) -> float:
     return total / (len(rows) * BLOCK_SIZE)
 
 
-@pytest.fixture
-def run(train):
-    return train("--max_steps", "2", "--max_eval_samples", "all")
+@pytest.fixture(scope="module")
+def run(train_shared):
+    return train_shared("--max_steps", "2", "--max_eval_samples", "all")
+
+
+@pytest.fixture(scope="module")
+def model(run):
+    return AutoModelForCausalLM.from_pretrained(run).eval()
+
+
+@pytest.fixture(scope="module")
+def expected(model, dataset):
+    """The exact loss over the validation split."""
+    split = dataset.splits["validation"]
+    return mean_loss(model, split[np.arange(len(split))])
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 1000])
-def test_exact_mean_on_any_batch_size(run, dataset, batch_size):
-    """Batch sizes that do not divide the split give the mean over its rows, to rounding."""
-    model = AutoModelForCausalLM.from_pretrained(run).eval()
-    split = dataset.splits["validation"]
-    assert len(split) % 3 != 0
-    expected = mean_loss(model, split[np.arange(len(split))])
+def test_the_mean_is_exact_for_any_batch_size(model, expected, dataset, batch_size):
+    """Batch sizes that do not divide the split return the mean over its rows too, and training mode comes back."""
+    assert len(dataset.splits["validation"]) % 3 != 0
     reset_accelerate()
-    result = evaluate_model(Accelerator(cpu=True), LanguageModelingLoss(model, 500), dataset, batch_size, len(split))
+    module = LanguageModelingLoss(model, 500)
+    config = load_config(
+        ["--dataset_dir", str(dataset.directory), "--max_eval_samples", "all", "--per_device_eval_batch_size",
+         str(batch_size)]
+    )[0]  # fmt: skip
+    result = Validation(config, Accelerator(cpu=True), module, dataset, 4).run()
+    assert module.training and module.model.training
     assert result["loss"] == pytest.approx(expected, abs=1e-6)
     assert result["perplexity"] == pytest.approx(math.exp(expected), rel=1e-5)
     counts = dataset.metadata["splits"]["validation"]
@@ -47,27 +62,16 @@ def test_exact_mean_on_any_batch_size(run, dataset, batch_size):
     assert result["bits_per_byte"] == pytest.approx(expected_bits, rel=1e-5)
 
 
-def test_the_saved_model_has_the_reported_loss(run, dataset):
-    """The last evaluation of the run is the loss of the folder it leaves, and of the untrained model at the start."""
-    model = AutoModelForCausalLM.from_pretrained(run).eval()
-    split = dataset.splits["validation"]
+def test_the_saved_model_has_the_reported_loss(run, expected):
+    """The last evaluation is the loss of the saved model, and the first is that of an untrained one."""
     evaluations = read_events(run, "eval")
     assert [e["step"] for e in evaluations] == [0, 2]
-    assert evaluations[-1]["loss"] == pytest.approx(mean_loss(model, split[np.arange(len(split))]), abs=1e-6)
+    assert evaluations[-1]["loss"] == pytest.approx(expected, abs=1e-6)
     assert evaluations[0]["loss"] == pytest.approx(math.log(500), abs=0.1)
 
 
-def test_evaluation_leaves_the_module_in_training_mode(run, dataset):
-    reset_accelerate()
-    module = LanguageModelingLoss(AutoModelForCausalLM.from_pretrained(run), 500)
-    evaluate_model(
-        Accelerator(cpu=True), module, PackedDataset(dataset.directory, dataset.metadata, dataset.splits), 4, 10
-    )
-    assert module.training and module.model.training
-
-
-def test_metric_needs_no_download():
-    """Sums over several processes, then one division; infinite perplexity instead of an overflow."""
+def test_the_metric_adds_up_processes():
+    """It sums first and divides once; an infinite perplexity replaces an overflow."""
     metric = LanguageModelingMetric(keep_in_memory=True)
     result = metric.compute(predictions=[30.0, 10.0], references=[15, 5], tokens_per_byte=0.5)
     assert result == {"loss": 2.0, "perplexity": math.exp(2), "bits_per_byte": pytest.approx(1 / math.log(2))}

@@ -1,4 +1,4 @@
-"""The loop against a plain one, and what it leaves."""
+"""The loop equals a plain training loop, and writes what it promises."""
 
 import json
 
@@ -7,11 +7,12 @@ import torch
 from conftest import BLOCK_SIZE, read_events
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
+import recipe.train
 from recipe.data.batches import example_rows
 
 
 def plain_loop(dataset, steps: int, initial: dict) -> tuple[list[float], list[float], dict]:
-    """A training loop without any of recipe/, but for the order of rows: stock model, torch AdamW, mean loss."""
+    """Train without recipe/, except for the order of rows: stock model, torch's AdamW, mean loss."""
     config = GPT2Config(
         vocab_size=500,
         n_positions=BLOCK_SIZE,
@@ -50,26 +51,24 @@ def plain_loop(dataset, steps: int, initial: dict) -> tuple[list[float], list[fl
 CONSTANT = ["--lr_scheduler_type", "constant_with_warmup", "--max_steps", "12"]
 
 
-@pytest.fixture
-def initial_weights(train, tmp_path):
-    """The weights a run starts from: one step at learning rate zero, the first of a warm-up, leaves them alone."""
-    output_dir = train(
-        "--max_steps",
-        "1",
-        "--lr_scheduler_type",
-        "constant_with_warmup",
-        "--save_steps",
-        "0",
-        output_dir=tmp_path / "initial",
-    )
-    return AutoModelForCausalLM.from_pretrained(output_dir).state_dict()
+@pytest.fixture(scope="module")
+def expected(train_shared, dataset):
+    """The plain loop from the run's initial weights, which the first warm-up step, at rate zero, does not change."""
+    initial = train_shared("--max_steps", "1", "--lr_scheduler_type", "constant_with_warmup")
+    return plain_loop(dataset, 12, AutoModelForCausalLM.from_pretrained(initial).state_dict())
+
+
+@pytest.fixture(scope="module")
+def four_steps(train_shared):
+    """A run with default options."""
+    return train_shared()
 
 
 @pytest.mark.parametrize("micro_batch", [4, 2, 1])
-def test_the_loop_is_a_plain_training_loop(train, dataset, initial_weights, micro_batch):
-    """Losses, gradient norms and final weights equal the plain loop's, however the batch is cut into micro-batches."""
+def test_the_loop_is_a_plain_training_loop(train, expected, micro_batch):
+    """Losses, gradient norms and weights equal the plain loop's for any micro-batch size."""
     output_dir = train(*CONSTANT, "--per_device_train_batch_size", micro_batch)
-    losses, norms, weights = plain_loop(dataset, 12, initial_weights)
+    losses, norms, weights = expected
     events = read_events(output_dir, "train")
     assert [e["loss"] for e in events] == pytest.approx(losses, abs=1e-5)
     assert [e["grad_norm"] for e in events] == pytest.approx(norms, rel=1e-4)
@@ -85,36 +84,35 @@ def test_the_loop_is_a_plain_training_loop(train, dataset, initial_weights, micr
         ["--activation_checkpointing"],
         ["--loss_chunks", "3"],
         ["--optim", "adamw_torch"],
-        ["--attn_implementation", "eager"],
-        ["--attn_implementation", "sdpa_with_mask"],
+        ["--attn_implementation", "sdpa"],
+        ["--sdpa_with_mask"],
         ["--pad_vocab_to_multiple_of", "1"],
         ["--no_loss_in_graph"],
-        ["--data_placement", "python_lists"],
+        ["--python_lists"],
         ["--dataloader_num_workers", "1"],
     ],
 )
-def test_switches_that_must_not_change_what_is_learned(train, tmp_path, switches):
-    """Memory and speed switches leave the losses as they were."""
-    plain = [e["loss"] for e in read_events(train(output_dir=tmp_path / "a"), "train")]
-    switched = [e["loss"] for e in read_events(train(*switches, output_dir=tmp_path / "b"), "train")]
-    assert switched == pytest.approx(plain, abs=2e-5)
+def test_switches_that_do_not_change_the_losses(train, four_steps, switches):
+    """Memory and speed switches do not change what the model learns."""
+    plain = [e["loss"] for e in read_events(four_steps, "train")]
+    assert [e["loss"] for e in read_events(train(*switches), "train")] == pytest.approx(plain, abs=2e-5)
 
 
-def test_a_rerun_is_bit_identical(train, tmp_path):
-    a, b = (train(output_dir=tmp_path / name) for name in "ab")
-    for x, y in zip(read_events(a, "train"), read_events(b, "train"), strict=True):
+def test_a_repeated_run_is_bit_identical(train, four_steps):
+    again = train()
+    for x, y in zip(read_events(four_steps, "train"), read_events(again, "train"), strict=True):
         assert (x["loss"], x["grad_norm"]) == (y["loss"], y["grad_norm"])
-    assert (a / "model.safetensors").read_bytes() == (b / "model.safetensors").read_bytes()
+    assert (four_steps / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
 
 
 def test_what_a_run_leaves(train):
-    """The files of the contract, with their fields; log lines carry the means over their interval."""
+    """The files and fields that users and tools depend on."""
     output_dir = train("--max_steps", "5", "--logging_steps", "2", "--eval_steps", "4")
     events = read_events(output_dir, "train")
     assert [e["step"] for e in events] == [1, 2, 4, 5]
     assert [e["tokens_seen"] for e in events] == [n * 4 * BLOCK_SIZE for n in (1, 2, 4, 5)]
     fields = {"event", "step", "tokens_seen", "loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu",
-              "steps_left_out", "share_outside_training", "peak_memory_bytes"}  # fmt: skip
+              "steps_left_out", "bad_steps_in_a_row", "share_outside_training", "peak_memory_bytes"}  # fmt: skip
     assert all(set(event) == fields for event in events)
     assert [e["step"] for e in read_events(output_dir, "eval")] == [0, 4, 5]
     summary = json.loads((output_dir / "summary.json").read_text())
@@ -128,24 +126,21 @@ def test_what_a_run_leaves(train):
     assert not list(output_dir.glob("checkpoint-*"))
 
 
-def test_the_first_learning_rates_are_those_used(train):
-    """The log shows the rate each step was taken with."""
-    rates = [e["learning_rate"] for e in read_events(train("--lr_scheduler_type", "constant_with_warmup"), "train")]
-    assert rates == pytest.approx([0.0, 0.0015, 0.003, 0.003])
+def test_the_log_holds_each_steps_own_learning_rate(four_steps):
+    rates = [e["learning_rate"] for e in read_events(four_steps, "train")]
+    assert rates[:3] == pytest.approx([0.0, 0.0015, 0.003])  # two warm-up steps
 
 
-def test_interval_means(train, tmp_path):
-    """The loss of a log line is the mean over the steps since the line before; the first step has its own."""
-    each = [e["loss"] for e in read_events(train(output_dir=tmp_path / "a"), "train")]
-    pairs = [e["loss"] for e in read_events(train("--logging_steps", "2", output_dir=tmp_path / "b"), "train")]
+def test_log_lines_hold_means_over_their_interval(train, four_steps):
+    """The first step has its own line."""
+    each = [e["loss"] for e in read_events(four_steps, "train")]
+    pairs = [e["loss"] for e in read_events(train("--logging_steps", "2"), "train")]
     assert pairs == pytest.approx([each[0], each[1], (each[2] + each[3]) / 2], abs=1e-6)
 
 
-def test_no_host_synchronisation_between_log_lines(train, monkeypatch):
-    """Tensors are read on the host at log lines and evaluations only (on a GPU each read waits for the device)."""
-    import recipe.train
-
-    monkeypatch.setattr(recipe.train, "sample_from", lambda *args, **kwargs: "no sample")  # it reads every token
+def test_the_host_does_not_wait_between_log_lines(train, monkeypatch):
+    """It reads tensors at log lines and evaluations only, because on a GPU each read waits for the device."""
+    monkeypatch.setattr(recipe.train, "sample_from", lambda *args, **kwargs: "no sample")  # which reads every token
     reads = []
     for name in ("item", "tolist", "__bool__", "__float__", "__int__", "numpy"):
         original = getattr(torch.Tensor, name)
@@ -156,8 +151,8 @@ def test_no_host_synchronisation_between_log_lines(train, monkeypatch):
 
         monkeypatch.setattr(torch.Tensor, name, record)
     counts = {}
-    for steps in (4, 44):
+    for steps in (3, 23):
         reads.clear()
         train("--max_steps", steps, "--logging_steps", "1000", "--overwrite", "--attn_implementation", "sdpa")
         counts[steps] = len(reads)
-    assert counts[4] > 0 and counts[4] == counts[44]
+    assert counts[3] > 0 and counts[3] == counts[23]

@@ -1,4 +1,4 @@
-"""FLOPs and what they are compared with."""
+"""FLOPs per token, peak rates and peak memory."""
 
 import subprocess
 import sys
@@ -13,18 +13,18 @@ from recipe.model.size import count_flops_per_token, count_parameters
 
 
 def test_flops_per_token_of_gpt2_124m():
-    """855 M at T = 1024, the PaLM and nanoGPT count."""
+    """PaLM and nanoGPT count 855 M at 1,024 tokens."""
     assert count_flops_per_token(GPT2Config(vocab_size=50304), 124_475_904, 1024) == pytest.approx(855e6, rel=0.001)
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_flops_per_token_are_those_of_the_matmuls(tied):
-    """Six for each weight that a token is multiplied with, and attention's; looking embeddings up costs none."""
+    """Six for each weight of a matmul, and attention's. Embedding lookups cost none."""
     config = GPT2Config(n_layer=3, n_head=2, n_embd=32, n_positions=16, vocab_size=500, tie_word_embeddings=tied)
     model = GPT2LMHeadModel(config)
     modules = [m for m in model.modules() if isinstance(m, (Conv1D, torch.nn.Linear, torch.nn.LayerNorm))]
     weights = sum(p.numel() for module in modules for p in module.parameters(recurse=False))
-    attention = 6 * 3 * (2 * 8 * 32)  # in each layer a token's q meets 8 keys, and its weights 8 values
+    attention = 6 * 3 * (2 * 8 * 32)  # in each layer, each query multiplies 8 keys, and each weight 8 values
     assert count_flops_per_token(config, count_parameters(model), block_size=8) == 6 * weights + attention
 
 
@@ -36,14 +36,14 @@ def test_flops_per_token_are_those_of_the_matmuls(tied):
      ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA L4", 121), ("NVIDIA L40S", 362), ("Tesla T4", 65),
      ("NVIDIA H100 PCIe", 756), ("Unheard Of", None)],
 )  # fmt: skip
-def test_the_data_sheet_of_a_device(monkeypatch, name, tflops):
+def test_peak_rates_from_data_sheets(monkeypatch, name, tflops):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     assert peak_flops_per_second(torch.device("cuda")) == (tflops and tflops * 1e12)
     assert peak_flops_per_second(torch.device("cpu")) is None
 
 
-def test_peak_memory_is_the_most_that_was_in_use():
-    """It grows with what is written, and stays when it is given back."""
+def test_peak_memory_is_a_maximum():
+    """It grows with allocations, and stays when they are freed."""
     before = peak_memory_bytes(torch.device("cpu"))
     torch.ones(2**27)  # 0.5 GB
     after = peak_memory_bytes(torch.device("cpu"))
@@ -51,8 +51,8 @@ def test_peak_memory_is_the_most_that_was_in_use():
     assert peak_memory_bytes(torch.device("cpu")) >= after
 
 
-def test_peak_memory_is_not_the_parents():
-    """What started the process may have used more: it does not count."""
+def test_peak_memory_excludes_the_parent_process():
+    """Linux's ru_maxrss would start from the parent's peak."""
     code = (
         "import torch; from recipe.hardware.devices import peak_memory_bytes as peak; print(peak(torch.device('cpu')))"
     )

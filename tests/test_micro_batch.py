@@ -1,10 +1,11 @@
-"""Batch arithmetic: what divides, and what fits."""
+"""Micro-batches: sizes that divide the batch, and the search for one that fits."""
 
-import contextlib
-import types
+import gc
 
 import pytest
 import torch
+from accelerate import Accelerator
+from conftest import reset_accelerate
 from transformers import GPT2Config
 
 from recipe.command_line import load_config
@@ -33,8 +34,8 @@ def config_of(*argv):
         (["--global_batch_size", "480"], 3, CUDA, [40, 32, 20, 16, 10, 8, 5, 4, 2, 1]),
     ],
 )
-def test_micro_batches(argv, num_processes, device, expected):
-    """Accumulation is derived: the global batch is the recipe's on any hardware."""
+def test_candidates_divide_the_global_batch(argv, num_processes, device, expected):
+    """The global batch is the recipe's on any hardware, and accumulation is derived."""
     config = config_of("--block_size", "1024", "--global_batch_size", "512", *argv)
     assert micro_batch_candidates(config, num_processes, device) == expected
 
@@ -42,82 +43,123 @@ def test_micro_batches(argv, num_processes, device, expected):
 @pytest.mark.parametrize(
     ("argv", "num_processes", "expected"),
     [
-        ([], 3, "does not divide by 3 processes; 510 or 513 would"),
-        (["--global_batch_size", "2"], 4, "2 does not divide by 4 processes; 4 would"),
-        (["--per_device_train_batch_size", "12"], 8, "these would: 1, 2, 4, 8, 16, 32, 64"),
+        ([], 3, "512 is not divisible by 3 processes; use 510 or 513"),
+        (["--global_batch_size", "2"], 4, "2 is not divisible by 4 processes; use 4"),
+        (["--per_device_train_batch_size", "12"], 8, "use one of 1, 2, 4, 8, 16, 32, 64"),
         (["--gradient_accumulation_steps", "3"], 1, "gradient_accumulation_steps 3 does not divide"),
-        (["--gradient_accumulation_steps", "2", "--per_device_train_batch_size", "8"], 1, "leave one of them out"),
+        (["--gradient_accumulation_steps", "2", "--per_device_train_batch_size", "8"], 1, "remove one of them"),
     ],
 )
 def test_a_batch_that_does_not_divide(argv, num_processes, expected):
-    """The message names the sizes that would work."""
+    """The message lists the sizes that would work."""
     with pytest.raises(UserError, match=expected):
         micro_batch_candidates(config_of("--global_batch_size", "512", *argv), num_processes, CPU)
 
 
+class CpuWithASearch(str):
+    """The name of the CPU, with another type: there, `find_micro_batch` searches."""
+
+    type = "another"
+
+
+class FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor):
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+
+class LimitedModule(torch.nn.Module):
+    """Runs out of memory above `max_rows` rows, and records each trial."""
+
+    def __init__(self, max_rows: int, where: str = "forward") -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(8, 53), torch.nn.Linear(53, 1)
+        self.max_rows, self.where = max_rows, where
+        self.tried: list[int] = []
+        self.copies: list[int] = []  # tensors as large as the first weight that are alive, in each trial
+
+    def forward(self, inputs, targets):
+        self.tried.append(len(inputs))
+        assert all(p.grad is None for p in self.parameters()), "gradients of an earlier trial"
+        tensors = (o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter))
+        self.copies.append(sum(tensor.shape == self.first.weight.shape for tensor in tensors))
+        hidden = self.first(inputs.float())
+        if len(inputs) > self.max_rows:
+            if self.where == "forward":
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+            hidden = FailsInBackward.apply(hidden)
+        return self.last(hidden).mean()
+
+
 @pytest.fixture
-def gpu(monkeypatch):
-    """A module that is out of memory above 4 rows, on a pretended GPU: `gpu.find(candidates, global_batch)`."""
+def search(monkeypatch):
+    """Search on a real Accelerator whose CPU does not look like one: `search(module, candidates)`."""
+    reset_accelerate()
+    accelerator = Accelerator(cpu=True)
+    accelerator.state.device = CpuWithASearch("cpu")
+    for name in ("synchronize", "empty_cache"):  # both fail on a machine without an accelerator
+        monkeypatch.setattr(torch.accelerator, name, lambda: None)
 
-    class Module(torch.nn.Linear):
-        def forward(self, inputs, targets):
-            gpu.tried.append(len(inputs))
-            gpu.held.append(sum(allocated))
-            if len(inputs) > 4:
-                raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
-            return super().forward(inputs.float()).sum()
+    def find(module, candidates, row_bytes=0):
+        config = config_of("--block_size", "8", "--global_batch_size", "16")
+        return memory.find_micro_batch(accelerator, module, candidates, config, row_bytes)
 
-    def empty_like(tensor):
-        allocated.append(tensor.numel())
-        return empty(tensor.shape)
-
-    def find(candidates, row_bytes=0, argv=("--global_batch_size", "16")):
-        gpu.tried, gpu.held = [], []
-        allocated.clear()
-        config = config_of("--block_size", "8", *argv)
-        return memory.find_micro_batch(accelerator, Module(8, 1), candidates, config, row_bytes)
-
-    allocated, empty = [], torch.empty
-    gpu = types.SimpleNamespace(find=find, free=10**9)
-    accelerator = types.SimpleNamespace(
-        device=types.SimpleNamespace(type="cuda"),
-        num_processes=1,
-        no_sync=lambda module: contextlib.nullcontext(),
-        backward=lambda loss: None,
-        reduce=lambda tensor, reduction: tensor,
-    )
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (gpu.free, 10**10))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 1000)
-    monkeypatch.setattr(torch, "empty_like", empty_like)
-    monkeypatch.setattr(torch, "ones", lambda size, device: torch.full(size, 1.0))
-    monkeypatch.setattr(torch, "zeros", lambda *size, dtype, device: torch.full(size, 0, dtype=dtype))
-    return gpu
+    yield find
+    reset_accelerate()
 
 
-def test_find_micro_batch_halves_until_it_fits(gpu):
-    """Out of memory in a trial moves on to the next size."""
-    assert gpu.find([16, 8, 4, 2]) == 4 and gpu.tried == [16, 8, 4]
-    with pytest.raises(UserError, match="does not fit with one sequence"):
-        gpu.find([16, 8])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_the_search_returns_the_largest_size_that_fits(search, where):
+    """Running out of memory in a trial moves on to the next size, and no gradients stay."""
+    module = LimitedModule(4, where)
+    assert search(module, [16, 8, 4, 2]) == 4 and module.tried == [16, 8, 4]
+    assert all(p.grad is None for p in module.parameters())
 
 
-def test_a_trial_holds_what_a_step_holds(gpu):
-    """AdamW's two moments of 9 parameters, and their gradients once more where a step accumulates them."""
-    gpu.find([16, 8, 4], argv=("--global_batch_size", "16"))
-    assert gpu.held == [2 * 9, 3 * 9, 4 * 9]  # one trial's gradients are freed before the next, and counted here
+def test_the_search_fails_if_nothing_fits(search):
+    with pytest.raises(UserError, match="--activation_checkpointing --loss_chunks 8"):
+        search(LimitedModule(0), [2, 1])
 
 
-def test_sizes_that_cannot_fit_are_not_tried(gpu):
-    """9 parameters of 20 bytes and 100 bytes a row: 16 rows take 1,780 bytes; the smallest is always tried."""
-    gpu.free = 8 * 100 + 9 * 20 - 1000  # beside 1,000 bytes that are the process's own
-    assert gpu.find([16, 8, 4], row_bytes=100) == 4 and gpu.tried == [8, 4]
-    assert gpu.find([16, 8, 4], row_bytes=10**6) == 4 and gpu.tried == [4]
-    gpu.free = 10**9
-    limit = ("--global_batch_size", "16", "--gpu_memory_limit_gb", "1e-6")  # 1,000 bytes
-    assert gpu.find([16, 8, 4], row_bytes=100, argv=limit) == 4 and gpu.tried == [8, 4]
+def test_other_errors_end_the_search(search):
+    module = LimitedModule(4)
+    module.last = torch.nn.Linear(7, 1)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        search(module, [4, 2])
+
+
+def test_a_trial_holds_the_memory_of_a_step(search):
+    """Besides each weight, it holds AdamW's two moments, and the gradient if the step accumulates."""
+    module = LimitedModule(4)
+    search(module, [16, 8, 4])
+    assert module.copies == [1 + 2, 1 + 2 + 1, 1 + 2 + 1]
+
+
+def test_a_cpu_and_a_fixed_size_are_not_searched(search):
+    module = LimitedModule(4)
+    assert search(module, [16]) == 16 and module.tried == []
+    config = config_of("--block_size", "8", "--global_batch_size", "16")
+    assert memory.find_micro_batch(Accelerator(cpu=True), module, [16, 8], config, 0) == 16 and module.tried == []
+
+
+def test_sizes_that_cannot_fit_are_not_tried(search, monkeypatch):
+    """20 bytes for each of 531 parameters and 1,000 for each row; the smallest size is always tried."""
+    module = LimitedModule(16)
+    assert sum(p.numel() for p in module.parameters()) == 531
+    monkeypatch.setattr(memory, "_usable_bytes", lambda device, limit_gb: 531 * 20 + 8 * 1000)
+    assert search(module, [16, 8, 4], row_bytes=1000) == 8 and module.tried == [8]
+    assert search(module, [16, 8, 4], row_bytes=10**6) == 4 and module.tried == [8, 4]
+
+
+def test_usable_memory_is_free_or_held_already_up_to_the_limit(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7_000, 10**10))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 1_000)
+    assert memory._usable_bytes(CUDA, None) == 8_000
+    assert memory._usable_bytes(CUDA, 1e-6) == 1_000
 
 
 GPT2_124M = GPT2Config(vocab_size=50304)
@@ -133,16 +175,16 @@ GPT2_124M = GPT2Config(vocab_size=50304)
         (["--activation_checkpointing"], "bf16", False, 768 * 36 + 12 * 768 * 4 + 50304 * 4),
     ],
 )
-def test_the_estimate_of_activations(argv, precision, bf16_residual, per_token):
-    """Bytes a token, by hand, of 124M parameters."""
+def test_the_estimate_of_activation_memory(argv, precision, bf16_residual, per_token):
+    """Bytes per token of GPT-2 124M, computed by hand."""
     config = config_of("--block_size", "1024", *argv)
     assert estimate_row_bytes(config, GPT2_124M, precision, bf16_residual) == 1024 * per_token
     assert estimate_bytes(10**9, 2, 5, accumulates=True) - estimate_bytes(10**9, 2, 5, accumulates=False) == 4 * 10**9
 
 
 @pytest.mark.parametrize("switches", [[], ["--bf16_residual", "true"]])
-def test_no_more_is_estimated_than_is_saved(switches):
-    """The tensors that autograd keeps for backward, in bf16 and not compiled, are at least the estimate."""
+def test_the_estimate_is_a_lower_bound(switches):
+    """Without compilation, autograd keeps at least as many bytes for backward."""
     options = ["--config_overrides", "n_layer=4,n_head=2,n_embd=64", "--block_size", "64"]
     config = config_of(*options, *switches)
     model_config = build_model_config(config, 512, 0)

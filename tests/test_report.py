@@ -1,24 +1,28 @@
-"""What a run shows and records."""
+"""What a run prints, records and sends to trackers."""
 
 import io
-import time
+import types
 
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import read_events
+from conftest import read_events, reset_accelerate
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import recipe.evaluation.generation
 import recipe.evaluation.validation
+import recipe.run.meter
 import recipe.train
+from recipe.checkpoint.load import RunState
 from recipe.command_line import load_config
 from recipe.errors import UserError
+from recipe.optim.guard import GuardedUpdate
+from recipe.optim.optimizers import build_optimizer
 from recipe.progress import LineStream
-from recipe.run.meter import Throughput
 from recipe.run.output_dir import _default_name
 
 
-def test_a_log_file_gets_lines_instead_of_a_redrawn_bar():
+def test_log_files_get_lines_instead_of_a_redrawn_bar():
     stream = io.StringIO()
     lines = LineStream(stream)
     for text in ("\rtrain  10%", "\rtrain  20%", "\n"):
@@ -37,18 +41,17 @@ def test_trackers_get_the_numbers_of_the_log(train):
     assert events.Scalars("eval/perplexity")
 
 
-def test_trackers_get_project_name_id_and_resume(train, tmp_path, monkeypatch):
-    """Accelerate takes the project first; a resumed run is the same run to a tracker, and another run is not."""
+def test_trackers_identify_a_run_and_its_resumption(train, tmp_path, monkeypatch):
+    """A resumed run has the same id and name; another run has another id."""
     calls = []
 
-    def init_trackers(self, project, config=None, init_kwargs=None):
-        calls.append((project, init_kwargs))
+    def init_trackers(self, project_name, config=None, init_kwargs=None):
+        calls.append((project_name, init_kwargs))
 
     monkeypatch.setattr(Accelerator, "init_trackers", init_trackers)
-    options = ["--report_to", "tensorboard", "--save_steps", "2", "--max_steps", "2"]
+    options = ["--report_to", "tensorboard", "--save_steps", "1", "--max_steps", "1"]
     train(*options, output_dir=tmp_path / "a")
-    resume = ["--resume_from_checkpoint", "auto", "--change_schedule", "--report_to", "tensorboard"]
-    train(*resume, output_dir=tmp_path / "a")
+    train(*options, "--resume_from_checkpoint", "auto", output_dir=tmp_path / "a")
     train(*options, "--project", "mine", "--run_name", "second", output_dir=tmp_path / "b")
     (first, a), (again, b), (other, c) = calls
     assert (first, again, other) == ("gpt2-recipe", "gpt2-recipe", "mine")
@@ -57,8 +60,8 @@ def test_trackers_get_project_name_id_and_resume(train, tmp_path, monkeypatch):
     assert [options["trackio"]["resume"] for options in (a, b, c)] == ["never", "allow", "never"]
 
 
-def test_a_sample_that_fails_is_a_warning(train, monkeypatch, capsys):
-    """Everything is on disk and published before the sample, which needs memory for a second model."""
+def test_a_failing_sample_is_a_warning(train, monkeypatch, capsys):
+    """The sample needs memory for a second model, so everything is on disk and published before it."""
     done = []
 
     def out_of_memory(model_dir, *args, **kwargs):
@@ -68,20 +71,20 @@ def test_a_sample_that_fails_is_a_warning(train, monkeypatch, capsys):
 
     monkeypatch.setattr(recipe.evaluation.generation, "generate_texts", out_of_memory)
     monkeypatch.setattr(recipe.train, "push_to_hub", lambda *args: done.append("push") or "published")
-    train("--push_to_hub", "--hub_model_id", "someone/tiny")
-    assert "warning: no sample could be generated: OutOfMemoryError: no memory is left" in capsys.readouterr().out
+    train("--max_steps", "1", "--push_to_hub", "--hub_model_id", "someone/tiny")
+    printed = capsys.readouterr().out
+    assert "warning: " in printed and "OutOfMemoryError: no memory is left" in printed
     assert done == ["push", "sample"]
 
 
-def test_evaluating_shows_its_progress(train, monkeypatch, capsys):
-    """A long evaluation says that it is one."""
+def test_a_long_evaluation_shows_its_progress(train, monkeypatch, capsys):
     monkeypatch.setattr(recipe.evaluation.validation, "SILENT_SECONDS", 0.0)
-    train("--max_eval_samples", "all")
+    train("--max_steps", "1", "--max_eval_samples", "all")
     assert "evaluating" in capsys.readouterr().err
 
 
-def test_a_run_is_named_after_its_text(dataset_dir):
-    """The user's own text gives the name; the demo's and a recipe's runs are named after the recipe."""
+def test_default_run_names(dataset_dir):
+    """A run is named after the user's text, or else after its recipe."""
     names = {
         (): "demo",
         ("--train_file", "my notes.txt"): "my-notes",
@@ -92,30 +95,68 @@ def test_a_run_is_named_after_its_text(dataset_dir):
     assert {argv: _default_name(*load_config([*argv])) for argv in names} == names
 
 
-def test_a_tracker_that_is_not_installed_is_an_error(train):
-    with pytest.raises(UserError, match="aim is not installed; pip install aim"):
+def test_a_missing_tracker_is_an_error(train):
+    """Accelerate would ignore it silently."""
+    with pytest.raises(UserError, match="aim is not installed; run pip install aim"):
         train("--report_to", "aim")
-    with pytest.raises(UserError, match="there is no tracker 'tracki'; known are .*trackio"):
+    with pytest.raises(UserError, match="unknown tracker 'tracki'; choose from .*trackio"):
         train("--report_to", "tracki")
 
 
-def test_lines_fit_a_terminal_of_80_columns(train, dataset_dir, capsys, monkeypatch):
-    """All that the program itself prints, folders with long names aside."""
+def test_lines_fit_into_80_columns(train, dataset_dir, capsys, monkeypatch):
+    """Everything that the program prints fits, except for long folder names."""
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(recipe.train, "sample_from", lambda *args, **kwargs: "a sample")
-    output_dir = train("--save_steps", "4")
+    output_dir = train("--max_steps", "1", "--save_steps", "1")
     printed = capsys.readouterr().out.replace(str(output_dir), "runs/demo").replace(str(dataset_dir), "data")
     assert "--resume_from_checkpoint" in printed
     assert [line for line in printed.splitlines() if len(line) > 80] == []
 
 
-def test_throughput_stops_for_what_is_not_training(monkeypatch):
-    """The clock runs in training only, and the total leaves out the first lap, with its compilation."""
-    now = iter([0.0, 10.0, 50.0, 52.0, 53.0])
-    monkeypatch.setattr(time, "perf_counter", lambda: next(now))
-    throughput = Throughput()
-    assert throughput.tokens_per_second == 0
-    assert throughput.lap(1000) == 10 and throughput.tokens_per_second == 100
-    throughput.resume()  # 40 seconds of evaluation
-    assert (throughput.lap(4000), throughput.lap(5000)) == (2, 1)
-    assert throughput.tokens_per_second == 3000
+@pytest.fixture
+def meter(monkeypatch):
+    """A meter of 100 tokens per step with a clock that the test sets: `meter.read_at(seconds, losses)`."""
+    reset_accelerate()
+    accelerator, now = Accelerator(cpu=True), [0.0]
+    config = load_config(["--dataset_dir", "d", "--global_batch_size", "10", "--block_size", "10"])[0]
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=8, n_positions=10, vocab_size=10))
+    update = GuardedUpdate(config, accelerator, accelerator.prepare(build_optimizer(config, model)))
+    monkeypatch.setattr(recipe.run.meter, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    state = RunState(loss_sum=5.0, num_losses=1)
+    meter = recipe.run.meter.StepMeter(config, accelerator, model, state, started_at=-5.0)
+
+    def read_at(seconds, *losses):
+        for loss in losses:
+            meter.add(torch.tensor(loss))
+        state.step += len(losses)
+        now[0] = seconds
+        return meter.read(state, update, torch.tensor(0.5))
+
+    def resume_at(seconds):
+        now[0] = seconds
+        meter.resume()
+
+    yield types.SimpleNamespace(read_at=read_at, resume_at=resume_at, state=state, meter=meter)
+    reset_accelerate()
+
+
+def test_losses_are_averaged_between_log_lines(meter):
+    """A resumed run continues the average of its checkpoint, and a checkpoint stores an unfinished one."""
+    assert meter.read_at(1, 1.0, 3.0)["loss"] == pytest.approx((5 + 1 + 3) / 3)
+    assert meter.read_at(2, 4.0)["loss"] == 4
+    meter.meter.add(torch.tensor(6.0))
+    meter.meter.store(meter.state)
+    assert (meter.state.loss_sum, meter.state.num_losses) == (6, 1)
+
+
+def test_throughput_counts_training_only(meter):
+    """The clock excludes evaluations, and the total excludes the first lap, which compiles."""
+    assert meter.meter.tokens_per_second == 0
+    first = meter.read_at(10, 1.0, 1.0)
+    assert first["tokens_per_second"] == 20 == meter.meter.tokens_per_second
+    assert (first["tokens_seen"], first["share_outside_training"]) == (200, 0)
+    meter.resume_at(50)  # after 40 seconds of evaluation
+    second = meter.read_at(52, 1.0)
+    assert second["tokens_per_second"] == 50 == meter.meter.tokens_per_second
+    assert second["share_outside_training"] == pytest.approx(40 / 52)
+    assert meter.state.train_seconds == 12 and meter.meter.seconds_to_first_step == 15

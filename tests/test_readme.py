@@ -1,0 +1,171 @@
+"""README.md: its numbers are those of the result files, and its links, paths and options exist.
+
+A comment `<!-- table: FILE.json SECTION -->` before a table says where its numbers come from. SECTION is a key of the
+file, or several joined by dots; without it, the whole file counts.
+"""
+
+import json
+import re
+import shlex
+from collections.abc import Iterator
+
+import pytest
+from conftest import ROOT, run_script
+
+from recipe.command_line import CONFIGS_DIR
+
+TEXT = (ROOT / "README.md").read_text()
+TABLE = re.compile(r"<!-- table: (\S+) ?(\S*) -->\n+((?:\|.*\|\n)+)")
+NUMBER = re.compile(r"(?<![\w.])[+-]?\d[\d,]*(?:\.\d+)?")
+MAX_LINES = 320
+# The quantity in each column of a table, from an entry of a result file and the first entry of its section.
+QUANTITIES = {
+    "tokens/s": lambda entry, first: entry["tokens_per_second"],
+    "its tokens/s": lambda entry, first: entry["tokens_per_second"],
+    "times": lambda entry, first: first["step_ms"] / entry["step_ms"],
+    "ours is as fast": lambda entry, first: entry["times"],
+    "step ms": lambda entry, first: entry["step_ms"],
+    "MFU": lambda entry, first: entry["mfu"] * 100,
+    "peak GB": lambda entry, first: entry["peak_memory_bytes"] / 1e9,
+    "loss against fp32's": lambda entry, first: entry["loss_delta"],
+}
+SCALES = (1, 100, 1e-9, 1e-6, 1e-3, 1 / 60)  # other columns: as measured, %, GB, MB, thousands or seconds, minutes
+# Programs that other projects provide, and the options of them that the README mentions.
+LAUNCHER_OPTIONS = {"config_file", "num_processes", "multi_gpu", "cpu"}
+OTHER_OPTIONS = {"requeue", "signal", "gpus_per_node"}  # of a cluster's scheduler
+
+
+def cells_of(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+
+
+def section_of(path: str, section: str) -> object:
+    found = json.loads((ROOT / path).read_text())
+    for key in filter(None, section.split(".")):
+        found = found[key]
+    return found
+
+
+def entries_of(path: str, section: str) -> dict[str, dict]:
+    """Return the entries of a section that ran, by their labels."""
+    found = section_of(path, section)
+    if isinstance(found, dict):
+        return {key: value if isinstance(value, dict) else {"value": value} for key, value in found.items()}
+    return {entry["what"]: entry for entry in found if "not_run" not in entry}
+
+
+def numbers_in(value: object) -> Iterator[float]:
+    """Yield all numbers of an entry, however deep."""
+    if isinstance(value, (dict, list)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from numbers_in(item)
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        yield value
+
+
+def is_rounded(shown: str, values: list[float]) -> bool:
+    """Return whether a printed number is one of the values, rounded to the digits that it shows."""
+    digits = len(shown.partition(".")[2])
+    return any(f"{float(shown.replace(',', '')):.{digits}f}" == f"{value:.{digits}f}" for value in values)
+
+
+@pytest.mark.parametrize(("path", "section", "table"), [m.groups() for m in TABLE.finditer(TEXT)])
+def test_tables_show_what_was_measured(path, section, table):
+    """Each number equals that of the entry with the row's label, and no entry of a list is missing."""
+    header, _, *rows = map(cells_of, table.splitlines())
+    entries = entries_of(path, section)
+    first, labels = next(iter(entries.values())), []
+    for label, *cells in rows:
+        labels.append(
+            next(name for name in (label.removesuffix(" (kept)"), label.replace(" ", "_")) if name in entries)
+        )
+        entry = entries[labels[-1]]
+        for column, cell in zip(header[1:], cells, strict=True):
+            values = [QUANTITIES[column](entry, first)] if column in QUANTITIES else [
+                value * scale for value in numbers_in(entry) for scale in SCALES]  # fmt: skip
+            shown = NUMBER.findall(cell)
+            assert shown or not cell, f"{label}: {column} shows no number: {cell}"
+            assert all(is_rounded(number, values) for number in shown), f"{label}: {column} shows {cell}, not {values}"
+    assert isinstance(section_of(path, section), dict) or labels == list(entries)
+
+
+def test_the_check_of_tables_notices_a_wrong_number():
+    assert is_rounded("1,234.6", [1234.56]) and is_rounded("-0.0005", [-0.00049]) and is_rounded("+0.0000", [1e-6])
+    assert not is_rounded("1,234.5", [1234.56]) and not is_rounded("0.01", [0.0012])
+    assert entries_of("scripts/benchmarks/ladder_cpu.json", "ladder")["bf16"]["tokens_per_second"] == 2646
+
+
+def test_the_length_of_the_readme():
+    assert len(TEXT.splitlines()) <= MAX_LINES
+
+
+def test_links_lead_to_existing_files():
+    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", TEXT) + re.findall(r'(?:src|srcset)="([^"]+)"', TEXT):
+        assert (ROOT / target).exists(), target
+
+
+def test_paths_exist():
+    """A path of recipe/, scripts/, tests/ or accelerate_configs/ anywhere in the text."""
+    paths = re.findall(r"(?<![\w/.-])(?:recipe|scripts|tests|accelerate_configs)/[\w./-]*\w", TEXT)
+    assert paths
+    for path in paths:
+        assert (ROOT / path).exists(), path
+
+
+def test_the_table_of_contents_leads_to_sections():
+    """Anchors follow GitHub's rule: lower case, no punctuation, hyphens for spaces."""
+    text = re.sub(r"^```.*?^```", "", TEXT, flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^##+ (.+)$", text, re.MULTILINE)
+    anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    links = re.findall(r"\]\(#([^)]+)\)", text)
+    assert len(links) >= 5 and set(links) <= anchors, set(links) - anchors
+
+
+def commands_in(text: str) -> Iterator[list[str]]:
+    """Yield the commands of the bash blocks, as words."""
+    for block in re.findall(r"^```bash\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        for line in block.replace("\\\n", " ").splitlines():
+            yield shlex.split(line, comments=True)
+
+
+@pytest.fixture(scope="module")
+def known_options():
+    """The options of a program: `known_options("scripts/run_ladder.py")`."""
+    known = {}
+
+    def find(program: str, capsys) -> set[str]:
+        if program not in known:
+            run_script(program, "--help")
+            known[program] = set(re.findall(r"--([a-z_]+)", capsys.readouterr().out))
+        return known[program]
+
+    return find
+
+
+def test_options_in_commands_exist(known_options, capsys):
+    """Every option after a program's name is one of that program, and every option before it is the launcher's."""
+    checked = 0
+    for words in commands_in(TEXT):
+        program = next((i for i, word in enumerate(words) if re.fullmatch(r"(recipe|scripts)/[\w/]+\.py", word)), None)
+        if program is None:
+            continue
+        options = [word[2:].split("=")[0] for word in words[program:] if word.startswith("--")]
+        assert set(options) <= known_options(words[program], capsys), words
+        launcher = {word[2:].split("=")[0] for word in words[:program] if word.startswith("--")}
+        assert launcher <= LAUNCHER_OPTIONS, words
+        checked += 1
+    assert checked >= 5
+
+
+def test_options_in_the_text_exist(known_options, capsys):
+    """An option that the text mentions belongs to a program of this project or to the launcher."""
+    programs = ["recipe/train.py", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "scripts").glob("*.py"))]
+    known = set().union(*(known_options(program, capsys) for program in programs if "bare_loop" not in program))
+    names = {name.replace("-", "_") for name in re.findall(r"(?<![\w-])--([a-z][a-z_-]+)", TEXT)}
+    assert names - known - LAUNCHER_OPTIONS - OTHER_OPTIONS == set()
+
+
+def test_recipes_in_commands_exist():
+    for words in commands_in(TEXT):
+        if "recipe/train.py" in words and "--config" in words:
+            assert (CONFIGS_DIR / f"{words[words.index('--config') + 1]}.yaml").is_file(), words
