@@ -20,7 +20,7 @@ SECTIONS = {
     "model_name_or_path": "Model",
     "global_batch_size": "Batch: the recipe fixes the global batch, the hardware fixes the micro-batch",
     "max_steps": "Optimizer and schedule",
-    "mixed_precision": "Precision, compilation and kernels: auto follows the launcher, then the hardware",
+    "mixed_precision": "Precision, compilation, kernels (auto: the launcher, then the hardware)",
     "logging_steps": "Periodic: logging, evaluation, checkpoints",
     "sample_prompt": "Publishing",
     "python_lists": "Slow baselines that only the optimization ladder uses",

@@ -55,7 +55,7 @@ class CheckpointSaver:
     def set_schedule(self, config: TrainConfig) -> None:
         """Use a new number of steps. The next checkpoint also writes training_config.yaml, so that the two agree."""
         self.config = config
-        self.identity |= {"max_steps": config.max_steps, "warmup_steps": config.warmup_steps}
+        self.identity = self.identity | {"max_steps": config.max_steps, "warmup_steps": config.warmup_steps}
         if not config.save_steps and self.accelerator.is_main_process:
             record_config(self.output_dir, config)
 

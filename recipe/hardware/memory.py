@@ -108,7 +108,7 @@ def find_micro_batch(
                     accelerator.backward(module(rows[:, :-1], rows[:, 1:]))
                 torch.accelerator.synchronize()
             except Exception as error:
-                if not should_reduce_batch_size(error):
+                if not is_out_of_memory(error):
                     raise
                 fits.zero_()
         accumulated = []
@@ -134,6 +134,11 @@ def _usable_bytes(device: torch.device, limit_gb: float | None) -> float:
     return usable if limit_gb is None else min(usable, limit_gb * 1e9)
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Return whether a smaller batch may avoid the error. Accelerate 1.15 matches messages, not the type."""
+    return isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error)
+
+
 def smaller_micro_batch(
     error: RuntimeError, config: TrainConfig, candidates: list[int], micro_batch_size: int, num_processes: int
 ) -> int:
@@ -142,7 +147,7 @@ def smaller_micro_batch(
     Re-raises any other error. Raises `UserError` with the options to pass if the size is fixed (a single candidate),
     or if other processes are in the middle of the same step.
     """
-    if not (isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error)):
+    if not is_out_of_memory(error):
         raise error
     share = config.global_batch_size // num_processes
     smaller = [size for size in range(micro_batch_size - 1, 0, -1) if share % size == 0]
