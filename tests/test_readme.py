@@ -13,6 +13,7 @@ import pytest
 from conftest import ROOT, run_script
 
 from recipe.command_line import CONFIGS_DIR
+from recipe.run.summary import describe_evaluation
 
 TEXT = (ROOT / "README.md").read_text()
 TABLE = re.compile(r"<!-- table: (\S+) ?(\S*) -->\n+((?:\|.*\|\n)+)")
@@ -169,3 +170,23 @@ def test_recipes_in_commands_exist():
     for words in commands_in(TEXT):
         if "recipe/train.py" in words and "--config" in words:
             assert (CONFIGS_DIR / f"{words[words.index('--config') + 1]}.yaml").is_file(), words
+
+
+def test_python_blocks_are_lines_of_the_loop():
+    """What the README shows of the loop is the loop."""
+    lines = [line.strip() for line in (ROOT / "recipe" / "train.py").read_text().splitlines()]
+    blocks = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    assert blocks
+    for block in blocks:
+        shown = [line.strip() for line in block.splitlines()]
+        start = lines.index(shown[0])
+        assert lines[start : start + len(shown)] == shown
+
+
+def test_the_excerpt_of_the_demo_is_the_recorded_run():
+    """The evaluations on the first screen are those of demo_cpu.jsonl."""
+    recorded = [json.loads(line) for line in (ROOT / "scripts/benchmarks/demo_cpu.jsonl").read_text().splitlines()]
+    expected = [
+        describe_evaluation(f"step {event['step']:>6,}", event) for event in recorded if event["event"] == "eval"
+    ]
+    assert [line for line in TEXT.splitlines() if line.startswith("step ")] == expected
