@@ -150,7 +150,7 @@ def test_only_the_head_of_a_streamed_text_is_prepared(tmp_path, jsonl_file, toke
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        (["--dataset_dir", "d"], "--streaming reads --train_file or --dataset_name"),
+        (["--dataset_dir", "d"], "--streaming requires --train_file or --dataset_name"),
         (["--train_file", "a.txt", "--data_placement", "ram"], "leave --data_placement and"),
         (["--train_file", "a.txt", "--dataloader_num_workers", "2"], "leave --data_placement and"),
         (["--train_file", "a.txt", "--shuffle_buffer_size", "0"], "shuffle_buffer_size must be at least 1"),

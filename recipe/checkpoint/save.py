@@ -5,7 +5,7 @@ import os
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -26,31 +26,25 @@ from recipe.optim.guard import GuardedUpdate
 CONFIG_NAME = "training_config.yaml"
 
 
+@dataclass
 class CheckpointSaver:
     """Saves in the background: training waits only for the copy of its state in host memory (12 bytes per parameter).
 
     If the previous checkpoint is not on disk when the next one is due, training waits for it too.
     """
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        output_dir: Path,
-        config: TrainConfig,
-        identity: dict,
-        model: PreTrainedModel,
-        model_config: PreTrainedConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        update: GuardedUpdate,
-        on_failure: Callable[[str], None],
-    ) -> None:
-        """identity: from `run_identity`. on_failure: gets the reason if a checkpoint could not be written."""
-        self.accelerator, self.output_dir, self.config, self.identity = accelerator, output_dir, config, identity
-        self.model, self.model_config, self.tokenizer, self.update = model, model_config, tokenizer, update
-        self.on_failure = on_failure
-        self.thread = ThreadPoolExecutor(1)
-        self.writing: Future | None = None
-        self.last_saved: int | None = None  # the step of the newest checkpoint, which may still be in progress
+    accelerator: Accelerator
+    output_dir: Path
+    config: TrainConfig
+    identity: dict  # from `run_identity`
+    model: PreTrainedModel
+    model_config: PreTrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    update: GuardedUpdate
+    on_failure: Callable[[str], None]  # gets the reason if a checkpoint could not be written
+    thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
+    writing: Future | None = None
+    last_saved: int | None = None  # the step of the newest checkpoint, which may still be in progress
 
     def set_schedule(self, config: TrainConfig) -> None:
         """Use a new number of steps. The next checkpoint also writes training_config.yaml, so that the two agree."""

@@ -93,8 +93,7 @@ def _find_id(text: Text, token_id: int | None) -> np.ndarray | tuple:
 
 def take_head(pieces: Iterable[Piece], characters: int) -> Iterator[Piece]:
     """Yield the first documents of each split, about `characters` of each; stop when both splits have some."""
-    taken = {"train": 0, "validation": 0}
-    ended = {"train": True, "validation": True}
+    taken, ended = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, True)
     for piece in pieces:
         if taken[piece.split] < characters or not ended[piece.split]:
             yield piece

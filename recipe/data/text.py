@@ -1,7 +1,4 @@
-"""Files, Hub datasets or the Python standard library -> pieces of documents, assigned to train or validation.
-
-A document comes in one or more pieces; the last one is marked. Tokens are not known here.
-"""
+"""Files, Hub datasets or the Python standard library -> pieces of documents, assigned to train or validation."""
 
 import functools
 import hashlib
@@ -27,7 +24,7 @@ from recipe.data.files import (
     suffix_and_compression,
     texts_of,
 )
-from recipe.errors import UserError, check_local_path
+from recipe.errors import UserError, check_local_path, one_line
 
 if TYPE_CHECKING:  # training on a packed dataset does not need it
     import datasets
@@ -55,19 +52,19 @@ class TextSource:
     shard_index: int = 0
 
     def __post_init__(self):
-        if not 0 <= self.shard_index < self.num_shards:
-            raise UserError(
-                f"shard_index must be from 0 to num_shards - 1 = {self.num_shards - 1}, got {self.shard_index}"
-            )
-        if bool(self.train_files) == bool(self.dataset_name):
-            raise UserError("pass exactly one of --train_file and --dataset_name")
-        if self.validation_files and not self.train_files:
-            raise UserError("--validation_file needs --train_file")
-        percentage = self.validation_split_percentage
-        if not 0 < percentage < 100:
-            raise UserError(f"validation_split_percentage must be between 0 and 100, got {percentage}")
-        if self.document_separator == "":
-            raise UserError("document_separator must not be empty")
+        last, percentage = self.num_shards - 1, self.validation_split_percentage
+        for is_valid, message in (
+            (
+                0 <= self.shard_index <= last,
+                f"shard_index must be from 0 to num_shards - 1 = {last}, got {self.shard_index}",
+            ),
+            (bool(self.train_files) != bool(self.dataset_name), "pass exactly one of --train_file and --dataset_name"),
+            (self.train_files or not self.validation_files, "--validation_file needs --train_file"),
+            (0 < percentage < 100, f"validation_split_percentage must be between 0 and 100, got {percentage}"),
+            (self.document_separator != "", "document_separator must not be empty"),
+        ):
+            if not is_valid:
+                raise UserError(message)
         for path in self._train_paths + self._validation_paths:
             kind_of(path)  # raises for an unsupported kind
 
@@ -116,11 +113,10 @@ class TextSource:
 
     def describe_emptiness(self, report: ReadReport) -> str:
         """Return the message for a source without training documents. report: of reading all of it."""
-        names = [*self.train_files[:3], "..."] if len(self.train_files) > 3 else self.train_files
-        where = f"there is no text in {f'dataset {self.dataset_name}' if self.dataset_name else ', '.join(names)}"
+        reason = "it is empty or holds only white space"
         if report.skipped:
-            return f"{where}: skipped files: {len(report.skipped):,}, the first because: {report.skipped[0]}"
-        return f"{where}: it is empty or holds only white space"
+            reason = f"skipped files: {len(report.skipped):,}, the first because: {report.skipped[0]}"
+        return f"there is no text in {self.dataset_name or ', '.join(self.train_files[:3])}: {reason}"
 
     @functools.cached_property
     def revision(self) -> str | None:
@@ -135,12 +131,12 @@ class TextSource:
     @property
     def _options(self) -> tuple:
         """Everything but the text that determines the documents; equal for all shards of a dataset."""
-        dataset = (self.dataset_name, self.dataset_config_name, self.dataset_split, self.revision)
-        reading = (self.text_column_name, self.document_separator, self.validation_split_percentage)
-        amount = (len(self._validation_paths), self.head_characters, self.num_shards)
-        # Older versions lost text in shards of a dataset without a validation split; do not reuse those shards.
-        has_validation = (self.has_validation,) if self.dataset_name and self.num_shards > 1 else ()
-        return dataset + reading + amount + has_validation
+        options = (
+            *(self.dataset_name, self.dataset_config_name, self.dataset_split, self.revision),
+            *(self.text_column_name, self.document_separator, self.validation_split_percentage),
+            *(len(self._validation_paths), self.head_characters, self.num_shards),
+        )
+        return (*options, self.has_validation) if self.dataset_name and self.num_shards > 1 else options
 
     @property
     def _dataset_files(self) -> list[Path]:
@@ -185,14 +181,8 @@ class TextSource:
     def _all_pieces(self, report: ReadReport, eos_token_id: int | None) -> Iterator[Piece]:
         if self._is_a_few_texts():  # too few documents to hold some out: hold out the end of each
             for path in self.files:
-                try:
-                    num_bytes = count_bytes(path)
-                except UserError as error:
-                    if not self.skip_bad_files:
-                        raise
-                    report.skipped.append(str(error))
-                    continue
-                yield from cut_off_tail(self._read_files([path], report), num_bytes, self.validation_split_percentage)
+                parts = self._read_files([path], report)
+                yield from cut_off_tail(parts, count_bytes(path), self.validation_split_percentage)
             return
         validation: Iterable[Part] = ()
         if self.train_files:
@@ -203,10 +193,8 @@ class TextSource:
             train, by_file = ((text, True) for text in read_standard_library()), False
         else:
             if self.dataset_split not in self._splits:
-                raise UserError(
-                    f"dataset {self.dataset_name} has no split '{self.dataset_split}' "
-                    f"(it has {', '.join(self._splits)}); pass --dataset_split"
-                )
+                missing = f"has no split '{self.dataset_split}' (it has {', '.join(self._splits)})"
+                raise UserError(f"dataset {self.dataset_name} {missing}; pass --dataset_split")
             rows = self._splits[self.dataset_split]
             by_file = self.num_shards > 1 and getattr(rows, "num_shards", 1) >= self.num_shards
             train = self._read_rows(rows.shard(self.num_shards, self.shard_index) if by_file else rows)
@@ -258,8 +246,7 @@ class TextSource:
         except UserError:
             raise
         except Exception as error:  # the network, datasets and pyarrow raise various errors
-            reason = " ".join(str(error).split())[:300]
-            raise UserError(f"cannot read dataset {self.dataset_name}: {reason}") from error
+            raise UserError(f"cannot read dataset {self.dataset_name}: {one_line(error)}") from error
 
     def _documents_of_shard(self, parts: Iterable[Part]) -> Iterator[Part]:
         """Yield every num_shards-th document."""
@@ -282,7 +269,7 @@ def open_dataset(name: str, config_name: str | None, revision: str | None) -> "d
         else:
             loaded = datasets.load_dataset(name, config_name, revision=revision, streaming=True)
     except Exception as error:  # the Hub client, datasets and the file system raise various errors
-        raise UserError(f"cannot open dataset {name}: {' '.join(str(error).split())[:300]}") from error
+        raise UserError(f"cannot open dataset {name}: {one_line(error)}") from error
     return loaded if isinstance(loaded, dict) else {"train": loaded}
 
 
