@@ -20,7 +20,6 @@ from tokenizers import normalizers, pre_tokenizers
 
 from recipe.command_line import load_config
 from recipe.data import encoder, files, prepare, writer
-from recipe.data import text as text_module
 from recipe.data.documents import split_documents
 from recipe.data.encoder import build_text_encoder
 from recipe.data.packed import PackedSplit, open_packed_dataset
@@ -473,15 +472,10 @@ def test_shards_of_a_dataset_lose_no_document(tmp_path, documents, tokenizer_dir
 def test_a_dataset_is_opened_once(tmp_path, documents, monkeypatch):
     """Training a tokenizer, looking for a validation split and packing share one opening, which may be slow."""
     datasets.Dataset.from_dict({"text": documents}).save_to_disk(tmp_path / "data")
-    opened, original = [], text_module.open_dataset
-
-    def open_and_count(*args):
-        opened.append(args)
-        return original(*args)
-
-    monkeypatch.setattr(text_module, "open_dataset", open_and_count)
+    opening = create_autospec(datasets.load_from_disk, side_effect=datasets.load_from_disk)
+    monkeypatch.setattr(datasets, "load_from_disk", opening)
     prepare_dataset(TextSource(dataset_name=str(tmp_path / "data")), tmp_path / "d", 16, None, 400)
-    assert len(opened) == 1
+    opening.assert_called_once()
 
 
 def test_a_separator_that_never_occurs_is_reported(tmp_path, documents, jsonl_file, tokenizer_dir, capsys):

@@ -1,8 +1,7 @@
 """Find, verify and load checkpoints. `recipe/checkpoint/save.py` writes and prunes them.
 
-`checkpoint-<step>/` is a model folder (`from_pretrained` loads model and tokenizer) that also holds the training state
-and a manifest of every file's size and SHA-256. `step` alone is the position in a packed dataset
-(recipe/data/batches.py); for streamed text, `position` is where to read it (recipe/data/streaming.py).
+`checkpoint-<step>/` is a model folder (`from_pretrained` loads model and tokenizer) with the training state. `step` is
+the position in a packed dataset (recipe/data/batches.py), and `position` that in a streamed text.
 """
 
 import dataclasses
@@ -104,8 +103,7 @@ def find_checkpoint(output_dir: Path, resume_from_checkpoint: str | None) -> Pat
             raise UserError(f"--resume_from_checkpoint: there is no checkpoint in {directory}")
     reasons = []
     for candidate in reversed(candidates or [directory]):
-        reason = why_damaged(candidate)
-        if reason is None:
+        if (reason := why_damaged(candidate)) is None:
             return candidate
         reasons.append(f"{candidate}: {reason}")
         print(f"skipping {reasons[-1]}", flush=True)

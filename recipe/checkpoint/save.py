@@ -59,7 +59,10 @@ class CheckpointSaver:
         Raises `UserError` if the previous checkpoint failed and `on_failure` stops the run.
         """
         on_main_process(self.wait)  # the others would time out in a device collective if the disk is slow
-        rng = gather_object([_rng_state()])
+        rng_state = {"cpu": torch.get_rng_state()}  # a run draws nothing from Python's or numpy's generators
+        if torch.cuda.is_available():
+            rng_state["cuda"] = torch.cuda.get_rng_state()
+        rng = gather_object([rng_state])
         final = checkpoint_dir(self.output_dir, state.step)
         self.last_saved = state.step
         if self.accelerator.is_main_process:
@@ -142,11 +145,3 @@ def _remove(directory: Path) -> None:
         shutil.rmtree(hidden, ignore_errors=True)
         os.rename(directory, hidden)
         shutil.rmtree(hidden)
-
-
-def _rng_state() -> dict[str, torch.Tensor]:
-    """Return the state of torch's generators; a run draws nothing from Python's or numpy's."""
-    state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state

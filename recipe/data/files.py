@@ -144,9 +144,8 @@ def texts_of(rows: Iterable[dict], column: str, where: str) -> Iterator[Text]:
         if isinstance(text, (list, np.ndarray)):
             ids = np.asarray(text)
             if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
-                raise UserError(
-                    f"{where}, row {number}: column '{column}' holds a list that is not a list of token ids"
-                )
+                found = f"column '{column}' holds a list that is not a list of token ids"
+                raise UserError(f"{where}, row {number}: {found}")
             if len(ids):
                 yield ids.astype(np.int64)
             continue
@@ -177,8 +176,6 @@ def expand_paths(paths: Iterable[str]) -> list[str]:
     """Replace each folder by the supported files in it and each glob pattern by its matches, sorted."""
     files: list[str] = []
     for path in paths:
-        if not path:
-            raise UserError("a file name is empty")
         is_folder = Path(path).is_dir()
         pattern = f"{glob.escape(path)}/**" if is_folder else path
         found = [path] if Path(path).is_file() else sorted(glob.glob(pattern, recursive=True))
@@ -228,10 +225,8 @@ def read_standard_library() -> Iterator[str]:
     skipped = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "pydoc_data", "encodings"}
     sources = sorted(p for p in root.rglob("*.py") if not skipped & set(p.relative_to(root).parts))
     if len(sources) < 50:
-        raise UserError(
-            f"{root} holds no Python sources for the demo to train on; "
-            "pass --train_file TEXT.txt with a megabyte of text or more"
-        )
+        remedy = "pass --train_file TEXT.txt with a megabyte of text or more"
+        raise UserError(f"{root} holds no Python sources for the demo to train on; {remedy}")
     try:
         from pydoc_data.topics import topics
     except ImportError:  # some distributions omit the documentation

@@ -127,11 +127,9 @@ def open_packed_dataset(directory: Path, block_size: int | None = None) -> Packe
         reason = error if isinstance(error, UserError) else short_reason(error)
         remedy = "prepare it again with scripts/prepare_data.py --overwrite"
         raise UserError(f"{directory} is not a complete packed dataset ({reason}); {remedy}") from error
-    if block_size is not None and metadata["block_size"] != block_size:
-        raise UserError(
-            f"{directory} has block_size {metadata['block_size']}, but the run requests {block_size}; "
-            f"pass --block_size {metadata['block_size']} or prepare it with {block_size}"
-        )
+    if block_size not in (None, found := metadata["block_size"]):
+        remedy = f"pass --block_size {found} or prepare it with {block_size}"
+        raise UserError(f"{directory} has block_size {found}, but the run requests {block_size}; {remedy}")
     return PackedDataset(directory, metadata, splits)
 
 

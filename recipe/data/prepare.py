@@ -54,13 +54,10 @@ def prepare_dataset(
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             made_from = json.loads((directory / "metadata.json").read_text())["fingerprint"]
         if made_from == fingerprint:
-            try:
+            with contextlib.suppress(UserError) if overwrite else contextlib.nullcontext():  # it may be damaged
                 opened = open_packed_dataset(directory, block_size)
                 say(f"{directory} is already prepared from this input")
                 return opened
-            except UserError:  # it is damaged
-                if not overwrite:
-                    raise
         elif made_from is None and not (directory / "metadata.json").is_file():
             raise UserError(f"{directory} exists and is not a packed dataset; choose another folder")
         elif not overwrite:
@@ -120,8 +117,6 @@ def _pack(
             say(f"skipped: {reason}")
         if report.skipped:
             say(f"skipped files: {len(report.skipped):,}; the text before the damage in each file is kept")
-        if not writer.splits["train"].counts["documents"] and source.num_shards == 1:
-            raise UserError(source.describe_emptiness(report))
         if source.document_separator is not None and not report.num_separators:
             say(f"warning: --document_separator {source.document_separator!r} has no effect: no .txt file holds it")
         found = {"skipped_files": len(report.skipped), "duplicates_of_validation": report.duplicates_of_validation}

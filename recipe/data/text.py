@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from huggingface_hub import HfApi
 
@@ -25,9 +24,6 @@ from recipe.data.files import (
     texts_of,
 )
 from recipe.errors import UserError, check_local_path, one_line
-
-if TYPE_CHECKING:  # training on a packed dataset does not need it
-    import datasets
 
 
 @dataclass(frozen=True)
@@ -52,12 +48,9 @@ class TextSource:
     shard_index: int = 0
 
     def __post_init__(self):
-        last, percentage = self.num_shards - 1, self.validation_split_percentage
+        index, last, percentage = self.shard_index, self.num_shards - 1, self.validation_split_percentage
         for is_valid, message in (
-            (
-                0 <= self.shard_index <= last,
-                f"shard_index must be from 0 to num_shards - 1 = {last}, got {self.shard_index}",
-            ),
+            (0 <= index <= last, f"shard_index must be from 0 to num_shards - 1 = {last}, got {index}"),
             (bool(self.train_files) != bool(self.dataset_name), "pass exactly one of --train_file and --dataset_name"),
             (self.train_files or not self.validation_files, "--validation_file needs --train_file"),
             (0 < percentage < 100, f"validation_split_percentage must be between 0 and 100, got {percentage}"),
@@ -95,8 +88,21 @@ class TextSource:
         return self.dataset_split == "train" and "validation" in self._splits
 
     @functools.cached_property
-    def _splits(self) -> "dict[str, datasets.IterableDataset]":
-        return open_dataset(self.dataset_name, self.dataset_config_name, self.revision)
+    def _splits(self) -> dict:
+        """The splits of a Hub dataset, a local one, or one written by `save_to_disk`, opened for streaming."""
+        import datasets  # not at the top, because training on a packed dataset does not need it
+
+        folder = Path(self.dataset_name)
+        check_local_path(self.dataset_name)
+        try:
+            if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
+                loaded = datasets.load_from_disk(folder)
+            else:
+                options = {"revision": self.revision, "streaming": True}
+                loaded = datasets.load_dataset(self.dataset_name, self.dataset_config_name, **options)
+        except Exception as error:  # the Hub client, datasets and the file system raise various errors
+            raise UserError(f"cannot open dataset {self.dataset_name}: {one_line(error)}") from error
+        return loaded if isinstance(loaded, dict) else {"train": loaded}
 
     @property
     def num_bytes(self) -> int | None:
@@ -110,13 +116,6 @@ class TextSource:
         held_out = None if self.has_validation else self.validation_split_percentage
         names = ("dataset_name", "dataset_config_name") if self.dataset_name else ("train_files", "validation_files")
         return {**{name: getattr(self, name) for name in names}, "validation_split_percentage": held_out}
-
-    def describe_emptiness(self, report: ReadReport) -> str:
-        """Return the message for a source without training documents. report: of reading all of it."""
-        reason = "it is empty or holds only white space"
-        if report.skipped:
-            reason = f"skipped files: {len(report.skipped):,}, the first because: {report.skipped[0]}"
-        return f"there is no text in {self.dataset_name or ', '.join(self.train_files[:3])}: {reason}"
 
     @functools.cached_property
     def revision(self) -> str | None:
@@ -175,8 +174,17 @@ class TextSource:
         Every shard yields the whole separate validation text, to find its duplicates in the training text.
         report: filled in while documents are read; eos_token_id: ends documents in token ids.
         """
-        pieces = self._all_pieces(report or ReadReport(), eos_token_id)
-        return take_head(pieces, self.head_characters) if self.head_characters else pieces
+        report, is_empty = report or ReadReport(), self.num_shards == 1  # a shard may be empty
+        pieces = self._all_pieces(report, eos_token_id)
+        for piece in take_head(pieces, self.head_characters) if self.head_characters else pieces:
+            is_empty = is_empty and piece.split != "train"
+            yield piece
+        if is_empty:
+            reason = "it is empty or holds only white space"
+            if report.skipped:
+                reason = f"skipped files: {len(report.skipped):,}, the first because: {report.skipped[0]}"
+            where = self.dataset_name or ", ".join(self.train_files[:3])
+            raise UserError(f"there is no text in {where}: {reason}")
 
     def _all_pieces(self, report: ReadReport, eos_token_id: int | None) -> Iterator[Piece]:
         if self._is_a_few_texts():  # too few documents to hold some out: hold out the end of each
@@ -210,16 +218,12 @@ class TextSource:
             yield from split_documents(train, self.validation_split_percentage, exact=self.num_shards == 1)
 
     def train_texts(self) -> Iterator[str]:
-        """Yield the training text, to train a tokenizer. Raises `UserError` if there is none."""
-        is_empty, report = True, ReadReport()
-        for piece in self.pieces(report):
+        """Yield the training text, to train a tokenizer."""
+        for piece in self.pieces():
             if not isinstance(piece.text, str):
                 raise UserError(f"column '{self.text_column_name}' is already tokenized; pass its --tokenizer_name")
             if piece.split == "train":
-                is_empty = False
                 yield piece.text
-        if is_empty:
-            raise UserError(self.describe_emptiness(report))
 
     def _is_a_few_texts(self) -> bool:
         if self.document_separator is not None or self.dataset_name or self.validation_files or self.num_shards > 1:
@@ -241,8 +245,7 @@ class TextSource:
 
     def _read_rows(self, rows: Iterable[dict]) -> Iterator[Part]:
         try:
-            for text in texts_of(rows, self.text_column_name, f"dataset {self.dataset_name}"):
-                yield text, True
+            yield from ((text, True) for text in texts_of(rows, self.text_column_name, f"dataset {self.dataset_name}"))
         except UserError:
             raise
         except Exception as error:  # the network, datasets and pyarrow raise various errors
@@ -257,26 +260,9 @@ class TextSource:
             number += ends
 
 
-def open_dataset(name: str, config_name: str | None, revision: str | None) -> "dict[str, datasets.IterableDataset]":
-    """Open the splits of a Hub dataset, a local one, or one written by `save_to_disk`, for streaming."""
-    import datasets
-
-    folder = Path(name)
-    check_local_path(name)
-    try:
-        if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
-            loaded = datasets.load_from_disk(name)
-        else:
-            loaded = datasets.load_dataset(name, config_name, revision=revision, streaming=True)
-    except Exception as error:  # the Hub client, datasets and the file system raise various errors
-        raise UserError(f"cannot open dataset {name}: {one_line(error)}") from error
-    return loaded if isinstance(loaded, dict) else {"train": loaded}
-
-
 def name_of_text(text: str) -> str:
     """Derive a folder name from a path, pattern or Hub id: its last part without suffixes and special characters."""
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(text).name.split(".")[0]).strip("-.")
-    return name or "text"
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(text).name.split(".")[0]).strip("-.") or "text"
 
 
 def _name_size_time(path: Path) -> bytes:

@@ -43,6 +43,7 @@ class SplitWriter:
         self.dtype = np.uint16 if vocab_size <= 2**16 else np.int32
         column = datasets.List(datasets.Value(np.dtype(self.dtype).name), length=block_size + 1)
         self.features = datasets.Features({"input_ids": column})
+        self.info = datasets.DatasetInfo(features=self.features)
         path = self.directory / DATA_NAME
         if saved is None:
             self.directory.mkdir(parents=True)
@@ -102,9 +103,7 @@ class SplitWriter:
         self.commit()
         self.file.write(ARROW_END_OF_STREAM)
         self.file.close()
-        import datasets
-
-        datasets.DatasetInfo(features=self.features).write_to_directory(str(self.directory))
+        self.info.write_to_directory(str(self.directory))
         batches = [[DATA_NAME, offset, num_rows] for offset, num_rows in self.state["batches"]]
         layout = {"block_size": self.block_size, "dtype": np.dtype(self.dtype).name, "batches": batches}
         return {**self.counts, **write_index(self.directory, self.split, self.state["sha256"], [DATA_NAME], layout)}

@@ -51,11 +51,9 @@ def build_model_config(
     """
     overrides = config.config_overrides or {}
     for key in overrides:
-        if key in MANAGED:
-            raise UserError(f"config_overrides must not set {key}: {MANAGED[key]}")
         if key not in MODEL_OPTIONS:
-            hint = did_you_mean(key, MODEL_OPTIONS, otherwise=f"it can set {', '.join(MODEL_OPTIONS)}")
-            raise UserError(f"config_overrides has no '{key}'; {hint}")
+            nearest = did_you_mean(key, MODEL_OPTIONS, otherwise=f"it can set {', '.join(MODEL_OPTIONS)}")
+            raise UserError(f"config_overrides cannot set '{key}'; {MANAGED.get(key, nearest)}")
     token_ids = {"vocab_size": vocab_size, "bos_token_id": eos_token_id, "eos_token_id": eos_token_id}
     values = {**token_ids, **NO_DROPOUT, **overrides}
     try:
