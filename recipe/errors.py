@@ -52,9 +52,14 @@ def did_you_mean(
     return f"did you mean {prefix}{nearest[0]}?" if nearest else otherwise
 
 
+def one_line(error: BaseException) -> str:
+    """Return the message of another library's exception in one line, or the exception's name if it has none."""
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
 def short_reason(error: BaseException) -> str:
-    """Summarize another library's exception in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    """Summarize another library's exception in one line: its name and message."""
+    return f"{type(error).__name__}: {one_line(error)}"
 
 
 def check_local_path(name: str) -> None:

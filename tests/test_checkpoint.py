@@ -129,7 +129,7 @@ def test_no_checkpoint_to_resume_from(train, tmp_path):
     """A run never starts over silently, and the advice mentions only what is possible."""
     with pytest.raises(UserError, match="there is no checkpoint in"):
         train(*LATEST)
-    with pytest.raises(UserError, match="is not a checkpoint"):
+    with pytest.raises(UserError, match="there is no checkpoint in"):
         train("--resume_from_checkpoint", str(tmp_path))
     without = train("--max_steps", "1")
     with pytest.raises(UserError, match="holds another run") as caught:

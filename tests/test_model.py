@@ -234,9 +234,9 @@ def test_weights_of_another_model_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ("n_layers=4", "config_overrides has no 'n_layers'; did you mean n_layer?"),
-        ("vocab_size=9", "must not set vocab_size: it follows the tokenizer"),
-        ("n_positions=9", "must not set n_positions: set block_size"),
+        ("n_layers=4", "config_overrides cannot set 'n_layers'; did you mean n_layer?"),
+        ("vocab_size=9", "cannot set 'vocab_size'; it follows the tokenizer"),
+        ("n_positions=9", "cannot set 'n_positions'; set block_size"),
         ("n_embd=100,n_head=12", "n_embd 100 is not divisible by n_head 12; n_head could be 1, 2, 4, 5, 10"),
         ("n_layer=0", "n_layer must be from 1 to 1,000,000, got 0"),
         ("n_layer=1000001", "n_layer must be from 1 to 1,000,000"),
@@ -251,7 +251,7 @@ def test_weights_of_another_model_are_refused(tmp_path):
         ("resid_pdrop=half", r"'resid_pdrop' with value 'half' .*float.*int[^.]*$"),
         ("initializer_range=-1.0", "initializer_range must be from 1e-12 to 10"),
         ("tie_word_embeddings=1", "'tie_word_embeddings' expected bool, got int"),
-        ("dtype=bfloat16", "has no 'dtype'; it can set n_layer, "),
+        ("dtype=bfloat16", "cannot set 'dtype'; it can set n_layer, "),
         ("n_head=0", "n_head must be from 1 to"),
         ("activation_function=swishy", "activation_function is named 'swishy'"),
     ],

@@ -14,9 +14,8 @@ from recipe.data import documents, encoder, prepare, streaming
 from recipe.data.batches import TrainOrder
 from recipe.data.documents import Piece, take_head
 from recipe.data.prepare import open_dataset_for
-from recipe.data.streaming import Position, StreamedRows, read_windows
+from recipe.data.streaming import Position, StreamedRows
 from recipe.data.text import TextSource
-from recipe.data.tokenizer import load_tokenizer
 from recipe.errors import ProcessError, UserError
 
 
@@ -35,7 +34,7 @@ BEGIN = Position()
 
 
 def windows_of(source, tokenizer_dir, num_rows, start=BEGIN):
-    return read_windows(source, load_tokenizer(str(tokenizer_dir)), BLOCK_SIZE, num_rows, start, num_workers=2)
+    return StreamedRows(source, tokenizer_dir, BLOCK_SIZE, TrainOrder(num_rows, 1, 1, 1), start, 2).windows()
 
 
 @pytest.mark.parametrize("num_rows", [1, 7, 64, 10_000])

@@ -234,7 +234,7 @@ GOOD = b'{"text": "good"}\n'
 BAD_FILES = {
     "latin.txt": ("Stra\xdfe".encode("latin-1"), "latin.txt is not UTF-8 text"),
     "broken.jsonl": (GOOD + b'{"text": \n', "broken.jsonl: line 2 is not JSON"),
-    "list.jsonl": (GOOD + b"[1]\n", "line 2 is a list, not an object"),
+    "list.jsonl": (GOOD + b"[1]\n", "row 2 is a list, not an object"),
     "row.jsonl": (GOOD + b'{"content": "x"}\n', r"row 2 has no column 'text' \(it has content\), unlike row 1"),
     "deep.jsonl": (GOOD + b'{"n": ' + b"[" * 10**5 + b"\n", "cannot read .*deep.jsonl: maximum recursion"),
     "column.jsonl": (b'{"body": "a", "id": 1}\n', "no column 'text'; pass --text_column_name with one of body, id"),

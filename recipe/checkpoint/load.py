@@ -1,8 +1,7 @@
 """Find, verify and load checkpoints. `recipe/checkpoint/save.py` writes and prunes them.
 
-`checkpoint-<step>/` is a model folder (`from_pretrained` loads model and tokenizer) that also holds the training state
-and a manifest of every file's size and SHA-256. `step` alone is the position in a packed dataset
-(recipe/data/batches.py); for streamed text, `position` is where to read it (recipe/data/streaming.py).
+`checkpoint-<step>/` is a model folder (`from_pretrained` loads model and tokenizer) with the training state. `step` is
+the position in a packed dataset (recipe/data/batches.py), and `position` that in a streamed text.
 """
 
 import dataclasses
@@ -96,24 +95,20 @@ def find_checkpoint(output_dir: Path, resume_from_checkpoint: str | None) -> Pat
         return None
     directory = output_dir if resume_from_checkpoint in ("auto", "latest") else Path(resume_from_checkpoint)
     candidates = list_checkpoints(directory)
-    if not candidates and resume_from_checkpoint == "auto":
-        print(f"no checkpoint in {directory}: the run starts at step 0", flush=True)
-        return None
-    if not candidates and resume_from_checkpoint == "latest":
-        raise UserError(f"--resume_from_checkpoint latest: there is no checkpoint in {output_dir}")
-    if not candidates and not any((directory / name).is_file() for name in (STATE_NAME, MANIFEST_NAME)):
-        raise UserError(f"--resume_from_checkpoint: {directory} is not a checkpoint (it has no {MANIFEST_NAME})")
+    if not candidates:
+        if resume_from_checkpoint == "auto":
+            print(f"no checkpoint in {directory}: the run starts at step 0", flush=True)
+            return None
+        if not any((directory / name).is_file() for name in (STATE_NAME, MANIFEST_NAME)):
+            raise UserError(f"--resume_from_checkpoint: there is no checkpoint in {directory}")
     reasons = []
     for candidate in reversed(candidates or [directory]):
-        reason = why_damaged(candidate)
-        if reason is None:
+        if (reason := why_damaged(candidate)) is None:
             return candidate
         reasons.append(f"{candidate}: {reason}")
         print(f"skipping {reasons[-1]}", flush=True)
-    raise UserError(
-        f"found no valid checkpoint to resume from ({'; '.join(reasons)}); choose another one, or start over with "
-        "--overwrite or another --output_dir"
-    )
+    remedy = "choose another one, or start over with --overwrite or another --output_dir"
+    raise UserError(f"found no valid checkpoint to resume from ({'; '.join(reasons)}); {remedy}")
 
 
 def read_state(directory: Path) -> dict:
@@ -149,12 +144,11 @@ def check_identity(directory: Path, identity: dict, change_schedule: bool, outpu
         if refused <= set(SCHEDULE_OPTIONS):
             remedy = "add --change_schedule to resume with these, or " + remedy
         raise UserError(f"{directory} belongs to a run with other options: {listed}; {remedy}")
-    others = [path for path in list_checkpoints(directory.parent) if path.name != directory.name]
-    newer = [path.name for path in others if _step_of(path) > content["step"]]
+    newer = [path.name for path in list_checkpoints(directory.parent) if _step_of(path) > content["step"]]
     if changes and newer and output_dir.absolute() == directory.parent.absolute():
+        remedy = "choose another --output_dir for the run with the new schedule"
         raise UserError(
-            f"{directory.parent} holds newer checkpoints of the old schedule ({', '.join(newer)}); choose another "
-            "--output_dir for the run with the new schedule"
+            f"{directory.parent} holds newer checkpoints of the old schedule ({', '.join(newer)}); {remedy}"
         )
     if identity["max_steps"] < content["step"]:
         raise UserError(f"{directory} has done {content['step']} steps already; max_steps must be at least that")
@@ -176,7 +170,10 @@ def load_checkpoint(
             accelerator.scaler.load_state_dict(content["scaler"])
         rng = torch.load(directory / RNG_NAME, weights_only=True)
         if accelerator.process_index in rng:  # additional processes keep their fresh seed
-            _restore_rng(rng[accelerator.process_index])
+            state = rng[accelerator.process_index]
+            torch.set_rng_state(state["cpu"])
+            if "cuda" in state and torch.cuda.is_available():
+                torch.cuda.set_rng_state(state["cuda"])
     except Exception as error:  # a file of another version or shape: each reader raises its own
         raise _damaged(directory, error) from error
     return RunState(**{name: content[name] for name in STATE_FIELDS})
@@ -188,9 +185,3 @@ def _short(value: object) -> str:
 
 def _damaged(directory: Path, error: Exception) -> UserError:
     return UserError(f"{directory} is damaged ({short_reason(error)}); resume from another checkpoint")
-
-
-def _restore_rng(state: dict[str, torch.Tensor]) -> None:
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])

@@ -5,7 +5,7 @@ import os
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -26,31 +26,25 @@ from recipe.optim.guard import GuardedUpdate
 CONFIG_NAME = "training_config.yaml"
 
 
+@dataclass
 class CheckpointSaver:
     """Saves in the background: training waits only for the copy of its state in host memory (12 bytes per parameter).
 
     If the previous checkpoint is not on disk when the next one is due, training waits for it too.
     """
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        output_dir: Path,
-        config: TrainConfig,
-        identity: dict,
-        model: PreTrainedModel,
-        model_config: PreTrainedConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        update: GuardedUpdate,
-        on_failure: Callable[[str], None],
-    ) -> None:
-        """identity: from `run_identity`. on_failure: gets the reason if a checkpoint could not be written."""
-        self.accelerator, self.output_dir, self.config, self.identity = accelerator, output_dir, config, identity
-        self.model, self.model_config, self.tokenizer, self.update = model, model_config, tokenizer, update
-        self.on_failure = on_failure
-        self.thread = ThreadPoolExecutor(1)
-        self.writing: Future | None = None
-        self.last_saved: int | None = None  # the step of the newest checkpoint, which may still be in progress
+    accelerator: Accelerator
+    output_dir: Path
+    config: TrainConfig
+    identity: dict  # from `run_identity`
+    model: PreTrainedModel
+    model_config: PreTrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    update: GuardedUpdate
+    on_failure: Callable[[str], None]  # gets the reason if a checkpoint could not be written
+    thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
+    writing: Future | None = None
+    last_saved: int | None = None  # the step of the newest checkpoint, which may still be in progress
 
     def set_schedule(self, config: TrainConfig) -> None:
         """Use a new number of steps. The next checkpoint also writes training_config.yaml, so that the two agree."""
@@ -65,7 +59,10 @@ class CheckpointSaver:
         Raises `UserError` if the previous checkpoint failed and `on_failure` stops the run.
         """
         on_main_process(self.wait)  # the others would time out in a device collective if the disk is slow
-        rng = gather_object([_rng_state()])
+        rng_state = {"cpu": torch.get_rng_state()}  # a run draws nothing from Python's or numpy's generators
+        if torch.cuda.is_available():
+            rng_state["cuda"] = torch.cuda.get_rng_state()
+        rng = gather_object([rng_state])
         final = checkpoint_dir(self.output_dir, state.step)
         self.last_saved = state.step
         if self.accelerator.is_main_process:
@@ -148,11 +145,3 @@ def _remove(directory: Path) -> None:
         shutil.rmtree(hidden, ignore_errors=True)
         os.rename(directory, hidden)
         shutil.rmtree(hidden)
-
-
-def _rng_state() -> dict[str, torch.Tensor]:
-    """Return the state of torch's generators; a run draws nothing from Python's or numpy's."""
-    state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state

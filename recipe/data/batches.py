@@ -5,6 +5,7 @@ all rows in each epoch k // rows. Step s uses examples [s*G, (s+1)*G), G = globa
 accumulation and number of processes, so a single integer is the position of a run.
 """
 
+import itertools
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -69,10 +70,9 @@ class TrainOrder:
 
     def examples(self) -> Iterator[np.ndarray]:
         """Yield the example numbers of each micro-batch of this process."""
-        start = self.first_step * self.global_batch_size + self.process_index * self.micro_batch_size
-        while True:
+        first = self.first_step * self.global_batch_size + self.process_index * self.micro_batch_size
+        for start in itertools.count(first, self.num_processes * self.micro_batch_size):
             yield np.arange(start, start + self.micro_batch_size)
-            start += self.num_processes * self.micro_batch_size
 
 
 class TrainBatches:

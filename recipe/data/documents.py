@@ -71,9 +71,8 @@ def cut_ids_into_documents(parts: Iterable[Part], eos_token_id: int | None) -> I
         cuts = _find_id(ids, eos_token_id)
         if not is_stream:
             if len(cuts):
-                raise UserError(
-                    f"a row holds the end-of-text id {eos_token_id}, but none of the first {HEAD_ROWS} does"
-                )
+                unlike = f"none of the first {HEAD_ROWS} does"
+                raise UserError(f"a row holds the end-of-text id {eos_token_id}, but {unlike}")
             yield ids, ends
             continue
         *ended, rest = np.split(ids, np.asarray(cuts) + 1)
@@ -93,8 +92,7 @@ def _find_id(text: Text, token_id: int | None) -> np.ndarray | tuple:
 
 def take_head(pieces: Iterable[Piece], characters: int) -> Iterator[Piece]:
     """Yield the first documents of each split, about `characters` of each; stop when both splits have some."""
-    taken = {"train": 0, "validation": 0}
-    ended = {"train": True, "validation": True}
+    taken, ended = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, True)
     for piece in pieces:
         if taken[piece.split] < characters or not ended[piece.split]:
             yield piece

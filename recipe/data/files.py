@@ -1,6 +1,7 @@
 """Files -> documents. Reads all supported kinds, plain or compressed, as a stream, so file size does not matter."""
 
 import codecs
+import contextlib
 import csv
 import glob
 import hashlib
@@ -16,8 +17,9 @@ from typing import BinaryIO
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from huggingface_hub.utils.sha import sha_fileobj
 
-from recipe.errors import UserError
+from recipe.errors import UserError, one_line
 
 KINDS = (".txt", ".jsonl", ".json", ".csv", ".parquet")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
@@ -57,8 +59,7 @@ def read_file(path: str, text_column_name: str, separator: str | None, report: R
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text: {error.reason}") from error
     except (OSError, EOFError, ValueError, RecursionError, csv.Error, pa.ArrowException) as error:
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise UserError(f"cannot read {path}: {reason}") from error
+        raise UserError(f"cannot read {path}: {one_line(error)}") from error
 
 
 def read_text(stream: BinaryIO, separator: str | None, report: ReadReport) -> Iterator[Part]:
@@ -112,20 +113,14 @@ def _read_jsonl(stream: BinaryIO) -> Iterator[dict]:
                 row = json.loads(line)
             except ValueError as error:
                 raise ValueError(f"line {number} is not JSON: {error}") from error
-            yield _as_row(row, f"line {number}")
+            yield row
 
 
 def _read_json(stream: BinaryIO) -> Iterator[dict]:
     """Read an array of objects, all at once, or JSON lines."""
     if stream.peek(64).removeprefix(codecs.BOM_UTF8).lstrip()[:1] != b"[":
         return _read_jsonl(stream)
-    return (_as_row(row, f"item {number}") for number, row in enumerate(json.load(stream), start=1))
-
-
-def _as_row(row: object, where: str) -> dict:
-    if not isinstance(row, dict):
-        raise ValueError(f"{where} is a {type(row).__name__}, not an object with a text column")
-    return row
+    return iter(json.load(stream))
 
 
 def _read_parquet(path: str, column: str) -> Iterator[dict]:
@@ -138,6 +133,8 @@ def _read_parquet(path: str, column: str) -> Iterator[dict]:
 def texts_of(rows: Iterable[dict], column: str, where: str) -> Iterator[Text]:
     """Yield the text of each row, or its token ids; skip rows without any (null, empty or blank)."""
     for number, row in enumerate(rows, start=1):
+        if not isinstance(row, dict):
+            raise UserError(f"{where}, row {number} is a {type(row).__name__}, not an object with a text column")
         if column not in row:
             names = ", ".join(map(str, row)) or "none"
             if number > 1:
@@ -147,9 +144,8 @@ def texts_of(rows: Iterable[dict], column: str, where: str) -> Iterator[Text]:
         if isinstance(text, (list, np.ndarray)):
             ids = np.asarray(text)
             if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
-                raise UserError(
-                    f"{where}, row {number}: column '{column}' holds a list that is not a list of token ids"
-                )
+                found = f"column '{column}' holds a list that is not a list of token ids"
+                raise UserError(f"{where}, row {number}: {found}")
             if len(ids):
                 yield ids.astype(np.int64)
             continue
@@ -180,16 +176,13 @@ def expand_paths(paths: Iterable[str]) -> list[str]:
     """Replace each folder by the supported files in it and each glob pattern by its matches, sorted."""
     files: list[str] = []
     for path in paths:
-        if not path:
-            raise UserError("a file name is empty")
         is_folder = Path(path).is_dir()
         pattern = f"{glob.escape(path)}/**" if is_folder else path
         found = [path] if Path(path).is_file() else sorted(glob.glob(pattern, recursive=True))
         found = [p for p in found if Path(p).is_file() and (not is_folder or suffix_and_compression(p)[0] in KINDS)]
         if not found:
-            raise UserError(
-                f"folder {path} holds no file of a supported kind" if is_folder else f"there is no file {path}"
-            )
+            missing = f"folder {path} holds no file of a supported kind" if is_folder else f"there is no file {path}"
+            raise UserError(missing)
         files += found
     return files
 
@@ -203,26 +196,23 @@ def open_stream(path: str) -> BinaryIO:
 
 
 def count_bytes(path: str) -> int:
-    """Count a file's decompressed bytes. Raises `UserError` for a damaged archive."""
+    """Count a file's decompressed bytes, up to the damage in a damaged archive (reading the text reports it)."""
     if suffix_and_compression(path)[1] is None:
         return Path(path).stat().st_size
-    try:
-        with open_stream(path) as stream:
-            return sum(map(len, iter(lambda: stream.read(BLOCK_BYTES), b"")))
-    except (OSError, EOFError) as error:
-        raise UserError(f"cannot read {path}: {' '.join(str(error).split())[:200]}") from error
+    num_bytes = 0
+    with contextlib.suppress(OSError, EOFError), open_stream(path) as stream:
+        while block := stream.read(BLOCK_BYTES):
+            num_bytes += len(block)
+    return num_bytes
 
 
 def file_sha256(path: str) -> bytes:
     """Hash a file's bytes, or the reason why it cannot be read (reading the text reports it)."""
-    digest = hashlib.sha256()
     try:
         with open(path, "rb") as file:
-            while block := file.read(BLOCK_BYTES):
-                digest.update(block)
+            return sha_fileobj(file)
     except OSError as error:
-        digest.update(str(error).encode())
-    return digest.digest()
+        return hashlib.sha256(str(error).encode()).digest()
 
 
 def read_standard_library() -> Iterator[str]:
@@ -235,10 +225,8 @@ def read_standard_library() -> Iterator[str]:
     skipped = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "pydoc_data", "encodings"}
     sources = sorted(p for p in root.rglob("*.py") if not skipped & set(p.relative_to(root).parts))
     if len(sources) < 50:
-        raise UserError(
-            f"{root} holds no Python sources for the demo to train on; "
-            "pass --train_file TEXT.txt with a megabyte of text or more"
-        )
+        remedy = "pass --train_file TEXT.txt with a megabyte of text or more"
+        raise UserError(f"{root} holds no Python sources for the demo to train on; {remedy}")
     try:
         from pydoc_data.topics import topics
     except ImportError:  # some distributions omit the documentation

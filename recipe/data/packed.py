@@ -20,12 +20,11 @@ from transformers import PreTrainedTokenizerBase
 
 from recipe.data.documents import SPLITS
 from recipe.data.tokenizer import load_tokenizer, tokenizer_sha256
-from recipe.errors import UserError
+from recipe.errors import UserError, short_reason
 
 FORMAT_VERSION = 3
 ROWS_NAME = "rows.json"
-METADATA_TYPES = {"source": dict, "splits": dict, "shard": list, "tokenizer_sha256": str, "content_sha256": str}
-METADATA_TYPES |= dict.fromkeys(("block_size", "vocab_size", "eos_token_id"), int)
+METADATA_KEYS = ("source", "shard", "tokenizer_sha256", "content_sha256", "eos_token_id")
 
 
 @dataclass(frozen=True)
@@ -52,11 +51,9 @@ class PackedDataset:
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
         """Load the tokenizer that made the ids. Raises `UserError` if its files have changed."""
         tokenizer = load_tokenizer(str(self.directory / "tokenizer"))
-        same = tokenizer_sha256(tokenizer) == self.metadata["tokenizer_sha256"]
-        if not same or len(tokenizer) != self.vocab_size:
-            raise UserError(
-                f"{self.directory}/tokenizer is not the tokenizer that made this dataset; prepare the dataset again"
-            )
+        if (tokenizer_sha256(tokenizer), len(tokenizer)) != (self.metadata["tokenizer_sha256"], self.vocab_size):
+            made = "the tokenizer that made this dataset"
+            raise UserError(f"{self.directory}/tokenizer is not {made}; prepare the dataset again")
         return tokenizer
 
 
@@ -81,8 +78,7 @@ class PackedSplit:
 
     def stream(self) -> np.ndarray:
         """Concatenate the tokens of all chunks without the overlap of rows: [rows * block_size + chunks]."""
-        parts = [part for chunk in self.chunks for part in (chunk[:, :-1].reshape(-1), chunk[-1, -1:])]
-        return np.concatenate(parts)
+        return np.concatenate([part for rows in self.chunks for part in (rows[:, :-1].reshape(-1), rows[-1, -1:])])
 
     def in_memory(self) -> "PackedSplit":
         """Load all rows into memory, as a single chunk."""
@@ -109,10 +105,8 @@ class PackedSplit:
     def check(self, rows: np.ndarray) -> None:
         """Raise `UserError` if rows hold an id outside the vocabulary."""
         if rows.max() >= self.vocab_size or rows.min() < 0:
-            raise UserError(
-                f"{self.directory} holds token id {rows.max()}, beyond its vocabulary of {self.vocab_size}; "
-                "prepare it again"
-            )
+            beyond = f"token id {rows.max()}, beyond its vocabulary of {self.vocab_size}"
+            raise UserError(f"{self.directory} holds {beyond}; prepare it again")
 
 
 def pack_rows(stream: np.ndarray, block_size: int) -> np.ndarray:
@@ -130,42 +124,33 @@ def open_packed_dataset(directory: Path, block_size: int | None = None) -> Packe
         metadata = json.loads((directory / "metadata.json").read_text())
         splits = _open_splits(directory, metadata)
     except Exception as error:  # json and numpy raise various errors for damaged files
-        reason = f"{directory} is not a complete packed dataset ({type(error).__name__}: {str(error)[:200]})"
-        if isinstance(error, UserError):
-            reason = str(error)
-        elif isinstance(error, FileNotFoundError):
-            reason = f"{directory} is not a complete packed dataset: {error.filename or error} is missing"
-        raise UserError(f"{reason}; prepare it again with scripts/prepare_data.py --overwrite") from error
-    if block_size is not None and metadata["block_size"] != block_size:
-        raise UserError(
-            f"{directory} has block_size {metadata['block_size']}, but the run requests {block_size}; "
-            f"pass --block_size {metadata['block_size']} or prepare it with {block_size}"
-        )
+        reason = error if isinstance(error, UserError) else short_reason(error)
+        remedy = "prepare it again with scripts/prepare_data.py --overwrite"
+        raise UserError(f"{directory} is not a complete packed dataset ({reason}); {remedy}") from error
+    if block_size not in (None, found := metadata["block_size"]):
+        remedy = f"pass --block_size {found} or prepare it with {block_size}"
+        raise UserError(f"{directory} has block_size {found}, but the run requests {block_size}; {remedy}")
     return PackedDataset(directory, metadata, splits)
 
 
 def _open_splits(directory: Path, metadata: dict) -> dict[str, PackedSplit]:
     """Map the rows of both splits. Raises `UserError` if they do not match the metadata."""
     if metadata["format_version"] != FORMAT_VERSION:
-        raise UserError(f"{directory} has format {metadata['format_version']}, not {FORMAT_VERSION}")
-    for key, kind in METADATA_TYPES.items():
-        if not isinstance(metadata[key], kind):
-            raise UserError(f"{directory}/metadata.json: {key} is {metadata[key]!r}")
+        raise UserError(f"it has format {metadata['format_version']}, not {FORMAT_VERSION}")
+    if missing := [key for key in METADATA_KEYS if key not in metadata]:
+        raise UserError(f"metadata.json lacks {', '.join(missing)}")
     splits, vocab_size = {}, metadata["vocab_size"]
     for name in SPLITS:
         expected = metadata["splits"][name]
         if min(expected[key] for key in ("rows", "tokens", "bytes")) < 1 and metadata["shard"][1] == 1:
-            raise UserError(f"{directory}/metadata.json says that {name} is empty")
-        if expected["max_token_id"] >= vocab_size:
-            raise UserError(
-                f"{directory}/{name} holds id {expected['max_token_id']}, beyond its vocabulary of {vocab_size}"
-            )
+            raise UserError(f"metadata.json says that {name} is empty")
+        if (largest := expected["max_token_id"]) >= vocab_size:
+            raise UserError(f"{name} holds id {largest}, beyond its vocabulary of {vocab_size}")
         for file, size in expected["file_bytes"].items():
-            found = (directory / name / file).stat().st_size
-            if found != size:
-                raise UserError(f"{directory}/{name}/{file} has {found} bytes instead of {size}")
+            if (found := (directory / name / file).stat().st_size) != size:
+                raise UserError(f"{name}/{file} has {found} bytes instead of {size}")
         splits[name] = PackedSplit(directory / name, vocab_size)
         shape = (expected["rows"], metadata["block_size"] + 1)
         if (len(splits[name]), splits[name].block_size + 1) != shape:
-            raise UserError(f"{directory}/{name} does not have {shape[0]} rows of {shape[1]} ids, as in metadata.json")
+            raise UserError(f"{name} does not have {shape[0]} rows of {shape[1]} ids, as in metadata.json")
     return splits

@@ -54,20 +54,15 @@ def prepare_dataset(
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             made_from = json.loads((directory / "metadata.json").read_text())["fingerprint"]
         if made_from == fingerprint:
-            try:
+            with contextlib.suppress(UserError) if overwrite else contextlib.nullcontext():  # it may be damaged
                 opened = open_packed_dataset(directory, block_size)
                 say(f"{directory} is already prepared from this input")
                 return opened
-            except UserError:  # it is damaged
-                if not overwrite:
-                    raise
         elif made_from is None and not (directory / "metadata.json").is_file():
             raise UserError(f"{directory} exists and is not a packed dataset; choose another folder")
         elif not overwrite:
-            raise UserError(
-                f"{directory} was prepared from different text or options, or with a different tokenizer; "
-                "pass --overwrite to replace it or choose another folder"
-            )
+            different = "was prepared from different text or options, or with a different tokenizer"
+            raise UserError(f"{directory} {different}; pass --overwrite to replace it or choose another folder")
     if tokenizer is None:
         started_at = time.perf_counter()
         tokenizer = train_tokenizer(source.train_texts(), tokenizer_vocab_size)
@@ -77,10 +72,8 @@ def prepare_dataset(
     try:
         metadata = _pack(source, directory, fingerprint, block_size, tokenizer, overwrite, num_workers or count_cpus())
     except OSError as error:
-        raise UserError(
-            f"cannot write the dataset {directory}: {error.strerror or error}; the finished part is kept "
-            f"in {directory.parent}, and the same command resumes it"
-        ) from error
+        kept = f"the finished part is kept in {directory.parent}, and the same command resumes it"
+        raise UserError(f"cannot write the dataset {directory}: {error.strerror or error}; {kept}") from error
     _summarize(directory, metadata, time.perf_counter() - started_at)
     return open_packed_dataset(directory, block_size)
 
@@ -97,19 +90,20 @@ def _pack(
     """Encode and write the text, with commits from which a killed preparation resumes. Returns the metadata."""
     report = ReadReport()
     encode, how, pieces = open_pieces(source, tokenizer, report)
-    say(f"token ids: {how}, {_count(num_workers, 'thread')}")
+    say(f"token ids: {how}, threads: {num_workers}")
     # A tokenizer that was just trained must equal that of the interrupted run, or its rows are useless.
     identity = hashlib.sha256(f"{fingerprint} {tokenizer_sha256(tokenizer)}".encode()).hexdigest()
     with contextlib.closing(PackedWriter(directory, identity, block_size, len(tokenizer), overwrite)) as writer:
+        num_bytes_done = sum(split.counts["bytes"] for split in writer.splits.values())
         if writer.pieces_done:
-            say(f"resuming after the first {writer.num_bytes_done / 1e6:,.1f} MB, prepared by an interrupted run")
+            say(f"resuming after the first {num_bytes_done / 1e6:,.1f} MB, prepared by an interrupted run")
         if source.has_validation:
             pieces = count_duplicates(pieces, report)
             if source.shard_index:  # separate validation text goes into the first shard only
                 pieces = (piece for piece in pieces if piece.split == "train")
         pieces = itertools.islice(pieces, writer.pieces_done, None)
         uncommitted = 0
-        with PreparationProgress(source.num_bytes, writer.num_bytes_done) as progress:
+        with PreparationProgress(source.num_bytes, num_bytes_done) as progress:
             for num_pieces, batch in encode_pieces(encode, pieces, num_workers):
                 for split, ids, ends, num_bytes in batch:
                     writer.splits[split].add(ids, num_bytes, ends)
@@ -122,18 +116,12 @@ def _pack(
         for reason in report.skipped[:10]:
             say(f"skipped: {reason}")
         if report.skipped:
-            say(f"skipped {_count(len(report.skipped), 'file')}; the text before the damage in each file is kept")
-        if not writer.splits["train"].counts["documents"] and source.num_shards == 1:
-            raise UserError(source.describe_emptiness(report))
-        description = {
-            **source.describe(),
-            "skipped_files": len(report.skipped),
-            "duplicates_of_validation": report.duplicates_of_validation,
-        }
+            say(f"skipped files: {len(report.skipped):,}; the text before the damage in each file is kept")
         if source.document_separator is not None and not report.num_separators:
             say(f"warning: --document_separator {source.document_separator!r} has no effect: no .txt file holds it")
-        shard = (source.shard_index, source.num_shards)
-        return writer.finish(tokenizer, description, fingerprint, shard, source.whole_sha256)
+        found = {"skipped_files": len(report.skipped), "duplicates_of_validation": report.duplicates_of_validation}
+        shard = {"shard": [source.shard_index, source.num_shards], "whole_sha256": source.whole_sha256}
+        return writer.finish(tokenizer, {"source": source.describe() | found, "fingerprint": fingerprint, **shard})
 
 
 def open_pieces(
@@ -172,24 +160,22 @@ def add_source_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the source options of recipe/train.py to a script, with the same names and defaults."""
     for field in dataclasses.fields(TrainConfig):
         if field.name in ("train_file", "dataset_name", *TEXT_OPTIONS):
-            kwargs: dict = {"default": field.default, "help": field.metadata["help"].replace("%", "%%")}
+            kind: dict = {"type": float if isinstance(field.default, float) else str}
             if isinstance(field.default, bool):
-                kwargs["action"] = "store_true"
-            else:
-                kwargs["type"] = float if isinstance(field.default, float) else str
-            if field.name.endswith("_file"):
-                kwargs["nargs"] = "+"
-            parser.add_argument(f"--{field.name}", **kwargs)
+                kind = {"action": "store_true"}
+            elif field.name.endswith("_file"):
+                kind = {"nargs": "+"}
+            help_text = field.metadata["help"].replace("%", "%%")
+            parser.add_argument(f"--{field.name}", default=field.default, help=help_text, **kind)
 
 
 def source_from(config: TrainConfig | argparse.Namespace) -> TextSource:
     """Build the text source of a run's config or a script's arguments. Raises `UserError` if it does not exist."""
-    separator = config.document_separator
-    if separator:  # a shell passes \n as two characters
-        separator = separator.replace("\\n", "\n").replace("\\t", "\t").replace("\\r", "\r")
-    names = [name for name in ("dataset_name", *TEXT_OPTIONS) if name != "validation_file"]
-    options = {**{name: getattr(config, name) for name in names}, "document_separator": separator}
-    return TextSource(tuple(config.train_file or ()), tuple(config.validation_file or ()), **options)
+    options = {name: getattr(config, name) for name in ("dataset_name", *TEXT_OPTIONS)}
+    if options["document_separator"]:  # a shell passes \n as two characters
+        for escaped, character in (("\\n", "\n"), ("\\t", "\t"), ("\\r", "\r")):
+            options["document_separator"] = options["document_separator"].replace(escaped, character)
+    return TextSource(tuple(config.train_file or ()), tuple(options.pop("validation_file") or ()), **options)
 
 
 def open_dataset_for(config: TrainConfig, source: str | Path | None = None) -> PackedDataset:
@@ -207,9 +193,8 @@ def open_dataset_for(config: TrainConfig, source: str | Path | None = None) -> P
             remedy = "prepare it with that tokenizer, or omit --tokenizer_name"
             if config.tokenizer_name == config.model_name_or_path:
                 remedy = f"prepare it with --tokenizer_name {config.tokenizer_name}, the model's tokenizer"
-            raise UserError(
-                f"{config.dataset_dir} was made with another tokenizer than {config.tokenizer_name}; {remedy}"
-            )
+            made = f"was made with another tokenizer than {config.tokenizer_name}"
+            raise UserError(f"{config.dataset_dir} {made}; {remedy}")
         return dataset
     text = source_from(config)
     if config.streaming:
@@ -241,28 +226,17 @@ def count_duplicates(pieces: Iterable[Piece], report: ReadReport) -> Iterator[Pi
         yield piece
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
 def _summarize(directory: Path, metadata: dict, seconds: float) -> None:
-    splits = metadata["splits"]
-    for split, counts in splits.items():
-        if not counts["tokens"]:
-            say(f"{split}: nothing in this shard")
-            continue
-        long_share = counts["tokens_in_long_documents"] / counts["tokens"]
+    num_bytes = 0
+    for split, counts in metadata["splits"].items():
+        num_bytes += counts["bytes"]
+        per_byte = counts["tokens"] / max(1, counts["bytes"])  # a shard may lack validation text
+        long_share = counts["tokens_in_long_documents"] / max(1, counts["tokens"])
         say(
-            f"{split}: {_count(counts['documents'], 'document')}, {_count(counts['bytes'], 'byte')}, "
-            f"{_count(counts['tokens'], 'token')} ({counts['tokens'] / counts['bytes']:.3f} per byte), "
-            f"{_count(counts['rows'], 'row')}; {_count(counts['long_documents'], 'document')} "
-            f"({long_share:.0%} of the tokens) {'is' if counts['long_documents'] == 1 else 'are'} longer than a row"
+            f"{split}: documents: {counts['documents']:,}, bytes: {counts['bytes']:,}, tokens: {counts['tokens']:,} "
+            f"({per_byte:.3f} per byte), rows: {counts['rows']:,}; documents that continue in the next row: "
+            f"{counts['long_documents']:,} ({long_share:.0%} of the tokens)"
         )
-    if any(counts["long_documents"] for counts in splits.values()):
-        say("documents longer than a row continue in the next row, which is normal and loses no text")
-    if metadata["source"].get("duplicates_of_validation"):
-        duplicates = _count(metadata["source"]["duplicates_of_validation"], "training document")
-        say(f"warning: the validation text also holds {duplicates}")
-    num_bytes = sum(counts["bytes"] for counts in splits.values())
-    size = sum(sum(counts["file_bytes"].values()) for counts in splits.values())
-    say(f"packed into {directory}, {size / 1e6:,.1f} MB, in {seconds:.1f} s ({num_bytes / 1e6 / seconds:.1f} MB/s)")
+    if duplicates := metadata["source"]["duplicates_of_validation"]:
+        say(f"warning: training documents that the validation text also holds: {duplicates:,}")
+    say(f"packed into {directory} in {seconds:.1f} s ({num_bytes / 1e6 / seconds:.1f} MB/s)")

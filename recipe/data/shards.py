@@ -11,8 +11,6 @@ from recipe.data.packed import ROWS_NAME, PackedDataset, open_packed_dataset
 from recipe.data.writer import COUNTS, DATA_NAME, check_counts, sha256_of, write_index
 from recipe.errors import UserError
 
-SUMMED = ("skipped_files", "duplicates_of_validation")  # in the metadata's "source"
-
 
 def merge_shards(directory: Path, num_shards: int) -> dict:
     """Join DIR-00000-of-N, ... into DIR by hard links to their rows, which take no space. Returns the metadata.
@@ -24,19 +22,18 @@ def merge_shards(directory: Path, num_shards: int) -> dict:
     folders = [shard_dir(directory, index, num_shards) for index in range(num_shards)]
     missing = [str(index) for index, folder in enumerate(folders) if not folder.is_dir()]
     if missing:
+        remedy = f"prepare each with --num_shards {num_shards} --shard_index N"
         raise UserError(
-            f"of the {num_shards} shards of {directory}, these are missing: {', '.join(missing)}; prepare each with "
-            f"--num_shards {num_shards} --shard_index N"
+            f"of the {num_shards} shards of {directory}, these are missing: {', '.join(missing)}; {remedy}"
         )
     shards = [open_packed_dataset(folder) for folder in folders]
     first = shards[0].metadata
     identity = operator.itemgetter("block_size", "vocab_size", "tokenizer_sha256", "whole_sha256")
     for index, shard in enumerate(shards):
         if identity(shard.metadata) != identity(first) or shard.metadata["shard"] != [index, num_shards]:
-            raise UserError(
-                f"{shard.directory} and {shards[0].directory} are not shards of the same dataset: their text, "
-                "options, tokenizers or shard numbers do not match; prepare them again"
-            )
+            reason = "their text, options, tokenizers or shard numbers do not match; prepare them again"
+            folders = f"{shard.directory} and {shards[0].directory}"
+            raise UserError(f"{folders} are not shards of the same dataset: {reason}")
     splits = {}
     for split in SPLITS:
         parts = [shard.metadata["splits"][split] for shard in shards]
@@ -49,7 +46,8 @@ def merge_shards(directory: Path, num_shards: int) -> dict:
     )
     for split in SPLITS:
         splits[split] |= _link_rows(split, shards, partial / split)
-    sums = {key: sum(shard.metadata["source"].get(key, 0) for shard in shards) for key in SUMMED}
+    summed = ("skipped_files", "duplicates_of_validation")
+    sums = {key: sum(shard.metadata["source"].get(key, 0) for shard in shards) for key in summed}
     metadata = {
         **first,
         "content_sha256": sha256_of(splits[split]["rows_sha256"] for split in SPLITS),

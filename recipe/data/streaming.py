@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from torch.utils.data import IterableDataset
-from transformers import PreTrainedTokenizerBase
 
 from recipe.config import TrainConfig
 from recipe.data.batches import TrainBatches, TrainOrder, build_loader, build_train_batches, example_rows
@@ -35,45 +34,6 @@ class Position(NamedTuple):
 
     piece: int = 0
     token: int = 0
-
-
-def read_windows(
-    source: TextSource,
-    tokenizer: PreTrainedTokenizerBase,
-    block_size: int,
-    num_rows: int,
-    start: Position,
-    num_workers: int,
-) -> Iterator[tuple[int, np.ndarray, Position]]:
-    """Yield windows of the stream without end: (number, rows uint32 [num_rows, block_size + 1], where to resume).
-
-    The first window is the first that begins at or after `start`. Raises `UserError` if there is no text.
-    """
-    window_tokens = num_rows * block_size
-    window = -(-start.token // window_tokens)
-    piece, token = start
-    marks = [start]  # the start of each batch of pieces, from the last one at or before the window
-    ids, ids_start = [], token
-    while True:
-        token_before = token
-        encode, _, pieces = open_pieces(source, tokenizer)
-        pieces = (piece for piece in pieces if piece.split == "train")
-        for num_pieces, batch in encode_pieces(encode, itertools.islice(pieces, piece, None), num_workers):
-            ids += [encoded.ids for encoded in batch]
-            piece += num_pieces
-            token += sum(len(encoded.ids) for encoded in batch)
-            marks.append(Position(piece, token))
-            while token > (window + 1) * window_tokens:
-                first = window * window_tokens
-                stream = np.concatenate(ids)[first - ids_start :]
-                marks = [mark for mark, after in itertools.pairwise(marks) if after.token > first] + marks[-1:]
-                yield window, pack_rows(stream[: window_tokens + 1], block_size), marks[0]
-                window += 1
-                ids, ids_start = [stream[window_tokens:].copy()], first + window_tokens
-        if token == token_before and piece == 0:
-            raise UserError("there is no training text to stream")
-        piece = 0  # start over at the first document
-        marks[-1] = Position(piece, token)
 
 
 @dataclass(eq=False)
@@ -94,10 +54,7 @@ class StreamedRows(IterableDataset):
         num_rows = self.order.num_rows
         held: dict[int, list] = {}  # window -> [rows, Position]
         try:
-            tokenizer = load_tokenizer(str(self.tokenizer_dir))
-            windows = _one_ahead(
-                read_windows(self.source, tokenizer, self.block_size, num_rows, self.start, self.num_threads)
-            )
+            windows = _one_ahead(self.windows())
             for examples in self.order.examples():
                 window_of = examples // num_rows
                 while window_of[-1] not in held:
@@ -109,6 +66,35 @@ class StreamedRows(IterableDataset):
                 yield torch.from_numpy(rows.astype(np.int64)), held[window_of[0]][1]
         except UserError as error:  # the loader would add a traceback to an exception
             yield error
+
+    def windows(self) -> Iterator[tuple[int, np.ndarray, Position]]:
+        """Yield windows of the stream without end: (number, rows uint32 [num_rows, block_size + 1], where to resume).
+
+        The first window is the first that begins at or after `start`.
+        """
+        tokenizer, num_rows = load_tokenizer(str(self.tokenizer_dir)), self.order.num_rows
+        window_tokens = num_rows * self.block_size
+        window = -(-self.start.token // window_tokens)
+        piece, token = self.start
+        marks = [self.start]  # the start of each batch of pieces, from the last one at or before the window
+        ids, ids_start = [], token
+        while True:
+            encode, _, pieces = open_pieces(self.source, tokenizer)
+            pieces = (piece for piece in pieces if piece.split == "train")
+            for num_pieces, batch in encode_pieces(encode, itertools.islice(pieces, piece, None), self.num_threads):
+                ids += [encoded.ids for encoded in batch]
+                piece += num_pieces
+                token += sum(len(encoded.ids) for encoded in batch)
+                marks.append(Position(piece, token))
+                while token > (window + 1) * window_tokens:
+                    first = window * window_tokens
+                    stream = np.concatenate(ids)[first - ids_start :]
+                    marks = [mark for mark, after in itertools.pairwise(marks) if after.token > first] + marks[-1:]
+                    yield window, pack_rows(stream[: window_tokens + 1], self.block_size), marks[0]
+                    window += 1
+                    ids, ids_start = [stream[window_tokens:].copy()], first + window_tokens
+            piece = 0  # start over at the first document
+            marks[-1] = Position(piece, token)
 
 
 def build_batches(

@@ -1,7 +1,4 @@
-"""Files, Hub datasets or the Python standard library -> pieces of documents, assigned to train or validation.
-
-A document comes in one or more pieces; the last one is marked. Tokens are not known here.
-"""
+"""Files, Hub datasets or the Python standard library -> pieces of documents, assigned to train or validation."""
 
 import functools
 import hashlib
@@ -9,7 +6,6 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from huggingface_hub import HfApi
 
@@ -27,10 +23,7 @@ from recipe.data.files import (
     suffix_and_compression,
     texts_of,
 )
-from recipe.errors import UserError, check_local_path
-
-if TYPE_CHECKING:  # training on a packed dataset does not need it
-    import datasets
+from recipe.errors import UserError, check_local_path, one_line
 
 
 @dataclass(frozen=True)
@@ -55,19 +48,16 @@ class TextSource:
     shard_index: int = 0
 
     def __post_init__(self):
-        if not 0 <= self.shard_index < self.num_shards:
-            raise UserError(
-                f"shard_index must be from 0 to num_shards - 1 = {self.num_shards - 1}, got {self.shard_index}"
-            )
-        if bool(self.train_files) == bool(self.dataset_name):
-            raise UserError("pass exactly one of --train_file and --dataset_name")
-        if self.validation_files and not self.train_files:
-            raise UserError("--validation_file needs --train_file")
-        percentage = self.validation_split_percentage
-        if not 0 < percentage < 100:
-            raise UserError(f"validation_split_percentage must be between 0 and 100, got {percentage}")
-        if self.document_separator == "":
-            raise UserError("document_separator must not be empty")
+        index, last, percentage = self.shard_index, self.num_shards - 1, self.validation_split_percentage
+        for is_valid, message in (
+            (0 <= index <= last, f"shard_index must be from 0 to num_shards - 1 = {last}, got {index}"),
+            (bool(self.train_files) != bool(self.dataset_name), "pass exactly one of --train_file and --dataset_name"),
+            (self.train_files or not self.validation_files, "--validation_file needs --train_file"),
+            (0 < percentage < 100, f"validation_split_percentage must be between 0 and 100, got {percentage}"),
+            (self.document_separator != "", "document_separator must not be empty"),
+        ):
+            if not is_valid:
+                raise UserError(message)
         for path in self._train_paths + self._validation_paths:
             kind_of(path)  # raises for an unsupported kind
 
@@ -98,8 +88,21 @@ class TextSource:
         return self.dataset_split == "train" and "validation" in self._splits
 
     @functools.cached_property
-    def _splits(self) -> "dict[str, datasets.IterableDataset]":
-        return open_dataset(self.dataset_name, self.dataset_config_name, self.revision)
+    def _splits(self) -> dict:
+        """The splits of a Hub dataset, a local one, or one written by `save_to_disk`, opened for streaming."""
+        import datasets  # not at the top, because training on a packed dataset does not need it
+
+        folder = Path(self.dataset_name)
+        check_local_path(self.dataset_name)
+        try:
+            if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
+                loaded = datasets.load_from_disk(folder)
+            else:
+                options = {"revision": self.revision, "streaming": True}
+                loaded = datasets.load_dataset(self.dataset_name, self.dataset_config_name, **options)
+        except Exception as error:  # the Hub client, datasets and the file system raise various errors
+            raise UserError(f"cannot open dataset {self.dataset_name}: {one_line(error)}") from error
+        return loaded if isinstance(loaded, dict) else {"train": loaded}
 
     @property
     def num_bytes(self) -> int | None:
@@ -114,14 +117,6 @@ class TextSource:
         names = ("dataset_name", "dataset_config_name") if self.dataset_name else ("train_files", "validation_files")
         return {**{name: getattr(self, name) for name in names}, "validation_split_percentage": held_out}
 
-    def describe_emptiness(self, report: ReadReport) -> str:
-        """Return the message for a source without training documents. report: of reading all of it."""
-        names = [*self.train_files[:3], "..."] if len(self.train_files) > 3 else self.train_files
-        where = f"there is no text in {f'dataset {self.dataset_name}' if self.dataset_name else ', '.join(names)}"
-        if report.skipped:
-            return f"{where}: skipped files: {len(report.skipped):,}, the first because: {report.skipped[0]}"
-        return f"{where}: it is empty or holds only white space"
-
     @functools.cached_property
     def revision(self) -> str | None:
         """The commit of a Hub dataset; None for local data, and if the Hub cannot be reached."""
@@ -135,12 +130,12 @@ class TextSource:
     @property
     def _options(self) -> tuple:
         """Everything but the text that determines the documents; equal for all shards of a dataset."""
-        dataset = (self.dataset_name, self.dataset_config_name, self.dataset_split, self.revision)
-        reading = (self.text_column_name, self.document_separator, self.validation_split_percentage)
-        amount = (len(self._validation_paths), self.head_characters, self.num_shards)
-        # Older versions lost text in shards of a dataset without a validation split; do not reuse those shards.
-        has_validation = (self.has_validation,) if self.dataset_name and self.num_shards > 1 else ()
-        return dataset + reading + amount + has_validation
+        options = (
+            *(self.dataset_name, self.dataset_config_name, self.dataset_split, self.revision),
+            *(self.text_column_name, self.document_separator, self.validation_split_percentage),
+            *(len(self._validation_paths), self.head_characters, self.num_shards),
+        )
+        return (*options, self.has_validation) if self.dataset_name and self.num_shards > 1 else options
 
     @property
     def _dataset_files(self) -> list[Path]:
@@ -179,20 +174,23 @@ class TextSource:
         Every shard yields the whole separate validation text, to find its duplicates in the training text.
         report: filled in while documents are read; eos_token_id: ends documents in token ids.
         """
-        pieces = self._all_pieces(report or ReadReport(), eos_token_id)
-        return take_head(pieces, self.head_characters) if self.head_characters else pieces
+        report, is_empty = report or ReadReport(), self.num_shards == 1  # a shard may be empty
+        pieces = self._all_pieces(report, eos_token_id)
+        for piece in take_head(pieces, self.head_characters) if self.head_characters else pieces:
+            is_empty = is_empty and piece.split != "train"
+            yield piece
+        if is_empty:
+            reason = "it is empty or holds only white space"
+            if report.skipped:
+                reason = f"skipped files: {len(report.skipped):,}, the first because: {report.skipped[0]}"
+            where = self.dataset_name or ", ".join(self.train_files[:3])
+            raise UserError(f"there is no text in {where}: {reason}")
 
     def _all_pieces(self, report: ReadReport, eos_token_id: int | None) -> Iterator[Piece]:
         if self._is_a_few_texts():  # too few documents to hold some out: hold out the end of each
             for path in self.files:
-                try:
-                    num_bytes = count_bytes(path)
-                except UserError as error:
-                    if not self.skip_bad_files:
-                        raise
-                    report.skipped.append(str(error))
-                    continue
-                yield from cut_off_tail(self._read_files([path], report), num_bytes, self.validation_split_percentage)
+                parts = self._read_files([path], report)
+                yield from cut_off_tail(parts, count_bytes(path), self.validation_split_percentage)
             return
         validation: Iterable[Part] = ()
         if self.train_files:
@@ -203,10 +201,8 @@ class TextSource:
             train, by_file = ((text, True) for text in read_standard_library()), False
         else:
             if self.dataset_split not in self._splits:
-                raise UserError(
-                    f"dataset {self.dataset_name} has no split '{self.dataset_split}' "
-                    f"(it has {', '.join(self._splits)}); pass --dataset_split"
-                )
+                missing = f"has no split '{self.dataset_split}' (it has {', '.join(self._splits)})"
+                raise UserError(f"dataset {self.dataset_name} {missing}; pass --dataset_split")
             rows = self._splits[self.dataset_split]
             by_file = self.num_shards > 1 and getattr(rows, "num_shards", 1) >= self.num_shards
             train = self._read_rows(rows.shard(self.num_shards, self.shard_index) if by_file else rows)
@@ -222,16 +218,12 @@ class TextSource:
             yield from split_documents(train, self.validation_split_percentage, exact=self.num_shards == 1)
 
     def train_texts(self) -> Iterator[str]:
-        """Yield the training text, to train a tokenizer. Raises `UserError` if there is none."""
-        is_empty, report = True, ReadReport()
-        for piece in self.pieces(report):
+        """Yield the training text, to train a tokenizer."""
+        for piece in self.pieces():
             if not isinstance(piece.text, str):
                 raise UserError(f"column '{self.text_column_name}' is already tokenized; pass its --tokenizer_name")
             if piece.split == "train":
-                is_empty = False
                 yield piece.text
-        if is_empty:
-            raise UserError(self.describe_emptiness(report))
 
     def _is_a_few_texts(self) -> bool:
         if self.document_separator is not None or self.dataset_name or self.validation_files or self.num_shards > 1:
@@ -253,13 +245,11 @@ class TextSource:
 
     def _read_rows(self, rows: Iterable[dict]) -> Iterator[Part]:
         try:
-            for text in texts_of(rows, self.text_column_name, f"dataset {self.dataset_name}"):
-                yield text, True
+            yield from ((text, True) for text in texts_of(rows, self.text_column_name, f"dataset {self.dataset_name}"))
         except UserError:
             raise
         except Exception as error:  # the network, datasets and pyarrow raise various errors
-            reason = " ".join(str(error).split())[:300]
-            raise UserError(f"cannot read dataset {self.dataset_name}: {reason}") from error
+            raise UserError(f"cannot read dataset {self.dataset_name}: {one_line(error)}") from error
 
     def _documents_of_shard(self, parts: Iterable[Part]) -> Iterator[Part]:
         """Yield every num_shards-th document."""
@@ -270,26 +260,9 @@ class TextSource:
             number += ends
 
 
-def open_dataset(name: str, config_name: str | None, revision: str | None) -> "dict[str, datasets.IterableDataset]":
-    """Open the splits of a Hub dataset, a local one, or one written by `save_to_disk`, for streaming."""
-    import datasets
-
-    folder = Path(name)
-    check_local_path(name)
-    try:
-        if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
-            loaded = datasets.load_from_disk(name)
-        else:
-            loaded = datasets.load_dataset(name, config_name, revision=revision, streaming=True)
-    except Exception as error:  # the Hub client, datasets and the file system raise various errors
-        raise UserError(f"cannot open dataset {name}: {' '.join(str(error).split())[:300]}") from error
-    return loaded if isinstance(loaded, dict) else {"train": loaded}
-
-
 def name_of_text(text: str) -> str:
     """Derive a folder name from a path, pattern or Hub id: its last part without suffixes and special characters."""
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(text).name.split(".")[0]).strip("-.")
-    return name or "text"
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(text).name.split(".")[0]).strip("-.") or "text"
 
 
 def _name_size_time(path: Path) -> bytes:

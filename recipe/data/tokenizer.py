@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerBase
 
-from recipe.errors import UserError, check_local_path
+from recipe.errors import UserError, check_local_path, one_line
 
 
 def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
@@ -16,20 +16,15 @@ def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path)
     except Exception as error:  # transformers and the Hub client raise OSError, ValueError, KeyError, ...
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(
-            f"no tokenizer at '{name_or_path}' (neither a folder with tokenizer.json nor a Hub id that "
-            f"can be reached): {reason}"
-        ) from error
+        where = f"'{name_or_path}' (neither a folder with tokenizer.json nor a Hub id that can be reached)"
+        raise UserError(f"no tokenizer at {where}: {one_line(error)}") from error
     # Transformers 5 creates an empty tokenizer for a folder that holds a GPT-2 model without a tokenizer.
     if not tokenizer.is_fast or len(tokenizer) <= len(tokenizer.all_special_ids):
-        raise UserError(
-            f"there is no tokenizer.json in {name_or_path}; save a fast tokenizer there or pass --tokenizer_name"
-        )
+        remedy = "save a fast tokenizer there or pass --tokenizer_name"
+        raise UserError(f"there is no tokenizer.json in {name_or_path}; {remedy}")
     if tokenizer.eos_token_id is None:
-        raise UserError(
-            f"the tokenizer at {name_or_path} has no end-of-text token; set its eos_token and save it again"
-        )
+        remedy = "set its eos_token and save it again"
+        raise UserError(f"the tokenizer at {name_or_path} has no end-of-text token; {remedy}")
     return tokenizer
 
 

@@ -24,7 +24,6 @@ from recipe.errors import UserError
 
 COUNTS = ("documents", "tokens", "bytes", "rows", "max_token_id", "long_documents", "tokens_in_long_documents")
 DATA_NAME = "data-00000-of-00001.arrow"
-SHORTEST_ADVISED_ROW = 16  # tokens; a model learns nothing from shorter rows
 ARROW_END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"  # of the Arrow IPC streaming format
 
 
@@ -44,6 +43,7 @@ class SplitWriter:
         self.dtype = np.uint16 if vocab_size <= 2**16 else np.int32
         column = datasets.List(datasets.Value(np.dtype(self.dtype).name), length=block_size + 1)
         self.features = datasets.Features({"input_ids": column})
+        self.info = datasets.DatasetInfo(features=self.features)
         path = self.directory / DATA_NAME
         if saved is None:
             self.directory.mkdir(parents=True)
@@ -103,9 +103,7 @@ class SplitWriter:
         self.commit()
         self.file.write(ARROW_END_OF_STREAM)
         self.file.close()
-        import datasets
-
-        datasets.DatasetInfo(features=self.features).write_to_directory(str(self.directory))
+        self.info.write_to_directory(str(self.directory))
         batches = [[DATA_NAME, offset, num_rows] for offset, num_rows in self.state["batches"]]
         layout = {"block_size": self.block_size, "dtype": np.dtype(self.dtype).name, "batches": batches}
         return {**self.counts, **write_index(self.directory, self.split, self.state["sha256"], [DATA_NAME], layout)}
@@ -140,9 +138,8 @@ class PackedWriter:
         try:
             self.lock.acquire()
         except Timeout as error:
-            raise UserError(
-                f"another process is preparing {directory}; wait for it to end or choose another folder"
-            ) from error
+            remedy = "wait for it to end or choose another folder"
+            raise UserError(f"another process is preparing {directory}; {remedy}") from error
         if self.replaced.exists():  # a process was killed while it replaced the dataset
             shutil.rmtree(self.replaced) if directory.exists() else os.rename(self.replaced, directory)
         journal = {}
@@ -167,23 +164,16 @@ class PackedWriter:
             os.fsync(file.fileno())
         os.replace(written, self.partial / "journal.json")
 
-    @property
-    def num_bytes_done(self) -> int:
-        """Bytes of text that the dataset already holds."""
-        return sum(writer.counts["bytes"] for writer in self.splits.values())
-
-    def finish(
-        self, tokenizer: PreTrainedTokenizerBase, source: dict, fingerprint: str, shard=(0, 1), whole_sha256: str = ""
-    ) -> dict:
+    def finish(self, tokenizer: PreTrainedTokenizerBase, about: dict) -> dict:
         """Complete the dataset and move it to its final name. Returns its metadata.
 
-        shard: its index and the number of shards; whole_sha256: a hash that all shards of one dataset share.
+        about: its source, fingerprint, shard (index and number of shards) and whole_sha256 (equal for all shards).
         Raises `UserError`, leaving nothing behind, if a split does not fill a row.
         """
         counts = {split: writer.close() for split, writer in self.splits.items()}
         try:
-            if shard[1] == 1:  # a shard may lack validation rows
-                check_counts(counts, self.block_size, source.get("validation_split_percentage"))
+            if about["shard"][1] == 1:  # a shard may lack validation rows
+                check_counts(counts, self.block_size, about["source"].get("validation_split_percentage"))
         except UserError:
             self.discard()
             raise
@@ -196,10 +186,7 @@ class PackedWriter:
             "eos_token_id": tokenizer.eos_token_id,
             "tokenizer_sha256": tokenizer_sha256(tokenizer),
             "content_sha256": sha256_of(counts[split]["rows_sha256"] for split in SPLITS),
-            "source": source,
-            "fingerprint": fingerprint,
-            "shard": list(shard),
-            "whole_sha256": whole_sha256,
+            **about,
             "splits": counts,
         }
         (self.partial / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
@@ -239,33 +226,26 @@ def check_counts(counts: dict[str, dict], block_size: int, held_out: float | Non
 
     held_out: validation_split_percentage, or None if the validation text is separate.
     """
-    documents = {split: counts[split]["documents"] for split in SPLITS}
-    tokens = {split: counts[split]["tokens"] for split in SPLITS}
+    num_documents = counts["train"]["documents"]
+    if num_documents and not counts["validation"]["documents"] and held_out:
+        reason = f"the {num_documents:,} documents are equal or too few to hold out {held_out:g}% of them"
+        remedy = "pass a --validation_file or, for .txt files, a --document_separator that occurs in the text"
+        if num_documents == 1:
+            reason = "there is only one document"
+        raise UserError(f"no text is held out for validation: {reason}; {remedy}")
     short = next((split for split in SPLITS if not counts[split]["rows"]), None)
     if short is None:
         return
-    if documents["train"] and not documents["validation"] and held_out:
-        reason = "there is only one document"
-        if documents["train"] > 1:
-            reason = f"the {documents['train']:,} documents are equal or too few to hold out {held_out:g}% of them"
-        raise UserError(
-            f"no text is held out for validation: {reason}; "
-            "pass a --validation_file or, for .txt files, a --document_separator that occurs in the text"
-        )
-    name = {"train": "training", "validation": "validation"}[short]
-    if not tokens[short]:
-        raise UserError(f"the {name} text is empty")
+    tokens, width = [counts[split]["tokens"] for split in SPLITS], block_size + 1
     remedies = []
-    largest = 2 ** ((min(tokens.values()) - 1).bit_length() - 1) if min(tokens.values()) > 1 else 0
-    if largest >= SHORTEST_ADVISED_ROW:
-        remedies.append(f"--block_size {largest}")
+    if min(tokens) > 16:  # a model learns nothing from shorter rows
+        remedies.append(f"--block_size {2 ** ((min(tokens) - 1).bit_length() - 1)}")
     if held_out:
-        percentage = math.ceil(120 * (block_size + 1) / sum(tokens.values()))  # enough for 1.2 rows
+        percentage = math.ceil(120 * width / max(1, sum(tokens)))  # enough for 1.2 rows
         if percentage <= 50:  # more would leave the training text too short
             remedies.append(f"--validation_split_percentage {percentage}")
-        if short == "validation":
-            remedies.append(f"a --validation_file of at least {block_size + 1} tokens")
+        remedies.append(f"a --validation_file of at least {width} tokens")
     raise UserError(
-        f"the {name} text has {tokens[short]:,} tokens, fewer than one row of block_size + 1 = {block_size + 1:,}; "
-        f"pass {' or '.join([*remedies, 'more text'])}"
+        f"the {short.replace('train', 'training')} text has {counts[short]['tokens']:,} tokens, fewer than one row of "
+        f"block_size + 1 = {width:,}; pass {' or '.join([*remedies, 'more text'])}"
     )

@@ -51,11 +51,9 @@ def build_model_config(
     """
     overrides = config.config_overrides or {}
     for key in overrides:
-        if key in MANAGED:
-            raise UserError(f"config_overrides must not set {key}: {MANAGED[key]}")
         if key not in MODEL_OPTIONS:
-            hint = did_you_mean(key, MODEL_OPTIONS, otherwise=f"it can set {', '.join(MODEL_OPTIONS)}")
-            raise UserError(f"config_overrides has no '{key}'; {hint}")
+            nearest = did_you_mean(key, MODEL_OPTIONS, otherwise=f"it can set {', '.join(MODEL_OPTIONS)}")
+            raise UserError(f"config_overrides cannot set '{key}'; {MANAGED.get(key, nearest)}")
     token_ids = {"vocab_size": vocab_size, "bos_token_id": eos_token_id, "eos_token_id": eos_token_id}
     values = {**token_ids, **NO_DROPOUT, **overrides}
     try:
@@ -87,10 +85,8 @@ def _load_config(source: str | Path, config: TrainConfig, vocab_size: int) -> Pr
         raise UserError(f"the model in {source} has type {model_config.model_type}; this recipe trains only gpt2")
     overrides = {key: value for key, value in (config.config_overrides or {}).items() if key not in NO_DROPOUT}
     if fixed := [key for key, value in overrides.items() if getattr(model_config, key) != value]:
-        raise UserError(
-            f"config_overrides: {', '.join(fixed)} cannot differ from the model in {source}; only dropout can "
-            f"({', '.join(NO_DROPOUT)})"
-        )
+        only = f"only dropout can ({', '.join(NO_DROPOUT)})"
+        raise UserError(f"config_overrides: {', '.join(fixed)} cannot differ from the model in {source}; {only}")
     if config.block_size > (most := model_config.max_position_embeddings):
         remedy = f"pass --block_size {most} or less"
         if config.dataset_dir is not None:
@@ -98,11 +94,9 @@ def _load_config(source: str | Path, config: TrainConfig, vocab_size: int) -> Pr
         raise UserError(
             f"the model in {source} has {most} positions, fewer than block_size {config.block_size}; {remedy}"
         )
-    if vocab_size > model_config.vocab_size:
-        raise UserError(
-            f"the tokenizer has {vocab_size:,} tokens, more than the {model_config.vocab_size:,} of the model in "
-            f"{source}; use the model's own tokenizer"
-        )
+    if vocab_size > (most := model_config.vocab_size):
+        found = f"the tokenizer has {vocab_size:,} tokens, more than the {most:,} of the model in {source}"
+        raise UserError(f"{found}; use the model's own tokenizer")
     return model_config
 
 
@@ -140,10 +134,7 @@ def build_model(
 
 
 class SigmoidGELU(nn.Module):
-    """Compute GPT-2's gelu_new, 0.5 x (1 + tanh(u)) with u = sqrt(2 / pi) (x + 0.044715 x^3), as x sigmoid(2u).
-
-    Both are equal because 1 + tanh(u) = 2 sigmoid(2u).
-    """
+    """Compute GPT-2's gelu_new, 0.5 x (1 + tanh(u)) with u = sqrt(2 / pi) (x + 0.044715 x^3), as x sigmoid(2u)."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * torch.sigmoid(math.sqrt(8 / math.pi) * (x + 0.044715 * x * x * x))

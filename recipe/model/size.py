@@ -8,9 +8,8 @@ from recipe.model.weights import is_vocabulary
 def count_flops_per_token(model_config: PreTrainedConfig, num_parameters: int, block_size: int) -> int:
     """Return the FLOPs per trained token, forward and backward: 6 (N - wpe) + 12 L d T (PaLM, appendix B; nanoGPT).
 
-    num_parameters: N, with the padding. block_size: T, tokens per row. For 124M at T = 1024:
-    6 * 123.7 M + 12 * 12 * 768 * 1024 = 855 M. Tied embeddings count because they are the output matrix; untied input
-    embeddings are only looked up and do not.
+    num_parameters: N, with the padding. block_size: T, tokens per row. Tied embeddings count because they are the
+    output matrix; untied input embeddings are only looked up and do not.
     """
     lookups = model_config.max_position_embeddings * model_config.hidden_size
     if not model_config.tie_word_embeddings:

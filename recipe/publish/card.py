@@ -10,7 +10,9 @@ from recipe.data.packed import PackedDataset
 
 def write_model_card(output_dir: Path, config: TrainConfig, dataset: PackedDataset, summary: dict) -> None:
     """Write the model folder's README.md: what the model is, its training data, its scores, and how to use it."""
-    name = config.hub_model_id or output_dir.name
+    name, source, origin = config.hub_model_id or output_dir.name, config.model_name_or_path, "trained from scratch"
+    if source is not None:  # the folder's name without its private path
+        origin = f"fine-tuned from {Path(source).absolute().name if Path(source).exists() else source}"
     card_data = ModelCardData(
         library_name="transformers", pipeline_tag="text-generation", tags=["gpt2", "gpt2-recipe"], model_name=name
     )
@@ -20,7 +22,7 @@ def write_model_card(output_dir: Path, config: TrainConfig, dataset: PackedDatas
 
 # {name}
 
-A GPT-2 language model with {summary["num_parameters"]:,} parameters, {_describe_origin(config)} with gpt2-recipe.
+A GPT-2 language model with {summary["num_parameters"]:,} parameters, {origin} with gpt2-recipe.
 
 | | |
 |---|---|
@@ -41,14 +43,6 @@ print(generate("The ", max_new_tokens=50)[0]["generated_text"])
 ```
 """
     ModelCard(text).save(output_dir / "README.md")
-
-
-def _describe_origin(config: TrainConfig) -> str:
-    """Return how the model started: from scratch, or from a model's Hub id or folder name (without its path)."""
-    source = config.model_name_or_path
-    if source is None:
-        return "trained from scratch"
-    return f"fine-tuned from {Path(source).absolute().name if Path(source).exists() else source}"
 
 
 def describe_source(source: dict) -> str:

@@ -28,7 +28,6 @@ def export_model(
         partial.rmdir()
     except Exception as error:  # a full disk: safetensors, tokenizers and the file system each raise their own
         shutil.rmtree(partial, ignore_errors=True)
-        raise UserError(
-            f"the final model could not be written to {output_dir}: {short_reason(error)}; fix that and run the same "
-            "command with --resume_from_checkpoint auto"
-        ) from error
+        remedy = "fix that and run the same command with --resume_from_checkpoint auto"
+        reason = f"the final model could not be written to {output_dir}: {short_reason(error)}"
+        raise UserError(f"{reason}; {remedy}") from error
