@@ -19,7 +19,7 @@ import yaml
 from transformers import HfArgumentParser  # this name does not import torch
 
 from recipe.config import DATA_SOURCES, SECTIONS, TEXT_OPTIONS, TrainConfig
-from recipe.errors import UserError, did_you_mean
+from recipe.errors import UserError, did_you_mean, one_line
 
 CONFIGS_DIR = Path(__file__).parent / "configs"
 OPTIONS = {option.name: option for option in dataclasses.fields(TrainConfig)}
@@ -160,7 +160,7 @@ def load_yaml(recipe: str) -> dict[str, Any]:
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), yaml.BaseLoader)
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+        raise UserError(f"{path} is not valid YAML: {one_line(error)}") from error
     if not isinstance(content, dict):
         kind = {type(None): "empty", str: "a single value"}.get(type(content), "a list")
         raise UserError(f"{path} must hold a mapping of options to values, but it is {kind}")

@@ -16,7 +16,7 @@ from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
 
 from recipe.environment import count_cpus, count_local_processes
-from recipe.errors import ProcessError, UserError
+from recipe.errors import ProcessError, UserError, one_line
 from recipe.hardware.devices import runs_on
 
 # NCCL's watchdog kills processes that wait in a device collective for 600 s. On the host they may wait for days of
@@ -61,7 +61,7 @@ def host_group() -> dist.ProcessGroup | None:
         return dist.new_group(backend="gloo", timeout=HOST_WAIT)
     except RuntimeError as error:
         raise ProcessError(
-            f"the processes cannot reach each other over the network ({' '.join(str(error).split())[:150]}); set "
+            f"the processes cannot reach each other over the network ({one_line(error)}); set "
             "GLOO_SOCKET_IFNAME to the network interface that connects the hosts, e.g. eth0"
         ) from error
 
