@@ -5,6 +5,7 @@ rules. This module does not import torch, so mistakes are reported at once.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
@@ -162,8 +163,7 @@ def load_yaml(recipe: str) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"{path} is not valid YAML: {one_line(error)}") from error
     if not isinstance(content, dict):
-        kind = {type(None): "empty", str: "a single value"}.get(type(content), "a list")
-        raise UserError(f"{path} must hold a mapping of options to values, but it is {kind}")
+        raise UserError(f"{path} must hold a mapping of options to values")
     return content
 
 
@@ -220,12 +220,12 @@ def parse_mapping(key: str, value: Any) -> dict[str, Any]:
     example = "n_layer=4,n_embd=128" if key == "config_overrides" else "min_lr_rate=0.1"
     expected = f"{key} must look like {example} or be a JSON object, got {value!r}"
     try:
-        if isinstance(value, str) and value.lstrip().startswith("{"):
-            value = json.loads(value)
-        elif isinstance(value, str):
-            pairs = [pair.partition("=") for pair in value.split(",") if pair.strip()]
-            value = {name.strip(): text if name.strip() and equals else None for name, equals, text in pairs}
-        if not isinstance(value, dict) or None in value.values() or not all(isinstance(name, str) for name in value):
+        if isinstance(value, str):  # JSON is YAML, and so are pairs after this replacement
+            is_json = value.lstrip().startswith("{")
+            if not is_json and not all("=" in pair for pair in value.split(",")):
+                raise UserError(expected)
+            value = yaml.safe_load(value if is_json else "{" + value.replace("=", ": ") + "}")
+        if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
             raise UserError(expected)
         return {name: _scalar(item) if isinstance(item, str) else item for name, item in value.items()}
     except (ValueError, RecursionError, yaml.YAMLError) as error:
@@ -235,11 +235,8 @@ def parse_mapping(key: str, value: Any) -> dict[str, Any]:
 def _scalar(text: str) -> Any:
     """`true` -> True, `4` -> 4, `1e-5` (a string in YAML 1.1) -> 0.00001."""
     value = yaml.safe_load(text)
-    if isinstance(value, str):
-        try:
-            return _number(value)
-        except argparse.ArgumentTypeError:
-            pass
+    with contextlib.suppress(argparse.ArgumentTypeError):
+        return _number(value) if isinstance(value, str) else value
     return value
 
 

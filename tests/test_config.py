@@ -130,8 +130,8 @@ def test_errors_on_the_command_line(argv, expected):
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        ("- a\n- b\n", "must hold a mapping of options to values, but it is a list"),
-        ("", "must hold a mapping of options to values, but it is empty"),
+        ("- a\n- b\n", "must hold a mapping of options to values"),
+        ("", "must hold a mapping of options to values"),
         ("a: [\n", "is not valid YAML"),
         ("lerning_rate: 1\n", "did you mean learning_rate?"),
         ("1: 2\n", "unknown key '1'"),
