@@ -1,7 +1,7 @@
 """Measure what each optimization is worth on this machine; each run is recipe/train.py in a fresh process.
 
 python scripts/run_ladder.py                                     the ladder
-python scripts/run_ladder.py --rungs compile,flash --seconds 300
+python scripts/run_ladder.py --rungs compile,flash --steps 100
 python scripts/run_ladder.py --ablate                            everything on, one switch off at a time
 git clone https://github.com/karpathy/nanoGPT runs/nanoGPT
 python scripts/run_ladder.py --peers --nanogpt runs/nanoGPT      compare with nanoGPT and with a bare loop
@@ -12,6 +12,7 @@ After every run it writes a JSON file, a table (.md) beside it, and a chart (.pn
 
 import argparse
 import itertools
+import math
 import os
 import signal
 import sys
@@ -20,9 +21,9 @@ import textwrap
 import time
 from pathlib import Path
 
-from recipe.benchmark.ladder import build_memory_rungs, build_rungs, choose_setting
-from recipe.benchmark.machine import Machine, find_machine
-from recipe.benchmark.measure import LAP, Goal
+from recipe.benchmark.ladder import build_rungs, choose_setting
+from recipe.benchmark.machine import find_machine
+from recipe.benchmark.measure import LAP
 from recipe.benchmark.peers import build_peers
 from recipe.benchmark.runner import CAN_DRAW, LadderRunner
 from recipe.command_line import CommandLine
@@ -35,18 +36,18 @@ def main() -> None:
     args = parse()
     machine = find_machine()
     setting = choose_setting(args.config, args.dataset_dir, machine, args.micro_batch, args.global_batch)
-    goal = Goal(steps=-(-args.steps // LAP) * LAP, seconds=args.seconds)
+    num_steps = math.ceil(args.steps / LAP) * LAP
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/inductor"  # runs share compiled code only with each other
         peers = []
         if args.all or args.peers:  # their mistakes show before anything runs
             sources = (args.nanogpt, args.run_clm)
-            peers = build_peers(machine, setting, build_rungs(machine), Path(folder), *sources, goal.steps)
+            peers = build_peers(machine, setting, build_rungs(machine), Path(folder), *sources, num_steps)
         mode = "ladder" if args.all else "peers" if args.peers else "ablation" if args.ablate else "ladder"
         runner = LadderRunner(
             machine,
             setting,
-            goal,
+            num_steps,
             work=Path(folder),
             output_file=args.output_file or first_free(Path("runs") / f"{mode}_{machine.device}.json"),
             seconds=args.minutes * 60 - (time.monotonic() - started_at) if args.minutes else float("inf"),
@@ -59,13 +60,13 @@ def main() -> None:
             print('Without matplotlib there is no chart; pip install -e ".[plot]"', flush=True)
         if args.all:
             runner.run_all(wanted, peers, rounds)
-        elif not (args.peers or args.ablate):
-            runner.run_ladder(wanted)
-        else:
+        elif args.peers or args.ablate:
             if args.peers:
                 runner.run_peers(peers, rounds)
             if args.ablate:
                 runner.run_ablation()
+        else:
+            runner.run_ladder(wanted)
     runner.finish()
 
 
@@ -76,8 +77,6 @@ def first_free(path: Path) -> Path:
 
 
 def parse() -> argparse.Namespace:
-    any_gpu = Machine("cuda", "", bf16=True)
-    names = ", ".join(rung.name for rung in (*build_rungs(any_gpu), *build_memory_rungs(any_gpu)))
     parser = CommandLine(description="Measure what each optimization is worth on this machine.")
     parser.add_argument(
         "--config", help="recipe (default: gpt2_124m, or a smaller model without a GPU; demo is quick)"
@@ -86,8 +85,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--rungs",
         type=lambda text: text.split(","),
-        help=f"run only these rungs and the ones they are compared with, as in compile,flash: {names}; beyond the "
-        "defaults micro_batch_N, bf16_residual, tuned",
+        help="run these rungs and the ones they are compared with, as in compile,flash (an unknown name lists all)",
     )
     parser.add_argument("--ablate", action="store_true", help="turn one switch of the defaults off at a time")
     parser.add_argument("--peers", action="store_true", help="compare with a bare loop and with the given programs")
@@ -96,7 +94,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--all", action="store_true", help="the ladder, --peers and --ablate")
     parser.add_argument("--fit", action="store_true", help="also find each rung's largest micro-batch (GPU)")
     parser.add_argument("--steps", type=int, default=12, help="timed steps per run, rounded up to a multiple of 4")
-    parser.add_argument("--seconds", type=float, help="time each run for this long instead")
     parser.add_argument("--rounds", type=int, help="runs of each program with --peers (default: 3)")
     parser.add_argument(
         "--micro_batch", type=int, help="rows per forward pass (default: what fits at the bottom rung)"
@@ -105,7 +102,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, help="stop after this long and keep what was measured")
     parser.add_argument("--output_file", type=Path, help="JSON to write (default: a new file in runs/)")
     args = parser.parse_args()
-    for name in ("steps", "seconds", "rounds", "minutes", "micro_batch", "global_batch"):
+    for name in ("steps", "rounds", "minutes", "micro_batch", "global_batch"):
         value = getattr(args, name)
         if value is not None and not 0 < value < float("inf"):
             raise UserError(f"{name} must be greater than 0, got {value}")

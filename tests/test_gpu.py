@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 import recipe.train
 from recipe.benchmark.ladder import build_memory_rungs, build_rungs, choose_setting, options_of
 from recipe.benchmark.machine import find_machine
-from recipe.benchmark.measure import LAP, Goal, combine, measure
+from recipe.benchmark.measure import LAP, combine, measure
 
 pytestmark = [
     pytest.mark.gpu,
@@ -210,7 +210,7 @@ def test_124m_trains_on_8_gb(tmp_path, monkeypatch):
     setting = choose_setting("gpt2_124m", None, machine)
     rung = next(rung for rung in build_memory_rungs(machine) if rung.name == "8gb")
     options = combine(options_of(build_rungs(machine)), rung.on, {"global_batch_size": 512})
-    found = measure(options, setting, Goal(LAP), tmp_path, time.monotonic() + 500)
+    found = measure(options, setting, LAP, tmp_path, time.monotonic() + 500)
     assert "failed" not in found and found["peak_memory_bytes"] < 8e9
     said = " ".join((tmp_path / "run.log").read_text().split())  # lines are wrapped
     rows, steps, micro_batch = re.search(r"batch +(\d+) sequences = .* x (\d+) micro-batches? x (\d+)", said).groups()

@@ -11,7 +11,7 @@ from conftest import ROOT
 import recipe.benchmark.runner
 from recipe.benchmark.ladder import build_rungs, options_of
 from recipe.benchmark.machine import Machine
-from recipe.benchmark.measure import Goal, Setting, measure
+from recipe.benchmark.measure import Setting, measure
 from recipe.benchmark.peers import Peer, measure_peer
 from recipe.benchmark.runner import LadderRunner
 from recipe.errors import UserError
@@ -51,15 +51,15 @@ def measured(monkeypatch, clock):
 
     runs = Measured()
 
-    def stand_in(options, setting, goal, work, deadline):
+    def stand_in(options, setting, num_steps, work, deadline):
         runs.append(options)
         clock.now += 40
         found = runs.give(options)
         if isinstance(found, str) or clock.now > deadline:
             return {"failed": found if isinstance(found, str) else "too late"}
         return {"seconds_to_first_step": 9.0, "step_ms": found, "step_ms_lowest": found, "step_ms_highest": found,
-                "num_laps": 3, "tokens_per_second": round(64 * 1024 / found * 1e3), "peak_memory_bytes": 10**9,
-                "attention_kernel": "flash", "profile_ms": {}, "losses": {1: 5.0}}  # fmt: skip
+                "tokens_per_second": round(64 * 1024 / found * 1e3), "peak_memory_bytes": 10**9,
+                "attention_kernel": "flash", "losses": {1: 5.0}}  # fmt: skip
 
     monkeypatch.setattr(recipe.benchmark.runner, "measure", create_autospec(measure, side_effect=stand_in))
     return runs
@@ -68,7 +68,7 @@ def measured(monkeypatch, clock):
 @pytest.fixture
 def runner(tmp_path, measured):
     def build(machine=H200, **options) -> LadderRunner:
-        return LadderRunner(machine, SETTING, Goal(12), tmp_path, tmp_path / "out.json", **options)
+        return LadderRunner(machine, SETTING, 12, tmp_path, tmp_path / "out.json", **options)
 
     return build
 

@@ -73,7 +73,7 @@ def build_rungs(machine: Machine) -> list[Rung]:
     no_huge_pages = None if cpu and machine.huge_pages else "needs a CPU run on Linux with transparent huge pages"
     no_tf32 = None if machine.tf32 else f"{machine.name} has no TF32"
     no_half = None if cuda or machine.bf16 else f"{machine.name} has no bf16 units"
-    no_inductor = _why_no_inductor(machine)
+    no_inductor = None if machine.compiler else "inductor needs a compiler"
     cuda_defaults = [
         _bf16_residual(machine),
         Rung("sigmoid_gelu", "GELU by a sigmoid", {"sigmoid_gelu": True}, no_inductor),
@@ -102,10 +102,6 @@ def build_rungs(machine: Machine) -> list[Rung]:
     ]
 
 
-def _why_no_inductor(machine: Machine) -> str | None:
-    return None if machine.compiler else "inductor needs a compiler"
-
-
 def _bf16_residual(machine: Machine) -> Rung:
     why_not = None if machine.bf16 else "needs bf16 units"
     return Rung("bf16_residual", "bf16 residual stream", {"bf16_residual": True}, why_not)
@@ -115,10 +111,11 @@ def build_extras(machine: Machine, micro_batch: int, global_batch: int) -> list[
     """Switches beyond the defaults; each is tried alone and kept if it pays on this machine."""
     sizes = [micro_batch * 2**k for k in range(1, 8) if micro_batch * 2**k <= global_batch]
     tuned = {"dynamo_mode": "max-autotune-no-cudagraphs"}
+    no_inductor = None if machine.compiler else "inductor needs a compiler"
     return [
         *(Rung(f"micro_batch_{n}", f"micro-batch {n}", {"per_device_train_batch_size": n}) for n in sizes),
         *([] if machine.device == "cuda" else [_bf16_residual(machine)]),  # CUDA's defaults include it
-        Rung("tuned", "compile mode max-autotune", tuned, _why_no_inductor(machine)),
+        Rung("tuned", "compile mode max-autotune", tuned, no_inductor),
     ]
 
 
@@ -174,11 +171,7 @@ def choose_setting(
         says=f"{says}: {num_parameters / 1e6:,.1f} M parameters, {global_batch} rows of {config.block_size} "
         f"tokens per step, {micro_batch} rows per forward pass",
         options={**RUN_OPTIONS, **shape, "config": recipe, "dataset_dir": str(dataset.directory)},
-        model_size={
-            "n_layer": model.config.num_hidden_layers,
-            "n_head": model.config.num_attention_heads,
-            "n_embd": model.config.hidden_size,
-        },
+        model_size={key: getattr(model.config, key) for key in ("n_layer", "n_head", "n_embd")},
         vocab_size=dataset.vocab_size,
         block_size=config.block_size,
         flops_per_token=count_flops_per_token(model.config, num_parameters, config.block_size),

@@ -76,7 +76,7 @@ def _find_machine() -> Machine:
         memory_bytes=torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None,
         matmul_tflops={name: round(rate / 1e12, 3) for name, rate in rates.items()},
         data_sheet_tflops=peak and peak / 1e12,
-        environment={**describe_environment(device), "cuda_architectures": torch.cuda.get_arch_list()},
+        environment=describe_environment(device),
     )
 
 

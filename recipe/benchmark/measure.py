@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,19 +31,6 @@ LAP = 4  # steps between two log lines; only there the host waits for the device
 POLL_SECONDS = 0.1
 PROFILE_EVENT = b'{"event": "profile"'
 _started: list[subprocess.Popen] = []
-
-
-@dataclass(frozen=True)
-class Goal:
-    """How long a run is timed: for `steps` after the warm-up, or for `seconds` after the first step."""
-
-    steps: int  # at least LAP
-    seconds: float | None = None
-
-    @property
-    def most_steps(self) -> int:
-        """More steps than will run, because the run is killed before."""
-        return LAP + self.steps + 2 * PROFILED_STEPS if self.seconds is None else 100_000
 
 
 @dataclass(frozen=True)
@@ -103,7 +91,8 @@ def start_program(
 def end_program(process: subprocess.Popen) -> None:
     """Kill the program and its children if it still runs."""
     if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # another thread may have ended it by now
+            os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
@@ -113,14 +102,14 @@ def end_programs() -> None:
         end_program(process)
 
 
-def measure(options: dict[str, Any], setting: Setting, goal: Goal, work: Path, deadline: float) -> dict[str, Any]:
-    """Run recipe/train.py with these options in a fresh process until the goal is reached.
+def measure(options: dict[str, Any], setting: Setting, num_steps: int, work: Path, deadline: float) -> dict[str, Any]:
+    """Run recipe/train.py with these options in a fresh process and time `num_steps` after the first lap.
 
     deadline: of `time.monotonic()`. Returns the numbers of the run, or `{"failed": reason}`.
     """
     shutil.rmtree(work / "run", ignore_errors=True)
-    profile_after = LAP + goal.steps if goal.seconds is None else LAP
-    run = {"output_dir": str(work / "run"), "profile": profile_after, "max_steps": goal.most_steps}
+    last_step = LAP + num_steps  # it is profiled afterwards, and killed before its end
+    run = {"output_dir": str(work / "run"), "profile": last_step, "max_steps": last_step + 2 * PROFILED_STEPS}
     command = [sys.executable, str(TRAIN), *to_arguments(combine(setting.run_options, options, run))]
     metrics, log = work / "run" / "metrics.jsonl", work / "run.log"
     started_at, first_at = time.monotonic(), None
@@ -131,12 +120,9 @@ def measure(options: dict[str, Any], setting: Setting, goal: Goal, work: Path, d
             ended, now = process.poll() is not None, time.monotonic()
             logged = metrics.read_bytes().rpartition(b"\n")[0] if metrics.is_file() else b""  # only complete lines
             first_at = first_at or (now if logged else None)
-            enough = ended or now > deadline or goal.seconds is None or (first_at and now - first_at >= goal.seconds)
-            if PROFILE_EVENT in logged and enough:
-                events = [json.loads(line) for line in logged.splitlines()]
-                numbers = summarize_events(events, setting, profile_after)
-                if numbers is not None:
-                    return {"seconds_to_first_step": round(first_at - started_at, 1), **numbers}
+            if PROFILE_EVENT in logged:
+                numbers = summarize_events([json.loads(line) for line in logged.splitlines()], setting, last_step)
+                return {"seconds_to_first_step": round(first_at - started_at, 1), **numbers}
             if ended:
                 return {"failed": why_it_ended(log.read_text(errors="replace"))}
             if now > deadline:
@@ -146,29 +132,25 @@ def measure(options: dict[str, Any], setting: Setting, goal: Goal, work: Path, d
         end_program(process)
 
 
-def summarize_events(events: list[dict[str, Any]], setting: Setting, profile_after: int) -> dict[str, Any] | None:
-    """Step time, memory, attention kernel and losses; None before the first complete lap.
+def summarize_events(events: list[dict[str, Any]], setting: Setting, last_step: int) -> dict[str, Any]:
+    """Step time, memory, attention kernel and losses.
 
-    Laps of `LAP` steps count if they contain neither compilation nor profiling.
+    Laps of `LAP` steps count if they are after the first one, which compiles, and not after `last_step`.
     """
     train = [event for event in events if event["event"] == "train"]
     profile = next(event for event in events if event["event"] == "profile")
-    profiled = set(range(profile_after + 1, profile_after + PROFILED_STEPS + 1))
     times, before = [], 0  # of each step in milliseconds
     for event in train:
-        steps = range(before + 1, event["step"] + 1)
-        if before >= LAP and not profiled.intersection(steps):
-            times += [setting.tokens_per_step / event["tokens_per_second"] * 1e3] * len(steps)
+        if before >= LAP and event["step"] <= last_step:
+            step_ms = setting.tokens_per_step / event["tokens_per_second"] * 1e3
+            times += [step_ms] * (event["step"] - before)
         before = event["step"]
     laps = [statistics.fmean(times[i : i + LAP]) for i in range(0, len(times) - LAP + 1, LAP)]
-    if not laps:
-        return None
     median = statistics.median(laps)
     return {
         "step_ms": round(median, 2),
         "step_ms_lowest": round(min(laps), 2),
         "step_ms_highest": round(max(laps), 2),
-        "num_laps": len(laps),
         "tokens_per_second": round(setting.tokens_per_step / median * 1e3),
         "peak_memory_bytes": train[-1]["peak_memory_bytes"],
         "attention_kernel": profile["attention_kernel"],
@@ -208,6 +190,18 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise UserError(f"cannot write {path}: {error.strerror}; an existing file is unchanged") from error
+
+
+def run_python(*command: object, directory: Path | None = None) -> tuple[float, float]:
+    """Run a Python command. Returns its seconds, and the peak resident megabytes of its largest process."""
+    # In a small process between, because a child starts with the peak memory of its parent.
+    code = """import resource, subprocess, sys
+subprocess.run(sys.argv[1:], check=True, stdout=2)
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"""
+    started_at = time.perf_counter()
+    between = [sys.executable, "-c", code, sys.executable, *map(str, command)]
+    result = subprocess.run(between, cwd=directory, stdout=subprocess.PIPE, text=True, check=True)
+    return time.perf_counter() - started_at, int(result.stdout) / 1024
 
 
 def utc_now() -> str:

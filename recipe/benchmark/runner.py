@@ -28,17 +28,9 @@ from recipe.benchmark.ladder import (
     options_of,
 )
 from recipe.benchmark.machine import Machine
-from recipe.benchmark.measure import LAP, Goal, Setting, loss_delta, measure, replace_file, utc_now
+from recipe.benchmark.measure import LAP, Setting, loss_delta, measure, replace_file, utc_now
 from recipe.benchmark.peers import Peer, measure_peer
-from recipe.benchmark.tables import (
-    LEGEND,
-    SECTIONS,
-    notes,
-    screen_header,
-    screen_row,
-    to_markdown,
-    with_speedups,
-)
+from recipe.benchmark.tables import SECTIONS, notes, screen_header, screen_row, to_markdown, with_speedups
 from recipe.errors import UserError
 
 PAYS = 1.01  # an extra is kept if it is this many times as fast, and faster than any lap before it
@@ -54,7 +46,7 @@ class LadderRunner:
 
     machine: Machine
     setting: Setting
-    goal: Goal
+    num_steps: int  # that are timed in each run
     work: Path
     output_file: Path
     seconds: float = float("inf")
@@ -65,13 +57,12 @@ class LadderRunner:
     def __post_init__(self) -> None:
         machine = asdict(self.machine)
         self.results = {
-            "what": "recipe/train.py in a fresh process for each entry; medians over laps, synchronized",
             "setting": self.setting.says,
             "command": shlex.join(["python", *sys.argv]),
             "environment": machine.pop("environment"),
             "machine": machine,
             "flops_per_token": self.setting.flops_per_token,
-            "goal": asdict(self.goal),
+            "goal": {"steps": self.num_steps},
         }
         self.ends_at = time.monotonic() + self.seconds
         self.rungs = build_rungs(self.machine)
@@ -141,7 +132,7 @@ class LadderRunner:
         elif time.monotonic() >= self.ends_at:
             entry["not_run"] = "no time left"
         else:
-            numbers = measure(options, self.setting, self.goal, self.work, self._deadline())
+            numbers = measure(options, self.setting, self.num_steps, self.work, self._deadline())
             entry |= {"not_run": numbers["failed"]} if "failed" in numbers else numbers
         if "step_ms" in entry:
             entry |= self.machine.utilization(entry["tokens_per_second"] * self.setting.flops_per_token)
@@ -175,7 +166,7 @@ class LadderRunner:
         fits, size = 0, 1
         while size <= LARGEST_FIT:
             sizes = {"per_device_train_batch_size": size, "global_batch_size": size, "logging_steps": 1}
-            numbers = measure({**options, **sizes}, self.setting, Goal(LAP), self.work, self._deadline())
+            numbers = measure({**options, **sizes}, self.setting, LAP, self.work, self._deadline())
             if "failed" in numbers:
                 return fits if numbers["failed"] == "out of memory" else f"at least {fits}: {numbers['failed']}"
             fits, size = size, size * 2
@@ -187,20 +178,16 @@ class LadderRunner:
         if any(peer.ours == "ours_auto" for peer in peers):
             ours["ours_auto"] = {**ours["ours"], "per_device_train_batch_size": "auto"}
         self.results["rounds"] = []
-        self.shown = "peers"
         for number in range(1, rounds + 1):
             found: dict[str, Any] = {}
             self.results["rounds"].append(found)
             print(f"\nOther programs, round {number} of {rounds}, tokens/s:", flush=True)
             for name, options in ours.items():
-                self._announce("peers", name)
-                numbers = measure(options, self.setting, Goal(self.goal.steps), self.work, self._deadline())
-                numbers.pop("losses", None)
-                self._say_rate(name, found, name, numbers)
+                found[name] = measure(options, self.setting, self.num_steps, self.work, self._deadline())
+                say_rate(name, found[name])
             for peer in peers:
-                self._announce("peers", peer.what)
-                numbers = measure_peer(peer, self.goal.steps, self._deadline())
-                self._say_rate(peer.what, found, peer.name, numbers)
+                found[peer.name] = measure_peer(peer, self.num_steps, self._deadline())
+                say_rate(peer.name, found[peer.name])
                 started = self.results["rounds"][0]
                 self.results["peers"] = [self._compare(peer) for peer in peers if peer.name in started]
                 self.save()
@@ -208,20 +195,15 @@ class LadderRunner:
         for entry in self.results["peers"]:
             print(screen_row(entry, "peers"), flush=True)
 
-    def _say_rate(self, what: str, found: dict[str, Any], name: str, numbers: dict[str, Any]) -> None:
-        found[name] = numbers
-        rate = numbers.get("tokens_per_second")
-        print(f"{what:42.41}" + (f"{rate:>10,}" if rate else numbers["failed"][:38]), flush=True)
-
     def _compare(self, peer: Peer) -> dict[str, Any]:
         """How many times as fast ours is: in each round, and the median."""
         command = " ".join(Path(part).name if part.startswith("/") else part for part in peer.command)
         entry = {"name": peer.name, "what": peer.what, "command": command, "sha256": peer.sha256}
         rounds = [(found[peer.ours], found[peer.name]) for found in self.results["rounds"] if peer.name in found]
-        failed = [numbers["failed"] for pair in rounds for numbers in pair if "failed" in numbers]
-        pairs = [pair for pair in rounds if not any("failed" in numbers for numbers in pair)]
+        pairs = [(mine, theirs) for mine, theirs in rounds if "failed" not in {*mine, *theirs}]
         if not pairs:
-            return {**entry, "not_run": failed[0]}
+            mine, theirs = rounds[0]
+            return {**entry, "not_run": {**theirs, **mine}["failed"]}
         times = [mine["tokens_per_second"] / theirs["tokens_per_second"] for mine, theirs in pairs]
         return {
             **entry,
@@ -234,7 +216,7 @@ class LadderRunner:
 
     def _deadline(self) -> float:
         limit = max(SHORTEST_LIMIT_SECONDS, min(LONGEST_LIMIT_SECONDS, LONGEST_SHARE * self.seconds))
-        return min(self.ends_at, time.monotonic() + limit + (self.goal.seconds or 0))
+        return min(self.ends_at, time.monotonic() + limit)
 
     def save(self) -> None:
         """Replace JSON, Markdown and chart by complete new ones."""
@@ -258,10 +240,13 @@ class LadderRunner:
         entries = [entry for section in SECTIONS for entry in self.results.get(section, [])]
         if all("not_run" in entry for entry in entries):
             raise UserError(f"nothing could be measured: {entries[0]['not_run']}")
-        legend = LEGEND if any("step_ms" in entry for entry in entries) else []
-        print("\n" + "\n".join(textwrap.fill(line, 80) for line in [*legend, *notes(self.results)]))
+        print("\n" + "\n".join(textwrap.fill(line, 80) for line in notes(self.results)))
         files = [self.output_file.with_suffix(suffix) for suffix in (".json", ".md", ".png")]
         print(f"Results: {', '.join(str(path) for path in files if path.exists())}")
+
+
+def say_rate(name: str, numbers: dict[str, Any]) -> None:
+    print(f"{name:20}{numbers.get('tokens_per_second') or numbers['failed']:>10}"[:80], flush=True)
 
 
 def pays(entry: dict[str, Any], before: dict[str, Any] | None) -> bool:

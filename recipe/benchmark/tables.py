@@ -1,6 +1,6 @@
-"""The ladder's results as tables for the screen and in Markdown, and as a bar chart.
+"""The ladder's results as tables for the screen and in Markdown.
 
-In: the dictionary that scripts/run_ladder.py writes as JSON. Out: text, or a PNG.
+In: the dictionary that scripts/run_ladder.py writes as JSON. Out: text.
 """
 
 from collections.abc import Callable
@@ -116,7 +116,7 @@ LEGEND = [
 
 
 def notes(results: dict[str, Any]) -> list[str]:
-    """What was measured, on which machine, and what follows from it."""
+    """What was measured, on which machine, what follows from it, and what the columns mean."""
     machine, environment = results["machine"], results["environment"]
     timed = [e for section in SECTIONS for e in results.get(section, []) if "step_ms" in e]
     rates = ", ".join(f"{name} {rate:,.2f}" for name, rate in machine["matmul_tflops"].items())
@@ -134,8 +134,6 @@ def notes(results: dict[str, Any]) -> list[str]:
         ]
     if timed and machine["device"] == "cpu":
         lines.append("peak GB: the largest resident memory of the process, including compilation.")
-    if any(e["mfu"] > 1 for e in timed):
-        lines.append("MFU above 100%: the machine was busy while its matrix products were measured.")
     twice = {e["name"]: e["step_ms"] for e in results.get("ablation", []) if "step_ms" in e}
     if {"everything", "again"} <= set(twice):
         noise = abs(twice["everything"] / twice["again"] - 1)
@@ -143,7 +141,7 @@ def notes(results: dict[str, Any]) -> list[str]:
     if any("step_ms" in e for e in results.get("extras", [])):
         kept = [e["what"] for e in results["extras"] if e.get("kept")]
         lines.append(f"Extras that pay on this machine: {', '.join(kept) or 'none'}.")
-    return lines
+    return lines + (LEGEND if timed else [])
 
 
 def to_markdown(results: dict[str, Any]) -> str:
@@ -155,5 +153,4 @@ def to_markdown(results: dict[str, Any]) -> str:
             if section == "peers":
                 commands = [f"    {entry['command']}" for entry in results[section]]
                 blocks += ["Commands, without paths:", "\n".join(commands)]
-    legend = LEGEND if any("step_ms" in entry for section in SECTIONS for entry in results.get(section, [])) else []
-    return "\n\n".join([*blocks, *notes(results), *legend])
+    return "\n\n".join([*blocks, *notes(results)])

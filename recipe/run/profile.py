@@ -51,13 +51,12 @@ class StepProfiler:
 
     def __init__(self, config: TrainConfig, accelerator: Accelerator, output_dir: Path, first_step: int) -> None:
         """Create it before the first forward pass, which compiles. A run that ends earlier is not profiled."""
-        after_step = first_step + config.profile if config.profile and accelerator.is_main_process else None
-        if after_step is not None and after_step + PROFILED_STEPS > config.max_steps:
-            after_step = None
-        self.after_step, self.device, self.output_dir = after_step, accelerator.device, output_dir
-        device = accelerator.device
+        after_step = first_step + (config.profile or 0)
+        fits = after_step + PROFILED_STEPS <= config.max_steps
+        self.after_step = after_step if config.profile and accelerator.is_main_process and fits else None
+        self.device, self.output_dir = accelerator.device, output_dir
         self.profile: profile | None = None
-        if after_step is not None and device.type == "cpu":
+        if self.after_step is not None and self.device.type == "cpu":
             import torch._inductor.config
 
             torch._inductor.config.cpp.enable_kernel_profile = True  # gives its kernels names in a trace

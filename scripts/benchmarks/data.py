@@ -8,11 +8,8 @@ of the process.
 
 import json
 import random
-import shlex
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 import timeit
@@ -22,14 +19,22 @@ import numpy as np
 import psutil
 import torch
 
+from recipe.benchmark.measure import finish_results, run_python
 from recipe.command_line import CommandLine
 from recipe.data.batches import TrainOrder, build_train_batches
 from recipe.data.files import read_standard_library
 from recipe.data.packed import open_packed_dataset
 from recipe.data.tokenizer import load_tokenizer
 from recipe.data.writer import PackedWriter
-from recipe.environment import count_cpus, describe_environment
+from recipe.environment import count_cpus
 from recipe.errors import run_main
+
+SPEED_MEGABYTES = 200  # of text in the comparison of speed
+MEMORY_MEGABYTES = (50, 500, 2000)  # texts whose preparation's peak memory is compared
+NUM_TOKENS, PART_TOKENS = (
+    1_000_000_000,
+    10_000_000,
+)  # of the large dataset that is opened, and of the parts to write it
 
 # The usual preparation script (after nanoGPT's): datasets.map with tiktoken, Python lists, then a memory map.
 # tiktoken would download its GPT-2 encoding; this is the same one: its pattern with the tokenizer's merges.
@@ -66,24 +71,12 @@ def main() -> None:
     parser = CommandLine(description="Measure data preparation and reading.")
     parser.add_argument("--tokenizer_name", required=True, help="tokenizer folder or Hub id")
     parser.add_argument("--output_file", type=Path, help="JSON to write")
-    parser.add_argument("--speed_megabytes", type=int, default=200, help="text for the speed comparison")
-    sizes = [50, 500, 2000]
-    parser.add_argument("--memory_megabytes", type=int, nargs="+", default=sizes, help="texts for peak memory")
-    parser.add_argument("--open_tokens", type=int, default=1_000_000_000, help="tokens of the large dataset to open")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        results = {
-            "command": shlex.join(sys.argv),
-            "speed": measure_speed(Path(folder), args.tokenizer_name, args.speed_megabytes),
-            "memory": measure_memory(Path(folder), args.tokenizer_name, args.memory_megabytes),
-            "reading": measure_reading(Path(folder), args.tokenizer_name, args.open_tokens),
-            "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "environment": describe_environment(torch.device("cpu")),
-        }
-    text = json.dumps(results, indent=2)
-    print(text)
-    if args.output_file:
-        args.output_file.write_text(text + "\n")
+        work, tokenizer = Path(folder), args.tokenizer_name
+        results = {"speed": measure_speed(work, tokenizer), "memory": measure_memory(work, tokenizer)}
+        results["reading"] = measure_reading(work, tokenizer)
+    finish_results(results, args.output_file)
 
 
 def write_text(path: Path, megabytes: int) -> None:
@@ -97,54 +90,34 @@ def write_text(path: Path, megabytes: int) -> None:
             file.write(json.dumps({"text": text}) + "\n" if path.suffix == ".jsonl" else text + "\n")
 
 
-def run(*command: str | Path) -> tuple[float, float]:
-    """Run a Python command. Returns its seconds, and the peak resident megabytes of its largest process."""
-    # In a small process between, because a child starts with the peak memory of its parent.
-    code = """import resource, subprocess, sys
-subprocess.run(sys.argv[1:], check=True, stdout=2)
-print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"""
-    started_at = time.perf_counter()
-    between = [sys.executable, "-c", code, sys.executable, *map(str, command)]
-    result = subprocess.run(between, stdout=subprocess.PIPE, text=True, check=True)
-    return time.perf_counter() - started_at, int(result.stdout) / 1024
-
-
 def prepare(text: Path, tokenizer: str, out: Path) -> tuple[float, float]:
     script = Path(__file__).parent.parent / "prepare_data.py"
-    return run(script, "--train_file", text, "--tokenizer_name", tokenizer, "--output_dir", out)
+    return run_python(script, "--train_file", text, "--tokenizer_name", tokenizer, "--output_dir", out)
 
 
-def measure_speed(work: Path, tokenizer: str, megabytes: int) -> dict:
-    """Time the whole command and the usual script in turn, twice each, and packing alone."""
+def measure_speed(work: Path, tokenizer: str) -> dict:
+    """Time the whole command and the usual script in turn, twice each."""
     text, num_cpus = work / "speed.jsonl", count_cpus()
-    write_text(text, megabytes)
+    write_text(text, SPEED_MEGABYTES)
     seconds: dict[str, list[float]] = {"prepare_data": [], "datasets_map": []}
     for number in range(2):
         seconds["prepare_data"].append(prepare(text, tokenizer, work / f"packed-{number}")[0])
-        seconds["datasets_map"].append(run("-c", BASELINE, text, tokenizer, str(num_cpus), work / f"map-{number}")[0])
-    opened = open_packed_dataset(work / "packed-0")
-    parts, started_at = np.array_split(opened.splits["train"].stream(), 8), time.perf_counter()
-    writer = PackedWriter(work / "again", "packing alone", opened.block_size, opened.vocab_size)
-    for part in parts:
-        writer.splits["train"].add(part, len(part), np.array([len(part)]))
-        writer.commit()
-    packing_seconds = time.perf_counter() - started_at
-    writer.discard()
+        baseline = ("-c", BASELINE, text, tokenizer, num_cpus, work / f"map-{number}")
+        seconds["datasets_map"].append(run_python(*baseline)[0])
     ours, theirs = min(seconds["prepare_data"]), min(seconds["datasets_map"])
     return {
-        "megabytes": megabytes,
+        "megabytes": SPEED_MEGABYTES,
         "seconds": seconds,
-        "megabytes_per_second_per_core": megabytes / ours / num_cpus,
+        "megabytes_per_second_per_core": SPEED_MEGABYTES / ours / num_cpus,
         "times_as_fast_as_datasets_map": theirs / ours,
-        "packing_share": packing_seconds / ours,
     }
 
 
-def measure_memory(work: Path, tokenizer: str, sizes: list[int]) -> dict:
+def measure_memory(work: Path, tokenizer: str) -> dict:
     """Measure the peak resident memory of the whole command for texts of several sizes."""
     peaks: dict[str, dict] = {"jsonl": {}, "txt": {}}
     for kind, of_kind in peaks.items():
-        for megabytes in sizes:
+        for megabytes in MEMORY_MEGABYTES:
             text, out = work / f"memory-{megabytes}.{kind}", work / f"memory-{megabytes}"
             write_text(text, megabytes)
             seconds, peak = prepare(text, tokenizer, out)
@@ -157,14 +130,14 @@ def measure_memory(work: Path, tokenizer: str, sizes: list[int]) -> dict:
     return peaks
 
 
-def measure_reading(work: Path, tokenizer_name: str, num_tokens: int) -> dict:
+def measure_reading(work: Path, tokenizer_name: str) -> dict:
     """Measure opening a large dataset, and a batch from it and from a small one."""
-    tokenizer, part_tokens = load_tokenizer(tokenizer_name), 10_000_000
-    part = np.random.default_rng(0).integers(0, len(tokenizer) - 1, part_tokens)
-    for name, count in (("small", 1_000_000), ("large", num_tokens)):
+    tokenizer = load_tokenizer(tokenizer_name)
+    part = np.random.default_rng(0).integers(0, len(tokenizer) - 1, PART_TOKENS)
+    for name, count in (("small", 1_000_000), ("large", NUM_TOKENS)):
         writer = PackedWriter(work / name, name, 1024, len(tokenizer))
-        for start in range(0, count, part_tokens):
-            writer.splits["train"].add(part[: count - start], part_tokens, np.array([], np.int64))
+        for start in range(0, count, PART_TOKENS):
+            writer.splits["train"].add(part[: count - start], PART_TOKENS, np.array([], np.int64))
             writer.commit()
         writer.splits["validation"].add(part[:100_000], 100_000, np.array([100_000]))
         writer.finish(tokenizer, {}, name)
@@ -183,7 +156,7 @@ def measure_reading(work: Path, tokenizer_name: str, num_tokens: int) -> dict:
         batches = build_train_batches(split, TrainOrder(len(split), 1, 32, 32), torch.device("cpu"), 0, placement)
         times[name] = statistics.median(timeit.repeat(batches.__next__, number=1, repeat=300)) * 1000
     return {
-        "tokens": num_tokens,
+        "tokens": NUM_TOKENS,
         "open_seconds": open_seconds,
         "open_added_resident_megabytes": added / 2**20,
         "batch_of_32_rows_ms": times,

@@ -8,16 +8,14 @@ for bit.
 """
 
 import json
-import os
 import random
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from recipe.benchmark.measure import TRAIN, finish_results
+from recipe.benchmark.measure import TRAIN, end_program, end_programs, finish_results, start_program
 from recipe.checkpoint.load import find_checkpoint, list_checkpoints
 from recipe.checkpoint.manifest import why_damaged
 from recipe.command_line import CommandLine
@@ -39,13 +37,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the random moments")
     parser.add_argument("--output_file", type=Path, help="JSON to write")
     args = parser.parse_args()
-    if args.kills < 1:
-        raise UserError(f"kills must be at least 1, got {args.kills}")
     started_at = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        finish(work, "through", args.kills)
-        results = kill_and_resume(work, args.kills, random.Random(args.seed))
+        try:
+            finish(work, "through", args.kills)
+            results = kill_and_resume(work, args.kills, random.Random(args.seed))
+        finally:
+            end_programs()
         differences = compare(work / "through", work / "killed")
     results |= {"identical": not differences, "differences": differences}
     finish_results({**results, "seconds": round(time.perf_counter() - started_at)}, args.output_file)
@@ -57,13 +56,7 @@ def start(work: Path, name: str, kills: int) -> subprocess.Popen:
     """Start or resume the run `name`; its output is appended to NAME.log."""
     options = [*OPTIONS.split(), "--output_dir", name, "--max_steps", str(kills * STEPS_PER_KILL)]
     with open(work / f"{name}.log", "ab") as log:
-        return subprocess.Popen(
-            [sys.executable, str(TRAIN), *options],
-            cwd=work,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "OMP_NUM_THREADS": "2"},
-        )
+        return start_program([sys.executable, str(TRAIN), *options], log, work, OMP_NUM_THREADS="2")
 
 
 def finish(work: Path, name: str, kills: int) -> None:
@@ -75,8 +68,8 @@ def finish(work: Path, name: str, kills: int) -> None:
 def kill_and_resume(work: Path, kills: int, rng: random.Random) -> dict:
     """Kill the run this many times, then let it end. Returns what the kills interrupted."""
     killed = work / "killed"
-    met = {"kills": 0, "during_start": 0, "during_a_save": 0, "steps_at_kills": []}
-    while met["kills"] < kills:
+    met = {"kills": kills, "during_start": 0, "during_a_save": 0, "steps_at_kills": []}
+    for number in range(1, kills + 1):
         step, half_written = last_step(killed), partial_folders(killed)
         process = start(work, "killed", kills)
         if rng.random() < STARTUP_SHARE:
@@ -87,14 +80,11 @@ def kill_and_resume(work: Path, kills: int, rng: random.Random) -> dict:
                 time.sleep(0.005)
             time.sleep(rng.uniform(0, TRAINING_SECONDS))
         if process.poll() is not None:
-            log = (work / "killed.log").read_text()
-            raise UserError(f"the run ended before kill {met['kills'] + 1}: {log[-500:]}")
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        met["kills"] += 1
+            raise UserError(f"the run ended before kill {number}: {(work / 'killed.log').read_text()[-500:]}")
+        end_program(process)
         met["during_a_save"] += bool(partial_folders(killed) - half_written)
         met["steps_at_kills"].append(last_step(killed))
-        print(f"kill {met['kills']} at step {met['steps_at_kills'][-1]}", file=sys.stderr, flush=True)
+        print(f"kill {number} at step {met['steps_at_kills'][-1]}", file=sys.stderr, flush=True)
         if damage := [reason for checkpoint in list_checkpoints(killed) if (reason := why_damaged(checkpoint))]:
             raise UserError(f"a checkpoint is damaged: {damage}")
     finish(work, "killed", kills)
@@ -124,7 +114,7 @@ def compare(through: Path, killed: Path) -> list[str]:
         f"{name} differs" for name in names if (through / name).read_bytes() != (killed / name).read_bytes()
     ]
     keys = ("step", "loss", "grad_norm", "learning_rate")
-    events = [[json.loads(line) for line in log_lines(run)] for run in (through, killed)]
+    events = ([json.loads(line) for line in log_lines(run)] for run in (through, killed))
     logs = [[[event[key] for key in keys] for event in run if event["event"] == "train"] for run in events]
     return differences + (["the logged losses differ"] if logs[0] != logs[1] else [])
 
