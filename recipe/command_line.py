@@ -24,6 +24,7 @@ from recipe.errors import UserError, did_you_mean, one_line
 
 CONFIGS_DIR = Path(__file__).parent / "configs"
 OPTIONS = {option.name: option for option in dataclasses.fields(TrainConfig)}
+MAPPINGS = ("config_overrides", "lr_scheduler_kwargs")
 RETIRED = ("keep_freed_memory",)  # in the training_config.yaml of older runs; it never changed their results
 # Options of TrainingArguments, run_clm.py and nanoGPT that have another name here, or no equivalent.
 OTHER_NAMES = {
@@ -66,6 +67,7 @@ OTHER_NAMES = {
     "deepspeed": "GPT-2 fits on one device; several devices use DistributedDataParallel",
     "hub_token": "log in with `hf auth login` or set HF_TOKEN; never put a token on a command line",
     "hub_strategy": "--push_to_hub uploads the final model once",
+    "resume": "use --resume_from_checkpoint auto, with --output_dir",
     "load_best_model_at_end": "the final model is the last one; each checkpoint-N can be loaded as a model",
 }
 
@@ -75,7 +77,7 @@ def load_config(argv: list[str] | None = None) -> tuple[TrainConfig, str]:
 
     Returns the config and the name of the recipe. Raises `UserError`. `--help` exits.
     """
-    argv = sys.argv[1:] if argv is None else argv
+    argv = underscored(sys.argv[1:] if argv is None else argv)
     parser = _ConfigParser(TrainConfig, prog="recipe/train.py", allow_abbrev=False, add_help=False)
     parser.add_argument("--config")
     parser.add_argument("-h", "--help", action="store_true")
@@ -106,12 +108,13 @@ class _ConfigParser(HfArgumentParser):
 
     def error(self, message: str) -> None:
         message = re.sub(r"^argument (--\w+)[^:]*: ", r"\1: ", message)
+        message = re.sub(r"Truthy value expected: got (.*) but .*", r"must be true or false, got '\1'", message)
         raise UserError(message.replace(": must", " must", 1))
 
 
 def _integer(text: str) -> int:
-    number = _number(text)
-    if number != int(number):
+    number = _as_number(text)
+    if isinstance(number, str) or number != int(number):
         raise argparse.ArgumentTypeError(f"must be an integer, got '{text}'")
     return int(text) if text.lstrip("+-").isdigit() else int(number)
 
@@ -127,7 +130,7 @@ def _number(text: str) -> float:
 
 
 def _read_recipe(recipe: str, parser: _ConfigParser) -> dict[str, Any]:
-    """Read a recipe and parse its values as if they had been typed."""
+    """Read a recipe and parse its single values as if they had been typed."""
     values: dict[str, Any] = {}
     arguments: list[str] = []
     for key, value in load_yaml(recipe).items():
@@ -135,33 +138,44 @@ def _read_recipe(recipe: str, parser: _ConfigParser) -> dict[str, Any]:
             continue
         if key not in OPTIONS:
             raise UserError(f"unknown key '{key}' in {recipe}; {did_you_mean(str(key), OPTIONS)}")
-        if "kwargs" in key or key == "config_overrides":
+        is_list = "list" in str(OPTIONS[key].type)
+        if value is None:
+            if OPTIONS[key].default is not None and "words" not in OPTIONS[key].metadata:
+                raise UserError(f"{key} in {recipe} has no value")
+            values[key] = None
+        elif key in MAPPINGS:
             values[key] = parse_mapping(key, value)
-        elif not isinstance(value, str) and "list" not in str(OPTIONS[key].type):
+        elif is_list and isinstance(value, (str, list)):
+            values[key] = [value] if isinstance(value, str) else value
+            if not all(isinstance(item, str) and item for item in values[key]):
+                raise UserError(f"{key} in {recipe} must be a list of strings, got {value}")
+        elif isinstance(value, (list, dict)) or is_list:
             raise UserError(f"{key} in {recipe} must be a single value, got {value}")
-        elif isinstance(value, list):
-            arguments += [f"--{key}", *map(str, value)]
-        elif value.lower() not in ("null", "~"):
-            arguments.append(f"--{key}={value}")
+        elif value is False and "no" in str(OPTIONS[key].type):  # YAML 1.1 reads `no` as false
+            values[key] = "no"
+        else:
+            arguments.append(f"--{key}={str(value).lower() if isinstance(value, bool) else value}")
     try:
         return values | vars(parser.parse_args(arguments))
     except UserError as error:
-        raise UserError(f"{recipe}: {error}") from error
+        raise UserError(f"{recipe}: {str(error).removeprefix('--')}") from error
 
 
 def load_yaml(recipe: str) -> dict[str, Any]:
-    """Read a recipe by name (`gpt2_124m`) or path; scalars stay strings. Raises `UserError` if it is not a mapping."""
+    """Read a recipe by name (`gpt2_124m`) or path. Raises `UserError` if it is not a mapping."""
     is_file = recipe.lower().endswith((".yaml", ".yml"))
     path = Path(recipe) if is_file else CONFIGS_DIR / f"{recipe}.yaml"
     if not path.is_file():
         known = ", ".join(sorted(p.stem for p in CONFIGS_DIR.glob("*.yaml")))
         if is_file:
             raise UserError(f"there is no recipe file {recipe}")
-        raise UserError(f"there is no recipe '{recipe}'; pass a .yaml file or one of {known}")
+        hint = did_you_mean(recipe, known.split(", "), otherwise="pass a .yaml file, or a recipe")
+        raise UserError(f"there is no recipe '{recipe}'; {hint} (recipes: {known})")
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), yaml.BaseLoader)
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise UserError(f"{path} is not valid YAML: {one_line(error)}") from error
+        reason = one_line(error).replace(' in "<unicode string>",', "")
+        raise UserError(f"{path} is not valid YAML: {reason}") from error
     if not isinstance(content, dict):
         raise UserError(f"{path} must hold a mapping of options to values")
     return content
@@ -170,7 +184,7 @@ def load_yaml(recipe: str) -> dict[str, Any]:
 def _merge(recipe: dict[str, Any], typed: dict[str, Any]) -> dict[str, Any]:
     """Put typed options on top of the recipe's, and drop recipe values that they make meaningless."""
     values = dict(recipe)
-    for key in ("config_overrides", "lr_scheduler_kwargs"):
+    for key in MAPPINGS:
         if key in typed:
             typed[key] = parse_mapping(key, typed[key])
 
@@ -188,15 +202,15 @@ def _merge(recipe: dict[str, Any], typed: dict[str, Any]) -> dict[str, Any]:
         if 1 <= warmup < steps and typed.get("max_steps", 0) < steps:
             values["warmup_steps"] = warmup / steps  # a shorter run warms up for the same share of its steps
     if "model_name_or_path" in typed:  # the model's shape replaces the recipe's; dropout stays
-        overrides = values.get("config_overrides", {})
+        overrides = values.get("config_overrides") or {}
         values["config_overrides"] = {key: value for key, value in overrides.items() if key.endswith("_pdrop")} or None
         if not {"dataset_dir", "tokenizer_name"} & set(typed):
             drop("tokenizer_vocab_size")
-    overrides = {**(values.get("config_overrides") or {}), **typed.get("config_overrides", {})}
+    overrides = (values.get("config_overrides") or {}) | typed.get("config_overrides", {})
     values |= typed
     if "config_overrides" in typed:  # typed values join the recipe's
         values["config_overrides"] = overrides
-    if "max_steps" in values and "num_train_epochs" in values:
+    if "max_steps" in values and values.get("num_train_epochs") is not None:
         raise UserError("max_steps and num_train_epochs both set the length of the run; pass only one of them")
     default = values.get("block_size", OPTIONS["block_size"].default)
     if "dataset_dir" in typed and "block_size" not in typed:
@@ -227,17 +241,16 @@ def parse_mapping(key: str, value: Any) -> dict[str, Any]:
             value = yaml.safe_load(value if is_json else "{" + value.replace("=", ": ") + "}")
         if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
             raise UserError(expected)
-        return {name: _scalar(item) if isinstance(item, str) else item for name, item in value.items()}
+        return {name: _as_number(item) if isinstance(item, str) else item for name, item in value.items()}
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise UserError(expected) from error
 
 
-def _scalar(text: str) -> Any:
-    """`true` -> True, `4` -> 4, `1e-5` (a string in YAML 1.1) -> 0.00001."""
-    value = yaml.safe_load(text)
+def _as_number(text: str) -> float | str:
+    """`1e-5`, which YAML 1.1 reads as a string, -> 0.00001."""
     with contextlib.suppress(argparse.ArgumentTypeError):
-        return _number(value) if isinstance(value, str) else value
-    return value
+        return _number(text)
+    return text
 
 
 def _help(recipe: str, values: dict[str, Any]) -> str:
@@ -254,8 +267,8 @@ def _help(recipe: str, values: dict[str, Any]) -> str:
         default, text = values.get(option.name, option.default), option.metadata["help"].replace("%%", "%")
         if isinstance(default, dict):
             default = ",".join(f"{key}={value}" for key, value in default.items())
-        if isinstance(default, bool):
-            default = str(default).lower()
+        if isinstance(default, (bool, float)):
+            default = str(default).lower() if isinstance(default, bool) else f"{default:g}"
         if default is not None:
             text = f"{text.partition(' Default: ')[0]} (default: {default})"
         lines += [f"  --{option.name} {_metavar(option)}", *wrap.wrap(text)]
@@ -281,14 +294,17 @@ class CommandLine(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **kwargs)
 
     def parse_args(self, args: list[str] | None = None, namespace: argparse.Namespace | None = None):
-        args = sys.argv[1:] if args is None else args
-        args = [re.sub(r"^--[\w-]+(?==|$)", lambda name: "--" + name[0][2:].replace("-", "_"), text) for text in args]
-        found, unknown = self.parse_known_args(args, namespace)
+        found, unknown = self.parse_known_args(underscored(sys.argv[1:] if args is None else args), namespace)
         if unknown:
             raise UserError(unknown_option(unknown[0], [action.dest for action in self._actions]))
         return found
 
     error = _ConfigParser.error
+
+
+def underscored(argv: list[str]) -> list[str]:
+    """`--max-steps=5` -> `--max_steps=5`; values stay as they are."""
+    return [re.sub(r"^--[\w-]+(?==|$)", lambda name: "--" + name[0][2:].replace("-", "_"), text) for text in argv]
 
 
 def unknown_option(option: str, names: list[str]) -> str:

@@ -4,7 +4,9 @@ recipe/command_line.py fills a `TrainConfig` from a recipe file and the command 
 torch, so mistakes are reported at once.
 """
 
+import contextlib
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -39,10 +41,10 @@ TEXT_OPTIONS = (  # how train_file and dataset_name are read
     "skip_bad_files",
 )
 SCHEDULE_OPTIONS = ("max_steps", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")
-# transformers.SchedulerType, whose module imports torch. A test keeps the two equal.
+# Those of transformers.SchedulerType, whose module imports torch, that depend on steps alone. A test compares them.
 SCHEDULES = (
-    "linear cosine cosine_with_restarts polynomial constant constant_with_warmup inverse_sqrt reduce_lr_on_plateau "
-    "cosine_with_min_lr cosine_warmup_with_min_lr warmup_stable_decay greedy"
+    "linear cosine cosine_with_restarts polynomial constant constant_with_warmup inverse_sqrt cosine_with_min_lr "
+    "cosine_warmup_with_min_lr warmup_stable_decay"
 )
 
 
@@ -85,11 +87,11 @@ class TrainConfig:
     text_column_name: str = _field("text", "Column that holds the text (jsonl, json, csv, parquet, dataset_name).")
     validation_split_percentage: float = _field(5.0, "Percentage of documents to hold out for validation.")
     tokenizer_name: str | None = _field(None, "Tokenizer folder or Hub id. Default: train one on the training text.")
-    tokenizer_vocab_size: int | None = _field(None, "Vocabulary size of the tokenizer to train.", at_least=257)
+    tokenizer_vocab_size: int | None = _field(None, "Size of the tokenizer to train, at least 257.", at_least=257)
     cache_dir: str = _field("runs/data", "Folder for datasets prepared from train_file or dataset_name.")
     streaming: bool = _field(False, "Tokenize and pack the text during training instead of preparing it first.")
     shuffle_buffer_size: int = _field(10_000, "Rows in the shuffle window of a streamed text.", at_least=1)
-    block_size: int = _field(1024, "Tokens per row (sequence length). Default: that of dataset_dir.", at_least=1)
+    block_size: int = _field(1024, "Tokens per row (sequence length); dataset_dir sets its own.", at_least=1)
     data_placement: Literal["mmap", "ram", "device"] = _field("mmap", "Where the packed rows are kept.")
     dataloader_num_workers: int = _field(0, "Processes that build batches; 0 uses the main process.", at_least=0)
 
@@ -111,13 +113,19 @@ class TrainConfig:
         at_least=1,
         words=("auto",),
     )
-    per_device_eval_batch_size: int | None = _field(None, "The same in evaluation. Default: chosen.", at_least=1)
+    per_device_eval_batch_size: int | None = _field(
+        None,
+        "Sequences per forward pass in evaluation. Default: 2,048 tokens on a CPU, the micro-batch on a GPU.",
+        at_least=1,
+    )
     gradient_accumulation_steps: int | None = _field(None, "Micro-batches per step. Default: derived.", at_least=1)
 
     # --- optimizer and schedule
     max_steps: int = _field(19073, "Optimizer steps.", at_least=1)
     num_train_epochs: float | None = _field(None, "Passes over the training rows, instead of max_steps.", above=0)
-    max_minutes: float | None = _field(None, "Time limit; the first steps' speed decides how many steps fit.", above=0)
+    max_minutes: float | None = _field(
+        None, "Time limit; lowers max_steps to what fits at the speed of the first ten steps.", above=0
+    )
     change_schedule: bool = _field(False, "Let a resumed run change max_steps, learning_rate, schedule or warm-up.")
     optim: Literal["adamw_torch_fused", "adamw_torch"] = _field("adamw_torch_fused", "Optimizer.")
     learning_rate: float = _field(6e-4, "Peak learning rate.", above=0)
@@ -129,40 +137,53 @@ class TrainConfig:
     adam_beta2: float = _field(0.95, "AdamW beta2.", at_least=0, below=1)
     adam_epsilon: float = _field(1e-8, "AdamW epsilon.", above=0)
     max_grad_norm: float = _field(1.0, "Clip the global gradient norm at this value; 0 disables clipping.", at_least=0)
-    max_bad_steps: int = _field(10, "Stop after this many consecutive steps with NaN, Inf or spikes.", at_least=1)
-    spike_sigmas: float | None = _field(None, "Skip steps this many standard deviations above the last 128.", above=0)
+    max_bad_steps: int = _field(10, "Stop after this many consecutive steps with NaN, Inf or a spike.", at_least=1)
+    spike_sigmas: float | None = _field(
+        None,
+        "Skip a step whose loss or gradient norm is this many standard deviations above the mean of the last 128.",
+        above=0,
+    )
 
     # --- precision, compilation and kernels
-    mixed_precision: Literal["auto", "no", "bf16", "fp16"] = _field("auto", "Autocast type.")
+    mixed_precision: Literal["auto", "no", "bf16", "fp16"] = _field("auto", "Precision of autocast.")
     tf32: bool = _field(True, "Use TF32 for the CUDA matrix products that stay in fp32.")
     dynamo_backend: Literal["auto", "no", "inductor", "aot_eager", "eager"] = _field("auto", "torch.compile backend.")
     dynamo_mode: Literal["default", "max-autotune-no-cudagraphs"] = _field("default", "torch.compile mode.")
-    bf16_residual: Literal["auto", "true", "false"] = _switch("Keep the residual stream in bf16. auto: on CUDA.")
-    sigmoid_gelu: Literal["auto", "true", "false"] = _switch("gelu_new by a sigmoid. auto: with inductor on CUDA.")
-    index_mask: Literal["auto", "true", "false"] = _switch("Mask the padding by index. auto: with inductor on CUDA.")
+    bf16_residual: Literal["auto", "true", "false"] = _switch("bf16 residual stream. auto: on CUDA with bf16.")
+    sigmoid_gelu: Literal["auto", "true", "false"] = _switch(
+        "Compute gelu_new with a sigmoid. auto: CUDA and inductor."
+    )
+    index_mask: Literal["auto", "true", "false"] = _switch("Mask the padding by index. auto: CUDA and inductor.")
     deterministic: bool = _field(False, "Use deterministic CUDA algorithms (slower). CPU runs always repeat exactly.")
     huge_pages: bool = _field(True, "Allocate large CPU tensors in huge pages (Linux).")
-    gpu_memory_limit_gb: float | None = _field(None, "Use at most this much GPU memory, in 1e9 bytes.", above=0)
+    gpu_memory_limit_gb: float | None = _field(None, "Use at most this much GPU memory, in GB (1e9 bytes).", above=0)
 
     # --- periodic
-    logging_steps: int = _field(10, "Log every this many steps; the host waits for the device only then.", at_least=1)
+    logging_steps: int = _field(10, "Steps between log lines.", at_least=1)
     eval_on_start: bool = _field(True, "Evaluate before the first step.")
-    eval_steps: int = _field(250, "Evaluate every this many steps; 0: only at the start and the end.", at_least=0)
+    eval_steps: int = _field(250, "Steps between evaluations; 0 evaluates only at the start and the end.", at_least=0)
     max_eval_samples: int | str | None = _field(
-        "auto", "Validation rows per evaluation; auto: about 2%% of the run.", at_least=1, words=("auto", "all")
+        "auto",
+        "Validation rows per evaluation; auto: all evaluations take about 2%% of the run.",
+        at_least=1,
+        words=("auto", "all"),
     )
     exact_final_eval: bool = _field(False, "Evaluate all validation rows at the end.")
-    eval_only: bool = _field(False, "Evaluate model_name_or_path or a checkpoint on all validation rows, then exit.")
-    save_steps: int = _field(1000, "Save a checkpoint every this many steps; 0: never.", at_least=0)
-    save_total_limit: int | None = _field(None, "Keep only this many checkpoints. Default: all.", at_least=1)
+    eval_only: bool = _field(False, "Only evaluate model_name_or_path or a checkpoint, on all validation rows.")
+    save_steps: int = _field(1000, "Steps between checkpoints; 0 saves none.", at_least=0)
+    save_total_limit: int | None = _field(None, "Keep only the newest N checkpoints. Default: all.", at_least=1)
     on_save_failure: Literal["continue", "stop"] = _field("continue", "What to do if a checkpoint cannot be written.")
     resume_from_checkpoint: str | None = _field(
-        None, "Checkpoint folder; latest: the newest valid one in output_dir; auto: the same, or start fresh."
+        None, "Checkpoint folder; latest: the newest valid one in output_dir; auto: like latest, but starts fresh."
     )
     report_to: list[str] | None = _field(None, "Trackers: trackio, tensorboard, wandb, ...")
     project: str = _field("gpt2-recipe", "Project name for trackers.")
     profile: int | None = _field(
-        None, "Profile 3 steps after this many; alone: after 10.", at_least=1, nargs="?", const=PROFILE_AFTER_STEPS
+        None,
+        "Profile 3 steps after step N; without N, after step 10.",
+        at_least=1,
+        nargs="?",
+        const=PROFILE_AFTER_STEPS,
     )
 
     # --- publishing
@@ -186,8 +207,9 @@ class TrainConfig:
         """Normalize values that have two spellings, and derive the tokenizer from the model."""
         for name in ("per_device_train_batch_size", "max_eval_samples"):
             value = getattr(self, name)
-            if isinstance(value, str) and value.isascii() and value.isdigit():
-                object.__setattr__(self, name, int(value))
+            with contextlib.suppress(ValueError, OverflowError):  # "auto", nan, inf
+                if isinstance(value, str) and float(value) == int(float(value)):
+                    object.__setattr__(self, name, int(float(value)))
         if self.report_to == ["none"]:  # Hugging Face's spelling
             object.__setattr__(self, "report_to", None)
         if self.model_name_or_path and self.tokenizer_name is None:
@@ -202,19 +224,14 @@ def _check_bounds(option: dataclasses.Field, value: Any) -> None:
     if "words" in bounds and isinstance(value, str):
         is_valid = value in bounds["words"]
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
-        is_valid = (
-            value >= bounds.get("at_least", value)
-            and value > bounds.get("above", value - 1)
-            and value < bounds.get("below", value + 1)
-        )
+        is_valid = bounds.get("at_least", -math.inf) <= value < bounds.get("below", math.inf)
+        is_valid = is_valid and value > bounds.get("above", -math.inf)
     else:
         return
     if not is_valid:
-        limits = [
-            f"{name.replace('_', ' ')} {bounds[name]}" for name in ("at_least", "above", "below") if name in bounds
-        ]
-        expected = ", ".join(bounds.get("words", ())) + (" or " if "words" in bounds else "") + " and ".join(limits)
-        raise UserError(f"{option.name} must be {expected}, got {value!r}")
+        names = {"at_least": "at least", "above": "greater than", "below": "less than"}
+        limits = " and ".join(f"{words} {bounds[name]}" for name, words in names.items() if name in bounds)
+        raise UserError(f"{option.name} must be {' or '.join([*bounds.get('words', ()), limits])}, got {value!r}")
 
 
 def _check_rules(config: TrainConfig) -> None:
@@ -266,7 +283,7 @@ def _check_rules(config: TrainConfig) -> None:
         message = f"--profile {config.profile} profiles {PROFILED_STEPS} steps, but max_steps is {config.max_steps}"
         require(config.profile <= last, f"{message}; pass at most --profile {max(1, last)}")
     if config.loss_chunks > 1:
-        require(config.loss_in_graph, "--loss_chunks requires the loss in the graph; remove --no_loss_in_graph")
+        require(config.loss_in_graph, "--loss_chunks requires the loss in the graph; remove --loss_in_graph false")
     try:
         config.sample_prompt.encode("utf-8")
     except UnicodeEncodeError as error:

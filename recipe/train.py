@@ -56,6 +56,7 @@ def main() -> None:
     accelerator, precision = build_accelerator(config, output_dir)
     device = accelerator.device
     resume_dir = on_main_process(lambda: find_checkpoint(output_dir, config.resume_from_checkpoint))
+    # A resumed run takes the shape from its checkpoint: the model that it started from may be gone.
     source = resume_dir if resume_dir and config.model_name_or_path else config.model_name_or_path
     check_before_preparing(config, accelerator, precision, source)
 
@@ -75,11 +76,13 @@ def main() -> None:
     state = RunState()
     if resume_dir is not None:
         state = load_checkpoint(accelerator, resume_dir, model, dataset.vocab_size, update)
-    validation.share_rows(state)
+    validation.keep_rows(state)
     if config.eval_only:
-        accelerator.print(describe_evaluation(str(source or resume_dir), validation.run(final=True)))
+        what = f"{source or resume_dir}, {validation.final_num_rows:,} rows"
+        accelerator.print(describe_evaluation(what, validation.run(final=True)))
         accelerator.end_training()
         return
+    accumulation.start(state)  # opens the data, before anything is written
 
     on_main_process(lambda: open_output_dir(output_dir, config, resume_dir is not None))
     report = RunReport(accelerator, config, output_dir, state.step)
@@ -105,8 +108,8 @@ def main() -> None:
         state.untrained = evaluation = validation.run()
         report.evaluation(0, evaluation)
     budget = StepBudget(config, STARTED_AT, state.step, validation.num_rows, validation.final_num_rows)
-    freed_memory, stop_request, stop = FreedMemory(), StopRequest(host_group()), None
-    accumulation.start(state)
+    freed_memory = FreedMemory()
+    stop_request, stop = StopRequest(host_group()), None
     module.train()
     meter.resume()
     while state.step < config.max_steps and stop is None:
@@ -118,7 +121,7 @@ def main() -> None:
                     accelerator.backward(loss)  # divides by num_micro_batches
                 step_loss += loss.detach() / accumulation.num_micro_batches
                 report.advance(1 / accumulation.num_micro_batches)
-        except RuntimeError as error:  # out of memory: repeat the step in smaller pieces
+        except RuntimeError as error:  # out of memory: repeat the step in smaller pieces; others are raised again
             loss = None  # frees the graph that did not fit
             report.say(accumulation.shrink(error, state))
             validation.batch_size = min(validation.batch_size, accumulation.micro_batch_size)
@@ -129,7 +132,7 @@ def main() -> None:
         meter.add(step_loss)
         state.step += 1
         state.position = accumulation.batches.position
-        freed_memory.give_back()
+        freed_memory.give_back()  # keeps the memory of a CPU process flat
 
         stop = stop_request.agreed()
         fewer_steps = budget.choose(state.step)
@@ -188,7 +191,7 @@ def main() -> None:
             print(push_to_hub(output_dir, config))
         optimizer.state.clear()  # makes room for the exported model, which writes the sample
         print(sample_from(output_dir, config.sample_prompt, seed=config.seed, device=device))
-    on_main_process(lambda: None)  # the others wait on the host, not in a device collective
+    on_main_process(lambda: None)  # a barrier on the host: device collectives time out
     report.end()
 
 

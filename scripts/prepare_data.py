@@ -28,12 +28,11 @@ def main() -> None:
     for name in ("block_size", "num_shards", "preprocessing_num_workers"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise UserError(f"{name} must be at least 1, got {getattr(args, name)}")
-    directory, block_size = args.output_dir.absolute(), args.block_size
+    directory = args.output_dir.absolute()
     if args.merge_shards:
         metadata = merge_shards(directory, args.num_shards)
         rows = ", ".join(f"{counts['rows']:,} {split} rows" for split, counts in metadata["splits"].items())
         print(f"joined {args.num_shards} shards in {directory}: {rows}; you can delete the shards")
-        block_size = metadata["block_size"]
     else:
         if args.num_shards > 1:
             if args.shard_index is None:
@@ -44,10 +43,9 @@ def main() -> None:
         source = dataclasses.replace(source_from(args), num_shards=args.num_shards, shard_index=args.shard_index or 0)
         tokenizer = load_tokenizer(args.tokenizer_name)
         workers = args.preprocessing_num_workers
-        prepare_dataset(source, directory, block_size, tokenizer, overwrite=args.overwrite, num_workers=workers)
+        prepare_dataset(source, directory, args.block_size, tokenizer, overwrite=args.overwrite, num_workers=workers)
     if args.merge_shards or args.num_shards == 1:
-        recipe = "--config gpt2_124m " if block_size == 1024 else ""
-        print(f"train on it with: accelerate launch recipe/train.py {recipe}--dataset_dir {args.output_dir}")
+        print(f"train on it with: accelerate launch recipe/train.py --dataset_dir {args.output_dir}")
 
 
 if __name__ == "__main__":

@@ -70,6 +70,7 @@ class CheckpointSaver:
             content = {
                 **asdict(state),
                 "mixed_precision": self.accelerator.mixed_precision,
+                "max_minutes": self.config.max_minutes,
                 "num_processes": self.accelerator.num_processes,
                 "scaler": scaler.state_dict() if scaler is not None else None,
                 "identity": self.identity,

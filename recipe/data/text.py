@@ -180,7 +180,7 @@ class TextSource:
             is_empty = is_empty and piece.split != "train"
             yield piece
         if is_empty:
-            reason = "it is empty or holds only white space"
+            reason = "it is empty or holds only whitespace"
             if report.skipped:
                 reason = f"skipped files: {len(report.skipped):,}, the first because: {report.skipped[0]}"
             where = self.dataset_name or ", ".join(self.train_files[:3])

@@ -44,7 +44,7 @@ class Validation:
     def set_schedule(self, config: TrainConfig) -> None:
         """Choose the rows for this number of steps and evaluations."""
         self.is_auto = config.max_eval_samples == "auto"
-        self.is_exact_at_the_end = config.exact_final_eval or (config.eval_only and self.is_auto)
+        self.is_exact_at_the_end = self.is_auto if config.eval_only else config.exact_final_eval
         rows_per_forward = self.batch_size * self.accelerator.num_processes
         self.num_rows = count_eval_rows(config, len(self.dataset.splits["validation"]), rows_per_forward)
 
@@ -52,8 +52,8 @@ class Validation:
     def final_num_rows(self) -> int:
         return len(self.dataset.splits["validation"]) if self.is_exact_at_the_end else self.num_rows
 
-    def share_rows(self, state: RunState) -> None:
-        """Let a resumed run evaluate on the same rows: take the number from its state, or store it there."""
+    def keep_rows(self, state: RunState) -> None:
+        """Evaluate a resumed run on the same rows: take their number from its state, or store it there."""
         if self.is_auto:
             self.num_rows = state.eval_rows = state.eval_rows or self.num_rows
 

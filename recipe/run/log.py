@@ -77,7 +77,7 @@ class RunReport:
         except Exception as error:  # a full disk, or a service that does not answer: each library raises its own
             if what not in self.failures:
                 self.failures.add(what)
-                self.say(f"warning: {what} fails; training continues without it ({short_reason(error)})")
+                self.say(f"warning: writing to {what} failed; training continues without it ({short_reason(error)})")
 
     def train(self, step: int, values: dict[str, Any]) -> None:
         self.event("train", step, **values)
@@ -98,10 +98,10 @@ class RunReport:
         """Record how many steps fit into `max_minutes`. config: before it is shortened."""
         self.bar.total = max_steps
         self.event("max_minutes", step, max_steps=max_steps, max_minutes=config.max_minutes)
-        self.say(
-            f"at the speed of the first steps, {max_steps:,} of {config.max_steps:,} steps fit into "
-            f"{config.max_minutes:g} minutes"
-        )
+        fits = f"{max_steps:,} of {config.max_steps:,} steps fit into {config.max_minutes:g} minutes"
+        if max_steps < config.max_steps:
+            fits += f" at the speed of the first ones; --max_steps {config.max_steps} runs them all"
+        self.say(fits)
 
     def profile(self, step: int, numbers: dict[str, Any]) -> None:
         self.event("profile", step, **numbers)

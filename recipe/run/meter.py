@@ -1,4 +1,4 @@
-"""The numbers of a log line. Reading them is the only time the host waits for the device."""
+"""The numbers of a log line. The host waits for the device when it reads them."""
 
 import time
 
@@ -70,9 +70,10 @@ class StepMeter:
         self.lap_started_at, self.lap_steps = time.perf_counter(), 0
 
     def store(self, state: RunState) -> None:
-        """Put the unfinished average into the state of a checkpoint. The host waits for the device."""
+        """Put the unfinished average and lap into the state of a checkpoint. The host waits for the device."""
         state.loss_sum = self.accelerator.reduce(self.loss_sum, reduction="mean").item()
         state.num_losses = self.num_losses
+        state.train_seconds += time.perf_counter() - self.lap_started_at
 
     @property
     def share_outside_training(self) -> float:

@@ -52,6 +52,8 @@ def choose_output_dir(config: TrainConfig, recipe: str) -> Path:
         directory = next(path for path in numbered if not files_of_a_run(path))
     else:
         directory = Path(config.output_dir)
+        if (directory / LOCK_NAME).exists():  # a running run is reported as such, before its files
+            lock_output_dir(directory)
         _check_contents(directory, config)
     existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
     try:

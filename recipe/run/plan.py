@@ -73,7 +73,7 @@ def keep_chosen_steps(config: TrainConfig, directory: Path) -> TrainConfig:
     if content.get("steps_chosen"):
         chosen = {key: content["identity"][key] for key in ("max_steps", "warmup_steps")}
         return dataclasses.replace(config, **chosen, max_minutes=None)
-    if content["step"] >= LAST_TIMED_STEP:
+    if content["step"] >= LAST_TIMED_STEP and content.get("max_minutes") is None:
         raise UserError(
             f"--max_minutes would change the schedule of {directory}, a run of {content['identity']['max_steps']} "
             "steps; remove it, or add --change_schedule"

@@ -2,7 +2,6 @@
 
 import shlex
 import sys
-import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -48,10 +47,10 @@ def describe_run(
         devices += f", {processes}{_plural(torch.get_num_threads(), 'thread')}"
     elif num_processes > 1:
         devices = f"{num_processes} x {devices}"
-    data = f"{dataset.directory}: {num_train_rows:,} training rows of {config.block_size} tokens"
+    data = f"{dataset.directory}: {num_train_rows:,} training rows of {config.block_size:,} tokens"
     length = f", {config.max_steps * config.global_batch_size / num_train_rows:.2f} epochs"
     if config.streaming:
-        data = f"streamed, shuffled over {config.shuffle_buffer_size:,} rows of {config.block_size} tokens"
+        data = f"streamed, shuffled over {config.shuffle_buffer_size:,} rows of {config.block_size:,} tokens"
         length = ""
     shown = {label: f"{choice.value}: {choice.reason}" for label, choice in choices.items()}
     if device.type == "cuda" and config.tf32:
@@ -64,10 +63,10 @@ def describe_run(
         **shown,
         "model": f"{type(model).__name__}, {count_parameters(model):,} parameters, vocabulary {dataset.vocab_size:,}"
         + (f" padded to {model.config.vocab_size:,}" if model.config.vocab_size > dataset.vocab_size else "")
-        + f", {model.config.max_position_embeddings} positions"
+        + f", {model.config.max_position_embeddings:,} positions"
         + (f", weights from {config.model_name_or_path}" if config.model_name_or_path and not resume_dir else ""),
         "data": f"{data}; {eval_rows:,} of {num_validation_rows:,} validation rows per evaluation",
-        "batch": f"{config.global_batch_size} sequences = {tokens_per_step:,} tokens per step = "
+        "batch": f"{config.global_batch_size} sequences ({tokens_per_step:,} tokens) per step: "
         f"{_plural(num_processes, 'process', 'es')} x "
         f"{_plural(accumulation.num_micro_batches, 'micro-batch', 'es')} x "
         f"{_plural(accumulation.micro_batch_size, 'sequence')}",
@@ -91,7 +90,7 @@ def find_warnings(
         )
     epochs = config.max_steps * config.global_batch_size / len(dataset.splits["train"])
     if not config.streaming and epochs > MANY_EPOCHS:
-        found.append(f"warning: {epochs:,.0f} epochs over so little text: the model will memorize it")
+        found.append(f"warning: {epochs:,.0f} epochs over this little text: the model will memorize it")
     if config.push_to_hub and (warning := check_login()):
         found.append(warning)
     return found
@@ -153,7 +152,7 @@ def closing_words(
     for key in ("loss", "perplexity", "bits_per_byte"):
         lines.append(f"{key.replace('_', ' '):14}" + "".join(f"{values[key]:>15,.3f}" for values in columns.values()))
     if meter.laps:
-        lines += ["", f"Evaluation and saving took {meter.share_outside_training:.1%} of the time."]
+        lines += ["", f"Evaluation and saving took {meter.share_outside_training:.1%} of the wall-clock time."]
     lines += [
         "",
         f"The model is in {output_dir}, in Hugging Face format. Next:",
@@ -162,7 +161,7 @@ def closing_words(
     ]
     if config.save_steps:
         longer = f"{resume_command(output_dir)} --max_steps {2 * config.max_steps} --change_schedule"
-        lines += _wrap_command("train on", longer)
+        lines += _wrap_command("continue", longer)
     if config.dataset_name == STANDARD_LIBRARY:
         lines += [
             *_wrap_command("your text", f"{launch_command()} --train_file TEXT.txt"),
@@ -180,7 +179,12 @@ def _plural(count: int, word: str, ending: str = "s") -> str:
 
 
 def _wrap_command(label: str, command: str) -> list[str]:
-    """Wrap a command at 80 columns so that a shell still reads it as one."""
-    indent = {"initial_indent": f"  {label:10} ", "subsequent_indent": " " * 15}
-    lines = textwrap.wrap(command, 78, break_long_words=False, break_on_hyphens=False, **indent)
-    return [*(f"{line} \\" for line in lines[:-1]), lines[-1]]
+    """Wrap a command at 80 columns, between options, so that a shell still reads it as one."""
+    first, *options = command.split(" --")
+    lines = [f"  {label:10} {first}"]
+    for option in options:
+        if len(lines[-1]) + len(option) > 74:
+            lines[-1] += " \\"
+            lines.append(" " * 14)
+        lines[-1] += f" --{option}"
+    return lines
