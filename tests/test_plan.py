@@ -13,6 +13,7 @@ from conftest import BLOCK_SIZE, PLAIN, TINY, read_events
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+import recipe.run.accumulation
 import recipe.run.plan
 import recipe.train
 from recipe.command_line import load_config
@@ -399,3 +400,46 @@ def test_freed_memory_is_returned_after_every_step_and_evaluated_batch(train, mo
     monkeypatch.setattr(FreedMemory, "give_back", lambda self: calls.append(1))
     train("--max_eval_samples", "all", "--per_device_eval_batch_size", "16")
     assert len(calls) == 4 + 2 * -(-len(dataset.splits["validation"]) // 16)
+
+
+def test_a_time_limited_run_resumes_before_its_steps_are_chosen(limited, tmp_path):
+    """Interrupted again and again, a run may pass the timed steps without a choice; its own limit is still valid."""
+    checkpoint = tmp_path / "checkpoint-12"
+    checkpoint.mkdir()
+    state = json.loads((limited / "checkpoint-12" / "training_state.json").read_text())
+    config = config_of("--max_steps", 200, "--max_minutes", 5)
+    for max_minutes, is_allowed in ((5.0, True), (None, False)):
+        state |= {"steps_chosen": False, "max_minutes": max_minutes}
+        (checkpoint / "training_state.json").write_text(json.dumps(state))
+        if is_allowed:
+            assert keep_chosen_steps(config, checkpoint) == config
+        else:
+            with pytest.raises(UserError, match="--max_minutes would change the schedule"):
+                keep_chosen_steps(config, checkpoint)
+
+
+def test_a_shortened_run_without_checkpoints_records_its_length(train, monkeypatch):
+    """The folder's config repeats the run."""
+    monkeypatch.setattr(recipe.train, "STARTED_AT", time.perf_counter())
+    monkeypatch.setattr(recipe.run.plan, "fit_max_steps", lambda *args: 12)
+    output_dir = train(*LIMITED, "--save_steps", "0")
+    assert yaml.safe_load((output_dir / "training_config.yaml").read_text())["max_steps"] == 12
+
+
+def test_eval_only_honors_max_eval_samples(train, finished, tmp_path, capsys):
+    """The number of rows is printed; --exact_final_eval is about the end of a training run."""
+    options = ["--max_eval_samples", "3", "--exact_final_eval", "--resume_from_checkpoint", finished]
+    train("--eval_only", *options, output_dir=tmp_path / "none")
+    assert ", 3 rows: validation loss" in capsys.readouterr().out
+
+
+def test_data_that_cannot_be_opened_leaves_no_folder(train, tmp_path, monkeypatch):
+    """The data is opened before the output folder exists and before the first evaluation."""
+
+    def fail(*args):
+        raise UserError("there is no training text to stream")
+
+    monkeypatch.setattr(recipe.run.accumulation, "build_batches", fail)
+    with pytest.raises(UserError, match="no training text"):
+        train(output_dir=tmp_path / "new")
+    assert not (tmp_path / "new").exists()

@@ -145,8 +145,9 @@ def test_losses_are_averaged_between_log_lines(meter):
     assert meter.read_at(1, 1.0, 3.0)["loss"] == pytest.approx((5 + 1 + 3) / 3)
     assert meter.read_at(2, 4.0)["loss"] == 4
     meter.meter.add(torch.tensor(6.0))
+    meter.meter.add(torch.tensor(7.0))
     meter.meter.store(meter.state)
-    assert (meter.state.loss_sum, meter.state.num_losses) == (6, 1)
+    assert (meter.state.loss_sum, meter.state.num_losses) == (13, 2)
 
 
 def test_throughput_counts_training_only(meter):
