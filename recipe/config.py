@@ -108,10 +108,7 @@ class TrainConfig:
     # --- batch
     global_batch_size: int = _field(512, "Sequences per optimizer step, over all devices.", at_least=1)
     per_device_train_batch_size: int | str | None = _field(
-        "auto",
-        "Sequences per forward pass (micro-batch); auto: the largest that fits.",
-        at_least=1,
-        words=("auto",),
+        "auto", "Sequences per forward pass (micro-batch); auto: the largest that fits.", at_least=1, words=("auto",)
     )
     per_device_eval_batch_size: int | None = _field(
         None,

@@ -17,12 +17,7 @@ class StepMeter:
     """Averages the loss between log lines, and measures throughput. Its clock excludes evaluation and saving."""
 
     def __init__(
-        self,
-        config: TrainConfig,
-        accelerator: Accelerator,
-        model: PreTrainedModel,
-        state: RunState,
-        started_at: float,
+        self, config: TrainConfig, accelerator: Accelerator, model: PreTrainedModel, state: RunState, started_at: float
     ) -> None:
         """state: continues the average of a resumed run. started_at: of the program, from `time.perf_counter`."""
         self.accelerator, self.device, self.started_at = accelerator, accelerator.device, started_at
