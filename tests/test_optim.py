@@ -79,9 +79,9 @@ def test_warmup_below_one_is_a_share():
 
 
 def test_bad_schedule_arguments():
-    """Unknown or wrong arguments, and a schedule that needs metrics, are refused before training."""
-    with pytest.raises(UserError, match="lr_scheduler_type reduce_lr_on_plateau"):
-        compute_learning_rates(config_of("--lr_scheduler_type", "reduce_lr_on_plateau"))
+    """Unknown or wrong arguments, and a schedule that depends on the loss, are refused before training."""
+    with pytest.raises(UserError, match="unknown lr_scheduler_type 'reduce_lr_on_plateau'"):
+        config_of("--lr_scheduler_type", "reduce_lr_on_plateau")
     with pytest.raises(UserError, match="lr_scheduler_type linear with lr_scheduler_kwargs"):
         compute_learning_rates(config_of("--lr_scheduler_type", "linear", "--lr_scheduler_kwargs", "min_lr_rate=0.1"))
     with pytest.raises(UserError, match="lr_scheduler_kwargs .*min_lr_rate"):  # only fails after the warm-up
