@@ -40,7 +40,7 @@ from recipe.benchmark.measure import (
     why_it_ended,
 )
 from recipe.benchmark.runner import pays
-from recipe.benchmark.tables import screen_header, screen_row, to_markdown, with_speedups
+from recipe.benchmark.tables import screen_header, screen_row, to_markdown
 from recipe.command_line import load_config
 from recipe.config import TrainConfig
 from recipe.data.packed import PackedSplit
@@ -417,45 +417,6 @@ def results_of(name: str) -> dict:
 def test_the_markdown_comes_from_the_results(name):
     path = ROOT / "scripts" / "benchmarks" / f"{name}_cpu.md"
     assert path.read_text() == to_markdown(results_of(name)) + "\n"
-
-
-# Headers of README tables -> the number they show. "times" also ends the cells of one column.
-QUANTITIES = {
-    "tokens/s": lambda e: e["tokens_per_second"],
-    "its tokens/s": lambda e: e["tokens_per_second"],
-    "ours": lambda e: e["our_tokens_per_second"],
-    "ratio": lambda e: e["times"],
-    "ours is as fast": lambda e: e["times"],
-    "times": lambda e: e["speedup"],
-    "speedup": lambda e: e["speedup"],
-    "step ms": lambda e: e["step_ms"],
-    "MFU": lambda e: e["mfu"] * 100,
-    "peak GB": lambda e: e["peak_memory_bytes"] / 1e9,
-    "loss against fp32's": lambda e: e["loss_delta"],
-    "loss diff": lambda e: e["loss_delta"],
-}
-
-
-def readme_tables() -> list[tuple[list[str], list[list[str]]]]:
-    """Header and rows of each table."""
-    tables = re.findall(r"(?:^\|.*\|\n)+", (ROOT / "README.md").read_text(), re.MULTILINE)
-    cells = [
-        [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()] for table in tables
-    ]
-    return [(header, rows) for header, _, *rows in cells]
-
-
-@pytest.mark.parametrize(("name", "section"), [("ladder", "ladder"), ("peers", "peers")])
-def test_the_readme_shows_what_was_measured(name, section):
-    """Every cell of a README table whose rows are entries of a result file equals the number in that file."""
-    entries = {entry["what"]: entry for entry in with_speedups(results_of(name), section)}
-    ((header, rows),) = [table for table in readme_tables() if table[1][0][0] in entries]
-    assert [row[0] for row in rows] == [what for what, entry in entries.items() if "not_run" not in entry]
-    for what, *cells in rows:
-        for column, cell in zip(header[1:], cells, strict=True):
-            shown = re.match(r"[+-]?[\d,]+(\.\d+)?", cell)[0].replace(",", "")
-            digits = len(shown.partition(".")[2])
-            assert float(shown) == round(QUANTITIES[column](entries[what]), digits), f"{what}: {column}"
 
 
 def test_all_options_of_the_ladder_exist():

@@ -22,13 +22,12 @@ MAX_LINES = 320
 # The quantity in each column of a table, from an entry of a result file and the first entry of its section.
 QUANTITIES = {
     "tokens/s": lambda entry, first: entry["tokens_per_second"],
-    "its tokens/s": lambda entry, first: entry["tokens_per_second"],
-    "times": lambda entry, first: first["step_ms"] / entry["step_ms"],
-    "ours is as fast": lambda entry, first: entry["times"],
+    "speedup": lambda entry, first: first["step_ms"] / entry["step_ms"],
+    "our speedup": lambda entry, first: entry["times"],
     "step ms": lambda entry, first: entry["step_ms"],
     "MFU": lambda entry, first: entry["mfu"] * 100,
     "peak GB": lambda entry, first: entry["peak_memory_bytes"] / 1e9,
-    "loss against fp32's": lambda entry, first: entry["loss_delta"],
+    "loss minus fp32 loss": lambda entry, first: entry["loss_delta"],
 }
 SCALES = (1, 100, 1e-9, 1e-6, 1e-3, 1 / 60)  # other columns: as measured, %, GB, MB, thousands or seconds, minutes
 # Programs that other projects provide, and the options of them that the README mentions.
