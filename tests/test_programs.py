@@ -246,6 +246,7 @@ def test_the_launchers_report_ends_with_our_error(tmp_path):
 # A Ctrl-C in the first evaluation.
 INTERRUPTED = """
 import os, runpy, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits that it is ignored
 from recipe.evaluation.validation import Validation
 Validation.run = lambda self, final=False: os.kill(os.getpid(), signal.SIGINT) or time.sleep(60)
 runpy.run_path(sys.argv.pop(1), run_name="__main__")
