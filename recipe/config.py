@@ -29,7 +29,6 @@ SECTIONS = {
 }
 STANDARD_LIBRARY = "python_standard_library"  # the demo's corpus, a dataset_name that needs no download
 PROFILED_STEPS = 3
-PROFILE_AFTER_STEPS = 10  # for a bare --profile: compilation and warm-up are over
 DATA_SOURCES = ("dataset_dir", "train_file", "dataset_name")
 TEXT_OPTIONS = (  # how train_file and dataset_name are read
     "validation_file",
@@ -180,7 +179,7 @@ class TrainConfig:
         "Profile 3 steps after step N; without N, after step 10.",
         at_least=1,
         nargs="?",
-        const=PROFILE_AFTER_STEPS,
+        const=10,
     )
 
     # --- publishing

@@ -238,7 +238,7 @@ def test_attention(argv, device, expected):
 
 
 def test_compiled_code_is_kept(monkeypatch, tmp_path):
-    """The cache survives a reboot, the user may move it, and a home that cannot be written is no error."""
+    """Inductor's cache is outside /tmp or where the user put it. A read-only home folder does not stop the run."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     accelerator.persist_compile_cache()
