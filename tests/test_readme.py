@@ -12,7 +12,9 @@ from collections.abc import Iterator
 import pytest
 from conftest import ROOT, run_script
 
+from recipe.benchmark.measure import LAP
 from recipe.command_line import CONFIGS_DIR
+from recipe.config import PROFILED_STEPS
 from recipe.run.summary import describe_evaluation
 
 TEXT = (ROOT / "README.md").read_text()
@@ -189,3 +191,32 @@ def test_the_excerpt_of_the_demo_is_the_recorded_run():
         describe_evaluation(f"step {event['step']:>6,}", event) for event in recorded if event["event"] == "eval"
     ]
     assert [line for line in TEXT.splitlines() if line.startswith("step ")] == expected
+
+
+def test_numbers_in_the_text_are_measured():
+    """Each number, found by the words next to it, is that of a result file, rounded to the digits shown."""
+    names = ("ladder", "ablation", "data", "shakespeare", "soak")
+    ladder, ablation, data, shakespeare, soak = (section_of(f"scripts/benchmarks/{n}_cpu.json", "") for n in names)
+    ran = [entry for key in ("ladder", "extras", "memory") for entry in ladder.get(key, []) if "step_ms" in entry]
+    steps = LAP + ladder["goal"]["steps"] + PROFILED_STEPS
+    twice = {entry["name"]: entry["step_ms"] for entry in ablation["ablation"] if "step_ms" in entry}
+    peaks = [
+        size["peak_megabytes"] for kind in data["memory"].values() for size in kind.values() if type(size) is dict
+    ]
+    expected = {
+        r"(\d+) minutes on two CPU cores": sum(
+            entry["seconds_to_first_step"] + steps * entry["step_ms"] / 1e3 for entry in ran
+        )
+        / 60,
+        r"two identical runs differ by (\d+)%": 100 * abs(twice["everything"] / twice["again"] - 1),
+        r"Preparation is ([\d.]+) times": data["speed"]["times_as_fast_as_datasets_map"],
+        r"32 packed rows takes ([\d.]+) ms": data["reading"]["batch_of_32_rows_ms"]["large_mmap"],
+        r"from ([\d.]+) to [\d.]+ nats": shakespeare["untrained"]["loss"],
+        r"from [\d.]+ to ([\d.]+) nats": shakespeare["eval_loss"],
+        r"SIGKILL (\d+) times": soak["kills"],
+    }
+    text = " ".join(TEXT.split())
+    for pattern, value in expected.items():
+        (shown,) = re.findall(pattern, text)
+        assert is_rounded(shown, [value]), (pattern, value)
+    assert max(peaks) < int(re.search(r"less than (\d+) MB", text)[1])
