@@ -34,10 +34,11 @@ def run_main(main: Callable[[], T], interrupted: str = "interrupted") -> T:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except UserError as error:
-        if os.environ.get("RANK", "0") != "0" and not isinstance(error, ProcessError):
-            sys.exit(1)  # the main process reports it
-        if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun repeats it at the end of its report
+        if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+            # torchrun ends its report with the message of the first process that failed, whichever that is
             Path(error_file).write_text(json.dumps({"message": f"error: {error}", "timestamp": int(time.time())}))
+        if os.environ.get("RANK", "0") != "0" and not isinstance(error, ProcessError):
+            sys.exit(1)  # the main process prints it
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         print(f"\n{interrupted}", file=sys.stderr)

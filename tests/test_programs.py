@@ -235,12 +235,26 @@ def test_waiting_for_the_main_process_has_no_time_limit(tmp_path):
     assert result.returncode == 0, result.stderr[-3000:]
 
 
-def test_the_launchers_report_ends_with_our_error(tmp_path):
-    """torchrun prints 40 lines about two processes, and repeats our sentence last."""
-    result = launch(["--max_step", "3"], cwd=tmp_path, launcher=TWO_PROCESSES, ACCELERATE_USE_CPU="true")
+# Every process meets the same mistake, but process {late} meets it two seconds after the other.
+MISTAKEN = """
+import os, time
+from recipe.errors import UserError, run_main
+def main():
+    time.sleep(2 * (os.environ["RANK"] == "{late}"))
+    raise UserError("the mistake")
+run_main(main)
+"""
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_the_launchers_report_ends_with_our_error(tmp_path, late):
+    """torchrun prints 40 lines and ends with our sentence, whichever process failed first: it kills the other."""
+    program = tmp_path / "mistaken.py"
+    program.write_text(MISTAKEN.format(late=late))
+    result = launch([], cwd=tmp_path, launcher=TWO_PROCESSES, program=program, ACCELERATE_USE_CPU="true")
     assert result.returncode != 0
     last = [line for line in result.stderr.splitlines() if line.strip("=- ")][-1]
-    assert "error: unknown option --max_step; did you mean --max_steps?" in last
+    assert "error: the mistake" in last
 
 
 # A Ctrl-C in the first evaluation.
