@@ -89,11 +89,8 @@ def main() -> None:
     saver = CheckpointSaver(
         accelerator, output_dir, config, identity, model, model_config, tokenizer, update, report.checkpoint_failure
     )
-    report.table(
-        describe_run(
-            config, recipe, output_dir, resume_dir, choices, model, dataset, accumulation, validation.num_rows
-        )
-    )
+    table = describe_run(config, recipe, output_dir, resume_dir, choices, model, accumulation, validation.num_rows)
+    report.table(table)
     for warning in find_warnings(config, resume_dir, precision, dataset, state.step):
         report.say(warning)
     if changes:  # save at once, so that the folder's config and its newest checkpoint agree

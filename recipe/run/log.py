@@ -83,6 +83,7 @@ class RunReport:
         self.event("train", step, **values)
         shown = f"loss {values['loss']:.3f}, {values['tokens_per_second']:,.0f} tokens/s"
         self.bar.set_postfix_str(shown, refresh=False)
+        self.bar.n = step  # a step that ran out of memory advanced the bar twice
 
     def evaluation(self, step: int, values: dict[str, float]) -> None:
         self.event("eval", step, **values)

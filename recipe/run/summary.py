@@ -33,12 +33,12 @@ def describe_run(
     resume_dir: Path | None,
     choices: dict[str, Choice],
     model: PreTrainedModel,
-    dataset: PackedDataset,
     accumulation: Accumulation,
     eval_rows: int,
 ) -> dict[str, str]:
     """Return the table printed before the first step: {label: text}. eval_rows: validation rows per evaluation."""
-    device, num_processes = accumulation.accelerator.device, accumulation.accelerator.num_processes
+    dataset, accelerator = accumulation.dataset, accumulation.accelerator
+    device, num_processes = accelerator.device, accelerator.num_processes
     tokens_per_step = config.global_batch_size * config.block_size
     num_train_rows, num_validation_rows = (len(dataset.splits[split]) for split in ("train", "validation"))
     devices = describe_device(device)

@@ -31,10 +31,8 @@ from recipe.errors import run_main
 
 SPEED_MEGABYTES = 200  # of text in the comparison of speed
 MEMORY_MEGABYTES = (50, 500, 2000)  # texts whose preparation's peak memory is compared
-NUM_TOKENS, PART_TOKENS = (
-    1_000_000_000,
-    10_000_000,
-)  # of the large dataset that is opened, and of the parts to write it
+NUM_TOKENS = 1_000_000_000  # of the large dataset that is opened
+PART_TOKENS = 10_000_000  # written at a time
 
 # The usual preparation script (after nanoGPT's): datasets.map with tiktoken, Python lists, then a memory map.
 # tiktoken would download its GPT-2 encoding; this is the same one: its pattern with the tokenizer's merges.
