@@ -1,7 +1,8 @@
 """Draw the README's charts in one style: the ladder, and the loss curve of a run.
 
-In: the results of run_ladder.py, or the events of a run's metrics.jsonl. Out: PNG files, 1,140 pixels wide, with an
-opaque background. Displayed 380 pixels wide, as on a phone, the type is 11 pixels high. Needs matplotlib.
+They come from the results of run_ladder.py and from the events of a run's metrics.jsonl. Each is a PNG file, 1,140
+pixels wide, with an opaque background; shown 380 pixels wide, as on a phone, its type is 11 pixels high. This module
+needs matplotlib.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""The rungs of the optimization ladder: each adds one option of recipe/train.py to those below it.
+"""The rungs of the optimization ladder, from what tutorials write first up to the recipe's defaults.
 
-In: a recipe and this machine. Out: the rungs with their options, and what all runs share (`Setting`). The bottom is
-what tutorials write first; the top is the recipe's defaults.
+Each rung adds one option of recipe/train.py to those below it. The machine decides which rungs can run. `Setting`
+holds what all runs share.
 """
 
 from collections.abc import Iterable
@@ -67,7 +67,7 @@ class Rung:
 
 
 def build_rungs(machine: Machine) -> list[Rung]:
-    """From the bottom to the recipe's defaults."""
+    """Return the rungs from the bottom to the recipe's defaults."""
     cuda, cpu = machine.device == "cuda", machine.device == "cpu"
     half = "fp16" if cuda and not machine.bf16 else "bf16"
     no_huge_pages = None if cpu and machine.huge_pages else "needs a CPU run on Linux with transparent huge pages"
@@ -108,7 +108,7 @@ def _bf16_residual(machine: Machine) -> Rung:
 
 
 def build_extras(machine: Machine, micro_batch: int, global_batch: int) -> list[Rung]:
-    """Switches beyond the defaults; each is tried alone and kept if it pays on this machine."""
+    """Return the switches beyond the defaults; each is tried alone and kept if it pays on this machine."""
     sizes = [micro_batch * 2**k for k in range(1, 8) if micro_batch * 2**k <= global_batch]
     tuned = {"dynamo_mode": "max-autotune-no-cudagraphs"}
     no_inductor = None if machine.compiler else "inductor needs a compiler"
@@ -120,7 +120,7 @@ def build_extras(machine: Machine, micro_batch: int, global_batch: int) -> list[
 
 
 def build_memory_rungs(machine: Machine) -> list[Rung]:
-    """Options that save memory, added to the defaults at the ladder's micro-batch, and a GPU capped at 8 GB."""
+    """Return the options that save memory, on top of the defaults; the last rung also limits a GPU to 8 GB."""
     chunks = {"loss_chunks": 8}
     everything = {**chunks, "activation_checkpointing": True}
     small_card = {**everything, "gpu_memory_limit_gb": 8, "per_device_train_batch_size": "auto"}
@@ -181,7 +181,7 @@ def choose_setting(
 
 
 def choose_micro_batch(machine: Machine, num_parameters: int) -> int:
-    """Rows per forward pass that fit at the bottom rung: 124 M parameters and 1,024 tokens take about 4 GB per row."""
+    """Return how many rows fit at the bottom rung: with 124 M parameters, a row of 1,024 tokens takes about 4 GB."""
     if machine.memory_bytes is None:
         return 4
     rows = (machine.memory_bytes / 4e9 - 1) * 124e6 / num_parameters
@@ -195,17 +195,17 @@ def _build_without_weights(config: TrainConfig, vocab_size: int) -> PreTrainedMo
 
 
 def options_of(rungs: Iterable[Rung]) -> dict[str, Any]:
-    """The options of a run with all these switches on, except those that this machine cannot run."""
+    """Return the options of a run with all these switches on, except those that this machine cannot run."""
     return combine(BOTTOM, *(rung.on for rung in rungs if rung.why_not is None))
 
 
 def climb(rungs: list[Rung]) -> list[tuple[Rung, dict[str, Any]]]:
-    """Each rung with the options of its run: its own and those of the rungs below it."""
+    """Pair each rung with the options of its run: its own and those of the rungs below it."""
     return [(rung, combine(options_of(rungs[:i]), rung.on)) for i, rung in enumerate(rungs)]
 
 
 def ablations(rungs: list[Rung]) -> list[tuple[Rung, dict[str, Any]]]:
-    """Everything on, then one switch at a time back to its value below the rung, then everything on again.
+    """Return runs with everything on, then with one switch at a time off, then with everything on again.
 
     The difference between the first and the last run is the machine's noise.
     """

@@ -1,6 +1,6 @@
-"""What this machine is and how fast it multiplies matrices: the ladder's rungs depend on it and compare with it.
+"""Find out what this machine is and how fast it multiplies matrices.
 
-In: nothing. Out: a `Machine`, found in a separate process so that the caller holds no GPU memory.
+The ladder's rungs depend on the machine, and their speed is compared with its matrix products.
 """
 
 from concurrent.futures import ProcessPoolExecutor
@@ -34,7 +34,7 @@ class Machine:
     environment: dict[str, Any] = field(default_factory=dict)
 
     def utilization(self, flops_per_second: float) -> dict[str, float]:
-        """The share of the fastest measured matrix product and, if known, of the rate in the data sheet."""
+        """Return the share of the fastest measured matrix product and, if known, of the data sheet's rate."""
         found = {"mfu": flops_per_second / max(self.matmul_tflops.values()) / 1e12}
         if self.data_sheet_tflops:
             found["mfu_data_sheet"] = flops_per_second / self.data_sheet_tflops / 1e12
@@ -42,6 +42,7 @@ class Machine:
 
 
 def find_machine() -> Machine:
+    """Describe this machine, from a separate process so that this one holds no GPU memory."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(_find_machine).result()
 
@@ -81,7 +82,7 @@ def _find_machine() -> Machine:
 
 
 def measure_matmul(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of square matrix products, the best of a second. The numbers are random: zeros are faster on a GPU."""
+    """Return the best FLOP/s of square matrix products in a second. Random numbers: zeros are faster on a GPU."""
     size = MATMUL_SIZE.get(device.type, 4096)
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     timer = Timer("torch.mm(a, b)", globals={"torch": torch, "a": a, "b": b}, num_threads=torch.get_num_threads())

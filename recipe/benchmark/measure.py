@@ -1,7 +1,7 @@
 """Run recipe/train.py for a few steps in a fresh process and read its numbers from its log.
 
-In: options. Out: step time, memory, attention kernel and losses, or why the run failed. A run that has logged enough
-is killed, which saves waiting for evaluation, export and sample.
+The numbers are step time, memory, attention kernel and losses, or the reason why the run failed. A run that has logged
+enough is killed, which saves waiting for its evaluation, export and sample.
 """
 
 import json
@@ -133,7 +133,7 @@ def measure(options: dict[str, Any], setting: Setting, num_steps: int, work: Pat
 
 
 def summarize_events(events: list[dict[str, Any]], setting: Setting, last_step: int) -> dict[str, Any]:
-    """Step time, memory, attention kernel and losses.
+    """Return step time, memory, attention kernel and losses.
 
     Laps of `LAP` steps count if they are after the first one, which compiles, and not after `last_step`.
     """
@@ -160,7 +160,7 @@ def summarize_events(events: list[dict[str, Any]], setting: Setting, last_step: 
 
 
 def loss_delta(losses: dict[int, float | None], reference: dict[int, float | None]) -> float | None:
-    """The last logged loss minus the reference's mean over the same steps.
+    """Return the last logged loss minus the reference's mean over the same steps.
 
     reference: one loss per step. None if the two share no steps or a loss is not finite.
     """
@@ -173,7 +173,7 @@ def loss_delta(losses: dict[int, float | None], reference: dict[int, float | Non
 
 
 def why_it_ended(log: str) -> str:
-    """The error of a program in one line, from its output."""
+    """Find the error of a program in its output and return it in one line."""
     if "out of memory" in log.lower():
         return "out of memory"
     lines = [line.strip() for line in log.splitlines() if line.strip()]

@@ -1,7 +1,7 @@
-"""The same training in other programs, and in a loop with nothing around it, compared with ours.
+"""Run the same training in other programs, and in a loop with nothing around it, to compare their speed with ours.
 
-In: paths to their code, which is not part of this project. Out: their tokens per second, and how many times as fast
-ours is. All train GPT-2 of the same size on the same text; the results record their commands.
+Their code is not part of this project. All train GPT-2 of the same size on the same text; the results record their
+commands.
 """
 
 import hashlib
@@ -55,7 +55,7 @@ def build_peers(
     run_clm: Path | None,
     num_steps: int,
 ) -> list[Peer]:
-    """The programs whose code is given, and the bare loop. Raises `UserError` if the code is not what it should be."""
+    """Prepare the programs whose code is given, and the bare loop. Raises `UserError` if the code cannot be used."""
     peers = []
     dataset = open_packed_dataset(Path(setting.options["dataset_dir"]), setting.block_size)
     if nanogpt is not None:
@@ -81,7 +81,7 @@ def build_nanogpt(
     bf16_on_cpu: bool = False,
     default_batch: bool = False,
 ) -> Peer:
-    """A copy of nanoGPT with our tokens as its data.
+    """Prepare a copy of nanoGPT with our tokens as its data.
 
     bf16_on_cpu: change the line that disables autocast on CPUs. default_batch: use its micro-batch instead of ours.
     """
@@ -127,7 +127,7 @@ def build_nanogpt(
 def build_run_clm(
     source: Path, machine: Machine, setting: Setting, dataset: PackedDataset, work: Path, num_steps: int
 ) -> Peer:
-    """Transformers' run_clm.py with Trainer's defaults, bf16 and torch.compile, on text for that many steps."""
+    """Prepare Transformers' run_clm.py with Trainer's defaults, bf16, torch.compile, and text for that many steps."""
     if not source.is_file():
         raise UserError(f"{source} does not exist; expected examples/pytorch/language-modeling/run_clm.py")
     accumulation = max(1, setting.global_batch // RUN_CLM_MICRO_BATCH)

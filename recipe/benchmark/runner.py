@@ -1,6 +1,6 @@
-"""Run the ladder, the ablation and the comparison with other programs, and save the results after every run.
+"""Run the ladder, the ablation and the comparison with other programs.
 
-In: a `Setting` and the rungs to run. Out: lines on the screen, and a JSON file with a Markdown table and a chart.
+After every run, the results are on the screen, in a JSON file, and in a Markdown table and a chart beside it.
 """
 
 import importlib.util
@@ -76,7 +76,7 @@ class LadderRunner:
             raise UserError(f"cannot write {self.output_file}: {error.strerror}") from error
 
     def wanted(self, names: list[str] | None) -> set[str]:
-        """These rungs, or all, and the ones they are compared with. Raises `UserError` for an unknown name."""
+        """Return these rungs, or all, and the ones they are compared with. Raises `UserError` for an unknown name."""
         known = [rung.name for rung in (*self.rungs, *self.extras, *self.memory)]
         for name in names or []:
             if name not in known:
@@ -85,7 +85,7 @@ class LadderRunner:
         return wanted | {self.top} if any(rung.name in wanted for rung in self.extras) else wanted
 
     def run_all(self, wanted: set[str], peers: list[Peer], rounds: int) -> None:
-        """Everything, with what matters most first because time may run out."""
+        """Run everything. What matters most comes first, because time may run out."""
         self.run_ladder(wanted & {self.rungs[0].name, REFERENCE, self.top})
         self.run_peers(peers, rounds)
         self.run_ladder(wanted & {self.top, *(rung.name for rung in self.extras if rung.name != "tuned")})
@@ -94,7 +94,7 @@ class LadderRunner:
         self.run_ladder(wanted)
 
     def run_ladder(self, wanted: set[str]) -> None:
-        """The ladder, then the extras, then the options that save memory. Nothing runs twice."""
+        """Run the ladder, then the extras, then the options that save memory. Nothing runs twice."""
         for rung, options in climb(self.rungs):
             if rung.name in wanted:
                 self.run("ladder", rung, options)
@@ -112,6 +112,7 @@ class LadderRunner:
         self.save()
 
     def run_ablation(self) -> None:
+        """Run everything on, one switch off at a time, and everything on again."""
         if self._find("ladder", REFERENCE) is None:
             self.run("ladder", *next(pair for pair in climb(self.rungs) if pair[0].name == REFERENCE))
         top = self._find("ladder", self.top) or {}
@@ -173,7 +174,7 @@ class LadderRunner:
         return f"at least {fits}"
 
     def run_peers(self, peers: list[Peer], rounds: int) -> None:
-        """Take turns, ours first, `rounds` times."""
+        """Run our program and the others in turn, ours first, `rounds` times."""
         ours = {"ours": options_of(self.rungs)}
         if any(peer.ours == "ours_auto" for peer in peers):
             ours["ours_auto"] = {**ours["ours"], "per_device_train_batch_size": "auto"}
@@ -196,7 +197,7 @@ class LadderRunner:
             print(screen_row(entry, "peers"), flush=True)
 
     def _compare(self, peer: Peer) -> dict[str, Any]:
-        """How many times as fast ours is: in each round, and the median."""
+        """Compute how many times as fast ours is, in each round and in the median."""
         command = " ".join(Path(part).name if part.startswith("/") else part for part in peer.command)
         entry = {"name": peer.name, "what": peer.what, "command": command, "sha256": peer.sha256}
         rounds = [(found[peer.ours], found[peer.name]) for found in self.results["rounds"] if peer.name in found]
@@ -250,7 +251,7 @@ def say_rate(name: str, numbers: dict[str, Any]) -> None:
 
 
 def pays(entry: dict[str, Any], before: dict[str, Any] | None) -> bool:
-    """Whether an entry is faster than another one by more than that one's laps differ."""
+    """Return whether an entry is faster than another one by more than that one's laps differ."""
     if "step_ms" not in entry or "step_ms" not in (before or {}) or not entry.get("loss_is_finite"):
         return False
     return entry["step_ms"] * PAYS <= before["step_ms"] and entry["step_ms"] < before["step_ms_lowest"]

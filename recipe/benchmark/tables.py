@@ -1,7 +1,4 @@
-"""The ladder's results as tables for the screen and in Markdown.
-
-In: the dictionary that scripts/run_ladder.py writes as JSON. Out: text.
-"""
+"""Turn the dictionary that scripts/run_ladder.py writes as JSON into tables for the screen and in Markdown."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -69,7 +66,7 @@ def columns_of(section: str) -> list[Column]:
 
 
 def with_speedups(results: dict[str, Any], section: str) -> list[dict[str, Any]]:
-    """The section's entries with their speedup over the ladder's first run, or over the runs with everything on."""
+    """Add to a section's entries their speedup over the ladder's first run, or over the runs with everything on."""
     if section == "ablation":
         base = [e["step_ms"] for e in results[section] if e["name"] in ("everything", "again") and "step_ms" in e]
     else:
@@ -84,7 +81,7 @@ def screen_header(section: str) -> str:
 
 
 def screen_row(entry: dict[str, Any], section: str) -> str:
-    """One entry in at most 80 columns."""
+    """Format one entry in at most 80 columns."""
     first, *rest = columns_of(section)
     cells = "".join(
         f"{column.text(entry):>{column.width}}" for column in rest if column.width and "not_run" not in entry
@@ -94,7 +91,7 @@ def screen_row(entry: dict[str, Any], section: str) -> str:
 
 
 def markdown_table(entries: list[dict[str, Any]], columns: list[Column]) -> str:
-    """All columns that are not empty."""
+    """Format the entries, with the columns that are not empty."""
     rows = [
         [entry["what"], f"not run: {entry['not_run']}"] + [""] * (len(columns) - 2)
         if "not_run" in entry
@@ -116,7 +113,7 @@ LEGEND = [
 
 
 def notes(results: dict[str, Any]) -> list[str]:
-    """What was measured, on which machine, what follows from it, and what the columns mean."""
+    """Say what was measured, on which machine, what follows from it, and what the columns mean."""
     machine, environment = results["machine"], results["environment"]
     timed = [e for section in SECTIONS for e in results.get(section, []) if "step_ms" in e]
     rates = ", ".join(f"{name} {rate:,.2f}" for name, rate in machine["matmul_tflops"].items())
@@ -145,7 +142,7 @@ def notes(results: dict[str, Any]) -> list[str]:
 
 
 def to_markdown(results: dict[str, Any]) -> str:
-    """A table per section with everything that was measured, then the notes."""
+    """Format everything that was measured, a table per section, and the notes."""
     blocks = []
     for section, title in SECTIONS.items():
         if results.get(section):
