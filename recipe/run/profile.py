@@ -1,7 +1,6 @@
-"""Where the time of a step goes: a trace of a few steps, and the time of their kernels by kind of work.
+"""Find where the time of a step goes: trace a few steps, and add up their kernels by kind of work.
 
-In: the step to start after. Out: a trace for Perfetto or chrome://tracing in the run's folder, and milliseconds per
-step.
+The trace is in the run's folder; Perfetto and chrome://tracing show it. Times are in milliseconds per step.
 """
 
 import re
@@ -42,7 +41,7 @@ PLAIN_ATTENTION = "matmuls"
 
 
 def kind_of(name: str) -> str | None:
-    """The kind of work of a kernel or operator; None for what does no work, such as a region around others."""
+    """Return the kind of work of a kernel or operator; None for what does no work, such as a region around others."""
     return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name, re.IGNORECASE)), None)
 
 
@@ -81,7 +80,7 @@ class StepProfiler:
 
 
 def summarize(events: Any, seconds: float, device: torch.device) -> dict[str, Any]:
-    """Milliseconds per step by kind of work, each counted once, and the attention kernel that ran.
+    """Return milliseconds per step by kind of work, each counted once, and the attention kernel that ran.
 
     events: the profiler's, of `PROFILED_STEPS` steps that took `seconds`. On a GPU the time of its kernels counts; on
     a CPU the own time of each operator, and the optimizer owns every operator that it calls.
@@ -112,7 +111,7 @@ def _is_optimizers(event: Any) -> bool:
 
 
 def describe(numbers: dict[str, Any]) -> str:
-    """The numbers of `summarize` as a small table."""
+    """Format the numbers of `summarize` as a small table."""
     kernel = numbers["attention_kernel"]
     note = ", counted as matmul" if kernel == PLAIN_ATTENTION else ""
     lines = [f"one step takes {numbers['step_ms']:,.1f} ms (attention: {kernel}{note}):"]

@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def benchmarks(args: argparse.Namespace, device: torch.device) -> dict[str, Callable]:
-    """Functions that return what to time and its work: FLOPs as "tflops", bytes as "tb_per_second"."""
+    """Return functions that prepare what to time and its work: FLOPs as "tflops", bytes as "tb_per_second"."""
     tokens, width = args.rows * args.block_size, args.n_embd
     padded = padded_vocab_size(args.vocab_size, 128)
 

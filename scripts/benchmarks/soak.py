@@ -92,12 +92,12 @@ def kill_and_resume(work: Path, kills: int, rng: random.Random) -> dict:
 
 
 def partial_folders(run: Path) -> set[Path]:
-    """Checkpoints that were being written or removed when the process was killed."""
+    """Return the checkpoints that were being written or removed when the process was killed."""
     return set(run.glob(".checkpoint-*.partial"))
 
 
 def log_lines(run: Path) -> list[bytes]:
-    """The lines of the run's log; a kill may have cut the last one short."""
+    """Return the lines of the run's log; a kill may have cut the last one short."""
     path = run / "metrics.jsonl"
     return path.read_bytes().rpartition(b"\n")[0].splitlines() if path.is_file() else []
 
