@@ -31,7 +31,7 @@ OTHER_NAMES = {
     "bf16": "use --mixed_precision bf16 (the default on hardware that supports it)",
     "fp16": "use --mixed_precision fp16 (the default on a GPU without bf16)",
     "dtype": "use --mixed_precision",
-    "do_train": "training is the default; remove it",
+    "do_train": "training is the default; omit this option",
     "do_eval": "evaluation is the default (--eval_steps, --max_eval_samples); --eval_only only evaluates",
     "do_predict": "use --eval_only, or scripts/generate_text.py",
     "eval_strategy": "use --eval_steps N; 0 evaluates only at the start and the end",
@@ -39,7 +39,7 @@ OTHER_NAMES = {
     "eval_interval": "use --eval_steps",
     "eval_iters": "use --max_eval_samples, which counts rows",
     "save_strategy": "use --save_steps N; 0 saves no checkpoints",
-    "gradient_checkpointing": "use --activation_checkpointing, its name since Transformers 5.17",
+    "gradient_checkpointing": "use --activation_checkpointing, its new name in Transformers 5",
     "torch_compile": "use --dynamo_backend inductor",
     "torch_compile_backend": "use --dynamo_backend",
     "torch_compile_mode": "use --dynamo_mode",
@@ -141,7 +141,7 @@ def _read_recipe(recipe: str, parser: _ConfigParser) -> dict[str, Any]:
         is_list = "list" in str(OPTIONS[key].type)
         if value is None:
             if OPTIONS[key].default is not None and "words" not in OPTIONS[key].metadata:
-                raise UserError(f"{key} in {recipe} has no value")
+                raise UserError(f"{key} in {recipe} has no value; set one, or delete the line")
             values[key] = None
         elif key in MAPPINGS:
             values[key] = parse_mapping(key, value)
@@ -177,7 +177,7 @@ def load_yaml(recipe: str) -> dict[str, Any]:
         reason = one_line(error).replace(' in "<unicode string>",', "")
         raise UserError(f"{path} is not valid YAML: {reason}") from error
     if not isinstance(content, dict):
-        raise UserError(f"{path} must hold a mapping of options to values")
+        raise UserError(f"{path} must contain a mapping of options to values")
     return content
 
 
@@ -210,6 +210,9 @@ def _merge(recipe: dict[str, Any], typed: dict[str, Any]) -> dict[str, Any]:
     values |= typed
     if "config_overrides" in typed:  # typed values join the recipe's
         values["config_overrides"] = overrides
+    for other in ("tokenizer_name", "dataset_dir"):
+        if {"tokenizer_vocab_size", other} <= typed.keys():
+            raise UserError(f"--tokenizer_vocab_size trains a tokenizer, but --{other} has one; pass only one of them")
     if "max_steps" in values and values.get("num_train_epochs") is not None:
         raise UserError("max_steps and num_train_epochs both set the length of the run; pass only one of them")
     default = values.get("block_size", OPTIONS["block_size"].default)

@@ -23,7 +23,7 @@ SECTIONS = {
     "global_batch_size": "Batch: the recipe fixes the global batch, the hardware fixes the micro-batch",
     "max_steps": "Optimizer and schedule",
     "mixed_precision": "Precision, compilation, kernels (auto: the launcher, then the hardware)",
-    "logging_steps": "Periodic: logging, evaluation, checkpoints",
+    "logging_steps": "Logging, evaluation and checkpoints",
     "sample_prompt": "Publishing",
     "python_lists": "Slow baselines that only the optimization ladder uses",
 }
@@ -90,15 +90,17 @@ class TrainConfig:
     cache_dir: str = _field("runs/data", "Folder for datasets prepared from train_file or dataset_name.")
     streaming: bool = _field(False, "Tokenize and pack the text during training instead of preparing it first.")
     shuffle_buffer_size: int = _field(10_000, "Rows in the shuffle window of a streamed text.", at_least=1)
-    block_size: int = _field(1024, "Tokens per row (sequence length); dataset_dir sets its own.", at_least=1)
-    data_placement: Literal["mmap", "ram", "device"] = _field("mmap", "Where the packed rows are kept.")
+    block_size: int = _field(1024, "Tokens per row (sequence length); default with dataset_dir: its own.", at_least=1)
+    data_placement: Literal["mmap", "ram", "device"] = _field(
+        "mmap", "Read packed rows from the file (mmap), from host memory (ram) or from the device."
+    )
     dataloader_num_workers: int = _field(0, "Processes that build batches; 0 uses the main process.", at_least=0)
 
     # --- model
     model_name_or_path: str | None = _field(None, "GPT-2 to start from (folder or Hub id). Default: random weights.")
     model_type: Literal["gpt2"] = _field("gpt2", "Transformers model type.")
     config_overrides: dict | str | None = _field(None, "Model config: n_layer=4,n_embd=128, or JSON.")
-    pad_vocab_to_multiple_of: int = _field(128, "Pad the vocabulary, in training only.", at_least=1)
+    pad_vocab_to_multiple_of: int = _field(128, "Pad the vocabulary to a multiple, in training only.", at_least=1)
     attn_implementation: Literal["auto", "sdpa", "eager"] = _field("auto", "sdpa: flash kernels; eager: matmuls.")
     activation_checkpointing: bool = _field(False, "Recompute activations in backward: saves memory, costs time.")
     loss_chunks: int = _field(1, "Compute the loss in this many chunks: saves memory, costs time.", at_least=1)
@@ -136,7 +138,7 @@ class TrainConfig:
     max_bad_steps: int = _field(10, "Stop after this many consecutive steps with NaN, Inf or a spike.", at_least=1)
     spike_sigmas: float | None = _field(
         None,
-        "Skip a step whose loss or gradient norm is this many standard deviations above the mean of the last 128.",
+        "Skip steps whose loss or gradient norm is N standard deviations above its mean over the last 128 updates.",
         above=0,
     )
 
@@ -165,12 +167,12 @@ class TrainConfig:
         words=("auto", "all"),
     )
     exact_final_eval: bool = _field(False, "Evaluate all validation rows at the end.")
-    eval_only: bool = _field(False, "Only evaluate model_name_or_path or a checkpoint, on all validation rows.")
+    eval_only: bool = _field(False, "Only evaluate model_name_or_path or a checkpoint; auto uses all rows.")
     save_steps: int = _field(1000, "Steps between checkpoints; 0 saves none.", at_least=0)
     save_total_limit: int | None = _field(None, "Keep only the newest N checkpoints. Default: all.", at_least=1)
     on_save_failure: Literal["continue", "stop"] = _field("continue", "What to do if a checkpoint cannot be written.")
     resume_from_checkpoint: str | None = _field(
-        None, "Checkpoint folder; latest: the newest valid one in output_dir; auto: like latest, but starts fresh."
+        None, "Checkpoint folder; latest: the newest valid one in output_dir; auto: the same, or start fresh."
     )
     report_to: list[str] | None = _field(None, "Trackers: trackio, tensorboard, wandb, ...")
     project: str = _field("gpt2-recipe", "Project name for trackers.")
@@ -242,7 +244,7 @@ def _check_rules(config: TrainConfig) -> None:
     require(len(given) == 1, f"pass exactly one of {sources}; found {' and '.join(given) or 'none'}")
     if config.dataset_dir is not None:
         changed = [name for name in TEXT_OPTIONS if getattr(config, name) != getattr(TrainConfig, name)]
-        reason = "has no effect with --dataset_dir, whose text is already prepared; remove it"
+        reason = "cannot be combined with --dataset_dir, whose text is already prepared"
         require(not changed, f"--{', --'.join(changed)} {reason}")
         require(not config.streaming, "--streaming requires --train_file or --dataset_name, not --dataset_dir")
     elif not config.tokenizer_name and not config.tokenizer_vocab_size:

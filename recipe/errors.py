@@ -1,6 +1,7 @@
 """Mistakes that the user can fix: each becomes one sentence and a non-zero exit status, never a traceback."""
 
 import difflib
+import errno
 import json
 import os
 import sys
@@ -10,6 +11,9 @@ from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
+
+# A full disk, an exceeded quota, a read-only file system, missing permission.
+FIXABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 
 
 class UserError(Exception):
@@ -21,7 +25,7 @@ class ProcessError(UserError):
 
 
 def run_main(main: Callable[[], T], interrupted: str = "interrupted") -> T:
-    """Run a script's main function. A `UserError` becomes one line on stderr and exit status 1.
+    """Run a script's main function. A `UserError` or a full disk becomes one line on stderr and exit status 1.
 
     interrupted: the message that Ctrl-C prints.
     """
@@ -33,7 +37,11 @@ def run_main(main: Callable[[], T], interrupted: str = "interrupted") -> T:
     except BrokenPipeError:  # `--help | head` closes the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except UserError as error:
+    except (UserError, OSError) as error:
+        if isinstance(error, OSError):
+            if error.errno not in FIXABLE:
+                raise
+            error = ProcessError(f"{error.strerror}: {error.filename}" if error.filename else error.strerror)
         if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
             # torchrun ends its report with the message of the first process that failed, whichever that is
             Path(error_file).write_text(json.dumps({"message": f"error: {error}", "timestamp": int(time.time())}))

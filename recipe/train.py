@@ -97,7 +97,7 @@ def main() -> None:
         report.schedule(state.step, changes)
         saver.save(state)
 
-    # ------------------------------------------------------------------ loop: one turn is one optimizer step
+    # ------------------------------------------------------------------ loop: one iteration is one optimizer step
     profiler = StepProfiler(config, accelerator, output_dir, state.step)
     meter = StepMeter(config, accelerator, model, state, STARTED_AT)
     evaluation = None
@@ -118,7 +118,7 @@ def main() -> None:
                     accelerator.backward(loss)  # divides by num_micro_batches
                 step_loss += loss.detach() / accumulation.num_micro_batches
                 report.advance(1 / accumulation.num_micro_batches)
-        except RuntimeError as error:  # out of memory: repeat the step in smaller pieces; others are raised again
+        except RuntimeError as error:  # out of memory: repeat the step in smaller pieces; other errors are re-raised
             loss = None  # frees the graph that did not fit
             report.say(accumulation.shrink(error, state))
             validation.batch_size = min(validation.batch_size, accumulation.micro_batch_size)
@@ -148,7 +148,7 @@ def main() -> None:
         if fewer_steps is not None:  # --max_minutes: the first steps have shown the speed
             report.shorten(state.step, fewer_steps, config)
             config = shorten(config, fewer_steps)
-            for part in (update, validation, saver):
+            for part in (update, validation, saver, profiler):
                 part.set_schedule(config)
             state.steps_chosen, state.eval_rows = True, validation.num_rows
 
@@ -186,7 +186,7 @@ def main() -> None:
         print(closing_words(config, output_dir, state.untrained, evaluation, meter))
         if config.push_to_hub:
             print(push_to_hub(output_dir, config))
-        optimizer.state.clear()  # makes room for the exported model, which writes the sample
+        optimizer.state.clear()  # makes room for the exported model, which generates the sample
         print(sample_from(output_dir, config.sample_prompt, seed=config.seed, device=device))
     on_main_process(lambda: None)  # a barrier on the host: device collectives time out
     report.end()

@@ -16,7 +16,7 @@ from recipe.errors import UserError, run_main
 
 def main() -> None:
     parser = CommandLine(description="Draw the charts of the README.")
-    parser.add_argument("--demo_run", type=Path, help="output_dir of a finished run of the demo, to draw that one")
+    parser.add_argument("--demo_run", type=Path, help="output_dir of a finished run of the demo, to record and draw")
     parser.add_argument("--results_dir", type=Path, default=Path(__file__).parent / "benchmarks", help="result files")
     args = parser.parse_args()
     if importlib.util.find_spec("matplotlib") is None:

@@ -94,7 +94,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--all", action="store_true", help="the ladder, --peers and --ablate")
     parser.add_argument("--fit", action="store_true", help="also find each rung's largest micro-batch (GPU)")
     parser.add_argument("--steps", type=int, default=12, help="timed steps per run, rounded up to a multiple of 4")
-    parser.add_argument("--rounds", type=int, help="runs of each program with --peers (default: 3)")
+    parser.add_argument("--rounds", type=int, help="runs of each program (default: 3; 1 with --all --minutes)")
     parser.add_argument(
         "--micro_batch", type=int, help="rows per forward pass (default: what fits at the bottom rung)"
     )

@@ -17,7 +17,7 @@ def main() -> None:
     parser.add_argument(
         "--vocab_size", type=int, default=50257, help="tokens, including <|endoftext|> (default: 50257)"
     )
-    parser.add_argument("--output_dir", required=True, type=Path, help="new or empty folder to create")
+    parser.add_argument("--output_dir", required=True, type=Path, help="output folder, which must be new or empty")
     args = parser.parse_args()
     if args.vocab_size < 257:
         raise UserError(f"vocab_size must be at least 257 (256 bytes and <|endoftext|>), got {args.vocab_size}")

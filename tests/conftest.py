@@ -1,5 +1,6 @@
 """What the tests share: a small corpus, a tokenizer, a packed dataset, and the programs as functions."""
 
+import importlib.util
 import json
 import os
 import random
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from unittest import mock
 
 # Set before torch is imported: no network, and threads that do not spin, because tests may share their cores.
@@ -151,6 +153,14 @@ def run_training(arguments: list[object], output_dir: Path) -> None:
         release_output_dir(output_dir)
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+def load_program(path: str) -> ModuleType:
+    """Import a program, which is not part of the package. path: relative to the repository."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    program = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+    return program
 
 
 def run_script(path: str, *arguments: object) -> str:

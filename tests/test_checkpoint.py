@@ -4,6 +4,8 @@ import json
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,10 +16,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipe.checkpoint.load import RunState, find_checkpoint, list_checkpoints, read_state
 from recipe.checkpoint.manifest import seal_checkpoint
+from recipe.command_line import load_config
 from recipe.data.prepare import prepare_dataset
 from recipe.data.text import TextSource
 from recipe.data.tokenizer import load_tokenizer
 from recipe.errors import UserError
+from recipe.run.output_dir import choose_output_dir, release_output_dir
 
 LATEST = ["--resume_from_checkpoint", "latest"]
 
@@ -132,7 +136,7 @@ def test_no_checkpoint_to_resume_from(train, tmp_path):
     with pytest.raises(UserError, match="there is no checkpoint in"):
         train("--resume_from_checkpoint", str(tmp_path))
     without = train("--max_steps", "1")
-    with pytest.raises(UserError, match="holds another run") as caught:
+    with pytest.raises(UserError, match="contains another run") as caught:
         train(output_dir=without)
     assert "--resume" not in str(caught.value)
 
@@ -183,7 +187,7 @@ def test_only_overwrite_replaces_another_run(train, run_dir):
     (run_dir / "my_notes.txt").write_text("keep")
     (run_dir / "lora.safetensors").write_text("keep")
     (run_dir / "checkpoint-best").mkdir()
-    with pytest.raises(UserError, match=r"holds another run .*resume_from_checkpoint auto.*\(--overwrite\)"):
+    with pytest.raises(UserError, match=r"contains another run .*resume_from_checkpoint auto.*\(--overwrite\)"):
         train()
     assert (run_dir / "checkpoint-4").is_dir()
     with pytest.raises(UserError, match="does not divide"):  # another mistake must not cost the old run
@@ -197,7 +201,7 @@ def test_only_overwrite_replaces_another_run(train, run_dir):
 
 def test_a_checkpoint_is_not_resumed_in_another_runs_folder(train, tmp_path, saved, run_dir):
     """The other run stays as it is."""
-    with pytest.raises(UserError, match="run holds another run"):
+    with pytest.raises(UserError, match="run contains another run"):
         train("--resume_from_checkpoint", saved / "checkpoint-2")
     assert (run_dir / "checkpoint-4").is_dir()
 
@@ -213,5 +217,37 @@ def test_a_folder_of_something_else(train, tmp_path):
     """A run does not replace a project's README or another model's config."""
     (tmp_path / "project").mkdir()
     (tmp_path / "project" / "README.md").write_text("a project")
-    with pytest.raises(UserError, match=r"holds files that a run would replace \(README.md\)"):
+    with pytest.raises(UserError, match=r"contains files that a run would replace \(README.md\)"):
         train(output_dir=tmp_path / "project")
+
+
+def test_a_checkpoint_in_a_folder_of_something_else(saved, dataset_dir, tmp_path, monkeypatch):
+    """Without --output_dir, a run resumes in the folder around its checkpoint, but not over a project's README."""
+    shutil.copytree(saved / "checkpoint-2", tmp_path / "checkpoint-2")
+    (tmp_path / "README.md").write_text("a project")
+    monkeypatch.chdir(tmp_path)
+    config = load_config(["--dataset_dir", str(dataset_dir), "--resume_from_checkpoint", "checkpoint-2"])[0]
+    with pytest.raises(UserError, match=r"contains files that a run would replace \(README.md\)"):
+        choose_output_dir(config, "demo")
+
+
+# A run that has just started: it holds its folder's lock and has written nothing yet.
+STARTED = """
+import sys
+from pathlib import Path
+from recipe.run.output_dir import lock_output_dir
+lock_output_dir(Path("runs/demo"))
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_run_that_has_just_started_keeps_its_folder(tmp_path, monkeypatch):
+    """A second run without --output_dir takes the next name."""
+    monkeypatch.chdir(tmp_path)
+    config = load_config([])[0]
+    with subprocess.Popen([sys.executable, "-c", STARTED], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
+        assert first.stdout.readline() == b"\n"
+        assert choose_output_dir(config, "demo") == Path("runs/demo-2")
+    assert choose_output_dir(config, "demo") == Path("runs/demo")  # it ended and left nothing
+    release_output_dir(Path("runs/demo"))

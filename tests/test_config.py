@@ -102,14 +102,14 @@ def test_saved_config_repeats_the_run(tmp_path):
         (["--output_dir", ""], "output_dir must not be empty"),
         (["--seed", "4294967296"], "seed must be at least 0 and less than 2147483648"),
         (["--max_steps", "9" * 400], "--max_steps must be an integer"),
-        (["--validation_file", "a.txt"], "--validation_file has no effect with --dataset_dir"),
-        (["--validation_split_percentage", "50"], "--validation_split_percentage has no effect with --dataset_dir"),
+        (["--tokenizer_vocab_size", "300"], "but --dataset_dir has one; pass only one of them"),
+        (["--validation_file", "a.txt"], "--validation_file cannot be combined with --dataset_dir"),
+        (["--validation_split_percentage", "50"], "percentage cannot be combined with --dataset_dir"),
         (["--dataloader_num_workers", "2", "--data_placement", "ram"], "requires --data_placement mmap"),
         (["--lr_scheduler_type", "cosin"], "did you mean cosine?"),
         (["--per_device_train_batch_size", "big"], "per_device_train_batch_size must be auto or at least 1"),
         (["--per_device_train_batch_size", "0"], "per_device_train_batch_size must be auto or at least 1"),
         (["--config_overrides", "n_layer"], "config_overrides must look like n_layer=4,n_embd=128"),
-        (["--tokenizer_vocab_size", "256"], "at least 257"),
         (["--config", "gpt3"], "there is no recipe 'gpt3'"),
         (["--config", "gone.yaml"], "there is no recipe file gone.yaml"),
         (["--train_file", "a.txt"], "pass exactly one of"),
@@ -127,11 +127,17 @@ def test_errors_on_the_command_line(argv, expected):
     assert expected in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_the_smallest_vocabulary():
+    """A byte-level tokenizer needs 256 bytes and the end-of-text token."""
+    with pytest.raises(UserError, match="at least 257"):
+        load("--train_file", "a.txt", "--tokenizer_vocab_size", "256")
+
+
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        ("- a\n- b\n", "must hold a mapping of options to values"),
-        ("", "must hold a mapping of options to values"),
+        ("- a\n- b\n", "must contain a mapping of options to values"),
+        ("", "must contain a mapping of options to values"),
         ("a: [\n", "is not valid YAML"),
         ("lerning_rate: 1\n", "did you mean learning_rate?"),
         ("1: 2\n", "unknown key '1'"),
@@ -274,7 +280,7 @@ def test_options_are_checked_before_torch_is_imported():
         ("--bf16", "--mixed_precision bf16"),
         ("--fp16", "--mixed_precision fp16"),
         ("--do_eval", "--eval_steps"),
-        ("--do_train", "remove it"),
+        ("--do_train", "omit this option"),
         ("--gradient_checkpointing", "--activation_checkpointing"),
         ("--torch_compile", "--dynamo_backend inductor"),
         ("--overwrite_output_dir", "--overwrite"),

@@ -92,7 +92,7 @@ def test_tokenizers_encodes_what_tiktoken_cannot(tokenizer):
         with pytest.raises(NotEqual, match=reason):
             to_tiktoken(other)
         encode, how = build_text_encoder(other, ["some text"])
-        assert how.startswith("tokenizers (not tiktoken") and reason in how
+        assert how.startswith("tokenizers (tiktoken cannot be used: this tokenizer") and reason in how
         assert encode(["Some cat"])[0].tolist() == other.backend_tokenizer.encode("Some cat").ids
 
 
@@ -100,7 +100,7 @@ def test_tiktoken_is_checked_on_the_text(tokenizer, monkeypatch):
     """tokenizers encodes if tiktoken's ids differ on a sample."""
     monkeypatch.setattr(encoder, "GPT2_PATTERN", r"\S+|\s+")
     encode, how = build_text_encoder(tokenizer, ["a plain text", *make_documents(5)])
-    assert how == "tokenizers (not tiktoken: its ids differ on this text)"
+    assert how == "tokenizers (tiktoken cannot be used: its ids differ on this text)"
     assert encode(["the cat"])[0].tolist() == tokenizer("the cat")["input_ids"]
 
 
@@ -166,7 +166,7 @@ def test_token_ids_are_kept_and_their_bytes_counted(tokenizer):
     expected = [*build_encoder(tokenizer, [])[0]([Piece("train", text, True) for text in texts])]
     assert (ids.tolist(), ends.tolist()) == (expected[1].tolist(), expected[2].tolist())
     assert num_bytes == expected[3] == sum(len(text.encode()) for text in texts)
-    with pytest.raises(UserError, match="holds token id 500, but the tokenizer has 500 tokens"):
+    with pytest.raises(UserError, match="contains token id 500, but the tokenizer has 500 tokens"):
         encode([Piece("train", np.array([1, 500]), True)])
     with pytest.raises(UserError, match="some documents are text and some are token ids; prepare them separately"):
         encode([Piece("train", rows[0], True), Piece("train", "text", True)])

@@ -2,6 +2,7 @@
 
 import math
 
+import evaluate
 import numpy as np
 import pytest
 import torch
@@ -76,3 +77,9 @@ def test_the_metric_adds_up_processes():
     result = metric.compute(predictions=[30.0, 10.0], references=[15, 5], tokens_per_byte=0.5)
     assert result == {"loss": 2.0, "perplexity": math.exp(2), "bits_per_byte": pytest.approx(1 / math.log(2))}
     assert metric.compute(predictions=[1e6], references=[1], tokens_per_byte=1)["perplexity"] == math.inf
+
+
+def test_a_home_folder_that_cannot_be_written(train, monkeypatch):
+    """evaluate would create its cache there."""
+    monkeypatch.setattr(evaluate.config, "HF_METRICS_CACHE", "/proc/none")
+    assert read_events(train("--max_steps", "1"), "eval")

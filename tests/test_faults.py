@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -37,7 +38,7 @@ from recipe.run.output_dir import choose_output_dir, lock_output_dir, release_ou
 from recipe.run.stop import EXIT_STOPPED, SIGNALS
 
 TRAIN = str(ROOT / "recipe" / "train.py")
-TWO_PROCESSES = ("--multi_gpu", "--num_processes", "2")
+TWO_PROCESSES = ("--multi_gpu", "--num_processes", "2", "--main_process_port", "0")  # any free port
 CHECKPOINT_FILES = ["config.json", "generation_config.json", "model.safetensors", "optimizer.pt", "rng.pt",
                     "tokenizer.json", "tokenizer_config.json", "training_state.json"]  # fmt: skip
 MACHINE_NUMBERS = ("tokens_per_second", "mfu", "peak_memory_bytes", "share_outside_training", "seconds")
@@ -132,10 +133,10 @@ def test_auto_never_replaces_a_finished_run(train, tmp_path, capsys):
     """`auto` starts a run in a new folder and after a death before the first checkpoint; otherwise it refuses."""
     run = train("--max_steps", 1, *AUTO)
     assert "no checkpoint in" in capsys.readouterr().out
-    with pytest.raises(UserError, match="holds another run"):
+    with pytest.raises(UserError, match="contains another run"):
         train(*AUTO)
     (run / "summary.json").unlink()
-    with pytest.raises(UserError, match="holds another run"):  # the model could be anyone's
+    with pytest.raises(UserError, match="contains another run"):  # the model could be anyone's
         train(*AUTO)
     (run / "model.safetensors").unlink()
     train("--max_steps", 1, *AUTO)
@@ -144,7 +145,7 @@ def test_auto_never_replaces_a_finished_run(train, tmp_path, capsys):
     downloaded.mkdir()
     for name in ("README.md", "config.json"):
         shutil.copy(run / name, downloaded)
-    with pytest.raises(UserError, match="holds files that a run would replace"):
+    with pytest.raises(UserError, match="contains files that a run would replace"):
         train(*AUTO, output_dir=downloaded)
     with pytest.raises(UserError, match="auto (needs|requires) .*--output_dir"):
         load_config(AUTO)
@@ -193,7 +194,7 @@ def test_training_continues_after_a_full_disk(train, monkeypatch, tmp_path, caps
     train("--max_steps", 10, "--save_steps", 2, "--save_total_limit", 1)
     assert kept == [["checkpoint-2"]] * 3
     out = capsys.readouterr().out
-    assert all(f"warning: checkpoint-{step} not written: " in out for step in (4, 6, 8))
+    assert all(f"warning: checkpoint-{step} could not be written: " in out for step in (4, 6, 8))
     assert [p.name for p in list_checkpoints(run)] == ["checkpoint-10"]
     assert not list(run.glob(".checkpoint*")) and why_damaged(run / "checkpoint-10") is None
 
@@ -203,17 +204,17 @@ def test_a_late_warning_names_the_failed_checkpoint(train, monkeypatch, capsys):
     fill_the_disk(monkeypatch, {4: 2_000})
     monkeypatch.setattr(CheckpointSaver, "report", lambda self: None)
     output_dir = train("--max_steps", 6, "--save_steps", 2)
-    assert "warning: checkpoint-4 not written: " in capsys.readouterr().out
+    assert "warning: checkpoint-4 could not be written: " in capsys.readouterr().out
     assert [p.name for p in list_checkpoints(output_dir)] == ["checkpoint-2", "checkpoint-6"]
 
 
 def test_a_full_disk_stops_the_run_on_request(train, monkeypatch, tmp_path):
     """With --on_save_failure stop the run ends soon, before the next checkpoint is due."""
-    fill_the_disk(monkeypatch, {4: 2_000})
-    with pytest.raises(UserError, match=r"checkpoint-4 not written.*\(--on_save_failure stop\)"):
-        train("--max_steps", 99, "--save_steps", 2, "--save_total_limit", 1, "--on_save_failure", "stop")
-    assert find_checkpoint(tmp_path / "run", "auto").name == "checkpoint-2"
-    assert len(read_events(tmp_path / "run", "train")) < 9
+    fill_the_disk(monkeypatch, {40: 2_000})
+    with pytest.raises(UserError, match=r"checkpoint-40 could not be written.*\(--on_save_failure stop\)"):
+        train("--max_steps", 999, "--save_steps", 20, "--save_total_limit", 1, "--on_save_failure", "stop")
+    assert find_checkpoint(tmp_path / "run", "auto").name == "checkpoint-20"
+    assert read_events(tmp_path / "run", "train")[-1]["step"] < 60
 
 
 def test_a_run_that_could_not_export_does_so_later(train, run_dir, monkeypatch):
@@ -268,16 +269,18 @@ def test_pruning_waits_for_the_new_checkpoint(train, monkeypatch):
 def test_training_does_not_wait_for_the_disk(train, monkeypatch, tmp_path):
     """Steps continue while a checkpoint is written, and the checkpoint holds the state of its own step."""
     reference = train("--max_steps", 5, output_dir=tmp_path / "reference")
-    write, log, log_step = CheckpointSaver._write, [], RunReport.train
+    write, log, log_step, step_4 = CheckpointSaver._write, [], RunReport.train, threading.Event()
 
     def slow(self, final, config, content, *args):
         log.append(f"begin {content['step']}")
-        time.sleep(1)
+        assert step_4.wait(60)
         write(self, final, config, content, *args)
         log.append(f"end {content['step']}")
 
     def train_event(self, step, *args, **values):
         log.append(f"step {step}")
+        if step == 4:
+            step_4.set()
         log_step(self, step, *args, **values)
 
     monkeypatch.setattr(CheckpointSaver, "_write", slow)
@@ -661,9 +664,7 @@ def test_a_folder_in_use(train, tmp_path):
     other.start()
     assert locked.wait(30)
     (tmp_path / "run" / "checkpoint-4").mkdir()  # that run comes first in the message, not what it has left so far
-    with pytest.raises(
-        UserError, match=rf"run is in use by process {other.pid} on .*, since 20.*another --output_dir"
-    ):
+    with pytest.raises(UserError, match=rf"in use by process {other.pid} on .* \(since 20.*another --output_dir"):
         train()
     other.kill()
     other.join()
@@ -675,7 +676,7 @@ def test_a_stale_lock(tmp_path, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".lock").write_text('{"host": "node7", "pid": 4321, "started_at": "2026-01-01T00:00:00Z"}')
     lock_output_dir(tmp_path / "run")
-    assert "the lock of process 4321 on node7, since 2026-01-01T00:00:00Z" in capsys.readouterr().out
+    assert "the lock of process 4321 on node7 (since 2026-01-01T00:00:00Z)" in capsys.readouterr().out
     release_output_dir(tmp_path / "run")
     assert (tmp_path / "run" / ".lock").read_text() == ""
 

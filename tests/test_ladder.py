@@ -1,6 +1,5 @@
 """The ladder: each rung changes what it claims, and tables and README show what was measured."""
 
-import importlib.util
 import json
 import os
 import re
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import BLOCK_SIZE, ROOT
+from conftest import BLOCK_SIZE, ROOT, load_program
 from torch.nn import functional as F
 
 import recipe.benchmark.measure
@@ -47,9 +46,7 @@ from recipe.data.packed import PackedSplit
 from recipe.errors import UserError
 from recipe.model.loss import LanguageModelingLoss
 
-spec = importlib.util.spec_from_file_location("run_ladder", ROOT / "scripts" / "run_ladder.py")
-run_ladder = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(run_ladder)
+run_ladder = load_program("scripts/run_ladder.py")
 CPU = Machine("cpu", "a CPU", bf16=True)
 H200 = Machine("cuda", "NVIDIA H200", bf16=True, tf32=True, memory_bytes=150_000_000_000)
 T4 = Machine("cuda", "Tesla T4", bf16=False, memory_bytes=15_000_000_000)
@@ -308,7 +305,7 @@ def test_a_run_that_fails_says_why(dataset_dir, tmp_path):
 
 def test_a_run_that_takes_too_long_is_ended(dataset_dir, tmp_path):
     found = measure({}, setting_of(dataset_dir), 4, tmp_path, deadline=time.monotonic() + 1)
-    assert found == {"failed": "not done in 1 s"}
+    assert found == {"failed": "not finished after 1 s"}
 
 
 # ------------------------------------------------------------------ the script and its tables
@@ -356,7 +353,7 @@ def test_the_script(dataset_dir, tmp_path):
         (["--output_file", "/proc/x.json"], "cannot write /proc/x.json"),
         (["--rungs", "tied", "--ablate"], "--rungs selects rungs of the ladder"),
         (["--nanogpt", "d"], "require --peers or --all"),
-        (["--all", "--nanogpt", "nowhere"], "nowhere contains no train.py; git clone"),
+        (["--all", "--nanogpt", "nowhere"], "nowhere has no train.py; run git clone"),
         (["--peers", "--run_clm", "nowhere"], "nowhere does not exist; expected examples/pytorch"),
         (["--steps", "0"], "steps must be greater than 0"),
         (["--micro_batch", "3", "--global_batch", "4"], "global_batch 4 is not a multiple of micro_batch 3"),

@@ -1,12 +1,11 @@
 """What the ladder runs, in which order, with which options, and what it keeps. The runs are stand-ins."""
 
-import importlib.util
 import json
 import sys
 from unittest.mock import create_autospec
 
 import pytest
-from conftest import ROOT
+from conftest import load_program
 
 import recipe.benchmark.runner
 from recipe.benchmark.ladder import build_rungs, options_of
@@ -16,9 +15,7 @@ from recipe.benchmark.peers import Peer, measure_peer
 from recipe.benchmark.runner import LadderRunner
 from recipe.errors import UserError
 
-spec = importlib.util.spec_from_file_location("run_ladder", ROOT / "scripts" / "run_ladder.py")
-run_ladder = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(run_ladder)
+run_ladder = load_program("scripts/run_ladder.py")
 H200 = Machine("cuda", "NVIDIA H200", bf16=True, tf32=True, matmul_tflops={"fp32": 50.0, "bf16": 800.0},
                data_sheet_tflops=989.0, environment={"num_cpus": 1, "torch": "2", "transformers": "5"})  # fmt: skip
 SETTING = Setting("a model", {}, {}, 500, 1024, flops_per_token=10**9, micro_batch=16, global_batch=64)

@@ -302,7 +302,7 @@ def test_duplicates_of_the_validation_text_are_reported(tmp_path, documents, tok
     source = TextSource((str(tmp_path / "a.jsonl"),), (str(tmp_path / "b.jsonl"),))
     made = prepare_dataset(source, tmp_path / "d", 16, load_tokenizer(str(tokenizer_dir)))
     assert made.metadata["source"]["duplicates_of_validation"] == 7
-    assert "warning: training documents that the validation text also holds: 7\n" in capsys.readouterr().out
+    assert "warning: 7 training documents also occur in the validation text\n" in capsys.readouterr().out
 
 
 def test_skipped_files_are_counted(tmp_path, jsonl_file, tokenizer_dir, capsys):
@@ -401,7 +401,7 @@ def test_merging_shards_without_validation_text_fails(tmp_path, tokenizer_dir):
         source = TextSource((str(tmp_path / "a.jsonl"),), num_shards=2, shard_index=index,
                             validation_split_percentage=0.1)  # fmt: skip
         prepare_dataset(source, shard_dir(tmp_path / "d", index, 2), 16, load_tokenizer(str(tokenizer_dir)))
-    with pytest.raises(UserError, match="the 20 documents are equal or too few to hold out 0.1% of them;"):
+    with pytest.raises(UserError, match="the 20 documents are identical, or there are too few to hold out 0.1%;"):
         merge_shards(tmp_path / "d", 2)
 
 
@@ -486,7 +486,7 @@ def test_a_separator_that_never_occurs_is_reported(tmp_path, documents, jsonl_fi
     source = TextSource((str(tmp_path / "*.txt"),), document_separator="<sep>")
     prepare_dataset(source, tmp_path / "d", 4, tokenizer)
     warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
-    assert warnings == ["warning: --document_separator '<sep>' has no effect: no .txt file holds it"]
+    assert warnings == ["warning: --document_separator '<sep>' has no effect: no .txt file contains it"]
     (tmp_path / "49.txt").write_text("the end<sep>")
     prepare_dataset(source, tmp_path / "e", 4, tokenizer)
     assert "warning" not in capsys.readouterr().out
@@ -530,7 +530,7 @@ def test_empty_text_is_an_error_that_names_the_file(tmp_path, jsonl_file, tokeni
     (tmp_path / name).write_bytes(EMPTY[name])
     source = TextSource((str(tmp_path / name),), (str(jsonl_file),) if validation else ())
     for tokenizer in (load_tokenizer(str(tokenizer_dir)), None):
-        with pytest.raises(UserError, match=f"there is no text in .*{name}: it is empty or holds only white"):
+        with pytest.raises(UserError, match=f"there is no text in .*{name}: it is empty or contains only white"):
             prepare_dataset(source, tmp_path / "d", 16, tokenizer, 300)
 
 
@@ -540,7 +540,7 @@ def test_text_whose_files_are_all_skipped_is_not_called_empty(tmp_path, tokenize
     source = TextSource((str(tmp_path / "bad.jsonl"),), skip_bad_files=True)
     for tokenizer in (load_tokenizer(str(tokenizer_dir)), None):
         with pytest.raises(
-            UserError, match="there is no text in .*bad.jsonl: skipped files: 1, .*: cannot read .*line 1"
+            UserError, match="there is no text in .*bad.jsonl: files that cannot be read: 1; .*: cannot read .*line 1"
         ):
             prepare_dataset(source, tmp_path / "d", 16, tokenizer, 300)
 
@@ -776,7 +776,7 @@ def test_token_ids_are_packed_like_their_text(tmp_path, documents, jsonl_file, t
     with_text = TextSource((str(jsonl_file),), validation_split_percentage=5)
     expected = prepare_dataset(with_text, tmp_path / "text", 16, tokenizer).metadata["splits"]
     found = prepare_dataset(source, tmp_path / "ids-packed", 16, tokenizer).metadata["splits"]
-    assert "token ids: taken from the data as they are; they begin 'Document 0-0" in capsys.readouterr().out
+    assert "token ids: taken unchanged from the data, which begins 'Document 0-0" in capsys.readouterr().out
     for key in ("documents", "tokens", "bytes"):
         assert sum(found[s][key] for s in found) == sum(expected[s][key] for s in expected)
     opened = open_packed_dataset(tmp_path / "ids-packed")
@@ -792,8 +792,8 @@ def test_bad_token_ids_are_errors(tmp_path, tokenizer_dir):
     for row, expected in (
         ({"ids": [[1], [2]]}, "row 1: column 'ids' holds a list that is not a list of token ids"),
         ({"ids": ["a"]}, "row 1: column 'ids' holds a list that is not a list of token ids"),
-        ({"ids": [7, 5000]}, "the data holds token id 5000, but the tokenizer has 500 tokens"),
-        ({"ids": [7, -5]}, "the data holds token id -5, but the tokenizer has 500 tokens"),
+        ({"ids": [7, 5000]}, "the data contains token id 5000, but the tokenizer has 500 tokens"),
+        ({"ids": [7, -5]}, "the data contains token id -5, but the tokenizer has 500 tokens"),
     ):
         (tmp_path / "a.jsonl").write_text(2 * (json.dumps(row) + "\n"))
         with pytest.raises(UserError, match=expected):

@@ -417,7 +417,7 @@ def test_rows_of_ids_are_cut_into_documents():
     found = [ids.tolist() for ids, _ in cut_ids_into_documents(iter(parts), 1)]
     assert found == [ids for ids, _ in rows]
     late = [(np.array([3]), True)] * 300 + [(np.array([0]), True)]
-    with pytest.raises(UserError, match="a row holds the end-of-text id 0, but none of the first 200 does"):
+    with pytest.raises(UserError, match="a row contains the end-of-text id 0, but the first 200 rows do not;"):
         list(cut_ids_into_documents(iter(late), 0))
 
 

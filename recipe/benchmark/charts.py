@@ -36,7 +36,7 @@ def save_ladder_chart(results: dict[str, Any], path: Path, dark: bool = False) -
     ladder, extras = ([e for e in results.get(name, []) if "step_ms" in e] for name in ("ladder", "extras"))
     entries = [*ladder, *extras]
     rows = [i + 0.4 * (i >= len(ladder)) for i in range(len(entries))]  # a gap before the extras
-    size = results["setting"].rpartition(": ")[2].split(",")[0]  # "30.0 M parameters"
+    size = results["setting"].rpartition(": ")[2].split(", ")[0]  # "30.0 M parameters"
     subtitle = f"{describe_machine(results['environment'])}, {size}"
     highest = max((entry["tokens_per_second"] for entry in entries), default=1)
     title, height = "Tokens per second, one switch at a time", 0.42 * len(rows) + 0.6

@@ -20,7 +20,7 @@ from recipe.data.packed import open_packed_dataset
 from recipe.data.prepare import open_dataset_for
 from recipe.errors import UserError
 from recipe.model.build import build_model, build_model_config
-from recipe.model.size import count_flops_per_token, count_parameters
+from recipe.model.size import count_flops_per_token
 
 # A GPT-2 of 30 M parameters with GPT-2's vocabulary, because larger ones take minutes per step on a CPU.
 CPU_SIZE = {"block_size": 256, "config_overrides": "n_layer=6,n_head=6,n_embd=384"}
@@ -108,7 +108,7 @@ def _bf16_residual(machine: Machine) -> Rung:
 
 
 def build_extras(machine: Machine, micro_batch: int, global_batch: int) -> list[Rung]:
-    """Return the switches beyond the defaults; each is tried alone and kept if it pays on this machine."""
+    """Return the switches beyond the defaults; each is added to those kept so far, and kept if it pays."""
     sizes = [micro_batch * 2**k for k in range(1, 8) if micro_batch * 2**k <= global_batch]
     tuned = {"dynamo_mode": "max-autotune-no-cudagraphs"}
     no_inductor = None if machine.compiler else "inductor needs a compiler"
@@ -154,14 +154,14 @@ def choose_setting(
         arguments |= {"dataset_name": "python_standard_library", "tokenizer_vocab_size": GPT2_VOCAB_SIZE}
         arguments |= {"validation_split_percentage": 0.5}
         config = load_config(to_arguments(arguments))[0]
-    num_parameters = count_parameters(_build_without_weights(config, GPT2_VOCAB_SIZE))
+    num_parameters = _build_without_weights(config, GPT2_VOCAB_SIZE).num_parameters()
     if machine.device != "cuda" and num_parameters > CPU_MOST_PARAMETERS:
         says = f"a small GPT-2, because {recipe} ({num_parameters / 1e6:,.0f} M parameters) is too slow without a GPU"
         arguments = {**CPU_SIZE, **arguments}
         config = load_config(to_arguments(arguments))[0]
     dataset = open_dataset_for(config)
     model = _build_without_weights(config, dataset.vocab_size)
-    num_parameters = count_parameters(model)
+    num_parameters = model.num_parameters()
     micro_batch = micro_batch or choose_micro_batch(machine, num_parameters)
     global_batch = global_batch or 4 * micro_batch
     if global_batch % micro_batch:

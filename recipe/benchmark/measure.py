@@ -57,12 +57,12 @@ class Setting:
 
 
 def to_arguments(options: dict[str, Any]) -> list[str]:
-    """`{"tf32": False}` -> `["--tf32", "False"]`."""
+    """Turn `{"tf32": False}` into `["--tf32", "False"]`."""
     return [text for key, value in options.items() for text in (f"--{key}", str(value))]
 
 
 def combine(*layers: dict[str, Any]) -> dict[str, Any]:
-    """Later options replace earlier ones; only `config_overrides` are merged."""
+    """Combine options: later ones replace earlier ones, but `config_overrides` are merged."""
     combined = {key: value for layer in layers for key, value in layer.items()}
     texts = [layer["config_overrides"] for layer in layers if "config_overrides" in layer]
     if texts:
@@ -126,7 +126,7 @@ def measure(options: dict[str, Any], setting: Setting, num_steps: int, work: Pat
             if ended:
                 return {"failed": why_it_ended(log.read_text(errors="replace"))}
             if now > deadline:
-                return {"failed": f"not done in {deadline - started_at:.0f} s"}
+                return {"failed": f"not finished after {deadline - started_at:.0f} s"}
             time.sleep(POLL_SECONDS)
     finally:
         end_program(process)
@@ -194,7 +194,7 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
 
 def run_python(*command: object, directory: Path | None = None) -> tuple[float, float]:
     """Run a Python command. Returns its seconds, and the peak resident megabytes of its largest process."""
-    # In a small process between, because a child starts with the peak memory of its parent.
+    # In a small intermediate process, because a child starts with the peak memory of its parent.
     code = """import resource, subprocess, sys
 subprocess.run(sys.argv[1:], check=True, stdout=2)
 print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"""

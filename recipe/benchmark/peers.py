@@ -9,6 +9,7 @@ import os
 import pickle
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 import threading
@@ -66,7 +67,7 @@ def build_peers(
             peers.append(build_nanogpt(nanogpt, machine, setting, dataset, work / "bf16", bf16_on_cpu=True))
     if run_clm is not None:
         peers.append(build_run_clm(run_clm, machine, setting, dataset, work, 2 * LAP + num_steps))
-    # Its graph is ours, so it finds the code that our own run has compiled.
+    # The bare loop has our graph, so it reuses the code that our own run has compiled.
     command = [sys.executable, str(BARE_LOOP), *to_arguments(combine(setting.run_options, options_of(rungs)))]
     line, tokens = r"steps to \d+: ([\d.]+) ms", setting.tokens_per_step
     return [*peers, Peer("bare_loop", "the bare loop", command, Path.cwd(), line, tokens, _sha256(BARE_LOOP))]
@@ -87,7 +88,7 @@ def build_nanogpt(
     """
     program = source / "train.py"
     if not program.is_file():
-        raise UserError(f"{source} contains no train.py; git clone https://github.com/karpathy/nanoGPT {source}")
+        raise UserError(f"{source} has no train.py; run git clone https://github.com/karpathy/nanoGPT {source}")
     if dataset.vocab_size > 2**16:
         raise UserError(f"nanoGPT reads 16-bit token ids, but this vocabulary has {dataset.vocab_size:,} tokens")
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns(".git", "*.bin", "*.pkl"))
@@ -95,7 +96,7 @@ def build_nanogpt(
     data.mkdir(parents=True)
     for split, name in (("train", "train.bin"), ("validation", "val.bin")):
         dataset.splits[split].stream().astype("uint16").tofile(data / name)
-    # Without this file it would always use GPT-2's vocabulary.
+    # Without this file, nanoGPT would always use GPT-2's vocabulary.
     (data / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": padded_vocab_size(dataset.vocab_size, 128)}))
     micro_batch, what = setting.micro_batch, "nanoGPT"
     if default_batch:
@@ -132,7 +133,7 @@ def build_run_clm(
         raise UserError(f"{source} does not exist; expected examples/pytorch/language-modeling/run_clm.py")
     accumulation = max(1, setting.global_batch // RUN_CLM_MICRO_BATCH)
     tokens_per_step = RUN_CLM_MICRO_BATCH * accumulation * setting.block_size
-    # Half as much again: it drops the rest of every 1,000 lines, and its validation split takes a part.
+    # Half as much again: run_clm.py drops the remainder of every 1,000 lines and holds out a validation split.
     ids = dataset.splits["train"].stream()[: 3 * num_steps * tokens_per_step // 2].tolist()
     (work / "text.txt").write_text(dataset.load_tokenizer().decode(ids), encoding="utf-8")
     overrides = {**setting.model_size, "n_positions": setting.block_size, "vocab_size": setting.vocab_size}
@@ -191,12 +192,13 @@ def measure_peer(peer: Peer, num_steps: int, deadline: float) -> dict[str, Any]:
                 break
         else:
             out_of_time = time.monotonic() >= deadline
-            return {"failed": f"not done in {seconds_left:.0f} s" if out_of_time else why_it_ended("".join(lines))}
+            too_slow = f"not finished after {seconds_left:.0f} s"
+            return {"failed": too_slow if out_of_time else why_it_ended("".join(lines))}
     finally:
         too_late.cancel()
         end_program(process)
         process.stdout.close()
-    median = sorted(laps[1:])[(len(laps) - 1) // 2]  # the first lap warms up
+    median = statistics.median(laps[1:])  # the first lap warms up
     return {"tokens_per_second": round(LAP * peer.tokens_per_step / median)}
 
 

@@ -42,7 +42,7 @@ CAN_DRAW = importlib.util.find_spec("matplotlib") is not None
 
 @dataclass
 class LadderRunner:
-    """Measures and records. seconds: for everything; rungs that do not fit are recorded as not run."""
+    """Measures and records the rungs. seconds: time limit; rungs that do not fit are recorded as not run."""
 
     machine: Machine
     setting: Setting

@@ -7,7 +7,7 @@ from typing import Any
 
 SECTIONS = {
     "ladder": "Each rung adds one switch to all rungs before it",
-    "extras": "Beyond the defaults: tried one at a time, kept if faster on this machine",
+    "extras": "Beyond the defaults: each is added to those kept so far, and kept if faster",
     "memory": "Options that save memory, on top of the recipe's defaults",
     "peers": "The same training in other programs (ratio: our tokens/s divided by theirs)",
     "ablation": "The recipe's defaults with one switch off at a time",

@@ -1,7 +1,7 @@
 """Find, verify and load checkpoints. `recipe/checkpoint/save.py` writes and prunes them.
 
-`checkpoint-<step>/` is a model folder (`from_pretrained` loads model and tokenizer) with the training state. `step` is
-the position in a packed dataset (recipe/data/batches.py), and `position` that in a streamed text.
+`checkpoint-<step>/` is a model folder (`from_pretrained` loads model and tokenizer) with the training state. `step`
+gives the position in a packed dataset (recipe/data/batches.py); `position`, in a streamed text.
 """
 
 import dataclasses
@@ -100,7 +100,7 @@ def find_checkpoint(output_dir: Path, resume_from_checkpoint: str | None) -> Pat
             print(f"no checkpoint in {directory}: the run starts at step 0", flush=True)
             return None
         if not any((directory / name).is_file() for name in (STATE_NAME, MANIFEST_NAME)):
-            raise UserError(f"--resume_from_checkpoint: there is no checkpoint in {directory}")
+            raise UserError(f"there is no checkpoint in {directory}; --resume_from_checkpoint auto starts a new run")
     reasons = []
     for candidate in reversed(candidates or [directory]):
         if (reason := why_damaged(candidate)) is None:
@@ -148,10 +148,10 @@ def check_identity(directory: Path, identity: dict, change_schedule: bool, outpu
     if changes and newer and output_dir.absolute() == directory.parent.absolute():
         remedy = "choose another --output_dir for the run with the new schedule"
         raise UserError(
-            f"{directory.parent} holds newer checkpoints of the old schedule ({', '.join(newer)}); {remedy}"
+            f"{directory.parent} contains newer checkpoints of the old schedule ({', '.join(newer)}); {remedy}"
         )
     if identity["max_steps"] < content["step"]:
-        raise UserError(f"{directory} has done {content['step']} steps already; max_steps must be at least that")
+        raise UserError(f"{directory} is at step {content['step']} already; pass a --max_steps that is not smaller")
     return changes
 
 

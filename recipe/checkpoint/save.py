@@ -54,7 +54,7 @@ class CheckpointSaver:
             record_config(self.output_dir, config)
 
     def save(self, state: RunState) -> Path:
-        """Copy the state, on all processes, and start to write it, on the main one. Returns the checkpoint's folder.
+        """Copy the state on all processes and start to write it on the main one. Returns the checkpoint's folder.
 
         Raises `UserError` if the previous checkpoint failed and `on_failure` stops the run.
         """
@@ -94,7 +94,7 @@ class CheckpointSaver:
             warning = writing.result()
         except Exception as error:  # for example a full disk
             name = checkpoint_dir(self.output_dir, self.last_saved).name
-            self.on_failure(f"{name} not written: {short_reason(error)}; earlier checkpoints are unchanged")
+            self.on_failure(f"{name} could not be written: {short_reason(error)}; earlier checkpoints are unchanged")
             return False
         if warning:
             print(f"warning: {warning}", flush=True)

@@ -1,4 +1,4 @@
-"""Packed rows -> batches, in an order that is a pure function of (seed, dataset).
+"""Build batches from packed rows, in an order that is a pure function of (seed, dataset).
 
 Training example k, counted from the start of the run, is row `example_rows(k)`: a permutation without replacement of
 all rows in each epoch k // rows. Step s uses examples [s*G, (s+1)*G), G = global_batch_size, for any micro-batch,
@@ -84,9 +84,6 @@ class TrainBatches:
     def __init__(self, batches: Iterator[tuple[torch.Tensor, tuple | None]]) -> None:
         self.batches, self.position = batches, None
         self.ahead = next(batches)
-
-    def __iter__(self) -> "TrainBatches":
-        return self
 
     def close(self) -> None:
         """End the worker processes."""

@@ -71,8 +71,8 @@ def cut_ids_into_documents(parts: Iterable[Part], eos_token_id: int | None) -> I
         cuts = _find_id(ids, eos_token_id)
         if not is_stream:
             if len(cuts):
-                unlike = f"none of the first {HEAD_ROWS} does"
-                raise UserError(f"a row holds the end-of-text id {eos_token_id}, but {unlike}")
+                remedy = f"the first {HEAD_ROWS} rows do not; end every document with it, or none"
+                raise UserError(f"a row contains the end-of-text id {eos_token_id}, but {remedy}")
             yield ids, ends
             continue
         *ended, rest = np.split(ids, np.asarray(cuts) + 1)

@@ -1,4 +1,4 @@
-"""Pieces of text -> token ids in numpy arrays, with tiktoken if it returns exactly the tokenizer's ids.
+"""Encode pieces of text as numpy arrays of token ids, with tiktoken if it returns exactly the tokenizer's ids.
 
 tokenizers encodes about 3 MB/s per core into Python lists; tiktoken, with the same vocabulary and split pattern,
 encodes 20 to 30 MB/s into a buffer.
@@ -53,7 +53,7 @@ def build_encoder(tokenizer: PreTrainedTokenizerBase, sample: Sequence[Piece]) -
     else:
         token_bytes = count_token_bytes(tokenizer)
         head = [i for i in sample[0].text[:20].tolist() if 0 <= i < len(token_bytes)]  # others raise an error below
-        how = f"taken from the data as they are; they begin {tokenizer.decode(head)!r}"
+        how = f"taken unchanged from the data, which begins {tokenizer.decode(head)!r}"
         takes_parts = True
 
     def encode_batch(pieces: Sequence[Piece]) -> Encoded:
@@ -67,7 +67,7 @@ def build_encoder(tokenizer: PreTrainedTokenizerBase, sample: Sequence[Piece]) -
             ids, lengths = np.concatenate(texts), [len(text) for text in texts]
             wrong = ids[(ids < 0) | (ids >= len(token_bytes))]
             if len(wrong):
-                found = f"the data holds token id {wrong[0]}, but the tokenizer has {len(token_bytes)} tokens"
+                found = f"the data contains token id {wrong[0]}, but the tokenizer has {len(token_bytes)} tokens"
                 raise UserError(f"{found}; pass the tokenizer that made the data")
             ids, num_bytes = ids.astype(np.uint32), int(token_bytes[ids].sum())
         ends = np.cumsum(lengths)[[piece.ends for piece in pieces]]
@@ -96,7 +96,7 @@ def build_text_encoder(tokenizer: PreTrainedTokenizerBase, sample: Sequence[str]
     try:
         encoding = to_tiktoken(tokenizer)
     except NotEqual as reason:
-        return plain, f"tokenizers (not tiktoken: {reason})"
+        return plain, f"tokenizers (tiktoken cannot be used: this tokenizer {reason})"
 
     between_id = encoding.encode_single_token(BETWEEN_TEXTS)
 
@@ -113,7 +113,7 @@ def build_text_encoder(tokenizer: PreTrainedTokenizerBase, sample: Sequence[str]
         return np.delete(ids, between), np.diff(between, prepend=-1, append=len(ids)) - 1
 
     if not all(map(np.array_equal, encode(sample), plain(sample))):
-        return plain, "tokenizers (not tiktoken: its ids differ on this text)"
+        return plain, "tokenizers (tiktoken cannot be used: its ids differ on this text)"
     num_bytes = sum(len(text.encode()) for text in sample)
     return encode, f"tiktoken (ids equal to tokenizers' on the first {num_bytes:,} bytes)"
 
@@ -169,11 +169,11 @@ def to_tiktoken(tokenizer: PreTrainedTokenizerBase) -> tiktoken.Encoding:
     model = content["model"]
     extras = ("dropout", "byte_fallback", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")
     if model["type"] != "BPE" or any(model.get(extra) for extra in extras):
-        raise NotEqual("it is not a plain BPE")
+        raise NotEqual("is not a plain BPE")
     if content["normalizer"] is not None:
-        raise NotEqual("it normalizes text")
+        raise NotEqual("normalizes text")
     if not all(token["special"] for token in content["added_tokens"]):
-        raise NotEqual("it has added tokens that are not special")
+        raise NotEqual("has added tokens that are not special")
     pattern = _split_pattern(content["pre_tokenizer"])
     to_byte = {char: byte for byte, char in bytes_to_unicode().items()}
     vocabulary = model["vocab"]
@@ -182,11 +182,11 @@ def to_tiktoken(tokenizer: PreTrainedTokenizerBase) -> tiktoken.Encoding:
         ranks = {bytes(to_byte[c] for c in token): i for token, i in vocabulary.items() if token not in special}
         merged = [vocabulary["".join(pair if isinstance(pair, list) else pair.split(" "))] for pair in model["merges"]]
     except KeyError as error:
-        raise NotEqual("its vocabulary is not byte-level") from error
+        raise NotEqual("has a vocabulary that is not byte-level") from error
     if any(bytes([byte]) not in ranks for byte in range(256)):
-        raise NotEqual("it has no token for some byte")
+        raise NotEqual("has no token for some byte")
     if merged != sorted(merged) or len(merged) != len(ranks) - 256:
-        raise NotEqual("its ids do not follow the order of its merges")
+        raise NotEqual("has ids that do not follow the order of its merges")
     # Without any special token, tiktoken 0.14 searches for one at every character and takes almost twice as long.
     between = {BETWEEN_TEXTS: 1 + max([*vocabulary.values(), *(token["id"] for token in content["added_tokens"])])}
     return tiktoken.Encoding("gpt2-recipe", pat_str=pattern, mergeable_ranks=ranks, special_tokens=between)
@@ -209,7 +209,7 @@ def _split_pattern(pre_tokenizer: dict | None) -> str:
     pre_tokenizer = pre_tokenizer or {}
     *splits, byte_level = pre_tokenizer.get("pretokenizers") or [pre_tokenizer]
     if byte_level.get("add_prefix_space"):
-        raise NotEqual("it adds a space in front of text")
+        raise NotEqual("adds a space in front of text")
     if byte_level.get("type") == "ByteLevel":
         if not splits and byte_level.get("use_regex", True):
             return GPT2_PATTERN
@@ -217,4 +217,4 @@ def _split_pattern(pre_tokenizer: dict | None) -> str:
             pattern = splits[0]["pattern"].get("Regex")
             if pattern is not None and splits[0]["behavior"] == "Isolated" and not splits[0]["invert"]:
                 return pattern
-    raise NotEqual("it does not split text by a single regular expression")
+    raise NotEqual("does not split text by a single regular expression")

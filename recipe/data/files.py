@@ -1,4 +1,4 @@
-"""Files -> documents. Reads all supported kinds, plain or compressed, as a stream, so file size does not matter."""
+"""Read documents from files of all supported kinds, plain or compressed. Only a .json array is read as a whole."""
 
 import codecs
 import contextlib

@@ -93,9 +93,9 @@ class PackedSplit:
         return int(self.starts[-1])
 
     def __getitem__(self, indices: np.ndarray) -> np.ndarray:
-        """indices: int64 [batch] -> int64 [batch, block_size + 1]. Raises `UserError` for ids outside the vocabulary.
+        """Return the rows with these indices (int64 [batch]) as int64 [batch, block_size + 1].
 
-        On CUDA, such an id would cause a device-side assert.
+        Raises `UserError` for an id outside the vocabulary, which would be a device-side assert on CUDA.
         """
         chunks = np.searchsorted(self.starts, indices, side="right") - 1
         rows = np.stack([self.chunks[chunk][i - self.starts[chunk]] for chunk, i in zip(chunks, indices, strict=True)])
@@ -106,7 +106,7 @@ class PackedSplit:
         """Raise `UserError` if rows hold an id outside the vocabulary."""
         if rows.max() >= self.vocab_size or rows.min() < 0:
             beyond = f"token id {rows.max()}, beyond its vocabulary of {self.vocab_size}"
-            raise UserError(f"{self.directory} holds {beyond}; prepare it again")
+            raise UserError(f"{self.directory} contains {beyond}; prepare it again")
 
 
 def pack_rows(stream: np.ndarray, block_size: int) -> np.ndarray:
@@ -117,7 +117,7 @@ def pack_rows(stream: np.ndarray, block_size: int) -> np.ndarray:
 
 
 def open_packed_dataset(directory: Path, block_size: int | None = None) -> PackedDataset:
-    """Open a dataset that is complete and has the block_size of the run. Raises `UserError` if it does not."""
+    """Open a complete dataset that has the run's block_size. Raises `UserError` for any other."""
     if not directory.is_dir():
         raise UserError(f"there is no dataset {directory}; create it with scripts/prepare_data.py")
     try:
@@ -128,7 +128,7 @@ def open_packed_dataset(directory: Path, block_size: int | None = None) -> Packe
         remedy = "prepare it again with scripts/prepare_data.py --overwrite"
         raise UserError(f"{directory} is not a complete packed dataset ({reason}); {remedy}") from error
     if block_size not in (None, found := metadata["block_size"]):
-        remedy = f"pass --block_size {found} or prepare it with {block_size}"
+        remedy = f"pass --block_size {found}, or prepare it again with --block_size {block_size}"
         raise UserError(f"{directory} has block_size {found}, but the run requests {block_size}; {remedy}")
     return PackedDataset(directory, metadata, splits)
 
@@ -145,7 +145,7 @@ def _open_splits(directory: Path, metadata: dict) -> dict[str, PackedSplit]:
         if min(expected[key] for key in ("rows", "tokens", "bytes")) < 1 and metadata["shard"][1] == 1:
             raise UserError(f"metadata.json says that {name} is empty")
         if (largest := expected["max_token_id"]) >= vocab_size:
-            raise UserError(f"{name} holds id {largest}, beyond its vocabulary of {vocab_size}")
+            raise UserError(f"{name} contains id {largest}, beyond its vocabulary of {vocab_size}")
         for file, size in expected["file_bytes"].items():
             if (found := (directory / name / file).stat().st_size) != size:
                 raise UserError(f"{name}/{file} has {found} bytes instead of {size}")

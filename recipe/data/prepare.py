@@ -1,4 +1,4 @@
-"""Text source -> packed dataset, for scripts/prepare_data.py and recipe/train.py."""
+"""Prepare a packed dataset from a text source, for scripts/prepare_data.py and recipe/train.py."""
 
 import argparse
 import contextlib
@@ -116,9 +116,9 @@ def _pack(
         for reason in report.skipped[:10]:
             say(f"skipped: {reason}")
         if report.skipped:
-            say(f"skipped files: {len(report.skipped):,}; the text before the damage in each file is kept")
+            say(f"files with errors: {len(report.skipped):,}; the text before the first error in each is kept")
         if source.document_separator is not None and not report.num_separators:
-            say(f"warning: --document_separator {source.document_separator!r} has no effect: no .txt file holds it")
+            say(f"warning: --document_separator {source.document_separator!r} has no effect: no .txt file contains it")
         found = {"skipped_files": len(report.skipped), "duplicates_of_validation": report.duplicates_of_validation}
         shard = {"shard": [source.shard_index, source.num_shards], "whole_sha256": source.whole_sha256}
         return writer.finish(tokenizer, {"source": source.describe() | found, "fingerprint": fingerprint, **shard})
@@ -199,7 +199,7 @@ def open_dataset_for(config: TrainConfig, source: str | Path | None = None) -> P
     text = source_from(config)
     if config.streaming:
         text = dataclasses.replace(text, head_characters=HEAD_CHARACTERS)
-        say("streaming: prepares only the validation text and the head of the training text")
+        say("streaming: preparing only the validation text and the head of the training text")
     fingerprint = fingerprint_of(text, config.block_size, tokenizer, config.tokenizer_vocab_size)
     name = name_of_text(config.dataset_name or config.train_file[0])
     return prepare_dataset(
@@ -238,5 +238,5 @@ def _summarize(directory: Path, metadata: dict, seconds: float) -> None:
             f"{counts['long_documents']:,} ({long_share:.0%} of the tokens)"
         )
     if duplicates := metadata["source"]["duplicates_of_validation"]:
-        say(f"warning: training documents that the validation text also holds: {duplicates:,}")
+        say(f"warning: {duplicates:,} training documents also occur in the validation text")
     say(f"packed into {directory} in {seconds:.1f} s ({num_bytes / 1e6 / seconds:.1f} MB/s)")

@@ -1,4 +1,4 @@
-"""Shards of a packed dataset, prepared separately -> one dataset."""
+"""Join separately prepared shards into one packed dataset."""
 
 import json
 import operator

@@ -1,4 +1,4 @@
-"""Text -> training batches during the run: a worker process reads, tokenizes and packs it; nothing is stored.
+"""Build training batches from text during the run: a worker process reads, tokenizes and packs it; nothing is stored.
 
 The stream repeats the training documents without end. Row i is tokens [i*T, i*T + T + 1) of it, as in a prepared
 dataset, T = block_size. Rows are shuffled within windows of W = shuffle_buffer_size rows: training example k is a row

@@ -1,4 +1,4 @@
-"""Files, Hub datasets or the Python standard library -> pieces of documents, assigned to train or validation."""
+"""Read pieces of documents from files, Hub datasets or the Python standard library, for train and validation."""
 
 import functools
 import hashlib
@@ -129,7 +129,7 @@ class TextSource:
 
     @property
     def _options(self) -> tuple:
-        """Everything but the text that determines the documents; equal for all shards of a dataset."""
+        """The options that, besides the text, determine the documents; equal for all shards of a dataset."""
         options = (
             *(self.dataset_name, self.dataset_config_name, self.dataset_split, self.revision),
             *(self.text_column_name, self.document_separator, self.validation_split_percentage),
@@ -180,9 +180,9 @@ class TextSource:
             is_empty = is_empty and piece.split != "train"
             yield piece
         if is_empty:
-            reason = "it is empty or holds only whitespace"
+            reason = "it is empty or contains only whitespace"
             if report.skipped:
-                reason = f"skipped files: {len(report.skipped):,}, the first because: {report.skipped[0]}"
+                reason = f"files that cannot be read: {len(report.skipped):,}; the first: {report.skipped[0]}"
             where = self.dataset_name or ", ".join(self.train_files[:3])
             raise UserError(f"there is no text in {where}: {reason}")
 

@@ -1,4 +1,4 @@
-"""Token ids -> a packed dataset on disk, with commits that survive a kill.
+"""Write token ids as a packed dataset on disk, with commits that survive a kill.
 
 recipe/data/packed.py describes the files and reads them.
 """
@@ -78,7 +78,7 @@ class SplitWriter:
         ids = np.concatenate(self.pending)
         largest = int(ids.max(initial=0))
         if largest >= self.vocab_size:
-            raise UserError(f"the data holds id {largest}, beyond its vocabulary of {self.vocab_size}")
+            raise UserError(f"the data contains id {largest}, beyond its vocabulary of {self.vocab_size}")
         self.counts["max_token_id"] = max(self.counts["max_token_id"], largest)
         stream = ids.astype(self.dtype)
         rows = pack_rows(stream, self.block_size)
@@ -228,7 +228,7 @@ def check_counts(counts: dict[str, dict], block_size: int, held_out: float | Non
     """
     num_documents = counts["train"]["documents"]
     if num_documents and not counts["validation"]["documents"] and held_out:
-        reason = f"the {num_documents:,} documents are equal or too few to hold out {held_out:g}% of them"
+        reason = f"the {num_documents:,} documents are identical, or there are too few to hold out {held_out:g}%"
         remedy = "pass a --validation_file or, for .txt files, a --document_separator that occurs in the text"
         if num_documents == 1:
             reason = "there is only one document"

@@ -67,4 +67,4 @@ def sample_from(model_dir: Path, prompt: str, seed: int, device: str | torch.dev
         text = generate_texts(model_dir, prompt, seed=seed, device=device)[0]
     except Exception as error:  # for example out of memory
         return f"warning: no sample could be generated: {short_reason(error)}"
-    return "\n".join(["", f"A sample, from the prompt {prompt!r}:", *("    " + line for line in text.splitlines())])
+    return "\n".join(["", f"A sample for the prompt {prompt!r}:", *("    " + line for line in text.splitlines())])

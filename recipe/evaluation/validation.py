@@ -1,6 +1,7 @@
 """Validation loss, perplexity and bits per byte, over some or all validation rows."""
 
 import time
+from tempfile import gettempdir
 
 import torch
 from accelerate import Accelerator
@@ -97,7 +98,8 @@ class Validation:
         loss_sum = losses.cpu().double() @ num_tokens
         if num_processes > 1:
             loss_sum = accelerator.reduce(loss_sum.to(accelerator.device), reduction="sum")
-        metrics = LanguageModelingMetric(keep_in_memory=True).compute(
+        # evaluate creates an empty cache folder even if it keeps everything in memory; the home may be read-only.
+        metrics = LanguageModelingMetric(keep_in_memory=True, cache_dir=gettempdir()).compute(
             predictions=[loss_sum.item()],
             references=[num_rows * self.dataset.block_size],
             tokens_per_byte=self.dataset.tokens_per_byte("validation"),

@@ -31,7 +31,7 @@ from recipe.hardware.choices import (
 from recipe.hardware.processes import use_all_cores
 from recipe.model.build import build_model, use_sigmoid_gelu
 from recipe.model.loss import LanguageModelingLoss
-from recipe.model.size import count_flops_per_token, count_parameters
+from recipe.model.size import count_flops_per_token
 
 
 def build_accelerator(config: TrainConfig, output_dir: Path) -> tuple[Accelerator, Choice]:
@@ -46,7 +46,7 @@ def build_accelerator(config: TrainConfig, output_dir: Path) -> tuple[Accelerato
         if tracker not in known:
             raise UserError(f"report_to: unknown tracker '{tracker}'; choose from {', '.join(known)}")
         if tracker not in installed:
-            raise UserError(f"report_to: {tracker} is not installed; run pip install {tracker}, or remove it")
+            raise UserError(f"{tracker} is not installed; run pip install {tracker}, or drop it from --report_to")
     use_all_cores(state)
     if config.gpu_memory_limit_gb is not None:
         limit_gpu_memory(state.device, config.gpu_memory_limit_gb)
@@ -84,7 +84,7 @@ def build_module(
     attention = choose_attention(config, device)
     residual = choose_residual(config, device, precision)
     model = build_model(config, model_config, attention.value, residual.on, source)
-    flops_per_token = count_flops_per_token(model.config, count_parameters(model), config.block_size)
+    flops_per_token = count_flops_per_token(model.config, model.num_parameters(), config.block_size)
     num_tokens = 0 if config.eval_only else config.max_steps * config.global_batch_size * config.block_size
     dynamo = choose_dynamo_backend(config, device, flops_per_token * num_tokens)
     gelu = choose_sigmoid_gelu(config, model_config, device, precision, dynamo)

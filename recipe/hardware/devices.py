@@ -78,29 +78,6 @@ def why_no_inductor(device: torch.device) -> str | None:
     return None
 
 
-def runs_on(architectures: list[str], capability: tuple[int, int]) -> bool:
-    """Return whether code built for these architectures runs on a GPU of this compute capability.
-
-    architectures: from `torch.cuda.get_arch_list()`. A binary (sm_80) runs on the same major version from its minor
-    version on, PTX (compute_80) on any later GPU, sm_90a on 9.0 alone, sm_100f within its family.
-    """
-    for architecture in architectures:
-        parsed = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", architecture)
-        if parsed is None:  # an unknown notation proves nothing
-            return True
-        kind, major, minor, suffix = parsed.groups()
-        built_for = (int(major), int(minor))
-        if suffix == "a":
-            fits = built_for == capability
-        elif kind == "sm" or suffix == "f":
-            fits = built_for[0] == capability[0] and built_for <= capability
-        else:
-            fits = built_for <= capability
-        if fits:
-            return True
-    return False
-
-
 def native_bf16(device: torch.device) -> str | None:
     """Return the name of the device's bf16 matrix units, or None."""
     if device.type == "cuda":

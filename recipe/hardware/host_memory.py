@@ -26,9 +26,9 @@ class FreedMemory:
     """Keeps the resident memory of a CPU process flat while tensors are allocated and freed.
 
     Before glibc 2.38, malloc does not reuse a freed, aligned block between two live small blocks (glibc bug 14581),
-    and torch aligns every tensor, so a loop that keeps one small tensor per turn can lose a large one per turn: 600
-    turns took 4.2 GB, and 0.4 GB with huge pages and this class (scripts/benchmarks/cpu_memory.json). `malloc_trim`
-    returns the pages of all freed blocks.
+    and torch aligns every tensor, so a loop that keeps a small tensor per iteration can lose a large one each time:
+    600 iterations took 4.2 GB, and 0.4 GB with huge pages and this class (scripts/benchmarks/cpu_memory.json).
+    `malloc_trim` returns the pages of all freed blocks.
     """
 
     def __init__(self) -> None:

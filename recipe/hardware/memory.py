@@ -14,15 +14,15 @@ from transformers import PreTrainedConfig
 from recipe.config import TrainConfig
 from recipe.errors import ProcessError, UserError
 
-# More tokens per forward pass bring no speed: a GPU is busy long before 64 rows of 1,024. A CPU's caches fill earlier,
-# and no out-of-memory error would end a search there.
+# More tokens per forward pass should not increase throughput: 64 rows of 1,024 already saturate a GPU. A CPU's caches
+# fill earlier, and no out-of-memory error would end a search there.
 LARGEST_MICRO_BATCH_TOKENS = {"cpu": 4096, "accelerator": 65536}
 
 
 def micro_batch_candidates(config: TrainConfig, num_processes: int, device: torch.device) -> list[int]:
     """Return the micro-batch sizes to try, largest first. Each divides the sequences of one process.
 
-    Raises `UserError` with the sizes that would work if the configured sizes do not divide.
+    Raises `UserError`, naming the sizes that would work, if the configured sizes do not divide the batch.
     """
     share, rest = divmod(config.global_batch_size, num_processes)
     if rest:
@@ -86,7 +86,8 @@ def find_micro_batch(
     """Return the largest candidate whose forward, backward and optimizer state fit on all processes.
 
     row_bytes: from `estimate_row_bytes`. A trial costs a compilation, so a size whose estimate exceeds the free memory
-    is not tried unless it is the smallest. Neither is a single candidate, nor a CPU, which swaps instead of raising.
+    is skipped unless it is the smallest. A single candidate is returned untried, and so is the largest on a CPU, which
+    swaps instead of raising an error.
     """
     if len(candidates) == 1 or accelerator.device.type == "cpu":
         return candidates[0]

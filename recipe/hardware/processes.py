@@ -17,11 +17,17 @@ from accelerate.utils import parse_flag_from_env
 
 from recipe.environment import count_cpus, count_local_processes
 from recipe.errors import ProcessError, UserError, one_line
-from recipe.hardware.devices import runs_on
 
 # NCCL's watchdog kills processes that wait in a device collective for 600 s. On the host they may wait for days of
 # tokenization, or for a checkpoint on a slow disk.
 HOST_WAIT = timedelta(days=30)
+LAUNCHERS = {  # as they appear in a process's command line, and as users type them
+    "accelerate": "accelerate",
+    "accelerate-launch": "accelerate launch",
+    "accelerate.commands.launch": "accelerate launch",
+    "torchrun": "torchrun",
+    "torch.distributed.run": "torchrun",
+}
 LAUNCHER_DIED = signal.SIGUSR2
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -43,9 +49,8 @@ def start_processes() -> None:
             f"{'' if torch.cuda.is_available() else ' (no GPU was found)'}; on a CPU, launch "
             "with ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes N"
         )
-    if state.device.type == "cuda" and torch.version.cuda is not None:  # ROCm names architectures differently
-        name, capability = torch.cuda.get_device_name(state.device), torch.cuda.get_device_capability(state.device)
-        check_architecture(name, capability, torch.cuda.get_arch_list())
+    if state.device.type == "cuda":
+        check_kernels(state.device)
     host_group()  # now, while a broken network costs nothing yet
 
 
@@ -66,17 +71,15 @@ def host_group() -> dist.ProcessGroup | None:
         ) from error
 
 
-def check_architecture(name: str, capability: tuple[int, int], architectures: list[str]) -> None:
-    """Raise `UserError` for a GPU that this PyTorch build has no kernels for, such as a V100 since 2.11.
-
-    Otherwise the run would fail at its first kernel. architectures: empty if PyTorch does not say.
-    """
-    if architectures and not runs_on(architectures, capability):
-        raise UserError(
-            f"this build of PyTorch ({torch.__version__}) has no kernels for {name} (compute capability "
-            f"{capability[0]}.{capability[1]}; it supports {', '.join(architectures)}); install a matching build "
-            "from https://pytorch.org/get-started/locally"
-        )
+def check_kernels(device: torch.device) -> None:
+    """Raise `UserError` if this PyTorch build has no kernels for the GPU, such as a V100 since 2.11."""
+    try:
+        torch.ones(1, device=device)
+    except torch.AcceleratorError as error:
+        raise ProcessError(
+            f"PyTorch {torch.__version__} cannot run on {torch.cuda.get_device_name(device)} ({one_line(error)}); "
+            "install a build for this GPU from https://pytorch.org/get-started/locally"
+        ) from error
 
 
 def on_main_process(function: Callable[[], T]) -> T:
@@ -116,8 +119,7 @@ def die_with_the_launcher() -> None:
     """
     parent = Path(f"/proc/{os.getppid()}/cmdline")
     if platform.system() == "Linux" and parent.is_file():
-        command = parent.read_bytes()
-        if any(name in command for name in (b"accelerate", b"torchrun", b"torch.distributed", b"torch/distributed")):
+        if any(Path(word).name in LAUNCHERS for word in parent.read_text(errors="replace").split("\0")):
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, LAUNCHER_DIED)
         elif os.getppid() == 1 and {"ACCELERATE_DYNAMO_BACKEND", "TORCHELASTIC_RUN_ID"} & set(os.environ):
             raise UserError("the launcher ended before the run began")

@@ -18,11 +18,6 @@ def count_flops_per_token(model_config: PreTrainedConfig, num_parameters: int, b
     return 6 * (num_parameters - lookups) + attention
 
 
-def count_parameters(model: PreTrainedModel) -> int:
-    """Return the number of parameters with the padding; tied parameters count once."""
-    return model.num_parameters()
-
-
 def count_exported_parameters(model: PreTrainedModel, vocab_size: int) -> int:
     """Return the number of parameters of the saved model, without the padding; tied parameters count once."""
     return sum(p[:vocab_size].numel() if is_vocabulary(model, p) else p.numel() for p in model.parameters())

@@ -11,8 +11,8 @@ from recipe.data.packed import PackedDataset
 def write_model_card(output_dir: Path, config: TrainConfig, dataset: PackedDataset, summary: dict) -> None:
     """Write the model folder's README.md: what the model is, its training data, its scores, and how to use it."""
     name, source, origin = config.hub_model_id or output_dir.name, config.model_name_or_path, "trained from scratch"
-    if source is not None:  # the folder's name without its private path
-        origin = f"fine-tuned from {Path(source).absolute().name if Path(source).exists() else source}"
+    if source is not None:
+        origin = f"fine-tuned from {_public_name(source)}"
     card_data = ModelCardData(
         library_name="transformers", pipeline_tag="text-generation", tags=["gpt2", "gpt2-recipe"], model_name=name
     )
@@ -46,7 +46,12 @@ print(generate("The ", max_new_tokens=50)[0]["generated_text"])
 
 
 def describe_source(source: dict) -> str:
-    """Return the dataset's name, or the names of the text files without their private folders."""
-    if source.get("dataset_name"):
-        return ", ".join(filter(None, [source["dataset_name"], source.get("dataset_config_name")]))
-    return ", ".join(Path(path).name for path in source.get("train_files") or source.get("shards") or ["unknown"])
+    """Return the dataset's name, or the names of its folder or files without their private paths."""
+    if name := source.get("dataset_name"):
+        return ", ".join(filter(None, [_public_name(name), source.get("dataset_config_name")]))
+    return ", ".join(Path(path).name for path in source.get("train_files") or ["unknown"])
+
+
+def _public_name(name: str) -> str:
+    """Return a Hub id as it is, and a folder's name without its path."""
+    return Path(name).absolute().name if Path(name).exists() else name

@@ -47,7 +47,7 @@ class RunReport:
         self._tolerate("the tracker", lambda: self._init_trackers(config, first_step))
 
     def _init_trackers(self, config: TrainConfig, first_step: int) -> None:
-        """Accelerate's first argument is the project (1.15). Names and ids identify the run, also when it resumes."""
+        """Start the trackers. Names and ids identify the run, even after it resumes."""
         name = config.run_name or self.output_dir.name
         run_id = tracker_id(self.output_dir) if config.report_to and self.enabled else ""
         options = {
@@ -109,7 +109,7 @@ class RunReport:
         self.say(f"{describe(numbers)}\n  trace: {self.output_dir / TRACE_NAME}")
 
     def checkpoint_failure(self, reason: str) -> None:
-        """Report that a checkpoint could not be written. Raises `UserError` if the run is to stop for that."""
+        """Report that a checkpoint could not be written. Raises `UserError` with `on_save_failure stop`."""
         if self.stop_on_save_failure:
             raise UserError(f"{reason} (--on_save_failure stop)")
         self.say(f"warning: {reason}")
@@ -154,7 +154,10 @@ class RunReport:
         self._tolerate("the tracker", self.accelerator.end_training)
 
     def summary(self, values: dict[str, Any]) -> None:
-        (self.output_dir / SUMMARY_NAME).write_text(json.dumps(values, indent=2) + "\n")
+        """Write summary.json; it appears only when it is complete."""
+        written = self.output_dir / f".{SUMMARY_NAME}.new"
+        written.write_text(json.dumps(values, indent=2) + "\n")
+        written.replace(self.output_dir / SUMMARY_NAME)
 
 
 def drop_events_after(path: Path, step: int) -> None:

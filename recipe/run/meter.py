@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from recipe.checkpoint.load import RunState
 from recipe.config import TrainConfig
 from recipe.hardware.devices import peak_flops_per_second, peak_memory_bytes
-from recipe.model.size import count_flops_per_token, count_parameters
+from recipe.model.size import count_flops_per_token
 from recipe.optim.guard import GuardedUpdate
 
 
@@ -22,7 +22,7 @@ class StepMeter:
         """state: continues the average of a resumed run. started_at: of the program, from `time.perf_counter`."""
         self.accelerator, self.device, self.started_at = accelerator, accelerator.device, started_at
         self.tokens_per_step = config.global_batch_size * config.block_size
-        self.flops_per_token = count_flops_per_token(model.config, count_parameters(model), config.block_size)
+        self.flops_per_token = count_flops_per_token(model.config, model.num_parameters(), config.block_size)
         self.loss_sum, self.num_losses = torch.tensor(state.loss_sum, device=self.device), state.num_losses
         self.laps: list[tuple[int, float]] = []  # tokens and seconds between log lines
         self.lap_steps = 0

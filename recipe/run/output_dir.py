@@ -20,19 +20,13 @@ from recipe.checkpoint.save import CONFIG_NAME, record_config
 from recipe.config import STANDARD_LIBRARY, TrainConfig
 from recipe.data.text import name_of_text
 from recipe.errors import UserError
+from recipe.hardware.processes import LAUNCHERS
 
 METRICS_NAME = "metrics.jsonl"
 SUMMARY_NAME = "summary.json"
 LOCK_NAME = ".lock"
 TRACKER_ID_NAME = ".tracker_id"
 FILES_OF_A_RUN = ("model.safetensors", METRICS_NAME, SUMMARY_NAME, CONFIG_NAME, TRACKER_ID_NAME)
-LAUNCHERS = {  # as they appear in a process's command line, and as users type them
-    "accelerate": "accelerate",
-    "accelerate-launch": "accelerate launch",
-    "accelerate.commands.launch": "accelerate launch",
-    "torchrun": "torchrun",
-    "torch.distributed.run": "torchrun",
-}
 
 
 def choose_output_dir(config: TrainConfig, recipe: str) -> Path:
@@ -46,10 +40,11 @@ def choose_output_dir(config: TrainConfig, recipe: str) -> Path:
         return Path(config.output_dir or resumed or ".")
     if config.output_dir is None and resumed:  # the run that the checkpoint belongs to
         directory = Path(resumed) if list_checkpoints(Path(resumed)) else Path(resumed).absolute().parent
+        _check_contents(directory, config)
     elif config.output_dir is None:
         name = config.run_name or _default_name(config, recipe)
         numbered = (Path("runs") / (name if number == 1 else f"{name}-{number}") for number in itertools.count(1))
-        directory = next(path for path in numbered if not files_of_a_run(path))
+        directory = next(path for path in numbered if _is_unused(path))
     else:
         directory = Path(config.output_dir)
         if (directory / LOCK_NAME).exists():  # a running run is reported as such, before its files
@@ -68,6 +63,18 @@ def choose_output_dir(config: TrainConfig, recipe: str) -> Path:
     return directory
 
 
+def _is_unused(directory: Path) -> bool:
+    """Return whether a folder holds no run, not even one that has just started."""
+    if files_of_a_run(directory):
+        return False
+    try:
+        if (directory / LOCK_NAME).exists():
+            lock_output_dir(directory)
+    except UserError:
+        return False
+    return True
+
+
 def _check_contents(directory: Path, config: TrainConfig) -> None:
     """Raise `UserError` if the folder holds another run, or other files that a run would replace."""
     resumed, there = config.resume_from_checkpoint, directory.absolute()
@@ -81,13 +88,13 @@ def _check_contents(directory: Path, config: TrainConfig) -> None:
     if leftovers and not (resumes_here or config.overwrite):
         resume = f"resume it ({resume_command(directory)}), " if list_checkpoints(directory) else ""
         raise UserError(
-            f"{directory} holds another run ({', '.join(path.name for path in leftovers[:3])}); {resume}"
+            f"{directory} contains another run ({', '.join(path.name for path in leftovers[:3])}); {resume}"
             "replace it (--overwrite), or choose another --output_dir"
         )
     foreign = [name for name in ("README.md", "config.json", "dataset_dict.json") if (directory / name).exists()]
     if foreign and not (directory / CONFIG_NAME).exists():
         raise UserError(
-            f"{directory} holds files that a run would replace ({', '.join(foreign)}); choose another --output_dir"
+            f"{directory} contains files that a run would replace ({', '.join(foreign)}); choose another --output_dir"
         )
 
 
@@ -146,7 +153,7 @@ def open_output_dir(directory: Path, config: TrainConfig, resumed: bool) -> None
     """
     lock_output_dir(directory)
     if not (resumed or config.overwrite) and list_checkpoints(directory):
-        raise UserError(f"another run has started in {directory} in the meantime; start this one again")
+        raise UserError(f"another run has started in {directory} in the meantime; choose another --output_dir")
     for path in files_of_a_run(directory) if config.overwrite else []:
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     remove_partial_checkpoints(directory)
@@ -167,13 +174,13 @@ def lock_output_dir(directory: Path) -> None:
     left = file.read()
     try:
         owner = json.loads(left)
-        holder = f"process {owner['pid']} on {owner['host']}, since {owner['started_at']}"
+        holder = f"process {owner['pid']} on {owner['host']} (since {owner['started_at']})"
     except (ValueError, KeyError, TypeError):
         holder = "another process"
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if left:
-            print(f"taking over the lock of {holder}, which no longer runs", flush=True)
+            print(f"taking over the lock of {holder}, which is no longer running", flush=True)
     except BlockingIOError as error:
         file.close()
         raise UserError(

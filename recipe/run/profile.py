@@ -50,15 +50,19 @@ class StepProfiler:
 
     def __init__(self, config: TrainConfig, accelerator: Accelerator, output_dir: Path, first_step: int) -> None:
         """Create it before the first forward pass, which compiles. A run that ends earlier is not profiled."""
-        after_step = first_step + (config.profile or 0)
-        fits = after_step + PROFILED_STEPS <= config.max_steps
-        self.after_step = after_step if config.profile and accelerator.is_main_process and fits else None
+        self.after_step = first_step + config.profile if config.profile and accelerator.is_main_process else None
+        self.set_schedule(config)
         self.device, self.output_dir = accelerator.device, output_dir
         self.profile: profile | None = None
         if self.after_step is not None and self.device.type == "cpu":
             import torch._inductor.config
 
             torch._inductor.config.cpp.enable_kernel_profile = True  # gives its kernels names in a trace
+
+    def set_schedule(self, config: TrainConfig) -> None:
+        """Profile nothing if the run ends too early for it."""
+        if self.after_step is not None and self.after_step + PROFILED_STEPS > config.max_steps:
+            self.after_step = None
 
     def after(self, step: int) -> dict[str, Any] | None:
         """Call this after each step. Returns `summarize`'s numbers after the last profiled step."""
@@ -82,8 +86,8 @@ class StepProfiler:
 def summarize(events: Any, seconds: float, device: torch.device) -> dict[str, Any]:
     """Return milliseconds per step by kind of work, each counted once, and the attention kernel that ran.
 
-    events: the profiler's, of `PROFILED_STEPS` steps that took `seconds`. On a GPU the time of its kernels counts; on
-    a CPU the own time of each operator, and the optimizer owns every operator that it calls.
+    events: the profiler's, of `PROFILED_STEPS` steps that took `seconds`. On a GPU this counts
+    the time of kernels; on a CPU, each operator's self time. Operators that the optimizer calls count as optimizer.
     """
     milliseconds = dict.fromkeys(KINDS, 0.0)
     for event in events:

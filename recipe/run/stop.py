@@ -1,4 +1,4 @@
-"""Signals and the death of the launcher become a stop after a step that all processes agree on."""
+"""Turn signals and the launcher's death into a stop after a step on which all processes agree."""
 
 import os
 import signal
@@ -46,7 +46,7 @@ class StopRequest:
                 now = time.monotonic()
                 if not received_at and os.environ.get("RANK", "0") == "0":
                     name = "Ctrl-C" if number[0] == signal.SIGINT else signal.Signals(number[0]).name
-                    again = "Press" if number[0] == signal.SIGINT else "Send it"
+                    again = "Press it" if number[0] == signal.SIGINT else "Send it"
                     message = f"\n{name}: finishing this step and saving. {again} again to quit without saving.\n"
                     os.write(2, message.encode())
                 if now - received_at.setdefault(number[0], now) > SAME_SIGNAL_SECONDS:
@@ -55,7 +55,7 @@ class StopRequest:
     def agreed(self) -> int | None:
         """Return the signal to stop for, on all processes after the same step. Every process calls it once per step.
 
-        The answer is to the previous step's question, so no process waits for the slowest one.
+        It returns the result of the reduction that the previous step started, so no process waits for the slowest one.
         """
         if self.group is None:
             return self.signal

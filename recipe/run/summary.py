@@ -16,7 +16,7 @@ from recipe.data.packed import PackedDataset
 from recipe.environment import describe_device, describe_environment
 from recipe.hardware.choices import Choice
 from recipe.hardware.devices import peak_memory_bytes
-from recipe.model.size import count_exported_parameters, count_parameters
+from recipe.model.size import count_exported_parameters
 from recipe.optim.optimizers import count_warmup_steps
 from recipe.publish.hub import check_login
 from recipe.run.accumulation import Accumulation
@@ -61,7 +61,7 @@ def describe_run(
         "recipe": f"{recipe}, output in {output_dir}" + (f", resumed from {resume_dir}" if resume_dir else ""),
         "device": devices,
         **shown,
-        "model": f"{type(model).__name__}, {count_parameters(model):,} parameters, vocabulary {dataset.vocab_size:,}"
+        "model": f"{type(model).__name__}, {model.num_parameters():,} parameters, vocabulary {dataset.vocab_size:,}"
         + (f" padded to {model.config.vocab_size:,}" if model.config.vocab_size > dataset.vocab_size else "")
         + f", {model.config.max_position_embeddings:,} positions"
         + (f", weights from {config.model_name_or_path}" if config.model_name_or_path and not resume_dir else ""),
@@ -90,7 +90,7 @@ def find_warnings(
         )
     epochs = config.max_steps * config.global_batch_size / len(dataset.splits["train"])
     if not config.streaming and epochs > MANY_EPOCHS:
-        found.append(f"warning: {epochs:,.0f} epochs over this little text: the model will memorize it")
+        found.append(f"warning: {epochs:,.0f} epochs over so little text: the model will memorize it")
     if config.push_to_hub and (warning := check_login()):
         found.append(warning)
     return found

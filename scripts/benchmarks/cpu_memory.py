@@ -46,7 +46,7 @@ sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 OPTIONS = "--overwrite --eval_steps 100 --output_dir run --max_eval_samples all --save_steps 0 --dynamo_backend no"
-ROUNDS, TURNS, STEPS = 2, 600, 300  # runs of each setting; of the artificial loop; of training
+ROUNDS, ITERATIONS, STEPS = 2, 600, 300  # runs of each setting; iterations of the artificial loop; training steps
 
 
 def main() -> None:
@@ -56,7 +56,7 @@ def main() -> None:
     results = []
     with tempfile.TemporaryDirectory() as folder:
         for setting in [*SETTINGS] * ROUNDS:
-            loop_seconds, loop_mb = run_python("-c", SETTINGS[setting] + LOOP, TURNS, directory=folder)
+            loop_seconds, loop_mb = run_python("-c", SETTINGS[setting] + LOOP, ITERATIONS, directory=folder)
             training = [TRAIN, *OPTIONS.split(), "--max_steps", STEPS]
             _, run_mb = run_python("-c", SETTINGS[setting] + TRAINING, *training, directory=folder)
             summary = json.loads((Path(folder) / "run" / "summary.json").read_text())

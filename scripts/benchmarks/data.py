@@ -138,7 +138,7 @@ def measure_reading(work: Path, tokenizer_name: str) -> dict:
             writer.splits["train"].add(part[: count - start], PART_TOKENS, np.array([], np.int64))
             writer.commit()
         writer.splits["validation"].add(part[:100_000], 100_000, np.array([100_000]))
-        writer.finish(tokenizer, {}, name)
+        writer.finish(tokenizer, {"source": {}, "fingerprint": name, "whole_sha256": name, "shard": [0, 1]})
     process = psutil.Process()
     before, started_at = process.memory_info().rss, time.perf_counter()
     large = open_packed_dataset(work / "large").splits["train"]

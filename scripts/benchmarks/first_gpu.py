@@ -2,8 +2,8 @@
 
 python scripts/benchmarks/first_gpu.py --dataset_dir DIR --nanogpt DIR --output_dir runs/first_gpu
 
-It downloads nothing and needs PyTorch, Transformers, Accelerate, the checkout on PYTHONPATH (and `datasets` and
-`evaluate` for some GPU tests and the last run), and a packed dataset of a few thousand rows. A failed stage does not
+It downloads nothing. It needs the recipe's dependencies (without `datasets` and `evaluate`, some GPU tests and the
+stage `real` fail), the checkout on PYTHONPATH, and a packed dataset of a few thousand rows. A failed stage does not
 stop the next one; a stage that no longer fits is recorded as not run. SIGTERM ends the stage and writes the table.
 """
 
@@ -238,14 +238,14 @@ class FirstRun:
         return process
 
     def wait(self, name: str, deadline: float, expected: int = 0) -> Result:
-        """Exit status and output of a started program. It "failed" at the deadline or with another status."""
+        """Wait for a started program. Returns its exit status and output, and "failed" if it was late or failed."""
         if name not in self.started:
             return {"failed": "the stage that starts it did not run"}
         process, failed = self.started[name], {}
         with suppress(subprocess.TimeoutExpired):
             process.wait(max(0.0, deadline - time.monotonic()))
         if process.poll() is None:
-            failed = {"failed": "not done in time"}
+            failed = {"failed": "not finished in time"}
             process.send_signal(signal.SIGINT)  # pytest reports the failures so far
             with suppress(subprocess.TimeoutExpired):
                 process.wait(5)
@@ -268,9 +268,9 @@ def main() -> None:
     parser.add_argument("--dataset_dir", type=Path, required=True, help="packed dataset from prepare_data.py")
     parser.add_argument("--nanogpt", type=Path, required=True, help="a clone of https://github.com/karpathy/nanoGPT")
     parser.add_argument("--config", default="gpt2_124m", help="recipe (default: gpt2_124m)")
-    parser.add_argument("--rows", type=int, default=64, help="sequences per forward pass; a step has twice as many")
-    parser.add_argument("--steps", type=int, default=12, help="timed steps per run, a multiple of 4 (default: 12)")
-    parser.add_argument("--minutes", type=float, default=10, help="for everything (default: 10)")
+    parser.add_argument("--rows", type=int, default=64, help="rows per forward pass, half of a step (default: 64)")
+    parser.add_argument("--steps", type=int, default=12, help="timed steps per run; use a multiple of 4 (default: 12)")
+    parser.add_argument("--minutes", type=float, default=10, help="time limit of all stages (default: 10)")
     parser.add_argument("--stages", type=lambda text: text.split(","), help="run only these, as in machine,ours")
     parser.add_argument("--output_dir", type=Path, default=Path("runs") / "first_gpu", help="folder of the results")
     args = parser.parse_args()

@@ -2,9 +2,9 @@
 
 python scripts/benchmarks/kernel_times.py --rows 64 --output_file kernels.json
 
-Attention with each kernel of sdpa, the loss with each way to mask the padding and without padding, the five matrix
-products of a forward pass, GELU in both forms, and a copy. All use bf16; a GPU compiles loss and GELU. The file is
-complete after every measurement; a measurement that fails records why.
+It times attention with each kernel of sdpa, the loss with each way to mask the padding and without padding, the five
+matrix products of a forward pass, GELU in both forms, and a copy. All use bf16; on a GPU, loss and GELU are compiled.
+The file is complete after every measurement; a measurement that fails records why.
 """
 
 import argparse

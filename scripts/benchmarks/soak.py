@@ -34,7 +34,7 @@ OPTIONS = (
 def main() -> None:
     parser = CommandLine(description="Kill and resume a run, and compare it with an uninterrupted one.")
     parser.add_argument("--kills", type=int, default=50, help="SIGKILLs at random moments (default: 50)")
-    parser.add_argument("--seed", type=int, default=0, help="of the random moments")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random moments (default: 0)")
     parser.add_argument("--output_file", type=Path, help="JSON to write")
     args = parser.parse_args()
     started_at = time.perf_counter()
@@ -107,7 +107,7 @@ def last_step(run: Path) -> int:
 
 
 def compare(through: Path, killed: Path) -> list[str]:
-    """What differs between the two runs."""
+    """Return what differs between the two runs."""
     newest = find_checkpoint(through, "latest").name
     names = ["model.safetensors", f"{newest}/model.safetensors", f"{newest}/optimizer.pt"]
     differences = [
