@@ -1,5 +1,6 @@
 """What the tests share: a small corpus, a tokenizer, a packed dataset, and the programs as functions."""
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -8,6 +9,8 @@ import runpy
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from unittest import mock
@@ -161,6 +164,24 @@ def load_program(path: str) -> ModuleType:
     program = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(program)
     return program
+
+
+@contextlib.contextmanager
+def sigterm_when(condition: Callable[[], object]) -> Iterator[None]:
+    """Send this process SIGTERM within the block, as soon as a condition is true; a thread checks it."""
+    left = threading.Event()
+
+    def watch() -> None:
+        while not left.wait(0.05):
+            if condition():
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        left.set()
 
 
 def run_script(path: str, *arguments: object) -> str:

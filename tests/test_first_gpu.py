@@ -6,11 +6,11 @@ import re
 import signal
 import subprocess
 import sys
-import time
+import tempfile
 
 import pytest
 import torch
-from conftest import BLOCK_SIZE, ROOT, load_program
+from conftest import BLOCK_SIZE, ROOT, load_program, sigterm_when
 
 from recipe.benchmark.machine import Machine
 from recipe.errors import UserError
@@ -93,26 +93,6 @@ def test_the_stages(arguments, tmp_path):
     assert table in output and [line.split()[0] for line in table.splitlines()[1:]] == names
 
 
-def test_stopped_it_writes_what_exists(arguments, tmp_path):
-    """SIGTERM ends the measured run, and the other stages are recorded as not run."""
-    process = start([*arguments, "--steps", 40_000, "--stages", "machine,ours,kernels"], tmp_path)
-    for _ in range(900):
-        if list(tmp_path.glob("*/*/run/metrics.jsonl")):
-            break
-        time.sleep(0.1)
-    process.send_signal(signal.SIGTERM)
-    output = process.communicate(timeout=60)[0]
-    assert process.returncode == 128 + signal.SIGTERM, output
-    found = results(tmp_path)
-    assert {name: entry["status"] for name, entry in found.items()} == {
-        "machine": "done", "ours": "failed", "kernels": "not run"
-    }  # fmt: skip
-    assert (
-        found["ours"]["reason"].startswith("stopped: SystemExit") and found["kernels"]["reason"] == "stopped earlier"
-    )
-    assert "kernels" in (tmp_path / "out" / "table.txt").read_text()
-
-
 @pytest.fixture
 def run_here(arguments, tmp_path, monkeypatch):
     """Run the script in this process, which is faster."""
@@ -122,6 +102,7 @@ def run_here(arguments, tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # the script changes it
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     def run(*more):
         options = [*arguments, *more, "--output_dir", tmp_path / "out"]
@@ -143,6 +124,20 @@ def test_a_failed_stage_does_not_stop_the_next(run_here, tmp_path):
     assert found["ours"]["result"]["tokens_per_second"] > 0
     table = (tmp_path / "out" / "table.txt").read_text().splitlines()[1:]
     assert [line.split()[0] for line in table] == list(found)
+
+
+def test_stopped_it_writes_what_exists(run_here, tmp_path):
+    """SIGTERM ends the measured run, and the other stages are recorded as not run."""
+    started = sigterm_when(lambda: list(tmp_path.glob("*/*/run/metrics.jsonl")))
+    with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)), started:
+        run_here("--steps", 40_000, "--stages", "machine,ours,kernels")
+    found = results(tmp_path)
+    assert {name: entry["status"] for name, entry in found.items()} == {
+        "machine": "done", "ours": "failed", "kernels": "not run"
+    }  # fmt: skip
+    assert found["ours"]["reason"].startswith("stopped: SystemExit")
+    assert found["kernels"]["reason"] == "stopped earlier"
+    assert "kernels" in (tmp_path / "out" / "table.txt").read_text()
 
 
 def test_a_stage_that_does_not_fit_is_not_run(run_here, tmp_path, capsys):
