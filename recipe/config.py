@@ -152,7 +152,7 @@ class TrainConfig:
         "Compute gelu_new with a sigmoid. auto: CUDA and inductor."
     )
     index_mask: Literal["auto", "true", "false"] = _switch("Mask the padding by index. auto: CUDA and inductor.")
-    deterministic: bool = _field(False, "Use deterministic CUDA algorithms (slower). CPU runs always repeat exactly.")
+    deterministic: bool = _field(False, "Repeat CUDA runs exactly (slower); CPU runs do in the default dynamo_mode.")
     huge_pages: bool = _field(True, "Allocate large CPU tensors in huge pages (Linux).")
     gpu_memory_limit_gb: float | None = _field(None, "Use at most this much GPU memory, in GB (1e9 bytes).", above=0)
 

@@ -152,6 +152,7 @@ def run_training(arguments: list[object], output_dir: Path) -> None:
     finally:
         reset_accelerate()
         torch.set_num_threads(num_threads)
+        torch.use_deterministic_algorithms(False)
         torch.compiler.reset()
         release_output_dir(output_dir)
         for number, handler in handlers.items():

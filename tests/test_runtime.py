@@ -189,12 +189,15 @@ def test_gelu_by_a_sigmoid_is_not_the_default_in_fp32():
 
 
 def test_deterministic_algorithms_are_a_switch(monkeypatch, tmp_path):
-    """The switch sets PyTorch's own option, inductor's and cuBLAS's."""
+    """The switch sets PyTorch's own option, inductor's and cuBLAS's. On a CPU only max-autotune needs it."""
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     monkeypatch.setattr(processes.torch, "set_num_threads", lambda count: None)
     seen = []
     try:
-        for switch in ([], ["--deterministic"]):
+        tuned = ["--dynamo_mode", "max-autotune-no-cudagraphs"]
+        for switch in (tuned, [], [*tuned, "--deterministic"]):
+            torch.use_deterministic_algorithms(False)
+            os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
             reset_accelerate()
             accelerator.build_accelerator(config_of(*switch), tmp_path)
             on = torch.are_deterministic_algorithms_enabled(), torch._inductor.config.deterministic
@@ -203,7 +206,7 @@ def test_deterministic_algorithms_are_a_switch(monkeypatch, tmp_path):
         torch.use_deterministic_algorithms(False)
         os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
         reset_accelerate()
-    assert seen == [(False, False, None), (True, True, ":4096:8")]
+    assert seen == [(False, False, None), (True, True, ":4096:8"), (True, True, ":4096:8")]
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def build_accelerator(config: TrainConfig, output_dir: Path) -> tuple[Accelerato
     use_all_cores(state)
     if config.gpu_memory_limit_gb is not None:
         limit_gpu_memory(state.device, config.gpu_memory_limit_gb)
-    if config.deterministic:
+    if config.deterministic or (state.device.type == "cpu" and config.dynamo_mode == "default"):
         use_deterministic_algorithms()
     precision = choose_mixed_precision(config, state.device)
     if state.device.type == "cuda":
@@ -101,13 +101,16 @@ def build_module(
 
 
 def use_deterministic_algorithms() -> None:
-    """Make CUDA results repeat bit for bit; operators without a deterministic version raise an error.
+    """Make results repeat bit for bit; CUDA operators without a deterministic version raise an error.
 
-    This also keeps sdpa off cuDNN, which PyTorch does not consider deterministic, and stops inductor from choosing
-    kernels by benchmark (torch >= 2.10). Call it before the first matrix product, when cuBLAS reads its setting.
+    On a CPU it is free and matters only to inductor (torch 2.13), whose threads otherwise add up the embeddings'
+    gradient in any order. On CUDA it keeps sdpa off cuDNN, which PyTorch does not consider deterministic. Inductor no
+    longer chooses kernels by benchmark (torch >= 2.10). Call it before the first matrix product, when cuBLAS reads its
+    setting.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # costs time, and nothing here reads such memory
 
 
 def limit_gpu_memory(device: torch.device, limit_gb: float) -> None:
