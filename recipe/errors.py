@@ -1,5 +1,6 @@
 """Mistakes that the user can fix: each becomes one sentence and a non-zero exit status, never a traceback."""
 
+import contextlib
 import difflib
 import errno
 import json
@@ -44,7 +45,9 @@ def run_main(main: Callable[[], T], interrupted: str = "interrupted") -> T:
             error = ProcessError(f"{error.strerror}: {error.filename}" if error.filename else error.strerror)
         if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
             # torchrun ends its report with the message of the first process that failed, whichever that is
-            Path(error_file).write_text(json.dumps({"message": f"error: {error}", "timestamp": int(time.time())}))
+            report = json.dumps({"message": f"error: {error}", "timestamp": int(time.time())})
+            with contextlib.suppress(OSError):  # it may be on the same full disk
+                Path(error_file).write_text(report)
         if os.environ.get("RANK", "0") != "0" and not isinstance(error, ProcessError):
             sys.exit(1)  # the main process prints it
         sys.exit(f"error: {error}")

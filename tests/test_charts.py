@@ -3,12 +3,14 @@
 import json
 import runpy
 import sys
+from unittest import mock
 
 import numpy as np
 import pytest
 from conftest import ROOT
 from PIL import Image, ImageColor
 
+from recipe.benchmark import charts
 from recipe.benchmark.charts import DARK, LIGHT, save_ladder_chart, save_loss_chart
 
 RATES = {"bottom": 1_000, "bf16": 3_000, "compile": 4_000}
@@ -107,3 +109,13 @@ def test_the_committed_charts_can_be_drawn_again():
     for path in (folder / "demo_cpu.json", *folder.glob("ladder_*.json")):
         for suffix in (".png", "_dark.png"):
             assert Image.open(path.with_name(path.stem + suffix)).width == 1140
+
+
+def test_the_size_of_a_large_model_is_on_the_chart(monkeypatch, tmp_path):
+    """Its thousands have a comma, which does not end the number."""
+    drawn = mock.Mock(side_effect=InterruptedError)
+    monkeypatch.setattr(charts, "_chart", drawn)
+    setting = "gpt2_1558m: 1,557.6 M parameters, 8 rows of 1,024 tokens per step"
+    with pytest.raises(InterruptedError):
+        save_ladder_chart({"setting": setting, "environment": {"cuda": "13", "device": "H200"}}, tmp_path / "l.png")
+    assert drawn.call_args.args[2] == "H200, 1,557.6 M parameters"

@@ -14,7 +14,9 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -28,8 +30,9 @@ from recipe.checkpoint.load import find_checkpoint, list_checkpoints
 from recipe.checkpoint.manifest import seal_checkpoint, why_damaged
 from recipe.checkpoint.save import CheckpointSaver
 from recipe.command_line import load_config
-from recipe.errors import UserError
+from recipe.errors import UserError, run_main
 from recipe.evaluation.validation import Validation
+from recipe.hardware import processes
 from recipe.hardware.memory import smaller_micro_batch
 from recipe.model.loss import LanguageModelingLoss
 from recipe.optim.guard import GuardedUpdate
@@ -215,6 +218,39 @@ def test_a_full_disk_stops_the_run_on_request(train, monkeypatch, tmp_path):
         train("--max_steps", 999, "--save_steps", 20, "--save_total_limit", 1, "--on_save_failure", "stop")
     assert find_checkpoint(tmp_path / "run", "auto").name == "checkpoint-20"
     assert read_events(tmp_path / "run", "train")[-1]["step"] < 60
+
+
+def test_a_full_disk_anywhere_is_one_sentence():
+    """Other errors of the system are bugs, so they keep their traceback."""
+    with pytest.raises(SystemExit, match="^error: No space left on device$"):
+        run_main(lambda: Path("/dev/full").write_text("x"))
+    with pytest.raises(FileNotFoundError):
+        run_main(lambda: Path("/nowhere").read_text())
+
+
+def test_a_full_disk_leaves_no_empty_summary(tmp_path):
+    """A run that resumes at its end writes the summary only if there is none."""
+    (tmp_path / ".summary.json.new").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        RunReport.summary(types.SimpleNamespace(output_dir=tmp_path), {"step": 1})
+    assert not (tmp_path / "summary.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("word", "is_launcher"),
+    [("/bin/accelerate", True), ("torch.distributed.run", True), ("/home/me/accelerate_runs/go.sh", False)],
+)
+def test_who_is_a_launcher(monkeypatch, word, is_launcher):
+    """A run dies with its launcher, but not with a shell script whose path only looks like one."""
+    library = mock.Mock()
+    monkeypatch.setattr(processes.ctypes, "CDLL", lambda name: library)
+    command = [sys.executable, "-c", "print(flush=True); input()", word]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        parent.stdout.readline()  # it runs
+        monkeypatch.setattr(processes.os, "getppid", lambda: parent.pid)
+        processes.die_with_the_launcher()
+        parent.kill()
+    assert library.prctl.called is is_launcher
 
 
 def test_a_run_that_could_not_export_does_so_later(train, run_dir, monkeypatch):

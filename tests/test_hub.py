@@ -51,7 +51,8 @@ def test_a_failed_upload_does_not_end_the_run(train, api, monkeypatch, capsys):
 
 def test_the_source_on_the_card(tmp_path):
     """The card names text files and local datasets without their folders, and a dataset of the Hub by its id."""
-    assert card.describe_source({"dataset_name": str(tmp_path), "dataset_config_name": None}) == tmp_path.name
+    for folder in (tmp_path, tmp_path / "on_another_machine"):
+        assert card.describe_source({"dataset_name": str(folder), "dataset_config_name": None}) == folder.name
     assert card.describe_source({"train_files": ["/a/b.txt", "c/d.txt"], "validation_files": []}) == "b.txt, d.txt"
     fineweb = {"dataset_name": "HuggingFaceFW/fineweb-edu", "dataset_config_name": "sample-10BT"}
     assert card.describe_source(fineweb) == "HuggingFaceFW/fineweb-edu, sample-10BT"

@@ -11,8 +11,9 @@ from conftest import read_events
 from torch.autograd import DeviceType
 
 import recipe.train
+from recipe.command_line import load_config
 from recipe.errors import UserError
-from recipe.run.profile import KINDS, describe, kind_of, summarize
+from recipe.run.profile import KINDS, StepProfiler, describe, kind_of, summarize
 
 
 @pytest.fixture(autouse=True)
@@ -127,3 +128,14 @@ def test_a_run_with_a_profile_resumes_near_its_end(train, max_steps):
 def test_a_run_without_profile_has_none(train):
     output_dir = train("--max_steps", "2")
     assert not read_events(output_dir, "profile") and not (output_dir / "trace.json.gz").exists()
+
+
+def test_a_run_that_becomes_too_short_is_not_profiled(tmp_path, monkeypatch):
+    """`--max_minutes` may choose an end before the profile's; it must not stay open."""
+    monkeypatch.setattr(torch._inductor.config.cpp, "enable_kernel_profile", False)  # the profiler changes it
+    config = load_config(["--profile", "10"])[0]
+    accelerator = types.SimpleNamespace(is_main_process=True, device=torch.device("cpu"))
+    profiler = StepProfiler(config, accelerator, tmp_path, first_step=0)
+    assert profiler.after_step == 10
+    profiler.set_schedule(types.SimpleNamespace(max_steps=12))
+    assert profiler.after(10) is None and profiler.profile is None

@@ -25,8 +25,10 @@ LAUNCHERS = {  # as they appear in a process's command line, and as users type t
     "accelerate": "accelerate",
     "accelerate-launch": "accelerate launch",
     "accelerate.commands.launch": "accelerate launch",
+    "accelerate.commands.accelerate_cli": "accelerate",
     "torchrun": "torchrun",
     "torch.distributed.run": "torchrun",
+    "torch.distributed.launch": "torchrun",
 }
 LAUNCHER_DIED = signal.SIGUSR2
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -76,10 +78,10 @@ def check_kernels(device: torch.device) -> None:
     try:
         torch.ones(1, device=device)
     except torch.AcceleratorError as error:
-        raise ProcessError(
-            f"PyTorch {torch.__version__} cannot run on {torch.cuda.get_device_name(device)} ({one_line(error)}); "
-            "install a build for this GPU from https://pytorch.org/get-started/locally"
-        ) from error
+        reason = f"PyTorch {torch.__version__} cannot run on {torch.cuda.get_device_name(device)}: {one_line(error)}"
+        if "no kernel image" in str(error):
+            reason += "; install a build for this GPU from https://pytorch.org/get-started/locally"
+        raise ProcessError(reason) from error
 
 
 def on_main_process(function: Callable[[], T]) -> T:

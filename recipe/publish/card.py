@@ -53,5 +53,7 @@ def describe_source(source: dict) -> str:
 
 
 def _public_name(name: str) -> str:
-    """Return a Hub id as it is, and a folder's name without its path."""
-    return Path(name).absolute().name if Path(name).exists() else name
+    """Return a Hub id as it is, and a folder's name without its path, even if it is on another machine."""
+    path = Path(name)
+    is_local = path.exists() or path.is_absolute() or name.startswith((".", "~")) or len(path.parts) > 2
+    return path.absolute().name if is_local else name

@@ -64,13 +64,13 @@ def choose_output_dir(config: TrainConfig, recipe: str) -> Path:
 
 
 def _is_unused(directory: Path) -> bool:
-    """Return whether a folder holds no run, not even one that has just started."""
+    """Return whether a folder holds no run, not even one that has just started; lock it if so."""
     if files_of_a_run(directory):
         return False
     try:
         if (directory / LOCK_NAME).exists():
             lock_output_dir(directory)
-    except UserError:
+    except (UserError, OSError):  # it is in use, or another user's
         return False
     return True
 

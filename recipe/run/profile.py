@@ -51,9 +51,9 @@ class StepProfiler:
     def __init__(self, config: TrainConfig, accelerator: Accelerator, output_dir: Path, first_step: int) -> None:
         """Create it before the first forward pass, which compiles. A run that ends earlier is not profiled."""
         self.after_step = first_step + config.profile if config.profile and accelerator.is_main_process else None
-        self.set_schedule(config)
         self.device, self.output_dir = accelerator.device, output_dir
         self.profile: profile | None = None
+        self.set_schedule(config)
         if self.after_step is not None and self.device.type == "cpu":
             import torch._inductor.config
 
@@ -63,6 +63,8 @@ class StepProfiler:
         """Profile nothing if the run ends too early for it."""
         if self.after_step is not None and self.after_step + PROFILED_STEPS > config.max_steps:
             self.after_step = None
+            if self.profile is not None:
+                self.profile.stop()
 
     def after(self, step: int) -> dict[str, Any] | None:
         """Call this after each step. Returns `summarize`'s numbers after the last profiled step."""
