@@ -66,7 +66,6 @@ OTHER_NAMES = {
     "fsdp": "GPT-2 fits on one device; several devices use DistributedDataParallel",
     "deepspeed": "GPT-2 fits on one device; several devices use DistributedDataParallel",
     "hub_token": "log in with `hf auth login` or set HF_TOKEN; never put a token on a command line",
-    "hub_strategy": "--push_to_hub uploads the final model once",
     "resume": "use --resume_from_checkpoint auto, with --output_dir",
     "load_best_model_at_end": "the final model is the last one; each checkpoint-N can be loaded as a model",
 }

@@ -169,10 +169,13 @@ class TrainConfig:
     exact_final_eval: bool = _field(False, "Evaluate all validation rows at the end.")
     eval_only: bool = _field(False, "Only evaluate model_name_or_path or a checkpoint; auto uses all rows.")
     save_steps: int = _field(1000, "Steps between checkpoints; 0 saves none.", at_least=0)
+    save_on_start: bool = _field(False, "Save a checkpoint before the first step.")
     save_total_limit: int | None = _field(None, "Keep only the newest N checkpoints. Default: all.", at_least=1)
     on_save_failure: Literal["continue", "stop"] = _field("continue", "What to do if a checkpoint cannot be written.")
     resume_from_checkpoint: str | None = _field(
-        None, "Checkpoint folder; latest: the newest valid one in output_dir; auto: the same, or start fresh."
+        None,
+        "Checkpoint: a folder, hf://user/name@BRANCH, latest (the newest valid one in output_dir) or auto (the same, "
+        "else the newest on the Hub if this run publishes its training state, else start fresh).",
     )
     report_to: list[str] | None = _field(None, "Trackers: trackio, tensorboard, wandb, ...")
     project: str = _field("gpt2-recipe", "Project name for trackers.")
@@ -186,9 +189,16 @@ class TrainConfig:
 
     # --- publishing
     sample_prompt: str = _field("The", "Prompt of the sample printed at the end.")
-    push_to_hub: bool = _field(False, "Upload the final model to the Hub.")
+    push_to_hub: bool = _field(False, "Upload the model to the Hub.")
     hub_model_id: str | None = _field(None, "Hub repository: user/name.")
+    hub_strategy: Literal["end", "every_save", "checkpoint", "all_checkpoints"] = _field(
+        "every_save",
+        "Upload the final model (end), each checkpoint's model, as a branch (every_save), and the training state of "
+        "the newest (checkpoint) or of all (all_checkpoints), from which hf://user/name@BRANCH resumes.",
+    )
     hub_private_repo: bool = _field(False, "Create the Hub repository as private.")
+    hub_always_push: bool = _field(False, "Upload every checkpoint, even if uploads fall behind.")
+    hub_revision: str | None = _field(None, "Branch for the newest model. Default: main.")
 
     # --- slow baselines that only the optimization ladder uses
     python_lists: bool = _field(False, "Build batches row by row from Python lists.")
@@ -274,6 +284,8 @@ def _check_rules(config: TrainConfig) -> None:
     if config.eval_only:
         model = config.model_name_or_path or resumes
         require(model, "--eval_only requires a model: --model_name_or_path (a run, a checkpoint or a Hub id)")
+        on_hub = (resumes or "").startswith("hf://")
+        require(not on_hub, "--eval_only evaluates a model on the Hub with --model_name_or_path user/name")
     if config.push_to_hub:
         require(config.hub_model_id, "--push_to_hub requires --hub_model_id user/name")
     if config.profile is not None and not resumes:

@@ -64,7 +64,7 @@ def did_you_mean(
     return f"did you mean {prefix}{nearest[0]}?" if nearest else otherwise
 
 
-def one_line(error: BaseException) -> str:
+def one_line(error: object) -> str:
     """Return the message of another library's exception in one line, or the exception's name if it has none."""
     return " ".join(str(error).split())[:200] or type(error).__name__
 

@@ -36,8 +36,10 @@ from recipe.model.build import build_model_config
 from recipe.optim.guard import GuardedUpdate
 from recipe.optim.optimizers import build_optimizer
 from recipe.publish.card import write_model_card
+from recipe.publish.download import fetch_checkpoint
 from recipe.publish.export import export_model
-from recipe.publish.hub import push_to_hub
+from recipe.publish.hub import check_hub
+from recipe.publish.uploads import HubUploads
 from recipe.run.accumulation import Accumulation
 from recipe.run.log import RunReport
 from recipe.run.meter import StepMeter
@@ -52,10 +54,11 @@ def main() -> None:
     # ------------------------------------------------------------------ set-up
     config, recipe = load_config()
     start_processes()
+    on_main_process(lambda: check_hub(config))
     output_dir = on_main_process(lambda: choose_output_dir(config, recipe))
     accelerator, precision = build_accelerator(config, output_dir)
     device = accelerator.device
-    resume_dir = on_main_process(lambda: find_checkpoint(output_dir, config.resume_from_checkpoint))
+    resume_dir = on_main_process(lambda: find_checkpoint(output_dir, fetch_checkpoint(config, output_dir)))
     # A resumed run takes the shape from its checkpoint: the model that it started from may be gone.
     source = resume_dir if resume_dir and config.model_name_or_path else config.model_name_or_path
     check_before_preparing(config, accelerator, precision, source)
@@ -86,15 +89,18 @@ def main() -> None:
 
     on_main_process(lambda: open_output_dir(output_dir, config, resume_dir is not None))
     report = RunReport(accelerator, config, output_dir, state.step)
+    uploads = HubUploads(config, output_dir, report.say)
+    outcomes = report.checkpoint_failure, uploads.add
     saver = CheckpointSaver(
-        accelerator, output_dir, config, identity, model, model_config, tokenizer, update, report.checkpoint_failure
+        accelerator, output_dir, config, identity, model, model_config, tokenizer, update, *outcomes
     )
     table = describe_run(config, recipe, output_dir, resume_dir, choices, model, accumulation, validation.num_rows)
     report.table(table)
     for warning in find_warnings(config, resume_dir, precision, dataset, state.step):
         report.say(warning)
-    if changes:  # save at once, so that the folder's config and its newest checkpoint agree
+    if changes:
         report.schedule(state.step, changes)
+    if changes or (state.step == 0 and config.save_on_start):  # config and newest checkpoint always agree
         saver.save(state)
 
     # ------------------------------------------------------------------ loop: one iteration is one optimizer step
@@ -166,6 +172,8 @@ def main() -> None:
             report.profile(state.step, profile)
             meter.resume()
 
+        uploads.advance()  # in the background, after the evaluation that its card shows
+
     # ------------------------------------------------------------------ end
     saved = on_main_process(saver.wait)  # no process leaves before the checkpoint is on disk
     accumulation.close()
@@ -173,6 +181,7 @@ def main() -> None:
     if stop is not None and state.step < config.max_steps:
         report.stopped(state.step, stop_request.why(), saved)
         stop_request.close()
+        on_main_process(uploads.finish)
         report.end()
         sys.exit(EXIT_STOPPED if saved else 1)
     stop_request.close()
@@ -184,8 +193,7 @@ def main() -> None:
             report.summary(summary)
             write_model_card(output_dir, config, dataset, summary)
         print(closing_words(config, output_dir, state.untrained, evaluation, meter))
-        if config.push_to_hub:
-            print(push_to_hub(output_dir, config))
+        uploads.finish(state.step)
         optimizer.state.clear()  # makes room for the exported model, which generates the sample
         print(sample_from(output_dir, config.sample_prompt, seed=config.seed, device=device))
     on_main_process(lambda: None)  # a barrier on the host: device collectives time out

@@ -1,58 +1,257 @@
-"""Publishing uploads only the model, never ends a run, and says how to repeat it."""
+"""Publishing against a stand-in for the Hub: what arrives, what a failure costs, and what resumes from there."""
 
-from unittest.mock import create_autospec
+import json
+import os
+import re
+from pathlib import Path
 
 import pytest
-from huggingface_hub import HfApi, ModelCard
-from huggingface_hub.utils import filter_repo_objects
+import torch
+from conftest import ROOT, TINY, default_arguments, launch, read_events, run_script, sigterm_when
+from huggingface_hub import HfApi, constants
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipe.publish import card, hub
+from recipe.errors import UserError
+from recipe.publish import hub as hub_room
+from recipe.publish import uploads as uploads_room
 
-PUSH = ["--push_to_hub", "--hub_model_id", "someone/tiny", "--save_steps", "4"]
-
-
-@pytest.fixture
-def api(monkeypatch):
-    """A client with the signatures of the real one that sends nothing."""
-    client = create_autospec(HfApi, instance=True)
-    client.create_repo.side_effect = lambda repo_id, **options: f"https://huggingface.co/{repo_id}"
-    monkeypatch.setattr(hub, "HfApi", create_autospec(HfApi, return_value=client))
-    return client
-
-
-def test_a_run_uploads_its_model_folder(train, api, dataset_dir, capsys):
-    """Weights, config, tokenizer, card and metrics are uploaded; checkpoints and local paths are not."""
-    output_dir = train(*PUSH, "--hub_private_repo")
-    api.create_repo.assert_called_once_with("someone/tiny", private=True, exist_ok=True)
-    (upload,) = api.upload_folder.call_args_list
-    assert (upload.kwargs["repo_id"], upload.kwargs["folder_path"]) == ("someone/tiny", output_dir)
-    names = [str(p.relative_to(output_dir)) for p in output_dir.rglob("*") if p.is_file()]
-    sent = set(filter_repo_objects(names, allow_patterns=upload.kwargs["allow_patterns"]))
-    assert sent == set(hub.PUBLISHED)
-    private = str(dataset_dir.parent.parent).encode()  # the folder of corpus, dataset and run
-    assert not any(private in (output_dir / name).read_bytes() for name in sent)
-    assert "published at https://huggingface.co/someone/tiny" in capsys.readouterr().out
-    written = ModelCard.load(output_dir / "README.md")  # the Hub can read the card, which holds the run's numbers
-    assert (written.data.library_name, written.data.pipeline_tag) == ("transformers", "text-generation")
-    assert "validation loss" in written.text and "| source | corpus.jsonl |" in written.text
+REPO = "someone/tiny"
+PUSH = ["--push_to_hub", "--hub_model_id", REPO]
+SAVE = ["--save_steps", "2"]
+BRANCHES = ["step-000002-0.0B", "step-000004-0.0B"]
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 
-def test_a_failed_upload_does_not_end_the_run(train, api, monkeypatch, capsys):
-    """A missing login is a warning before training; after it, the run prints the command that repeats the upload."""
-    monkeypatch.setattr(hub, "get_token", lambda: None)
-    api.create_repo.side_effect = ConnectionError("no route to the Hub")
-    output_dir = train(*PUSH)
+@pytest.fixture(autouse=True)
+def quick_retries(monkeypatch):
+    monkeypatch.setattr(uploads_room, "RETRY_SECONDS", (0.0,))
+    monkeypatch.setattr(uploads_room, "LAST_RETRY_SECONDS", (0.01, 0.01))
+
+
+def branches_of(hub) -> list[str]:
+    return sorted(set(hub.branches(REPO)) - {"main"})
+
+
+def files_in(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
+
+
+def test_the_final_model_arrives(train, hub, dataset_dir, capsys):
+    """With `end`, main holds the model of the output folder, byte for byte, and the written files, without paths."""
+    output_dir = train(*PUSH, *SAVE, "--hub_strategy", "end", "--hub_private_repo")
+    sent, local = hub.files(REPO), files_in(output_dir)
+    models = {name for name in sent if name in hub_room.MODEL_FILES}
+    assert models == {"config.json", "generation_config.json", "model.safetensors", *TOKENIZER}
+    assert all(sent[name] == local[name] for name in models)
+    written = {"README.md", "loss_curve.png", "training_config.yaml", "metrics.jsonl", "summary.json"}
+    assert set(sent) == models | written
+    for private in (dataset_dir.parent.parent, output_dir, ROOT):  # the folder of corpus, dataset and run; the project
+        assert not [name for name, content in sent.items() if str(private).encode() in content]
+    assert branches_of(hub) == [] and hub.is_private(REPO)
+    assert f"published at {hub.endpoint}/{REPO}" in capsys.readouterr().out
+    assert not list((output_dir / hub_room.SPOOL_NAME).iterdir())
+
+
+def test_every_save_is_a_branch(train, hub):
+    """Each checkpoint, step 0 included, loads by its revision with its own weights; none holds training state."""
+    output_dir = train(*PUSH, *SAVE, "--hub_strategy", "every_save", "--save_on_start", "--hub_always_push")
+    assert branches_of(hub) == ["step-000000-0.0B", *BRANCHES]
+    for step, branch in zip((0, 2, 4), branches_of(hub), strict=True):
+        model = AutoModelForCausalLM.from_pretrained(REPO, revision=branch)
+        expected = AutoModelForCausalLM.from_pretrained(output_dir / f"checkpoint-{step}")
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
+        assert len(AutoTokenizer.from_pretrained(REPO, revision=branch)) == 500
+        assert not set(hub.files(REPO, branch)) & set(hub_room.TRAINING_FILES)
+        events = [json.loads(line) for line in hub.files(REPO, branch)["metrics.jsonl"].splitlines()]
+        assert max(event["step"] for event in events) == step
+
+
+@pytest.mark.parametrize(("strategy", "resumable"), [("checkpoint", BRANCHES[1:]), ("all_checkpoints", BRANCHES)])
+def test_training_state_is_published(train, hub, strategy, resumable):
+    """It arrives byte for byte, for the newest checkpoint or for all; models of older checkpoints stay."""
+    output_dir = train(*PUSH, *SAVE, "--hub_strategy", strategy, "--hub_always_push")
+    assert branches_of(hub) == BRANCHES
+    for step, branch in zip((2, 4), BRANCHES, strict=True):
+        sent, saved = hub.files(REPO, branch), files_in(output_dir / f"checkpoint-{step}")
+        expected = set(saved) if branch in resumable else set(saved) - set(hub_room.TRAINING_FILES)
+        assert {name: sent.get(name) for name in expected} == {name: saved[name] for name in expected}
+        assert set(sent) & set(hub_room.TRAINING_FILES) == expected & set(hub_room.TRAINING_FILES)
+
+
+def test_hub_revision_receives_the_newest_model(train, hub):
+    train(*PUSH, "--hub_revision", "tuned")
+    assert "model.safetensors" in hub.files(REPO, "tuned") and not hub.files(REPO)
+
+
+# ---------------------------------------------------------------- resume
+
+
+def losses(output_dir: Path) -> dict[int, float]:
+    return {event["step"]: event["loss"] for event in read_events(output_dir, "train")}
+
+
+@pytest.mark.parametrize("address", [f"hf://{REPO}@{BRANCHES[0]}", f"hf://{REPO}", "auto"])
+def test_another_machine_resumes_from_the_hub(train, hub, tmp_path, address):
+    """It continues bit for bit, with the whole log. Without a revision, and with `auto`, the newest branch counts."""
+    push = [*PUSH, *SAVE, "--hub_strategy", "all_checkpoints"]
+    first = train(*push, output_dir=tmp_path / "first")
+    del hub.repositories[REPO].branches[BRANCHES[1]]  # as if the first machine had gone after step 2
+    second = train(*push, "--resume_from_checkpoint", address, output_dir=tmp_path / "second")
+    assert losses(second) == losses(first)
+    assert (second / "model.safetensors").read_bytes() == (first / "model.safetensors").read_bytes()
+    assert branches_of(hub) == BRANCHES
+
+
+def test_auto_starts_fresh_on_an_empty_hub(train, hub, capsys):
+    output_dir = train(*PUSH, *SAVE, "--hub_strategy", "checkpoint", "--resume_from_checkpoint", "auto")
+    assert "the run starts at step 0" in capsys.readouterr().out
+    assert branches_of(hub) == BRANCHES[1:] and (output_dir / "model.safetensors").exists()
+
+
+def test_auto_does_not_start_over_while_the_hub_is_away(train, hub):
+    """A checkpoint may be there."""
+    hub.fail("/refs", 503, times=None)
+    with pytest.raises(UserError, match="the checkpoint on the Hub cannot be read .status 503"):
+        train(*PUSH, "--hub_strategy", "checkpoint", "--resume_from_checkpoint", "auto")
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        (f"hf://{REPO}@step-000003-0.0B", f"{REPO} on the Hub has no revision step-000003-0.0B; the newest"),
+        (f"hf://{REPO}@main", f"revision main of {REPO} contains no training state .* newest .* @{BRANCHES[1]}"),
+        ("hf://someone/other", "there is no repository someone/other on the Hub"),
+        ("hf://some one/tiny", "'some one/tiny' cannot be the name of a Hub repository"),
+        (f"hf://{REPO}@{BRANCHES[1]}", "belongs to a run with other options: seed 1337 -> 1"),
+    ],
+)
+def test_what_cannot_be_resumed(train, hub, tmp_path, address, message):
+    """One sentence, before a model is built, that names a checkpoint that can be resumed."""
+    train(*PUSH, *SAVE, "--hub_strategy", "checkpoint", "--save_total_limit", "1")
+    with pytest.raises(UserError, match=re.sub(" [.][*] (?=@)", ".*", message)):
+        train("--seed", "1", "--resume_from_checkpoint", address, output_dir=tmp_path / "second")
+
+
+def test_a_download_does_not_mix_two_runs(train, hub, tmp_path):
+    train(*PUSH, *SAVE, "--hub_strategy", "checkpoint", "--hub_always_push")
+    other = train(*SAVE, "--max_steps", "6", output_dir=tmp_path / "other")
+    with pytest.raises(UserError, match="contains checkpoints already .checkpoint-2, checkpoint-6"):
+        train("--resume_from_checkpoint", f"hf://{REPO}", output_dir=other)
+
+
+def test_a_damaged_checkpoint_on_the_hub(train, hub, tmp_path):
+    """Its SHA-256 differs from the manifest's, so nothing of it is used."""
+    train(*PUSH, *SAVE, "--hub_strategy", "checkpoint")
+    HfApi().upload_file(
+        path_or_fileobj=b"x", path_in_repo="rng.pt", repo_id=REPO, revision=BRANCHES[1], commit_message="damage"
+    )
+    with pytest.raises(UserError, match="is damaged on the Hub: rng.pt has 1 bytes"):
+        train("--resume_from_checkpoint", f"hf://{REPO}", output_dir=tmp_path / "second")
+    assert not list((tmp_path / "second").glob("*checkpoint*"))
+
+
+# ---------------------------------------------------------------- faults
+
+FAULTS = [401, 403, 404, 409, 412, 429, 500, 503, "drop", "lose"]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_training_ends_well_without_the_hub(train, hub, capsys, fault):
+    """The run completes and names the command that repeats the uploads; that command brings everything to the Hub."""
+    hub.fail(r"POST .*/(preupload|commit)", fault, times=None)
+    output_dir = train(*PUSH, *SAVE, "--hub_strategy", "checkpoint")
     printed = capsys.readouterr().out
-    assert printed.index("unless you log in") < printed.index("untrained")
-    assert "upload to the Hub failed: ConnectionError: no route to the Hub" in printed
-    assert f"hf upload someone/tiny {output_dir} . \\\n        --include README.md \\\n" in printed
+    assert printed.count("the upload of step-000002-0.0B failed") <= 1
+    assert re.search(r"not uploaded: .*step-000004-0.0B .*, final ", printed)
+    assert f"python scripts/push_to_hub.py {output_dir}" in printed
     assert (output_dir / "model.safetensors").is_file()
+    hub.heal()
+    assert run_script("scripts/push_to_hub.py", output_dir) == ""
+    assert branches_of(hub) == BRANCHES
+    assert hub.files(REPO)["model.safetensors"] == (output_dir / "model.safetensors").read_bytes()
+    state = (output_dir / "checkpoint-4" / "optimizer.pt").read_bytes()
+    assert hub.files(REPO, BRANCHES[1])["optimizer.pt"] == state
 
 
-def test_the_source_on_the_card(tmp_path):
-    """The card names text files and local datasets without their folders, and a dataset of the Hub by its id."""
-    for folder in (tmp_path, tmp_path / "on_another_machine"):
-        assert card.describe_source({"dataset_name": str(folder), "dataset_config_name": None}) == folder.name
-    assert card.describe_source({"train_files": ["/a/b.txt", "c/d.txt"], "validation_files": []}) == "b.txt, d.txt"
-    fineweb = {"dataset_name": "HuggingFaceFW/fineweb-edu", "dataset_config_name": "sample-10BT"}
-    assert card.describe_source(fineweb) == "HuggingFaceFW/fineweb-edu, sample-10BT"
+@pytest.mark.parametrize("fault", [429, 500, "drop", "cut", 0.3])
+def test_a_passing_fault_costs_nothing(train, hub, capsys, fault):
+    """An upload that fails once is repeated, and the run ends as if nothing had happened."""
+    hub.fail(r"/commit|/preupload|lfs", fault, times=3)
+    train(*PUSH, *SAVE, "--hub_strategy", "all_checkpoints")
+    assert branches_of(hub) == BRANCHES
+    assert "not uploaded" not in capsys.readouterr().out
+
+
+def test_uploads_do_not_hold_up_training(train, hub, capsys):
+    """While one hangs, the run trains, saves and drops what a newer checkpoint replaces; the end uploads the newest."""
+    hub.fail("POST .*/commit", 1.5, times=1)
+    output_dir = train(*PUSH, "--save_steps", "1", "--max_steps", "12", "--save_total_limit", "2")
+    seconds = [event["train_seconds"] for event in read_events(output_dir, "train")]
+    assert seconds[-1] < 1.5
+    found = branches_of(hub)
+    assert found[-1] == "step-000012-0.0B" and len(found) < 6
+    skipped = set(re.findall(r"(step-\d+-0.0B) .a newer one was due", capsys.readouterr().out))
+    assert skipped == {f"step-{step:06d}-0.0B" for step in range(1, 13)} - set(found)
+
+
+def test_a_stopped_run_uploads_its_last_checkpoint(train, hub, tmp_path):
+    """A job that is told to leave takes its state to the Hub, from where the next one resumes."""
+    with sigterm_when(lambda: (tmp_path / "run" / "checkpoint-2").exists()), pytest.raises(SystemExit):
+        train(*PUSH, *SAVE, "--hub_strategy", "checkpoint", "--max_steps", "100000", "--logging_steps", "1000")
+    newest = max((tmp_path / "run").glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
+    branch = f"step-{int(newest.name.partition('-')[2]):06d}-0.0B"
+    assert hub.files(REPO, branch)["manifest.json"] == (newest / "manifest.json").read_bytes()
+
+
+# ---------------------------------------------------------------- before training
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"HF_TOKEN": None}, "--push_to_hub needs a token"),
+        ({"HF_TOKEN": "hf_wrong"}, "refuses uploads to someone/tiny .status 401: Invalid"),
+        ({"HF_TOKEN": "read"}, "refuses uploads to someone/tiny .status 403"),
+        ({"HF_HUB_OFFLINE": "1"}, "offline mode is on"),
+    ],
+)
+def test_a_run_that_could_not_publish_does_not_start(train, hub, monkeypatch, tmp_path, change, message):
+    """It ends in one sentence before a folder is made."""
+    for name, value in change.items():
+        if value is None:
+            monkeypatch.delenv(name)
+        else:
+            monkeypatch.setenv(name, hub.read_only_token if value == "read" else value)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", os.environ["HF_HUB_OFFLINE"] == "1")
+    with pytest.raises(UserError, match=message):
+        train(*PUSH)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["tiny", "a/b/c", "someone/ti ny", "someone/a--b", "someone/.."])
+def test_an_invalid_repository_name(train, name):
+    with pytest.raises(UserError, match="cannot be the name of a Hub repository; expected user/name"):
+        train("--push_to_hub", "--hub_model_id", name)
+
+
+def test_a_hub_that_is_away_at_the_start(train, hub, capsys):
+    """That is a warning: it is back when the first upload is due."""
+    hub.fail("POST /api/repos/create", 503, times=1)
+    train(*PUSH)
+    assert "warning: the Hub cannot be used now (status 503" in capsys.readouterr().out
+    assert "model.safetensors" in hub.files(REPO)
+
+
+def test_the_token_stays_in_the_header(hub, tmp_path, dataset_dir):
+    """A run of its own process writes it to no file, prints it nowhere, and sends it in no body and no address."""
+    arguments = default_arguments(dataset_dir, tmp_path / "run", TINY)
+    result = launch([*arguments, *PUSH, *SAVE, "--hub_strategy", "checkpoint"], tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert branches_of(hub) == BRANCHES[-1:] or branches_of(hub) == BRANCHES
+    assert hub.token not in result.stdout + result.stderr
+    for path in tmp_path.rglob("*"):
+        assert not (path.is_file() and hub.token.encode() in path.read_bytes()), path
+    sent = [(path.encode(), body, headers) for _, path, headers, body in hub.requests]
+    assert all(hub.token.encode() not in path + body for path, body, _ in sent)
+    names = {name for _, _, headers in sent for name, value in headers.items() if hub.token in value}
+    assert names == {"authorization"}

@@ -42,6 +42,7 @@ class CheckpointSaver:
     tokenizer: PreTrainedTokenizerBase
     update: GuardedUpdate
     on_failure: Callable[[str], None]  # gets the reason if a checkpoint could not be written
+    on_success: Callable[[Path, int], None]  # gets each complete checkpoint and its step, before older ones are pruned
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
     writing: Future | None = None
     last_saved: int | None = None  # the step of the newest checkpoint, which may still be in progress
@@ -123,13 +124,14 @@ class CheckpointSaver:
             raise
         try:
             record_config(self.output_dir, config)
+            self.on_success(final, content["step"])
             if config.save_total_limit is not None:  # newer checkpoints are from before a resume, and may be damaged
                 checkpoints = list_checkpoints(self.output_dir)
                 older = checkpoints[: checkpoints.index(final)]
                 for old in older[: -(config.save_total_limit - 1) or None]:
                     _remove(old)
         except OSError as error:
-            return f"{final.name} is complete, but the cleanup after it failed: {short_reason(error)}"
+            return f"{final.name} is complete, but what follows a save failed: {short_reason(error)}"
         return None
 
 

@@ -1,36 +1,188 @@
-"""Publish the final model on the Hub. A failure never ends a run; it prints the command that repeats the upload."""
+"""The Hub: what is published where, the check before training, and one upload.
 
-import shlex
+Every published checkpoint is a branch, `step-001000-0.5B` (steps and tokens), and the newest model is on `main`.
+Uploads are commits of listed files, so a reader sees a checkpoint completely or not at all. Buckets would not give
+that: they hold mutable files without commits, and an address of their own, apart from the model's.
+"""
+
+import contextlib
+import os
+import re
+import shutil
 from pathlib import Path
 
-from huggingface_hub import HfApi, get_token
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_session, get_token
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 
+from recipe.checkpoint.load import OPTIMIZER_NAME, RNG_NAME, STATE_NAME
+from recipe.checkpoint.manifest import MANIFEST_NAME
 from recipe.config import TrainConfig
-from recipe.errors import short_reason
+from recipe.errors import UserError, one_line, short_reason
+from recipe.publish.card import CURVE_NAME, write_public_files
 
-# Checkpoints and the files that contain local paths are not published.
-PUBLISHED = [
-    *("README.md", "config.json", "generation_config.json", "model.safetensors"),
-    *("tokenizer.json", "tokenizer_config.json", "metrics.jsonl"),
-]
+# Only these files are published. The first row is written for the Hub, without local paths.
+WRITTEN_FILES = ("README.md", CURVE_NAME, "training_config.yaml", "metrics.jsonl", "summary.json", "evaluation.json")
+MODEL_FILES = (
+    *("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
+)
+TRAINING_FILES = (STATE_NAME, OPTIMIZER_NAME, RNG_NAME, MANIFEST_NAME)  # what only a resume needs
+SPOOL_NAME = ".hub"  # in output_dir: a folder for each checkpoint that waits for its upload, named like its branch
+FINAL_NAME = "final"  # the folder of the final model, which has no branch of its own
+BRANCH = re.compile(r"step-(\d{6,})-\d+\.\dB")
+TIMEOUT_SECONDS = 120.0  # the client has none, so a dead connection would hold the end of a run forever
+TEMPORARY = (408, 409, 412, 429, 500, 502, 503, 504)  # status codes that a later attempt may not meet
 
 
-def check_login() -> str | None:
-    """Return a warning to print before training if the final upload cannot succeed, else None."""
-    warning = "warning: the upload after training will fail unless you log in first (`hf auth login`)"
-    return warning if get_token() is None else None
+def branch_name(step: int, num_tokens: int) -> str:
+    """Return the branch of a checkpoint: `step-001000-0.5B`. num_tokens: trained on so far."""
+    return f"step-{step:06d}-{num_tokens / 1e9:.1f}B"
 
 
-def push_to_hub(output_dir: Path, config: TrainConfig) -> str:
-    """Upload the final model. Returns a message with the model's address, or with the failure and how to repeat."""
-    api, repo_id = HfApi(), config.hub_model_id
+def publishes_training_state(config: TrainConfig) -> bool:
+    """Return whether the published checkpoints can be resumed."""
+    return bool(config.push_to_hub) and config.hub_strategy in ("checkpoint", "all_checkpoints")
+
+
+def check_hub(config: TrainConfig) -> None:
+    """Create the repository if necessary, and raise `UserError` if the run could not upload to it.
+
+    A Hub that cannot be reached now prints a warning instead, because it may be back before the first upload.
+    """
+    if not config.push_to_hub:
+        return
+    repo_id = config.hub_model_id
+    check_repo_id(repo_id)
+    if constants.is_offline_mode():
+        raise UserError("--push_to_hub needs the Hub, but offline mode is on; unset HF_HUB_OFFLINE")
+    if get_token() is None:
+        raise UserError("--push_to_hub needs a token of the Hub; log in with `hf auth login`, or set HF_TOKEN")
+    get_session().timeout = TIMEOUT_SECONDS
+    disable_progress_bars()
+    api = HfApi()
     try:
-        url = api.create_repo(repo_id, private=config.hub_private_repo, exist_ok=True)
-        options = {"allow_patterns": PUBLISHED, "commit_message": "Upload model"}
-        api.upload_folder(repo_id=repo_id, folder_path=output_dir, **options)
-        return f"published at {url}"
-    except Exception as error:  # network, authentication, quota, ...: none of them is worth losing the trained model
-        options = [f"--include {name}" for name in PUBLISHED] + ["--private"] * config.hub_private_repo
-        command = " \\\n        ".join([f"hf upload {repo_id} {shlex.quote(str(output_dir))} .", *options])
-        reason = f"upload to the Hub failed: {short_reason(error)}"
-        return f"{reason}\nthe model is safe in {output_dir}; repeat the upload with\n    {command}"
+        api.create_repo(repo_id, private=config.hub_private_repo, exist_ok=True)
+        api.auth_check(repo_id, write=True)
+        if config.hub_revision is not None:
+            api.create_branch(repo_id, branch=config.hub_revision, exist_ok=True)
+    except Exception as error:  # refused, unreachable, ...: the client passes on the errors of several libraries
+        if is_permanent(error):
+            remedy = "log in with a token that may write to it (`hf auth login`), or pass another --hub_model_id"
+            raise UserError(f"the Hub refuses uploads to {repo_id} ({hub_reason(error)}); {remedy}") from error
+        print(f"warning: the Hub cannot be used now ({hub_reason(error)}); uploads start when it can", flush=True)
+
+
+def check_repo_id(repo_id: str) -> None:
+    """Raise `UserError` unless a repository could have this name."""
+    try:
+        validate_repo_id(repo_id)
+        is_valid = repo_id.count("/") == 1
+    except HFValidationError:
+        is_valid = False
+    if not is_valid:
+        raise UserError(f"'{repo_id}' cannot be the name of a Hub repository; expected user/name")
+
+
+def stage_checkpoint(config: TrainConfig, output_dir: Path, checkpoint: Path, step: int) -> None:
+    """Put what is published of a checkpoint into a folder named like its branch."""
+    names = MODEL_FILES + (TRAINING_FILES if publishes_training_state(config) else ())
+    tokens = step * config.global_batch_size * config.block_size
+    stage(checkpoint, output_dir / SPOOL_NAME / branch_name(step, tokens), names)
+
+
+def stage(source: Path, folder: Path, names: tuple[str, ...]) -> None:
+    """Link the files with these names into a folder, where they outlive the pruning of checkpoints.
+
+    The folder appears under its name when it is complete.
+    """
+    partial = folder.with_name(f".{folder.name}")
+    for path in (partial, folder):
+        shutil.rmtree(path, ignore_errors=True)
+    partial.mkdir(parents=True)
+    for path in (source / name for name in names):
+        if path.is_file():
+            try:
+                os.link(path, partial / path.name)
+            except OSError:  # the file system has no hard links
+                shutil.copy2(path, partial / path.name)
+    partial.rename(folder)
+
+
+def staged_checkpoints(output_dir: Path) -> list[tuple[Path, int]]:
+    """Return the folders of the checkpoints that wait for their upload, with their steps, oldest first."""
+    matches = [(path, BRANCH.fullmatch(path.name)) for path in (output_dir / SPOOL_NAME).glob("step-*")]
+    return sorted(((path, int(match[1])) for path, match in matches if match), key=lambda pair: pair[1])
+
+
+def upload(
+    api: HfApi, config: TrainConfig, output_dir: Path, folder: Path, step: int, update_main: bool, use_xet: bool
+) -> str:
+    """Upload a staged folder: its model to the main branch, and a checkpoint also to a branch named like its folder.
+
+    step: of the model in it. update_main: False for a model that is not the newest. use_xet: False sends large files
+    through LFS, which networks that block Xet may allow. Returns the address. Raises what the client raises.
+    """
+    repo_id, main = config.hub_model_id, config.hub_revision or constants.DEFAULT_REVISION
+    write_public_files(output_dir, folder, step)
+    get_session().timeout = TIMEOUT_SECONDS
+    url = api.create_repo(repo_id, private=config.hub_private_repo, exist_ok=True)
+    if config.hub_revision is not None:
+        api.create_branch(repo_id, branch=main, exist_ok=True)
+    model = WRITTEN_FILES + MODEL_FILES
+    if update_main:
+        _commit(api, repo_id, folder, model, main, f"Step {step:,}", use_xet)
+    if folder.name != FINAL_NAME:
+        api.create_branch(repo_id, branch=folder.name, revision=main, exist_ok=True)
+        _commit(api, repo_id, folder, model + TRAINING_FILES, folder.name, f"Step {step:,}", use_xet)
+        if config.hub_strategy == "checkpoint":
+            _drop_older_states(api, repo_id, folder.name)
+    return str(url)
+
+
+def _commit(
+    api: HfApi, repo_id: str, folder: Path, names: tuple[str, ...], revision: str, message: str, use_xet: bool
+) -> None:
+    """Make a branch hold exactly the files of a folder that have these names; other files on it stay."""
+    files = [path for path in (folder / name for name in names) if path.is_file()]
+    gone = _list_files(api, repo_id, revision) & set(names) - {path.name for path in files}
+    with contextlib.ExitStack() as stack:  # the client sends paths through Xet, and open files through LFS
+        contents = [path if use_xet else stack.enter_context(open(path, "rb")) for path in files]
+        operations = [CommitOperationAdd(path.name, content) for path, content in zip(files, contents, strict=True)]
+        operations += [CommitOperationDelete(name) for name in sorted(gone)]
+        api.create_commit(repo_id, operations, commit_message=message, revision=revision)
+
+
+def _list_files(api: HfApi, repo_id: str, revision: str) -> set[str]:
+    info = api.model_info(repo_id, revision=revision, timeout=TIMEOUT_SECONDS)
+    return {file.rfilename for file in info.siblings or ()}
+
+
+def _drop_older_states(api: HfApi, repo_id: str, newest: str) -> None:
+    """Delete the training state of all branches but the newest; the models stay."""
+    branches = checkpoint_branches(api, repo_id)
+    for branch in reversed(branches[: branches.index(newest)]):
+        if not api.file_exists(repo_id, OPTIMIZER_NAME, revision=branch):
+            break  # neither do the older ones have it
+        files = _list_files(api, repo_id, branch) & set(TRAINING_FILES)
+        deletions = [CommitOperationDelete(name) for name in sorted(files)]
+        api.create_commit(repo_id, deletions, commit_message="Delete the training state", revision=branch)
+        api.super_squash_history(repo_id, branch=branch)  # without its history, the Hub can free the space
+
+
+def checkpoint_branches(api: HfApi, repo_id: str) -> list[str]:
+    """Return the branches that are named like a checkpoint, oldest first."""
+    names = [ref.name for ref in api.list_repo_refs(repo_id).branches if BRANCH.fullmatch(ref.name)]
+    return sorted(names, key=lambda name: int(BRANCH.fullmatch(name)[1]))
+
+
+def is_permanent(error: Exception) -> bool:
+    """Return whether the Hub has refused a request in a way that another attempt would not change."""
+    return isinstance(error, HfHubHTTPError) and error.response.status_code not in TEMPORARY
+
+
+def hub_reason(error: Exception) -> str:
+    """Summarize an error of the Hub in a few words: its status and message, or its name and message."""
+    if isinstance(error, HfHubHTTPError):
+        return one_line(f"status {error.response.status_code}: {error.server_message or error.response.reason_phrase}")
+    return short_reason(error)

@@ -38,7 +38,7 @@ def choose_output_dir(config: TrainConfig, recipe: str) -> Path:
     resumed = config.resume_from_checkpoint
     if config.eval_only:  # writes nothing
         return Path(config.output_dir or resumed or ".")
-    if config.output_dir is None and resumed:  # the run that the checkpoint belongs to
+    if config.output_dir is None and resumed and not resumed.startswith("hf://"):  # the checkpoint's run
         directory = Path(resumed) if list_checkpoints(Path(resumed)) else Path(resumed).absolute().parent
         _check_contents(directory, config)
     elif config.output_dir is None:
@@ -81,6 +81,8 @@ def _check_contents(directory: Path, config: TrainConfig) -> None:
     resumes_here = bool(resumed) and there in (Path(resumed).absolute(), Path(resumed).absolute().parent)
     if resumed == "latest":
         resumes_here = True
+    elif resumed and resumed.startswith("hf://"):  # the download compares the checkpoints
+        resumes_here = bool(list_checkpoints(directory))
     elif resumed == "auto":  # also if the run ended before its first checkpoint, but not if it finished
         finished = any((directory / name).exists() for name in (SUMMARY_NAME, "model.safetensors"))
         resumes_here = bool(list_checkpoints(directory)) or not finished

@@ -18,7 +18,6 @@ from recipe.hardware.choices import Choice
 from recipe.hardware.devices import peak_memory_bytes
 from recipe.model.size import count_exported_parameters
 from recipe.optim.optimizers import count_warmup_steps
-from recipe.publish.hub import check_login
 from recipe.run.accumulation import Accumulation
 from recipe.run.meter import StepMeter
 from recipe.run.output_dir import launch_command, resume_command
@@ -91,8 +90,6 @@ def find_warnings(
     epochs = config.max_steps * config.global_batch_size / len(dataset.splits["train"])
     if not config.streaming and epochs > MANY_EPOCHS:
         found.append(f"warning: {epochs:,.0f} epochs over so little text: the model will memorize it")
-    if config.push_to_hub and (warning := check_login()):
-        found.append(warning)
     return found
 
 

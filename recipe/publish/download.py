@@ -1,0 +1,103 @@
+"""Resume from a checkpoint on the Hub: `hf://user/name@step-001000-0.5B`."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+from huggingface_hub import HfApi, constants, get_session, hf_hub_download, snapshot_download
+from huggingface_hub.errors import RemoteEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.utils import disable_progress_bars
+
+from recipe.checkpoint.load import STATE_NAME, checkpoint_dir, list_checkpoints
+from recipe.checkpoint.manifest import MANIFEST_NAME, why_damaged
+from recipe.config import TrainConfig
+from recipe.errors import UserError
+from recipe.publish.hub import (
+    MODEL_FILES,
+    TIMEOUT_SECONDS,
+    TRAINING_FILES,
+    check_repo_id,
+    checkpoint_branches,
+    hub_reason,
+    publishes_training_state,
+)
+
+ADDRESS = re.compile(r"hf://(?:models/)?([^@]+?)/?(?:@(.+))?")
+METRICS_NAME = "metrics.jsonl"
+
+
+def fetch_checkpoint(config: TrainConfig, output_dir: Path) -> str | None:
+    """Download the checkpoint to resume from into output_dir, if it is on the Hub.
+
+    Returns the argument for `find_checkpoint`. `hf://user/name` is the newest checkpoint that can be resumed. `auto`
+    looks on the Hub if output_dir has no checkpoint and the run publishes its training state there, so a job that is
+    submitted again to a fresh machine resumes. Raises `UserError` if the checkpoint cannot be had.
+    """
+    resume = config.resume_from_checkpoint
+    if resume is not None and resume.startswith("hf://"):
+        repo_id, revision = ADDRESS.fullmatch(resume).groups()
+    elif resume == "auto" and publishes_training_state(config) and not list_checkpoints(output_dir):
+        repo_id, revision = config.hub_model_id, None
+    else:
+        return resume
+    check_repo_id(repo_id)
+    if constants.is_offline_mode():
+        raise UserError(f"{repo_id} cannot be reached in offline mode; unset HF_HUB_OFFLINE")
+    disable_progress_bars()
+    get_session().timeout = TIMEOUT_SECONDS
+    try:
+        revision = revision or _newest(repo_id)
+        if revision is not None:
+            print(f"resuming from {repo_id}, revision {revision}, on the Hub", flush=True)
+            return str(_download(repo_id, revision, output_dir))
+    except RevisionNotFoundError as error:
+        raise UserError(f"{repo_id} on the Hub has no revision {revision}{_known(repo_id)}") from error
+    except RemoteEntryNotFoundError as error:
+        reason = "contains no training state (published with --hub_strategy checkpoint or all_checkpoints)"
+        raise UserError(f"revision {revision} of {repo_id} {reason}{_known(repo_id)}") from error
+    except RepositoryNotFoundError as error:
+        if resume != "auto":
+            raise UserError(f"there is no repository {repo_id} on the Hub, or the token may not read it") from error
+    except UserError:
+        raise
+    except Exception as error:  # no connection, a full disk, ...: the client passes on the errors of several libraries
+        remedy = "run the same command again" if resume != "auto" else "run it again, or without --push_to_hub"
+        raise UserError(f"the checkpoint on the Hub cannot be read ({hub_reason(error)}); {remedy}") from error
+    if resume != "auto":
+        raise UserError(f"no branch of {repo_id} on the Hub contains a training state")
+    return resume
+
+
+def _newest(repo_id: str) -> str | None:
+    """Return the newest branch that can be resumed, or None."""
+    api = HfApi()
+    branches = reversed(checkpoint_branches(api, repo_id))
+    return next((name for name in branches if api.file_exists(repo_id, STATE_NAME, revision=name)), None)
+
+
+def _known(repo_id: str) -> str:
+    """Return the end of a message: the newest branch that can be resumed, if there is one."""
+    newest = _newest(repo_id)
+    return f"; the newest that can be resumed is hf://{repo_id}@{newest}" if newest else ""
+
+
+def _download(repo_id: str, revision: str, output_dir: Path) -> Path:
+    """Download a checkpoint and the run's log. Returns the checkpoint's folder, which appears when it is complete."""
+    state, manifest = (Path(hf_hub_download(repo_id, name, revision=revision)) for name in (STATE_NAME, MANIFEST_NAME))
+    final = checkpoint_dir(output_dir, json.loads(state.read_text())["step"])
+    if others := [path.name for path in list_checkpoints(output_dir) if path != final]:
+        found = f"{output_dir} contains checkpoints already ({', '.join(others[:3])})"
+        raise UserError(f"{found}; resume from them (--resume_from_checkpoint auto), or choose another --output_dir")
+    if why_damaged(final) is None and (final / MANIFEST_NAME).read_bytes() == manifest.read_bytes():
+        return final  # an earlier attempt has downloaded it
+    partial = final.with_name(f".{final.name}.partial")
+    names = [*MODEL_FILES, *TRAINING_FILES, METRICS_NAME]
+    snapshot_download(repo_id, revision=revision, allow_patterns=names, local_dir=partial)
+    if (reason := why_damaged(partial)) is not None:
+        shutil.rmtree(partial)
+        raise UserError(f"revision {revision} of {repo_id} is damaged on the Hub: {reason}")
+    shutil.rmtree(partial / ".cache")  # of the client
+    (partial / METRICS_NAME).replace(output_dir / METRICS_NAME)
+    shutil.rmtree(final, ignore_errors=True)
+    return partial.rename(final)

@@ -1,0 +1,131 @@
+"""Uploads during a run: in the background, one at a time, and never in the way of training."""
+
+import shlex
+import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+
+from accelerate import PartialState
+from huggingface_hub import HfApi
+
+from recipe.config import TrainConfig
+from recipe.publish.hub import (
+    FINAL_NAME,
+    MODEL_FILES,
+    SPOOL_NAME,
+    hub_reason,
+    is_permanent,
+    stage,
+    stage_checkpoint,
+    staged_checkpoints,
+    upload,
+)
+
+RETRY_SECONDS = (60.0, 300.0, 900.0)  # after the first failure of an upload, the second, and each later one
+LAST_RETRY_SECONDS = (5.0, 20.0)  # at the end of a run
+
+
+class HubUploads:
+    """Uploads checkpoints while the run continues, and the final model. Without `push_to_hub` it does nothing.
+
+    A staged checkpoint outlives pruning and the process: the next process of the run, or scripts/push_to_hub.py,
+    uploads what is left. A newer checkpoint replaces those that still wait, unless all of them are wanted.
+    """
+
+    def __init__(self, config: TrainConfig, output_dir: Path, say: Callable[[str], None]) -> None:
+        """say: prints a line."""
+        self.enabled = config.push_to_hub and PartialState().is_main_process
+        self.config, self.output_dir, self.say = config, output_dir, say
+        self.keeps_all = config.hub_always_push or config.hub_strategy == "all_checkpoints"
+        self.api = HfApi()
+        self.running: tuple[Path, Future] | None = None
+        self.failures: dict[str, str] = {}  # checkpoint -> why its last upload failed
+        self.skipped: list[str] = []  # checkpoints that a newer one replaced
+        self.num_failures, self.retry_at = 0, 0.0  # in a row
+        self.url: str | None = None
+        self.any_waiting = True  # an earlier process of the run may have left some
+
+    def add(self, checkpoint: Path, step: int) -> None:
+        """Stage a complete checkpoint for its upload. Any thread can call this."""
+        if self.enabled and self.config.hub_strategy != "end":
+            stage_checkpoint(self.config, self.output_dir, checkpoint, step)
+            self.any_waiting = True
+
+    def advance(self) -> None:
+        """Start the next upload if none is running. Call it after each step; it never waits."""
+        if not (self.enabled and (self.any_waiting or self.running)) or (self.running and not self.running[1].done()):
+            return
+        self._collect()
+        if time.monotonic() >= self.retry_at:
+            self.any_waiting = False  # before it looks, because `add` may come in between
+            if waiting := self._waiting():
+                self._start(*waiting[0])
+
+    def finish(self, final_step: int | None = None) -> bool:
+        """Upload what is left, and say where it is, or how to repeat what failed. The end of a run waits for this.
+
+        final_step: of the final model in output_dir, which is uploaded too; None if the run stopped before its end.
+        Returns whether everything is on the Hub.
+        """
+        if not self.enabled:
+            return True
+        self._collect()
+        waiting = self._waiting()
+        if final_step is not None:
+            stage(self.output_dir, self.output_dir / SPOOL_NAME / FINAL_NAME, MODEL_FILES)
+            waiting.append((self.output_dir / SPOOL_NAME / FINAL_NAME, final_step))
+        if waiting:
+            self.say(f"uploading {', '.join(folder.name for folder, _ in waiting)} to {self.config.hub_model_id}")
+        for folder, step in waiting:
+            is_newest = folder == waiting[-1][0]
+            for seconds in (*LAST_RETRY_SECONDS, None):
+                self._start(folder, step, is_newest)
+                error = self._collect()
+                if error is None or is_permanent(error) or seconds is None:
+                    break
+                time.sleep(seconds)
+        if self.url is not None:
+            self.say(f"published at {self.url}")
+        missing = [f"{name} ({reason})" for name, reason in self.failures.items()]
+        missing += [f"{name} (a newer one was due)" for name in self.skipped]
+        if missing:
+            command = f"python scripts/push_to_hub.py {shlex.quote(str(self.output_dir))}"
+            self.say(f"not uploaded: {', '.join(missing)}; to upload what is missing:\n    {command}")
+        return not missing
+
+    def _waiting(self) -> list[tuple[Path, int]]:
+        """Return the staged checkpoints and their steps, oldest first, without those that a newer one replaces."""
+        waiting = staged_checkpoints(self.output_dir)
+        if not self.keeps_all:
+            for folder, _ in waiting[:-1]:
+                self.skipped.append(folder.name)
+                self.failures.pop(folder.name, None)
+                shutil.rmtree(folder)
+            del waiting[:-1]
+        return waiting
+
+    def _start(self, folder: Path, step: int, is_newest: bool = True) -> None:
+        use_xet = folder.name not in self.failures
+        arguments = (self.api, self.config, self.output_dir, folder, step, is_newest, use_xet)
+        self.running = folder, self.api.run_as_future(upload, *arguments)
+
+    def _collect(self) -> Exception | None:
+        """Wait for the running upload, if there is one. Returns the error if it failed."""
+        if self.running is None:
+            return None
+        (folder, future), self.running = self.running, None
+        self.any_waiting = True
+        if (error := future.exception()) is None:
+            self.url = future.result()
+            self.failures.pop(folder.name, None)
+            self.num_failures = 0
+            shutil.rmtree(folder)
+            return None
+        if folder.name not in self.failures:
+            self.say(f"warning: the upload of {folder.name} failed and will be repeated: {hub_reason(error)}")
+        self.failures[folder.name] = hub_reason(error)
+        self.retry_at = time.monotonic() + RETRY_SECONDS[min(self.num_failures, len(RETRY_SECONDS) - 1)]
+        self.num_failures += 1
+        return error

@@ -1,0 +1,69 @@
+"""Measure what uploading costs a run: a long demo that publishes every second one of its checkpoints.
+
+python scripts/benchmarks/hub_overhead.py --output_file scripts/benchmarks/hub_overhead_cpu.json
+
+The checkpoints, with their training state, go to the tests' stand-in for the Hub, a process on the same cores. The
+steps from one checkpoint to the next are a window. Windows with and without an upload alternate, and each is compared
+with the mean of its two neighbors.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from recipe.benchmark.measure import TRAIN, finish_results
+from recipe.command_line import CommandLine
+from recipe.errors import run_main
+
+STAND_IN = TRAIN.parent.parent / "tests" / "hub_stand_in.py"
+WINDOW = 400  # steps between checkpoints, as in the demo
+# recipe/train.py with every second checkpoint kept from the uploads
+TRAINING = """
+import runpy, sys
+import recipe.publish.uploads as uploads
+add, window = uploads.HubUploads.add, int(sys.argv[1])
+uploads.HubUploads.add = lambda self, path, step: add(self, path, step) if step // window % 2 else None
+sys.argv = sys.argv[2:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+OPTIONS = "--push_to_hub --hub_model_id someone/demo --hub_strategy all_checkpoints --eval_steps 0 --output_dir run"
+
+
+def main() -> None:
+    parser = CommandLine(description="Measure what uploading checkpoints costs a run.")
+    parser.add_argument("--num_windows", type=int, default=20, help="checkpoints of the run (default: 20)")
+    parser.add_argument("--output_file", type=Path, help="JSON to write")
+    args = parser.parse_args()
+    steps = [TRAIN, *OPTIONS.split(), "--max_steps", (args.num_windows + 1) * WINDOW, "--save_steps", WINDOW]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        subprocess.Popen([sys.executable, STAND_IN], stdout=subprocess.PIPE, text=True) as stand_in,
+    ):
+        environment = {**os.environ, **json.loads(stand_in.stdout.readline()), "HF_HOME": folder}
+        command = [sys.executable, "-c", TRAINING, WINDOW, *steps]
+        subprocess.run([*map(str, command)], cwd=folder, env=environment, check=True)
+        stand_in.terminate()
+        lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
+    events = [event for event in map(json.loads, lines) if event["event"] == "train"]
+    seconds_at = {event["step"]: event["train_seconds"] for event in events}
+    windows = [seconds_at[step + WINDOW] - seconds_at[step] for step in seconds_at if step % WINDOW == 0 < step]
+    costs = []  # of the windows between two of the other kind; the first window has an upload
+    for index in range(1, len(windows) - 1):
+        ratio = 2 * windows[index] / (windows[index - 1] + windows[index + 1]) - 1
+        costs.append(ratio if index % 2 == 0 else -ratio)
+    results = {
+        "steps_per_window": WINDOW,
+        "seconds_with_upload": [round(value, 2) for value in windows[::2]],
+        "seconds_without": [round(value, 2) for value in windows[1::2]],
+        "median_cost": round(statistics.median(costs), 4),
+        "costs": [round(value, 4) for value in costs],
+    }
+    finish_results(results, args.output_file)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,53 @@
+"""Upload a run to the Hub, or repeat the uploads that failed: its checkpoints as branches, its model as main.
+
+python scripts/push_to_hub.py runs/demo --hub_model_id user/name
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from recipe.checkpoint.load import list_checkpoints
+from recipe.checkpoint.manifest import why_damaged
+from recipe.checkpoint.save import CONFIG_NAME
+from recipe.command_line import CommandLine, load_config
+from recipe.errors import UserError, run_main
+from recipe.publish.hub import check_hub
+from recipe.publish.uploads import HubUploads
+from recipe.run.output_dir import SUMMARY_NAME, lock_output_dir
+
+
+def main() -> None:
+    parser = CommandLine(description="Upload a run to the Hub; what is there already is not sent again.")
+    parser.add_argument("run_dir", type=Path, help="output folder of a run")
+    for name, text in (
+        ("hub_model_id", "repository, user/name"),
+        ("hub_strategy", "end, every_save, checkpoint or all_checkpoints"),
+        ("hub_private_repo", "true creates the repository as private"),
+        ("hub_revision", "branch for the newest model"),
+        ("hub_license", "license on the card, e.g. mit"),
+    ):
+        parser.add_argument(f"--{name}", default=argparse.SUPPRESS, help=f"{text}; default: the run's own")
+    given = vars(parser.parse_args())
+    run_dir = given.pop("run_dir")
+    if not (run_dir / CONFIG_NAME).is_file():
+        raise UserError(
+            f"{run_dir} is not the folder of a run: it has no {CONFIG_NAME}; `hf upload` uploads any folder"
+        )
+    options = [f"--{name}={value}" for name, value in given.items()]
+    config, _ = load_config(["--config", str(run_dir / CONFIG_NAME), "--push_to_hub", "--hub_always_push", *options])
+    lock_output_dir(run_dir)  # a run that is still training uploads by itself
+    check_hub(config)
+    uploads = HubUploads(config, run_dir, print)
+    for checkpoint in list_checkpoints(run_dir):
+        if (reason := why_damaged(checkpoint)) is None:
+            uploads.add(checkpoint, int(checkpoint.name.rpartition("-")[2]))
+        else:
+            print(f"skipping {checkpoint}: {reason}")
+    summary = run_dir / SUMMARY_NAME
+    sys.exit(not uploads.finish(json.loads(summary.read_text())["step"] if summary.is_file() else None))
+
+
+if __name__ == "__main__":
+    run_main(main)
