@@ -10,9 +10,10 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 # Set before torch is imported: no network, and threads that do not spin, because tests may share their cores.
@@ -21,6 +22,9 @@ os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="true", OMP_WAIT_PO
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from hub_stand_in import HubStandIn
+from huggingface_hub import close_session, constants, file_download, hf_api
+from huggingface_hub.utils import _http
 
 from recipe.data.packed import open_packed_dataset
 from recipe.data.prepare import prepare_dataset
@@ -53,6 +57,47 @@ def on_the_cpu(request, monkeypatch):
     if request.node.get_closest_marker("gpu") is None:
         for name, value in CPU_ONLY.items():
             monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A stand-in for the Hugging Face Hub on loopback: the Hub of this process, and of those that it starts.
+
+    Logged in with a token that may write. Retries wait 10 ms in this process, and as long as they mean to in others.
+    """
+    home = tmp_path / "hf_home"
+    with HubStandIn() as stand_in:
+        environment = {
+            "HF_ENDPOINT": stand_in.endpoint,
+            "HF_TOKEN": stand_in.token,
+            "HF_HUB_OFFLINE": "0",
+            "HF_HUB_DISABLE_XET": "1",  # the client never falls back by itself
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "HF_HOME": str(home),
+            "HF_HUB_CACHE": str(home / "hub"),
+            "NO_PROXY": "127.0.0.1",
+        }
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        # The client reads its environment when it is imported.
+        read = {"ENDPOINT": stand_in.endpoint, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}
+        read |= {"HF_HUB_DISABLE_TELEMETRY": True, "HF_HOME": str(home), "HF_HUB_CACHE": str(home / "hub")}
+        read |= {"HF_TOKEN_PATH": str(home / "token"), "HF_STORED_TOKENS_PATH": str(home / "stored_tokens")}
+        template = stand_in.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        for name, value in {**read, "HUGGINGFACE_CO_URL_TEMPLATE": template}.items():
+            monkeypatch.setattr(constants, name, value)
+        monkeypatch.setattr(hf_api.api, "endpoint", stand_in.endpoint)  # huggingface_hub.create_repo() and the like
+
+        def sleep(seconds: float) -> None:
+            stand_in.waits.append(seconds)
+            time.sleep(0.01)
+
+        for module in (_http, file_download):
+            monkeypatch.setattr(module, "time", SimpleNamespace(sleep=sleep))
+        close_session()  # which may know other proxies
+        yield stand_in
+        close_session()
+    assert not stand_in.errors
 
 
 @pytest.fixture(scope="session")

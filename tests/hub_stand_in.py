@@ -1,0 +1,267 @@
+"""A stand-in for the Hugging Face Hub on loopback, for the real client: repositories in memory, faults on demand.
+
+It answers the requests of huggingface_hub 2.4 for model repositories, with the status codes and the headers from which
+the client chooses its exceptions. It has no Xet storage.
+"""
+
+import contextlib
+import json
+import re
+import secrets
+import socket
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, unquote, urlsplit
+
+from hub_repository import Refused, Repository, check_card
+
+INVALID_TOKEN = "Invalid credentials in Authorization header"
+# The status of an answer; the seconds before a normal answer; "drop": close the connection after half of the request's
+# body; "lose": do what was asked, then close it; "cut": close it after half of the answer's body.
+Fault = int | float | str
+
+
+class HubStandIn:
+    """The server and what it holds. Use it as a context manager."""
+
+    def __init__(self):
+        self.user = "someone"
+        self.token, self.read_only_token = (f"hf_{secrets.token_hex(17)}" for _ in range(2))
+        self.requests: list[tuple[str, str, dict[str, str], bytes]] = []  # method, path, headers by lower case, body
+        self.waits: list[float] = []  # seconds that the client in this process would have waited before it retried
+        self.errors: list[Exception] = []  # of the stand-in itself: a test must leave none
+        self.repositories: dict[str, Repository] = {}
+        self.faults: list[list] = []  # [regular expression, Fault, times left]
+        self.lock = threading.RLock()
+        self.stopped = threading.Event()
+        self.connections: set[socket.socket] = set()
+        self.server = Server(("127.0.0.1", 0), type("BoundHandler", (Handler,), {"hub": self}))
+        self.endpoint = f"http://127.0.0.1:{self.server.server_port}"
+
+    def __enter__(self) -> "HubStandIn":
+        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.02,))
+        self.thread.start()
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.stopped.set()  # ends delays
+        self.server.shutdown()
+        self.thread.join()
+        for connection in list(self.connections):  # clients keep connections open
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        self.server.server_close()
+
+    def files(self, repo_id: str, revision: str = "main") -> dict[str, bytes]:
+        """Return the files of a revision by path, without the .gitattributes that every repository starts with."""
+        files = self.repositories[repo_id].files(revision)
+        return {path: file.content for path, file in files.items() if path != ".gitattributes"}
+
+    def branches(self, repo_id: str) -> dict[str, str]:
+        """Return the id of the last commit of every branch."""
+        return dict(self.repositories[repo_id].branches)
+
+    def commits(self, repo_id: str, branch: str = "main") -> list[str]:
+        """Return the messages of the commits of a branch, oldest first. The first is the Hub's "initial commit"."""
+        repository, messages = self.repositories[repo_id], []
+        commit = repository.commits.get(repository.resolve(branch))
+        while commit is not None:
+            messages.insert(0, commit.message)
+            commit = repository.commits.get(commit.parent)
+        return messages
+
+    def is_private(self, repo_id: str) -> bool:
+        return self.repositories[repo_id].private
+
+    def fail(self, pattern: str, how: Fault, times: int | None = 1) -> None:
+        """Make the next requests fail whose "METHOD path" matches a regular expression. times: None for all."""
+        with self.lock:
+            self.faults.append([re.compile(pattern), how, times])
+
+    def heal(self) -> None:
+        """Remove all faults."""
+        with self.lock:
+            self.faults.clear()
+
+    def take_fault(self, request: str) -> Fault | None:
+        """Return how a request fails, or None."""
+        with self.lock:
+            for fault in self.faults:
+                pattern, how, times = fault
+                if times != 0 and pattern.search(request):
+                    fault[2] = times and times - 1
+                    return how
+        return None
+
+    def role_of(self, headers: dict[str, str]) -> str | None:
+        """Return "write", "read", or None without a token."""
+        if "authorization" not in headers:
+            return None
+        roles = {f"Bearer {self.token}": "write", f"Bearer {self.read_only_token}": "read"}
+        if headers["authorization"] not in roles:
+            raise Refused(401, INVALID_TOKEN)
+        return roles[headers["authorization"]]
+
+    def open(self, repo_id: str, role: str | None, write: bool = False) -> Repository:
+        """Return a repository that a role may read, or write."""
+        repository = self.repositories.get(repo_id)
+        own = role is not None and repo_id.startswith(f"{self.user}/")
+        if repository is None or (repository.private and not own):
+            raise Refused(401 if role is None else 404, "Repository not found", "RepoNotFound")
+        if write and (role != "write" or not own):
+            raise Refused(401 if role is None else 403, f"You don't have the rights to write to {repo_id}")
+        return repository
+
+    def create_repository(self, role: str | None, asked: dict) -> dict:
+        repo_id = f"{asked['organization'] or self.user}/{asked['name']}"
+        answer = {"name": repo_id, "url": f"{self.endpoint}/{repo_id}"}
+        if role != "write" or not repo_id.startswith(f"{self.user}/"):
+            raise Refused(401 if role is None else 403, f"You don't have the rights to create the model {repo_id}")
+        if repo_id in self.repositories:
+            raise Refused(409, "You already created this model repo", **answer)
+        self.repositories[repo_id] = Repository(asked.get("visibility") == "private")
+        return answer
+
+    def answer(self, method: str, target: str, headers: dict[str, str], body: bytes) -> tuple[object, dict[str, str]]:
+        """Return the payload and the headers of a successful answer."""
+        url = urlsplit(target)
+        match method, [unquote(part) for part in url.path.strip("/").split("/")]:
+            case "PUT", ["lfs-storage", owner, name, oid]:  # a signed address, which needs no token
+                return self.repositories[f"{owner}/{name}"].store_large_file(oid, body), {}
+            case "GET", ["api", "agent-harnesses"]:
+                return {}, {}
+            case "GET", ["api", "whoami-v2"]:
+                role = self.role_of(headers)
+                if role is None:
+                    raise Refused(401, "Invalid username or password.")
+                return {"type": "user", "name": self.user, "orgs": [], "auth": {"accessToken": {"role": role}}}, {}
+            case "POST", ["api", "validate-yaml"]:
+                return check_card(json.loads(body)["content"]), {}
+            case "POST", ["api", "repos", "create"]:
+                return self.create_repository(self.role_of(headers), json.loads(body)), {}
+            case "GET" | "HEAD", [owner, name, "resolve", revision, *path]:
+                return self.open(f"{owner}/{name}", self.role_of(headers)).read_file(revision, "/".join(path))
+            case "POST", [owner, name, "info", "lfs", "objects", action]:
+                repo_id = f"{owner}/{name.removesuffix('.git')}"
+                repository = self.open(repo_id, self.role_of(headers), write=True)
+                return self.answer_lfs(repo_id, repository, action, json.loads(body)), {}
+            case _, ["api", "models", owner, name, *rest]:
+                write = method != "GET" or rest == ["auth-check", "write"]
+                repository = self.open(f"{owner}/{name}", self.role_of(headers), write)
+                return self.answer_api(f"{owner}/{name}", repository, [method, *rest], parse_qs(url.query), body), {}
+        raise Refused(404, f"The stand-in does not know {method} {url.path}")
+
+    def answer_api(self, repo_id: str, repository: Repository, request: list[str], query: dict, body: bytes) -> object:
+        """Answer a request under /api/models/{repo_id}."""
+        match request:
+            case ["GET", "auth-check", *_]:
+                return {}
+            case ["GET"] | ["GET", "revision", _]:
+                revision = request[-1] if request[1:] else "main"
+                files = [{"rfilename": path} for path in repository.files(revision)]
+                info = {"id": repo_id, "sha": repository.resolve(revision), "private": repository.private}
+                return {**info, "siblings": files, "tags": []}
+            case ["GET", "refs"]:
+                heads = repository.branches.items()
+                branches = [{"name": name, "ref": f"refs/heads/{name}", "targetCommit": head} for name, head in heads]
+                return {"branches": branches, "converts": [], "tags": []}
+            case ["GET", "tree", revision, *folder]:
+                return repository.list_tree(revision, "/".join(folder), query.get("recursive") == ["true"])
+            case ["POST", "branch", branch]:
+                return repository.create_branch(branch, json.loads(body).get("startingPoint", "main"))
+            case ["POST", "super-squash", branch]:
+                repository.write_commit(branch, None, json.loads(body)["message"], repository.files(branch))
+                return {}
+            case ["POST", "preupload", revision]:
+                return {"files": [repository.choose_upload(revision, file) for file in json.loads(body)["files"]]}
+            case ["POST", "commit", branch]:
+                commit_id = repository.add_commit(branch, [json.loads(line) for line in body.splitlines()])
+                return {"commitOid": commit_id, "commitUrl": f"{self.endpoint}/{repo_id}/commit/{commit_id}"}
+        raise Refused(404, f"The stand-in does not know {' '.join(request)}")  # such as xet-write-token
+
+    def answer_lfs(self, repo_id: str, repository: Repository, action: str, asked: dict) -> object:
+        """Say where to upload the large files that a repository lacks, each in one piece, or verify an upload."""
+        if action == "verify":
+            return repository.verify_large_file(asked["oid"], asked["size"])
+        objects = [{"oid": entry["oid"], "size": entry["size"]} for entry in asked["objects"]]
+        for entry in objects:
+            if entry["oid"] not in repository.large_files:
+                repository.uploads[entry["oid"]] = entry["size"]
+                upload = {"href": f"{self.endpoint}/lfs-storage/{repo_id}/{entry['oid']}"}
+                verify = {"href": f"{self.endpoint}/{repo_id}.git/info/lfs/objects/verify"}
+                entry["actions"] = {"upload": upload, "verify": verify}
+        return {"transfer": "basic", "objects": objects}
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = False  # so that server_close() joins them
+    request_queue_size = 64
+
+    def handle_error(self, request, client_address) -> None:
+        """Print nothing about a connection that the client closed."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One connection, on a thread of its own."""
+
+    hub: HubStandIn
+    protocol_version = "HTTP/1.1"  # keeps connections open, as the Hub does
+    wbufsize = -1  # headers and body leave together
+
+    def setup(self) -> None:
+        super().setup()
+        self.hub.connections.add(self.connection)
+        if self.hub.stopped.is_set():  # accepted while the server stops, which has already closed the others
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+    def finish(self) -> None:
+        super().finish()
+        self.hub.connections.discard(self.connection)
+
+    def log_message(self, format, *args) -> None:
+        """Print nothing."""
+
+    def handle_request(self) -> None:
+        how = self.hub.take_fault(f"{self.command} {unquote(urlsplit(self.path).path)}")
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        body = self.read_body(half=how == "drop")
+        self.hub.requests.append((self.command, self.path, headers, body))
+        stopped = isinstance(how, float) and self.hub.stopped.wait(how)
+        self.close_connection |= stopped or isinstance(how, str)
+        if stopped or how == "drop":
+            return
+        status, payload, answered = self.find_answer(headers, body, how)
+        if how == "lose":
+            return
+        data = payload if isinstance(payload, bytes) else json.dumps(payload).encode()
+        start = re.match(r"bytes=(\d+)-$", headers.get("range", ""))
+        if "ETag" in answered and start:
+            status, answered["Content-Range"] = 206, f"bytes {start[1]}-{len(data) - 1}/{len(data)}"
+            data = data[int(start[1]) :]
+        self.send_response(status)
+        for name, value in {"Content-Type": "application/json", **answered, "Content-Length": len(data)}.items():
+            self.send_header(name, str(value))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data[: len(data) // 2] if how == "cut" else data)
+
+    do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = handle_request
+
+    def read_body(self, half: bool) -> bytes:
+        size = int(self.headers.get("Content-Length", 0))
+        return self.rfile.read(size // 2 if half else size)
+
+    def find_answer(self, headers: dict[str, str], body: bytes, how: Fault | None) -> tuple[int, object, dict]:
+        """Return status, payload and headers."""
+        try:
+            if isinstance(how, int):
+                message = INVALID_TOKEN if how == 401 else f"The stand-in was told to answer {how}"
+                raise Refused(how, message, "RepoNotFound" if how == 404 else "")
+            with self.hub.lock:
+                return 200, *self.hub.answer(self.command, self.path, headers, body)
+        except Refused as refused:
+            retry = {"Retry-After": "2"} if refused.status == 429 else {}
+            return refused.status, refused.payload, {**refused.headers, **retry}
+        except Exception as error:
+            self.hub.errors.append(error)
+            return 500, {"error": repr(error)}, {}
