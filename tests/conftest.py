@@ -22,7 +22,7 @@ os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="true", OMP_WAIT_PO
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from hub_stand_in import HubStandIn
+from hub_stand_in import CLIENT, HubStandIn
 from huggingface_hub import close_session, constants, file_download, hf_api
 from huggingface_hub.utils import _http
 
@@ -70,12 +70,9 @@ def hub(tmp_path, monkeypatch):
         environment = {
             "HF_ENDPOINT": stand_in.endpoint,
             "HF_TOKEN": stand_in.token,
-            "HF_HUB_OFFLINE": "0",
-            "HF_HUB_DISABLE_XET": "1",  # the client never falls back by itself
-            "HF_HUB_DISABLE_TELEMETRY": "1",
             "HF_HOME": str(home),
             "HF_HUB_CACHE": str(home / "hub"),
-            "NO_PROXY": "127.0.0.1",
+            **CLIENT,
         }
         for name, value in environment.items():
             monkeypatch.setenv(name, value)

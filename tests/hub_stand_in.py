@@ -21,6 +21,10 @@ INVALID_TOKEN = "Invalid credentials in Authorization header"
 Fault = int | float | str
 
 
+# The environment of a client. It never falls back from Xet to LFS by itself.
+CLIENT = {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "127.0.0.1"}
+
+
 class HubStandIn:
     """The server and what it holds. Use it as a context manager."""
 
@@ -265,3 +269,9 @@ class Handler(BaseHTTPRequestHandler):
         except Exception as error:
             self.hub.errors.append(error)
             return 500, {"error": repr(error)}, {}
+
+
+if __name__ == "__main__":  # for a program of its own: prints the environment that its clients need, and serves
+    with HubStandIn() as stand_in:
+        print(json.dumps({"HF_ENDPOINT": stand_in.endpoint, "HF_TOKEN": stand_in.token, **CLIENT}), flush=True)
+        stand_in.thread.join()

@@ -114,7 +114,12 @@ def test_saved_config_repeats_the_run(tmp_path):
         (["--config", "gone.yaml"], "there is no recipe file gone.yaml"),
         (["--train_file", "a.txt"], "pass exactly one of"),
         (["--push_to_hub"], "--push_to_hub requires --hub_model_id"),
+        (
+            ["--hub_strategy", "epoch"],
+            "invalid choice: 'epoch' (choose from end, every_save, checkpoint, all_checkpoints)",
+        ),
         (["--resume_from_checkpoint", "latest"], "requires the --output_dir"),
+        (["--eval_only", "--resume_from_checkpoint", "hf://a/b"], "--eval_only evaluates a model on the Hub with"),
         (["--resume_from_checkpoint", "x", "--overwrite"], "pass only one of them"),
         (["--preprocessing_num_workers", "0"], "preprocessing_num_workers must be at least 1"),
         (["--max_eval_samples", "some"], "max_eval_samples must be auto or all or at least 1, got 'some'"),
@@ -225,9 +230,9 @@ max_steps num_train_epochs max_minutes change_schedule optim learning_rate lr_sc
 warmup_steps weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm max_bad_steps spike_sigmas
 mixed_precision tf32 dynamo_backend dynamo_mode bf16_residual sigmoid_gelu index_mask deterministic huge_pages
 gpu_memory_limit_gb
-logging_steps eval_on_start eval_steps max_eval_samples exact_final_eval eval_only save_steps save_total_limit
-on_save_failure resume_from_checkpoint report_to project profile
-sample_prompt push_to_hub hub_model_id hub_private_repo
+logging_steps eval_on_start eval_steps max_eval_samples exact_final_eval eval_only save_steps save_on_start
+save_total_limit on_save_failure resume_from_checkpoint report_to project profile
+sample_prompt push_to_hub hub_model_id hub_strategy hub_private_repo hub_always_push hub_revision
 python_lists sdpa_with_mask loss_in_graph
 """
 

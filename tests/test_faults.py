@@ -747,13 +747,12 @@ def test_no_secret_leaves_the_environment(tmp_path, dataset_dir):
     """Tokens appear neither in the files of a run, nor on the screen, nor in the traceback of a crash."""
     canary = "hf_CANARY0123456789abcdefghijklmnopqr"
     secrets = {"HF_TOKEN": canary, "HUGGING_FACE_HUB_TOKEN": canary, "WANDB_API_KEY": canary}
-    arguments = [*options(dataset_dir, 4), "--save_steps", "2", "--report_to", "tensorboard", "--push_to_hub"]
-    arguments += ["--hub_model_id", "someone/model"]
+    arguments = [*options(dataset_dir, 4), "--save_steps", "2", "--report_to", "tensorboard"]
     crash = patched_program(tmp_path, "recipe.train.closing_words = None")
     processes = [start(arguments, tmp_path / "good", (), **secrets),
                  start(arguments, tmp_path / "crashed", (), crash, **secrets)]  # fmt: skip
     good, crashed = (process.communicate(timeout=300)[0] for process in processes)
-    assert "upload to the Hub failed" in good and processes[0].returncode == 0, good
+    assert processes[0].returncode == 0, good
     assert "Traceback" in crashed and processes[1].returncode != 0
     assert canary not in good + crashed
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
