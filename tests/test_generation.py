@@ -275,6 +275,19 @@ class TestTheScript:
         assert "selects a branch of a Hub model" in error
 
 
+def test_a_revision_of_a_model_on_the_hub(model_dir, monkeypatch):
+    """The weights and the tokenizer come from the same branch."""
+    loaded_from = []
+
+    def load(auto_class: type, source: str, **options):
+        loaded_from.append((source, options))
+        return auto_class.from_pretrained(model_dir)
+
+    monkeypatch.setattr("recipe.evaluation.generation.load_pretrained", load)
+    generate_texts("user/name", "the", revision="step-001000-0.5B", max_new_tokens=1)
+    assert loaded_from == [("user/name", {"revision": "step-001000-0.5B"})] * 2
+
+
 @pytest.fixture
 def training_model(tokenizer_dir):
     """Build a model as training does, with wide weights, so that its text depends on the context."""
