@@ -227,7 +227,7 @@ mixed_precision tf32 dynamo_backend dynamo_mode bf16_residual sigmoid_gelu index
 gpu_memory_limit_gb
 logging_steps eval_on_start eval_steps max_eval_samples exact_final_eval eval_only save_steps save_total_limit
 on_save_failure resume_from_checkpoint report_to project profile
-sample_prompt push_to_hub hub_model_id hub_private_repo
+sample_prompt push_to_hub hub_model_id hub_private_repo hub_license hub_language
 python_lists sdpa_with_mask loss_in_graph
 """
 

@@ -3,10 +3,10 @@
 from unittest.mock import create_autospec
 
 import pytest
-from huggingface_hub import HfApi, ModelCard
+from huggingface_hub import HfApi
 from huggingface_hub.utils import filter_repo_objects
 
-from recipe.publish import card, hub
+from recipe.publish import hub
 
 PUSH = ["--push_to_hub", "--hub_model_id", "someone/tiny", "--save_steps", "4"]
 
@@ -32,9 +32,6 @@ def test_a_run_uploads_its_model_folder(train, api, dataset_dir, capsys):
     private = str(dataset_dir.parent.parent).encode()  # the folder of corpus, dataset and run
     assert not any(private in (output_dir / name).read_bytes() for name in sent)
     assert "published at https://huggingface.co/someone/tiny" in capsys.readouterr().out
-    written = ModelCard.load(output_dir / "README.md")  # the Hub can read the card, which holds the run's numbers
-    assert (written.data.library_name, written.data.pipeline_tag) == ("transformers", "text-generation")
-    assert "validation loss" in written.text and "| source | corpus.jsonl |" in written.text
 
 
 def test_a_failed_upload_does_not_end_the_run(train, api, monkeypatch, capsys):
@@ -47,12 +44,3 @@ def test_a_failed_upload_does_not_end_the_run(train, api, monkeypatch, capsys):
     assert "upload to the Hub failed: ConnectionError: no route to the Hub" in printed
     assert f"hf upload someone/tiny {output_dir} . \\\n        --include README.md \\\n" in printed
     assert (output_dir / "model.safetensors").is_file()
-
-
-def test_the_source_on_the_card(tmp_path):
-    """The card names text files and local datasets without their folders, and a dataset of the Hub by its id."""
-    for folder in (tmp_path, tmp_path / "on_another_machine"):
-        assert card.describe_source({"dataset_name": str(folder), "dataset_config_name": None}) == folder.name
-    assert card.describe_source({"train_files": ["/a/b.txt", "c/d.txt"], "validation_files": []}) == "b.txt, d.txt"
-    fineweb = {"dataset_name": "HuggingFaceFW/fineweb-edu", "dataset_config_name": "sample-10BT"}
-    assert card.describe_source(fineweb) == "HuggingFaceFW/fineweb-edu, sample-10BT"
