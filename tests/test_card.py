@@ -552,3 +552,13 @@ def test_every_license_of_the_hub_is_accepted():
     assert len(LICENSES.split()) == len(set(LICENSES.split())) > 70
     for name in ("mit", "apache-2.0", "cc-by-sa-4.0", "openrail++", "gpl-3.0", "unknown"):
         assert load_config(["--hub_license", name])[0].hub_license == name
+
+
+def test_a_start_on_another_base_model_is_a_difference(make_run):
+    """The shape that the base model set is compared with the published one."""
+    start = START | {"base_model": "openai-community/gpt2", "model": START["model"] | {"n_layer": 12}}
+    run = make_run("--model_name_or_path", "openai-community/gpt2", events=make_events(start))
+    write_model_card(run, 1200)
+    text = (run / "README.md").read_text()
+    assert "| `n_layer` | **12** | 4 |" in text and "| `n_embd` |" not in text
+    assert "| `model_name_or_path` | **openai-community/gpt2** | - |" in text

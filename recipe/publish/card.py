@@ -137,8 +137,8 @@ def _scores(facts: RunFacts) -> str:
 
 def _usage(facts: RunFacts, revision: str | None, branches: Sequence[str]) -> str:
     published = facts.options["hub_model_id"]
-    model, prompt = (json.dumps(text, ensure_ascii=False) for text in
-                     (published or facts.name, facts.options["sample_prompt"]))  # fmt: skip
+    model = json.dumps(published or facts.name, ensure_ascii=False)
+    prompt = json.dumps(facts.options["sample_prompt"], ensure_ascii=False)
     where = f', revision="{revision}"' if revision else ""
     text = "## How to use it\n\n" + fence(
         "from transformers import pipeline\n\n"
@@ -169,7 +169,7 @@ def _samples(facts: RunFacts) -> str:
     chosen = [samples[round(i * (len(samples) - 1) / max(1, count - 1))] for i in range(count)]
     text = "## Samples\n\nNot selected by hand.\n" if samples else ""
     for sample in chosen:
-        words = "".join(c for c in str(sample["text"]) if c.isprintable() or c == "\n")
+        words = "".join(c if c.isprintable() or c == "\n" else " " for c in str(sample["text"]).expandtabs(4))
         shown = words[:SAMPLE_CHARACTERS] + " [...]" * (len(words) > SAMPLE_CHARACTERS)
         lines = [part for line in shown.splitlines() for part in textwrap.wrap(line, SAMPLE_WIDTH) or [""]]
         text += f"\nStep {sample['step']:,}:\n\n" + fence("\n".join(lines), "text")
@@ -182,9 +182,8 @@ def _limitations(facts: RunFacts) -> str:
         "and repeats the errors and biases of its text, which the recipe does not filter."
     ]
     if languages := facts.options["hub_language"]:
-        points.append(
-            f"Its text is in {', '.join(f'`{code}`' for code in languages)}; expect little of other languages."
-        )
+        codes = ", ".join(f"`{code}`" for code in languages)
+        points.append(f"Its text is in {codes}; expect little of other languages.")
     else:
         points.append("The languages of its text were not recorded; expect little of any that the text lacks.")
     context = f"{facts.options['block_size']:,} tokens of context"

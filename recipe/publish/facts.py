@@ -83,11 +83,11 @@ def split_scores(evaluation: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def _read_evaluation(run_dir: Path, step: int) -> dict[str, Any]:
     """Read evaluation.json of the model of this step, unless the model is newer."""
-    folders = [run_dir / f"checkpoint-{step}"]
-    if all(event["step"] <= step for event in read_events(run_dir)):
-        folders.insert(0, run_dir)  # the final model
+    paths = [run_dir / EVALUATION_NAME, run_dir / f"checkpoint-{step}" / EVALUATION_NAME]
+    if paths[0].is_file() and any(event["step"] > step for event in read_events(run_dir)):
+        del paths[0]  # that of the final model
     content: Any = None
-    for path in (folder / EVALUATION_NAME for folder in folders):
+    for path in paths:
         weights = path.with_name(WEIGHTS_NAME)
         if path.is_file() and weights.is_file() and path.stat().st_mtime >= weights.stat().st_mtime:
             with contextlib.suppress(ValueError):  # cut off, or being written

@@ -8,6 +8,7 @@ from recipe.checkpoint.load import IDENTITY_OPTIONS
 from recipe.command_line import CONFIGS_DIR, OPTIONS, load_yaml
 from recipe.config import STANDARD_LIBRARY
 from recipe.environment import describe_machine
+from recipe.model.build import MODEL_OPTIONS
 from recipe.publish.facts import RunFacts
 from recipe.publish.markdown import command_block, fence, plain, table
 from recipe.publish.public import public_name, public_option
@@ -35,9 +36,11 @@ def describe_data(facts: RunFacts) -> str:
     if percentage := data["validation_split_percentage"]:
         text += f" {percentage:g}% of it was held out for validation."
     if "train" not in splits:
-        text += " It was streamed, so the size of the training text is not known."
+        text += (
+            " It was streamed, so the size of the training text is not known; the first hash is that of its beginning."
+        )
     if data["tokenizer"]:
-        text += f" The tokenizer is that of `{data['tokenizer']}`."
+        text += f" The tokenizer is that of {plain(data['tokenizer'])}."
     elif facts.options["tokenizer_vocab_size"]:
         text += " The tokenizer, a byte-level BPE, was trained on the training text."
     counts, labels = ("documents", "tokens", "bytes", "rows"), {"train": "training"}
@@ -67,9 +70,8 @@ def describe_training(facts: RunFacts) -> str:
         backend, environment = last["dynamo_backend"], last["environment"]
         compiled = "not compiled" if backend == "no" else f"compiled with {backend}"
         rows["precision"] = f"{PRECISIONS.get(last['mixed_precision'], last['mixed_precision'])}; {compiled}"
-        rows["each step"] = " x ".join(
-            f"{last[key]:,} {word}" + ending * (last[key] != 1) for key, word, ending in SIZES
-        )
+        sizes = (f"{last[key]:,} {word}" + ending * (last[key] != 1) for key, word, ending in SIZES)
+        rows["each step"] = " x ".join(sizes)
         rows["versions"] = ", ".join(f"{name} {environment[name]}" for name in PACKAGES if name in environment)
     return "## Training\n\n" + table(["", ""], [[key, plain(value)] for key, value in rows.items()])
 
@@ -94,11 +96,13 @@ def describe_recipe(facts: RunFacts) -> str:
         text = f"These options are those of the published recipe `{recipe}`." if published else ""
         shown = table(["option", "value"], [row[:2] for row in rows])
     for event in facts.of_kind("max_minutes"):
-        text += f" The number of steps is what fitted into {event['max_minutes']:g} minutes."
+        text += f" The limit of {event['max_minutes']:g} minutes allowed {event['max_steps']:,} steps."
     for event in facts.of_kind("schedule"):
-        changes = [f"`{key}` is {_cell(key, now)} (before: {_cell(key, before)})"
-                   for key, (before, now) in event["changes"].items()]  # fmt: skip
-        text += f" From step {event['step'] + 1:,} on, {', '.join(changes)}."
+        changes = ", ".join(
+            f"`{key}` is {_cell(key, now)} instead of {_cell(key, before)}"
+            for key, (before, now) in event["changes"].items()
+        )
+        text += f" From step {event['step'] + 1:,} on, {changes}."
     return "## Recipe\n\n" + (f"{text.strip()}\n\n" if text else "") + shown
 
 
@@ -152,7 +156,8 @@ def published_options(facts: RunFacts) -> dict[str, Any] | None:
 
 def _comparable(options: dict[str, Any], facts: RunFacts) -> dict[str, Any]:
     """Return options with the overrides of the model as options of their own, and all lengths in steps."""
-    flat = {**options, **(options["config_overrides"] or {})}
+    shape = {key: value for key, value in facts.start.get("model", {}).items() if key in MODEL_OPTIONS}
+    flat = {**options, **shape, **(options["config_overrides"] or {})}  # a base model may set the shape
     rows, epochs = facts.data.get("splits", {}).get("train", {}).get("rows"), options["num_train_epochs"]
     if epochs and rows:
         flat["max_steps"] = max(1, math.ceil(epochs * rows / facts.options["global_batch_size"]))
