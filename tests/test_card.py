@@ -258,7 +258,7 @@ def test_the_numbers_on_the_card(make_run):
 
 
 @pytest.mark.parametrize(
-    "evil", ["```", "````\n# Heading\n`````python", "---\n---", "<script>&amp;\n</details>", "| a |\n"]
+    "evil", ["```\n# Heading", "````\n# Heading\n`````python", "---\n---", "<script>&amp;\n</details>", "| a |\n"]
 )
 def test_no_sample_prompt_or_name_breaks_the_page(evil, make_run):
     """What the model or a file name says stays in its place: the page has the same headings and tables."""
