@@ -14,6 +14,7 @@ from typing import Any, Literal
 import yaml
 
 from recipe.errors import UserError, did_you_mean
+from recipe.hub_terms import check_languages, check_license
 
 # The first option of each section and the section's heading in --help.
 SECTIONS = {
@@ -199,6 +200,8 @@ class TrainConfig:
     hub_private_repo: bool = _field(False, "Create the Hub repository as private.")
     hub_always_push: bool = _field(False, "Upload every checkpoint, even if uploads fall behind.")
     hub_revision: str | None = _field(None, "Branch for the newest model. Default: main.")
+    hub_license: str | None = _field(None, "License of the model on its card: mit, apache-2.0, ...")
+    hub_language: list[str] | None = _field(None, "Languages of the text on the card, as ISO 639 codes: en de ...")
 
     # --- slow baselines that only the optimization ladder uses
     python_lists: bool = _field(False, "Build batches row by row from Python lists.")
@@ -288,6 +291,8 @@ def _check_rules(config: TrainConfig) -> None:
         require(not on_hub, "--eval_only evaluates a model on the Hub with --model_name_or_path user/name")
     if config.push_to_hub:
         require(config.hub_model_id, "--push_to_hub requires --hub_model_id user/name")
+    check_license(config.hub_license)
+    check_languages(config.hub_language or ())
     if config.profile is not None and not resumes:
         last = config.max_steps - PROFILED_STEPS
         message = f"--profile {config.profile} profiles {PROFILED_STEPS} steps, but max_steps is {config.max_steps}"

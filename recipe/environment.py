@@ -3,8 +3,10 @@
 import os
 import platform
 import re
+import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -47,6 +49,32 @@ def describe_environment(device: torch.device) -> dict[str, str | int]:
         versions |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(), "driver": driver}
     system = f"{platform.system()} {platform.machine()}"
     return {**versions, "device": describe_device(device), "num_cpus": count_cpus(), "platform": system}
+
+
+def describe_machine(environment: dict[str, Any]) -> str:
+    """Return the hardware in a few words: `2 AMD EPYC cores`, `NVIDIA H200`."""
+    if "cuda" in environment:
+        return environment["device"]
+    return f"{environment['num_cpus']} {re.sub(r'[(](R|TM)[)]| Processor| CPU.*', '', environment['device'])} cores"
+
+
+def find_commit() -> str | None:
+    """Return the commit of the checkout that this program runs from, or None if it was installed without one.
+
+    `+` is appended if files that git tracks have been changed.
+    """
+    root = Path(recipe.__file__).resolve().parent.parent
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", root, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        if Path(git("rev-parse", "--show-toplevel")) != root:  # installed into a folder of another checkout
+            return None
+        return git("rev-parse", "HEAD") + "+" * bool(git("status", "--porcelain", "--untracked-files=no"))
+    except (OSError, subprocess.SubprocessError):  # no git, or no checkout
+        return None
 
 
 def _find(pattern: str, path: Path) -> str | None:

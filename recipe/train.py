@@ -96,6 +96,7 @@ def main() -> None:
     )
     table = describe_run(config, recipe, output_dir, resume_dir, choices, model, accumulation, validation.num_rows)
     report.table(table)
+    report.start(state.step, config, recipe, choices, model, accumulation)
     for warning in find_warnings(config, resume_dir, precision, dataset, state.step):
         report.say(warning)
     if changes:
@@ -191,7 +192,7 @@ def main() -> None:
         summary = build_summary(accelerator, state, evaluation, meter, choices, accumulation, model)
         if meter.laps or not (output_dir / SUMMARY_NAME).exists():  # otherwise nothing is new
             report.summary(summary)
-            write_model_card(output_dir, config, dataset, summary)
+            write_model_card(output_dir, state.step)
         print(closing_words(config, output_dir, state.untrained, evaluation, meter))
         uploads.finish(state.step)
         optimizer.state.clear()  # makes room for the exported model, which generates the sample

@@ -4,14 +4,15 @@ python scripts/draw_charts.py
 python scripts/draw_charts.py --demo_run runs/demo    # copies that run's loss and summary to the result files first
 """
 
-import importlib.util
 import json
 from functools import partial
 from pathlib import Path
 
-from recipe.benchmark.charts import describe_machine, import_run, save_ladder_chart, save_loss_chart
+from recipe.benchmark.charts import import_run, save_ladder_chart
 from recipe.command_line import CommandLine
+from recipe.environment import describe_machine
 from recipe.errors import UserError, run_main
+from recipe.publish.curve import save_loss_chart
 
 
 def main() -> None:
@@ -19,8 +20,6 @@ def main() -> None:
     parser.add_argument("--demo_run", type=Path, help="output_dir of a finished run of the demo, to record and draw")
     parser.add_argument("--results_dir", type=Path, default=Path(__file__).parent / "benchmarks", help="result files")
     args = parser.parse_args()
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UserError('the charts need matplotlib: pip install -e ".[plot]"')
     demo = args.results_dir / "demo_cpu.json"
     if args.demo_run:
         if not (args.demo_run / "summary.json").is_file():

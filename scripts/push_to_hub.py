@@ -14,8 +14,9 @@ from recipe.checkpoint.save import CONFIG_NAME
 from recipe.command_line import CommandLine, load_config
 from recipe.errors import UserError, run_main
 from recipe.publish.hub import check_hub
+from recipe.publish.public import SUMMARY_NAME
 from recipe.publish.uploads import HubUploads
-from recipe.run.output_dir import SUMMARY_NAME, lock_output_dir
+from recipe.run.output_dir import lock_output_dir
 
 
 def main() -> None:

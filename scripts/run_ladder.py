@@ -25,7 +25,7 @@ from recipe.benchmark.ladder import build_rungs, choose_setting
 from recipe.benchmark.machine import find_machine
 from recipe.benchmark.measure import LAP
 from recipe.benchmark.peers import build_peers
-from recipe.benchmark.runner import CAN_DRAW, LadderRunner
+from recipe.benchmark.runner import LadderRunner
 from recipe.command_line import CommandLine
 from recipe.errors import UserError, run_main
 
@@ -56,8 +56,6 @@ def main() -> None:
         wanted, rounds = runner.wanted(args.rungs), args.rounds or (1 if args.all and args.minutes else 3)
         for line in (f"Model: {setting.says}", f"Machine: {machine.name}", f"Results: {runner.output_file}"):
             print(textwrap.fill(line, 80, break_on_hyphens=False), flush=True)
-        if not CAN_DRAW:
-            print('Without matplotlib there is no chart; pip install -e ".[plot]"', flush=True)
         if args.all:
             runner.run_all(wanted, peers, rounds)
         elif args.peers or args.ablate:

@@ -11,7 +11,8 @@ from conftest import ROOT
 from PIL import Image, ImageColor
 
 from recipe.benchmark import charts
-from recipe.benchmark.charts import DARK, LIGHT, save_ladder_chart, save_loss_chart
+from recipe.benchmark.charts import save_ladder_chart
+from recipe.publish.curve import DARK, LIGHT, save_loss_chart
 
 RATES = {"bottom": 1_000, "bf16": 3_000, "compile": 4_000}
 ENVIRONMENT = {"device": "Intel(R) Xeon(R) Processor", "num_cpus": 2}
@@ -114,7 +115,7 @@ def test_the_committed_charts_can_be_drawn_again():
 def test_the_size_of_a_large_model_is_on_the_chart(monkeypatch, tmp_path):
     """Its thousands have a comma, which does not end the number."""
     drawn = mock.Mock(side_effect=InterruptedError)
-    monkeypatch.setattr(charts, "_chart", drawn)
+    monkeypatch.setattr(charts, "open_chart", drawn)
     setting = "gpt2_1558m: 1,557.6 M parameters, 8 rows of 1,024 tokens per step"
     with pytest.raises(InterruptedError):
         save_ladder_chart({"setting": setting, "environment": {"cuda": "13", "device": "H200"}}, tmp_path / "l.png")

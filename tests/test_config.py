@@ -116,7 +116,7 @@ def test_saved_config_repeats_the_run(tmp_path):
         (["--push_to_hub"], "--push_to_hub requires --hub_model_id"),
         (
             ["--hub_strategy", "epoch"],
-            "invalid choice: 'epoch' (choose from end, every_save, checkpoint, all_checkpoints)",
+            "--hub_strategy: invalid choice: 'epoch' (choose from",
         ),
         (["--resume_from_checkpoint", "latest"], "requires the --output_dir"),
         (["--eval_only", "--resume_from_checkpoint", "hf://a/b"], "--eval_only evaluates a model on the Hub with"),
@@ -232,7 +232,8 @@ mixed_precision tf32 dynamo_backend dynamo_mode bf16_residual sigmoid_gelu index
 gpu_memory_limit_gb
 logging_steps eval_on_start eval_steps max_eval_samples exact_final_eval eval_only save_steps save_on_start
 save_total_limit on_save_failure resume_from_checkpoint report_to project profile
-sample_prompt push_to_hub hub_model_id hub_strategy hub_private_repo hub_always_push hub_revision
+sample_prompt push_to_hub hub_model_id hub_strategy hub_private_repo hub_always_push hub_revision hub_license
+hub_language
 python_lists sdpa_with_mask loss_in_graph
 """
 

@@ -45,6 +45,7 @@ TWO_PROCESSES = ("--multi_gpu", "--num_processes", "2", "--main_process_port", "
 CHECKPOINT_FILES = ["config.json", "generation_config.json", "model.safetensors", "optimizer.pt", "rng.pt",
                     "tokenizer.json", "tokenizer_config.json", "training_state.json"]  # fmt: skip
 MACHINE_NUMBERS = ("tokens_per_second", "mfu", "peak_memory_bytes", "share_outside_training", "seconds")
+MACHINE_NUMBERS += ("train_seconds",)
 AUTO = ["--resume_from_checkpoint", "auto"]
 
 

@@ -34,7 +34,8 @@ class Clock:
 def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(recipe.benchmark.runner, "time", clock)
-    monkeypatch.setattr(recipe.benchmark.runner, "CAN_DRAW", False)  # charts take longer than the stand-ins
+    draw = lambda results, path: path.touch()  # noqa: E731 (drawing takes longer than the stand-ins)
+    monkeypatch.setattr(recipe.benchmark.runner, "save_ladder_chart", draw)
     return clock
 
 

@@ -112,7 +112,8 @@ def test_what_a_run_leaves(train):
     assert [e["step"] for e in events] == [1, 2, 4, 5]
     assert [e["tokens_seen"] for e in events] == [n * 4 * BLOCK_SIZE for n in (1, 2, 4, 5)]
     fields = {"event", "step", "tokens_seen", "loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu",
-              "steps_left_out", "bad_steps_in_a_row", "share_outside_training", "peak_memory_bytes"}  # fmt: skip
+              "train_seconds", "steps_left_out", "bad_steps_in_a_row", "share_outside_training",
+              "peak_memory_bytes"}  # fmt: skip
     assert all(set(event) == fields for event in events)
     assert [e["step"] for e in read_events(output_dir, "eval")] == [0, 4, 5]
     summary = json.loads((output_dir / "summary.json").read_text())
@@ -121,7 +122,8 @@ def test_what_a_run_leaves(train):
     assert summary["tokens_per_second"] > 0 and summary["wall_seconds"] > summary["train_seconds"] > 0
     assert summary["wall_seconds"] > summary["seconds_to_first_step"] > 0 and summary["peak_memory_bytes"] > 1e7
     assert summary["environment"]["torch"] == torch.__version__
-    assert (output_dir / "training_config.yaml").is_file() and (output_dir / "README.md").is_file()
+    for name in ("training_config.yaml", "README.md", "loss_curve.png"):
+        assert (output_dir / name).is_file()
     assert AutoTokenizer.from_pretrained(output_dir).model_max_length == BLOCK_SIZE
     assert not list(output_dir.glob("checkpoint-*"))
 

@@ -3,7 +3,6 @@
 After every run, the results are on the screen, in a JSON file, and in a Markdown table and a chart beside it.
 """
 
-import importlib.util
 import json
 import shlex
 import statistics
@@ -37,7 +36,6 @@ PAYS = 1.01  # an extra is kept if it is this many times as fast, and faster tha
 # Time limit of one run: the larger of these seconds and of this share of all the time, but at most half an hour.
 SHORTEST_LIMIT_SECONDS, LONGEST_SHARE, LONGEST_LIMIT_SECONDS = 120, 0.2, 1800
 LARGEST_FIT = 1024  # rows per forward pass
-CAN_DRAW = importlib.util.find_spec("matplotlib") is not None
 
 
 @dataclass
@@ -233,7 +231,7 @@ class LadderRunner:
         json_text, markdown = json.dumps(self.results, indent=2) + "\n", to_markdown(self.results) + "\n"
         replace_file(self.output_file, lambda path: path.write_text(json_text))
         replace_file(self.output_file.with_suffix(".md"), lambda path: path.write_text(markdown))
-        if CAN_DRAW and len(self.results.get("ladder", [])) > 1:
+        if len(self.results.get("ladder", [])) > 1:
             replace_file(self.output_file.with_suffix(".png"), lambda path: save_ladder_chart(self.results, path))
 
     def finish(self) -> None:

@@ -22,9 +22,9 @@ from recipe.publish.hub import (
     hub_reason,
     publishes_training_state,
 )
+from recipe.publish.public import METRICS_NAME
 
 ADDRESS = re.compile(r"hf://(?:models/)?([^@]+?)/?(?:@(.+))?")
-METRICS_NAME = "metrics.jsonl"
 
 
 def fetch_checkpoint(config: TrainConfig, output_dir: Path) -> str | None:

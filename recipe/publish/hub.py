@@ -17,12 +17,15 @@ from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 
 from recipe.checkpoint.load import OPTIMIZER_NAME, RNG_NAME, STATE_NAME
 from recipe.checkpoint.manifest import MANIFEST_NAME
+from recipe.checkpoint.save import CONFIG_NAME
 from recipe.config import TrainConfig
 from recipe.errors import UserError, one_line, short_reason
-from recipe.publish.card import CURVE_NAME, write_public_files
+from recipe.publish.card import CARD_NAME, CURVE_NAME, write_model_card
+from recipe.publish.facts import EVALUATION_NAME
+from recipe.publish.public import METRICS_NAME, SUMMARY_NAME, write_public_files
 
 # Only these files are published. The first row is written for the Hub, without local paths.
-WRITTEN_FILES = ("README.md", CURVE_NAME, "training_config.yaml", "metrics.jsonl", "summary.json", "evaluation.json")
+WRITTEN_FILES = (CARD_NAME, CURVE_NAME, CONFIG_NAME, METRICS_NAME, SUMMARY_NAME, EVALUATION_NAME)
 MODEL_FILES = (
     *("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"),
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
@@ -124,19 +127,27 @@ def upload(
     through LFS, which networks that block Xet may allow. Returns the address. Raises what the client raises.
     """
     repo_id, main = config.hub_model_id, config.hub_revision or constants.DEFAULT_REVISION
-    write_public_files(output_dir, folder, step)
+    branch = None if folder.name == FINAL_NAME else folder.name
     get_session().timeout = TIMEOUT_SECONDS
     url = api.create_repo(repo_id, private=config.hub_private_repo, exist_ok=True)
     if config.hub_revision is not None:
         api.create_branch(repo_id, branch=main, exist_ok=True)
-    model = WRITTEN_FILES + MODEL_FILES
+    branches = checkpoint_branches(api, repo_id)
+    if branch and branch not in branches:
+        branches.append(branch)
+    write_public_files(output_dir, folder, step)
+    model, message, resumable = WRITTEN_FILES + MODEL_FILES, f"Step {step:,}", publishes_training_state(config)
     if update_main:
-        _commit(api, repo_id, folder, model, main, f"Step {step:,}", use_xet)
-    if folder.name != FINAL_NAME:
-        api.create_branch(repo_id, branch=folder.name, revision=main, exist_ok=True)
-        _commit(api, repo_id, folder, model + TRAINING_FILES, folder.name, f"Step {step:,}", use_xet)
+        write_model_card(output_dir, step, folder, branches=branches, resumable=resumable)
+        _commit(api, repo_id, folder, model, main, message, use_xet)
+    if branch:
+        write_model_card(
+            output_dir, step, folder, revision=branch, branches=[branch], resumable=resumable, draw=not update_main
+        )
+        api.create_branch(repo_id, branch=branch, revision=main, exist_ok=True)
+        _commit(api, repo_id, folder, model + TRAINING_FILES, branch, message, use_xet)
         if config.hub_strategy == "checkpoint":
-            _drop_older_states(api, repo_id, folder.name)
+            _drop_older_states(api, repo_id, branch)
     return str(url)
 
 

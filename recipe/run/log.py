@@ -20,7 +20,7 @@ from recipe.errors import UserError, short_reason
 from recipe.progress import progress_target
 from recipe.run.output_dir import METRICS_NAME, SUMMARY_NAME, resume_command, tracker_id
 from recipe.run.profile import TRACE_NAME, describe
-from recipe.run.summary import describe_evaluation
+from recipe.run.summary import describe_evaluation, describe_start
 
 
 class RunReport:
@@ -78,6 +78,11 @@ class RunReport:
             if what not in self.failures:
                 self.failures.add(what)
                 self.say(f"warning: writing to {what} failed; training continues without it ({short_reason(error)})")
+
+    def start(self, step: int, *run: Any) -> None:
+        """Record what the run is, for its model card. run: the arguments of `describe_start`."""
+        if self.enabled:
+            self.event("start", step, **describe_start(*run))
 
     def train(self, step: int, values: dict[str, Any]) -> None:
         self.event("train", step, **values)

@@ -53,6 +53,7 @@ class StepMeter:
             "learning_rate": update.learning_rates[max(0, int(applied) - 1)],
             "grad_norm": norm,
             "tokens_per_second": num_tokens / seconds,
+            "train_seconds": state.train_seconds,
             "mfu": flops / (peak * self.accelerator.num_processes) if peak else None,
             "steps_left_out": int(skipped),
             "bad_steps_in_a_row": int(bad),

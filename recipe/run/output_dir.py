@@ -21,9 +21,8 @@ from recipe.config import STANDARD_LIBRARY, TrainConfig
 from recipe.data.text import name_of_text
 from recipe.errors import UserError
 from recipe.hardware.processes import LAUNCHERS
+from recipe.publish.public import METRICS_NAME, SUMMARY_NAME
 
-METRICS_NAME = "metrics.jsonl"
-SUMMARY_NAME = "summary.json"
 LOCK_NAME = ".lock"
 TRACKER_ID_NAME = ".tracker_id"
 FILES_OF_A_RUN = ("model.safetensors", METRICS_NAME, SUMMARY_NAME, CONFIG_NAME, TRACKER_ID_NAME)

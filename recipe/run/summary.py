@@ -13,11 +13,12 @@ from transformers import PreTrainedModel
 from recipe.checkpoint.load import RunState, precision_of
 from recipe.config import STANDARD_LIBRARY, TrainConfig
 from recipe.data.packed import PackedDataset
-from recipe.environment import describe_device, describe_environment
+from recipe.environment import describe_device, describe_environment, find_commit
 from recipe.hardware.choices import Choice
 from recipe.hardware.devices import peak_memory_bytes
 from recipe.model.size import count_exported_parameters
 from recipe.optim.optimizers import count_warmup_steps
+from recipe.publish.public import describe_source, hub_id, public_command, public_name
 from recipe.run.accumulation import Accumulation
 from recipe.run.meter import StepMeter
 from recipe.run.output_dir import launch_command, resume_command
@@ -72,6 +73,55 @@ def describe_run(
         "run": f"{_plural(config.max_steps, 'step')} = {config.max_steps * tokens_per_step:,} tokens{length}, "
         + _plural(count_warmup_steps(config), "warm-up step")
         + (f"; fewer if they take longer than {config.max_minutes:g} minutes" if config.max_minutes else ""),
+    }
+
+
+def describe_start(
+    config: TrainConfig,
+    recipe: str,
+    choices: dict[str, Choice],
+    model: PreTrainedModel,
+    accumulation: Accumulation,
+) -> dict[str, Any]:
+    """Return what the start event of metrics.jsonl records for the model card. It contains no local path."""
+    dataset, accelerator, metadata = accumulation.dataset, accumulation.accelerator, accumulation.dataset.metadata
+    counts = ("documents", "tokens", "bytes", "rows")
+    splits = {split: {key: found[key] for key in counts} for split, found in metadata["splits"].items()}
+    source, shape = metadata["source"], model.config
+    if config.streaming:  # only the head of the training text has been counted
+        splits.pop("train")
+    return {
+        "recipe": recipe,
+        "command": public_command(sys.argv),
+        "commit": find_commit(),
+        "seed": config.seed,
+        "data": {
+            "source": describe_source(source),
+            "dataset_id": hub_id(source.get("dataset_name")),
+            "dataset_config_name": source.get("dataset_config_name"),
+            "validation_split_percentage": source.get("validation_split_percentage"),
+            "duplicates_of_validation": source.get("duplicates_of_validation"),
+            "splits": splits,
+            "content_sha256": metadata["content_sha256"],
+            "tokenizer_sha256": metadata["tokenizer_sha256"],
+            "tokenizer": public_name(config.tokenizer_name) if config.tokenizer_name else None,
+        },
+        "model": {
+            "num_parameters": count_exported_parameters(model, dataset.vocab_size),
+            "n_layer": shape.num_hidden_layers,
+            "n_head": shape.num_attention_heads,
+            "n_embd": shape.hidden_size,
+            "n_positions": shape.max_position_embeddings,
+            "vocab_size": dataset.vocab_size,
+        },
+        "base_model": public_name(config.model_name_or_path) if config.model_name_or_path else None,
+        "base_model_id": hub_id(config.model_name_or_path),
+        "num_processes": accelerator.num_processes,
+        "mixed_precision": choices["precision"].value,
+        "dynamo_backend": choices["dynamo"].value,
+        "per_device_train_batch_size": accumulation.micro_batch_size,
+        "gradient_accumulation_steps": accumulation.num_micro_batches,
+        "environment": describe_environment(accelerator.device),
     }
 
 

@@ -1,0 +1,86 @@
+"""Draw the loss curve of a run, and the base of all charts.
+
+A chart is a PNG file, 1,140 pixels wide, with an opaque background; shown 380 pixels wide, as on a phone, its type is
+11 pixels high. matplotlib is imported when a chart is drawn, because that takes half a second.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+WIDTH, HEADER, DPI = 7.6, 0.95, 150  # inches, inches, pixels per inch
+# GitHub's own colors on its light and its dark pages.
+LIGHT = {"page": "#ffffff", "text": "#1f2328", "muted": "#59636e", "grid": "#e4e8ec"}
+LIGHT |= {"blue": "#0969da", "orange": "#d15704", "gray": "#b9c1ca"}
+DARK = {"page": "#0d1117", "text": "#f0f6fc", "muted": "#9198a1", "grid": "#262c36"}
+DARK |= {"blue": "#4493f8", "orange": "#f0883e", "gray": "#8b949e"}
+
+
+def save_loss_chart(events: list[dict[str, Any]], path: Path, title: str, dark: bool = False) -> None:
+    """Draw training and validation loss over the tokens seen. events: the lines of a run's metrics.jsonl.
+
+    The first 2% of the tokens are cut off where they would take more than half of the height.
+    """
+    tokens_per_step = max((e["tokens_seen"] / e["step"] for e in events if e["event"] == "train"), default=1)
+    train, validation = (
+        [(e["step"] * tokens_per_step, e["loss"]) for e in events if e["event"] == name and e["loss"] is not None]
+        for name in ("train", "eval")
+    )
+    dots = {"marker": "o", "markersize": max(4, min(13, 260 / max(1, len(validation)))), "linestyle": ""}
+    last = max(train + validation, default=(1, 0))[0]
+    losses = [loss for _, loss in train + validation]
+    later = [loss for tokens, loss in train + validation if tokens > 0.02 * last]
+    with open_chart(path, title, "loss in nats per token, over tokens seen", 4.2, dark) as (axes, colors):
+        if later and max(losses) - min(losses) > 2 * (max(later) - min(later)) > 0:
+            margin = 0.06 * (max(later) - min(later))
+            axes.set_ylim(min(losses) - margin, max(later) + margin)
+            train, validation = ([p for p in points if p[1] <= max(later) + margin] for points in (train, validation))
+        for name, points, style in (
+            ("training", train, {"color": colors["orange"], "linewidth": 2.5 if len(train) < 500 else 1.2}),
+            ("validation", validation, {"color": colors["blue"], **dots}),
+        ):
+            axes.plot(
+                *(zip(*points, strict=True) if points else ((), ())), label=name, clip_on=False, zorder=3, **style
+            )
+        for tokens, loss in (validation or train)[-1:]:
+            label_point(axes, f"{loss:.2f}", tokens, loss)
+        axes.set_xlim(0, 1.12 * last)  # room for the label
+        axes.grid(axis="y")
+        axes.legend(frameon=False, labelcolor="linecolor", handlelength=0.8)
+
+
+@contextmanager
+def open_chart(
+    path: Path, title: str, subtitle: str, height: float, dark: bool = False
+) -> Iterator[tuple[Any, dict[str, str]]]:
+    """Yield empty axes and the colors to draw with, then write the file. height: of the axes, in inches."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    colors = DARK if dark else LIGHT
+    style = {"font.size": 16, "text.color": colors["text"], "grid.color": colors["grid"], "axes.axisbelow": True}
+    with rc_context(style):
+        height += HEADER
+        figure = Figure((WIDTH, height), DPI, facecolor=colors["page"], layout="constrained")
+        figure.get_layout_engine().set(rect=(0.015, 0.01, 0.97, 1 - HEADER / height))
+        figure.text(0.02, 1 - 0.2 / height, title, size=19, weight="bold", va="top")
+        figure.text(0.02, 1 - 0.58 / height, subtitle, color=colors["muted"], va="top")
+        axes = figure.subplots(subplot_kw={"facecolor": colors["page"]})
+        axes.spines[:].set_visible(False)
+        axes.tick_params(length=0, colors=colors["muted"])
+        axes.locator_params(axis="x", nbins=4)
+        axes.xaxis.set_major_formatter(_short)
+        yield axes, colors
+        figure.savefig(path, format="png", pil_kwargs={"optimize": True})
+
+
+def label_point(axes: Any, text: str, x: float, y: float) -> None:
+    """Write to the right of a point, on top of the grid."""
+    box = {"facecolor": axes.get_facecolor(), "edgecolor": "none", "pad": 1}
+    axes.annotate(text, (x, y), (11, 0), textcoords="offset points", weight="bold", va="center_baseline", bbox=box)
+
+
+def _short(number: float, _position: int) -> str:
+    unit, name = next((u for u in ((1e9, "B"), (1e6, "M"), (1e3, "k")) if number >= u[0]), (1, ""))
+    return f"{number / unit:g}{name}"
