@@ -100,7 +100,7 @@ def main() -> None:
     results = {
         "model": Path(args.model).absolute().name if Path(args.model).is_dir() else args.model,
         "revision": args.revision,
-        "commit": getattr(config, "_commit_hash", None),
+        "commit": getattr(config, "_commit_hash", None),  # Transformers sets it for a Hub id
         "num_parameters": model.num_parameters(),
         "texts": [evaluate_text(model, text, context, stride, batch_size * context) for text in texts],
         "tasks": {

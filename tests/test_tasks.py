@@ -178,7 +178,7 @@ def test_the_time_limit_scores_the_same_examples_first(model, tokenizer, monkeyp
 
 
 def test_training_with_tasks_is_the_same_training(train, tmp_path):
-    """Scoring tasks changes neither losses nor weights, not even with dropout. Scores are logged and in the summary."""
+    """Scoring tasks changes neither losses nor weights, not even with dropout. The scores are logged."""
     shape = ["--config_overrides", "n_layer=2,n_head=2,n_embd=32,resid_pdrop=0.1", "--block_size", "32"]
     with_tasks, without = (tmp_path / name for name in ("with", "without"))
     train("--eval_steps", "2", "--eval_tasks", *GIVEN, output_dir=with_tasks, shape=shape)

@@ -53,7 +53,8 @@ def _task_lines(tasks: dict[str, dict[str, Any]]) -> list[str]:
                 lines.append(f"{task + ' ' + name + '*':21}{'':26}" + _reference_columns(reference))
     sources = [f"{r.task} {'/'.join(next(iter(r.scores.values())))} {_mark(r.scoring)}{r.source}" for r in REFERENCES
                if r.task in tasks]  # fmt: skip
-    text = f"Zero-shot, by the rules of lm-eval; * {PAPER}, not comparable. Sources: {'; '.join(sources)}."
+    starred = f"; * {PAPER}, not comparable" if any(r.scoring == PAPER for r in REFERENCES if r.task in tasks) else ""
+    text = f"Zero-shot, by the rules of lm-eval{starred}. Sources: {'; '.join(sources)}."
     return [*lines, *textwrap.wrap(text, WIDTH, break_on_hyphens=False, break_long_words=False)]
 
 

@@ -103,9 +103,8 @@ def describe_evaluation(what: str, values: dict[str, float]) -> str:
         f"{values['bits_per_byte']:.4f} bits per byte"
     )
     for task, scores in task_scores(values).items():
-        shown = ", ".join(
-            f"{name} {scores[name]:,.4f}" for name in ("acc", "acc_norm", "perplexity") if name in scores
-        )
+        names = [name for name in ("acc", "acc_norm", "perplexity") if name in scores]
+        shown = ", ".join(f"{name} {scores[name]:{'.4g' if scores[name] > 1 else '.4f'}}" for name in names)
         line += f"\n  {task}: {shown} ({_plural(scores['num_examples'], 'example')})"
     return line
 
