@@ -40,6 +40,7 @@ TEXT_OPTIONS = (  # how train_file and dataset_name are read
     "validation_split_percentage",
     "skip_bad_files",
 )
+EVAL_TASKS = ("hellaswag", "lambada")
 SCHEDULE_OPTIONS = ("max_steps", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")
 # Those of transformers.SchedulerType, whose module imports torch, that depend on steps alone. A test compares them.
 SCHEDULES = (
@@ -169,6 +170,10 @@ class TrainConfig:
     )
     exact_final_eval: bool = _field(False, "Evaluate all validation rows at the end.")
     eval_only: bool = _field(False, "Only evaluate model_name_or_path or a checkpoint; auto uses all rows.")
+    eval_tasks: list[str] | None = _field(
+        None, "Tasks to score at each evaluation: hellaswag, lambada (from the Hub), or hellaswag=FILE.jsonl."
+    )
+    max_eval_task_seconds: float = _field(30.0, "Time limit per task and evaluation, in seconds.", above=0)
     save_steps: int = _field(1000, "Steps between checkpoints; 0 saves none.", at_least=0)
     save_on_start: bool = _field(False, "Save a checkpoint before the first step.")
     save_total_limit: int | None = _field(None, "Keep only the newest N checkpoints. Default: all.", at_least=1)
@@ -289,6 +294,7 @@ def _check_rules(config: TrainConfig) -> None:
         require(model, "--eval_only requires a model: --model_name_or_path (a run, a checkpoint or a Hub id)")
         on_hub = (resumes or "").startswith("hf://")
         require(not on_hub, "--eval_only evaluates a model on the Hub with --model_name_or_path user/name")
+    parse_tasks(config.eval_tasks)
     if config.push_to_hub:
         require(config.hub_model_id, "--push_to_hub requires --hub_model_id user/name")
     check_license(config.hub_license)
@@ -303,6 +309,25 @@ def _check_rules(config: TrainConfig) -> None:
         config.sample_prompt.encode("utf-8")
     except UnicodeEncodeError as error:
         raise UserError("sample_prompt is not valid UTF-8 text") from error
+
+
+def parse_tasks(given: list[str] | None) -> dict[str, str | None]:
+    """`["hellaswag=val.jsonl,lambada"]` -> {"hellaswag": "val.jsonl", "lambada": None}; None stands for the Hub.
+
+    Raises `UserError` for an unknown or repeated task and for a missing file.
+    """
+    tasks: dict[str, str | None] = {}
+    for item in ",".join(given or []).split(",") if given else []:
+        name, has_file, path = item.strip().partition("=")
+        if name not in EVAL_TASKS:
+            hint = did_you_mean(name, EVAL_TASKS, otherwise="separate tasks with commas")
+            raise UserError(f"unknown task '{name}'; {hint} (tasks: {', '.join(EVAL_TASKS)})")
+        if name in tasks:
+            raise UserError(f"the task {name} is given twice; pass it once")
+        if has_file and not Path(path).is_file():
+            raise UserError(f"there is no file '{path}' for the task {name}")
+        tasks[name] = path or None
+    return tasks
 
 
 def save_config(config: TrainConfig, path: Path) -> None:

@@ -230,8 +230,8 @@ max_steps num_train_epochs max_minutes change_schedule optim learning_rate lr_sc
 warmup_steps weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm max_bad_steps spike_sigmas
 mixed_precision tf32 dynamo_backend dynamo_mode bf16_residual sigmoid_gelu index_mask deterministic huge_pages
 gpu_memory_limit_gb
-logging_steps eval_on_start eval_steps max_eval_samples exact_final_eval eval_only save_steps save_on_start
-save_total_limit on_save_failure resume_from_checkpoint report_to project profile
+logging_steps eval_on_start eval_steps max_eval_samples exact_final_eval eval_only eval_tasks max_eval_task_seconds
+save_steps save_on_start save_total_limit on_save_failure resume_from_checkpoint report_to project profile
 sample_prompt push_to_hub hub_model_id hub_strategy hub_private_repo hub_always_push hub_revision hub_license
 hub_language
 python_lists sdpa_with_mask loss_in_graph
@@ -344,7 +344,12 @@ def test_every_script_accepts_hyphens(script, capsys):
     )
     typed = [f"--{name.replace('_', '-')}=1", f"--{name}x=1"]
     if "arguments are required: " in (error := run_script(script, *typed)):
-        error = run_script(script, *typed, *(f"{required}=1" for required in re.findall(r" (--\w+)", error)))
+        required = error.partition("arguments are required: ")[2].split(", ")
+        error = run_script(
+            script,
+            *typed,
+            *(f"{option.split('/')[0]}=1" if option.startswith("--") else "folder" for option in required),
+        )
     assert f"unknown option --{name}x; did you mean --{name}?" in error
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from recipe.command_line import load_config
-from recipe.evaluation.perplexity import LanguageModelingMetric
+from recipe.evaluation.perplexity import LanguageModelingMetric, LastWordMetric, MultipleChoiceMetric
 from recipe.evaluation.validation import Validation
 from recipe.model.loss import LanguageModelingLoss
 
@@ -77,6 +77,27 @@ def test_the_metric_adds_up_processes():
     result = metric.compute(predictions=[30.0, 10.0], references=[15, 5], tokens_per_byte=0.5)
     assert result == {"loss": 2.0, "perplexity": math.exp(2), "bits_per_byte": pytest.approx(1 / math.log(2))}
     assert metric.compute(predictions=[1e6], references=[1], tokens_per_byte=1)["perplexity"] == math.inf
+
+
+def test_the_metric_counts_characters_if_asked():
+    """Bits per character come from the tokens per character."""
+    metric = LanguageModelingMetric(keep_in_memory=True)
+    result = metric.compute(predictions=[8.0], references=[4], tokens_per_byte=0.25, tokens_per_character=0.5)
+    assert result["bits_per_character"] == pytest.approx(1 / math.log(2)) == 2 * result["bits_per_byte"]
+
+
+def test_the_metrics_of_the_tasks():
+    """Multiple choice, in total and per character; the last word, with the error of its perplexity."""
+    choices = MultipleChoiceMetric(keep_in_memory=True).compute(
+        predictions=[[-3.0, -4.0], [-3.0, -4.0], [-2.0, -1.0]], references=[0, 1, 1], lengths=[[1, 2], [1, 2], [5, 1]]
+    )
+    assert choices["acc"] == pytest.approx(2 / 3) and choices["acc_norm"] == pytest.approx(1 / 3)
+    assert choices["acc_stderr"] == pytest.approx(math.sqrt(2 / 3 * 1 / 3 / 2))
+    words = LastWordMetric(keep_in_memory=True).compute(predictions=[-1.0, -3.0], references=[True, False])
+    expected = {"acc": 0.5, "acc_stderr": 0.5, "perplexity": math.exp(2), "perplexity_stderr": math.exp(2)}
+    assert words == pytest.approx(expected)
+    alone = LastWordMetric(keep_in_memory=True).compute(predictions=[-1e6], references=[False])
+    assert alone == {"acc": 0.0, "acc_stderr": None, "perplexity": math.inf, "perplexity_stderr": None}
 
 
 def test_a_home_folder_that_cannot_be_written(train, monkeypatch):

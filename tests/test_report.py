@@ -10,7 +10,7 @@ from conftest import read_events, reset_accelerate
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import recipe.evaluation.generation
-import recipe.evaluation.validation
+import recipe.evaluation.scoring
 import recipe.run.meter
 import recipe.train
 from recipe.checkpoint.load import RunState
@@ -78,7 +78,7 @@ def test_a_failing_sample_is_a_warning(train, monkeypatch, capsys):
 
 
 def test_a_long_evaluation_shows_its_progress(train, monkeypatch, capsys):
-    monkeypatch.setattr(recipe.evaluation.validation, "SILENT_SECONDS", 0.0)
+    monkeypatch.setattr(recipe.evaluation.scoring, "SILENT_SECONDS", 0.0)
     train("--max_steps", "1", "--max_eval_samples", "all")
     assert "evaluating" in capsys.readouterr().err
 

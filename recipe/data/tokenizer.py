@@ -10,11 +10,11 @@ from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerBase
 from recipe.errors import UserError, check_local_path, one_line
 
 
-def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(name_or_path: str, revision: str | None = None) -> PreTrainedTokenizerBase:
     """Load a fast tokenizer from a folder or the Hub. Raises `UserError` if it lacks an end-of-text token."""
     check_local_path(name_or_path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path, revision=revision)
     except Exception as error:  # transformers and the Hub client raise OSError, ValueError, KeyError, ...
         where = f"'{name_or_path}' (neither a folder with tokenizer.json nor a Hub id that can be reached)"
         raise UserError(f"no tokenizer at {where}: {one_line(error)}") from error

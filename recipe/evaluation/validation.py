@@ -1,4 +1,4 @@
-"""Validation loss, perplexity and bits per byte, over some or all validation rows."""
+"""Validation loss, perplexity and bits per byte over some or all validation rows, and the scores of tasks."""
 
 import time
 from tempfile import gettempdir
@@ -6,23 +6,20 @@ from tempfile import gettempdir
 import torch
 from accelerate import Accelerator
 from torch import nn
-from tqdm import tqdm
 
 from recipe.checkpoint.load import RunState
 from recipe.config import TrainConfig
 from recipe.data.batches import iterate_validation
 from recipe.data.packed import PackedDataset
+from recipe.evaluation.scoring import CPU_TOKENS, show_progress
+from recipe.evaluation.tasks import load_tasks
 from recipe.hardware.host_memory import FreedMemory
 from recipe.model.loss import IGNORE_INDEX
-from recipe.progress import progress_target
 from recipe.run.plan import count_eval_rows
-
-CPU_TOKENS = 2048  # per forward pass: enough for all cores, and 400 MB of fp32 logits over GPT-2's vocabulary
-SILENT_SECONDS = 2.0  # a shorter evaluation shows no progress bar
 
 
 class Validation:
-    """Evaluates the model on the validation rows that the options choose.
+    """Evaluates the model on the validation rows, and the tasks, that the options choose.
 
     num_rows, final_num_rows: validation rows per evaluation, and in the last one.
     """
@@ -40,6 +37,11 @@ class Validation:
         self.batch_size = config.per_device_eval_batch_size or micro_batch_size
         if config.per_device_eval_batch_size is None and accelerator.device.type == "cpu":
             self.batch_size = max(1, CPU_TOKENS // config.block_size)
+        self.max_task_seconds = config.max_eval_task_seconds
+        self.tasks = []
+        if config.eval_tasks:
+            context = accelerator.unwrap_model(module).model.config.max_position_embeddings
+            self.tasks = load_tasks(config.eval_tasks, dataset.load_tokenizer(), context)
         self.set_schedule(config)
 
     def set_schedule(self, config: TrainConfig) -> None:
@@ -62,7 +64,8 @@ class Validation:
     def run(self, final: bool = False) -> dict[str, float]:
         """Evaluate rows spread evenly over the split, each counted once on any number of processes.
 
-        Returns loss (nats per token), perplexity, bits_per_byte, num_rows and seconds.
+        Returns loss (nats per token), perplexity, bits_per_byte, num_rows and seconds; for each task its scores under
+        flat names: hellaswag_acc, hellaswag_acc_stderr, hellaswag_num_examples, ...
         """
         from recipe.evaluation.perplexity import LanguageModelingMetric  # importing evaluate takes seconds
 
@@ -73,18 +76,10 @@ class Validation:
         losses = torch.zeros(num_batches, device=accelerator.device)  # allocated once, so memory stays flat
         num_tokens = torch.zeros(num_batches, dtype=torch.float64)  # on the host: not every device has float64
         split = self.dataset.splits["validation"]
-        bar = tqdm(
-            iterate_validation(split, num_rows, self.batch_size, accelerator.process_index, num_processes),
-            total=num_batches,
-            desc="evaluating",
-            unit="batch",
-            leave=False,
-            position=0,  # on top of the training bar
-            delay=SILENT_SECONDS,
-            dynamic_ncols=True,
-            disable=not accelerator.is_main_process,
-            **progress_target(),
+        rows_of_batches = iterate_validation(
+            split, num_rows, self.batch_size, accelerator.process_index, num_processes
         )
+        bar = show_progress(rows_of_batches, "evaluating", "batch", num_batches)
         freed_memory = FreedMemory()
         self.module.eval()
         for i, (rows, num_real) in enumerate(bar):
@@ -94,6 +89,7 @@ class Validation:
             losses[i] = self.module(batch[:, :-1], targets)
             num_tokens[i] = num_real * self.dataset.block_size
             freed_memory.give_back()
+        scores = self._run_tasks()
         self.module.train()
         loss_sum = losses.cpu().double() @ num_tokens
         if num_processes > 1:
@@ -104,4 +100,14 @@ class Validation:
             references=[num_rows * self.dataset.block_size],
             tokens_per_byte=self.dataset.tokens_per_byte("validation"),
         )
-        return {**metrics, "num_rows": num_rows, "seconds": time.perf_counter() - started_at}
+        return {**metrics, **scores, "num_rows": num_rows, "seconds": time.perf_counter() - started_at}
+
+    def _run_tasks(self) -> dict[str, float | None]:
+        """Score the tasks with the inner model, which is not compiled: rows of all lengths would recompile it."""
+        model, scores = self.accelerator.unwrap_model(self.module).model, {}
+        tokens_per_batch = self.batch_size * self.dataset.block_size
+        for task in self.tasks:
+            with self.accelerator.autocast():
+                found = task.run(model, self.dataset.vocab_size, tokens_per_batch, max_seconds=self.max_task_seconds)
+            scores |= {f"{task.name}_{key}": value for key, value in found.items()}
+        return scores

@@ -4,6 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import is_offline_mode
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
@@ -24,7 +32,28 @@ def load_pretrained(auto_class: type, source: str | Path, **options) -> Any:
     try:
         return auto_class.from_pretrained(source, **options)
     except Exception as error:  # the Hub, the file system, safetensors and Transformers each raise their own
-        raise UserError(f"cannot load a model from '{source}': {short_reason(error)}") from error
+        reason = _hub_reason(error, options.get("revision")) or short_reason(error)
+        raise UserError(f"cannot load a model from '{source}': {reason}") from error
+
+
+def _hub_reason(error: BaseException | None, revision: str | None) -> str | None:
+    """Say in one sentence what the Hub's client found; None if it did not raise the error."""
+    while error is not None:
+        match error:
+            case HFValidationError():
+                return "it is neither a folder nor a valid Hub id, such as user/name"
+            case RevisionNotFoundError():
+                return f"it has no revision '{revision}'"
+            case GatedRepoError():
+                return "access to it is restricted; request it on its page, and log in with `hf auth login`"
+            case RepositoryNotFoundError():
+                return "the Hub has no such model, or it is private; log in with `hf auth login` to read a private one"
+            case LocalEntryNotFoundError() if is_offline_mode():
+                return "it is neither a folder nor in the cache, and HF_HUB_OFFLINE forbids downloading it"
+            case LocalEntryNotFoundError():
+                return "it is neither a folder nor in the cache, and the Hub cannot be reached"
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def copy_weights(model: PreTrainedModel, model_config: PreTrainedConfig) -> dict[str, torch.Tensor]:

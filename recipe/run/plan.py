@@ -1,6 +1,7 @@
 """The length of a run: steps, epochs or minutes, and the rows that its evaluations use."""
 
 import dataclasses
+import functools
 import time
 from pathlib import Path
 
@@ -9,8 +10,9 @@ from accelerate import Accelerator
 from transformers import PreTrainedConfig
 
 from recipe.checkpoint.load import check_identity, read_state, run_identity
-from recipe.config import TrainConfig
+from recipe.config import TrainConfig, parse_tasks
 from recipe.data.packed import PackedDataset
+from recipe.data.task_files import read_examples
 from recipe.errors import UserError
 from recipe.hardware.choices import Choice, choose_residual
 from recipe.hardware.memory import micro_batch_candidates
@@ -33,6 +35,8 @@ def check_before_preparing(
     choose_residual(config, accelerator.device, precision)
     compute_learning_rates(config)
     build_model_config(config, 1, 0, source)
+    for task, path in parse_tasks(config.eval_tasks).items():
+        on_main_process(functools.partial(read_examples, task, path))
 
 
 def plan_run(
@@ -158,5 +162,6 @@ class StepBudget:
         step_seconds = (now - self.timed_from) / (LAST_TIMED_STEP - FIRST_TIMED_STEP)
         row_seconds = EVALUATED_ROW_COST * step_seconds / self.config.global_batch_size
         seconds_left = self.config.max_minutes * 60 - (now - self.started_at)
-        eval_seconds = self.eval_rows * row_seconds, self.final_eval_rows * row_seconds
+        task_seconds = len(parse_tasks(self.config.eval_tasks)) * self.config.max_eval_task_seconds  # at most
+        eval_seconds = [rows * row_seconds + task_seconds for rows in (self.eval_rows, self.final_eval_rows)]
         return on_main_process(lambda: fit_max_steps(self.config, step, seconds_left, step_seconds, *eval_seconds))

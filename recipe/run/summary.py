@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from transformers import PreTrainedModel
 
 from recipe.checkpoint.load import RunState, precision_of
-from recipe.config import STANDARD_LIBRARY, TrainConfig
+from recipe.config import EVAL_TASKS, STANDARD_LIBRARY, TrainConfig
 from recipe.data.packed import PackedDataset
 from recipe.environment import describe_device, describe_environment, find_commit
 from recipe.hardware.choices import Choice
@@ -144,11 +144,25 @@ def find_warnings(
 
 
 def describe_evaluation(what: str, values: dict[str, float]) -> str:
-    """Return one line with the results of an evaluation."""
-    return (
+    """Return one line with the results of an evaluation, and one more for each task."""
+    line = (
         f"{what}: validation loss {values['loss']:.4f}, perplexity {values['perplexity']:,.2f}, "
         f"{values['bits_per_byte']:.4f} bits per byte"
     )
+    for task, scores in task_scores(values).items():
+        names = [name for name in ("acc", "acc_norm", "perplexity") if name in scores]
+        shown = ", ".join(f"{name} {scores[name]:{'.4g' if scores[name] > 1 else '.4f'}}" for name in names)
+        line += f"\n  {task}: {shown} ({_plural(scores['num_examples'], 'example')})"
+    return line
+
+
+def task_scores(values: dict[str, float]) -> dict[str, dict[str, float]]:
+    """Collect the scores of each task from the flat results of an evaluation: {"lambada": {"acc": ...}}."""
+    return {
+        task: {key.removeprefix(f"{task}_"): value for key, value in values.items() if key.startswith(f"{task}_")}
+        for task in EVAL_TASKS
+        if f"{task}_num_examples" in values
+    }
 
 
 def build_summary(
@@ -169,6 +183,7 @@ def build_summary(
         "perplexity": evaluation["perplexity"],
         "bits_per_byte": evaluation["bits_per_byte"],
         "eval_rows": evaluation["num_rows"],
+        "tasks": task_scores(evaluation),
         "untrained": state.untrained,
         "tokens_per_second": meter.tokens_per_second,
         "seconds_to_first_step": meter.seconds_to_first_step,

@@ -1,0 +1,262 @@
+"""HellaSwag and LAMBADA are scored by lm-eval's rules, on their own and during training."""
+
+import json
+import math
+import re
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, read_events, run_script
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+from recipe.command_line import load_config
+from recipe.config import EVAL_TASKS
+from recipe.data.task_files import SOURCES, Example, read_examples
+from recipe.errors import UserError
+from recipe.evaluation import tasks as tasks_module
+from recipe.evaluation.scoring import Row, score_batch
+from recipe.evaluation.tasks import EvalTask, encode_pairs, load_tasks
+from recipe.run.summary import describe_evaluation, task_scores
+
+HELLASWAG, LAMBADA = (ROOT / "tests" / f"{task}_sample.jsonl" for task in ("hellaswag", "lambada"))
+GIVEN = [f"hellaswag={HELLASWAG}", f"lambada={LAMBADA}"]
+CONTEXT = 70  # longer than every continuation, shorter than some examples, which are cut off on the left
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tokenizer_dir):
+    return AutoTokenizer.from_pretrained(tokenizer_dir)
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer):
+    """A random model whose next token depends on the whole context."""
+    torch.manual_seed(0)
+    size = {"n_positions": CONTEXT, "n_layer": 2, "n_head": 2, "n_embd": 32, "initializer_range": 0.5}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), bos_token_id=0, eos_token_id=0, **size)).eval()
+
+
+def score_alone(model, tokenizer, context: str, continuation: str) -> tuple[float, bool]:
+    """lm-eval 0.4's rules in a plain loop: one request, one token at a time, all logits."""
+    while context and context[-1].isspace():
+        context, continuation = context[:-1], context[-1] + continuation
+    if context:
+        ids = tokenizer.encode(context + continuation)
+        count = len(ids) - len(tokenizer.encode(context))
+    else:
+        ids = [tokenizer.bos_token_id, *tokenizer.encode(continuation)]
+        count = len(ids) - 1
+    total, greedy = 0.0, True
+    inputs = ids[-(CONTEXT + 1) :][:-1]
+    assert count <= len(inputs)
+    with torch.no_grad():
+        log_probs = model(torch.tensor([inputs])).logits[0].double().log_softmax(-1)
+    for position, token in zip(range(len(inputs) - count, len(inputs)), ids[-count:], strict=True):
+        total += log_probs[position, token].item()
+        greedy = greedy and int(log_probs[position].argmax()) == token
+    return total, greedy
+
+
+def clean(text: str) -> str:
+    """lm-eval's preprocessing of HellaSwag."""
+    return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
+
+
+def test_hellaswag_equals_a_plain_loop(model, tokenizer):
+    """acc takes the likeliest ending, acc_norm the likeliest per character of the cleaned ending."""
+    hits, hits_norm = [], []
+    for row in map(json.loads, HELLASWAG.read_text(encoding="utf-8").splitlines()):
+        context = clean(row["activity_label"] + ": " + row["ctx_a"] + " " + row["ctx_b"].capitalize())
+        endings = [clean(ending) for ending in row["endings"]]
+        found = [score_alone(model, tokenizer, context, " " + ending)[0] for ending in endings]
+        per_character = [score / len(ending) for score, ending in zip(found, endings, strict=True)]
+        hits.append(found.index(max(found)) == row["label"])
+        hits_norm.append(per_character.index(max(per_character)) == row["label"])
+    result = load_tasks(GIVEN[:1], tokenizer, CONTEXT)[0].run(model, len(tokenizer), tokens_per_batch=300)
+    assert result["acc"] == np.mean(hits) and result["acc_norm"] == np.mean(hits_norm)
+    assert 0 < result["acc"] < 1 and result["acc"] != result["acc_norm"] and result["num_examples"] == 20
+    p = result["acc"]
+    assert result["acc_stderr"] == pytest.approx(math.sqrt(p * (1 - p) / 19))
+
+
+def test_lambada_equals_a_plain_loop(model, tokenizer, tmp_path):
+    """acc counts the last words that greedy decoding writes; one of these is written on purpose."""
+    ids = tokenizer.encode("the cat sat on")
+    with torch.no_grad():
+        likeliest = model(torch.tensor([ids])).logits[0, -1].topk(100).indices.tolist()
+    texts = [json.loads(line)["text"] for line in LAMBADA.read_text(encoding="utf-8").splitlines()]
+    assert "Hello" in texts  # one word, so its context is empty
+    texts += ["the cat sat on" + tokenizer.decode([token]) for token in likeliest]
+    texts = [text for text in texts if text == "Hello" or text.count(" ") > 2]
+    path = tmp_path / "lambada.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    scores = [score_alone(model, tokenizer, text.rpartition(" ")[0], " " + text.rpartition(" ")[2]) for text in texts]
+    result = load_tasks([f"lambada={path}"], tokenizer, CONTEXT)[0].run(model, len(tokenizer), tokens_per_batch=300)
+    assert result["acc"] == np.mean([greedy for _, greedy in scores])
+    assert result["perplexity"] == pytest.approx(math.exp(-np.mean([total for total, _ in scores])), rel=1e-4)
+
+
+def test_a_word_that_greedy_decoding_writes_is_a_hit(model, tokenizer):
+    """Rows that greedy decoding wrote are greedy, rows with another last token are not."""
+    ids = tokenizer.encode("the cat sat on a mat")
+    start = len(ids)
+    with torch.no_grad():
+        for _ in range(3):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    rows = [Row(np.array(ids), 3), Row(np.array([*ids[:-1], (ids[-1] + 1) % 400]), 3), Row(np.array(ids[:start]), 2)]
+    assert [score.is_greedy for score in score_batch(model, len(tokenizer), rows)][:2] == [True, False]
+
+
+def test_every_example_equals_lm_eval(model, tokenizer, tmp_path, monkeypatch):
+    """The real lm-eval, its own HellaSwag and LAMBADA tasks, the same files: equal scores, and equal log-probabilities
+    of each continuation but for the rounding of the matrix products."""
+    lm_eval = pytest.importorskip("lm_eval")
+    from lm_eval.models.huggingface import HFLM
+
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    files = {"hellaswag": ("hellaswag/hellaswag.yaml", "validation", HELLASWAG),
+             "lambada": ("lambada/lambada_openai.yaml", "test", LAMBADA)}  # fmt: skip
+    for task, (config, split, path) in files.items():
+        (tmp_path / f"{task}.yaml").write_text(
+            f"include: {Path(lm_eval.__file__).parent / 'tasks' / config}\ntask: sample_{task}\ntag: null\n"
+            f"training_split: null\ndataset_path: json\ndataset_name: null\n"
+            f"dataset_kwargs: {{data_files: {{{split}: {path}}}}}\n"
+        )
+    lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=4)
+    yamls = [str(tmp_path / f"{task}.yaml") for task in files]
+    theirs = lm_eval.simple_evaluate(lm, tasks=yamls, log_samples=True, bootstrap_iters=0)
+    for task in load_tasks(GIVEN, tokenizer, CONTEXT):
+        ours = task.run(model, len(tokenizer), tokens_per_batch=300)
+        for score, value in theirs["results"][f"sample_{task.name}"].items():
+            if score.endswith(",none") and "stderr" not in score:
+                assert ours[score.removesuffix(",none")] == pytest.approx(value, rel=1e-4 * ("perp" in score))
+        for sample in theirs["samples"][f"sample_{task.name}"]:
+            found = task._score([sample["doc_id"]], model, len(tokenizer), 300)[sample["doc_id"]]
+            expected = [response[0] for response in sample["resps"]]
+            assert [score.log_probability for score in found] == pytest.approx(
+                [float(e[0]) for e in expected], abs=1e-3
+            )
+            assert [score.is_greedy for score in found] == [str(e[1]) == "True" for e in expected]
+
+
+def test_the_padding_of_the_vocabulary_does_not_count(model, tokenizer):
+    """A padded model has the scores of the saved one, even if its padding would be the likeliest token."""
+    rows = encode_pairs(tokenizer, [("the cat", " sat"), ("a mat while rain", " fell")], CONTEXT)
+    expected = score_batch(model, len(tokenizer), rows)
+    padded = GPT2LMHeadModel(model.config).eval()
+    padded.load_state_dict(model.state_dict())
+    padded.resize_token_embeddings(len(tokenizer) + 12, mean_resizing=False)
+    padded.get_output_embeddings().weight.data[len(tokenizer) :] = 3.0
+    for score, other in zip(score_batch(padded, len(tokenizer), rows), expected, strict=True):
+        assert score.log_probability == pytest.approx(other.log_probability, abs=1e-4)
+        assert score.is_greedy == other.is_greedy
+
+
+def test_the_time_limit_scores_the_same_examples_first(model, tokenizer, monkeypatch):
+    """A task stops before the chunk that would exceed its time, after at least one; what it scored is a prefix of a
+    fixed order, which is not that of the file."""
+    examples = [Example("the cat sat", ["on a mat", f"and {i}"], i % 2) for i in range(150)]
+    task = EvalTask("hellaswag", examples, tokenizer, CONTEXT)
+    monkeypatch.setattr(tasks_module, "CHUNK", 10)
+    assert task.run(model, len(tokenizer), 300, max_seconds=1e-9)["num_examples"] == 10
+    scored, plain = [], EvalTask._score
+
+    def slow(self, chunk, *arguments):
+        scored.extend(chunk)
+        time.sleep(0.1)
+        return plain(self, chunk, *arguments)
+
+    monkeypatch.setattr(EvalTask, "_score", slow)
+    assert 10 <= task.run(model, len(tokenizer), 300, max_seconds=0.35)["num_examples"] <= 30
+    limited = scored.copy()
+    scored.clear()
+    assert task.run(model, len(tokenizer), 300, max_examples=95)["num_examples"] == 95
+    assert scored[: len(limited)] == limited != sorted(limited) and len(set(scored)) == 95
+
+
+def test_training_with_tasks_is_the_same_training(train, tmp_path):
+    """Scoring tasks changes neither losses nor weights, not even with dropout. The scores are logged."""
+    shape = ["--config_overrides", "n_layer=2,n_head=2,n_embd=32,resid_pdrop=0.1", "--block_size", "32"]
+    with_tasks, without = (tmp_path / name for name in ("with", "without"))
+    train("--eval_steps", "2", "--eval_tasks", *GIVEN, output_dir=with_tasks, shape=shape)
+    train("--eval_steps", "2", output_dir=without, shape=shape)
+    losses = [[event["loss"] for event in read_events(run, "train")] for run in (with_tasks, without)]
+    assert losses[0] == losses[1] and len(losses[0]) == 4
+    assert (with_tasks / "model.safetensors").read_bytes() == (without / "model.safetensors").read_bytes()
+    events = read_events(with_tasks, "eval")
+    assert [event["step"] for event in events] == [0, 2, 4]
+    assert all(event["hellaswag_num_examples"] == event["lambada_num_examples"] == 20 for event in events)
+    summary = json.loads((with_tasks / "summary.json").read_text())
+    assert summary["tasks"]["lambada"]["perplexity"] == events[-1]["lambada_perplexity"]
+    assert json.loads((without / "summary.json").read_text())["tasks"] == {}
+
+
+def test_the_scores_in_training_are_those_of_the_saved_model(train, tmp_path):
+    """scripts/evaluate_model.py finds the scores of the last evaluation, whose model had a padded vocabulary."""
+    run = train("--eval_tasks", ",".join(GIVEN), "--max_steps", "2")
+    assert not run_script("scripts/evaluate_model.py", "--model", run, "--tasks", *GIVEN)
+    found = json.loads((run / "evaluation.json").read_text())["tasks"]
+    for task, scores in task_scores(read_events(run, "eval")[-1]).items():
+        for name in set(scores) - {"seconds"}:
+            assert found[task][name] == pytest.approx(scores[name], rel=1e-3), (task, name)
+
+
+def test_the_line_of_an_evaluation_shows_the_tasks():
+    values = {"loss": 1.0, "perplexity": 2.7, "bits_per_byte": 0.5, "hellaswag_acc": 0.25, "hellaswag_acc_norm": 0.5,
+              "hellaswag_acc_stderr": 0.1, "hellaswag_num_examples": 32, "hellaswag_seconds": 1.0}  # fmt: skip
+    shown = describe_evaluation("step 1", values).splitlines()
+    assert shown[1] == "  hellaswag: acc 0.2500, acc_norm 0.5000 (32 examples)"
+
+
+def test_the_names_of_the_tasks():
+    """config.py, which imports no torch, knows the tasks that can be read."""
+    assert set(EVAL_TASKS) == set(SOURCES)
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("helaswag", "unknown task 'helaswag'; did you mean hellaswag? (tasks: hellaswag, lambada)"),
+        ("mmlu=a.jsonl", "unknown task 'mmlu'"),
+        ("lambada,lambada", "the task lambada is given twice"),
+        ("lambada=gone.jsonl", "there is no file 'gone.jsonl' for the task lambada"),
+    ],
+)
+def test_a_wrong_task_is_refused_at_once(typed, expected):
+    with pytest.raises(UserError, match=re.escape(expected)):
+        load_config(["--dataset_dir", "d", "--eval_tasks", typed])
+
+
+@pytest.mark.parametrize(
+    ("task", "content", "expected"),
+    [
+        ("lambada", '{"text": "a b"}\n{"texts": "a"}', "row 2 is no lambada example: it has texts; expected text"),
+        ("lambada", "not json", "line 1 is not JSON"),
+        ("lambada", "\n", "is empty"),
+        ("lambada", "[1]", "row 1 is no lambada example: it has list"),
+        ("hellaswag", '{"text": "a b"}', "expected activity_label, ctx_a, ctx_b, endings, label"),
+        ("hellaswag", '{"activity_label": "a", "ctx_a": "b", "ctx_b": "", "endings": ["c"], "label": ""}', "row 1"),
+        ("hellaswag", '{"activity_label": "a", "ctx_a": "b", "ctx_b": "", "endings": ["c"], "label": 1}', "label 1"),
+        ("hellaswag", '{"activity_label": "a", "ctx_a": "b", "ctx_b": "", "endings": [1], "label": 0}', "row 1"),
+    ],
+)
+def test_a_file_of_another_schema_is_refused(tmp_path, task, content, expected):
+    """The message names the row."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text(content)
+    with pytest.raises(UserError, match=re.escape(expected)):
+        read_examples(task, str(path))
+
+
+def test_another_schema_stops_a_run_before_its_text_is_prepared(train, tmp_path):
+    (tmp_path / "rows.jsonl").write_text("{}")
+    with pytest.raises(UserError, match="row 1 is no lambada example"):
+        train("--eval_tasks", f"lambada={tmp_path / 'rows.jsonl'}", dataset_dir=tmp_path / "not_looked_at")
+
+
+def test_the_hub_out_of_reach_is_one_sentence():
+    with pytest.raises(UserError, match="cannot download Rowan/hellaswag: .*; pass hellaswag=FILE.jsonl"):
+        read_examples("hellaswag", None)
