@@ -3,7 +3,7 @@
     accelerate launch recipe/train.py                                          a demo that needs nothing
     accelerate launch recipe/train.py --config gpt2_124m --dataset_dir DIR     GPT-2 124M on a packed dataset
 
-config -> accelerator -> data -> model -> optimizer -> resume -> loop -> evaluate, export, publish, sample
+config -> accelerator -> data -> model -> optimizer -> resume -> loop -> evaluate, export, publish
 """
 
 import sys
@@ -28,14 +28,12 @@ from recipe.checkpoint.load import RunState, find_checkpoint, load_checkpoint
 from recipe.checkpoint.save import CheckpointSaver
 from recipe.data.packed import open_packed_dataset
 from recipe.data.prepare import open_dataset_for
-from recipe.evaluation.generation import sample_from
 from recipe.evaluation.validation import Validation
 from recipe.hardware.accelerator import build_accelerator, build_module
 from recipe.hardware.processes import host_group, on_main_process, start_processes
 from recipe.model.build import build_model_config
 from recipe.optim.guard import GuardedUpdate
 from recipe.optim.optimizers import build_optimizer
-from recipe.publish.card import write_model_card
 from recipe.publish.download import fetch_checkpoint
 from recipe.publish.export import export_model
 from recipe.publish.hub import check_hub
@@ -43,7 +41,7 @@ from recipe.publish.uploads import HubUploads
 from recipe.run.accumulation import Accumulation
 from recipe.run.log import RunReport
 from recipe.run.meter import StepMeter
-from recipe.run.output_dir import SUMMARY_NAME, choose_output_dir, open_output_dir
+from recipe.run.output_dir import choose_output_dir, open_output_dir
 from recipe.run.plan import StepBudget, check_before_preparing, plan_run, shorten
 from recipe.run.profile import StepProfiler
 from recipe.run.stop import EXIT_STOPPED, StopRequest
@@ -76,9 +74,7 @@ def main() -> None:
     accumulation = Accumulation(config, accelerator, module, dataset, choices)
     validation = Validation(config, accelerator, module, dataset, accumulation.micro_batch_size)
     set_seed(config.seed, device_specific=True)  # from here on, dropout differs between processes
-    state = RunState()
-    if resume_dir is not None:
-        state = load_checkpoint(accelerator, resume_dir, model, dataset.vocab_size, update)
+    state = load_checkpoint(accelerator, resume_dir, model, dataset.vocab_size, update) if resume_dir else RunState()
     validation.keep_rows(state)
     if config.eval_only:
         what = f"{source or resume_dir}, {validation.final_num_rows:,} rows"
@@ -90,12 +86,11 @@ def main() -> None:
     on_main_process(lambda: open_output_dir(output_dir, config, resume_dir is not None))
     report = RunReport(accelerator, config, output_dir, state.step)
     uploads = HubUploads(config, output_dir, report.say)
-    outcomes = report.checkpoint_failure, uploads.add
-    saver = CheckpointSaver(
-        accelerator, output_dir, config, identity, model, model_config, tokenizer, update, *outcomes
+    parts = model, model_config, tokenizer, update
+    saver = CheckpointSaver(accelerator, output_dir, config, identity, *parts, report.checkpoint_failure, uploads.add)
+    report.table(
+        describe_run(config, recipe, output_dir, resume_dir, choices, model, accumulation, validation.num_rows)
     )
-    table = describe_run(config, recipe, output_dir, resume_dir, choices, model, accumulation, validation.num_rows)
-    report.table(table)
     report.start(state.step, config, recipe, choices, model, accumulation)
     for warning in find_warnings(config, resume_dir, precision, dataset, state.step):
         report.say(warning)
@@ -189,21 +184,12 @@ def main() -> None:
     evaluation = evaluation or validation.run(final=True)  # a resumed run may have no steps left
     if accelerator.is_main_process:
         export_model(model, model_config, tokenizer, output_dir)
-        summary = build_summary(accelerator, state, evaluation, meter, choices, accumulation, model)
-        if meter.laps or not (output_dir / SUMMARY_NAME).exists():  # otherwise nothing is new
-            report.summary(summary)
-            write_model_card(output_dir, state.step)
+        report.summary(build_summary(accelerator, state, evaluation, meter, choices, accumulation, model))
         print(closing_words(config, output_dir, state.untrained, evaluation, meter))
         uploads.finish(state.step)
-        optimizer.state.clear()  # makes room for the exported model, which generates the sample
-        print(sample_from(output_dir, config.sample_prompt, seed=config.seed, device=device))
     on_main_process(lambda: None)  # a barrier on the host: device collectives time out
     report.end()
 
 
 if __name__ == "__main__":
-    run_main(
-        main,
-        "interrupted; with --resume_from_checkpoint auto, the run resumes from its newest checkpoint, or starts fresh "
-        "if there is none",
-    )
+    run_main(main, "interrupted; --resume_from_checkpoint auto resumes from the newest checkpoint, if there is one")

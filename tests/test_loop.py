@@ -142,7 +142,9 @@ def test_log_lines_hold_means_over_their_interval(train, four_steps):
 
 def test_the_host_does_not_wait_between_log_lines(train, monkeypatch):
     """It reads tensors at log lines and evaluations only, because on a GPU each read waits for the device."""
-    monkeypatch.setattr(recipe.train, "sample_from", lambda *args, **kwargs: "no sample")  # which reads every token
+    monkeypatch.setattr(
+        recipe.evaluation.validation, "sample_text", lambda *args, **kwargs: "no sample"
+    )  # which reads every token
     reads = []
     for name in ("item", "tolist", "__bool__", "__float__", "__int__", "numpy"):
         original = getattr(torch.Tensor, name)

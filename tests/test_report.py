@@ -60,21 +60,26 @@ def test_trackers_identify_a_run_and_its_resumption(train, tmp_path, monkeypatch
     assert [options["trackio"]["resume"] for options in (a, b, c)] == ["never", "allow", "never"]
 
 
-def test_a_failing_sample_is_a_warning(train, monkeypatch, capsys):
-    """The sample needs memory for a second model, so everything is on disk and published before it."""
-    done = []
+def test_samples_are_logged_and_the_last_one_is_shown(train, capsys):
+    """There is one for each evaluation; the same weights and the same run give the same text."""
+    output_dir = train("--max_steps", "2", "--sample_prompt", "the cat")
+    samples = {event["step"]: event["text"] for event in read_events(output_dir, "sample")}
+    assert list(samples) == [0, 2] and all(text.startswith("the cat") for text in samples.values())
+    shown = capsys.readouterr().out.partition("A sample for the prompt 'the cat':\n")[2]
+    assert shown.startswith("".join(f"    {line}\n" for line in samples[2].splitlines()))
 
-    def out_of_memory(model_dir, *args, **kwargs):
-        done.append("sample")
-        assert (model_dir / "model.safetensors").is_file() and (model_dir / "summary.json").is_file()
+
+def test_a_failing_sample_is_a_warning(train, monkeypatch, capsys):
+    """The run completes without it."""
+
+    def out_of_memory(*args, **kwargs):
         raise torch.OutOfMemoryError("no memory is left")
 
-    monkeypatch.setattr(recipe.evaluation.generation, "generate_texts", out_of_memory)
-    monkeypatch.setattr(recipe.train.HubUploads, "finish", lambda *args: done.append("push"))
-    train("--max_steps", "1")
+    monkeypatch.setattr(recipe.evaluation.validation, "sample_text", out_of_memory)
+    output_dir = train("--max_steps", "1")
     printed = capsys.readouterr().out
     assert "warning: " in printed and "OutOfMemoryError: no memory is left" in printed
-    assert done == ["push", "sample"]
+    assert (output_dir / "summary.json").is_file() and read_events(output_dir, "sample") == []
 
 
 def test_a_long_evaluation_shows_its_progress(train, monkeypatch, capsys):
@@ -106,7 +111,7 @@ def test_a_missing_tracker_is_an_error(train):
 def test_lines_fit_into_80_columns(train, dataset_dir, capsys, monkeypatch):
     """Everything that the program prints fits, except for long folder names."""
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(recipe.train, "sample_from", lambda *args, **kwargs: "a sample")
+    monkeypatch.setattr(recipe.evaluation.validation, "sample_text", lambda *args, **kwargs: "a sample")
     output_dir = train("--max_steps", "1", "--save_steps", "1")
     printed = capsys.readouterr().out.replace(str(output_dir), "runs/demo").replace(str(dataset_dir), "data")
     assert "--resume_from_checkpoint" in printed

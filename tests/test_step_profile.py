@@ -19,7 +19,7 @@ from recipe.run.profile import KINDS, StepProfiler, describe, kind_of, summarize
 @pytest.fixture(autouse=True)
 def no_sample(monkeypatch):
     """The text that a run generates at its end takes longer than the run."""
-    monkeypatch.setattr(recipe.train, "sample_from", lambda *args, **kwargs: "")
+    monkeypatch.setattr(recipe.evaluation.validation, "sample_text", lambda *args, **kwargs: "")
 
 
 @pytest.mark.parametrize(

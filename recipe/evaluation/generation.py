@@ -12,7 +12,7 @@ from tokenizers.decoders import DecodeStream
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import BaseStreamer
 
-from recipe.errors import UserError, short_reason
+from recipe.errors import UserError
 from recipe.model.weights import load_pretrained
 
 
@@ -163,15 +163,6 @@ def generate_texts(
     model, tokenizer = load_generator(model_name_or_path, device, revision)
     set_seed(how.seed)
     return continue_prompt(model, tokenizer, prompt, how)
-
-
-def sample_from(model_dir: Path, prompt: str, seed: int, device: str | torch.device) -> str:
-    """Return a sample to print at the end of a run, or a warning: a failure must not end the run."""
-    try:
-        text = generate_texts(model_dir, prompt, seed=seed, device=device)[0]
-    except Exception as error:  # for example out of memory
-        return f"warning: no sample could be generated: {short_reason(error)}"
-    return "\n".join(["", f"A sample for the prompt {prompt!r}:", *("    " + line for line in text.splitlines())])
 
 
 def sample_text(

@@ -2,6 +2,7 @@
 
 import time
 from tempfile import gettempdir
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -11,6 +12,8 @@ from recipe.checkpoint.load import RunState
 from recipe.config import TrainConfig
 from recipe.data.batches import iterate_validation
 from recipe.data.packed import PackedDataset
+from recipe.errors import short_reason
+from recipe.evaluation.generation import sample_text
 from recipe.evaluation.scoring import CPU_TOKENS, show_progress
 from recipe.evaluation.tasks import load_tasks
 from recipe.hardware.host_memory import FreedMemory
@@ -37,11 +40,10 @@ class Validation:
         self.batch_size = config.per_device_eval_batch_size or micro_batch_size
         if config.per_device_eval_batch_size is None and accelerator.device.type == "cpu":
             self.batch_size = max(1, CPU_TOKENS // config.block_size)
-        self.max_task_seconds = config.max_eval_task_seconds
-        self.tasks = []
-        if config.eval_tasks:
-            context = accelerator.unwrap_model(module).model.config.max_position_embeddings
-            self.tasks = load_tasks(config.eval_tasks, dataset.load_tokenizer(), context)
+        # Not compiled: texts of all lengths would compile it again and again.
+        self.model, self.tokenizer = accelerator.unwrap_model(module).model, dataset.load_tokenizer()
+        self.tasks = load_tasks(config.eval_tasks, self.tokenizer, self.model.config.max_position_embeddings)
+        self.config = config
         self.set_schedule(config)
 
     def set_schedule(self, config: TrainConfig) -> None:
@@ -61,11 +63,11 @@ class Validation:
             self.num_rows = state.eval_rows = state.eval_rows or self.num_rows
 
     @torch.no_grad()
-    def run(self, final: bool = False) -> dict[str, float]:
+    def run(self, final: bool = False) -> dict[str, Any]:
         """Evaluate rows spread evenly over the split, each counted once on any number of processes.
 
         Returns loss (nats per token), perplexity, bits_per_byte, num_rows and seconds; for each task its scores under
-        flat names: hellaswag_acc, hellaswag_acc_stderr, hellaswag_num_examples, ...
+        flat names: hellaswag_acc, hellaswag_acc_stderr, hellaswag_num_examples, ...; and a sample of the model's text.
         """
         from recipe.evaluation.perplexity import LanguageModelingMetric  # importing evaluate takes seconds
 
@@ -100,14 +102,25 @@ class Validation:
             references=[num_rows * self.dataset.block_size],
             tokens_per_byte=self.dataset.tokens_per_byte("validation"),
         )
-        return {**metrics, **scores, "num_rows": num_rows, "seconds": time.perf_counter() - started_at}
+        seconds = time.perf_counter() - started_at
+        return {**metrics, **scores, "num_rows": num_rows, "seconds": seconds, "sample": self._sample()}
 
     def _run_tasks(self) -> dict[str, float | None]:
-        """Score the tasks with the inner model, which is not compiled: rows of all lengths would recompile it."""
-        model, scores = self.accelerator.unwrap_model(self.module).model, {}
+        scores, limit = {}, self.config.max_eval_task_seconds
         tokens_per_batch = self.batch_size * self.dataset.block_size
         for task in self.tasks:
             with self.accelerator.autocast():
-                found = task.run(model, self.dataset.vocab_size, tokens_per_batch, max_seconds=self.max_task_seconds)
+                found = task.run(self.model, self.dataset.vocab_size, tokens_per_batch, max_seconds=limit)
             scores |= {f"{task.name}_{key}": value for key, value in found.items()}
         return scores
+
+    def _sample(self) -> str | None:
+        """Return a continuation of `sample_prompt`, the same for the same weights. A failure must not end the run."""
+        if self.config.eval_only or not self.accelerator.is_main_process:
+            return None
+        prompt, seed = self.config.sample_prompt, self.config.seed
+        try:
+            return sample_text(self.model, self.tokenizer, prompt, seed=seed, vocab_size=self.dataset.vocab_size)
+        except Exception as error:  # for example out of memory
+            print(f"warning: no sample could be generated: {short_reason(error)}", flush=True)
+            return None

@@ -18,6 +18,7 @@ from recipe.checkpoint.manifest import why_damaged
 from recipe.config import TrainConfig
 from recipe.errors import UserError, short_reason
 from recipe.progress import progress_target
+from recipe.publish.card import write_model_card
 from recipe.run.output_dir import METRICS_NAME, SUMMARY_NAME, resume_command, tracker_id
 from recipe.run.profile import TRACE_NAME, describe
 from recipe.run.summary import describe_evaluation, describe_start
@@ -29,8 +30,9 @@ class RunReport:
     def __init__(self, accelerator: Accelerator, config: TrainConfig, output_dir: Path, first_step: int) -> None:
         self.accelerator, self.output_dir = accelerator, output_dir
         self.enabled = accelerator.is_main_process
-        self.stop_on_save_failure = config.on_save_failure == "stop"
+        self.stop_on_save_failure, self.sample_prompt = config.on_save_failure == "stop", config.sample_prompt
         self.failures: set[str] = set()  # reported once each
+        self.has_trained = False
         if self.enabled and (output_dir / METRICS_NAME).exists():
             drop_events_after(output_dir / METRICS_NAME, first_step or -1)  # a new run keeps none of an older one's
         self.bar = tqdm(
@@ -86,12 +88,15 @@ class RunReport:
 
     def train(self, step: int, values: dict[str, Any]) -> None:
         self.event("train", step, **values)
+        self.has_trained = True
         shown = f"loss {values['loss']:.3f}, {values['tokens_per_second']:,.0f} tokens/s"
         self.bar.set_postfix_str(shown, refresh=False)
         self.bar.n = step  # a step that ran out of memory advanced the bar twice
 
-    def evaluation(self, step: int, values: dict[str, float]) -> None:
-        self.event("eval", step, **values)
+    def evaluation(self, step: int, values: dict[str, Any]) -> None:
+        self.event("eval", step, **{key: value for key, value in values.items() if key != "sample"})
+        if values["sample"] is not None:
+            self.event("sample", step, prompt=self.sample_prompt, text=values["sample"])
         self.say(describe_evaluation(f"step {step:>6,}", values))
 
     def schedule(self, step: int, changes: dict[str, tuple]) -> None:
@@ -159,10 +164,16 @@ class RunReport:
         self._tolerate("the tracker", self.accelerator.end_training)
 
     def summary(self, values: dict[str, Any]) -> None:
-        """Write summary.json; it appears only when it is complete."""
+        """Write summary.json, which appears only when it is complete, and the model card.
+
+        A finished run that is only exported again keeps its own.
+        """
+        if not self.has_trained and (self.output_dir / SUMMARY_NAME).exists():
+            return
         written = self.output_dir / f".{SUMMARY_NAME}.new"
         written.write_text(json.dumps(values, indent=2) + "\n")
         written.replace(self.output_dir / SUMMARY_NAME)
+        write_model_card(self.output_dir, values["step"])
 
 
 def drop_events_after(path: Path, step: int) -> None:

@@ -204,7 +204,7 @@ def build_summary(
 
 
 def closing_words(
-    config: TrainConfig, output_dir: Path, untrained: dict[str, float], trained: dict[str, float], meter: StepMeter
+    config: TrainConfig, output_dir: Path, untrained: dict[str, Any], trained: dict[str, Any], meter: StepMeter
 ) -> str:
     """Return the results, the location of the model, and the commands that may come next."""
     folder, prompt = shlex.quote(str(output_dir)), shlex.quote(config.sample_prompt)
@@ -213,6 +213,9 @@ def closing_words(
     lines = ["", " " * 14 + "".join(f"{name:>15}" for name in columns)]
     for key in ("loss", "perplexity", "bits_per_byte"):
         lines.append(f"{key.replace('_', ' '):14}" + "".join(f"{values[key]:>15,.3f}" for values in columns.values()))
+    if trained["sample"] is not None:
+        sample = (f"    {line}" for line in trained["sample"].splitlines())
+        lines += ["", f"A sample for the prompt {config.sample_prompt!r}:", *sample]
     if meter.laps:
         lines += ["", f"Evaluation and saving took {meter.share_outside_training:.1%} of the wall-clock time."]
     lines += [
