@@ -12,6 +12,7 @@ from huggingface_hub import HfApi, constants
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipe.errors import UserError
+from recipe.publish import card
 from recipe.publish import hub as hub_room
 from recipe.publish import uploads as uploads_room
 
@@ -23,7 +24,9 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 
 @pytest.fixture(autouse=True)
-def quick_retries(monkeypatch):
+def quick(monkeypatch):
+    """Wait for no retry, and draw no curve: tests/test_card.py does."""
+    monkeypatch.setattr(card, "save_loss_chart", lambda events, path, title: path.write_bytes(b"PNG"))
     monkeypatch.setattr(uploads_room, "RETRY_SECONDS", (0.0,))
     monkeypatch.setattr(uploads_room, "LAST_RETRY_SECONDS", (0.01, 0.01))
 

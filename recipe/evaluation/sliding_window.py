@@ -42,6 +42,14 @@ class TokenizedText:
     def num_targets(self) -> int:
         return len(self.tokens) - len(self.starts) + 1
 
+    def head(self, num_tokens: int) -> "TokenizedText":
+        """Return the beginning of the text; its bytes are estimated from its share of the tokens."""
+        starts = np.append(
+            self.starts[self.starts < min(num_tokens, len(self.tokens))], min(num_tokens, len(self.tokens))
+        )
+        num_bytes = max(1, round(self.num_bytes * starts[-1] / len(self.tokens)))
+        return TokenizedText(self.name, self.tokens[: starts[-1]], starts, None, num_bytes, None)
+
 
 def read_text(
     given: str, tokenizer: PreTrainedTokenizerBase, text_column_name: str = "text", separator: str | None = None

@@ -75,6 +75,9 @@ def write_model(
     """
     model_config.architectures = [type(model).__name__]
     model_config.dtype = "float32"
+    model_config.n_ctx = (
+        model_config.max_position_embeddings
+    )  # llama.cpp's converter reads it; Transformers 5 does not
     model_config.save_pretrained(directory)
     eos = model_config.eos_token_id
     generation_config = GenerationConfig(bos_token_id=eos, eos_token_id=eos, pad_token_id=eos, do_sample=True)
