@@ -19,8 +19,9 @@ from typing import Any
 import yaml
 from transformers import HfArgumentParser  # this name does not import torch
 
-from recipe.config import DATA_SOURCES, SECTIONS, TEXT_OPTIONS, TrainConfig
+from recipe.config import SECTIONS, TrainConfig
 from recipe.errors import UserError, did_you_mean, one_line
+from recipe.rules import DATA_SOURCES, TEXT_OPTIONS
 
 CONFIGS_DIR = Path(__file__).parent / "configs"
 OPTIONS = {option.name: option for option in dataclasses.fields(TrainConfig)}

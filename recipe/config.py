@@ -6,15 +6,13 @@ torch, so mistakes are reported at once.
 
 import contextlib
 import dataclasses
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
-from recipe.errors import UserError, did_you_mean
-from recipe.hub_terms import check_languages, check_license
+from recipe.rules import check_bounds, check_rules
 
 # The first option of each section and the section's heading in --help.
 SECTIONS = {
@@ -29,24 +27,7 @@ SECTIONS = {
     "python_lists": "Slow baselines that only the optimization ladder uses",
 }
 STANDARD_LIBRARY = "python_standard_library"  # the demo's corpus, a dataset_name that needs no download
-PROFILED_STEPS = 3
-DATA_SOURCES = ("dataset_dir", "train_file", "dataset_name")
-TEXT_OPTIONS = (  # how train_file and dataset_name are read
-    "validation_file",
-    "dataset_config_name",
-    "dataset_split",
-    "text_column_name",
-    "document_separator",
-    "validation_split_percentage",
-    "skip_bad_files",
-)
-EVAL_TASKS = ("hellaswag", "lambada")
 SCHEDULE_OPTIONS = ("max_steps", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")
-# Those of transformers.SchedulerType, whose module imports torch, that depend on steps alone. A test compares them.
-SCHEDULES = (
-    "linear cosine cosine_with_restarts polynomial constant constant_with_warmup inverse_sqrt cosine_with_min_lr "
-    "cosine_warmup_with_min_lr warmup_stable_decay"
-)
 
 
 def _field(default: Any, text: str, **metadata: Any) -> Any:
@@ -216,8 +197,8 @@ class TrainConfig:
     def __post_init__(self):
         self._fill_in()
         for option in dataclasses.fields(self):
-            _check_bounds(option, getattr(self, option.name))
-        _check_rules(self)
+            check_bounds(option, getattr(self, option.name))
+        check_rules(self)
 
     def _fill_in(self) -> None:
         """Normalize values that have two spellings, and derive the tokenizer from the model."""
@@ -230,104 +211,6 @@ class TrainConfig:
             object.__setattr__(self, "report_to", None)
         if self.model_name_or_path and self.tokenizer_name is None:
             object.__setattr__(self, "tokenizer_name", self.model_name_or_path)
-
-
-def _check_bounds(option: dataclasses.Field, value: Any) -> None:
-    """Raise `UserError` if a value is outside the bounds declared next to its option."""
-    bounds = option.metadata
-    if value == "" or (isinstance(value, list) and "" in value):
-        raise UserError(f"{option.name} must not be empty; omit it to use the default")
-    if "words" in bounds and isinstance(value, str):
-        is_valid = value in bounds["words"]
-    elif isinstance(value, (int, float)) and not isinstance(value, bool):
-        is_valid = bounds.get("at_least", -math.inf) <= value < bounds.get("below", math.inf)
-        is_valid = is_valid and value > bounds.get("above", -math.inf)
-    else:
-        return
-    if not is_valid:
-        names = {"at_least": "at least", "above": "greater than", "below": "less than"}
-        limits = " and ".join(f"{words} {bounds[name]}" for name, words in names.items() if name in bounds)
-        raise UserError(f"{option.name} must be {' or '.join([*bounds.get('words', ()), limits])}, got {value!r}")
-
-
-def _check_rules(config: TrainConfig) -> None:
-    """Raise `UserError` for options that require or exclude each other."""
-
-    def require(ok: object, message: str) -> None:
-        if not ok:
-            raise UserError(message)
-
-    given = [f"--{name}" for name in DATA_SOURCES if getattr(config, name) is not None]
-    sources = "--dataset_dir (a packed dataset), --train_file and --dataset_name (text to prepare)"
-    require(len(given) == 1, f"pass exactly one of {sources}; found {' and '.join(given) or 'none'}")
-    if config.dataset_dir is not None:
-        changed = [name for name in TEXT_OPTIONS if getattr(config, name) != getattr(TrainConfig, name)]
-        reason = "cannot be combined with --dataset_dir, whose text is already prepared"
-        require(not changed, f"--{', --'.join(changed)} {reason}")
-        require(not config.streaming, "--streaming requires --train_file or --dataset_name, not --dataset_dir")
-    elif not config.tokenizer_name and not config.tokenizer_vocab_size:
-        raise UserError("preparing text requires --tokenizer_name DIR_OR_ID, or --tokenizer_vocab_size N to train one")
-    if config.streaming:
-        default = config.data_placement == "mmap" and not config.dataloader_num_workers
-        require(default, "--streaming builds batches itself; remove --data_placement and --dataloader_num_workers")
-        known = config.num_train_epochs is None
-        require(known, "--num_train_epochs requires a prepared dataset, not --streaming; pass --max_steps")
-    if config.dataloader_num_workers:
-        place = config.data_placement
-        require(place == "mmap", f"--dataloader_num_workers requires --data_placement mmap, got {place}")
-    schedule, known = config.lr_scheduler_type, SCHEDULES.split()
-    hint = f"{did_you_mean(schedule, known)} (one of {', '.join(known)})"
-    require(schedule in known, f"unknown lr_scheduler_type '{schedule}'; {hint}")
-    warmup = config.warmup_steps
-    is_valid = warmup < 1 or warmup == int(warmup)
-    require(is_valid, f"warmup_steps must be an integer, or a fraction of max_steps below 1, got {warmup}")
-    resumes = config.resume_from_checkpoint
-    if config.change_schedule:
-        require(resumes, "--change_schedule applies to a resumed run; add --resume_from_checkpoint auto")
-    if resumes in ("latest", "auto"):
-        message = f"--resume_from_checkpoint {resumes} requires the --output_dir of the run to resume"
-        require(config.output_dir is not None, message)
-    if config.overwrite:
-        require(not resumes, "--overwrite deletes what --resume_from_checkpoint needs; pass only one of them")
-    if config.eval_only:
-        model = config.model_name_or_path or resumes
-        require(model, "--eval_only requires a model: --model_name_or_path (a run, a checkpoint or a Hub id)")
-        on_hub = (resumes or "").startswith("hf://")
-        require(not on_hub, "--eval_only evaluates a model on the Hub with --model_name_or_path user/name")
-    parse_tasks(config.eval_tasks)
-    if config.push_to_hub:
-        require(config.hub_model_id, "--push_to_hub requires --hub_model_id user/name")
-    check_license(config.hub_license)
-    check_languages(config.hub_language or ())
-    if config.profile is not None and not resumes:
-        last = config.max_steps - PROFILED_STEPS
-        message = f"--profile {config.profile} profiles {PROFILED_STEPS} steps, but max_steps is {config.max_steps}"
-        require(config.profile <= last, f"{message}; pass at most --profile {max(1, last)}")
-    if config.loss_chunks > 1:
-        require(config.loss_in_graph, "--loss_chunks requires the loss in the graph; remove --loss_in_graph false")
-    try:
-        config.sample_prompt.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise UserError("sample_prompt is not valid UTF-8 text") from error
-
-
-def parse_tasks(given: list[str] | None) -> dict[str, str | None]:
-    """`["hellaswag=val.jsonl,lambada"]` -> {"hellaswag": "val.jsonl", "lambada": None}; None stands for the Hub.
-
-    Raises `UserError` for an unknown or repeated task and for a missing file.
-    """
-    tasks: dict[str, str | None] = {}
-    for item in ",".join(given or []).split(",") if given else []:
-        name, has_file, path = item.strip().partition("=")
-        if name not in EVAL_TASKS:
-            hint = did_you_mean(name, EVAL_TASKS, otherwise="separate tasks with commas")
-            raise UserError(f"unknown task '{name}'; {hint} (tasks: {', '.join(EVAL_TASKS)})")
-        if name in tasks:
-            raise UserError(f"the task {name} is given twice; pass it once")
-        if has_file and not Path(path).is_file():
-            raise UserError(f"there is no file '{path}' for the task {name}")
-        tasks[name] = path or None
-    return tasks
 
 
 def save_config(config: TrainConfig, path: Path) -> None:

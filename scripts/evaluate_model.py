@@ -13,7 +13,6 @@ from accelerate import PartialState
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from recipe.command_line import CommandLine
-from recipe.config import EVAL_TASKS, parse_tasks
 from recipe.data.packed import open_packed_dataset
 from recipe.data.tokenizer import load_tokenizer
 from recipe.environment import describe_environment
@@ -27,6 +26,7 @@ from recipe.evaluation.tasks import load_tasks
 from recipe.hardware.processes import on_main_process, start_processes, use_all_cores
 from recipe.model.build import SDPA_WITHOUT_MASK
 from recipe.model.weights import load_pretrained
+from recipe.rules import EVAL_TASKS, parse_tasks
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -19,7 +19,6 @@ from recipe.command_line import CONFIGS_DIR, load_config
 from recipe.config import save_config
 from recipe.environment import find_commit
 from recipe.errors import UserError
-from recipe.hub_terms import LICENSES
 from recipe.publish import card
 from recipe.publish.card import write_model_card
 from recipe.publish.public import (
@@ -30,6 +29,7 @@ from recipe.publish.public import (
     public_name,
     write_public_files,
 )
+from recipe.rules import LICENSES
 
 HUB = ["--hub_model_id", "jo/tiny", "--hub_license", "mit", "--hub_language", "en", "no"]
 TASKS = {"hellaswag_acc": 0.26, "hellaswag_acc_norm": 0.3, "hellaswag_num_examples": 50, "hellaswag_seconds": 9.0}

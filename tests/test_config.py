@@ -10,8 +10,9 @@ from conftest import ROOT, run_script
 from transformers.trainer_utils import SchedulerType
 
 from recipe.command_line import CONFIGS_DIR, OTHER_NAMES, load_config, load_yaml
-from recipe.config import SCHEDULES, SECTIONS, TrainConfig, save_config
+from recipe.config import SECTIONS, TrainConfig, save_config
 from recipe.errors import UserError
+from recipe.rules import SCHEDULES
 
 DATA = ["--dataset_dir", "some/folder"]
 SCRIPTS = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "scripts").rglob("*.py") if "CommandLine(" in p.read_text())

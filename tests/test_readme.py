@@ -14,7 +14,7 @@ from conftest import ROOT, run_script
 
 from recipe.benchmark.measure import LAP
 from recipe.command_line import CONFIGS_DIR
-from recipe.config import PROFILED_STEPS
+from recipe.rules import PROFILED_STEPS
 from recipe.run.summary import describe_evaluation
 
 TEXT = (ROOT / "README.md").read_text()

@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
-from recipe.config import PROFILED_STEPS
 from recipe.environment import describe_environment
 from recipe.errors import UserError
+from recipe.rules import PROFILED_STEPS
 
 TRAIN = Path(__file__).parent.parent / "train.py"
 LAP = 4  # steps between two log lines; only there the host waits for the device

@@ -15,12 +15,12 @@ import numpy as np
 from accelerate import PartialState
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from recipe.config import parse_tasks
 from recipe.data.batches import example_rows
 from recipe.data.task_files import SOURCES, Example, read_examples
 from recipe.evaluation.scoring import Row, Score, gather, make_batches, score_batch, show_progress
 from recipe.hardware.host_memory import FreedMemory
 from recipe.hardware.processes import on_main_process
+from recipe.rules import parse_tasks
 
 CHUNK = 32  # examples between two looks at the clock
 ORDER_SEED = 0

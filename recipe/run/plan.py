@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from transformers import PreTrainedConfig
 
 from recipe.checkpoint.load import check_identity, read_state, run_identity
-from recipe.config import TrainConfig, parse_tasks
+from recipe.config import TrainConfig
 from recipe.data.packed import PackedDataset
 from recipe.data.task_files import read_examples
 from recipe.errors import UserError
@@ -19,6 +19,7 @@ from recipe.hardware.memory import micro_batch_candidates
 from recipe.hardware.processes import on_main_process
 from recipe.model.build import build_model_config
 from recipe.optim.optimizers import compute_learning_rates
+from recipe.rules import parse_tasks
 
 # An evaluated row costs a third (estimated, GPU) to 0.40 (measured, two CPU cores) of a trained one: forward only.
 EVALUATED_ROW_COST = 0.4

@@ -13,7 +13,8 @@ from accelerate import Accelerator
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from recipe.config import PROFILED_STEPS, TrainConfig
+from recipe.config import TrainConfig
+from recipe.rules import PROFILED_STEPS
 
 TRACE_NAME = "trace.json.gz"
 

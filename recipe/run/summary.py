@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from transformers import PreTrainedModel
 
 from recipe.checkpoint.load import RunState, precision_of
-from recipe.config import EVAL_TASKS, STANDARD_LIBRARY, TrainConfig
+from recipe.config import STANDARD_LIBRARY, TrainConfig
 from recipe.data.packed import PackedDataset
 from recipe.environment import describe_device, describe_environment, find_commit
 from recipe.hardware.choices import Choice
@@ -19,6 +19,7 @@ from recipe.hardware.devices import peak_memory_bytes
 from recipe.model.size import count_exported_parameters
 from recipe.optim.optimizers import count_warmup_steps
 from recipe.publish.public import describe_source, hub_id, public_command, public_name
+from recipe.rules import EVAL_TASKS
 from recipe.run.accumulation import Accumulation
 from recipe.run.meter import StepMeter
 from recipe.run.output_dir import launch_command, resume_command
