@@ -7,7 +7,6 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from recipe.errors import UserError, did_you_mean
@@ -125,7 +124,7 @@ def check_rules(config: Any) -> None:
 def parse_tasks(given: list[str] | None) -> dict[str, str | None]:
     """`["hellaswag=val.jsonl,lambada"]` -> {"hellaswag": "val.jsonl", "lambada": None}; None stands for the Hub.
 
-    Raises `UserError` for an unknown or repeated task and for a missing file.
+    Raises `UserError` for an unknown or repeated task.
     """
     tasks: dict[str, str | None] = {}
     for item in ",".join(given or []).split(",") if given else []:
@@ -135,8 +134,8 @@ def parse_tasks(given: list[str] | None) -> dict[str, str | None]:
             raise UserError(f"unknown task '{name}'; {hint} (tasks: {', '.join(EVAL_TASKS)})")
         if name in tasks:
             raise UserError(f"the task {name} is given twice; pass it once")
-        if has_file and not Path(path).is_file():
-            raise UserError(f"there is no file '{path}' for the task {name}")
+        if has_file and not path:
+            raise UserError(f"the task {name} has an empty file name; pass {name}=FILE.jsonl")
         tasks[name] = path or None
     return tasks
 

@@ -222,12 +222,17 @@ def test_the_names_of_the_tasks():
         ("helaswag", "unknown task 'helaswag'; did you mean hellaswag? (tasks: hellaswag, lambada)"),
         ("mmlu=a.jsonl", "unknown task 'mmlu'"),
         ("lambada,lambada", "the task lambada is given twice"),
-        ("lambada=gone.jsonl", "there is no file 'gone.jsonl' for the task lambada"),
+        ("lambada=", "the task lambada has an empty file name"),
     ],
 )
 def test_a_wrong_task_is_refused_at_once(typed, expected):
     with pytest.raises(UserError, match=re.escape(expected)):
         load_config(["--dataset_dir", "d", "--eval_tasks", typed])
+
+
+def test_a_missing_file_is_refused():
+    with pytest.raises(UserError, match="there is no task file gone.jsonl"):
+        read_examples("lambada", "gone.jsonl")
 
 
 @pytest.mark.parametrize(

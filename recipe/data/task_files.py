@@ -90,6 +90,8 @@ def _read_jsonl(path: str) -> Iterator[dict]:
                         yield json.loads(line)
                     except ValueError as error:
                         raise UserError(f"{path}, line {number} is not JSON: {one_line(error)}") from error
+    except FileNotFoundError as error:
+        raise UserError(f"there is no task file {path}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {path}: {one_line(error)}") from error
 

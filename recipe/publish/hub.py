@@ -34,7 +34,7 @@ TRAINING_FILES = (STATE_NAME, OPTIMIZER_NAME, RNG_NAME, MANIFEST_NAME)  # what o
 SPOOL_NAME = ".hub"  # in output_dir: a folder for each checkpoint that waits for its upload, named like its branch
 FINAL_NAME = "final"  # the folder of the final model, which has no branch of its own
 BRANCH = re.compile(r"step-(\d{6,})-\d+\.\dB")
-TIMEOUT_SECONDS = 120.0  # the client has none, so a dead connection would hold the end of a run forever
+TIMEOUT_SECONDS = 60.0  # the client has none, so a dead connection would hold the end of a run forever
 TEMPORARY = (408, 409, 412, 429, 500, 502, 503, 504)  # status codes that a later attempt may not meet
 
 

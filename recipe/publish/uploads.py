@@ -11,6 +11,7 @@ from accelerate import PartialState
 from huggingface_hub import HfApi
 
 from recipe.config import TrainConfig
+from recipe.errors import short_reason
 from recipe.publish.hub import (
     FINAL_NAME,
     MODEL_FILES,
@@ -72,20 +73,27 @@ class HubUploads:
         if not self.enabled:
             return True
         self._collect()
-        waiting = self._waiting()
+        waiting, final = self._waiting(), self.output_dir / SPOOL_NAME / FINAL_NAME
         if final_step is not None:
-            stage(self.output_dir, self.output_dir / SPOOL_NAME / FINAL_NAME, MODEL_FILES)
-            waiting.append((self.output_dir / SPOOL_NAME / FINAL_NAME, final_step))
+            try:
+                stage(self.output_dir, final, MODEL_FILES)
+                waiting.append((final, final_step))
+            except OSError as error:  # a full disk, on a file system without links
+                self.failures[FINAL_NAME] = short_reason(error)
         if waiting:
             self.say(f"uploading {', '.join(folder.name for folder, _ in waiting)} to {self.config.hub_model_id}")
+        pauses = [*LAST_RETRY_SECONDS, None]
         for folder, step in waiting:
             is_newest = folder == waiting[-1][0]
-            for seconds in (*LAST_RETRY_SECONDS, None):
+            for seconds in pauses:
                 self._start(folder, step, is_newest)
                 error = self._collect()
-                if error is None or is_permanent(error) or seconds is None:
+                if error is None or is_permanent(error):
                     break
-                time.sleep(seconds)
+                if seconds is None:
+                    pauses = [None]  # the Hub is away: try the others once
+                else:
+                    time.sleep(seconds)
         if self.url is not None:
             self.say(f"published at {self.url}")
         missing = [f"{name} ({reason})" for name, reason in self.failures.items()]
@@ -102,7 +110,7 @@ class HubUploads:
             for folder, _ in waiting[:-1]:
                 self.skipped.append(folder.name)
                 self.failures.pop(folder.name, None)
-                shutil.rmtree(folder)
+                shutil.rmtree(folder, ignore_errors=True)
             del waiting[:-1]
         return waiting
 
@@ -121,7 +129,7 @@ class HubUploads:
             self.url = future.result()
             self.failures.pop(folder.name, None)
             self.num_failures = 0
-            shutil.rmtree(folder)
+            shutil.rmtree(folder, ignore_errors=True)
             return None
         if folder.name not in self.failures:
             self.say(f"warning: the upload of {folder.name} failed and will be repeated: {hub_reason(error)}")

@@ -7,6 +7,7 @@ steps from one checkpoint to the next are a window. Windows with and without an 
 with the mean of its two neighbors.
 """
 
+import itertools
 import json
 import os
 import statistics
@@ -35,7 +36,7 @@ OPTIONS = "--push_to_hub --hub_model_id someone/demo --hub_strategy all_checkpoi
 
 def main() -> None:
     parser = CommandLine(description="Measure what uploading checkpoints costs a run.")
-    parser.add_argument("--num_windows", type=int, default=20, help="checkpoints of the run (default: 20)")
+    parser.add_argument("--num_windows", type=int, default=16, help="windows to measure (default: 16)")
     parser.add_argument("--output_file", type=Path, help="JSON to write")
     args = parser.parse_args()
     steps = [TRAIN, *OPTIONS.split(), "--max_steps", (args.num_windows + 1) * WINDOW, "--save_steps", WINDOW]
@@ -50,7 +51,8 @@ def main() -> None:
         lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
     events = [event for event in map(json.loads, lines) if event["event"] == "train"]
     seconds_at = {event["step"]: event["train_seconds"] for event in events}
-    windows = [seconds_at[step + WINDOW] - seconds_at[step] for step in seconds_at if step % WINDOW == 0 < step]
+    ends = [WINDOW * (window + 1) for window in range(args.num_windows + 1)]
+    windows = [seconds_at[end] - seconds_at[start] for start, end in itertools.pairwise(ends)]
     costs = []  # of the windows between two of the other kind; the first window has an upload
     for index in range(1, len(windows) - 1):
         ratio = 2 * windows[index] / (windows[index - 1] + windows[index + 1]) - 1
