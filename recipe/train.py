@@ -192,4 +192,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_main(main, "interrupted; --resume_from_checkpoint auto resumes from the newest checkpoint, if there is one")
+    run_main(main, "interrupted; --resume_from_checkpoint auto resumes from the newest checkpoint, or starts fresh")

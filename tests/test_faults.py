@@ -233,7 +233,7 @@ def test_a_full_disk_leaves_no_empty_summary(tmp_path):
     """A run that resumes at its end writes the summary only if there is none."""
     (tmp_path / ".summary.json.new").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left"):
-        RunReport.summary(types.SimpleNamespace(output_dir=tmp_path), {"step": 1})
+        RunReport.summary(types.SimpleNamespace(output_dir=tmp_path, has_trained=True), {"step": 1})
     assert not (tmp_path / "summary.json").exists()
 
 
@@ -285,7 +285,7 @@ def test_a_failed_cleanup_is_only_a_warning(train, monkeypatch, capsys):
         recipe.checkpoint.save, "_remove", lambda path: path.exists() and os.open(path / "gone", os.O_RDONLY)
     )
     output_dir = train("--save_steps", 2, "--save_total_limit", 1, "--on_save_failure", "stop")
-    assert "warning: checkpoint-4 is complete, but the cleanup after it failed: FileNotF" in capsys.readouterr().out
+    assert "warning: checkpoint-4 is complete, but what follows a save failed: FileNotF" in capsys.readouterr().out
     assert why_damaged(output_dir / "checkpoint-4") is None
 
 
