@@ -200,6 +200,10 @@ class TrainConfig:
             check_bounds(option, getattr(self, option.name))
         check_rules(self)
 
+    def hub_options(self) -> dict[str, Any]:
+        """Return the options of publishing, which may change after the run."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name.startswith("hub_")}
+
     def _fill_in(self) -> None:
         """Normalize values that have two spellings, and derive the tokenizer from the model."""
         for name in ("per_device_train_batch_size", "max_eval_samples"):

@@ -52,8 +52,8 @@ def main() -> None:
     # ------------------------------------------------------------------ set-up
     config, recipe = load_config()
     start_processes()
-    on_main_process(lambda: check_hub(config))
     output_dir = on_main_process(lambda: choose_output_dir(config, recipe))
+    on_main_process(lambda: check_hub(config))
     accelerator, precision = build_accelerator(config, output_dir)
     device = accelerator.device
     resume_dir = on_main_process(lambda: find_checkpoint(output_dir, fetch_checkpoint(config, output_dir)))
@@ -144,7 +144,7 @@ def main() -> None:
             report.train(state.step, numbers)
             saver.report()
             if numbers["bad_steps_in_a_row"] >= config.max_bad_steps:
-                saver.wait()
+                on_main_process(lambda: (saver.wait(), uploads.finish()))
                 raise report.bad_numbers(state.step, numbers)
 
         if fewer_steps is not None:  # --max_minutes: the first steps have shown the speed

@@ -25,7 +25,7 @@ from recipe.evaluation.sliding_window import evaluate_text, read_text, read_vali
 from recipe.evaluation.tasks import load_tasks
 from recipe.hardware.processes import on_main_process, start_processes, use_all_cores
 from recipe.model.build import SDPA_WITHOUT_MASK
-from recipe.model.weights import load_pretrained
+from recipe.model.weights import check_vocabulary, load_pretrained
 from recipe.rules import EVAL_TASKS, parse_tasks
 
 
@@ -80,9 +80,7 @@ def main() -> None:
     if not 1 <= stride <= context:
         raise UserError(f"stride must be from 1 to {context}, the context of {args.model}, got {stride}")
     tokenizer = load_tokenizer(args.model, args.revision)
-    if len(tokenizer) > config.vocab_size:
-        found = f"the tokenizer in {args.model} has {len(tokenizer):,} tokens, its model only {config.vocab_size:,}"
-        raise UserError(f"{found}; save the model's own tokenizer beside it")
+    check_vocabulary(len(tokenizer), config.vocab_size, args.model)
     options = {"text_column_name": args.text_column_name, "separator": args.document_separator}
     readers = [functools.partial(read_text, given, tokenizer, **options) for given in args.text_file]
     if args.dataset_dir:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from accelerate import PartialState
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from recipe.checkpoint.save import CONFIG_NAME
 from recipe.command_line import CommandLine, load_config
@@ -21,7 +21,7 @@ from recipe.environment import describe_environment
 from recipe.errors import UserError, run_main
 from recipe.evaluation.scoring import CPU_TOKENS
 from recipe.evaluation.sliding_window import TokenizedText, evaluate_text, read_text, read_validation_split
-from recipe.model.weights import load_pretrained
+from recipe.model.weights import check_vocabulary, load_pretrained
 from recipe.publish.compress import (
     append_to_card,
     check_request,
@@ -29,6 +29,7 @@ from recipe.publish.compress import (
     describe_changes,
     measure_models,
 )
+from recipe.publish.public import public_text
 
 MAX_TOKENS = 16_384  # of text: 40 seconds per model for GPT-2 124M on one CPU core
 PROMPT_TOKENS = 16
@@ -53,6 +54,7 @@ def main() -> None:
     args = parser.parse_args()
     check_request(args.model, args.output_dir, args.quantize, args.prune)
     tokenizer, device = load_tokenizer(str(args.model)), PartialState().device
+    check_vocabulary(len(tokenizer), load_pretrained(AutoConfig, args.model).vocab_size, args.model)
     text, about_text = find_text(args, tokenizer)
     facts = compress_model(args.model, tokenizer, args.output_dir, args.quantize is not None, args.prune, device)
     directories = {"before": args.model, "after": args.output_dir}
@@ -92,7 +94,7 @@ def find_text(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> t
                 dataset = open_dataset_for(load_config(["--config", str(run)])[0])
                 whole, reason = read_validation_split(dataset, tokenizer), None
             except UserError as error:
-                reason = str(error)
+                reason = public_text(str(error))
         if reason is not None:
             return None, f"Perplexity was not measured: {reason}; pass --text_file or --dataset_dir."
     text = whole.head(MAX_TOKENS)

@@ -34,6 +34,8 @@ def main() -> None:
         check_prompt(prompt)
     with open_output(args.output_file) as output:
         model, tokenizer = load_generator(args.model_name_or_path, PartialState().device, args.revision)
+        if output is not None:
+            output.truncate(0)
         stream = TokenStream(write if sampling.num_samples == 1 else None)
         try:
             for index, prompt in enumerate(ask() if args.interactive else prompts):
@@ -144,9 +146,9 @@ def prompt_of(line: str, where: str) -> str:
 
 
 def open_output(path: Path | None) -> contextlib.AbstractContextManager:
-    """Open the file to write, before a model is loaded; without a path, return a context of None."""
+    """Open the file to write, which keeps its content until a model is loaded; None without a path."""
     try:
-        return open(path, "w", encoding="utf-8") if path else contextlib.nullcontext()
+        return open(path, "a", encoding="utf-8") if path else contextlib.nullcontext()
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
 

@@ -5,6 +5,7 @@ python scripts/push_to_hub.py runs/demo --hub_model_id user/name
 
 import argparse
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from recipe.checkpoint.load import list_checkpoints
 from recipe.checkpoint.manifest import why_damaged
 from recipe.checkpoint.save import CONFIG_NAME
 from recipe.command_line import CommandLine, load_config
-from recipe.errors import UserError, run_main
+from recipe.errors import UserError, check_local_path, run_main
 from recipe.publish.hub import check_hub
 from recipe.publish.public import SUMMARY_NAME
 from recipe.publish.uploads import HubUploads
@@ -20,7 +21,7 @@ from recipe.run.output_dir import lock_output_dir
 
 
 def main() -> None:
-    parser = CommandLine(description="Upload a run to the Hub; what is there already is not sent again.")
+    parser = CommandLine(description="Upload a run to the Hub. Large files that are there already are not sent again.")
     parser.add_argument("run_dir", type=Path, help="output folder of a run")
     for name, text in (
         ("hub_model_id", "repository, user/name"),
@@ -28,10 +29,12 @@ def main() -> None:
         ("hub_private_repo", "true creates the repository as private"),
         ("hub_revision", "branch for the newest model"),
         ("hub_license", "license on the card, e.g. mit"),
+        ("hub_language", "language of the text on the card, e.g. en"),
     ):
         parser.add_argument(f"--{name}", default=argparse.SUPPRESS, help=f"{text}; default: the run's own")
     given = vars(parser.parse_args())
     run_dir = given.pop("run_dir")
+    check_local_path(str(run_dir))
     if not (run_dir / CONFIG_NAME).is_file():
         raise UserError(
             f"{run_dir} is not the folder of a run: it has no {CONFIG_NAME}; `hf upload` uploads any folder"
@@ -40,7 +43,7 @@ def main() -> None:
     config, _ = load_config(["--config", str(run_dir / CONFIG_NAME), "--push_to_hub", "--hub_always_push", *options])
     lock_output_dir(run_dir)  # a run that is still training uploads by itself
     check_hub(config)
-    uploads = HubUploads(config, run_dir, print)
+    uploads = HubUploads(config, run_dir, print, repeat=shlex.join(["python", *sys.argv]))
     for checkpoint in list_checkpoints(run_dir):
         if (reason := why_damaged(checkpoint)) is None:
             uploads.add(checkpoint, int(checkpoint.name.rpartition("-")[2]))

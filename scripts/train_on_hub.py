@@ -36,6 +36,7 @@ try:
 except ModuleNotFoundError:
     sys.exit("error: gpt2-recipe is not installed; pass its folder, its wheel or its git address to uv: --with .")
 from recipe.command_line import load_config
+from recipe.config import TrainConfig
 from recipe.errors import run_main
 
 
@@ -57,11 +58,13 @@ def build_defaults(arguments: list[str]) -> list[str]:
     config, name = load_config(arguments)
     defaults = []
     if config.hub_model_id is not None:
-        defaults += ["--push_to_hub", "true", "--hub_strategy", "checkpoint"]
+        defaults += ["--push_to_hub", "true"]
+        if config.hub_strategy == TrainConfig.hub_strategy:
+            defaults += ["--hub_strategy", "checkpoint"]
         name = config.hub_model_id.split("/")[-1]
     if config.output_dir is None:
         defaults += ["--output_dir", f"runs/{config.run_name or name}"]
-    if config.resume_from_checkpoint is None:
+    if config.resume_from_checkpoint is None and not config.overwrite:
         defaults += ["--resume_from_checkpoint", "auto"]
     return defaults
 

@@ -23,7 +23,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from hub_stand_in import CLIENT, HubStandIn
-from huggingface_hub import close_session, constants, file_download, hf_api
+from huggingface_hub import constants, file_download, hf_api, set_client_factory
 from huggingface_hub.utils import _http
 
 from recipe.data.packed import open_packed_dataset
@@ -91,9 +91,9 @@ def hub(tmp_path, monkeypatch):
 
         for module in (_http, file_download):
             monkeypatch.setattr(module, "time", SimpleNamespace(sleep=sleep))
-        close_session()  # which may know other proxies
+        set_client_factory(_http.default_client_factory)  # the current one may know other proxies
         yield stand_in
-        close_session()
+        set_client_factory(_http.default_client_factory)
     assert not stand_in.errors
 
 

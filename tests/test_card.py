@@ -485,7 +485,7 @@ def test_the_command_has_no_local_path():
     argv += ["--sample_prompt", "Once upon", "--config_overrides", "n_layer=4,n_embd=128", "--overwrite"]
     assert public_command(argv) == (
         "accelerate launch recipe/train.py --train_file=a.txt --dataset-dir fineweb --validation_file b.txt 'c d.txt' "
-        "e.txt --hub_model_id jo/tiny --sample_prompt 'Once upon' --config_overrides n_layer=4,n_embd=128 --overwrite"
+        "e.txt --sample_prompt 'Once upon' --config_overrides n_layer=4,n_embd=128 --overwrite"
     )
 
 

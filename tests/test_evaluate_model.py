@@ -122,8 +122,10 @@ def test_disjoint_windows_repeat_the_evaluation_of_the_run(train, dataset):
 
 
 def test_two_processes_find_the_same(evaluate, model_dir, text_file, tmp_path):
-    """The windows and examples are divided, and the results are equal."""
-    arguments = ["--text_file", text_file, "--tasks", f"lambada={LAMBADA}", "--max_task_examples", "15"]
+    """The windows and examples are divided, so that each process has some, and the results are equal."""
+    many = tmp_path / "many.jsonl"
+    many.write_text(LAMBADA.read_text() * 4)  # more than the 32 examples that go to a process at a time
+    arguments = ["--text_file", text_file, "--tasks", f"lambada={many}", "--batch_size", "1"]
     expected, _ = evaluate(*arguments)
     output = tmp_path / "two.json"
     result = launch(

@@ -276,7 +276,7 @@ class TestTheScript:
 
 
 def test_a_revision_of_a_model_on_the_hub(model_dir, monkeypatch):
-    """The weights and the tokenizer come from the same branch."""
+    """The config, the weights and the tokenizer come from the same branch."""
     loaded_from = []
 
     def load(auto_class: type, source: str, **options):
@@ -285,7 +285,7 @@ def test_a_revision_of_a_model_on_the_hub(model_dir, monkeypatch):
 
     monkeypatch.setattr("recipe.evaluation.generation.load_pretrained", load)
     generate_texts("user/name", "the", revision="step-001000-0.5B", max_new_tokens=1)
-    assert loaded_from == [("user/name", {"revision": "step-001000-0.5B"})] * 2
+    assert loaded_from == [("user/name", {"revision": "step-001000-0.5B"})] * 3
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ from conftest import ROOT, TINY, default_arguments, launch, read_events, run_scr
 from huggingface_hub import HfApi, constants
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from recipe.command_line import load_config
+from recipe.config import TrainConfig
 from recipe.errors import UserError
-from recipe.publish import card
+from recipe.publish import card, download
 from recipe.publish import hub as hub_room
 from recipe.publish import uploads as uploads_room
 
@@ -33,6 +36,10 @@ def quick(monkeypatch):
 
 def branches_of(hub) -> list[str]:
     return sorted(set(hub.branches(REPO)) - {"main"})
+
+
+def config_of(output_dir: Path) -> TrainConfig:
+    return load_config(["--config", str(output_dir / "training_config.yaml")])[0]
 
 
 def files_in(directory: Path) -> dict[str, bytes]:
@@ -65,6 +72,7 @@ def test_every_save_is_a_branch(train, hub):
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
         assert len(AutoTokenizer.from_pretrained(REPO, revision=branch)) == 500
         assert not set(hub.files(REPO, branch)) & set(hub_room.TRAINING_FILES)
+        assert f'revision="{branch}"' in hub.files(REPO, branch)["README.md"].decode()
         events = [json.loads(line) for line in hub.files(REPO, branch)["metrics.jsonl"].splitlines()]
         assert max(event["step"] for event in events) == step
 
@@ -79,6 +87,52 @@ def test_training_state_is_published(train, hub, strategy, resumable):
         expected = set(saved) if branch in resumable else set(saved) - set(hub_room.TRAINING_FILES)
         assert {name: sent.get(name) for name in expected} == {name: saved[name] for name in expected}
         assert set(sent) & set(hub_room.TRAINING_FILES) == expected & set(hub_room.TRAINING_FILES)
+        if branch not in resumable:  # no commit holds the deleted files
+            assert len(hub.commits(REPO, branch)) == 1
+
+
+def test_a_failed_squash_is_repeated(train, hub):
+    """Otherwise the deleted training state would take up space forever."""
+    hub.fail("super-squash", 500, times=1)
+    train(*PUSH, *SAVE, "--hub_strategy", "checkpoint", "--hub_always_push")
+    assert len(hub.commits(REPO, BRANCHES[0])) == 1
+
+
+def test_main_keeps_the_newest_checkpoint(train, hub, tmp_path):
+    """One that an earlier process left behind gets its branch, but main does not go back."""
+    output_dir = train(*PUSH, *SAVE, "--hub_strategy", "all_checkpoints")
+    del hub.repositories[REPO].branches[BRANCHES[0]]
+    newest = hub.branches(REPO)["main"]
+    uploads = uploads_room.HubUploads(config_of(output_dir), output_dir, print)
+    uploads.add(output_dir / "checkpoint-2", 2)
+    uploads.advance()
+    assert uploads.finish() and branches_of(hub) == BRANCHES
+    assert hub.branches(REPO)["main"] == newest
+
+
+def test_files_that_a_model_no_longer_has_leave_the_hub(hub, tmp_path):
+    """For example the summary of a run that has been extended. Files of others stay."""
+    api = HfApi()
+    api.create_repo(REPO)
+    for name in ("summary.json", "notes.txt"):
+        api.upload_file(path_or_fileobj=b"{}", path_in_repo=name, repo_id=REPO)
+    (tmp_path / "config.json").write_text("{}")
+    hub_room._commit(api, REPO, tmp_path, ("config.json", "summary.json"), "main", "Step 1", True)
+    assert set(hub.files(REPO)) == {"config.json", "notes.txt"}
+
+
+def test_scores_of_a_saved_model_are_published(train, hub):
+    """evaluation.json goes to the Hub and into the card's metadata; a part of a task says so."""
+    output_dir = train(*PUSH, "--hub_strategy", "end")
+    scores = {"acc": 0.5, "num_examples": 20}
+    content = {"model": "x", "tasks": {"hellaswag": scores}, "texts": [], "note": f"read {output_dir}/a.txt"}
+    (output_dir / "evaluation.json").write_text(json.dumps(content))
+    assert run_script("scripts/push_to_hub.py", output_dir, "--hub_license", "mit") == ""
+    sent = hub.files(REPO)
+    assert json.loads(sent["evaluation.json"])["tasks"] == {"hellaswag": scores}
+    assert str(output_dir).encode() not in sent["evaluation.json"]
+    page = sent["README.md"].decode()
+    assert "license: mit" in page and "HellaSwag (20 examples)" in page
 
 
 def test_hub_revision_receives_the_newest_model(train, hub):
@@ -124,6 +178,7 @@ def test_auto_does_not_start_over_while_the_hub_is_away(train, hub):
         (f"hf://{REPO}@step-000003-0.0B", f"{REPO} on the Hub has no revision step-000003-0.0B; the newest"),
         (f"hf://{REPO}@main", f"revision main of {REPO} contains no training state .* newest .* @{BRANCHES[1]}"),
         ("hf://someone/other", "there is no repository someone/other on the Hub"),
+        ("hf://", "hf:// is no address of a checkpoint; expected hf://user/name@step"),
         ("hf://some one/tiny", "'some one/tiny' cannot be the name of a Hub repository"),
         (f"hf://{REPO}@{BRANCHES[1]}", "belongs to a run with other options: seed 1337 -> 1"),
     ],
@@ -133,6 +188,8 @@ def test_what_cannot_be_resumed(train, hub, tmp_path, address, message):
     train(*PUSH, *SAVE, "--hub_strategy", "checkpoint", "--save_total_limit", "1")
     with pytest.raises(UserError, match=re.sub(" [.][*] (?=@)", ".*", message)):
         train("--seed", "1", "--resume_from_checkpoint", address, output_dir=tmp_path / "second")
+    download.discard_download()  # as at the end of the process
+    train("--seed", "1", output_dir=tmp_path / "second")  # the folder is free
 
 
 def test_a_download_does_not_mix_two_runs(train, hub, tmp_path):
@@ -165,8 +222,8 @@ def test_training_ends_well_without_the_hub(train, hub, capsys, fault):
     output_dir = train(*PUSH, *SAVE, "--hub_strategy", "checkpoint")
     printed = capsys.readouterr().out
     assert printed.count("the upload of step-000002-0.0B failed") <= 1
-    assert re.search(r"not uploaded: .*step-000004-0.0B .*, final ", printed)
-    assert f"python scripts/push_to_hub.py {output_dir}" in printed
+    assert re.search(r"not uploaded: (step-000002-0.0B, )?step-000004-0.0B, final \(", printed)
+    assert f"to upload what is missing:\n    python scripts/push_to_hub.py {output_dir}\n" in printed
     assert (output_dir / "model.safetensors").is_file()
     hub.heal()
     assert run_script("scripts/push_to_hub.py", output_dir) == ""
@@ -200,10 +257,31 @@ def test_uploads_do_not_hold_up_training(train, hub, capsys):
     output_dir = train(*PUSH, "--save_steps", "1", "--max_steps", "12", "--save_total_limit", "2")
     seconds = [event["train_seconds"] for event in read_events(output_dir, "train")]
     assert seconds[-1] < 1.5
-    found = branches_of(hub)
-    assert found[-1] == "step-000012-0.0B" and len(found) < 6
-    skipped = set(re.findall(r"(step-\d+-0.0B) .a newer one was due", capsys.readouterr().out))
-    assert skipped == {f"step-{step:06d}-0.0B" for step in range(1, 13)} - set(found)
+    found, printed = branches_of(hub), capsys.readouterr().out
+    assert found[-1] == "step-000012-0.0B" and 2 <= len(found) < 6  # the first began during training
+    left = "step-000011-0.0B (a newer one was due)" in printed  # the limit of two checkpoints has deleted the others
+    assert f"{12 - len(found) - left} checkpoints were replaced by newer ones" in printed
+
+
+def test_a_failing_upload_is_not_repeated_at_once(train, hub, monkeypatch):
+    """During training, the next attempt waits. At the end, a refusal is final; other failures get three attempts."""
+    monkeypatch.setattr(uploads_room, "RETRY_SECONDS", (1000.0,))
+    for fault, attempts in ((403, 1), (500, 3)):
+        hub.requests.clear()
+        hub.fail("POST .*/commit/", fault, times=None)
+        train(*PUSH, "--save_steps", "1", "--max_steps", "8", "--overwrite")
+        commits = [path for method, path, _, _ in hub.requests if method == "POST" and "/commit/" in path]
+        assert attempts + 1 <= len(commits) <= 2 * attempts + 1  # one in training; the last checkpoint and the model
+        hub.heal()
+
+
+def test_a_connection_that_hangs_does_not_hold_the_run(train, hub, monkeypatch):
+    """The client itself would wait forever."""
+    monkeypatch.setattr(hub_room, "TIMEOUT_SECONDS", 0.5)
+    hub.fail("POST .*/commit/", 60.0, times=1)
+    started_at = time.perf_counter()
+    train(*PUSH, "--hub_strategy", "end")
+    assert time.perf_counter() - started_at < 20 and "model.safetensors" in hub.files(REPO)
 
 
 def test_a_stopped_run_uploads_its_last_checkpoint(train, hub, tmp_path):
@@ -238,6 +316,20 @@ def test_a_run_that_could_not_publish_does_not_start(train, hub, monkeypatch, tm
     with pytest.raises(UserError, match=message):
         train(*PUSH)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_token_that_cannot_write_to_an_existing_repository(train, hub, monkeypatch):
+    """Creating what exists succeeds with any token."""
+    HfApi().create_repo(REPO)
+    monkeypatch.setenv("HF_TOKEN", hub.read_only_token)
+    with pytest.raises(UserError, match="refuses uploads to someone/tiny .status 403"):
+        train(*PUSH)
+
+
+def test_a_private_run_does_not_become_public(train, hub):
+    HfApi().create_repo(REPO)
+    with pytest.raises(UserError, match="someone/tiny exists and is public"):
+        train(*PUSH, "--hub_private_repo")
 
 
 @pytest.mark.parametrize("name", ["tiny", "a/b/c", "someone/ti ny", "someone/a--b", "someone/.."])

@@ -16,7 +16,7 @@ from recipe.command_line import load_config
 from recipe.data.task_files import SOURCES, Example, read_examples
 from recipe.errors import UserError
 from recipe.evaluation import tasks as tasks_module
-from recipe.evaluation.scoring import Row, score_batch
+from recipe.evaluation.scoring import Row, Score, score_batch
 from recipe.evaluation.tasks import EvalTask, encode_pairs, load_tasks
 from recipe.rules import EVAL_TASKS
 from recipe.run.summary import describe_evaluation, task_scores
@@ -228,6 +228,13 @@ def test_the_names_of_the_tasks():
 def test_a_wrong_task_is_refused_at_once(typed, expected):
     with pytest.raises(UserError, match=re.escape(expected)):
         load_config(["--dataset_dir", "d", "--eval_tasks", typed])
+
+
+def test_acc_norm_divides_by_characters_not_by_bytes(tokenizer):
+    """lm-eval's rule. Per byte, the first choice would win; per character, the second does."""
+    task = EvalTask("hellaswag", [Example("a", ["\u00e9\u00e9\u00e9", "abcd"], 1)], tokenizer, 32)
+    scores = task._compute({0: [Score(-3.3, False), Score(-4.0, False)]})
+    assert (scores["acc"], scores["acc_norm"]) == (0.0, 1.0)
 
 
 def test_a_missing_file_is_refused():

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from accelerate.utils import set_seed
 from tokenizers.decoders import DecodeStream
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import BaseStreamer
 
 from recipe.errors import UserError
-from recipe.model.weights import load_pretrained
+from recipe.model.weights import check_vocabulary, load_pretrained
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,9 @@ def load_generator(
     if revision is not None and Path(model_name_or_path).is_dir():
         raise UserError(f"--revision selects a branch of a Hub model, but {model_name_or_path} is a folder")
     options = {} if revision is None else {"revision": revision}
+    config = load_pretrained(AutoConfig, model_name_or_path, **options)
     tokenizer = load_pretrained(AutoTokenizer, model_name_or_path, **options)
+    check_vocabulary(len(tokenizer), config.vocab_size, model_name_or_path)
     return load_pretrained(AutoModelForCausalLM, model_name_or_path, **options).to(device).eval(), tokenizer
 
 

@@ -1,5 +1,6 @@
 """The results of scripts/evaluate_model.py as a table of at most 80 columns, and as JSON."""
 
+import contextlib
 import json
 import math
 import textwrap
@@ -8,6 +9,7 @@ from typing import Any
 
 from recipe.errors import UserError
 from recipe.evaluation.reference import LM_EVAL, PAPER, REFERENCES, SIZES, find_reference
+from recipe.model.weights import WEIGHTS_NAME
 
 WIDTH = 80
 SCORES = ("acc", "acc_norm", "perplexity")
@@ -91,7 +93,17 @@ def choose_output_file(model: str, output_file: str | None) -> Path | None:
 
 
 def write_results(results: dict[str, Any], path: Path) -> None:
-    """Write valid JSON: numbers that are not finite become null."""
+    """Write valid JSON: numbers that are not finite become null.
+
+    Results that the file already has of the same model stay, unless these replace them.
+    """
+    weights = path.with_name(WEIGHTS_NAME)
+    if path.is_file() and weights.is_file() and path.stat().st_mtime >= weights.stat().st_mtime:
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # not a file of this program
+            old, names = json.loads(path.read_text(encoding="utf-8")), [text["name"] for text in results["texts"]]
+            kept = [text for text in old["texts"] if text["name"] not in names]
+            merged = {key: old[key] | results[key] for key in ("tasks", "harness")}
+            results = {**results, **merged, "texts": kept + results["texts"]}
     text = json.dumps(_finite(results), indent=2, allow_nan=False, ensure_ascii=False)
     path.write_text(text + "\n", encoding="utf-8")
 

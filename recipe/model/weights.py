@@ -56,6 +56,13 @@ def _hub_reason(error: BaseException | None, revision: str | None) -> str | None
     return None
 
 
+def check_vocabulary(num_tokens: int, vocab_size: int, source: str | Path) -> None:
+    """Raise `UserError` if a tokenizer has more tokens than the model beside it, whose embeddings it would exceed."""
+    if num_tokens > vocab_size:
+        found = f"the tokenizer in {source} has {num_tokens:,} tokens, its model only {vocab_size:,}"
+        raise UserError(f"{found}; save the model's own tokenizer beside it")
+
+
 def copy_weights(model: PreTrainedModel, model_config: PreTrainedConfig) -> dict[str, torch.Tensor]:
     """Copy the weights as they are exported, without padding and with tied weights once, into host memory."""
     weights = {

@@ -7,6 +7,7 @@ import json
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import ModelCard
 
@@ -42,14 +43,16 @@ def write_model_card(
     branches: Sequence[str] = (),
     resumable: bool = False,
     draw: bool = True,
+    hub_options: dict[str, Any] | None = None,
 ) -> None:
     """Write README.md and loss_curve.png into `directory` (default: run_dir) for the model after `step` steps.
 
     revision: branch of the Hub repository that holds this card, if it is not main. branches: one per intermediate
     checkpoint, oldest first. resumable: the last of them holds the training state. draw: False keeps the image of an
-    earlier call. If the curve cannot be drawn, the card lacks it and a warning is printed.
+    earlier call. hub_options: replace those of training_config.yaml. If the curve cannot be drawn, the card lacks it
+    and a warning is printed.
     """
-    directory, facts = directory or run_dir, read_facts(run_dir, step)
+    directory, facts = directory or run_dir, read_facts(run_dir, step, hub_options)
     directory.mkdir(parents=True, exist_ok=True)
     if draw:
         _draw_curve(facts, directory / CURVE_NAME)
@@ -123,7 +126,7 @@ def _scores(facts: RunFacts) -> str:
             length = facts.options["block_size"]
             parts.append(f"Loss in nats per token, on {rows} held-out rows of {length:,} tokens.\n")
     tasks = [
-        [plain(f"{TASKS.get(task, ('', task))[1]}, {score}"), number(value, ",.4f"), number(count, ",")]
+        [plain(f"{TASKS.get(task, ('', task, 0))[1]}, {score}"), number(value, ",.4f"), number(count, ",")]
         for task, values in facts.tasks.items()
         for count in [values.get("num_examples")]
         for score, value in scores_of(values).items()

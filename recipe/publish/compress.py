@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import torch
+from huggingface_hub import ModelCard
 from safetensors import SafetensorError
 from torch import nn
 from torch.nn.utils import prune
@@ -176,10 +177,14 @@ def measure_models(
 
 
 def append_to_card(model_dir: Path, output_dir: Path, text: str) -> None:
-    """Copy the model's card, if it has one, and add a paragraph about the compression."""
+    """Copy the model's card, if it has one, without its scores, and add a paragraph about the compression."""
     if (model_dir / CARD_NAME).is_file():
-        card = (model_dir / CARD_NAME).read_text(encoding="utf-8")
-        (output_dir / CARD_NAME).write_text(f"{card.rstrip()}\n\n{text}\n", encoding="utf-8")
+        content = (model_dir / CARD_NAME).read_text(encoding="utf-8")
+        card = ModelCard(content)
+        if card.data.eval_results:
+            card.data.model_name = card.data.eval_results = None
+            content = str(card)
+        (output_dir / CARD_NAME).write_text(f"{content.rstrip()}\n\n{text}\n", encoding="utf-8")
 
 
 def describe_changes(facts: dict[str, float], config: PreTrainedConfig) -> str:

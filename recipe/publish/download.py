@@ -1,13 +1,13 @@
 """Resume from a checkpoint on the Hub: `hf://user/name@step-001000-0.5B`."""
 
+import atexit
 import json
 import re
 import shutil
 from pathlib import Path
 
-from huggingface_hub import HfApi, constants, get_session, hf_hub_download, snapshot_download
+from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
 from huggingface_hub.errors import RemoteEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
-from huggingface_hub.utils import disable_progress_bars
 
 from recipe.checkpoint.load import STATE_NAME, checkpoint_dir, list_checkpoints
 from recipe.checkpoint.manifest import MANIFEST_NAME, why_damaged
@@ -15,11 +15,11 @@ from recipe.config import TrainConfig
 from recipe.errors import UserError
 from recipe.publish.hub import (
     MODEL_FILES,
-    TIMEOUT_SECONDS,
     TRAINING_FILES,
     check_repo_id,
     checkpoint_branches,
     hub_reason,
+    prepare_client,
     publishes_training_state,
 )
 from recipe.publish.public import METRICS_NAME
@@ -36,7 +36,9 @@ def fetch_checkpoint(config: TrainConfig, output_dir: Path) -> str | None:
     """
     resume = config.resume_from_checkpoint
     if resume is not None and resume.startswith("hf://"):
-        repo_id, revision = ADDRESS.fullmatch(resume).groups()
+        if (address := ADDRESS.fullmatch(resume)) is None:
+            raise UserError(f"{resume} is no address of a checkpoint; expected hf://user/name@step-001000-0.5B")
+        repo_id, revision = address.groups()
     elif resume == "auto" and publishes_training_state(config) and not list_checkpoints(output_dir):
         repo_id, revision = config.hub_model_id, None
     else:
@@ -44,8 +46,7 @@ def fetch_checkpoint(config: TrainConfig, output_dir: Path) -> str | None:
     check_repo_id(repo_id)
     if constants.is_offline_mode():
         raise UserError(f"{repo_id} cannot be reached in offline mode; unset HF_HUB_OFFLINE")
-    disable_progress_bars()
-    get_session().timeout = TIMEOUT_SECONDS
+    prepare_client()
     try:
         revision = revision or _newest(repo_id)
         if revision is not None:
@@ -78,7 +79,10 @@ def _newest(repo_id: str) -> str | None:
 
 def _known(repo_id: str) -> str:
     """Return the end of a message: the newest branch that can be resumed, if there is one."""
-    newest = _newest(repo_id)
+    try:
+        newest = _newest(repo_id)
+    except Exception:  # the message does without
+        return ""
     return f"; the newest that can be resumed is hf://{repo_id}@{newest}" if newest else ""
 
 
@@ -97,7 +101,25 @@ def _download(repo_id: str, revision: str, output_dir: Path) -> Path:
     if (reason := why_damaged(partial)) is not None:
         shutil.rmtree(partial)
         raise UserError(f"revision {revision} of {repo_id} is damaged on the Hub: {reason}")
-    shutil.rmtree(partial / ".cache")  # of the client
-    (partial / METRICS_NAME).replace(output_dir / METRICS_NAME)
+    shutil.rmtree(partial / ".cache", ignore_errors=True)  # of the client
+    if (partial / METRICS_NAME).is_file():
+        (partial / METRICS_NAME).replace(output_dir / METRICS_NAME)
     shutil.rmtree(final, ignore_errors=True)
+    _unused.extend([final, output_dir / METRICS_NAME])
     return partial.rename(final)
+
+
+_unused: list[Path] = []  # what this process has downloaded, until the run accepts it
+
+
+def keep_download() -> None:
+    """Keep a downloaded checkpoint: the run that resumes from it has passed all checks."""
+    _unused.clear()
+
+
+@atexit.register
+def discard_download() -> None:
+    """Remove a checkpoint that the run has refused; it would stand in the way of another run in the folder."""
+    for path in _unused:
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    keep_download()

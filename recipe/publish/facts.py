@@ -60,14 +60,16 @@ class RunFacts:
         return statistics.median(values[1:] or values) if values else None
 
 
-def read_facts(run_dir: Path, step: int) -> RunFacts:
-    """Read what a run left on disk, also while it continues."""
+def read_facts(run_dir: Path, step: int, hub_options: dict[str, Any] | None = None) -> RunFacts:
+    """Read what a run left on disk, also while it continues. hub_options: replace those of training_config.yaml."""
     events = read_events(run_dir, step)
-    options = {name: option.default for name, option in OPTIONS.items()} | read_options(run_dir)
+    options = {name: option.default for name, option in OPTIONS.items()} | read_options(run_dir) | (hub_options or {})
     name = (options["hub_model_id"] or run_dir.absolute().name).rpartition("/")[2]
     evaluated = next((event for event in reversed(events) if event["event"] == "eval" and event["step"] == step), {})
-    found = _read_evaluation(run_dir, step)
-    return RunFacts(name, step, events, options, split_scores(evaluated) | found["tasks"], found["texts"])
+    tasks, texts = (read_evaluation(run_dir, step).get(key) for key in ("tasks", "texts"))
+    tasks = {k: v for k, v in tasks.items() if isinstance(v, dict)} if isinstance(tasks, dict) else {}
+    texts = [text for text in texts if isinstance(text, dict)] if isinstance(texts, list) else []
+    return RunFacts(name, step, events, options, split_scores(evaluated) | tasks, texts)
 
 
 def split_scores(evaluation: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -81,19 +83,16 @@ def split_scores(evaluation: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return scores
 
 
-def _read_evaluation(run_dir: Path, step: int) -> dict[str, Any]:
-    """Read evaluation.json of the model of this step, unless the model is newer."""
+def read_evaluation(run_dir: Path, step: int) -> dict[str, Any]:
+    """Read evaluation.json of the model of this step. Returns {} if there is none, or if the model is newer."""
     paths = [run_dir / EVALUATION_NAME, run_dir / f"checkpoint-{step}" / EVALUATION_NAME]
     if paths[0].is_file() and any(event["step"] > step for event in read_events(run_dir)):
         del paths[0]  # that of the final model
-    content: Any = None
     for path in paths:
         weights = path.with_name(WEIGHTS_NAME)
         if path.is_file() and weights.is_file() and path.stat().st_mtime >= weights.stat().st_mtime:
             with contextlib.suppress(ValueError):  # cut off, or being written
-                content = content or json.loads(path.read_text(encoding="utf-8"))
-    tasks, texts = (content.get(key) for key in ("tasks", "texts")) if isinstance(content, dict) else (None, None)
-    return {
-        "tasks": {k: v for k, v in tasks.items() if isinstance(v, dict)} if isinstance(tasks, dict) else {},
-        "texts": [text for text in texts if isinstance(text, dict)] if isinstance(texts, list) else [],
-    }
+                content = json.loads(path.read_text(encoding="utf-8"))
+                if isinstance(content, dict):
+                    return content
+    return {}

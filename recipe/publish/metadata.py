@@ -9,10 +9,10 @@ from recipe.publish.facts import RunFacts
 from recipe.publish.markdown import is_finite
 from recipe.publish.public import public_name
 
-# Task of the recipe -> dataset of the Hub, and its name on a page.
+# Task of the recipe -> dataset of the Hub, its name on a page, and the number of its examples.
 TASKS = {
-    "hellaswag": ("Rowan/hellaswag", "HellaSwag"),
-    "lambada": ("EleutherAI/lambada_openai", "LAMBADA"),
+    "hellaswag": ("Rowan/hellaswag", "HellaSwag", 10_042),
+    "lambada": ("EleutherAI/lambada_openai", "LAMBADA", 5_153),
 }
 LOSSES = {"loss": "Loss", "perplexity": "Perplexity", "bits_per_byte": "Bits per byte"}
 NOT_SCORES = ("num_examples", "seconds", "stderr")
@@ -49,7 +49,9 @@ def _results(facts: RunFacts) -> Iterator[EvalResult]:
         name = public_name(str(text.get("name", "text")))
         yield from _losses(text, name, name)
     for task, values in facts.tasks.items():
-        dataset, name = TASKS.get(task, (task, task))
+        dataset, name, size = TASKS.get(task, (task, task, None))
+        if (count := values.get("num_examples")) != size and count is not None:
+            name += f" ({count:,} examples)"  # the score of a part is not that of the task
         for score, value in scores_of(values).items():
             yield EvalResult("text-generation", dataset, name, score, value, metric_name=f"{name} {score}")
 

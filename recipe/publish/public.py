@@ -25,6 +25,11 @@ VERBATIM_OPTIONS = ("hub_model_id", "sample_prompt", "document_separator")
 PATH_IN_TEXT = re.compile(r"(?<![\w./:\\~-])(?:~?/|[A-Za-z]:[\\/]|\\\\|file://)[^\s'\",;]+")
 
 
+# Options of the author's own repository and trackers: whoever repeats the run has others.
+OWN_OPTIONS = ("push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo", "hub_always_push", "hub_revision")
+OWN_OPTIONS += ("report_to", "project")
+
+
 def public_name(name: str) -> str:
     """Return a Hub id or an address as it is, and a folder's name without its path, even of another machine."""
     if is_address(name):
@@ -74,9 +79,9 @@ def public_option(name: str, value: Any) -> Any:
         return [public_option(name, item) for item in value]
     if not isinstance(value, str) or name in VERBATIM_OPTIONS:
         return value
-    if name == "eval_tasks":  # NAME=FILE
-        task, _, file = value.partition("=")
-        return f"{task}={last_part(file)}" if file else task
+    if name in ("eval_tasks", "tasks"):  # NAME=FILE,NAME=FILE
+        pairs = (item.partition("=") for item in value.split(","))
+        return ",".join(f"{task}={last_part(file)}" if file else task for task, _, file in pairs)
     return last_part(value) if name in PATH_OPTIONS else public_name(value)
 
 
@@ -87,6 +92,9 @@ def public_command(argv: Iterable[str]) -> str:
     for word in words:
         if match := re.fullmatch(r"--([\w-]+)(?:=(.*))?", word, re.DOTALL):
             option = match[1].replace("-", "_")
+        if option in OWN_OPTIONS:
+            continue
+        if match:
             shown.append(word if match[2] is None else f"--{match[1]}={public_option(option, match[2])}")
         else:
             shown.append(public_option(option, word))
@@ -124,29 +132,29 @@ def write_public_files(run_dir: Path, directory: Path, step: int | None = None) 
     """
     contents = {}
     if options := read_options(run_dir):
-        shown = {name: public_option(name, value) for name, value in options.items()}
+        shown = {name: public_option(name, value) for name, value in options.items() if name not in OWN_OPTIONS}
         contents[CONFIG_NAME] = yaml.safe_dump(shown, sort_keys=False)
     if events := read_events(run_dir, step):
-        contents[METRICS_NAME] = "".join(json.dumps(_public(event), allow_nan=False) + "\n" for event in events)
+        contents[METRICS_NAME] = "".join(json.dumps(public_value(event), allow_nan=False) + "\n" for event in events)
     if (path := run_dir / SUMMARY_NAME).is_file():
         summary = json.loads(path.read_text(encoding="utf-8"))
         if step in (None, summary["step"]):
             summary["command"] = public_command(shlex.split(summary["command"]))
-            contents[SUMMARY_NAME] = json.dumps(_public(summary), indent=2, allow_nan=False) + "\n"
+            contents[SUMMARY_NAME] = json.dumps(public_value(summary), indent=2, allow_nan=False) + "\n"
     directory.mkdir(parents=True, exist_ok=True)
     for name, content in contents.items():
         (directory / name).write_text(content, encoding="utf-8")
     return [directory / name for name in contents]
 
 
-def _public(value: Any) -> Any:
+def public_value(value: Any) -> Any:
     """Remove paths from the texts of a record, except samples, and numbers that JSON does not have."""
     if isinstance(value, dict):
         if value.get("event") == "sample":
             return value
-        return {key: _public(item) for key, item in value.items()}
+        return {key: public_value(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_public(item) for item in value]
+        return [public_value(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return public_text(value) if isinstance(value, str) else value

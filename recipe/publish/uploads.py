@@ -10,17 +10,21 @@ from pathlib import Path
 from accelerate import PartialState
 from huggingface_hub import HfApi
 
+from recipe.checkpoint.load import checkpoint_dir
 from recipe.config import TrainConfig
 from recipe.errors import short_reason
 from recipe.publish.hub import (
     FINAL_NAME,
     MODEL_FILES,
     SPOOL_NAME,
+    TRAINING_FILES,
     hub_reason,
     is_permanent,
+    publishes_training_state,
     stage,
-    stage_checkpoint,
     staged_checkpoints,
+    staging_folder,
+    step_of,
     upload,
 )
 
@@ -35,8 +39,11 @@ class HubUploads:
     uploads what is left. A newer checkpoint replaces those that still wait, unless all of them are wanted.
     """
 
-    def __init__(self, config: TrainConfig, output_dir: Path, say: Callable[[str], None]) -> None:
-        """say: prints a line."""
+    def __init__(
+        self, config: TrainConfig, output_dir: Path, say: Callable[[str], None], repeat: str | None = None
+    ) -> None:
+        """say: prints a line. repeat: the command that repeats failed uploads."""
+        self.repeat = repeat or f"python scripts/push_to_hub.py {shlex.quote(str(output_dir))}"
         self.enabled = config.push_to_hub and PartialState().is_main_process
         self.config, self.output_dir, self.say = config, output_dir, say
         self.keeps_all = config.hub_always_push or config.hub_strategy == "all_checkpoints"
@@ -50,9 +57,13 @@ class HubUploads:
 
     def add(self, checkpoint: Path, step: int) -> None:
         """Stage a complete checkpoint for its upload. Any thread can call this."""
-        if self.enabled and self.config.hub_strategy != "end":
-            stage_checkpoint(self.config, self.output_dir, checkpoint, step)
-            self.any_waiting = True
+        if not self.enabled or self.config.hub_strategy == "end":
+            return
+        folder, running = staging_folder(self.config, self.output_dir, step), self.running
+        if running is not None and running[0] == folder:  # a schedule that changes saves the same step again
+            running[1].exception()
+        stage(checkpoint, folder, MODEL_FILES + (TRAINING_FILES if publishes_training_state(self.config) else ()))
+        self.any_waiting = True
 
     def advance(self) -> None:
         """Start the next upload if none is running. Call it after each step; it never waits."""
@@ -72,21 +83,20 @@ class HubUploads:
         """
         if not self.enabled:
             return True
+        if self.running or self.any_waiting or final_step is not None:
+            self.say(f"uploading to {self.config.hub_model_id}")
         self._collect()
-        waiting, final = self._waiting(), self.output_dir / SPOOL_NAME / FINAL_NAME
+        waiting, pauses = self._waiting(), [*LAST_RETRY_SECONDS, None]
         if final_step is not None:
             try:
+                final = self.output_dir / SPOOL_NAME / FINAL_NAME
                 stage(self.output_dir, final, MODEL_FILES)
                 waiting.append((final, final_step))
             except OSError as error:  # a full disk, on a file system without links
                 self.failures[FINAL_NAME] = short_reason(error)
-        if waiting:
-            self.say(f"uploading {', '.join(folder.name for folder, _ in waiting)} to {self.config.hub_model_id}")
-        pauses = [*LAST_RETRY_SECONDS, None]
         for folder, step in waiting:
-            is_newest = folder == waiting[-1][0]
             for seconds in pauses:
-                self._start(folder, step, is_newest)
+                self._start(folder, step)
                 error = self._collect()
                 if error is None or is_permanent(error):
                     break
@@ -94,14 +104,25 @@ class HubUploads:
                     pauses = [None]  # the Hub is away: try the others once
                 else:
                     time.sleep(seconds)
+        self._report()
+        return not self.failures and not self.skipped
+
+    def _report(self) -> None:
+        """Say where the uploads are, and how to repeat those that are missing."""
+        pruned = [name for name in self.skipped if not checkpoint_dir(self.output_dir, step_of(name)).is_dir()]
+        reasons = dict.fromkeys(self.skipped, "a newer one was due") | self.failures
+        reasons = {name: reason for name, reason in reasons.items() if name not in pruned}
         if self.url is not None:
-            self.say(f"published at {self.url}")
-        missing = [f"{name} ({reason})" for name, reason in self.failures.items()]
-        missing += [f"{name} (a newer one was due)" for name in self.skipped]
-        if missing:
-            command = f"python scripts/push_to_hub.py {shlex.quote(str(self.output_dir))}"
-            self.say(f"not uploaded: {', '.join(missing)}; to upload what is missing:\n    {command}")
-        return not missing
+            self.say(f"{'partly ' * bool(reasons)}published at {self.url}")
+        for reason in dict.fromkeys(reasons.values()):
+            names = [name for name in reasons if reasons[name] == reason]
+            shown = names if len(names) < 5 else [*names[:2], f"{len(names) - 3} more", names[-1]]
+            self.say(f"not uploaded: {', '.join(shown)} ({reason})")
+        if reasons:
+            self.say(f"to upload what is missing:\n    {self.repeat}")
+        if pruned:
+            reason = "replaced by newer ones before their upload, and deleted by --save_total_limit"
+            self.say(f"{len(pruned)} checkpoints were {reason}; --hub_always_push uploads all")
 
     def _waiting(self) -> list[tuple[Path, int]]:
         """Return the staged checkpoints and their steps, oldest first, without those that a newer one replaces."""
@@ -112,11 +133,14 @@ class HubUploads:
                 self.failures.pop(folder.name, None)
                 shutil.rmtree(folder, ignore_errors=True)
             del waiting[:-1]
+        elif self.config.hub_strategy == "checkpoint":  # only the newest state is published
+            for path in (folder / name for folder, _ in waiting[:-1] for name in TRAINING_FILES):
+                path.unlink(missing_ok=True)
         return waiting
 
-    def _start(self, folder: Path, step: int, is_newest: bool = True) -> None:
+    def _start(self, folder: Path, step: int) -> None:
         use_xet = folder.name not in self.failures
-        arguments = (self.api, self.config, self.output_dir, folder, step, is_newest, use_xet)
+        arguments = (self.api, self.config, self.output_dir, folder, step, use_xet)
         self.running = folder, self.api.run_as_future(upload, *arguments)
 
     def _collect(self) -> Exception | None:
@@ -129,7 +153,6 @@ class HubUploads:
             self.url = future.result()
             self.failures.pop(folder.name, None)
             self.num_failures = 0
-            shutil.rmtree(folder, ignore_errors=True)
             return None
         if folder.name not in self.failures:
             self.say(f"warning: the upload of {folder.name} failed and will be repeated: {hub_reason(error)}")

@@ -21,6 +21,7 @@ from recipe.config import STANDARD_LIBRARY, TrainConfig
 from recipe.data.text import name_of_text
 from recipe.errors import UserError
 from recipe.hardware.processes import LAUNCHERS
+from recipe.publish.download import keep_download
 from recipe.publish.public import METRICS_NAME, SUMMARY_NAME
 
 LOCK_NAME = ".lock"
@@ -159,6 +160,7 @@ def open_output_dir(directory: Path, config: TrainConfig, resumed: bool) -> None
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     remove_partial_checkpoints(directory)
     record_config(directory, config)
+    keep_download()
 
 
 _locks: dict[Path, TextIO] = {}  # of this process; the system releases them however the process ends

@@ -74,6 +74,7 @@ def describe_run(
         "run": f"{_plural(config.max_steps, 'step')} = {config.max_steps * tokens_per_step:,} tokens{length}, "
         + _plural(count_warmup_steps(config), "warm-up step")
         + (f"; fewer if they take longer than {config.max_minutes:g} minutes" if config.max_minutes else ""),
+        **({"hub": f"{config.hub_model_id}, {config.hub_strategy}"} if config.push_to_hub else {}),
     }
 
 
@@ -138,6 +139,8 @@ def find_warnings(
             f"all {step:,} steps are done; this run only evaluates and exports the model again. To train longer, add "
             f"--max_steps {2 * step} --change_schedule"
         )
+    if config.hub_model_id and not config.push_to_hub:
+        found.append("warning: --hub_model_id alone uploads nothing; add --push_to_hub")
     epochs = config.max_steps * config.global_batch_size / len(dataset.splits["train"])
     if not config.streaming and epochs > MANY_EPOCHS:
         found.append(f"warning: {epochs:,.0f} epochs over so little text: the model will memorize it")
