@@ -199,8 +199,8 @@ def test_the_excerpt_of_the_demo_is_the_recorded_run():
 
 def test_numbers_in_the_text_are_measured():
     """Each number, found by the words next to it, is that of a result file, rounded to the digits shown."""
-    names = ("ladder", "ablation", "data", "shakespeare", "soak")
-    ladder, ablation, data, shakespeare, soak = (section_of(f"scripts/benchmarks/{n}_cpu.json", "") for n in names)
+    names = ("ladder", "ablation", "data", "shakespeare", "soak", "hub_overhead")
+    ladder, ablation, data, shakespeare, soak, overhead = (section_of(f"scripts/benchmarks/{n}_cpu.json", "") for n in names)
     ran = [entry for key in ("ladder", "extras", "memory") for entry in ladder.get(key, []) if "step_ms" in entry]
     steps = LAP + ladder["goal"]["steps"] + PROFILED_STEPS
     twice = {entry["name"]: entry["step_ms"] for entry in ablation["ablation"] if "step_ms" in entry}
@@ -218,6 +218,8 @@ def test_numbers_in_the_text_are_measured():
         r"from ([\d.]+) to [\d.]+ nats": shakespeare["untrained"]["loss"],
         r"from [\d.]+ to ([\d.]+) nats": shakespeare["eval_loss"],
         r"SIGKILL (\d+) times": soak["kills"],
+        r"median difference is (-?[\d.]+)%": 100 * overhead["median_cost"],
+        r"single ones are up to (\d+)%": 100 * max(map(abs, overhead["costs"])),
     }
     text = " ".join(TEXT.split())
     for pattern, value in expected.items():
