@@ -200,7 +200,8 @@ def test_the_excerpt_of_the_demo_is_the_recorded_run():
 def test_numbers_in_the_text_are_measured():
     """Each number, found by the words next to it, is that of a result file, rounded to the digits shown."""
     names = ("ladder", "ablation", "data", "shakespeare", "soak", "hub_overhead")
-    ladder, ablation, data, shakespeare, soak, overhead = (section_of(f"scripts/benchmarks/{n}_cpu.json", "") for n in names)
+    found = [section_of(f"scripts/benchmarks/{name}_cpu.json", "") for name in names]
+    ladder, ablation, data, shakespeare, soak, overhead = found
     ran = [entry for key in ("ladder", "extras", "memory") for entry in ladder.get(key, []) if "step_ms" in entry]
     steps = LAP + ladder["goal"]["steps"] + PROFILED_STEPS
     twice = {entry["name"]: entry["step_ms"] for entry in ablation["ablation"] if "step_ms" in entry}
