@@ -3,11 +3,13 @@
 import json
 import math
 import shutil
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from conftest import BLOCK_SIZE, ROOT, launch, make_documents, read_events, run_script
+from huggingface_hub import errors
 from torch.nn import functional as F
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
@@ -239,11 +241,7 @@ def test_the_harness_is_an_optional_extra(model_dir, monkeypatch):
 
 def hub_error(kind: str) -> Exception:
     """Return what the Hub's client raises, wrapped as Transformers wraps it."""
-    import httpx
-    from huggingface_hub import errors
-
-    request = httpx.Request("GET", "https://hub.example/api")
-    cause = getattr(errors, kind)("long text", response=httpx.Response(404, request=request))
+    cause = getattr(errors, kind)("long text", response=mock.Mock(headers={}))
     error = OSError("user/name is not a local folder and is not a valid model identifier ...")
     error.__cause__ = cause
     return error
