@@ -162,7 +162,7 @@ def test_the_program_measures_before_and_after(model_dir, tmp_path, capsys):
 
 
 def test_the_run_of_the_model_is_its_text(train_shared, tmp_path):
-    """Without an option the validation rows of the run are measured; a folder that is no run gives no perplexity."""
+    """Without an option, the run's validation text is measured. Without a run, there is no perplexity."""
     run = train_shared()
     assert run_script("scripts/export_model.py", "--model", run, "--prune", 0.1, "--output_dir", tmp_path / "a") == ""
     report = json.loads((tmp_path / "a" / "export.json").read_text())

@@ -243,7 +243,7 @@ class TestTheScript:
 
     @pytest.mark.parametrize("temperature", ["0", "0.8"])
     def test_ctrl_c_ends_the_interactive_mode(self, model_dir, capsys, monkeypatch, temperature):
-        """It is no error."""
+        """Ctrl-C at the prompt exits with status 0 and prints no error."""
 
         class Keyboard(io.StringIO):
             def readline(self, *_) -> str:

@@ -111,7 +111,7 @@ def test_main_keeps_the_newest_checkpoint(train, hub, tmp_path):
 
 
 def test_files_that_a_model_no_longer_has_leave_the_hub(hub, tmp_path):
-    """For example the summary of a run that has been extended. Files of others stay."""
+    """One example is the summary of a run that was extended. Files that the recipe does not publish stay."""
     api = HfApi()
     api.create_repo(REPO)
     for name in ("summary.json", "notes.txt"):
@@ -122,7 +122,7 @@ def test_files_that_a_model_no_longer_has_leave_the_hub(hub, tmp_path):
 
 
 def test_scores_of_a_saved_model_are_published(train, hub):
-    """evaluation.json goes to the Hub and into the card's metadata; a part of a task says so."""
+    """evaluation.json goes to the Hub and into the card's metadata; the score of a part of a task names its size."""
     output_dir = train(*PUSH, "--hub_strategy", "end")
     scores = {"acc": 0.5, "num_examples": 20}
     content = {"model": "x", "tasks": {"hellaswag": scores}, "texts": [], "note": f"read {output_dir}/a.txt"}

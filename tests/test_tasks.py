@@ -18,8 +18,9 @@ from recipe.errors import UserError
 from recipe.evaluation import tasks as tasks_module
 from recipe.evaluation.scoring import Row, Score, score_batch
 from recipe.evaluation.tasks import EvalTask, encode_pairs, load_tasks
+from recipe.publish.facts import split_scores
 from recipe.rules import EVAL_TASKS
-from recipe.run.summary import describe_evaluation, task_scores
+from recipe.run.summary import describe_evaluation
 
 HELLASWAG, LAMBADA = (ROOT / "tests" / f"{task}_sample.jsonl" for task in ("hellaswag", "lambada"))
 GIVEN = [f"hellaswag={HELLASWAG}", f"lambada={LAMBADA}"]
@@ -199,7 +200,7 @@ def test_the_scores_in_training_are_those_of_the_saved_model(train, tmp_path):
     run = train("--eval_tasks", ",".join(GIVEN), "--max_steps", "2")
     assert not run_script("scripts/evaluate_model.py", "--model", run, "--tasks", *GIVEN)
     found = json.loads((run / "evaluation.json").read_text())["tasks"]
-    for task, scores in task_scores(read_events(run, "eval")[-1]).items():
+    for task, scores in split_scores(read_events(run, "eval")[-1]).items():
         for name in set(scores) - {"seconds"}:
             assert found[task][name] == pytest.approx(scores[name], rel=1e-3), (task, name)
 

@@ -10,6 +10,7 @@ from typing import Any
 from recipe.errors import UserError
 from recipe.evaluation.reference import LM_EVAL, PAPER, REFERENCES, SIZES, find_reference
 from recipe.model.weights import WEIGHTS_NAME
+from recipe.publish.facts import EVALUATION_NAME
 
 WIDTH = 80
 SCORES = ("acc", "acc_norm", "perplexity")
@@ -85,7 +86,7 @@ def choose_output_file(model: str, output_file: str | None) -> Path | None:
     Raises `UserError` if the folder of output_file does not exist.
     """
     if output_file is None:
-        return Path(model) / "evaluation.json" if Path(model).is_dir() else None
+        return Path(model) / EVALUATION_NAME if Path(model).is_dir() else None
     path = Path(output_file)
     if path.is_dir() or not path.parent.is_dir():
         raise UserError(f"cannot write {path}: pass the name of a file in an existing folder as --output_file")

@@ -66,7 +66,8 @@ def read_facts(run_dir: Path, step: int, hub_options: dict[str, Any] | None = No
     options = {name: option.default for name, option in OPTIONS.items()} | read_options(run_dir) | (hub_options or {})
     name = (options["hub_model_id"] or run_dir.absolute().name).rpartition("/")[2]
     evaluated = next((event for event in reversed(events) if event["event"] == "eval" and event["step"] == step), {})
-    tasks, texts = (read_evaluation(run_dir, step).get(key) for key in ("tasks", "texts"))
+    saved = read_evaluation(run_dir, step)
+    tasks, texts = saved.get("tasks"), saved.get("texts")
     tasks = {k: v for k, v in tasks.items() if isinstance(v, dict)} if isinstance(tasks, dict) else {}
     texts = [text for text in texts if isinstance(text, dict)] if isinstance(texts, list) else []
     return RunFacts(name, step, events, options, split_scores(evaluated) | tasks, texts)

@@ -18,8 +18,8 @@ from recipe.hardware.choices import Choice
 from recipe.hardware.devices import peak_memory_bytes
 from recipe.model.size import count_exported_parameters
 from recipe.optim.optimizers import count_warmup_steps
+from recipe.publish.facts import split_scores
 from recipe.publish.public import describe_source, hub_id, public_command, public_name
-from recipe.rules import EVAL_TASKS
 from recipe.run.accumulation import Accumulation
 from recipe.run.meter import StepMeter
 from recipe.run.output_dir import launch_command, resume_command
@@ -153,20 +153,11 @@ def describe_evaluation(what: str, values: dict[str, float]) -> str:
         f"{what}: validation loss {values['loss']:.4f}, perplexity {values['perplexity']:,.2f}, "
         f"{values['bits_per_byte']:.4f} bits per byte"
     )
-    for task, scores in task_scores(values).items():
+    for task, scores in split_scores(values).items():
         names = [name for name in ("acc", "acc_norm", "perplexity") if name in scores]
         shown = ", ".join(f"{name} {scores[name]:{'.4g' if scores[name] > 1 else '.4f'}}" for name in names)
         line += f"\n  {task}: {shown} ({_plural(scores['num_examples'], 'example')})"
     return line
-
-
-def task_scores(values: dict[str, float]) -> dict[str, dict[str, float]]:
-    """Collect the scores of each task from the flat results of an evaluation: {"lambada": {"acc": ...}}."""
-    return {
-        task: {key.removeprefix(f"{task}_"): value for key, value in values.items() if key.startswith(f"{task}_")}
-        for task in EVAL_TASKS
-        if f"{task}_num_examples" in values
-    }
 
 
 def build_summary(
@@ -187,7 +178,7 @@ def build_summary(
         "perplexity": evaluation["perplexity"],
         "bits_per_byte": evaluation["bits_per_byte"],
         "eval_rows": evaluation["num_rows"],
-        "tasks": task_scores(evaluation),
+        "tasks": split_scores(evaluation),
         "untrained": state.untrained,
         "tokens_per_second": meter.tokens_per_second,
         "seconds_to_first_step": meter.seconds_to_first_step,
