@@ -22,7 +22,7 @@ import torch
 from recipe.benchmark.measure import LAP
 from recipe.data.prepare import open_dataset_for
 from recipe.hardware.accelerator import build_accelerator, build_module
-from recipe.hardware.memory import micro_batch_candidates
+from recipe.hardware.micro_batch import micro_batch_candidates
 from recipe.hardware.processes import start_processes
 from recipe.model.build import build_model_config
 from recipe.optim.optimizers import build_optimizer

@@ -33,7 +33,7 @@ from recipe.command_line import load_config
 from recipe.errors import UserError, run_main
 from recipe.evaluation.validation import Validation
 from recipe.hardware import processes
-from recipe.hardware.memory import smaller_micro_batch
+from recipe.hardware.micro_batch import smaller_micro_batch
 from recipe.model.loss import LanguageModelingLoss
 from recipe.optim.guard import GuardedUpdate
 from recipe.run.log import RunReport

@@ -10,8 +10,9 @@ from transformers import GPT2Config
 
 from recipe.command_line import load_config
 from recipe.errors import UserError
-from recipe.hardware import memory
-from recipe.hardware.memory import estimate_bytes, estimate_row_bytes, micro_batch_candidates
+from recipe.hardware import micro_batch
+from recipe.hardware.memory import estimate_bytes, estimate_row_bytes
+from recipe.hardware.micro_batch import micro_batch_candidates
 from recipe.model.build import build_model, build_model_config
 from recipe.model.loss import LanguageModelingLoss
 
@@ -106,7 +107,7 @@ def search(monkeypatch):
 
     def find(module, candidates, row_bytes=0):
         config = config_of("--block_size", "8", "--global_batch_size", "16")
-        return memory.find_micro_batch(accelerator, module, candidates, config, row_bytes)
+        return micro_batch.find_micro_batch(accelerator, module, candidates, config, row_bytes)
 
     yield find
     reset_accelerate()
@@ -143,14 +144,14 @@ def test_a_cpu_and_a_fixed_size_are_not_searched(search):
     module = LimitedModule(4)
     assert search(module, [16]) == 16 and module.tried == []
     config = config_of("--block_size", "8", "--global_batch_size", "16")
-    assert memory.find_micro_batch(Accelerator(cpu=True), module, [16, 8], config, 0) == 16 and module.tried == []
+    assert micro_batch.find_micro_batch(Accelerator(cpu=True), module, [16, 8], config, 0) == 16 and module.tried == []
 
 
 def test_sizes_that_cannot_fit_are_not_tried(search, monkeypatch):
     """20 bytes for each of 531 parameters and 1,000 for each row; the smallest size is always tried."""
     module = LimitedModule(16)
     assert sum(p.numel() for p in module.parameters()) == 531
-    monkeypatch.setattr(memory, "_usable_bytes", lambda device, limit_gb: 531 * 20 + 8 * 1000)
+    monkeypatch.setattr(micro_batch, "_usable_bytes", lambda device, limit_gb: 531 * 20 + 8 * 1000)
     assert search(module, [16, 8, 4], row_bytes=1000) == 8 and module.tried == [8]
     assert search(module, [16, 8, 4], row_bytes=10**6) == 4 and module.tried == [8, 4]
 
@@ -158,8 +159,8 @@ def test_sizes_that_cannot_fit_are_not_tried(search, monkeypatch):
 def test_usable_memory_is_free_or_held_already_up_to_the_limit(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7_000, 10**10))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 1_000)
-    assert memory._usable_bytes(CUDA, None) == 8_000
-    assert memory._usable_bytes(CUDA, 1e-6) == 1_000
+    assert micro_batch._usable_bytes(CUDA, None) == 8_000
+    assert micro_batch._usable_bytes(CUDA, 1e-6) == 1_000
 
 
 GPT2_124M = GPT2Config(vocab_size=50304)

@@ -8,7 +8,8 @@ from recipe.config import TrainConfig
 from recipe.data.packed import PackedDataset
 from recipe.data.streaming import build_batches
 from recipe.hardware.choices import Choice
-from recipe.hardware.memory import estimate_row_bytes, find_micro_batch, micro_batch_candidates, smaller_micro_batch
+from recipe.hardware.memory import estimate_row_bytes
+from recipe.hardware.micro_batch import find_micro_batch, micro_batch_candidates, smaller_micro_batch
 
 
 class Accumulation:

@@ -15,7 +15,7 @@ from recipe.data.packed import PackedDataset
 from recipe.data.task_files import read_examples
 from recipe.errors import UserError
 from recipe.hardware.choices import Choice, choose_residual
-from recipe.hardware.memory import micro_batch_candidates
+from recipe.hardware.micro_batch import micro_batch_candidates
 from recipe.hardware.processes import on_main_process
 from recipe.model.build import build_model_config
 from recipe.optim.optimizers import compute_learning_rates
