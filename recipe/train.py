@@ -30,7 +30,7 @@ from recipe.data.packed import open_packed_dataset
 from recipe.data.prepare import open_dataset_for
 from recipe.evaluation.validation import Validation
 from recipe.hardware.accelerator import build_accelerator, build_module
-from recipe.hardware.processes import host_group, on_main_process, start_processes
+from recipe.hardware.processes import on_main_process, start_processes
 from recipe.model.build import build_model_config
 from recipe.optim.guard import GuardedUpdate
 from recipe.optim.optimizers import build_optimizer
@@ -108,7 +108,7 @@ def main() -> None:
         report.evaluation(0, evaluation)
     budget = StepBudget(config, STARTED_AT, state.step, validation.num_rows, validation.final_num_rows)
     freed_memory = FreedMemory()
-    stop_request, stop = StopRequest(host_group()), None
+    stop_request, stop = StopRequest(), None
     module.train()
     meter.resume()
     while state.step < config.max_steps and stop is None:
@@ -120,9 +120,11 @@ def main() -> None:
                     accelerator.backward(loss)  # divides by num_micro_batches
                 step_loss += loss.detach() / accumulation.num_micro_batches
                 report.advance(1 / accumulation.num_micro_batches)
-        except RuntimeError as error:  # out of memory: repeat the step in smaller pieces; other errors are re-raised
+        except RuntimeError as error:
             loss = None  # frees the graph that did not fit
-            report.say(accumulation.shrink(error, state))
+            accumulation.out_of_memory(error)  # re-raises any other error
+        if accumulation.must_shrink():  # on any process: all of them repeat the step in smaller pieces
+            report.say(accumulation.shrink(state))
             validation.batch_size = min(validation.batch_size, accumulation.micro_batch_size)
             continue
         grad_norm = accelerator.clip_grad_norm_(module.parameters(), config.max_grad_norm or math.inf)

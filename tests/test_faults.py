@@ -441,18 +441,65 @@ def test_out_of_memory_in_the_optimizer_ends_the_run(train, monkeypatch, tmp_pat
 
 
 def test_out_of_memory_without_auto_names_the_options_to_pass():
-    """A fixed micro-batch, or other processes in the same step, rule out smaller pieces."""
+    """A fixed micro-batch rules out smaller pieces."""
     config = load_config(["--dataset_dir", "d", "--global_batch_size", "12", "--per_device_train_batch_size", "6"])[0]
-    error = torch.OutOfMemoryError("CUDA out of memory")
     with pytest.raises(UserError, match=r"micro-batches of 6; resume .*--per_device_train_batch_size 4,"):
-        smaller_micro_batch(error, config, [6], 6, 1)
-    with pytest.raises(UserError, match="micro-batches of 6; resume .*--per_device_train_batch_size 3,"):
-        smaller_micro_batch(error, config, [6, 3], 6, 2)
+        smaller_micro_batch(config, [6], 6, 1)
     with pytest.raises(UserError, match="one sequence per forward pass; try --activation_checkpointing"):
-        smaller_micro_batch(error, config, [6, 1], 1, 1)
+        smaller_micro_batch(config, [6, 1], 1, 1)
+    assert smaller_micro_batch(config, [12, 6], 12, 1) == 6
+    assert smaller_micro_batch(config, [6, 3], 6, 2) == 3
+
+
+def test_other_errors_in_a_step_end_the_run(train, monkeypatch):
+    """Only a lack of memory is a reason to repeat a step."""
+    monkeypatch.setattr(LanguageModelingLoss, "forward", mock.Mock(side_effect=RuntimeError("something else")))
     with pytest.raises(RuntimeError, match="something else"):
-        smaller_micro_batch(RuntimeError("something else"), config, [6, 3], 6, 1)
-    assert smaller_micro_batch(error, config, [12, 6], 12, 1) == 6
+        train("--no_eval_on_start")
+
+
+def test_out_of_memory_on_one_process_of_two(train, tmp_path, dataset_dir):
+    """Both repeat the step with smaller micro-batches: the losses are those of one process, and no example is lost.
+
+    It happens twice in the middle of backward, while gradients are being reduced, and once before.
+    """
+    patch = """
+import torch
+from recipe.model.loss import LanguageModelingLoss
+forward, steps = LanguageModelingLoss.forward, []
+class FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden):
+        return hidden.clone()
+    @staticmethod
+    def backward(ctx, gradient):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+def fails(self, input_ids, targets):
+    if not self.training or os.environ["RANK"] == "0":
+        return forward(self, input_ids, targets)
+    steps.append(len(input_ids))
+    if len(steps) == 7:  # 2 rows, the second of four micro-batches of step 2
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    hook = None
+    if len(steps) in (1, 5):  # 8 rows in step 1; 4 rows, the second of two micro-batches of step 2
+        fail = lambda module, inputs: (FailsInBackward.apply(inputs[0]), *inputs[1:])
+        hook = self.model.transformer.h[1].register_forward_pre_hook(fail)
+    loss = forward(self, input_ids, targets)
+    if hook is not None:
+        hook.remove()
+    return loss
+LanguageModelingLoss.forward = fails
+"""
+    arguments = [*options(dataset_dir, 5), "--global_batch_size", 16]
+    process = start(arguments, tmp_path, TWO_PROCESSES, program=patched_program(tmp_path, patch))
+    output = process.communicate(timeout=300)[0]
+    assert process.returncode == 0, output
+    found = re.findall(r"out of memory in step (\d): continuing with micro-batches of (\d)", output)
+    assert found == [("1", "4"), ("2", "2"), ("2", "1")], output
+    whole = train("--max_steps", 5, "--global_batch_size", 16, output_dir=tmp_path / "whole")
+    for key in ("loss", "grad_norm"):
+        losses = [[event[key] for event in read_events(path, "train")] for path in (tmp_path / "run", whole)]
+        assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
 # ------------------------------------------------------------------ signals

@@ -11,7 +11,7 @@ from accelerate.utils.memory import should_reduce_batch_size
 from torch import nn
 
 from recipe.config import TrainConfig
-from recipe.errors import ProcessError, UserError
+from recipe.errors import UserError
 from recipe.hardware.memory import estimate_bytes
 
 # More tokens per forward pass should not increase throughput: 64 rows of 1,024 already saturate a GPU. A CPU's caches
@@ -112,29 +112,27 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error)
 
 
-def smaller_micro_batch(
-    error: RuntimeError, config: TrainConfig, candidates: list[int], micro_batch_size: int, num_processes: int
-) -> int:
-    """Return the next smaller micro-batch after an out-of-memory error, and free the device's cache.
+def smaller_micro_batch(config: TrainConfig, candidates: list[int], micro_batch_size: int, num_processes: int) -> int:
+    """Return the next smaller micro-batch, for a step that ran out of memory.
 
-    Re-raises any other error. Raises `UserError` with the options to pass if the size is fixed (a single candidate),
-    or if other processes are in the middle of the same step.
+    Raises `UserError` with the options to pass if there is none, or if the size is fixed (a single candidate).
     """
-    if not is_out_of_memory(error):
-        raise error
     share = config.global_batch_size // num_processes
     smaller = [size for size in range(micro_batch_size - 1, 0, -1) if share % size == 0]
     if not smaller:
-        raise ProcessError(
+        raise UserError(
             "out of memory with one sequence per forward pass; try --activation_checkpointing --loss_chunks 8, or a "
             "smaller recipe"
-        ) from error
-    if len(candidates) == 1 or num_processes > 1:
-        raise ProcessError(
+        )
+    if len(candidates) == 1:
+        raise UserError(
             f"out of memory with micro-batches of {micro_batch_size}; resume with --resume_from_checkpoint auto and "
             f"--per_device_train_batch_size {smaller[0]}, --loss_chunks 8 or --activation_checkpointing"
-        ) from error
-    torch.compiler.reset()
+        )
+    return smaller[0]
+
+
+def free_memory() -> None:
+    """Return the memory that PyTorch keeps for reuse to the device."""
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()
-    return smaller[0]

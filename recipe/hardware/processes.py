@@ -1,5 +1,6 @@
 """The processes of a run: the launcher, the host-side group, and work that only the main process does."""
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -12,8 +13,10 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from accelerate import PartialState
+from accelerate import Accelerator, PartialState
 from accelerate.utils import parse_flag_from_env
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from recipe.environment import count_cpus, count_local_processes
 from recipe.errors import ProcessError, UserError, one_line
@@ -101,6 +104,38 @@ def on_main_process(function: Callable[[], T]) -> T:
     if message is not None:
         raise UserError(message)
     return result
+
+
+def largest_of_processes(value: int) -> int:
+    """Return the largest value of all processes. Their hosts wait for each other; the devices keep working."""
+    if (group := host_group()) is None:
+        return value
+    number = torch.tensor(value)
+    dist.all_reduce(number, dist.ReduceOp.MAX, group=group)
+    return int(number)
+
+
+def complete_synchronization(module: nn.Module) -> None:
+    """Take part in the step's reduction of gradients after this process failed somewhere in the step.
+
+    Without it, the others would wait for this process until their timeout. The gradients become meaningless on all
+    processes: discard them. module: as prepared by Accelerate. torch 2.13 has no way to abort a reduction, but accepts
+    gradients from several backward passes.
+    """
+    if not isinstance(module, DistributedDataParallel):
+        return
+    try:
+        module.reducer._check_reducer_finalized()
+        reduction = Accelerator.trigger_sync_in_backward(module)
+    except RuntimeError:  # some gradients are on their way already
+        reduction = contextlib.nullcontext()
+    with reduction:
+        for parameter in module.parameters():
+            try:
+                (0 * parameter.sum()).backward()
+            except RuntimeError as error:
+                if "ready only once" not in str(error):  # its bucket is complete
+                    raise
 
 
 def use_all_cores(state: PartialState) -> None:

@@ -1,5 +1,8 @@
 """The micro-batches of an optimizer step: how large, how many, and their data."""
 
+import traceback
+
+import torch
 from accelerate import Accelerator
 from torch import nn
 
@@ -9,7 +12,14 @@ from recipe.data.packed import PackedDataset
 from recipe.data.streaming import build_batches
 from recipe.hardware.choices import Choice
 from recipe.hardware.memory import estimate_row_bytes
-from recipe.hardware.micro_batch import find_micro_batch, micro_batch_candidates, smaller_micro_batch
+from recipe.hardware.micro_batch import (
+    find_micro_batch,
+    free_memory,
+    is_out_of_memory,
+    micro_batch_candidates,
+    smaller_micro_batch,
+)
+from recipe.hardware.processes import complete_synchronization, largest_of_processes
 
 
 class Accumulation:
@@ -29,6 +39,7 @@ class Accumulation:
     ) -> None:
         """module: prepared; trial steps on it find the micro-batch size if the option is auto."""
         self.config, self.accelerator, self.module, self.dataset = config, accelerator, module, dataset
+        self.is_too_large = False
         self.candidates = micro_batch_candidates(config, accelerator.num_processes, accelerator.device)
         row_bytes = estimate_row_bytes(
             config, accelerator.unwrap_model(module).model.config, choices["precision"].value, "residual" in choices
@@ -46,16 +57,30 @@ class Accumulation:
             self.config, self.dataset, self.accelerator, self.micro_batch_size, state.step, state.position
         )
 
-    def shrink(self, error: RuntimeError, state: RunState) -> str:
-        """After an out-of-memory error, prepare the same step with smaller micro-batches. Returns a message.
+    def out_of_memory(self, error: RuntimeError) -> None:
+        """Record that this process ran out of memory and let the others finish the step. Raises any other error."""
+        if not is_out_of_memory(error):
+            raise error
+        self.is_too_large = True
+        traceback.clear_frames(error.__traceback__)  # they hold what did fit
+        free_memory()
+        complete_synchronization(self.module)
 
-        Raises any other error, and `UserError` if the micro-batch cannot be smaller.
+    def must_shrink(self) -> bool:
+        """Return whether any process ran out of memory in this step. All processes get the same answer."""
+        self.is_too_large = bool(largest_of_processes(self.is_too_large))
+        return self.is_too_large
+
+    def shrink(self, state: RunState) -> str:
+        """Prepare the same step with smaller micro-batches, on all processes. Returns a message.
+
+        Raises `UserError` if the micro-batch cannot be smaller.
         """
-        self._set_size(
-            smaller_micro_batch(
-                error, self.config, self.candidates, self.micro_batch_size, self.accelerator.num_processes
-            )
-        )
+        num_processes = self.accelerator.num_processes
+        self._set_size(smaller_micro_batch(self.config, self.candidates, self.micro_batch_size, num_processes))
+        self.is_too_large = False
+        torch.compiler.reset()  # discard the graphs of the shape that did not fit
+        free_memory()
         self.module.zero_grad()  # the prepared optimizer ignores zero_grad in the middle of an accumulation
         self.close()
         self.start(state)

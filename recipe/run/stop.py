@@ -7,10 +7,7 @@ import threading
 import time
 from types import FrameType
 
-import torch
-import torch.distributed
-
-from recipe.hardware.processes import LAUNCHER_DIED
+from recipe.hardware.processes import LAUNCHER_DIED, largest_of_processes
 
 EXIT_STOPPED = 75  # EX_TEMPFAIL in sysexits.h: the run was saved, and the same command resumes it
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -20,11 +17,8 @@ SAME_SIGNAL_SECONDS = 1.0  # two signals within this time are one: the launcher 
 class StopRequest:
     """Turns the first signal into a stop after the current step. A second one of the same kind exits at once."""
 
-    def __init__(self, group: torch.distributed.ProcessGroup | None) -> None:
-        """group: connects the hosts of all processes, so the devices never wait; None for a single process."""
+    def __init__(self) -> None:
         self.signal: int | None = None  # the first one received
-        self.group = group
-        self.pending: tuple[torch.distributed.Work, torch.Tensor] | None = None
         # Under nohup, SIGHUP stays ignored.
         self.numbers = [n for n in (*SIGNALS, LAUNCHER_DIED) if signal.getsignal(n) != signal.SIG_IGN]
         for number in self.numbers:
@@ -53,29 +47,12 @@ class StopRequest:
                     os._exit(128 + number[0])
 
     def agreed(self) -> int | None:
-        """Return the signal to stop for, on all processes after the same step. Every process calls it once per step.
-
-        It returns the result of the reduction that the previous step started, so no process waits for the slowest one.
-        """
-        if self.group is None:
-            return self.signal
-        answer = None
-        if self.pending is not None:
-            work, flag = self.pending
-            work.wait()
-            answer = int(flag.item()) or None
-            self.signal = self.signal or answer
-        flag = torch.tensor(self.signal or 0)
-        work = torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=self.group, async_op=True)
-        self.pending = work, flag
-        return answer
+        """Return the signal to stop for, on all processes after the same step. Each calls it once per step."""
+        self.signal = largest_of_processes(self.signal or 0) or None
+        return self.signal
 
     def close(self) -> None:
         """Let signals end the process again, except the launcher's death, which may follow any of them."""
-        if self.pending is not None:
-            self.pending[0].wait()
-        # Drop the Work before its process group is destroyed, or the process may hang at exit.
-        self.pending = self.group = None
         signal.set_wakeup_fd(-1)
         self.wakeup[1].close()
         for number in self.numbers:
