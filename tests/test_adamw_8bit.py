@@ -1,4 +1,4 @@
-"""8-bit AdamW is close to torch's, has a quarter of its state, resumes bit for bit, and is refused where it cannot run."""
+"""8-bit AdamW is close to torch's, takes less memory, resumes bit for bit, and is refused where it cannot run."""
 
 import copy
 import importlib.util
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import ROOT, TINY, default_arguments, launch, read_events, reset_accelerate
+from conftest import TINY, default_arguments, launch, read_events, reset_accelerate
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from recipe.checkpoint.load import list_checkpoints
@@ -154,7 +154,7 @@ def test_two_processes_keep_the_same_weights(tmp_path, dataset_dir):
     )
     arguments = [*default_arguments(dataset_dir, tmp_path / "run", TINY), *EIGHT_BIT, "--eval_on_start", "false"]
     two = ("--multi_gpu", "--num_processes", "2", "--main_process_port", "0")
-    result = launch(arguments, tmp_path, two, program, ACCELERATE_USE_CPU="true", PYTHONPATH=str(ROOT))
+    result = launch(arguments, tmp_path, two, program, ACCELERATE_USE_CPU="true")
     assert result.returncode == 0, result.stderr
     counts = Counter(line.split()[1] for line in result.stdout.splitlines() if line.startswith("weights"))
     assert sorted(counts.values()) == [2, 2, 2, 2]
