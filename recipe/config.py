@@ -108,7 +108,9 @@ class TrainConfig:
         None, "Time limit; lowers max_steps to what fits at the speed of the first ten steps.", above=0
     )
     change_schedule: bool = _field(False, "Let a resumed run change max_steps, learning_rate, schedule or warm-up.")
-    optim: Literal["adamw_torch_fused", "adamw_torch"] = _field("adamw_torch_fused", "Optimizer.")
+    optim: Literal["adamw_torch_fused", "adamw_torch", "adamw_bnb_8bit"] = _field(
+        "adamw_torch_fused", "AdamW: one fused kernel, torch's own choice, or 8-bit moments (bitsandbytes)."
+    )
     learning_rate: float = _field(6e-4, "Peak learning rate.", above=0)
     lr_scheduler_type: str = _field("cosine_with_min_lr", "Any Transformers schedule that depends on steps alone.")
     lr_scheduler_kwargs: dict | str | None = _field(None, "Arguments of the schedule: min_lr_rate=0.1, or JSON.")
@@ -129,13 +131,15 @@ class TrainConfig:
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = _field("auto", "Precision of autocast.")
     tf32: bool = _field(True, "Use TF32 for the CUDA matrix products that stay in fp32.")
     dynamo_backend: Literal["auto", "no", "inductor", "aot_eager", "eager"] = _field("auto", "torch.compile backend.")
-    dynamo_mode: Literal["default", "max-autotune-no-cudagraphs"] = _field("default", "torch.compile mode.")
+    dynamo_mode: Literal[
+        "auto", "default", "lite", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
+    ] = _field("auto", "torch.compile mode. auto: the launcher's. On CUDA, some require one micro-batch per step.")
     bf16_residual: Literal["auto", "true", "false"] = _switch("bf16 residual stream. auto: on CUDA with bf16.")
     sigmoid_gelu: Literal["auto", "true", "false"] = _switch(
         "Compute gelu_new with a sigmoid. auto: CUDA and inductor."
     )
     index_mask: Literal["auto", "true", "false"] = _switch("Mask the padding by index. auto: CUDA and inductor.")
-    deterministic: bool = _field(False, "Repeat CUDA runs exactly (slower); CPU runs do in the default dynamo_mode.")
+    deterministic: bool = _field(False, "Repeat CUDA runs exactly (slower); CPU runs do without max-autotune.")
     huge_pages: bool = _field(True, "Allocate large CPU tensors in huge pages (Linux).")
     gpu_memory_limit_gb: float | None = _field(None, "Use at most this much GPU memory, in GB (1e9 bytes).", above=0)
 

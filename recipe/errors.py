@@ -5,6 +5,7 @@ import difflib
 import errno
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -13,6 +14,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # see recipe/run/stop.py
 # A full disk, an exceeded quota, a read-only file system, missing permission.
 FIXABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 
@@ -28,8 +30,10 @@ class ProcessError(UserError):
 def run_main(main: Callable[[], T], interrupted: str = "interrupted") -> T:
     """Run a script's main function. A `UserError` or a full disk becomes one line on stderr and exit status 1.
 
-    interrupted: the message that Ctrl-C prints.
+    It leaves no signal handler of main's behind, because a notebook goes on. interrupted: the message that Ctrl-C
+    prints.
     """
+    handlers = {number: signal.getsignal(number) for number in HANDLED_SIGNALS}
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a character that the terminal cannot show must not end a run
             stream.reconfigure(errors="replace")
@@ -54,6 +58,10 @@ def run_main(main: Callable[[], T], interrupted: str = "interrupted") -> T:
     except KeyboardInterrupt:
         print(f"\n{interrupted}", file=sys.stderr)
         sys.exit(130)
+    finally:
+        signal.set_wakeup_fd(-1)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def did_you_mean(

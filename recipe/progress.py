@@ -14,13 +14,13 @@ def progress_target() -> dict[str, Any]:
 
 
 class LineStream:
-    """Turns the carriage returns of a progress bar into line breaks."""
+    """Turns the carriage returns of a progress bar into line breaks, and drops its cursor movements."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
 
     def write(self, text: str) -> None:
-        line = text.strip("\r\n ")
+        line = text.replace("\x1b[A", "").strip("\r\n ")
         if line:
             self.stream.write(line + "\n")
 

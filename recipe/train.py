@@ -48,7 +48,9 @@ from recipe.run.stop import EXIT_STOPPED, StopRequest
 from recipe.run.summary import build_summary, closing_words, describe_evaluation, describe_run, find_warnings
 
 
-def main() -> None:
+def main(started_at: float | None = None) -> None:
+    """started_at: of the program, from `time.perf_counter`. Default: now, since a notebook may train several times."""
+    started_at = started_at or time.perf_counter()
     # ------------------------------------------------------------------ set-up
     config, recipe = load_config()
     start_processes()
@@ -101,12 +103,12 @@ def main() -> None:
 
     # ------------------------------------------------------------------ loop: one iteration is one optimizer step
     profiler = StepProfiler(config, accelerator, output_dir, state.step)
-    meter = StepMeter(config, accelerator, model, state, STARTED_AT)
+    meter = StepMeter(config, accelerator, model, state, started_at)
     evaluation = None
     if state.step == 0 and config.eval_on_start:
         state.untrained = evaluation = validation.run()
         report.evaluation(0, evaluation)
-    budget = StepBudget(config, STARTED_AT, state.step, validation.num_rows, validation.final_num_rows)
+    budget = StepBudget(config, started_at, state.step, validation.num_rows, validation.final_num_rows)
     freed_memory = FreedMemory()
     stop_request, stop = StopRequest(), None
     module.train()
@@ -194,4 +196,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_main(main, "interrupted; --resume_from_checkpoint auto resumes from the newest checkpoint, or starts fresh")
+    interrupted = "interrupted; --resume_from_checkpoint auto resumes from the newest checkpoint, or starts fresh"
+    run_main(lambda: main(STARTED_AT), interrupted)

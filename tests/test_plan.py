@@ -122,7 +122,6 @@ def limited(train_shared):
     """A run whose time limit shortened it from 200 to 15 steps."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recipe.run.plan, "fit_max_steps", lambda *args: 15)
-        patch.setattr(recipe.train, "STARTED_AT", time.perf_counter())
         return train_shared(*LIMITED, "--lr_scheduler_type", "cosine")
 
 

@@ -23,6 +23,7 @@ from recipe.hardware.choices import (
     Choice,
     choose_attention,
     choose_dynamo_backend,
+    choose_dynamo_mode,
     choose_index_mask,
     choose_mixed_precision,
     choose_residual,
@@ -50,7 +51,7 @@ def build_accelerator(config: TrainConfig, output_dir: Path) -> tuple[Accelerato
     use_all_cores(state)
     if config.gpu_memory_limit_gb is not None:
         limit_gpu_memory(state.device, config.gpu_memory_limit_gb)
-    if config.deterministic or (state.device.type == "cpu" and config.dynamo_mode == "default"):
+    if config.deterministic or (state.device.type == "cpu" and "autotune" not in choose_dynamo_mode(config).value):
         use_deterministic_algorithms()
     precision = choose_mixed_precision(config, state.device)
     if state.device.type == "cuda":
@@ -94,9 +95,12 @@ def build_module(
     module = LanguageModelingLoss(
         model, vocab_size, config.label_smoothing_factor, config.loss_chunks, config.loss_in_graph, mask.on
     )
-    compile_module(module if config.loss_in_graph else model, dynamo.value, config.dynamo_mode)
+    mode = choose_dynamo_mode(config)
+    compile_module(module if config.loss_in_graph else model, dynamo.value, mode.value)
     choices = {"precision": precision, "dynamo": dynamo, "attention": attention}
     switches = ("residual", "bf16", residual), ("gelu", "sigmoid", gelu), ("mask", "by index", mask)
+    if dynamo.value == "inductor" and mode.value != "default":
+        choices["mode"] = mode
     return module, choices | {label: Choice(value, choice.reason) for label, value, choice in switches if choice.on}
 
 
@@ -126,8 +130,7 @@ def compile_module(module: nn.Module, backend: str, mode: str = "default") -> No
 
     This happens before `accelerator.prepare` because Accelerate compiles outside DistributedDataParallel, where
     fullgraph fails (accelerate 1.15, torch 2.13), and in place because a wrapper would prefix every weight's name.
-    CUDA graphs (reduce-overhead, max-autotune) are not offered: with accumulation they produce wrong gradients
-    (pytorch#96693).
+    Only inductor has modes.
     """
     if backend != "no":
         persist_compile_cache()

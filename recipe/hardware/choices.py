@@ -1,5 +1,6 @@
 """What `auto` means on this hardware: each choice comes with its reason, which is printed once."""
 
+import math
 import os
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ COMPILE_PAYS_FLOPS_ON_CPU = 6e13
 # avx512_bf16, bf16). Compiled, it is 1.10, 1.15 and 1.06 times as fast at 256, 512 and 1,024 tokens; not compiled,
 # 1.30 times at 512 and 0.65 times at 1,024, where its quadratic memory no longer fits the caches.
 LONGEST_EAGER_ATTENTION_ON_CPU = 512
+DYNAMO_MODES = ("default", "lite", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,27 @@ def choose_dynamo_backend(config: TrainConfig, device: torch.device, total_flops
     if choice.value == "inductor" and why_not is not None:
         raise UserError(f"dynamo_backend inductor ({choice.reason}) cannot compile: {why_not}; use no")
     return choice
+
+
+def choose_dynamo_mode(config: TrainConfig) -> Choice:
+    """Take the option, else the launcher's setting, which is `default` where it is unset."""
+    if config.dynamo_mode != "auto":
+        return Choice(config.dynamo_mode, "requested by --dynamo_mode")
+    launcher = os.environ.get("ACCELERATE_DYNAMO_MODE", "default").lower()
+    if launcher not in DYNAMO_MODES:
+        raise UserError(f"the launcher's dynamo_mode is '{launcher}'; use one of {', '.join(DYNAMO_MODES)}")
+    return Choice(launcher, "set by the launcher")
+
+
+def uses_cuda_graphs(config: TrainConfig, device: torch.device) -> bool:
+    """Return whether inductor records CUDA graphs, which are correct only with one micro-batch per step.
+
+    A graph writes its gradients to the same memory each time, so those of earlier micro-batches are lost, with an
+    error (pytorch#169545) or without one (pytorch#96693). Both are open with torch 2.13.
+    """
+    if device.type != "cuda" or choose_dynamo_mode(config).value not in CUDA_GRAPH_MODES:
+        return False
+    return choose_dynamo_backend(config, device, math.inf).value == "inductor"
 
 
 def choose_attention(config: TrainConfig, device: torch.device) -> Choice:

@@ -12,6 +12,7 @@ from torch import nn
 
 from recipe.config import TrainConfig
 from recipe.errors import UserError
+from recipe.hardware.choices import CUDA_GRAPH_MODES, choose_dynamo_mode, uses_cuda_graphs
 from recipe.hardware.memory import estimate_bytes
 
 # More tokens per forward pass should not increase throughput: 64 rows of 1,024 already saturate a GPU. A CPU's caches
@@ -22,7 +23,8 @@ LARGEST_MICRO_BATCH_TOKENS = {"cpu": 4096, "accelerator": 65536}
 def micro_batch_candidates(config: TrainConfig, num_processes: int, device: torch.device) -> list[int]:
     """Return the micro-batch sizes to try, largest first. Each divides the sequences of one process.
 
-    Raises `UserError`, naming the sizes that would work, if the configured sizes do not divide the batch.
+    Raises `UserError`, naming the sizes that would work, if the configured sizes do not divide the batch, or if CUDA
+    graphs would accumulate gradients.
     """
     share, rest = divmod(config.global_batch_size, num_processes)
     if rest:
@@ -45,11 +47,21 @@ def micro_batch_candidates(config: TrainConfig, num_processes: int, device: torc
                 f"{num_processes} processes x per_device_train_batch_size {wanted} x gradient_accumulation_steps "
                 f"{accumulation} is not global_batch_size {config.global_batch_size}; remove one of them"
             )
-        return [share // accumulation]
-    if wanted not in ("auto", None):
-        return [wanted]
+        wanted = share // accumulation
     limit = LARGEST_MICRO_BATCH_TOKENS["cpu" if device.type == "cpu" else "accelerator"]
-    return [size for size in divisors if size * config.block_size <= limit] or [1]
+    sizes = [size for size in divisors if size * config.block_size <= limit] or [1]
+    if wanted not in ("auto", None):
+        sizes = [wanted]
+    if not uses_cuda_graphs(config, device):
+        return sizes
+    if sizes[0] != share:
+        raise UserError(
+            f"dynamo_mode {choose_dynamo_mode(config).value} uses CUDA graphs, which accumulate gradients incorrectly "
+            f"(pytorch#96693): a step must be one micro-batch of {share} sequences per process, not of {sizes[0]}; "
+            f"use --dynamo_mode max-autotune-no-cudagraphs or default, or, if they fit, "
+            f"--per_device_train_batch_size {share}"
+        )
+    return [share]
 
 
 def find_micro_batch(
@@ -125,9 +137,12 @@ def smaller_micro_batch(config: TrainConfig, candidates: list[int], micro_batch_
             "smaller recipe"
         )
     if len(candidates) == 1:
+        size = f"--per_device_train_batch_size {smaller[0]}"
+        if choose_dynamo_mode(config).value in CUDA_GRAPH_MODES:
+            size = f"--dynamo_mode default {size}"  # a smaller micro-batch accumulates gradients
         raise UserError(
             f"out of memory with micro-batches of {micro_batch_size}; resume with --resume_from_checkpoint auto and "
-            f"--per_device_train_batch_size {smaller[0]}, --loss_chunks 8 or --activation_checkpointing"
+            f"{size}, --loss_chunks 8 or --activation_checkpointing"
         )
     return smaller[0]
 

@@ -1,0 +1,54 @@
+"""A notebook: the README's cell trains, the kernel keeps its signal handlers, and a second run has its own time."""
+
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, TINY, default_arguments, read_events
+
+import recipe.train
+from recipe.command_line import load_config
+from recipe.errors import UserError, run_main
+from recipe.run.stop import SIGNALS, StopRequest
+
+
+def test_the_cell_of_the_readme_trains(dataset_dir, tmp_path):
+    """It runs as it stands, twice in one process, with other options; its own are valid."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    cell = next(block for block in blocks if "notebook_launcher" in block)
+    options = re.search(r'"(--config .*?)"', cell)[1]
+    assert load_config(options.split())
+    runs = []
+    for name in ("first", "second"):
+        arguments = [str(text) for text in default_arguments(dataset_dir, tmp_path / name, TINY)]
+        runs.append(cell.replace(options, " ".join(arguments)))
+    result = subprocess.run(
+        [sys.executable, "-c", "\n".join(runs)], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert result.returncode == 0, result.stderr
+    first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("first", "second"))
+    assert first == second
+
+
+@pytest.mark.parametrize("error", [UserError("a mistake"), KeyboardInterrupt(), ZeroDivisionError()])
+def test_no_signal_handler_is_left_behind(error):
+    """A failed run must not catch the interrupts of the kernel's next cells."""
+
+    def fail():
+        StopRequest(None)
+        raise error
+
+    before = [signal.getsignal(number) for number in SIGNALS]
+    with pytest.raises((SystemExit, ZeroDivisionError)):
+        run_main(fail)
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_max_minutes_counts_from_the_run(train, monkeypatch):
+    """Not from the import, which in a notebook may be hours ago."""
+    monkeypatch.setattr(recipe.train, "STARTED_AT", recipe.train.STARTED_AT - 1e6)
+    output_dir = train("--max_steps", 14, "--max_minutes", 5)
+    assert [event["step"] for event in read_events(output_dir, "train")][-1] == 14
