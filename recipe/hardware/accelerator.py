@@ -53,6 +53,8 @@ def build_accelerator(config: TrainConfig, output_dir: Path) -> tuple[Accelerato
         limit_gpu_memory(state.device, config.gpu_memory_limit_gb)
     if config.deterministic or (state.device.type == "cpu" and config.dynamo_mode == "default"):
         use_deterministic_algorithms()
+    if config.ddp_comm_hook == "bf16" and state.device.type != "cuda":  # PyTorch 2.13 refuses it with a traceback
+        raise UserError(f"--ddp_comm_hook bf16 requires GPUs connected by NCCL, but this run uses {state.device.type}")
     precision = choose_mixed_precision(config, state.device)
     if state.device.type == "cuda":
         torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
