@@ -17,6 +17,9 @@ import torch
 from conftest import ROOT, TINY, default_arguments, launch, read_events
 
 from recipe.checkpoint.manifest import why_damaged
+from recipe.config import TrainConfig
+from recipe.errors import UserError
+from recipe.hardware.accelerator import build_ddp_options
 
 GLOBAL_BATCH = 8
 SPLITS = {"2x1x4": ("--per_device_train_batch_size", "4"), "2x2x2": ("--per_device_train_batch_size", "2"),
@@ -175,6 +178,13 @@ def test_the_bf16_hook_halves_the_bytes_and_rounds(found):
             assert reduced == [[kind, 64 * 64]]
             torch.testing.assert_close(torch.tensor(values), expected, rtol=1e-6, atol=1e-7)
     assert not torch.allclose(exact, rounded, rtol=1e-4)
+
+
+def test_the_options_for_slow_links(train):
+    """Both reach DistributedDataParallel; bf16, which PyTorch refuses without NCCL, is refused before any work."""
+    assert build_ddp_options(TrainConfig(dataset_dir="x", ddp_bucket_cap_mb=100)).to_kwargs()["bucket_cap_mb"] == 100
+    with pytest.raises(UserError, match="--ddp_comm_hook bf16 requires GPUs connected by NCCL, but this run uses cpu"):
+        train("--ddp_comm_hook", "bf16")
 
 
 def test_a_folder_that_is_not_shared_is_refused(probe, found):
