@@ -1,0 +1,326 @@
+"""Several processes and several machines: one run, whatever its split, and what happens when a machine is gone.
+
+The machines are launchers on loopback, and Slurm is a stand-in for its two commands.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+from conftest import ROOT, TINY, default_arguments, launch, read_events
+
+from recipe.checkpoint.manifest import why_damaged
+from recipe.config import TrainConfig
+from recipe.errors import UserError
+from recipe.hardware.accelerator import build_ddp_options
+
+GLOBAL_BATCH = 8
+SPLITS = {"2x1x4": ("--per_device_train_batch_size", "4"), "2x2x2": ("--per_device_train_batch_size", "2"),
+          "2x4x1": ("--per_device_train_batch_size", "1")}  # fmt: skip
+STEPS = 5
+
+# Runs in both processes, all in one process group, because a second one in the same store may hang (torch 2.13):
+# importing torch takes longer than a tiny run.
+PROBE = """
+import json, os, sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from torch.profiler import ProfilerActivity, profile
+import recipe.train
+from recipe.config import TrainConfig
+from recipe.errors import UserError
+from recipe.hardware import nodes
+from recipe.hardware.accelerator import build_ddp_options
+from recipe.hardware.processes import on_all_processes
+
+PartialState.destroy_process_group = lambda self, group=None: None
+splits, arguments = json.loads(sys.argv[1]), sys.argv[2:]
+found, rank = {}, int(os.environ["RANK"])
+
+def reset():
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+
+def all_reduces(run):
+    '''Return (type, number of elements) of each all-reduce of a vector of gradients, by PyTorch's profiler.'''
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        run()
+    profiler.export_chrome_trace(f"trace{rank}.json")
+    events = json.loads(Path(f"trace{rank}.json").read_text())["traceEvents"]
+    reduced = [event["args"] for event in events if event.get("name") == "gloo:all_reduce"]
+    shapes = [(args["Input type"][0], args["Input Dims"][0]) for args in reduced]
+    return [(kind, shape[0]) for kind, shape in shapes if shape and shape[0] > 100]
+
+for name, options in splits.items():
+    sys.argv[1:] = [*arguments, *options, "--output_dir", name]
+    found[name] = all_reduces(recipe.train.main)
+    reset()
+
+# PyTorch's check of the hook by its name, on a build without CUDA; gloo itself sums bf16.
+torch.version.cuda, dist.is_nccl_available, torch.cuda.nccl.version = "13.0", lambda: True, lambda: (2, 28)
+
+def exchange(hook, backend):
+    '''Return the gradients of one exchange and its all-reduces.'''
+    source = dict(dataset_dir="x", ddp_comm_hook=hook)
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[build_ddp_options(TrainConfig(**source))])
+    layer = torch.nn.Linear(64, 64, bias=False)
+    torch.nn.init.zeros_(layer.weight)
+    layer.compile(backend=backend)
+    layer = accelerator.prepare(layer)
+    inputs = torch.randn(3, 64, generator=torch.Generator().manual_seed(rank))
+    reduced = all_reduces(lambda: accelerator.backward(layer(inputs).square().sum() + layer(inputs).sum()))
+    reset()
+    return layer.module.weight.grad.tolist(), reduced
+
+found["hook"] = {hook: exchange(hook, "eager" if hook == "no" else "aot_eager") for hook in ("no", "bf16")}
+
+def error_of(function):
+    try:
+        function()
+    except UserError as error:
+        return str(error)
+
+os.environ["LOCAL_WORLD_SIZE"] = "1"  # from here on, as on two machines
+nodes.SHARED_FOLDER_SECONDS = 0.5
+shared = Path("shared/run").absolute()
+found["shared"] = error_of(lambda: nodes.check_shared(shared))
+Path(f"local{rank}").mkdir()
+os.chdir(f"local{rank}")
+found["not shared"] = error_of(lambda: nodes.check_shared(Path("run")))
+found["left"] = [str(path) for folder in (Path(), shared.parents[1]) for path in folder.glob(".shared*")]
+found["options"] = error_of(lambda: nodes.check_same_run({"seed": 1, "learning_rate": 0.1 + rank}))
+found["same"] = error_of(lambda: nodes.check_same_run({"seed": 1}))
+
+def missing_on_one():
+    if rank == 1:
+        raise UserError("there is no dataset")
+
+found["one"] = error_of(lambda: on_all_processes(missing_on_one))
+os.chdir("..")
+Path(f"found{rank}.json").write_text(json.dumps(found))
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def probe(tmp_path_factory, dataset_dir):
+    """Two processes, started by accelerate_configs/multi_cpu.yaml and nothing else. Returns the folder."""
+    folder = tmp_path_factory.mktemp("probe")
+    (folder / "probe.py").write_text(PROBE)
+    options = [*default_arguments(dataset_dir, folder / "unused", TINY), "--max_steps", STEPS, "--eval_steps", "3"]
+    environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    result = launch(
+        [json.dumps(SPLITS), *options, "--global_batch_size", GLOBAL_BATCH],
+        cwd=folder,
+        launcher=("--config_file", str(ROOT / "accelerate_configs" / "multi_cpu.yaml")),
+        program=folder / "probe.py",
+        **environment,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return folder
+
+
+@pytest.fixture
+def found(probe):
+    """What each of the two processes found."""
+    return [json.loads((probe / f"found{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def one_process(train_shared):
+    """The same run by one process: all of a global batch in one forward pass, and in eight."""
+    options = ["--max_steps", STEPS, "--eval_steps", "3", "--global_batch_size", GLOBAL_BATCH]
+    return [train_shared(*options, "--per_device_train_batch_size", size) for size in (8, 1)]
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_every_split_of_a_global_batch_is_one_run(probe, one_process, split):
+    """processes x micro-batches x sequences: training and validation losses agree in fp32 to 1e-5."""
+    summary = json.loads((probe / split / "summary.json").read_text())
+    assert summary["num_processes"] == 2 and summary["per_device_train_batch_size"] == int(split[-1])
+    for event, count in (("train", STEPS), ("eval", 3)):
+        curve, *expected = ([e["loss"] for e in read_events(run, event)] for run in (probe / split, *one_process))
+        assert len(curve) == count
+        for other in expected:
+            assert curve == pytest.approx(other, abs=1e-5)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_gradients_are_synchronized_once_per_step(probe, found, split):
+    """However many micro-batches a step has, each process sends every gradient once, in fp32."""
+    shape = json.loads((probe / split / "config.json").read_text())
+    embeddings = (512 + shape["n_positions"]) * shape["n_embd"]  # the vocabulary of 500 is padded
+    blocks = shape["n_layer"] * (12 * shape["n_embd"] ** 2 + 13 * shape["n_embd"])
+    num_parameters = embeddings + blocks + 2 * shape["n_embd"]
+    for process in found:
+        assert process[split] == [["float", num_parameters]] * STEPS
+
+
+def test_the_bf16_hook_halves_the_bytes_and_rounds(found):
+    """Each process sends bf16, and all get the rounded mean of the rounded gradients, compiled or not."""
+    inputs = [torch.randn(3, 64, generator=torch.Generator().manual_seed(rank)) for rank in (0, 1)]
+    gradients = [x.sum(0).expand(64, 64) for x in inputs]  # of the sum of the outputs; the weights are zero
+    exact = (gradients[0] + gradients[1]) / 2
+    rounded = sum((g.bfloat16() / 2 for g in gradients), torch.zeros((), dtype=torch.bfloat16)).float()
+    for process in found:
+        for hook, kind, expected in (("no", "float", exact), ("bf16", "c10::BFloat16", rounded)):
+            values, reduced = process["hook"][hook]
+            assert reduced == [[kind, 64 * 64]]
+            torch.testing.assert_close(torch.tensor(values), expected, rtol=1e-6, atol=1e-7)
+    assert not torch.allclose(exact, rounded, rtol=1e-4)
+
+
+def test_the_options_for_slow_links(train):
+    """Both reach DistributedDataParallel; bf16, which PyTorch refuses without NCCL, is refused before any work."""
+    assert build_ddp_options(TrainConfig(dataset_dir="x", ddp_bucket_cap_mb=100)).to_kwargs()["bucket_cap_mb"] == 100
+    with pytest.raises(UserError, match="--ddp_comm_hook bf16 requires GPUs connected by NCCL, but this run uses cpu"):
+        train("--ddp_comm_hook", "bf16")
+
+
+def test_a_folder_that_is_not_shared_is_refused(probe, found):
+    """All processes raise one sentence that names the other machine, and nothing is left in the folders."""
+    for process in found:
+        assert process["shared"] is None and process["left"] == []
+        assert "local1/run is not the main process's folder" in process["not shared"]
+        assert process["not shared"].startswith("process 1 on ")
+    assert not list((probe / "shared").glob("*"))
+
+
+def test_a_mistake_on_one_process_ends_all(found):
+    """Different options, and data that one machine lacks, are reported by every process alike."""
+    for process in found:
+        assert process["options"].startswith(
+            "process 0 and process 1 differ in learning_rate 0.1 and 1.1; run the same"
+        )
+        assert process["same"] is None
+        assert process["one"].startswith("process 1 on ") and process["one"].endswith(": there is no dataset")
+
+
+# ------------------------------------------------------------------ two machines under Slurm
+
+NODE_STEPS = 400
+SCONTROL = """#!/bin/bash
+if [ "$1" = show ]; then echo 127.0.0.1; else echo "$@" >> "$SLURM_STAND_IN/requeued"; fi
+"""
+# Runs a command on two "machines" and passes USR1 on to them. Unlike Slurm's, it does not end a machine when another
+# one fails, so that the processes must notice by themselves.
+SRUN = """#!/bin/bash
+shift
+for node in 0 1; do SLURM_NODEID=$node "$@" & tasks+=($!); done
+trap 'kill -USR1 "${tasks[@]}"' USR1
+for task in "${tasks[@]}"; do
+    while kill -0 "$task" 2> /dev/null; do wait "$task"; status=$?; done
+    [ "$status" = 0 ] || result=$status
+done
+exit "${result:-0}"
+"""
+
+
+class Cluster:
+    """Runs a batch file as Slurm would run it, on one or two machines."""
+
+    def __init__(self, folder, dataset_dir):
+        self.folder, self.run = folder, folder / "run"
+        accelerate = f'#!/bin/bash\nexec {sys.executable} -m accelerate.commands.accelerate_cli "$@"\n'
+        for name, text in (("scontrol", SCONTROL), ("srun", SRUN), ("accelerate", accelerate)):
+            (folder / name).write_text(text)
+            (folder / name).chmod(0o755)
+        self.options = [*default_arguments(dataset_dir, self.run, TINY), "--max_steps", NODE_STEPS]
+        self.options += ["--save_steps", "40", "--eval_steps", "100", "--global_batch_size", GLOBAL_BATCH]
+
+    def submit(self, file):
+        kept = {
+            key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "OMP_", "SLURM"))
+        }
+        path = f"{self.folder}{os.pathsep}{kept['PATH']}"
+        slurm = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "1",
+                 "SLURM_JOB_NODELIST": "node[0-1]", "SLURM_STAND_IN": str(self.folder)}  # fmt: skip
+        cpu = {"ACCELERATE_USE_CPU": "true", "OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(
+            ["bash", str(ROOT / "scripts" / "slurm" / file), *map(str, self.options)],
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+            env={**kept, **slurm, **cpu, "PATH": path, "CUDA_VISIBLE_DEVICES": ""},
+        )  # fmt: skip
+
+    def wait_for_step(self, job, step):
+        path, given_up_at = self.run / "metrics.jsonl", time.monotonic() + 120
+        while not (path.is_file() and [e for e in read_complete(path) if e["step"] >= step]):
+            assert job.poll() is None, job.communicate()[0]
+            assert time.monotonic() < given_up_at
+            time.sleep(0.02)
+
+
+def read_complete(path):
+    """Return the training events of a log that is being written."""
+    lines = path.read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n") and '"train"' in line]
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory, dataset_dir):
+    """A job on two machines that loses one, and the same job again, pre-empted. Returns the cluster and both ends."""
+    if not shutil.which("pkill"):
+        pytest.skip("the batch files need pkill")
+    cluster = Cluster(tmp_path_factory.mktemp("cluster"), dataset_dir)
+    job = cluster.submit("multi_node.sbatch")
+    cluster.wait_for_step(job, 50)
+    below = psutil.Process(job.pid).children(recursive=True)
+    (launcher,) = (process for process in below if "--machine_rank 1" in " ".join(process.cmdline()))
+    for process in (*launcher.children(recursive=True), launcher):
+        process.kill()
+    killed_at = time.monotonic()
+    lost = job.communicate(timeout=120)[0], job.returncode, time.monotonic() - killed_at
+    assert not (cluster.folder / "requeued").exists()
+
+    job = cluster.submit("multi_node.sbatch")
+    cluster.wait_for_step(job, 120)
+    os.kill(job.pid, signal.SIGUSR1)  # as --signal=B:USR1@120
+    return cluster, lost, (job.communicate(timeout=120)[0], job.returncode)
+
+
+def test_the_other_machines_end_when_one_is_gone(jobs):
+    """At once, and with one sentence instead of a traceback."""
+    output, status, seconds = jobs[1]
+    assert status not in (0, 75) and seconds < 60
+    assert output.count("error: the connection to another process of this run is lost") >= 1, output
+    assert 'recipe/train.py", line' not in output
+
+
+def test_a_preempted_job_saves_and_is_queued_again(jobs):
+    cluster, _, (output, status) = jobs
+    step = read_events(cluster.run, "train")[-1]["step"]
+    assert status == 75 and f"stopped by SIGUSR1 after step {step}, saved" in output, output
+    assert (cluster.folder / "requeued").read_text() == f"requeue {os.getpid()}\n"
+    assert why_damaged(cluster.run / f"checkpoint-{step}") is None
+
+
+def test_two_machines_are_one_run(jobs, train_shared):
+    """From step 0 over the kill to the pre-emption, they train and evaluate as one process does."""
+    cluster, _, (output, _) = jobs
+    assert "checkpoint-40" in output  # the newest before the kill
+    whole = train_shared("--max_steps", NODE_STEPS, "--eval_steps", "100", "--global_batch_size", GLOBAL_BATCH)
+    for event, at_least in (("train", 120), ("eval", 2)):
+        losses, expected = ([e["loss"] for e in read_events(run, event)] for run in (cluster.run, whole))
+        assert len(losses) >= at_least and losses == pytest.approx(expected[: len(losses)], abs=1e-5)
+
+
+def test_a_job_on_one_machine_saves_and_is_queued_again(tmp_path, dataset_dir):
+    """On one GPU, where `accelerate launch` is no torchrun."""
+    if not shutil.which("pkill"):
+        pytest.skip("the batch files need pkill")
+    cluster = Cluster(tmp_path, dataset_dir)
+    job = cluster.submit("single_node.sbatch")
+    cluster.wait_for_step(job, 5)
+    os.kill(job.pid, signal.SIGUSR1)
+    output = job.communicate(timeout=120)[0]
+    assert job.returncode == 75 and "stopped by SIGUSR1" in output and (tmp_path / "requeued").is_file(), output
