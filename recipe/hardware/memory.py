@@ -110,7 +110,7 @@ def plan_device(
         choose_residual(config, device, precision).on,
         accelerator.num_processes,
     )
-    usable = torch.tensor([usable_bytes(config, accelerator)], dtype=torch.int64, device=device)
+    usable = torch.tensor([measure_usable_bytes(config, accelerator)], dtype=torch.int64, device=device)
     usable = accelerator.gather(usable).min().item()
     plan = plan_memory(config, model_config, setting, usable)
     if plan is not None:
@@ -129,7 +129,7 @@ def plan_device(
     return dataclasses.replace(plan, usable_bytes=usable, reason="does not fit, but is tried")
 
 
-def usable_bytes(config: TrainConfig, accelerator: Accelerator) -> int:
+def measure_usable_bytes(config: TrainConfig, accelerator: Accelerator) -> int:
     """Return the memory that this process may use: what is free, and what it holds already."""
     device = accelerator.device
     if device.type == "cuda":
