@@ -114,11 +114,9 @@ def test_the_activations_are_what_autograd_keeps(precision, attention, bf16_resi
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), autocast:
         module(rows[:, :-1], rows[:, 1:])
     setting = Setting("cpu", precision, compiled=False, bf16_residual=bf16_residual)
-    parts = estimate_parts(config, model_config, setting, 8, checkpointing, 1, FUSED)
-    expected = parts["activations"]
-    if checkpointing:  # one block is computed again in backward, after the hooks counted
-        without = estimate_parts(config, model_config, setting, 8, False, 1, FUSED)["activations"]
-        expected -= (without - 8 * 128 * 128 * (4 + (2 if precision == "bf16" else 4))) // 4
+    expected = estimate_parts(config, model_config, setting, 8, checkpointing, 1, FUSED)["activations"]
+    if checkpointing:  # by hand: the estimate's largest moment comes later, when backward computes a block again
+        expected = 8 * 128 * 128 * (4 * 4 + 4 + 2)
     assert sum(saved.values()) == pytest.approx(expected, rel=0.03)
 
 
@@ -223,15 +221,19 @@ def test_the_start_table_and_the_config_of_a_run(train, capsys):
     assert "activation_checkpointing: auto" in config and "loss_chunks: auto" in config and f"optim: {FUSED}" in config
 
 
+class CpuNamedCuda(str):
+    """The name of the CPU, with the type of a GPU."""
+
+    type = "cuda"
+
+
 def test_8_bit_that_is_needed_but_not_installed_names_its_extra(monkeypatch):
     """The plan of a device on which nothing else fits ends the run in one sentence."""
     config, _ = recipe_of("774m", "--mixed_precision", "bf16")
     monkeypatch.setattr(memory, "measure_usable_bytes", lambda *_: 16 * GB)
     monkeypatch.setattr(memory.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(memory, "choose_dynamo_backend", lambda *_: Choice("inductor", "a test"))
-    one_process = {"num_processes": 1, "gather": lambda tensor: tensor}
-    accelerator = SimpleNamespace(device=SimpleNamespace(type="cuda"), **one_process)
-    monkeypatch.setattr(memory.torch, "tensor", lambda values, **_: torch.ones(1, dtype=torch.int64) * values[0])
+    accelerator = SimpleNamespace(device=CpuNamedCuda("cpu"), num_processes=1, gather=lambda tensor: tensor)
     model_config = build_model_config(config, 50257, 0)
     with pytest.raises(UserError, match=r"only 8-bit AdamW fits into the 16.0 GB .*\[adamw_8bit\]"):
         memory.plan_device(config, model_config, accelerator, Choice("bf16", "a test"))

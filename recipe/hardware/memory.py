@@ -7,6 +7,7 @@ there. recipe/hardware/micro_batch.py tries the result on the device.
 import copy
 import dataclasses
 import importlib.util
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -162,13 +163,7 @@ def list_plans(config: TrainConfig, model_config: PreTrainedConfig, setting: Set
         optims = ["adamw_torch_fused"] + [EIGHT_BIT] * (setting.device_type == "cuda")
     return [
         MemoryPlan(*options, estimate_parts(config, model_config, setting, *options))
-        for options in (
-            (size, is_checkpointed, num_chunks, optim)
-            for optim in optims
-            for size in sizes
-            for is_checkpointed in checkpointing
-            for num_chunks in chunks
-        )
+        for options in itertools.product(sizes, checkpointing, chunks, optims)
     ]
 
 
@@ -195,7 +190,8 @@ def estimate_parts(
 ) -> dict[str, int]:
     """Estimate the bytes of each part at the moment of a step when their sum is largest.
 
-    That is the start of backward (all activations), its end (all gradients) or the optimizer's update.
+    That is the start of backward (all activations), its end (all gradients), the first block that checkpointing
+    computes again, or the optimizer's update.
     """
     operand = 4 if setting.mixed_precision == "no" else 2  # bytes of a matmul's operand
     residual = 2 if setting.bf16_residual else 4
@@ -206,14 +202,18 @@ def estimate_parts(
     tokens = micro_batch_size * config.block_size
 
     # What autograd keeps of a block: LayerNorm's input twice, its two outputs, q, k, v and attention's output, and
-    # c_fc's output and GELU's. Without a compiler, GELU keeps three more tensors. The weights are cast once per step.
-    block = width * (2 * residual + 6 * operand) + inner * operand * (2 if setting.compiled else 5)
+    # c_fc's output and GELU's. Without a compiler, GELU keeps three more tensors; CUDA's autocast computes x^3 and all
+    # that follows in fp32, which makes them 16 bytes per value with x. The weights are cast once per micro-batch.
+    gelu = 2 * operand if setting.compiled else 5 * operand
+    if setting.device_type == "cuda" and not setting.compiled and operand == 2:
+        gelu = 18
+    block = width * (2 * residual + 6 * operand) + inner * gelu
     if choose_attention(config, torch.device(setting.device_type)).value == "eager":  # fp32 softmax, and its cast
         block += model_config.num_attention_heads * config.block_size * (4 if operand == 4 else 6)
     block = tokens * block + (count_block_matrices(model_config) * 2 if operand == 2 else 0)
     inputs = num_layers * tokens * width * residual
-    activations = inputs + block if activation_checkpointing else num_layers * block
-    activations += tokens * width * (residual + operand)  # of the final LayerNorm
+    final = tokens * width * (residual + operand)  # of the final LayerNorm
+    activations = inputs + final if activation_checkpointing else num_layers * block + final
 
     # Compiled, the logits' gradient overwrites them. Otherwise backward holds three fp32 tensors of that size: the
     # log-softmax, its gradient and the gradient of the logits.
@@ -226,6 +226,7 @@ def estimate_parts(
     temporary = 4 * num_parameters if optim == "adamw_torch" and setting.device_type == "cuda" else 4 * head
     moments = [
         {"gradients": kept_gradients, "activations": activations, "logits": logits, "workspace": head_copies},
+        {"gradients": kept_gradients, "activations": inputs + block, "workspace": 4 * head},  # with checkpointing
         {"gradients": kept_gradients + new_gradients, "activations": block, "workspace": 4 * head},
         {"gradients": 4 * num_parameters, "workspace": 0 if optim == "adamw_torch_fused" else temporary},
     ]
