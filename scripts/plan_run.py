@@ -22,7 +22,7 @@ from recipe.benchmark.presets import plan_presets, presets_table
 from recipe.command_line import OPTIONS, CommandLine, underscored, unknown_option
 from recipe.errors import UserError, run_main
 from recipe.hardware.gpus import load_gpu
-from recipe.hardware.memory import count_parameters
+from recipe.model.size import count_parameters
 
 RESULTS = Path(__file__).parent / "benchmarks"
 

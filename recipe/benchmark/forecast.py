@@ -23,9 +23,9 @@ from recipe.data.packed import open_packed_dataset
 from recipe.errors import UserError
 from recipe.hardware.choices import Choice, choose_residual
 from recipe.hardware.gpus import Gpu
-from recipe.hardware.memory import MemoryPlan, Setting, count_parameters, plan_memory
+from recipe.hardware.memory import MemoryPlan, Setting, plan_memory
 from recipe.model.build import build_model_config
-from recipe.model.size import count_flops_per_token, padded_vocab_size
+from recipe.model.size import count_flops_per_token, count_head, count_parameters, padded_vocab_size
 from recipe.rules import DATA_SOURCES
 from recipe.run.plan import resolve_max_steps
 
@@ -223,7 +223,7 @@ def count_executed_flops(model_config: PreTrainedConfig, block_size: int, plan: 
     """
     flops = count_flops_per_token(model_config, count_parameters(model_config), block_size)
     width, inner = model_config.hidden_size, model_config.n_inner or 4 * model_config.hidden_size
-    head = 6 * width * model_config.vocab_size
+    head = 6 * count_head(model_config)
     blocks_again = (flops - head) / 3 - 2 * model_config.num_hidden_layers * width * inner
     return flops + plan.activation_checkpointing * blocks_again + (plan.loss_chunks > 1) * head / 3
 
