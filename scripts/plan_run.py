@@ -55,7 +55,7 @@ def main() -> None:
     print("", command, "", sep="\n")
     print(*scaling_table("Strong scaling, the same global batch (estimated)", strong), "", sep="\n")
     share = config.global_batch_size // args.num_gpus
-    print(*scaling_table(f"Weak scaling, {share} rows per GPU, the same number of tokens (estimated)", weak), sep="\n")
+    print(*scaling_table(f"Weak scaling, {share} rows per GPU, the same tokens (estimated)", weak), sep="\n")
 
 
 def parse() -> tuple[argparse.Namespace, list[str]]:
@@ -150,7 +150,7 @@ def launch_command(recipe: str, options: list[str], cluster: Cluster) -> str:
 
 def scaling_table(title: str, runs: dict[int, Forecast | str]) -> list[str]:
     """Return the lines of a table. Efficiency: tokens/s per GPU, relative to the first line."""
-    lines = [title, "  GPUs nodes     rows  micro-batch   tokens/s  efficiency   MFU    hours      kWh"]
+    lines = [title, "  GPUs nodes     rows  micro-batch   tokens/s efficiency   MFU    hours      kWh"]
     planned = [run for run in runs.values() if isinstance(run, Forecast)]
     for num_gpus, run in runs.items():
         if isinstance(run, str):
@@ -160,7 +160,7 @@ def scaling_table(title: str, runs: dict[int, Forecast | str]) -> list[str]:
         micro_batch = f"{run.plan.micro_batch_size} x {run.num_micro_batches}"
         lines.append(
             f"{num_gpus:6}{run.num_nodes:6}{run.num_rows:9,}{micro_batch:>13}{run.tokens_per_second:11,.0f}"
-            f"{efficiency:12.0%}{run.mfu:6.0%}{24 * run.days:9,.1f}{run.energy_kwh:9,.0f}"
+            f"{efficiency:11.0%}{run.mfu:6.0%}{24 * run.days:9,.1f}{run.energy_kwh:9,.0f}"
         )
     return lines
 

@@ -6,10 +6,9 @@ share of the peak, then everything else at a share of the memory bandwidth. On a
 minutes, modded-nanogpt's README) and 48,500 with llm.c (32,000 steps of 1,048,576 tokens in 24 hours, discussion 677).
 """
 
-import dataclasses
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -129,11 +128,11 @@ def forecast(
     setting = resolve_setting(config, gpu, num_gpus)
     usable = min(gpu.memory_bytes, (config.gpu_memory_limit_gb or math.inf) * 1e9)
     plan = plan_memory(config, model_config, setting, usable)
-    if plan is None:
-        raise UserError(
-            f"the model does not fit into {usable / 1e9:.1f} GB ({gpu.name}); leave the batch and memory options at "
-            "auto, or use a GPU with more memory or a smaller recipe"
-        )
+    if plan is None:  # a compiled backward returns all gradients at once, next to those of earlier micro-batches
+        remedy = "use a GPU with more memory or a smaller recipe, and leave the batch and memory options at auto"
+        if setting.compiled and plan_memory(config, model_config, replace(setting, compiled=False), usable):
+            remedy = "it fits with --dynamo_backend no, which is slower"
+        raise UserError(f"the model does not fit into {usable / 1e9:.1f} GB ({gpu.name}); {remedy}")
     num_micro_batches = config.global_batch_size // (num_gpus * plan.micro_batch_size)
     tokens_per_step = config.global_batch_size * config.block_size
     num_parameters = count_parameters(model_config)
@@ -247,11 +246,11 @@ def scaling(
     per_node = cluster.num_gpus // cluster.num_nodes if cluster.num_nodes > 1 else max(NODE_GPUS, cluster.num_gpus)
     share, runs = config.global_batch_size // cluster.num_gpus, {}
     for num_gpus in (1, 2, 4, 8, 16, 32, 64):
-        size = dataclasses.replace(cluster, num_gpus=num_gpus, num_nodes=-(-num_gpus // per_node))
+        size = replace(cluster, num_gpus=num_gpus, num_nodes=-(-num_gpus // per_node))
         run = config
         if weak:
             num_steps = max(1, round(config.max_steps * cluster.num_gpus / num_gpus))
-            run = dataclasses.replace(config, global_batch_size=share * num_gpus, max_steps=num_steps)
+            run = replace(config, global_batch_size=share * num_gpus, max_steps=num_steps)
         try:
             runs[num_gpus] = forecast(run, model_config, size, measurements)
         except UserError as error:  # the batch does not divide, or does not fit

@@ -56,11 +56,15 @@ def _default_run(content: dict[str, Any]) -> tuple[dict[str, Any], str]:
 def find_measurement(
     measurements: Iterable[Measurement], gpu: Gpu, num_parameters: int, block_size: int
 ) -> Measurement | None:
-    """Return the fastest measurement of a model on a GPU. Models are told apart by their size."""
+    """Return the fastest measurement of a model on a GPU. Models are told apart by their size.
+
+    num_parameters: with the padded vocabulary; result files do not count the padding and round to 0.1 M.
+    """
+    millions = num_parameters / 1e6
     same = [
         found
         for found in measurements
         if (found.gpu, found.block_size) == (gpu.name, block_size)
-        and abs(found.millions_of_parameters * 1e6 / num_parameters - 1) < 0.005  # num_parameters may be padded
+        and abs(found.millions_of_parameters - millions) < 0.05 + 0.005 * millions
     ]
     return max(same, key=lambda found: found.tokens_per_second, default=None)

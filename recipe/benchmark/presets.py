@@ -11,11 +11,12 @@ from recipe.hardware.memory import EIGHT_BIT, MemoryPlan, Setting, plan_memory
 from recipe.model.size import count_parameters
 
 SIZES = {"124M": "gpt2_124m", "355M": "gpt2_355m", "774M": "gpt2_774m", "1558M": "gpt2_1558m"}
-CLASSES = {  # the card of each class that has the least memory
+# A card that stands for each class. An L4, A10 and A10G report 22.0 GiB, less than other cards of 24 GB.
+CLASSES = {
     "8 GB": "rtx3070",
     "12 GB": "rtx3060",
     "16 GB": "t4",
-    "24 GB": "l4",
+    "24 GB": "rtx4090",
     "40 GB": "a100-40gb",
     "80 GB": "a100-80gb",
     "141 GB": "h200",
@@ -62,7 +63,7 @@ def _preset(plan: MemoryPlan, found: Measurement | None) -> Preset:
     return {**dataclasses.asdict(plan), "memory_bytes": memory_bytes, "source": source}
 
 
-LEGEND = """Each cell: rows per forward pass, options, GB, and whether they are estimated or measured.
+LEGEND = """Each cell: rows per forward pass, options, GB, estimated (est) or measured (meas)
 C: activation checkpointing. L: loss in chunks. B: 8-bit AdamW. -: does not fit."""
 
 
