@@ -245,6 +245,12 @@ def test_the_vocabulary_is_that_of_the_dataset(dataset_dir):
 # ------------------------------------------------------------------ measurements
 
 
+def test_a_broken_result_file_is_named(tmp_path):
+    (tmp_path / "broken.json").write_text("{")
+    with pytest.raises(UserError, match=r"broken\.json is not valid JSON"):
+        read_measurements(tmp_path)
+
+
 @pytest.mark.parametrize("program", ["run_ladder", "first_gpu"])
 def test_a_result_file_replaces_the_estimate(program, dataset_dir, tmp_path, capsys):
     """On one GPU the plan has the measured rate and says so; on several it adds an estimate of the communication."""

@@ -7,7 +7,7 @@ minutes, modded-nanogpt's README) and 48,500 with llm.c (32,000 steps of 1,048,5
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -118,7 +118,7 @@ def forecast(
     config: TrainConfig,
     model_config: PreTrainedConfig,
     cluster: Cluster,
-    measurements: Iterable[Measurement] = (),
+    measurements: Sequence[Measurement] = (),
 ) -> Forecast:
     """Forecast the training steps of a run, without evaluation (about 2%) and checkpoints.
 
@@ -237,7 +237,7 @@ def scaling(
     model_config: PreTrainedConfig,
     cluster: Cluster,
     weak: bool,
-    measurements: Iterable[Measurement] = (),
+    measurements: Sequence[Measurement] = (),
 ) -> dict[int, Forecast | str]:
     """Forecast 1 to 64 GPUs, in nodes as large as the cluster's. Returns the forecast of each, or why there is none.
 

@@ -1,7 +1,7 @@
 """What `auto` chooses for every recipe size on every class of memory, by estimate or by measurement."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 from recipe.benchmark.forecast import load_run, resolve_setting
@@ -28,11 +28,10 @@ OTHER_DEVICES = {
     "CPU, 32 GB": (Setting("cpu", "bf16", True, False), 32 * 2**30),
 }
 
-
 Preset = dict[str, Any]  # a `MemoryPlan`, its "memory_bytes" and their "source": "measured" or "estimated"
 
 
-def plan_presets(options: list[str], measurements: Iterable[Measurement] = ()) -> dict[str, dict[str, Preset | None]]:
+def plan_presets(options: list[str], measurements: Sequence[Measurement] = ()) -> dict[str, dict[str, Preset | None]]:
     """Plan every recipe size on every class of memory, one device each. Returns {class: {size: preset}}.
 
     options: of recipe/train.py, for all of them. A size that does not fit is None.
@@ -63,7 +62,7 @@ def _preset(plan: MemoryPlan, found: Measurement | None) -> Preset:
     return {**dataclasses.asdict(plan), "memory_bytes": memory_bytes, "source": source}
 
 
-LEGEND = """Each cell: rows per forward pass, options, GB, estimated (est) or measured (meas)
+LEGEND = """Each cell: rows per forward pass, options, GB, estimated or measured.
 C: activation checkpointing. L: loss in chunks. B: 8-bit AdamW. -: does not fit."""
 
 
