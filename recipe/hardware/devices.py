@@ -106,9 +106,9 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def share_of_memory(device: torch.device, limit_gb: float | None) -> float:
-    """Return which share of the memory that this process can have it has needed; on a CPU, what all programs use now.
+    """Return the process's peak as a share of the memory that it can have; on a CPU, what all programs use as a share.
 
-    limit_gb: `gpu_memory_limit_gb`. A cgroup's limit (a container, a SLURM job) counts as well as the machine's memory.
+    limit_gb: `gpu_memory_limit_gb`. On a CPU, the limit of a cgroup (a container, a SLURM job) counts as well.
     """
     if device.type == "cuda":
         available = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)

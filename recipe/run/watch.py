@@ -104,8 +104,8 @@ class Watch:
         if share < MEMORY:
             return None
         return (
-            f"{share:.0%} of the memory is in use; to leave more room, resume with a smaller "
-            "--per_device_train_batch_size (the run stays the same), --loss_chunks 8 or --activation_checkpointing true"
+            f"{share:.0%} of the memory is in use; to leave more room, resume with "
+            "--loss_chunks 8, --activation_checkpointing true or a smaller --per_device_train_batch_size"
         )
 
     def _throughput(self, rate: float) -> str | None:
@@ -114,8 +114,8 @@ class Watch:
             self.rates.append(rate)  # slow laps would become the standard
             return None
         return (
-            f"throughput fell from {median:,.0f} to {rate:,.0f} tokens/s; look for other programs on this machine, for "
-            "a GPU that is too hot or limited (nvidia-smi -q -d PERFORMANCE), and with --profile at the step"
+            f"throughput fell from {median:,.0f} to {rate:,.0f} tokens/s; look for other programs on this machine and "
+            "for a GPU that is too hot or limited (nvidia-smi -q -d PERFORMANCE)"
         )
 
     def _gradient_norm(self, step: int, norm: float) -> str | None:
