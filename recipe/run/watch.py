@@ -14,16 +14,16 @@ from recipe.optim.optimizers import count_warmup_steps
 
 SAMPLE_SECONDS = 1.0  # NVML itself averages the utilization over 1/6 s to 1 s
 
-# A problem is reported once it has lasted this long: a compilation, a backup or a slow save is over by then.
+# A problem is reported once it has lasted this long: most compilations, saves and backups are over by then.
 LINES, SECONDS = 3, 60.0
-REPEAT_AFTER = 50  # log lines without the problem, before it is reported again: one that comes and goes is one problem
+REPEAT_AFTER = 50  # log lines without the problem before it is reported again; one that comes and goes is one problem
 
-WAITING = 0.1  # of the time; rows of a prepared dataset take less than 0.01
-UTILIZATION = 0.5  # a GPU that trains is above 0.9
-MEMORY = 0.95  # beyond, fragmentation alone may exhaust it
-SLOW, LAPS, FEWEST_LAPS = 0.8, 100, 10  # below this share of the median of the latest laps, which differ by 5%
-# The median gradient norm of each of four groups of ten log lines is 1.3 times the previous one's: 2.2 times in total.
-# Medians of a healthy run differ by less than 1.3 times, and in both directions.
+WAITING = 0.1  # of the time; fetching rows of a prepared dataset takes less than 0.01 of the demo's
+UTILIZATION = 0.5  # kernels of training follow each other without gaps
+MEMORY = 0.95  # above it, fragmentation alone may exhaust the memory
+SLOW, LAPS, FEWEST_LAPS = 0.8, 100, 10  # below 0.8 of the median of the latest 100 laps that were not slow
+# The norm rises if the median of each of four groups of ten log lines is 1.3 times the one before, 2.2 times in total.
+# Noise and single spikes move these medians up and down, but not up three times in a row.
 GROUP, NUM_GROUPS, RISE = 10, 4, 1.3
 
 

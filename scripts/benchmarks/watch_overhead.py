@@ -17,7 +17,7 @@ from pathlib import Path
 
 from recipe.benchmark.measure import TRAIN, compare_windows, finish_results
 from recipe.command_line import CommandLine
-from recipe.errors import run_main
+from recipe.errors import UserError, run_main
 
 WINDOW = 100  # steps
 QUERY_MS = 3
@@ -69,6 +69,10 @@ def main() -> None:
     parser.add_argument("--num_windows", type=int, default=24, help="windows to measure (default: 24)")
     parser.add_argument("--output_file", type=Path, help="JSON to write")
     args = parser.parse_args()
+    if args.num_windows < 3:
+        raise UserError(
+            f"--num_windows must be at least 3, for one window and its two neighbors; got {args.num_windows}"
+        )
     ends = [WINDOW * (window + 1) for window in range(args.num_windows + 1)]
     steps = [TRAIN, *OPTIONS.split(), "--max_steps", ends[-1]]
     with tempfile.TemporaryDirectory() as folder:
