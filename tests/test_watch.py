@@ -181,6 +181,28 @@ def test_on_a_gpu_only_fetches_that_it_notices_are_waiting(monkeypatch, fetch_ms
     assert batches.take_wait() == pytest.approx(waited_ms / 1e3)
 
 
+on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+@pytest.mark.parametrize("queued", [pytest.param(False, marks=on_gpu), pytest.param(True, marks=on_gpu)])
+def test_waiting_on_a_real_gpu(queued):
+    """Five fetches of 20 ms are 100 ms of waiting, or none if a second of work is queued."""
+
+    def slow():
+        while True:
+            time.sleep(0.02)
+            yield torch.zeros(1, 3), None
+
+    batches = TrainBatches(slow(), GPU)
+    if queued:
+        torch.cuda._sleep(2_000_000_000)  # clock cycles
+    for _ in range(5):
+        next(batches)
+    torch.cuda.synchronize()
+    waited = batches.take_wait()
+    assert waited < 0.01 if queued else 0.1 <= waited < 0.3
+
+
 # --- the GPU
 
 
@@ -307,6 +329,22 @@ def test_without_the_library_or_a_driver_or_a_gpu_nothing_is_sampled(sample, nvm
     sampler = sample(nvml, device)
     wait_for(lambda: sampler.thread is None or not sampler.thread.is_alive())
     assert sampler.means() == {} and list(sampler.errors) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_real_gpu_is_sampled(monkeypatch):
+    """It shows the memory that this process has allocated."""
+    pytest.importorskip("pynvml")
+    monkeypatch.setattr(recipe.run.watch, "SAMPLE_SECONDS", 0.01)
+    held = torch.zeros(2**28, device=GPU)  # 1 GB
+    sampler = GpuSampler(GPU)
+    wait_for(lambda: len(sampler.samples) >= 3)
+    sampler.close()
+    means = sampler.means()
+    assert list(sampler.errors) == [] and set(means) == set(recipe.run.watch.READINGS)
+    assert means["gpu_memory_bytes"] > held.nbytes and 0 <= means["gpu_utilization"] <= 1
+    assert 10 < means["gpu_power_watts"] < 3000 and 10 < means["gpu_temperature_celsius"] < 120
 
 
 # --- the log line

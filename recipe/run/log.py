@@ -187,7 +187,7 @@ class RunReport:
 
 
 def describe_progress(values: dict[str, Any]) -> str:
-    """Return a log line in at most 38 characters, which leave room for the bar in 80 columns."""
+    """Return the main numbers of a log line, short enough to leave room for a bar in 80 columns."""
     gigabytes = values["peak_memory_bytes"] / 1e9
     parts = [f"loss {values['loss']:.3f}", f"{tqdm.format_sizeof(values['tokens_per_second'])} tok/s"]
     parts += [f"{values['mfu']:.0%} MFU"] if values["mfu"] is not None else []

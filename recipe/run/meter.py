@@ -46,8 +46,8 @@ class StepMeter:
         """
         numbers = torch.cat([torch.stack([self.loss_sum / self.num_losses, grad_norm]), update.numbers()])
         loss, norm, applied, skipped, bad = self.accelerator.reduce(numbers, reduction="mean").tolist()
+        waited = batches.take_wait()  # after `tolist`, for which the device had to finish
         seconds, num_tokens = time.perf_counter() - self.lap_started_at, self.lap_steps * self.tokens_per_step
-        waited = batches.take_wait()
         self.laps.append((num_tokens, seconds))
         self.loss_sum, self.num_losses = torch.zeros((), device=self.device), 0
         self.resume()
