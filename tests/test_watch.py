@@ -97,6 +97,13 @@ def test_a_problem_that_comes_and_goes_is_reported_once():
     assert found == [(n, "waiting_for_data") for n in (6, 105, 205, 305)]
 
 
+def test_throughput_is_compared_with_the_laps_before():
+    """After 240 lines at the lower rate, a further fall is another problem."""
+    rates = [1000.0] * 60 + [700.0] * 240 + [500.0] * 100
+    found = warnings_of(log_lines(400, lambda n: {"tokens_per_second": rates[n]}))
+    assert found == [(65, "throughput"), (305, "throughput")]
+
+
 def test_gradient_norms_that_do_not_keep_rising():
     """Neither the rise in warm-up, nor a step up, nor spikes, nor numbers that are not finite are a rising norm."""
     norms = [lambda n: 1.0 if n < 60 else 9.0, lambda n: 1e4 if n % 4 == 0 else 1.0, lambda n: float("nan")]

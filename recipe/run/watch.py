@@ -21,7 +21,7 @@ REPEAT_AFTER = 50  # log lines without the problem before it is reported again; 
 WAITING = 0.1  # of the time; fetching rows of a prepared dataset takes less than 0.01 of the demo's
 UTILIZATION = 0.5  # kernels of training follow each other without gaps
 MEMORY = 0.95  # above it, fragmentation alone may exhaust the memory
-SLOW, LAPS, FEWEST_LAPS = 0.8, 100, 10  # below 0.8 of the median of the latest 100 laps that were not slow
+SLOW, LAPS, FEWEST_LAPS = 0.8, 100, 10  # below 0.8 of the median of the 100 laps before, at least 10
 # The norm rises if the median of each of four groups of ten log lines is 1.3 times the one before, 2.2 times in total.
 # Noise and single spikes move these medians up and down, but not up three times in a row.
 GROUP, NUM_GROUPS, RISE = 10, 4, 1.3
@@ -110,8 +110,8 @@ class Watch:
 
     def _throughput(self, rate: float) -> str | None:
         median = statistics.median(self.rates) if len(self.rates) >= FEWEST_LAPS else 0.0
+        self.rates.append(rate)
         if rate >= SLOW * median:
-            self.rates.append(rate)  # slow laps would become the standard
             return None
         return (
             f"throughput fell from {median:,.0f} to {rate:,.0f} tokens/s; look for other programs on this machine and "
