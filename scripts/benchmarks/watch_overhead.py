@@ -19,7 +19,7 @@ from recipe.benchmark.measure import TRAIN, compare_windows, finish_results
 from recipe.command_line import CommandLine
 from recipe.errors import UserError, run_main
 
-WINDOW = 100  # steps
+WINDOW = 50  # steps
 QUERY_MS = 3
 # recipe/train.py with a GPU to sample, and with nothing watched in every second window
 TRAINING = """
@@ -66,7 +66,7 @@ OPTIONS = "--eval_steps 0 --save_steps 0 --output_dir run"
 
 def main() -> None:
     parser = CommandLine(description="Measure what watching a run costs.")
-    parser.add_argument("--num_windows", type=int, default=24, help="windows to measure (default: 24)")
+    parser.add_argument("--num_windows", type=int, default=48, help="windows to measure (default: 48)")
     parser.add_argument("--output_file", type=Path, help="JSON to write")
     args = parser.parse_args()
     if args.num_windows < 3:
