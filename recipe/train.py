@@ -152,7 +152,7 @@ def main(started_at: float | None = None) -> None:
         saving = config.save_steps and (last or fewer_steps or state.step % config.save_steps == 0)
 
         if evaluating or saving or state.step == 1 or state.step % config.logging_steps == 0:
-            numbers = meter.read(state, update, grad_norm)  # the only routine wait for the device
+            numbers = meter.read(state, update, grad_norm, accumulation.batches)  # the one routine wait for the device
             report.train(state.step, numbers)
             saver.report()
             if numbers["bad_steps_in_a_row"] >= config.max_bad_steps:

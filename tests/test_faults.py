@@ -413,7 +413,7 @@ def test_out_of_memory_repeats_the_step_in_smaller_pieces(train, tmp_path, monke
             found = read_events(train(*options, output_dir=tmp_path / name), "train")
         assert eval_batch_sizes == [2048 // BLOCK_SIZE, 2]  # before training and after it
         out, err = capsys.readouterr()
-        assert re.findall(r"train 100%.*\| (\d+/\d+) ", err)[-1] == "5/5"  # repeated steps count once
+        assert re.findall(r"100%.*\| (\d+/\d+) ", err)[-1] == "5/5"  # repeated steps count once
         assert "out of memory in step 1: continuing with micro-batches of 4" in out
         assert "out of memory in step 3: continuing with micro-batches of 2" in out
         for key in ("loss", "grad_norm"):

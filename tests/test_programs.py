@@ -31,7 +31,7 @@ def test_the_first_run_needs_no_arguments(first_run):
     out, output_dir = result.stdout, folder / "runs" / "demo"
     assert "trained a byte-level BPE" in out and "packed into" in out
     assert "untrained" in out and "perplexity" in out
-    assert "loss" in result.stderr and "tokens/s" in result.stderr and "100%" in result.stderr  # the progress bar
+    assert "loss" in result.stderr and "tok/s" in result.stderr and "100%" in result.stderr  # the progress bar
     closing = out[out.index("Next:") :]
     assert [line for line in closing.splitlines() if len(line) > 80] == []
     for part in ("scripts/generate_text.py --model runs/demo", "--resume_from_checkpoint auto", "gpt2_124m"):

@@ -204,6 +204,18 @@ print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"""
     return time.perf_counter() - started_at, int(result.stdout) / 1024
 
 
+def compare_windows(windows: list[float]) -> list[float]:
+    """Return what something costs that is on in every second window of a run, as a share of the time without it.
+
+    windows: their seconds; it is on in the first. Each but the first and the last is compared with its two neighbors.
+    """
+    costs = []
+    for index in range(1, len(windows) - 1):
+        ratio = 2 * windows[index] / (windows[index - 1] + windows[index + 1]) - 1
+        costs.append(ratio if index % 2 == 0 else -ratio)
+    return costs
+
+
 def utc_now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 

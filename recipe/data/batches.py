@@ -7,6 +7,7 @@ accumulation and number of processes, so a single integer is the position of a r
 
 import itertools
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -81,8 +82,9 @@ class TrainBatches:
     `position` is where to resume a streamed source to get the last batch again; None for a packed dataset.
     """
 
-    def __init__(self, batches: Iterator[tuple[torch.Tensor, tuple | None]]) -> None:
-        self.batches, self.position = batches, None
+    def __init__(self, batches: Iterator[tuple[torch.Tensor, tuple | None]], device: torch.device) -> None:
+        self.batches, self.position, self.device = batches, None, device
+        self.fetches: list[tuple] = []  # the marks before and after each
         self.ahead = next(batches)
 
     def close(self) -> None:
@@ -91,9 +93,31 @@ class TrainBatches:
 
     def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
         rows, self.position = self.ahead
+        before = self._mark()
         with record_function("DataLoader"):  # the name under which profiles count it
             self.ahead = next(self.batches)
+        self.fetches.append((before, self._mark()))
         return rows[:, :-1], rows[:, 1:]
+
+    def _mark(self) -> torch.cuda.Event | float:
+        """Mark a point in the device's queue of work; on a CPU, which has none, a point in time."""
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def take_wait(self) -> float | None:
+        """Return the seconds that the device has waited for batches since the last call; None if it cannot be told.
+
+        Call it when the device has finished its work. While the host is ahead of a GPU, the marks before and after a
+        fetch follow each other at once in its queue, however long the fetch took. Otherwise the GPU has nothing to do
+        between them but copy the batch.
+        """
+        fetches, self.fetches = self.fetches, []
+        if self.device.type == "cuda":
+            return sum(before.elapsed_time(after) for before, after in fetches) / 1e3
+        return sum(after - before for before, after in fetches) if self.device.type == "cpu" else None
 
 
 def build_train_batches(
@@ -112,7 +136,7 @@ def build_train_batches(
         source = split.in_memory() if placement == "ram" else split
         loader = build_loader(source, device, num_workers, sampler=order)
         batches = (batch.to(device, non_blocking=True) for batch in loader)
-    return TrainBatches((rows, None) for rows in batches)
+    return TrainBatches(((rows, None) for rows in batches), device)
 
 
 def build_loader(source: Dataset | PackedSplit, device: torch.device, num_workers: int, **options) -> DataLoader:

@@ -128,7 +128,7 @@ def build_batches(
                 raise ProcessError(str(item))
             yield item[0].to(device, non_blocking=True), Position(*item[1])
 
-    return TrainBatches(batches())
+    return TrainBatches(batches(), device)
 
 
 def _one_ahead(windows: Iterator) -> Iterator:

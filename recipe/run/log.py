@@ -22,6 +22,7 @@ from recipe.publish.card import write_model_card
 from recipe.run.output_dir import METRICS_NAME, SUMMARY_NAME, resume_command, tracker_id
 from recipe.run.profile import TRACE_NAME, describe
 from recipe.run.summary import describe_evaluation, describe_start
+from recipe.run.watch import GpuSampler, Watch
 
 
 class RunReport:
@@ -33,17 +34,17 @@ class RunReport:
         self.stop_on_save_failure, self.sample_prompt = config.on_save_failure == "stop", config.sample_prompt
         self.failures: set[str] = set()  # reported once each
         self.has_trained = False
+        self.watch, self.gpu = Watch(config), GpuSampler(accelerator.device) if self.enabled else None
         if self.enabled and (output_dir / METRICS_NAME).exists():
             drop_events_after(output_dir / METRICS_NAME, first_step or -1)  # a new run keeps none of an older one's
         self.bar = tqdm(
             total=config.max_steps,
             initial=first_step,
             unit="step",
-            desc="train",
             dynamic_ncols=True,
             disable=not self.enabled,
             smoothing=0.1,
-            bar_format="{desc} {percentage:3.0f}%|{bar}| {n:.0f}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
+            bar_format="{percentage:3.0f}%|{bar}| {n:.0f}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
             **progress_target(),
         )
         self._tolerate("the tracker", lambda: self._init_trackers(config, first_step))
@@ -87,11 +88,18 @@ class RunReport:
             self.event("start", step, **describe_start(*run))
 
     def train(self, step: int, values: dict[str, Any]) -> None:
+        """Record and show a log line, and warn about what its numbers reveal. values: from `StepMeter.read`."""
+        if self.gpu is not None:
+            values = {**values, **self.gpu.means()}
+            while self.gpu.errors:
+                self.say(f"warning: {self.gpu.errors.popleft()}")
         self.event("train", step, **values)
         self.has_trained = True
-        shown = f"loss {values['loss']:.3f}, {values['tokens_per_second']:,.0f} tokens/s"
-        self.bar.set_postfix_str(shown, refresh=False)
+        self.bar.set_postfix_str(describe_progress(values), refresh=False)
         self.bar.n = step  # a step that ran out of memory advanced the bar twice
+        for kind, text in self.watch.check(step, values).items():
+            self.event("warning", step, kind=kind, text=text)
+            self.table({"warning:": text})
 
     def evaluation(self, step: int, values: dict[str, Any]) -> None:
         self.event("eval", step, **{key: value for key, value in values.items() if key != "sample"})
@@ -156,8 +164,10 @@ class RunReport:
             sys.stdout.flush()
 
     def close(self) -> None:
-        """Remove the progress bar."""
+        """Remove the progress bar, and stop sampling the GPU."""
         self.bar.close()
+        if self.gpu is not None:
+            self.gpu.close()
 
     def end(self) -> None:
         """Let the trackers finish. Call it last: it disconnects the processes."""
@@ -174,6 +184,14 @@ class RunReport:
         written.write_text(json.dumps(values, indent=2) + "\n")
         written.replace(self.output_dir / SUMMARY_NAME)
         self._tolerate("the model card", lambda: write_model_card(self.output_dir, values["step"]))
+
+
+def describe_progress(values: dict[str, Any]) -> str:
+    """Return the main numbers of a log line, short enough to leave room for a bar in 80 columns."""
+    gigabytes = values["peak_memory_bytes"] / 1e9
+    parts = [f"loss {values['loss']:.3f}", f"{tqdm.format_sizeof(values['tokens_per_second'])} tok/s"]
+    parts += [f"{values['mfu']:.0%} MFU"] if values["mfu"] is not None else []
+    return ", ".join([*parts, f"{gigabytes:.{0 if gigabytes > 10 else 1}f} GB"])
 
 
 def drop_events_after(path: Path, step: int) -> None:

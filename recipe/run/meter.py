@@ -8,7 +8,8 @@ from transformers import PreTrainedModel
 
 from recipe.checkpoint.load import RunState
 from recipe.config import TrainConfig
-from recipe.hardware.devices import peak_flops_per_second, peak_memory_bytes
+from recipe.data.batches import TrainBatches
+from recipe.hardware.devices import peak_flops_per_second, peak_memory_bytes, share_of_memory
 from recipe.model.size import count_flops_per_token
 from recipe.optim.guard import GuardedUpdate
 
@@ -21,6 +22,7 @@ class StepMeter:
     ) -> None:
         """state: continues the average of a resumed run. started_at: of the program, from `time.perf_counter`."""
         self.accelerator, self.device, self.started_at = accelerator, accelerator.device, started_at
+        self.memory_limit_gb = config.gpu_memory_limit_gb
         self.tokens_per_step = config.global_batch_size * config.block_size
         self.flops_per_token = count_flops_per_token(model.config, model.num_parameters(), config.block_size)
         self.loss_sum, self.num_losses = torch.tensor(state.loss_sum, device=self.device), state.num_losses
@@ -35,10 +37,16 @@ class StepMeter:
         self.num_losses += 1
         self.lap_steps += 1
 
-    def read(self, state: RunState, update: GuardedUpdate, grad_norm: torch.Tensor) -> dict[str, float | None]:
-        """Return the numbers since the last log line, averaged over the processes, and add their time to the state."""
+    def read(
+        self, state: RunState, update: GuardedUpdate, grad_norm: torch.Tensor, batches: TrainBatches
+    ) -> dict[str, float | None]:
+        """Return the numbers since the last log line, and add their time to the state.
+
+        Loss and gradient norm are means over the processes; waiting and memory are this process's.
+        """
         numbers = torch.cat([torch.stack([self.loss_sum / self.num_losses, grad_norm]), update.numbers()])
         loss, norm, applied, skipped, bad = self.accelerator.reduce(numbers, reduction="mean").tolist()
+        waited = batches.take_wait()  # after `tolist`, for which the device had to finish
         seconds, num_tokens = time.perf_counter() - self.lap_started_at, self.lap_steps * self.tokens_per_step
         self.laps.append((num_tokens, seconds))
         self.loss_sum, self.num_losses = torch.zeros((), device=self.device), 0
@@ -58,7 +66,9 @@ class StepMeter:
             "steps_left_out": int(skipped),
             "bad_steps_in_a_row": int(bad),
             "share_outside_training": self.share_outside_training,
+            "share_waiting_for_data": None if waited is None else min(1.0, waited / seconds),
             "peak_memory_bytes": peak_memory_bytes(self.device),
+            "share_of_memory": share_of_memory(self.device, self.memory_limit_gb),
         }
 
     def resume(self) -> None:

@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from recipe.benchmark.measure import TRAIN, finish_results
+from recipe.benchmark.measure import TRAIN, compare_windows, finish_results
 from recipe.command_line import CommandLine
 from recipe.errors import run_main
 
@@ -53,10 +53,7 @@ def main() -> None:
     seconds_at = {event["step"]: event["train_seconds"] for event in events}
     ends = [WINDOW * (window + 1) for window in range(args.num_windows + 1)]
     windows = [seconds_at[end] - seconds_at[start] for start, end in itertools.pairwise(ends)]
-    costs = []  # of the windows between two of the other kind; the first window has an upload
-    for index in range(1, len(windows) - 1):
-        ratio = 2 * windows[index] / (windows[index - 1] + windows[index + 1]) - 1
-        costs.append(ratio if index % 2 == 0 else -ratio)
+    costs = compare_windows(windows)  # the first has an upload
     results = {
         "steps_per_window": WINDOW,
         "seconds_with_upload": [round(value, 2) for value in windows[::2]],
