@@ -13,10 +13,10 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
-from accelerate.utils import parse_flag_from_env
 
 from recipe.environment import count_cpus, count_local_processes
 from recipe.errors import ProcessError, UserError, one_line
+from recipe.hardware.launcher import check_launcher, wants_cpu
 
 # NCCL's watchdog kills processes that wait in a device collective for 600 s. On the host they may wait for days of
 # tokenization, or for a checkpoint on a slow disk.
@@ -39,17 +39,18 @@ T = TypeVar("T")
 def start_processes() -> None:
     """Find the device and the other processes. Call it before anything that depends on the rank.
 
-    Raises `UserError` if the launcher started several processes but Accelerate sees one, as accelerate 1.15 does for
-    CPU processes launched in any other way than below: each would train the whole run by itself.
+    Raises `UserError` for a launcher's setting that is not supported, and if the launcher started several processes
+    but Accelerate sees one (accelerate 1.15, without a GPU): each would train the whole run by itself.
     """
     die_with_the_launcher()
-    state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
+    check_launcher(os.environ)
+    state = PartialState(cpu=wants_cpu(os.environ))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if state.num_processes != world_size:
         raise UserError(
             f"the launcher started {world_size} processes but Accelerate sees {state.num_processes}"
-            f"{'' if torch.cuda.is_available() else ' (no GPU was found)'}; on a CPU, launch "
-            "with ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes N"
+            f"{'' if torch.cuda.is_available() else ' (no GPU was found)'}; on a CPU, use "
+            "accelerate_configs/multi_cpu.yaml"
         )
     if state.device.type == "cuda":
         check_kernels(state.device)
