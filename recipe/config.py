@@ -108,7 +108,9 @@ class TrainConfig:
         None, "Time limit; lowers max_steps to what fits at the speed of the first ten steps.", above=0
     )
     change_schedule: bool = _field(False, "Let a resumed run change max_steps, learning_rate, schedule or warm-up.")
-    optim: Literal["adamw_torch_fused", "adamw_torch"] = _field("adamw_torch_fused", "Optimizer.")
+    optim: Literal["adamw_torch_fused", "adamw_torch", "adamw_bnb_8bit"] = _field(
+        "adamw_torch_fused", "AdamW: one fused kernel, torch's own choice, or 8-bit moments (bitsandbytes)."
+    )
     learning_rate: float = _field(6e-4, "Peak learning rate.", above=0)
     lr_scheduler_type: str = _field("cosine_with_min_lr", "Any Transformers schedule that depends on steps alone.")
     lr_scheduler_kwargs: dict | str | None = _field(None, "Arguments of the schedule: min_lr_rate=0.1, or JSON.")

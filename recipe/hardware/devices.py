@@ -12,39 +12,7 @@ from pathlib import Path
 
 import torch
 
-# Dense bf16 (fp16 on V100 and T4) TFLOP/s with fp32 accumulation, from NVIDIA's data sheets; most quote twice as much,
-# with sparsity. The first match counts, so longer names come first.
-PEAK_TFLOPS = (
-    ("GB300", 2500),
-    ("GB200", 2500),
-    ("B300", 2250),
-    ("B200", 2250),
-    ("H200 NVL", 835),
-    ("GH200", 989),
-    ("H200", 989),
-    ("H100 PCIe", 756),
-    ("H100 NVL", 835),
-    ("H100", 989),
-    ("H800 PCIe", 756),
-    ("H800", 989),
-    ("H20", 148),
-    ("A100", 312),
-    ("A800", 312),
-    ("A40", 150),
-    ("A30", 165),
-    ("L40S", 362),
-    ("L40", 181),
-    ("L4", 121),
-    ("A10G", 70),
-    ("A10", 125),
-    ("RTX 6000 Ada", 364),
-    ("RTX A6000", 155),
-    ("RTX 5090", 209),
-    ("RTX 4090", 165),
-    ("RTX 3090", 71),
-    ("V100", 125),
-    ("T4", 65),
-)
+from recipe.hardware.gpus import find_gpu
 
 # The operators that sdpa chooses from; without one of them, attention is matmul, softmax, matmul.
 ATTENTION_KERNELS = {
@@ -106,8 +74,8 @@ def peak_flops_per_second(device: torch.device) -> float | None:
     """Return the device's data-sheet rate for MFU, or None if it is unknown."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((tflops * 1e12 for part, tflops in PEAK_TFLOPS if re.search(rf"\b{part}\b", name)), None)
+    gpu = find_gpu(torch.cuda.get_device_name(device))
+    return gpu and gpu.flops_per_second
 
 
 def peak_memory_bytes(device: torch.device) -> int:

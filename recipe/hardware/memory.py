@@ -6,9 +6,23 @@ there. recipe/hardware/micro_batch.py tries the result on the device.
 
 from dataclasses import dataclass
 
+import torch
 from transformers import PreTrainedConfig
 
 from recipe.config import TrainConfig
+from recipe.hardware.choices import choose_attention
+from recipe.hardware.micro_batch import micro_batch_candidates
+
+USABLE_SHARE = 0.92  # of a device: the rest is for fragmentation and for the error of the estimate
+# Bytes outside the model: the CUDA context with cuBLAS and cuDNN, or Python with torch and Transformers.
+PROCESS_BYTES = {"cuda": 0.5e9, "cpu": 0.55e9, "mps": 0.5e9}
+CPU_COMPILER_BYTES = 0.35e9  # dynamo's and inductor's code and graphs, in the process's own memory
+# Tokens per forward pass whose matmuls take as long as one pass over weights and gradients. Per parameter, a
+# micro-batch moves 20 bytes (fp32 weight read and cast, bf16 copy read, gradient written and accumulated) and computes
+# 6 FLOPs per token; a GPU computes about 150 FLOPs in the time that it moves a byte (H100: 450 TFLOP/s, 3.35 TB/s).
+TOKENS_TO_HIDE_WEIGHTS = 20 / 6 * 150
+OPTIMIZER_BYTES = {"adamw_torch": 8, "adamw_torch_fused": 8, "adamw_torch_8bit": 2}  # two moments, per parameter
+LOSS_CHUNKS = 8
 
 
 @dataclass(frozen=True)
@@ -42,34 +56,127 @@ def plan_memory(
 ) -> MemoryPlan | None:
     """Return the fastest options that fit into `usable_bytes`, by estimate, or None if none do.
 
-    model_config: with the padded vocabulary. Options that are not auto are kept.
+    model_config: with the padded vocabulary. usable_bytes: of the device, without what other programs use; a margin is
+    left. Options that are not auto are kept. 8-bit AdamW is chosen only if nothing else fits.
     """
-    raise NotImplementedError
+    plans = list_plans(config, model_config, setting)
+    fitting = [plan for plan in plans if plan.total_bytes <= USABLE_SHARE * usable_bytes]
+    return min(
+        fitting,
+        key=lambda plan: (plan.optim == "adamw_torch_8bit", step_cost(plan, config, model_config)),
+        default=None,
+    )
 
 
-def estimate_row_bytes(
-    config: TrainConfig, model_config: PreTrainedConfig, mixed_precision: str, bf16_residual: bool
-) -> int:
-    """Estimate the bytes of activations that a compiled model keeps for backward per sequence.
+def list_plans(config: TrainConfig, model_config: PreTrainedConfig, setting: Setting) -> list[MemoryPlan]:
+    """Return every combination of options that the config leaves open, with its estimate."""
+    sizes = micro_batch_candidates(config, setting.num_processes, torch.device(setting.device_type))
+    if config.activation_checkpointing == "auto":
+        checkpointing = [False, True]
+    else:
+        checkpointing = [config.activation_checkpointing == "true"]
+    chunks = [1, LOSS_CHUNKS] if config.loss_in_graph else [1]
+    if config.loss_chunks != "auto":
+        chunks = [config.loss_chunks]
+    optims = [config.optim]
+    if config.optim == "auto":  # the 8-bit kernels are compiled for CUDA
+        optims = ["adamw_torch_fused"] + ["adamw_torch_8bit"] * (setting.device_type == "cuda")
+    return [
+        MemoryPlan(*options, estimate_parts(config, model_config, setting, *options))
+        for options in (
+            (size, is_checkpointed, num_chunks, optim)
+            for optim in optims
+            for size in sizes
+            for is_checkpointed in checkpointing
+            for num_chunks in chunks
+        )
+    ]
 
-    Each layer keeps LayerNorm's input twice (the residual stream), its two outputs, q, k and v, attention's output,
-    and the MLP's values before and after GELU: with bf16 matmuls 2 x 4 + 14 x 2 = 36 bytes times the hidden size. Each
-    logit and its gradient take 4 bytes. Without compilation the model keeps more, so this is a lower bound.
+
+def step_cost(plan: MemoryPlan, config: TrainConfig, model_config: PreTrainedConfig) -> float:
+    """Return the time of a step relative to one without recomputation and with very large micro-batches.
+
+    Forward is a third of a step's FLOPs. Checkpointing repeats it for the blocks, chunks repeat it for the logits.
     """
-    operand = 4 if mixed_precision == "no" else 2
-    residual = 2 if bf16_residual else 4
+    blocks, head = _block_matmuls(model_config) * model_config.num_hidden_layers, _head_parameters(model_config)
+    blocks += model_config.num_hidden_layers * model_config.hidden_size * config.block_size  # attention
+    repeated = blocks * plan.activation_checkpointing + head * (plan.loss_chunks > 1)
+    tokens = plan.micro_batch_size * config.block_size
+    return (1 + repeated / (blocks + head) / 3) * (1 + TOKENS_TO_HIDE_WEIGHTS / tokens)
+
+
+def estimate_parts(
+    config: TrainConfig,
+    model_config: PreTrainedConfig,
+    setting: Setting,
+    micro_batch_size: int,
+    activation_checkpointing: bool,
+    loss_chunks: int,
+    optim: str,
+) -> dict[str, int]:
+    """Estimate the bytes of each part at the moment of a step when their sum is largest.
+
+    That is the start of backward (all activations), its end (all gradients) or the optimizer's update.
+    """
+    operand = 4 if setting.mixed_precision == "no" else 2  # bytes of a matmul's operand
+    residual = 2 if setting.bf16_residual else 4
     width, num_layers = model_config.hidden_size, model_config.num_hidden_layers
+    inner, vocab_size = model_config.n_inner or 4 * width, model_config.vocab_size
+    num_parameters = count_parameters(model_config)
+    head = _head_parameters(model_config)
+    tokens = micro_batch_size * config.block_size
+
+    # What autograd keeps of a block: LayerNorm's input twice, its two outputs, q, k, v and attention's output, and
+    # c_fc's output and GELU's. Without a compiler, GELU keeps three more tensors. The weights are cast once per step.
+    block = width * (2 * residual + 6 * operand) + inner * operand * (2 if setting.compiled else 5)
+    if choose_attention(config, torch.device(setting.device_type)).value == "eager":  # fp32 softmax, and its cast
+        block += model_config.num_attention_heads * config.block_size * (4 if operand == 4 else 6)
+    block = tokens * block + (_block_matmuls(model_config) * 2 if operand == 2 else 0)
+    if activation_checkpointing:  # the input of every block, and everything of one
+        activations = num_layers * tokens * width * residual + block
+    else:
+        activations = num_layers * block
+    activations += tokens * width * (residual + operand)  # of the final LayerNorm
+
+    # Compiled, the logits and their gradient. Otherwise the log-softmax, its gradient and the logits' gradient in fp32.
+    logits = tokens // loss_chunks * vocab_size * (2 * operand if setting.compiled else 12)
+    kept = setting.num_processes > 1 or micro_batch_size < config.global_batch_size  # from earlier micro-batches
+    kept_gradients = 4 * num_parameters if kept else 0
+    # A compiled backward returns all gradients at once, next to those of earlier micro-batches or DDP's buckets.
+    new_gradients = 4 * num_parameters if setting.compiled or not kept else 4 * head
+    temporary = 4 * num_parameters if optim == "adamw_torch" and setting.device_type == "cuda" else 4 * head
+    moments = [
+        {"gradients": kept_gradients, "activations": activations, "logits": logits, "workspace": 4 * head},
+        {"gradients": kept_gradients + new_gradients, "activations": block, "workspace": 4 * head},
+        {"gradients": 4 * num_parameters, "workspace": 0 if optim == "adamw_torch_fused" else temporary},
+    ]
+    largest = max(moments, key=lambda parts: sum(parts.values()))
+    process = PROCESS_BYTES[setting.device_type]
+    parts = {
+        "weights": 4 * num_parameters,
+        "optimizer": OPTIMIZER_BYTES[optim] * num_parameters,
+        **{"gradients": 0, "activations": 0, "logits": 0} | largest,
+        "process": process + (CPU_COMPILER_BYTES if setting.compiled and setting.device_type == "cpu" else 0),
+    }
+    return {name: int(value) for name, value in parts.items()}
+
+
+def count_parameters(model_config: PreTrainedConfig) -> int:
+    """Count the parameters of a GPT-2 model from its config alone; tied embeddings count once."""
+    width = model_config.hidden_size
     inner = model_config.n_inner or 4 * width
-    block = width * (2 * residual + 6 * operand) + 2 * inner * operand
-    checkpointed = block + num_layers * width * residual  # one block at a time, and the inputs of the others
-    blocks = checkpointed if config.activation_checkpointing else block * num_layers
-    logits = 2 * operand * model_config.vocab_size // config.loss_chunks
-    return config.block_size * (blocks + logits)
+    embeddings = model_config.max_position_embeddings * width
+    embeddings += _head_parameters(model_config) * (1 if model_config.tie_word_embeddings else 2)
+    biases_and_norms = 9 * width + inner  # of a block: biases of 3, 1 and 1 times the width and inner; two LayerNorms
+    return embeddings + model_config.num_hidden_layers * (_block_matmuls(model_config) + biases_and_norms) + 2 * width
 
 
-def estimate_bytes(num_parameters: int, rows: int, row_bytes: int, accumulates: bool) -> int:
-    """Estimate the bytes of a training step: weights, gradients, AdamW's two moments, and activations of `rows`.
+def _block_matmuls(model_config: PreTrainedConfig) -> int:
+    """Return the parameters of a block's four matrices."""
+    width = model_config.hidden_size
+    return 4 * width * width + 2 * width * (model_config.n_inner or 4 * width)
 
-    accumulates: earlier micro-batches' gradients are kept while backward computes the next ones.
-    """
-    return num_parameters * (20 if accumulates else 16) + rows * row_bytes
+
+def _head_parameters(model_config: PreTrainedConfig) -> int:
+    """Return the parameters of the matrix that computes the logits."""
+    return model_config.vocab_size * model_config.hidden_size

@@ -17,8 +17,9 @@ class GuardedUpdate:
 
     A NaN or Inf loss on any process makes every gradient NaN on all of them (recipe/model/loss.py), so they agree
     without communication. With fused AdamW the host never waits for the device here: the decision and the learning
-    rate are tensors on the device. A skipped update does not advance the schedule, not even after an fp16 overflow
-    (Accelerate 1.15 cannot tell that a fused optimizer skipped).
+    rate are tensors on the device. The other optimizers take them from the host, which waits once per step
+    (bitsandbytes 0.50 also waits after each parameter). A skipped update does not advance the schedule, not even after
+    an fp16 overflow (Accelerate 1.15 cannot tell that a fused optimizer skipped).
     """
 
     def __init__(self, config: TrainConfig, accelerator: Accelerator, optimizer: AcceleratedOptimizer) -> None:
@@ -53,7 +54,7 @@ class GuardedUpdate:
         self.bad_in_a_row = (self.bad_in_a_row + bad) * bad
         self.most_in_a_row = torch.maximum(self.most_in_a_row, self.bad_in_a_row)
         learning_rate = self.table.gather(0, self.applied.clamp(max=len(self.table) - 1)).view(())
-        fused = self.optimizer.defaults["fused"]
+        fused = self.optimizer.defaults.get("fused")
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate if fused else learning_rate.item()
         try:

@@ -18,7 +18,7 @@ from recipe.hardware.choices import Choice, choose_residual
 from recipe.hardware.micro_batch import micro_batch_candidates
 from recipe.hardware.processes import on_main_process
 from recipe.model.build import build_model_config
-from recipe.optim.optimizers import compute_learning_rates
+from recipe.optim.optimizers import check_optimizer, compute_learning_rates
 from recipe.rules import parse_tasks
 
 # An evaluated row costs a third (estimated, GPU) to 0.40 (measured, two CPU cores) of a trained one: forward only.
@@ -34,6 +34,7 @@ def check_before_preparing(
     """Raise `UserError` for options that cannot work, before text is prepared for hours."""
     micro_batch_candidates(config, accelerator.num_processes, accelerator.device)
     choose_residual(config, accelerator.device, precision)
+    check_optimizer(config, accelerator.device)
     compute_learning_rates(config)
     build_model_config(config, 1, 0, source)
     for task, path in parse_tasks(config.eval_tasks).items():

@@ -1,0 +1,252 @@
+"""Forecast a run on GPUs that need not be there: memory, communication, throughput, time, energy and cost.
+
+The rates come from a measurement of the same model on the same GPU if a result file has one, else from the roofline
+below: matrix products at a share of the peak, then everything else at a share of the memory bandwidth. On published
+runs it gives 49% MFU for 124M on an A100 (build-nanogpt: 51%) and 49% for 1558M on an H100 (llm.c: 49%).
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedConfig
+
+from recipe.benchmark.ladder import GPT2_VOCAB_SIZE
+from recipe.benchmark.measured import Measurement, find_measurement
+from recipe.command_line import load_config
+from recipe.config import TrainConfig
+from recipe.data.packed import open_packed_dataset
+from recipe.errors import UserError
+from recipe.hardware.choices import Choice, choose_residual
+from recipe.hardware.gpus import Gpu
+from recipe.hardware.memory import MemoryPlan, Setting, plan_memory
+from recipe.hardware.micro_batch import micro_batch_candidates
+from recipe.model.build import build_model_config
+from recipe.model.size import count_flops_per_token, count_parameters, padded_vocab_size
+from recipe.run.plan import resolve_max_steps
+
+# Shares of the data sheet's rates. Large matrix products reach 0.6 to 0.8 of the peak, GPT-2's smaller ones less. A
+# board of up to 75 W lowers its clock within seconds (T4: Jia et al., arXiv:1903.07486).
+MATMUL_SHARE, THROTTLED_MATMUL_SHARE, THROTTLED_WATTS = 0.6, 0.35, 75
+BANDWIDTH_SHARE = 0.8
+LINK_SHARE = 0.8  # of NVLink, PCIe or the network, in large all-reduces
+# Each saved activation is written and read in forward, read in backward, and its gradient is written and read.
+# Recomputing it repeats forward. Without inductor nothing is fused: nanoGPT reports 250 ms a step, and 135 with it.
+PASSES, RECOMPUTED_PASSES, EAGER_TIMES = 5, 2, 5
+MICRO_BATCH_BYTES = 20  # per parameter: read the fp32 weight and write it as bf16, write a gradient and accumulate it
+STEP_BYTES = 40  # per parameter: AdamW reads four fp32 tensors and writes three; clipping takes three more passes
+BACKWARD_SHARE = 2 / 3  # of a micro-batch's time
+GRADIENT_BYTES = 4  # gradients are fp32
+NODE_GPUS = 8
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """node_bandwidth_gbps: of the network of a node, in Gbit/s and one direction, shared by its GPUs."""
+
+    gpu: Gpu
+    num_gpus: int = 1
+    num_nodes: int = 1
+    node_bandwidth_gbps: float = 100.0
+
+    @property
+    def ring_bytes_per_second(self) -> float:
+        """A ring passes through every link, so its slowest link bounds it."""
+        network = self.node_bandwidth_gbps * 1e9 / 8
+        link = self.gpu.link_bytes_per_second
+        return LINK_SHARE * (min(link, network) if self.num_nodes > 1 else link)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a run takes. Bytes and seconds of the all-reduce are per GPU and step; energy is at the boards' limit."""
+
+    num_gpus: int
+    num_nodes: int
+    plan: MemoryPlan
+    num_micro_batches: int
+    num_rows: int  # the global batch
+    tokens_per_step: int
+    num_steps: int
+    allreduce_bytes: float
+    allreduce_seconds: float
+    exposed_seconds: float  # of the all-reduce, not hidden behind backward
+    step_seconds: float
+    tokens_per_second: float
+    mfu: float
+    gpu_hours: float
+    energy_kwh: float
+    measurement: Measurement | None
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether throughput is measured; several GPUs add an estimate of their communication."""
+        return self.measurement is not None and self.num_gpus == 1
+
+    @property
+    def days(self) -> float:
+        return self.gpu_hours / self.num_gpus / 24
+
+
+def load_run(recipe: str, options: list[str]) -> tuple[TrainConfig, PreTrainedConfig]:
+    """Return the run's config and its model's, with the padded vocabulary. A recipe needs no data to be planned."""
+    arguments = ["--config", recipe, *options]
+    try:
+        config = load_config(arguments)[0]
+    except UserError:  # the recipe names no data; another mistake is reported by the second attempt
+        placeholder = ["--train_file", "text.txt", "--tokenizer_vocab_size", str(GPT2_VOCAB_SIZE)]
+        config = load_config([*arguments, *placeholder])[0]
+    vocab_size = config.tokenizer_vocab_size or GPT2_VOCAB_SIZE
+    if config.dataset_dir:
+        dataset = open_packed_dataset(Path(config.dataset_dir), config.block_size)
+        vocab_size, config = dataset.vocab_size, resolve_max_steps(config, len(dataset.splits["train"]))
+    elif config.num_train_epochs is not None:
+        raise UserError("num_train_epochs needs the size of the dataset; pass --dataset_dir or --max_steps")
+    model_config = build_model_config(config, vocab_size, 0, config.model_name_or_path)
+    model_config.vocab_size = padded_vocab_size(model_config.vocab_size, config.pad_vocab_to_multiple_of)
+    return config, model_config
+
+
+def forecast(
+    config: TrainConfig,
+    model_config: PreTrainedConfig,
+    cluster: Cluster,
+    measurements: Iterable[Measurement] = (),
+) -> Forecast:
+    """Forecast the training steps of a run, without evaluation (about 2%) and checkpoints.
+
+    model_config: with the padded vocabulary. Raises `UserError` if the batch does not divide or nothing fits.
+    """
+    gpu, num_gpus = cluster.gpu, cluster.num_gpus
+    micro_batch_candidates(config, num_gpus, torch.device("cuda"))  # raises if the batch does not divide
+    setting = resolve_setting(config, gpu, num_gpus)
+    usable = min(gpu.memory_bytes, (config.gpu_memory_limit_gb or math.inf) * 1e9)
+    plan = plan_memory(config, model_config, setting, usable)
+    if plan is None:
+        raise UserError(
+            f"the model does not fit into {usable / 1e9:.1f} GB ({gpu.name}); leave the batch and memory options at "
+            "auto, or use a GPU with more memory or a smaller recipe"
+        )
+    num_micro_batches = config.global_batch_size // (num_gpus * plan.micro_batch_size)
+    tokens_per_step = config.global_batch_size * config.block_size
+    num_parameters = count_parameters(model_config)
+    is_default = (
+        setting.compiled and not plan.activation_checkpointing and plan.loss_chunks == 1
+    )  # as measurements are
+    measurement = find_measurement(measurements if is_default else (), gpu, num_parameters, config.block_size)
+    if measurement is None:
+        compute_seconds = estimate_compute_seconds(
+            model_config, config.block_size, plan, setting, gpu, num_micro_batches
+        )
+    else:
+        compute_seconds = tokens_per_step / num_gpus / measurement.tokens_per_second
+    num_bytes = ring_bytes(num_parameters * GRADIENT_BYTES, num_gpus)
+    allreduce_seconds = num_bytes / cluster.ring_bytes_per_second
+    # A compiled backward returns all gradients at its end, so nothing hides their all-reduce.
+    hidden = 0 if setting.compiled else BACKWARD_SHARE * compute_seconds / num_micro_batches
+    exposed_seconds = max(0.0, allreduce_seconds - hidden)
+    step_seconds = compute_seconds + exposed_seconds
+    tokens_per_second = tokens_per_step / step_seconds
+    flops_per_token = count_flops_per_token(model_config, num_parameters, config.block_size)
+    gpu_hours = num_gpus * config.max_steps * step_seconds / 3600
+    return Forecast(
+        num_gpus=num_gpus,
+        num_nodes=cluster.num_nodes,
+        plan=plan,
+        num_micro_batches=num_micro_batches,
+        num_rows=config.global_batch_size,
+        tokens_per_step=tokens_per_step,
+        num_steps=config.max_steps,
+        allreduce_bytes=num_bytes,
+        allreduce_seconds=allreduce_seconds,
+        exposed_seconds=exposed_seconds,
+        step_seconds=step_seconds,
+        tokens_per_second=tokens_per_second,
+        mfu=tokens_per_second * flops_per_token / (num_gpus * gpu.flops_per_second),
+        gpu_hours=gpu_hours,
+        energy_kwh=gpu_hours * gpu.watts / 1e3,
+        measurement=measurement,
+    )
+
+
+def resolve_setting(config: TrainConfig, gpu: Gpu, num_gpus: int) -> Setting:
+    """Return what `auto` resolves to on a GPU that is not there."""
+    precision = config.mixed_precision
+    if precision == "auto":
+        precision = "bf16" if gpu.bf16 else "fp16"
+    elif precision == "no":
+        raise UserError("the table of GPUs has no fp32 rates; remove --mixed_precision no to plan the run")
+    elif precision == "bf16" and not gpu.bf16:
+        raise UserError(f"{gpu.name} has no bf16 matrix units; use --mixed_precision fp16 or auto")
+    residual = choose_residual(config, torch.device("cuda"), Choice(precision, f"planned for {gpu.name}"))
+    compiled = config.dynamo_backend in ("auto", "inductor")
+    return Setting("cuda", precision, compiled, residual.on, num_gpus)
+
+
+def estimate_compute_seconds(
+    model_config: PreTrainedConfig,
+    block_size: int,
+    plan: MemoryPlan,
+    setting: Setting,
+    gpu: Gpu,
+    num_micro_batches: int,
+) -> float:
+    """Estimate the seconds of an optimizer step on one GPU, without communication.
+
+    Activation checkpointing repeats the blocks' forward pass, and loss chunks repeat that of the output matrix.
+    """
+    num_parameters, width = count_parameters(model_config), model_config.hidden_size
+    flops = count_flops_per_token(model_config, num_parameters, block_size)
+    head_flops = 6 * width * model_config.vocab_size
+    residual, operand = (2 if setting.bf16_residual else 4), 2
+    inner = model_config.n_inner or 4 * width
+    # Per layer: LayerNorm's input twice, its two outputs, q, k and v, attention's output, the MLP around its GELU.
+    block_bytes = model_config.num_hidden_layers * (width * (2 * residual + 6 * operand) + 2 * inner * operand)
+    logit_bytes = operand * model_config.vocab_size
+    traffic = PASSES * (block_bytes + logit_bytes)
+    if plan.activation_checkpointing:
+        flops += (flops - head_flops) / 3
+        traffic += RECOMPUTED_PASSES * block_bytes
+    if plan.loss_chunks > 1:
+        flops += head_flops / 3
+        traffic += RECOMPUTED_PASSES * logit_bytes
+    traffic *= 1 if setting.compiled else EAGER_TIMES
+    num_tokens = plan.micro_batch_size * num_micro_batches * block_size
+    weights = num_parameters * (MICRO_BATCH_BYTES * num_micro_batches + STEP_BYTES)
+    share = THROTTLED_MATMUL_SHARE if gpu.watts <= THROTTLED_WATTS else MATMUL_SHARE
+    matmul_seconds = num_tokens * flops / (share * gpu.flops_per_second)
+    return matmul_seconds + (num_tokens * traffic + weights) / (BANDWIDTH_SHARE * gpu.memory_bytes_per_second)
+
+
+def ring_bytes(num_bytes: float, num_gpus: int) -> float:
+    """Return the bytes that each GPU sends when a ring of them sums `num_bytes`: to scatter, then to gather."""
+    return 2 * (num_gpus - 1) / num_gpus * num_bytes
+
+
+def scaling(
+    config: TrainConfig,
+    model_config: PreTrainedConfig,
+    cluster: Cluster,
+    weak: bool,
+    measurements: Iterable[Measurement] = (),
+) -> dict[int, Forecast | str]:
+    """Forecast 1 to 64 GPUs, in nodes as large as the cluster's. Returns the forecast of each, or why there is none.
+
+    weak: the global batch grows with the GPUs, and fewer steps train on the same number of tokens.
+    """
+    per_node = cluster.num_gpus // cluster.num_nodes if cluster.num_nodes > 1 else max(NODE_GPUS, cluster.num_gpus)
+    share, runs = config.global_batch_size // cluster.num_gpus, {}
+    for num_gpus in (1, 2, 4, 8, 16, 32, 64):
+        size = dataclasses.replace(cluster, num_gpus=num_gpus, num_nodes=-(-num_gpus // per_node))
+        run = config
+        if weak:
+            num_steps = max(1, round(config.max_steps * cluster.num_gpus / num_gpus))
+            run = dataclasses.replace(config, global_batch_size=share * num_gpus, max_steps=num_steps)
+        try:
+            runs[num_gpus] = forecast(run, model_config, size, measurements)
+        except UserError as error:  # the batch does not divide, or does not fit
+            runs[num_gpus] = str(error)
+    return runs
