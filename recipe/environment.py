@@ -52,7 +52,7 @@ def describe_environment(device: torch.device) -> dict[str, str | int]:
 
 
 def find_nvidia_driver() -> str | None:
-    """Return the version of the loaded NVIDIA driver, or None; Windows' driver is visible in WSL through nvidia-smi."""
+    """Return the version of the loaded NVIDIA driver, or None. WSL shows it only through nvidia-smi."""
     if found := _find(r"(\d+\.\d+(?:\.\d+)?)", Path("/proc/driver/nvidia/version")):
         return found
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]

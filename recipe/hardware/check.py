@@ -4,6 +4,7 @@ A check returns a `Finding`: what was found, whether a run works with it, and th
 standard library, because anything else may be missing.
 """
 
+import importlib
 import os
 import sys
 from collections.abc import Callable
@@ -38,7 +39,7 @@ class Launch(NamedTuple):
 
 
 def attempt(check: Callable[..., Finding], *arguments: object) -> Finding:
-    """Run a check. A `UserError` would end the run, too; any other exception is a warning, as nothing was found out."""
+    """Run a check. A `UserError` would end the run, too. After any other exception, nothing is known: a warning."""
     try:
         return check(*arguments)
     except UserError as error:
@@ -66,6 +67,16 @@ def check_packages() -> Finding:
     if wrong := [problem for extra, _, problem in _requirements() if not extra and problem]:
         return Finding("error", "; ".join(wrong), "run pip install -e . in the folder that holds pyproject.toml")
     return Finding("ok", ", ".join(f"{name} {version(name)}" for name in SHOWN_PACKAGES))
+
+
+def check_imports() -> Finding:
+    """Import everything that a run imports, which finds packages that are installed but broken."""
+    try:
+        importlib.import_module("recipe.train")
+    except Exception as error:
+        remedy = "reinstall the package that fails: pip install --force-reinstall NAME"
+        return Finding("error", f"recipe/train.py does not start: {short_reason(error)}", remedy)
+    return Finding("ok", "recipe/train.py starts")
 
 
 def check_optional_packages(config: "TrainConfig") -> Finding:

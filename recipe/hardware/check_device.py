@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 
 from recipe.config import TrainConfig
 from recipe.hardware.check import Finding
-from recipe.hardware.choices import choose_attention, choose_mixed_precision
+from recipe.hardware.choices import choose_attention, choose_dynamo_backend, choose_mixed_precision
 from recipe.hardware.devices import PLAIN_ATTENTION, find_attention_kernel, native_bf16, why_no_inductor
 from recipe.hardware.processes import check_kernels
 
@@ -29,7 +29,9 @@ def check_torch_build(torch_version: str, cuda: str | None, driver: str | None, 
 
     cuda: of the build, None for CPU and ROCm builds. driver: None without one. available: a GPU can be used.
     """
-    found = f"{torch_version}, {f'CUDA {cuda}' if cuda else 'no CUDA'}, {f'driver {driver}' if driver else 'no driver'}"
+    found = (
+        f"{torch_version}, {f'CUDA {cuda}' if cuda else 'no CUDA'}, {f'driver {driver}' if driver else 'no driver'}"
+    )
     if driver is None or (cuda is None and available):  # ROCm, Apple silicon
         return Finding("ok", found)
     if cuda is None:
@@ -132,26 +134,30 @@ def check_attention(config: TrainConfig, model_config: PreTrainedConfig, device:
     return Finding("ok", f"{kernel}, {shape}")
 
 
-def check_compiler(config: TrainConfig, device: torch.device) -> Finding:
-    """Compile a tiny graph with inductor in a fresh process, which needs a compiler and, on CUDA, Python's headers."""
-    if config.dynamo_backend not in ("auto", "inductor"):
-        return Finding("ok", f"not needed: --dynamo_backend {config.dynamo_backend}")
+def check_compiler(config: TrainConfig, device: torch.device, total_flops: float) -> Finding:
+    """Compile a tiny graph with inductor in a fresh process, which needs a compiler and, on CUDA, Python's headers.
+
+    total_flops: of the run, which decides whether it compiles. Raises `UserError` if it must but cannot.
+    """
+    choice = choose_dynamo_backend(config, device, total_flops)
     if device.type not in ("cuda", "cpu"):
-        return Finding("ok", f"not used on {device.type}")
-    status = "error" if config.dynamo_backend == "inductor" else "warning"
+        return Finding("ok", f"{choice.value}: {choice.reason}")
     if (why_not := why_no_inductor(device)) is not None:
-        return Finding(status, why_not, "install what is missing (Debian: apt-get install g++ python3-dev)")
+        return Finding("warning", why_not, "install it (Debian: apt-get install g++ python3-dev)")
+    status = "error" if choice.value == "inductor" else "warning"
     remedy = "pass --dynamo_backend no, which trains slower, or repair the compiler"
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         environment["TORCHINDUCTOR_VEC_ISA_OK"] = "0"  # scalar code; testing each vector extension takes ten seconds
         command = [sys.executable, "-c", COMPILED_PROGRAM, device.type]
         try:
-            subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=COMPILE_SECONDS)
+            subprocess.run(
+                command, env=environment, capture_output=True, text=True, check=True, timeout=COMPILE_SECONDS
+            )
         except subprocess.TimeoutExpired:
-            return Finding("warning", f"a tiny graph did not compile in {COMPILE_SECONDS:.0f} s", remedy)
+            return Finding(status, f"a tiny graph did not compile in {COMPILE_SECONDS:.0f} s", remedy)
         except subprocess.CalledProcessError as error:
             lines = [line for line in error.stderr.splitlines() if re.match(r"[\w.]*(Error|Exception)\b", line)]
             reason = (lines or error.stderr.splitlines() or ["no output"])[0][:200]
-            return Finding("error", f"a tiny graph does not compile: {reason}", remedy)
-    return Finding("ok", "inductor compiled a tiny graph")
+            return Finding(status, f"a tiny graph does not compile: {reason}", remedy)
+    return Finding("ok", f"compiled a tiny graph; the run uses {choice.value}: {choice.reason}")

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from recipe.config import TrainConfig
-from recipe.data.packed import PackedDataset, open_packed_dataset
+from recipe.data.packed import PackedDataset
 from recipe.environment import count_cpus
 from recipe.hardware.check import Finding
 
@@ -35,22 +35,17 @@ def check_cpu(num_local_processes: int) -> Finding:
     return Finding("ok", found)
 
 
-def check_memory(needed_bytes: float | None) -> Finding:
-    """Compare the memory of the machine with what the run needs. needed_bytes: None if it trains on another device."""
+def check_memory() -> Finding:
+    """Read how much memory the machine has for the run."""
     total, available = usable_memory()
-    found = f"{available / 1e9:.1f} of {total / 1e9:.1f} GB available"
-    if needed_bytes is None or needed_bytes <= available:
-        return Finding("ok", found)
-    remedy = "end other programs, or pass --per_device_train_batch_size 1 or a smaller recipe"
-    status = "error" if needed_bytes > total else "warning"
-    return Finding(status, f"{found}; the run needs {needed_bytes / 1e9:.1f} GB (estimated)", remedy)
+    return Finding("ok", f"{available / 1e9:.1f} of {total / 1e9:.1f} GB available")
 
 
 def usable_memory() -> tuple[int, int]:
     """Return the total and the available bytes of memory, within the limits of the process's control groups."""
     memory = psutil.virtual_memory()
-    limits = [int(text) for text in read_control_groups("memory", "memory.max", "memory.limit_in_bytes") if text != "max"]
-    total = min(memory.total, *limits) if limits else memory.total
+    limits = read_control_groups("memory", "memory.max", "memory.limit_in_bytes")
+    total = min([memory.total, *(int(text) for text in limits if text != "max")])
     return total, min(memory.available, total)
 
 
@@ -79,15 +74,6 @@ def read_control_groups(
         for path in (folder / name for folder in (folder, *folder.parents) for name in names):
             if path.is_relative_to(top) and path.is_file():
                 yield path.read_text().strip()
-
-
-def check_dataset(config: TrainConfig) -> Finding:
-    """Open the packed dataset as the run does, or name the text that the run prepares."""
-    if config.dataset_dir is None:
-        return Finding("ok", f"prepared from {config.dataset_name or ', '.join(config.train_file)} when the run starts")
-    dataset = open_packed_dataset(Path(config.dataset_dir), config.block_size)
-    rows = len(dataset.splits["train"])
-    return Finding("ok", f"{rows:,} rows of {config.block_size:,} tokens in {config.dataset_dir}")
 
 
 def check_disk(folder: Path, needed_bytes: float, purpose: str, otherwise: str = "error") -> Finding:
