@@ -139,6 +139,8 @@ class TrainConfig:
     index_mask: Literal["auto", "true", "false"] = _switch("Mask the padding by index. auto: CUDA and inductor.")
     deterministic: bool = _field(False, "Repeat CUDA runs exactly (slower); CPU runs do in the default dynamo_mode.")
     huge_pages: bool = _field(True, "Allocate large CPU tensors in huge pages (Linux).")
+    ddp_comm_hook: Literal["no", "bf16"] = _field("no", "bf16: halve the gradients' bytes on slow links; rounds them.")
+    ddp_bucket_cap_mb: int | None = _field(None, "MiB of gradients per all-reduce. Default: 25.", at_least=1)
     gpu_memory_limit_gb: float | None = _field(None, "Use at most this much GPU memory, in GB (1e9 bytes).", above=0)
 
     # --- periodic

@@ -38,7 +38,14 @@ def run_main(main: Callable[[], T], interrupted: str = "interrupted") -> T:
     except BrokenPipeError:  # `--help | head` closes the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except (UserError, OSError) as error:
+    except (UserError, OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError):
+            if not lost_a_process(error):
+                raise
+            error = ProcessError(
+                f"the connection to another process of this run is lost ({one_line(error)}); its own output says why "
+                "it ended; the same command with --resume_from_checkpoint auto resumes from the newest checkpoint"
+            )
         if isinstance(error, OSError):
             if error.errno not in FIXABLE:
                 raise
@@ -54,6 +61,11 @@ def run_main(main: Callable[[], T], interrupted: str = "interrupted") -> T:
     except KeyboardInterrupt:
         print(f"\n{interrupted}", file=sys.stderr)
         sys.exit(130)
+
+
+def lost_a_process(error: RuntimeError) -> bool:
+    """Return whether torch.distributed reports that another process, or its machine, is gone (torch 2.13)."""
+    return type(error).__name__.startswith("Dist") or "gloo/transport" in str(error)
 
 
 def did_you_mean(

@@ -30,7 +30,8 @@ from recipe.data.packed import open_packed_dataset
 from recipe.data.prepare import open_dataset_for
 from recipe.evaluation.validation import Validation
 from recipe.hardware.accelerator import build_accelerator, build_module
-from recipe.hardware.processes import host_group, on_main_process, start_processes
+from recipe.hardware.nodes import check_same_run, check_shared
+from recipe.hardware.processes import host_group, on_all_processes, on_main_process, start_processes, wait_on_host
 from recipe.model.build import build_model_config
 from recipe.optim.guard import GuardedUpdate
 from recipe.optim.optimizers import build_optimizer
@@ -54,6 +55,8 @@ def main() -> None:
     start_processes()
     output_dir = on_main_process(lambda: choose_output_dir(config, recipe))
     on_main_process(lambda: check_hub(config))
+    if not config.eval_only:  # which writes nothing
+        check_shared(output_dir)
     accelerator, precision = build_accelerator(config, output_dir)
     device = accelerator.device
     resume_dir = on_main_process(lambda: find_checkpoint(output_dir, fetch_checkpoint(config, output_dir)))
@@ -62,13 +65,15 @@ def main() -> None:
     check_before_preparing(config, accelerator, precision, source)
 
     dataset_dir = on_main_process(lambda: open_dataset_for(config, source).directory)
-    dataset = open_packed_dataset(dataset_dir, config.block_size)
+    dataset = on_all_processes(lambda: open_packed_dataset(dataset_dir, config.block_size))
     tokenizer = dataset.load_tokenizer()
     model_config = build_model_config(config, dataset.vocab_size, tokenizer.eos_token_id, source)
     config, identity, changes = plan_run(config, dataset, model_config, resume_dir, output_dir)
+    check_same_run(identity)
 
     module, choices = build_module(config, model_config, dataset.vocab_size, device, precision, source)
     model, optimizer = module.model, build_optimizer(config, module)
+    wait_on_host()  # a machine may need long to download a model
     module, optimizer = accelerator.prepare(module, optimizer)
     update = GuardedUpdate(config, accelerator, optimizer)
     accumulation = Accumulation(config, accelerator, module, dataset, choices)
@@ -85,6 +90,7 @@ def main() -> None:
 
     on_main_process(lambda: open_output_dir(output_dir, config, resume_dir is not None))
     report = RunReport(accelerator, config, output_dir, state.step)
+    wait_on_host()  # a tracker may need long to answer
     uploads = HubUploads(config, output_dir, report.say)
     parts = model, model_config, tokenizer, update
     saver = CheckpointSaver(accelerator, output_dir, config, identity, *parts, report.checkpoint_failure, uploads.add)
@@ -187,7 +193,7 @@ def main() -> None:
         report.summary(build_summary(accelerator, state, evaluation, meter, choices, accumulation, model))
         print(closing_words(config, output_dir, state.untrained, evaluation, meter))
         uploads.finish(state.step)
-    on_main_process(lambda: None)  # a barrier on the host: device collectives time out
+    wait_on_host()
     report.end()
 
 

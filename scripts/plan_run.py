@@ -20,10 +20,9 @@ from recipe.benchmark.forecast import NODE_GPUS, Cluster, Forecast, forecast, lo
 from recipe.benchmark.measured import read_measurements
 from recipe.benchmark.presets import plan_presets, presets_table
 from recipe.command_line import OPTIONS, CommandLine, underscored, unknown_option
-from recipe.config import TrainConfig
 from recipe.errors import UserError, run_main
 from recipe.hardware.gpus import load_gpu
-from recipe.model.size import count_parameters
+from recipe.hardware.memory import count_parameters
 from recipe.rules import DATA_SOURCES
 
 RESULTS = Path(__file__).parent / "benchmarks"
@@ -46,14 +45,13 @@ def main() -> None:
         plan = as_json(found, args.price_per_hour)
         tables = {"strong": strong, "weak": weak}
         tables = {name: [as_json(run, args.price_per_hour) for run in runs.values()] for name, runs in tables.items()}
-        print(
-            json.dumps({"gpu": dataclasses.asdict(cluster.gpu), "plan": plan, **tables, "command": command}, indent=2)
-        )
+        content = {"gpu": dataclasses.asdict(cluster.gpu), "plan": plan, **tables, "command": command}
+        print(json.dumps(content, indent=2))
         return
     nodes = f" in {num_nodes} nodes" if num_nodes > 1 else ""
     print(f"{args.config}, {count_parameters(model_config) / 1e6:,.0f} M parameters with the padded vocabulary")
     print(f"{args.num_gpus} x {args.gpu}{nodes}\n")
-    for label, value, source in describe(found, config, cluster, args.price_per_hour):
+    for label, value, source in describe(found, cluster, args.price_per_hour):
         print(f"{label:17}{value:53}{source}".rstrip())
     print("", command, "", sep="\n")
     print(*scaling_table("Strong scaling, the same global batch (estimated)", strong), "", sep="\n")
@@ -96,9 +94,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     return args, options
 
 
-def describe(
-    run: Forecast, config: TrainConfig, cluster: Cluster, price_per_hour: float | None
-) -> list[tuple[str, str, str]]:
+def describe(run: Forecast, cluster: Cluster, price_per_hour: float | None) -> list[tuple[str, str, str]]:
     """Return the lines of a plan: a label, the value, and whether it is exact, measured or estimated."""
     plan = run.plan
     options = [plan.optim]
@@ -107,11 +103,7 @@ def describe(
     if plan.loss_chunks > 1:
         options.append(f"loss in {plan.loss_chunks} chunks")
     lines = [
-        (
-            "tokens per step",
-            f"{run.tokens_per_step:,} ({config.global_batch_size:,} x {config.block_size:,})",
-            "exact",
-        ),
+        ("tokens per step", f"{run.tokens_per_step:,} in {run.num_rows:,} rows", "exact"),
         ("tokens", f"{run.num_steps * run.tokens_per_step / 1e9:,.2f} B in {run.num_steps:,} steps", "exact"),
         ("micro-batch", f"{plan.micro_batch_size} rows, {run.num_micro_batches} per step and GPU", "estimated"),
         ("options", ", ".join(options), "estimated"),
@@ -134,9 +126,8 @@ def describe(
     ]
     if price_per_hour:
         lines.append(("cost", f"${run.gpu_hours * price_per_hour:,.0f} at ${price_per_hour:.2f} per GPU-hour", source))
-    lines.append(
-        ("energy", f"{run.energy_kwh:,.0f} kWh at {cluster.gpu.watts:,.0f} W per GPU, without hosts", "estimated")
-    )
+    energy = f"{run.energy_kwh:,.0f} kWh at {cluster.gpu.watts:,.0f} W per GPU, without hosts"
+    lines.append(("energy", energy, "estimated"))
     if run.measurement:
         lines.append(
             ("one GPU", f"{run.measurement.tokens_per_second:,} tokens/s in {run.measurement.file}", "measured")

@@ -114,7 +114,7 @@ def test_launched_processes_must_see_each_other(tmp_path, dataset_dir):
     arguments = default_arguments(dataset_dir, tmp_path / "run", TINY)
     result = launch(arguments, cwd=tmp_path, WORLD_SIZE="2", ACCELERATE_USE_CPU="true")
     assert result.returncode != 0
-    assert re.search("error: .* 2 processes but Accelerate sees 1.* --multi_gpu --num_processes", result.stderr)
+    assert re.search("error: .* 2 processes but Accelerate sees 1.*accelerate_configs/multi_cpu.yaml", result.stderr)
 
 
 def test_from_own_text_to_a_sample(train, tmp_path, monkeypatch, capsys):

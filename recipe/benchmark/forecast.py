@@ -22,10 +22,9 @@ from recipe.data.packed import open_packed_dataset
 from recipe.errors import UserError
 from recipe.hardware.choices import Choice, choose_residual
 from recipe.hardware.gpus import Gpu
-from recipe.hardware.memory import MemoryPlan, Setting, plan_memory
-from recipe.hardware.micro_batch import micro_batch_candidates
+from recipe.hardware.memory import MemoryPlan, Setting, count_parameters, plan_memory
 from recipe.model.build import build_model_config
-from recipe.model.size import count_flops_per_token, count_parameters, padded_vocab_size
+from recipe.model.size import count_flops_per_token, padded_vocab_size
 from recipe.run.plan import resolve_max_steps
 
 # Shares of the data sheet's rates. Large matrix products reach 0.6 to 0.8 of the peak, GPT-2's smaller ones less. A
@@ -121,7 +120,6 @@ def forecast(
     model_config: with the padded vocabulary. Raises `UserError` if the batch does not divide or nothing fits.
     """
     gpu, num_gpus = cluster.gpu, cluster.num_gpus
-    micro_batch_candidates(config, num_gpus, torch.device("cuda"))  # raises if the batch does not divide
     setting = resolve_setting(config, gpu, num_gpus)
     usable = min(gpu.memory_bytes, (config.gpu_memory_limit_gb or math.inf) * 1e9)
     plan = plan_memory(config, model_config, setting, usable)
@@ -133,9 +131,8 @@ def forecast(
     num_micro_batches = config.global_batch_size // (num_gpus * plan.micro_batch_size)
     tokens_per_step = config.global_batch_size * config.block_size
     num_parameters = count_parameters(model_config)
-    is_default = (
-        setting.compiled and not plan.activation_checkpointing and plan.loss_chunks == 1
-    )  # as measurements are
+    # Measurements have the recipe's defaults, which recompute nothing.
+    is_default = setting.compiled and not plan.activation_checkpointing and plan.loss_chunks == 1
     measurement = find_measurement(measurements if is_default else (), gpu, num_parameters, config.block_size)
     if measurement is None:
         compute_seconds = estimate_compute_seconds(

@@ -7,8 +7,7 @@ from typing import Any
 from recipe.benchmark.forecast import load_run, resolve_setting
 from recipe.benchmark.measured import Measurement, find_measurement
 from recipe.hardware.gpus import load_gpu
-from recipe.hardware.memory import MemoryPlan, Setting, plan_memory
-from recipe.model.size import count_parameters
+from recipe.hardware.memory import MemoryPlan, Setting, count_parameters, plan_memory
 
 SIZES = {"124M": "gpt2_124m", "355M": "gpt2_355m", "774M": "gpt2_774m", "1558M": "gpt2_1558m"}
 CLASSES = {  # the card of each class that has the least memory
@@ -81,6 +80,5 @@ def _cell(preset: Preset | None) -> str:
     used = (preset["activation_checkpointing"], preset["loss_chunks"] > 1, "8bit" in preset["optim"])
     letters = "".join(letter for letter, is_used in zip("CLB", used, strict=True) if is_used)
     source = "meas" if preset["source"] == "measured" else "est"
-    return " ".join(
-        filter(None, [str(preset["micro_batch_size"]), letters, f"{preset['memory_bytes'] / 1e9:.1f}", source])
-    )
+    parts = [str(preset["micro_batch_size"]), letters, f"{preset['memory_bytes'] / 1e9:.1f}", source]
+    return " ".join(part for part in parts if part)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from accelerate.utils.operations import recursively_apply
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -19,7 +18,7 @@ from recipe.checkpoint.manifest import fsync, seal_checkpoint
 from recipe.config import TrainConfig, save_config
 from recipe.data.tokenizer import save_tokenizer
 from recipe.errors import short_reason
-from recipe.hardware.processes import on_main_process
+from recipe.hardware.processes import gather, on_main_process
 from recipe.model.weights import copy_weights, write_model
 from recipe.optim.guard import GuardedUpdate
 
@@ -63,7 +62,7 @@ class CheckpointSaver:
         rng_state = {"cpu": torch.get_rng_state()}  # a run draws nothing from Python's or numpy's generators
         if torch.cuda.is_available():
             rng_state["cuda"] = torch.cuda.get_rng_state()
-        rng = gather_object([rng_state])
+        rng = gather(rng_state)
         final = checkpoint_dir(self.output_dir, state.step)
         self.last_saved = state.step
         if self.accelerator.is_main_process:

@@ -8,13 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from accelerate import PartialState
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from recipe.hardware.processes import host_group
 from recipe.progress import progress_target
 
 CPU_TOKENS, GPU_TOKENS = 2048, 16384  # per forward pass: enough to keep all cores, or a GPU, busy
@@ -68,15 +66,6 @@ def make_batches(lengths: Sequence[int], tokens_per_batch: int) -> list[np.ndarr
         batches.append(order[start : start + count])
         start += count
     return batches
-
-
-def gather(part: object) -> list:
-    """Return what each process found, in the order of processes."""
-    if (group := host_group()) is None:
-        return [part]
-    parts = [None] * PartialState().num_processes
-    dist.all_gather_object(parts, part, group=group)
-    return parts
 
 
 def show_progress(iterable: Iterable, desc: str, unit: str, total: int) -> tqdm:

@@ -21,8 +21,9 @@ from recipe.data.files import ReadReport, expand_paths, kind_of, read_file
 from recipe.data.packed import PackedDataset
 from recipe.data.tokenizer import tokenizer_sha256
 from recipe.errors import UserError
-from recipe.evaluation.scoring import Row, gather, make_batches, score_batch, show_progress
+from recipe.evaluation.scoring import Row, make_batches, score_batch, show_progress
 from recipe.hardware.host_memory import FreedMemory
+from recipe.hardware.processes import gather
 
 ENCODED_DOCUMENTS = 1000  # per call of the encoder
 

@@ -17,9 +17,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from recipe.data.batches import example_rows
 from recipe.data.task_files import SOURCES, Example, read_examples
-from recipe.evaluation.scoring import Row, Score, gather, make_batches, score_batch, show_progress
+from recipe.evaluation.scoring import Row, Score, make_batches, score_batch, show_progress
 from recipe.hardware.host_memory import FreedMemory
-from recipe.hardware.processes import on_main_process
+from recipe.hardware.processes import gather, on_main_process
 from recipe.rules import parse_tasks
 
 CHUNK = 32  # examples between two looks at the clock

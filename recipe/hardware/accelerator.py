@@ -8,6 +8,7 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import (
+    DDPCommunicationHookType,
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     LoggerType,
@@ -61,12 +62,21 @@ def build_accelerator(config: TrainConfig, output_dir: Path) -> tuple[Accelerato
         mixed_precision=precision.value,
         dynamo_plugin=TorchDynamoPlugin(backend="no"),  # compile_module compiles before prepare()
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
-        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
+        kwargs_handlers=[build_ddp_options(config)],
         log_with=config.report_to,
         project_dir=output_dir,
     )
     set_seed(config.seed)
     return accelerator, precision
+
+
+def build_ddp_options(config: TrainConfig) -> DistributedDataParallelKwargs:
+    """Return how the processes exchange gradients: buckets of 25 MiB (PyTorch's default), in the gradients' type."""
+    options = {} if config.ddp_bucket_cap_mb is None else {"bucket_cap_mb": config.ddp_bucket_cap_mb}
+    hook = DDPCommunicationHookType(config.ddp_comm_hook)
+    return DistributedDataParallelKwargs(
+        broadcast_buffers=False, gradient_as_bucket_view=True, comm_hook=hook, **options
+    )
 
 
 def build_module(

@@ -20,10 +20,10 @@ REFUSED_SWITCHES = {
     "ACCELERATE_USE_FSDP": f"FSDP is not supported, because {FITS}",
     "ACCELERATE_USE_MEGATRON_LM": f"Megatron-LM is not supported, because {FITS}",
     "ACCELERATE_USE_PARALLELISM_CONFIG": f"parallelism_config is not supported, because {FITS}",
-    "ACCELERATE_DYNAMO_USE_DYNAMIC": "dynamo_use_dynamic is not supported, because all batches have one shape; answer "
-    "no, or use accelerate_configs/single_gpu.yaml",
-    "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "dynamo_use_regional_compilation is not supported, because the model "
-    "is compiled as one graph; answer no, or use accelerate_configs/single_gpu.yaml",
+    "ACCELERATE_DYNAMO_USE_DYNAMIC": "dynamo_use_dynamic is not supported, because all batches have one shape; "
+    "answer no, or use accelerate_configs/single_gpu.yaml",
+    "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "dynamo_use_regional_compilation is not supported, because the "
+    "model is compiled as one graph; answer no, or use accelerate_configs/single_gpu.yaml",
 }
 
 
@@ -46,9 +46,9 @@ def check_launcher(environment: Mapping[str, str]) -> None:
             "TPUs are not supported, and Accelerate uses PyTorch/XLA wherever it is installed; run pip uninstall "
             "torch_xla, and use accelerate_configs/single_gpu.yaml or cpu.yaml"
         )
-    if str_to_bool(environment.get("ACCELERATE_CPU_AFFINITY", "false")):
-        if torch.cuda.is_available() and not is_pynvml_available():
-            raise UserError("enable_cpu_affinity requires nvidia-ml-py; run pip install nvidia-ml-py, or answer no")
+    pins_cpus = str_to_bool(environment.get("ACCELERATE_CPU_AFFINITY", "false"))
+    if pins_cpus and torch.cuda.is_available() and not is_pynvml_available():
+        raise UserError("enable_cpu_affinity requires nvidia-ml-py; run pip install nvidia-ml-py, or answer no")
     # Accelerate's launcher sets MASTER_ADDR for several processes, also where it starts only one.
     one_process = not {"LOCAL_RANK", *MPI_SIZES} & environment.keys()
     if one_process and {"ACCELERATE_DYNAMO_BACKEND", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():

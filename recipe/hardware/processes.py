@@ -5,6 +5,7 @@ import functools
 import os
 import platform
 import signal
+import socket
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -85,23 +86,53 @@ def check_kernels(device: torch.device) -> None:
         raise ProcessError(reason) from error
 
 
-def on_main_process(function: Callable[[], T]) -> T:
-    """Run `function` on the main process; the others wait, however long it takes, for its result or `UserError`."""
-    result, message = None, None
-    if PartialState().is_main_process:
-        try:
-            result = function()
-        except UserError as error:
-            message = str(error)
-        except OSError as error:  # a full disk, a folder without permission
-            message = f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
+def gather(part: object) -> list:
+    """Return the parts of all processes, in the order of their ranks. The devices do not wait."""
+    if (group := host_group()) is None:
+        return [part]
+    parts = [None] * dist.get_world_size(group)
+    dist.all_gather_object(parts, part, group=group)
+    return parts
+
+
+def wait_on_host() -> None:
+    """Wait until all processes are here, however long it takes: a device collective may wait for ten minutes only."""
     if (group := host_group()) is not None:
-        outcome = [result, message]
-        dist.broadcast_object_list(outcome, src=0, group=group)
-        result, message = outcome
+        dist.barrier(group)
+
+
+def on_main_process(function: Callable[[], T]) -> T:
+    """Run `function` on the main process. All processes wait for each other, and for its result or `UserError`."""
+    wait_on_host()
+    outcome = _attempt(function) if PartialState().is_main_process else (None, None)
+    if (group := host_group()) is not None:
+        outcomes = [outcome]
+        dist.broadcast_object_list(outcomes, src=0, group=group)
+        (outcome,) = outcomes
+    result, message = outcome
     if message is not None:
         raise UserError(message)
     return result
+
+
+def on_all_processes(function: Callable[[], T]) -> T:
+    """Run `function` on every process. If it raises a `UserError` on one of them, all raise it."""
+    result, message = _attempt(function)
+    found = gather((message, socket.gethostname()))
+    for rank, (message, host) in enumerate(found):
+        if message is not None:  # where the main process succeeds, the reason is the other machine
+            raise UserError(message if rank == 0 else f"process {rank} on {host}: {message}")
+    return result
+
+
+def _attempt(function: Callable[[], T]) -> tuple[T | None, str | None]:
+    """Return the function's result, or the message of its error."""
+    try:
+        return function(), None
+    except UserError as error:
+        return None, str(error)
+    except OSError as error:  # a full disk, a folder without permission
+        return None, f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
 
 
 def use_all_cores(state: PartialState) -> None:

@@ -18,16 +18,6 @@ def count_flops_per_token(model_config: PreTrainedConfig, num_parameters: int, b
     return 6 * (num_parameters - lookups) + attention
 
 
-def count_parameters(model_config: PreTrainedConfig) -> int:
-    """Count the parameters of GPT-2 from its config: embeddings, blocks, final LayerNorm; a tied head counts once."""
-    width, inner = model_config.hidden_size, model_config.n_inner or 4 * model_config.hidden_size
-    attention = width * 3 * width + 3 * width + width * width + width
-    mlp = width * inner + inner + inner * width + width
-    blocks = model_config.num_hidden_layers * (attention + mlp + 4 * width)  # two LayerNorms
-    vocabularies = 1 if model_config.tie_word_embeddings else 2
-    return width * (vocabularies * model_config.vocab_size + model_config.max_position_embeddings + 2) + blocks
-
-
 def count_exported_parameters(model: PreTrainedModel, vocab_size: int) -> int:
     """Return the number of parameters of the saved model, without the padding; tied parameters count once."""
     return sum(p[:vocab_size].numel() if is_vocabulary(model, p) else p.numel() for p in model.parameters())
