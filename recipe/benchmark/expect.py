@@ -14,11 +14,12 @@ from recipe.benchmark.measure import LAP, Setting, measure
 from recipe.benchmark.measured import read_measurements
 from recipe.config import STANDARD_LIBRARY, TrainConfig, save_config
 from recipe.errors import UserError
-from recipe.hardware import memory
 from recipe.hardware.check_machine import usable_memory
 from recipe.hardware.choices import choose_mixed_precision, choose_residual
 from recipe.hardware.gpus import find_gpu
-from recipe.model.size import count_flops_per_token, count_parameters
+from recipe.hardware.memory import Setting as MemorySetting
+from recipe.hardware.memory import count_parameters, plan_memory
+from recipe.model.size import count_flops_per_token
 
 # Of the rate of large matrix products: 0.5 for 30 M parameters, compiled (scripts/benchmarks/ladder_cpu.json), 0.2 for
 # the demo's 1 M, not compiled.
@@ -70,9 +71,9 @@ def estimate_run(
     """
     precision = choose_mixed_precision(config, device)
     residual = choose_residual(config, device, precision)
-    setting = memory.Setting(device.type, precision.value, compiled, residual.on, num_processes)
+    setting = MemorySetting(device.type, precision.value, compiled, residual.on, num_processes)
     usable = usable_bytes(config, device, num_processes // num_machines)
-    plan = memory.plan_memory(config, model_config, setting, usable)
+    plan = plan_memory(config, model_config, setting, usable)
     if plan is None:
         raise UserError(
             f"the model does not fit into {usable / 1e9:.1f} GB (estimated); leave the batch and memory options at "

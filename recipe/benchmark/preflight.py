@@ -27,8 +27,9 @@ from recipe.hardware.check import (
 )
 from recipe.hardware.choices import choose_dynamo_backend
 from recipe.hardware.launcher import wants_cpu
+from recipe.hardware.memory import count_parameters
 from recipe.model.build import build_model_config
-from recipe.model.size import count_flops_per_token, count_parameters, padded_vocab_size
+from recipe.model.size import count_flops_per_token, padded_vocab_size
 from recipe.run.plan import resolve_max_steps
 
 # What the launcher passes on and the choices of `auto` read.
