@@ -85,8 +85,12 @@ class TrainConfig:
     config_overrides: dict | str | None = _field(None, "Model config: n_layer=4,n_embd=128, or JSON.")
     pad_vocab_to_multiple_of: int = _field(128, "Pad the vocabulary to a multiple, in training only.", at_least=1)
     attn_implementation: Literal["auto", "sdpa", "eager"] = _field("auto", "sdpa: flash kernels; eager: matmuls.")
-    activation_checkpointing: bool = _field(False, "Recompute activations in backward: saves memory, costs time.")
-    loss_chunks: int = _field(1, "Compute the loss in this many chunks: saves memory, costs time.", at_least=1)
+    activation_checkpointing: Literal["auto", "true", "false"] = _switch(
+        "Recompute activations in backward: saves memory, costs time. auto: if the run fits best that way."
+    )
+    loss_chunks: int | str = _field(
+        "auto", "Compute the loss in this many chunks: saves memory, costs time.", at_least=1, words=("auto",)
+    )
     label_smoothing_factor: float = _field(0.0, "Label smoothing.", at_least=0, below=1)
 
     # --- batch
@@ -108,8 +112,10 @@ class TrainConfig:
         None, "Time limit; lowers max_steps to what fits at the speed of the first ten steps.", above=0
     )
     change_schedule: bool = _field(False, "Let a resumed run change max_steps, learning_rate, schedule or warm-up.")
-    optim: Literal["adamw_torch_fused", "adamw_torch", "adamw_bnb_8bit"] = _field(
-        "adamw_torch_fused", "AdamW: one fused kernel, torch's own choice, or 8-bit moments (bitsandbytes)."
+    optim: Literal["auto", "adamw_torch_fused", "adamw_torch", "adamw_bnb_8bit"] = _field(
+        "auto",
+        "AdamW: one fused kernel, torch's own choice, or 8-bit moments (bitsandbytes). auto: fused, and 8-bit where "
+        "nothing else fits a GPU.",
     )
     learning_rate: float = _field(6e-4, "Peak learning rate.", above=0)
     lr_scheduler_type: str = _field("cosine_with_min_lr", "Any Transformers schedule that depends on steps alone.")
@@ -210,7 +216,7 @@ class TrainConfig:
 
     def _fill_in(self) -> None:
         """Normalize values that have two spellings, and derive the tokenizer from the model."""
-        for name in ("per_device_train_batch_size", "max_eval_samples"):
+        for name in ("per_device_train_batch_size", "loss_chunks", "max_eval_samples"):
             value = getattr(self, name)
             with contextlib.suppress(ValueError, OverflowError):  # "auto", nan, inf
                 if isinstance(value, str) and float(value) == int(float(value)):

@@ -25,6 +25,11 @@ def count_local_processes(num_processes: int) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", num_processes))
 
 
+def cache_dir() -> Path:
+    """Return the folder for what later runs reuse. Raises `RuntimeError` if the home folder is unknown."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "gpt2_recipe"
+
+
 def describe_device(device: torch.device) -> str:
     """Return the product name of a GPU or CPU, else the type of the device."""
     if device.type == "cuda":

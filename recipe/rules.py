@@ -113,7 +113,7 @@ def check_rules(config: Any) -> None:
         last = config.max_steps - PROFILED_STEPS
         message = f"--profile {config.profile} profiles {PROFILED_STEPS} steps, but max_steps is {config.max_steps}"
         require(config.profile <= last, f"{message}; pass at most --profile {max(1, last)}")
-    if config.loss_chunks > 1:
+    if config.loss_chunks not in ("auto", 1):
         require(config.loss_in_graph, "--loss_chunks requires the loss in the graph; remove --loss_in_graph false")
     try:
         config.sample_prompt.encode("utf-8")

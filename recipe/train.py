@@ -68,15 +68,17 @@ def main() -> None:
     dataset = on_all_processes(lambda: open_packed_dataset(dataset_dir, config.block_size))
     tokenizer = dataset.load_tokenizer()
     model_config = build_model_config(config, dataset.vocab_size, tokenizer.eos_token_id, source)
-    config, identity, changes = plan_run(config, dataset, model_config, resume_dir, output_dir)
+    config, identity, changes, plan = plan_run(
+        config, dataset, model_config, resume_dir, output_dir, accelerator, precision
+    )
     check_same_run(identity)
 
-    module, choices = build_module(config, model_config, dataset.vocab_size, device, precision, source)
+    module, choices = build_module(config, model_config, dataset.vocab_size, device, precision, source, plan)
     model, optimizer = module.model, build_optimizer(config, module)
     wait_on_host()  # a machine may need long to download a model
     module, optimizer = accelerator.prepare(module, optimizer)
     update = GuardedUpdate(config, accelerator, optimizer)
-    accumulation = Accumulation(config, accelerator, module, dataset, choices)
+    accumulation = Accumulation(config, accelerator, module, dataset, choices, plan)
     validation = Validation(config, accelerator, module, dataset, accumulation.micro_batch_size)
     set_seed(config.seed, device_specific=True)  # from here on, dropout differs between processes
     state = load_checkpoint(accelerator, resume_dir, model, dataset.vocab_size, update) if resume_dir else RunState()

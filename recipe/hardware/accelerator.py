@@ -19,6 +19,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from recipe.config import TrainConfig
+from recipe.environment import cache_dir
 from recipe.errors import UserError
 from recipe.hardware.choices import (
     Choice,
@@ -29,10 +30,11 @@ from recipe.hardware.choices import (
     choose_residual,
     choose_sigmoid_gelu,
 )
+from recipe.hardware.memory import MemoryPlan
 from recipe.hardware.processes import use_all_cores
 from recipe.model.build import build_model, use_sigmoid_gelu
 from recipe.model.loss import LanguageModelingLoss
-from recipe.model.size import count_flops_per_token
+from recipe.model.size import count_training_flops
 
 
 def build_accelerator(config: TrainConfig, output_dir: Path) -> tuple[Accelerator, Choice]:
@@ -86,26 +88,33 @@ def build_module(
     device: torch.device,
     precision: Choice,
     source: str | Path | None = None,
+    plan: MemoryPlan | None = None,
 ) -> tuple[LanguageModelingLoss, dict[str, Choice]]:
     """Build model and loss and mark them for compilation. Returns them with the choices made, by their label.
 
     source: a folder or Hub id whose weights to use; None initializes random weights.
+    plan: the options that save memory; without it, those that are auto are off.
     """
+    if plan is not None:
+        config = plan.apply(config)
     attention = choose_attention(config, device)
     residual = choose_residual(config, device, precision)
     model = build_model(config, model_config, attention.value, residual.on, source)
-    flops_per_token = count_flops_per_token(model.config, model.num_parameters(), config.block_size)
-    num_tokens = 0 if config.eval_only else config.max_steps * config.global_batch_size * config.block_size
-    dynamo = choose_dynamo_backend(config, device, flops_per_token * num_tokens)
+    total_flops = count_training_flops(config, model.config, model.num_parameters())
+    dynamo = choose_dynamo_backend(config, device, total_flops)
     gelu = choose_sigmoid_gelu(config, model_config, device, precision, dynamo)
     mask = choose_index_mask(config, device, dynamo)
     if gelu.on:
         use_sigmoid_gelu(model)
+    num_chunks = 1 if config.loss_chunks == "auto" else config.loss_chunks
     module = LanguageModelingLoss(
-        model, vocab_size, config.label_smoothing_factor, config.loss_chunks, config.loss_in_graph, mask.on
+        model, vocab_size, config.label_smoothing_factor, num_chunks, config.loss_in_graph, mask.on
     )
     compile_module(module if config.loss_in_graph else model, dynamo.value, config.dynamo_mode)
     choices = {"precision": precision, "dynamo": dynamo, "attention": attention}
+    if plan is not None:
+        usable = f"{plan.total_bytes / 1e9:.1f} of {plan.usable_bytes / 1e9:.1f} GB, estimated"
+        choices["memory"] = Choice(usable, plan.reason)
     switches = ("residual", "bf16", residual), ("gelu", "sigmoid", gelu), ("mask", "by index", mask)
     return module, choices | {label: Choice(value, choice.reason) for label, value, choice in switches if choice.on}
 
@@ -146,9 +155,8 @@ def compile_module(module: nn.Module, backend: str, mode: str = "default") -> No
 
 def persist_compile_cache() -> None:
     """Move inductor's cache out of /tmp, so that it survives a reboot."""
-    cache_home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or cache_home / "gpt2_recipe" / "inductor")
     try:
+        folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or cache_dir() / "inductor")
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError):  # the home folder is missing or read-only
         return

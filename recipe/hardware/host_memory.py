@@ -3,8 +3,10 @@
 import ctypes
 import os
 import platform
+import re
 from pathlib import Path
 
+CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # versions 2 and 1
 _GROWTH, _SLACK_BYTES = 1.25, 256e6  # how far resident memory may grow before freed memory is returned
 
 
@@ -20,6 +22,18 @@ def resident_bytes() -> int | None:
     """Return the physical memory of the process; None outside Linux."""
     statm = Path("/proc/self/statm")
     return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGESIZE") if statm.is_file() else None
+
+
+def available_bytes() -> int:
+    """Return the physical memory that this process holds or could get without swapping, within its container."""
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.is_file():  # macOS: all of the memory
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE")
+    available = int(re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text())[1]) * 1024 + resident_bytes()
+    for path in map(Path, CGROUP_LIMITS):
+        if path.is_file() and (limit := path.read_text().strip()).isdigit():  # else "max"
+            available = min(available, int(limit))
+    return available
 
 
 class FreedMemory:

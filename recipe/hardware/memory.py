@@ -4,14 +4,27 @@ Everything here is arithmetic on the shape of the model, so that scripts/plan_ru
 there. recipe/hardware/micro_batch.py tries the result on the device.
 """
 
+import copy
+import dataclasses
+import importlib.util
 from dataclasses import dataclass
 
 import torch
+from accelerate import Accelerator
 from transformers import PreTrainedConfig
 
 from recipe.config import TrainConfig
-from recipe.hardware.choices import choose_attention
+from recipe.environment import count_local_processes
+from recipe.hardware.choices import Choice, choose_attention, choose_dynamo_backend, choose_residual
+from recipe.hardware.host_memory import available_bytes
 from recipe.hardware.micro_batch import micro_batch_candidates
+from recipe.model.size import (
+    count_block_matrices,
+    count_head,
+    count_parameters,
+    count_training_flops,
+    padded_vocab_size,
+)
 
 USABLE_SHARE = 0.92  # of a device: the rest is for fragmentation and for the error of the estimate
 # Bytes outside the model: the CUDA context with cuBLAS and cuDNN, or Python with torch and Transformers.
@@ -21,7 +34,7 @@ CPU_COMPILER_BYTES = 0.35e9  # dynamo's and inductor's code and graphs, in the p
 # micro-batch moves 20 bytes (fp32 weight read and cast, bf16 copy read, gradient written and accumulated) and computes
 # 6 FLOPs per token; a GPU computes about 150 FLOPs in the time that it moves a byte (H100: 450 TFLOP/s, 3.35 TB/s).
 TOKENS_TO_HIDE_WEIGHTS = 20 / 6 * 150
-OPTIMIZER_BYTES = {"adamw_torch": 8, "adamw_torch_fused": 8, "adamw_torch_8bit": 2}  # two moments, per parameter
+EIGHT_BIT = "adamw_bnb_8bit"
 LOSS_CHUNKS = 8
 
 
@@ -45,10 +58,21 @@ class MemoryPlan:
     loss_chunks: int
     optim: str
     parts: dict[str, int]
+    usable_bytes: float = 0.0  # of this run's device
+    reason: str = ""
 
     @property
     def total_bytes(self) -> int:
         return sum(self.parts.values())
+
+    def apply(self, config: TrainConfig) -> TrainConfig:
+        """Return the config with these options in place of `auto`; the micro-batch is for a trial to confirm."""
+        return dataclasses.replace(
+            config,
+            activation_checkpointing=str(self.activation_checkpointing).lower(),
+            loss_chunks=self.loss_chunks,
+            optim=self.optim,
+        )
 
 
 def plan_memory(
@@ -63,9 +87,59 @@ def plan_memory(
     fitting = [plan for plan in plans if plan.total_bytes <= USABLE_SHARE * usable_bytes]
     return min(
         fitting,
-        key=lambda plan: (plan.optim == "adamw_torch_8bit", step_cost(plan, config, model_config)),
+        key=lambda plan: (plan.optim == EIGHT_BIT, step_cost(plan, config, model_config)),
         default=None,
     )
+
+
+def plan_device(
+    config: TrainConfig, model_config: PreTrainedConfig, accelerator: Accelerator, precision: Choice
+) -> MemoryPlan:
+    """Return the plan for this run's device, the same on all processes, with its reason.
+
+    model_config: with the real vocabulary. An estimate never refuses a run: if nothing fits, the options that take the
+    least memory are tried.
+    """
+    model_config, device = copy.deepcopy(model_config), accelerator.device
+    model_config.vocab_size = padded_vocab_size(model_config.vocab_size, config.pad_vocab_to_multiple_of)
+    total_flops = count_training_flops(config, model_config, count_parameters(model_config))
+    setting = Setting(
+        device.type,
+        precision.value,
+        choose_dynamo_backend(config, device, total_flops).value == "inductor",
+        choose_residual(config, device, precision).on,
+        accelerator.num_processes,
+    )
+    usable = torch.tensor([measure_usable_bytes(config, accelerator)], dtype=torch.int64, device=device)
+    usable = accelerator.gather(usable).min().item()
+    plan = plan_memory(config, model_config, setting, usable)
+    if plan is not None:
+        savings = {
+            "activation checkpointing": plan.activation_checkpointing,
+            f"the loss in {plan.loss_chunks} chunks": plan.loss_chunks > 1,
+            "8-bit AdamW": plan.optim == EIGHT_BIT,
+        }
+        options = " and ".join(text for text, is_on in savings.items() if is_on)
+        reason = f"the fastest that fits has {options}" if options else "fits without recomputation"
+        return dataclasses.replace(plan, usable_bytes=usable, reason=reason)
+    plans = list_plans(config, model_config, setting)
+    if importlib.util.find_spec("bitsandbytes") is None:
+        plans = [plan for plan in plans if plan.optim != EIGHT_BIT or config.optim == EIGHT_BIT]
+    plan = min(plans, key=lambda plan: plan.total_bytes)
+    return dataclasses.replace(plan, usable_bytes=usable, reason="does not fit, but is tried")
+
+
+def measure_usable_bytes(config: TrainConfig, accelerator: Accelerator) -> int:
+    """Return the memory that this process may use: what is free, and what it holds already."""
+    device = accelerator.device
+    if device.type == "cuda":
+        usable = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+        if config.gpu_memory_limit_gb is not None:
+            usable = min(usable, int(config.gpu_memory_limit_gb * 1e9))
+        return usable + int(PROCESS_BYTES["cuda"])  # the context, which the estimate counts and this does not
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory()
+    return available_bytes() // count_local_processes(accelerator.num_processes)
 
 
 def list_plans(config: TrainConfig, model_config: PreTrainedConfig, setting: Setting) -> list[MemoryPlan]:
@@ -79,8 +153,8 @@ def list_plans(config: TrainConfig, model_config: PreTrainedConfig, setting: Set
     if config.loss_chunks != "auto":
         chunks = [config.loss_chunks]
     optims = [config.optim]
-    if config.optim == "auto":  # the 8-bit kernels are compiled for CUDA
-        optims = ["adamw_torch_fused"] + ["adamw_torch_8bit"] * (setting.device_type == "cuda")
+    if config.optim == "auto":  # a CPU can swap instead
+        optims = ["adamw_torch_fused"] + [EIGHT_BIT] * (setting.device_type == "cuda")
     return [
         MemoryPlan(*options, estimate_parts(config, model_config, setting, *options))
         for options in (
@@ -98,7 +172,7 @@ def step_cost(plan: MemoryPlan, config: TrainConfig, model_config: PreTrainedCon
 
     Forward is a third of a step's FLOPs. Checkpointing repeats it for the blocks, chunks repeat it for the logits.
     """
-    blocks, head = _block_matmuls(model_config) * model_config.num_hidden_layers, _head_parameters(model_config)
+    blocks, head = count_block_matrices(model_config) * model_config.num_hidden_layers, count_head(model_config)
     blocks += model_config.num_hidden_layers * model_config.hidden_size * config.block_size  # attention
     repeated = blocks * plan.activation_checkpointing + head * (plan.loss_chunks > 1)
     tokens = plan.micro_batch_size * config.block_size
@@ -123,7 +197,7 @@ def estimate_parts(
     width, num_layers = model_config.hidden_size, model_config.num_hidden_layers
     inner, vocab_size = model_config.n_inner or 4 * width, model_config.vocab_size
     num_parameters = count_parameters(model_config)
-    head = _head_parameters(model_config)
+    head = count_head(model_config)
     tokens = micro_batch_size * config.block_size
 
     # What autograd keeps of a block: LayerNorm's input twice, its two outputs, q, k, v and attention's output, and
@@ -131,14 +205,12 @@ def estimate_parts(
     block = width * (2 * residual + 6 * operand) + inner * operand * (2 if setting.compiled else 5)
     if choose_attention(config, torch.device(setting.device_type)).value == "eager":  # fp32 softmax, and its cast
         block += model_config.num_attention_heads * config.block_size * (4 if operand == 4 else 6)
-    block = tokens * block + (_block_matmuls(model_config) * 2 if operand == 2 else 0)
-    if activation_checkpointing:  # the input of every block, and everything of one
-        activations = num_layers * tokens * width * residual + block
-    else:
-        activations = num_layers * block
+    block = tokens * block + (count_block_matrices(model_config) * 2 if operand == 2 else 0)
+    inputs = num_layers * tokens * width * residual
+    activations = inputs + block if activation_checkpointing else num_layers * block
     activations += tokens * width * (residual + operand)  # of the final LayerNorm
 
-    # Compiled, the logits and their gradient. Otherwise the log-softmax, its gradient and the logits' gradient in fp32.
+    # Compiled: the logits and their gradient. Otherwise, in fp32: the log-softmax, its gradient, the logits' gradient.
     logits = tokens // loss_chunks * vocab_size * (2 * operand if setting.compiled else 12)
     kept = setting.num_processes > 1 or micro_batch_size < config.global_batch_size  # from earlier micro-batches
     kept_gradients = 4 * num_parameters if kept else 0
@@ -154,29 +226,18 @@ def estimate_parts(
     process = PROCESS_BYTES[setting.device_type]
     parts = {
         "weights": 4 * num_parameters,
-        "optimizer": OPTIMIZER_BYTES[optim] * num_parameters,
+        "optimizer": optimizer_bytes(model_config, optim),
         **{"gradients": 0, "activations": 0, "logits": 0} | largest,
         "process": process + (CPU_COMPILER_BYTES if setting.compiled and setting.device_type == "cpu" else 0),
     }
     return {name: int(value) for name, value in parts.items()}
 
 
-def count_parameters(model_config: PreTrainedConfig) -> int:
-    """Count the parameters of a GPT-2 model from its config alone; tied embeddings count once."""
-    width = model_config.hidden_size
-    inner = model_config.n_inner or 4 * width
-    embeddings = model_config.max_position_embeddings * width
-    embeddings += _head_parameters(model_config) * (1 if model_config.tie_word_embeddings else 2)
-    biases_and_norms = 9 * width + inner  # of a block: biases of 3, 1 and 1 times the width and inner; two LayerNorms
-    return embeddings + model_config.num_hidden_layers * (_block_matmuls(model_config) + biases_and_norms) + 2 * width
+def optimizer_bytes(model_config: PreTrainedConfig, optim: str) -> int:
+    """Return the bytes of AdamW's two moments: fp32, or 8 bits with an fp32 scale per 256 values for the blocks.
 
-
-def _block_matmuls(model_config: PreTrainedConfig) -> int:
-    """Return the parameters of a block's four matrices."""
-    width = model_config.hidden_size
-    return 4 * width * width + 2 * width * (model_config.n_inner or 4 * width)
-
-
-def _head_parameters(model_config: PreTrainedConfig) -> int:
-    """Return the parameters of the matrix that computes the logits."""
-    return model_config.vocab_size * model_config.hidden_size
+    With 8 bits, embeddings and tensors below 4,096 values, whose size does not matter, stay fp32.
+    """
+    num_parameters = count_parameters(model_config)
+    blocks = model_config.num_hidden_layers * count_block_matrices(model_config) if optim == EIGHT_BIT else 0
+    return 8 * (num_parameters - blocks) + int(2 * (1 + 4 / 256) * blocks)

@@ -3,7 +3,8 @@
 The global batch never changes; gradient accumulation makes up for a smaller micro-batch.
 """
 
-import math
+import json
+import os
 
 import torch
 from accelerate import Accelerator
@@ -11,12 +12,13 @@ from accelerate.utils.memory import should_reduce_batch_size
 from torch import nn
 
 from recipe.config import TrainConfig
+from recipe.environment import cache_dir
 from recipe.errors import ProcessError, UserError
-from recipe.hardware.memory import estimate_bytes
 
 # More tokens per forward pass should not increase throughput: 64 rows of 1,024 already saturate a GPU. A CPU's caches
 # fill earlier, and no out-of-memory error would end a search there.
 LARGEST_MICRO_BATCH_TOKENS = {"cpu": 4096, "accelerator": 65536}
+ANSWERS = "micro_batch.json"  # in the cache folder
 
 
 def micro_batch_candidates(config: TrainConfig, num_processes: int, device: torch.device) -> list[int]:
@@ -52,38 +54,33 @@ def micro_batch_candidates(config: TrainConfig, num_processes: int, device: torc
     return [size for size in divisors if size * config.block_size <= limit] or [1]
 
 
-def find_micro_batch(
-    accelerator: Accelerator, module: nn.Module, candidates: list[int], config: TrainConfig, row_bytes: int
-) -> int:
-    """Return the largest candidate whose forward, backward and optimizer state fit on all processes.
+def find_micro_batch(accelerator: Accelerator, module: nn.Module, candidates: list[int], config: TrainConfig) -> int:
+    """Return the first candidate whose forward, backward and optimizer state fit on all processes.
 
-    row_bytes: from `estimate_row_bytes`. A trial costs a compilation, so a size whose estimate exceeds the free memory
-    is skipped unless it is the smallest. A single candidate is returned untried, and so is the largest on a CPU, which
-    swaps instead of raising an error.
+    candidates: descending, from the planned size. A trial costs a compilation. A single candidate is returned untried,
+    and so is the first on a CPU, which swaps instead of raising an error.
     """
     if len(candidates) == 1 or accelerator.device.type == "cpu":
         return candidates[0]
     parameters = list(module.parameters())
-    num_parameters = sum(p.numel() for p in parameters)
-    usable = _usable_bytes(accelerator.device, config.gpu_memory_limit_gb)
     # AdamW allocates its two moments at the first step: reserve their memory during the trial.
-    moments = [torch.empty_like(p) for p in parameters for _ in range(2)]
+    is_8bit = config.optim == "adamw_bnb_8bit"
+    wide = {m.weight for m in module.modules() if isinstance(m, nn.Embedding)} if is_8bit else set(parameters)
+    moment_types = [(p, p.dtype if p in wide else torch.uint8) for p in parameters]
+    moments = [torch.empty_like(p, dtype=dtype) for p, dtype in moment_types for _ in range(2)]
     for size in candidates:
         fits = torch.ones((), device=accelerator.device)
         accumulates = size * accelerator.num_processes < config.global_batch_size
-        if size != candidates[-1] and estimate_bytes(num_parameters, size, row_bytes, accumulates) > usable:
+        try:
+            accumulated = [torch.empty_like(p) for p in parameters] if accumulates else []
+            rows = torch.zeros(size, config.block_size + 1, dtype=torch.int64, device=accelerator.device)
+            with accelerator.no_sync(module):
+                accelerator.backward(module(rows[:, :-1], rows[:, 1:]))
+            torch.accelerator.synchronize()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
             fits.zero_()
-        else:
-            try:
-                accumulated = [torch.empty_like(p) for p in parameters] if accumulates else []
-                rows = torch.zeros(size, config.block_size + 1, dtype=torch.int64, device=accelerator.device)
-                with accelerator.no_sync(module):
-                    accelerator.backward(module(rows[:, :-1], rows[:, 1:]))
-                torch.accelerator.synchronize()
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                fits.zero_()
         accumulated = []
         module.zero_grad(set_to_none=True)
         if accelerator.reduce(fits, reduction="sum").item() == accelerator.num_processes:
@@ -99,12 +96,29 @@ def find_micro_batch(
     )
 
 
-def _usable_bytes(device: torch.device, limit_gb: float | None) -> float:
-    """Return the device memory that this process may use: free memory and what it already holds."""
-    if device.type != "cuda":
-        return math.inf
-    usable = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    return usable if limit_gb is None else min(usable, limit_gb * 1e9)
+def recall_micro_batch(key: str) -> int | None:
+    """Return the size that fitted in an earlier run with the same key, or None."""
+    try:
+        size = json.loads((cache_dir() / ANSWERS).read_text())[key]
+        return size if isinstance(size, int) and size > 0 else None
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError):  # missing, unreadable, or not what was written
+        return None
+
+
+def remember_micro_batch(key: str, size: int) -> None:
+    """Store the size for `recall_micro_batch`. A read-only home folder only costs the next run its trials."""
+    try:
+        path = cache_dir() / ANSWERS
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            answers = dict(json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError):
+            answers = {}
+        partial = path.with_suffix(f".{os.getpid()}.partial")
+        partial.write_text(json.dumps(answers | {key: size}, indent=1) + "\n")
+        os.replace(partial, path)
+    except (OSError, RuntimeError):
+        return
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -126,7 +126,7 @@ def build_model(
     zero_padding(model, model_config.vocab_size)
     if bf16_residual:  # under autocast the blocks add bf16 to the residual stream, but fp32 + bf16 is fp32
         model.base_model.drop.register_forward_hook(lambda module, inputs, output: output.bfloat16())
-    if config.activation_checkpointing:
+    if config.activation_checkpointing == "true":
         # Transformers renamed the method after 5.17; the old name warns in 5.23 and disappears in 6.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})

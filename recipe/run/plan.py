@@ -15,6 +15,7 @@ from recipe.data.packed import PackedDataset
 from recipe.data.task_files import read_examples
 from recipe.errors import UserError
 from recipe.hardware.choices import Choice, choose_residual
+from recipe.hardware.memory import MemoryPlan, plan_device
 from recipe.hardware.micro_batch import micro_batch_candidates
 from recipe.hardware.processes import on_main_process
 from recipe.model.build import build_model_config
@@ -47,8 +48,12 @@ def plan_run(
     model_config: PreTrainedConfig,
     resume_dir: Path | None,
     output_dir: Path,
-) -> tuple[TrainConfig, dict, dict[str, tuple]]:
-    """Resolve the number of steps. Returns the config, the run's identity and {option: (old, new)} of a new schedule.
+    accelerator: Accelerator,
+    precision: Choice,
+) -> tuple[TrainConfig, dict, dict[str, tuple], MemoryPlan]:
+    """Resolve the number of steps and the optimizer, and plan the memory.
+
+    Returns the config, the run's identity, {option: (old, new)} of a new schedule, and the plan.
 
     Raises `UserError` if the checkpoint belongs to another run.
     """
@@ -57,10 +62,15 @@ def plan_run(
         config = keep_chosen_steps(config, resume_dir)
     elif config.eval_only and config.model_name_or_path is None:
         raise UserError(f"--eval_only: there is no checkpoint in {output_dir}; pass --model_name_or_path")
+    if resume_dir is not None and config.optim == "auto":  # an optimizer's state cannot change its type
+        config = dataclasses.replace(config, optim=read_state(resume_dir)["identity"]["optim"])
+    plan = plan_device(config, model_config, accelerator, precision)
+    config = dataclasses.replace(config, optim=plan.optim)
+    check_optimizer(config, accelerator.device)
     identity = run_identity(config, dataset.metadata, model_config)
     if resume_dir is not None:
         changes = check_identity(resume_dir, identity, config.change_schedule or config.eval_only, output_dir)
-    return config, identity, changes
+    return config, identity, changes, plan
 
 
 def resolve_max_steps(config: TrainConfig, num_train_rows: int) -> TrainConfig:
