@@ -14,12 +14,13 @@ from recipe.benchmark.measure import LAP, Setting, measure
 from recipe.benchmark.measured import read_measurements
 from recipe.config import STANDARD_LIBRARY, TrainConfig, save_config
 from recipe.errors import UserError
-from recipe.hardware.check_machine import usable_memory
 from recipe.hardware.choices import choose_mixed_precision, choose_residual
 from recipe.hardware.gpus import find_gpu
+from recipe.hardware.host_memory import available_bytes
+from recipe.hardware.memory import PROCESS_BYTES, list_plans, plan_memory
 from recipe.hardware.memory import Setting as MemorySetting
-from recipe.hardware.memory import count_parameters, plan_memory
-from recipe.model.size import count_flops_per_token
+from recipe.model.size import count_flops_per_token, count_parameters
+from recipe.optim.optimizers import check_optimizer
 
 # Of the rate of large matrix products: 0.5 for 30 M parameters, compiled (scripts/benchmarks/ladder_cpu.json), 0.2 for
 # the demo's 1 M, not compiled.
@@ -51,10 +52,11 @@ class Expectation:
 def usable_bytes(config: TrainConfig, device: torch.device, num_local_processes: int) -> int:
     """Return the memory that one process of the run may use on its device."""
     if device.type == "cuda":
-        return int(min(torch.cuda.mem_get_info(device)[0], (config.gpu_memory_limit_gb or float("inf")) * 1e9))
+        free = min(torch.cuda.mem_get_info(device)[0], (config.gpu_memory_limit_gb or float("inf")) * 1e9)
+        return int(free + PROCESS_BYTES["cuda"])  # the context, which the estimate counts and which exists by now
     if device.type == "mps":
         return torch.mps.recommended_max_memory()
-    return usable_memory()[1] // num_local_processes
+    return available_bytes() // num_local_processes
 
 
 def estimate_run(
@@ -62,23 +64,24 @@ def estimate_run(
     model_config: PreTrainedConfig,
     device: torch.device,
     compiled: bool,
-    num_processes: int = 1,
-    num_machines: int = 1,
+    num_processes: int,
+    num_machines: int,
 ) -> Expectation:
     """Estimate a run. model_config: with the padded vocabulary.
 
-    Raises `UserError` if the batch does not divide or the model does not fit.
+    Raises `UserError` if the batch does not divide, the model does not fit, or 8-bit AdamW is not installed.
     """
     precision = choose_mixed_precision(config, device)
     residual = choose_residual(config, device, precision)
     setting = MemorySetting(device.type, precision.value, compiled, residual.on, num_processes)
     usable = usable_bytes(config, device, num_processes // num_machines)
     plan = plan_memory(config, model_config, setting, usable)
-    if plan is None:
-        raise UserError(
-            f"the model does not fit into {usable / 1e9:.1f} GB (estimated); leave the batch and memory options at "
-            "auto, or use a smaller recipe"
-        )
+    if plan is None:  # nothing leaves the margin
+        plan = min(list_plans(config, model_config, setting), key=lambda plan: plan.total_bytes)
+    if plan.total_bytes > usable:
+        needed = f"the model needs {plan.total_bytes / 1e9:.1f} of {usable / 1e9:.1f} GB (estimated)"
+        raise UserError(f"{needed}; leave the batch and memory options at auto, or use a smaller recipe")
+    check_optimizer(plan.apply(config), device)
     gpu = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     if gpu is not None and precision.value != "no":
         cluster = Cluster(gpu, num_processes, num_machines)

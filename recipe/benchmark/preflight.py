@@ -27,9 +27,8 @@ from recipe.hardware.check import (
 )
 from recipe.hardware.choices import choose_dynamo_backend
 from recipe.hardware.launcher import wants_cpu
-from recipe.hardware.memory import count_parameters
 from recipe.model.build import build_model_config
-from recipe.model.size import count_flops_per_token, padded_vocab_size
+from recipe.model.size import count_parameters, count_training_flops, padded_vocab_size
 from recipe.run.plan import resolve_max_steps
 
 # What the launcher passes on and the choices of `auto` read.
@@ -57,9 +56,9 @@ class Preflight:
         findings["Accelerate"] = attempt(self.check_launch)
         findings["Data"] = attempt(self.check_data)
         findings["Model"] = attempt(self.check_model)
-        device = self.device()
+        device, model = self.device(), self.model_config
+        flops = count_training_flops(config, model, count_parameters(model)) if model else 0
         with ThreadPoolExecutor() as pool:  # these two wait for another process and for the network
-            flops = self.flops_per_token() * (self.num_steps or 0) * config.global_batch_size * config.block_size
             compiler = pool.submit(attempt, on_device.check_compiler, config, device, flops)
             hub = pool.submit(attempt, check_hub, config)
             arguments = torch.__version__, torch.version.cuda, find_nvidia_driver(), torch.accelerator.is_available()
@@ -69,14 +68,14 @@ class Preflight:
             if device.type == "cuda":
                 findings["TF32"] = attempt(on_device.check_tf32, config, torch.cuda.get_device_capability(device))
                 findings["cuDNN"] = attempt(on_device.check_cudnn)
-            if self.model_config is not None:
-                findings["Attention"] = attempt(on_device.check_attention, config, self.model_config, device)
+            if model is not None:
+                findings["Attention"] = attempt(on_device.check_attention, config, model, device)
             findings["Compiler"] = compiler.result()
             findings["Hub"] = hub.result()
         findings["Cores"] = attempt(on_machine.check_cpu, self.launch.num_processes // self.launch.num_machines)
         findings["Memory"] = attempt(on_machine.check_memory)
         self.check_disks()
-        if self.model_config is not None:
+        if model is not None:
             findings["Training"] = attempt(self.check_training, device, flops, measured)
         rate = self.expected and self.expected.tokens_per_second
         findings["Read rate"] = attempt(on_machine.check_read_rate, config, self.dataset, rate)
@@ -89,11 +88,6 @@ class Preflight:
         if wants_cpu(os.environ):
             return torch.device("cpu")
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-
-    def flops_per_token(self) -> int:
-        if self.model_config is None:
-            return 0
-        return count_flops_per_token(self.model_config, count_parameters(self.model_config), self.config.block_size)
 
     def check_launch(self) -> Finding:
         """Resolve the Accelerate config. From here on, this process has the launcher's settings."""

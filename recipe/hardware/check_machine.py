@@ -6,19 +6,22 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
-
-import psutil
 
 from recipe.config import TrainConfig
 from recipe.data.packed import PackedDataset
 from recipe.environment import count_cpus
 from recipe.hardware.check import Finding
+from recipe.hardware.host_memory import available_bytes
 
 CHECKPOINT_BYTES = 12  # per parameter: the weight and AdamW's two moments, in fp32
 MODEL_BYTES = 4  # per parameter, of the exported model
 TOKEN_BYTES = 2  # in a packed dataset
+# The time that a container may use per period, in control groups of version 2 (both numbers in one file) and 1.
+CPU_QUOTAS = (
+    ("/sys/fs/cgroup/cpu.max", None),
+    ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"),
+)
 TRIAL_BYTES, TRIAL_SECONDS = 64 * 2**20, 0.5  # a file to read where there is no dataset yet, and how long to read
 
 
@@ -36,44 +39,18 @@ def check_cpu(num_local_processes: int) -> Finding:
 
 
 def check_memory() -> Finding:
-    """Read how much memory the machine has for the run."""
-    total, available = usable_memory()
-    return Finding("ok", f"{available / 1e9:.1f} of {total / 1e9:.1f} GB available")
-
-
-def usable_memory() -> tuple[int, int]:
-    """Return the total and the available bytes of memory, within the limits of the process's control groups."""
-    memory = psutil.virtual_memory()
-    limits = read_control_groups("memory", "memory.max", "memory.limit_in_bytes")
-    total = min([memory.total, *(int(text) for text in limits if text != "max")])
-    return total, min(memory.available, total)
+    """Read how much memory the run can get."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE")
+    return Finding("ok", f"{available_bytes() / 1e9:.1f} of {total / 1e9:.1f} GB available")
 
 
 def cpu_quota() -> float | None:
-    """Return how many cores' time the control groups allow, or None without a limit."""
-    texts = [text.split() for text in read_control_groups("cpu", "cpu.max")]
-    return min((int(quota) / int(period) for quota, period in texts if quota != "max"), default=None)
-
-
-def read_control_groups(
-    controller: str,
-    *names: str,
-    root: Path = Path("/sys/fs/cgroup"),
-    membership: Path = Path("/proc/self/cgroup"),
-) -> Iterator[str]:
-    """Read a limit of the process's control group and of all groups above it (Linux, cgroups 1 and 2).
-
-    names: of the file, in version 2 and version 1.
-    """
-    for line in membership.read_text().splitlines() if membership.is_file() else []:
-        _, controllers, group = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
-            continue
-        top = root / controllers
-        folder = top / group.lstrip("/")
-        for path in (folder / name for folder in (folder, *folder.parents) for name in names):
-            if path.is_relative_to(top) and path.is_file():
-                yield path.read_text().strip()
+    """Return how many cores' time a container may use, or None without a limit."""
+    for quota, period in CPU_QUOTAS:
+        if Path(quota).is_file():
+            words = " ".join(Path(path).read_text() for path in (quota, period) if path).split()
+            return None if words[0] in ("max", "-1") else int(words[0]) / int(words[1])
+    return None
 
 
 def check_disk(folder: Path, needed_bytes: float, purpose: str, otherwise: str = "error") -> Finding:
