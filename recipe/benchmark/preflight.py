@@ -32,7 +32,12 @@ from recipe.model.size import count_parameters, count_training_flops, padded_voc
 from recipe.run.plan import resolve_max_steps
 
 # What the launcher passes on and the choices of `auto` read.
-LAUNCHER_CHOICES = ("ACCELERATE_USE_CPU", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND")
+LAUNCHER_CHOICES = (
+    "ACCELERATE_USE_CPU",
+    "ACCELERATE_MIXED_PRECISION",
+    "ACCELERATE_DYNAMO_BACKEND",
+    "CUDA_VISIBLE_DEVICES",
+)
 
 
 @dataclass
@@ -92,7 +97,8 @@ class Preflight:
     def check_launch(self) -> Finding:
         """Resolve the Accelerate config. From here on, this process has the launcher's settings."""
         self.launch = find_launch(self.config_file)
-        os.environ.update({name: self.launch.environment[name] for name in LAUNCHER_CHOICES})
+        environment = self.launch.environment
+        os.environ.update({name: environment[name] for name in LAUNCHER_CHOICES if name in environment})
         return check_launch(self.launch)
 
     def check_data(self) -> Finding:
@@ -127,7 +133,7 @@ class Preflight:
         config, check = self.config, on_machine.check_disk
         if not self.has_data:
             needed = on_machine.TOKEN_BYTES * config.max_steps * config.global_batch_size * config.block_size
-            arguments = Path(config.cache_dir), needed, "data of one epoch", "warning"
+            arguments = Path(config.cache_dir), needed, "dataset", "warning"
             self.findings["Data disk"] = attempt(check, *arguments)
         if self.model_config is not None:
             needed = on_machine.checkpoint_bytes(config, count_parameters(self.model_config))

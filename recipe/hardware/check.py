@@ -84,7 +84,7 @@ def check_optional_packages(config: "TrainConfig") -> Finding:
     problems = {name: (extra, problem) for extra, name, problem in _requirements() if extra not in ("", "test")}
     installed = [f"{name} {version(name)}" for name, (_, problem) in problems.items() if not problem]
     missing = [name for name, (_, problem) in problems.items() if problem.endswith("not installed")]
-    found = f"{', '.join(installed) or 'none'}; not installed: {', '.join(missing) or 'none'}"
+    found = "; not installed: ".join(", ".join(names) for names in (installed or ["none"], missing) if names)
     needed = config.report_to or []
     for name, (extra, problem) in problems.items():
         if problem and name in needed:

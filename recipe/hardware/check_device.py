@@ -72,7 +72,7 @@ def check_gpu_kernels(name: str, capability: tuple[int, int], architectures: lis
 def check_device(device: torch.device) -> Finding:
     """Name the device that trains, and run a kernel on it."""
     if device.type != "cuda":
-        return Finding("ok", f"none in use; the run trains on {device.type}")
+        return Finding("ok", f"not used; the run trains on {device.type}")
     check_kernels(device)
     properties = torch.cuda.get_device_properties(device)
     architectures = [] if torch.version.hip else torch.cuda.get_arch_list()

@@ -30,7 +30,7 @@ def check_cpu(num_local_processes: int) -> Finding:
     allowed, quota = count_cpus(), cpu_quota()
     requested = int(os.environ.get("OMP_NUM_THREADS", "1"))
     threads = requested if requested > 1 else max(1, allowed // num_local_processes)
-    found = f"{allowed} of {os.cpu_count()} cores, {threads} threads per process"
+    found = f"{allowed} of {os.cpu_count()} cores allowed; threads per process: {threads}"
     limit = min(allowed, quota or allowed)
     if threads * num_local_processes > limit:
         remedy = f"set OMP_NUM_THREADS={max(1, int(limit // num_local_processes))}; more threads than cores wait"
@@ -61,7 +61,9 @@ def check_disk(folder: Path, needed_bytes: float, purpose: str, otherwise: str =
     free = shutil.disk_usage(_existing(folder)).free
     found = f"{free / 1e9:.1f} GB free for {folder}; {purpose}: {needed_bytes / 1e9:.1f} GB"
     if needed_bytes > free:
-        return Finding(otherwise, found, "free space, choose another folder, or keep fewer with --save_total_limit")
+        return Finding(
+            otherwise, found, "free space, choose another folder, or keep fewer checkpoints with --save_total_limit"
+        )
     return Finding("ok", found)
 
 
@@ -89,7 +91,7 @@ def check_read_rate(config: TrainConfig, dataset: PackedDataset | None, tokens_p
     if tokens_per_second is None:
         return Finding("ok", found)
     needed = tokens_per_second / config.block_size
-    found += f"; the run reads {needed:,.3g}"
+    found += f"; the run needs {needed:,.3g}"
     if rows_per_second < needed:
         return Finding("warning", found, "pass --data_placement ram, or move the dataset to a local SSD")
     return Finding("ok", found)
