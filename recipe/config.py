@@ -88,7 +88,7 @@ class TrainConfig:
     activation_checkpointing: Literal["auto", "true", "false"] = _switch(
         "Recompute activations in backward: saves memory, costs time. auto: if the run fits best that way."
     )
-    loss_chunks: int | str = _field(
+    loss_chunks: int | str | None = _field(
         "auto", "Compute the loss in this many chunks: saves memory, costs time.", at_least=1, words=("auto",)
     )
     label_smoothing_factor: float = _field(0.0, "Label smoothing.", at_least=0, below=1)
@@ -221,6 +221,8 @@ class TrainConfig:
             with contextlib.suppress(ValueError, OverflowError):  # "auto", nan, inf
                 if isinstance(value, str) and float(value) == int(float(value)):
                     object.__setattr__(self, name, int(float(value)))
+        if self.loss_chunks is None:
+            object.__setattr__(self, "loss_chunks", "auto")
         if self.report_to == ["none"]:  # Hugging Face's spelling
             object.__setattr__(self, "report_to", None)
         if self.model_name_or_path and self.tokenizer_name is None:

@@ -207,7 +207,7 @@ def test_the_numbers_of_gpt2_124m():
     assert (config.learning_rate, config.lr_scheduler_type) == (6e-4, "cosine_with_min_lr")
     assert config.lr_scheduler_kwargs == {"min_lr_rate": 0.1}
     assert (config.adam_beta1, config.adam_beta2, config.weight_decay, config.max_grad_norm) == (0.9, 0.95, 0.1, 1.0)
-    assert (config.optim, config.attn_implementation) == ("adamw_torch_fused", "sdpa")
+    assert (config.optim, config.attn_implementation) == ("auto", "sdpa")  # the fused AdamW where it fits
     overrides = config.config_overrides
     assert (overrides["n_layer"], overrides["n_head"], overrides["n_embd"]) == (12, 12, 768)
     assert overrides["resid_pdrop"] == overrides["embd_pdrop"] == overrides["attn_pdrop"] == 0

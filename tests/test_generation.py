@@ -323,7 +323,7 @@ def sample_slowly(model, tokenizer, prompt: str, count: int, seed: int) -> str:
     return prompt + tokenizer.decode(ids[start:])
 
 
-@pytest.mark.parametrize("options", [{}, {"activation_checkpointing": True}])
+@pytest.mark.parametrize("options", [{}, {"activation_checkpointing": "true"}])
 def test_a_sample_during_training(training_model, options):
     """It is that of a plain loop that never takes a token of the padding, and a second one is the same."""
     model, tokenizer = training_model(**options)
@@ -347,7 +347,7 @@ def test_no_sample_has_a_token_of_the_padding(training_model):
     assert max(stream_ids) >= len(tokenizer)
 
 
-@pytest.mark.parametrize("options", [{}, {"activation_checkpointing": True}, {"bf16_residual": True}])
+@pytest.mark.parametrize("options", [{}, {"activation_checkpointing": "true"}, {"bf16_residual": True}])
 def test_a_sample_leaves_no_trace(training_model, options):
     """Random state, mode, configs and hooks are as before, also after an error, and so are the next gradients."""
     model, tokenizer = training_model(**options)

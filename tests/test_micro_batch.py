@@ -1,6 +1,7 @@
 """Micro-batches: sizes that divide the batch, and the search for one that fits."""
 
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,13 +9,14 @@ from accelerate import Accelerator
 from conftest import reset_accelerate
 from transformers import GPT2Config
 
+from recipe.checkpoint.load import RunState
 from recipe.command_line import load_config
 from recipe.errors import UserError
 from recipe.hardware import micro_batch
-from recipe.hardware.memory import estimate_bytes, estimate_row_bytes
-from recipe.hardware.micro_batch import micro_batch_candidates
-from recipe.model.build import build_model, build_model_config
-from recipe.model.loss import LanguageModelingLoss
+from recipe.hardware.choices import Choice
+from recipe.hardware.memory import MemoryPlan
+from recipe.hardware.micro_batch import micro_batch_candidates, recall_micro_batch, remember_micro_batch
+from recipe.run.accumulation import Accumulation
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -105,10 +107,11 @@ def search(monkeypatch):
     for name in ("synchronize", "empty_cache"):  # both fail on a machine without an accelerator
         monkeypatch.setattr(torch.accelerator, name, lambda: None)
 
-    def find(module, candidates, row_bytes=0):
+    def find(module, candidates):
         config = config_of("--block_size", "8", "--global_batch_size", "16")
-        return micro_batch.find_micro_batch(accelerator, module, candidates, config, row_bytes)
+        return micro_batch.find_micro_batch(accelerator, module, candidates, config)
 
+    find.accelerator = accelerator
     yield find
     reset_accelerate()
 
@@ -144,62 +147,62 @@ def test_a_cpu_and_a_fixed_size_are_not_searched(search):
     module = LimitedModule(4)
     assert search(module, [16]) == 16 and module.tried == []
     config = config_of("--block_size", "8", "--global_batch_size", "16")
-    assert micro_batch.find_micro_batch(Accelerator(cpu=True), module, [16, 8], config, 0) == 16 and module.tried == []
+    assert micro_batch.find_micro_batch(Accelerator(cpu=True), module, [16, 8], config) == 16 and module.tried == []
 
 
-def test_sizes_that_cannot_fit_are_not_tried(search, monkeypatch):
-    """20 bytes for each of 531 parameters and 1,000 for each row; the smallest size is always tried."""
-    module = LimitedModule(16)
-    assert sum(p.numel() for p in module.parameters()) == 531
-    monkeypatch.setattr(micro_batch, "_usable_bytes", lambda device, limit_gb: 531 * 20 + 8 * 1000)
-    assert search(module, [16, 8, 4], row_bytes=1000) == 8 and module.tried == [8]
-    assert search(module, [16, 8, 4], row_bytes=10**6) == 4 and module.tried == [8, 4]
+@pytest.fixture
+def answers(tmp_path, monkeypatch):
+    """The file of remembered sizes, in an empty cache folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "gpt2_recipe" / "micro_batch.json"
 
 
-def test_usable_memory_is_free_or_held_already_up_to_the_limit(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7_000, 10**10))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 1_000)
-    assert micro_batch._usable_bytes(CUDA, None) == 8_000
-    assert micro_batch._usable_bytes(CUDA, 1e-6) == 1_000
+def test_a_size_is_remembered_until_it_is_replaced(answers):
+    """Each key has its own size, and a process that was killed leaves no partial file behind."""
+    assert recall_micro_batch("a") is None
+    remember_micro_batch("a", 16)
+    remember_micro_batch("b", 4)
+    remember_micro_batch("a", 8)
+    assert (recall_micro_batch("a"), recall_micro_batch("b"), recall_micro_batch("c")) == (8, 4, None)
+    assert [path.name for path in answers.parent.iterdir()] == ["micro_batch.json"]
 
 
-GPT2_124M = GPT2Config(vocab_size=50304)
+@pytest.mark.parametrize("content", ["", "{", "[1]", "7", '{"a": "16"}', '{"a": -1}', "\xff"])
+def test_a_damaged_file_is_replaced(answers, content):
+    """What is not a size counts as unknown, and the next answer is stored all the same."""
+    answers.parent.mkdir()
+    answers.write_bytes(content.encode("latin-1"))
+    assert recall_micro_batch("a") is None
+    remember_micro_batch("a", 16)
+    assert recall_micro_batch("a") == 16
 
 
-@pytest.mark.parametrize(
-    ("argv", "precision", "bf16_residual", "per_token"),
-    [
-        ([], "bf16", False, 12 * 768 * 36 + 50304 * 4),
-        ([], "bf16", True, 12 * 768 * 32 + 50304 * 4),
-        ([], "no", False, 12 * 768 * 64 + 50304 * 8),
-        (["--loss_chunks", "8"], "fp16", False, 12 * 768 * 36 + 50304 // 2),
-        (["--activation_checkpointing"], "bf16", False, 768 * 36 + 12 * 768 * 4 + 50304 * 4),
-    ],
-)
-def test_the_estimate_of_activation_memory(argv, precision, bf16_residual, per_token):
-    """Bytes per token of GPT-2 124M, computed by hand."""
-    config = config_of("--block_size", "1024", *argv)
-    assert estimate_row_bytes(config, GPT2_124M, precision, bf16_residual) == 1024 * per_token
-    assert estimate_bytes(10**9, 2, 5, accumulates=True) - estimate_bytes(10**9, 2, 5, accumulates=False) == 4 * 10**9
+def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    remember_micro_batch("a", 16)
+    assert recall_micro_batch("a") is None
 
 
-@pytest.mark.parametrize("switches", [[], ["--bf16_residual", "true"]])
-def test_the_estimate_is_a_lower_bound(switches):
-    """Without compilation, autograd keeps at least as many bytes for backward."""
-    options = ["--config_overrides", "n_layer=4,n_head=2,n_embd=64", "--block_size", "64"]
-    config = config_of(*options, *switches)
-    model_config = build_model_config(config, 512, 0)
-    model = build_model(config, model_config, bf16_residual=config.bf16_residual == "true")
-    module, saved = LanguageModelingLoss(model, 512).train(), {}
-    weights = {p.data_ptr() for p in model.parameters()}
+def test_a_remembered_size_is_used_untried_until_memory_runs_out(search, answers, monkeypatch):
+    """A run starts with the size that an earlier one found for the same plan, or that it had to fall back to."""
+    monkeypatch.setattr(Accumulation, "start", lambda self, state: None)
+    monkeypatch.setattr(Accumulation, "close", lambda self: None)
+    config = config_of("--block_size", "8", "--global_batch_size", "16")
+    choices = {"precision": Choice("no", "a test")}
 
-    def pack(tensor):
-        if tensor.untyped_storage().data_ptr() not in weights:
-            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
+    def accumulate(module, planned=8):
+        module.model = SimpleNamespace(config=GPT2Config())
+        plan = MemoryPlan(planned, False, 1, "adamw_torch_fused", {})
+        return Accumulation(config, search.accelerator, module, None, choices, plan)
 
-    rows = torch.randint(512, (8, 65))
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
-        loss = module(rows[:, :-1], rows[:, 1:])
-    estimate = 8 * estimate_row_bytes(config, model.config, "bf16", config.bf16_residual == "true")
-    assert loss.isfinite() and estimate <= sum(saved.values())
+    first = LimitedModule(4)
+    assert accumulate(first).micro_batch_size == 4 and first.tried == [8, 4]  # not 16, which is beyond the plan
+    again = LimitedModule(4)
+    accumulation = accumulate(again)
+    assert accumulation.micro_batch_size == 4 and again.tried == []
+    accumulation.shrink(torch.OutOfMemoryError("CUDA out of memory"), RunState())
+    third = LimitedModule(4)
+    assert accumulate(third).micro_batch_size == 2 and third.tried == []
+    other = LimitedModule(4)  # less memory is free, so that the plan is another
+    assert accumulate(other, planned=2).micro_batch_size == 2 and other.tried == [2]

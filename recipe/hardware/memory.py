@@ -215,10 +215,11 @@ def estimate_parts(
     kept = setting.num_processes > 1 or micro_batch_size < config.global_batch_size  # from earlier micro-batches
     kept_gradients = 4 * num_parameters if kept else 0
     # A compiled backward returns all gradients at once, next to those of earlier micro-batches or DDP's buckets.
-    new_gradients = 4 * num_parameters if setting.compiled or not kept else 4 * head
+    new_gradients = 4 * num_parameters if setting.compiled or not kept else 0
+    head_copies = 4 * head + (2 * head if operand == 2 else 0)  # its gradient, and its weights as an operand
     temporary = 4 * num_parameters if optim == "adamw_torch" and setting.device_type == "cuda" else 4 * head
     moments = [
-        {"gradients": kept_gradients, "activations": activations, "logits": logits, "workspace": 4 * head},
+        {"gradients": kept_gradients, "activations": activations, "logits": logits, "workspace": head_copies},
         {"gradients": kept_gradients + new_gradients, "activations": block, "workspace": 4 * head},
         {"gradients": 4 * num_parameters, "workspace": 0 if optim == "adamw_torch_fused" else temporary},
     ]

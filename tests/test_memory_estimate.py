@@ -1,0 +1,241 @@
+"""The memory estimate: its parts, what it counts, and the options that it chooses."""
+
+import contextlib
+import dataclasses
+
+import pytest
+import torch
+from conftest import read_events
+from transformers import AutoModelForCausalLM, GPT2Config
+
+from recipe.command_line import load_config
+from recipe.errors import UserError
+from recipe.hardware import memory
+from recipe.hardware.memory import Setting, estimate_parts, plan_memory, step_cost
+from recipe.model.build import build_model, build_model_config
+from recipe.model.loss import LanguageModelingLoss
+from recipe.model.size import count_parameters
+
+GB = 10**9
+GPU = Setting("cuda", "bf16", compiled=True, bf16_residual=True)
+CPU = Setting("cpu", "no", compiled=False, bf16_residual=False)
+SIZES = ("124m", "355m", "774m", "1558m")
+FUSED = "adamw_torch_fused"
+
+
+def recipe_of(size, *argv):
+    """Return the config of a recipe and its model's config with the padded vocabulary."""
+    config = load_config(["--config", f"gpt2_{size}", "--dataset_dir", "d", *argv])[0]
+    return config, build_model_config(config, 50304, 0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"n_inner": 7},
+        {"tie_word_embeddings": False},
+        {"n_layer": 1, "n_embd": 24, "n_head": 2},
+        {"n_positions": 3},
+    ],
+)
+def test_parameters_are_counted_from_the_config(changes):
+    """The count equals that of the built model."""
+    model_config = GPT2Config(**{"vocab_size": 50304, **changes})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config)
+    assert count_parameters(model_config) == model.num_parameters()
+
+
+def test_the_parts_of_gpt2_124m():
+    """Computed by hand for 8 rows of 1,024 tokens, compiled, bf16 with a bf16 residual stream, fused AdamW."""
+    parts = estimate_parts(*recipe_of("124m"), GPU, 8, False, 1, FUSED)
+    num_parameters, tokens, head = 124_475_904, 8192, 50304 * 768
+    block = tokens * 768 * (2 * 2 + 6 * 2 + 4 * 2 * 2) + 2 * 12 * 768 * 768
+    assert parts["weights"] == 4 * num_parameters == 497_903_616
+    assert parts["optimizer"] == 8 * num_parameters
+    assert parts["gradients"] == 4 * num_parameters  # accumulated: 512 rows per step
+    assert parts["activations"] == 12 * block + tokens * 768 * (2 + 2)
+    assert parts["logits"] == tokens * 50304 * 2 * 2
+    assert parts["workspace"] == 4 * head + 2 * head  # the fp32 gradient of the embeddings, and their bf16 copy
+
+
+def test_a_compiled_backward_returns_all_gradients_beside_the_accumulated_ones():
+    """With few activations, the end of backward takes the most: two copies of the gradients, and one of the head's."""
+    config, model_config = recipe_of("1558m")
+    num_parameters = count_parameters(model_config)
+    accumulating = estimate_parts(config, model_config, GPU, 1, True, 8, FUSED)
+    assert accumulating["gradients"] == 8 * num_parameters and accumulating["logits"] == 0
+    alone = dataclasses.replace(config, global_batch_size=1)
+    assert estimate_parts(alone, model_config, GPU, 1, True, 8, FUSED)["gradients"] == 4 * num_parameters
+    two = dataclasses.replace(GPU, num_processes=2)  # DDP's buckets hold another copy
+    assert estimate_parts(alone, model_config, two, 1, True, 8, FUSED)["gradients"] == 8 * num_parameters
+    eager = estimate_parts(config, model_config, dataclasses.replace(GPU, compiled=False), 1, True, 8, FUSED)
+    assert eager["gradients"] == 4 * num_parameters
+
+
+def test_8_bit_moments_leave_embeddings_in_32():
+    config, model_config = recipe_of("124m")
+    blocks, num_parameters = 12 * 12 * 768 * 768, 124_475_904
+    parts = estimate_parts(config, model_config, GPU, 8, False, 1, "adamw_bnb_8bit")
+    assert parts["optimizer"] == 8 * (num_parameters - blocks) + blocks * 2 + blocks // 256 * 2 * 4
+
+
+@pytest.mark.parametrize(
+    ("precision", "attention", "bf16_residual", "checkpointing"),
+    [
+        ("bf16", "sdpa", False, False),
+        ("bf16", "sdpa", True, False),
+        ("bf16", "eager", False, False),
+        ("bf16", "sdpa", False, True),
+        ("no", "sdpa", False, False),
+        ("no", "eager", False, False),
+    ],
+)
+def test_the_activations_are_what_autograd_keeps(precision, attention, bf16_residual, checkpointing):
+    """Without compilation, counted through autograd's hooks, except the logits: within 3%."""
+    shape = ["--config_overrides", "n_layer=4,n_head=2,n_embd=128", "--block_size", "128"]
+    options = ["--dataset_dir", "d", "--attn_implementation", attention, "--global_batch_size", "8"]
+    config = load_config([*shape, *options, "--activation_checkpointing", str(checkpointing).lower()])[0]
+    model_config = build_model_config(config, 640, 0)
+    module = LanguageModelingLoss(build_model(config, model_config, attention, bf16_residual), 640).train()
+    saved, weights = {}, {p.data_ptr() for p in module.parameters()}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights and 640 not in tensor.shape:  # neither weights nor logits
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    rows = torch.randint(640, (8, 129))
+    autocast = torch.autocast("cpu", torch.bfloat16) if precision == "bf16" else contextlib.nullcontext()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), autocast:
+        module(rows[:, :-1], rows[:, 1:])
+    setting = Setting("cpu", precision, compiled=False, bf16_residual=bf16_residual)
+    parts = estimate_parts(config, model_config, setting, 8, checkpointing, 1, FUSED)
+    expected = parts["activations"]
+    if checkpointing:  # one block is computed again in backward, after the hooks counted
+        without = estimate_parts(config, model_config, setting, 8, False, 1, FUSED)["activations"]
+        expected -= (without - 8 * 128 * 128 * (4 + (2 if precision == "bf16" else 4))) // 4
+    assert sum(saved.values()) == pytest.approx(expected, rel=0.03)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_saves_memory_lowers_the_estimate(compiled):
+    """Fewer rows, checkpointing, chunks, a bf16 residual stream and 8 bits take less; processes and fp32 more."""
+    config, model_config = recipe_of("355m")
+
+    def total(rows=8, checkpointing=False, chunks=1, optim=FUSED, **changes):
+        setting = dataclasses.replace(GPU, compiled=compiled, bf16_residual=False, **changes)
+        return sum(estimate_parts(config, model_config, setting, rows, checkpointing, chunks, optim).values())
+
+    base = total()
+    assert total(4) < base and total(checkpointing=True) < base and total(chunks=8) < base
+    assert total(optim="adamw_bnb_8bit") < base < total(mixed_precision="no")
+    assert total(checkpointing=True, chunks=8) < min(total(checkpointing=True), total(chunks=8))
+    assert total(num_processes=8) >= base
+
+
+@pytest.mark.parametrize(
+    ("size", "memory_gb", "expected"),
+    [
+        ("124m", 8, True),
+        ("355m", 8, True),
+        ("355m", 12, True),
+        ("774m", 16, True),
+        ("774m", 25.4, True),
+        ("1558m", 25.4, True),
+        ("1558m", 40, True),
+        ("1558m", 16, False),
+        ("774m", 8, False),
+    ],
+)
+@pytest.mark.parametrize("num_processes", [1, 8])
+def test_the_recipes_fit_the_memory_classes(size, memory_gb, expected, num_processes):
+    """memory_gb: of a card, as the driver reports it; a "24 GB" card has 25.4e9 bytes. A share of 8% stays free."""
+    config, model_config = recipe_of(size)
+    setting = dataclasses.replace(GPU, num_processes=num_processes)
+    plan = plan_memory(config, model_config, setting, memory_gb * GB)
+    assert (plan is not None) == expected
+    if plan:
+        assert plan.total_bytes <= 0.92 * memory_gb * GB
+        assert config.global_batch_size % (plan.micro_batch_size * num_processes) == 0
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_more_memory_is_never_slower(size):
+    config, model_config = recipe_of(size)
+    plans = [plan_memory(config, model_config, GPU, gb * GB) for gb in (16, 25.4, 40, 80, 141)]
+    costs = [(plan.optim != FUSED, step_cost(plan, config, model_config)) for plan in plans if plan]
+    assert costs == sorted(costs, reverse=True) and len(costs) >= 4
+
+
+def test_enough_memory_leaves_the_defaults():
+    """The largest micro-batch, nothing computed twice, fused AdamW."""
+    config, model_config = recipe_of("124m")
+    plan = plan_memory(config, model_config, GPU, 80 * GB)
+    assert (plan.micro_batch_size, plan.activation_checkpointing, plan.loss_chunks) == (64, False, 1)
+    assert plan.optim == FUSED
+    on_cpu = plan_memory(config, model_config, CPU, 80 * GB)
+    assert (on_cpu.micro_batch_size, on_cpu.activation_checkpointing, on_cpu.loss_chunks) == (4, False, 1)
+    assert on_cpu.optim == FUSED
+
+
+@pytest.mark.parametrize(
+    ("argv", "name", "value"),
+    [
+        (["--per_device_train_batch_size", "2"], "micro_batch_size", 2),
+        (["--activation_checkpointing"], "activation_checkpointing", True),
+        (["--activation_checkpointing", "false"], "activation_checkpointing", False),
+        (["--loss_chunks", "3"], "loss_chunks", 3),
+        (["--optim", "adamw_torch"], "optim", "adamw_torch"),
+        (["--optim", "adamw_bnb_8bit"], "optim", "adamw_bnb_8bit"),
+        (["--no_loss_in_graph"], "loss_chunks", 1),
+    ],
+)
+@pytest.mark.parametrize("memory_gb", [16, 141])
+def test_options_that_are_not_auto_are_kept(argv, name, value, memory_gb):
+    plan = plan_memory(*recipe_of("355m", *argv), GPU, memory_gb * GB)
+    assert getattr(plan, name) == value
+
+
+def test_8_bit_is_the_last_resort():
+    """Whatever fp32 moments cost in speed, they are kept where they fit; a CPU, which can swap, always keeps them."""
+    config, model_config = recipe_of("774m")
+    assert plan_memory(config, model_config, GPU, 25.4 * GB).optim == FUSED
+    assert plan_memory(config, model_config, GPU, 16 * GB).optim == "adamw_bnb_8bit"
+    fixed = dataclasses.replace(config, optim=FUSED)
+    assert plan_memory(fixed, model_config, GPU, 16 * GB) is None
+    on_cpu = dataclasses.replace(CPU, mixed_precision="bf16")
+    assert plan_memory(config, model_config, on_cpu, 12 * GB) is None
+
+
+# ------------------------------------------------------------------ in a run
+
+
+def test_the_start_table_and_the_config_of_a_run(train, capsys):
+    """The table says what was chosen; the config keeps auto, except for the optimizer, whose state has a type."""
+    output_dir = train()
+    assert "fits without recomputation" in capsys.readouterr().out
+    config = (output_dir / "training_config.yaml").read_text()
+    assert "activation_checkpointing: auto" in config and "loss_chunks: auto" in config and f"optim: {FUSED}" in config
+
+
+def test_a_run_that_does_not_fit_is_tried_with_all_that_saves_memory(train, monkeypatch, capsys):
+    """An estimate refuses nothing, and the losses are the same."""
+    plain = [event["loss"] for event in read_events(train(), "train")]
+    monkeypatch.setattr(memory, "measure_usable_bytes", lambda *_: 10**6)
+    frugal = train("--overwrite")
+    assert "does not fit, but is tried" in capsys.readouterr().out
+    assert [event["loss"] for event in read_events(frugal, "train")] == pytest.approx(plain, abs=2e-5)
+    (start,) = read_events(frugal, "start")
+    assert start["per_device_train_batch_size"] == 1
+
+
+def test_a_resumed_run_keeps_its_optimizer(train):
+    """`auto` takes the checkpoint's, whatever it would choose now; another one is refused."""
+    output_dir = train("--optim", "adamw_torch", "--save_steps", "2", "--max_steps", "2")
+    train("--max_steps", "4", "--resume_from_checkpoint", "auto", "--change_schedule")
+    assert "optim: adamw_torch\n" in (output_dir / "training_config.yaml").read_text()
+    with pytest.raises(UserError, match="optim 'adamw_torch' -> 'adamw_torch_fused'"):
+        train("--optim", FUSED, "--resume_from_checkpoint", "auto", "--change_schedule")
