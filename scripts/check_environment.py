@@ -83,8 +83,8 @@ def describe(preflight: "Preflight") -> dict[str, Any]:
         "usable_memory_gb": round(expected.usable_bytes / 1e9, 2),
         "tokens_per_second": expected.tokens_per_second and round(expected.tokens_per_second),
         "seconds_to_first_step": expected.seconds_to_first_step,
-        "steps": preflight.num_steps,
-        "hours": (seconds := expected.seconds(config, preflight.num_steps)) and round(seconds / 3600, 2),
+        "steps": preflight.num_steps(),
+        "hours": (seconds := expected.seconds(config, preflight.num_steps())) and round(seconds / 3600, 2),
     }
 
 

@@ -51,17 +51,16 @@ class Preflight:
     launch: Launch = Launch(None, 1, 1, {})
     dataset: PackedDataset | None = None
     model_config: PreTrainedConfig | None = None  # with the padded vocabulary
-    num_steps: int | None = None
     expected: Expectation | None = None
 
     def run(self, measured: bool) -> None:
         """Run all checks. measured: train a few steps instead of estimating."""
-        config, findings = self.config, self.findings
-        findings["Optional"] = attempt(check_optional_packages, config)
+        findings = self.findings
+        findings["Optional"] = attempt(check_optional_packages, self.config)
         findings["Accelerate"] = attempt(self.check_launch)
         findings["Data"] = attempt(self.check_data)
         findings["Model"] = attempt(self.check_model)
-        device, model = self.device(), self.model_config
+        config, device, model = self.config, self.device(), self.model_config
         flops = count_training_flops(config, model, count_parameters(model)) if model else 0
         with ThreadPoolExecutor() as pool:  # these two wait for another process and for the network
             compiler = pool.submit(attempt, on_device.check_compiler, config, device, flops)
@@ -71,7 +70,7 @@ class Preflight:
             findings["GPU"] = attempt(on_device.check_device, device)
             findings["Precision"] = attempt(on_device.check_precision, config, device)
             if device.type == "cuda":
-                findings["TF32"] = attempt(on_device.check_tf32, config, torch.cuda.get_device_capability(device))
+                findings["TF32"] = attempt(on_device.check_tf32, config, device)
                 findings["cuDNN"] = attempt(on_device.check_cudnn)
             if model is not None:
                 findings["Attention"] = attempt(on_device.check_attention, config, model, device)
@@ -87,6 +86,10 @@ class Preflight:
 
     def can_run(self) -> bool:
         return all(finding.status != "error" for finding in self.findings.values())
+
+    def num_steps(self) -> int | None:
+        """Return the steps of the run, or None if they depend on text that is not prepared yet."""
+        return self.config.max_steps if self.config.num_train_epochs is None else None
 
     def device(self) -> torch.device:
         """Return the device that the run trains on."""
@@ -104,7 +107,6 @@ class Preflight:
     def check_data(self) -> Finding:
         """Open the dataset as the run does, or say which text the run prepares."""
         config = self.config
-        self.num_steps = config.max_steps if config.num_train_epochs is None else None
         if not self.has_data:
             remedy = "prepare a dataset with scripts/prepare_data.py and pass --dataset_dir DIR"
             return Finding("warning", "this recipe needs a dataset, and none is given", remedy)
@@ -115,7 +117,7 @@ class Preflight:
             return Finding("ok", f"{text}, prepared when the run starts")
         self.dataset = open_packed_dataset(Path(config.dataset_dir), config.block_size)
         num_rows = len(self.dataset.splits["train"])
-        self.num_steps = resolve_max_steps(config, num_rows).max_steps
+        self.config = resolve_max_steps(config, num_rows)
         return Finding("ok", f"{num_rows:,} rows of {config.block_size:,} tokens in {config.dataset_dir}")
 
     def check_model(self) -> Finding:

@@ -73,13 +73,14 @@ def check_device(device: torch.device) -> Finding:
     """Name the device that trains, and run a kernel on it."""
     if device.type != "cuda":
         return Finding("ok", f"not used; the run trains on {device.type}")
-    check_kernels(device)
     properties = torch.cuda.get_device_properties(device)
-    architectures = [] if torch.version.hip else torch.cuda.get_arch_list()
-    memory = f"{properties.name}, {properties.total_memory / 1e9:.0f} GB"
-    if torch.version.hip:
-        return Finding("warning", f"{memory}: ROCm builds have not been tried")
-    return check_gpu_kernels(memory, torch.cuda.get_device_capability(device), architectures)
+    name = f"{properties.name}, {properties.total_memory / 1e9:.0f} GB"
+    finding = Finding("warning", f"{name}: ROCm builds have not been tried")
+    if torch.version.hip is None:
+        finding = check_gpu_kernels(name, torch.cuda.get_device_capability(device), torch.cuda.get_arch_list())
+    if finding.status != "error":
+        check_kernels(device)
+    return finding
 
 
 def check_precision(config: TrainConfig, device: torch.device) -> Finding:
@@ -90,9 +91,9 @@ def check_precision(config: TrainConfig, device: torch.device) -> Finding:
     return Finding("ok", f"{choice.value}: {choice.reason}")
 
 
-def check_tf32(config: TrainConfig, capability: tuple[int, int]) -> Finding:
+def check_tf32(config: TrainConfig, device: torch.device) -> Finding:
     """Say whether the matrix products that stay in fp32 use TF32."""
-    if capability < (8, 0):
+    if torch.cuda.get_device_capability(device) < (8, 0):
         return Finding("ok", "this GPU has none")
     return Finding("ok", "used for fp32 matrix products" if config.tf32 else "turned off by --tf32 false")
 
