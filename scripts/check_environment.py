@@ -84,7 +84,7 @@ def describe(preflight: "Preflight") -> dict[str, Any]:
         "tokens_per_second": expected.tokens_per_second and round(expected.tokens_per_second),
         "seconds_to_first_step": expected.seconds_to_first_step,
         "steps": preflight.num_steps(),
-        "hours": (seconds := expected.seconds(config, preflight.num_steps())) and round(seconds / 3600, 2),
+        "seconds": (seconds := expected.seconds(config, preflight.num_steps())) and round(seconds, 1),
     }
 
 
@@ -107,7 +107,7 @@ def report(findings: dict[str, Finding], command: str | None, run: dict[str, Any
 
 def summary(run: dict[str, Any]) -> list[tuple[str, str]]:
     """Format the values of `describe`."""
-    source, hours = run["source"], run["hours"]
+    source = run["source"]
     rate = (
         f"{run['tokens_per_second']:,} tokens/s ({source})" if run["tokens_per_second"] else "unknown; use --measure"
     )
@@ -118,15 +118,10 @@ def summary(run: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     if run["seconds_to_first_step"]:
         lines.append(("first step", f"after {run['seconds_to_first_step']:.0f} s ({source})"))
-    if hours:
-        length = (
-            f"{hours / 24:,.1f} days"
-            if hours > 48
-            else f"{hours:.1f} hours"
-            if hours > 2
-            else f"{hours * 60:.0f} minutes"
-        )
-        lines.append(("time", f"{length} for {run['steps']:,} steps ({source})"))
+    if run["seconds"]:
+        units = ("days", 86400), ("hours", 3600), ("minutes", 60), ("seconds", 1)
+        unit, size = next((unit, size) for unit, size in units if run["seconds"] >= 2 * size or size == 1)
+        lines.append(("time", f"{run['seconds'] / size:,.1f} {unit} for {run['steps']:,} steps ({source})"))
     return lines
 
 

@@ -97,7 +97,7 @@ def test_json_has_what_the_text_has(capsys):
     findings = {"Python": Finding("ok", "3.12.1"), "GPU": Finding("error", "no " * 40 + "kernels", "fix it " * 20)}
     run = {"source": "measured", "micro_batch_size": 4, "gradient_accumulation_steps": 2, "memory_gb": 3.21}
     run |= {"usable_memory_gb": 8.0, "tokens_per_second": 123456, "seconds_to_first_step": 12.0}
-    run |= {"steps": 1000, "hours": 3.14}
+    run |= {"steps": 1000, "seconds": 3.14 * 3600}
     report(findings, "accelerate launch", run, False)
     text = capsys.readouterr().out
     report(findings, "accelerate launch", run, True)
@@ -303,11 +303,13 @@ def test_a_slow_disk(config, monkeypatch):
         ({"distributed_type": "XLA"}, "TPUs are not supported"),
         ({"mixed_precision": "fp8"}, "fp8 is not supported"),
         ({"typo": 1}, "typo"),
-        ({"distributed_type": "MULTI_GPU", "num_processes": 8}, "8 processes"),
+        ({"distributed_type": "MULTI_GPU", "num_processes": 8}, "this machine has 2 GPUs"),
     ],
 )
-def test_refused_launchers(changes, said, tmp_path):
-    """Each is an error with a remedy. No machine of this project has 8 GPUs."""
+def test_refused_launchers(changes, said, tmp_path, monkeypatch):
+    """Each is an error with a remedy."""
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     values = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "use_cpu": False, "machine_rank": 0}
     values |= {"num_machines": 1, "num_processes": 1, "mixed_precision": "no"} | changes
     (tmp_path / "mine.json").write_text(json.dumps(values))
