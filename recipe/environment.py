@@ -50,10 +50,22 @@ def describe_environment(device: torch.device) -> dict[str, str | int]:
             versions[package] = "not installed"
     versions["torch"] = torch.__version__  # includes the build, which the package's version may lack
     if device.type == "cuda":
-        driver = _find(r"(\d+\.\d+(?:\.\d+)?)", Path("/proc/driver/nvidia/version")) or "unknown"
+        driver = find_nvidia_driver() or "unknown"
         versions |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(), "driver": driver}
     system = f"{platform.system()} {platform.machine()}"
     return {**versions, "device": describe_device(device), "num_cpus": count_cpus(), "platform": system}
+
+
+def find_nvidia_driver() -> str | None:
+    """Return the version of the loaded NVIDIA driver, or None. WSL shows it only through nvidia-smi."""
+    if found := _find(r"(\d+\.\d+(?:\.\d+)?)", Path("/proc/driver/nvidia/version")):
+        return found
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
+    except (OSError, subprocess.SubprocessError):  # no driver, or a broken one
+        return None
+    return found.split()[0] if found.strip() else None
 
 
 def describe_machine(environment: dict[str, Any]) -> str:

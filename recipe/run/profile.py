@@ -14,6 +14,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from recipe.config import TrainConfig
+from recipe.hardware.devices import PLAIN_ATTENTION, find_attention_kernel
 from recipe.rules import PROFILED_STEPS
 
 TRACE_NAME = "trace.json.gz"
@@ -29,16 +30,6 @@ KINDS = {
     "elementwise": r"^aten::|cpp_fused|triton_|kernel|memcpy|memset",
 }
 IDLE = "idle"  # no kernel runs: the host works, launches or waits
-
-# The operators that sdpa chooses from; without one of them, attention is matmul, softmax, matmul.
-ATTENTION_KERNELS = {
-    "aten::_scaled_dot_product_cudnn_attention": "cuDNN",
-    "aten::_scaled_dot_product_flash_attention_for_cpu": "flash (CPU)",
-    "aten::_scaled_dot_product_flash_attention": "flash",
-    "aten::_scaled_dot_product_efficient_attention": "memory-efficient",
-    "aten::_scaled_dot_product_attention_math": "math",
-}
-PLAIN_ATTENTION = "matmuls"
 
 
 def kind_of(name: str) -> str | None:
@@ -105,8 +96,7 @@ def summarize(events: Any, seconds: float, device: torch.device) -> dict[str, An
             milliseconds[kind] += own_us / 1e3 / PROFILED_STEPS
     step_ms = seconds * 1e3 / PROFILED_STEPS
     milliseconds[IDLE] = max(0.0, step_ms - sum(milliseconds.values()))
-    names = {event.name for event in events}
-    kernel = next((label for name, label in ATTENTION_KERNELS.items() if name in names), PLAIN_ATTENTION)
+    kernel = find_attention_kernel({event.name for event in events})
     by_kind = {f"{kind}_ms": value for kind, value in milliseconds.items()}
     return {"step_ms": step_ms, "attention_kernel": kernel, **by_kind}
 
