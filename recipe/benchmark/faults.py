@@ -59,9 +59,9 @@ def save_stalls(lives: list[Life], save_steps: int, step_seconds: float) -> list
     stalls = []
     for life in lives:
         logged = {step: at for at, step in life.steps[UNSETTLED_STEPS:]}
-        for step in logged:
+        for step, at in logged.items():
             if step % save_steps == 0 and step + UNSETTLED_STEPS in logged:
-                stalls.append(logged[step + UNSETTLED_STEPS] - logged[step] - UNSETTLED_STEPS * step_seconds)
+                stalls.append(logged[step + UNSETTLED_STEPS] - at - UNSETTLED_STEPS * step_seconds)
     return stalls
 
 

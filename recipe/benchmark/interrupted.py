@@ -9,6 +9,7 @@ import re
 import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,19 +85,16 @@ class Ours(Program):
         return [*self.command, *to_arguments({"output_dir": output, "save_steps": save_steps})]
 
     def read(self, life: Life, lines: list[str], at: float) -> None:
-        """Read lines of metrics.jsonl. Those before the last start are from earlier processes."""
+        """Read new lines of metrics.jsonl."""
         for event in map(json.loads, lines):
-            if event["event"] == "start":
-                life.steps.clear()
-                life.losses.clear()
-            elif event["event"] == "train":
+            if event["event"] == "train":
                 life.steps.append((at, event["step"]))
                 life.losses[event["step"]] = str(event["loss"])
 
     def examples(self, lives: list[Life], output: Path, batch_size: int, steps_differing: int) -> str:
         """The run's own log names the steps; step s takes examples [(s-1)*G, s*G)."""
         events = map(json.loads, (output / METRICS_NAME).read_text().rpartition("\n")[0].splitlines())
-        return "%d, %d" % count_examples([event["step"] for event in events if event["event"] == "train"], batch_size)
+        return said(count_examples([event["step"] for event in events if event["event"] == "train"], batch_size))
 
 
 class NanoGPT(Program):
@@ -173,7 +171,11 @@ class RunClm(Program):
     def examples(self, lives: list[Life], output: Path, batch_size: int, steps_differing: int) -> str:
         """With the losses of an uninterrupted run it has seen the same examples; otherwise this is unknown."""
         steps = [step for kept in surviving_steps(lives) for step in kept]
-        return "unknown" if steps_differing else "%d, %d" % count_examples(steps, batch_size)
+        return "unknown" if steps_differing else said(count_examples(steps, batch_size))
+
+
+def said(counts: tuple[int, int]) -> str:
+    return f"{counts[0]:,}, {counts[1]:,}"
 
 
 class InterruptedRun:
@@ -203,9 +205,10 @@ class InterruptedRun:
 
     def start(self) -> None:
         """Start the program, or resume it from its newest checkpoint."""
-        self.steps_file = self.output / METRICS_NAME
-        self.inode = self.steps_file.stat().st_ino if self.steps_file.exists() else None
-        self.num_read = {}
+        self.metrics = self.output / METRICS_NAME
+        self.inode = self.metrics.stat().st_ino if self.metrics.exists() else None
+        self.earlier = Counter(self.metrics.read_text().splitlines() if self.inode else ())
+        self.num_read: dict[Path, int] = {}
         self.lives.append(Life(time.monotonic()))
         environment = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(self.threads), "ACCELERATE_USE_CPU": "true"}
         command = self.program.resume(self.output, self.save_steps)
@@ -219,9 +222,8 @@ class InterruptedRun:
             self.life.marks.setdefault("first_output", at)
         if any(re.search(self.program.loaded, line) for line in lines):
             self.life.marks.setdefault("loaded", at)
-        if isinstance(self.program, Ours):  # a resumed run replaces its metrics before it adds to them
-            exists = self.steps_file.exists() and self.steps_file.stat().st_ino != self.inode
-            lines = self._new_lines(self.steps_file) if exists else []
+        if isinstance(self.program, Ours):
+            lines = self._new_metrics()
         self.program.read(self.life, lines, at)
         if self.keep_step and not self.kept and self.step >= self.keep_step + UNSETTLED_STEPS:
             newest = self.program.checkpoints(self.output)[-1]
@@ -253,6 +255,18 @@ class InterruptedRun:
         self.life.ended_at = time.monotonic()
         end_program(self.process)
         self.poll()
+
+    def _new_metrics(self) -> list[str]:
+        """Return the lines that this process has added; it first replaces the file by the lines that it keeps."""
+        if not self.metrics.exists() or self.metrics.stat().st_ino == self.inode:
+            return []
+        added = []
+        for line in self._new_lines(self.metrics):
+            if self.earlier[line]:
+                self.earlier[line] -= 1
+            else:
+                added.append(line)
+        return added
 
     def _new_lines(self, path: Path) -> list[str]:
         """Return the complete lines that were added to a file."""

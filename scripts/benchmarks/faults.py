@@ -199,7 +199,7 @@ def between(lives: list[Life], start: float, end: float) -> list[Life]:
 
 
 def terminate(run: InterruptedRun) -> dict[str, Any]:
-    """Send SIGTERM and return the seconds until the process ended, and whether a valid checkpoint has its last step."""
+    """Send SIGTERM. Return the seconds until the process ended, and whether its last step was saved."""
     sent_at = time.monotonic()
     run.process.terminate()
     with suppress(subprocess.TimeoutExpired):
