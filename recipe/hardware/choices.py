@@ -102,8 +102,8 @@ def choose_dynamo_mode(config: TrainConfig) -> Choice:
 def uses_cuda_graphs(config: TrainConfig, device: torch.device) -> bool:
     """Return whether inductor records CUDA graphs, which are correct only with one micro-batch per step.
 
-    A graph writes its gradients to the same memory each time, so those of earlier micro-batches are lost, with an
-    error (pytorch#169545) or without one (pytorch#96693). Both are open with torch 2.13.
+    Every replay of a graph writes gradients to the same memory, so those of earlier micro-batches are lost, with an
+    error (pytorch#169545) or without one (pytorch#96693; both issues are open).
     """
     if device.type != "cuda" or choose_dynamo_mode(config).value not in CUDA_GRAPH_MODES:
         return False
