@@ -74,6 +74,8 @@ def describe(preflight: "Preflight") -> dict[str, Any]:
     expected, config = preflight.expected, preflight.config
     if expected is None:
         return {}
+    steps = preflight.num_steps()
+    steps, seconds = (steps and expected.length(config, steps)) or (steps, None)
     accumulation = config.global_batch_size // (expected.micro_batch_size * preflight.launch.num_processes)
     return {
         "source": expected.source,
@@ -83,8 +85,8 @@ def describe(preflight: "Preflight") -> dict[str, Any]:
         "usable_memory_gb": round(expected.usable_bytes / 1e9, 2),
         "tokens_per_second": expected.tokens_per_second and round(expected.tokens_per_second),
         "seconds_to_first_step": expected.seconds_to_first_step,
-        "steps": preflight.num_steps(),
-        "seconds": (seconds := expected.seconds(config, preflight.num_steps())) and round(seconds, 1),
+        "steps": steps,
+        "seconds": seconds and round(seconds, 1),
     }
 
 

@@ -351,9 +351,10 @@ def test_the_estimate_by_hand(config, model_config, monkeypatch):
     monkeypatch.setattr(expect, "count_flops_per_token", lambda *_: 1e6)
     found = estimate_run(config, model_config, CPU, False, 1, 1)
     assert found.tokens_per_second == expect.MATMUL_SHARE * 1e6
-    tokens = 100 * config.global_batch_size * config.block_size
-    assert found.seconds(config, 100) == tokens / found.tokens_per_second
-    assert found.seconds(config, 10**9) == config.max_minutes * 60
+    step_seconds = config.global_batch_size * config.block_size / found.tokens_per_second
+    assert found.length(config, 100) == (100, pytest.approx(100 * step_seconds))
+    limit = int(config.max_minutes * 60 / step_seconds)
+    assert found.length(config, 10**9) == (limit, pytest.approx(config.max_minutes * 60, abs=step_seconds))
 
 
 def test_a_model_that_does_not_fit(config, model_config, monkeypatch):

@@ -41,12 +41,14 @@ class Expectation:
     tokens_per_second: float | None
     seconds_to_first_step: float | None = None
 
-    def seconds(self, config: TrainConfig, num_steps: int | None) -> float | None:
-        """Return the time of `num_steps` steps, at most `max_minutes`, or None if it is unknown."""
-        if num_steps is None or not self.tokens_per_second:
+    def length(self, config: TrainConfig, num_steps: int) -> tuple[int, float] | None:
+        """Return the steps of the run and their seconds, within `max_minutes`, or None if the speed is unknown."""
+        if not self.tokens_per_second:
             return None
-        seconds = num_steps * config.global_batch_size * config.block_size / self.tokens_per_second
-        return min(seconds, (config.max_minutes or float("inf")) * 60)
+        step_seconds = config.global_batch_size * config.block_size / self.tokens_per_second
+        if config.max_minutes is not None:
+            num_steps = min(num_steps, max(1, int(config.max_minutes * 60 / step_seconds)))
+        return num_steps, num_steps * step_seconds
 
 
 def usable_bytes(config: TrainConfig, device: torch.device, num_local_processes: int) -> int:
