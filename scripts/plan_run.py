@@ -16,14 +16,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from recipe.benchmark.forecast import NODE_GPUS, Cluster, Forecast, forecast, load_run, scaling
+from recipe.benchmark.forecast import NO_DATASET, NODE_GPUS, Cluster, Forecast, forecast, load_run, names_data, scaling
 from recipe.benchmark.measured import read_measurements
 from recipe.benchmark.presets import plan_presets, presets_table
 from recipe.command_line import OPTIONS, CommandLine, underscored, unknown_option
 from recipe.errors import UserError, run_main
 from recipe.hardware.gpus import load_gpu
-from recipe.hardware.memory import count_parameters
-from recipe.rules import DATA_SOURCES
+from recipe.model.size import count_parameters
 
 RESULTS = Path(__file__).parent / "benchmarks"
 
@@ -56,7 +55,7 @@ def main() -> None:
     print("", command, "", sep="\n")
     print(*scaling_table("Strong scaling, the same global batch (estimated)", strong), "", sep="\n")
     share = config.global_batch_size // args.num_gpus
-    print(*scaling_table(f"Weak scaling, {share} rows per GPU, the same number of tokens (estimated)", weak), sep="\n")
+    print(*scaling_table(f"Weak scaling, {share} rows per GPU, the same tokens (estimated)", weak), sep="\n")
 
 
 def parse() -> tuple[argparse.Namespace, list[str]]:
@@ -104,7 +103,7 @@ def describe(run: Forecast, cluster: Cluster, price_per_hour: float | None) -> l
         options.append(f"loss in {plan.loss_chunks} chunks")
     lines = [
         ("tokens per step", f"{run.tokens_per_step:,} in {run.num_rows:,} rows", "exact"),
-        ("tokens", f"{run.num_steps * run.tokens_per_step / 1e9:,.2f} B in {run.num_steps:,} steps", "exact"),
+        ("tokens", f"{run.num_steps * run.tokens_per_step:,} in {run.num_steps:,} steps", "exact"),
         ("micro-batch", f"{plan.micro_batch_size} rows, {run.num_micro_batches} per step and GPU", "estimated"),
         ("options", ", ".join(options), "estimated"),
         ("memory per GPU", f"{plan.total_bytes / 1e9:.1f} of {cluster.gpu.memory_bytes / 1e9:.1f} GB", "estimated"),
@@ -119,14 +118,14 @@ def describe(run: Forecast, cluster: Cluster, price_per_hour: float | None) -> l
     source = "measured" if run.is_measured else "estimated"
     time = f"{run.days:,.1f} days" if run.days >= 2 else f"{24 * run.days:,.1f} hours"
     lines += [
-        ("step", f"{run.step_seconds:,.2f} s", source),
+        ("step", f"{1e3 * run.step_seconds:,.0f} ms", source),
         ("tokens/s", f"{run.tokens_per_second:,.0f} ({run.mfu:.0%} MFU)", source),
         ("time", f"{time} without evaluation and checkpoints", source),
-        ("GPU-hours", f"{run.gpu_hours:,.0f}", source),
+        ("GPU-hours", f"{run.gpu_hours:,.1f}", source),
     ]
     if price_per_hour:
         lines.append(("cost", f"${run.gpu_hours * price_per_hour:,.0f} at ${price_per_hour:.2f} per GPU-hour", source))
-    energy = f"{run.energy_kwh:,.0f} kWh at {cluster.gpu.watts:,.0f} W per GPU, without hosts"
+    energy = f"{run.energy_kwh:,.1f} kWh at {cluster.gpu.watts:,.0f} W per GPU, without hosts"
     lines.append(("energy", energy, "estimated"))
     if run.measurement:
         lines.append(
@@ -145,15 +144,13 @@ def launch_command(recipe: str, options: list[str], cluster: Cluster) -> str:
         parts.append(f"--num_machines {cluster.num_nodes} --machine_rank RANK --main_process_ip HOST")
     if not cluster.gpu.bf16:
         parts.append("--mixed_precision fp16")
-    typed = [recipe, *options]
-    if not any(text.startswith(f"--{source}") for source in DATA_SOURCES for text in options):
-        typed.append("--dataset_dir=DIR")
+    typed = [recipe, *options] + ([] if names_data(recipe, options) else ["--dataset_dir", NO_DATASET])
     return " \\\n    ".join([*parts, f"recipe/train.py --config {shlex.join(typed)}"])
 
 
 def scaling_table(title: str, runs: dict[int, Forecast | str]) -> list[str]:
     """Return the lines of a table. Efficiency: tokens/s per GPU, relative to the first line."""
-    lines = [title, "  GPUs nodes     rows  micro-batch   tokens/s  efficiency   MFU    hours      kWh"]
+    lines = [title, "  GPUs nodes     rows  micro-batch   tokens/s efficiency   MFU    hours      kWh"]
     planned = [run for run in runs.values() if isinstance(run, Forecast)]
     for num_gpus, run in runs.items():
         if isinstance(run, str):
@@ -163,7 +160,7 @@ def scaling_table(title: str, runs: dict[int, Forecast | str]) -> list[str]:
         micro_batch = f"{run.plan.micro_batch_size} x {run.num_micro_batches}"
         lines.append(
             f"{num_gpus:6}{run.num_nodes:6}{run.num_rows:9,}{micro_batch:>13}{run.tokens_per_second:11,.0f}"
-            f"{efficiency:12.0%}{run.mfu:6.0%}{24 * run.days:9,.1f}{run.energy_kwh:9,.0f}"
+            f"{efficiency:11.0%}{run.mfu:6.0%}{24 * run.days:9,.1f}{run.energy_kwh:9,.0f}"
         )
     return lines
 

@@ -176,6 +176,7 @@ def test_every_rung_has_a_claim():
 def test_the_top_of_the_ladder_is_the_recipe():
     """Its options are the defaults of recipe/train.py or what their `auto` chooses on the machine."""
     resolved = {"mixed_precision": "bf16", "dynamo_backend": "inductor", "attn_implementation": "sdpa"}
+    resolved["optim"] = "adamw_torch_fused"
     for machine in (CPU, H200):
         resolved |= dict.fromkeys(("bf16_residual", "sigmoid_gelu", "index_mask"), machine is H200)
         rungs = build_rungs(machine)

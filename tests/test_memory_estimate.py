@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from recipe.command_line import load_config
 from recipe.errors import UserError
 from recipe.hardware import memory
+from recipe.hardware.choices import Choice
 from recipe.hardware.memory import Setting, estimate_parts, plan_memory, step_cost
 from recipe.model.build import build_model, build_model_config
 from recipe.model.loss import LanguageModelingLoss
@@ -56,7 +58,7 @@ def test_the_parts_of_gpt2_124m():
     assert parts["optimizer"] == 8 * num_parameters
     assert parts["gradients"] == 4 * num_parameters  # accumulated: 512 rows per step
     assert parts["activations"] == 12 * block + tokens * 768 * (2 + 2)
-    assert parts["logits"] == tokens * 50304 * 2 * 2
+    assert parts["logits"] == tokens * 50304 * 2
     assert parts["workspace"] == 4 * head + 2 * head  # the fp32 gradient of the embeddings, and their bf16 copy
 
 
@@ -219,6 +221,20 @@ def test_the_start_table_and_the_config_of_a_run(train, capsys):
     assert "fits without recomputation" in capsys.readouterr().out
     config = (output_dir / "training_config.yaml").read_text()
     assert "activation_checkpointing: auto" in config and "loss_chunks: auto" in config and f"optim: {FUSED}" in config
+
+
+def test_8_bit_that_is_needed_but_not_installed_names_its_extra(monkeypatch):
+    """The plan of a device on which nothing else fits ends the run in one sentence."""
+    config, _ = recipe_of("774m", "--mixed_precision", "bf16")
+    monkeypatch.setattr(memory, "measure_usable_bytes", lambda *_: 16 * GB)
+    monkeypatch.setattr(memory.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(memory, "choose_dynamo_backend", lambda *_: Choice("inductor", "a test"))
+    one_process = {"num_processes": 1, "gather": lambda tensor: tensor}
+    accelerator = SimpleNamespace(device=SimpleNamespace(type="cuda"), **one_process)
+    monkeypatch.setattr(memory.torch, "tensor", lambda values, **_: torch.ones(1, dtype=torch.int64) * values[0])
+    model_config = build_model_config(config, 50257, 0)
+    with pytest.raises(UserError, match=r"only 8-bit AdamW fits into the 16.0 GB .*\[adamw_8bit\]"):
+        memory.plan_device(config, model_config, accelerator, Choice("bf16", "a test"))
 
 
 def test_a_run_that_does_not_fit_is_tried_with_all_that_saves_memory(train, monkeypatch, capsys):

@@ -1,14 +1,14 @@
 """Forecast a run on GPUs that need not be there: memory, communication, throughput, time, energy and cost.
 
-The rates come from a measurement of the same model on the same GPU if a result file has one, else from the roofline
-below: matrix products at a share of the peak, then everything else at a share of the memory bandwidth. On published
-runs it gives 49% MFU for 124M on an A100 (build-nanogpt: 51%) and 49% for 1558M on an H100 (llm.c: 49%).
+Throughput is measured if a result file has this model on this GPU. Otherwise it is estimated: matrix products at a
+share of the peak, then everything else at a share of the memory bandwidth. On an H100 this gives 455,000 tokens/s for
+124M and 44,000 for 1558M. Published, for each of eight: 463,000 with llm.c's PyTorch trainer (10 B tokens in 45
+minutes, modded-nanogpt's README) and 48,500 with llm.c (32,000 steps of 1,048,576 tokens in 24 hours, discussion 677).
 """
 
-import dataclasses
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,15 +16,16 @@ from transformers import PreTrainedConfig
 
 from recipe.benchmark.ladder import GPT2_VOCAB_SIZE
 from recipe.benchmark.measured import Measurement, find_measurement
-from recipe.command_line import load_config
+from recipe.command_line import load_config, load_yaml
 from recipe.config import TrainConfig
 from recipe.data.packed import open_packed_dataset
 from recipe.errors import UserError
 from recipe.hardware.choices import Choice, choose_residual
 from recipe.hardware.gpus import Gpu
-from recipe.hardware.memory import MemoryPlan, Setting, count_parameters, plan_memory
+from recipe.hardware.memory import MemoryPlan, Setting, plan_memory
 from recipe.model.build import build_model_config
-from recipe.model.size import count_flops_per_token, padded_vocab_size
+from recipe.model.size import count_flops_per_token, count_head, count_parameters, padded_vocab_size
+from recipe.rules import DATA_SOURCES
 from recipe.run.plan import resolve_max_steps
 
 # Shares of the data sheet's rates. Large matrix products reach 0.6 to 0.8 of the peak, GPT-2's smaller ones less. A
@@ -38,8 +39,8 @@ PASSES, RECOMPUTED_PASSES, EAGER_TIMES = 5, 2, 5
 MICRO_BATCH_BYTES = 20  # per parameter: read the fp32 weight and write it as bf16, write a gradient and accumulate it
 STEP_BYTES = 40  # per parameter: AdamW reads four fp32 tensors and writes three; clipping takes three more passes
 BACKWARD_SHARE = 2 / 3  # of a micro-batch's time
-GRADIENT_BYTES = 4  # gradients are fp32
 NODE_GPUS = 8
+NO_DATASET = "DIR"  # stands for a packed dataset that is not there
 
 
 @dataclass(frozen=True)
@@ -93,13 +94,11 @@ class Forecast:
 def load_run(recipe: str, options: list[str]) -> tuple[TrainConfig, PreTrainedConfig]:
     """Return the run's config and its model's, with the padded vocabulary. A recipe needs no data to be planned."""
     arguments = ["--config", recipe, *options]
-    try:
-        config = load_config(arguments)[0]
-    except UserError:  # the recipe names no data; another mistake is reported by the second attempt
-        placeholder = ["--train_file", "text.txt", "--tokenizer_vocab_size", str(GPT2_VOCAB_SIZE)]
-        config = load_config([*arguments, *placeholder])[0]
+    if not names_data(recipe, options):
+        arguments += ["--dataset_dir", NO_DATASET]
+    config = load_config(arguments)[0]
     vocab_size = config.tokenizer_vocab_size or GPT2_VOCAB_SIZE
-    if config.dataset_dir:
+    if config.dataset_dir not in (None, NO_DATASET):
         dataset = open_packed_dataset(Path(config.dataset_dir), config.block_size)
         vocab_size, config = dataset.vocab_size, resolve_max_steps(config, len(dataset.splits["train"]))
     elif config.num_train_epochs is not None:
@@ -109,11 +108,17 @@ def load_run(recipe: str, options: list[str]) -> tuple[TrainConfig, PreTrainedCo
     return config, model_config
 
 
+def names_data(recipe: str, options: list[str]) -> bool:
+    """Return whether the recipe or the options say what to train on."""
+    names = {text[2:].partition("=")[0] for text in options if text.startswith("--")} | set(load_yaml(recipe))
+    return bool(names & set(DATA_SOURCES))
+
+
 def forecast(
     config: TrainConfig,
     model_config: PreTrainedConfig,
     cluster: Cluster,
-    measurements: Iterable[Measurement] = (),
+    measurements: Sequence[Measurement] = (),
 ) -> Forecast:
     """Forecast the training steps of a run, without evaluation (about 2%) and checkpoints.
 
@@ -123,11 +128,11 @@ def forecast(
     setting = resolve_setting(config, gpu, num_gpus)
     usable = min(gpu.memory_bytes, (config.gpu_memory_limit_gb or math.inf) * 1e9)
     plan = plan_memory(config, model_config, setting, usable)
-    if plan is None:
-        raise UserError(
-            f"the model does not fit into {usable / 1e9:.1f} GB ({gpu.name}); leave the batch and memory options at "
-            "auto, or use a GPU with more memory or a smaller recipe"
-        )
+    if plan is None:  # a compiled backward returns all gradients at once, next to those of earlier micro-batches
+        remedy = "use a GPU with more memory or a smaller recipe, and leave the batch and memory options at auto"
+        if setting.compiled and plan_memory(config, model_config, replace(setting, compiled=False), usable):
+            remedy = "it fits with --dynamo_backend no, which is slower"
+        raise UserError(f"the model does not fit into {usable / 1e9:.1f} GB ({gpu.name}); {remedy}")
     num_micro_batches = config.global_batch_size // (num_gpus * plan.micro_batch_size)
     tokens_per_step = config.global_batch_size * config.block_size
     num_parameters = count_parameters(model_config)
@@ -140,7 +145,7 @@ def forecast(
         )
     else:
         compute_seconds = tokens_per_step / num_gpus / measurement.tokens_per_second
-    num_bytes = ring_bytes(num_parameters * GRADIENT_BYTES, num_gpus)
+    num_bytes = ring_bytes(num_parameters * (2 if config.ddp_comm_hook == "bf16" else 4), num_gpus)
     allreduce_seconds = num_bytes / cluster.ring_bytes_per_second
     # A compiled backward returns all gradients at its end, so nothing hides their all-reduce.
     hidden = 0 if setting.compiled else BACKWARD_SHARE * compute_seconds / num_micro_batches
@@ -191,31 +196,35 @@ def estimate_compute_seconds(
     gpu: Gpu,
     num_micro_batches: int,
 ) -> float:
-    """Estimate the seconds of an optimizer step on one GPU, without communication.
-
-    Activation checkpointing repeats the blocks' forward pass, and loss chunks repeat that of the output matrix.
-    """
+    """Estimate the seconds of an optimizer step on one GPU, without communication."""
     num_parameters, width = count_parameters(model_config), model_config.hidden_size
-    flops = count_flops_per_token(model_config, num_parameters, block_size)
-    head_flops = 6 * width * model_config.vocab_size
     residual, operand = (2 if setting.bf16_residual else 4), 2
     inner = model_config.n_inner or 4 * width
     # Per layer: LayerNorm's input twice, its two outputs, q, k and v, attention's output, the MLP around its GELU.
     block_bytes = model_config.num_hidden_layers * (width * (2 * residual + 6 * operand) + 2 * inner * operand)
     logit_bytes = operand * model_config.vocab_size
     traffic = PASSES * (block_bytes + logit_bytes)
-    if plan.activation_checkpointing:
-        flops += (flops - head_flops) / 3
-        traffic += RECOMPUTED_PASSES * block_bytes
-    if plan.loss_chunks > 1:
-        flops += head_flops / 3
-        traffic += RECOMPUTED_PASSES * logit_bytes
+    traffic += RECOMPUTED_PASSES * (plan.activation_checkpointing * block_bytes + (plan.loss_chunks > 1) * logit_bytes)
     traffic *= 1 if setting.compiled else EAGER_TIMES
     num_tokens = plan.micro_batch_size * num_micro_batches * block_size
     weights = num_parameters * (MICRO_BATCH_BYTES * num_micro_batches + STEP_BYTES)
     share = THROTTLED_MATMUL_SHARE if gpu.watts <= THROTTLED_WATTS else MATMUL_SHARE
-    matmul_seconds = num_tokens * flops / (share * gpu.flops_per_second)
+    flops = num_tokens * count_executed_flops(model_config, block_size, plan)
+    matmul_seconds = flops / (share * gpu.flops_per_second)
     return matmul_seconds + (num_tokens * traffic + weights) / (BANDWIDTH_SHARE * gpu.memory_bytes_per_second)
+
+
+def count_executed_flops(model_config: PreTrainedConfig, block_size: int, plan: MemoryPlan) -> float:
+    """Return the FLOPs per trained token with those of recomputation, which MFU does not count.
+
+    Activation checkpointing repeats the blocks' forward pass, without the MLP's second matrix, whose output backward
+    does not need. Loss chunks repeat the forward pass of the output matrix.
+    """
+    flops = count_flops_per_token(model_config, count_parameters(model_config), block_size)
+    width, inner = model_config.hidden_size, model_config.n_inner or 4 * model_config.hidden_size
+    head = 6 * count_head(model_config)
+    blocks_again = (flops - head) / 3 - 2 * model_config.num_hidden_layers * width * inner
+    return flops + plan.activation_checkpointing * blocks_again + (plan.loss_chunks > 1) * head / 3
 
 
 def ring_bytes(num_bytes: float, num_gpus: int) -> float:
@@ -228,7 +237,7 @@ def scaling(
     model_config: PreTrainedConfig,
     cluster: Cluster,
     weak: bool,
-    measurements: Iterable[Measurement] = (),
+    measurements: Sequence[Measurement] = (),
 ) -> dict[int, Forecast | str]:
     """Forecast 1 to 64 GPUs, in nodes as large as the cluster's. Returns the forecast of each, or why there is none.
 
@@ -237,11 +246,11 @@ def scaling(
     per_node = cluster.num_gpus // cluster.num_nodes if cluster.num_nodes > 1 else max(NODE_GPUS, cluster.num_gpus)
     share, runs = config.global_batch_size // cluster.num_gpus, {}
     for num_gpus in (1, 2, 4, 8, 16, 32, 64):
-        size = dataclasses.replace(cluster, num_gpus=num_gpus, num_nodes=-(-num_gpus // per_node))
+        size = replace(cluster, num_gpus=num_gpus, num_nodes=-(-num_gpus // per_node))
         run = config
         if weak:
             num_steps = max(1, round(config.max_steps * cluster.num_gpus / num_gpus))
-            run = dataclasses.replace(config, global_batch_size=share * num_gpus, max_steps=num_steps)
+            run = replace(config, global_batch_size=share * num_gpus, max_steps=num_steps)
         try:
             runs[num_gpus] = forecast(run, model_config, size, measurements)
         except UserError as error:  # the batch does not divide, or does not fit

@@ -2,11 +2,12 @@
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from recipe.errors import UserError, one_line
 from recipe.hardware.gpus import Gpu, find_gpu
 
 # How recipe/benchmark/ladder.py describes a setting.
@@ -27,10 +28,16 @@ class Measurement:
 
 
 def read_measurements(folder: Path) -> list[Measurement]:
-    """Read the result files of run_ladder.py (its top rung) and first_gpu.py (its stage `ours`) below a folder."""
+    """Read the result files of run_ladder.py (its top rung) and first_gpu.py (its stage `ours`) below a folder.
+
+    Raises `UserError` for a file that is not JSON.
+    """
     found = []
     for path in sorted(folder.rglob("*.json")):
-        content = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise UserError(f"{path} is not valid JSON: {one_line(error)}; delete or repair it") from error
         if not isinstance(content, dict) or not isinstance(content.get("environment"), dict):
             continue
         gpu = find_gpu(str(content["environment"].get("device")))
@@ -54,13 +61,17 @@ def _default_run(content: dict[str, Any]) -> tuple[dict[str, Any], str]:
 
 
 def find_measurement(
-    measurements: Iterable[Measurement], gpu: Gpu, num_parameters: int, block_size: int
+    measurements: Sequence[Measurement], gpu: Gpu, num_parameters: int, block_size: int
 ) -> Measurement | None:
-    """Return the fastest measurement of a model on a GPU. Models are told apart by their size."""
+    """Return the fastest measurement of a model on a GPU. Models are told apart by their size.
+
+    num_parameters: with the padded vocabulary; result files do not count the padding and round to 0.1 M.
+    """
+    millions = num_parameters / 1e6
     same = [
         found
         for found in measurements
         if (found.gpu, found.block_size) == (gpu.name, block_size)
-        and abs(found.millions_of_parameters * 1e6 / num_parameters - 1) < 0.005  # num_parameters may be padded
+        and abs(found.millions_of_parameters - millions) < 0.05 + 0.005 * millions
     ]
     return max(same, key=lambda found: found.tokens_per_second, default=None)

@@ -1,20 +1,22 @@
 """What `auto` chooses for every recipe size on every class of memory, by estimate or by measurement."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 from recipe.benchmark.forecast import load_run, resolve_setting
 from recipe.benchmark.measured import Measurement, find_measurement
 from recipe.hardware.gpus import load_gpu
-from recipe.hardware.memory import MemoryPlan, Setting, count_parameters, plan_memory
+from recipe.hardware.memory import EIGHT_BIT, MemoryPlan, Setting, plan_memory
+from recipe.model.size import count_parameters
 
 SIZES = {"124M": "gpt2_124m", "355M": "gpt2_355m", "774M": "gpt2_774m", "1558M": "gpt2_1558m"}
-CLASSES = {  # the card of each class that has the least memory
+# A card that stands for each class. An L4, A10 and A10G report 22.0 GiB, less than other cards of 24 GB.
+CLASSES = {
     "8 GB": "rtx3070",
     "12 GB": "rtx3060",
     "16 GB": "t4",
-    "24 GB": "l4",
+    "24 GB": "rtx4090",
     "40 GB": "a100-40gb",
     "80 GB": "a100-80gb",
     "141 GB": "h200",
@@ -26,11 +28,10 @@ OTHER_DEVICES = {
     "CPU, 32 GB": (Setting("cpu", "bf16", True, False), 32 * 2**30),
 }
 
-
 Preset = dict[str, Any]  # a `MemoryPlan`, its "memory_bytes" and their "source": "measured" or "estimated"
 
 
-def plan_presets(options: list[str], measurements: Iterable[Measurement] = ()) -> dict[str, dict[str, Preset | None]]:
+def plan_presets(options: list[str], measurements: Sequence[Measurement] = ()) -> dict[str, dict[str, Preset | None]]:
     """Plan every recipe size on every class of memory, one device each. Returns {class: {size: preset}}.
 
     options: of recipe/train.py, for all of them. A size that does not fit is None.
@@ -61,7 +62,7 @@ def _preset(plan: MemoryPlan, found: Measurement | None) -> Preset:
     return {**dataclasses.asdict(plan), "memory_bytes": memory_bytes, "source": source}
 
 
-LEGEND = """Each cell: rows per forward pass, options, GB, and whether they are estimated or measured.
+LEGEND = """Each cell: rows per forward pass, options, GB, estimated or measured.
 C: activation checkpointing. L: loss in chunks. B: 8-bit AdamW. -: does not fit."""
 
 
@@ -77,7 +78,7 @@ def presets_table(presets: dict[str, dict[str, Preset | None]], markdown: bool) 
 def _cell(preset: Preset | None) -> str:
     if preset is None:
         return "-"
-    used = (preset["activation_checkpointing"], preset["loss_chunks"] > 1, "8bit" in preset["optim"])
+    used = (preset["activation_checkpointing"], preset["loss_chunks"] > 1, preset["optim"] == EIGHT_BIT)
     letters = "".join(letter for letter, is_used in zip("CLB", used, strict=True) if is_used)
     source = "meas" if preset["source"] == "measured" else "est"
     parts = [str(preset["micro_batch_size"]), letters, f"{preset['memory_bytes'] / 1e9:.1f}", source]

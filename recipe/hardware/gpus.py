@@ -103,6 +103,6 @@ def load_gpu(name: str) -> Gpu:
     typed = name.lower().replace("_", "-")
     if typed not in known:
         variants = [gpu for gpu in known if gpu.startswith(typed)]
-        hint = f"use {' or '.join(variants)}" if variants else did_you_mean(typed, known, otherwise="use one of these")
-        raise UserError(f"there is no GPU '{name}' in the table; {hint} (known: {', '.join(known)})")
+        hint = did_you_mean(typed, known, otherwise=f"it has {', '.join(known)}")
+        raise UserError(f"the table has no GPU '{name}'; " + (f"use {' or '.join(variants)}" if variants else hint))
     return known[typed]

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 
 from recipe.config import TrainConfig
 from recipe.environment import count_local_processes
+from recipe.errors import UserError
 from recipe.hardware.choices import Choice, choose_attention, choose_dynamo_backend, choose_residual
 from recipe.hardware.host_memory import available_bytes
 from recipe.hardware.micro_batch import micro_batch_candidates
@@ -28,8 +29,8 @@ from recipe.model.size import (
 
 USABLE_SHARE = 0.92  # of a device: the rest is for fragmentation and for the error of the estimate
 # Bytes outside the model: the CUDA context with cuBLAS and cuDNN, or Python with torch and Transformers.
-PROCESS_BYTES = {"cuda": 0.5e9, "cpu": 0.55e9, "mps": 0.5e9}
-CPU_COMPILER_BYTES = 0.35e9  # dynamo's and inductor's code and graphs, in the process's own memory
+PROCESS_BYTES = {"cuda": 0.5e9, "cpu": 0.5e9, "mps": 0.5e9}
+CPU_COMPILER_BYTES = 0.1e9  # dynamo's and inductor's code and graphs, in the process's own memory
 # Tokens per forward pass whose matmuls take as long as one pass over weights and gradients. Per parameter, a
 # micro-batch moves 20 bytes (fp32 weight read and cast, bf16 copy read, gradient written and accumulated) and computes
 # 6 FLOPs per token; a GPU computes about 150 FLOPs in the time that it moves a byte (H100: 450 TFLOP/s, 3.35 TB/s).
@@ -113,6 +114,12 @@ def plan_device(
     usable = torch.tensor([measure_usable_bytes(config, accelerator)], dtype=torch.int64, device=device)
     usable = accelerator.gather(usable).min().item()
     plan = plan_memory(config, model_config, setting, usable)
+    has_8bit = config.optim == EIGHT_BIT or importlib.util.find_spec("bitsandbytes") is not None
+    if plan is not None and plan.optim == EIGHT_BIT and not has_8bit:
+        raise UserError(
+            f"only 8-bit AdamW fits into the {usable / 1e9:.1f} GB of this device, and it requires bitsandbytes; "
+            'run pip install -e ".[adamw_8bit]"'
+        )
     if plan is not None:
         savings = {
             "activation checkpointing": plan.activation_checkpointing,
@@ -122,9 +129,7 @@ def plan_device(
         options = " and ".join(text for text, is_on in savings.items() if is_on)
         reason = f"the fastest that fits has {options}" if options else "fits without recomputation"
         return dataclasses.replace(plan, usable_bytes=usable, reason=reason)
-    plans = list_plans(config, model_config, setting)
-    if importlib.util.find_spec("bitsandbytes") is None:
-        plans = [plan for plan in plans if plan.optim != EIGHT_BIT or config.optim == EIGHT_BIT]
+    plans = [plan for plan in list_plans(config, model_config, setting) if plan.optim != EIGHT_BIT or has_8bit]
     plan = min(plans, key=lambda plan: plan.total_bytes)
     return dataclasses.replace(plan, usable_bytes=usable, reason="does not fit, but is tried")
 
@@ -210,8 +215,9 @@ def estimate_parts(
     activations = inputs + block if activation_checkpointing else num_layers * block
     activations += tokens * width * (residual + operand)  # of the final LayerNorm
 
-    # Compiled: the logits and their gradient. Otherwise, in fp32: the log-softmax, its gradient, the logits' gradient.
-    logits = tokens // loss_chunks * vocab_size * (2 * operand if setting.compiled else 12)
+    # Compiled, the logits' gradient overwrites them. Otherwise backward holds three fp32 tensors of that size: the
+    # log-softmax, its gradient and the gradient of the logits.
+    logits = tokens // loss_chunks * vocab_size * (operand if setting.compiled else 12)
     kept = setting.num_processes > 1 or micro_batch_size < config.global_batch_size  # from earlier micro-batches
     kept_gradients = 4 * num_parameters if kept else 0
     # A compiled backward returns all gradients at once, next to those of earlier micro-batches or DDP's buckets.

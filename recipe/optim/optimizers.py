@@ -20,7 +20,7 @@ def build_optimizer(config: TrainConfig, module: nn.Module) -> torch.optim.Optim
     options = {"lr": config.learning_rate, "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon}
     if config.optim == "adamw_bnb_8bit":
         return _build_8bit_adamw(groups, options, module)
-    fused = True if config.optim == "adamw_torch_fused" else None  # None: torch decides (foreach on a GPU)
+    fused = None if config.optim == "adamw_torch" else True  # None: torch decides (foreach on a GPU)
     return torch.optim.AdamW(groups, **options, fused=fused)
 
 

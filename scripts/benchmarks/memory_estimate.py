@@ -50,24 +50,20 @@ BASE = {
     "activation_checkpointing": "false", "loss_chunks": 1, "optim": "adamw_torch_fused", "bf16_residual": "false",
 }  # fmt: skip
 EAGER, FP32 = {"dynamo_backend": "no"}, {"mixed_precision": "no"}
-PLAIN, CHECKPOINTED, CHUNKS = (
-    {"attn_implementation": "eager"},
-    {"activation_checkpointing": "true"},
-    {"loss_chunks": 8},
-)
+PLAIN, CHECKPOINTED = {"attn_implementation": "eager"}, {"activation_checkpointing": "true"}
+CHUNKS = {"loss_chunks": 8}
 ACCUMULATES, EIGHT_BIT = {"per_device_train_batch_size": 1}, {"optim": "adamw_bnb_8bit"}
 LARGE = {"size": "124M", "block_size": 1024, "global_batch_size": 2, "per_device_train_batch_size": 2}
+RESIDUAL = {"bf16_residual": "true"}
+WIDE = {"per_device_train_batch_size": 8, "global_batch_size": 8}
 ONE_M = {"size": "1M", "vocab_size": 2048, "block_size": 256, "per_device_train_batch_size": 8, "global_batch_size": 8}
 GRID = [
-    ONE_M, ONE_M | EAGER, ONE_M | EAGER | PLAIN,
-    {}, FP32, EAGER, EAGER | FP32, PLAIN, EAGER | PLAIN, EAGER | PLAIN | FP32, PLAIN | FP32,
-    CHECKPOINTED, EAGER | CHECKPOINTED, CHUNKS, EAGER | CHUNKS, CHECKPOINTED | CHUNKS, EAGER | CHECKPOINTED | CHUNKS,
-    ACCUMULATES, EAGER | ACCUMULATES, EAGER | ACCUMULATES | CHECKPOINTED | CHUNKS,
-    {"bf16_residual": "true"}, EAGER | {"optim": "adamw_torch"}, EAGER | EIGHT_BIT, EIGHT_BIT,
-    {"per_device_train_batch_size": 8, "global_batch_size": 8},
-    EAGER | {"per_device_train_batch_size": 8, "global_batch_size": 8},
-    LARGE, LARGE | EAGER, LARGE | EAGER | FP32, LARGE | ACCUMULATES, LARGE | EAGER | ACCUMULATES,
-    LARGE | EAGER | CHECKPOINTED | CHUNKS, LARGE | CHECKPOINTED | CHUNKS, LARGE | EAGER | EIGHT_BIT,
+    LARGE | EAGER, LARGE, CHUNKS, CHECKPOINTED, EAGER | CHUNKS, EAGER | CHECKPOINTED, ACCUMULATES, EAGER | ACCUMULATES,
+    PLAIN, EAGER | PLAIN, EAGER | FP32, LARGE | ACCUMULATES, LARGE | EAGER | ACCUMULATES, EAGER | EIGHT_BIT,
+    LARGE | CHECKPOINTED | CHUNKS, LARGE | EAGER | CHECKPOINTED | CHUNKS, RESIDUAL, WIDE, EAGER | WIDE,
+    CHECKPOINTED | CHUNKS, EAGER | CHECKPOINTED | CHUNKS, EAGER | ACCUMULATES | CHECKPOINTED | CHUNKS, FP32 | PLAIN,
+    EAGER | FP32 | PLAIN, EAGER | {"optim": "adamw_torch"}, EIGHT_BIT, LARGE | EAGER | FP32, LARGE | EAGER | EIGHT_BIT,
+    {}, FP32, EAGER, ONE_M, ONE_M | EAGER, ONE_M | EAGER | PLAIN,
 ]  # fmt: skip
 
 
@@ -94,6 +90,8 @@ def estimate(options: dict[str, Any], device_type: str) -> dict[str, int]:
 
 def measure_peak(options: dict[str, Any], work: Path) -> int | str:
     """Return the peak bytes of a run after `STEPS` steps, or why it failed."""
+    dataset = open_dataset_for(load_config(to_arguments(options))[0]).directory  # not in the measured process
+    options = {key: value for key, value in options.items() if key not in DATA} | {"dataset_dir": dataset}
     run, log = work / "run", work / "run.log"
     shutil.rmtree(run, ignore_errors=True)
     fixed = {"output_dir": run, "max_steps": 10**5, "logging_steps": 1, "eval_on_start": False, "eval_steps": 0}
@@ -118,7 +116,10 @@ def main() -> None:
     parser = CommandLine(description="Compare the memory estimate with measured peaks.")
     parser.add_argument("--output_file", type=Path, help="JSON to write; complete after each run")
     parser.add_argument("--only", default="", help="measure only the runs whose description contains this text")
+    parser.add_argument("--measured", type=Path, help="result file whose peaks to reuse")
     arguments = parser.parse_args()
+    earlier = json.loads(arguments.measured.read_text())["results"] if arguments.measured else []
+    peaks = {json.dumps(run["options"]): run["peak_memory_bytes"] for run in earlier if "error" in run}
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     cells = [(" ".join(f"{value}" for value in cell.values()) or "base", cell) for cell in GRID]
     cells = [(name, cell) for name, cell in cells if arguments.only in name]
@@ -127,11 +128,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name, cell in cells:
             options = options_of(cell)
-            dataset = open_dataset_for(load_config(to_arguments(options))[0]).directory
             parts = estimate(options, device_type)
             num_parameters = parts.pop("num_parameters")
-            run = {key: value for key, value in options.items() if key not in DATA} | {"dataset_dir": dataset}
-            peak = measure_peak(run, Path(folder))
+            peak = peaks.get(json.dumps(options)) or measure_peak(options, Path(folder))
             entry = {"run": name, "options": options, "num_parameters": num_parameters, "estimate": parts}
             if isinstance(peak, str):
                 print(f"{'failed':>9}  {name}: {peak}", flush=True)
