@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # it imports torch, which may be missing
     from recipe.benchmark.preflight import Preflight
 
 WIDTH, INDENT = 80, 21
+WHOLE_WORDS = {"break_on_hyphens": False, "break_long_words": False}
 
 
 def main() -> None:
@@ -42,7 +43,7 @@ def main() -> None:
     preflight = Preflight(config, "DIR" not in options[-1:], args.config_file, findings)
     preflight.run(args.measure)
     launcher = ["accelerate", "launch"] + (["--config_file", args.config_file] if args.config_file else [])
-    command = shlex.join([*launcher, "recipe/train.py", "--config", args.config, *options])
+    command = [*launcher, "recipe/train.py", "--config", args.config, *options]
     report(findings, command, describe(preflight), args.json)
     if not preflight.can_run():
         num_errors = sum(finding.status == "error" for finding in findings.values())
@@ -74,33 +75,45 @@ def describe(preflight: "Preflight") -> dict[str, Any]:
     expected, config = preflight.expected, preflight.config
     if expected is None:
         return {}
-    accumulation = config.global_batch_size // (expected.micro_batch_size * preflight.launch.num_processes)
+    steps = preflight.num_steps()
+    steps, seconds = (steps and expected.length(config, steps)) or (steps, None)
+    accumulation = config.global_batch_size // (expected.plan.micro_batch_size * preflight.launch.num_processes)
     return {
         "source": expected.source,
-        "micro_batch_size": expected.micro_batch_size,
+        "micro_batch_size": expected.plan.micro_batch_size,
+        "activation_checkpointing": expected.plan.activation_checkpointing,
+        "loss_chunks": expected.plan.loss_chunks,
+        "optim": expected.plan.optim,
         "gradient_accumulation_steps": accumulation,
         "memory_gb": round(expected.memory_bytes / 1e9, 2),
         "usable_memory_gb": round(expected.usable_bytes / 1e9, 2),
         "tokens_per_second": expected.tokens_per_second and round(expected.tokens_per_second),
         "seconds_to_first_step": expected.seconds_to_first_step,
-        "steps": preflight.num_steps(),
-        "seconds": (seconds := expected.seconds(config, preflight.num_steps())) and round(seconds, 1),
+        "steps": steps,
+        "seconds": seconds and round(seconds, 1),
     }
 
 
-def report(findings: dict[str, Finding], command: str | None, run: dict[str, Any], as_json: bool) -> None:
+def report(findings: dict[str, Finding], command: list[str] | None, run: dict[str, Any], as_json: bool) -> None:
     """Print the checks and what the run takes, as text of 80 columns or as JSON."""
     if as_json:
         checks = [{"name": name, **finding._asdict()} for name, finding in findings.items()]
         can_run = all(finding.status != "error" for finding in findings.values())
-        print(json.dumps({"can_run": can_run, "checks": checks, "command": command, "run": run}, indent=2))
+        print(
+            json.dumps(
+                {"can_run": can_run, "checks": checks, "command": command and shlex.join(command), "run": run},
+                indent=2,
+            )
+        )
         return
     for name, finding in findings.items():
         print(wrap(f"{finding.status:9}{name:12}{finding.found}", INDENT))
         if finding.remedy:
             print(wrap(" " * INDENT + finding.remedy, INDENT))
     if command is not None:
-        print(f"\n{wrap(command, 4)}")
+        words = " ".join(shlex.quote(word).replace(" ", "\0") for word in command)  # lines break between arguments
+        lines = textwrap.wrap(words, WIDTH - 2, subsequent_indent="    ", **WHOLE_WORDS)
+        print("\n" + " \\\n".join(lines).replace("\0", " "))
     if run:
         print("\n" + "\n".join(f"{label:17}{value}" for label, value in summary(run)))
 
@@ -111,8 +124,11 @@ def summary(run: dict[str, Any]) -> list[tuple[str, str]]:
     rate = (
         f"{run['tokens_per_second']:,} tokens/s ({source})" if run["tokens_per_second"] else "unknown; use --measure"
     )
+    options = [run["optim"]] + ["activation checkpointing"] * run["activation_checkpointing"]
+    options += [f"loss in {run['loss_chunks']} chunks"] * (run["loss_chunks"] > 1)
     lines = [
         ("micro-batch", f"{run['micro_batch_size']} rows, {run['gradient_accumulation_steps']} per step"),
+        ("options", ", ".join(options)),
         ("memory", f"{run['memory_gb']:.1f} of {run['usable_memory_gb']:.1f} GB ({source})"),
         ("throughput", rate),
     ]
@@ -127,7 +143,7 @@ def summary(run: dict[str, Any]) -> list[tuple[str, str]]:
 
 def wrap(text: str, indent: int) -> str:
     """Wrap one line at 80 columns."""
-    return textwrap.fill(text, WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False)
+    return textwrap.fill(text, WIDTH, subsequent_indent=" " * indent, **WHOLE_WORDS)
 
 
 if __name__ == "__main__":

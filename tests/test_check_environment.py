@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -22,6 +23,7 @@ from recipe.hardware import check, check_device, check_machine
 from recipe.hardware.check import Finding, attempt, check_hub, check_launch, check_packages, find_launch
 from recipe.hardware.check_device import check_attention, check_compiler, check_gpu_kernels, check_torch_build
 from recipe.hardware.check_machine import check_cpu, check_disk, check_read_rate, checkpoint_bytes
+from recipe.hardware.memory import MemoryPlan
 from recipe.model.build import build_model_config
 
 SCRIPT = "scripts/check_environment.py"
@@ -54,15 +56,24 @@ def here(dataset_dir, tmp_path, monkeypatch):
 
 def test_this_machine(here, capsys):
     """Every check prints a line of at most 80 columns, then the command and what the run takes; it exits with 0."""
-    assert run_script(SCRIPT, "--dataset-dir", "data", "--max_steps", "8") == ""
+    assert run_script(SCRIPT, "--dataset-dir", "data", "--max_steps", "9") == ""
     output = capsys.readouterr().out
     assert max(map(len, output.splitlines())) <= 80
     checks, command, run = output.split("\n\n")
     names = [line[9:20].strip() for line in checks.splitlines() if line[:1].strip()]
     assert set(names) >= {"Python", "PyTorch", "GPU", "Precision", "Attention", "Compiler", "Cores", "Read rate"}
     assert "compiled a tiny graph" in checks
-    assert command == "accelerate launch recipe/train.py --config demo --dataset_dir data --max_steps 8"
-    assert [line.split("  ")[0] for line in run.splitlines()] == ["micro-batch", "memory", "throughput", "time"]
+    assert (
+        command.replace(" \\\n   ", "")
+        == "accelerate launch recipe/train.py --config demo --dataset_dir data --max_steps 9"
+    )
+    assert [line.split("  ")[0] for line in run.splitlines()] == [
+        "micro-batch",
+        "options",
+        "memory",
+        "throughput",
+        "time",
+    ]
     assert run.count("(estimated)") == 3
 
 
@@ -97,17 +108,27 @@ def test_json_has_what_the_text_has(capsys):
     findings = {"Python": Finding("ok", "3.12.1"), "GPU": Finding("error", "no " * 40 + "kernels", "fix it " * 20)}
     run = {"source": "measured", "micro_batch_size": 4, "gradient_accumulation_steps": 2, "memory_gb": 3.21}
     run |= {"usable_memory_gb": 8.0, "tokens_per_second": 123456, "seconds_to_first_step": 12.0}
+    run |= {"activation_checkpointing": True, "loss_chunks": 8, "optim": "adamw_torch_fused"}
     run |= {"steps": 1000, "seconds": 3.14 * 3600}
-    report(findings, "accelerate launch", run, False)
+    report(findings, ["accelerate", "launch", "--sample_prompt", "word " * 9, *["--tf32"] * 5], run, False)
     text = capsys.readouterr().out
-    report(findings, "accelerate launch", run, True)
+    report(findings, ["accelerate", "launch", "--sample_prompt", "word " * 9, *["--tf32"] * 5], run, True)
     found = json.loads(capsys.readouterr().out)
     assert max(map(len, text.splitlines())) <= 80
     words = " ".join(text.split())
     for line in found["checks"]:
         assert " ".join(f"{line['status']} {line['name']} {line['found']} {line['remedy']}".split()) in words
     assert found["run"] == run and not found["can_run"]
-    for shown in ("4 rows, 2 per step", "3.2 of 8.0 GB (measured)", "123,456 tokens/s (measured)", "3.1 hours"):
+    command = text.partition("accelerate")[2].partition("\n\n")[0]
+    command = command.replace("\\\n", "")  # as a shell reads it
+    assert shlex.split(f"accelerate{command}") == shlex.split(found["command"])
+    for shown in (
+        "adamw_torch_fused, activation checkpointing, loss in 8 chunks",
+        "4 rows, 2 per step",
+        "3.2 of 8.0 GB (measured)",
+        "123,456 tokens/s (measured)",
+        "3.1 hours",
+    ):
         assert shown in text
 
 
@@ -351,9 +372,10 @@ def test_the_estimate_by_hand(config, model_config, monkeypatch):
     monkeypatch.setattr(expect, "count_flops_per_token", lambda *_: 1e6)
     found = estimate_run(config, model_config, CPU, False, 1, 1)
     assert found.tokens_per_second == expect.MATMUL_SHARE * 1e6
-    tokens = 100 * config.global_batch_size * config.block_size
-    assert found.seconds(config, 100) == tokens / found.tokens_per_second
-    assert found.seconds(config, 10**9) == config.max_minutes * 60
+    step_seconds = config.global_batch_size * config.block_size / found.tokens_per_second
+    assert found.length(config, 100) == (100, pytest.approx(100 * step_seconds))
+    limit = int(config.max_minutes * 60 / step_seconds)
+    assert found.length(config, 10**9) == (limit, pytest.approx(config.max_minutes * 60, abs=step_seconds))
 
 
 def test_a_model_that_does_not_fit(config, model_config, monkeypatch):
@@ -374,8 +396,9 @@ def test_measuring_trains_the_same_model(config, monkeypatch, tmp_path):
         return measured
 
     monkeypatch.setattr(expect, "measure", measure)
-    found = measure_run(config, Expectation("estimated", 2, 1, 9, None), 3, True, tmp_path)
-    assert found == Expectation("measured", 2, 5, 9, 21, 1.5)
+    plan = MemoryPlan(2, False, 1, "adamw_torch_fused", {})
+    found = measure_run(config, Expectation("estimated", plan, 1, 9, None), 3, True, tmp_path)
+    assert found == Expectation("measured", plan, 5, 9, 21, 1.5)
     measured["failed"] = "out of memory"
     with pytest.raises(UserError, match="out of memory"):
         measure_run(config, found, 1, True, tmp_path)

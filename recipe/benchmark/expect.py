@@ -17,7 +17,7 @@ from recipe.errors import UserError
 from recipe.hardware.choices import choose_mixed_precision, choose_residual
 from recipe.hardware.gpus import find_gpu
 from recipe.hardware.host_memory import available_bytes
-from recipe.hardware.memory import PROCESS_BYTES, list_plans, plan_memory
+from recipe.hardware.memory import PROCESS_BYTES, MemoryPlan, list_plans, plan_memory
 from recipe.hardware.memory import Setting as MemorySetting
 from recipe.model.size import count_flops_per_token, count_parameters
 from recipe.optim.optimizers import check_optimizer
@@ -35,18 +35,20 @@ class Expectation:
     """Numbers of a run. memory_bytes: per device. None where nothing is known."""
 
     source: str  # "estimated" or "measured"
-    micro_batch_size: int
+    plan: MemoryPlan
     memory_bytes: int
     usable_bytes: int
     tokens_per_second: float | None
     seconds_to_first_step: float | None = None
 
-    def seconds(self, config: TrainConfig, num_steps: int | None) -> float | None:
-        """Return the time of `num_steps` steps, at most `max_minutes`, or None if it is unknown."""
-        if num_steps is None or not self.tokens_per_second:
+    def length(self, config: TrainConfig, num_steps: int) -> tuple[int, float] | None:
+        """Return the steps of the run and their seconds, within `max_minutes`, or None if the speed is unknown."""
+        if not self.tokens_per_second:
             return None
-        seconds = num_steps * config.global_batch_size * config.block_size / self.tokens_per_second
-        return min(seconds, (config.max_minutes or float("inf")) * 60)
+        step_seconds = config.global_batch_size * config.block_size / self.tokens_per_second
+        if config.max_minutes is not None:
+            num_steps = min(num_steps, max(1, int(config.max_minutes * 60 / step_seconds)))
+        return num_steps, num_steps * step_seconds
 
 
 def usable_bytes(config: TrainConfig, device: torch.device, num_local_processes: int) -> int:
@@ -92,7 +94,7 @@ def estimate_run(
         flops_per_token = count_flops_per_token(model_config, count_parameters(model_config), config.block_size)
         num_devices = num_machines if device.type == "cpu" else num_processes
         rate = num_devices * MATMUL_SHARE * measure_matmul(device, DTYPES[precision.value]) / flops_per_token
-    return Expectation("estimated", plan.micro_batch_size, plan.total_bytes, usable, rate)
+    return Expectation("estimated", plan, plan.total_bytes, usable, rate)
 
 
 def measure_run(
@@ -109,7 +111,7 @@ def measure_run(
     if not has_data:
         text = {"dataset_name": STANDARD_LIBRARY, "tokenizer_vocab_size": GPT2_VOCAB_SIZE}
         options |= {"dataset_dir": None, "validation_split_percentage": 0.5, **text}
-    rows = estimate.micro_batch_size
+    rows = estimate.plan.micro_batch_size
     steps = min(2 * rows, config.global_batch_size)
     path = work / "recipe.yaml"
     save_config(dataclasses.replace(config, **options), path)
