@@ -310,6 +310,32 @@ def test_a_second_run_does_not_compile_again(train, compiled):
     assert misses == 0 < hits
 
 
+def test_graphs_with_autocast_are_cached():
+    """AOTAutograd finds them when they are compiled again, as after a resume, and they compute what eager does."""
+
+    class PlainLinear(torch.nn.Linear):  # dynamo does not compile torch's own class by itself
+        def forward(self, x):
+            return torch.nn.functional.linear(x, self.weight, self.bias)
+
+    def gradient(compiled: bool) -> list[list[float]]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        layer = PlainLinear(4, 4)
+        layer.forward = torch.autocast("cpu", torch.bfloat16)(layer.forward)  # as Accelerate does
+        if compiled:
+            accelerator.compile_module(layer, "inductor")
+        layer(torch.ones(2, 4)).sum().backward()
+        return layer.weight.grad.tolist()
+
+    first = gradient(compiled=True)
+    counters.clear()
+    assert gradient(compiled=True) == first == gradient(compiled=False)
+    assert (counters["aot_autograd"]["autograd_cache_hit"], counters["aot_autograd"]["autograd_cache_bypass"]) == (
+        1,
+        0,
+    )
+
+
 def test_bf16_stays_close_to_fp32(train, plain):
     """Autocast changes the losses by rounding only."""
     half = train("--mixed_precision", "bf16", "--max_steps", "3")
