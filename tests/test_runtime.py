@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from accelerate import Accelerator
 from conftest import read_events, reset_accelerate
 from torch._dynamo.utils import counters
 from transformers import GPT2Config
@@ -321,10 +322,11 @@ def test_graphs_with_autocast_are_cached():
         torch._dynamo.reset()
         torch.manual_seed(0)
         layer = PlainLinear(4, 4)
-        layer.forward = torch.autocast("cpu", torch.bfloat16)(layer.forward)  # as Accelerate does
         if compiled:
             accelerator.compile_module(layer, "inductor")
+        layer = Accelerator(cpu=True, mixed_precision="bf16").prepare(layer)
         layer(torch.ones(2, 4)).sum().backward()
+        reset_accelerate()
         return layer.weight.grad.tolist()
 
     first = gradient(compiled=True)
