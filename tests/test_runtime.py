@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from accelerate import Accelerator
 from conftest import read_events, reset_accelerate
 from torch._dynamo.utils import counters
 from transformers import GPT2Config
@@ -308,6 +309,33 @@ def test_a_second_run_does_not_compile_again(train, compiled):
     caches = (("aot_autograd", "autograd_cache"), ("inductor", "fxgraph_cache"))
     hits, misses = (sum(counters[part][f"{name}_{what}"] for part, name in caches) for what in ("hit", "miss"))
     assert misses == 0 < hits
+
+
+def test_graphs_with_autocast_are_cached():
+    """AOTAutograd finds them when they are compiled again, as after a resume, and they compute what eager does."""
+
+    class PlainLinear(torch.nn.Linear):  # dynamo does not compile torch's own class by itself
+        def forward(self, x):
+            return torch.nn.functional.linear(x, self.weight, self.bias)
+
+    def gradient(compiled: bool) -> list[list[float]]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        layer = PlainLinear(4, 4)
+        if compiled:
+            accelerator.compile_module(layer, "inductor")
+        layer = Accelerator(cpu=True, mixed_precision="bf16").prepare(layer)
+        layer(torch.ones(2, 4)).sum().backward()
+        reset_accelerate()
+        return layer.weight.grad.tolist()
+
+    first = gradient(compiled=True)
+    counters.clear()
+    assert gradient(compiled=True) == first == gradient(compiled=False)
+    assert (counters["aot_autograd"]["autograd_cache_hit"], counters["aot_autograd"]["autograd_cache_bypass"]) == (
+        1,
+        0,
+    )
 
 
 def test_bf16_stays_close_to_fp32(train, plain):

@@ -155,7 +155,19 @@ def compile_module(module: nn.Module, backend: str, mode: str = "default") -> No
     """
     if backend != "no":
         persist_compile_cache()
+        cache_autocast()
         module.compile(backend=backend, mode=mode if backend == "inductor" else None, fullgraph=True, dynamic=False)
+
+
+def cache_autocast() -> None:
+    """Let AOTAutograd cache graphs that enter autocast, so that a resumed run does not differentiate them again.
+
+    The arguments of these functions are part of the cache's key. Torch 2.13 refuses them by name (pytorch#191106).
+    """
+    from torch._inductor import config  # takes time, so only runs that compile import it
+
+    for name in ("_enter_autocast", "_exit_autocast"):
+        config.unsafe_marked_cacheable_functions[f"torch.amp.autocast_mode.{name}"] = torch.__version__
 
 
 def persist_compile_cache() -> None:

@@ -142,7 +142,7 @@ def measure(program: Program, work: Path, results: dict[str, Any], args: argpars
     run = InterruptedRun(program, work / f"{program.name}-killed", save_steps, threads)
     run.keep_step = through.step - through.step % save_steps
     run.start()
-    run.follow(lambda: run.step >= UNSETTLED_STEPS)
+    run.follow(lambda: run.step >= save_steps + UNSETTLED_STEPS)  # every kill finds a checkpoint
     kept = {}
     for rate, kills in results["kills_at_seconds"].items():
         start = time.monotonic()
