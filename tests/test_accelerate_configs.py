@@ -102,10 +102,6 @@ def test_our_configs_are_accepted(path, tmp_path, monkeypatch):
             "FSDP is not .*multi_gpu.yaml",
         ),
         (ONE_MACHINE | {"distributed_type": "MULTI_CPU", "num_processes": 2, "use_cpu": True}, "multi_cpu.yaml"),
-        (
-            ONE_MACHINE | {"distributed_type": "NO", "dynamo_config": {"dynamo_mode": "max-autotune"}},
-            "dynamo_mode max-autotune is not used; pass --dynamo_mode to recipe/train.py",
-        ),
         (ONE_MACHINE | {"distributed_type": "NO", "dynamo_config": {"dynamo_use_dynamic": True}}, "one shape"),
         (
             ONE_MACHINE | {"distributed_type": "NO", "dynamo_config": {"dynamo_use_regional_compilation": True}},
@@ -125,6 +121,7 @@ def test_answers_that_the_recipe_cannot_follow(answers, message, tmp_path, monke
         ONE_MACHINE | {"distributed_type": "NO", "debug": True, "enable_cpu_affinity": True, "downcast_bf16": "no"},
         ONE_MACHINE | {"distributed_type": "MULTI_CPU", "num_processes": 1, "use_cpu": True},
         ONE_MACHINE | {"distributed_type": "NO", "dynamo_config": {"dynamo_backend": "INDUCTOR"}},
+        ONE_MACHINE | {"distributed_type": "NO", "dynamo_config": {"dynamo_mode": "max-autotune-no-cudagraphs"}},
         GPUS | {"dynamo_config": {"dynamo_backend": "INDUCTOR", "dynamo_use_fullgraph": True}, "debug": True},
     ],
 )

@@ -30,15 +30,11 @@ REFUSED_SWITCHES = {
 def check_launcher(environment: Mapping[str, str]) -> None:
     """Raise `UserError` for what the launcher asks for and the run could only ignore or fail at.
 
-    Precision and dynamo backend are checked where they are chosen (recipe/hardware/choices.py).
+    Precision and compilation are checked where they are chosen (recipe/hardware/choices.py).
     """
     for name, message in REFUSED_SWITCHES.items():
         if str_to_bool(environment.get(name, "false")):
             raise UserError(message)
-    if (mode := environment.get("ACCELERATE_DYNAMO_MODE", "default")) != "default":
-        raise UserError(
-            f"the launcher's dynamo_mode {mode} is not used; pass --dynamo_mode to recipe/train.py, after its name"
-        )
     if environment.get("ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE", "NO") != "NO":
         raise UserError("SageMaker's own parallelism is not supported; use its distributed type NO, or several GPUs")
     if is_torch_xla_available():

@@ -20,6 +20,7 @@ from recipe.errors import UserError
 from recipe.hardware.choices import Choice, choose_attention, choose_dynamo_backend, choose_residual
 from recipe.hardware.host_memory import available_bytes
 from recipe.hardware.micro_batch import micro_batch_candidates
+from recipe.hardware.processes import largest_of_processes
 from recipe.model.size import (
     count_block_matrices,
     count_head,
@@ -112,8 +113,7 @@ def plan_device(
         choose_residual(config, device, precision).on,
         accelerator.num_processes,
     )
-    usable = torch.tensor([measure_usable_bytes(config, accelerator)], dtype=torch.int64, device=device)
-    usable = accelerator.gather(usable).min().item()
+    usable = -largest_of_processes(-measure_usable_bytes(config, accelerator))  # all get the same plan
     plan = plan_memory(config, model_config, setting, usable)
     has_8bit = config.optim == EIGHT_BIT or importlib.util.find_spec("bitsandbytes") is not None
     if plan is not None and plan.optim == EIGHT_BIT and not has_8bit:
