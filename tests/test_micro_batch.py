@@ -201,7 +201,7 @@ def test_a_remembered_size_is_used_untried_until_memory_runs_out(search, answers
     again = LimitedModule(4)
     accumulation = accumulate(again)
     assert accumulation.micro_batch_size == 4 and again.tried == []
-    accumulation.shrink(torch.OutOfMemoryError("CUDA out of memory"), RunState())
+    accumulation.shrink(RunState())
     third = LimitedModule(4)
     assert accumulate(third).micro_batch_size == 2 and third.tried == []
     other = LimitedModule(4)  # less memory is free, so that the plan is another
