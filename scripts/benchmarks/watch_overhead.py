@@ -2,8 +2,8 @@
 
 python scripts/benchmarks/watch_overhead.py --output_file scripts/benchmarks/watch_overhead_cpu.json
 
-A stand-in for NVML takes a few milliseconds for each of four queries per second. It waits rather than computes,
-because a machine with a GPU has a core to spare. Windows of steps with and without watching alternate, and each is compared
+A stand-in for NVML takes a few milliseconds for each of four queries per second. It does not compute, because a
+machine with a GPU has a core to spare. Windows of steps with and without watching alternate, and each is compared
 with the mean of its two neighbors.
 """
 
