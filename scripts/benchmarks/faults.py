@@ -137,6 +137,7 @@ def measure(program: Program, work: Path, results: dict[str, Any], args: argpars
     (start, _), (end, _) = through.life.steps[UNSETTLED_STEPS], through.life.steps[-1]
     step_seconds = undisturbed_step_seconds(through.lives, save_steps)
     kept = kept_share(through.lives, start, end, step_seconds)
+    stalls = save_stalls(through.lives, save_steps, step_seconds)
     yield {"step_ms": round(step_seconds * 1e3, 2), "kept_without_kills": round(kept, 4)}
 
     run = InterruptedRun(program, work / f"{program.name}-killed", save_steps, threads)
@@ -156,6 +157,7 @@ def measure(program: Program, work: Path, results: dict[str, Any], args: argpars
         during = between(run.lives, start, end)
         step_seconds = undisturbed_step_seconds(during, save_steps) or step_seconds
         kept[rate] = {"share": round(kept_share(run.lives, start, end, step_seconds), 4), "kills": len(kills)}
+        stalls += save_stalls(during, save_steps, step_seconds)
         kept[rate]["step_ms"] = round(step_seconds * 1e3, 2)
         yield {"kept": kept, "kills": list(describe_kills(run.lives))}
     run.follow(lambda: run.kept is not None and run.step > max(s for life in run.lives[:-1] for _, s in life.steps))
@@ -167,7 +169,6 @@ def measure(program: Program, work: Path, results: dict[str, Any], args: argpars
         raise UserError(f"a checkpoint is damaged: {reason}")
     verify_seconds = time.monotonic() - verified_at
     steps_differing, steps_compared = compare_losses(run.lives, through.life)
-    stalls = save_stalls([through.life, *run.lives], save_steps, step_seconds)
     yield {
         "kills": list(describe_kills(run.lives))[:-1],  # the last one ended the measurement
         "save_stall_seconds": [round(stall, 3) for stall in stalls],
