@@ -2,11 +2,12 @@
 
 import contextlib
 import dataclasses
+import json
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import read_events
+from conftest import ROOT, load_program, read_events
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from recipe.command_line import load_config
@@ -125,15 +126,15 @@ def test_what_saves_memory_lowers_the_estimate(compiled):
     """Fewer rows, checkpointing, chunks, a bf16 residual stream and 8 bits take less; processes and fp32 more."""
     config, model_config = recipe_of("355m")
 
-    def total(rows=8, checkpointing=False, chunks=1, optim=FUSED, **changes):
+    def total(rows, checkpointing=False, chunks=1, optim=FUSED, **changes):
         setting = dataclasses.replace(GPU, compiled=compiled, bf16_residual=False, **changes)
         return sum(estimate_parts(config, model_config, setting, rows, checkpointing, chunks, optim).values())
 
-    base = total()
-    assert total(4) < base and total(checkpointing=True) < base and total(chunks=8) < base
-    assert total(optim="adamw_bnb_8bit") < base < total(mixed_precision="no")
-    assert total(checkpointing=True, chunks=8) < min(total(checkpointing=True), total(chunks=8))
-    assert total(num_processes=8) >= base
+    base = total(64)
+    assert total(4) < base and total(64, checkpointing=True) < base and total(64, chunks=8) < base
+    assert total(64, optim="adamw_bnb_8bit") < base < total(64, mixed_precision="no")
+    assert total(64, True, 8) < min(total(64, True), total(64, chunks=8))
+    assert total(64, num_processes=8) >= base
 
 
 @pytest.mark.parametrize(
@@ -208,6 +209,14 @@ def test_8_bit_is_the_last_resort():
     assert plan_memory(fixed, model_config, GPU, 16 * GB) is None
     on_cpu = dataclasses.replace(CPU, mixed_precision="bf16")
     assert plan_memory(config, model_config, on_cpu, 12 * GB) is None
+
+
+def test_the_estimate_agrees_with_the_measured_peaks():
+    """Every peak in the result file is within 15% of what the estimate says now."""
+    runs = json.loads((ROOT / "scripts/benchmarks/memory_estimate_cpu.json").read_text())["results"]
+    estimate = load_program("scripts/benchmarks/memory_estimate.py").estimate
+    errors = {run["run"]: sum(estimate(run["options"], "cpu").values()) / run["peak_memory_bytes"] - 1 for run in runs}
+    assert len(errors) >= 9 and not {run: error for run, error in errors.items() if abs(error) > 0.15}
 
 
 # ------------------------------------------------------------------ in a run

@@ -31,9 +31,8 @@ from recipe.command_line import CommandLine, load_config
 from recipe.data.prepare import open_dataset_for
 from recipe.environment import describe_environment
 from recipe.errors import run_main
-from recipe.hardware.memory import MemoryPlan, Setting, estimate_parts
+from recipe.hardware.memory import Setting, estimate_parts
 from recipe.model.build import build_model_config
-from recipe.model.size import count_parameters
 
 STEPS = 3  # the first has no moments yet, and the second accumulates into existing ones
 MOST_SECONDS = 600
@@ -58,12 +57,12 @@ RESIDUAL = {"bf16_residual": "true"}
 WIDE = {"per_device_train_batch_size": 8, "global_batch_size": 8}
 ONE_M = {"size": "1M", "vocab_size": 2048, "block_size": 256, "per_device_train_batch_size": 8, "global_batch_size": 8}
 GRID = [
-    LARGE | EAGER, LARGE, CHUNKS, CHECKPOINTED, EAGER | CHUNKS, EAGER | CHECKPOINTED, ACCUMULATES, EAGER | ACCUMULATES,
+    LARGE | EAGER, LARGE, CHUNKS, {}, FP32, EAGER, ONE_M, ONE_M | EAGER, ONE_M | EAGER | PLAIN,
+    WIDE | CHUNKS, EAGER | ACCUMULATES, EAGER | CHECKPOINTED, EAGER | CHUNKS, ACCUMULATES, CHECKPOINTED,
     PLAIN, EAGER | PLAIN, EAGER | FP32, LARGE | ACCUMULATES, LARGE | EAGER | ACCUMULATES, EAGER | EIGHT_BIT,
     LARGE | CHECKPOINTED | CHUNKS, LARGE | EAGER | CHECKPOINTED | CHUNKS, RESIDUAL, WIDE, EAGER | WIDE,
     CHECKPOINTED | CHUNKS, EAGER | CHECKPOINTED | CHUNKS, EAGER | ACCUMULATES | CHECKPOINTED | CHUNKS, FP32 | PLAIN,
     EAGER | FP32 | PLAIN, EAGER | {"optim": "adamw_torch"}, EIGHT_BIT, LARGE | EAGER | FP32, LARGE | EAGER | EIGHT_BIT,
-    {}, FP32, EAGER, ONE_M, ONE_M | EAGER, ONE_M | EAGER | PLAIN,
 ]  # fmt: skip
 
 
@@ -84,8 +83,7 @@ def estimate(options: dict[str, Any], device_type: str) -> dict[str, int]:
     )
     chosen = config.activation_checkpointing == "true", config.loss_chunks, config.optim
     size = config.per_device_train_batch_size
-    parts = estimate_parts(config, model_config, setting, size, *chosen)
-    return MemoryPlan(size, *chosen, parts).parts | {"num_parameters": count_parameters(model_config)}
+    return estimate_parts(config, model_config, setting, size, *chosen)
 
 
 def measure_peak(options: dict[str, Any], work: Path) -> int | str:
@@ -129,9 +127,8 @@ def main() -> None:
         for name, cell in cells:
             options = options_of(cell)
             parts = estimate(options, device_type)
-            num_parameters = parts.pop("num_parameters")
             peak = peaks.get(json.dumps(options)) or measure_peak(options, Path(folder))
-            entry = {"run": name, "options": options, "num_parameters": num_parameters, "estimate": parts}
+            entry = {"run": name, "options": options, "estimate": parts}
             if isinstance(peak, str):
                 print(f"{'failed':>9}  {name}: {peak}", flush=True)
                 results.append(entry | {"failed": peak})
