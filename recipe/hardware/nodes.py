@@ -32,10 +32,8 @@ def check_shared(directory: Path) -> None:
         given_up_at = time.monotonic() + SHARED_FOLDER_SECONDS
         while not marker.exists():
             if time.monotonic() > given_up_at:
-                raise UserError(
-                    f"{directory.absolute()} is not the main process's folder; pass an --output_dir on a file system "
-                    "that all machines share, and run the same command in the same folder on each of them"
-                )
+                folder = f"{directory.absolute()} is not the main process's folder"
+                raise UserError(f"{folder}; pass an --output_dir on a file system that all machines mount")
             time.sleep(0.2)
 
     marker = on_main_process(write)

@@ -155,8 +155,9 @@ def on_all_processes(function: Callable[[], T]) -> T:
     result, message = _attempt(function)
     found = gather((message, socket.gethostname()))
     for rank, (message, host) in enumerate(found):
-        if message is not None:  # where the main process succeeds, the reason is the other machine
-            raise UserError(message if rank == 0 else f"process {rank} on {host}: {message}")
+        if message is not None:
+            where = f" (on process {rank} on {host}, but not on process 0: do the machines share the folder?)"
+            raise UserError(message if rank == 0 else message + where)
     return result
 
 
