@@ -97,9 +97,6 @@ def find_micro_batch(accelerator: Accelerator, module: nn.Module, candidates: li
         accumulated = []
         module.zero_grad(set_to_none=True)
         if not largest_of_processes(not fits):
-            del moments, accumulated
-            if accelerator.device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()  # the peak of a failed trial is not the run's
             return size
         torch.compiler.reset()  # discard the graphs of the shape that did not fit
         free_memory()
@@ -163,6 +160,8 @@ def smaller_micro_batch(config: TrainConfig, candidates: list[int], micro_batch_
 
 
 def free_memory() -> None:
-    """Return the memory that PyTorch keeps for reuse to the device."""
+    """Return the memory that PyTorch keeps for reuse to the device, and forget the peak of what did not fit."""
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
