@@ -226,8 +226,8 @@ class InterruptedRun:
             lines = self._new_metrics()
         self.program.read(self.life, lines, at)
         if self.keep_step and not self.kept and self.step >= self.keep_step + UNSETTLED_STEPS:
-            newest = self.program.checkpoints(self.output)[-1]
-            if self.program.step_of(newest) == self.keep_step:  # it may still be in progress
+            newest = next(reversed(self.program.checkpoints(self.output)), None)
+            if newest and self.program.step_of(newest) == self.keep_step:  # it may still be in progress
                 self.kept = self.output.with_name(f"{self.output.name}-{newest.name}")
                 shutil.copytree(newest, self.kept) if newest.is_dir() else shutil.copy(newest, self.kept)
 
