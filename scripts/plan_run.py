@@ -96,16 +96,17 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
 def describe(run: Forecast, cluster: Cluster, price_per_hour: float | None) -> list[tuple[str, str, str]]:
     """Return the lines of a plan: a label, the value, and whether it is exact, measured or estimated."""
     plan = run.plan
-    options = [plan.optim]
-    if plan.activation_checkpointing:
-        options.append("activation checkpointing")
-    if plan.loss_chunks > 1:
-        options.append(f"loss in {plan.loss_chunks} chunks")
+    savings = {
+        "activation checkpointing": plan.activation_checkpointing,
+        f"{plan.loss_chunks} loss chunks": plan.loss_chunks > 1,
+        "not compiled": not plan.compiled,
+    }
     lines = [
         ("tokens per step", f"{run.tokens_per_step:,} in {run.num_rows:,} rows", "exact"),
         ("tokens", f"{run.num_steps * run.tokens_per_step:,} in {run.num_steps:,} steps", "exact"),
         ("micro-batch", f"{plan.micro_batch_size} rows, {run.num_micro_batches} per step and GPU", "estimated"),
-        ("options", ", ".join(options), "estimated"),
+        ("optimizer", plan.optim, "estimated"),
+        ("to save memory", ", ".join(text for text, is_on in savings.items() if is_on) or "nothing", "estimated"),
         ("memory per GPU", f"{plan.total_bytes / 1e9:.1f} of {cluster.gpu.memory_bytes / 1e9:.1f} GB", "estimated"),
     ]
     if run.num_gpus > 1:

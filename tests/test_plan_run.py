@@ -321,7 +321,7 @@ def test_the_table_of_presets(capsys):
      ("--gpu h100 --num_gpus 3", "global_batch_size 512 is not divisible by 3"),
      ("--gpu h100 --num_gpus 8 --num_nodes 3", "num_gpus 8 is not divisible by num_nodes 3"),
      ("--gpu rtx3060 --config gpt2_1558m", "the model does not fit into 12.5 GB"),
-     ("--gpu l4 --config gpt2_1558m", "it fits with --dynamo_backend no"),
+     ("--gpu l4 --config gpt2_1558m --dynamo_backend inductor", "the model does not fit into 23.6 GB"),
      ("--gpu t4 --mixed_precision bf16", "t4 has no bf16"), ("--gpu h100 --mixed_precision no", "no fp32 rates"),
      ("--gpu h100 --config gpt2_finetune", "num_train_epochs needs the size of the dataset"),
      ("--gpu h100 --results nowhere", "there is no folder nowhere"), ("--gpu h100 --config x", "there is no recipe")],

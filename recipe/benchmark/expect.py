@@ -16,8 +16,7 @@ from recipe.config import STANDARD_LIBRARY, TrainConfig, save_config
 from recipe.errors import UserError
 from recipe.hardware.choices import choose_mixed_precision, choose_residual
 from recipe.hardware.gpus import find_gpu
-from recipe.hardware.host_memory import available_bytes
-from recipe.hardware.memory import PROCESS_BYTES, MemoryPlan, list_plans, plan_memory
+from recipe.hardware.memory import MemoryPlan, list_plans, measure_usable_bytes, plan_memory
 from recipe.hardware.memory import Setting as MemorySetting
 from recipe.model.size import count_flops_per_token, count_parameters
 from recipe.optim.optimizers import check_optimizer
@@ -51,16 +50,6 @@ class Expectation:
         return num_steps, num_steps * step_seconds
 
 
-def usable_bytes(config: TrainConfig, device: torch.device, num_local_processes: int) -> int:
-    """Return the memory that one process of the run may use on its device."""
-    if device.type == "cuda":
-        free = min(torch.cuda.mem_get_info(device)[0], (config.gpu_memory_limit_gb or float("inf")) * 1e9)
-        return int(free + PROCESS_BYTES["cuda"])  # the context, which the estimate counts and which exists by now
-    if device.type == "mps":
-        return torch.mps.recommended_max_memory()
-    return available_bytes() // num_local_processes
-
-
 def estimate_run(
     config: TrainConfig,
     model_config: PreTrainedConfig,
@@ -76,7 +65,7 @@ def estimate_run(
     precision = choose_mixed_precision(config, device)
     residual = choose_residual(config, device, precision)
     setting = MemorySetting(device.type, precision.value, compiled, residual.on, num_processes)
-    usable = usable_bytes(config, device, num_processes // num_machines)
+    usable = measure_usable_bytes(config, device, num_processes // num_machines)
     plan = plan_memory(config, model_config, setting, usable)
     if plan is None:  # nothing leaves the margin
         plan = min(list_plans(config, model_config, setting), key=lambda plan: plan.total_bytes)

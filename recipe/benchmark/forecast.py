@@ -128,11 +128,10 @@ def forecast(
     setting = resolve_setting(config, gpu, num_gpus)
     usable = min(gpu.memory_bytes, (config.gpu_memory_limit_gb or math.inf) * 1e9)
     plan = plan_memory(config, model_config, setting, usable)
-    if plan is None:  # a compiled backward returns all gradients at once, next to those of earlier micro-batches
+    if plan is None:
         remedy = "use a GPU with more memory or a smaller recipe, and leave the batch and memory options at auto"
-        if setting.compiled and plan_memory(config, model_config, replace(setting, compiled=False), usable):
-            remedy = "it fits with --dynamo_backend no, which is slower"
         raise UserError(f"the model does not fit into {usable / 1e9:.1f} GB ({gpu.name}); {remedy}")
+    setting = replace(setting, compiled=plan.compiled)
     num_micro_batches = config.global_batch_size // (num_gpus * plan.micro_batch_size)
     tokens_per_step = config.global_batch_size * config.block_size
     num_parameters = count_parameters(model_config)

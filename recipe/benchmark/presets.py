@@ -63,23 +63,31 @@ def _preset(plan: MemoryPlan, found: Measurement | None) -> Preset:
 
 
 LEGEND = """Each cell: rows per forward pass, options, GB, estimated or measured.
-C: activation checkpointing. L: loss in chunks. B: 8-bit AdamW. -: does not fit."""
+C: activation checkpointing. L: loss in chunks. B: 8-bit AdamW. N: not compiled. -: does not fit."""
 
 
 def presets_table(presets: dict[str, dict[str, Preset | None]], markdown: bool) -> str:
     """Format the presets with a row for each class of memory, in at most 80 columns or in Markdown."""
-    rows = [["memory", *SIZES], *([memory, *map(_cell, sizes.values())] for memory, sizes in presets.items())]
+    rows = [["memory", *SIZES]]
+    rows += [[memory, *(_cell(preset, markdown) for preset in sizes.values())] for memory, sizes in presets.items()]
     if markdown:
         rows.insert(1, ["---"] * len(rows[0]))
         return "\n".join([*(f"| {' | '.join(row)} |" for row in rows), "", LEGEND])
     return "\n".join([*("".join(f"{text:16}" for text in row).rstrip() for row in rows), "", LEGEND])
 
 
-def _cell(preset: Preset | None) -> str:
+def _cell(preset: Preset | None, markdown: bool) -> str:
     if preset is None:
         return "-"
-    used = (preset["activation_checkpointing"], preset["loss_chunks"] > 1, preset["optim"] == EIGHT_BIT)
-    letters = "".join(letter for letter, is_used in zip("CLB", used, strict=True) if is_used)
-    source = "meas" if preset["source"] == "measured" else "est"
-    parts = [str(preset["micro_batch_size"]), letters, f"{preset['memory_bytes'] / 1e9:.1f}", source]
-    return " ".join(part for part in parts if part)
+    used = {
+        "C": preset["activation_checkpointing"],
+        "L": preset["loss_chunks"] > 1,
+        "B": preset["optim"] == EIGHT_BIT,
+        "N": not preset["compiled"],
+    }
+    letters = "".join(letter for letter, is_used in used.items() if is_used)
+    what = " ".join(part for part in (str(preset["micro_batch_size"]), letters) if part)
+    gigabytes, source = f"{preset['memory_bytes'] / 1e9:.1f}", preset["source"]
+    if markdown:
+        return f"{what}: {gigabytes} GB {source}"
+    return f"{what} {gigabytes} {'meas' if source == 'measured' else 'est'}"

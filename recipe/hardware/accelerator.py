@@ -105,6 +105,8 @@ def build_module(
     model = build_model(config, model_config, attention.value, residual.on, source)
     total_flops = count_training_flops(config, model.config, model.num_parameters())
     dynamo = choose_dynamo_backend(config, device, total_flops)
+    if plan is not None and dynamo.value == "inductor" and not plan.compiled:
+        dynamo = Choice("no", "a compiled step, which holds all gradients twice, does not fit into the memory")
     gelu = choose_sigmoid_gelu(config, model_config, device, precision, dynamo)
     mask = choose_index_mask(config, device, dynamo)
     if gelu.on:

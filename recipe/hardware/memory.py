@@ -61,6 +61,7 @@ class MemoryPlan:
     loss_chunks: int
     optim: str
     parts: dict[str, int]
+    compiled: bool = True
     usable_bytes: float = 0.0  # of this run's device
     reason: str = ""
 
@@ -84,15 +85,18 @@ def plan_memory(
     """Return the fastest options that fit into `usable_bytes`, by estimate, or None if none do.
 
     model_config: with the padded vocabulary. usable_bytes: of the device, without what other programs use; a margin is
-    left. Options that are not auto are kept. 8-bit AdamW is chosen only if nothing else fits.
+    left. Options that are not auto are kept. 8-bit AdamW is chosen only if no other compiled step fits, and a step
+    that is not compiled, which frees each gradient once it is accumulated, only if no compiled one does.
     """
     plans = list_plans(config, model_config, setting)
+    if setting.compiled and config.dynamo_backend == "auto":
+        plans += list_plans(config, model_config, dataclasses.replace(setting, compiled=False))
     fitting = [plan for plan in plans if plan.total_bytes <= USABLE_SHARE * usable_bytes]
-    return min(
-        fitting,
-        key=lambda plan: (plan.optim == EIGHT_BIT, step_cost(plan, config, model_config)),
-        default=None,
-    )
+
+    def preference(plan: MemoryPlan) -> tuple[bool, bool, float]:
+        return not plan.compiled, plan.optim == EIGHT_BIT, step_cost(plan, config, model_config)
+
+    return min(fitting, key=preference, default=None)
 
 
 def plan_device(
@@ -113,7 +117,8 @@ def plan_device(
         choose_residual(config, device, precision).on,
         accelerator.num_processes,
     )
-    usable = -largest_of_processes(-measure_usable_bytes(config, accelerator))  # all get the same plan
+    num_local_processes = count_local_processes(accelerator.num_processes)
+    usable = -largest_of_processes(-measure_usable_bytes(config, device, num_local_processes))  # one plan for all
     plan = plan_memory(config, model_config, setting, usable)
     has_8bit = config.optim == EIGHT_BIT or importlib.util.find_spec("bitsandbytes") is not None
     if plan is not None and plan.optim == EIGHT_BIT and not has_8bit:
@@ -126,6 +131,7 @@ def plan_device(
             "activation checkpointing": plan.activation_checkpointing,
             f"the loss in {plan.loss_chunks} chunks": plan.loss_chunks > 1,
             "8-bit AdamW": plan.optim == EIGHT_BIT,
+            "no compilation": setting.compiled and not plan.compiled,
         }
         options = " and ".join(text for text, is_on in savings.items() if is_on)
         reason = f"the fastest that fits has {options}" if options else "fits without recomputation"
@@ -135,9 +141,8 @@ def plan_device(
     return dataclasses.replace(plan, usable_bytes=usable, reason="does not fit, but is tried")
 
 
-def measure_usable_bytes(config: TrainConfig, accelerator: Accelerator) -> int:
-    """Return the memory that this process may use: what is free, and what it holds already."""
-    device = accelerator.device
+def measure_usable_bytes(config: TrainConfig, device: torch.device, num_local_processes: int) -> int:
+    """Return the memory that one process of the run may use on its device: what is free, and what it holds already."""
     if device.type == "cuda":
         usable = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
         if config.gpu_memory_limit_gb is not None:
@@ -145,7 +150,7 @@ def measure_usable_bytes(config: TrainConfig, accelerator: Accelerator) -> int:
         return usable + int(PROCESS_BYTES["cuda"])  # the context, which the estimate counts and this does not
     if device.type == "mps":
         return torch.mps.recommended_max_memory()
-    return available_bytes() // count_local_processes(accelerator.num_processes)
+    return available_bytes() // num_local_processes
 
 
 def list_plans(config: TrainConfig, model_config: PreTrainedConfig, setting: Setting) -> list[MemoryPlan]:
@@ -162,7 +167,7 @@ def list_plans(config: TrainConfig, model_config: PreTrainedConfig, setting: Set
     if config.optim == "auto":  # a CPU can swap instead
         optims = ["adamw_torch_fused"] + [EIGHT_BIT] * (setting.device_type == "cuda")
     return [
-        MemoryPlan(*options, estimate_parts(config, model_config, setting, *options))
+        MemoryPlan(*options, estimate_parts(config, model_config, setting, *options), setting.compiled)
         for options in itertools.product(sizes, checkpointing, chunks, optims)
     ]
 

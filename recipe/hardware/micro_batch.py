@@ -97,6 +97,8 @@ def find_micro_batch(accelerator: Accelerator, module: nn.Module, candidates: li
         accumulated = []
         module.zero_grad(set_to_none=True)
         if not largest_of_processes(not fits):
+            del moments, accumulated
+            free_memory()  # the peak of a trial is not the run's
             return size
         torch.compiler.reset()  # discard the graphs of the shape that did not fit
         free_memory()
