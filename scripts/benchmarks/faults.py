@@ -174,6 +174,7 @@ def measure(program: Program, work: Path, results: dict[str, Any], args: argpars
         "save_stall_seconds": [round(stall, 3) for stall in stalls],
         **({"verify_seconds": round(verify_seconds, 3)} if program.verifies else {}),
         "same_step": run.keep_step,
+        "kills_before_same_step": sum((k["killed_at_step"] or 0) < run.keep_step for k in describe_kills(run.lives)),
         "differing_bits": differing,
         "bits": total,
         "steps_with_another_loss": steps_differing,
@@ -231,6 +232,7 @@ def markdown(results: dict[str, Any]) -> str:
         "last step saved after SIGTERM": lambda p: f"{sum(t['saved'] for t in p['sigterm'])} of {len(p['sigterm'])}",
         "examples repeated, skipped": lambda p: p["examples"],
         "steps with another loss": lambda p: f"{p['steps_with_another_loss']} of {p['steps_compared']}",
+        "kills before the bits were compared": lambda p: f"{p['kills_before_same_step']}",
         "differing bits": lambda p: f"{p['differing_bits']:,} of {p['bits']:,}",
     }
     programs = results["programs"].values()
