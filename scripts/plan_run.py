@@ -97,7 +97,7 @@ def describe(run: Forecast, cluster: Cluster, price_per_hour: float | None) -> l
     """Return the lines of a plan: a label, the value, and whether it is exact, measured or estimated."""
     plan = run.plan
     savings = {
-        "activation checkpointing": plan.activation_checkpointing,
+        "checkpointing": plan.activation_checkpointing,
         f"{plan.loss_chunks} loss chunks": plan.loss_chunks > 1,
         "not compiled": not plan.compiled,
     }
@@ -106,7 +106,7 @@ def describe(run: Forecast, cluster: Cluster, price_per_hour: float | None) -> l
         ("tokens", f"{run.num_steps * run.tokens_per_step:,} in {run.num_steps:,} steps", "exact"),
         ("micro-batch", f"{plan.micro_batch_size} rows, {run.num_micro_batches} per step and GPU", "estimated"),
         ("optimizer", plan.optim, "estimated"),
-        ("to save memory", ", ".join(text for text, is_on in savings.items() if is_on) or "nothing", "estimated"),
+        ("memory options", ", ".join(text for text, is_on in savings.items() if is_on) or "nothing", "estimated"),
         ("memory per GPU", f"{plan.total_bytes / 1e9:.1f} of {cluster.gpu.memory_bytes / 1e9:.1f} GB", "estimated"),
     ]
     if run.num_gpus > 1:

@@ -19,7 +19,7 @@ from recipe.benchmark.expect import Expectation, estimate_run, measure_run
 from recipe.benchmark.preflight import Preflight
 from recipe.command_line import load_config
 from recipe.errors import UserError
-from recipe.hardware import check, check_device, check_machine
+from recipe.hardware import check, check_device, check_machine, memory
 from recipe.hardware.check import Finding, attempt, check_hub, check_launch, check_packages, find_launch
 from recipe.hardware.check_device import check_attention, check_compiler, check_gpu_kernels, check_torch_build
 from recipe.hardware.check_machine import check_cpu, check_disk, check_read_rate, checkpoint_bytes
@@ -379,7 +379,7 @@ def test_the_estimate_by_hand(config, model_config, monkeypatch):
 
 
 def test_a_model_that_does_not_fit(config, model_config, monkeypatch):
-    monkeypatch.setattr(expect, "available_bytes", lambda: 10**6)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 10**6)
     with pytest.raises(UserError, match=r"the model needs .* of 0.0 GB \(estimated\)"):
         estimate_run(config, model_config, CPU, False, 1, 1)
 

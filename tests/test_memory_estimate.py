@@ -205,7 +205,8 @@ def test_8_bit_is_the_last_resort():
     config, model_config = recipe_of("774m")
     assert plan_memory(config, model_config, GPU, 25.4 * GB).optim == FUSED
     assert plan_memory(config, model_config, GPU, 16 * GB).optim == "adamw_bnb_8bit"
-    fixed = dataclasses.replace(config, optim=FUSED)
+    assert not plan_memory(dataclasses.replace(config, optim=FUSED), model_config, GPU, 16 * GB).compiled
+    fixed = dataclasses.replace(config, optim=FUSED, dynamo_backend="inductor")
     assert plan_memory(fixed, model_config, GPU, 16 * GB) is None
     on_cpu = dataclasses.replace(CPU, mixed_precision="bf16")
     assert plan_memory(config, model_config, on_cpu, 12 * GB) is None

@@ -307,7 +307,7 @@ def test_the_table_of_presets(capsys):
     assert run_script(SCRIPT, "--table", "--markdown") == ""
     rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert [len(row) for row in rows] == [5] * 12
-    assert all(cell == "-" or cell.endswith(" est") for row in rows[2:] for cell in row[1:])
+    assert all(cell == "-" or cell.endswith(" estimated") for row in rows[2:] for cell in row[1:])
     presets = plan_as_json(capsys, "--table")
     for name, sizes in presets.items():
         limit = float(name.partition(" GB")[0].rpartition(" ")[2]) * 2**30

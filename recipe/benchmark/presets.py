@@ -63,7 +63,8 @@ def _preset(plan: MemoryPlan, found: Measurement | None) -> Preset:
 
 
 LEGEND = """Each cell: rows per forward pass, options, GB, estimated or measured.
-C: activation checkpointing. L: loss in chunks. B: 8-bit AdamW. N: not compiled. -: does not fit."""
+C: activation checkpointing. L: loss in chunks. B: 8-bit AdamW. N: not compiled.
+-: does not fit."""
 
 
 def presets_table(presets: dict[str, dict[str, Preset | None]], markdown: bool) -> str:
