@@ -119,10 +119,10 @@ def main() -> None:
     earlier = json.loads(arguments.measured.read_text())["results"] if arguments.measured else []
     peaks = {json.dumps(run["options"]): run["peak_memory_bytes"] for run in earlier if "error" in run}
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    cells = [(" ".join(f"{value}" for value in cell.values()) or "base", cell) for cell in GRID]
+    cells = [(" ".join(f"{key}={value}" for key, value in cell.items()) or "base", cell) for cell in GRID]
     cells = [(name, cell) for name, cell in cells if arguments.only in name]
     results, os.environ["PYTHONUNBUFFERED"] = [], "1"
-    print(f"{'measured':>9} {'estimated':>9}  error  run (differences from: {' '.join(map(str, BASE.values()))})")
+    print(f"{'measured':>9} {'estimated':>9}  error  run (what differs from {' '.join(map(str, BASE.values()))})")
     with tempfile.TemporaryDirectory() as folder:
         for name, cell in cells:
             options = options_of(cell)
