@@ -37,7 +37,7 @@ def test_no_signal_handler_is_left_behind(error):
     """A failed run must not catch the interrupts of the kernel's next cells."""
 
     def fail():
-        StopRequest(None)
+        StopRequest()
         raise error
 
     before = [signal.getsignal(number) for number in SIGNALS]

@@ -20,7 +20,7 @@ from recipe.run.summary import describe_evaluation
 TEXT = (ROOT / "README.md").read_text()
 TABLE = re.compile(r"<!-- table: (\S+) ?(\S*) -->\n+((?:\|.*\|\n)+)")
 NUMBER = re.compile(r"(?<![\w.])[+-]?\d[\d,]*(?:\.\d+)?")
-MAX_LINES = 410
+MAX_LINES = 520
 # The quantity in each column of a table, from an entry of a result file and the first entry of its section.
 QUANTITIES = {
     "tokens/s": lambda entry, first: entry["tokens_per_second"],
@@ -33,9 +33,9 @@ QUANTITIES = {
 }
 SCALES = (1, 100, 1e-9, 1e-6, 1e-3, 1 / 60)  # other columns: as measured, %, GB, MB, thousands or seconds, minutes
 # Programs that other projects provide, and the options of them that the README mentions.
-LAUNCHER_OPTIONS = {"config_file", "num_processes", "multi_gpu", "cpu"}  # accelerate launch
+LAUNCHER_OPTIONS = {"config_file", "num_processes", "machine_rank", "main_process_ip"}  # accelerate launch
 LAUNCHER_OPTIONS |= {"flavor", "timeout", "secrets", "with", "dry_run"}  # hf jobs uv run
-OTHER_OPTIONS = {"requeue", "signal", "gpus_per_node"}  # of a cluster's scheduler
+OTHER_OPTIONS = {"nodes"}  # of a cluster's scheduler
 OTHER_OPTIONS |= {"no_deps", "wheel_dir", "outfile", "task"}  # of pip and of converters
 
 
