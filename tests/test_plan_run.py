@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from conftest import run_script
+from conftest import ROOT, run_script
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -297,6 +297,13 @@ def test_the_command_of_an_older_gpu(capsys):
     text = capsys.readouterr().out
     assert "--config_file accelerate_configs/single_gpu.yaml" in text and "--mixed_precision fp16" in text
     assert "recipe/train.py --config gpt2_124m --train_file 'a b.txt' --tokenizer_vocab_size=300" in text
+
+
+def test_the_readme_shows_the_table_of_presets(capsys):
+    """Every cell is what the program prints today."""
+    assert run_script(SCRIPT, "--table", "--markdown") == ""
+    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert "\n".join(table) in (ROOT / "README.md").read_text()
 
 
 def test_the_table_of_presets(capsys):

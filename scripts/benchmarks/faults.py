@@ -122,7 +122,8 @@ def measure(program: Program, work: Path, results: dict[str, Any], args: argpars
     first.kill()
     save_steps = round(args.save_seconds / undisturbed_step_seconds(first.lives, first.save_steps))
     save_steps = max(2 * UNSETTLED_STEPS, save_steps)
-    yield {"command": shlex.join(map(str, program.command)), "save_steps": save_steps}
+    names = (Path(part).name if str(part).startswith("/") else str(part) for part in program.command)
+    yield {"command": shlex.join(names), "save_steps": save_steps}
 
     through = InterruptedRun(program, work / f"{program.name}-through", save_steps, threads)
     through.start()
