@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -30,10 +31,11 @@ class ProcessError(UserError):
 def run_main(main: Callable[[], T], interrupted: str = "interrupted") -> T:
     """Run a script's main function. A `UserError` or a full disk becomes one line on stderr and exit status 1.
 
-    It leaves no signal handler of main's behind, because a notebook goes on. interrupted: the message that Ctrl-C
-    prints.
+    It restores the handlers of these signals, because a notebook goes on. interrupted: the message that Ctrl-C prints.
     """
-    handlers = {number: signal.getsignal(number) for number in HANDLED_SIGNALS}
+    handlers = {}
+    if threading.current_thread() is threading.main_thread():  # Python sets handlers nowhere else
+        handlers = {number: signal.getsignal(number) for number in HANDLED_SIGNALS}
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a character that the terminal cannot show must not end a run
             stream.reconfigure(errors="replace")
@@ -66,7 +68,8 @@ def run_main(main: Callable[[], T], interrupted: str = "interrupted") -> T:
         print(f"\n{interrupted}", file=sys.stderr)
         sys.exit(130)
     finally:
-        signal.set_wakeup_fd(-1)
+        if handlers:
+            signal.set_wakeup_fd(-1)
         for number, handler in handlers.items():
             signal.signal(number, handler)
 

@@ -64,7 +64,7 @@ def main(started_at: float | None = None) -> None:
     resume_dir = on_main_process(lambda: find_checkpoint(output_dir, fetch_checkpoint(config, output_dir)))
     # A resumed run takes the shape from its checkpoint: the model that it started from may be gone.
     source = resume_dir if resume_dir and config.model_name_or_path else config.model_name_or_path
-    check_before_preparing(config, accelerator, precision, source)
+    check_before_preparing(config, accelerator.num_processes, device, precision, source)
 
     dataset_dir = on_main_process(lambda: open_dataset_for(config, source).directory)
     dataset = on_all_processes(lambda: open_packed_dataset(dataset_dir, config.block_size))

@@ -31,7 +31,7 @@ WHOLE_WORDS = {"break_on_hyphens": False, "break_long_words": False}
 def main() -> None:
     findings = {"Python": attempt(check_python), "Packages": attempt(check_packages)}
     if all(finding.status != "error" for finding in findings.values()):
-        args, options = parse()  # at once, because mistakes on the command line need no checks
+        args, options, has_data = parse()  # at once, because mistakes on the command line need no checks
         findings["Imports"] = attempt(check_imports)
     if any(finding.status == "error" for finding in findings.values()):
         report(findings, None, {}, "--json" in sys.argv)
@@ -40,18 +40,23 @@ def main() -> None:
     from recipe.command_line import load_config
 
     config = load_config(["--config", args.config, *options])[0]
-    preflight = Preflight(config, "DIR" not in options[-1:], args.config_file, findings)
+    preflight = Preflight(config, has_data, args.config_file, findings)
     preflight.run(args.measure)
     launcher = ["accelerate", "launch"] + (["--config_file", args.config_file] if args.config_file else [])
     command = [*launcher, "recipe/train.py", "--config", args.config, *options]
-    report(findings, command, describe(preflight), args.json)
-    if not preflight.can_run():
+    if preflight.can_run():
+        report(findings, command, describe(preflight), args.json)
+    else:
+        report(findings, None, {}, args.json)
         num_errors = sum(finding.status == "error" for finding in findings.values())
         sys.exit(f"error: this run cannot start: {num_errors} error{'s' * (num_errors > 1)}")
 
 
-def parse() -> tuple[argparse.Namespace, list[str]]:
-    """Return the options of this script and those of recipe/train.py, which end with a place for missing data."""
+def parse() -> tuple[argparse.Namespace, list[str], bool]:
+    """Return the options of this script, those of recipe/train.py, and whether these name data.
+
+    If they do not, they end with a place for it.
+    """
     from recipe.command_line import OPTIONS, CommandLine, load_yaml, underscored, unknown_option
     from recipe.rules import DATA_SOURCES
 
@@ -65,9 +70,8 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     typed = {text[2:].partition("=")[0] for text in options if text.startswith("--")}
     for name in typed - OPTIONS.keys():
         raise UserError(unknown_option(f"--{name}", [*own, *OPTIONS]))
-    if not set(DATA_SOURCES) & (typed | load_yaml(args.config).keys()):
-        options += ["--dataset_dir", "DIR"]
-    return args, options
+    has_data = bool(set(DATA_SOURCES) & (typed | load_yaml(args.config).keys()))
+    return args, options + ([] if has_data else ["--dataset_dir", "DIR"]), has_data
 
 
 def describe(preflight: "Preflight") -> dict[str, Any]:
@@ -90,6 +94,7 @@ def describe(preflight: "Preflight") -> dict[str, Any]:
         "tokens_per_second": expected.tokens_per_second and round(expected.tokens_per_second),
         "seconds_to_first_step": expected.seconds_to_first_step,
         "steps": steps,
+        "max_minutes": config.max_minutes,
         "seconds": seconds and round(seconds, 1),
     }
 
@@ -127,7 +132,7 @@ def summary(run: dict[str, Any]) -> list[tuple[str, str]]:
     options = [run["optim"]] + ["activation checkpointing"] * run["activation_checkpointing"]
     options += [f"loss in {run['loss_chunks']} chunks"] * (run["loss_chunks"] > 1)
     lines = [
-        ("micro-batch", f"{run['micro_batch_size']} rows, {run['gradient_accumulation_steps']} per step"),
+        ("micro-batch", f"{run['micro_batch_size']} rows x {run['gradient_accumulation_steps']} per step"),
         ("options", ", ".join(options)),
         ("memory", f"{run['memory_gb']:.1f} of {run['usable_memory_gb']:.1f} GB ({source})"),
         ("throughput", rate),
@@ -137,7 +142,8 @@ def summary(run: dict[str, Any]) -> list[tuple[str, str]]:
     if run["seconds"]:
         units = ("days", 86400), ("hours", 3600), ("minutes", 60), ("seconds", 1)
         unit, size = next((unit, size) for unit, size in units if run["seconds"] >= 2 * size or size == 1)
-        lines.append(("time", f"{run['seconds'] / size:,.1f} {unit} for {run['steps']:,} steps ({source})"))
+        limit = f", limited by max_minutes {run['max_minutes']:g}" if run["max_minutes"] else ""
+        lines.append(("time", f"{run['seconds'] / size:,.1f} {unit} for {run['steps']:,} steps ({source}{limit})"))
     return lines
 
 

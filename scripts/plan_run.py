@@ -22,9 +22,11 @@ from recipe.benchmark.presets import plan_presets, presets_table
 from recipe.command_line import OPTIONS, CommandLine, underscored, unknown_option
 from recipe.errors import UserError, run_main
 from recipe.hardware.gpus import load_gpu
+from recipe.hardware.memory import EIGHT_BIT
 from recipe.model.size import count_parameters
 
 RESULTS = Path(__file__).parent / "benchmarks"
+EXTRA = ' (pip install -e ".[adamw_8bit]")'
 
 
 def main() -> None:
@@ -35,7 +37,8 @@ def main() -> None:
         print(json.dumps(presets, indent=2) if args.json else presets_table(presets, args.markdown))
         return
     config, model_config = load_run(args.config, options)
-    num_nodes = args.num_nodes or math.ceil(args.num_gpus / NODE_GPUS)
+    fewest = math.ceil(args.num_gpus / NODE_GPUS)
+    num_nodes = args.num_nodes or next(n for n in range(fewest, args.num_gpus + 1) if args.num_gpus % n == 0)
     cluster = Cluster(load_gpu(args.gpu), args.num_gpus, num_nodes, args.node_bandwidth_gbps)
     found = forecast(config, model_config, cluster, measurements)
     strong, weak = (scaling(config, model_config, cluster, weak, measurements) for weak in (False, True))
@@ -50,7 +53,7 @@ def main() -> None:
     nodes = f" in {num_nodes} nodes" if num_nodes > 1 else ""
     print(f"{args.config}, {count_parameters(model_config) / 1e6:,.0f} M parameters with the padded vocabulary")
     print(f"{args.num_gpus} x {args.gpu}{nodes}\n")
-    for label, value, source in describe(found, cluster, args.price_per_hour):
+    for label, value, source in describe(found, cluster, args.price_per_hour, config.gpu_memory_limit_gb):
         print(f"{label:17}{value:53}{source}".rstrip())
     print("", command, "", sep="\n")
     print(*scaling_table("Strong scaling, the same global batch (estimated)", strong), "", sep="\n")
@@ -64,7 +67,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--config", default="gpt2_124m", help="recipe (default: gpt2_124m)")
     parser.add_argument("--gpu", help="a100-80gb, h100, rtx4090, t4, ... (an unknown name lists all)")
     parser.add_argument("--num_gpus", type=int, default=1, help="GPUs of the run (default: 1)")
-    parser.add_argument("--num_nodes", type=int, help=f"machines (default: one for each {NODE_GPUS} GPUs)")
+    parser.add_argument("--num_nodes", type=int, help=f"machines (default: {NODE_GPUS} GPUs each, or fewer)")
     parser.add_argument(
         "--node_bandwidth_gbps", type=float, default=100.0, help="network of a machine, in Gbit/s (default: 100)"
     )
@@ -84,7 +87,8 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
         if value is not None and not 0 < value < math.inf:
             raise UserError(f"{name} must be greater than 0, got {value}")
     if args.num_nodes and args.num_gpus % args.num_nodes:
-        raise UserError(f"num_gpus {args.num_gpus} is not divisible by num_nodes {args.num_nodes}; use equal nodes")
+        found = f"num_gpus {args.num_gpus} is not divisible by num_nodes {args.num_nodes}"
+        raise UserError(f"{found}; each node has as many GPUs as the others")
     if not args.gpu and not args.table:
         raise UserError("pass --gpu, for example --gpu a100-80gb, or --table for every class of memory")
     for folder in args.results:
@@ -93,7 +97,9 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     return args, options
 
 
-def describe(run: Forecast, cluster: Cluster, price_per_hour: float | None) -> list[tuple[str, str, str]]:
+def describe(
+    run: Forecast, cluster: Cluster, price_per_hour: float | None, memory_limit_gb: float | None
+) -> list[tuple[str, str, str]]:
     """Return the lines of a plan: a label, the value, and whether it is exact, measured or estimated."""
     plan = run.plan
     savings = {
@@ -101,23 +107,27 @@ def describe(run: Forecast, cluster: Cluster, price_per_hour: float | None) -> l
         f"{plan.loss_chunks} loss chunks": plan.loss_chunks > 1,
         "not compiled": not plan.compiled,
     }
+    available = min(cluster.gpu.memory_bytes / 1e9, memory_limit_gb or math.inf)
     lines = [
         ("tokens per step", f"{run.tokens_per_step:,} in {run.num_rows:,} rows", "exact"),
         ("tokens", f"{run.num_steps * run.tokens_per_step:,} in {run.num_steps:,} steps", "exact"),
-        ("micro-batch", f"{plan.micro_batch_size} rows, {run.num_micro_batches} per step and GPU", "estimated"),
-        ("optimizer", plan.optim, "estimated"),
-        ("memory options", ", ".join(text for text, is_on in savings.items() if is_on) or "nothing", "estimated"),
-        ("memory per GPU", f"{plan.total_bytes / 1e9:.1f} of {cluster.gpu.memory_bytes / 1e9:.1f} GB", "estimated"),
+        ("micro-batch", f"{plan.micro_batch_size} rows x {run.num_micro_batches} per step and GPU", "estimated"),
+        ("optimizer", plan.optim + EXTRA * (plan.optim == EIGHT_BIT), "estimated"),
+        ("memory options", ", ".join(text for text, is_on in savings.items() if is_on) or "none needed", "estimated"),
+        ("memory per GPU", f"{plan.total_bytes / 1e9:.1f} of {available:.1f} GB", "estimated"),
     ]
     if run.num_gpus > 1:
         rate, hidden = cluster.ring_bytes_per_second / 1e9, run.allreduce_seconds - run.exposed_seconds
         overlap = f"{1e3 * hidden:,.0f} ms of it during backward" if hidden else "none of it during backward"
         lines += [
-            ("all-reduce", f"{run.allreduce_bytes / 1e9:.2f} GB per step and GPU", "exact"),
+            ("all-reduce", f"{run.allreduce_bytes / 1e9:.2f} GB per step and GPU, in a ring", "exact"),
             ("", f"{1e3 * run.allreduce_seconds:,.0f} ms at {rate:,.0f} GB/s, {overlap}", "estimated"),
         ]
     source = "measured" if run.is_measured else "estimated"
-    time = f"{run.days:,.1f} days" if run.days >= 2 else f"{24 * run.days:,.1f} hours"
+    hours = 24 * run.days
+    time = (
+        f"{run.days:,.1f} days" if hours >= 48 else f"{hours:,.1f} hours" if hours >= 1 else f"{hours * 60:,.1f} min"
+    )
     lines += [
         ("step", f"{1e3 * run.step_seconds:,.0f} ms", source),
         ("tokens/s", f"{run.tokens_per_second:,.0f} ({run.mfu:.0%} MFU)", source),
@@ -160,7 +170,7 @@ def scaling_table(title: str, runs: dict[int, Forecast | str]) -> list[str]:
         efficiency = run.tokens_per_second / run.num_gpus * planned[0].num_gpus / planned[0].tokens_per_second
         micro_batch = f"{run.plan.micro_batch_size} x {run.num_micro_batches}"
         lines.append(
-            f"{num_gpus:6}{run.num_nodes:6}{run.num_rows:9,}{micro_batch:>13}{run.tokens_per_second:11,.0f}"
+            f"{num_gpus:6}{run.num_nodes:6}{run.num_rows:9,}{micro_batch:>11}{run.tokens_per_second:13,.0f}"
             f"{efficiency:11.0%}{run.mfu:6.0%}{24 * run.days:9,.1f}{run.energy_kwh:9,.0f}"
         )
     return lines

@@ -45,7 +45,7 @@ TWO_PROCESSES = ("--multi_gpu", "--num_processes", "2", "--main_process_port", "
 CHECKPOINT_FILES = ["config.json", "generation_config.json", "model.safetensors", "optimizer.pt", "rng.pt",
                     "tokenizer.json", "tokenizer_config.json", "training_state.json"]  # fmt: skip
 MACHINE_NUMBERS = ("tokens_per_second", "mfu", "peak_memory_bytes", "share_outside_training", "seconds")
-MACHINE_NUMBERS += ("train_seconds",)
+MACHINE_NUMBERS += ("train_seconds", "share_waiting_for_data", "share_of_memory")
 AUTO = ["--resume_from_checkpoint", "auto"]
 
 
@@ -461,12 +461,13 @@ def test_other_errors_in_a_step_end_the_run(train, monkeypatch):
 def test_out_of_memory_on_one_process_of_two(train, tmp_path, dataset_dir):
     """Both repeat the step with smaller micro-batches: the losses are those of one process, and no example is lost.
 
-    It happens twice in the middle of backward, while gradients are being reduced, and once before.
+    It happens before, during and after the reduction of gradients is prepared, and when the buckets are rebuilt.
     """
     patch = """
 import torch
+from recipe.data.batches import TrainBatches
 from recipe.model.loss import LanguageModelingLoss
-forward, steps = LanguageModelingLoss.forward, []
+forward, fetch, steps, fetches = LanguageModelingLoss.forward, TrainBatches.__next__, [], []
 class FailsInBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden):
@@ -474,29 +475,35 @@ class FailsInBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         raise torch.OutOfMemoryError("CUDA out of memory")
+def fails_in_fetch(self):
+    fetches.append(1)
+    if os.environ["RANK"] == "1" and len(fetches) == 4:  # before the first forward pass of step 2
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    return fetch(self)
 def fails(self, input_ids, targets):
     if not self.training or os.environ["RANK"] == "0":
         return forward(self, input_ids, targets)
     steps.append(len(input_ids))
-    if len(steps) == 7:  # 2 rows, the second of four micro-batches of step 2
+    if len(steps) == 5:  # 4 rows, the second of four micro-batches of step 2
         raise torch.OutOfMemoryError("CUDA out of memory")
     hook = None
-    if len(steps) in (1, 5):  # 8 rows in step 1; 4 rows, the second of two micro-batches of step 2
+    if len(steps) in (1, 13):  # 16 rows in step 1; 2 rows, the last of eight micro-batches of step 2
         fail = lambda module, inputs: (FailsInBackward.apply(inputs[0]), *inputs[1:])
         hook = self.model.transformer.h[1].register_forward_pre_hook(fail)
     loss = forward(self, input_ids, targets)
     if hook is not None:
         hook.remove()
     return loss
+TrainBatches.__next__ = fails_in_fetch
 LanguageModelingLoss.forward = fails
 """
-    arguments = [*options(dataset_dir, 5), "--global_batch_size", 16]
+    arguments = [*options(dataset_dir, 5), "--global_batch_size", 32]
     process = start(arguments, tmp_path, TWO_PROCESSES, program=patched_program(tmp_path, patch))
     output = process.communicate(timeout=300)[0]
     assert process.returncode == 0, output
     found = re.findall(r"out of memory in step (\d): continuing with micro-batches of (\d)", output)
-    assert found == [("1", "4"), ("2", "2"), ("2", "1")], output
-    whole = train("--max_steps", 5, "--global_batch_size", 16, output_dir=tmp_path / "whole")
+    assert found == [("1", "8"), ("2", "4"), ("2", "2"), ("2", "1")], output
+    whole = train("--max_steps", 5, "--global_batch_size", 32, output_dir=tmp_path / "whole")
     for key in ("loss", "grad_norm"):
         losses = [[event[key] for event in read_events(path, "train")] for path in (tmp_path / "run", whole)]
         assert losses[0] == pytest.approx(losses[1], abs=1e-5)

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -258,6 +259,31 @@ def test_a_run_that_does_not_fit_is_tried_with_all_that_saves_memory(train, monk
     assert [event["loss"] for event in read_events(frugal, "train")] == pytest.approx(plain, abs=2e-5)
     (start,) = read_events(frugal, "start")
     assert start["per_device_train_batch_size"] == 1
+
+
+def test_a_resumed_run_keeps_the_choices_that_fit(train, monkeypatch, capsys):
+    """Free memory differs from one start to the next; the weights do not, unless the choices no longer fit at all."""
+    usable = int(8e9)
+    monkeypatch.setattr(memory, "measure_usable_bytes", lambda *_: usable)
+    run = train("--max_steps", 2, "--save_steps", 2)
+    state = json.loads((run / "checkpoint-2" / "training_state.json").read_text())
+    assert state["memory_choices"]["activation_checkpointing"] is False
+    found = re.search(r"memory +([\d.]+) of 8.0 GB", capsys.readouterr().out)
+    usable = int(1e9 * (float(found[1]) + 0.01))  # enough, but not with the margin
+    extended = ["--max_steps", 4, "--change_schedule", "--resume_from_checkpoint", "latest", "--save_steps", 2]
+    train(*extended)
+    assert "the choices of the checkpoint" in capsys.readouterr().out
+    usable = 10**6
+    train("--max_steps", 6, *extended[2:])
+    assert "does not fit, but is tried" in capsys.readouterr().out
+
+
+def test_an_evaluation_needs_no_moments(monkeypatch):
+    """It is never refused for an optimizer that is not installed."""
+    config, model_config = recipe_of("1558m")
+    evaluates = dataclasses.replace(config, eval_only=True, model_name_or_path="m")
+    assert plan_memory(config, model_config, GPU, 25.4 * GB).optim == "adamw_bnb_8bit"
+    assert all(plan.optim == FUSED for plan in memory.list_plans(evaluates, model_config, GPU))
 
 
 def test_a_resumed_run_keeps_its_optimizer(train):

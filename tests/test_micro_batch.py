@@ -46,8 +46,8 @@ def test_candidates_divide_the_global_batch(argv, num_processes, device, expecte
 @pytest.mark.parametrize(
     ("argv", "num_processes", "expected"),
     [
-        ([], 3, "512 is not divisible by 3 processes; use 510 or 513"),
-        (["--global_batch_size", "2"], 4, "2 is not divisible by 4 processes; use 4"),
+        ([], 3, "512 is not divisible by 3 processes; use a global batch of 510 or 513"),
+        (["--global_batch_size", "2"], 4, "2 is not divisible by 4 processes; use a global batch of 4"),
         (["--per_device_train_batch_size", "12"], 8, "use one of 1, 2, 4, 8, 16, 32, 64"),
         (["--gradient_accumulation_steps", "3"], 1, "gradient_accumulation_steps 3 does not divide"),
         (["--gradient_accumulation_steps", "2", "--per_device_train_batch_size", "8"], 1, "remove one of them"),
@@ -185,7 +185,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
 
 
 def test_a_remembered_size_is_used_untried_until_memory_runs_out(search, answers, monkeypatch):
-    """A run starts with the size that an earlier one found for the same plan, or that it had to fall back to."""
+    """A run starts with the size that an earlier one found for the same plan, and tries again after it failed."""
     monkeypatch.setattr(Accumulation, "start", lambda self, state: None)
     monkeypatch.setattr(Accumulation, "close", lambda self: None)
     config = config_of("--block_size", "8", "--global_batch_size", "16")
@@ -203,6 +203,7 @@ def test_a_remembered_size_is_used_untried_until_memory_runs_out(search, answers
     assert accumulation.micro_batch_size == 4 and again.tried == []
     accumulation.shrink(RunState())
     third = LimitedModule(4)
-    assert accumulate(third).micro_batch_size == 2 and third.tried == []
+    assert accumulation.micro_batch_size == 2
+    assert accumulate(third).micro_batch_size == 4 and third.tried == [8, 4]
     other = LimitedModule(4)  # less memory is free, so that the plan is another
     assert accumulate(other, planned=2).micro_batch_size == 2 and other.tried == [2]

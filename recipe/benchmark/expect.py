@@ -21,9 +21,9 @@ from recipe.hardware.memory import Setting as MemorySetting
 from recipe.model.size import count_flops_per_token, count_parameters
 from recipe.optim.optimizers import check_optimizer
 
-# Of the rate of large matrix products: 0.5 for 30 M parameters, compiled (scripts/benchmarks/ladder_cpu.json), 0.2 for
-# the demo's 1 M, not compiled.
-MATMUL_SHARE = 0.35
+# Of the rate of large matrix products, by whether the run is compiled: 0.5 for 30 M parameters
+# (scripts/benchmarks/ladder_cpu.json), 0.2 for the demo's 1 M, which is not compiled.
+MATMUL_SHARES = {True: 0.5, False: 0.2}
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MEASURED_SECONDS = 900.0  # at most, for --measure
 RESULTS = Path(__file__).resolve().parents[2] / "scripts" / "benchmarks"
@@ -81,13 +81,18 @@ def estimate_run(
         rate = None
     else:
         flops_per_token = count_flops_per_token(model_config, count_parameters(model_config), config.block_size)
-        num_devices = num_machines if device.type == "cpu" else num_processes
-        rate = num_devices * MATMUL_SHARE * measure_matmul(device, DTYPES[precision.value]) / flops_per_token
+        share = MATMUL_SHARES[plan.compiled] * count_devices(device, num_processes, num_machines)
+        rate = share * measure_matmul(device, DTYPES[precision.value]) / flops_per_token
     return Expectation("estimated", plan, plan.total_bytes, usable, rate)
 
 
+def count_devices(device: torch.device, num_processes: int, num_machines: int) -> int:
+    """Return how many times as fast as one device the run is: the processes of a CPU share its cores."""
+    return num_machines if device.type == "cpu" else num_processes
+
+
 def measure_run(
-    config: TrainConfig, estimate: Expectation, num_processes: int, has_data: bool, work: Path
+    config: TrainConfig, estimate: Expectation, num_devices: int, has_data: bool, work: Path
 ) -> Expectation:
     """Train a few steps of one or two micro-batches in a fresh process, and return their numbers.
 
@@ -112,6 +117,6 @@ def measure_run(
         estimate,
         source="measured",
         memory_bytes=numbers["peak_memory_bytes"],
-        tokens_per_second=numbers["tokens_per_second"] * num_processes,
+        tokens_per_second=numbers["tokens_per_second"] * num_devices,
         seconds_to_first_step=numbers["seconds_to_first_step"],
     )

@@ -9,13 +9,15 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig
 
-from recipe.benchmark.expect import Expectation, estimate_run, measure_run
+from recipe.benchmark.expect import Expectation, count_devices, estimate_run, measure_run
 from recipe.benchmark.ladder import GPT2_VOCAB_SIZE
 from recipe.config import TrainConfig
+from recipe.data.files import expand_paths
 from recipe.data.packed import PackedDataset, open_packed_dataset
 from recipe.environment import count_cpus, find_nvidia_driver
 from recipe.hardware import check_device as on_device
 from recipe.hardware import check_machine as on_machine
+from recipe.hardware.accelerator import check_options
 from recipe.hardware.check import (
     Finding,
     Launch,
@@ -25,17 +27,19 @@ from recipe.hardware.check import (
     check_optional_packages,
     find_launch,
 )
-from recipe.hardware.choices import choose_dynamo_backend
+from recipe.hardware.choices import choose_dynamo_backend, choose_mixed_precision
 from recipe.hardware.launcher import wants_cpu
 from recipe.model.build import build_model_config
 from recipe.model.size import count_parameters, count_training_flops, padded_vocab_size
-from recipe.run.plan import resolve_max_steps
+from recipe.run.output_dir import check_writable
+from recipe.run.plan import check_before_preparing, resolve_max_steps
 
 # What the launcher passes on and the choices of `auto` read.
 LAUNCHER_CHOICES = (
     "ACCELERATE_USE_CPU",
     "ACCELERATE_MIXED_PRECISION",
     "ACCELERATE_DYNAMO_BACKEND",
+    "ACCELERATE_DYNAMO_MODE",
     "CUDA_VISIBLE_DEVICES",
 )
 
@@ -65,10 +69,13 @@ class Preflight:
         with ThreadPoolExecutor() as pool:  # these two wait for another process and for the network
             compiler = pool.submit(attempt, on_device.check_compiler, config, device, flops)
             hub = pool.submit(attempt, check_hub, config)
-            arguments = torch.__version__, torch.version.cuda, find_nvidia_driver(), torch.accelerator.is_available()
+            driver = None if wants_cpu(os.environ) else find_nvidia_driver()
+            arguments = torch.__version__, torch.version.cuda, driver, torch.accelerator.is_available()
             findings["PyTorch"] = attempt(on_device.check_torch_build, *arguments)
             findings["GPU"] = attempt(on_device.check_device, device)
             findings["Precision"] = attempt(on_device.check_precision, config, device)
+            if findings["Precision"].status != "error":
+                findings["Options"] = attempt(self.check_options, device)
             if device.type == "cuda":
                 findings["TF32"] = attempt(on_device.check_tf32, config, device)
                 findings["cuDNN"] = attempt(on_device.check_cudnn)
@@ -76,13 +83,15 @@ class Preflight:
                 findings["Attention"] = attempt(on_device.check_attention, config, model, device)
             findings["Compiler"] = compiler.result()
             findings["Hub"] = hub.result()
-        findings["Cores"] = attempt(on_machine.check_cpu, self.launch.num_processes // self.launch.num_machines)
+        num_local_processes = max(1, self.launch.num_processes // self.launch.num_machines)
+        findings["Cores"] = attempt(on_machine.check_cpu, num_local_processes)
         findings["Memory"] = attempt(on_machine.check_memory)
         self.check_disks()
-        if model is not None:
+        if self.can_run() and model is not None:
             findings["Training"] = attempt(self.check_training, device, flops, measured)
         rate = self.expected and self.expected.tokens_per_second
-        findings["Read rate"] = attempt(on_machine.check_read_rate, config, self.dataset, rate)
+        if findings["Data"].status != "error":
+            findings["Read rate"] = attempt(on_machine.check_read_rate, config, self.dataset, rate)
 
     def can_run(self) -> bool:
         return all(finding.status != "error" for finding in self.findings.values())
@@ -112,8 +121,7 @@ class Preflight:
             return Finding("warning", "this recipe needs a dataset, and none is given", remedy)
         if config.dataset_dir is None:
             text = config.dataset_name or " ".join(config.train_file)
-            if missing := [path for path in config.train_file or [] if "*" not in path and not Path(path).exists()]:
-                return Finding("error", f"there is no file {missing[0]}", "correct --train_file")
+            expand_paths(config.train_file or [])
             return Finding("ok", f"{text}, prepared when the run starts")
         self.dataset = open_packed_dataset(Path(config.dataset_dir), config.block_size)
         num_rows = len(self.dataset.splits["train"])
@@ -130,6 +138,21 @@ class Preflight:
         shape = f"{found.n_layer} layers, {found.n_head} heads, width {found.n_embd}"
         return Finding("ok", f"{count_parameters(found) / 1e6:,.1f} M parameters: {shape}")
 
+    def check_options(self, device: torch.device) -> Finding:
+        """Check what the run checks before it prepares its data."""
+        config = self.config
+        check_options(config, device)
+        precision = choose_mixed_precision(config, device)
+        check_before_preparing(config, self.launch.num_processes, device, precision, config.model_name_or_path)
+        return Finding("ok", "the run's options work on this device")
+
+    def check_output(self) -> Finding:
+        """Check that the output folder can be written, and has the space for checkpoints and the final model."""
+        folder = Path(self.config.output_dir or "runs")
+        check_writable(folder)
+        needed = on_machine.checkpoint_bytes(self.config, count_parameters(self.model_config))
+        return on_machine.check_disk(folder, needed, "checkpoints")
+
     def check_disks(self) -> None:
         """Check the space for what the run writes: the dataset, checkpoints and the final model."""
         config, check = self.config, on_machine.check_disk
@@ -138,8 +161,7 @@ class Preflight:
             arguments = Path(config.cache_dir), needed, "dataset", "warning"
             self.findings["Data disk"] = attempt(check, *arguments)
         if self.model_config is not None:
-            needed = on_machine.checkpoint_bytes(config, count_parameters(self.model_config))
-            self.findings["Output disk"] = attempt(check, Path(config.output_dir or "runs"), needed, "checkpoints")
+            self.findings["Output disk"] = attempt(self.check_output)
 
     def check_training(self, device: torch.device, total_flops: float, measured: bool) -> Finding:
         """Find out whether the model fits and how fast it trains. Raises `UserError` if it cannot train."""
@@ -150,7 +172,7 @@ class Preflight:
         self.expected = estimate_run(self.config, self.model_config, device, compiled, *processes)
         if measured:
             with tempfile.TemporaryDirectory() as folder:
-                arguments = self.launch.num_processes, self.has_data, Path(folder)
+                arguments = count_devices(device, *processes), self.has_data, Path(folder)
                 self.expected = measure_run(self.config, self.expected, *arguments)
         used, usable = self.expected.memory_bytes / 1e9, self.expected.usable_bytes / 1e9
         return Finding("ok", f"{used:.1f} of {usable:.1f} GB on {device.type} ({self.expected.source})")

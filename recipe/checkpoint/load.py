@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -47,6 +48,7 @@ class RunState:
     num_losses: int = 0
     steps_chosen: bool = False  # `max_minutes` has set the number of steps
     eval_rows: int = 0  # rows per evaluation that `max_eval_samples auto` chose; 0: not chosen yet
+    memory_choices: dict[str, Any] = field(default_factory=dict)  # of `MemoryPlan`
 
 
 STATE_FIELDS = [f.name for f in dataclasses.fields(RunState)]
@@ -114,7 +116,7 @@ def find_checkpoint(output_dir: Path, resume_from_checkpoint: str | None) -> Pat
 def read_state(directory: Path) -> dict:
     """Return training_state.json: `RunState`'s fields, mixed_precision, scaler and identity (see `run_identity`)."""
     try:
-        added = {"steps_chosen": False, "eval_rows": 0}  # older checkpoints lack these fields
+        added = {"steps_chosen": False, "eval_rows": 0, "memory_choices": {}}  # older checkpoints lack these fields
         content = added | json.loads((directory / STATE_NAME).read_text())
         if missing := {*STATE_FIELDS, "identity"} - content.keys():
             raise KeyError(", ".join(sorted(missing)))

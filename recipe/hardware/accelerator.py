@@ -41,23 +41,15 @@ from recipe.model.size import count_training_flops
 def build_accelerator(config: TrainConfig, output_dir: Path) -> tuple[Accelerator, Choice]:
     """Build the Accelerator and return it with the chosen precision.
 
-    Raises `UserError` for a tracker that is not installed, which Accelerate would ignore silently (1.15).
+    Raises `UserError` for options that cannot work on this device.
     """
     state = PartialState()
-    known = [tracker.value for tracker in LoggerType if tracker != LoggerType.ALL]
-    installed = [tracker.value for tracker in get_available_trackers()]
-    for tracker in config.report_to or []:
-        if tracker not in known:
-            raise UserError(f"report_to: unknown tracker '{tracker}'; choose from {', '.join(known)}")
-        if tracker not in installed:
-            raise UserError(f"{tracker} is not installed; run pip install {tracker}, or drop it from --report_to")
+    check_options(config, state.device)
     use_all_cores(state)
     if config.gpu_memory_limit_gb is not None:
         limit_gpu_memory(state.device, config.gpu_memory_limit_gb)
     if config.deterministic or (state.device.type == "cpu" and "autotune" not in choose_dynamo_mode(config).value):
         use_deterministic_algorithms()
-    if config.ddp_comm_hook == "bf16" and state.device.type != "cuda":  # PyTorch 2.13 refuses it with a traceback
-        raise UserError(f"--ddp_comm_hook bf16 requires GPUs connected by NCCL, but this run uses {state.device.type}")
     precision = choose_mixed_precision(config, state.device)
     if state.device.type == "cuda":
         torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
@@ -73,6 +65,25 @@ def build_accelerator(config: TrainConfig, output_dir: Path) -> tuple[Accelerato
     )
     set_seed(config.seed)
     return accelerator, precision
+
+
+def check_options(config: TrainConfig, device: torch.device) -> None:
+    """Raise `UserError` for options that cannot work on the device, and for a tracker that is not installed.
+
+    Accelerate would ignore the tracker silently (1.15).
+    """
+    known = [tracker.value for tracker in LoggerType if tracker != LoggerType.ALL]
+    installed = [tracker.value for tracker in get_available_trackers()]
+    for tracker in config.report_to or []:
+        if tracker not in known:
+            raise UserError(f"report_to: unknown tracker '{tracker}'; choose from {', '.join(known)}")
+        if tracker not in installed:
+            raise UserError(f"{tracker} is not installed; run pip install {tracker}, or drop it from --report_to")
+    if config.gpu_memory_limit_gb is not None and device.type != "cuda":
+        raise UserError(f"--gpu_memory_limit_gb requires a CUDA device, but this run uses {device.type}")
+    choose_dynamo_mode(config)
+    if config.ddp_comm_hook == "bf16" and device.type != "cuda":  # PyTorch 2.13 refuses it with a traceback
+        raise UserError(f"--ddp_comm_hook bf16 requires GPUs connected by NCCL, but this run uses {device.type}")
 
 
 def build_ddp_options(config: TrainConfig) -> DistributedDataParallelKwargs:
@@ -142,8 +153,6 @@ def use_deterministic_algorithms() -> None:
 
 def limit_gpu_memory(device: torch.device, limit_gb: float) -> None:
     """Limit PyTorch's allocator, as on a smaller card. The CUDA context (0.5 GB) is not included."""
-    if device.type != "cuda":
-        raise UserError(f"--gpu_memory_limit_gb requires a CUDA device, but this run uses {device.type}")
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, limit_gb * 1e9 / total))  # on Accelerate's current device
 

@@ -122,6 +122,8 @@ def find_launch(config_file: str | None) -> Launch:
 
     from recipe.hardware.launcher import check_launcher
 
+    if config_file and not os.path.isfile(config_file):
+        raise UserError(f"there is no file {config_file}; use one in accelerate_configs/")
     launch.logger.setLevel("ERROR")  # it warns about every default that it uses
     chosen = config_file or (default_config_file if os.path.isfile(default_config_file) else None)
     typed = ["--config_file", config_file] if config_file else []
@@ -160,7 +162,8 @@ def check_launch(launch: Launch) -> Finding:
     parts += [f"dynamo {environment['ACCELERATE_DYNAMO_BACKEND'].lower()}"]
     found = f"{os.path.relpath(launch.config_file) if launch.config_file else 'no config'}: {', '.join(parts)}"
     if num_local > max(1, torch.cuda.device_count()) and not wants_cpu(environment):
-        remedy = "pass --num_processes, or use accelerate_configs/multi_cpu.yaml for processes on the CPU"
+        remedy = f"pass --num_processes {max(1, torch.cuda.device_count())} to accelerate launch, or use "
+        remedy += "accelerate_configs/multi_cpu.yaml for processes on the CPU"
         return Finding("error", f"{found}; this machine has {torch.cuda.device_count()} GPUs", remedy)
     return Finding("ok", found)
 

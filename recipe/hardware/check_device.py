@@ -38,7 +38,7 @@ def check_torch_build(torch_version: str, cuda: str | None, driver: str | None, 
         return Finding("error", f"{found}: this build cannot use the NVIDIA GPU", BUILDS)
     release, installed = int(cuda.split(".")[0]), tuple(map(int, driver.split(".")[:2]))
     oldest = FIRST_DRIVERS.get(release, (0, 0))
-    if installed < oldest:
+    if installed < oldest and not available:  # data center GPUs may have NVIDIA's forward compatibility package
         remedy = f"install driver {'.'.join(map(str, oldest))} or newer, or a PyTorch build for an older CUDA"
         return Finding("error", f"{found}: the driver is too old", remedy)
     if not available:
@@ -161,4 +161,5 @@ def check_compiler(config: TrainConfig, device: torch.device, total_flops: float
             lines = [line for line in error.stderr.splitlines() if re.match(r"[\w.]*(Error|Exception)\b", line)]
             reason = (lines or error.stderr.splitlines() or ["no output"])[0][:200]
             return Finding(status, f"a tiny graph does not compile: {reason}", remedy)
-    return Finding("ok", f"compiled a tiny graph; the run uses {choice.value}: {choice.reason}")
+    use = "is not compiled" if choice.value == "no" else f"uses {choice.value}"
+    return Finding("ok", f"compiled a tiny graph; the run {use}: {choice.reason}")

@@ -12,16 +12,13 @@ from recipe.config import TrainConfig
 from recipe.data.packed import PackedDataset
 from recipe.environment import count_cpus
 from recipe.hardware.check import Finding
-from recipe.hardware.host_memory import available_bytes
+from recipe.hardware.host_memory import available_bytes, own_cgroups
 
 CHECKPOINT_BYTES = 12  # per parameter: the weight and AdamW's two moments, in fp32
 MODEL_BYTES = 4  # per parameter, of the exported model
 TOKEN_BYTES = 2  # in a packed dataset
 # The time that a container may use per period, in control groups of version 2 (both numbers in one file) and 1.
-CPU_QUOTAS = (
-    ("/sys/fs/cgroup/cpu.max", None),
-    ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"),
-)
+CPU_QUOTA_V1 = "/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"
 TRIAL_BYTES, TRIAL_SECONDS = 64 * 2**20, 0.5  # a file to read where there is no dataset yet, and how long to read
 
 
@@ -33,8 +30,11 @@ def check_cpu(num_local_processes: int) -> Finding:
     found = f"{allowed} of {os.cpu_count()} cores allowed; threads per process: {threads}"
     limit = min(allowed, quota or allowed)
     if threads * num_local_processes > limit:
-        remedy = f"set OMP_NUM_THREADS={max(1, int(limit // num_local_processes))}; more threads than cores wait"
-        return Finding("warning", f"{found}, but a limit of {limit:g} cores", remedy)
+        remedy = f"set OMP_NUM_THREADS={int(limit // num_local_processes)}; more threads than cores wait"
+        if limit < num_local_processes:
+            remedy = f"start at most {max(1, int(limit))} with --num_processes"
+        share = f"{num_local_processes} x {threads} threads share {limit:g} core{'s' * (limit != 1)}"
+        return Finding("warning", f"{found}; {share}", remedy)
     return Finding("ok", found)
 
 
@@ -46,11 +46,12 @@ def check_memory() -> Finding:
 
 def cpu_quota() -> float | None:
     """Return how many cores' time a container may use, or None without a limit."""
-    for quota, period in CPU_QUOTAS:
-        if Path(quota).is_file():
-            words = " ".join(Path(path).read_text() for path in (quota, period) if path).split()
-            return None if words[0] in ("max", "-1") else int(words[0]) / int(words[1])
-    return None
+    quotas = []
+    for files in (CPU_QUOTA_V1, *([folder / "cpu.max"] for folder in own_cgroups())):
+        if all(Path(path).is_file() for path in files):
+            quota, period = " ".join(Path(path).read_text() for path in files).split()
+            quotas += [] if quota in ("max", "-1") else [int(quota) / int(period)]
+    return min(quotas, default=None)
 
 
 def check_disk(folder: Path, needed_bytes: float, purpose: str, otherwise: str = "error") -> Finding:
@@ -88,6 +89,7 @@ def check_read_rate(config: TrainConfig, dataset: PackedDataset | None, tokens_p
             os.fsync(file.fileno())
             rows_per_second = measure_row_rate(Path(file.name), row_bytes)
     found = f"{rows_per_second:,.0f} random rows/s ({rows_per_second * row_bytes / 1e6:,.0f} MB/s)"
+    found += "" if dataset is not None else " from a temporary file"
     if tokens_per_second is None:
         return Finding("ok", found)
     needed = tokens_per_second / config.block_size

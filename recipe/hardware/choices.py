@@ -54,10 +54,14 @@ def choose_mixed_precision(config: TrainConfig, device: torch.device) -> Choice:
         choice = Choice("no", f"not measured on {device.type}")
     if choice.value not in ("no", "bf16", "fp16"):
         raise UserError(
-            f"mixed_precision {choice.value} is not supported: its converters skip GPT-2's Conv1D layers; use bf16"
+            f"mixed_precision {choice.value} is not supported: its converters skip GPT-2's Conv1D layers; use bf16, "
+            "as accelerate_configs/single_gpu.yaml does"
         )
     if choice.value == "fp16" and device.type != "cuda":
-        raise UserError(f"fp16 requires a CUDA device, but this run uses {device.type}; use bf16 or no")
+        raise UserError(
+            f"fp16 requires a CUDA device, but this run uses {device.type}; use bf16 or no, or "
+            "accelerate_configs/cpu.yaml, which lets the script choose"
+        )
     return choice
 
 
@@ -107,6 +111,8 @@ def uses_cuda_graphs(config: TrainConfig, device: torch.device) -> bool:
     """
     if device.type != "cuda" or choose_dynamo_mode(config).value not in CUDA_GRAPH_MODES:
         return False
+    if not torch.cuda.is_available():  # a plan for another machine, which has what inductor requires
+        return config.dynamo_backend in ("auto", "inductor")
     return choose_dynamo_backend(config, device, math.inf).value == "inductor"
 
 

@@ -14,6 +14,7 @@ import psutil
 import torch
 
 from recipe.hardware.gpus import find_gpu
+from recipe.hardware.host_memory import own_cgroups
 
 # The operators that sdpa chooses from; without one of them, attention is matmul, softmax, matmul.
 ATTENTION_KERNELS = {
@@ -105,9 +106,8 @@ def _shares_of_cgroups(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/p
 
     Page cache does not count: the kernel drops it, including the dataset's, before it kills a process.
     """
-    found = re.search(r"^0::/(.*)$", own.read_text(), re.MULTILINE) if own.is_file() else None
-    group, shares = root / (found[1] if found else ""), [0.0]
-    for folder in [group, *group.parents]:
+    shares = [0.0]
+    for folder in own_cgroups(root, own):
         limit, stat = folder / "memory.max", folder / "memory.stat"
         if limit.is_file() and stat.is_file() and (text := limit.read_text().strip()) != "max":
             used = re.findall(r"^(?:anon|shmem) (\d+)$", stat.read_text(), re.MULTILINE)

@@ -65,6 +65,7 @@ GPUS = tuple(
         ("a100-40gb-pcie", "A100-PCIE-40GB", 39.4, 312, 1555, 32, 250),
         ("a100-80gb", "A100.*80GB", 79.2, 312, 2039, 300, 400),
         ("a100-40gb", "A100", 39.4, 312, 1555, 300, 400),
+        ("a800-40gb", "A800 40GB", 39.4, 312, 1555, 32, 240),
         ("a800", "A800", 79.2, 312, 2039, 200, 400),
         ("a40", "A40", 44.4, 150, 696, 32, 300),
         ("a30", "A30", 23.5, 165, 933, 32, 165),
@@ -83,6 +84,8 @@ GPUS = tuple(
         ("rtx3070", "RTX 3070(?! Ti| Laptop)", 7.7, 40.6, 448, 32, 220),
         ("rtx3060", "RTX 3060(?! Ti| Laptop)", 11.6, 25.5, 360, 32, 170),
         ("v100-32gb", "V100-SXM.*32GB", 31.7, 125, 900, 150, 300, False),
+        ("v100-32gb-pcie", "V100-PCIE-32GB", 31.7, 112, 900, 16, 250, False),
+        ("v100-pcie", "V100-PCIE", 15.8, 112, 900, 16, 250, False),
         ("v100", "V100", 15.8, 125, 900, 150, 300, False),
         ("t4", "T4", 14.6, 65, 320, 16, 70, False),
     )
@@ -90,7 +93,9 @@ GPUS = tuple(
 
 
 def find_gpu(device_name: str) -> Gpu | None:
-    """Return the GPU that torch calls `device_name`, or None if it is not in the table."""
+    """Return the GPU that torch calls `device_name`, or None if it is a part of one (MIG) or not in the table."""
+    if "MIG" in device_name:
+        return None
     return next((gpu for gpu in GPUS if re.search(rf"\b{gpu.pattern}\b", device_name)), None)
 
 

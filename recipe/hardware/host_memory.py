@@ -6,7 +6,7 @@ import platform
 import re
 from pathlib import Path
 
-CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # versions 2 and 1
+CGROUP_V1_LIMIT = Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _GROWTH, _SLACK_BYTES = 1.25, 256e6  # how far resident memory may grow before freed memory is returned
 
 
@@ -24,13 +24,20 @@ def resident_bytes() -> int | None:
     return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGESIZE") if statm.is_file() else None
 
 
+def own_cgroups(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[Path]:
+    """Return the folders of the control groups (v2) of this process, the innermost first: container, job, user, ..."""
+    found = re.search(r"^0::/(.*)$", own.read_text(), re.MULTILINE) if own.is_file() else None
+    group = root / (found[1] if found else "")
+    return [group, *group.parents]
+
+
 def available_bytes() -> int:
     """Return the physical memory that this process holds or could get without swapping, within its container."""
     meminfo = Path("/proc/meminfo")
     if not meminfo.is_file():  # macOS: all of the memory
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE")
     available = int(re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text())[1]) * 1024 + resident_bytes()
-    for path in map(Path, CGROUP_LIMITS):
+    for path in (CGROUP_V1_LIMIT, *(folder / "memory.max" for folder in own_cgroups())):
         if path.is_file() and (limit := path.read_text().strip()).isdigit():  # else "max"
             available = min(available, int(limit))
     return available

@@ -49,8 +49,9 @@ def check_launcher(environment: Mapping[str, str]) -> None:
     one_process = not {"LOCAL_RANK", *MPI_SIZES} & environment.keys()
     if one_process and {"ACCELERATE_DYNAMO_BACKEND", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
         raise UserError(
-            "accelerate launch was told to start several processes but started one, as it does for MULTI_CPU without "
-            "mpirun; use accelerate_configs/multi_cpu.yaml (or unset MASTER_ADDR, to run one process)"
+            "accelerate launch was told to start several processes but started one, as it does with --cpu, and for "
+            "MULTI_CPU without mpirun; use accelerate_configs/multi_cpu.yaml, for several machines with "
+            "--num_machines and --machine_rank (or unset MASTER_ADDR, to run one process)"
         )
 
 

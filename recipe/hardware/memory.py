@@ -9,6 +9,7 @@ import dataclasses
 import importlib.util
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -69,6 +70,12 @@ class MemoryPlan:
     def total_bytes(self) -> int:
         return sum(self.parts.values())
 
+    @property
+    def choices(self) -> dict[str, Any]:
+        """The options without which a resumed run on the same processes may differ in the last bits."""
+        names = ("micro_batch_size", "activation_checkpointing", "loss_chunks", "compiled")
+        return {name: getattr(self, name) for name in names}
+
     def apply(self, config: TrainConfig) -> TrainConfig:
         """Return the config with these options in place of `auto`; the micro-batch is for a trial to confirm."""
         return dataclasses.replace(
@@ -89,8 +96,6 @@ def plan_memory(
     that is not compiled, which frees each gradient once it is accumulated, only if no compiled one does.
     """
     plans = list_plans(config, model_config, setting)
-    if setting.compiled and config.dynamo_backend == "auto":
-        plans += list_plans(config, model_config, dataclasses.replace(setting, compiled=False))
     fitting = [plan for plan in plans if plan.total_bytes <= USABLE_SHARE * usable_bytes]
 
     def preference(plan: MemoryPlan) -> tuple[bool, bool, float]:
@@ -100,12 +105,17 @@ def plan_memory(
 
 
 def plan_device(
-    config: TrainConfig, model_config: PreTrainedConfig, accelerator: Accelerator, precision: Choice
+    config: TrainConfig,
+    model_config: PreTrainedConfig,
+    accelerator: Accelerator,
+    precision: Choice,
+    earlier: dict[str, Any] | None = None,
 ) -> MemoryPlan:
     """Return the plan for this run's device, the same on all processes, with its reason.
 
     model_config: with the real vocabulary. An estimate never refuses a run: if nothing fits, the options that take the
-    least memory are tried.
+    least memory are tried. earlier: the choices of the run's checkpoint, which are kept as long as they fit, because
+    the free memory differs from one start to the next.
     """
     model_config, device = copy.deepcopy(model_config), accelerator.device
     model_config.vocab_size = padded_vocab_size(model_config.vocab_size, config.pad_vocab_to_multiple_of)
@@ -119,6 +129,9 @@ def plan_device(
     )
     num_local_processes = count_local_processes(accelerator.num_processes)
     usable = -largest_of_processes(-measure_usable_bytes(config, device, num_local_processes))  # one plan for all
+    for plan in list_plans(config, model_config, setting):
+        if plan.choices == earlier and plan.total_bytes <= usable:
+            return dataclasses.replace(plan, usable_bytes=usable, reason="the choices of the checkpoint")
     plan = plan_memory(config, model_config, setting, usable)
     has_8bit = config.optim == EIGHT_BIT or importlib.util.find_spec("bitsandbytes") is not None
     if plan is not None and plan.optim == EIGHT_BIT and not has_8bit:
@@ -155,6 +168,10 @@ def measure_usable_bytes(config: TrainConfig, device: torch.device, num_local_pr
 
 def list_plans(config: TrainConfig, model_config: PreTrainedConfig, setting: Setting) -> list[MemoryPlan]:
     """Return every combination of options that the config leaves open, with its estimate."""
+    if setting.compiled and config.dynamo_backend == "auto":
+        not_compiled = list_plans(config, model_config, dataclasses.replace(setting, compiled=False))
+    else:
+        not_compiled = []
     sizes = micro_batch_candidates(config, setting.num_processes, torch.device(setting.device_type))
     if config.activation_checkpointing == "auto":
         checkpointing = [False, True]
@@ -164,9 +181,9 @@ def list_plans(config: TrainConfig, model_config: PreTrainedConfig, setting: Set
     if config.loss_chunks != "auto":
         chunks = [config.loss_chunks]
     optims = [config.optim]
-    if config.optim == "auto":  # a CPU can swap instead
-        optims = ["adamw_torch_fused"] + [EIGHT_BIT] * (setting.device_type == "cuda")
-    return [
+    if config.optim == "auto":  # a CPU can swap instead, and an evaluation has no moments
+        optims = ["adamw_torch_fused"] + [EIGHT_BIT] * (setting.device_type == "cuda" and not config.eval_only)
+    return not_compiled + [
         MemoryPlan(*options, estimate_parts(config, model_config, setting, *options), setting.compiled)
         for options in itertools.product(sizes, checkpointing, chunks, optims)
     ]

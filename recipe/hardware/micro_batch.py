@@ -34,7 +34,7 @@ def micro_batch_candidates(config: TrainConfig, num_processes: int, device: torc
         below = config.global_batch_size - rest
         raise UserError(
             f"global_batch_size {config.global_batch_size} is not divisible by {num_processes} processes; "
-            f"use {f'{below} or ' if below else ''}{below + num_processes}"
+            f"use a global batch of {f'{below} or ' if below else ''}{below + num_processes}"
         )
     divisors = [size for size in range(share, 0, -1) if share % size == 0]
     accumulation, wanted = config.gradient_accumulation_steps, config.per_device_train_batch_size
@@ -117,8 +117,8 @@ def recall_micro_batch(key: str) -> int | None:
         return None
 
 
-def remember_micro_batch(key: str, size: int) -> None:
-    """Store the size for `recall_micro_batch`. A read-only home folder only costs the next run its trials."""
+def remember_micro_batch(key: str, size: int | None) -> None:
+    """Store the size for `recall_micro_batch`, or forget it. A read-only home only costs the next run its trials."""
     try:
         path = cache_dir() / ANSWERS
         path.parent.mkdir(parents=True, exist_ok=True)

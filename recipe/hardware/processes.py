@@ -138,9 +138,11 @@ def complete_synchronization(module: nn.Module) -> None:
         return
     try:
         module.reducer._check_reducer_finalized()
-        reduction = Accelerator.trigger_sync_in_backward(module)
     except RuntimeError:  # some gradients are on their way already
         reduction = contextlib.nullcontext()
+    else:
+        module.reducer._rebuild_buckets()  # a broadcast in the first forward pass after the first reduction
+        reduction = Accelerator.trigger_sync_in_backward(module)
     with reduction:
         for parameter in module.parameters():
             try:

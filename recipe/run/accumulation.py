@@ -44,7 +44,7 @@ class Accumulation:
     ) -> None:
         """module: prepared; trial steps on it find the micro-batch size if the option is auto."""
         self.config, self.accelerator, self.module, self.dataset = config, accelerator, module, dataset
-        self.is_too_large = False
+        self.plan, self.is_too_large = plan, False
         self.candidates = micro_batch_candidates(config, accelerator.num_processes, accelerator.device)
         self.answer_key = self._describe(choices, plan)
         remembered = on_main_process(lambda: recall_micro_batch(self.answer_key))
@@ -52,7 +52,7 @@ class Accumulation:
             planned = [size for size in self.candidates if size <= plan.micro_batch_size]
             remembered = find_micro_batch(accelerator, module, planned, config)
         self._set_size(remembered)
-        self._remember()
+        self._remember(remembered)
 
     def _describe(self, choices: dict[str, Choice], plan: MemoryPlan) -> str:
         """Return all that decides which size fits; a change of any of it leads to new trials."""
@@ -69,11 +69,11 @@ class Accumulation:
         }
         return json.dumps(options)
 
-    def _remember(self) -> None:
-        """Store the size for later runs, if trials can find it."""
+    def _remember(self, size: int | None) -> None:
+        """Store the size for later runs, if trials find it, or forget it."""
         is_found = len(self.candidates) > 1 and self.accelerator.device.type != "cpu"
         if is_found and self.accelerator.is_main_process:
-            remember_micro_batch(self.answer_key, self.micro_batch_size)
+            remember_micro_batch(self.answer_key, size)
 
     def _set_size(self, micro_batch_size: int) -> None:
         self.micro_batch_size = micro_batch_size
@@ -81,7 +81,8 @@ class Accumulation:
         self.accelerator.gradient_accumulation_steps, self.accelerator.step = self.num_micro_batches, 0
 
     def start(self, state: RunState) -> None:
-        """Open the data at the run's position."""
+        """Open the data at the run's position, and record the choices with which the run continues."""
+        state.memory_choices = {**self.plan.choices, "micro_batch_size": self.micro_batch_size}
         self.batches = build_batches(
             self.config, self.dataset, self.accelerator, self.micro_batch_size, state.step, state.position
         )
@@ -107,7 +108,7 @@ class Accumulation:
         """
         num_processes = self.accelerator.num_processes
         self._set_size(smaller_micro_batch(self.config, self.candidates, self.micro_batch_size, num_processes))
-        self._remember()
+        self._remember(None)  # another program may have used the memory: the next run tries again
         self.is_too_large = False
         torch.compiler.reset()  # discard the graphs of the shape that did not fit
         free_memory()

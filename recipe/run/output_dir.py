@@ -50,6 +50,14 @@ def choose_output_dir(config: TrainConfig, recipe: str) -> Path:
         if (directory / LOCK_NAME).exists():  # a running run is reported as such, before its files
             lock_output_dir(directory)
         _check_contents(directory, config)
+    check_writable(directory)
+    if directory.is_dir():
+        lock_output_dir(directory)
+    return directory
+
+
+def check_writable(directory: Path) -> None:
+    """Raise `UserError` if the folder, which need not exist yet, cannot be written."""
     existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
     try:
         with tempfile.TemporaryFile(dir=existing):  # os.access ignores read-only file systems and root
@@ -58,9 +66,6 @@ def choose_output_dir(config: TrainConfig, recipe: str) -> Path:
         raise UserError(
             f"cannot write to output_dir {directory}: {existing} is not a writable folder ({error.strerror})"
         ) from error
-    if directory.is_dir():
-        lock_output_dir(directory)
-    return directory
 
 
 def _is_unused(directory: Path) -> bool:

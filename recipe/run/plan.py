@@ -30,12 +30,12 @@ CLOSING_SECONDS = 10.0  # for the last checkpoint, the export and the sample
 
 
 def check_before_preparing(
-    config: TrainConfig, accelerator: Accelerator, precision: Choice, source: str | Path | None
+    config: TrainConfig, num_processes: int, device: torch.device, precision: Choice, source: str | Path | None
 ) -> None:
     """Raise `UserError` for options that cannot work, before text is prepared for hours."""
-    micro_batch_candidates(config, accelerator.num_processes, accelerator.device)
-    choose_residual(config, accelerator.device, precision)
-    check_optimizer(config, accelerator.device)
+    micro_batch_candidates(config, num_processes, device)
+    choose_residual(config, device, precision)
+    check_optimizer(config, device)
     compute_learning_rates(config)
     build_model_config(config, 1, 0, source)
     for task, path in parse_tasks(config.eval_tasks).items():
@@ -62,9 +62,14 @@ def plan_run(
         config = keep_chosen_steps(config, resume_dir)
     elif config.eval_only and config.model_name_or_path is None:
         raise UserError(f"--eval_only: there is no checkpoint in {output_dir}; pass --model_name_or_path")
-    if resume_dir is not None and config.optim == "auto":  # an optimizer's state cannot change its type
-        config = dataclasses.replace(config, optim=read_state(resume_dir)["identity"]["optim"])
-    plan = plan_device(config, model_config, accelerator, precision)
+    earlier = None
+    if resume_dir is not None:
+        content = read_state(resume_dir)
+        if content["num_processes"] == accelerator.num_processes:
+            earlier = content["memory_choices"]
+        if config.optim == "auto":  # an optimizer's state cannot change its type
+            config = dataclasses.replace(config, optim=content["identity"]["optim"])
+    plan = plan_device(config, model_config, accelerator, precision, earlier)
     config = dataclasses.replace(config, optim=plan.optim)
     check_optimizer(config, accelerator.device)
     identity = run_identity(config, dataset.metadata, model_config)

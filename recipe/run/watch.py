@@ -150,7 +150,7 @@ class GpuSampler:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.samples: deque[dict[str, float]] = deque()
+        self.samples: deque[dict[str, float]] = deque(maxlen=3600)
         self.errors: deque[str] = deque()  # each kind once, to be reported by the main thread
         self.closed = threading.Event()
         self.thread: threading.Thread | None = None
