@@ -302,7 +302,21 @@ class CommandLine(argparse.ArgumentParser):
             raise UserError(unknown_option(unknown[0], [action.dest for action in self._actions]))
         return found
 
+    def parse_with_run_options(self) -> tuple[argparse.Namespace, list[str]]:
+        """Return the script's options, and those of recipe/train.py as typed. Raises `UserError` for any other."""
+        args, options = self.parse_known_args(underscored(sys.argv[1:]))
+        for text in options:
+            if text.startswith("--") and text[2:].partition("=")[0] not in OPTIONS:
+                raise UserError(unknown_option(text, [*vars(args), *OPTIONS]))
+        return args, options
+
     error = _ConfigParser.error
+
+
+def names_data(recipe: str, options: list[str]) -> bool:
+    """Return whether the recipe or the typed options say what to train on."""
+    names = {text[2:].partition("=")[0] for text in options if text.startswith("--")} | set(load_yaml(recipe))
+    return bool(names & set(DATA_SOURCES))
 
 
 def underscored(argv: list[str]) -> list[str]:

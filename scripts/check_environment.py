@@ -16,7 +16,7 @@ import textwrap
 from typing import TYPE_CHECKING, Any
 
 try:
-    from recipe.errors import UserError, run_main
+    from recipe.errors import run_main
 except ModuleNotFoundError:
     sys.exit("error: the recipe is not installed; run pip install -e . in the folder that holds pyproject.toml")
 from recipe.hardware.check import Finding, attempt, check_imports, check_packages, check_python
@@ -57,20 +57,15 @@ def parse() -> tuple[argparse.Namespace, list[str], bool]:
 
     If they do not, they end with a place for it.
     """
-    from recipe.command_line import OPTIONS, CommandLine, load_yaml, underscored, unknown_option
-    from recipe.rules import DATA_SOURCES
+    from recipe.command_line import CommandLine, names_data
 
     parser = CommandLine(description="Check this machine; further options are those of recipe/train.py.")
     parser.add_argument("--config", default="demo", help="recipe to check (default: demo)")
     parser.add_argument("--config_file", help="Accelerate config (default: what `accelerate config` wrote)")
     parser.add_argument("--measure", action="store_true", help="train a few steps to measure speed and memory")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    args, options = parser.parse_known_args(underscored(sys.argv[1:]))
-    own = [action.dest for action in parser._actions]
-    typed = {text[2:].partition("=")[0] for text in options if text.startswith("--")}
-    for name in typed - OPTIONS.keys():
-        raise UserError(unknown_option(f"--{name}", [*own, *OPTIONS]))
-    has_data = bool(set(DATA_SOURCES) & (typed | load_yaml(args.config).keys()))
+    args, options = parser.parse_with_run_options()
+    has_data = names_data(args.config, options)
     return args, options + ([] if has_data else ["--dataset_dir", "DIR"]), has_data
 
 

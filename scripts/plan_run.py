@@ -12,20 +12,19 @@ import dataclasses
 import json
 import math
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
-from recipe.benchmark.forecast import NO_DATASET, NODE_GPUS, Cluster, Forecast, forecast, load_run, names_data, scaling
+from recipe.benchmark.expect import RESULTS
+from recipe.benchmark.forecast import NO_DATASET, NODE_GPUS, Cluster, Forecast, forecast, load_run, scaling
 from recipe.benchmark.measured import read_measurements
 from recipe.benchmark.presets import plan_presets, presets_table
-from recipe.command_line import OPTIONS, CommandLine, underscored, unknown_option
+from recipe.command_line import CommandLine, names_data
 from recipe.errors import UserError, run_main
 from recipe.hardware.gpus import load_gpu
 from recipe.hardware.memory import EIGHT_BIT
 from recipe.model.size import count_parameters
 
-RESULTS = Path(__file__).parent / "benchmarks"
 EXTRA = ' (pip install -e ".[adamw_8bit]")'
 
 
@@ -78,10 +77,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--table", action="store_true", help="plan every recipe size on every class of memory")
     parser.add_argument("--markdown", action="store_true", help="print --table in Markdown")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    args, options = parser.parse_known_args(underscored(sys.argv[1:]))
-    for text in options:
-        if text.startswith("--") and text[2:].partition("=")[0] not in OPTIONS:
-            raise UserError(unknown_option(text, [*vars(args), *OPTIONS]))
+    args, options = parser.parse_with_run_options()
     for name in ("num_gpus", "num_nodes", "node_bandwidth_gbps", "price_per_hour"):
         value = getattr(args, name)
         if value is not None and not 0 < value < math.inf:

@@ -14,6 +14,7 @@ from recipe.benchmark.measure import LAP, Setting, measure
 from recipe.benchmark.measured import read_measurements
 from recipe.config import STANDARD_LIBRARY, TrainConfig, save_config
 from recipe.errors import UserError
+from recipe.hardware.check_device import DTYPES
 from recipe.hardware.choices import choose_mixed_precision, choose_residual
 from recipe.hardware.gpus import find_gpu
 from recipe.hardware.memory import MemoryPlan, list_plans, measure_usable_bytes, plan_memory
@@ -24,7 +25,6 @@ from recipe.optim.optimizers import check_optimizer
 # Of the rate of large matrix products, by whether the run is compiled: 0.5 for 30 M parameters
 # (scripts/benchmarks/ladder_cpu.json), 0.2 for the demo's 1 M, which is not compiled.
 MATMUL_SHARES = {True: 0.5, False: 0.2}
-DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MEASURED_SECONDS = 900.0  # at most, for --measure
 RESULTS = Path(__file__).resolve().parents[2] / "scripts" / "benchmarks"
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 
 from recipe.benchmark.ladder import GPT2_VOCAB_SIZE
 from recipe.benchmark.measured import Measurement, find_measurement
-from recipe.command_line import load_config, load_yaml
+from recipe.command_line import load_config, names_data
 from recipe.config import TrainConfig
 from recipe.data.packed import open_packed_dataset
 from recipe.errors import UserError
@@ -25,7 +25,6 @@ from recipe.hardware.gpus import Gpu
 from recipe.hardware.memory import MemoryPlan, Setting, plan_memory
 from recipe.model.build import build_model_config
 from recipe.model.size import count_flops_per_token, count_head, count_parameters, padded_vocab_size
-from recipe.rules import DATA_SOURCES
 from recipe.run.plan import resolve_max_steps
 
 # Shares of the data sheet's rates. Large matrix products reach 0.6 to 0.8 of the peak, GPT-2's smaller ones less. A
@@ -106,12 +105,6 @@ def load_run(recipe: str, options: list[str]) -> tuple[TrainConfig, PreTrainedCo
     model_config = build_model_config(config, vocab_size, 0, config.model_name_or_path)
     model_config.vocab_size = padded_vocab_size(model_config.vocab_size, config.pad_vocab_to_multiple_of)
     return config, model_config
-
-
-def names_data(recipe: str, options: list[str]) -> bool:
-    """Return whether the recipe or the options say what to train on."""
-    names = {text[2:].partition("=")[0] for text in options if text.startswith("--")} | set(load_yaml(recipe))
-    return bool(names & set(DATA_SOURCES))
 
 
 def forecast(
