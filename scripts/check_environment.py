@@ -74,8 +74,8 @@ def describe(preflight: "Preflight") -> dict[str, Any]:
     expected, config = preflight.expected, preflight.config
     if expected is None:
         return {}
-    steps = preflight.num_steps()
-    steps, seconds = (steps and expected.length(config, steps)) or (steps, None)
+    planned = preflight.num_steps()
+    steps, seconds = (planned and expected.length(config, planned)) or (planned, None)
     accumulation = config.global_batch_size // (expected.plan.micro_batch_size * preflight.launch.num_processes)
     return {
         "source": expected.source,
@@ -89,8 +89,8 @@ def describe(preflight: "Preflight") -> dict[str, Any]:
         "tokens_per_second": expected.tokens_per_second and round(expected.tokens_per_second),
         "seconds_to_first_step": expected.seconds_to_first_step,
         "steps": steps,
-        "max_minutes": config.max_minutes,
-        "seconds": seconds and round(seconds, 1),
+        "max_minutes": config.max_minutes if steps != planned else None,
+        "seconds": None if seconds is None else round(seconds, 1),
     }
 
 
@@ -134,7 +134,7 @@ def summary(run: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     if run["seconds_to_first_step"]:
         lines.append(("first step", f"after {run['seconds_to_first_step']:.0f} s ({source})"))
-    if run["seconds"]:
+    if run["seconds"] is not None:
         units = ("days", 86400), ("hours", 3600), ("minutes", 60), ("seconds", 1)
         unit, size = next((unit, size) for unit, size in units if run["seconds"] >= 2 * size or size == 1)
         limit = f", limited by max_minutes {run['max_minutes']:g}" if run["max_minutes"] else ""

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import BLOCK_SIZE, ROOT, load_program, run_script
+from conftest import BLOCK_SIZE, ROOT, TINY, default_arguments, load_program, run_script
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from recipe.benchmark import expect
@@ -20,7 +20,7 @@ from recipe.benchmark.preflight import Preflight
 from recipe.command_line import load_config
 from recipe.errors import UserError
 from recipe.hardware import check, check_device, check_machine, memory
-from recipe.hardware.check import Finding, attempt, check_hub, check_launch, check_packages, find_launch
+from recipe.hardware.check import Finding, Launch, attempt, check_hub, check_launch, check_packages, find_launch
 from recipe.hardware.check_device import check_attention, check_compiler, check_gpu_kernels, check_torch_build
 from recipe.hardware.check_machine import check_cpu, check_disk, check_read_rate, checkpoint_bytes
 from recipe.hardware.memory import MemoryPlan
@@ -109,7 +109,7 @@ def test_json_has_what_the_text_has(capsys):
     run = {"source": "measured", "micro_batch_size": 4, "gradient_accumulation_steps": 2, "memory_gb": 3.21}
     run |= {"usable_memory_gb": 8.0, "tokens_per_second": 123456, "seconds_to_first_step": 12.0}
     run |= {"activation_checkpointing": True, "loss_chunks": 8, "optim": "adamw_torch_fused"}
-    run |= {"steps": 1000, "seconds": 3.14 * 3600}
+    run |= {"steps": 1000, "seconds": 3.14 * 3600, "max_minutes": None}
     report(findings, ["accelerate", "launch", "--sample_prompt", "word " * 9, *["--tf32"] * 5], run, False)
     text = capsys.readouterr().out
     report(findings, ["accelerate", "launch", "--sample_prompt", "word " * 9, *["--tf32"] * 5], run, True)
@@ -417,3 +417,40 @@ def test_every_check_may_fail(config, monkeypatch):
         preflight.run(False)
     broken = [name for name, finding in preflight.findings.items() if "RuntimeError: broken" in finding.found]
     assert set(broken) >= {"PyTorch", "GPU", "Compiler", "Cores", "Output disk", "Training", "Read rate"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["--report_to", "nothing"],
+        ["--gpu_memory_limit_gb", "4"],
+        ["--ddp_comm_hook", "bf16"],
+        ["--per_device_train_batch_size", "3"],
+        ["--lr_scheduler_kwargs", "nothing=1"],
+        ["--bf16_residual"],
+    ],
+)
+def test_the_checker_and_the_run_agree(train, dataset_dir, tmp_path, monkeypatch, options):
+    """The checker finds an error where the run raises one, and nowhere else."""
+    monkeypatch.setattr(check_device, "check_compiler", lambda *_: Finding("ok", "not tried here"))
+    for name in ("check_hub", "find_launch"):
+        monkeypatch.setattr(f"recipe.benchmark.preflight.{name}", getattr(FakeChecks, name))
+    monkeypatch.setattr(check_machine, "check_read_rate", lambda *_: Finding("ok", "not tried here"))
+    preflight = Preflight(load_config([*default_arguments(dataset_dir, tmp_path / "run", TINY), *options])[0], True)
+    preflight.run(measured=False)
+    with pytest.raises(UserError) if options else contextlib.nullcontext():
+        train(*options)
+    assert preflight.can_run() is not bool(options), preflight.findings
+
+
+class FakeChecks:
+    """Checks that need a network or Accelerate's own configuration file."""
+
+    @staticmethod
+    def check_hub(config):
+        return Finding("ok", "not asked")
+
+    @staticmethod
+    def find_launch(config_file):
+        return Launch(None, 1, 1, dict.fromkeys(("ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND"), "no"))
