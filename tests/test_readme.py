@@ -200,9 +200,11 @@ def test_the_excerpt_of_the_demo_is_the_recorded_run():
 
 def test_numbers_in_the_text_are_measured():
     """Each number, found by the words next to it, is that of a result file, rounded to the digits shown."""
-    names = ("ladder", "ablation", "data", "shakespeare", "soak", "hub_overhead")
+    names = ("ladder", "ablation", "data", "shakespeare", "soak", "hub_overhead", "faults", "memory_estimate")
     found = [section_of(f"scripts/benchmarks/{name}_cpu.json", "") for name in names]
-    ladder, ablation, data, shakespeare, soak, overhead = found
+    ladder, ablation, data, shakespeare, soak, overhead, faults, memory = found
+    ours, nanogpt = (faults["programs"][name] for name in ("ours", "nanogpt"))
+    lost = [kill["steps_lost"] for kill in ours["kills"]]
     ran = [entry for key in ("ladder", "extras", "memory") for entry in ladder.get(key, []) if "step_ms" in entry]
     steps = LAP + ladder["goal"]["steps"] + PROFILED_STEPS
     twice = {entry["name"]: entry["step_ms"] for entry in ablation["ablation"] if "step_ms" in entry}
@@ -220,6 +222,15 @@ def test_numbers_in_the_text_are_measured():
         r"from ([\d.]+) to [\d.]+ nats": shakespeare["untrained"]["loss"],
         r"from [\d.]+ to ([\d.]+) nats": shakespeare["eval_loss"],
         r"SIGKILL (\d+) times": soak["kills"],
+        r"keeps (\d+)%, \d+% and \d+% of its ideal": 100 * ours["kept"]["30"]["share"],
+        r"keeps \d+%, (\d+)% and \d+% of its ideal": 100 * ours["kept"]["60"]["share"],
+        r"keeps \d+%, \d+% and (\d+)% of its ideal": 100 * ours["kept"]["300"]["share"],
+        r"nanoGPT keeps (\d+)%": 100 * nanogpt["kept"]["30"]["share"],
+        r"loses (\d+) steps on average": sum(lost) / len(lost),
+        r"steps on average and (\d+) at most": max(lost),
+        r"ended within ([\d.]+) s": max(term["seconds"] for term in ours["sigterm"]),
+        r"within (\d+)% of the measured peak": 100 * memory["largest_error"],
+        r"in each of (\d+) runs on a CPU": len(memory["results"]),
         r"median difference is (-?[\d.]+)%": 100 * overhead["median_cost"],
         r"single ones are up to (\d+)%": 100 * max(map(abs, overhead["costs"])),
     }

@@ -65,7 +65,7 @@ def plan_run(
     earlier = None
     if resume_dir is not None:
         content = read_state(resume_dir)
-        if content["num_processes"] == accelerator.num_processes:
+        if content.get("num_processes") == accelerator.num_processes:  # older checkpoints lack it
             earlier = content["memory_choices"]
         if config.optim == "auto":  # an optimizer's state cannot change its type
             config = dataclasses.replace(config, optim=content["identity"]["optim"])
