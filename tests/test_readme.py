@@ -200,9 +200,19 @@ def test_the_excerpt_of_the_demo_is_the_recorded_run():
 
 def test_numbers_in_the_text_are_measured():
     """Each number, found by the words next to it, is that of a result file, rounded to the digits shown."""
-    names = ("ladder", "ablation", "data", "shakespeare", "soak", "hub_overhead", "faults", "memory_estimate")
+    names = (
+        "ladder",
+        "ablation",
+        "data",
+        "shakespeare",
+        "soak",
+        "hub_overhead",
+        "faults",
+        "memory_estimate",
+        "watch_overhead",
+    )
     found = [section_of(f"scripts/benchmarks/{name}_cpu.json", "") for name in names]
-    ladder, ablation, data, shakespeare, soak, overhead, faults, memory = found
+    ladder, ablation, data, shakespeare, soak, overhead, faults, memory, watching = found
     ours, nanogpt = (faults["programs"][name] for name in ("ours", "nanogpt"))
     lost = [kill["steps_lost"] for kill in ours["kills"]]
     ran = [entry for key in ("ladder", "extras", "memory") for entry in ladder.get(key, []) if "step_ms" in entry]
@@ -230,6 +240,8 @@ def test_numbers_in_the_text_are_measured():
         r"steps on average and (\d+) at most": max(lost),
         r"ended within ([\d.]+) s": max(term["seconds"] for term in ours["sigterm"]),
         r"within (\d+)% of the measured peak": 100 * memory["largest_error"],
+        r"cost (-?[\d.]+)% in the median": 100 * watching["median_cost"],
+        r"single windows differ by up to (\d+)%": 100 * max(map(abs, watching["costs"])),
         r"in each of (\d+) runs on a CPU": len(memory["results"]),
         r"median difference is (-?[\d.]+)%": 100 * overhead["median_cost"],
         r"single ones are up to (\d+)%": 100 * max(map(abs, overhead["costs"])),
