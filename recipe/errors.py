@@ -31,7 +31,9 @@ class ProcessError(UserError):
 def run_main(main: Callable[[], T], interrupted: str = "interrupted") -> T:
     """Run a script's main function. A `UserError` or a full disk becomes one line on stderr and exit status 1.
 
-    It restores the handlers of these signals, because a notebook goes on. interrupted: the message that Ctrl-C prints.
+    It restores the signal handlers that `main` replaces, because a notebook's kernel outlives the run.
+
+    interrupted: the message that Ctrl-C prints.
     """
     handlers = {}
     if threading.current_thread() is threading.main_thread():  # Python sets handlers nowhere else

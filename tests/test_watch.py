@@ -332,7 +332,7 @@ def test_an_unknown_gpu_is_reported(sample):
     [(None, GPU), (fake_nvml(MACHINE, nvmlInit="Driver Not Loaded"), GPU), (fake_nvml(MACHINE), CPU)],
 )
 def test_without_the_library_or_a_driver_or_a_gpu_nothing_is_sampled(sample, nvml, device):
-    """That is no error."""
+    """Without the package, or without a driver, a run samples nothing and does not fail."""
     sampler = sample(nvml, device)
     wait_for(lambda: sampler.thread is None or not sampler.thread.is_alive())
     assert sampler.means() == {} and list(sampler.errors) == []

@@ -22,7 +22,7 @@ from recipe.data.packed import open_packed_dataset
 from recipe.errors import UserError
 from recipe.hardware.choices import Choice, choose_residual
 from recipe.hardware.gpus import Gpu
-from recipe.hardware.memory import MemoryPlan, Setting, plan_memory
+from recipe.hardware.memory import MemoryPlan, Setting, count_block_bytes, plan_memory
 from recipe.model.build import build_model_config
 from recipe.model.size import count_flops_per_token, count_head, count_parameters, padded_vocab_size
 from recipe.run.plan import resolve_max_steps
@@ -190,11 +190,9 @@ def estimate_compute_seconds(
     num_micro_batches: int,
 ) -> float:
     """Estimate the seconds of an optimizer step on one GPU, without communication."""
-    num_parameters, width = count_parameters(model_config), model_config.hidden_size
+    num_parameters = count_parameters(model_config)
     residual, operand = (2 if setting.bf16_residual else 4), 2
-    inner = model_config.n_inner or 4 * width
-    # Per layer: LayerNorm's input twice, its two outputs, q, k and v, attention's output, the MLP around its GELU.
-    block_bytes = model_config.num_hidden_layers * (width * (2 * residual + 6 * operand) + 2 * inner * operand)
+    block_bytes = model_config.num_hidden_layers * count_block_bytes(model_config, residual, operand, 2 * operand)
     logit_bytes = operand * model_config.vocab_size
     traffic = PASSES * (block_bytes + logit_bytes)
     traffic += RECOMPUTED_PASSES * (plan.activation_checkpointing * block_bytes + (plan.loss_chunks > 1) * logit_bytes)

@@ -28,7 +28,7 @@ from recipe.model.weights import WEIGHTS_NAME
 from recipe.publish.public import METRICS_NAME
 
 POLL_SECONDS = 0.01
-SILENT_SECONDS = 300  # a program that logs no step for so long has failed
+SILENT_SECONDS = 300  # a program that logs no step for this long counts as failed
 MAX_STEPS = 1_000_000
 NO_DROPOUT = "resid_pdrop=0.0,embd_pdrop=0.0,attn_pdrop=0.0"
 

@@ -218,18 +218,18 @@ def estimate_parts(
     operand = 4 if setting.mixed_precision == "no" else 2  # bytes of a matmul's operand
     residual = 2 if setting.bf16_residual else 4
     width, num_layers = model_config.hidden_size, model_config.num_hidden_layers
-    inner, vocab_size = model_config.n_inner or 4 * width, model_config.vocab_size
+    vocab_size = model_config.vocab_size
     num_parameters = count_parameters(model_config)
     head = count_head(model_config)
     tokens = micro_batch_size * config.block_size
 
-    # What autograd keeps of a block: LayerNorm's input twice, its two outputs, q, k, v and attention's output, and
-    # c_fc's output and GELU's. Without a compiler, GELU keeps three more tensors; CUDA's autocast computes x^3 and all
-    # that follows in fp32, which makes them 16 bytes per value with x. The weights are cast once per micro-batch.
+    # Autograd keeps c_fc's output and GELU's. Without a compiler, GELU keeps three more tensors; CUDA's autocast
+    # computes x^3 and all that follows in fp32, which makes them 16 bytes per value with x. The weights are cast once
+    # per micro-batch.
     gelu = 2 * operand if setting.compiled else 5 * operand
     if setting.device_type == "cuda" and not setting.compiled and operand == 2:
         gelu = 18
-    block = width * (2 * residual + 6 * operand) + inner * gelu
+    block = count_block_bytes(model_config, residual, operand, gelu)
     if choose_attention(config, torch.device(setting.device_type)).value == "eager":  # fp32 softmax, and its cast
         block += model_config.num_attention_heads * config.block_size * (4 if operand == 4 else 6)
     block = tokens * block + (count_block_matrices(model_config) * 2 if operand == 2 else 0)
@@ -263,6 +263,16 @@ def estimate_parts(
         "process": process + (CPU_COMPILER_BYTES if setting.compiled and setting.device_type == "cpu" else 0),
     }
     return {name: int(value) for name, value in parts.items()}
+
+
+def count_block_bytes(model_config: PreTrainedConfig, residual: int, operand: int, gelu: int) -> int:
+    """Return the bytes per token that autograd keeps of one block, without attention scores.
+
+    These are LayerNorm's input twice, its two outputs, q, k, v and attention's output, and the values around GELU.
+    residual, operand, gelu: bytes per value of the residual stream, of a matmul's operand, and around GELU.
+    """
+    width = model_config.hidden_size
+    return width * (2 * residual + 6 * operand) + (model_config.n_inner or 4 * width) * gelu
 
 
 def optimizer_bytes(model_config: PreTrainedConfig, optim: str) -> int:
