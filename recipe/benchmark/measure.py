@@ -4,6 +4,7 @@ The numbers are step time, memory, attention kernel and losses, or the reason wh
 enough is killed, which saves waiting for its evaluation, export and sample.
 """
 
+import itertools
 import json
 import os
 import re
@@ -204,16 +205,26 @@ print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"""
     return time.perf_counter() - started_at, int(result.stdout) / 1024
 
 
-def compare_windows(windows: list[float]) -> list[float]:
+def compare_windows(events: list[dict[str, Any]], steps_per_window: int) -> dict[str, Any]:
     """Return what something costs that is on in every second window of a run, as a share of the time without it.
 
-    windows: their seconds; it is on in the first. Each but the first and the last is compared with its two neighbors.
+    events: the log lines of the run's training. The steps before the first window, as many as in a window, warm up. It
+    is on in the first. Each window but the first and the last is compared with its two neighbors.
     """
+    seconds_at = {event["step"]: event["train_seconds"] for event in events}
+    ends = range(steps_per_window, max(seconds_at) + 1, steps_per_window)
+    windows = [seconds_at[end] - seconds_at[start] for start, end in itertools.pairwise(ends)]
     costs = []
     for index in range(1, len(windows) - 1):
         ratio = 2 * windows[index] / (windows[index - 1] + windows[index + 1]) - 1
         costs.append(ratio if index % 2 == 0 else -ratio)
-    return costs
+    return {
+        "steps_per_window": steps_per_window,
+        "seconds_with": [round(value, 2) for value in windows[::2]],
+        "seconds_without": [round(value, 2) for value in windows[1::2]],
+        "median_cost": round(statistics.median(costs), 4),
+        "costs": [round(value, 4) for value in costs],
+    }
 
 
 def utc_now() -> str:

@@ -7,10 +7,8 @@ steps from one checkpoint to the next are a window. Windows with and without an 
 with the mean of its two neighbors.
 """
 
-import itertools
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -50,18 +48,7 @@ def main() -> None:
         stand_in.terminate()
         lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
     events = [event for event in map(json.loads, lines) if event["event"] == "train"]
-    seconds_at = {event["step"]: event["train_seconds"] for event in events}
-    ends = [WINDOW * (window + 1) for window in range(args.num_windows + 1)]
-    windows = [seconds_at[end] - seconds_at[start] for start, end in itertools.pairwise(ends)]
-    costs = compare_windows(windows)  # the first has an upload
-    results = {
-        "steps_per_window": WINDOW,
-        "seconds_with_upload": [round(value, 2) for value in windows[::2]],
-        "seconds_without": [round(value, 2) for value in windows[1::2]],
-        "median_cost": round(statistics.median(costs), 4),
-        "costs": [round(value, 4) for value in costs],
-    }
-    finish_results(results, args.output_file)
+    finish_results(compare_windows(events, WINDOW), args.output_file)  # the first has an upload
 
 
 if __name__ == "__main__":

@@ -7,9 +7,7 @@ machine with a GPU has a core to spare. Windows of steps with and without watchi
 with the mean of its two neighbors.
 """
 
-import itertools
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -71,24 +69,16 @@ def main() -> None:
         raise UserError(
             f"--num_windows must be at least 3, for one window and its two neighbors; got {args.num_windows}"
         )
-    ends = [WINDOW * (window + 1) for window in range(args.num_windows + 1)]
-    steps = [TRAIN, *OPTIONS.split(), "--max_steps", ends[-1]]
+    steps = [TRAIN, *OPTIONS.split(), "--max_steps", (args.num_windows + 1) * WINDOW]
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-c", TRAINING, WINDOW, QUERY_MS, *steps]
         subprocess.run([*map(str, command)], cwd=folder, check=True)
         lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
     events = [event for event in map(json.loads, lines) if event["event"] == "train"]
-    seconds_at = {event["step"]: event["train_seconds"] for event in events}
-    windows = [seconds_at[end] - seconds_at[start] for start, end in itertools.pairwise(ends)]
-    costs = compare_windows(windows)
     results = {
-        "steps_per_window": WINDOW,
-        "log_lines_with_gpu_numbers": sum("gpu_utilization" in event for event in events),
         "query_ms": QUERY_MS,
-        "seconds_watched": [round(value, 2) for value in windows[::2]],
-        "seconds_without": [round(value, 2) for value in windows[1::2]],
-        "median_cost": round(statistics.median(costs), 4),
-        "costs": [round(value, 4) for value in costs],
+        "log_lines_with_gpu_numbers": sum("gpu_utilization" in event for event in events),
+        **compare_windows(events, WINDOW),
     }
     finish_results(results, args.output_file)
 
