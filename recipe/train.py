@@ -76,7 +76,7 @@ def main(started_at: float | None = None) -> None:
     check_same_run(identity)
 
     module, choices = build_module(config, model_config, dataset.vocab_size, device, precision, source, plan)
-    model, optimizer = module.model, build_optimizer(config, module)
+    model, optimizer = module.model, build_optimizer(config, module, precision.value)
     wait_on_host()  # a machine may need long to download a model
     module, optimizer = accelerator.prepare(module, optimizer)
     update = GuardedUpdate(config, accelerator, optimizer)

@@ -38,7 +38,7 @@ def main() -> None:
     vocab_size = open_dataset_for(config).vocab_size
     module, _ = build_module(config, build_model_config(config, vocab_size, 0), vocab_size, device, precision)
     module.to(device)
-    optimizer = build_optimizer(config, module)
+    optimizer = build_optimizer(config, module, precision.value)
     micro_batch_size = micro_batch_candidates(config, 1, device)[0]
     rows = torch.randint(vocab_size, (micro_batch_size, config.block_size + 1), device=device)
     input_ids, targets = rows[:, :-1], rows[:, 1:]

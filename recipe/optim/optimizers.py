@@ -8,16 +8,27 @@ from transformers import get_scheduler
 
 from recipe.config import TrainConfig
 from recipe.errors import UserError, one_line, short_reason
+from recipe.optim.muon import Muon, find_matrices
 
 
-def build_optimizer(config: TrainConfig, module: nn.Module) -> torch.optim.Optimizer:
-    """Build AdamW with weight decay on matrices and embeddings, but not on biases and LayerNorm (GPT-3, nanoGPT)."""
-    parameters = [p for p in module.parameters() if p.requires_grad]
+def build_optimizer(config: TrainConfig, module: nn.Module, mixed_precision: str = "no") -> torch.optim.Optimizer:
+    """Build the optimizer, with weight decay on matrices and embeddings, not on biases and LayerNorm (GPT-3, nanoGPT).
+
+    mixed_precision: of the run; with bf16, Muon's matrix products are bf16, too.
+    """
+    matrices = find_matrices(module) if config.optim == "muon" else {}
+    parameters = [p for p in module.parameters() if p.requires_grad and p not in matrices]
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
     options = {"lr": config.learning_rate, "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon}
+    if config.optim == "muon":
+        hidden = {"params": list(matrices), "num_matrices": list(matrices.values()), "momentum": config.muon_momentum}
+        hidden["lr_ratio"] = config.muon_learning_rate / config.learning_rate
+        hidden["weight_decay"] = config.weight_decay
+        dtype = torch.bfloat16 if mixed_precision == "bf16" else torch.float32
+        return Muon([hidden, *groups], **options, dtype=dtype, cautious=config.cautious_weight_decay)
     if config.optim == "adamw_bnb_8bit":
         return _build_8bit_adamw(groups, options, module)
     fused = None if config.optim == "adamw_torch" else True  # None: torch decides (foreach on a GPU)
@@ -75,13 +86,21 @@ def compute_learning_rates(config: TrainConfig) -> list[float]:
             torch.optim.SGD([torch.zeros(1)], lr=config.learning_rate),
             num_warmup_steps=count_warmup_steps(config),
             num_training_steps=config.max_steps,
-            scheduler_specific_kwargs=config.lr_scheduler_kwargs,
+            scheduler_specific_kwargs=resolve_schedule(config),
         )
         (multiplier,) = scheduler.lr_lambdas
         return [config.learning_rate * float(multiplier(step)) for step in range(config.max_steps)]
     except Exception as error:  # each schedule fails in its own way on a bad argument
         arguments = f"{config.lr_scheduler_type} with lr_scheduler_kwargs {config.lr_scheduler_kwargs}"
         raise UserError(f"lr_scheduler_type {arguments}: {short_reason(error)}") from error
+
+
+def resolve_schedule(config: TrainConfig) -> dict:
+    """Return the arguments of the schedule; `num_decay_steps` below 1 is a share of max_steps, as of `warmup_steps`."""
+    arguments = dict(config.lr_scheduler_kwargs or {})
+    if 0 < arguments.get("num_decay_steps", 1) < 1:
+        arguments["num_decay_steps"] = round(arguments["num_decay_steps"] * config.max_steps)
+    return arguments
 
 
 def count_warmup_steps(config: TrainConfig) -> int:
