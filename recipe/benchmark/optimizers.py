@@ -31,7 +31,7 @@ AVERAGED = 5  # checkpoints, from the last tenth of the run
 TIMED_STEPS = 60
 COSINE = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": "min_lr_rate=0.1"}
 CONSTANT = {"lr_scheduler_type": "constant_with_warmup"}
-MUON = {"optim": "muon"}
+ADAMW, MUON = {"optim": "adamw_torch_fused"}, {"optim": "muon"}
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Side:
     @property
     def rate_option(self) -> str:
         """The learning rate that is tuned. With Muon, AdamW's rate for the other parameters is that of the recipe."""
-        return "muon_learning_rate" if "optim" in self.options else "learning_rate"
+        return "muon_learning_rate" if self.options["optim"] == "muon" else "learning_rate"
 
 
 def build_sides(decay: float) -> dict[str, Side]:
@@ -54,8 +54,8 @@ def build_sides(decay: float) -> dict[str, Side]:
     to_zero = {"lr_scheduler_type": "warmup_stable_decay"}
     to_zero["lr_scheduler_kwargs"] = f"num_decay_steps={decay:g},decay_type=linear"
     sides = [
-        Side("adamw", "AdamW, cosine to a tenth", COSINE),
-        Side("adamw_zero", "AdamW, decay to zero", to_zero),
+        Side("adamw", "AdamW, cosine to a tenth", ADAMW | COSINE),
+        Side("adamw_zero", "AdamW, decay to zero", ADAMW | to_zero),
         Side("muon_cosine", "Muon, cosine to a tenth", MUON | COSINE),
         Side("muon", "Muon, decay to zero", MUON | to_zero),
         Side("muon_cautious", "Muon, decay to zero, cautious", MUON | to_zero | {"cautious_weight_decay": True}),

@@ -12,14 +12,15 @@ from recipe.optim.muon import Muon, find_matrices
 
 
 def build_optimizer(config: TrainConfig, module: nn.Module, mixed_precision: str = "no") -> torch.optim.Optimizer:
-    """Build the optimizer, with weight decay on matrices and embeddings, not on biases and LayerNorm (GPT-3, nanoGPT).
+    """Build the optimizer. AdamW decays matrices and embeddings, not biases and LayerNorm (GPT-3, nanoGPT).
 
-    mixed_precision: of the run; with bf16, Muon's matrix products are bf16, too.
+    With Muon, only its matrices decay (modded-nanogpt, nanochat). mixed_precision: of the run; with bf16, Muon's
+    matrix products are bf16, too.
     """
     matrices = find_matrices(module) if config.optim == "muon" else {}
     parameters = [p for p in module.parameters() if p.requires_grad and p not in matrices]
     groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": 0.0 if matrices else config.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
     options = {"lr": config.learning_rate, "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon}

@@ -76,14 +76,14 @@ def compare(comparison: Comparison, sides: dict[str, Side], args: argparse.Names
 
 
 def parse() -> tuple[argparse.Namespace, list[str]]:
-    names = list(build_sides(0.5))
+    names = list(build_sides(0.8))
     parser = CommandLine(description="Compare optimizers and schedules at equal tokens, each with a tuned rate.")
     parser.add_argument("--output_file", type=Path, required=True, help="JSON to write, or to continue")
     parser.add_argument("--sides", nargs="+", choices=names, default=names, help="default: all")
-    parser.add_argument("--adamw_rates", type=float, nargs="+", default=[1e-3, 2e-3, 4e-3, 8e-3])
-    parser.add_argument("--muon_rates", type=float, nargs="+", default=[5e-3, 1e-2, 2e-2, 4e-2])
+    parser.add_argument("--adamw_rates", type=float, nargs="+", default=[2e-3, 4e-3, 8e-3])
+    parser.add_argument("--muon_rates", type=float, nargs="+", default=[5e-3, 1e-2, 2e-2])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1337, 1338, 1339], help="default: 1337 1338 1339")
-    parser.add_argument("--decay", type=float, default=0.5, help="share of the run that decays to zero (default: 0.5)")
+    parser.add_argument("--decay", type=float, default=0.8, help="share of the run that decays to zero (default: 0.8)")
     parser.add_argument("--longer", type=float, nargs="*", default=[1.5, 2.0], help="AdamW's longer runs (1.5 2)")
     parser.add_argument("--evaluations", type=int, default=12, help="points of each loss curve (default: 12)")
     parser.add_argument(
