@@ -8,7 +8,7 @@ import json
 from functools import partial
 from pathlib import Path
 
-from recipe.benchmark.charts import import_run, save_ladder_chart
+from recipe.benchmark.charts import import_run, save_ladder_chart, save_optimizer_chart
 from recipe.command_line import CommandLine
 from recipe.environment import describe_machine
 from recipe.errors import UserError, run_main
@@ -31,6 +31,11 @@ def main() -> None:
     charts = {demo: partial(save_loss_chart, events, title=title)}
     for path in sorted(args.results_dir.glob("ladder_*.json")):
         charts[path] = partial(save_ladder_chart, json.loads(path.read_text()))
+    for path in sorted(args.results_dir.glob("optimizers_*.json")):
+        results = json.loads(path.read_text())
+        charts[path] = partial(save_optimizer_chart, results)
+        if results["tokens_per_second"]:
+            charts[path.with_stem(f"{path.stem}_seconds")] = partial(save_optimizer_chart, results, seconds=True)
     for path, save_chart in charts.items():
         for dark in (False, True):
             image = path.with_name(f"{path.stem}{'_dark' * dark}.png")

@@ -1,7 +1,8 @@
-"""Draw the ladder from the results of run_ladder.py, and record what the README's loss curve shows of a run."""
+"""Draw the results of run_ladder.py and compare_optimizers.py, and record what the README's loss curve shows."""
 
 import json
 from pathlib import Path
+from statistics import fmean
 from textwrap import shorten
 from typing import Any
 
@@ -31,6 +32,33 @@ def save_ladder_chart(results: dict[str, Any], path: Path, dark: bool = False) -
         axes.set_ylim(max(rows, default=0) + 0.6, -0.6)
         axes.set_xlim(0, 1.28 * highest)  # room for the labels
         axes.grid(axis="x")
+
+
+def save_optimizer_chart(results: dict[str, Any], path: Path, dark: bool = False, seconds: bool = False) -> None:
+    """Draw validation loss over tokens or seconds for AdamW and for Muon, each at its best learning rate.
+
+    results: of compare_optimizers.py. seconds: at the speed that was measured for each side.
+    """
+    rows = {row["side"]: row for row in results["summary"]["rows"]}
+    best = results["summary"]["best_adamw"]
+    shown = [("adamw", "gray"), *([] if best == "adamw" else [(best, "orange")]), ("muon", "blue")]
+    shown = [(rows[name], color) for name, color in shown if name in rows]
+    runs = [run for run in results["runs"].values() if run["max_steps"] == results["max_steps"]]
+    parameters, seeds = runs[0]["num_parameters"] / 1e6, min(len(row["losses"]) for row, _ in shown)
+    subtitle = (
+        f"nats per token, over {'seconds' if seconds else 'tokens seen'}; mean of {seeds} seed{'s' * (seeds > 1)}"
+    )
+    title = f"Validation loss, {parameters:.1f} M parameters"
+    with open_chart(path, title, subtitle, 4.2, dark) as (axes, colors):
+        for row, color in shown:
+            mine = [r["curve"] for r in runs if (r["side"], r["learning_rate"]) == (row["side"], row["learning_rate"])]
+            scale = 1 / row["tokens_per_second"] if seconds else 1
+            points = [(point[0][0] * scale, fmean(loss for _, loss in point)) for point in zip(*mine, strict=True)]
+            axes.plot(*zip(*points, strict=True), color=colors[color], linewidth=2.5, label=row["what"])
+            label_point(axes, f"{points[-1][1]:.2f}", *points[-1])
+        axes.set_xlim(0, 1.14 * axes.get_xlim()[1])  # room for the labels
+        axes.grid(axis="y")
+        axes.legend(frameon=False, labelcolor="linecolor", handlelength=0.8)
 
 
 def import_run(run: Path, stem: Path) -> None:
