@@ -173,6 +173,7 @@ def default_arguments(dataset_dir: Path, output_dir: Path, shape: list[str]) -> 
         "max_steps": 4,
         "logging_steps": 1,
         "warmup_steps": 2,
+        "optim": "auto",
         "learning_rate": 0.003,
         "eval_steps": 0,
         "save_steps": 0,

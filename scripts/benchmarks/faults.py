@@ -79,6 +79,8 @@ def main() -> None:
         "dataset_dir": dataset.directory.absolute(),
         "block_size": dataset.block_size,
         "config_overrides": model,
+        "optim": "adamw_torch_fused",  # as the other programs
+        "learning_rate": 4e-3,
     }
     setting = Setting("", options, MODEL, dataset.vocab_size, dataset.block_size, 0, ROWS, ROWS)
     results: dict[str, Any] = {
