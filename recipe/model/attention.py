@@ -21,7 +21,7 @@ AttentionInterface.register(SDPA_WITHOUT_MASK, sdpa_attention_forward)
 def check_model_type(model_type: str) -> None:
     """Raise `UserError` if Transformers has no causal language model of this type."""
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or CONFIG_MAPPING[model_type].model_type != model_type:
-        nearest = did_you_mean(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, otherwise="try llama")
+        nearest = did_you_mean(model_type, {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - {model_type}, otherwise="try llama")
         raise UserError(f"Transformers has no causal language model of type '{model_type}'; {nearest}")
 
 
@@ -41,6 +41,8 @@ def check_decoder(model_config: PreTrainedConfig, block_size: int) -> None:
 
 
 def _why_unsupported(model_config: PreTrainedConfig, block_size: int) -> str | None:
+    if model_config.is_encoder_decoder:
+        return "it has an encoder"
     window = getattr(model_config, "sliding_window", None)
     if window is not None and window < block_size:
         return f"its sliding window of {window} tokens requires a mask for rows of {block_size}"
@@ -52,14 +54,14 @@ def _why_unsupported(model_config: PreTrainedConfig, block_size: int) -> str | N
     weights = {layer.weight for layer in layers}
     if others := [key for key, p in model.named_parameters() if p.dim() > 1 and p not in weights]:
         return f"{others[0]} is neither an embedding nor the weight of a linear layer"
-    if model.get_output_embeddings().bias is not None:
-        return "its output layer has a bias"
-    return _why_wrong_without_mask(model_config)
+    if (reason := _why_wrong_without_mask(model_config)) is not None:
+        return reason
+    return None if model.get_output_embeddings().bias is None else "its output layer has a bias"
 
 
 @torch.no_grad()
 def _why_wrong_without_mask(model_config: PreTrainedConfig) -> str | None:
-    """Compare two layers with random weights, run as `LanguageModelingLoss` does, with the stock model and its mask."""
+    """Compare two layers with random weights, run as `LanguageModelingLoss` does, with the stock masked model."""
     small = copy.deepcopy(model_config)
     small.num_hidden_layers, small.vocab_size = 2, 64
     with torch.random.fork_rng(devices=[]):
@@ -78,8 +80,10 @@ def _why_wrong_without_mask(model_config: PreTrainedConfig) -> str | None:
     model.set_attn_implementation("eager")
     stock = model(input_ids=ids, use_cache=False).logits
     tolerance = 1e-4 * stock.abs().max()
-    if not (logits - others)[:, :-1].abs().max() <= tolerance:
+    if not stock.isfinite().all():
+        return "its logits are not finite"
+    if (logits - others)[:, :-1].abs().max() > tolerance:
         return "its tokens see later ones"
-    if not (logits - stock).abs().max() <= tolerance:
+    if (logits - stock).abs().max() > tolerance:
         return "its logits need more than causal attention and an output matrix"
     return None

@@ -35,7 +35,8 @@ MODEL_OPTIONS = (
 )
 MANAGED = dict.fromkeys(("n_positions", "max_position_embeddings"), "set block_size")
 MANAGED |= dict.fromkeys(("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id"), "it follows the tokenizer")
-SHAPE = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")  # Transformers' names
+# Transformers' names of what config_overrides must set for types other than GPT-2, whose defaults are large models.
+SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "num_key_value_heads")
 
 
 def model_options(model_type: str) -> tuple[str, ...]:
@@ -43,10 +44,9 @@ def model_options(model_type: str) -> tuple[str, ...]:
     if model_type == "gpt2":
         return MODEL_OPTIONS
     check_model_type(model_type)
-    names, common = (
-        {option.name for option in dataclasses.fields(c)} for c in (CONFIG_MAPPING[model_type], PreTrainedConfig)
-    )
-    return tuple(sorted(names - common - MANAGED.keys()))
+    config_class = CONFIG_MAPPING[model_type]
+    names, common = ({option.name for option in dataclasses.fields(c)} for c in (config_class, PreTrainedConfig))
+    return tuple(sorted((names | config_class.attribute_map.keys()) - common - MANAGED.keys()))
 
 
 def _no_dropout(model_type: str) -> dict[str, float]:
@@ -67,11 +67,13 @@ def build_model_config(
         if key not in options:
             nearest = did_you_mean(key, options, otherwise=f"it can set {', '.join(options)}")
             raise UserError(f"config_overrides cannot set '{key}'; {MANAGED.get(key, nearest)}")
-    if source is None and config.model_type != "gpt2":  # their defaults have billions of parameters
-        if missing := [key for key in SHAPE if key in options and key not in overrides]:
-            raise UserError(f"model_type {config.model_type} requires {', '.join(missing)} in config_overrides")
+    missing = [key for key in SHAPE if key not in overrides and (key in options or key in SHAPE[:3])]
+    if missing and source is None and config.model_type != "gpt2":
+        raise UserError(f"model_type {config.model_type} requires {', '.join(missing)} in config_overrides")
     token_ids = {"vocab_size": vocab_size, "bos_token_id": eos_token_id, "eos_token_id": eos_token_id}
-    values = {**token_ids, "pad_token_id": None, **no_dropout, **overrides}
+    if config.model_type != "gpt2":
+        token_ids["pad_token_id"] = None  # its embedding would get no gradient
+    values = {**token_ids, **no_dropout, **overrides}
     try:
         if source is None:
             model_config = AutoConfig.for_model(config.model_type, max_position_embeddings=config.block_size, **values)
@@ -85,7 +87,7 @@ def build_model_config(
     for key in overrides:
         value = getattr(model_config, key)
         low, high = (0, 0.99) if key in no_dropout else (1e-12, 10) if isinstance(value, float) else (1, 10**6)
-        checked = key in no_dropout or config.model_type == "gpt2"
+        checked = key in (*no_dropout, *SHAPE) or config.model_type == "gpt2"
         if checked and type(value) in (int, float) and not low <= value <= high:  # NaN is in no range
             raise UserError(f"config_overrides: {key} must be from {low:,} to {high:,}, got {value}")
     if config.model_type != "gpt2":
@@ -141,7 +143,7 @@ def build_model(
     if source is None:
         model = AutoModelForCausalLM.from_config(copy.deepcopy(model_config), **options)
     else:
-        options |= {key: getattr(model_config, key) for key in _no_dropout(config.model_type)}
+        options |= {key: getattr(model_config, key) for key in ("pad_token_id", *_no_dropout(config.model_type))}
         model, loaded = load_pretrained(AutoModelForCausalLM, source, output_loading_info=True, **options)
         if missing := sorted(loaded["missing_keys"]):
             raise UserError(f"the model in {source} lacks weights: {', '.join(missing[:3])}")
