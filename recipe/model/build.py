@@ -11,7 +11,7 @@ import math
 from pathlib import Path
 
 import torch
-from huggingface_hub.errors import StrictDataclassError, StrictDataclassFieldValidationError
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
@@ -80,10 +80,8 @@ def build_model_config(
         else:
             model_config = _load_config(source, config, vocab_size)
             model_config.update(values)
-    except StrictDataclassFieldValidationError as error:
-        raise UserError(f"config_overrides: {str(error.__cause__).partition('. Errors')[0]}") from error
     except StrictDataclassError as error:
-        raise UserError(f"config_overrides: {one_line(error.__cause__)}") from error
+        raise UserError(f"config_overrides: {one_line(error.__cause__).partition('. Errors')[0]}") from error
     for key in overrides:
         value = getattr(model_config, key)
         low, high = (0, 0.99) if key in no_dropout else (1e-12, 10) if isinstance(value, float) else (1, 10**6)

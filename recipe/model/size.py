@@ -1,7 +1,6 @@
 """Count parameters and FLOPs."""
 
 import copy
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -10,32 +9,22 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from recipe.config import TrainConfig
 from recipe.model.weights import is_vocabulary
 
-
-@dataclass(frozen=True)
-class Size:
-    """Numbers of parameters; tied embeddings count once."""
-
-    total: int
-    lookups: int  # of embeddings that are only looked up, unlike an output matrix
-    block_matrices: int  # of the matrices of a block, on average
+_SIZES: dict[str, tuple[int, int, int]] = {}  # building a model takes 0.1 s, even on the meta device
 
 
-_SIZES: dict[str, Size] = {}  # building a model takes 0.1 s, even on the meta device
+def _count_sizes(model_config: PreTrainedConfig) -> tuple[int, int, int]:
+    """Return the parameters of a model, of embeddings that are only looked up, and of a block's matrices on average.
 
-
-def count_size(model_config: PreTrainedConfig) -> Size:
-    """Count the parameters of a model that is not built."""
+    The model is not built; tied embeddings count once.
+    """
     if (key := str(vars(model_config))) not in _SIZES:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(copy.deepcopy(model_config))
         head = model.get_output_embeddings().weight
         embeddings = {layer.weight for layer in model.modules() if isinstance(layer, nn.Embedding)}
         matrices = sum(p.numel() for p in {*model.parameters()} - {head, *embeddings} if p.dim() > 1)
-        _SIZES[key] = Size(
-            model.num_parameters(),
-            sum(p.numel() for p in embeddings - {head}),
-            matrices // model_config.num_hidden_layers,
-        )
+        lookups = sum(p.numel() for p in embeddings - {head})
+        _SIZES[key] = model.num_parameters(), lookups, matrices // model_config.num_hidden_layers
     return _SIZES[key]
 
 
@@ -48,7 +37,7 @@ def count_flops_per_token(model_config: PreTrainedConfig, num_parameters: int, b
     head_dim = getattr(model_config, "head_dim", None) or model_config.hidden_size // model_config.num_attention_heads
     width = head_dim * model_config.num_attention_heads
     attention = 12 * model_config.num_hidden_layers * width * block_size
-    return 6 * (num_parameters - count_size(model_config).lookups) + attention
+    return 6 * (num_parameters - _count_sizes(model_config)[1]) + attention
 
 
 def count_training_flops(config: TrainConfig, model_config: PreTrainedConfig, num_parameters: int) -> int:
@@ -59,12 +48,12 @@ def count_training_flops(config: TrainConfig, model_config: PreTrainedConfig, nu
 
 def count_parameters(model_config: PreTrainedConfig) -> int:
     """Count the parameters of a model that is not built; tied embeddings count once."""
-    return count_size(model_config).total
+    return _count_sizes(model_config)[0]
 
 
 def count_block_matrices(model_config: PreTrainedConfig) -> int:
     """Count the parameters of a block's matrices: four in GPT-2."""
-    return count_size(model_config).block_matrices
+    return _count_sizes(model_config)[2]
 
 
 def count_inner(model_config: PreTrainedConfig) -> int:
