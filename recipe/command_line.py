@@ -201,9 +201,13 @@ def _merge(recipe: dict[str, Any], typed: dict[str, Any]) -> dict[str, Any]:
         drop("max_steps", "num_train_epochs", "max_minutes")
         if 1 <= warmup < steps and typed.get("max_steps", 0) < steps:
             values["warmup_steps"] = warmup / steps  # a shorter run warms up for the same share of its steps
+    if typed.get("model_type", values.get("model_type", "gpt2")) != values.get("model_type", "gpt2"):
+        drop("config_overrides")  # of another type
     if "model_name_or_path" in typed:  # the model's shape replaces the recipe's; dropout stays
         overrides = values.get("config_overrides") or {}
-        values["config_overrides"] = {key: value for key, value in overrides.items() if key.endswith("_pdrop")} or None
+        values["config_overrides"] = {
+            key: value for key, value in overrides.items() if key.endswith(("_pdrop", "dropout"))
+        } or None
         if not {"dataset_dir", "tokenizer_name"} & set(typed):
             drop("tokenizer_vocab_size")
     overrides = (values.get("config_overrides") or {}) | typed.get("config_overrides", {})
@@ -219,8 +223,9 @@ def _merge(recipe: dict[str, Any], typed: dict[str, Any]) -> dict[str, Any]:
     if "dataset_dir" in typed and "block_size" not in typed:
         values["block_size"] = _read_number(Path(values["dataset_dir"]) / "metadata.json", "block_size", default)
     elif "model_name_or_path" in typed and "block_size" not in typed:
-        positions = _read_number(Path(values["model_name_or_path"]) / "config.json", "n_positions", default)
-        values["block_size"] = min(positions, default)
+        path = Path(values["model_name_or_path"]) / "config.json"
+        positions = (_read_number(path, name, default) for name in ("n_positions", "max_position_embeddings"))
+        values["block_size"] = min(*positions, default)
     return values
 
 

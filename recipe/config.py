@@ -80,8 +80,8 @@ class TrainConfig:
     dataloader_num_workers: int = _field(0, "Processes that build batches; 0 uses the main process.", at_least=0)
 
     # --- model
-    model_name_or_path: str | None = _field(None, "GPT-2 to start from (folder or Hub id). Default: random weights.")
-    model_type: Literal["gpt2"] = _field("gpt2", "Transformers model type.")
+    model_name_or_path: str | None = _field(None, "Model to start from (folder or Hub id). Default: random weights.")
+    model_type: str = _field("gpt2", "Transformers model type: gpt2, or another dense causal decoder.")
     config_overrides: dict | str | None = _field(None, "Model config: n_layer=4,n_embd=128, or JSON.")
     pad_vocab_to_multiple_of: int = _field(128, "Pad the vocabulary to a multiple, in training only.", at_least=1)
     attn_implementation: Literal["auto", "sdpa", "eager"] = _field("auto", "sdpa: flash kernels; eager: matmuls.")

@@ -205,7 +205,7 @@ def test_a_folder_that_cannot_be_written_does_not_lose_the_results(model_dir, te
         ("--model small --tasks lambda", "unknown task 'lambda'; did you mean lambada?"),
         ("--model small --tasks lambada=blank.txt", "blank.txt is empty"),
         ("--model more --text_file a.txt", "the tokenizer in more has 500 tokens, its model only 400"),
-        ("--model bert --text_file a.txt", "has type bert; this recipe evaluates only gpt2"),
+        ("--model bert --text_file a.txt", "model_type bert is not supported: "),
         ("--model small --text_file a.txt --output_file no/f.json", "pass the name of a file in an existing folder"),
     ],
 )

@@ -24,7 +24,7 @@ from recipe.hardware.choices import Choice, choose_residual
 from recipe.hardware.gpus import Gpu
 from recipe.hardware.memory import MemoryPlan, Setting, count_block_bytes, plan_memory
 from recipe.model.build import build_model_config
-from recipe.model.size import count_flops_per_token, count_head, count_parameters, padded_vocab_size
+from recipe.model.size import count_flops_per_token, count_head, count_inner, count_parameters, padded_vocab_size
 from recipe.run.plan import resolve_max_steps
 
 # Shares of the data sheet's rates. Large matrix products reach 0.6 to 0.8 of the peak, GPT-2's smaller ones less. A
@@ -212,7 +212,7 @@ def count_executed_flops(model_config: PreTrainedConfig, block_size: int, plan: 
     does not need. Loss chunks repeat the forward pass of the output matrix.
     """
     flops = count_flops_per_token(model_config, count_parameters(model_config), block_size)
-    width, inner = model_config.hidden_size, model_config.n_inner or 4 * model_config.hidden_size
+    width, inner = model_config.hidden_size, count_inner(model_config)
     head = 6 * count_head(model_config)
     blocks_again = (flops - head) / 3 - 2 * model_config.num_hidden_layers * width * inner
     return flops + plan.activation_checkpointing * blocks_again + (plan.loss_chunks > 1) * head / 3

@@ -154,6 +154,8 @@ def choose_setting(
         arguments |= {"dataset_name": "python_standard_library", "tokenizer_vocab_size": GPT2_VOCAB_SIZE}
         arguments |= {"validation_split_percentage": 0.5}
         config = load_config(to_arguments(arguments))[0]
+    if config.model_type != "gpt2":
+        raise UserError(f"the ladder measures GPT-2, but {recipe} trains a {config.model_type}")
     num_parameters = _build_without_weights(config, GPT2_VOCAB_SIZE).num_parameters()
     if machine.device != "cuda" and num_parameters > CPU_MOST_PARAMETERS:
         says = f"a small GPT-2, because {recipe} ({num_parameters / 1e6:,.0f} M parameters) is too slow without a GPU"

@@ -135,7 +135,7 @@ class Preflight:
         found = build_model_config(config, vocab_size, 0, config.model_name_or_path)
         found.vocab_size = padded_vocab_size(found.vocab_size, config.pad_vocab_to_multiple_of)
         self.model_config = found
-        shape = f"{found.n_layer} layers, {found.n_head} heads, width {found.n_embd}"
+        shape = f"{found.num_hidden_layers} layers, {found.num_attention_heads} heads, width {found.hidden_size}"
         return Finding("ok", f"{count_parameters(found) / 1e6:,.1f} M parameters: {shape}")
 
     def check_options(self, device: torch.device) -> Finding:

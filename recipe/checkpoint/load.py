@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from recipe.checkpoint.manifest import MANIFEST_NAME, why_damaged
 from recipe.config import SCHEDULE_OPTIONS, TrainConfig
 from recipe.errors import UserError, short_reason
-from recipe.model.build import MODEL_OPTIONS
+from recipe.model.build import model_options
 from recipe.model.weights import load_weights
 from recipe.optim.guard import GuardedUpdate
 
@@ -63,7 +63,7 @@ def run_identity(config: TrainConfig, dataset_metadata: dict, model_config: PreT
         **{name: getattr(config, name) for name in IDENTITY_OPTIONS},
         "vocab_size": model_config.vocab_size,
         "n_positions": model_config.max_position_embeddings,
-        **{name: getattr(model_config, name) for name in MODEL_OPTIONS},
+        **{name: getattr(model_config, name) for name in model_options(model_config.model_type)},
     }
 
 

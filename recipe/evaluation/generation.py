@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.generation import BaseStreamer
 
 from recipe.errors import UserError
+from recipe.model.build import residual_source
 from recipe.model.weights import check_vocabulary, load_pretrained
 
 
@@ -182,7 +183,7 @@ def sample_text(
     device, was_training = model.device, model.training
     devices = [] if device.type == "cpu" else [device]
     # The bf16 residual stream of `build_model` relies on autocast, which is off here.
-    back_to_fp32 = model.base_model.drop.register_forward_hook(lambda module, inputs, output: output.float())
+    back_to_fp32 = residual_source(model).register_forward_hook(lambda module, inputs, output: output.float())
     try:
         # A compiled model would be compiled again for each length.
         with torch.random.fork_rng(devices, device_type=device.type), torch.compiler.set_stance("force_eager"):

@@ -153,7 +153,7 @@ def choose_sigmoid_gelu(
     There, tanh is a call into libdevice with a branch, and a sigmoid is one exponential. Its fp32 gradients differ
     from tanh's by up to 2.1e-6, so tanh stays the default with fp32 matmuls.
     """
-    activation = model_config.activation_function
+    activation = model_config.activation_function if model_config.model_type == "gpt2" else "another MLP"
     if config.sigmoid_gelu == "true" and activation != "gelu_new":
         raise UserError(f"--sigmoid_gelu requires activation_function gelu_new, but the model has {activation}")
     if activation != "gelu_new":

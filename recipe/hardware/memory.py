@@ -25,6 +25,7 @@ from recipe.hardware.processes import largest_of_processes
 from recipe.model.size import (
     count_block_matrices,
     count_head,
+    count_inner,
     count_parameters,
     count_training_flops,
     padded_vocab_size,
@@ -268,11 +269,12 @@ def estimate_parts(
 def count_block_bytes(model_config: PreTrainedConfig, residual: int, operand: int, gelu: int) -> int:
     """Return the bytes per token that autograd keeps of one block, without attention scores.
 
-    These are LayerNorm's input twice, its two outputs, q, k, v and attention's output, and the values around GELU.
+    These are LayerNorm's input twice, its two outputs, q, k, v and attention's output, and the values around GELU. A
+    gated MLP counts as one without a gate and with as many parameters, which keeps as many values.
     residual, operand, gelu: bytes per value of the residual stream, of a matmul's operand, and around GELU.
     """
     width = model_config.hidden_size
-    return width * (2 * residual + 6 * operand) + (model_config.n_inner or 4 * width) * gelu
+    return width * (2 * residual + 6 * operand) + count_inner(model_config) * gelu
 
 
 def optimizer_bytes(model_config: PreTrainedConfig, optim: str) -> int:

@@ -6,26 +6,22 @@ not have these rows: the model can never sample them, and GPT-2's vocabulary res
 """
 
 import copy
+import dataclasses
 import math
 from pathlib import Path
 
 import torch
-from huggingface_hub.errors import StrictDataclassFieldValidationError
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from recipe.config import TrainConfig
-from recipe.errors import UserError, did_you_mean
+from recipe.errors import UserError, did_you_mean, one_line
+from recipe.model.attention import SDPA_WITHOUT_MASK, check_decoder, check_model_type
 from recipe.model.size import padded_vocab_size
 from recipe.model.weights import load_pretrained, zero_padding
 
-# Stock "sdpa" builds an explicit causal mask under torch.compile, and in eager mode asks the device whether it may
-# skip the mask. Both keep attention off the flash kernels (transformers#41856). Under a name without a mask function,
-# the same function gets attention_mask=None and therefore is_causal=True. Saved configs do not contain the name.
-SDPA_WITHOUT_MASK = "sdpa_without_mask"
-AttentionInterface.register(SDPA_WITHOUT_MASK, sdpa_attention_forward)
 ATTENTION = {"sdpa": SDPA_WITHOUT_MASK, "sdpa_with_mask": "sdpa", "eager": "eager"}  # our name -> Transformers' name
 
 # A model that sees its corpus about once needs no dropout; GPT2Config's default is 0.1.
@@ -37,8 +33,24 @@ MODEL_OPTIONS = (
     *("layer_norm_epsilon", "initializer_range", "scale_attn_weights", "scale_attn_by_inverse_layer_idx"),
     "tie_word_embeddings",
 )
-MANAGED = {"n_positions": "set block_size"}
-MANAGED |= dict.fromkeys(("vocab_size", "bos_token_id", "eos_token_id"), "it follows the tokenizer")
+MANAGED = dict.fromkeys(("n_positions", "max_position_embeddings"), "set block_size")
+MANAGED |= dict.fromkeys(("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id"), "it follows the tokenizer")
+# Transformers' names of what config_overrides must set for types other than GPT-2, whose defaults are large models.
+SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "num_key_value_heads")
+
+
+def model_options(model_type: str) -> tuple[str, ...]:
+    """Return what config_overrides can set: for types other than GPT-2, all that the type's config adds to others."""
+    if model_type == "gpt2":
+        return MODEL_OPTIONS
+    check_model_type(model_type)
+    config_class = CONFIG_MAPPING[model_type]
+    names, common = ({option.name for option in dataclasses.fields(c)} for c in (config_class, PreTrainedConfig))
+    return tuple(sorted((names | config_class.attribute_map.keys()) - common - MANAGED.keys()))
+
+
+def _no_dropout(model_type: str) -> dict[str, float]:
+    return {name: 0.0 for name in model_options(model_type) if name.endswith(("_pdrop", "dropout"))}
 
 
 def build_model_config(
@@ -46,29 +58,39 @@ def build_model_config(
 ) -> PreTrainedConfig:
     """Return the model's config with its real vocabulary, as it is saved; `build_model` pads it.
 
-    source: folder or Hub id of a GPT-2 model that sets the shape. Raises `UserError` if that model cannot be used, or
+    source: folder or Hub id of a model that sets the shape. Raises `UserError` if that model cannot be used, or
     if config_overrides has an unknown name, a wrong type or a value out of range.
     """
     overrides = config.config_overrides or {}
+    options, no_dropout = model_options(config.model_type), _no_dropout(config.model_type)
     for key in overrides:
-        if key not in MODEL_OPTIONS:
-            nearest = did_you_mean(key, MODEL_OPTIONS, otherwise=f"it can set {', '.join(MODEL_OPTIONS)}")
+        if key not in options:
+            nearest = did_you_mean(key, options, otherwise=f"it can set {', '.join(options)}")
             raise UserError(f"config_overrides cannot set '{key}'; {MANAGED.get(key, nearest)}")
+    missing = [key for key in SHAPE if key not in overrides and (key in options or key in SHAPE[:3])]
+    if missing and source is None and config.model_type != "gpt2":
+        raise UserError(f"model_type {config.model_type} requires {', '.join(missing)} in config_overrides")
     token_ids = {"vocab_size": vocab_size, "bos_token_id": eos_token_id, "eos_token_id": eos_token_id}
-    values = {**token_ids, **NO_DROPOUT, **overrides}
+    if config.model_type != "gpt2":
+        token_ids["pad_token_id"] = None  # its embedding would get no gradient
+    values = {**token_ids, **no_dropout, **overrides}
     try:
         if source is None:
             model_config = AutoConfig.for_model(config.model_type, max_position_embeddings=config.block_size, **values)
         else:
             model_config = _load_config(source, config, vocab_size)
             model_config.update(values)
-    except StrictDataclassFieldValidationError as error:
-        raise UserError(f"config_overrides: {str(error.__cause__).partition('. Errors')[0]}") from error
+    except StrictDataclassError as error:
+        raise UserError(f"config_overrides: {one_line(error.__cause__).partition('. Errors')[0]}") from error
     for key in overrides:
         value = getattr(model_config, key)
-        low, high = (0, 0.99) if key in NO_DROPOUT else (1e-12, 10) if isinstance(value, float) else (1, 10**6)
-        if type(value) in (int, float) and not low <= value <= high:  # NaN is in no range
+        low, high = (0, 0.99) if key in no_dropout else (1e-12, 10) if isinstance(value, float) else (1, 10**6)
+        checked = key in (*no_dropout, *SHAPE) or config.model_type == "gpt2"
+        if checked and type(value) in (int, float) and not low <= value <= high:  # NaN is in no range
             raise UserError(f"config_overrides: {key} must be from {low:,} to {high:,}, got {value}")
+    if config.model_type != "gpt2":
+        check_decoder(model_config, config.block_size)
+        return model_config
     if model_config.activation_function not in ACT2FN:
         raise UserError(f"config_overrides: no activation_function is named '{model_config.activation_function}'")
     width, num_heads = model_config.hidden_size, model_config.num_attention_heads
@@ -82,10 +104,13 @@ def _load_config(source: str | Path, config: TrainConfig, vocab_size: int) -> Pr
     """Return an existing model's config. Raises `UserError` if it does not fit the run's options and vocabulary."""
     model_config = load_pretrained(AutoConfig, source)
     if model_config.model_type != config.model_type:
-        raise UserError(f"the model in {source} has type {model_config.model_type}; this recipe trains only gpt2")
-    overrides = {key: value for key, value in (config.config_overrides or {}).items() if key not in NO_DROPOUT}
+        raise UserError(
+            f"the model in {source} has type {model_config.model_type}, but --model_type is {config.model_type}"
+        )
+    no_dropout = _no_dropout(config.model_type)
+    overrides = {key: value for key, value in (config.config_overrides or {}).items() if key not in no_dropout}
     if fixed := [key for key, value in overrides.items() if getattr(model_config, key) != value]:
-        only = f"only dropout can ({', '.join(NO_DROPOUT)})"
+        only = f"only dropout can ({', '.join(no_dropout)})"
         raise UserError(f"config_overrides: {', '.join(fixed)} cannot differ from the model in {source}; {only}")
     if config.block_size > (most := model_config.max_position_embeddings):
         remedy = f"pass --block_size {most} or less"
@@ -116,8 +141,8 @@ def build_model(
     if source is None:
         model = AutoModelForCausalLM.from_config(copy.deepcopy(model_config), **options)
     else:
-        dropout = {key: getattr(model_config, key) for key in NO_DROPOUT}
-        model, loaded = load_pretrained(AutoModelForCausalLM, source, output_loading_info=True, **options, **dropout)
+        options |= {key: getattr(model_config, key) for key in ("pad_token_id", *_no_dropout(config.model_type))}
+        model, loaded = load_pretrained(AutoModelForCausalLM, source, output_loading_info=True, **options)
         if missing := sorted(loaded["missing_keys"]):
             raise UserError(f"the model in {source} lacks weights: {', '.join(missing[:3])}")
     padded = padded_vocab_size(model_config.vocab_size, config.pad_vocab_to_multiple_of)
@@ -125,12 +150,17 @@ def build_model(
         model.resize_token_embeddings(padded, mean_resizing=False)
     zero_padding(model, model_config.vocab_size)
     if bf16_residual:  # under autocast the blocks add bf16 to the residual stream, but fp32 + bf16 is fp32
-        model.base_model.drop.register_forward_hook(lambda module, inputs, output: output.bfloat16())
+        residual_source(model).register_forward_hook(lambda module, inputs, output: output.bfloat16())
     if config.activation_checkpointing == "true":
         # Transformers renamed the method after 5.17; the old name warns in 5.23 and disappears in 6.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
     return model
+
+
+def residual_source(model: PreTrainedModel) -> nn.Module:
+    """Return the module whose output enters the first block."""
+    return model.base_model.drop if model.config.model_type == "gpt2" else model.get_input_embeddings()
 
 
 class SigmoidGELU(nn.Module):

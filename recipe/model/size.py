@@ -1,22 +1,43 @@
 """Count parameters and FLOPs."""
 
-from transformers import PreTrainedConfig, PreTrainedModel
+import copy
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from recipe.config import TrainConfig
 from recipe.model.weights import is_vocabulary
+
+_SIZES: dict[str, tuple[int, int, int]] = {}  # building a model takes 0.1 s, even on the meta device
+
+
+def _count_sizes(model_config: PreTrainedConfig) -> tuple[int, int, int]:
+    """Return the parameters of a model, of embeddings that are only looked up, and of a block's matrices on average.
+
+    The model is not built; tied embeddings count once.
+    """
+    if (key := str(vars(model_config))) not in _SIZES:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(copy.deepcopy(model_config))
+        head = model.get_output_embeddings().weight
+        embeddings = {layer.weight for layer in model.modules() if isinstance(layer, nn.Embedding)}
+        matrices = sum(p.numel() for p in {*model.parameters()} - {head, *embeddings} if p.dim() > 1)
+        lookups = sum(p.numel() for p in embeddings - {head})
+        _SIZES[key] = model.num_parameters(), lookups, matrices // model_config.num_hidden_layers
+    return _SIZES[key]
 
 
 def count_flops_per_token(model_config: PreTrainedConfig, num_parameters: int, block_size: int) -> int:
     """Return the FLOPs per trained token, forward and backward: 6 (N - wpe) + 12 L d T (PaLM, appendix B; nanoGPT).
 
     num_parameters: N, with the padding. block_size: T, tokens per row. Tied embeddings count because they are the
-    output matrix; untied input embeddings are only looked up and do not.
+    output matrix; untied input embeddings are only looked up and do not. d: of all heads together.
     """
-    lookups = model_config.max_position_embeddings * model_config.hidden_size
-    if not model_config.tie_word_embeddings:
-        lookups += model_config.vocab_size * model_config.hidden_size
-    attention = 12 * model_config.num_hidden_layers * model_config.hidden_size * block_size
-    return 6 * (num_parameters - lookups) + attention
+    head_dim = getattr(model_config, "head_dim", None) or model_config.hidden_size // model_config.num_attention_heads
+    width = head_dim * model_config.num_attention_heads
+    attention = 12 * model_config.num_hidden_layers * width * block_size
+    return 6 * (num_parameters - _count_sizes(model_config)[1]) + attention
 
 
 def count_training_flops(config: TrainConfig, model_config: PreTrainedConfig, num_parameters: int) -> int:
@@ -26,18 +47,19 @@ def count_training_flops(config: TrainConfig, model_config: PreTrainedConfig, nu
 
 
 def count_parameters(model_config: PreTrainedConfig) -> int:
-    """Count the parameters of a GPT-2 model that is not built; tied embeddings count once."""
-    width = model_config.hidden_size
-    embeddings = count_head(model_config) * (1 if model_config.tie_word_embeddings else 2)
-    embeddings += model_config.max_position_embeddings * width
-    vectors = 9 * width + (model_config.n_inner or 4 * width)  # a block's biases (5 and n_inner) and two LayerNorms
-    return embeddings + model_config.num_hidden_layers * (count_block_matrices(model_config) + vectors) + 2 * width
+    """Count the parameters of a model that is not built; tied embeddings count once."""
+    return _count_sizes(model_config)[0]
 
 
 def count_block_matrices(model_config: PreTrainedConfig) -> int:
-    """Count the parameters of a block's four matrices."""
+    """Count the parameters of a block's matrices: four in GPT-2."""
+    return _count_sizes(model_config)[2]
+
+
+def count_inner(model_config: PreTrainedConfig) -> int:
+    """Return the width of the MLP, if two matrices hold all of a block's parameters outside GPT-2's attention."""
     width = model_config.hidden_size
-    return 4 * width * width + 2 * width * (model_config.n_inner or 4 * width)
+    return (count_block_matrices(model_config) - 4 * width * width) // (2 * width)
 
 
 def count_head(model_config: PreTrainedConfig) -> int:

@@ -68,7 +68,7 @@ def copy_weights(model: PreTrainedModel, model_config: PreTrainedConfig) -> dict
     weights = {
         name: tensor[: model_config.vocab_size] if is_vocabulary(model, tensor) else tensor
         for name, tensor in model.state_dict(keep_vars=True).items()
-        if not (model_config.tie_word_embeddings and name == "lm_head.weight")
+        if name not in model.all_tied_weights_keys
     }
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in weights.items()}
 
@@ -82,9 +82,8 @@ def write_model(
     """
     model_config.architectures = [type(model).__name__]
     model_config.dtype = "float32"
-    model_config.n_ctx = (
-        model_config.max_position_embeddings
-    )  # llama.cpp's converter reads it; Transformers 5 does not
+    if model_config.model_type == "gpt2":
+        model_config.n_ctx = model_config.n_positions  # llama.cpp's converter reads it; Transformers 5 does not
     model_config.save_pretrained(directory)
     eos = model_config.eos_token_id
     generation_config = GenerationConfig(bos_token_id=eos, eos_token_id=eos, pad_token_id=eos, do_sample=True)
@@ -96,9 +95,8 @@ def write_model(
 def load_weights(model: PreTrainedModel, directory: Path, vocab_size: int) -> None:
     """Load what `write_model` wrote into a padded model. Raises `ValueError` for missing or unknown tensors."""
     weights = load_file(directory / WEIGHTS_NAME)
-    expected = model.state_dict(keep_vars=True)
-    if model.config.tie_word_embeddings:
-        del expected["lm_head.weight"]
+    state = model.state_dict(keep_vars=True)
+    expected = {name: tensor for name, tensor in state.items() if name not in model.all_tied_weights_keys}
     if differing := weights.keys() ^ expected.keys():
         raise ValueError(f"{WEIGHTS_NAME} has missing or unknown tensors: {', '.join(differing)}")
     with torch.no_grad():

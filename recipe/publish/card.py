@@ -93,15 +93,17 @@ def _introduction(facts: RunFacts) -> str:
     size = f" with {model['num_parameters']:,} parameters" if model else ""
     origin = f"fine-tuned from {base}" if base else "trained from scratch"
     source = f" of {name_source(facts.data)}" if facts.data else ""
-    text = f"A GPT-2 language model{size}, {origin} on {facts.tokens_seen:,} tokens{source}."
+    kind = "GPT-2" if facts.options["model_type"] == "gpt2" else f"`{plain(facts.options['model_type'])}`"
+    text = f"A {kind} language model{size}, {origin} on {facts.tokens_seen:,} tokens{source}."
     if facts.step == 0:
-        text = f"A GPT-2 language model{size}, " + (f"a copy of {base}." if base else "with random weights.")
+        text = f"A {kind} language model{size}, " + (f"a copy of {base}." if base else "with random weights.")
     if model:
         text += (
             f" It has {model['n_layer']} layers of width {model['n_embd']:,} with {model['n_head']} heads, a "
             f"vocabulary of {model['vocab_size']:,} tokens, and a context of {model['n_positions']:,} tokens."
         )
-    text += " It is a stock `GPT2LMHeadModel`, trained with gpt2-recipe, and it continues text."
+    architecture = (model or {}).get("architecture", "GPT2LMHeadModel")  # older runs do not record it
+    text += f" It is a stock `{architecture}`, trained with gpt2-recipe, and it continues text."
     if facts.step < last:
         when = f"after {facts.step:,} of {last:,} steps" if facts.step else f"before the first of {last:,} steps"
         text += f"\n\n**This is an intermediate checkpoint, {when}.**"

@@ -28,7 +28,7 @@ def card_metadata(facts: RunFacts) -> ModelCardData:
         language=facts.options["hub_language"],
         datasets=[data_id] if data_id else None,
         base_model=facts.start.get("base_model_id"),
-        tags=["gpt2", "gpt2-recipe"],
+        tags=[facts.options["model_type"], "gpt2-recipe"],
         model_name=facts.name if results else None,
         eval_results=results or None,
     )

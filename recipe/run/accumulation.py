@@ -62,7 +62,7 @@ class Accumulation:
             **{name: environment[name] for name in ("device", "gpt2_recipe", "torch", "transformers")},
             "memory": torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None,
             "limit": self.config.gpu_memory_limit_gb,
-            "shape": [shape.n_layer, shape.n_head, shape.n_embd, shape.n_inner, shape.vocab_size],
+            "shape": shape.to_json_string(use_diff=False),
             "rows": [self.config.block_size, self.config.global_batch_size, self.accelerator.num_processes],
             **{name: choice.value for name, choice in choices.items() if name != "memory"},
             "plan": [plan.micro_batch_size, plan.activation_checkpointing, plan.loss_chunks, plan.optim],

@@ -109,6 +109,7 @@ def describe_start(
             "tokenizer": public_name(config.tokenizer_name) if config.tokenizer_name else None,
         },
         "model": {
+            "architecture": type(model).__name__,
             "num_parameters": count_exported_parameters(model, dataset.vocab_size),
             "n_layer": shape.num_hidden_layers,
             "n_head": shape.num_attention_heads,

@@ -26,7 +26,8 @@ from recipe.benchmark.measure import replace_file
 from recipe.command_line import CommandLine
 from recipe.errors import run_main
 from recipe.hardware.accelerator import persist_compile_cache
-from recipe.model.build import SDPA_WITHOUT_MASK, SigmoidGELU
+from recipe.model.attention import SDPA_WITHOUT_MASK
+from recipe.model.build import SigmoidGELU
 from recipe.model.loss import LanguageModelingLoss
 from recipe.model.size import padded_vocab_size
 
