@@ -57,14 +57,15 @@ class Yardstick:
         """Return {kind: warning} of what an evaluation before the end reveals for the first time."""
         if not max(self.warmup_steps, EARLY * self.max_steps) <= step < self.max_steps:
             return {}
-        found = {}
-        if (judgement := self.judge(step, loss)) and judgement["verdict"] != "as expected":
-            found[f"{judgement['verdict']}_than_expected"] = describe_judgement(loss, judgement)
-        if not loss <= self.unigram_loss:
-            found["unigram"] = self._compare_with_unigram(loss)
-        found = {kind: text for kind, text in found.items() if kind not in self.reported}
-        self.reported |= set(found)
-        return found
+        judgement = self.judge(step, loss)
+        if judgement:
+            is_normal, kind = judgement["verdict"] == "as expected", f"{judgement['verdict']}_than_expected"
+        else:
+            is_normal, kind = loss <= self.unigram_loss, "unigram"
+        if is_normal or kind in self.reported:
+            return {}
+        self.reported.add(kind)
+        return {kind: self.describe(step, loss)}
 
     def judge(self, step: int, loss: float) -> dict[str, Any] | None:
         """Return {"name", "expected_loss", "band", "verdict"}, or None if no reference has a loss for this step.
