@@ -256,11 +256,11 @@ def test_the_band_at_124m(dataset, loss, verdict):
     [
         (
             4.09,
-            r"^validation loss 4.09 is as expected: the example reached 4.00 after as many tokens, and 0.1 more or ",
+            r"^validation loss of 4.09 is as expected: the example reached 4.00 after as many tokens, and 0.1 more or ",
         ),
-        (3.5, r"^validation loss 3.50 is better than expected: .*look for validation text in the training text$"),
-        (4.5, r"^validation loss 4.50 is worse than expected: .*usual causes: a learning rate"),
-        (math.nan, r"^validation loss nan is worse than expected: "),
+        (3.5, r"^validation loss of 3.50 is better than expected: .*look for validation text in the training text$"),
+        (4.5, r"^validation loss of 4.50 is worse than expected: .*usual causes: a learning rate"),
+        (math.nan, r"^validation loss of nan is worse than expected: "),
     ],
 )
 def test_the_sentence_at_the_end(dataset, add_reference, loss, expected):
@@ -273,8 +273,10 @@ def test_the_sentence_without_a_reference(dataset, add_reference):
     yardstick = yardstick_of(dataset)
     yardstick.unigram_loss = 5.5
     knows = "a model that knows only how often each token occurs reaches 5.50"
-    assert yardstick.describe(1000, 4.2) == f"validation loss 4.20; {knows}"
-    unlearned = f"validation loss 5.60; {knows}: the model has not learned more than token frequencies; usual causes: "
+    assert yardstick.describe(1000, 4.2) == f"validation loss is 4.20; {knows}"
+    unlearned = (
+        f"validation loss is 5.60; {knows}: the model has not learned more than token frequencies; usual causes: "
+    )
     assert yardstick.describe(1000, 5.6).startswith(unlearned)
 
 
@@ -316,7 +318,8 @@ def test_a_run_prints_and_records_it(train, dataset, add_reference, capsys):
     expected = {"name": "the example", "band": 0.1, "expected_loss": pytest.approx(0.5), "verdict": "worse"}
     assert summary["reference"] == expected and summary["unigram_loss"] == compute_unigram_loss(dataset)
     assert (
-        f"The validation loss {summary['eval_loss']:.2f} is worse than expected: the example reached 0.50" in printed
+        f"The validation loss of {summary['eval_loss']:.2f} is worse than expected: the example reached 0.50"
+        in printed
     )
 
 

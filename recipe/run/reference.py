@@ -96,7 +96,7 @@ class Yardstick:
 
     def _compare_with_unigram(self, loss: float) -> str:
         knows = "a model that knows only how often each token occurs reaches"
-        known = f"validation loss {loss:.2f}; {knows} {self.unigram_loss:.2f}"
+        known = f"validation loss is {loss:.2f}; {knows} {self.unigram_loss:.2f}"
         return known if loss <= self.unigram_loss else known + UNLEARNED
 
 
@@ -136,7 +136,7 @@ def interpolate(points: list[list[float]], tokens: float) -> float | None:
 def describe_judgement(loss: float, judgement: dict[str, Any]) -> str:
     """Return a sentence without a capital letter and a period. judgement: from `Yardstick.judge`."""
     name, verdict = judgement["name"], judgement["verdict"]
-    text = f"validation loss {loss:.2f} is {verdict}{'' if verdict == 'as expected' else ' than expected'}: {name} "
+    text = f"validation loss of {loss:.2f} is {verdict}{'' if verdict == 'as expected' else ' than expected'}: {name} "
     text += (
         f"reached {judgement['expected_loss']:.2f} after as many tokens, and {judgement['band']:g} more or less is "
     )
