@@ -5,7 +5,7 @@ Each file in references/ describes finished runs that share data, tokenizer, mod
     name, source, note    what the sentence calls them, where the numbers are from, and what else to know
     applies_to            {property: allowed values}: a run that differs in any of them is not compared
     optim                 adamw or muon: of several references, a run is compared with the one that has its optimizer
-    lr_scheduler_type     the schedules under which runs of this length have the same losses on the way
+    schedules             [{option: value}]: schedules under which runs of one length pass similar losses on the way
     runs                  [[[tokens seen, validation loss], ...], ...]: by tokens; the last point of each is its end
     band                  nats above and below that are normal
 
@@ -48,8 +48,7 @@ class Yardstick:
     def __init__(self, config: TrainConfig, dataset: PackedDataset, model_config: PreTrainedConfig) -> None:
         self.max_steps, self.warmup_steps = config.max_steps, count_warmup_steps(config)
         self.tokens_per_step = config.global_batch_size * config.block_size
-        self.lr_scheduler_type = config.lr_scheduler_type
-        self.references = find_references(config, dataset.metadata, model_config)
+        self.config, self.references = config, find_references(config, dataset.metadata, model_config)
         self.unigram_loss = compute_unigram_loss(dataset)
         self.reported: set[str] = set()  # each kind once
 
@@ -77,9 +76,8 @@ class Yardstick:
         for reference in self.references:
             points = sorted(run[-1] for run in reference["runs"])
             if step < self.max_steps:
-                shared = self.lr_scheduler_type in reference["lr_scheduler_type"]
-                equal = [run for run in reference["runs"] if shared and interpolate(run[-1:], last) is not None]
-                points = equal[0] if equal else []
+                equal = [run for run in reference["runs"] if interpolate(run[-1:], last) is not None]
+                points = equal[0] if equal and has_schedule(self.config, reference["schedules"]) else []
             expected = interpolate(points, tokens)
             if expected is not None:
                 verdict = "better" if loss < expected else "worse"  # which NaN is, too
@@ -120,6 +118,11 @@ def find_references(config: TrainConfig, metadata: dict[str, Any], model_config:
     references = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(REFERENCES.glob("*.json"))]
     fitting = [r for r in references if all(run[key] in allowed for key, allowed in r["applies_to"].items())]
     return sorted(fitting, key=lambda r: (r["optim"] == "muon") != (config.optim == "muon"))
+
+
+def has_schedule(config: TrainConfig, schedules: list[dict[str, Any]]) -> bool:
+    """Return whether the run has all options of one of the schedules."""
+    return any(all(getattr(config, key) == value for key, value in options.items()) for options in schedules)
 
 
 def interpolate(points: list[list[float]], tokens: float) -> float | None:

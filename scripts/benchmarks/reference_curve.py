@@ -15,8 +15,7 @@ from recipe.command_line import CommandLine
 from recipe.errors import UserError, run_main
 from recipe.publish.facts import read_facts
 
-ITEM = r'(?:"[^"]*"|null|[\d.]+)'
-LIST = re.compile(rf"\[\s+{ITEM}(?:,\s+{ITEM})*\s+\]")  # a list without lists
+LIST = re.compile(r"[\[{]\s[^\[\]{}]*[\]}]")  # without lists or dictionaries in it
 
 
 def main() -> None:
@@ -47,7 +46,7 @@ def main() -> None:
     for last, curve in sorted(losses.items()):
         print(f"{last:,} tokens: {len(curve[last])} runs end at {min(curve[last]):.4f} to {max(curve[last]):.4f}")
     text = json.dumps(reference, indent=2, ensure_ascii=False)
-    text = LIST.sub(lambda found: re.sub(r"\s*\n\s*", " ", found[0]).replace("[ ", "[").replace(" ]", "]"), text)
+    text = LIST.sub(lambda found: re.sub(r"(?<=[\[{])\s+|\s+(?=[\]}])", "", re.sub(r"\s+", " ", found[0])), text)
     args.reference_file.write_text(text + "\n", encoding="utf-8")
 
 
