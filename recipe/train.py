@@ -197,7 +197,7 @@ def main(started_at: float | None = None) -> None:
     if accelerator.is_main_process:
         export_model(model, model_config, tokenizer, output_dir)
         report.summary(build_summary(accelerator, state, evaluation, meter, choices, accumulation, model))
-        print(closing_words(config, output_dir, state.untrained, evaluation, meter))
+        print(closing_words(config, output_dir, state.untrained, evaluation, meter, report.yardstick))
         uploads.finish(state.step)
     wait_on_host()
     report.end()

@@ -21,6 +21,7 @@ from recipe.progress import progress_target
 from recipe.publish.card import write_model_card
 from recipe.run.output_dir import METRICS_NAME, SUMMARY_NAME, resume_command, tracker_id
 from recipe.run.profile import TRACE_NAME, describe
+from recipe.run.reference import Yardstick
 from recipe.run.summary import describe_evaluation, describe_start
 from recipe.run.watch import GpuSampler, Watch
 
@@ -35,6 +36,7 @@ class RunReport:
         self.failures: set[str] = set()  # reported once each
         self.has_trained = False
         self.watch, self.gpu = Watch(config), GpuSampler(accelerator.device) if self.enabled else None
+        self.yardstick: Yardstick | None = None
         if self.enabled and (output_dir / METRICS_NAME).exists():
             drop_events_after(output_dir / METRICS_NAME, first_step or -1)  # a new run keeps none of an older one's
         self.bar = tqdm(
@@ -86,6 +88,8 @@ class RunReport:
         """Record what the run is, for its model card. run: the arguments of `describe_start`."""
         if self.enabled:
             self.event("start", step, **describe_start(*run))
+            config, *_, model, accumulation = run
+            self.yardstick = Yardstick(config, accumulation.dataset, model.config)
 
     def train(self, step: int, values: dict[str, Any]) -> None:
         """Record and show a log line, and warn about what its numbers reveal. values: from `StepMeter.read`."""
@@ -97,15 +101,20 @@ class RunReport:
         self.has_trained = True
         self.bar.set_postfix_str(describe_progress(values), refresh=False)
         self.bar.n = step  # a step that ran out of memory advanced the bar twice
-        for kind, text in self.watch.check(step, values).items():
-            self.event("warning", step, kind=kind, text=text)
-            self.table({"warning:": text})
+        self._warn(step, self.watch.check(step, values))
 
     def evaluation(self, step: int, values: dict[str, Any]) -> None:
         self.event("eval", step, **{key: value for key, value in values.items() if key != "sample"})
         if values["sample"] is not None:
             self.event("sample", step, prompt=self.sample_prompt, text=values["sample"])
         self.say(describe_evaluation(f"step {step:>6,}", values))
+        if self.yardstick is not None:
+            self._warn(step, self.yardstick.check(step, values["loss"]))
+
+    def _warn(self, step: int, warnings: dict[str, str]) -> None:
+        for kind, text in warnings.items():
+            self.event("warning", step, kind=kind, text=text)
+            self.table({"warning:": text})
 
     def schedule(self, step: int, changes: dict[str, tuple]) -> None:
         """Record that later steps follow another schedule. changes: {option: (old, new)}."""
@@ -116,6 +125,8 @@ class RunReport:
     def shorten(self, step: int, max_steps: int, config: TrainConfig) -> None:
         """Record how many steps fit into `max_minutes`. config: before it is shortened."""
         self.bar.total = max_steps
+        if self.yardstick is not None:
+            self.yardstick.max_steps = max_steps
         self.event("max_minutes", step, max_steps=max_steps, max_minutes=config.max_minutes)
         fits = f"{max_steps:,} of {config.max_steps:,} steps fit into {config.max_minutes:g} minutes"
         if max_steps < config.max_steps:
@@ -180,6 +191,8 @@ class RunReport:
         """
         if not self.has_trained and (self.output_dir / SUMMARY_NAME).exists():
             return
+        judgement = self.yardstick.judge(values["step"], values["eval_loss"])
+        values = {**values, "reference": judgement, "unigram_loss": self.yardstick.unigram_loss}
         written = self.output_dir / f".{SUMMARY_NAME}.new"
         written.write_text(json.dumps(values, indent=2) + "\n")
         written.replace(self.output_dir / SUMMARY_NAME)

@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from recipe.publish.public import describe_source, hub_id, public_command, publi
 from recipe.run.accumulation import Accumulation
 from recipe.run.meter import StepMeter
 from recipe.run.output_dir import launch_command, resume_command
+from recipe.run.reference import Yardstick
 
 MANY_EPOCHS = 100
 
@@ -200,7 +202,12 @@ def build_summary(
 
 
 def closing_words(
-    config: TrainConfig, output_dir: Path, untrained: dict[str, Any], trained: dict[str, Any], meter: StepMeter
+    config: TrainConfig,
+    output_dir: Path,
+    untrained: dict[str, Any],
+    trained: dict[str, Any],
+    meter: StepMeter,
+    yardstick: Yardstick,
 ) -> str:
     """Return the results, the location of the model, and the commands that may come next."""
     folder, prompt = shlex.quote(str(output_dir)), shlex.quote(config.sample_prompt)
@@ -209,6 +216,8 @@ def closing_words(
     lines = ["", " " * 14 + "".join(f"{name:>15}" for name in columns)]
     for key in ("loss", "perplexity", "bits_per_byte"):
         lines.append(f"{key.replace('_', ' '):14}" + "".join(f"{values[key]:>15,.3f}" for values in columns.values()))
+    compared = f"The {yardstick.describe(config.max_steps, trained['loss'])}."
+    lines += ["", *textwrap.wrap(compared, 80, break_on_hyphens=False)]
     if trained["sample"] is not None:
         sample = (f"    {line}" for line in trained["sample"].splitlines())
         lines += ["", f"A sample for the prompt {config.sample_prompt!r}:", *sample]
