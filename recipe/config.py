@@ -27,7 +27,10 @@ SECTIONS = {
     "python_lists": "Slow baselines that only the optimization ladder uses",
 }
 STANDARD_LIBRARY = "python_standard_library"  # the demo's corpus, a dataset_name that needs no download
-SCHEDULE_OPTIONS = ("max_steps", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")
+SCHEDULE_OPTIONS = (
+    *("max_steps", "learning_rate", "muon_learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
+)
+MUON_OPTIONS = ("muon_learning_rate", "muon_momentum", "cautious_weight_decay")  # without effect on other optimizers
 
 
 def _field(default: Any, text: str, **metadata: Any) -> Any:
@@ -114,12 +117,12 @@ class TrainConfig:
     change_schedule: bool = _field(False, "Let a resumed run change max_steps, learning_rate, schedule or warm-up.")
     optim: Literal["auto", "adamw_torch_fused", "adamw_torch", "adamw_bnb_8bit", "muon"] = _field(
         "auto",
-        "AdamW: one fused kernel, torch's own choice, or 8-bit moments (bitsandbytes); muon: Muon for hidden matrices, "
-        "fused AdamW for the rest. auto: fused, and 8-bit where nothing else fits a GPU.",
+        "AdamW: one fused kernel, torch's own choice, or 8-bit moments (bitsandbytes). muon: Muon for the hidden "
+        "matrices, fused AdamW for the rest. auto: fused, and 8-bit where nothing else fits a GPU.",
     )
     learning_rate: float = _field(6e-4, "Peak learning rate.", above=0)
     muon_learning_rate: float = _field(3.6e-3, "Peak learning rate of Muon's matrices.", above=0)
-    muon_momentum: float = _field(0.95, "Muon's momentum, after a rise from 0.85 in 300 updates.", at_least=0, below=1)
+    muon_momentum: float = _field(0.95, "Muon's momentum, which rises from 0.85 in 300 updates.", at_least=0, below=1)
     cautious_weight_decay: bool = _field(False, "Muon decays only weights that its update moves towards zero.")
     lr_scheduler_type: str = _field("cosine_with_min_lr", "Any Transformers schedule that depends on steps alone.")
     lr_scheduler_kwargs: dict | str | None = _field(None, "Arguments of the schedule: min_lr_rate=0.1, or JSON.")

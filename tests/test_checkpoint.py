@@ -20,6 +20,7 @@ from recipe.command_line import load_config
 from recipe.data.prepare import prepare_dataset
 from recipe.data.text import TextSource
 from recipe.data.tokenizer import load_tokenizer
+from recipe.config import MUON_OPTIONS
 from recipe.errors import UserError
 from recipe.run.output_dir import choose_output_dir, release_output_dir
 
@@ -92,12 +93,14 @@ def read_untrained(output_dir):
 
 
 def test_checkpoints_of_earlier_versions_resume(train, run_dir, saved):
-    """A state without the newest fields, and beside it the file `latest`, which no version reads."""
+    """A state without the newest fields and options, and beside it the file `latest`, which no version reads."""
     checkpoint = run_dir / "checkpoint-2"
     (run_dir / "latest").write_text("checkpoint-4\n")
     content = json.loads((checkpoint / "training_state.json").read_text())
     for name in ("steps_chosen", "eval_rows", "mixed_precision", "num_processes", "memory_choices"):
         del content[name]
+    for name in MUON_OPTIONS:
+        del content["identity"][name]
     (checkpoint / "training_state.json").write_text(json.dumps(content))
     assert {*RunState.__dataclass_fields__} < read_state(checkpoint).keys()
     shutil.rmtree(run_dir / "checkpoint-4")

@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from recipe.checkpoint.manifest import MANIFEST_NAME, why_damaged
-from recipe.config import SCHEDULE_OPTIONS, TrainConfig
+from recipe.config import MUON_OPTIONS, SCHEDULE_OPTIONS, TrainConfig
 from recipe.errors import UserError, short_reason
 from recipe.model.build import model_options
 from recipe.model.weights import load_weights
@@ -32,7 +32,7 @@ IDENTITY_OPTIONS = (
     *SCHEDULE_OPTIONS,
     *("seed", "block_size", "global_batch_size", "streaming", "shuffle_buffer_size", "pad_vocab_to_multiple_of"),
     *("optim", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "spike_sigmas"),
-    "label_smoothing_factor",
+    *("label_smoothing_factor", "muon_momentum", "cautious_weight_decay"),
 )
 
 
@@ -55,12 +55,16 @@ STATE_FIELDS = [f.name for f in dataclasses.fields(RunState)]
 
 
 def run_identity(config: TrainConfig, dataset_metadata: dict, model_config: PreTrainedConfig) -> dict:
-    """Return what a resumed run must share with its checkpoint: data, model, batch and schedule."""
+    """Return what a resumed run must share with its checkpoint: data, model, batch and schedule.
+
+    Muon's options are None for other optimizers, also in checkpoints that are older than Muon.
+    """
+    irrelevant = MUON_OPTIONS if config.optim != "muon" else ()
     return {
         "dataset": dataset_metadata["content_sha256"],
         "streamed_text": dataset_metadata["fingerprint"] if config.streaming else None,
         "tokenizer": dataset_metadata["tokenizer_sha256"],
-        **{name: getattr(config, name) for name in IDENTITY_OPTIONS},
+        **{name: None if name in irrelevant else getattr(config, name) for name in IDENTITY_OPTIONS},
         "vocab_size": model_config.vocab_size,
         "n_positions": model_config.max_position_embeddings,
         **{name: getattr(model_config, name) for name in model_options(model_config.model_type)},

@@ -30,6 +30,7 @@ from recipe.model.size import (
     count_training_flops,
     padded_vocab_size,
 )
+from recipe.optim.muon import STACK_COPIES, STACK_VALUES
 
 USABLE_SHARE = 0.92  # of a device: the rest is for fragmentation and for the error of the estimate
 # Bytes outside the model: the CUDA context with cuBLAS and cuDNN, or Python with torch and Transformers.
@@ -249,6 +250,8 @@ def estimate_parts(
     if setting.compiled and loss_chunks > 1:  # inductor adds the chunks' gradients of the head at the end
         head_copies += loss_chunks * operand * head  # with 30 M parameters, 1.64 GB were measured instead of 1.30
     temporary = 4 * num_parameters if optim == "adamw_torch" and setting.device_type == "cuda" else 4 * head
+    if optim == "muon":
+        temporary = STACK_COPIES * 4 * min(STACK_VALUES, num_layers * count_block_matrices(model_config))
     moments = [
         {"gradients": kept_gradients, "activations": activations, "logits": logits, "workspace": head_copies},
         {"gradients": kept_gradients, "activations": inputs + block, "workspace": 4 * head},  # with checkpointing
@@ -280,8 +283,10 @@ def count_block_bytes(model_config: PreTrainedConfig, residual: int, operand: in
 def optimizer_bytes(model_config: PreTrainedConfig, optim: str) -> int:
     """Return the bytes of AdamW's two moments: fp32, or 8 bits with an fp32 scale per 256 values for the blocks.
 
-    With 8 bits, embeddings and tensors below 4,096 values, whose size does not matter, stay fp32.
+    With 8 bits, embeddings and tensors below 4,096 values, whose size does not matter, stay fp32. Muon has one fp32
+    moment for the blocks.
     """
     num_parameters = count_parameters(model_config)
-    blocks = model_config.num_hidden_layers * count_block_matrices(model_config) if optim == EIGHT_BIT else 0
-    return 8 * (num_parameters - blocks) + int(2 * (1 + 4 / 256) * blocks)
+    bytes_per_value = {EIGHT_BIT: 2 * (1 + 4 / 256), "muon": 4}.get(optim, 8)
+    blocks = model_config.num_hidden_layers * count_block_matrices(model_config)
+    return 8 * (num_parameters - blocks) + int(bytes_per_value * blocks)

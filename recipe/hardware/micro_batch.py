@@ -16,6 +16,7 @@ from recipe.environment import cache_dir
 from recipe.errors import UserError
 from recipe.hardware.choices import CUDA_GRAPH_MODES, choose_dynamo_mode, uses_cuda_graphs
 from recipe.hardware.processes import largest_of_processes
+from recipe.optim.muon import find_matrices
 
 # More tokens per forward pass should not increase throughput: 64 rows of 1,024 already saturate a GPU. A CPU's caches
 # fill earlier, and no out-of-memory error would end a search there.
@@ -76,11 +77,12 @@ def find_micro_batch(accelerator: Accelerator, module: nn.Module, candidates: li
     if len(candidates) == 1 or accelerator.device.type == "cpu":
         return candidates[0]
     parameters = list(module.parameters())
-    # AdamW allocates its two moments at the first step: reserve their memory during the trial.
+    # The optimizer allocates AdamW's two moments, or Muon's one, at the first step: reserve them during the trial.
     is_8bit = config.optim == "adamw_bnb_8bit"
     wide = {m.weight for m in module.modules() if isinstance(m, nn.Embedding)} if is_8bit else set(parameters)
+    single = find_matrices(module) if config.optim == "muon" else ()
     moment_types = [(p, p.dtype if p in wide else torch.uint8) for p in parameters]
-    moments = [torch.empty_like(p, dtype=dtype) for p, dtype in moment_types for _ in range(2)]
+    moments = [torch.empty_like(p, dtype=dtype) for p, dtype in moment_types for _ in range(1 if p in single else 2)]
     for size in candidates:
         fits = True
         accumulates = size * accelerator.num_processes < config.global_batch_size

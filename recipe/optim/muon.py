@@ -6,17 +6,22 @@ large as AdamW's (Moonlight, arXiv 2502.16982).
 """
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.adamw import adamw
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 NUM_ITERATIONS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan et al.: the fastest, with singular values between 0.7 and 1.2
 FIRST_MOMENTUM, MOMENTUM_WARMUP_UPDATES = 0.85, 300  # modded-nanogpt
 ADAMW_RMS = 0.2  # root mean square of a typical AdamW update before the learning rate (Moonlight)
+# Values in a stack. It bounds the temporary memory, and is more than enough work for a GPU.
+STACK_VALUES = 2**26
+STACK_COPIES = 5  # that an update holds at most, in fp32
 
 
 class Muon(torch.optim.Optimizer):
@@ -32,79 +37,90 @@ class Muon(torch.optim.Optimizer):
         lr: float,
         betas: tuple[float, float],
         eps: float,
+        lr_ratio: float,
+        momentum: float,
         dtype: torch.dtype = torch.float32,
         cautious: bool = False,
     ) -> None:
-        """groups: with `weight_decay`. Muon's also has `num_matrices` (from `find_matrices`), `momentum` and
-        `lr_ratio`, its learning rate divided by AdamW's.
+        """groups: with `weight_decay`; Muon's also has `num_matrices`, from `find_matrices`.
 
-        dtype: of the matrix products. cautious: decay only weights that the update moves towards zero, too
-        (arXiv 2510.12402).
+        lr_ratio: Muon's learning rate divided by AdamW's, which is `lr`. dtype: of the matrix products. cautious:
+        decay only weights that the update moves towards zero (arXiv 2510.12402).
         """
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "fused": True})
-        self.dtype, self.cautious, self.found_inf = dtype, cautious, None
+        self.lr_ratio, self.momentum, self.dtype, self.cautious = lr_ratio, momentum, dtype, cautious
+        self.found_inf: torch.Tensor | None = None
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self) -> None:
         for group in self.param_groups:
             (self._step_muon if "num_matrices" in group else self._step_adamw)(group)
 
-    def _step_adamw(self, group: dict) -> None:
-        parameters = group["params"]
+    def _states(self, parameters: list[nn.Parameter], *names: str) -> list[list[torch.Tensor]]:
+        """Return `step` and the named tensors of all parameters, a list for each name. Missing ones are zero."""
         for p in parameters:
             if not self.state[p]:
-                self.state[p] = {"step": p.new_zeros(()), "exp_avg": torch.zeros_like(p)}
-                self.state[p]["exp_avg_sq"] = torch.zeros_like(p)
-        means, squares, steps = (
-            [self.state[p][name] for p in parameters] for name in ("exp_avg", "exp_avg_sq", "step")
-        )
+                self.state[p] = {"step": p.new_zeros(()), **{name: torch.zeros_like(p) for name in names}}
+        return [[self.state[p][name] for p in parameters] for name in ("step", *names)]
+
+    def _step_adamw(self, group: dict) -> None:
+        parameters = [p for p in group["params"] if p.grad is not None]
+        steps, means, squares = self._states(parameters, "exp_avg", "exp_avg_sq")
         options = {"lr": group["lr"], "weight_decay": group["weight_decay"], "eps": group["eps"]}
         options |= {"beta1": group["betas"][0], "beta2": group["betas"][1], "amsgrad": False, "maximize": False}
         gradients = [p.grad for p in parameters]
         adamw(parameters, gradients, means, squares, [], steps, fused=True, found_inf=self.found_inf, **options)
 
     def _step_muon(self, group: dict) -> None:
-        """Stack matrices of equal shape, with the longer side as columns, and update each stack at once."""
-        keep = 1.0 if self.found_inf is None else 1.0 - self.found_inf
-        learning_rate = group["lr"] * group["lr_ratio"] * keep
+        """Update stacks of matrices of equal shape, with the longer side as columns."""
+        pairs = zip(group["params"], group["num_matrices"], strict=True)
+        counts = {p: num_matrices for p, num_matrices in pairs if p.grad is not None}
+        if not counts:
+            return
+        steps, momenta = self._states(list(counts), "momentum_buffer")
         stacks = defaultdict(list)
-        momenta = self._add_to_momenta(group, keep)
-        for whole in zip(group["params"], momenta, group["num_matrices"], strict=True):
-            for weight, momentum in zip(*(tensor.chunk(whole[2], dim=1) for tensor in whole[:2]), strict=True):
-                pair = (weight.mT, momentum.mT) if weight.shape[0] > weight.shape[1] else (weight, momentum)
-                stacks[pair[0].shape].append(pair)
-        for shape, pairs in stacks.items():
-            weights, momenta = zip(*pairs, strict=True)
-            updates = self._orthogonalize_shared(torch.stack(momenta)).float() * (ADAMW_RMS * shape[1] ** 0.5)
-            decay = torch.stack(weights)
-            if self.cautious:
-                decay = decay * (decay * updates > 0)
-            change = (updates + group["weight_decay"] * decay) * learning_rate
-            torch._foreach_sub_(weights, change.unbind())
+        for (p, num_matrices), momentum in zip(counts.items(), momenta, strict=True):
+            for views in zip(*(x.chunk(num_matrices, dim=1) for x in (p, p.grad, momentum)), strict=True):
+                wide = views if views[0].shape[0] <= views[0].shape[1] else [view.mT for view in views]
+                stacks[wide[0].shape].append(wide)
 
-    def _add_to_momenta(self, group: dict, keep: torch.Tensor | float) -> list[torch.Tensor]:
-        """Add the gradients to the momenta and return Nesterov's: where the momenta would be one step later.
+        found_inf = torch.zeros_like(steps[0]) if self.found_inf is None else self.found_inf
+        first = min(FIRST_MOMENTUM, self.momentum)
+        coefficient = first + (self.momentum - first) * (steps[0] / MOMENTUM_WARMUP_UPDATES).clamp(max=1.0)
+        for shape, matrices in stacks.items():
+            size = max(_num_processes(), STACK_VALUES // shape.numel())
+            for start in range(0, len(matrices), size):
+                weights, gradients, buffers = zip(*matrices[start : start + size], strict=True)
+                updates = self._add_to_momenta(buffers, gradients, coefficient, found_inf)
+                self._subtract(weights, self._orthogonalize_shared(updates), group, found_inf)
+        torch._foreach_add_(steps, 1 - found_inf)
 
-        Momentum rises during the first updates. keep: 0 leaves everything as it is, even if gradients are NaN.
-        """
-        parameters = group["params"]
-        for p in parameters:
-            if not self.state[p]:
-                self.state[p] = {"step": p.new_zeros(()), "momentum_buffer": torch.zeros_like(p)}
-        steps, buffers = ([self.state[p][name] for p in parameters] for name in ("step", "momentum_buffer"))
-        gradients = [p.grad if isinstance(keep, float) else torch.where(keep > 0, p.grad, 0.0) for p in parameters]
-        warm = (steps[0] / MOMENTUM_WARMUP_UPDATES).clamp(max=1.0)
-        momentum = FIRST_MOMENTUM + (group["momentum"] - FIRST_MOMENTUM) * warm
-        torch._foreach_mul_(buffers, 1.0 - (1.0 - momentum) * keep)
-        torch._foreach_add_(buffers, gradients)
-        torch._foreach_add_(steps, keep)
-        ahead = torch._foreach_mul(buffers, momentum)
-        torch._foreach_add_(ahead, gradients)
-        return ahead
+    def _add_to_momenta(
+        self,
+        buffers: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+        coefficient: torch.Tensor,
+        found_inf: torch.Tensor,
+    ) -> torch.Tensor:
+        """Add the gradients to the momenta. Returns Nesterov's: where they would be a step later. [n, rows, columns]"""
+        before, gradient = torch.stack(buffers), torch.stack(gradients)
+        after = torch.addcmul(gradient, before, coefficient)
+        _copy_unless(found_inf, buffers, before, after)
+        return gradient.addcmul_(after, coefficient)
+
+    def _subtract(
+        self, weights: Sequence[torch.Tensor], updates: torch.Tensor, group: dict, found_inf: torch.Tensor
+    ) -> None:
+        """Subtract the updates, scaled to AdamW's size, and the weight decay."""
+        before = torch.stack(weights)
+        updates = updates.float() * (ADAMW_RMS * before.shape[2] ** 0.5)
+        decay = before * (before * updates > 0) if self.cautious else before
+        updates.add_(decay, alpha=group["weight_decay"])
+        _copy_unless(found_inf, weights, before, before - updates * (group["lr"] * self.lr_ratio))
 
     def _orthogonalize_shared(self, matrices: torch.Tensor) -> torch.Tensor:
         """Orthogonalize this process's share of the matrices, and exchange the results. [n, rows, columns], fp32."""
-        num_processes = dist.get_world_size() if dist.is_initialized() else 1
+        num_processes = _num_processes()
         if num_processes == 1:
             return orthogonalize(matrices, self.dtype)
         share = -(-len(matrices) // num_processes)
@@ -132,13 +148,25 @@ def orthogonalize(matrices: torch.Tensor, dtype: torch.dtype = torch.float32) ->
 
 
 def find_matrices(module: nn.Module) -> dict[nn.Parameter, int]:
-    """Return the weights of all projections inside the blocks, and of how many matrices each consists.
+    """Return the trained weights of all projections inside the blocks, and of how many matrices each consists.
 
-    GPT-2's `c_attn` holds three, for queries, keys and values, side by side.
+    GPT-2's `c_attn` holds three, for queries, keys and values, side by side. module: holds a Transformers model.
     """
-    model = next(m for m in module.modules() if hasattr(m, "get_output_embeddings"))
+    model = next(m for m in module.modules() if isinstance(m, PreTrainedModel))
     return {
         layer.weight: 3 if name.endswith(".c_attn") else 1
         for name, layer in model.named_modules()
         if isinstance(layer, (Conv1D, nn.Linear)) and layer is not model.get_output_embeddings()
+        if layer.weight.requires_grad
     }
+
+
+def _copy_unless(
+    found_inf: torch.Tensor, tensors: Sequence[torch.Tensor], before: torch.Tensor, after: torch.Tensor
+) -> None:
+    """Copy `after` into the tensors, or `before` if found_inf is 1, even if `after` is NaN. Both are stacks."""
+    torch._foreach_copy_(tensors, torch.where(found_inf > 0, before, after).unbind())
+
+
+def _num_processes() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1

@@ -25,11 +25,15 @@ def build_optimizer(config: TrainConfig, module: nn.Module, mixed_precision: str
     ]
     options = {"lr": config.learning_rate, "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon}
     if config.optim == "muon":
-        hidden = {"params": list(matrices), "num_matrices": list(matrices.values()), "momentum": config.muon_momentum}
-        hidden["lr_ratio"] = config.muon_learning_rate / config.learning_rate
-        hidden["weight_decay"] = config.weight_decay
-        dtype = torch.bfloat16 if mixed_precision == "bf16" else torch.float32
-        return Muon([hidden, *groups], **options, dtype=dtype, cautious=config.cautious_weight_decay)
+        hidden = {"params": list(matrices), "num_matrices": list(matrices.values())}
+        return Muon(
+            [hidden | {"weight_decay": config.weight_decay}, *groups],
+            **options,
+            lr_ratio=config.muon_learning_rate / config.learning_rate,
+            momentum=config.muon_momentum,
+            dtype=torch.bfloat16 if mixed_precision == "bf16" else torch.float32,
+            cautious=config.cautious_weight_decay,
+        )
     if config.optim == "adamw_bnb_8bit":
         return _build_8bit_adamw(groups, options, module)
     fused = None if config.optim == "adamw_torch" else True  # None: torch decides (foreach on a GPU)
@@ -97,7 +101,7 @@ def compute_learning_rates(config: TrainConfig) -> list[float]:
 
 
 def resolve_schedule(config: TrainConfig) -> dict:
-    """Return the arguments of the schedule; `num_decay_steps` below 1 is a share of max_steps, as of `warmup_steps`."""
+    """Return the arguments of the schedule; `num_decay_steps` below 1 is a share of max_steps, as `warmup_steps`."""
     arguments = dict(config.lr_scheduler_kwargs or {})
     if 0 < arguments.get("num_decay_steps", 1) < 1:
         arguments["num_decay_steps"] = round(arguments["num_decay_steps"] * config.max_steps)
