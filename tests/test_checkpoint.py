@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from recipe.checkpoint.load import RunState, find_checkpoint, list_checkpoints, read_state
 from recipe.checkpoint.manifest import seal_checkpoint
 from recipe.command_line import load_config
+from recipe.config import MUON_OPTIONS
 from recipe.data.prepare import prepare_dataset
 from recipe.data.text import TextSource
 from recipe.data.tokenizer import load_tokenizer
-from recipe.config import MUON_OPTIONS
 from recipe.errors import UserError
 from recipe.run.output_dir import choose_output_dir, release_output_dir
 

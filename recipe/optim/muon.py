@@ -102,7 +102,7 @@ class Muon(torch.optim.Optimizer):
         coefficient: torch.Tensor,
         found_inf: torch.Tensor,
     ) -> torch.Tensor:
-        """Add the gradients to the momenta. Returns Nesterov's: where they would be a step later. [n, rows, columns]"""
+        """Add the gradients to the momenta. Returns where they would be one step later (Nesterov): a stack."""
         before, gradient = torch.stack(buffers), torch.stack(gradients)
         after = torch.addcmul(gradient, before, coefficient)
         _copy_unless(found_inf, buffers, before, after)
