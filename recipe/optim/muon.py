@@ -91,8 +91,13 @@ class Muon(torch.optim.Optimizer):
             size = max(_num_processes(), STACK_VALUES // shape.numel())
             for start in range(0, len(matrices), size):
                 weights, gradients, buffers = zip(*matrices[start : start + size], strict=True)
-                updates = self._add_to_momenta(buffers, gradients, coefficient, found_inf)
-                self._subtract(weights, self._orthogonalize_shared(updates), group, found_inf)
+                # Without names for the intermediate stacks, whose memory is free as soon as they are used.
+                self._subtract(
+                    weights,
+                    self._orthogonalize_shared(self._add_to_momenta(buffers, gradients, coefficient, found_inf)),
+                    group,
+                    found_inf,
+                )
         torch._foreach_add_(steps, 1 - found_inf)
 
     def _add_to_momenta(
@@ -113,10 +118,10 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         """Subtract the updates, scaled to AdamW's size, and the weight decay."""
         before = torch.stack(weights)
-        updates = updates.float() * (ADAMW_RMS * before.shape[2] ** 0.5)
+        updates = updates.float().mul_(ADAMW_RMS * before.shape[2] ** 0.5)
         decay = before * (before * updates > 0) if self.cautious else before
-        updates.add_(decay, alpha=group["weight_decay"])
-        _copy_unless(found_inf, weights, before, before - updates * (group["lr"] * self.lr_ratio))
+        updates.add_(decay, alpha=group["weight_decay"]).mul_(group["lr"] * self.lr_ratio)
+        _copy_unless(found_inf, weights, before, before - updates)
 
     def _orthogonalize_shared(self, matrices: torch.Tensor) -> torch.Tensor:
         """Orthogonalize this process's share of the matrices, and exchange the results. [n, rows, columns], fp32."""
