@@ -87,7 +87,7 @@ def test_no_graph_break_and_no_recompilation(train):
 
 
 @pytest.mark.parametrize("placement", ["mmap", "device"])
-@pytest.mark.parametrize("switches", [BF16, COMPILED])
+@pytest.mark.parametrize("switches", [BF16, COMPILED, [*COMPILED, "--optim", "muon"]])
 def test_no_host_synchronization_between_log_lines(train, after_each_step, placement, switches):
     """CUDA raises if the host waits for the device, from the third step to the one before the last."""
 

@@ -1,5 +1,6 @@
 """Muon is the published update, for the matrices that it is meant for, on one process or several."""
 
+import itertools
 import json
 import math
 import shutil
@@ -10,7 +11,7 @@ from unittest.mock import create_autospec
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import TINY, default_arguments, launch, read_events, reset_accelerate
+from conftest import TINY, default_arguments, launch, load_program, read_events, reset_accelerate
 from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -218,6 +219,23 @@ def test_the_state_takes_as_many_bytes_as_planned():
     assert sum(4 * tensor.numel() for tensor in tensors) == optimizer_bytes(module.model.config, "muon")
 
 
+@pytest.mark.parametrize("cautious", [False, True])
+def test_temporary_memory_is_that_of_the_plan(tmp_path, cautious):
+    """By torch's own record of allocations, a step needs at most STACK_COPIES fp32 copies of its largest stack."""
+    module, optimizer = build("--cautious_weight_decay", str(cautious), n_layer=4, n_embd=64)
+    set_gradients(module, torch.Generator().manual_seed(0))
+    optimizer.found_inf = torch.tensor(0.0)
+    optimizer.step()
+    with torch.profiler.profile(profile_memory=True) as profile:
+        optimizer.step()
+    profile.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    allocations = sorted((e["ts"], e["args"]["Bytes"]) for e in events if e["name"] == "[memory]")
+    peak = max(itertools.accumulate(size for _, size in allocations))
+    stack = 4 * 2 * 4 * 64 * 256  # c_fc and c_proj of four blocks
+    assert (muon.STACK_COPIES - 1.5) * stack < peak < (muon.STACK_COPIES + 0.1) * stack
+
+
 # ---------------------------------------------------------------------- the guard
 
 
@@ -407,3 +425,33 @@ def test_two_processes_share_the_work_and_are_one_run(train, one, tmp_path, data
     assert_close(tmp_path / "two", one)
     shutil.copytree(tmp_path / "two" / "checkpoint-2", tmp_path / "resumed" / "checkpoint-2")
     assert_close(train(*RUN, "--resume_from_checkpoint", "latest", output_dir=tmp_path / "resumed"), one)
+
+
+# ---------------------------------------------------------------------- its cost
+
+
+def test_the_share_of_a_step_that_the_optimizer_takes(monkeypatch, tmp_path):
+    """The program times both optimizers and scales one micro-batch to the step."""
+    program = load_program("scripts/benchmarks/optimizer_times.py")
+    tiny = "--config demo --config_overrides n_layer=1,n_head=2,n_embd=16 --block_size 16 --global_batch_size 8"
+    monkeypatch.setitem(program.SIZES, "demo", (f"{tiny} --per_device_train_batch_size 2 --mixed_precision no", 64))
+    output_file = tmp_path / "times.json"
+    arguments = ["optimizer_times.py", "--sizes", "demo", "--num-rounds", "1", "--output_file", str(output_file)]
+    monkeypatch.setattr("sys.argv", arguments)
+    reset_accelerate()
+    num_threads = torch.get_num_threads()
+    try:
+        program.main()
+    finally:
+        reset_accelerate()
+        torch.set_num_threads(num_threads)
+        torch.use_deterministic_algorithms(False)
+    found = json.loads(output_file.read_text())
+    size = found["sizes"]["demo"]
+    assert (size["tokens_per_step"], size["micro_batch"], size["num_micro_batches"]) == (128, [2, 16], 4)
+    for name in ("adamw", "muon"):
+        times = size[name]
+        step_ms = 4 * size["forward_backward_ms"] + times["optimizer_ms"]
+        assert times["step_ms"] == pytest.approx(step_ms, abs=0.01)
+        assert times["share_of_step"] == pytest.approx(times["optimizer_ms"] / step_ms, abs=1e-3)
+    assert found["environment"]["device"] and found["finished_at"] and "optimizer_times.py" in found["command"]

@@ -231,9 +231,9 @@ def utc_now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
-def finish_results(results: dict[str, Any], output_file: Path | None) -> None:
-    """Print a CPU measurement, or write it as JSON, with its command, time and environment."""
-    environment = describe_environment(torch.device("cpu"))
+def finish_results(results: dict[str, Any], output_file: Path | None, device: torch.device | None = None) -> None:
+    """Print a measurement, or write it as JSON, with its command, time and environment. device: CPU by default."""
+    environment = describe_environment(device or torch.device("cpu"))
     results |= {"command": shlex.join(["python", *sys.argv]), "finished_at": utc_now(), "environment": environment}
     text = json.dumps(results, indent=2) + "\n"
     output_file.write_text(text) if output_file else print(text)
