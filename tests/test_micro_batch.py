@@ -107,8 +107,8 @@ def search(monkeypatch):
     for name in ("synchronize", "empty_cache"):  # both fail on a machine without an accelerator
         monkeypatch.setattr(torch.accelerator, name, lambda: None)
 
-    def find(module, candidates):
-        config = config_of("--block_size", "8", "--global_batch_size", "16")
+    def find(module, candidates, *argv):
+        config = config_of("--block_size", "8", "--global_batch_size", "16", *argv)
         return micro_batch.find_micro_batch(accelerator, module, candidates, config)
 
     find.accelerator = accelerator
@@ -141,6 +141,14 @@ def test_a_trial_holds_the_memory_of_a_step(search):
     module = LimitedModule(4)
     search(module, [16, 8, 4])
     assert module.copies == [1 + 2, 1 + 2 + 1, 1 + 2 + 1]
+
+
+def test_a_trial_holds_one_moment_of_muons_matrices(search, monkeypatch):
+    """Besides each weight and the gradient of a step that accumulates."""
+    module = LimitedModule(4)
+    monkeypatch.setattr(micro_batch, "find_matrices", lambda module: dict.fromkeys(module.parameters(), 1))
+    search(module, [16, 8, 4], "--optim", "muon")
+    assert module.copies == [1 + 1, 1 + 1 + 1, 1 + 1 + 1]
 
 
 def test_a_cpu_and_a_fixed_size_are_not_searched(search):

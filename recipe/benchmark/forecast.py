@@ -24,7 +24,15 @@ from recipe.hardware.choices import Choice, choose_residual
 from recipe.hardware.gpus import Gpu
 from recipe.hardware.memory import MemoryPlan, Setting, count_block_bytes, plan_memory
 from recipe.model.build import build_model_config
-from recipe.model.size import count_flops_per_token, count_head, count_inner, count_parameters, padded_vocab_size
+from recipe.model.size import (
+    count_block_matrices,
+    count_flops_per_token,
+    count_head,
+    count_inner,
+    count_parameters,
+    padded_vocab_size,
+)
+from recipe.optim.muon import NUM_ITERATIONS
 from recipe.run.plan import resolve_max_steps
 
 # Shares of the data sheet's rates. Large matrix products reach 0.6 to 0.8 of the peak, GPT-2's smaller ones less. A
@@ -37,6 +45,8 @@ LINK_SHARE = 0.8  # of NVLink, PCIe or the network, in large all-reduces
 PASSES, RECOMPUTED_PASSES, EAGER_TIMES = 5, 2, 5
 MICRO_BATCH_BYTES = 20  # per parameter: read the fp32 weight and write it as bf16, write a gradient and accumulate it
 STEP_BYTES = 40  # per parameter: AdamW reads four fp32 tensors and writes three; clipping takes three more passes
+# Per value of a matrix, and more than AdamW's: Muon's stacks are read or written 38 times in fp32, AdamW's tensors 7.
+MUON_STEP_BYTES = (38 - 7) * 4
 BACKWARD_SHARE = 2 / 3  # of a micro-batch's time
 NODE_GPUS = 8
 NO_DATASET = "DIR"  # stands for a packed dataset that is not there
@@ -82,8 +92,8 @@ class Forecast:
 
     @property
     def is_measured(self) -> bool:
-        """Whether throughput is measured; several GPUs add an estimate of their communication."""
-        return self.measurement is not None and self.num_gpus == 1
+        """Whether throughput is measured; several GPUs add an estimate of their communication, Muon of its step."""
+        return self.measurement is not None and self.num_gpus == 1 and self.plan.optim != "muon"
 
     @property
     def days(self) -> float:
@@ -144,6 +154,8 @@ def forecast(
     hidden = 0 if setting.compiled else BACKWARD_SHARE * compute_seconds / num_micro_batches
     exposed_seconds = max(0.0, allreduce_seconds - hidden)
     step_seconds = compute_seconds + exposed_seconds
+    if plan.optim == "muon":
+        step_seconds += estimate_muon_seconds(model_config, cluster)
     tokens_per_second = tokens_per_step / step_seconds
     flops_per_token = count_flops_per_token(model_config, num_parameters, config.block_size)
     gpu_hours = num_gpus * config.max_steps * step_seconds / 3600
@@ -203,6 +215,24 @@ def estimate_compute_seconds(
     flops = num_tokens * count_executed_flops(model_config, block_size, plan)
     matmul_seconds = flops / (share * gpu.flops_per_second)
     return matmul_seconds + (num_tokens * traffic + weights) / (BANDWIDTH_SHARE * gpu.memory_bytes_per_second)
+
+
+def estimate_muon_seconds(model_config: PreTrainedConfig, cluster: Cluster) -> float:
+    """Estimate what Muon adds to AdamW's step: passes over its stacks, products, and the exchange of the updates.
+
+    An iteration takes 4 m^2 n + 2 m^3 FLOPs for a matrix of m x n, m <= n. The GPUs share them, and each gathers the
+    others' updates in bf16.
+    """
+    gpu, num_gpus = cluster.gpu, cluster.num_gpus
+    width, inner = model_config.hidden_size, count_inner(model_config)
+    m, n = sorted((width, inner))
+    flops = model_config.num_hidden_layers * NUM_ITERATIONS * (4 * 6 * width**3 + 2 * (4 * m**2 * n + 2 * m**3))
+    num_values = model_config.num_hidden_layers * count_block_matrices(model_config)
+    return (
+        num_values * MUON_STEP_BYTES / (BANDWIDTH_SHARE * gpu.memory_bytes_per_second)
+        + flops / num_gpus / (MATMUL_SHARE * gpu.flops_per_second)
+        + (num_gpus - 1) / num_gpus * 2 * num_values / cluster.ring_bytes_per_second
+    )
 
 
 def count_executed_flops(model_config: PreTrainedConfig, block_size: int, plan: MemoryPlan) -> float:
