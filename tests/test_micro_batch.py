@@ -22,7 +22,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def config_of(*argv):
-    return load_config(["--dataset_dir", "d", *argv])[0]
+    return load_config(["--dataset_dir", "d", "--optim", "auto", *argv])[0]
 
 
 @pytest.mark.parametrize(

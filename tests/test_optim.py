@@ -17,7 +17,7 @@ from recipe.optim.optimizers import build_optimizer, compute_learning_rates
 
 
 def config_of(*argv):
-    return load_config(["--dataset_dir", "d", *argv])[0]
+    return load_config(["--dataset_dir", "d", "--optim", "auto", *argv])[0]
 
 
 def test_only_matrices_and_embeddings_decay():
@@ -80,13 +80,14 @@ def test_warmup_below_one_is_a_share():
 
 def test_bad_schedule_arguments():
     """Unknown or wrong arguments, and a schedule that depends on the loss, are refused before training."""
+    cosine = ("--lr_scheduler_type", "cosine_with_min_lr")
     with pytest.raises(UserError, match="unknown lr_scheduler_type 'reduce_lr_on_plateau'"):
         config_of("--lr_scheduler_type", "reduce_lr_on_plateau")
     with pytest.raises(UserError, match="lr_scheduler_type linear with lr_scheduler_kwargs"):
         compute_learning_rates(config_of("--lr_scheduler_type", "linear", "--lr_scheduler_kwargs", "min_lr_rate=0.1"))
     with pytest.raises(UserError, match="lr_scheduler_kwargs .*min_lr_rate"):  # only fails after the warm-up
-        compute_learning_rates(config_of("--lr_scheduler_kwargs", "min_lr_rate=abc"))
-    compute_learning_rates(config_of("--lr_scheduler_kwargs", "min_lr_rate=1e-1"))
+        compute_learning_rates(config_of(*cosine, "--lr_scheduler_kwargs", "min_lr_rate=abc"))
+    compute_learning_rates(config_of(*cosine, "--lr_scheduler_kwargs", "min_lr_rate=1e-1"))
     compute_learning_rates(config_of("--lr_scheduler_type", "linear"))
 
 
