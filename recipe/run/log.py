@@ -40,7 +40,7 @@ class RunReport:
         if self.enabled and (output_dir / METRICS_NAME).exists():
             drop_events_after(output_dir / METRICS_NAME, first_step or -1)  # a new run keeps none of an older one's
         self.bar = tqdm(
-            total=config.max_steps,
+            total=None if config.is_open_ended else config.max_steps,
             initial=first_step,
             unit="step",
             dynamic_ncols=True,
@@ -128,8 +128,9 @@ class RunReport:
         if self.yardstick is not None:
             self.yardstick.max_steps = max_steps
         self.event("max_minutes", step, max_steps=max_steps, max_minutes=config.max_minutes)
-        fits = f"{max_steps:,} of {config.max_steps:,} steps fit into {config.max_minutes:g} minutes"
-        if max_steps < config.max_steps:
+        bound = "" if config.is_open_ended else f"of {config.max_steps:,} "
+        fits = f"{max_steps:,} {bound}steps fit into {config.max_minutes:g} minutes"
+        if bound and max_steps < config.max_steps:
             fits += f" at the speed of the first ones; --max_steps {config.max_steps} runs them all"
         self.say(fits)
 
