@@ -17,9 +17,11 @@ from recipe.checkpoint.load import checkpoint_dir, list_checkpoints
 from recipe.checkpoint.manifest import why_damaged
 from recipe.config import TrainConfig
 from recipe.errors import UserError, short_reason
+from recipe.optim.schedule import count_warmup_steps
 from recipe.progress import progress_target
 from recipe.publish.card import write_model_card
 from recipe.run.output_dir import METRICS_NAME, SUMMARY_NAME, resume_command, tracker_id
+from recipe.run.plan import shorten
 from recipe.run.profile import TRACE_NAME, describe
 from recipe.run.reference import Yardstick
 from recipe.run.summary import describe_evaluation, describe_start
@@ -127,6 +129,7 @@ class RunReport:
         self.bar.total = max_steps
         if self.yardstick is not None:
             self.yardstick.max_steps = max_steps
+            self.yardstick.warmup_steps = count_warmup_steps(shorten(config, max_steps))
         self.event("max_minutes", step, max_steps=max_steps, max_minutes=config.max_minutes)
         bound = "" if config.is_open_ended else f"of {config.max_steps:,} "
         fits = f"{max_steps:,} {bound}steps fit into {config.max_minutes:g} minutes"
