@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 from transformers import HfArgumentParser  # this name does not import torch
 
-from recipe.config import SECTIONS, TrainConfig
+from recipe.config import SECTIONS, TrainConfig, most_steps
 from recipe.errors import UserError, did_you_mean, one_line
 from recipe.rules import DATA_SOURCES, TEXT_OPTIONS
 
@@ -201,6 +201,8 @@ def _merge(recipe: dict[str, Any], typed: dict[str, Any]) -> dict[str, Any]:
         drop("max_steps", "num_train_epochs", "max_minutes")
         if 1 <= warmup < steps and typed.get("max_steps", 0) < steps:
             values["warmup_steps"] = warmup / steps  # a shorter run warms up for the same share of its steps
+    elif "max_minutes" in typed:
+        drop("max_steps", "num_train_epochs")
     if typed.get("model_type", values.get("model_type", "gpt2")) != values.get("model_type", "gpt2"):
         drop("config_overrides")  # of another type
     if "model_name_or_path" in typed:  # the model's shape replaces the recipe's; dropout stays
@@ -219,6 +221,8 @@ def _merge(recipe: dict[str, Any], typed: dict[str, Any]) -> dict[str, Any]:
             raise UserError(f"--tokenizer_vocab_size trains a tokenizer, but --{other} has one; pass only one of them")
     if "max_steps" in values and values.get("num_train_epochs") is not None:
         raise UserError("max_steps and num_train_epochs both set the length of the run; pass only one of them")
+    if values.get("max_minutes") is not None and values.get("num_train_epochs") is None:
+        values.setdefault("max_steps", most_steps(values["max_minutes"]))
     default = values.get("block_size", OPTIONS["block_size"].default)
     if "dataset_dir" in typed and "block_size" not in typed:
         values["block_size"] = _read_number(Path(values["dataset_dir"]) / "metadata.json", "block_size", default)

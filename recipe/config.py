@@ -33,6 +33,14 @@ SCHEDULE_OPTIONS = (
 MUON_OPTIONS = ("muon_learning_rate", "muon_momentum", "cautious_weight_decay")  # without effect on other optimizers
 
 
+def most_steps(max_minutes: float) -> int:
+    """Return max_steps of a run that only `max_minutes` limits: more than fit into it, at 1,000 per second.
+
+    A million at most, because the table of learning rates takes 2 seconds per million.
+    """
+    return min(10**6, max(1, int(max_minutes * 60_000)))
+
+
 def _field(default: Any, text: str, **metadata: Any) -> Any:
     """Declare an option with its default, its help and its bounds.
 
@@ -112,7 +120,10 @@ class TrainConfig:
     max_steps: int = _field(19073, "Optimizer steps.", at_least=1)
     num_train_epochs: float | None = _field(None, "Passes over the training rows, instead of max_steps.", above=0)
     max_minutes: float | None = _field(
-        None, "Time limit; lowers max_steps to what fits at the speed of the first ten steps.", above=0
+        None,
+        "Time limit of the whole run; its steps and schedule are fitted to the speed of the first ones. Steps or "
+        "epochs passed with it are an upper bound.",
+        above=0,
     )
     change_schedule: bool = _field(False, "Let a resumed run change max_steps, learning_rate, schedule or warm-up.")
     optim: Literal["auto", "adamw_torch_fused", "adamw_torch", "adamw_bnb_8bit", "muon"] = _field(
@@ -175,7 +186,9 @@ class TrainConfig:
     max_eval_task_seconds: float = _field(30.0, "Time limit per task and evaluation, in seconds.", above=0)
     save_steps: int = _field(1000, "Steps between checkpoints; 0 saves none.", at_least=0)
     save_on_start: bool = _field(False, "Save a checkpoint before the first step.")
-    save_total_limit: int | None = _field(None, "Keep only the newest N checkpoints. Default: all.", at_least=1)
+    save_total_limit: int | None = _field(
+        None, "Keep the newest N checkpoints, and the one before the decay. Default: all.", at_least=1
+    )
     on_save_failure: Literal["continue", "stop"] = _field("continue", "What to do if a checkpoint cannot be written.")
     resume_from_checkpoint: str | None = _field(
         None,
@@ -217,6 +230,11 @@ class TrainConfig:
         for option in dataclasses.fields(self):
             check_bounds(option, getattr(self, option.name))
         check_rules(self)
+
+    @property
+    def is_open_ended(self) -> bool:
+        """Whether the number of steps is not known yet: only `max_minutes` limits it."""
+        return self.max_minutes is not None and self.max_steps == most_steps(self.max_minutes)
 
     def hub_options(self) -> dict[str, Any]:
         """Return the options of publishing, which may change after the run."""

@@ -35,6 +35,7 @@ from recipe.hardware.processes import on_all_processes, on_main_process, start_p
 from recipe.model.build import build_model_config
 from recipe.optim.guard import GuardedUpdate
 from recipe.optim.optimizers import build_optimizer
+from recipe.optim.schedule import find_branch_step
 from recipe.publish.download import fetch_checkpoint
 from recipe.publish.export import export_model
 from recipe.publish.hub import check_hub
@@ -149,7 +150,8 @@ def main(started_at: float | None = None) -> None:
         fewer_steps = budget.choose(state.step)
         last = state.step == config.max_steps
         evaluating = last or (config.eval_steps and state.step % config.eval_steps == 0)
-        saving = config.save_steps and (last or fewer_steps or state.step % config.save_steps == 0)
+        branching = state.step == find_branch_step(config)  # the last step before the decay
+        saving = config.save_steps and (last or fewer_steps or branching or state.step % config.save_steps == 0)
 
         if evaluating or saving or state.step == 1 or state.step % config.logging_steps == 0:
             numbers = meter.read(state, update, grad_norm, accumulation.batches)  # the one routine wait for the device
@@ -162,7 +164,7 @@ def main(started_at: float | None = None) -> None:
         if fewer_steps is not None:  # --max_minutes: the first steps have shown the speed
             report.shorten(state.step, fewer_steps, config)
             config = shorten(config, fewer_steps)
-            for part in (update, validation, saver, profiler):
+            for part in (update, validation, saver, profiler, report.watch):
                 part.set_schedule(config)
             state.steps_chosen, state.eval_rows = True, validation.num_rows
 

@@ -175,6 +175,7 @@ def default_arguments(dataset_dir: Path, output_dir: Path, shape: list[str]) -> 
         "warmup_steps": 2,
         "optim": "auto",
         "learning_rate": 0.003,
+        "lr_scheduler_type": "linear",
         "eval_steps": 0,
         "save_steps": 0,
     }

@@ -13,11 +13,12 @@ from recipe.command_line import load_config
 from recipe.errors import UserError
 from recipe.model.loss import LanguageModelingLoss
 from recipe.optim.guard import GuardedUpdate
-from recipe.optim.optimizers import build_optimizer, compute_learning_rates
+from recipe.optim.optimizers import build_optimizer
+from recipe.optim.schedule import compute_learning_rates
 
 
 def config_of(*argv):
-    return load_config(["--dataset_dir", "d", "--optim", "auto", *argv])[0]
+    return load_config(["--config", "gpt2_124m", "--dataset_dir", "d", *argv])[0]
 
 
 def test_only_matrices_and_embeddings_decay():

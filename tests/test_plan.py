@@ -1,5 +1,6 @@
 """The length of a run, the share of its evaluations, and what may change when it resumes."""
 
+import dataclasses
 import json
 import math
 import shutil
@@ -20,9 +21,18 @@ import recipe.train
 from recipe.command_line import load_config
 from recipe.errors import UserError
 from recipe.evaluation.validation import Validation
+from recipe.hardware.check_machine import checkpoint_bytes
+from recipe.hardware.choices import choose_dynamo_backend
 from recipe.hardware.host_memory import FreedMemory
-from recipe.optim.optimizers import compute_learning_rates
-from recipe.run.plan import StepBudget, count_eval_rows, fit_max_steps, keep_chosen_steps, resolve_max_steps
+from recipe.optim.schedule import compute_learning_rates
+from recipe.run.plan import (
+    StepBudget,
+    count_eval_rows,
+    fit_max_steps,
+    keep_chosen_steps,
+    resolve_max_steps,
+    shorten,
+)
 
 
 def config_of(*argv: str):
@@ -96,7 +106,7 @@ def test_the_time_limit_counts_from_the_start_of_the_program(monkeypatch):
     """The first, slow steps do not count as the speed, and the time before the loop is already spent."""
     now = [1000.0]
     monkeypatch.setattr(recipe.run.plan, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
-    config = config_of("--max_steps", 10_000, "--max_minutes", 10, "--eval_steps", 0)
+    config = config_of("--max_minutes", 10, "--eval_steps", 0, "--max_eval_samples", 1)
     budget = StepBudget(config, started_at=800.0, first_step=0, eval_rows=1, final_eval_rows=5120)
     answers = choices_of(budget, now, step_seconds=1.0)
     chosen = answers.pop(10)
@@ -171,9 +181,82 @@ def test_the_schedule_ends_with_the_chosen_length(limited):
     options = ["--learning_rate", 0.003, "--lr_scheduler_type", "cosine"]
     full, short = (
         compute_learning_rates(config_of("--max_steps", steps, "--warmup_steps", warmup, *options))
-        for steps, warmup in ((200, 2), (15, 2 / 200))  # the warm-up keeps its share
+        for steps, warmup in ((200, 2), (15, 2))
     )
     assert rates == pytest.approx([*full[:10], *short[10:]])
+
+
+# ------------------------------------------------------------------ a time limit without a number of steps
+
+
+def test_a_typed_time_limit_replaces_the_number_of_steps_of_the_recipe(tmp_path):
+    """Steps or epochs from the same place as the limit stay its upper bound."""
+    steps = {"max_steps": 30, "warmup_steps": 5}
+    recipes = {"steps": steps, "epochs": {"num_train_epochs": 2}, "both": steps | {"max_minutes": 3}}
+    recipes["limit"] = {"max_minutes": 3}
+    found = {}
+    for name, content in recipes.items():
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(yaml.safe_dump({"dataset_dir": "DIR", **content}))
+        for typed in ([], ["--max_minutes", "9"], ["--max_minutes", "9", "--max_steps", "40"]):
+            config = load_config(["--config", str(path), *typed])[0]
+            bound = None if config.is_open_ended else config.num_train_epochs or config.max_steps
+            found[name, len(typed)] = (bound, config.max_minutes)
+    assert found == {
+        **{("steps", 0): (30, None), ("steps", 2): (None, 9), ("steps", 4): (40, 9)},
+        **{("epochs", 0): (2, None), ("epochs", 2): (None, 9), ("epochs", 4): (40, 9)},
+        **{("both", 0): (30, 3), ("both", 2): (None, 9), ("both", 4): (40, 9)},
+        **{("limit", 0): (None, 3), ("limit", 2): (None, 9), ("limit", 4): (40, 9)},
+    }
+    epochs = config_of("--num_train_epochs", 2, "--max_minutes", 9)
+    assert (epochs.num_train_epochs, epochs.max_minutes, epochs.is_open_ended) == (2, 9, False)
+
+
+def test_the_warm_up_is_at_most_a_fifth_of_the_chosen_steps():
+    """A share stays a share, and a run that the limit does not shorten keeps its warm-up."""
+    for warmup, chosen, expected in ((50, 1000, 50), (50, 250, 50), (50, 100, 20), (50, 3, 0), (0.3, 100, 0.3)):
+        config = shorten(config_of("--max_minutes", 5, "--warmup_steps", warmup), chosen)
+        assert (config.max_steps, config.warmup_steps, config.max_minutes) == (chosen, expected, None)
+    bounded = config_of("--max_minutes", 5, "--max_steps", 100, "--warmup_steps", 50)
+    assert shorten(bounded, 100).warmup_steps == 50 and shorten(bounded, 99).warmup_steps == 19
+
+
+def test_nothing_takes_the_provisional_number_of_steps_for_the_run():
+    """The first evaluation is that of a short run, and neither the disk nor a CPU's compiler is asked for more."""
+    config = config_of("--max_minutes", 4, "--eval_steps", 250, "--global_batch_size", 8)
+    assert count_eval_rows(config, 10**9, rows_per_forward=8) == 0.02 * 1000 * 8 / 0.4 / 5
+    assert checkpoint_bytes(config, 1) == checkpoint_bytes(config_of("--max_steps", 2000, "--save_steps", 1000), 1)
+    assert choose_dynamo_backend(config, torch.device("cpu"), 1e20).reason.endswith("too short to pay for compiling")
+    longer = dataclasses.replace(config, max_minutes=20.0)
+    assert not choose_dynamo_backend(longer, torch.device("cpu"), 1e20).reason.endswith(
+        "too short to pay for compiling"
+    )
+
+
+OPEN_ENDED = ["--config_overrides", "n_layer=2,n_head=2,n_embd=32,resid_pdrop=0.1", "--block_size", BLOCK_SIZE, *PLAIN,
+              "--global_batch_size", 4, "--logging_steps", 1, "--learning_rate", 0.003, "--warmup_steps", 16,
+              "--eval_steps", 50, "--save_steps", 6]  # fmt: skip
+
+
+def test_a_time_limited_run_equals_one_with_its_number_of_steps(train, dataset_dir, tmp_path, monkeypatch):
+    """Bit for bit, with more steps than the recipe has, and from every resume, whatever the speed is then."""
+    recipe_file = tmp_path / "recipe.yaml"
+    recipe_file.write_text(yaml.safe_dump({"dataset_dir": str(dataset_dir), "max_steps": 20}))
+    options = ["--config", recipe_file, *OPEN_ENDED, "--lr_scheduler_type", "warmup_stable_decay"]
+    runs = {name: tmp_path / name for name in ("given", "chosen", "before", "after")}
+    train(*options, "--max_steps", "80", "--output_dir", runs["given"], alone=True)
+    monkeypatch.setattr(recipe.run.plan, "fit_max_steps", lambda *args: 80)
+    options += ["--max_minutes", "5"]
+    train(*options, "--output_dir", runs["chosen"], alone=True)
+    resume = "--resume_from_checkpoint", runs["chosen"] / "checkpoint-6"
+    train(*options, *resume, "--output_dir", runs["before"], alone=True)
+    monkeypatch.setattr(recipe.run.plan, "fit_max_steps", lambda *args: 40)
+    resume = "--resume_from_checkpoint", runs["chosen"] / "checkpoint-36"
+    train(*options, *resume, "--output_dir", runs["after"], alone=True)
+    assert len({(path / "model.safetensors").read_bytes() for path in runs.values()}) == 1
+    assert [e["step"] for e in read_events(runs["chosen"], "max_minutes")] == [10]
+    assert [e["step"] for e in read_events(runs["before"], "max_minutes")] == [16]
+    assert not read_events(runs["after"], "max_minutes")
 
 
 @pytest.fixture(scope="module")

@@ -158,7 +158,10 @@ def forecast(
         step_seconds += estimate_muon_seconds(model_config, cluster)
     tokens_per_second = tokens_per_step / step_seconds
     flops_per_token = count_flops_per_token(model_config, num_parameters, config.block_size)
-    gpu_hours = num_gpus * config.max_steps * step_seconds / 3600
+    num_steps = config.max_steps
+    if config.max_minutes is not None:
+        num_steps = min(num_steps, max(1, int(config.max_minutes * 60 / step_seconds)))
+    gpu_hours = num_gpus * num_steps * step_seconds / 3600
     return Forecast(
         num_gpus=num_gpus,
         num_nodes=cluster.num_nodes,
@@ -166,7 +169,7 @@ def forecast(
         num_micro_batches=num_micro_batches,
         num_rows=config.global_batch_size,
         tokens_per_step=tokens_per_step,
-        num_steps=config.max_steps,
+        num_steps=num_steps,
         allreduce_bytes=num_bytes,
         allreduce_seconds=allreduce_seconds,
         exposed_seconds=exposed_seconds,

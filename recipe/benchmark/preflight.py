@@ -156,7 +156,7 @@ class Preflight:
     def check_disks(self) -> None:
         """Check the space for what the run writes: the dataset, checkpoints and the final model."""
         config, check = self.config, on_machine.check_disk
-        if not self.has_data:
+        if not self.has_data and not config.is_open_ended:
             needed = on_machine.TOKEN_BYTES * config.max_steps * config.global_batch_size * config.block_size
             arguments = Path(config.cache_dir), needed, "dataset", "warning"
             self.findings["Data disk"] = attempt(check, *arguments)

@@ -71,6 +71,12 @@ def run_identity(config: TrainConfig, dataset_metadata: dict, model_config: PreT
     }
 
 
+def with_schedule_of(config: TrainConfig, identity: dict) -> TrainConfig:
+    """Return the config with the schedule of a checkpoint. identity: the checkpoint's."""
+    schedule = {name: identity[name] for name in SCHEDULE_OPTIONS}
+    return dataclasses.replace(config, **schedule, num_train_epochs=None, max_minutes=None)
+
+
 def checkpoint_dir(output_dir: Path, step: int) -> Path:
     return output_dir / f"checkpoint-{step}"
 
@@ -78,10 +84,15 @@ def checkpoint_dir(output_dir: Path, step: int) -> Path:
 def list_checkpoints(output_dir: Path) -> list[Path]:
     """Return the folders that are named like a checkpoint, oldest first."""
     found = [p for p in output_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name) and p.is_dir()]
-    return sorted(found, key=_step_of)
+    return sorted(found, key=step_of)
 
 
-def _step_of(directory: Path) -> int:
+def newest_checkpoint(output_dir: Path, last_step: int) -> Path | None:
+    """Return the newest checkpoint that is not later than a step, or None."""
+    return next((path for path in reversed(list_checkpoints(output_dir)) if step_of(path) <= last_step), None)
+
+
+def step_of(directory: Path) -> int:
     return int(directory.name.rpartition("-")[2])
 
 
@@ -150,7 +161,7 @@ def check_identity(directory: Path, identity: dict, change_schedule: bool, outpu
         if refused <= set(SCHEDULE_OPTIONS):
             remedy = "add --change_schedule to resume with these, or " + remedy
         raise UserError(f"{directory} belongs to a run with other options: {listed}; {remedy}")
-    newer = [path.name for path in list_checkpoints(directory.parent) if _step_of(path) > content["step"]]
+    newer = [path.name for path in list_checkpoints(directory.parent) if step_of(path) > content["step"]]
     if changes and newer and output_dir.absolute() == directory.parent.absolute():
         remedy = "choose another --output_dir for the run with the new schedule"
         raise UserError(

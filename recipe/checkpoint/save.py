@@ -13,7 +13,15 @@ from accelerate import Accelerator
 from accelerate.utils.operations import recursively_apply
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from recipe.checkpoint.load import OPTIMIZER_NAME, RNG_NAME, STATE_NAME, RunState, checkpoint_dir, list_checkpoints
+from recipe.checkpoint.load import (
+    OPTIMIZER_NAME,
+    RNG_NAME,
+    STATE_NAME,
+    RunState,
+    checkpoint_dir,
+    list_checkpoints,
+    step_of,
+)
 from recipe.checkpoint.manifest import fsync, seal_checkpoint
 from recipe.config import TrainConfig, save_config
 from recipe.data.tokenizer import save_tokenizer
@@ -21,6 +29,7 @@ from recipe.errors import short_reason
 from recipe.hardware.processes import gather, on_main_process
 from recipe.model.weights import copy_weights, write_model
 from recipe.optim.guard import GuardedUpdate
+from recipe.optim.schedule import find_branch_step
 
 CONFIG_NAME = "training_config.yaml"
 
@@ -126,7 +135,8 @@ class CheckpointSaver:
             self.on_success(final, content["step"])
             if config.save_total_limit is not None:  # newer checkpoints are from before a resume, and may be damaged
                 checkpoints = list_checkpoints(self.output_dir)
-                older = checkpoints[: checkpoints.index(final)]
+                branch_step = find_branch_step(config)  # from which the run can be extended
+                older = [path for path in checkpoints[: checkpoints.index(final)] if step_of(path) != branch_step]
                 for old in older[: -(config.save_total_limit - 1) or None]:
                     _remove(old)
         except OSError as error:

@@ -13,6 +13,7 @@ from recipe.data.packed import PackedDataset
 from recipe.environment import count_cpus
 from recipe.hardware.check import Finding
 from recipe.hardware.host_memory import available_bytes, own_cgroups
+from recipe.optim.schedule import find_branch_step
 
 CHECKPOINT_BYTES = 12  # per parameter: the weight and AdamW's two moments, in fp32
 MODEL_BYTES = 4  # per parameter, of the exported model
@@ -72,8 +73,8 @@ def checkpoint_bytes(config: TrainConfig, num_parameters: int) -> int:
     """Return the largest size of a run's folder. The oldest checkpoint is deleted after the newest is complete."""
     if config.save_steps == 0:
         return MODEL_BYTES * num_parameters
-    written = -(-config.max_steps // config.save_steps)
-    kept = min(written, (config.save_total_limit or written) + 1)
+    written = 2 if config.is_open_ended else -(-config.max_steps // config.save_steps)  # at least two
+    kept = min(written, (config.save_total_limit or written) + 1) + (find_branch_step(config) is not None)
     return (kept * CHECKPOINT_BYTES + MODEL_BYTES) * num_parameters
 
 

@@ -15,6 +15,9 @@ from recipe.hardware.devices import native_bf16, why_no_inductor
 # and its steps become 1.10 times as fast; a 16 M-parameter model with GPT-2's vocabulary becomes 1.22 times as fast in
 # 0.4 of the memory and breaks even after 6e13 FLOPs.
 COMPILE_PAYS_FLOPS_ON_CPU = 6e13
+# FLOPs per second that bound those of a run with max_minutes. The same cores reach 1e11 in the demo and 5e11 with
+# 30 M parameters. With 26 s for compiling and 1.10 times the speed, the demo breaks even after five minutes.
+CPU_FLOPS_PER_SECOND = 2e11
 # Row length up to which plain attention beats sdpa's flash kernel on a CPU (30 M parameters, two cores with
 # avx512_bf16, bf16). Compiled, it is 1.10, 1.15 and 1.06 times as fast at 256, 512 and 1,024 tokens; not compiled,
 # 1.30 times at 512 and 0.65 times at 1,024, where its quadratic memory no longer fits the caches.
@@ -72,6 +75,7 @@ def choose_dynamo_backend(config: TrainConfig, device: torch.device, total_flops
     """
     launcher = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
     why_not = why_no_inductor(device)
+    limit = math.inf if config.max_minutes is None else config.max_minutes * 60 * CPU_FLOPS_PER_SECOND
     if config.dynamo_backend != "auto":
         choice = Choice(config.dynamo_backend, "requested by --dynamo_backend")
     elif launcher != "no":
@@ -80,7 +84,7 @@ def choose_dynamo_backend(config: TrainConfig, device: torch.device, total_flops
         choice = Choice(launcher, "set by the launcher")
     elif device.type not in ("cuda", "cpu"):
         choice = Choice("no", f"not measured on {device.type}")
-    elif device.type == "cpu" and total_flops < COMPILE_PAYS_FLOPS_ON_CPU:
+    elif device.type == "cpu" and min(total_flops, limit) < COMPILE_PAYS_FLOPS_ON_CPU:
         choice = Choice("no", "this CPU run is too short to pay for compiling")
     elif why_not is not None:
         choice = Choice("no", why_not)

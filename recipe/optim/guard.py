@@ -6,7 +6,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 
 from recipe.config import TrainConfig
 from recipe.errors import ProcessError
-from recipe.optim.optimizers import compute_learning_rates
+from recipe.optim.schedule import compute_learning_rates
 
 MOST_OVERFLOWS = 50  # in a row: fp16's loss scale starts at 2**16 and is useless after 50 halvings
 SPIKE_WINDOW, SPIKE_WINDOW_MIN = 128, 32  # number of latest updates that define a spike

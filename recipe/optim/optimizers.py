@@ -1,10 +1,9 @@
-"""Build the optimizer, and compute the learning rate of each step."""
+"""Build the optimizer."""
 
 import logging
 
 import torch
 from torch import nn
-from transformers import get_scheduler
 
 from recipe.config import TrainConfig
 from recipe.errors import UserError, one_line, short_reason
@@ -77,37 +76,3 @@ def check_optimizer(config: TrainConfig, device: torch.device) -> None:
         raise UserError(
             f"--optim adamw_bnb_8bit does not run on this {device.type} device ({reason}); use adamw_torch_fused"
         ) from error
-
-
-def compute_learning_rates(config: TrainConfig) -> list[float]:
-    """Return the learning rate of each update, from the Transformers schedule that the config names.
-
-    Raises `UserError` for unknown schedule arguments and for a schedule that needs more than the step number, such as
-    reduce_lr_on_plateau.
-    """
-    try:
-        scheduler = get_scheduler(
-            config.lr_scheduler_type,
-            torch.optim.SGD([torch.zeros(1)], lr=config.learning_rate),
-            num_warmup_steps=count_warmup_steps(config),
-            num_training_steps=config.max_steps,
-            scheduler_specific_kwargs=resolve_schedule(config),
-        )
-        (multiplier,) = scheduler.lr_lambdas
-        return [config.learning_rate * float(multiplier(step)) for step in range(config.max_steps)]
-    except Exception as error:  # each schedule fails in its own way on a bad argument
-        arguments = f"{config.lr_scheduler_type} with lr_scheduler_kwargs {config.lr_scheduler_kwargs}"
-        raise UserError(f"lr_scheduler_type {arguments}: {short_reason(error)}") from error
-
-
-def resolve_schedule(config: TrainConfig) -> dict:
-    """Return the arguments of the schedule; `num_decay_steps` below 1 is a share of max_steps, as `warmup_steps`."""
-    arguments = dict(config.lr_scheduler_kwargs or {})
-    if 0 < arguments.get("num_decay_steps", 1) < 1:
-        arguments["num_decay_steps"] = round(arguments["num_decay_steps"] * config.max_steps)
-    return arguments
-
-
-def count_warmup_steps(config: TrainConfig) -> int:
-    """Return the number of warm-up steps; `warmup_steps` below 1 is a share of max_steps."""
-    return round(config.warmup_steps if config.warmup_steps >= 1 else config.warmup_steps * config.max_steps)

@@ -17,9 +17,11 @@ from recipe.checkpoint.load import checkpoint_dir, list_checkpoints
 from recipe.checkpoint.manifest import why_damaged
 from recipe.config import TrainConfig
 from recipe.errors import UserError, short_reason
+from recipe.optim.schedule import count_warmup_steps
 from recipe.progress import progress_target
 from recipe.publish.card import write_model_card
 from recipe.run.output_dir import METRICS_NAME, SUMMARY_NAME, resume_command, tracker_id
+from recipe.run.plan import shorten
 from recipe.run.profile import TRACE_NAME, describe
 from recipe.run.reference import Yardstick
 from recipe.run.summary import describe_evaluation, describe_start
@@ -40,7 +42,7 @@ class RunReport:
         if self.enabled and (output_dir / METRICS_NAME).exists():
             drop_events_after(output_dir / METRICS_NAME, first_step or -1)  # a new run keeps none of an older one's
         self.bar = tqdm(
-            total=config.max_steps,
+            total=None if config.is_open_ended else config.max_steps,
             initial=first_step,
             unit="step",
             dynamic_ncols=True,
@@ -127,9 +129,11 @@ class RunReport:
         self.bar.total = max_steps
         if self.yardstick is not None:
             self.yardstick.max_steps = max_steps
+            self.yardstick.warmup_steps = count_warmup_steps(shorten(config, max_steps))
         self.event("max_minutes", step, max_steps=max_steps, max_minutes=config.max_minutes)
-        fits = f"{max_steps:,} of {config.max_steps:,} steps fit into {config.max_minutes:g} minutes"
-        if max_steps < config.max_steps:
+        bound = "" if config.is_open_ended else f"of {config.max_steps:,} "
+        fits = f"{max_steps:,} {bound}steps fit into {config.max_minutes:g} minutes"
+        if bound and max_steps < config.max_steps:
             fits += f" at the speed of the first ones; --max_steps {config.max_steps} runs them all"
         self.say(fits)
 

@@ -113,10 +113,13 @@ def _default_name(config: TrainConfig, recipe: str) -> str:
     return recipe if text in (None, STANDARD_LIBRARY) else name_of_text(text)
 
 
-def resume_command(directory: Path) -> str:
-    """Return the command that resumes the run in a folder, with this process's launcher options."""
-    folder = shlex.quote(str(directory))
-    return f"{launch_command()} --resume_from_checkpoint auto --config {folder}/{CONFIG_NAME} --output_dir {folder}"
+def resume_command(directory: Path, checkpoint: str | Path = "auto", output_dir: Path | None = None) -> str:
+    """Return the command that resumes the run in a folder, with this process's launcher options.
+
+    output_dir: where to, if not into the same folder.
+    """
+    folder, start, target = (shlex.quote(str(path)) for path in (directory, checkpoint, output_dir or directory))
+    return f"{launch_command()} --resume_from_checkpoint {start} --config {folder}/{CONFIG_NAME} --output_dir {target}"
 
 
 def launch_command() -> str:

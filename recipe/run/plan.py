@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedConfig
 
-from recipe.checkpoint.load import check_identity, read_state, run_identity
+from recipe.checkpoint.load import check_identity, read_state, run_identity, with_schedule_of
 from recipe.config import TrainConfig
 from recipe.data.packed import PackedDataset
 from recipe.data.task_files import read_examples
@@ -19,13 +19,15 @@ from recipe.hardware.memory import MemoryPlan, plan_device
 from recipe.hardware.micro_batch import micro_batch_candidates
 from recipe.hardware.processes import on_main_process
 from recipe.model.build import build_model_config
-from recipe.optim.optimizers import check_optimizer, compute_learning_rates
+from recipe.optim.optimizers import check_optimizer
+from recipe.optim.schedule import LONGEST_WARMUP, compute_learning_rates, count_warmup_steps, resolve_schedule
 from recipe.rules import parse_tasks
 
 # An evaluated row costs a third (estimated, GPU) to 0.40 (measured, two CPU cores) of a trained one: forward only.
 EVALUATED_ROW_COST = 0.4
 EVALUATION_SHARE = 0.02  # of the run's time, for all evaluations together, with `max_eval_samples auto`
 FIRST_TIMED_STEP, LAST_TIMED_STEP = 3, 10  # the steps that `max_minutes` times; compilation is over by then
+GUESSED_STEPS = 1000  # of a run with `max_minutes`, for the evaluation before its first step
 CLOSING_SECONDS = 10.0  # for the last checkpoint, the export and the sample
 
 
@@ -59,9 +61,10 @@ def plan_run(
     """
     config, changes = resolve_max_steps(config, len(dataset.splits["train"])), {}
     if resume_dir is not None:
-        config = keep_chosen_steps(config, resume_dir)
+        config = keep_warmup(keep_chosen_steps(config, resume_dir), resume_dir)
     elif config.eval_only and config.model_name_or_path is None:
         raise UserError(f"--eval_only: there is no checkpoint in {output_dir}; pass --model_name_or_path")
+    resolve_schedule(config)
     earlier = None
     if resume_dir is not None:
         content = read_state(resume_dir)
@@ -69,6 +72,9 @@ def plan_run(
             earlier = content["memory_choices"]
         if config.optim == "auto":  # an optimizer's state cannot change its type
             config = dataclasses.replace(config, optim=content["identity"]["optim"])
+        # Whether compiling pays on a CPU was decided before the number of steps.
+        if content["steps_chosen"] and earlier and earlier["compiled"] and config.dynamo_backend == "auto":
+            config = dataclasses.replace(config, dynamo_backend="inductor")
     plan = plan_device(config, model_config, accelerator, precision, earlier)
     config = dataclasses.replace(config, optim=plan.optim)
     check_optimizer(config, accelerator.device)
@@ -102,6 +108,16 @@ def keep_chosen_steps(config: TrainConfig, directory: Path) -> TrainConfig:
     return config
 
 
+def keep_warmup(config: TrainConfig, directory: Path) -> TrainConfig:
+    """Keep the warm-up of a run whose schedule changes after it: a share of the new length would warm up again."""
+    content = read_state(directory)
+    earlier = with_schedule_of(config, content["identity"])
+    num_steps = count_warmup_steps(earlier)
+    if config.change_schedule and config.warmup_steps < 1 and num_steps <= content["step"]:
+        return dataclasses.replace(config, warmup_steps=num_steps)
+    return config
+
+
 def count_evaluations(config: TrainConfig, max_steps: int) -> int:
     """Count the evaluations after the first step: every `eval_steps`, and after the last step."""
     return max_steps // config.eval_steps + (max_steps % config.eval_steps > 0) if config.eval_steps else 1
@@ -117,18 +133,25 @@ def count_eval_rows(config: TrainConfig, num_validation_rows: int, rows_per_forw
         return num_validation_rows
     num_rows = config.max_eval_samples
     if num_rows == "auto":
-        num_evaluations = config.eval_on_start + count_evaluations(config, config.max_steps)
-        trained_rows = config.max_steps * config.global_batch_size
+        num_steps = config.max_steps if config.max_minutes is None else min(config.max_steps, GUESSED_STEPS)
+        num_evaluations = config.eval_on_start + count_evaluations(config, num_steps)
+        trained_rows = num_steps * config.global_batch_size
         budget = EVALUATION_SHARE * trained_rows / EVALUATED_ROW_COST / num_evaluations
         num_rows = max(1, int(budget) // rows_per_forward) * rows_per_forward
     return min(num_rows, num_validation_rows)
 
 
 def shorten(config: TrainConfig, max_steps: int) -> TrainConfig:
-    """Return the config of a shorter run; a warm-up given in steps keeps its share of the run."""
+    """Return the config of a run with the number of steps that `max_minutes` chose.
+
+    A warm-up given in steps stays as it is, so the run equals the one that is given this number of steps, unless it
+    exceeds a fifth of them. Then it becomes a fifth, and is steeper after the timed steps than before. A share of
+    max_steps becomes one of the chosen steps. A shorter warm-up than the timed steps is followed by the schedule of
+    the provisional number of steps until they are over.
+    """
     warmup = config.warmup_steps
-    if 1 <= warmup < config.max_steps:
-        warmup = warmup / config.max_steps
+    if warmup >= 1 and max_steps < config.max_steps:
+        warmup = min(warmup, int(LONGEST_WARMUP * max_steps))
     return dataclasses.replace(config, max_steps=max_steps, warmup_steps=warmup, max_minutes=None)
 
 
@@ -144,7 +167,9 @@ def fit_max_steps(
 
     step_seconds, eval_seconds: per step and per evaluation. final_eval_seconds: of the last evaluation.
     """
-    step_seconds += count_evaluations(config, config.max_steps) * eval_seconds / config.max_steps
+    share = EVALUATION_SHARE if config.max_eval_samples == "auto" else 0.0
+    evaluating = count_evaluations(config, config.max_steps) * eval_seconds / config.max_steps
+    step_seconds += max(share * step_seconds, evaluating)
     seconds = max(0.0, seconds_left - CLOSING_SECONDS - final_eval_seconds)
     return min(config.max_steps, step + max(1, int(seconds / step_seconds)))
 

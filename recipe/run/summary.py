@@ -18,12 +18,13 @@ from recipe.environment import describe_device, describe_environment, find_commi
 from recipe.hardware.choices import Choice
 from recipe.hardware.devices import peak_memory_bytes
 from recipe.model.size import count_exported_parameters
-from recipe.optim.optimizers import count_warmup_steps
+from recipe.optim.schedule import count_warmup_steps
 from recipe.publish.facts import split_scores
 from recipe.publish.public import describe_source, hub_id, public_command, public_name
 from recipe.run.accumulation import Accumulation
+from recipe.run.branch import describe_jump, extend_command, find_branch_point
 from recipe.run.meter import StepMeter
-from recipe.run.output_dir import launch_command, resume_command
+from recipe.run.output_dir import launch_command
 from recipe.run.reference import Yardstick
 
 MANY_EPOCHS = 100
@@ -73,11 +74,20 @@ def describe_run(
         f"{_plural(num_processes, 'process', 'es')} x "
         f"{_plural(accumulation.num_micro_batches, 'micro-batch', 'es')} x "
         f"{_plural(accumulation.micro_batch_size, 'sequence')}",
-        "run": f"{_plural(config.max_steps, 'step')} = {config.max_steps * tokens_per_step:,} tokens{length}, "
-        + _plural(count_warmup_steps(config), "warm-up step")
-        + (f"; fewer if they take longer than {config.max_minutes:g} minutes" if config.max_minutes else ""),
+        "run": _describe_length(config, length),
         **({"hub": f"{config.hub_model_id}, {config.hub_strategy}"} if config.push_to_hub else {}),
     }
+
+
+def _describe_length(config: TrainConfig, epochs: str) -> str:
+    """Return the length of the run and of its warm-up. epochs: the same length in other words."""
+    limit = "" if config.max_minutes is None else f"{config.max_minutes:g} minutes"
+    if config.is_open_ended:
+        return f"as many steps as fit into {limit}"
+    num_tokens = config.max_steps * config.global_batch_size * config.block_size
+    text = f"{_plural(config.max_steps, 'step')} = {num_tokens:,} tokens{epochs}, "
+    text += _plural(count_warmup_steps(config), "warm-up step")
+    return text + (f"; fewer if they take longer than {limit}" if limit else "")
 
 
 def describe_start(
@@ -137,15 +147,19 @@ def find_warnings(
     found = []
     if resume_dir is not None and (before := precision_of(resume_dir)) not in (None, precision.value):
         found.append(f"warning: the precision changes from {before} to {precision.value} at step {step:,}")
-    if step == config.max_steps:
+    if resume_dir is not None and step == config.max_steps:
+        branch_point = find_branch_point(config, resume_dir.parent)
+        before = f"resume from {branch_point}, before the decay, into another --output_dir, and " * bool(branch_point)
         found.append(
-            f"all {step:,} steps are done; this run only evaluates and exports the model again. To train longer, add "
-            f"--max_steps {2 * step} --change_schedule"
+            f"all {step:,} steps are done; this run only evaluates and exports the model again. To train longer, "
+            f"{before}add --max_steps {2 * step} --change_schedule"
         )
+    elif resume_dir is not None and (jump := describe_jump(config, resume_dir, step)):
+        found.append(jump)
     if config.hub_model_id and not config.push_to_hub:
         found.append("warning: --hub_model_id alone uploads nothing; add --push_to_hub")
     epochs = config.max_steps * config.global_batch_size / len(dataset.splits["train"])
-    if not config.streaming and epochs > MANY_EPOCHS:
+    if not (config.streaming or config.is_open_ended) and epochs > MANY_EPOCHS:
         found.append(f"warning: {epochs:,.0f} epochs over so little text: the model will memorize it")
     return found
 
@@ -230,8 +244,7 @@ def closing_words(
         *_wrap_command("generate", f"python scripts/generate_text.py --model {folder} --prompt {prompt}"),
     ]
     if config.save_steps:
-        longer = f"{resume_command(output_dir)} --max_steps {2 * config.max_steps} --change_schedule"
-        lines += _wrap_command("continue", longer)
+        lines += _wrap_command("continue", extend_command(config, output_dir))
     if config.dataset_name == STANDARD_LIBRARY:
         lines += [
             *_wrap_command("your text", f"{launch_command()} --train_file TEXT.txt"),

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from recipe.config import TrainConfig
-from recipe.optim.optimizers import count_warmup_steps
+from recipe.optim.schedule import count_warmup_steps
 
 SAMPLE_SECONDS = 1.0  # NVML itself averages the utilization over 1/6 s to 1 s
 
@@ -51,11 +51,14 @@ class Watch:
     """Turns log lines into warnings, each with a remedy."""
 
     def __init__(self, config: TrainConfig) -> None:
-        self.config, self.warmup_steps = config, count_warmup_steps(config)
+        self.set_schedule(config)
         self.problems: dict[str, Problem] = {}
         self.train_seconds: float | None = None
         self.rates: deque[float] = deque(maxlen=LAPS)
         self.norms: deque[float] = deque(maxlen=GROUP * NUM_GROUPS)
+
+    def set_schedule(self, config: TrainConfig) -> None:
+        self.config, self.warmup_steps = config, count_warmup_steps(config)
 
     def check(self, step: int, values: dict[str, Any]) -> dict[str, str]:
         """Return {kind: warning} of what is to be reported now. values: of the log line.
