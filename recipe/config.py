@@ -131,14 +131,18 @@ class TrainConfig:
         "AdamW: one fused kernel, torch's own choice, or 8-bit moments (bitsandbytes). muon: Muon for the hidden "
         "matrices, fused AdamW for the rest. auto: fused, and 8-bit where nothing else fits a GPU.",
     )
-    learning_rate: float = _field(6e-4, "Peak learning rate.", above=0)
-    muon_learning_rate: float = _field(3.6e-3, "Peak learning rate of Muon's matrices.", above=0)
+    learning_rate: float = _field(
+        6e-4, "Peak learning rate; with Muon, that of embeddings, biases and LayerNorm.", above=0
+    )
+    muon_learning_rate: float = _field(2e-3, "Peak learning rate of Muon's matrices.", above=0)
     muon_momentum: float = _field(0.95, "Muon's momentum, which rises from 0.85 in 300 updates.", at_least=0, below=1)
     cautious_weight_decay: bool = _field(False, "Muon decays only weights that its update moves towards zero.")
     lr_scheduler_type: str = _field("cosine_with_min_lr", "Any Transformers schedule that depends on steps alone.")
     lr_scheduler_kwargs: dict | str | None = _field(None, "Arguments of the schedule: min_lr_rate=0.1, or JSON.")
     warmup_steps: float = _field(715, "Linear warm-up steps; below 1, a fraction of max_steps.", at_least=0)
-    weight_decay: float = _field(0.1, "Weight decay of matrices and embeddings.", at_least=0)
+    weight_decay: float = _field(
+        0.1, "Weight decay of matrices and embeddings; with Muon, of its matrices.", at_least=0
+    )
     adam_beta1: float = _field(0.9, "AdamW beta1.", at_least=0, below=1)
     adam_beta2: float = _field(0.95, "AdamW beta2.", at_least=0, below=1)
     adam_epsilon: float = _field(1e-8, "AdamW epsilon.", above=0)

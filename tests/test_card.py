@@ -304,7 +304,7 @@ def test_differences_from_the_published_recipe_are_marked(make_run):
     write_model_card(run, 1200)
     rows = re.findall(r"^\| `(\w+)` \| \*\*(.*)\*\* \| (.*) \|$", (run / "README.md").read_text(), re.MULTILINE)
     assert {name: (now, before) for name, now, before in rows} == {
-        "learning_rate": ("0.001", "0.004"),
+        "learning_rate": ("0.001", "0.008"),
         "n_layer": ("6", "4"),
         "spike_sigmas": ("6", "-"),
         "seed": ("7", "1337"),

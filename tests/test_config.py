@@ -61,6 +61,15 @@ def test_a_typed_schedule_drops_the_arguments_of_the_recipes():
     assert config.lr_scheduler_kwargs is None
 
 
+def test_another_optimizer_drops_what_was_chosen_for_muon():
+    """A learning rate and a weight decay beside Muon's do not suit AdamW alone; typed ones stay."""
+    fast = ["--config", "gpt2_124m_fast", *DATA]
+    assert (load(*fast).learning_rate, load(*fast).weight_decay) == (3e-3, 0.15)
+    config = load(*fast, "--optim", "adamw_torch_fused")
+    assert (config.learning_rate, config.weight_decay) == (6e-4, 0.1)
+    assert load(*fast, "--optim", "adamw_torch_fused", "--learning_rate", "0.001").learning_rate == 0.001
+
+
 def test_yaml_numbers_and_bare_no(tmp_path):
     """YAML 1.1 reads 6e-4 as a string and `no` as false; a recipe means a number and the word."""
     path = tmp_path / "a.yaml"

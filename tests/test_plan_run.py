@@ -287,7 +287,7 @@ def test_a_result_file_replaces_the_estimate(program, dataset_dir, tmp_path, cap
     (tmp_path / "results" / "found.json").write_text(json.dumps(content))
     (tmp_path / "results" / "other.json").write_text("[1]")
     assert [found.gpu for found in read_measurements(tmp_path)] == ["a100-80gb"]
-    common = ["--config", "demo", "--dataset_dir", dataset_dir, "--results", tmp_path]
+    common = ["--config", "demo", "--optim", "adamw_torch_fused", "--dataset_dir", dataset_dir, "--results", tmp_path]
     found = plan_as_json(capsys, *common, "--gpu", "a100-80gb")
     assert found["plan"]["source"] == "measured"
     assert found["plan"]["tokens_per_second"] == pytest.approx(12_345)
