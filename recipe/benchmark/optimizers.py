@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -185,7 +186,7 @@ class Comparison:
 
 
 def summarize(results: dict[str, Any]) -> dict[str, Any]:
-    """Return a row per side, AdamW's best side, and the factor of tokens that it needs for the loss of `muon`.
+    """Return a row per side, AdamW's best side, and the tokens that it and `muon` need for each other's loss.
 
     A row: the loss at each learning rate of the grid, and the losses of all seeds at the best one.
     """
@@ -204,17 +205,28 @@ def summarize(results: dict[str, Any]) -> dict[str, Any]:
             row["tokens_per_second"] = median(speed)
         rows.append(row)
     summary = {"rows": rows}
+    by_side = {row["side"]: row for row in rows}
     if adamw := [row for row in rows if row["side"].startswith("adamw")]:
-        best = min(adamw, key=lambda row: row["loss"])
-        mine = [run for run in runs if run["side"] == best["side"]]
-        tokens = sorted({run["tokens"] for run in mine})
-        points = [(n, min(run["loss"] for run in mine if run["tokens"] == n)) for n in tokens]
-        summary |= {"best_adamw": best["side"], "adamw_by_tokens": points}
-        if muon := next((row for row in rows if row["side"] == "muon"), None):
-            needed = tokens_to_reach(points, muon["loss"])
-            base = next(run["tokens"] for run in mine if run["max_steps"] == results["max_steps"])
-            summary |= {"tokens_factor": needed and needed / base, "largest_factor": tokens[-1] / base}
+        summary["best_adamw"] = best = min(adamw, key=lambda row: row["loss"])["side"]
+        if "muon" in by_side:
+            summary["comparison"] = [
+                {
+                    "side": name,
+                    "points": points_of(runs, name),
+                    "tokens": tokens_to_reach(points_of(runs, name), by_side[other]["loss"]),
+                }
+                for name, other in (("muon", best), (best, "muon"))
+            ]
     return summary
+
+
+def points_of(runs: Iterable[dict[str, Any]], side: str) -> list[tuple[int, float]]:
+    """Return the (tokens, lowest final loss) of a side's runs of each length."""
+    losses = defaultdict(list)
+    for run in runs:
+        if run["side"] == side:
+            losses[run["tokens"]].append(run["loss"])
+    return sorted((tokens, min(found)) for tokens, found in losses.items())
 
 
 def tokens_to_reach(points: list[tuple[int, float]], loss: float) -> float | None:
@@ -253,10 +265,13 @@ def to_markdown(results: dict[str, Any]) -> str:
         "Each side's learning rate is the best of its grid (with Muon: of the hidden matrices), tuned with one seed; "
         "the loss is the mean over the seeds.",
     ]
-    if "tokens_factor" in summary:
-        factor = summary["tokens_factor"]
-        found = f"{factor:.2f} times" if factor else f"more than {summary['largest_factor']:g} times"
-        points = ", ".join(f"{tokens / 1e6:.2f} M: {loss:.4f}" for tokens, loss in summary["adamw_by_tokens"])
-        lines.append(f"{results['sides'][summary['best_adamw']]}, loss after more tokens: {points}. It needs {found} "
-                     "the tokens to reach the loss of Muon with decay to zero.")  # fmt: skip
+    base = run["tokens"]
+    for found, other in zip(summary.get("comparison", ()), summary.get("comparison", ())[::-1], strict=True):
+        points = ", ".join(f"{tokens / 1e6:.2f} M: {loss:.4f}" for tokens, loss in found["points"])
+        needs = f"{found['tokens'] / base:.2f} of them" if found["tokens"] else "a number outside of these lengths"
+        name, others = results["sides"][found["side"]], results["sides"][other["side"]]
+        lines.append(
+            f"{name}, loss by tokens: {points}. To reach the loss of the other side, {others}, after "
+            f"{base / 1e6:.2f} M tokens, it needs {needs}."
+        )
     return "\n\n".join(lines) + "\n"

@@ -5,9 +5,10 @@ python scripts/benchmarks/compare_optimizers.py --output_file FILE.json --sides 
     --config_overrides n_layer=6,n_head=5,n_embd=320 --max_steps 800 --global_batch_size 16
 
 Accepts the options of recipe/train.py (default: the demo), which all runs share. Every side trains once with each
-learning rate of its grid, then with the other seeds at the best one. AdamW's best side also trains longer, to find the
-tokens that it needs for Muon's loss. Results are saved after each run, and the same command continues an interrupted
-comparison; more rates, seeds and sides can be added. A table appears beside the JSON.
+learning rate of its grid, then with the other seeds at the best one. Muon also trains on fewer tokens, and AdamW's
+best side on more, to find out how many tokens each needs for the loss of the other. Results are saved after each run,
+and the same command continues an interrupted comparison; more rates, seeds, lengths and sides can be added. A table
+appears beside the JSON.
 """
 
 import argparse
@@ -59,20 +60,18 @@ def main() -> None:
 
 
 def compare(comparison: Comparison, sides: dict[str, Side], args: argparse.Namespace, max_steps: int) -> None:
-    """Tune each side, repeat it with the other seeds, and train AdamW for longer."""
+    """Tune each side, repeat it with the other seeds, and train Muon for fewer steps and AdamW for more."""
     first, *others = args.seeds
     rates = {"learning_rate": args.adamw_rates, "muon_learning_rate": args.muon_rates}
     comparison.train(Run(side, rate, first, max_steps) for side in sides.values() for rate in rates[side.rate_option])
     best = {row["side"]: row["learning_rate"] for row in summarize(comparison.results)["rows"]}
     comparison.train(Run(side, best[name], seed, max_steps) for seed in others for name, side in sides.items())
-    name = summarize(comparison.results)["best_adamw"]
-    if name in sides:
-        lower = best[name] / 2  # longer runs prefer lower rates
-        comparison.train(
-            Run(sides[name], rate, first, round(factor * max_steps))
-            for factor in args.longer
-            for rate in (best[name], lower)
-        )
+    for factor in args.lengths:
+        name = "muon" if factor < 1 else summarize(comparison.results).get("best_adamw")
+        if name in sides:
+            scales = (1.0,) if factor < 1 else (1.0, 0.5)  # longer runs may prefer lower rates
+            num_steps = round(factor * max_steps)
+            comparison.train(Run(sides[name], scale * best[name], first, num_steps) for scale in scales)
 
 
 def parse() -> tuple[argparse.Namespace, list[str]]:
@@ -84,7 +83,13 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--muon_rates", type=float, nargs="+", default=[5e-3, 1e-2, 2e-2])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1337, 1338, 1339], help="default: 1337 1338 1339")
     parser.add_argument("--decay", type=float, default=0.8, help="share of the run that decays to zero (default: 0.8)")
-    parser.add_argument("--longer", type=float, nargs="*", default=[1.5, 2.0], help="AdamW's longer runs (1.5 2)")
+    parser.add_argument(
+        "--lengths",
+        type=float,
+        nargs="*",
+        default=[0.25, 0.375, 0.5, 2.0],
+        help="lengths of further runs, of Muon below 1 and of AdamW above (default: 0.25 0.375 0.5 2)",
+    )
     parser.add_argument("--evaluations", type=int, default=12, help="points of each loss curve (default: 12)")
     parser.add_argument(
         "--jobs", type=int, default=1, help="runs at a time, each on its share of the CPUs (default: 1)"
