@@ -21,7 +21,7 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from recipe.benchmark.measure import TRAIN, end_program, start_program, to_arguments, why_it_ended
+from recipe.benchmark.measure import TRAIN, end_program, end_programs, start_program, to_arguments, why_it_ended
 from recipe.benchmark.tables import Column, markdown_table
 from recipe.checkpoint.load import list_checkpoints
 from recipe.environment import describe_machine
@@ -111,8 +111,13 @@ class Comparison:
 
         missing = [run for name, run in {run.name: run for run in runs}.items() if name not in self.results["runs"]]
         with ThreadPoolExecutor(self.jobs) as pool:
-            for finished in [pool.submit(train_one, run) for run in missing]:
-                finished.result()
+            try:
+                for finished in [pool.submit(train_one, run) for run in missing]:
+                    finished.result()
+            except BaseException:  # an error or Ctrl-C ends the other runs, too
+                pool.shutdown(wait=False, cancel_futures=True)
+                end_programs()
+                raise
 
     def time(self, sides: Iterable[Side], rounds: int) -> None:
         """Measure the sides' tokens per second with all CPUs, in alternation."""
@@ -131,18 +136,20 @@ class Comparison:
 
     def _train(self, run: Run, cpus: list[int]) -> dict[str, Any]:
         directory = self.work / run.name
+        result = {"side": run.side.name, "learning_rate": run.rate, "seed": run.seed, "max_steps": run.max_steps}
         options = {run.side.rate_option: run.rate, "seed": run.seed, "max_steps": run.max_steps}
         saves = {"save_steps": max(1, run.max_steps // (10 * AVERAGED)), "save_total_limit": AVERAGED}
         options |= run.side.options | (saves if run.side.averages else {"save_steps": 0}) | {"output_dir": directory}
-        self._run_training([*self.arguments, *to_arguments(options)], directory, cpus)
+        try:
+            self._run_training([*self.arguments, *to_arguments(options)], directory, cpus)
+        except UserError as error:
+            if "not finite" not in str(error):
+                raise
+            return result | {"failed": str(error)}  # the learning rate is too high
         events = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
         summary = self._read_summary(directory)
         tokens_per_step = summary["tokens_seen"] // summary["step"]
-        result = {
-            "side": run.side.name,
-            "learning_rate": run.rate,
-            "seed": run.seed,
-            "max_steps": run.max_steps,
+        result |= {
             "tokens": summary["tokens_seen"],
             "loss": summary["eval_loss"],
             "eval_rows": summary["eval_rows"],
@@ -190,7 +197,7 @@ def summarize(results: dict[str, Any]) -> dict[str, Any]:
 
     A row: the loss at each learning rate of the grid, and the losses of all seeds at the best one.
     """
-    runs, rows = results["runs"].values(), []
+    runs, rows = [run for run in results["runs"].values() if "failed" not in run], []
     for name, what in results["sides"].items():
         mine = [run for run in runs if run["side"] == name and run["max_steps"] == results["max_steps"]]
         grid = {run["learning_rate"]: run["loss"] for run in mine if run["seed"] == results["seed"]}
@@ -235,7 +242,7 @@ def tokens_to_reach(points: list[tuple[int, float]], loss: float) -> float | Non
     points: (tokens, final loss), sorted. None if no run reaches it.
     """
     for (tokens, before), (more, after) in itertools.pairwise(points):
-        if after <= loss < before:
+        if after <= loss <= before:
             return tokens * (more / tokens) ** ((before - loss) / (before - after))
     return None
 

@@ -4,11 +4,11 @@ python scripts/benchmarks/compare_optimizers.py --output_file scripts/benchmarks
 python scripts/benchmarks/compare_optimizers.py --output_file FILE.json --sides adamw_zero muon --train_file TEXT \
     --config_overrides n_layer=6,n_head=5,n_embd=320 --max_steps 800 --global_batch_size 16
 
-Accepts the options of recipe/train.py (default: the demo), which all runs share. Every side trains once with each
-learning rate of its grid, then with the other seeds at the best one. Muon also trains on fewer tokens, and AdamW's
-best side on more, to find out how many tokens each needs for the loss of the other. Results are saved after each run,
-and the same command continues an interrupted comparison; more rates, seeds, lengths and sides can be added. A table
-appears beside the JSON.
+Accepts the options of recipe/train.py, which all runs share. Every side trains once with each learning rate of its
+grid, then with the other seeds at the best one. Muon also trains on fewer tokens, and AdamW's best side on more, to
+find out how many tokens each needs for the loss of the other. Results are saved after each run, and the same command
+continues an interrupted comparison; more rates, seeds, lengths and sides can be added. A table appears beside the
+JSON; scripts/draw_charts.py draws the charts.
 """
 
 import argparse
@@ -27,14 +27,15 @@ EVALUATED_ROWS = 64  # on the way; the final loss is that of all validation rows
 
 def main() -> None:
     args, options = parse()
-    config = load_config(options)[0]
-    results = {"options": options, "max_steps": config.max_steps, "seed": args.seeds[0], "decay": args.decay}
-    results |= {"sides": {}, "runs": {}, "tokens_per_second": {}}
+    arguments = ["--config", args.config, *options]
+    config = load_config(arguments)[0]
+    setting = {"recipe": args.config, "options": options, "max_steps": config.max_steps}
+    setting |= {"seed": args.seeds[0], "decay": args.decay}
+    results = setting | {"sides": {}, "runs": {}, "tokens_per_second": {}}
     if args.output_file.exists():
-        found = json.loads(args.output_file.read_text())
-        if changed := [key for key in ("options", "max_steps", "seed", "decay") if found[key] != results[key]]:
+        results = json.loads(args.output_file.read_text())
+        if changed := [key for key, value in setting.items() if results[key] != value]:
             raise UserError(f"{args.output_file} has other {', '.join(changed)}; choose another --output_file")
-        results = found
     sides = {name: side for name, side in build_sides(args.decay).items() if name in args.sides}
     results["sides"] |= {name: side.what for name, side in sides.items()}
 
@@ -47,7 +48,7 @@ def main() -> None:
     evaluation |= {"max_eval_samples": EVALUATED_ROWS, "exact_final_eval": True}
     with tempfile.TemporaryDirectory() as work:
         dataset_dir = open_dataset_for(config).directory  # prepared once, before the runs
-        arguments = [*options, *to_arguments(evaluation)]
+        arguments += to_arguments(evaluation)
         comparison = Comparison(arguments, dataset_dir, Path(work), args.jobs, results, save)
         try:
             if args.time:
@@ -78,6 +79,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     names = list(build_sides(0.8))
     parser = CommandLine(description="Compare optimizers and schedules at equal tokens, each with a tuned rate.")
     parser.add_argument("--output_file", type=Path, required=True, help="JSON to write, or to continue")
+    parser.add_argument("--config", default="demo", help="recipe of all runs (default: demo)")
     parser.add_argument("--sides", nargs="+", choices=names, default=names, help="default: all")
     parser.add_argument("--adamw_rates", type=float, nargs="+", default=[2e-3, 4e-3, 8e-3])
     parser.add_argument("--muon_rates", type=float, nargs="+", default=[5e-3, 1e-2, 2e-2])
