@@ -203,7 +203,7 @@ def _merge(recipe: dict[str, Any], typed: dict[str, Any]) -> dict[str, Any]:
             values["warmup_steps"] = warmup / steps  # a shorter run warms up for the same share of its steps
     elif "max_minutes" in typed:
         drop("max_steps", "num_train_epochs")
-    if typed.get("optim", "muon") != "muon" and values.get("optim") == "muon":
+    if typed.get("optim", "auto") not in ("auto", "muon") and values.get("optim") == "muon":
         drop("learning_rate", "weight_decay")  # chosen for what Muon leaves to AdamW, and for Muon
     if typed.get("model_type", values.get("model_type", "gpt2")) != values.get("model_type", "gpt2"):
         drop("config_overrides")  # of another type

@@ -38,7 +38,7 @@ def most_steps(max_minutes: float) -> int:
 
     A million at most, because the table of learning rates takes 2 seconds per million.
     """
-    return min(10**6, max(1, int(max_minutes * 60_000)))
+    return min(10**6, max(10**4, int(max_minutes * 60_000)))
 
 
 def _field(default: Any, text: str, **metadata: Any) -> Any:

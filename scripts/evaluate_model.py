@@ -24,7 +24,7 @@ from recipe.evaluation.scoring import CPU_TOKENS, GPU_TOKENS
 from recipe.evaluation.sliding_window import evaluate_text, read_text, read_validation_split
 from recipe.evaluation.tasks import load_tasks
 from recipe.hardware.processes import on_main_process, start_processes, use_all_cores
-from recipe.model.attention import SDPA_WITHOUT_MASK, check_decoder
+from recipe.model.attention import SDPA_WITHOUT_MASK, check_decoder, check_model_type
 from recipe.model.weights import check_vocabulary, load_pretrained
 from recipe.rules import EVAL_TASKS, parse_tasks
 
@@ -73,6 +73,7 @@ def main() -> None:
     output_file = choose_output_file(args.model, args.output_file)
     config = load_pretrained(AutoConfig, args.model, revision=args.revision)
     if config.model_type != "gpt2":
+        check_model_type(config.model_type)
         check_decoder(config, config.max_position_embeddings)
     context = config.max_position_embeddings
     # Half: every token sees half of the context or more, at twice the cost of windows that do not overlap.

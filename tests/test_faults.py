@@ -233,7 +233,9 @@ def test_a_full_disk_leaves_no_empty_summary(tmp_path):
     """A run that resumes at its end writes the summary only if there is none."""
     (tmp_path / ".summary.json.new").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left"):
-        RunReport.summary(types.SimpleNamespace(output_dir=tmp_path, has_trained=True), {"step": 1})
+        yardstick = types.SimpleNamespace(judge=lambda step, loss: None, unigram_loss=6.5)
+        report = types.SimpleNamespace(output_dir=tmp_path, has_trained=True, yardstick=yardstick)
+        RunReport.summary(report, {"step": 1, "eval_loss": 5.0})
     assert not (tmp_path / "summary.json").exists()
 
 
@@ -524,7 +526,8 @@ def uninterrupted(train_shared):
 def options(dataset_dir, steps=STEPS):
     return ["--dataset_dir", dataset_dir, *TINY, *PLAIN, "--global_batch_size", "4", "--max_steps", steps,
             "--logging_steps", "1", "--warmup_steps", "2", "--learning_rate", "0.003", "--eval_steps", "0",
-            "--save_steps", "0", "--output_dir", "run"]  # fmt: skip
+            "--save_steps", "0", "--output_dir", "run", "--optim", "auto",
+            "--lr_scheduler_type", "linear"]  # fmt: skip
 
 
 def start(arguments, cwd, launcher=None, program=TRAIN, **environment):

@@ -73,8 +73,8 @@ def observe(train, monkeypatch, options: dict) -> dict:
             )
             return model
 
-        def build_optimizer(config, module):
-            optimizer = original_build_optimizer(config, module)
+        def build_optimizer(config, module, *precision):
+            optimizer = original_build_optimizer(config, module, *precision)
             seen["index_mask"] = module.index_mask
             seen["fused"] = bool(optimizer.defaults["fused"])
             return optimizer

@@ -234,7 +234,7 @@ DENSE = f"{SMALL},intermediate_size=176,num_key_value_heads=4"
         ("bert", f"{SMALL},intermediate_size=176", "bert is not supported: its tokens see later ones; use a dense"),
         ("bart", SMALL, "bart is not supported: it has an encoder"),
         ("mamba", "num_hidden_layers=2,hidden_size=64", "mamba requires num_attention_heads in config_overrides"),
-        ("bloom", SMALL, "bloom is not supported: Transformers has no sdpa"),
+        ("bloom", SMALL, "bloom is not supported: its config has no max_position"),
         ("gemma2", DENSE, "gemma2 is not supported: Transformers has no sdpa"),
         ("mistral", f"{DENSE},sliding_window=16", "sliding window of 16 tokens requires a mask for rows of 32"),
         ("mixtral", DENSE, "mixtral is not supported: .*mlp.gate.weight is neither an embedding nor the weight"),

@@ -9,7 +9,7 @@ from conftest import read_events
 
 from recipe.command_line import load_config
 from recipe.errors import UserError
-from recipe.optim.schedule import compute_learning_rates, find_branch_step
+from recipe.optim.schedule import compute_learning_rates, count_warmup_steps, find_branch_step
 from recipe.run.branch import extend_command
 from recipe.run.plan import keep_warmup
 
@@ -40,12 +40,15 @@ def test_explicit_arguments_replace_the_defaults():
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--warmup_steps", 90, "--max_steps", 100], "90 warm-up steps and 20 decay steps exceed max_steps, 100"),
-        (["--warmup_steps", 0.5, "--lr_scheduler_kwargs", "num_decay_steps=0.6"], "exceed max_steps"),
         (
-            ["--lr_scheduler_kwargs", "num_decay_steps=50", "--max_minutes", 5],
-            "must be a share of at most 0.8, got 50",
+            ["--warmup_steps", 90, "--max_steps", 100, "--lr_scheduler_kwargs", "num_decay_steps=20"],
+            "90 warm-up steps and 20 decay steps exceed max_steps, 100",
         ),
+        (["--lr_scheduler_kwargs", "num_decay_steps=50", "--max_minutes", 5], "with max_minutes, .* must be a share"),
+        (["--lr_scheduler_kwargs", "num_stable_steps=3", "--max_minutes", 5], "num_stable_steps unset"),
+        (["--lr_scheduler_kwargs", "num_stable_steps=0.5"], "num_stable_steps must be a number of steps, got 0.5"),
+        (["--lr_scheduler_kwargs", "num_decay_steps=2.5"], "a share of max_steps below 1, got 2.5"),
+        (["--lr_scheduler_kwargs", "num_decay_steps=-3"], "below 1, got -3"),
         (["--lr_scheduler_kwargs", "num_decay_steps=abc"], "num_decay_steps"),
     ],
 )
@@ -54,13 +57,16 @@ def test_phases_that_do_not_fit(arguments, expected):
         compute_learning_rates(config_of(*arguments))
 
 
-def test_shares_that_add_up_to_one_fit_any_number_of_steps():
-    """Rounding adds no step."""
+@pytest.mark.parametrize("warmup", [0.25, 0.5, 10])
+def test_a_share_is_at_most_what_the_warmup_leaves(warmup):
+    """The decay starts at the peak, right after the warm-up, however short the run is."""
     for steps in range(1, 60):
-        config = config_of(
-            "--max_steps", steps, "--warmup_steps", 0.25, "--lr_scheduler_kwargs", "num_decay_steps=0.75"
-        )
-        assert len(compute_learning_rates(config)) == steps
+        arguments = ["--max_steps", steps, "--warmup_steps", warmup, "--lr_scheduler_kwargs", "num_decay_steps=0.75"]
+        config = config_of(*arguments)
+        rates, num_warmup = compute_learning_rates(config), count_warmup_steps(config)
+        assert len(rates) == steps and rates[:num_warmup] == sorted(rates[:num_warmup])
+        assert rates[num_warmup:] == sorted(rates[num_warmup:], reverse=True) and max(rates) <= 1
+        assert find_branch_step(config) == steps - min(int(0.75 * steps), max(0, steps - num_warmup))
 
 
 @pytest.fixture(scope="module")
@@ -69,13 +75,17 @@ def stable(train_shared):
     return train_shared(*STABLE, "--max_steps", "20", "--save_steps", "7")
 
 
-def test_the_last_step_before_the_decay_is_saved(stable, train):
+def test_the_last_step_before_the_decay_is_saved(stable, train, capsys):
     """Also with a limit, which counts the newest ones; other schedules and runs without checkpoints save nothing."""
     names = {path.name for path in stable.glob("checkpoint-*")}
     assert names == {"checkpoint-7", "checkpoint-14", "checkpoint-16", "checkpoint-20"}
     limited = train(*STABLE, "--max_steps", "20", "--save_steps", "1", "--save_total_limit", "2")
     names = {path.name for path in limited.glob("checkpoint-*")}
     assert names == {"checkpoint-16", "checkpoint-19", "checkpoint-20"}
+    capsys.readouterr()
+    resume = ["--max_steps", "20", "--resume_from_checkpoint", limited / "checkpoint-19"]
+    train(*STABLE, *resume, output_dir=limited.with_name("resumed"))
+    assert "jumps" not in capsys.readouterr().out, "the schedule does not change"
     assert not [*train(*STABLE, "--max_steps", "5", "--overwrite").glob("checkpoint-*")]
 
 

@@ -17,6 +17,7 @@ from math import exp
 from pathlib import Path
 from queue import Queue
 from statistics import fmean, median
+from threading import Lock
 from typing import Any
 
 from safetensors.torch import load_file, save_file
@@ -98,14 +99,17 @@ class Comparison:
         cpus = sorted(os.sched_getaffinity(0))
         share = max(1, len(cpus) // self.jobs)
         free: Queue[list[int]] = Queue()
+        saving = Lock()
         for job in range(self.jobs):
             free.put(cpus[job * share :][:share] or cpus)
 
         def train_one(run: Run) -> None:
             mine = free.get()
             try:
-                self.results["runs"][run.name] = self._train(run, mine)
-                self.save()
+                result = self._train(run, mine)
+                with saving:
+                    self.results["runs"][run.name] = result
+                    self.save()
             finally:
                 free.put(mine)
 
@@ -207,6 +211,7 @@ def summarize(results: dict[str, Any]) -> dict[str, Any]:
         losses = [run["loss"] for run in mine if run["learning_rate"] == rate]
         row = {"side": name, "what": what, "learning_rate": rate, "losses": losses, "loss": fmean(losses)}
         row |= {"spread": max(losses) - min(losses), "perplexity": exp(fmean(losses))}
+        row["grid_loss"] = grid[rate]
         row["grid"] = {f"{rate:g}": loss for rate, loss in sorted(grid.items())}
         if speed := results["tokens_per_second"].get(name):
             row["tokens_per_second"] = median(speed)
@@ -219,19 +224,19 @@ def summarize(results: dict[str, Any]) -> dict[str, Any]:
             summary["comparison"] = [
                 {
                     "side": name,
-                    "points": points_of(runs, name),
-                    "tokens": tokens_to_reach(points_of(runs, name), by_side[other]["loss"]),
+                    "points": points_of(runs, name, results["seed"]),
+                    "tokens": tokens_to_reach(points_of(runs, name, results["seed"]), by_side[other]["grid_loss"]),
                 }
                 for name, other in (("muon", best), (best, "muon"))
             ]
     return summary
 
 
-def points_of(runs: Iterable[dict[str, Any]], side: str) -> list[tuple[int, float]]:
-    """Return the (tokens, lowest final loss) of a side's runs of each length."""
+def points_of(runs: Iterable[dict[str, Any]], side: str, seed: int) -> list[tuple[int, float]]:
+    """Return the (tokens, lowest final loss) of a side's runs of each length, with one seed."""
     losses = defaultdict(list)
     for run in runs:
-        if run["side"] == side:
+        if (run["side"], run["seed"]) == (side, seed):
             losses[run["tokens"]].append(run["loss"])
     return sorted((tokens, min(found)) for tokens, found in losses.items())
 
@@ -261,8 +266,10 @@ COLUMNS = [
 
 def to_markdown(results: dict[str, Any]) -> str:
     """Format the comparison: what was trained, a row per side, and how many tokens AdamW needs for Muon's loss."""
-    summary, runs = summarize(results), list(results["runs"].values())
-    run = next(run for run in runs if run["max_steps"] == results["max_steps"])
+    summary = summarize(results)
+    finished = (r for r in results["runs"].values() if r["max_steps"] == results["max_steps"] and "failed" not in r)
+    if (run := next(finished, None)) is None:
+        return "No run has finished yet.\n"
     environment = results.get("environment")
     machine = f" Machine: {describe_machine(environment)}." if environment else ""
     lines = [
@@ -278,7 +285,7 @@ def to_markdown(results: dict[str, Any]) -> str:
         needs = f"{found['tokens'] / base:.2f} of them" if found["tokens"] else "a number outside of these lengths"
         name, others = results["sides"][found["side"]], results["sides"][other["side"]]
         lines.append(
-            f"{name}, loss by tokens: {points}. To reach the loss of the other side, {others}, after "
+            f"{name}, loss by tokens, one seed: {points}. To reach the loss of the other side, {others}, after "
             f"{base / 1e6:.2f} M tokens, it needs {needs}."
         )
     return "\n\n".join(lines) + "\n"

@@ -72,8 +72,12 @@ def run_identity(config: TrainConfig, dataset_metadata: dict, model_config: PreT
 
 
 def with_schedule_of(config: TrainConfig, identity: dict) -> TrainConfig:
-    """Return the config with the schedule of a checkpoint. identity: the checkpoint's."""
-    schedule = {name: identity[name] for name in SCHEDULE_OPTIONS}
+    """Return the config with the schedule of a checkpoint. identity: the checkpoint's.
+
+    Its `muon_learning_rate` is None or missing without Muon.
+    """
+    names = [name for name in SCHEDULE_OPTIONS if name not in MUON_OPTIONS or identity.get(name) is not None]
+    schedule = {name: identity[name] for name in names}
     return dataclasses.replace(config, **schedule, num_train_epochs=None, max_minutes=None)
 
 

@@ -1,6 +1,7 @@
 """Attention without a mask, and the check that a model other than GPT-2 is correct with it and with this recipe."""
 
 import copy
+import dataclasses
 
 import torch
 from torch import nn
@@ -23,6 +24,11 @@ def check_model_type(model_type: str) -> None:
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or CONFIG_MAPPING[model_type].model_type != model_type:
         nearest = did_you_mean(model_type, {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - {model_type}, otherwise="try llama")
         raise UserError(f"Transformers has no causal language model of type '{model_type}'; {nearest}")
+    config_class = CONFIG_MAPPING[model_type]
+    if "max_position_embeddings" not in {f.name for f in dataclasses.fields(config_class)} | {
+        *config_class.attribute_map
+    }:
+        raise UserError(f"model_type {model_type} is not supported: its config has no max_position_embeddings")
 
 
 def check_decoder(model_config: PreTrainedConfig, block_size: int) -> None:
@@ -35,7 +41,9 @@ def check_decoder(model_config: PreTrainedConfig, block_size: int) -> None:
     try:
         reason = _why_unsupported(model_config, block_size)
     except Exception as error:  # each model type fails in its own way on a bad shape
-        raise UserError(f"no {name} can be built with these config_overrides: {short_reason(error)}") from error
+        raise UserError(
+            f"model_type {name} does not work with these config_overrides: {short_reason(error)}"
+        ) from error
     if reason is not None:
         raise UserError(f"model_type {name} is not supported: {reason}; use a dense causal decoder, such as llama")
 

@@ -16,8 +16,8 @@ class GuardedUpdate:
     """One optimizer update with the schedule's learning rate; skips the update if a gradient is not finite.
 
     A NaN or Inf loss on any process makes every gradient NaN on all of them (recipe/model/loss.py), so they agree
-    without communication. With fused AdamW the host never waits for the device here: the decision and the learning
-    rate are tensors on the device. The other optimizers take them from the host, which waits once per step
+    without communication. With fused AdamW and Muon the host never waits for the device here: the decision and the
+    learning rate are tensors on the device. The other optimizers take them from the host, which waits once per step
     (bitsandbytes 0.50 also waits after each parameter). A skipped update does not advance the schedule, not even after
     an fp16 overflow (Accelerate 1.15 cannot tell that a fused optimizer skipped).
     """

@@ -155,11 +155,12 @@ def orthogonalize(matrices: torch.Tensor, dtype: torch.dtype = torch.float32) ->
 def find_matrices(module: nn.Module) -> dict[nn.Parameter, int]:
     """Return the trained weights of all projections inside the blocks, and of how many matrices each consists.
 
-    GPT-2's `c_attn` holds three, for queries, keys and values, side by side. module: holds a Transformers model.
+    GPT-2's `c_attn` holds three, for queries, keys and values, side by side. Fused projections of other model types
+    (such as phi3's and gpt_neox's) count as one. module: holds a Transformers model.
     """
     model = next(m for m in module.modules() if isinstance(m, PreTrainedModel))
     return {
-        layer.weight: 3 if name.endswith(".c_attn") else 1
+        layer.weight: 3 if isinstance(layer, Conv1D) and name.endswith(".c_attn") else 1
         for name, layer in model.named_modules()
         if isinstance(layer, (Conv1D, nn.Linear)) and layer is not model.get_output_embeddings()
         if layer.weight.requires_grad

@@ -26,6 +26,8 @@ def compute_learning_rates(config: TrainConfig) -> list[float]:
         )
         (multiplier,) = scheduler.lr_lambdas
         return [config.learning_rate * float(multiplier(step)) for step in range(config.max_steps)]
+    except UserError:
+        raise
     except Exception as error:  # each schedule fails in its own way on a bad argument
         arguments = f"{config.lr_scheduler_type} with lr_scheduler_kwargs {config.lr_scheduler_kwargs}"
         raise UserError(f"lr_scheduler_type {arguments}: {short_reason(error)}") from error
@@ -35,27 +37,29 @@ def resolve_schedule(config: TrainConfig) -> dict:
     """Return the arguments of the schedule.
 
     Those of `warmup_stable_decay` default to `DECAY`, because Transformers 5.23 requires num_decay_steps and decays
-    along a cosine. `num_decay_steps` below 1 is a share of max_steps, as of `warmup_steps`. Raises `UserError` if
-    warm-up and decay do not fit into the run.
+    along a cosine. `num_decay_steps` below 1 is a share of max_steps, as of `warmup_steps`, and at most what the
+    warm-up leaves. Raises `UserError` if a number of decay steps does not fit into the run.
     """
     arguments = dict(config.lr_scheduler_kwargs or {})
     if config.lr_scheduler_type != STABLE_SCHEDULE:
         return arguments
     arguments = DECAY | arguments
-    decay, warmup, steps = arguments["num_decay_steps"], count_warmup_steps(config), config.max_steps
-    if config.max_minutes is not None and decay > 1 - LONGEST_WARMUP:
-        raise UserError(
-            f"with max_minutes, num_decay_steps must be a share of at most {1 - LONGEST_WARMUP:g}, got {decay}: the "
-            "number of steps is not known yet"
-        )
+    decay, stable = arguments["num_decay_steps"], arguments.get("num_stable_steps")
+    if type(decay) not in (int, float) or decay < 0 or (decay > 1 and decay != int(decay)) or decay == 1.0:
+        raise UserError(f"num_decay_steps must be a number of steps, or a share of max_steps below 1, got {decay}")
+    if stable is not None and (type(stable) is not int or stable < 0):
+        raise UserError(f"num_stable_steps must be a number of steps, got {stable}")
+    if config.max_minutes is not None and (decay > 1 or stable is not None):
+        raise UserError("with max_minutes, num_decay_steps must be a share of max_steps, and num_stable_steps unset")
+    warmup, steps = count_warmup_steps(config), config.max_steps
     if 0 < decay < 1:
-        arguments["num_decay_steps"] = decay = int(decay * steps)
-    is_known = config.num_train_epochs is None and "num_stable_steps" not in arguments
-    if is_known and warmup + decay > steps:
+        decay = min(int(decay * steps), max(0, steps - warmup))
+    elif config.num_train_epochs is None and stable is None and decay and warmup + decay > steps:
         raise UserError(
-            f"{warmup:,} warm-up steps and {decay:,} decay steps exceed max_steps, {steps:,}; lower warmup_steps or "
-            "num_decay_steps, which below 1 are shares of max_steps"
+            f"{warmup:,} warm-up steps and {decay:,} decay steps exceed max_steps, {steps:,}; lower warmup_steps, or "
+            "pass num_decay_steps below 1, a share of max_steps"
         )
+    arguments["num_decay_steps"] = int(decay)
     return arguments
 
 
@@ -73,6 +77,6 @@ def find_branch_step(config: TrainConfig) -> int | None:
     if config.lr_scheduler_type != STABLE_SCHEDULE:
         return None
     arguments = resolve_schedule(config)
-    if "num_stable_steps" in arguments:
+    if arguments.get("num_stable_steps") is not None:
         return count_warmup_steps(config) + arguments["num_stable_steps"]
     return config.max_steps - arguments["num_decay_steps"]

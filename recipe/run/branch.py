@@ -19,7 +19,8 @@ def extend_command(config: TrainConfig, output_dir: Path) -> str:
     num_steps = 2 * config.max_steps
     command = resume_command(output_dir)
     if branch_point := find_branch_point(config, output_dir):  # the end of the decay would be a bad start
-        command = resume_command(output_dir, branch_point, output_dir.with_name(f"{output_dir.name}-{num_steps}"))
+        directory = output_dir.absolute() if output_dir.name == "" else output_dir  # "." has no name
+        command = resume_command(output_dir, branch_point, directory.with_name(f"{directory.name}-{num_steps}"))
     return f"{command} --max_steps {num_steps} --change_schedule"
 
 

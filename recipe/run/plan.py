@@ -81,6 +81,8 @@ def plan_run(
     identity = run_identity(config, dataset.metadata, model_config)
     if resume_dir is not None:
         changes = check_identity(resume_dir, identity, config.change_schedule or config.eval_only, output_dir)
+        if config.is_open_ended:
+            changes.pop("max_steps", None)  # not chosen yet
     return config, identity, changes, plan
 
 

@@ -37,7 +37,7 @@ CAUSES = {
     "another kind of validation text, data in sorted order, low precision, or a mistake in changed code",
 }
 UNLEARNED = (
-    ": the model has not learned more than token frequencies; usual causes: a learning rate that is much too high or "
+    ": this run has learned no more than token frequencies; usual causes: a learning rate that is much too high or "
     "too low, too few steps, inputs and targets that do not belong together, or a damaged dataset"
 )
 

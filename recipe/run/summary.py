@@ -74,6 +74,8 @@ def describe_run(
         f"{_plural(num_processes, 'process', 'es')} x "
         f"{_plural(accumulation.num_micro_batches, 'micro-batch', 'es')} x "
         f"{_plural(accumulation.micro_batch_size, 'sequence')}",
+        "optimizer": f"{config.optim}, learning rate {config.learning_rate:g}"
+        + (f", and {config.muon_learning_rate:g} for Muon's matrices" if config.optim == "muon" else ""),
         "run": _describe_length(config, length),
         **({"hub": f"{config.hub_model_id}, {config.hub_strategy}"} if config.push_to_hub else {}),
     }

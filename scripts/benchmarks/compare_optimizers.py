@@ -100,8 +100,12 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     args, options = parser.parse_with_run_options()
     if len(args.adamw_rates) != len(args.muon_rates):
         raise UserError("--adamw_rates and --muon_rates must be equally many, so that both are tuned alike")
-    if min(*args.adamw_rates, *args.muon_rates, args.decay, args.evaluations, args.jobs) <= 0 or args.decay > 1:
-        raise UserError("rates, --evaluations and --jobs must be above 0, and --decay at most 1")
+    if min(*args.adamw_rates, *args.muon_rates, *args.lengths, args.evaluations, args.jobs) <= 0 or 1 in args.lengths:
+        raise UserError("rates, --lengths, --evaluations and --jobs must be above 0, and a length not 1")
+    if not 0 < args.decay < 1:
+        raise UserError(f"--decay must be a share between 0 and 1, got {args.decay:g}")
+    if args.time is not None and args.time < 1:
+        raise UserError(f"--time must be at least 1, got {args.time}")
     if not args.output_file.absolute().parent.is_dir():
         raise UserError(f"the folder of --output_file {args.output_file} does not exist")
     return args, options
