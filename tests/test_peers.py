@@ -152,7 +152,7 @@ def test_the_bare_loop_trains(dataset_dir, monkeypatch):
     def build_optimizer(config, module, *precision):
         seen["module"], seen["before"] = module, [p.detach().clone() for p in module.parameters()]
         module.model.transformer.h[0].mlp.c_fc.register_forward_hook(lambda m, i, o: seen.update(dtype=o.dtype))
-        return original(config, module)
+        return original(config, module, *precision)
 
     original = bare_loop.build_optimizer
     monkeypatch.setattr(bare_loop, "build_optimizer", build_optimizer)

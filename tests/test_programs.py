@@ -34,7 +34,8 @@ def test_the_first_run_needs_no_arguments(first_run):
     assert "loss" in result.stderr and "tok/s" in result.stderr and "100%" in result.stderr  # the progress bar
     closing = out[out.index("Next:") :]
     assert [line for line in closing.splitlines() if len(line) > 80] == []
-    for part in ("scripts/generate_text.py --model runs/demo", "--resume_from_checkpoint auto", "gpt2_124m"):
+    resume = "--resume_from_checkpoint runs/demo/checkpoint-"  # the last one before the decay
+    for part in ("scripts/generate_text.py --model runs/demo", resume, "gpt2_124m"):
         assert part in closing
     summary = json.loads((output_dir / "summary.json").read_text())
     assert summary["eval_loss"] < summary["untrained"]["loss"] - 1.3
@@ -56,7 +57,7 @@ def test_a_second_run_reuses_the_data_and_repeats_the_launchers_options(first_ru
     printed = " ".join(result.stdout.replace("\\\n", " ").split())
     assert (
         f"accelerate launch --config_file {config_file} --num_processes 1 {TRAIN} "
-        "--resume_from_checkpoint auto --config runs/demo-2/training_config.yaml" in printed
+        "--resume_from_checkpoint runs/demo-2/checkpoint-1 --config runs/demo-2/training_config.yaml" in printed
     )
 
 
