@@ -97,7 +97,21 @@ def test_a_comparison_tunes_repeats_and_continues(in_this_process, dataset_dir, 
     monkeypatch.chdir(tmp_path)
     options = ["--dataset_dir", dataset_dir, *TINY, *PLAIN, "--max_steps", 6, "--global_batch_size", 4]
     command = [SCRIPT, "--output_file", "found.json", "--sides", "adamw", "muon", "--adamw_rates", 1e-3, 1e-2]
-    command += ["--muon_rates", 1e-3, 1e-2, "--seeds", 1, 2, "--lengths", 0.5, "--evaluations", 2, *options]
+    command += [
+        "--muon_rates",
+        1e-3,
+        1e-2,
+        "--seeds",
+        1,
+        2,
+        "--repeated_rates",
+        1,
+        "--lengths",
+        0.5,
+        "--evaluations",
+        2,
+        *options,
+    ]
     assert run_script(*command) == ""
     results = json.loads((tmp_path / "found.json").read_text())
     assert len(in_this_process) == 4 + 2 + 1 == len(results["runs"])

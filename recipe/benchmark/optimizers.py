@@ -199,7 +199,7 @@ class Comparison:
 def summarize(results: dict[str, Any]) -> dict[str, Any]:
     """Return a row per side, AdamW's best side, and the tokens that it and `muon` need for each other's loss.
 
-    A row: the loss at each learning rate of the grid, and the losses of all seeds at the best one.
+    A row: the loss at each learning rate of the grid with the first seed, and the losses of all seeds at the best one.
     """
     runs, rows = [run for run in results["runs"].values() if "failed" not in run], []
     for name, what in results["sides"].items():
@@ -207,8 +207,9 @@ def summarize(results: dict[str, Any]) -> dict[str, Any]:
         grid = {run["learning_rate"]: run["loss"] for run in mine if run["seed"] == results["seed"]}
         if not grid:
             continue
-        rate = min(grid, key=grid.get)
-        losses = [run["loss"] for run in mine if run["learning_rate"] == rate]
+        of_rate = {rate: [run["loss"] for run in mine if run["learning_rate"] == rate] for rate in grid}
+        rate = min(grid, key=lambda rate: (-len(of_rate[rate]), fmean(of_rate[rate])))  # of those with most seeds
+        losses = of_rate[rate]
         row = {"side": name, "what": what, "learning_rate": rate, "losses": losses, "loss": fmean(losses)}
         row |= {"spread": max(losses) - min(losses), "perplexity": exp(fmean(losses))}
         row["grid_loss"] = grid[rate]

@@ -5,7 +5,7 @@ python scripts/benchmarks/compare_optimizers.py --output_file FILE.json --sides 
     --config_overrides n_layer=6,n_head=5,n_embd=320 --max_steps 800 --global_batch_size 16
 
 Accepts the options of recipe/train.py, which all runs share. Every side trains once with each learning rate of its
-grid, then with the other seeds at the best one. Muon also trains on fewer tokens, and AdamW's best side on more, to
+grid, then with the other seeds at the best two. Muon also trains on fewer tokens, and AdamW's best side on more, to
 find out how many tokens each needs for the loss of the other. Results are saved after each run, and the same command
 continues an interrupted comparison; more rates, seeds, lengths and sides can be added. A table appears beside the
 JSON; scripts/draw_charts.py draws the charts.
@@ -65,8 +65,15 @@ def compare(comparison: Comparison, sides: dict[str, Side], args: argparse.Names
     first, *others = args.seeds
     rates = {"learning_rate": args.adamw_rates, "muon_learning_rate": args.muon_rates}
     comparison.train(Run(side, rate, first, max_steps) for side in sides.values() for rate in rates[side.rate_option])
+    grids = {row["side"]: row["grid"] for row in summarize(comparison.results)["rows"] if row["side"] in sides}
+    repeated = {name: sorted(grid, key=grid.get)[: args.repeated_rates] for name, grid in grids.items()}
+    comparison.train(
+        Run(sides[name], float(rate), seed, max_steps)
+        for seed in others
+        for name, rates in repeated.items()
+        for rate in rates
+    )
     best = {row["side"]: row["learning_rate"] for row in summarize(comparison.results)["rows"]}
-    comparison.train(Run(side, best[name], seed, max_steps) for seed in others for name, side in sides.items())
     for factor in args.lengths:
         name = "muon" if factor < 1 else summarize(comparison.results).get("best_adamw")
         if name in sides:
@@ -84,6 +91,9 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--adamw_rates", type=float, nargs="+", default=[2e-3, 4e-3, 8e-3])
     parser.add_argument("--muon_rates", type=float, nargs="+", default=[5e-3, 1e-2, 2e-2])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1337, 1338, 1339], help="default: 1337 1338 1339")
+    parser.add_argument(
+        "--repeated_rates", type=int, default=2, help="best rates to repeat with all seeds (default: 2)"
+    )
     parser.add_argument("--decay", type=float, default=0.8, help="share of the run that decays to zero (default: 0.8)")
     parser.add_argument(
         "--lengths",
