@@ -280,7 +280,7 @@ def test_the_sentence_without_a_reference(dataset, add_reference):
     knows = "a model that knows only how often each token occurs reaches 5.50"
     assert yardstick.describe(1000, 4.2) == f"validation loss is 4.20; {knows}"
     unlearned = (
-        f"validation loss is 5.60; {knows}: the model has not learned more than token frequencies; usual causes: "
+        f"validation loss is 5.60; {knows}: this run has learned no more than token frequencies; usual causes: "
     )
     assert yardstick.describe(1000, 5.6).startswith(unlearned)
 
