@@ -53,7 +53,7 @@ def test_the_summary(results):
     muon, adamw = summary["comparison"]
     assert muon["tokens"] == pytest.approx(200 * 2**0.6)  # 2.9 of the same seed, in the logarithm of the tokens
     assert adamw["points"] == [(1000, 2.9), (2000, 2.5)] and adamw["tokens"] is None
-    assert "it needs 0.30 of them" in to_markdown(results)
+    assert "after 0.00 M tokens with 0.30 of them" in to_markdown(results)
 
 
 @pytest.mark.parametrize(("loss", "tokens"), [(3.0, 100), (2.0, 400), (2.5, 200), (1.9, None), (3.1, None)])

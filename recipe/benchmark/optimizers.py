@@ -226,11 +226,16 @@ def summarize(results: dict[str, Any]) -> dict[str, Any]:
                 {
                     "side": name,
                     "points": points_of(runs, name, results["seed"]),
-                    "tokens": tokens_to_reach(points_of(runs, name, results["seed"]), by_side[other]["grid_loss"]),
+                    "tokens": tokens_to_reach(points_of(runs, name, results["seed"]), summary_loss(summary, other)),
                 }
                 for name, other in (("muon", best), (best, "muon"))
             ]
     return summary
+
+
+def summary_loss(summary: dict[str, Any], side: str) -> float:
+    """Return a side's loss at its best learning rate, with the first seed."""
+    return next(row["grid_loss"] for row in summary["rows"] if row["side"] == side)
 
 
 def points_of(runs: Iterable[dict[str, Any]], side: str, seed: int) -> list[tuple[int, float]]:
@@ -258,7 +263,7 @@ COLUMNS = [
     Column("best learning rate", 0, lambda row: f"{row['learning_rate']:g}"),
     Column("validation loss", 0, lambda row: f"{row['loss']:.4f}"),
     Column("seeds", 0, lambda row: str(len(row["losses"]))),
-    Column("highest - lowest", 0, lambda row: f"{row['spread']:.4f}"),
+    Column("highest - lowest", 0, lambda row: f"{row['spread']:.4f}" if len(row["losses"]) > 1 else ""),
     Column("perplexity", 0, lambda row: f"{row['perplexity']:.2f}"),
     Column("tokens/s", 0, lambda row: f"{row['tokens_per_second']:,.0f}" if "tokens_per_second" in row else ""),
     Column("loss at each learning rate", 0, lambda row: ", ".join(f"{r}: {x:.4f}" for r, x in row["grid"].items())),
@@ -283,10 +288,14 @@ def to_markdown(results: dict[str, Any]) -> str:
     base = run["tokens"]
     for found, other in zip(summary.get("comparison", ()), summary.get("comparison", ())[::-1], strict=True):
         points = ", ".join(f"{tokens / 1e6:.2f} M: {loss:.4f}" for tokens, loss in found["points"])
-        needs = f"{found['tokens'] / base:.2f} of them" if found["tokens"] else "a number outside of these lengths"
+        if found["tokens"]:
+            needs = f"{found['tokens'] / base:.2f} of them"
+        else:
+            is_less = found["points"][0][1] < summary_loss(summary, other["side"])
+            needs = "fewer than any of these" if is_less else "more than any of these"
         name, others = results["sides"][found["side"]], results["sides"][other["side"]]
         lines.append(
-            f"{name}, loss by tokens, one seed: {points}. To reach the loss of the other side, {others}, after "
-            f"{base / 1e6:.2f} M tokens, it needs {needs}."
+            f"{name}, loss by tokens, one seed: {points}. It reaches the loss that {others} has "
+            f"after {base / 1e6:.2f} M tokens with {needs}."
         )
     return "\n\n".join(lines) + "\n"

@@ -14,11 +14,14 @@ def find_branch_point(config: TrainConfig, directory: Path) -> Path | None:
     return None if branch_step is None else newest_checkpoint(directory, branch_step)
 
 
-def extend_command(config: TrainConfig, output_dir: Path) -> str:
-    """Return the command that makes a finished run twice as long."""
+def extend_command(config: TrainConfig, output_dir: Path) -> str | None:
+    """Return the command that makes a finished run twice as long; None if only the end of a decay is left."""
     num_steps = 2 * config.max_steps
     command = resume_command(output_dir)
-    if branch_point := find_branch_point(config, output_dir):  # the end of the decay would be a bad start
+    if find_branch_step(config) is not None:
+        branch_point = find_branch_point(config, output_dir)
+        if branch_point is None:
+            return None
         directory = output_dir.absolute() if output_dir.name == "" else output_dir  # "." has no name
         command = resume_command(output_dir, branch_point, directory.with_name(f"{directory.name}-{num_steps}"))
     return f"{command} --max_steps {num_steps} --change_schedule"

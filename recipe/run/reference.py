@@ -140,10 +140,8 @@ def describe_judgement(loss: float, judgement: dict[str, Any]) -> str:
     """Return a sentence without a capital letter and a period. judgement: from `Yardstick.judge`."""
     name, verdict = judgement["name"], judgement["verdict"]
     text = f"validation loss of {loss:.2f} is {verdict}{'' if verdict == 'as expected' else ' than expected'}: {name} "
-    text += (
-        f"reached {judgement['expected_loss']:.2f} after as many tokens, and {judgement['band']:g} more or less is "
-    )
-    return text + "normal" + CAUSES[verdict]
+    text += f"reached {judgement['expected_loss']:.2f} after as many tokens, and a difference of up to "
+    return f"{text}{judgement['band']:g} is normal{CAUSES[verdict]}"
 
 
 def compute_unigram_loss(dataset: PackedDataset) -> float:

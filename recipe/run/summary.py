@@ -83,7 +83,7 @@ def describe_run(
 
 def _describe_length(config: TrainConfig, epochs: str) -> str:
     """Return the length of the run and of its warm-up. epochs: the same length in other words."""
-    limit = "" if config.max_minutes is None else f"{config.max_minutes:g} minutes"
+    limit = "" if config.max_minutes is None else f"{config.max_minutes:g} minute{'s' * (config.max_minutes != 1)}"
     if config.is_open_ended:
         return f"as many steps as fit into {limit}"
     num_tokens = config.max_steps * config.global_batch_size * config.block_size
@@ -245,8 +245,8 @@ def closing_words(
         "",
         *_wrap_command("generate", f"python scripts/generate_text.py --model {folder} --prompt {prompt}"),
     ]
-    if config.save_steps:
-        lines += _wrap_command("continue", extend_command(config, output_dir))
+    if config.save_steps and (command := extend_command(config, output_dir)):
+        lines += _wrap_command("continue", command)
     if config.dataset_name == STANDARD_LIBRARY:
         lines += [
             *_wrap_command("your text", f"{launch_command()} --train_file TEXT.txt"),

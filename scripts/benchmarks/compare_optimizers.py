@@ -84,12 +84,16 @@ def compare(comparison: Comparison, sides: dict[str, Side], args: argparse.Names
 
 def parse() -> tuple[argparse.Namespace, list[str]]:
     names = list(build_sides(0.8))
-    parser = CommandLine(description="Compare optimizers and schedules at equal tokens, each with a tuned rate.")
+    parser = CommandLine(description="Compare optimizers and schedules. Accepts the options of recipe/train.py, too.")
     parser.add_argument("--output_file", type=Path, required=True, help="JSON to write, or to continue")
     parser.add_argument("--config", default="demo", help="recipe of all runs (default: demo)")
     parser.add_argument("--sides", nargs="+", choices=names, default=names, help="default: all")
-    parser.add_argument("--adamw_rates", type=float, nargs="+", default=[2e-3, 4e-3, 8e-3])
-    parser.add_argument("--muon_rates", type=float, nargs="+", default=[5e-3, 1e-2, 2e-2])
+    parser.add_argument(
+        "--adamw_rates", type=float, nargs="+", default=[2e-3, 4e-3, 8e-3], help="values of learning_rate for AdamW"
+    )
+    parser.add_argument(
+        "--muon_rates", type=float, nargs="+", default=[5e-3, 1e-2, 2e-2], help="values of muon_learning_rate"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[1337, 1338, 1339], help="default: 1337 1338 1339")
     parser.add_argument(
         "--repeated_rates", type=int, default=2, help="best rates to repeat with all seeds (default: 2)"
