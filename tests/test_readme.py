@@ -58,6 +58,11 @@ def entries_of(path: str, section: str) -> dict[str, dict]:
     return {entry["what"]: entry for entry in found if "not_run" not in entry}
 
 
+def by_tokens(side: dict, index: int) -> tuple[int, float]:
+    """Return the tokens and the final loss of the shortest (0) or longest (-1) runs of a side."""
+    return tuple(side["points"][index])
+
+
 def numbers_in(value: object) -> Iterator[float]:
     """Yield all numbers of an entry, however deep."""
     if isinstance(value, (dict, list)):
@@ -210,9 +215,15 @@ def test_numbers_in_the_text_are_measured():
         "faults",
         "memory_estimate",
         "watch_overhead",
+        "optimizers_demo",
+        "optimizers_10m",
+        "optimizer_times",
     )
     found = [section_of(f"scripts/benchmarks/{name}_cpu.json", "") for name in names]
-    ladder, ablation, data, shakespeare, soak, overhead, faults, memory, watching = found
+    ladder, ablation, data, shakespeare, soak, overhead, faults, memory, watching, demo, large, times = found
+    by_side = {row["side"]: row for row in demo["summary"]["rows"]}
+    muon, adamw = demo["summary"]["comparison"]
+    large_sides = {row["side"]: row for row in large["summary"]["rows"]}
     ours, nanogpt = (faults["programs"][name] for name in ("ours", "nanogpt"))
     lost = [kill["steps_lost"] for kill in ours["kills"]]
     ran = [entry for key in ("ladder", "extras", "memory") for entry in ladder.get(key, []) if "step_ms" in entry]
@@ -243,9 +254,18 @@ def test_numbers_in_the_text_are_measured():
         r"cost (-?[\d.]+)% in the median": 100 * watching["median_cost"],
         r"single windows differ by up to (\d+)%": 100 * max(map(abs, watching["costs"])),
         r"in each of (\d+) runs on a CPU": len(memory["results"]),
+        r"loss with ([\d.]+) of the tokens": muon["tokens"] / by_tokens(muon, -1)[0],
+        r"with twice the tokens ends at ([\d.]+)": by_tokens(adamw, -1)[1],
+        r"Muon's seeds differ by ([\d.]+)": by_side["muon"]["spread"],
+        r"English, Muon ends at ([\d.]+)": large_sides["muon"]["loss"],
+        r"or ([\d.]+) with 0.375": by_tokens(large["summary"]["comparison"][0], 0)[1],
+        r"of the tokens, and AdamW at ([\d.]+) \(": large_sides["adamw_zero"]["loss"],
+        r"Muon takes (\d+)% of a step": 100 * times["sizes"]["demo"]["muon"]["share_of_step"],
+        r"and (\d+)% at 30 M": 100 * times["sizes"]["30m"]["muon"]["share_of_step"],
         r"median difference is (-?[\d.]+)%": 100 * overhead["median_cost"],
         r"single ones are up to (\d+)%": 100 * max(map(abs, overhead["costs"])),
     }
+    assert by_side["muon"]["learning_rate"] == 0.01 and adamw["side"] == "adamw_zero"
     text = " ".join(TEXT.split())
     for pattern, value in expected.items():
         (shown,) = re.findall(pattern, text)
