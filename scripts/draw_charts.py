@@ -33,6 +33,8 @@ def main() -> None:
         charts[path] = partial(save_ladder_chart, json.loads(path.read_text()))
     for path in sorted(args.results_dir.glob("optimizers_*.json")):
         results = json.loads(path.read_text())
+        if "comparison" not in results["summary"]:  # of AdamW and Muon
+            continue
         charts[path] = partial(save_optimizer_chart, results)
         if results["tokens_per_second"]:
             charts[path.with_stem(f"{path.stem}_seconds")] = partial(save_optimizer_chart, results, seconds=True)

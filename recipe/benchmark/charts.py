@@ -35,14 +35,12 @@ def save_ladder_chart(results: dict[str, Any], path: Path, dark: bool = False) -
 
 
 def save_optimizer_chart(results: dict[str, Any], path: Path, dark: bool = False, seconds: bool = False) -> None:
-    """Draw validation loss over tokens or seconds for AdamW and for Muon, each at its best learning rate.
+    """Draw validation loss over tokens or seconds for AdamW's best schedule and for Muon, at their best rates.
 
     results: of compare_optimizers.py. seconds: at the speed that was measured for each side.
     """
     rows = {row["side"]: row for row in results["summary"]["rows"]}
-    best = results["summary"]["best_adamw"]
-    shown = [("adamw", "gray"), *([] if best == "adamw" else [(best, "orange")]), ("muon", "blue")]
-    shown = [(rows[name], color) for name, color in shown if name in rows]
+    shown = [(rows[results["summary"]["best_adamw"]], "orange"), (rows["muon"], "blue")]
     runs = [run for run in results["runs"].values() if run["max_steps"] == results["max_steps"]]
     parameters, seeds = runs[0]["num_parameters"] / 1e6, min(len(row["losses"]) for row, _ in shown)
     subtitle = (

@@ -283,7 +283,7 @@ def to_markdown(results: dict[str, Any]) -> str:
         f"{run['max_steps']:,} steps, {run['eval_rows']:,} validation rows at the end.{machine}",
         markdown_table(summary["rows"], COLUMNS),
         "Each side's learning rate is the best of its grid (with Muon: of the hidden matrices), tuned with one seed; "
-        "the loss is the mean over the seeds.",
+        "the loss is the mean over the seeds. The charts show the loss of 64 validation rows, at the end that of all.",
     ]
     base = run["tokens"]
     for found, other in zip(summary.get("comparison", ()), summary.get("comparison", ())[::-1], strict=True):
