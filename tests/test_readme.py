@@ -256,7 +256,7 @@ def test_numbers_in_the_text_are_measured():
         r"in each of (\d+) runs on a CPU": len(memory["results"]),
         r"loss with ([\d.]+) of the tokens": muon["tokens"] / by_tokens(muon, -1)[0],
         r"with twice the tokens ends at ([\d.]+)": by_tokens(adamw, -1)[1],
-        r"Muon's seeds differ by ([\d.]+)": by_side["muon"]["spread"],
+        r"Muon's seeds differ by ([\d.]+\d)": by_side["muon"]["spread"],
         r"English, Muon ends at ([\d.]+)": large_sides["muon"]["loss"],
         r"or ([\d.]+) with 0.375": by_tokens(large["summary"]["comparison"][0], 0)[1],
         r"of the tokens, and AdamW at ([\d.]+) \(": large_sides["adamw_zero"]["loss"],
