@@ -212,7 +212,6 @@ def summarize(results: dict[str, Any]) -> dict[str, Any]:
         losses = of_rate[rate]
         row = {"side": name, "what": what, "learning_rate": rate, "losses": losses, "loss": fmean(losses)}
         row |= {"spread": max(losses) - min(losses), "perplexity": exp(fmean(losses))}
-        row["grid_loss"] = grid[rate]
         row["grid"] = {f"{rate:g}": loss for rate, loss in sorted(grid.items())}
         if speed := results["tokens_per_second"].get(name):
             row["tokens_per_second"] = median(speed)
@@ -226,16 +225,13 @@ def summarize(results: dict[str, Any]) -> dict[str, Any]:
                 {
                     "side": name,
                     "points": points_of(runs, name, results["seed"]),
-                    "tokens": tokens_to_reach(points_of(runs, name, results["seed"]), summary_loss(summary, other)),
+                    "tokens": tokens_to_reach(
+                        points_of(runs, name, results["seed"]), min(by_side[other]["grid"].values())
+                    ),
                 }
                 for name, other in (("muon", best), (best, "muon"))
             ]
     return summary
-
-
-def summary_loss(summary: dict[str, Any], side: str) -> float:
-    """Return a side's loss at its best learning rate, with the first seed."""
-    return next(row["grid_loss"] for row in summary["rows"] if row["side"] == side)
 
 
 def points_of(runs: Iterable[dict[str, Any]], side: str, seed: int) -> list[tuple[int, float]]:
@@ -285,17 +281,17 @@ def to_markdown(results: dict[str, Any]) -> str:
         "Each side's learning rate is the best of its grid (with Muon: of the hidden matrices), tuned with one seed; "
         "the loss is the mean over the seeds. The charts show the loss of 64 validation rows, at the end that of all.",
     ]
-    base = run["tokens"]
+    base, grids = run["tokens"], {row["side"]: row["grid"] for row in summary["rows"]}
     for found, other in zip(summary.get("comparison", ()), summary.get("comparison", ())[::-1], strict=True):
         points = ", ".join(f"{tokens / 1e6:.2f} M: {loss:.4f}" for tokens, loss in found["points"])
         if found["tokens"]:
             needs = f"{found['tokens'] / base:.2f} of them"
         else:
-            is_less = found["points"][0][1] < summary_loss(summary, other["side"])
+            is_less = found["points"][0][1] < min(grids[other["side"]].values())
             needs = "fewer than any of these" if is_less else "more than any of these"
         name, others = results["sides"][found["side"]], results["sides"][other["side"]]
         lines.append(
-            f"{name}, loss by tokens, one seed: {points}. It reaches the loss that {others} has "
+            f"{name}, loss by tokens, one seed: {points}. It reaches the lowest loss of {others} "
             f"after {base / 1e6:.2f} M tokens with {needs}."
         )
     return "\n\n".join(lines) + "\n"
