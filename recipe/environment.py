@@ -6,11 +6,12 @@ import re
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 import recipe
+
+if TYPE_CHECKING:
+    import torch  # the functions that need it import it: preparing data does not
 
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "evaluate", "tokenizers")
 
@@ -30,8 +31,10 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "gpt2_recipe"
 
 
-def describe_device(device: torch.device) -> str:
+def describe_device(device: "torch.device") -> str:
     """Return the product name of a GPU or CPU, else the type of the device."""
+    import torch
+
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type == "cpu":
@@ -40,8 +43,10 @@ def describe_device(device: torch.device) -> str:
     return device.type
 
 
-def describe_environment(device: torch.device) -> dict[str, str | int]:
+def describe_environment(device: "torch.device") -> dict[str, str | int]:
     """Return versions and hardware for summary.json."""
+    import torch
+
     versions: dict[str, str | int] = {"gpt2_recipe": recipe.__version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:

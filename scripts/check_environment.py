@@ -57,7 +57,8 @@ def parse() -> tuple[argparse.Namespace, list[str], bool]:
 
     If they do not, they end with a place for it.
     """
-    from recipe.command_line import CommandLine, names_data
+    from recipe.arguments import CommandLine
+    from recipe.command_line import names_data
 
     parser = CommandLine(description="Check this machine; further options are those of recipe/train.py.")
     parser.add_argument("--config", default="demo", help="recipe to check (default: demo)")

@@ -8,8 +8,8 @@ import json
 from functools import partial
 from pathlib import Path
 
+from recipe.arguments import CommandLine
 from recipe.benchmark.charts import import_run, save_ladder_chart, save_optimizer_chart
-from recipe.command_line import CommandLine
 from recipe.environment import describe_machine
 from recipe.errors import UserError, run_main
 from recipe.publish.curve import save_loss_chart

@@ -12,8 +12,9 @@ import torch
 from accelerate import PartialState
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
+from recipe.arguments import CommandLine
 from recipe.checkpoint.save import CONFIG_NAME
-from recipe.command_line import CommandLine, load_config
+from recipe.command_line import load_config
 from recipe.data.packed import open_packed_dataset
 from recipe.data.prepare import open_dataset_for
 from recipe.data.tokenizer import load_tokenizer

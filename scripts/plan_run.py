@@ -15,11 +15,12 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from recipe.arguments import CommandLine
 from recipe.benchmark.expect import RESULTS
 from recipe.benchmark.forecast import NO_DATASET, NODE_GPUS, Cluster, Forecast, forecast, load_run, scaling
 from recipe.benchmark.measured import read_measurements
 from recipe.benchmark.presets import plan_presets, presets_table
-from recipe.command_line import CommandLine, names_data
+from recipe.command_line import names_data
 from recipe.errors import UserError, run_main
 from recipe.hardware.gpus import load_gpu
 from recipe.hardware.memory import EIGHT_BIT

@@ -6,10 +6,10 @@ python scripts/prepare_data.py --train_file a.txt --tokenizer_name DIR_OR_ID --b
 import dataclasses
 from pathlib import Path
 
-from recipe.command_line import CommandLine
+from recipe.arguments import CommandLine
 from recipe.data.prepare import add_source_arguments, prepare_dataset, source_from
 from recipe.data.shards import merge_shards, shard_dir
-from recipe.data.tokenizer import load_tokenizer
+from recipe.data.tokenizer import read_tokenizer
 from recipe.errors import UserError, run_main
 
 
@@ -41,7 +41,7 @@ def main() -> None:
         if args.tokenizer_name is None:
             raise UserError("pass --tokenizer_name, a folder or Hub id; scripts/train_tokenizer.py creates one")
         source = dataclasses.replace(source_from(args), num_shards=args.num_shards, shard_index=args.shard_index or 0)
-        tokenizer = load_tokenizer(args.tokenizer_name)
+        tokenizer = read_tokenizer(args.tokenizer_name)
         workers = args.preprocessing_num_workers
         prepare_dataset(source, directory, args.block_size, tokenizer, overwrite=args.overwrite, num_workers=workers)
     if args.merge_shards or args.num_shards == 1:

@@ -21,12 +21,12 @@ import textwrap
 import time
 from pathlib import Path
 
+from recipe.arguments import CommandLine
 from recipe.benchmark.ladder import build_rungs, choose_setting
 from recipe.benchmark.machine import find_machine
 from recipe.benchmark.measure import LAP
 from recipe.benchmark.peers import build_peers
 from recipe.benchmark.runner import LadderRunner
-from recipe.command_line import CommandLine
 from recipe.errors import UserError, run_main
 
 

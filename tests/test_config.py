@@ -9,7 +9,8 @@ import pytest
 from conftest import ROOT, run_script
 from transformers.trainer_utils import SchedulerType
 
-from recipe.command_line import CONFIGS_DIR, OTHER_NAMES, load_config, load_yaml
+from recipe.arguments import OTHER_NAMES
+from recipe.command_line import CONFIGS_DIR, load_config, load_yaml
 from recipe.config import SECTIONS, TrainConfig, save_config
 from recipe.errors import UserError
 from recipe.rules import SCHEDULES

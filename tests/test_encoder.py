@@ -1,24 +1,20 @@
-"""Encoding: tiktoken encodes only if its ids are the tokenizer's, and ids do not depend on pieces or threads."""
+"""Encoding: gigatoken encodes only if its ids are the tokenizer's, and ids do not depend on pieces or threads."""
 
+import itertools
 import json
+import os
 
+import gigatoken
 import numpy as np
 import pytest
 from conftest import make_documents
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import GPT2Tokenizer, PreTrainedTokenizerFast
 
 from recipe.data import encoder
 from recipe.data.documents import Piece
-from recipe.data.encoder import (
-    BETWEEN_TEXTS,
-    NotEqual,
-    build_encoder,
-    build_text_encoder,
-    count_token_bytes,
-    encode_pieces,
-    to_tiktoken,
-)
+from recipe.data.encoder import Gigatoken, build_encoder, build_text_encoder, count_token_bytes, encode_pieces
+from recipe.data.files import find_cut
 from recipe.data.tokenizer import load_tokenizer
 from recipe.errors import UserError
 
@@ -34,13 +30,19 @@ def tokenizer(tokenizer_dir):
     return load_tokenizer(str(tokenizer_dir))
 
 
+def ids_of(tokenizer, texts) -> list[list[int]]:
+    """What tokenizers itself returns for each text, special tokens as characters."""
+    backend = tokenizer.backend_tokenizer
+    backend.encode_special_tokens = True
+    return [backend.encode(text, add_special_tokens=False).ids for text in texts]
+
+
 @pytest.mark.parametrize("text", HARD + make_documents(20))
-def test_tiktoken_returns_the_tokenizers_ids(tokenizer, text):
+def test_gigatoken_returns_the_tokenizers_ids(tokenizer, text):
     """Even for text that looks like a special token, because only the packer ends documents."""
     encode, how = build_text_encoder(tokenizer, [])
-    assert how.startswith("tiktoken")
-    tokenizer.backend_tokenizer.encode_special_tokens = True
-    assert encode([text])[0].tolist() == tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+    assert how.startswith("gigatoken")
+    assert encode([text])[0].tolist() == ids_of(tokenizer, [text])[0]
     assert tokenizer.decode(encode([text])[0], clean_up_tokenization_spaces=False) == text
     assert tokenizer.eos_token_id not in encode([text])[0]
 
@@ -55,75 +57,121 @@ def changed(tokenizer, **parts) -> PreTrainedTokenizerFast:
     return wrapped(Tokenizer.from_str(json.dumps({**content, **parts})))
 
 
-def test_tiktoken_uses_the_tokenizers_split_pattern(tokenizer):
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+    r"\s+(?!\S)|\s+"
+)
+
+
+def test_gigatoken_uses_the_tokenizers_split_pattern(tokenizer):
     """Newer tokenizers split by a regular expression before ByteLevel."""
-    pattern = r"(?i:'s|'t)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    backend = changed(tokenizer).backend_tokenizer
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
+    other = changed(tokenizer)
+    other.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            pre_tokenizers.Split(Regex(LLAMA3), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    encode, how = build_text_encoder(wrapped(backend), make_documents(20))
-    assert how.startswith("tiktoken")
-    backend.encode_special_tokens = True
-    for text in HARD:
-        assert encode([text])[0].tolist() == backend.encode(text, add_special_tokens=False).ids
+    encode, how = build_text_encoder(other, make_documents(20))
+    assert how.startswith("gigatoken") and encode.takes_parts()
+    assert [encode([text])[0].tolist() for text in HARD] == ids_of(other, HARD) != ids_of(tokenizer, HARD)
 
 
-def test_tokenizers_encodes_what_tiktoken_cannot(tokenizer):
-    """The description of the encoder gives the reason."""
+def changes(tokenizer) -> dict[str, dict]:
+    """Changes of a tokenizer.json that gigatoken may refuse, ignore or implement."""
     content = json.loads(tokenizer.backend_tokenizer.to_str())
-    model = content["model"]
-    merges = [model["merges"][1], model["merges"][0], *model["merges"][2:]]
-    byte_level = content["pre_tokenizer"]
-    cases = [
-        ({"normalizer": json.loads(json.dumps({"type": "Lowercase"}))}, "normalizes"),
-        ({"pre_tokenizer": {**byte_level, "add_prefix_space": True}}, "adds a space"),
-        ({"pre_tokenizer": {"type": "Whitespace"}}, "by a single regular expression"),
-        ({"model": {**model, "merges": merges}}, "order of its merges"),
-        ({"model": {**model, "byte_fallback": True}}, "not a plain BPE"),
-        ({"added_tokens": [*content["added_tokens"], {**content["added_tokens"][0], "id": 500, "content": "<x>",
-                                                      "special": False}]}, "not special"),
-    ]  # fmt: skip
-    for parts, reason in cases:
-        other = changed(tokenizer, **parts)
-        with pytest.raises(NotEqual, match=reason):
-            to_tiktoken(other)
-        encode, how = build_text_encoder(other, ["some text"])
-        assert how.startswith("tokenizers (tiktoken cannot be used: this tokenizer") and reason in how
-        assert encode(["Some cat"])[0].tolist() == other.backend_tokenizer.encode("Some cat").ids
+    model, byte_level, special = content["model"], content["pre_tokenizer"], content["added_tokens"][0]
+    return {
+        "lower case": {"normalizer": {"type": "Lowercase"}},
+        "composed": {"normalizer": {"type": "NFC"}},
+        "words": {"pre_tokenizer": {"type": "Whitespace"}},
+        "no pattern": {"pre_tokenizer": {**byte_level, "use_regex": False}},
+        "space in front": {"pre_tokenizer": {**byte_level, "add_prefix_space": True}},
+        "order of merges": {"model": {**model, "merges": model["merges"][::-1]}},
+        "dropout": {"model": {**model, "dropout": 1.0}},
+        "byte fallback": {"model": {**model, "byte_fallback": True}},
+        "whole words": {"model": {**model, "ignore_merges": True}},
+        "added token": {"added_tokens": [special, {**special, "id": 500, "content": "the", "special": False}]},
+    }
 
 
-def test_tiktoken_is_checked_on_the_text(tokenizer, monkeypatch):
-    """tokenizers encodes if tiktoken's ids differ on a sample."""
-    monkeypatch.setattr(encoder, "GPT2_PATTERN", r"\S+|\s+")
-    encode, how = build_text_encoder(tokenizer, ["a plain text", *make_documents(5)])
-    assert how == "tokenizers (tiktoken cannot be used: its ids differ on this text)"
-    assert encode(["the cat"])[0].tolist() == tokenizer("the cat")["input_ids"]
+@pytest.mark.parametrize("name", changes(GPT2Tokenizer()))
+def test_no_part_of_a_tokenizer_is_lost(tokenizer, name):
+    """Whoever encodes, the ids are the tokenizer's; and documents are cut only where that changes nothing."""
+    other = changed(tokenizer, **changes(tokenizer)[name])
+    encode, how = build_text_encoder(other, make_documents(3))
+    assert how.startswith(("gigatoken (ids equal", "tokenizers (gigatoken cannot be used: "))
+    assert [encode([text])[0].tolist() for text in HARD] == ids_of(other, HARD)
+    text = "".join(make_documents(3))
+    if isinstance(encode, Gigatoken) and encode.takes_parts():
+        cuts = [0, find_cut(text, 200), find_cut(text, 400), len(text)]
+        parts = [text[start:end] for start, end in itertools.pairwise(cuts)]
+        assert encode(parts)[0].tolist() == ids_of(other, [text])[0]
+    else:
+        assert how.startswith("tokenizers") or name == "space in front"
+        assert name not in ("composed", "order of merges", "whole words")
+
+
+def test_an_encoder_with_other_ids_is_not_used(tokenizer, monkeypatch):
+    """tokenizers encodes if a single id differs on the sample; the description says so."""
+    real = gigatoken.Tokenizer.encode_batch
+
+    def wrong(self, texts, parallel):
+        return real(self, [text.replace("plain", "plane") for text in texts], parallel=parallel)
+
+    monkeypatch.setattr(gigatoken.Tokenizer, "encode_batch", wrong)
+    encode, how = build_text_encoder(tokenizer, [*make_documents(15), "a plain text"])
+    assert how == "tokenizers (gigatoken cannot be used: its ids differ on this text)"
+    assert encode(["a plain cat"])[0].tolist() == ids_of(tokenizer, ["a plain cat"])[0]
 
 
 def test_a_tokenizer_that_is_not_bpe_encodes_itself():
-    """tiktoken supports BPE only."""
+    """The description of the encoder gives gigatoken's reason in one line."""
     backend = Tokenizer(models.WordLevel({"a": 0, "<|endoftext|>": 1, "[UNK]": 2}, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     backend.decoder, backend.normalizer = decoders.WordPiece(), normalizers.NFC()
     encode, how = build_text_encoder(wrapped(backend), ["a b"])
-    assert "not a plain BPE" in how and encode(["a b"])[0].tolist() == [0, 2]
+    assert 'Unsupported model type "WordLevel"' in how and "Location" not in how
+    assert encode(["a b"])[0].tolist() == [0, 2]
 
 
 def test_texts_encoded_together_have_the_ids_of_each(tokenizer):
-    """This includes empty texts and a text that holds the internal separator."""
+    """This includes empty texts."""
     encode = build_text_encoder(tokenizer, [])[0]
-    for texts in (HARD, [], [""], ["", "", "a"], [*HARD, f"a{BETWEEN_TEXTS}b", "c"]):
+    for texts in (HARD, [], [""], ["", "", "a"], [*HARD, "c"]):
         ids, lengths = encode(texts)
         assert ids.dtype == np.uint32 and len(lengths) == len(texts)
-        backend = tokenizer.backend_tokenizer
-        backend.encode_special_tokens = True
-        expected = [backend.encode(text, add_special_tokens=False).ids for text in texts]
+        expected = ids_of(tokenizer, texts)
         assert lengths.tolist() == list(map(len, expected))
         assert ids.tolist() == [i for one in expected for i in one]
+
+
+def test_the_encoder_starts_over_when_its_cache_has_grown(tokenizer, monkeypatch):
+    """The ids stay the same, and the memory of text without common words stays below the limit."""
+    monkeypatch.setattr(encoder, "CACHE_BYTES", 2**20)
+    monkeypatch.setattr(encoder, "UNCHECKED_CHARACTERS", 10_000)
+    built = []
+    real = gigatoken.Tokenizer.from_json
+    monkeypatch.setattr(gigatoken.Tokenizer, "from_json", lambda content: built.append(1) or real(content))
+    encode = build_text_encoder(tokenizer, [])[0]
+    rng = np.random.default_rng(0)
+    texts = [" ".join(map(str, rng.integers(10**8, 10**9, 20_000))) for _ in range(20)]
+    assert [encode([text])[0].tolist() for text in texts[::10]] == ids_of(tokenizer, texts[::10])
+    for text in texts:
+        encode([text])
+    assert len(built) > 2
+
+
+def test_encoding_works_in_a_forked_process(tokenizer):
+    """A process that has encoded with threads may fork, and its child encode."""
+    pieces = [Piece("train", text, True) for text in make_documents(40)]
+    encode = build_encoder(tokenizer, pieces)[0]
+    expected = encode(pieces).ids
+    list(encode_pieces(encode, pieces, 2))
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if np.array_equal(encode(pieces).ids, expected) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 @pytest.mark.parametrize("num_workers", [1, 4])
@@ -134,11 +182,11 @@ def test_pieces_come_back_in_order(tokenizer, monkeypatch, num_workers, batch_ch
     splits = ["train", "train", "validation"]
     pieces = [Piece(splits[i % 3], text + "\u00e9", i % 4 != 0) for i, text in enumerate(make_documents(40))]
     batches = list(encode_pieces(build_encoder(tokenizer, pieces)[0], iter(pieces), num_workers))
-    assert sum(num_pieces for num_pieces, _ in batches) == len(pieces)
+    assert sum(batch.num_pieces for batch in batches) == len(pieces)
     backend = tokenizer.backend_tokenizer
     backend.encode_special_tokens = True
     for split in ("train", "validation"):
-        found = [part for _, parts in batches for part in parts if part.split == split]
+        found = [part for batch in batches for part in batch.splits if part.split == split]
         ids, ends, position = [], [], 0
         for piece in pieces:
             if piece.split == split:

@@ -14,7 +14,8 @@ from conftest import read_events
 from tqdm import tqdm
 
 import recipe.run.watch
-from recipe.command_line import OPTIONS, load_config
+from recipe.arguments import OPTIONS
+from recipe.command_line import load_config
 from recipe.data.batches import TrainBatches
 from recipe.hardware import devices
 from recipe.run.log import RunReport

@@ -4,7 +4,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,7 @@ class Piece(NamedTuple):
     split: str  # "train" or "validation"
     text: Text
     ends: bool  # whether the document ends with this piece
+    place: Any = None  # JSON: where the source can resume reading directly after this piece
 
 
 def split_documents(documents: Iterable[Part], percentage: float, exact: bool = True) -> Iterator[Piece]:

@@ -1,30 +1,41 @@
-"""Encode pieces of text as numpy arrays of token ids, with tiktoken if it returns exactly the tokenizer's ids.
+"""Encode pieces of text as numpy arrays of token ids, with gigatoken if it returns exactly the tokenizer's ids.
 
-tokenizers encodes about 3 MB/s per core into Python lists; tiktoken, with the same vocabulary and split pattern,
-encodes 20 to 30 MB/s into a buffer.
+tokenizers encodes about 3 MB/s per core into Python lists; gigatoken reads the same tokenizer.json and encodes over
+100 MB/s into an array.
 """
 
 import itertools
 import json
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import gigatoken
 import numpy as np
-import tiktoken
-from transformers import PreTrainedTokenizerBase
-from transformers.convert_slow_tokenizer import bytes_to_unicode
+import psutil
+from tokenizers.pre_tokenizers import ByteLevel
 
 from recipe.data.documents import SPLITS, Piece
-from recipe.errors import UserError
+from recipe.data.files import find_cut
+from recipe.data.tokenizer import TextTokenizer
+from recipe.errors import UserError, one_line
 
 BATCH_CHARACTERS = 500_000  # text that a thread encodes at a time
-BETWEEN_TEXTS = "\x00 gpt2-recipe: the next text \x01"  # cannot overlap itself: none of its prefixes is its suffix
+CACHE_BYTES = 128 * 2**20  # that gigatoken may take per thread before it starts over
+UNCHECKED_CHARACTERS = 16_000_000  # between two checks; in text without common words, they take 112 MB
 
-# GPT-2's pattern, by which tokenizers' ByteLevel splits text. The group turns all branches but the look-ahead into one
-# plain regular expression for tiktoken's engine, which is 1.3 times as fast.
-GPT2_PATTERN = r"""(?:'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+)|\s+(?!\S)|\s+"""
+# What tokenizers may disagree on: contractions, blanks, digits, other scripts, combining marks, emoji, control
+# characters, recent characters, special tokens in text.
+PROBE = f"""
+I'll say it's DON'T we've 'tis "quoted"  two   three\t\ttabs\r\n\r\n\n\n  lines.\n
+ \u00a0nbsp\u2028sep\u3000wide\u200bzero
+x = {{'a': [1, 23, 4567, 890123]}}  # 3.14 \u00bd \u0663\u0664 \u2167 !!!??? ---___ <|endoftext|> </s>
+\u732b\u304c\u597d\u304d \ud55c\uad6d\uc5b4 \u0627\u0644\u0639\u0631\u0628 \u0939\u093f\u0928\u094d\u0926\u0940
+e\u0301 na\u00efve \u0130\u0131 \ufb01 \u212b \U0001f469\u200d\U0001f680 \U0001d518 \U00031350 \ua7f1 \ufffd \ufeff
+\x00\x07\x1b\x7f\x85 {" " * 300}{"ab" * 200}
+last line"""
 
 
 class Encoded(NamedTuple):
@@ -36,11 +47,15 @@ class Encoded(NamedTuple):
     num_bytes: int  # of text
 
 
-class NotEqual(Exception):
-    """The reason why tiktoken cannot replace a tokenizer."""
+class EncodedBatch(NamedTuple):
+    """A batch of pieces in reading order."""
+
+    num_pieces: int
+    place: Any  # of its last piece
+    splits: list[Encoded]
 
 
-def build_encoder(tokenizer: PreTrainedTokenizerBase, sample: Sequence[Piece]) -> tuple[Callable, str, bool]:
+def build_encoder(tokenizer: TextTokenizer, sample: Sequence[Piece]) -> tuple[Callable, str, bool]:
     """Choose the encoder, pieces of one split -> `Encoded`, by the first pieces of the corpus.
 
     Returns the encoder, a description, and whether it can encode a document piece by piece. Raises `UserError` if the
@@ -49,12 +64,14 @@ def build_encoder(tokenizer: PreTrainedTokenizerBase, sample: Sequence[Piece]) -
     kind = type(sample[0].text) if sample else str
     if kind is str:
         encode, how = build_text_encoder(tokenizer, [piece.text for piece in sample])
-        takes_parts = how.startswith("tiktoken")
+        takes_parts = isinstance(encode, Gigatoken) and encode.takes_parts()
     else:
         token_bytes = count_token_bytes(tokenizer)
         head = [i for i in sample[0].text[:20].tolist() if 0 <= i < len(token_bytes)]  # others raise an error below
-        how = f"taken unchanged from the data, which begins {tokenizer.decode(head)!r}"
+        text = tokenizer.backend_tokenizer.decode(head, skip_special_tokens=False)
+        how = f"taken unchanged from the data, which begins {text!r}"
         takes_parts = True
+    eos_token_id = tokenizer.eos_token_id
 
     def encode_batch(pieces: Sequence[Piece]) -> Encoded:
         texts = [piece.text for piece in pieces]
@@ -71,13 +88,13 @@ def build_encoder(tokenizer: PreTrainedTokenizerBase, sample: Sequence[Piece]) -
                 raise UserError(f"{found}; pass the tokenizer that made the data")
             ids, num_bytes = ids.astype(np.uint32), int(token_bytes[ids].sum())
         ends = np.cumsum(lengths)[[piece.ends for piece in pieces]]
-        ids = np.insert(ids, ends, tokenizer.eos_token_id)
+        ids = np.insert(ids, ends, eos_token_id)
         return Encoded(pieces[0].split, ids, ends + np.arange(1, len(ends) + 1), num_bytes)
 
     return encode_batch, how, takes_parts
 
 
-def build_text_encoder(tokenizer: PreTrainedTokenizerBase, sample: Sequence[str]) -> tuple[Callable, str]:
+def build_text_encoder(tokenizer: TextTokenizer, sample: Sequence[str]) -> tuple[Callable, str]:
     """Choose the fastest encoder that returns the tokenizer's ids on `sample`. Returns it and its description.
 
     It maps texts to their concatenated ids (uint32 [tokens]) and the number of ids of each (int64 [texts]). It never
@@ -94,39 +111,58 @@ def build_text_encoder(tokenizer: PreTrainedTokenizerBase, sample: Sequence[str]
         return np.fromiter(itertools.chain.from_iterable(ids), np.uint32, lengths.sum()), lengths
 
     try:
-        encoding = to_tiktoken(tokenizer)
-    except NotEqual as reason:
-        return plain, f"tokenizers (tiktoken cannot be used: this tokenizer {reason})"
-
-    between_id = encoding.encode_single_token(BETWEEN_TEXTS)
-
-    def encode(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        # One call for many texts, because a thread waits for Python's lock after each call.
-        joined = BETWEEN_TEXTS.join(texts)
-        if joined.count(BETWEEN_TEXTS) != len(texts) - 1:  # no texts, or a text holds the separator
-            return plain(texts)
-        try:
-            ids = encoding.encode_to_numpy(joined, allowed_special={BETWEEN_TEXTS}, disallowed_special=())
-        except ValueError:  # its regular expressions fail on a million blanks in a row (tiktoken 0.14)
-            return plain(texts)
-        between = np.flatnonzero(ids == between_id)
-        return np.delete(ids, between), np.diff(between, prepend=-1, append=len(ids)) - 1
-
-    if not all(map(np.array_equal, encode(sample), plain(sample))):
-        return plain, "tokenizers (tiktoken cannot be used: its ids differ on this text)"
+        encode = Gigatoken(backend.to_str())
+    except RuntimeError as error:
+        return plain, f"tokenizers (gigatoken cannot be used: {one_line(error).partition(' Location:')[0]})"
+    texts = [PROBE, *sample]
+    for start in range(0, len(texts), 10):  # tokenizers needs hundreds of bytes of memory per token
+        some = texts[start : start + 10]
+        if not all(map(np.array_equal, encode(some), plain(some))):
+            return plain, "tokenizers (gigatoken cannot be used: its ids differ on this text)"
     num_bytes = sum(len(text.encode()) for text in sample)
-    return encode, f"tiktoken (ids equal to tokenizers' on the first {num_bytes:,} bytes)"
+    return encode, f"gigatoken (ids equal to tokenizers' on the first {num_bytes:,} bytes)"
 
 
-def encode_pieces(encode: Callable, pieces: Iterable[Piece], num_workers: int) -> Iterator[tuple[int, list[Encoded]]]:
-    """Yield batches of (number of pieces, tokens of each split) in reading order, whatever the number of threads.
+class Gigatoken(threading.local):
+    """Maps texts to (ids, lengths) as `build_text_encoder` describes. Each thread builds its own, in 0.1 s."""
+
+    def __init__(self, tokenizer_json: str) -> None:
+        """Raise `RuntimeError` for a tokenizer that gigatoken does not support."""
+        self.content = json.loads(tokenizer_json)
+        if (self.content["pre_tokenizer"] or {}).get("use_regex") is False:  # gigatoken 0.10.0 ignores it
+            raise RuntimeError("the tokenizer does not split text into words")
+        self.content["added_tokens"] = [token for token in self.content["added_tokens"] if not token["special"]]
+        self.tokenizer = gigatoken.Tokenizer.from_json(json.dumps(self.content))
+        self.unchecked, self.first_bytes = 0, psutil.Process().memory_info().rss
+
+    def __call__(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        rows = self.tokenizer.encode_batch(list(texts), parallel=False).layout
+        self.unchecked += sum(map(len, texts))
+        if self.unchecked > UNCHECKED_CHARACTERS:
+            # gigatoken 0.10.0 keeps the ids of every word for ever; the fix came after it (gigatoken#36).
+            self.unchecked, grown = 0, psutil.Process().memory_info().rss - self.first_bytes
+            if grown > CACHE_BYTES * threading.active_count():
+                self.tokenizer = gigatoken.Tokenizer.from_json(json.dumps(self.content))
+        return rows.content.data, np.diff(rows.offsets.data)
+
+    def takes_parts(self) -> bool:
+        """Return whether encoding the parts of a text that `find_cut` cuts gives the ids of the text."""
+        if self.content["model"].get("byte_fallback"):  # like SentencePiece, it merges across words
+            return False
+        cuts = [0, *(find_cut(PROBE, end) for end in range(100, len(PROBE), 20)), len(PROBE)]
+        parts = [PROBE[start:end] for start, end in itertools.pairwise(cuts)]
+        return np.array_equal(self(parts)[0], self([PROBE])[0])
+
+
+def encode_pieces(encode: Callable, pieces: Iterable[Piece], num_workers: int) -> Iterator[EncodedBatch]:
+    """Yield the tokens of batches of pieces in reading order, whatever the number of threads.
 
     Threads encode in parallel, since both encoders release Python's lock. Only a few batches are in memory.
     """
 
-    def encode_batch(batch: list[Piece]) -> tuple[int, list[Encoded]]:
+    def encode_batch(batch: list[Piece]) -> EncodedBatch:
         by_split = [[piece for piece in batch if piece.split == split] for split in SPLITS]
-        return len(batch), [encode(of_split) for of_split in by_split if of_split]
+        return EncodedBatch(len(batch), batch[-1].place, [encode(of_split) for of_split in by_split if of_split])
 
     with ThreadPoolExecutor(num_workers) as threads:
         running: deque = deque()
@@ -147,7 +183,7 @@ def join_pieces(pieces: Iterable[Piece]) -> Iterator[Piece]:
     for piece in pieces:
         begun.append(piece.text)
         if piece.ends:
-            yield piece if len(begun) == 1 else Piece(piece.split, "".join(begun), True)
+            yield piece if len(begun) == 1 else piece._replace(text="".join(begun))
             begun = []
 
 
@@ -163,58 +199,14 @@ def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
-def to_tiktoken(tokenizer: PreTrainedTokenizerBase) -> tiktoken.Encoding:
-    """Build the same byte-level BPE for tiktoken. Raises `NotEqual` if tiktoken lacks a part of it."""
-    content = json.loads(tokenizer.backend_tokenizer.to_str())
-    model = content["model"]
-    extras = ("dropout", "byte_fallback", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")
-    if model["type"] != "BPE" or any(model.get(extra) for extra in extras):
-        raise NotEqual("is not a plain BPE")
-    if content["normalizer"] is not None:
-        raise NotEqual("normalizes text")
-    if not all(token["special"] for token in content["added_tokens"]):
-        raise NotEqual("has added tokens that are not special")
-    pattern = _split_pattern(content["pre_tokenizer"])
-    to_byte = {char: byte for byte, char in bytes_to_unicode().items()}
-    vocabulary = model["vocab"]
-    special = {token["content"] for token in content["added_tokens"]}
-    try:
-        ranks = {bytes(to_byte[c] for c in token): i for token, i in vocabulary.items() if token not in special}
-        merged = [vocabulary["".join(pair if isinstance(pair, list) else pair.split(" "))] for pair in model["merges"]]
-    except KeyError as error:
-        raise NotEqual("has a vocabulary that is not byte-level") from error
-    if any(bytes([byte]) not in ranks for byte in range(256)):
-        raise NotEqual("has no token for some byte")
-    if merged != sorted(merged) or len(merged) != len(ranks) - 256:
-        raise NotEqual("has ids that do not follow the order of its merges")
-    # Without any special token, tiktoken 0.14 searches for one at every character and takes almost twice as long.
-    between = {BETWEEN_TEXTS: 1 + max([*vocabulary.values(), *(token["id"] for token in content["added_tokens"])])}
-    return tiktoken.Encoding("gpt2-recipe", pat_str=pattern, mergeable_ranks=ranks, special_tokens=between)
-
-
-def count_token_bytes(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+def count_token_bytes(tokenizer: TextTokenizer) -> np.ndarray:
     """Count the bytes of text of each id, int64 [vocabulary]; special tokens have none."""
-    characters, special = set(bytes_to_unicode().values()), set(tokenizer.all_special_tokens)
+    characters, backend = set(ByteLevel.alphabet()), tokenizer.backend_tokenizer
+    special = {tokenizer.eos_token, *(t.content for t in backend.get_added_tokens_decoder().values() if t.special)}
     counts = np.zeros(len(tokenizer), np.int64)
-    for token, index in tokenizer.get_vocab().items():
+    for token, index in backend.get_vocab().items():
         if token not in special:
             if not characters.issuperset(token):
                 raise UserError(f"tokenized data needs a byte-level tokenizer; this one has the token '{token}'")
             counts[index] = len(token)
     return counts
-
-
-def _split_pattern(pre_tokenizer: dict | None) -> str:
-    """Return the regular expression that splits text before merging: that of ByteLevel, or of a Split before it."""
-    pre_tokenizer = pre_tokenizer or {}
-    *splits, byte_level = pre_tokenizer.get("pretokenizers") or [pre_tokenizer]
-    if byte_level.get("add_prefix_space"):
-        raise NotEqual("adds a space in front of text")
-    if byte_level.get("type") == "ByteLevel":
-        if not splits and byte_level.get("use_regex", True):
-            return GPT2_PATTERN
-        if len(splits) == 1 and splits[0]["type"] == "Split" and not byte_level.get("use_regex", True):
-            pattern = splits[0]["pattern"].get("Regex")
-            if pattern is not None and splits[0]["behavior"] == "Isolated" and not splits[0]["invert"]:
-                return pattern
-    raise NotEqual("does not split text by a single regular expression")

@@ -14,13 +14,16 @@ import copy
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from recipe.data.documents import SPLITS
-from recipe.data.tokenizer import load_tokenizer, tokenizer_sha256
+from recipe.data.tokenizer import load_saved_tokenizer
 from recipe.errors import UserError, short_reason
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 FORMAT_VERSION = 3
 ROWS_NAME = "rows.json"
@@ -48,13 +51,9 @@ class PackedDataset:
         counts = self.metadata["splits"][split]
         return counts["tokens"] / counts["bytes"]
 
-    def load_tokenizer(self) -> PreTrainedTokenizerBase:
+    def load_tokenizer(self) -> "PreTrainedTokenizerBase":
         """Load the tokenizer that made the ids. Raises `UserError` if its files have changed."""
-        tokenizer = load_tokenizer(str(self.directory / "tokenizer"))
-        if (tokenizer_sha256(tokenizer), len(tokenizer)) != (self.metadata["tokenizer_sha256"], self.vocab_size):
-            made = "the tokenizer that made this dataset"
-            raise UserError(f"{self.directory}/tokenizer is not {made}; prepare the dataset again")
-        return tokenizer
+        return load_saved_tokenizer(self.directory / "tokenizer", self.metadata["tokenizer_sha256"])
 
 
 class PackedSplit:

@@ -12,15 +12,19 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
-
 from recipe.config import TrainConfig
 from recipe.data.documents import Piece, hash64
 from recipe.data.encoder import build_encoder, encode_pieces, join_pieces
 from recipe.data.files import ReadReport
 from recipe.data.packed import FORMAT_VERSION, PackedDataset, open_packed_dataset
 from recipe.data.text import TextSource, name_of_text
-from recipe.data.tokenizer import describe_vocabulary, load_tokenizer, tokenizer_sha256, train_tokenizer
+from recipe.data.tokenizer import (
+    TextTokenizer,
+    describe_vocabulary,
+    read_tokenizer,
+    tokenizer_sha256,
+    train_tokenizer,
+)
 from recipe.data.writer import PackedWriter
 from recipe.environment import count_cpus
 from recipe.errors import UserError
@@ -39,7 +43,7 @@ def prepare_dataset(
     source: TextSource,
     directory: Path,
     block_size: int,
-    tokenizer: PreTrainedTokenizerBase | None,
+    tokenizer: TextTokenizer | None,
     tokenizer_vocab_size: int | None = None,
     overwrite: bool = False,
     num_workers: int | None = None,
@@ -84,7 +88,7 @@ def _pack(
     directory: Path,
     fingerprint: str,
     block_size: int,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: TextTokenizer,
     overwrite: bool,
     num_workers: int,
 ) -> dict:
@@ -105,7 +109,7 @@ def _pack(
         pieces = itertools.islice(pieces, writer.pieces_done, None)
         uncommitted = 0
         with PreparationProgress(source.num_bytes, num_bytes_done) as progress:
-            for num_pieces, batch in encode_pieces(encode, pieces, num_workers):
+            for num_pieces, _, batch in encode_pieces(encode, pieces, num_workers):
                 for split, ids, ends, num_bytes in batch:
                     writer.splits[split].add(ids, num_bytes, ends)
                     uncommitted += num_bytes
@@ -126,7 +130,7 @@ def _pack(
 
 
 def open_pieces(
-    source: TextSource, tokenizer: PreTrainedTokenizerBase, report: ReadReport | None = None
+    source: TextSource, tokenizer: TextTokenizer, report: ReadReport | None = None
 ) -> tuple[Callable, str, Iterator[Piece]]:
     """Return the encoder for a text, its description, and the pieces of the text for it."""
     pieces = source.pieces(report, tokenizer.eos_token_id)
@@ -150,7 +154,7 @@ def open_pieces(
 
 
 def fingerprint_of(
-    source: TextSource, block_size: int, tokenizer: PreTrainedTokenizerBase | None, tokenizer_vocab_size: int | None
+    source: TextSource, block_size: int, tokenizer: TextTokenizer | None, tokenizer_vocab_size: int | None
 ) -> str:
     """Hash what determines a packed dataset: text, tokenizer (or the size of the one to train), row length."""
     identity = tokenizer_sha256(tokenizer) if tokenizer else f"bpe {tokenizer_vocab_size}"
@@ -187,7 +191,7 @@ def open_dataset_for(config: TrainConfig, source: str | Path | None = None) -> P
     """
     if source is not None and config.tokenizer_name == config.model_name_or_path:
         config = dataclasses.replace(config, tokenizer_name=str(source))
-    tokenizer = load_tokenizer(config.tokenizer_name) if config.tokenizer_name else None
+    tokenizer = read_tokenizer(config.tokenizer_name) if config.tokenizer_name else None
     if config.dataset_dir is not None:
         dataset = open_packed_dataset(Path(config.dataset_dir), config.block_size)
         if tokenizer is not None and tokenizer_sha256(tokenizer) != dataset.metadata["tokenizer_sha256"]:

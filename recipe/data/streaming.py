@@ -24,7 +24,7 @@ from recipe.data.encoder import encode_pieces
 from recipe.data.packed import PackedDataset, pack_rows
 from recipe.data.prepare import open_pieces, source_from
 from recipe.data.text import TextSource
-from recipe.data.tokenizer import load_tokenizer
+from recipe.data.tokenizer import read_tokenizer
 from recipe.environment import count_cpus, count_local_processes
 from recipe.errors import ProcessError, UserError
 
@@ -72,7 +72,7 @@ class StreamedRows(IterableDataset):
 
         The first window is the first that begins at or after `start`.
         """
-        tokenizer, num_rows = load_tokenizer(str(self.tokenizer_dir)), self.order.num_rows
+        tokenizer, num_rows = read_tokenizer(str(self.tokenizer_dir)), self.order.num_rows
         window_tokens = num_rows * self.block_size
         window = -(-self.start.token // window_tokens)
         piece, token = self.start
@@ -81,7 +81,7 @@ class StreamedRows(IterableDataset):
         while True:
             encode, _, pieces = open_pieces(self.source, tokenizer)
             pieces = (piece for piece in pieces if piece.split == "train")
-            for num_pieces, batch in encode_pieces(encode, itertools.islice(pieces, piece, None), self.num_threads):
+            for num_pieces, _, batch in encode_pieces(encode, itertools.islice(pieces, piece, None), self.num_threads):
                 ids += [encoded.ids for encoded in batch]
                 piece += num_pieces
                 token += sum(len(encoded.ids) for encoded in batch)

@@ -1,17 +1,79 @@
-"""Tokenizers: load, train, identify, save."""
+"""Tokenizers: read, load, train, identify, save.
 
+Preparing data takes a tokenizer.json as it is. transformers, which takes seconds to import, is needed only for models,
+to train a tokenizer, and for one that is saved in other files.
+"""
+
+import contextlib
+import functools
 import hashlib
 import json
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerBase
+from tokenizers import Tokenizer
 
 from recipe.errors import UserError, check_local_path, one_line
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-def load_tokenizer(name_or_path: str, revision: str | None = None) -> PreTrainedTokenizerBase:
+
+@dataclass
+class TextTokenizer:
+    """A tokenizer.json and its tokenizer_config.json, with the names that transformers' tokenizers have."""
+
+    backend_tokenizer: Tokenizer
+    config: dict
+    model_max_length: int | None = None
+
+    @property
+    def eos_token(self) -> str | None:
+        token = self.config.get("eos_token")
+        return token["content"] if isinstance(token, dict) else token
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self.backend_tokenizer.token_to_id(self.eos_token) if self.eos_token else None
+
+    def __len__(self) -> int:
+        return self.backend_tokenizer.get_vocab_size()
+
+    @functools.cached_property
+    def sha256(self) -> str:
+        return _sha256(self)
+
+    def save_pretrained(self, directory: Path) -> None:
+        """Write both files."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self.backend_tokenizer.save(str(directory / "tokenizer.json"))
+        config = self.config | {"model_max_length": self.model_max_length}
+        (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def read_tokenizer(name_or_path: str) -> "TextTokenizer | PreTrainedTokenizerBase":
+    """Read a tokenizer from a folder or the Hub, without transformers if its files say everything.
+
+    Raises `UserError` if it lacks an end-of-text token.
+    """
+    check_local_path(name_or_path)
+    with contextlib.suppress(Exception):  # load_tokenizer raises the error that says what is wrong
+        from huggingface_hub import hf_hub_download
+
+        folder, names = Path(name_or_path), ("tokenizer.json", "tokenizer_config.json")
+        paths = [folder / name if folder.is_dir() else hf_hub_download(name_or_path, name) for name in names]
+        tokenizer = TextTokenizer(Tokenizer.from_file(str(paths[0])), json.loads(Path(paths[1]).read_text("utf-8")))
+        if tokenizer.eos_token_id is not None:
+            return tokenizer
+    return load_tokenizer(name_or_path)
+
+
+def load_tokenizer(name_or_path: str, revision: str | None = None) -> "PreTrainedTokenizerBase":
     """Load a fast tokenizer from a folder or the Hub. Raises `UserError` if it lacks an end-of-text token."""
+    from transformers import AutoTokenizer
+
     check_local_path(name_or_path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, revision=revision)
@@ -28,32 +90,51 @@ def load_tokenizer(name_or_path: str, revision: str | None = None) -> PreTrained
     return tokenizer
 
 
-def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
+def load_saved_tokenizer(directory: Path, sha256: str) -> "PreTrainedTokenizerBase":
+    """Load the tokenizer of a packed dataset for a model. Raises `UserError` if its `tokenizer_sha256` is another."""
+    tokenizer = load_tokenizer(str(directory))
+    if tokenizer_sha256(tokenizer) != sha256:
+        # Some classes of transformers 5 rebuild the tokenizer differently (transformers#45920); this one does not.
+        from transformers import PreTrainedTokenizerFast
+
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
+    if tokenizer_sha256(tokenizer) != sha256:
+        raise UserError(f"{directory} is not the tokenizer that made this dataset; prepare the dataset again")
+    return tokenizer
+
+
+def train_tokenizer(documents: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerBase":
     """Train a byte-level BPE like GPT-2's: it encodes any text, and `<|endoftext|>` ends documents.
 
     A small text may yield fewer than vocab_size tokens, but at least 257.
     """
+    from transformers import GPT2Tokenizer
+
     size = 100_000  # slices long texts, because a single thread counts each
     slices = (text[start : start + size] for text in documents for start in range(0, len(text), size))
     return GPT2Tokenizer().train_new_from_iterator(slices, vocab_size=vocab_size, show_progress=False)
 
 
-def describe_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> str:
+def describe_vocabulary(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> str:
     """Return the size of a newly trained tokenizer, and why it is not vocab_size."""
     if len(tokenizer) == vocab_size:
         return f"{vocab_size:,} tokens"
     return f"{len(tokenizer):,} tokens (the text is too small for the requested {vocab_size:,})"
 
 
-def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
+def tokenizer_sha256(tokenizer: "TextTokenizer | PreTrainedTokenizerBase") -> str:
     """Hash everything that turns text into ids. Saving and loading does not change it."""
+    return tokenizer.sha256 if isinstance(tokenizer, TextTokenizer) else _sha256(tokenizer)
+
+
+def _sha256(tokenizer: "TextTokenizer | PreTrainedTokenizerBase") -> str:
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     relevant = {key: content[key] for key in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
     relevant["eos_token_id"] = tokenizer.eos_token_id
     return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()
 
 
-def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path, block_size: int) -> None:
+def save_tokenizer(tokenizer: "TextTokenizer | PreTrainedTokenizerBase", directory: Path, block_size: int) -> None:
     """Save a tokenizer with the context length of its model."""
     tokenizer.model_max_length = block_size
     tokenizer.save_pretrained(directory)

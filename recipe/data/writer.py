@@ -15,11 +15,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 from filelock import FileLock, Timeout
-from transformers import PreTrainedTokenizerBase
 
 from recipe.data.documents import SPLITS
 from recipe.data.packed import FORMAT_VERSION, ROWS_NAME, pack_rows
-from recipe.data.tokenizer import save_tokenizer, tokenizer_sha256
+from recipe.data.tokenizer import TextTokenizer, save_tokenizer, tokenizer_sha256
 from recipe.errors import UserError
 
 COUNTS = ("documents", "tokens", "bytes", "rows", "max_token_id", "long_documents", "tokens_in_long_documents")
@@ -37,17 +36,20 @@ class SplitWriter:
         self, directory: Path, split: str, block_size: int, vocab_size: int, saved: dict | None = None
     ) -> None:
         """saved: what `commit` returned; the file is truncated to that state."""
-        import datasets  # not at the top, because training on a packed dataset does not need it
-
         self.directory, self.split, self.block_size, self.vocab_size = directory / split, split, block_size, vocab_size
         self.dtype = np.uint16 if vocab_size <= 2**16 else np.int32
-        column = datasets.List(datasets.Value(np.dtype(self.dtype).name), length=block_size + 1)
-        self.features = datasets.Features({"input_ids": column})
-        self.info = datasets.DatasetInfo(features=self.features)
+        name, width = np.dtype(self.dtype).name, block_size + 1
+        # As `datasets` describes a list of fixed length, without its import, which takes a second.
+        column = {"feature": {"dtype": name, "_type": "Value"}, "length": width, "_type": "List"}
+        self.info = {"features": {"input_ids": column}}
+        self.schema = pa.schema(
+            {"input_ids": pa.list_(pa.from_numpy_dtype(self.dtype), width)},
+            {"huggingface": json.dumps({"info": self.info})},
+        )
         path = self.directory / DATA_NAME
         if saved is None:
             self.directory.mkdir(parents=True)
-            size = path.write_bytes(self.features.arrow_schema.serialize())
+            size = path.write_bytes(self.schema.serialize())
             # batches: [offset of the ids in the file, rows] of each; document_tokens: of the document that has begun
             saved = {"sha256": "", "document_tokens": 0, "batches": [], "pending": []}
             saved |= {"file_bytes": size, "counts": dict.fromkeys(COUNTS, 0)}
@@ -86,10 +88,11 @@ class SplitWriter:
         if num_rows:
             hashed = self.state["sha256"].encode() + hashlib.sha256(rows.data).digest()
             self.state["sha256"] = hashlib.sha256(hashed).hexdigest()
-            column = pa.FixedSizeListArray.from_arrays(pa.array(rows.reshape(-1)), self.block_size + 1)
-            message = pa.record_batch([column], schema=self.features.arrow_schema).serialize()
-            values = pa.ipc.read_record_batch(message, self.features.arrow_schema).column(0).values.buffers()[1]
-            self.state["batches"].append([self.file.tell() + values.address - message.address, num_rows])
+            values = pa.Array.from_buffers(pa.from_numpy_dtype(self.dtype), rows.size, [None, pa.py_buffer(rows)])
+            column = pa.FixedSizeListArray.from_arrays(values, self.block_size + 1)
+            message = pa.record_batch([column], schema=self.schema).serialize()
+            written = pa.ipc.read_record_batch(message, self.schema).column(0).values.buffers()[1]
+            self.state["batches"].append([self.file.tell() + written.address - message.address, num_rows])
             self.file.write(message)
             self.counts["rows"] += num_rows
         self.pending = [stream[num_rows * self.block_size :].copy()]  # starts with the last token written
@@ -103,7 +106,7 @@ class SplitWriter:
         self.commit()
         self.file.write(ARROW_END_OF_STREAM)
         self.file.close()
-        self.info.write_to_directory(str(self.directory))
+        (self.directory / "dataset_info.json").write_text(json.dumps(self.info))
         batches = [[DATA_NAME, offset, num_rows] for offset, num_rows in self.state["batches"]]
         layout = {"block_size": self.block_size, "dtype": np.dtype(self.dtype).name, "batches": batches}
         return {**self.counts, **write_index(self.directory, self.split, self.state["sha256"], [DATA_NAME], layout)}
@@ -164,7 +167,7 @@ class PackedWriter:
             os.fsync(file.fileno())
         os.replace(written, self.partial / "journal.json")
 
-    def finish(self, tokenizer: PreTrainedTokenizerBase, about: dict) -> dict:
+    def finish(self, tokenizer: TextTokenizer, about: dict) -> dict:
         """Complete the dataset and move it to its final name. Returns its metadata.
 
         about: its source, fingerprint, shard (index and number of shards) and whole_sha256 (equal for all shards).

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipe.command_line import OPTIONS
+from recipe.arguments import OPTIONS
 from recipe.model.weights import WEIGHTS_NAME
 from recipe.publish.public import read_events, read_options
 

@@ -4,8 +4,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from recipe.arguments import OPTIONS
 from recipe.checkpoint.load import IDENTITY_OPTIONS
-from recipe.command_line import CONFIGS_DIR, OPTIONS, load_yaml
+from recipe.command_line import CONFIGS_DIR, load_yaml
 from recipe.config import MUON_OPTIONS, STANDARD_LIBRARY
 from recipe.environment import describe_machine
 from recipe.model.build import MODEL_OPTIONS

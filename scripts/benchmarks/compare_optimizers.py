@@ -16,9 +16,10 @@ import json
 import tempfile
 from pathlib import Path
 
+from recipe.arguments import CommandLine
 from recipe.benchmark.measure import end_programs, finish_results, replace_file, to_arguments
 from recipe.benchmark.optimizers import Comparison, Run, Side, build_sides, summarize, to_markdown
-from recipe.command_line import CommandLine, load_config
+from recipe.command_line import load_config
 from recipe.data.prepare import open_dataset_for
 from recipe.errors import UserError, run_main
 

@@ -13,8 +13,8 @@ import platform
 import tempfile
 from pathlib import Path
 
+from recipe.arguments import CommandLine
 from recipe.benchmark.measure import TRAIN, finish_results, run_python
-from recipe.command_line import CommandLine
 from recipe.errors import run_main
 
 NO_HUGE_PAGES, HUGE_PAGES = (f"import os; os.environ['THP_MEM_ALLOC_ENABLE'] = '{on}'\n" for on in "01")

@@ -19,8 +19,8 @@ import numpy as np
 import psutil
 import torch
 
+from recipe.arguments import CommandLine
 from recipe.benchmark.measure import finish_results, run_python
-from recipe.command_line import CommandLine
 from recipe.data.batches import TrainOrder, build_train_batches
 from recipe.data.files import read_standard_library
 from recipe.data.packed import open_packed_dataset

@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from recipe.command_line import CommandLine
+from recipe.arguments import CommandLine
 from recipe.errors import UserError, run_main
 
 FILES = {  # of each package: the text files in it

@@ -25,6 +25,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from recipe.arguments import CommandLine
 from recipe.benchmark.faults import (
     UNSETTLED_STEPS,
     Life,
@@ -39,7 +40,7 @@ from recipe.benchmark.faults import (
 from recipe.benchmark.interrupted import InterruptedRun, Program, build_programs
 from recipe.benchmark.measure import Setting, end_programs, finish_results, replace_file
 from recipe.checkpoint.manifest import why_damaged
-from recipe.command_line import CommandLine, load_config
+from recipe.command_line import load_config
 from recipe.data.prepare import open_dataset_for
 from recipe.errors import UserError, run_main
 

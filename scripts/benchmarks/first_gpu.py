@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from recipe.arguments import CommandLine
 from recipe.benchmark.ladder import choose_setting
 from recipe.benchmark.machine import Machine, find_machine
 from recipe.benchmark.measure import (
@@ -42,7 +43,6 @@ from recipe.benchmark.measure import (
     why_it_ended,
 )
 from recipe.benchmark.peers import build_nanogpt, measure_peer
-from recipe.command_line import CommandLine
 from recipe.data.packed import open_packed_dataset
 from recipe.errors import UserError, run_main
 from recipe.run.stop import EXIT_STOPPED

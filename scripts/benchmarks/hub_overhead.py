@@ -14,8 +14,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from recipe.arguments import CommandLine
 from recipe.benchmark.measure import TRAIN, compare_windows, finish_results
-from recipe.command_line import CommandLine
 from recipe.errors import run_main
 
 STAND_IN = TRAIN.parent.parent / "tests" / "hub_stand_in.py"

@@ -21,9 +21,9 @@ from torch.utils.benchmark import Timer
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.activations import ACT2FN
 
+from recipe.arguments import CommandLine
 from recipe.benchmark.machine import current_device
 from recipe.benchmark.measure import replace_file
-from recipe.command_line import CommandLine
 from recipe.errors import run_main
 from recipe.hardware.accelerator import persist_compile_cache
 from recipe.model.attention import SDPA_WITHOUT_MASK

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from recipe.arguments import CommandLine
 from recipe.benchmark.measure import (
     TRAIN,
     end_program,
@@ -27,7 +28,7 @@ from recipe.benchmark.measure import (
     utc_now,
     why_it_ended,
 )
-from recipe.command_line import CommandLine, load_config
+from recipe.command_line import load_config
 from recipe.data.prepare import open_dataset_for
 from recipe.environment import describe_environment
 from recipe.errors import run_main

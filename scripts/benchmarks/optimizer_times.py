@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from accelerate.utils import set_seed
 
+from recipe.arguments import CommandLine
 from recipe.benchmark.ladder import GPT2_VOCAB_SIZE
 from recipe.benchmark.measure import finish_results
-from recipe.command_line import CommandLine, load_config
+from recipe.command_line import load_config
 from recipe.errors import UserError, did_you_mean, run_main
 from recipe.hardware.accelerator import build_accelerator, build_module
 from recipe.hardware.memory import plan_device

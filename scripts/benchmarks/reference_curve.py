@@ -11,7 +11,7 @@ import re
 import statistics
 from pathlib import Path
 
-from recipe.command_line import CommandLine
+from recipe.arguments import CommandLine
 from recipe.errors import UserError, run_main
 from recipe.publish.facts import read_facts
 

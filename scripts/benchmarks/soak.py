@@ -15,10 +15,10 @@ import tempfile
 import time
 from pathlib import Path
 
+from recipe.arguments import CommandLine
 from recipe.benchmark.measure import TRAIN, end_program, end_programs, finish_results, start_program
 from recipe.checkpoint.load import find_checkpoint, list_checkpoints
 from recipe.checkpoint.manifest import why_damaged
-from recipe.command_line import CommandLine
 from recipe.errors import UserError, run_main
 
 STEPS_PER_KILL = 150  # more than run between two kills, so that the last kill comes before the end

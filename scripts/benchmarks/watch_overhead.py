@@ -13,8 +13,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from recipe.arguments import CommandLine
 from recipe.benchmark.measure import TRAIN, compare_windows, finish_results
-from recipe.command_line import CommandLine
 from recipe.errors import UserError, run_main
 
 WINDOW = 50  # steps
