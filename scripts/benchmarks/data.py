@@ -1,8 +1,9 @@
 """Measure data preparation and reading on this machine, each against a baseline in the same run.
 
-python scripts/benchmarks/data.py --tokenizer_name openai-community/gpt2 --output_file scripts/benchmarks/data_cpu.json
+pip install tiktoken
+python scripts/benchmarks/data.py --tokenizer_name DIR --output_file scripts/benchmarks/data_cpu.json
 
-The text is synthetic: lines of the Python standard library in random order. Times of whole commands include the start
+DIR holds GPT-2's tokenizer.json. The text is synthetic: lines of the Python standard library in random order. Times of whole commands include the start
 of the process.
 """
 
@@ -29,28 +30,44 @@ from recipe.data.writer import PackedWriter
 from recipe.environment import count_cpus
 from recipe.errors import run_main
 
-SPEED_MEGABYTES = 200  # of text in the comparison of speed
+SPEED_MEGABYTES = (200, 2000)  # of text in the comparison of speed; the other programs encode the first
 MEMORY_MEGABYTES = (50, 500, 2000)  # texts whose preparation's peak memory is compared
 NUM_TOKENS = 1_000_000_000  # of the large dataset that is opened
 PART_TOKENS = 10_000_000  # written at a time
 
-# The usual preparation script (after nanoGPT's): datasets.map with tiktoken, Python lists, then a memory map.
-# tiktoken would download its GPT-2 encoding; this is the same one: its pattern with the tokenizer's merges.
-BASELINE = """
-import sys
-import datasets, numpy as np, tiktoken
+# tiktoken would download its GPT-2 encoding; this is the same one: its pattern with the tokenizer's vocabulary.
+TIKTOKEN = """
+import json, sys
+import numpy as np, tiktoken
 from tiktoken_ext.openai_public import r50k_pat_str
-from recipe.data.encoder import to_tiktoken
-from recipe.data.tokenizer import load_tokenizer
 
-text_file, tokenizer_dir, num_workers, out = sys.argv[1:]
-tokenizer = load_tokenizer(tokenizer_dir)
-ranks = to_tiktoken(tokenizer)._mergeable_ranks
+text_file, tokenizer_json, num_workers, out = sys.argv[1:]
+vocabulary = json.load(open(tokenizer_json, encoding="utf-8"))["model"]["vocab"]
+eos_token_id = vocabulary.pop("<|endoftext|>")
+visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+others = [byte for byte in range(256) if byte not in visible]
+to_byte = {chr(byte): byte for byte in visible} | {chr(256 + n): byte for n, byte in enumerate(others)}
+ranks = {bytes(to_byte[c] for c in token): i for token, i in vocabulary.items()}
 encoding = tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={})
+"""
+PROGRAMS = {
+    # What a short script does: one document after the other.
+    "tiktoken_loop": TIKTOKEN
+    + """
+with open(text_file, encoding="utf-8") as rows, open(out, "wb") as file:
+    for row in rows:
+        ids = encoding.encode_ordinary(json.loads(row)["text"])
+        ids.append(eos_token_id)
+        file.write(np.array(ids, dtype=np.uint16).tobytes())
+""",
+    # The usual preparation script (after nanoGPT's): datasets.map with tiktoken, Python lists, then a memory map.
+    "datasets_map": TIKTOKEN
+    + """
+import datasets
 
 def encode(row):
     ids = encoding.encode_ordinary(row["text"])
-    ids.append(tokenizer.eos_token_id)
+    ids.append(eos_token_id)
     return {"ids": ids, "len": len(ids)}
 
 rows = datasets.load_dataset("json", data_files=text_file, split="train", cache_dir=out + ".cache")
@@ -62,12 +79,13 @@ for number in range(64):
     array[start : start + len(part)] = part
     start += len(part)
 array.flush()
-"""
+""",
+}
 
 
 def main() -> None:
     parser = CommandLine(description="Measure data preparation and reading.")
-    parser.add_argument("--tokenizer_name", required=True, help="tokenizer folder or Hub id")
+    parser.add_argument("--tokenizer_name", required=True, help="folder that holds GPT-2's tokenizer.json")
     parser.add_argument("--output_file", type=Path, help="JSON to write")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -94,21 +112,25 @@ def prepare(text: Path, tokenizer: str, out: Path) -> tuple[float, float]:
 
 
 def measure_speed(work: Path, tokenizer: str) -> dict:
-    """Time the whole command and the usual script in turn, twice each."""
-    text, num_cpus = work / "speed.jsonl", count_cpus()
-    write_text(text, SPEED_MEGABYTES)
-    seconds: dict[str, list[float]] = {"prepare_data": [], "datasets_map": []}
-    for number in range(2):
-        seconds["prepare_data"].append(prepare(text, tokenizer, work / f"packed-{number}")[0])
-        baseline = ("-c", BASELINE, text, tokenizer, num_cpus, work / f"map-{number}")
-        seconds["datasets_map"].append(run_python(*baseline)[0])
-    ours, theirs = min(seconds["prepare_data"]), min(seconds["datasets_map"])
-    return {
-        "megabytes": SPEED_MEGABYTES,
-        "seconds": seconds,
-        "megabytes_per_second_per_core": SPEED_MEGABYTES / ours / num_cpus,
-        "times_as_fast_as_datasets_map": theirs / ours,
-    }
+    """Time the whole command and other programs in turn, twice each."""
+    num_cpus, results = count_cpus(), {}
+    for megabytes in SPEED_MEGABYTES:
+        text = work / f"speed-{megabytes}.jsonl"
+        write_text(text, megabytes)
+        seconds: dict[str, list[float]] = {}
+        for number in range(2):
+            out = work / f"packed-{number}"
+            seconds.setdefault("prepare_data", []).append(prepare(text, tokenizer, out)[0])
+            shutil.rmtree(out)
+            for name, program in PROGRAMS.items() if megabytes == SPEED_MEGABYTES[0] else ():
+                arguments = (text, Path(tokenizer) / "tokenizer.json", num_cpus, work / f"{name}-{number}")
+                seconds.setdefault(name, []).append(run_python("-c", program, *arguments)[0])
+        text.unlink()
+        best = {name: min(values) for name, values in seconds.items()}
+        ours = best.pop("prepare_data")
+        results[megabytes] = {"seconds": seconds, "megabytes_per_second_per_core": megabytes / ours / num_cpus}
+        results[megabytes] |= {f"times_as_fast_as_{name}": theirs / ours for name, theirs in best.items()}
+    return results
 
 
 def measure_memory(work: Path, tokenizer: str) -> dict:
