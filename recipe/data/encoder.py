@@ -19,11 +19,12 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from recipe.data.documents import SPLITS, Piece
 from recipe.data.files import find_cut
+from recipe.data.packed import id_dtype
 from recipe.data.tokenizer import TextTokenizer
 from recipe.errors import UserError, one_line
 
 BATCH_CHARACTERS = 500_000  # text that a thread encodes at a time
-CACHE_BYTES = 128 * 2**20  # that gigatoken may take per thread before it starts over
+CACHE_BYTES = 128 * 2**20  # that gigatoken may take per thread before it starts over, which takes 0.1 s
 UNCHECKED_CHARACTERS = 16_000_000  # between two checks; in text without common words, they take 112 MB
 
 # What tokenizers may disagree on: contractions, blanks, digits, other scripts, combining marks, emoji, control
@@ -42,7 +43,7 @@ class Encoded(NamedTuple):
     """The tokens of a batch of pieces of one split."""
 
     split: str
-    ids: np.ndarray  # uint32 [tokens], with the end-of-text id after each document
+    ids: np.ndarray  # of `id_dtype` [tokens], with the end-of-text id after each document
     ends: np.ndarray  # int64 [documents that end here], the position after that id
     num_bytes: int  # of text
 
@@ -71,7 +72,7 @@ def build_encoder(tokenizer: TextTokenizer, sample: Sequence[Piece]) -> tuple[Ca
         text = tokenizer.backend_tokenizer.decode(head, skip_special_tokens=False)
         how = f"taken unchanged from the data, which begins {text!r}"
         takes_parts = True
-    eos_token_id = tokenizer.eos_token_id
+    eos_token_id, vocab_size = tokenizer.eos_token_id, len(tokenizer)
 
     def encode_batch(pieces: Sequence[Piece]) -> Encoded:
         texts = [piece.text for piece in pieces]
@@ -86,9 +87,11 @@ def build_encoder(tokenizer: TextTokenizer, sample: Sequence[Piece]) -> tuple[Ca
             if len(wrong):
                 found = f"the data contains token id {wrong[0]}, but the tokenizer has {len(token_bytes)} tokens"
                 raise UserError(f"{found}; pass the tokenizer that made the data")
-            ids, num_bytes = ids.astype(np.uint32), int(token_bytes[ids].sum())
+            num_bytes = int(token_bytes[ids].sum())
         ends = np.cumsum(lengths)[[piece.ends for piece in pieces]]
-        ids = np.insert(ids, ends, eos_token_id)
+        if (largest := int(ids.max(initial=0))) >= vocab_size:  # as uint16, 70000 would silently become 4464
+            raise UserError(f"the tokenizer returned id {largest}, beyond its vocabulary of {vocab_size}")
+        ids = np.insert(ids.astype(id_dtype(vocab_size)), ends, eos_token_id)
         return Encoded(pieces[0].split, ids, ends + np.arange(1, len(ends) + 1), num_bytes)
 
     return encode_batch, how, takes_parts
@@ -123,35 +126,39 @@ def build_text_encoder(tokenizer: TextTokenizer, sample: Sequence[str]) -> tuple
     return encode, f"gigatoken (ids equal to tokenizers' on the first {num_bytes:,} bytes)"
 
 
-class Gigatoken(threading.local):
-    """Maps texts to (ids, lengths) as `build_text_encoder` describes. Each thread builds its own, in 0.1 s."""
+class Gigatoken:
+    """Maps texts to (ids, lengths) as `build_text_encoder` describes. Each concurrent call uses its own tokenizer."""
 
     def __init__(self, tokenizer_json: str) -> None:
         """Raise `RuntimeError` for a tokenizer that gigatoken does not support."""
-        self.content = json.loads(tokenizer_json)
-        if (self.content["pre_tokenizer"] or {}).get("use_regex") is False:  # gigatoken 0.10.0 ignores it
+        content = json.loads(tokenizer_json)
+        if (content["pre_tokenizer"] or {}).get("use_regex") is False:  # gigatoken 0.10.0 ignores it
             raise RuntimeError("the tokenizer does not split text into words")
-        self.content["added_tokens"] = [token for token in self.content["added_tokens"] if not token["special"]]
-        self.tokenizer = gigatoken.Tokenizer.from_json(json.dumps(self.content))
-        self.unchecked, self.first_bytes = 0, psutil.Process().memory_info().rss
+        content["added_tokens"] = [token for token in content["added_tokens"] if not token["special"]]
+        self.merges_words = content["model"].get("byte_fallback", False)  # as SentencePiece does
+        self.content = json.dumps(content)
+        self.idle = [(gigatoken.Tokenizer.from_json(self.content), 0)]
+        self.first_bytes = psutil.Process().memory_info().rss
 
     def __call__(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        rows = self.tokenizer.encode_batch(list(texts), parallel=False).layout
-        self.unchecked += sum(map(len, texts))
-        if self.unchecked > UNCHECKED_CHARACTERS:
-            # gigatoken 0.10.0 keeps the ids of every word for ever; the fix came after it (gigatoken#36).
-            self.unchecked, grown = 0, psutil.Process().memory_info().rss - self.first_bytes
-            if grown > CACHE_BYTES * threading.active_count():
-                self.tokenizer = gigatoken.Tokenizer.from_json(json.dumps(self.content))
+        try:
+            tokenizer, unchecked = self.idle.pop()
+        except IndexError:
+            tokenizer, unchecked = gigatoken.Tokenizer.from_json(self.content), 0
+        rows = tokenizer.encode_batch(list(texts), parallel=False).layout
+        unchecked += sum(map(len, texts))
+        if unchecked < UNCHECKED_CHARACTERS:
+            self.idle.append((tokenizer, unchecked))
+        # gigatoken 0.10.0 keeps the ids of every word for ever; the fix came after it (gigatoken#36).
+        elif psutil.Process().memory_info().rss - self.first_bytes < CACHE_BYTES * threading.active_count():
+            self.idle.append((tokenizer, 0))
         return rows.content.data, np.diff(rows.offsets.data)
 
     def takes_parts(self) -> bool:
         """Return whether encoding the parts of a text that `find_cut` cuts gives the ids of the text."""
-        if self.content["model"].get("byte_fallback"):  # like SentencePiece, it merges across words
-            return False
         cuts = [0, *(find_cut(PROBE, end) for end in range(100, len(PROBE), 20)), len(PROBE)]
         parts = [PROBE[start:end] for start, end in itertools.pairwise(cuts)]
-        return np.array_equal(self(parts)[0], self([PROBE])[0])
+        return not self.merges_words and np.array_equal(self(parts)[0], self([PROBE])[0])
 
 
 def encode_pieces(encode: Callable, pieces: Iterable[Piece], num_workers: int) -> Iterator[EncodedBatch]:

@@ -108,6 +108,11 @@ class PackedSplit:
             raise UserError(f"{self.directory} contains {beyond}; prepare it again")
 
 
+def id_dtype(vocab_size: int) -> type:
+    """Return the type in which a dataset holds token ids."""
+    return np.uint16 if vocab_size <= 2**16 else np.int32
+
+
 def pack_rows(stream: np.ndarray, block_size: int) -> np.ndarray:
     """Return the rows that a stream fills: [tokens] -> [rows, block_size + 1], overlapping by one token."""
     num_rows = max(0, len(stream) - 1) // block_size

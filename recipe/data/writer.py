@@ -17,7 +17,7 @@ import pyarrow as pa
 from filelock import FileLock, Timeout
 
 from recipe.data.documents import SPLITS
-from recipe.data.packed import FORMAT_VERSION, ROWS_NAME, pack_rows
+from recipe.data.packed import FORMAT_VERSION, ROWS_NAME, id_dtype, pack_rows
 from recipe.data.tokenizer import TextTokenizer, save_tokenizer, tokenizer_sha256
 from recipe.errors import UserError
 
@@ -37,7 +37,7 @@ class SplitWriter:
     ) -> None:
         """saved: what `commit` returned; the file is truncated to that state."""
         self.directory, self.split, self.block_size, self.vocab_size = directory / split, split, block_size, vocab_size
-        self.dtype = np.uint16 if vocab_size <= 2**16 else np.int32
+        self.dtype = id_dtype(vocab_size)
         name, width = np.dtype(self.dtype).name, block_size + 1
         # As `datasets` describes a list of fixed length, without its import, which takes a second.
         column = {"feature": {"dtype": name, "_type": "Value"}, "length": width, "_type": "List"}
@@ -82,7 +82,7 @@ class SplitWriter:
         if largest >= self.vocab_size:
             raise UserError(f"the data contains id {largest}, beyond its vocabulary of {self.vocab_size}")
         self.counts["max_token_id"] = max(self.counts["max_token_id"], largest)
-        stream = ids.astype(self.dtype)
+        stream = ids.astype(self.dtype, copy=False)
         rows = pack_rows(stream, self.block_size)
         num_rows = len(rows)
         if num_rows:

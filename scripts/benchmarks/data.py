@@ -3,8 +3,8 @@
 pip install tiktoken
 python scripts/benchmarks/data.py --tokenizer_name DIR --output_file scripts/benchmarks/data_cpu.json
 
-DIR holds GPT-2's tokenizer.json. The text is synthetic: lines of the Python standard library in random order. Times of whole commands include the start
-of the process.
+DIR holds GPT-2's tokenizer.json. The text is synthetic: lines of the Python standard library in random order. Times
+of whole commands include the start of the process.
 """
 
 import json
