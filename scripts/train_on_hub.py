@@ -7,7 +7,7 @@
 #     "datasets>=5.0,<6",
 #     "evaluate>=0.4.6,<0.5",
 #     "tokenizers>=0.23.1,<0.24",
-#     "tiktoken>=0.9,<1",
+#     "gigatoken>=0.10,<0.11",
 #     "huggingface_hub>=1.31,<3",
 # ]
 #

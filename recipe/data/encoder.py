@@ -4,6 +4,7 @@ tokenizers encodes about 3 MB/s per core into Python lists; gigatoken reads the 
 100 MB/s into an array.
 """
 
+import functools
 import itertools
 import json
 import threading
@@ -12,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-import gigatoken
 import numpy as np
 import psutil
 from tokenizers.pre_tokenizers import ByteLevel
@@ -131,20 +131,22 @@ class Gigatoken:
 
     def __init__(self, tokenizer_json: str) -> None:
         """Raise `RuntimeError` for a tokenizer that gigatoken does not support."""
+        import gigatoken  # not at the top, because training on a packed dataset does not need it
+
         content = json.loads(tokenizer_json)
         if (content["pre_tokenizer"] or {}).get("use_regex") is False:  # gigatoken 0.10.0 ignores it
             raise RuntimeError("the tokenizer does not split text into words")
         content["added_tokens"] = [token for token in content["added_tokens"] if not token["special"]]
         self.merges_words = content["model"].get("byte_fallback", False)  # as SentencePiece does
-        self.content = json.dumps(content)
-        self.idle = [(gigatoken.Tokenizer.from_json(self.content), 0)]
+        self.start = functools.partial(gigatoken.Tokenizer.from_json, json.dumps(content))
+        self.idle = [(self.start(), 0)]
         self.first_bytes = psutil.Process().memory_info().rss
 
     def __call__(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         try:
             tokenizer, unchecked = self.idle.pop()
         except IndexError:
-            tokenizer, unchecked = gigatoken.Tokenizer.from_json(self.content), 0
+            tokenizer, unchecked = self.start(), 0
         rows = tokenizer.encode_batch(list(texts), parallel=False).layout
         unchecked += sum(map(len, texts))
         if unchecked < UNCHECKED_CHARACTERS:
