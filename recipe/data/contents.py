@@ -99,7 +99,7 @@ def _read_stream(path: Path, batches: Iterable[list], dtype: np.dtype, block_siz
         for start in range(0, num_rows, step):
             count, begin = min(step, num_rows - start) * width, offset + start * width * dtype.itemsize
             rows = np.fromfile(path, dtype, count, offset=begin).reshape(-1, width)
-            yield rows[:, :-1].reshape(-1)
+            yield rows[:, :-1].flatten()
     yield rows[-1, -1:]
 
 
@@ -110,11 +110,15 @@ def print_contents(dataset: PackedDataset) -> None:
     """
     eos_token_id = dataset.metadata["eos_token_id"]
     train, validation = (read_contents(dataset.splits[split], eos_token_id) for split in SPLITS)
-    shared = count_shared(train.hashes, validation.hashes), count_shared(validation.hashes, train.hashes)
-    columns = map(_column, [dataset] * 2, SPLITS, (train, validation), shared)
-    for label, *numbers in zip(LABELS, *columns, strict=True):
-        print(f"{label:36}{numbers[0]:>18}{numbers[1]:>18}")
-    for text in _warnings(dataset, train, validation, shared[1]):
+    num_shared = count_shared(validation.hashes, train.hashes)
+    columns = (
+        LABELS,
+        _column(dataset, "train", train, count_shared(train.hashes, validation.hashes)),
+        _column(dataset, "validation", validation, num_shared),
+    )
+    for label, of_train, of_validation in zip(*columns, strict=True):
+        print(f"{label:36}{of_train:>18}{of_validation:>18}")
+    for text in _warnings(dataset, train, validation, num_shared):
         print(f"warning: {text}")
     for line in _decode_examples(dataset):
         print(line)
