@@ -84,12 +84,13 @@ def test_contents_of_rows(tmp_path, monkeypatch, vocab_size, block_tokens, block
     check(read_contents(split, EOS), count([documents], block_size))
 
 
-@pytest.mark.parametrize("num_shards", [1, 3, 5])
-def test_contents_of_prepared_text(tmp_path, tokenizer_dir, monkeypatch, capsys, num_shards):
+@pytest.mark.parametrize(("num_shards", "block_size"), [(1, 16), (3, 16), (5, 1)])
+def test_contents_of_prepared_text(tmp_path, tokenizer_dir, monkeypatch, capsys, num_shards, block_size):
     """A shard's last document may be cut off; it is neither joined with the next shard's nor compared."""
     monkeypatch.setattr(prepare, "COMMIT_BYTES", 2000)
-    texts = [*make_documents(90), *make_documents(30), *make_documents(20), " ".join(make_documents(40, seed=9))]
+    texts = [*make_documents(90), *make_documents(30), *make_documents(20)]
     random.Random(1).shuffle(texts)
+    texts.insert(4, " ".join(make_documents(40, seed=9)))  # not in the first shard
     held_out = [*texts[:5], *make_documents(15, seed=3)]
     for name, lines in (("a", texts), ("b", held_out)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in lines))
@@ -98,7 +99,7 @@ def test_contents_of_prepared_text(tmp_path, tokenizer_dir, monkeypatch, capsys,
         files = (str(tmp_path / "a.jsonl"),), (str(tmp_path / "b.jsonl"),)
         source = TextSource(*files, num_shards=num_shards, shard_index=index)
         directory = tmp_path / "d" if num_shards == 1 else shard_dir(tmp_path / "d", index, num_shards)
-        prepare_dataset(source, directory, 16, tokenizer)
+        prepare_dataset(source, directory, block_size, tokenizer)
         pieces = [piece for piece in source.pieces() if piece.split == "train" or index == 0]
         for split, parts in shards.items():
             encoded = [tokenizer.backend_tokenizer.encode(p.text).ids for p in pieces if p.split == split]
@@ -106,7 +107,7 @@ def test_contents_of_prepared_text(tmp_path, tokenizer_dir, monkeypatch, capsys,
     if num_shards > 1:
         merge_shards(tmp_path / "d", num_shards)
     dataset = open_packed_dataset(tmp_path / "d")
-    expected = {split: count(parts, 16) for split, parts in shards.items()}
+    expected = {split: count(parts, block_size) for split, parts in shards.items()}
     found = {split: read_contents(rows, tokenizer.eos_token_id) for split, rows in dataset.splits.items()}
     for split, of_split in found.items():
         check(of_split, expected[split])
