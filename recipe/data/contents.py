@@ -108,7 +108,7 @@ def _read_stream(path: Path, batches: Iterable[list], dtype: np.dtype, block_siz
 def print_contents(dataset: PackedDataset) -> None:
     """Print a table of what a dataset holds, warnings where it demands them, and the start of a few rows.
 
-    Takes 2 to 3 s per billion tokens. Raises `UserError` if the dataset is damaged.
+    Takes about 3 s per billion tokens in documents of 1,000. Raises `UserError` if the dataset is damaged.
     """
     eos_token_id = dataset.metadata["eos_token_id"]
     train, validation = (read_contents(dataset.splits[split], eos_token_id) for split in SPLITS)
