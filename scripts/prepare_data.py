@@ -59,8 +59,8 @@ def main() -> None:
         dataset = prepare_dataset(
             source, directory, args.block_size, tokenizer, overwrite=args.overwrite, num_workers=workers
         )
-    print_contents(dataset)
     if args.merge_shards or args.num_shards == 1:
+        print_contents(dataset)
         print(f"train on it with: accelerate launch recipe/train.py --dataset_dir {args.output_dir}")
 
 

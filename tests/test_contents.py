@@ -157,7 +157,7 @@ def test_a_shard_without_validation_text(tmp_path, jsonl_file, tokenizer_dir, ca
     capsys.readouterr()
     print_contents(dataset)
     table = read_table(capsys.readouterr().out)
-    assert [numbers[1] for numbers in table.values()][1:] == ["0", "0", "0", "0", "0", "-", "0", "0", "0.0%"]
+    assert [numbers[1] for numbers in table.values()][1:] == ["0", "0", "0", "0", "0", "0.0%", "-", "0", "0", "0.0%"]
 
 
 def test_contents_of_token_ids(tmp_path, documents, tokenizer_dir, capsys):
@@ -237,7 +237,7 @@ def test_the_printed_rows_are_rows_of_the_dataset(dataset, capsys):
     """Three rows of train, evenly spread, under their numbers."""
     print_contents(dataset)
     lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 80 and len(lines) <= 16
+    assert max(map(len, lines)) <= 80 and len(lines) <= 17
     rows = dataset.splits["train"]
     numbers = [0, len(rows) // 3, 2 * len(rows) // 3]
     starts = [index for index, line in enumerate(lines) if line.startswith("row ")]
@@ -249,18 +249,21 @@ def test_the_printed_rows_are_rows_of_the_dataset(dataset, capsys):
 
 
 def test_the_script_prints_the_contents(tmp_path, jsonl_file, tokenizer_dir, capsys):
-    """It does so after preparing and after merging, and --inspect prints the same."""
+    """It does so after preparing and after merging shards, and --inspect prints the same."""
     common = ["--train_file", jsonl_file, "--tokenizer_name", tokenizer_dir, "--block_size", BLOCK_SIZE]
-    common += ["--output_dir", tmp_path / "d", "--validation_split_percentage", 20, "--num_shards", 2]
-    for name, last in (("d-00001-of-00002", ["--shard_index", 1]), ("d", ["--merge_shards"])):
-        if name == "d":
-            assert not run_script("scripts/prepare_data.py", *common, "--shard_index", 0)
-        assert not run_script("scripts/prepare_data.py", *common, *last)
+    common += ["--validation_split_percentage", 20, "--output_dir"]
+    shards = [[tmp_path / "s", "--num_shards", 2, *more] for more in (["--shard_index", 0], ["--shard_index", 1])]
+    for name, runs in (
+        ("d", [[tmp_path / "d"]]),
+        ("s", [*shards, [tmp_path / "s", "--num_shards", 2, "--merge_shards"]]),
+    ):
+        for run in runs:
+            assert not run_script("scripts/prepare_data.py", *common, *run)
         printed = capsys.readouterr().out
         assert not run_script("scripts/prepare_data.py", "--inspect", tmp_path / name)
         inspected = capsys.readouterr().out
-        assert inspected in printed and len(inspected.splitlines()) == 16
-    assert sum(map(int, read_table(inspected)["documents"])) == 300
+        assert printed.count(inspected) == 1 and len(inspected.splitlines()) == 17
+        assert sum(map(int, read_table(inspected)["documents"])) == 300
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ LABELS = (
     "  that are also in the other split",
     "  cut off at the end, not compared",
     "tokens",
+    "  of documents longer than a row",
     "bytes per token",
     "tokens of the longest document",
     "  row in which it begins",
@@ -141,6 +142,7 @@ def _column(dataset: PackedDataset, split: str, contents: SplitContents, num_sha
         f"{num_shared:,}",
         f"{counts['documents'] - len(contents.hashes):,}",
         f"{counts['tokens']:,}",
+        f"{counts['tokens_in_long_documents'] / max(1, counts['tokens']):.1%}",
         f"{1 / dataset.tokens_per_byte(split):.2f}" if counts["tokens"] else "-",  # a shard may be empty
         ("" if contents.longest_is_complete else "> ") + f"{contents.longest:,}",
         f"{contents.longest_row:,}",

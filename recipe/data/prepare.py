@@ -232,16 +232,9 @@ def count_duplicates(pieces: Iterable[Piece], report: ReadReport) -> Iterator[Pi
 
 
 def _summarize(directory: Path, metadata: dict, seconds: float) -> None:
-    num_bytes = 0
-    for split, counts in metadata["splits"].items():
-        num_bytes += counts["bytes"]
-        per_byte = counts["tokens"] / max(1, counts["bytes"])  # a shard may lack validation text
-        long_share = counts["tokens_in_long_documents"] / max(1, counts["tokens"])
-        say(
-            f"{split}: documents: {counts['documents']:,}, bytes: {counts['bytes']:,}, tokens: {counts['tokens']:,} "
-            f"({per_byte:.3f} per byte), rows: {counts['rows']:,}; documents that continue in the next row: "
-            f"{counts['long_documents']:,} ({long_share:.0%} of the tokens)"
-        )
+    keys = ("documents", "tokens", "bytes")
+    documents, tokens, num_bytes = (sum(counts[key] for counts in metadata["splits"].values()) for key in keys)
     if duplicates := metadata["source"]["duplicates_of_validation"]:
         say(f"warning: {duplicates:,} training documents also occur in the validation text")
-    say(f"packed into {directory} in {seconds:.1f} s ({num_bytes / 1e6 / seconds:.1f} MB/s)")
+    rate = f"({num_bytes / 1e6 / seconds:.1f} MB/s)"
+    say(f"packed into {directory} in {seconds:.1f} s {rate}: {documents:,} documents, {tokens:,} tokens")
