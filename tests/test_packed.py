@@ -23,6 +23,7 @@ from recipe.data import encoder, files, prepare, writer
 from recipe.data.contents import print_contents
 from recipe.data.documents import split_documents
 from recipe.data.encoder import build_text_encoder
+from recipe.data.files import Part
 from recipe.data.packed import PackedSplit, open_packed_dataset
 from recipe.data.prepare import open_dataset_for, prepare_dataset
 from recipe.data.shards import merge_shards, shard_dir
@@ -61,7 +62,7 @@ def test_rows_decode_to_the_documents(dataset_dir, documents):
     opened = open_packed_dataset(dataset_dir)
     tokenizer = opened.load_tokenizer()
     expected = {"train": [], "validation": []}
-    for piece in split_documents(((text, True) for text in documents), 5.0):
+    for piece in split_documents((Part(text, True) for text in documents), 5.0):
         expected[piece.split].append(piece.text + tokenizer.eos_token)
     for name, split in opened.splits.items():
         text = tokenizer.decode(stream_of(split[np.arange(len(split))]), clean_up_tokenization_spaces=False)

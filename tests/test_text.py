@@ -22,7 +22,7 @@ from recipe.data import files
 from recipe.data import text as text_module
 from recipe.data.documents import Piece, cut_at_line, cut_ids_into_documents
 from recipe.data.documents import split_documents as split_parts
-from recipe.data.files import ReadReport, find_cut, read_file, read_standard_library, read_text
+from recipe.data.files import Part, ReadReport, find_cut, read_file, read_standard_library, read_text
 from recipe.data.text import TextSource, name_of_text
 from recipe.errors import UserError
 
@@ -46,7 +46,7 @@ def documents_of(path) -> list[str]:
 
 
 def split_documents(documents, percentage):
-    return joined(split_parts(((text, True) for text in documents), percentage))
+    return joined(split_parts((Part(text, True) for text in documents), percentage))
 
 
 def write_all_kinds(folder: Path, documents: list[str]) -> dict[str, Path]:
@@ -131,7 +131,7 @@ def test_split_of_a_large_corpus_is_streamed(monkeypatch, limit):
     def read():
         for i in range(5000):
             drawn.append(i)
-            yield f"text {i}", True
+            yield Part(f"text {i}", True)
 
     stream = split_parts(read(), 20.0)
     next(stream)
@@ -142,9 +142,9 @@ def test_split_of_a_large_corpus_is_streamed(monkeypatch, limit):
 
 def test_the_pieces_of_a_document_stay_together():
     """All pieces of a document are in the same split."""
-    parts = [(f"{i} {part}", part == 2) for i in range(100) for part in range(3)]
+    parts = [Part(f"{i} {part}", part == 2) for i in range(100) for part in range(3)]
     pieces = list(split_parts(parts, 30.0))
-    assert [(p.text, p.ends) for p in pieces] == parts
+    assert [Part(p.text, p.ends) for p in pieces] == parts
     assert all(len({p.split for p in pieces[3 * i : 3 * i + 3]}) == 1 for i in range(100))
     assert sum(p.split == "validation" for p in pieces) == 90
 
@@ -324,7 +324,7 @@ def test_rows_without_text_are_skipped(tmp_path):
 def test_blank_documents_are_skipped(tmp_path):
     """Empty files and blank parts between separators are not documents."""
     (tmp_path / "a.txt").write_text("\n\n".join(["", "one", "", "two", "", " \n ", "three", "", ""]))
-    assert [text for text, _ in read_file(str(tmp_path / "a.txt"), "text", "\n\n", ReadReport())] == [
+    assert [part.text for part in read_file(str(tmp_path / "a.txt"), "text", "\n\n", ReadReport())] == [
         "one",
         "two",
         "three",
@@ -338,7 +338,7 @@ def test_the_separator_matches_windows_line_breaks(tmp_path, monkeypatch):
     """Even if a block ends within the separator."""
     monkeypatch.setattr(files, "BLOCK_BYTES", 3)  # block ends fall inside the separator
     (tmp_path / "a.txt").write_bytes(b"one\r\nline\r\n\r\ntwo\n\nthree")
-    assert [text for text, _ in read_file(str(tmp_path / "a.txt"), "text", "\n\n", ReadReport())] == [
+    assert [part.text for part in read_file(str(tmp_path / "a.txt"), "text", "\n\n", ReadReport())] == [
         "one\r\nline",
         "two",
         "three",
@@ -411,12 +411,12 @@ def test_the_fingerprint_covers_every_option_and_file(tmp_path, monkeypatch):
 def test_rows_of_ids_are_cut_into_documents():
     """Rows with end-of-text ids are parts of a stream; without them, each row is a document."""
     rows = [([5, 6, 0, 7], True), ([8, 0, 0, 9], True), ([9, 9], True), ([0, 4], True)]
-    parts = [(np.array(ids), ends) for ids, ends in rows]
-    found = [(ids.tolist(), ends) for ids, ends in cut_ids_into_documents(iter(parts), 0)]
+    parts = [Part(np.array(ids), ends) for ids, ends in rows]
+    found = [(ids.tolist(), ends) for ids, ends, _ in cut_ids_into_documents(iter(parts), 0)]
     assert found == [([5, 6], True), ([7, 8], True), ([9, 9, 9], True), ([4], True)]
-    found = [ids.tolist() for ids, _ in cut_ids_into_documents(iter(parts), 1)]
+    found = [part.text.tolist() for part in cut_ids_into_documents(iter(parts), 1)]
     assert found == [ids for ids, _ in rows]
-    late = [(np.array([3]), True)] * 300 + [(np.array([0]), True)]
+    late = [Part(np.array([3]), True)] * 300 + [Part(np.array([0]), True)]
     with pytest.raises(UserError, match="a row contains the end-of-text id 0, but the first 200 rows do not;"):
         list(cut_ids_into_documents(iter(late), 0))
 

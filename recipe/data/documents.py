@@ -4,11 +4,11 @@ import hashlib
 import itertools
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from recipe.data.files import HASHED_CHARACTERS, Part, Text
+from recipe.data.files import HASHED_CHARACTERS, Part, Text, count_utf8_bytes
 from recipe.errors import UserError
 
 SPLITS = ("train", "validation")
@@ -23,20 +23,25 @@ class Piece(NamedTuple):
     split: str  # "train" or "validation"
     text: Text
     ends: bool  # whether the document ends with this piece
-    place: Any = None  # JSON: where the source can resume reading directly after this piece
+    place: dict | None = None  # a JSON value from which the source resumes after this piece; None where it cannot
 
 
-def split_documents(documents: Iterable[Part], percentage: float, exact: bool = True) -> Iterator[Piece]:
+def split_documents(
+    documents: Iterable[Part], percentage: float, exact: bool = True, start: dict | None = None
+) -> Iterator[Piece]:
     """Assign each document to a split by the hash of its first piece, so equal documents are never in both.
 
     exact: hold out exactly this percentage of a small corpus (the smallest hashes; at least one document, never
     all). For a large corpus the percentage is met on average, and documents are streamed.
+    start: the place of the piece before the documents; it holds the threshold for their hashes.
     """
-    documents = iter(documents)
+    documents, start = iter(documents), start or {}
     held_back, hashes, num_characters, starts = [], set(), 0, True
-    threshold = math.floor(percentage / 100 * 2**64)
-    for text, ends in documents if exact else ():
-        held_back.append((text, ends))
+    threshold = start.get("threshold", math.floor(percentage / 100 * 2**64))
+    exact = exact and not start
+    for part in documents if exact else ():
+        text, ends, _ = part
+        held_back.append(part)
         if starts:
             hashes.add(hash64(text))
         starts, num_characters = ends, num_characters + len(text)
@@ -47,44 +52,49 @@ def split_documents(documents: Iterable[Part], percentage: float, exact: bool = 
             ordered = sorted(hashes)
             count = min(max(1, round(len(ordered) * percentage / 100)), len(ordered) - 1)
             threshold = ordered[count - 1] if count > 0 else -1
-    split, starts = "train", True
-    for text, ends in itertools.chain(held_back, documents):
-        if starts:
-            split = "validation" if hash64(text) <= threshold else "train"
-        yield Piece(split, text, ends)
-        starts = ends
+    split = start.get("split")  # of a document that has begun
+    for text, ends, place in itertools.chain(held_back, documents):
+        split = split or ("validation" if hash64(text) <= threshold else "train")
+        begun = {} if ends else {"split": split}
+        yield Piece(split, text, ends, place and {**place, "threshold": threshold, **begun})
+        split = None if ends else split
 
 
-def cut_ids_into_documents(parts: Iterable[Part], eos_token_id: int | None) -> Iterator[Part]:
+def cut_ids_into_documents(
+    parts: Iterable[Part], eos_token_id: int | None, start: dict | None = None
+) -> Iterator[Part]:
     """Cut rows of token ids at their end-of-text ids, across rows; pass text on unchanged.
 
     If the first rows hold no such id, each row is a document, and an end-of-text id in a later row is a `UserError`.
+    start: the place of the part before; it holds whether rows form a stream, and how many ids of the first to drop.
     """
-    parts = iter(parts)
-    head = list(itertools.islice(parts, 1))
-    if head and not isinstance(head[0][0], str):
+    parts, place = iter(parts), start or {}
+    head = list(itertools.islice(parts, 0 if start else 1))
+    if head and not isinstance(head[0].text, str):
         head += itertools.islice(parts, HEAD_ROWS - 1)
-    is_stream = any(len(_find_id(ids, eos_token_id)) for ids, _ in head)
+    is_stream = place.get("is_stream", any(len(_find_id(part.text, eos_token_id)) for part in head))
+    dropped = place.get("dropped_ids", 0)
     parts = itertools.chain(head, parts)
     del head  # a document may be long
     begun: list[np.ndarray] = []
-    for ids, ends in parts:
-        cuts = _find_id(ids, eos_token_id)
+    for part in parts:
         if not is_stream:
-            if len(cuts):
+            if len(_find_id(part.text, eos_token_id)):
                 remedy = f"the first {HEAD_ROWS} rows do not; end every document with it, or none"
                 raise UserError(f"a row contains the end-of-text id {eos_token_id}, but {remedy}")
-            yield ids, ends
+            yield part
             continue
-        *ended, rest = np.split(ids, np.asarray(cuts) + 1)
+        *ended, rest = np.split(part.text[dropped:], np.flatnonzero(part.text[dropped:] == eos_token_id) + 1)
         for with_end in ended:
             document = np.concatenate([*begun, with_end[:-1]])
+            dropped += len(with_end)
             if len(document):
-                yield document, True
+                yield Part(document, True, place | {"is_stream": True, "dropped_ids": dropped})
             begun = []
         begun.append(rest)
+        place, dropped = part.place or {}, 0
     if sum(map(len, begun)):
-        yield np.concatenate(begun), True
+        yield Part(np.concatenate(begun), True, place | {"is_stream": True, "dropped_ids": 0})
 
 
 def _find_id(text: Text, token_id: int | None) -> np.ndarray | tuple:
@@ -96,26 +106,33 @@ def take_head(pieces: Iterable[Piece], characters: int) -> Iterator[Piece]:
     taken, ended = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, True)
     for piece in pieces:
         if taken[piece.split] < characters or not ended[piece.split]:
-            yield piece
+            yield piece._replace(place=None)  # what was taken before it would be unknown
             taken[piece.split] += len(piece.text)
             ended[piece.split] = piece.ends
         if taken["train"] >= characters and taken["validation"] and all(ended.values()):
             return
 
 
-def cut_off_tail(parts: Iterable[Part], num_bytes: int, percentage: float) -> Iterator[Piece]:
-    """Hold out the last percentage of the bytes of a single text, from the start of a line."""
-    limit, position, split = num_bytes * (1 - percentage / 100), 0, "train"
-    for text, ends in parts:
-        length = len(text.encode("utf-8"))
+def cut_off_tail(
+    parts: Iterable[Part], num_bytes: int, percentage: float, start: dict | None = None
+) -> Iterator[Piece]:
+    """Hold out the last percentage of the bytes of a single text, from the start of a line.
+
+    start: the place of the piece before; it holds the number of bytes before the parts, and their split.
+    """
+    start = start or {}
+    position, split = start.get("position", 0), start.get("split", "train")
+    limit = num_bytes * (1 - percentage / 100)
+    for text, ends, place in parts:
+        length = count_utf8_bytes(text)
         rest = text
         if split == "train" and (position + length > limit or ends):
             share = min((limit - position) / length, 1.0) if length else 1.0
             head, rest = cut_at_line(text, round(len(text) * share), reach=round(num_bytes - limit) // 2)
             yield Piece("train", head, True)
             split = "validation"
-        yield Piece(split, rest, ends)
         position += length
+        yield Piece(split, rest, ends, place and {**place, "position": position, "split": split})
 
 
 def cut_at_line(text: str, position: int, reach: int) -> tuple[str, str]:

@@ -6,13 +6,14 @@ import csv
 import glob
 import hashlib
 import io
+import itertools
 import json
 import re
 import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -27,8 +28,15 @@ BLOCK_BYTES = 2**20  # per read
 PIECE_CHARACTERS = 1_000_000  # longer .txt documents are split into pieces of about this length
 HASHED_CHARACTERS = 100_000  # of a document, to recognize it again; the first piece is never shorter than that
 Text = str | np.ndarray  # or, if the source is already tokenized, token ids: int64 [tokens]
-Part = tuple[Text, bool]  # a document or a piece of one, and whether the document ends with it
 csv.field_size_limit(2**31 - 1)
+
+
+class Part(NamedTuple):
+    """A document, or a part of one."""
+
+    text: Text
+    ends: bool  # whether the document ends with it
+    place: dict | None = None  # where its source resumes reading directly after it, as a JSON value
 
 
 @dataclass
@@ -40,20 +48,27 @@ class ReadReport:
     duplicates_of_validation: int = 0  # training documents
 
 
-def read_file(path: str, text_column_name: str, separator: str | None, report: ReadReport) -> Iterator[Part]:
-    """Yield the nonblank documents of a file. Raises `UserError` naming the file if it cannot be read."""
-    kind = kind_of(path)
+def read_file(
+    path: str, text_column_name: str, separator: str | None, report: ReadReport, start: dict | None = None
+) -> Iterator[Part]:
+    """Yield the nonblank documents of a file. Raises `UserError` naming the file if it cannot be read.
+
+    start: the place of an earlier part; only the parts after it follow. Text and JSON lines before it are not read
+    (of a compressed file, only decompressed), nor are the row groups of a Parquet file.
+    """
+    kind, start = kind_of(path), start or {}
     try:
         if kind == ".txt":
-            yield from read_text(open_stream(path), separator, report)
+            yield from read_text(open_stream(path), separator, report, start)
             return
         if kind == ".parquet":
-            rows = _read_parquet(path, text_column_name)
+            rows = _read_parquet(path, text_column_name, start)
         elif kind == ".csv":
-            rows = csv.DictReader(io.TextIOWrapper(open_stream(path), encoding="utf-8-sig", newline=""))
+            table = csv.DictReader(io.TextIOWrapper(open_stream(path), encoding="utf-8-sig", newline=""))
+            rows = _number(table, start)
         else:
-            rows = (_read_jsonl if kind == ".jsonl" else _read_json)(open_stream(path))
-        yield from ((text, True) for text in texts_of(rows, text_column_name, path))
+            rows = (_read_jsonl if kind == ".jsonl" else _read_json)(open_stream(path), start)
+        yield from texts_of(rows, text_column_name, path)
     except GeneratorExit:  # at interpreter exit, the names below may no longer exist
         raise
     except UnicodeDecodeError as error:
@@ -62,33 +77,56 @@ def read_file(path: str, text_column_name: str, separator: str | None, report: R
         raise UserError(f"cannot read {path}: {one_line(error)}") from error
 
 
-def read_text(stream: BinaryIO, separator: str | None, report: ReadReport) -> Iterator[Part]:
+def read_text(
+    stream: BinaryIO, separator: str | None, report: ReadReport, start: dict | None = None
+) -> Iterator[Part]:
     """Yield the nonblank documents of a UTF-8 stream, cut at each separator; long documents come in pieces.
 
-    A line break in the separator also matches a Windows line break.
+    A line break in the separator also matches a Windows line break. After a start, the parts are the same: a place
+    holds the bytes that had been read beyond it, so that reads end where they did, and the state of the buffer.
     """
-    decoder, buffer, attempt_at, at_end = codecs.getincrementaldecoder("utf-8-sig")(), "", PIECE_CHARACTERS, False
+    start = start or {}
+    offset, unread = start.get("offset", 0), start.get("unread", 0)  # offset: of the buffer's first byte
+    attempt_at = start.get("attempt_at", PIECE_CHARACTERS)  # length of the buffer
+    begun = start.get("begun", False)  # whether a piece of the current document has been yielded
+    decoder, buffer, position, at_end = codecs.getincrementaldecoder("utf-8")(), "", offset, False
     pattern = re.compile(r"\r?\n".join(map(re.escape, separator.split("\n")))) if separator is not None else None
-    begun = False  # whether a piece of the current document has been yielded
+
+    def part(text: str, ends: bool) -> Part:
+        place = {"offset": offset, "unread": position - offset, "attempt_at": attempt_at, "begun": not ends}
+        return Part(text, ends, place)
+
+    skip_bytes(stream, offset)
     while not at_end:
-        block = stream.read(BLOCK_BYTES)
-        at_end = not block
+        block = stream.read(unread or BLOCK_BYTES)
+        at_end, unread = not block, 0
+        position += len(block)
         buffer += decoder.decode(block, final=at_end)
+        if offset == 0 and buffer.startswith("\ufeff"):  # a byte order mark
+            buffer, offset = buffer[1:], len(codecs.BOM_UTF8)
         if pattern is not None:
-            *documents, buffer = pattern.split(buffer)
-            report.num_separators += len(documents)
-            for text in documents:
-                if begun or text.strip():
-                    yield text, True
+            text_start = 0
+            for match in pattern.finditer(buffer):
+                text = buffer[text_start : match.start()]
+                offset += count_utf8_bytes(buffer[text_start : match.end()])
+                text_start = match.end()
+                report.num_separators += 1
+                if begun or (text and not text.isspace()):
+                    yield part(text, True)
                 begun = False
+            buffer = buffer[text_start:]
         if len(buffer) >= attempt_at and not at_end:
             cut = find_cut(buffer, len(buffer) - 2 * len(separator or ""))
-            if cut >= HASHED_CHARACTERS:
-                yield buffer[:cut], False
-                buffer, begun = buffer[cut:], True
+            cut = cut if cut >= HASHED_CHARACTERS else 0
+            text, buffer = buffer[:cut], buffer[cut:]
+            offset += count_utf8_bytes(text)
             attempt_at = len(buffer) + PIECE_CHARACTERS
-    if begun or buffer.strip():
-        yield buffer, True
+            if cut:
+                begun = True
+                yield part(text, False)
+    if begun or (buffer and not buffer.isspace()):
+        offset = position
+        yield part(buffer, True)
 
 
 def find_cut(text: str, end: int) -> int:
@@ -106,33 +144,54 @@ def find_cut(text: str, end: int) -> int:
     return 0
 
 
-def _read_jsonl(stream: BinaryIO) -> Iterator[dict]:
-    for number, line in enumerate(stream, start=1):
+def count_utf8_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode("utf-8"))
+
+
+def _read_jsonl(stream: BinaryIO, start: dict) -> Iterator[tuple[dict, Any]]:
+    offset = start.get("offset", 0)
+    skip_bytes(stream, offset)
+    for number, line in enumerate(stream, start.get("row", 0) + 1):
+        offset += len(line)
         if line.strip(codecs.BOM_UTF8 + b" \t\r\n"):
             try:
                 row = json.loads(line)
             except ValueError as error:
                 raise ValueError(f"line {number} is not JSON: {error}") from error
-            yield row
+            yield {"row": number, "offset": offset}, row
 
 
-def _read_json(stream: BinaryIO) -> Iterator[dict]:
+def _read_json(stream: BinaryIO, start: dict) -> Iterator[tuple[dict, Any]]:
     """Read an array of objects, all at once, or JSON lines."""
     if stream.peek(64).removeprefix(codecs.BOM_UTF8).lstrip()[:1] != b"[":
-        return _read_jsonl(stream)
-    return iter(json.load(stream))
+        return _read_jsonl(stream, start)
+    return _number(json.load(stream), start)
 
 
-def _read_parquet(path: str, column: str) -> Iterator[dict]:
+def _read_parquet(path: str, column: str, start: dict) -> Iterator[tuple[dict, Any]]:
     file = pq.ParquetFile(path)
     columns = [column] if column in file.schema_arrow.names else None  # all, for the error message of `texts_of`
-    for batch in file.iter_batches(batch_size=1000, columns=columns):
-        yield from batch.to_pylist()
+    groups, done, skipped = list(range(file.num_row_groups)), start.get("row", 0), 0
+    while groups and skipped + (num_rows := file.metadata.row_group(groups[0]).num_rows) <= done:
+        skipped += num_rows
+        del groups[0]
+    rows = (row for batch in file.iter_batches(1000, groups, columns) for row in batch.to_pylist())
+    return _number(rows, start, skipped)
 
 
-def texts_of(rows: Iterable[dict], column: str, where: str) -> Iterator[Text]:
-    """Yield the text of each row, or its token ids; skip rows without any (null, empty or blank)."""
-    for number, row in enumerate(rows, start=1):
+def _number(rows: Iterable, start: dict, skipped: int = 0) -> Iterator[tuple[dict, Any]]:
+    """Yield (place, row) for each row after the start. skipped: the number of rows before the first one."""
+    done = start.get("row", 0)
+    return (({"row": n}, row) for n, row in enumerate(itertools.islice(rows, done - skipped, None), done + 1))
+
+
+def texts_of(rows: Iterable[tuple[dict, Any]], column: str, where: str) -> Iterator[Part]:
+    """Yield the text of each row, or its token ids; skip rows without any (null, empty or blank).
+
+    rows: (place after the row, which holds its number as "row"; the row).
+    """
+    for place, row in rows:
+        number = place["row"]
         if not isinstance(row, dict):
             raise UserError(f"{where}, row {number} is a {type(row).__name__}, not an object with a text column")
         if column not in row:
@@ -147,14 +206,14 @@ def texts_of(rows: Iterable[dict], column: str, where: str) -> Iterator[Text]:
                 found = f"column '{column}' holds a list that is not a list of token ids"
                 raise UserError(f"{where}, row {number}: {found}")
             if len(ids):
-                yield ids.astype(np.int64)
+                yield Part(ids.astype(np.int64), True, place)
             continue
         if not isinstance(text, (str, type(None))):
             raise UserError(f"{where}, row {number}: column '{column}' holds {type(text).__name__}, not text")
         if text and not text.isascii():  # JSON can escape half a surrogate pair, which is not a character
             text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
         if text and not text.isspace():
-            yield text
+            yield Part(text, True, place)
 
 
 def suffix_and_compression(path: str) -> tuple[str, str | None]:
@@ -193,6 +252,15 @@ def open_stream(path: str) -> BinaryIO:
     if compression is None:
         return open(path, "rb")
     return io.BufferedReader(pa.input_stream(path, compression=compression), BLOCK_BYTES)
+
+
+def skip_bytes(stream: BinaryIO, num_bytes: int) -> None:
+    """Move to a position in a stream that has not been read; one of compressed bytes must be read to there."""
+    if stream.seekable():
+        stream.seek(num_bytes)
+        return
+    while num_bytes > 0 and (block := stream.read(min(num_bytes, BLOCK_BYTES))):
+        num_bytes -= len(block)
 
 
 def count_bytes(path: str) -> int:

@@ -3,9 +3,10 @@
 import functools
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from huggingface_hub import HfApi
 
@@ -24,6 +25,11 @@ from recipe.data.files import (
     texts_of,
 )
 from recipe.errors import UserError, check_local_path, one_line
+
+if TYPE_CHECKING:
+    import datasets
+
+ROWS_PER_STATE = 100  # of a dataset: copying its state takes as long as reading a row
 
 
 @dataclass(frozen=True)
@@ -97,6 +103,9 @@ class TextSource:
         try:
             if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
                 loaded = datasets.load_from_disk(folder)
+                if not isinstance(loaded, dict):
+                    loaded = {"train": loaded}
+                loaded = {name: rows.with_format(None).to_iterable_dataset() for name, rows in loaded.items()}
             else:
                 options = {"revision": self.revision, "streaming": True}
                 loaded = datasets.load_dataset(self.dataset_name, self.dataset_config_name, **options)
@@ -168,14 +177,17 @@ class TextSource:
             digest.update(_name_size_time(path))
         return digest.hexdigest()
 
-    def pieces(self, report: ReadReport | None = None, eos_token_id: int | None = None) -> Iterator[Piece]:
+    def pieces(
+        self, report: ReadReport | None = None, eos_token_id: int | None = None, start: dict | None = None
+    ) -> Iterator[Piece]:
         """Yield every document in reading order, separate validation text first. Raises `UserError` for bad input.
 
         Every shard yields the whole separate validation text, to find its duplicates in the training text.
         report: filled in while documents are read; eos_token_id: ends documents in token ids.
+        start: the `place` of a piece; only the pieces after it follow, and what lies before is skipped, not read.
         """
-        report, is_empty = report or ReadReport(), self.num_shards == 1  # a shard may be empty
-        pieces = self._all_pieces(report, eos_token_id)
+        report, is_empty = report or ReadReport(), self.num_shards == 1 and not start  # a shard may be empty
+        pieces = self._all_pieces(report, eos_token_id, start)
         for piece in take_head(pieces, self.head_characters) if self.head_characters else pieces:
             is_empty = is_empty and piece.split != "train"
             yield piece
@@ -186,36 +198,40 @@ class TextSource:
             where = self.dataset_name or ", ".join(self.train_files[:3])
             raise UserError(f"there is no text in {where}: {reason}")
 
-    def _all_pieces(self, report: ReadReport, eos_token_id: int | None) -> Iterator[Piece]:
+    def _all_pieces(self, report: ReadReport, eos_token_id: int | None, start: dict | None) -> Iterator[Piece]:
         if self._is_a_few_texts():  # too few documents to hold some out: hold out the end of each
-            for path in self.files:
-                parts = self._read_files([path], report)
-                yield from cut_off_tail(parts, count_bytes(path), self.validation_split_percentage)
+            first = start.get("file", 0) if start else 0
+            for number, path in enumerate(self.files[first:], first):
+                begin = start if start and number == first else {"file": number}
+                parts = self._read_files(self.files[: number + 1], report, begin)
+                yield from cut_off_tail(parts, count_bytes(path), self.validation_split_percentage, begin)
             return
         validation: Iterable[Part] = ()
         if self.train_files:
             validation = self._read_files(self._validation_paths, report)
-            train = self._read_files(self._files_of_shard, report)
+            train = self._read_files(self._files_of_shard, report, start)
             by_file = len(self._train_paths) >= self.num_shards
         elif self.dataset_name == STANDARD_LIBRARY:
-            train, by_file = ((text, True) for text in read_standard_library()), False
+            train, by_file = (Part(text, True) for text in read_standard_library()), False
         else:
             if self.dataset_split not in self._splits:
                 missing = f"has no split '{self.dataset_split}' (it has {', '.join(self._splits)})"
                 raise UserError(f"dataset {self.dataset_name} {missing}; pass --dataset_split")
             rows = self._splits[self.dataset_split]
-            by_file = self.num_shards > 1 and getattr(rows, "num_shards", 1) >= self.num_shards
-            train = self._read_rows(rows.shard(self.num_shards, self.shard_index) if by_file else rows)
+            by_file = rows.num_shards >= self.num_shards
+            train = self._read_rows(rows.shard(self.num_shards, self.shard_index) if by_file else rows, start)
             if self.has_validation:
                 validation = self._read_rows(self._splits["validation"])
-        train = cut_ids_into_documents(train, eos_token_id)
+        train = cut_ids_into_documents(train, eos_token_id, start)
         if not by_file:
-            train = self._documents_of_shard(train)
+            train = self._documents_of_shard(train, start)
         if self.has_validation:
-            yield from (Piece("validation", *part) for part in cut_ids_into_documents(validation, eos_token_id))
+            if not start:
+                parts = cut_ids_into_documents(validation, eos_token_id)
+                yield from (Piece("validation", text, ends) for text, ends, _ in parts)
             yield from (Piece("train", *part) for part in train)
         else:  # all shards must use the same threshold, so a shard cannot fit it to its own documents
-            yield from split_documents(train, self.validation_split_percentage, exact=self.num_shards == 1)
+            yield from split_documents(train, self.validation_split_percentage, self.num_shards == 1, start)
 
     def train_texts(self) -> Iterator[str]:
         """Yield the training text, to train a tokenizer."""
@@ -230,34 +246,54 @@ class TextSource:
             return False
         return len(self.files) * self.validation_split_percentage < 200 and {*map(kind_of, self.files)} == {".txt"}
 
-    def _read_files(self, paths: Iterable[str], report: ReadReport) -> Iterator[Part]:
-        for path in paths:
-            ends = True
+    def _read_files(self, paths: Sequence[str], report: ReadReport, start: dict | None = None) -> Iterator[Part]:
+        first = start.get("file", 0) if start else 0
+        for number, path in enumerate(paths[first:], first):
+            begin = start if start and number == first else {}
+            ends = not begin.get("begun", False)
             try:
-                for text, ends in read_file(path, self.text_column_name, self.document_separator, report):
-                    yield text, ends
+                parts = read_file(path, self.text_column_name, self.document_separator, report, begin)
+                for text, ends, place in parts:
+                    yield Part(text, ends, {"file": number, **place})
             except UserError as error:
                 if not self.skip_bad_files:
                     raise UserError(f"{error}; --skip_bad_files skips such files") from error
                 report.skipped.append(str(error))
                 if not ends:  # end the document here, or it would continue in the next file
-                    yield "", True
+                    yield Part("", True)
 
-    def _read_rows(self, rows: Iterable[dict]) -> Iterator[Part]:
+    def _read_rows(self, rows: "datasets.IterableDataset", start: dict | None = None) -> Iterator[Part]:
         try:
-            yield from ((text, True) for text in texts_of(rows, self.text_column_name, f"dataset {self.dataset_name}"))
+            yield from texts_of(self._number_rows(rows, start), self.text_column_name, f"dataset {self.dataset_name}")
         except UserError:
             raise
         except Exception as error:  # the network, datasets and pyarrow raise various errors
             raise UserError(f"cannot read dataset {self.dataset_name}: {one_line(error)}") from error
 
-    def _documents_of_shard(self, parts: Iterable[Part]) -> Iterator[Part]:
+    def _number_rows(self, rows: "datasets.IterableDataset", start: dict | None) -> Iterator[tuple[dict, dict]]:
+        """Yield (place, row) for each row after the start. A place is a number of rows after a state of `rows`."""
+        column, start = self.text_column_name, start or {}
+        rows = rows.select_columns([column]) if column in (rows.column_names or ()) else rows.shard(1, 0)
+        state, done = start.get("state"), start.get("rows_after_state", 0)
+        if state:
+            rows.load_state_dict(state)  # of a new object, because it would remain in that of `_splits`
+        number = start.get("row", 0) - done
+        for batch in rows.iter(ROWS_PER_STATE):
+            values = batch.get(column)
+            if values is None:  # an error, which names the columns that there are
+                yield {"row": number + 1}, batch
+            for i in range(done, len(values)):
+                yield {"row": number + i + 1, "state": state, "rows_after_state": i + 1}, {column: values[i]}
+            number, done, state = number + len(values), 0, rows.state_dict()
+
+    def _documents_of_shard(self, parts: Iterable[Part], start: dict | None) -> Iterator[Part]:
         """Yield every num_shards-th document."""
-        number = 0
-        for text, ends in parts:
-            if number % self.num_shards == self.shard_index:
-                yield text, ends
+        number = start.get("document", 0) if start else 0
+        for text, ends, place in parts:
+            is_included = number % self.num_shards == self.shard_index
             number += ends
+            if is_included:
+                yield Part(text, ends, place and {**place, "document": number})
 
 
 def name_of_text(text: str) -> str:

@@ -63,7 +63,7 @@ def read_text(
     for path in paths:
         kind_of(path)  # raises for an unsupported kind
     parts = (part for path in paths for part in read_file(path, text_column_name, separator, ReadReport()))
-    pieces = (Piece("validation", _require_text(text, given), ends) for text, ends in parts)
+    pieces = (Piece("validation", _require_text(text, given), ends) for text, ends, _ in parts)
     texts = [piece.text for piece in join_pieces(pieces)]
     if not texts:
         raise UserError(f"there is no text in {given}")
