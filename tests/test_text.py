@@ -269,7 +269,7 @@ def test_bad_files_are_named_or_skipped(tmp_path, name):
         ({"train_files": ("gone/*.txt",)}, "there is no file gone/"),
         (
             {"train_files": ("a.pdf",)},
-            "cannot read a.pdf: use .txt, .jsonl, .json, .csv, .parquet files, plain or compressed as .gz",
+            "cannot read a.pdf: use .txt, .jsonl, .json, .csv, .parquet, .wet files, plain or compressed as .gz",
         ),
         ({"train_files": ("folder",)}, "folder folder holds no file of a supported kind"),
         ({}, "exactly one of"),

@@ -21,9 +21,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from huggingface_hub.utils.sha import sha_fileobj
 
+from recipe.data.bad_files import NUL, describe_bad_file
 from recipe.errors import UserError, one_line
 
-KINDS = (".txt", ".jsonl", ".json", ".csv", ".parquet")
+KINDS = (".txt", ".jsonl", ".json", ".csv", ".parquet", ".wet")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 BLOCK_BYTES = 2**20  # per read
 PARQUET_ROWS = 100  # per read
@@ -63,19 +64,25 @@ def read_file(
         if kind == ".txt":
             yield from read_text(open_stream(path), separator, report, start)
             return
+        if kind == ".wet":
+            yield from _read_wet(open_stream(path), start)
+            return
         if kind == ".parquet":
             rows = _read_parquet(path, text_column_name, start)
         elif kind == ".csv":
-            table = csv.DictReader(io.TextIOWrapper(open_stream(path), encoding="utf-8-sig", newline=""))
-            rows = _number(table, start)
+            lines = io.TextIOWrapper(open_stream(path), encoding="utf-8-sig", newline="")
+            rows = _number(csv.DictReader(map(_without_nul, lines)), start)
         else:
             rows = (_read_jsonl if kind == ".jsonl" else _read_json)(open_stream(path), start)
         yield from texts_of(rows, text_column_name, path)
     except GeneratorExit:  # at interpreter exit, the names below may no longer exist
         raise
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text: {error.reason}") from error
     except (OSError, EOFError, ValueError, RecursionError, csv.Error, pa.ArrowException) as error:
+        if reason := describe_bad_file(path, *suffix_and_compression(path)):
+            raise UserError(f"cannot read {path}: {reason}") from error
+        if isinstance(error, UnicodeDecodeError):
+            remedy = "convert it, from Latin-1 for example with iconv -f LATIN1 -t UTF-8"
+            raise UserError(f"{path} is not UTF-8 text: {error.reason}; {remedy}") from error
         raise UserError(f"cannot read {path}: {one_line(error)}") from error
 
 
@@ -106,6 +113,8 @@ def read_text(
         block = stream.read(unread or BLOCK_BYTES)
         at_end, unread = not block, 0
         position += len(block)
+        if b"\0" in block:
+            raise ValueError(NUL)
         buffer += decoder.decode(block, final=at_end)
         if offset == 0 and buffer.startswith("\ufeff"):  # a byte order mark
             buffer, offset = buffer[1:], len(codecs.BOM_UTF8)
@@ -151,6 +160,33 @@ def find_cut(text: str, end: int) -> int:
 
 def count_utf8_bytes(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode("utf-8"))
+
+
+def _without_nul(line: str) -> str:
+    if "\0" in line:
+        raise ValueError(NUL)
+    return line
+
+
+def _read_wet(stream: BinaryIO, start: dict) -> Iterator[Part]:
+    """Yield the text of each page in Common Crawl's extracted text: the "conversion" records of a WARC 1.0 file."""
+    offset = start.get("offset", 0)
+    skip_bytes(stream, offset)
+    while version := stream.readline():
+        lines = [version]
+        while lines[-1].strip():
+            lines.append(stream.readline())
+        header = {name.lower(): value.strip() for name, _, value in (line.partition(b":") for line in lines)}
+        length = header.get(b"content-length", b"")
+        if not version.startswith(b"WARC/") or not length.isdigit():
+            raise ValueError(f"there is no WARC record at byte {offset:,} of its content")
+        payload, end = stream.read(int(length)), stream.read(4)
+        if end != b"\r\n\r\n":
+            raise ValueError(f"the WARC record at byte {offset:,} of its content is incomplete or of another length")
+        offset += sum(map(len, lines)) + len(payload) + len(end)
+        text = payload.decode("utf-8") if header.get(b"warc-type") == b"conversion" else ""
+        if text and not text.isspace():
+            yield Part(text, True, {"offset": offset})
 
 
 def _read_jsonl(stream: BinaryIO, start: dict) -> Iterator[tuple[dict, Any]]:

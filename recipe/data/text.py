@@ -4,6 +4,7 @@ import functools
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -166,9 +167,11 @@ class TextSource:
         skip_bad_files is not part of it: the text before a bad file is the same either way.
         """
         digest = hashlib.sha256(repr((*self._options, self.shard_index)).encode())
-        for path in self.files:
-            digest.update("".join(Path(path.lower()).suffixes[-2:]).encode())  # determines how the bytes are read
-            digest.update(_name_size_time(Path(path)) if self.head_characters else file_sha256(path))
+        with ThreadPoolExecutor() as threads:  # hashing releases Python's lock
+            identify = (lambda path: _name_size_time(Path(path))) if self.head_characters else file_sha256
+            for path, identity in zip(self.files, threads.map(identify, self.files), strict=True):
+                digest.update("".join(Path(path.lower()).suffixes[-2:]).encode())  # determines how the bytes are read
+                digest.update(identity)
         if self.dataset_name == STANDARD_LIBRARY:
             for document in read_standard_library():
                 digest.update(document.encode())
