@@ -51,6 +51,12 @@ def make_documents(count: int, seed: int = 0) -> list[str]:
     return [f"Document {seed}-{i}: " + " ".join(rng.choices(words, k=rng.randint(5, 90))) + "\n" for i in range(count)]
 
 
+def wet_record(kind: str, content: bytes) -> bytes:
+    """Return a record of Common Crawl's extracted text."""
+    header = f"WARC/1.0\r\nWARC-Type: {kind}\r\nWARC-Target-URI: https://example.org/\r\n"
+    return header.encode() + b"Content-Length: %d\r\n\r\n" % len(content) + content + b"\r\n\r\n"
+
+
 @pytest.fixture(autouse=True)
 def on_the_cpu(request, monkeypatch):
     """Hide GPUs from tests without the gpu marker."""

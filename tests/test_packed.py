@@ -23,9 +23,9 @@ from recipe.data import encoder, files, prepare, writer
 from recipe.data.contents import print_contents
 from recipe.data.documents import split_documents
 from recipe.data.encoder import build_text_encoder
-from recipe.data.files import Part
 from recipe.data.packed import PackedSplit, open_packed_dataset
 from recipe.data.prepare import open_dataset_for, prepare_dataset
+from recipe.data.rows import Part
 from recipe.data.shards import merge_shards, shard_dir
 from recipe.data.text import TextSource
 from recipe.data.tokenizer import load_tokenizer, tokenizer_sha256, train_tokenizer

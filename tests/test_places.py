@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import make_documents
+from conftest import make_documents, wet_record
 
 from recipe.data import documents as documents_module
 from recipe.data import files
@@ -54,7 +54,13 @@ def compressed(write: Callable) -> Callable:
     return write_gzip
 
 
+def write_wet(path: Path, texts: list[str]) -> None:
+    path.write_bytes(b"".join(wet_record("conversion", text.encode()) for text in texts))
+
+
 WRITERS = {
+    "warc.wet": write_wet,
+    "wet.gz": compressed(write_wet),
     "jsonl": write_jsonl,
     "json": write_json,
     "csv": write_csv,
@@ -141,11 +147,11 @@ def test_a_large_corpus_resumes_with_its_splits(tmp_path, monkeypatch):
     assert len({piece.place["threshold"] for piece in pieces}) == 1
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "txt", "parquet"])
+@pytest.mark.parametrize("kind", ["jsonl", "txt", "parquet", "wet"])
 def test_what_lies_before_a_place_is_not_read(tmp_path, kind):
     """Earlier files and the earlier bytes of the file itself may be damaged."""
     for number in range(2):
-        WRITERS[kind](tmp_path / f"{number}.{kind}", make_documents(100, seed=number))
+        WRITERS[kind.replace("wet", "warc.wet")](tmp_path / f"{number}.{kind}", make_documents(100, seed=number))
     source = TextSource((str(tmp_path),), document_separator="\n\n", num_shards=1, validation_split_percentage=20.0)
     pieces = list(source.pieces())
     index = next(i for i, piece in enumerate(pieces) if "Document 1-90:" in piece.text) - 1

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import make_documents
+from conftest import make_documents, wet_record
 
 from recipe.config import STANDARD_LIBRARY
 from recipe.data import documents as documents_module
@@ -22,7 +22,8 @@ from recipe.data import files
 from recipe.data import text as text_module
 from recipe.data.documents import Piece, cut_at_line, cut_ids_into_documents
 from recipe.data.documents import split_documents as split_parts
-from recipe.data.files import Part, ReadReport, find_cut, read_file, read_standard_library, read_text
+from recipe.data.files import ReadReport, find_cut, read_file, read_standard_library, read_text
+from recipe.data.rows import Part
 from recipe.data.text import TextSource, name_of_text
 from recipe.errors import UserError
 
@@ -230,9 +231,18 @@ def test_an_interpreter_without_sources_is_an_error(tmp_path, monkeypatch):
         list(read_standard_library())
 
 
+def parquet_of(texts: list[str]) -> bytes:
+    file = io.BytesIO()
+    pq.write_table(pa.table({"text": texts}), file)
+    return file.getvalue()
+
+
 GOOD = b'{"text": "good"}\n'
+WET = wet_record("warcinfo", b"a: b") + wet_record("conversion", "a page, über\r\n\r\nWARC/1.0\r\n".encode())
+PARQUET = parquet_of(["text"] * 99)
 BAD_FILES = {
-    "latin.txt": ("Stra\xdfe".encode("latin-1"), "latin.txt is not UTF-8 text"),
+    "latin.txt": ("Stra\xdfe".encode("latin-1"), "latin.txt is not UTF-8 text: .*; convert it, from Latin-1 .* iconv"),
+    "latin.jsonl": (GOOD.replace(b"oo", b"\xf6"), "line 1 is not JSON: .utf-8. codec .* iconv -f LATIN1"),
     "broken.jsonl": (GOOD + b'{"text": \n', "broken.jsonl: line 2 is not JSON"),
     "list.jsonl": (GOOD + b"[1]\n", "row 2 is a list, not an object"),
     "row.jsonl": (GOOD + b'{"content": "x"}\n', r"row 2 has no column 'text' \(it has content\), unlike row 1"),
@@ -243,8 +253,23 @@ BAD_FILES = {
     "column.csv": (b"a,b\n1,2\n", "no column 'text'; pass --text_column_name with one of a, b"),
     "broken.parquet": (b"PAR1 not really", "cannot read .*broken.parquet"),
     "truncated.jsonl.gz": (gzip.compress(GOOD * 9999)[:-20], "cannot read .*truncated.jsonl.gz"),
-    "none.jsonl.gz": (b"not compressed at all", "cannot read .*none.jsonl.gz"),
-    "none.txt.zst": (b"not compressed at all", "cannot read .*none.txt.zst"),
+    "none.jsonl.gz": (b"not compressed at all", "cannot read .*none.jsonl.gz: it is not compressed with gzip"),
+    "none.txt.zst": (b"not compressed at all", "cannot read .*none.txt.zst: it is not compressed with zstd"),
+    "gzip.jsonl": (gzip.compress(GOOD), "it is compressed with gzip; let its name end in .gz"),
+    "zstd.txt": (pa.compress(GOOD, "zstd", asbytes=True), "it is compressed with zstd; let its name end in .zst"),
+    "paper.txt": (b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n", "it is a PDF; extract its text first"),
+    "letter.csv": (b"PK\x03\x04\x14\x00\x06\x00\xff", "a ZIP archive, or a document such as .docx"),
+    "program.txt": (b"\x7fELF\x02\x01\x01\x00", "it contains NUL bytes, so it is binary"),
+    "nul.csv": (b"text\na\x00b\n", "it contains NUL bytes"),
+    "utf16.txt": ("text".encode("utf-16"), "it is text in UTF-16; convert it with iconv"),
+    "utf16.jsonl": (GOOD.decode().encode("utf-16"), "it is text in UTF-16; convert it with iconv"),
+    "unmarked.txt": ("text".encode("utf-16-le"), "it contains NUL bytes, so it is binary, or text in UTF-16"),
+    "rows.jsonl": (PARQUET, "it is a Parquet file; let its name end in .parquet"),
+    "half.parquet": (PARQUET[: len(PARQUET) // 2], "cannot read .*half.parquet"),
+    "text.parquet": (GOOD * 9, "cannot read .*text.parquet"),
+    "cut.wet": (WET[:-9], "the WARC record at byte 9[0-9] of its content is incomplete"),
+    "broken.wet.gz": (gzip.compress(WET + GOOD), "there is no WARC record at byte [0-9]+ of its content"),
+    "empty.wet": (b"\n\n", "there is no WARC record at byte 0"),
 }
 
 
@@ -319,6 +344,21 @@ def test_rows_without_text_are_skipped(tmp_path):
     rows = [{"text": None}, {"text": ""}, {"text": " \n"}, {"text": "a\ud800b"}, {"text": "\U0001f600"}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert documents_of(tmp_path / "a.jsonl") == ["a\ufffdb", "\U0001f600"]
+
+
+@pytest.mark.parametrize("name", ["a.warc.wet", "a.warc.wet.gz", "a.wet.gz", "a.wet.zst"])
+def test_each_page_of_a_wet_file_is_a_document(tmp_path, name):
+    """Its text unchanged, if there is any; other records are skipped. Each record may be a member of the archive."""
+    pages = [*make_documents(50), "text\r\n\r\nWARC/1.0\r\nContent-Length: 3\r\n\r\n", "line\n\n"]
+    records = [wet_record("warcinfo", b"software: x\r\n"), wet_record("conversion", b" \n")]
+    records += [wet_record("conversion", page.encode()) for page in pages] + [wet_record("metadata", b"not text")]
+    if name.endswith(".gz"):
+        records = [gzip.compress(record) for record in records]
+    elif name.endswith(".zst"):
+        records = [pa.compress(b"".join(records), "zstd", asbytes=True)]
+    (tmp_path / name).write_bytes(b"".join(records))
+    assert TextSource((str(tmp_path),)).files == TextSource((str(tmp_path / "*.w*"),)).files == [str(tmp_path / name)]
+    assert documents_of(tmp_path / name) == pages
 
 
 def test_blank_documents_are_skipped(tmp_path):

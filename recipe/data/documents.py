@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from recipe.data.files import HASHED_CHARACTERS, Part, Text, count_utf8_bytes
+from recipe.data.files import HASHED_CHARACTERS, count_utf8_bytes
+from recipe.data.rows import Part, Text
 from recipe.errors import UserError
 
 SPLITS = ("train", "validation")

@@ -14,7 +14,6 @@ from huggingface_hub import HfApi
 from recipe.config import STANDARD_LIBRARY
 from recipe.data.documents import Piece, cut_ids_into_documents, cut_off_tail, split_documents, take_head
 from recipe.data.files import (
-    Part,
     ReadReport,
     count_bytes,
     expand_paths,
@@ -23,14 +22,12 @@ from recipe.data.files import (
     read_file,
     read_standard_library,
     suffix_and_compression,
-    texts_of,
 )
+from recipe.data.rows import Part, read_dataset, texts_of
 from recipe.errors import UserError, check_local_path, one_line
 
 if TYPE_CHECKING:
     import datasets
-
-ROWS_PER_STATE = 100  # of a dataset: copying its state takes as long as reading a row
 
 
 @dataclass(frozen=True)
@@ -267,27 +264,12 @@ class TextSource:
 
     def _read_rows(self, rows: "datasets.IterableDataset", start: dict | None = None) -> Iterator[Part]:
         try:
-            yield from texts_of(self._number_rows(rows, start), self.text_column_name, f"dataset {self.dataset_name}")
+            numbered = read_dataset(rows, self.text_column_name, start or {})
+            yield from texts_of(numbered, self.text_column_name, f"dataset {self.dataset_name}")
         except UserError:
             raise
         except Exception as error:  # the network, datasets and pyarrow raise various errors
             raise UserError(f"cannot read dataset {self.dataset_name}: {one_line(error)}") from error
-
-    def _number_rows(self, rows: "datasets.IterableDataset", start: dict | None) -> Iterator[tuple[dict, dict]]:
-        """Yield (place, row) for each row after the start. A place is a number of rows after a state of `rows`."""
-        column, start = self.text_column_name, start or {}
-        rows = rows.select_columns([column]) if column in (rows.column_names or ()) else rows.shard(1, 0)
-        state, done = start.get("state"), start.get("rows_after_state", 0)
-        if state:
-            rows.load_state_dict(state)  # of a new object, because it would remain in that of `_splits`
-        number = start.get("row", 0) - done
-        for batch in rows.iter(ROWS_PER_STATE):
-            values = batch.get(column)
-            if values is None:  # an error, which names the columns that there are
-                yield {"row": number + 1}, batch
-            for i in range(done, len(values)):
-                yield {"row": number + i + 1, "state": state, "rows_after_state": i + 1}, {column: values[i]}
-            number, done, state = number + len(values), 0, rows.state_dict()
 
     def _documents_of_shard(self, parts: Iterable[Part], start: dict | None) -> Iterator[Part]:
         """Yield every num_shards-th document."""
