@@ -116,9 +116,9 @@ def read_text(
         if separator is not None:
             text_start = 0
             for match in pattern.finditer(buffer):
-                text = buffer[text_start : match.start()].removesuffix(before)
-                offset += count_utf8_bytes(buffer[text_start : match.end()])
-                text_start = match.end()
+                text = buffer[text_start : match.start()]
+                offset += count_utf8_bytes(text) + count_utf8_bytes(match[0])
+                text, text_start = text.removesuffix(before), match.end()
                 report.num_separators += 1
                 if begun or (text and not text.isspace()):
                     yield part(text, True)

@@ -184,7 +184,8 @@ class TextSource:
 
         Every shard yields the whole separate validation text, to find its duplicates in the training text.
         report: filled in while documents are read; eos_token_id: ends documents in token ids.
-        start: the `place` of a piece; only the pieces after it follow, and what lies before is skipped, not read.
+        start: the `place` of a piece; only the pieces after it follow, and what lies before is skipped, not read. So
+        is separate validation text, whose pieces have no place. The report covers what is read after the start.
         """
         report, is_empty = report or ReadReport(), self.num_shards == 1 and not start  # a shard may be empty
         pieces = self._all_pieces(report, eos_token_id, start)
