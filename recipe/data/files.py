@@ -206,7 +206,7 @@ def count_bytes(path: str) -> int:
     return num_bytes
 
 
-def file_sha256(path: str) -> bytes:
+def file_sha256(path: Path) -> bytes:
     """Hash a file's bytes, or the reason why it cannot be read (reading the text reports it)."""
     try:
         with open(path, "rb") as file:

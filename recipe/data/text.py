@@ -165,9 +165,9 @@ class TextSource:
         """
         digest = hashlib.sha256(repr((*self._options, self.shard_index)).encode())
         with ThreadPoolExecutor() as threads:  # hashing releases Python's lock
-            identify = (lambda path: _name_size_time(Path(path))) if self.head_characters else file_sha256
-            for path, identity in zip(self.files, threads.map(identify, self.files), strict=True):
-                digest.update("".join(Path(path.lower()).suffixes[-2:]).encode())  # determines how the bytes are read
+            paths, identify = list(map(Path, self.files)), _name_size_time if self.head_characters else file_sha256
+            for path, identity in zip(paths, threads.map(identify, paths), strict=True):
+                digest.update("".join(path.suffixes[-2:]).lower().encode())  # determines how the bytes are read
                 digest.update(identity)
         if self.dataset_name == STANDARD_LIBRARY:
             for document in read_standard_library():
