@@ -68,7 +68,7 @@ class TrainConfig:
     # --- data
     dataset_dir: str | None = _field(None, "Packed dataset written by scripts/prepare_data.py.")
     train_file: list[str] | None = _field(
-        None, "Text: .txt, .jsonl, .json, .csv, .parquet (also .gz, .zst), folders, globs."
+        None, "Text: .txt, .jsonl, .json, .csv, .parquet, .wet (also .gz, .zst), folders, globs."
     )
     validation_file: list[str] | None = _field(None, "Validation text. Default: part of the training documents.")
     dataset_name: str | None = _field(None, f"Hub id or local folder of a dataset to prepare, or {STANDARD_LIBRARY}.")

@@ -8,7 +8,7 @@ import hashlib
 import io
 import re
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -46,12 +46,18 @@ class ReadReport:
 
 
 def read_file(
-    path: str, text_column_name: str, separator: str | None, report: ReadReport, start: dict | None = None
+    path: str,
+    text_column_name: str,
+    separator: str | None,
+    report: ReadReport,
+    start: dict | None = None,
+    row_groups: Sequence[int] | None = None,
 ) -> Iterator[Part]:
     """Yield the nonblank documents of a file. Raises `UserError` naming the file if it cannot be read.
 
     start: the place of an earlier part; only the parts after it follow. Text and JSON lines before it are not read
     (of a compressed file, only decompressed), nor are the row groups of a Parquet file.
+    row_groups: of a Parquet file; by default, all.
     """
     kind, start = kind_of(path), start or {}
     try:
@@ -62,7 +68,7 @@ def read_file(
             yield from read_wet(open_stream(path), start)
             return
         if kind == ".parquet":
-            rows = read_parquet(path, text_column_name, start)
+            rows = read_parquet(path, text_column_name, start, row_groups)
         elif kind == ".csv":
             rows = read_csv(open_stream(path), start)
         else:

@@ -75,11 +75,17 @@ def prepare_dataset(
         say(f"trained a byte-level BPE of {size} in {time.perf_counter() - started_at:.1f} s")
     started_at = time.perf_counter()
     try:
-        metadata = _pack(source, directory, fingerprint, block_size, tokenizer, overwrite, num_workers or count_cpus())
+        num_workers = num_workers or count_cpus()
+        metadata, num_bytes = _pack(source, directory, fingerprint, block_size, tokenizer, overwrite, num_workers)
     except OSError as error:
         kept = f"the finished part is kept in {directory.parent}, and the same command resumes it"
         raise UserError(f"cannot write the dataset {directory}: {error.strerror or error}; {kept}") from error
-    _summarize(directory, metadata, time.perf_counter() - started_at)
+    seconds = time.perf_counter() - started_at
+    documents, tokens = (sum(of[key] for of in metadata["splits"].values()) for key in ("documents", "tokens"))
+    if duplicates := metadata["source"]["duplicates_of_validation"]:
+        say(f"warning: {duplicates:,} training documents also occur in the validation text")
+    rate = f"({num_bytes / 1e6 / seconds:.1f} MB/s)"
+    say(f"packed into {directory} in {seconds:.1f} s {rate}: {documents:,} documents, {tokens:,} tokens")
     return open_packed_dataset(directory, block_size)
 
 
@@ -91,8 +97,11 @@ def _pack(
     tokenizer: TextTokenizer,
     overwrite: bool,
     num_workers: int,
-) -> dict:
-    """Encode and write the text, with commits from which a killed preparation resumes. Returns the metadata."""
+) -> tuple[dict, int]:
+    """Encode and write the text, with commits from which a killed preparation resumes.
+
+    Returns the metadata, and the number of bytes of text that this process prepared.
+    """
     report = ReadReport()
     encode, how, pieces = open_pieces(source, tokenizer, report)
     say(f"token ids: {how}, threads: {num_workers}")
@@ -126,7 +135,9 @@ def _pack(
             say(f"warning: --document_separator {source.document_separator!r} has no effect: no .txt file contains it")
         found = {"skipped_files": len(report.skipped), "duplicates_of_validation": report.duplicates_of_validation}
         shard = {"shard": [source.shard_index, source.num_shards], "whole_sha256": source.whole_sha256}
-        return writer.finish(tokenizer, {"source": source.describe() | found, "fingerprint": fingerprint, **shard})
+        num_bytes = sum(split.counts["bytes"] for split in writer.splits.values()) - num_bytes_done
+        about = {"source": source.describe() | found, "fingerprint": fingerprint, **shard}
+        return writer.finish(tokenizer, about), num_bytes
 
 
 def open_pieces(
@@ -229,12 +240,3 @@ def count_duplicates(pieces: Iterable[Piece], report: ReadReport) -> Iterator[Pi
                 report.duplicates_of_validation += 1
         starts = piece.ends
         yield piece
-
-
-def _summarize(directory: Path, metadata: dict, seconds: float) -> None:
-    keys = ("documents", "tokens", "bytes")
-    documents, tokens, num_bytes = (sum(counts[key] for counts in metadata["splits"].values()) for key in keys)
-    if duplicates := metadata["source"]["duplicates_of_validation"]:
-        say(f"warning: {duplicates:,} training documents also occur in the validation text")
-    rate = f"({num_bytes / 1e6 / seconds:.1f} MB/s)"
-    say(f"packed into {directory} in {seconds:.1f} s {rate}: {documents:,} documents, {tokens:,} tokens")

@@ -8,11 +8,12 @@ import csv
 import io
 import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
 import orjson
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recipe.data.bad_files import NUL
@@ -91,10 +92,14 @@ def read_json(stream: BinaryIO, start: dict) -> Iterator[tuple[dict, Any]]:
     return number_rows(json.load(stream), start)
 
 
-def read_parquet(path: str, column: str, start: dict) -> Iterator[tuple[dict, Any]]:
+def read_parquet(
+    path: str, column: str, start: dict, row_groups: Sequence[int] | None = None
+) -> Iterator[tuple[dict, Any]]:
+    """Yield (place, row) for each row of these row groups; by default, of all."""
     file = pq.ParquetFile(path, pre_buffer=False)
     columns = [column] if column in file.schema_arrow.names else None  # all, for the error message of `texts_of`
-    groups, done, skipped = list(range(file.num_row_groups)), start.get("row", 0), 0
+    groups = list(range(file.num_row_groups) if row_groups is None else row_groups)
+    done, skipped = start.get("row", 0), 0
     while groups and skipped + (num_rows := file.metadata.row_group(groups[0]).num_rows) <= done:
         skipped += num_rows
         del groups[0]
@@ -104,6 +109,16 @@ def read_parquet(path: str, column: str, start: dict) -> Iterator[tuple[dict, An
     else:
         rows = ({column: value} for batch in batches for value in batch.column(0).to_pylist())
     return number_rows(rows, start, skipped)
+
+
+def count_row_groups(path: str, column: str) -> int | None:
+    """Count the row groups of a Parquet file; None if its column does not hold text, or the file is damaged."""
+    try:
+        file = pq.ParquetFile(path)
+        kind = file.schema_arrow.field(column).type
+    except (OSError, KeyError, pa.ArrowException):
+        return None
+    return file.num_row_groups if pa.types.is_string(kind) or pa.types.is_large_string(kind) else None
 
 
 def read_dataset(rows: "datasets.IterableDataset", column: str, start: dict) -> Iterator[tuple[dict, Any]]:

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +24,7 @@ from recipe.data.files import (
     read_standard_library,
     suffix_and_compression,
 )
-from recipe.data.rows import Part, read_dataset, texts_of
+from recipe.data.rows import Part, count_row_groups, read_dataset, texts_of
 from recipe.errors import UserError, check_local_path, one_line
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class TextSource:
     validation_split_percentage: float = 5.0
     skip_bad_files: bool = False
     head_characters: int | None = None  # read only this much training text, and as much validation text
-    num_shards: int = 1  # each shard takes every num_shards-th file, or document if there are fewer files
+    num_shards: int = 1  # each shard takes every num_shards-th file; of fewer files, row group or document
     shard_index: int = 0
 
     def __post_init__(self):
@@ -78,6 +79,19 @@ class TextSource:
         """The training files of this shard: all of them if there are fewer files than shards."""
         by_file = len(self._train_paths) >= self.num_shards
         return self._train_paths[self.shard_index :: self.num_shards] if by_file else self._train_paths
+
+    @functools.cached_property
+    def _row_groups(self) -> list[range] | None:
+        """The row groups of each training file that this shard reads, if there are fewer Parquet files than shards."""
+        paths = self._train_paths
+        if len(paths) >= self.num_shards or {*map(kind_of, paths)} != {".parquet"}:
+            return None
+        counts = [count_row_groups(path, self.text_column_name) for path in paths]
+        if None in counts or sum(counts) < self.num_shards:
+            return None
+        befores = itertools.accumulate(counts, initial=0)
+        index, step = self.shard_index, self.num_shards
+        return [range((index - before) % step, count, step) for before, count in zip(befores, counts, strict=False)]
 
     @property
     def files(self) -> list[str]:
@@ -160,12 +174,13 @@ class TextSource:
     def fingerprint(self) -> str:
         """SHA-256 of everything that determines the documents: options and the bytes of the files.
 
-        Names, sizes and times replace the bytes of dataset files and of files of which only the head is read.
+        Names, sizes and times replace the bytes of dataset files and of files of which only a part is read.
         skip_bad_files is not part of it: the text before a bad file is the same either way.
         """
         digest = hashlib.sha256(repr((*self._options, self.shard_index)).encode())
         with ThreadPoolExecutor() as threads:  # hashing releases Python's lock
-            paths, identify = list(map(Path, self.files)), _name_size_time if self.head_characters else file_sha256
+            in_part = self.head_characters or self._row_groups
+            paths, identify = list(map(Path, self.files)), _name_size_time if in_part else file_sha256
             for path, identity in zip(paths, threads.map(identify, paths), strict=True):
                 digest.update("".join(path.suffixes[-2:]).lower().encode())  # determines how the bytes are read
                 digest.update(identity)
@@ -210,8 +225,8 @@ class TextSource:
         validation: Iterable[Part] = ()
         if self.train_files:
             validation = self._read_files(self._validation_paths, report)
-            train = self._read_files(self._files_of_shard, report, start)
-            by_file = len(self._train_paths) >= self.num_shards
+            train = self._read_files(self._files_of_shard, report, start, self._row_groups)
+            by_file = len(self._train_paths) >= self.num_shards or self._row_groups is not None
         elif self.dataset_name == STANDARD_LIBRARY:
             train, by_file = (Part(text, True) for text in read_standard_library()), False
         else:
@@ -247,13 +262,20 @@ class TextSource:
             return False
         return len(self.files) * self.validation_split_percentage < 200 and {*map(kind_of, self.files)} == {".txt"}
 
-    def _read_files(self, paths: Sequence[str], report: ReadReport, start: dict | None = None) -> Iterator[Part]:
+    def _read_files(
+        self,
+        paths: Sequence[str],
+        report: ReadReport,
+        start: dict | None = None,
+        row_groups: Sequence[Sequence[int]] | None = None,
+    ) -> Iterator[Part]:
         first = start.get("file", 0) if start else 0
         for number, path in enumerate(paths[first:], first):
             begin = start if start and number == first else {}
             ends = not begin.get("begun", False)
             try:
-                parts = read_file(path, self.text_column_name, self.document_separator, report, begin)
+                groups = row_groups[number] if row_groups else None
+                parts = read_file(path, self.text_column_name, self.document_separator, report, begin, groups)
                 for text, ends, place in parts:
                     yield Part(text, ends, {"file": number, **place})
             except UserError as error:
