@@ -24,7 +24,7 @@ from recipe.command_line import CommandLine
 from recipe.data.documents import SPLITS
 from recipe.data.files import read_standard_library
 from recipe.data.packed import open_packed_dataset
-from recipe.data.tokenizer import load_tokenizer, save_tokenizer
+from recipe.data.tokenizer import read_tokenizer, save_tokenizer
 from recipe.environment import count_cpus
 from recipe.errors import UserError, run_main
 
@@ -71,7 +71,7 @@ def main() -> None:
     try:
         tokenizer_file = work / "tokenizer" / "tokenizer.json"
         tokenizer_file.parent.mkdir(parents=True)
-        save_tokenizer(load_tokenizer(args.tokenizer_name), tokenizer_file.parent, BLOCK_SIZE)
+        save_tokenizer(read_tokenizer(args.tokenizer_name), tokenizer_file.parent, BLOCK_SIZE)
         options = ("--corpus", args.corpus, "--gigabytes", args.gigabytes, "--num_files", args.num_files)
         run_python(WRITE, *options, "--tokenizer_file", tokenizer_file, "--output_dir", work / "corpus")
         written, measured = np.load(work / "corpus" / "documents.npy"), prepare(work, args.num_shards)

@@ -3,8 +3,8 @@
 python scripts/benchmarks/synthetic_corpus.py --corpus fineweb_edu --gigabytes 5 --num_files 14 \
     --tokenizer_file DIR/tokenizer.json --output_dir runs/synthetic
 
-fineweb_edu has the columns, row groups, lengths of documents and tokens per byte of FineWeb-Edu; common_crawl consists
-of WET files. The words come from the prose in Python's standard library. OUTPUT_DIR/documents.npy lists the documents in
+fineweb_edu has the columns, row groups, document lengths and tokens per byte of FineWeb-Edu; common_crawl consists of
+WET files. The words come from the prose in Python's standard library. OUTPUT_DIR/documents.npy lists the documents in
 reading order: hash and bytes of the text, tokens with the end-of-text id, and whether it is to be held out.
 """
 
