@@ -82,7 +82,7 @@ def main() -> None:
     measured["text_bytes"] = int(written["bytes"].sum())
     measured["megabytes_per_second_per_core"] = measured["text_bytes"] / 1e6 / core_seconds
     results = {"corpus": args.corpus, "num_files": args.num_files, "num_shards": args.num_shards, "measured": measured}
-    results |= {"differences": differences, "computed": compute(corpus, measured, args.num_shards)}
+    results |= {"differences": differences, "computed": compute(corpus, measured)}
     finish_results(results, args.output_file)
     if any(differences.values()):
         raise UserError(f"the prepared documents differ from those written: {differences}")
@@ -155,19 +155,27 @@ def read_part(part: tuple[Path, str, int, int]) -> tuple[np.ndarray, int]:
     return np.array(hashes, np.uint64), wrong_ids
 
 
-def compute(corpus: dict, measured: dict, num_shards: int) -> dict[int, float]:
-    """Compute the seconds that the real corpus takes on so many cores. Prints a table in Markdown."""
-    rate = measured["megabytes_per_second_per_core"] * 1e6
+def compute(corpus: dict, measured: dict) -> dict[int, dict]:
+    """Compute what the real corpus takes in as many shards as the largest machine has cores. Prints a Markdown table.
+
+    Each number of cores gets the seconds, and the megabytes per second that the disk then reads and writes.
+    """
+    num_shards, rate = max(CORES), measured["megabytes_per_second_per_core"] * 1e6
+    prepared_bytes = 2 * corpus["tokens"]
     seconds_per_shard = measured["start_seconds"] + corpus["text_bytes"] / num_shards / rate
-    seconds = {cores: math.ceil(num_shards / cores) * seconds_per_shard for cores in CORES}
-    print("computed | text | tokens | download | prepared | " + " | ".join(f"{cores} cores" for cores in CORES))
-    print("--- | " + " | ".join(["---:"] * (4 + len(CORES))))
+    computed = {}
+    for cores in CORES:
+        seconds = math.ceil(num_shards / cores) * seconds_per_shard
+        disk = (corpus["file_bytes"] + prepared_bytes) / 1e6 / seconds
+        computed[cores] = {"seconds": seconds, "disk_megabytes_per_second": disk}
     sizes = (
         f"{corpus['text_bytes'] / 1e9:.0f} GB | {corpus['tokens'] / 1e9:.2f} G | {corpus['file_bytes'] / 1e9:.0f} GB"
     )
-    minutes = " | ".join(f"{seconds[cores] / 60:.1f} min" for cores in CORES)
-    print(f"{corpus['name']} | {sizes} | {2 * corpus['tokens'] / 1e9:.0f} GB | {minutes}")
-    return seconds
+    times = [f"{v['seconds'] / 60:.1f} min, {v['disk_megabytes_per_second']:.0f} MB/s" for v in computed.values()]
+    print("computed | text | tokens | download | prepared | " + " | ".join(f"{cores} cores, disk" for cores in CORES))
+    print("--- | " + " | ".join(["---:"] * (4 + len(CORES))))
+    print(f"{corpus['name']} | {sizes} | {prepared_bytes / 1e9:.0f} GB | " + " | ".join(times))
+    return computed
 
 
 if __name__ == "__main__":
