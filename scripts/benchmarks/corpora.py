@@ -44,13 +44,14 @@ CORPORA = {
         "tokens": 9_953_989_344,  # in build-nanogpt's shards of it, with an end-of-text id per document
     },
     "common_crawl": {
-        "name": "100 WET files of Common Crawl (CC-MAIN-2024-22)",
+        "name": "Common Crawl, 128 WET files of CC-MAIN-2024-22",
         # 7.31 TiB (github.com/eugenesiow/LLM-Insights) in 90,000 files (an assumption: 100 segments of 900 files)
-        "file_bytes": 7.31 * 2**40 / 900,
+        "file_bytes": 128 * 7.31 * 2**40 / 90_000,
         # 2.7 G pages (commoncrawl.org/blog/may-2024-crawl-archive-now-available) of 8,000 bytes (an assumption: gzip
         # reduces text to three eighths)
-        "text_bytes": 2.7e9 / 900 * 8_000,
-        "tokens": 8_000_000_000,  # an assumption: 3 bytes per token of GPT-2, because half of the text is not English
+        "text_bytes": 128 * 2.7e9 / 90_000 * 8_000,
+        # 3 bytes per token of GPT-2, an assumption, because half of the text is not English
+        "tokens": 128 * 2.7e9 / 90_000 * 8_000 / 3,
     },
 }
 
