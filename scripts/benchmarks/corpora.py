@@ -7,6 +7,7 @@ synthetic_corpus.py writes the copy. A process per core prepares shards, as `xar
 """
 
 import math
+import os
 import shlex
 import shutil
 import sys
@@ -98,12 +99,15 @@ def prepare(work: Path, num_shards: int) -> dict:
     options = ("--train_file", work / "corpus" / "text", *options, "--output_dir", work / "packed")
     command = shlex.join(map(str, (sys.executable, PREPARE, *options, "--num_shards", num_shards, "--shard_index")))
     line = f"seq 0 {num_shards - 1} | xargs -P {count_cpus()} -I INDEX {command} INDEX"
+    before = os.times()
     seconds, peak = run_python("-c", f"import subprocess; subprocess.run({line!r}, shell=True, check=True)")
+    after = os.times()
     merge_seconds, _ = run_python(PREPARE, *options, "--num_shards", num_shards, "--merge_shards")
     return {
         "num_processes": count_cpus(),
         "start_seconds": start_seconds,  # of one process, with 1 MB of text
         "seconds": seconds,
+        "cpu_seconds": sum(after[2:4]) - sum(before[2:4]),  # user and system, of child processes
         "peak_megabytes_per_process": peak,
         "merge_seconds": merge_seconds,
         "file_bytes": sum(path.stat().st_size for path in (work / "corpus" / "text").iterdir()),
