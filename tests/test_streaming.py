@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -270,6 +271,24 @@ def test_closing_ends_the_process_that_tokenizes_at_once(source, tokenizer_dir, 
         of_rank.close()
     assert time.monotonic() - started_at < 2
     assert not psutil.pid_exists(shared[0].pid) and not folders()
+
+
+def test_one_process_of_each_host_tokenizes(source, tokenizer_dir, monkeypatch, folders):
+    """Hosts may have different numbers of processes, and a scheduler may deal the ranks out in turn."""
+    here = threading.local()
+    monkeypatch.setattr(socket, "gethostname", lambda: here.host)
+    windows = TextWindows(source, str(tokenizer_dir), BLOCK_SIZE, 4, BEGIN, num_threads=1)
+
+    def open_on_host(rank, gather):
+        here.host = "abaaa"[rank]
+        return SharedWindows(windows, rank, 5, gather)
+
+    shared = Processes(5).run(open_on_host)
+    assert [of_rank.process is not None for of_rank in shared] == [True, True, False, False, False]
+    assert [shared.index(next(s for s in shared if s.pid == of_rank.pid)) for of_rank in shared] == [0, 1, 0, 0, 0]
+    assert len(folders()) == 2
+    for of_rank in shared:
+        of_rank.close()
 
 
 def message_of(function):

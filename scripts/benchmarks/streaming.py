@@ -69,9 +69,9 @@ def measure_processes(source: TextSource, tokenizer: str) -> dict[str, dict]:
             with tempfile.TemporaryDirectory() as folder:
                 multiprocessing.spawn(take_steps, (windows, count, share, folder), count)
                 of_ranks = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
-            seconds, cpu_seconds = np.sum(of_ranks, axis=0)
-            rate = NUM_WINDOWS * NUM_ROWS * BLOCK_SIZE / (seconds / count)
-            found[name].append({"tokens_per_second": round(rate), "tokenizing_cpu_seconds": round(cpu_seconds, 1)})
+            seconds, cpu_seconds = np.mean(of_ranks, axis=0) * (1, count)
+            rate = round(NUM_WINDOWS * NUM_ROWS * BLOCK_SIZE / seconds)
+            found[name].append({"tokens_per_second": rate, "tokenizing_cpu_seconds": round(cpu_seconds, 1)})
     return found
 
 
@@ -80,8 +80,7 @@ def take_steps(rank: int, windows: TextWindows, count: int, share: bool, folder:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=count)
 
     def gather(part: object) -> list:
-        parts = [None] * count
-        dist.all_gather_object(parts, part)
+        dist.all_gather_object(parts := [None] * count, part)
         return parts
 
     order = TrainOrder(NUM_ROWS, 1, NUM_ROWS, MICRO_BATCH, 0, rank, count)
@@ -100,9 +99,8 @@ def take_steps(rank: int, windows: TextWindows, count: int, share: bool, folder:
 def measure_resume(source: TextSource, tokenizer: str) -> dict[str, list[float]]:
     """Time the first batch at the start and near the end of the text, three times each, in turn."""
     encode, _, pieces = open_pieces(source, read_tokenizer(tokenizer))
-    pieces = (piece for piece in pieces if piece.split == "train")
     piece, token, positions = 0, 0, []
-    for num_pieces, place, batch in encode_pieces(encode, pieces, count_cpus()):
+    for num_pieces, place, batch in encode_pieces(encode, (p for p in pieces if p.split == "train"), count_cpus()):
         piece, token = piece + num_pieces, token + len(batch[0].ids)
         positions.append((Position(0, token, place), Position(piece, token)))
     by_place, by_piece = positions[int(RESUMED_AT * len(positions))]
