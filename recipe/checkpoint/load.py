@@ -43,7 +43,7 @@ class RunState:
     step: int = 0  # optimizer steps done
     untrained: dict[str, float] = field(default_factory=dict)  # the evaluation before the first step
     train_seconds: float = 0.0  # time spent training, over all resumes
-    position: Sequence[int] | None = None  # in streamed text, see recipe/data/streaming.py
+    position: Sequence | None = None  # in streamed text, see `Position` in recipe/data/windows.py
     loss_sum: float = 0.0  # over the steps since the last log line
     num_losses: int = 0
     steps_chosen: bool = False  # `max_minutes` has set the number of steps

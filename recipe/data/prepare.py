@@ -141,10 +141,10 @@ def _pack(
 
 
 def open_pieces(
-    source: TextSource, tokenizer: TextTokenizer, report: ReadReport | None = None
+    source: TextSource, tokenizer: TextTokenizer, report: ReadReport | None = None, start: dict | None = None
 ) -> tuple[Callable, str, Iterator[Piece]]:
     """Return the encoder for a text, its description, and the pieces of the text for it."""
-    pieces = source.pieces(report, tokenizer.eos_token_id)
+    pieces = source.pieces(report, tokenizer.eos_token_id, start)
     sample, characters = deque(), 0
     while characters < SAMPLE_CHARACTERS and (piece := next(pieces, None)):
         sample.append(piece)

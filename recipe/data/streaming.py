@@ -1,100 +1,107 @@
-"""Build training batches from text during the run: a worker process reads, tokenizes and packs it; nothing is stored.
+"""Build training batches from text during the run: one process per machine reads, tokenizes and packs it.
 
 The stream repeats the training documents without end. Row i is tokens [i*T, i*T + T + 1) of it, as in a prepared
 dataset, T = block_size. Rows are shuffled within windows of W = shuffle_buffer_size rows: training example k is a row
 of window k // W, which is permuted without replacement. The order is therefore a pure function of (seed, text), for
-any number of processes: each one tokenizes the whole stream and keeps its own examples.
+any number of processes: each one maps the windows of its machine and takes its own examples.
 """
 
-import itertools
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+import contextlib
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
+import psutil
 import torch
 from accelerate import Accelerator
-from torch.utils.data import IterableDataset
 
 from recipe.config import TrainConfig
-from recipe.data.batches import TrainBatches, TrainOrder, build_loader, build_train_batches, example_rows
-from recipe.data.encoder import encode_pieces
-from recipe.data.packed import PackedDataset, pack_rows
-from recipe.data.prepare import open_pieces, source_from
-from recipe.data.text import TextSource
-from recipe.data.tokenizer import read_tokenizer
+from recipe.data.batches import TrainBatches, TrainOrder, build_train_batches, example_rows
+from recipe.data.packed import PackedDataset
+from recipe.data.prepare import source_from
+from recipe.data.windows import ERROR_BYTES, POLL_SECONDS, Position, TextWindows, create_folder, start_tokenizing
 from recipe.environment import count_cpus, count_local_processes
-from recipe.errors import ProcessError, UserError
+from recipe.errors import ProcessError
+
+Gather = Callable[[object], list]  # the parts of all processes of the run, by rank
 
 
-class Position(NamedTuple):
-    """Where to resume reading the stream: at a piece of the training text, after this many tokens."""
+class SharedWindows:
+    """The windows that one process of this machine writes and all read.
 
-    piece: int = 0
-    token: int = 0
-
-
-@dataclass(eq=False)
-class StreamedRows(IterableDataset):
-    """The micro-batches of one process, made by a single worker of a DataLoader.
-
-    Yields (rows: int64 [micro-batch, block_size + 1], `Position` to resume from), or the `UserError` that ends it.
+    A machine is a host's name and a file system: of the processes that share both, the first starts the program that
+    tokenizes (recipe/data/windows.py). `gather` is called twice, by all processes of the run.
     """
 
-    source: TextSource
-    tokenizer_dir: Path
-    block_size: int
-    order: TrainOrder  # over num_rows = shuffle_buffer_size
-    start: Position
-    num_threads: int
+    def __init__(self, windows: TextWindows, rank: int, num_processes: int, gather: Gather) -> None:
+        own, host = create_folder(num_processes), socket.gethostname()
+        folders = gather((host, str(own)))
+        writer = next(rank for rank, (where, path) in enumerate(folders) if where == host and Path(path).is_dir())
+        self.folder, self.process = Path(folders[writer][1]), None
+        self.error_file = os.open(self.folder / "error", os.O_RDONLY)  # may be read after the folder has been removed
+        self.reader = np.load(self.folder / "readers.npy", mmap_mode="r+")[rank]
+        self.reader[:] = 0
+        if writer == rank:
+            self.process = start_tokenizing(windows, own)
+        else:
+            shutil.rmtree(own)
+        self.pid = gather(self.process and self.process.pid)[writer]
 
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, Position] | UserError]:
-        num_rows = self.order.num_rows
-        held: dict[int, list] = {}  # window -> [rows, Position]
-        try:
-            windows = _one_ahead(self.windows())
-            for examples in self.order.examples():
-                window_of = examples // num_rows
-                while window_of[-1] not in held:
-                    window, *content = next(windows)
-                    held[window] = content
-                held = {window: content for window, content in held.items() if window >= window_of[0]}
-                rows_of = example_rows(examples, num_rows, self.order.seed)
-                rows = np.stack([held[window][0][row] for window, row in zip(window_of, rows_of, strict=True)])
-                yield torch.from_numpy(rows.astype(np.int64)), held[window_of[0]][1]
-        except UserError as error:  # the loader would add a traceback to an exception
-            yield error
+    def wait_for(self, number: int, oldest: int) -> tuple[np.ndarray, Position]:
+        """Return the rows of a window, memory-mapped, and its position. oldest: the first one that is still needed.
 
-    def windows(self) -> Iterator[tuple[int, np.ndarray, Position]]:
-        """Yield windows of the stream without end: (number, rows uint32 [num_rows, block_size + 1], where to resume).
-
-        The first window is the first that begins at or after `start`.
+        Raises `ProcessError` if the text has an error, or the process that tokenizes it has ended.
         """
-        tokenizer, num_rows = read_tokenizer(str(self.tokenizer_dir)), self.order.num_rows
-        window_tokens = num_rows * self.block_size
-        window = -(-self.start.token // window_tokens)
-        piece, token = self.start
-        marks = [self.start]  # the start of each batch of pieces, from the last one at or before the window
-        ids, ids_start = [], token
+        self.reader[:] = oldest, number
         while True:
-            encode, _, pieces = open_pieces(self.source, tokenizer)
-            pieces = (piece for piece in pieces if piece.split == "train")
-            for num_pieces, _, batch in encode_pieces(encode, itertools.islice(pieces, piece, None), self.num_threads):
-                ids += [encoded.ids for encoded in batch]
-                piece += num_pieces
-                token += sum(len(encoded.ids) for encoded in batch)
-                marks.append(Position(piece, token))
-                while token > (window + 1) * window_tokens:
-                    first = window * window_tokens
-                    stream = np.concatenate(ids)[first - ids_start :]
-                    marks = [mark for mark, after in itertools.pairwise(marks) if after.token > first] + marks[-1:]
-                    yield window, pack_rows(stream[: window_tokens + 1], self.block_size), marks[0]
-                    window += 1
-                    ids, ids_start = [stream[window_tokens:].copy()], first + window_tokens
-            piece = 0  # start over at the first document
-            marks[-1] = Position(piece, token)
+            with contextlib.suppress(FileNotFoundError):
+                rows = np.load(self.folder / f"{number}.npy", mmap_mode="r")
+                return rows, Position(*json.loads((self.folder / f"{number}.json").read_text()))
+            has_ended = not is_running(self.pid)
+            if message := os.pread(self.error_file, ERROR_BYTES, 0).decode(errors="ignore").strip():
+                raise ProcessError(message)
+            if has_ended:
+                why = "its own output says why, unless it was killed, for example when the memory was full"
+                raise ProcessError(f"the process that tokenizes the streamed text has ended; {why}")
+            time.sleep(POLL_SECONDS)
+
+    def close(self) -> None:
+        """End the process that tokenizes, if this one has started it. It removes the folder."""
+        os.close(self.error_file)
+        if self.process is not None:
+            self.process.stdin.close()
+            self.process.wait()
+            shutil.rmtree(self.folder, ignore_errors=True)  # the process may have been killed
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def take_examples(
+    order: TrainOrder, wait_for: Callable[[int, int], tuple[np.ndarray, Position]]
+) -> Iterator[tuple[torch.Tensor, Position]]:
+    """Yield the micro-batches of one process: (rows: int64 [micro-batch, block_size + 1], `Position` to resume from).
+
+    order: over the rows of a window. wait_for: see `SharedWindows`.
+    """
+    held: dict[int, tuple[np.ndarray, Position]] = {}
+    for examples in order.examples():
+        numbers = examples // order.num_rows
+        held = {
+            number: held.get(number) or wait_for(number, int(numbers[0])) for number in np.unique(numbers).tolist()
+        }
+        rows_of = example_rows(examples, order.num_rows, order.seed)
+        rows = np.stack([held[number][0][row] for number, row in zip(numbers, rows_of, strict=True)])
+        yield torch.from_numpy(rows.astype(np.int64)), held[numbers[0]][1]
 
 
 def build_batches(
@@ -103,11 +110,13 @@ def build_batches(
     accelerator: Accelerator,
     micro_batch_size: int,
     first_step: int,
-    position: tuple[int, int] | None,
+    position: list | None,
+    gather: Gather = lambda part: [part],
 ) -> TrainBatches:
     """Build this process's training batches, from `first_step` on: of the dataset, or of the streamed text.
 
     dataset: of a streamed text, its prepared head; position: `TrainBatches.position` after the previous step.
+    gather: returns the parts of all processes, by rank; all call this function together.
     """
     split, device, num_processes = dataset.splits["train"], accelerator.device, accelerator.num_processes
     num_rows, rank = config.shuffle_buffer_size if config.streaming else len(split), accelerator.process_index
@@ -117,25 +126,14 @@ def build_batches(
     if not config.streaming:
         placement = "python_lists" if config.python_lists else config.data_placement
         return build_train_batches(split, order, device, config.dataloader_num_workers, placement)
-    source, tokenizer_dir, start = source_from(config), dataset.directory / "tokenizer", Position(*(position or ()))
+    source, tokenizer_dir, start = source_from(config), str(dataset.directory / "tokenizer"), Position(*position or ())
     num_threads = config.preprocessing_num_workers or max(1, count_cpus() // count_local_processes(num_processes))
-    rows = StreamedRows(source, tokenizer_dir, dataset.block_size, order, start, num_threads)
-    loader = build_loader(rows, device, num_workers=1, prefetch_factor=8)
+    windows = TextWindows(source, tokenizer_dir, dataset.block_size, num_rows, start, num_threads)
 
     def batches() -> Iterator[tuple[torch.Tensor, Position]]:
-        for item in loader:
-            if isinstance(item, UserError):
-                raise ProcessError(str(item))
-            yield item[0].to(device, non_blocking=True), Position(*item[1])
+        with contextlib.closing(SharedWindows(windows, rank, num_processes, gather)) as shared:
+            for rows, resume_from in take_examples(order, shared.wait_for):
+                pinned = rows.pin_memory() if device.type == "cuda" else rows
+                yield pinned.to(device, non_blocking=True), resume_from
 
     return TrainBatches(batches(), device)
-
-
-def _one_ahead(windows: Iterator) -> Iterator:
-    """Prepare the next window in a thread while the caller uses the current one."""
-    with ThreadPoolExecutor(1) as thread:
-        future = thread.submit(next, windows)
-        while True:
-            ready = future.result()
-            future = thread.submit(next, windows)
-            yield ready

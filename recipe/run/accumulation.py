@@ -23,7 +23,7 @@ from recipe.hardware.micro_batch import (
     remember_micro_batch,
     smaller_micro_batch,
 )
-from recipe.hardware.processes import complete_synchronization, largest_of_processes, on_main_process
+from recipe.hardware.processes import complete_synchronization, gather, largest_of_processes, on_main_process
 
 
 class Accumulation:
@@ -84,7 +84,7 @@ class Accumulation:
         """Open the data at the run's position, and record the choices with which the run continues."""
         state.memory_choices = {**self.plan.choices, "micro_batch_size": self.micro_batch_size}
         self.batches = build_batches(
-            self.config, self.dataset, self.accelerator, self.micro_batch_size, state.step, state.position
+            self.config, self.dataset, self.accelerator, self.micro_batch_size, state.step, state.position, gather
         )
 
     def out_of_memory(self, error: RuntimeError) -> None:
