@@ -20,8 +20,8 @@ import pyarrow as pa
 from tokenizers import Tokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from recipe.arguments import CommandLine
 from recipe.benchmark.measure import finish_results, run_python
-from recipe.command_line import CommandLine
 from recipe.data.documents import SPLITS
 from recipe.data.files import read_standard_library
 from recipe.data.packed import open_packed_dataset

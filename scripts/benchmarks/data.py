@@ -7,8 +7,6 @@ DIR holds GPT-2's tokenizer.json. The text is synthetic: lines of the Python sta
 of whole commands include the start of the process.
 """
 
-import json
-import random
 import shutil
 import statistics
 import tempfile
@@ -22,8 +20,8 @@ import torch
 
 from recipe.arguments import CommandLine
 from recipe.benchmark.measure import finish_results, run_python
+from recipe.benchmark.text import write_text
 from recipe.data.batches import TrainOrder, build_train_batches
-from recipe.data.files import read_standard_library
 from recipe.data.packed import open_packed_dataset
 from recipe.data.tokenizer import load_tokenizer
 from recipe.data.writer import PackedWriter
@@ -93,17 +91,6 @@ def main() -> None:
         results = {"speed": measure_speed(work, tokenizer), "memory": measure_memory(work, tokenizer)}
         results["reading"] = measure_reading(work, tokenizer)
     finish_results(results, args.output_file)
-
-
-def write_text(path: Path, megabytes: int) -> None:
-    """Write distinct documents of about 4 kB of source lines, as JSON lines or as one text."""
-    lines = [line for text in read_standard_library() for line in text.splitlines() if line.strip()]
-    rng, size = random.Random(0), 0
-    with open(path, "w", encoding="utf-8") as file:
-        while size < megabytes * 1e6:
-            text = "\n".join(rng.choices(lines, k=100))
-            size += len(text.encode())
-            file.write(json.dumps({"text": text}) + "\n" if path.suffix == ".jsonl" else text + "\n")
 
 
 def prepare(text: Path, tokenizer: str, out: Path) -> tuple[float, float]:

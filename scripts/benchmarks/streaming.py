@@ -8,7 +8,6 @@ is done with the examples. Each process that tokenizes uses its share of the cor
 
 import contextlib
 import json
-import random
 import tempfile
 import time
 from pathlib import Path
@@ -20,9 +19,9 @@ from torch import multiprocessing
 
 from recipe.arguments import CommandLine
 from recipe.benchmark.measure import finish_results
+from recipe.benchmark.text import write_text
 from recipe.data.batches import TrainOrder
 from recipe.data.encoder import encode_pieces
-from recipe.data.files import read_standard_library
 from recipe.data.prepare import open_pieces
 from recipe.data.streaming import SharedWindows, take_examples
 from recipe.data.text import TextSource
@@ -42,21 +41,12 @@ def main() -> None:
     parser.add_argument("--output_file", type=Path, help="JSON to write")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        write_text(text := Path(folder) / "text.jsonl")
+        write_text(text := Path(folder) / "text.jsonl", MEGABYTES)
         source = TextSource(train_files=(str(text),))
         results = {"megabytes": MEGABYTES, "tokens": NUM_WINDOWS * NUM_ROWS * BLOCK_SIZE}
         results["processes"] = measure_processes(source, args.tokenizer_name)
         results["first_batch_seconds"] = measure_resume(source, args.tokenizer_name)
     finish_results(results, args.output_file)
-
-
-def write_text(path: Path) -> None:
-    """Write distinct documents of about 4 kB of source lines."""
-    lines = [line for text in read_standard_library() for line in text.splitlines() if line.strip()]
-    rng = random.Random(0)
-    with open(path, "w", encoding="utf-8") as file:
-        while file.tell() < MEGABYTES * 1e6:
-            file.write(json.dumps({"text": "\n".join(rng.choices(lines, k=100))}) + "\n")
 
 
 def measure_processes(source: TextSource, tokenizer: str) -> dict[str, dict]:

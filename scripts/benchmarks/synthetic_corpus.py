@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from recipe.command_line import CommandLine
+from recipe.arguments import CommandLine
 from recipe.data.documents import hash64
 from recipe.data.files import read_standard_library
 from recipe.environment import count_cpus
