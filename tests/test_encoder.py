@@ -135,6 +135,15 @@ def test_a_tokenizer_that_is_not_bpe_encodes_itself():
     assert encode(["a b"])[0].tolist() == [0, 2]
 
 
+@pytest.mark.parametrize("character", ["࢏", "꟱", "᫏", "𲎰", "𞛀", "⮖"])
+def test_characters_that_are_new_in_unicode_17(tokenizer, character):
+    """gigatoken knows them and tokenizers does not; the ids are those of tokenizers."""
+    texts = ["the cat", f"{character}'s 1{character}2 a{character}b", "sat"]
+    encode, how = build_text_encoder(tokenizer, [])
+    assert how.startswith("gigatoken")
+    assert encode(texts)[0].tolist() == [i for ids in ids_of(tokenizer, texts) for i in ids]
+
+
 def test_texts_encoded_together_have_the_ids_of_each(tokenizer):
     """This includes empty texts."""
     encode = build_text_encoder(tokenizer, [])[0]

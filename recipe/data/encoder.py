@@ -27,6 +27,18 @@ BATCH_CHARACTERS = 500_000  # text that a thread encodes at a time
 CACHE_BYTES = 128 * 2**20  # that gigatoken may take per thread before it starts over, which takes 0.1 s
 UNCHECKED_CHARACTERS = 16_000_000  # between two checks; in text without common words, they take 112 MB
 
+# The characters that are new in Unicode 17, and some around them. gigatoken 0.10 knows them and tokenizers 0.23 does
+# not, so they split "\ua7f1's" differently (gigatoken#43).
+RECENT = np.zeros(0x110000, dtype=bool)
+for _first, _last in (
+    *((0x088F, 0x088F), (0x0C5C, 0x0C5C), (0x0CDC, 0x0CDC), (0x1ACF, 0x1AFF), (0x20C1, 0x20C1), (0x2B96, 0x2B96)),
+    *((0xA7CE, 0xA7D4), (0xA7F1, 0xA7F1), (0xFBC3, 0xFBD2), (0xFD90, 0xFD91), (0xFDC8, 0xFDCE), (0x10940, 0x1CFFF)),
+    *((0x1E6C0, 0x1E6FF), (0x1F6D8, 0x1F6D8), (0x1F774, 0x1F77F), (0x1F8B0, 0x1F8FF), (0x1FA54, 0x1FA6F)),
+    *((0x1FA8A, 0x1FA8F), (0x1FAC7, 0x1FACD), (0x1FAEA, 0x1FAEF), (0x1FBFA, 0x1FBFF), (0x2B73A, 0x2B73F)),
+    *((0x2CEA2, 0x2CEAF), (0x323B0, 0x33FFF)),
+):
+    RECENT[_first : _last + 1] = True
+
 # What tokenizers may disagree on: contractions, blanks, digits, other scripts, combining marks, emoji, control
 # characters, recent characters, special tokens in text.
 PROBE = f"""
@@ -34,7 +46,7 @@ I'll say it's DON'T we've 'tis "quoted"  two   three\t\ttabs\r\n\r\n\n\n  lines.
  \u00a0nbsp\u2028sep\u3000wide\u200bzero
 x = {{'a': [1, 23, 4567, 890123]}}  # 3.14 \u00bd \u0663\u0664 \u2167 !!!??? ---___ <|endoftext|> </s>
 \u732b\u304c\u597d\u304d \ud55c\uad6d\uc5b4 \u0627\u0644\u0639\u0631\u0628 \u0939\u093f\u0928\u094d\u0926\u0940
-e\u0301 na\u00efve \u0130\u0131 \ufb01 \u212b \U0001f469\u200d\U0001f680 \U0001d518 \U00031350 \ua7f1 \ufffd \ufeff
+e\u0301 na\u00efve \u0130\u0131 \ufb01 \u212b \U0001f469\u200d\U0001f680 \U0001d518 \U00031350 \ufffd \ufeff
 \x00\x07\x1b\x7f\x85 {" " * 300}{"ab" * 200}
 last line"""
 
@@ -114,7 +126,7 @@ def build_text_encoder(tokenizer: TextTokenizer, sample: Sequence[str]) -> tuple
         return np.fromiter(itertools.chain.from_iterable(ids), np.uint32, lengths.sum()), lengths
 
     try:
-        encode = Gigatoken(backend.to_str())
+        encode = Gigatoken(backend.to_str(), plain)
     except RuntimeError as error:
         return plain, f"tokenizers (gigatoken cannot be used: {one_line(error).partition(' Location:')[0]})"
     texts = [PROBE, *sample]
@@ -129,8 +141,8 @@ def build_text_encoder(tokenizer: TextTokenizer, sample: Sequence[str]) -> tuple
 class Gigatoken:
     """Maps texts to (ids, lengths) as `build_text_encoder` describes. Each concurrent call uses its own tokenizer."""
 
-    def __init__(self, tokenizer_json: str) -> None:
-        """Raise `RuntimeError` for a tokenizer that gigatoken does not support."""
+    def __init__(self, tokenizer_json: str, plain: Callable) -> None:
+        """plain: encodes texts with recent characters. Raises `RuntimeError` for a tokenizer without support."""
         import gigatoken  # not at the top, because training on a packed dataset does not need it
 
         content = json.loads(tokenizer_json)
@@ -138,11 +150,17 @@ class Gigatoken:
             raise RuntimeError("the tokenizer does not split text into words")
         content["added_tokens"] = [token for token in content["added_tokens"] if not token["special"]]
         self.merges_words = content["model"].get("byte_fallback", False)  # as SentencePiece does
+        self.plain = plain
         self.start = functools.partial(gigatoken.Tokenizer.from_json, json.dumps(content))
         self.idle = [(self.start(), 0)]
         self.first_bytes = psutil.Process().memory_info().rss
 
     def __call__(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        if has_recent_characters(texts):
+            if len(texts) == 1:
+                return self.plain(texts)
+            ids, lengths = zip(*(self([text]) for text in texts), strict=True)
+            return np.concatenate(ids), np.concatenate(lengths)
         try:
             tokenizer, unchecked = self.idle.pop()
         except IndexError:
@@ -161,6 +179,11 @@ class Gigatoken:
         cuts = [0, *(find_cut(PROBE, end) for end in range(100, len(PROBE), 20)), len(PROBE)]
         parts = [PROBE[start:end] for start, end in itertools.pairwise(cuts)]
         return not self.merges_words and np.array_equal(self(parts)[0], self([PROBE])[0])
+
+
+def has_recent_characters(texts: Sequence[str]) -> bool:
+    codes = np.frombuffer("".join(text for text in texts if not text.isascii()).encode("utf-32-le"), np.uint32)
+    return bool(RECENT[codes[codes >= RECENT.argmax()]].any())
 
 
 def encode_pieces(encode: Callable, pieces: Iterable[Piece], num_workers: int) -> Iterator[EncodedBatch]:
