@@ -155,20 +155,18 @@ def test_texts_encoded_together_have_the_ids_of_each(tokenizer):
         assert ids.tolist() == [i for one in expected for i in one]
 
 
-def test_the_encoder_starts_over_when_its_cache_has_grown(tokenizer, monkeypatch):
-    """The ids stay the same, and the memory of text without common words stays below the limit."""
-    monkeypatch.setattr(encoder, "CACHE_BYTES", 2**20)
+@pytest.mark.parametrize(("limit", "num_built"), [(2**40, 1), (-(2**40), 11)])
+def test_the_encoder_starts_over_when_its_cache_has_grown(tokenizer, monkeypatch, limit, num_built):
+    """A new tokenizer replaces one whose process has grown beyond the limit; the ids stay the same."""
+    monkeypatch.setattr(encoder, "CACHE_BYTES", limit)
     monkeypatch.setattr(encoder, "UNCHECKED_CHARACTERS", 10_000)
-    built = []
-    real = gigatoken.Tokenizer.from_json
+    built, real = [], gigatoken.Tokenizer.from_json
     monkeypatch.setattr(gigatoken.Tokenizer, "from_json", lambda content: built.append(1) or real(content))
     encode = build_text_encoder(tokenizer, [])[0]
     rng = np.random.default_rng(0)
-    texts = [" ".join(map(str, rng.integers(10**8, 10**9, 20_000))) for _ in range(20)]
-    assert [encode([text])[0].tolist() for text in texts[::10]] == ids_of(tokenizer, texts[::10])
-    for text in texts:
-        encode([text])
-    assert len(built) > 2
+    texts = [" ".join(map(str, rng.integers(10**8, 10**9, 2_000))) for _ in range(10)]
+    assert [encode([text])[0].tolist() for text in texts] == ids_of(tokenizer, texts)
+    assert len(built) == num_built
 
 
 def test_encoding_works_in_a_forked_process(tokenizer):
