@@ -109,7 +109,7 @@ def test_no_part_of_a_tokenizer_is_lost(tokenizer, name):
         assert encode(parts)[0].tolist() == ids_of(other, [text])[0]
     else:
         assert how.startswith("tokenizers") or name == "space in front"
-        assert name not in ("composed", "order of merges", "whole words")
+        assert name not in ("order of merges", "whole words")
 
 
 def test_an_encoder_with_other_ids_is_not_used(tokenizer, monkeypatch):
@@ -155,7 +155,7 @@ def test_texts_encoded_together_have_the_ids_of_each(tokenizer):
         assert ids.tolist() == [i for one in expected for i in one]
 
 
-@pytest.mark.parametrize(("limit", "num_built"), [(2**40, 1), (-(2**40), 10)])
+@pytest.mark.parametrize(("limit", "num_built"), [(2**40, 1), (-(2**40), 11)])
 def test_the_encoder_starts_over_when_its_cache_has_grown(tokenizer, monkeypatch, limit, num_built):
     """A new tokenizer replaces one whose process has grown beyond the limit; the ids stay the same."""
     monkeypatch.setattr(encoder, "CACHE_BYTES", limit)

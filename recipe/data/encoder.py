@@ -23,9 +23,9 @@ from recipe.data.packed import id_dtype
 from recipe.data.tokenizer import TextTokenizer
 from recipe.errors import UserError, one_line
 
-BATCH_CHARACTERS = 500_000  # text that a thread encodes at a time
+BATCH_CHARACTERS = 2_000_000  # text that a thread encodes at a time
 CACHE_BYTES = 128 * 2**20  # that gigatoken may take per thread before it starts over, which takes 0.1 s
-UNCHECKED_CHARACTERS = 16_000_000  # between two checks; in text without common words, they take 112 MB
+UNCHECKED_CHARACTERS = 64_000_000  # between two checks; English takes 70 MB, text without common words 450 MB
 
 # The characters that are new in Unicode 17, and some around them. gigatoken 0.10 knows them and tokenizers 0.23 does
 # not, so they split "\ua7f1's" differently (gigatoken#43).
@@ -46,7 +46,7 @@ I'll say it's DON'T we've 'tis "quoted"  two   three\t\ttabs\r\n\r\n\n\n  lines.
  \u00a0nbsp\u2028sep\u3000wide\u200bzero
 x = {{'a': [1, 23, 4567, 890123]}}  # 3.14 \u00bd \u0663\u0664 \u2167 !!!??? ---___ <|endoftext|> </s>
 \u732b\u304c\u597d\u304d \ud55c\uad6d\uc5b4 \u0627\u0644\u0639\u0631\u0628 \u0939\u093f\u0928\u094d\u0926\u0940
-e\u0301 na\u00efve \u0130\u0131 \ufb01 \u212b \U0001f469\u200d\U0001f680 \U0001d518 \U00031350 \ufffd \ufeff
+e\u0301 x\u0301\u0c3c na\u00efve \u0130\u0131 \ufb01 \u212b \U0001f469\u200d\U0001f680 \U0001d518 \U00031350 \ufffd \ufeff
 \x00\x07\x1b\x7f\x85 {" " * 300}{"ab" * 200}
 last line"""
 
@@ -167,11 +167,12 @@ class Gigatoken:
             tokenizer, unchecked = self.start(), 0
         rows = tokenizer.encode_batch(list(texts), parallel=False).layout
         unchecked += sum(map(len, texts))
-        if unchecked < UNCHECKED_CHARACTERS:
-            self.idle.append((tokenizer, unchecked))
-        # gigatoken 0.10.0 keeps the ids of every word for ever; the fix came after it (gigatoken#36).
-        elif psutil.Process().memory_info().rss - self.first_bytes < CACHE_BYTES * threading.active_count():
-            self.idle.append((tokenizer, 0))
+        if unchecked > UNCHECKED_CHARACTERS:
+            # gigatoken 0.10.0 keeps the ids of every word for ever; the fix came after it (gigatoken#36).
+            unchecked = 0
+            if psutil.Process().memory_info().rss - self.first_bytes > CACHE_BYTES * threading.active_count():
+                tokenizer = self.start()
+        self.idle.append((tokenizer, unchecked))
         return rows.content.data, np.diff(rows.offsets.data)
 
     def takes_parts(self) -> bool:
