@@ -39,8 +39,8 @@ for _first, _last in (
 ):
     RECENT[_first : _last + 1] = True
 
-# What tokenizers may disagree on: contractions, blanks, digits, other scripts, combining marks, emoji, control
-# characters, recent characters, special tokens in text.
+# What tokenizers may disagree on: contractions, blanks, digits, other scripts, combining marks (whose order depends on
+# the version of Unicode), emoji, control characters, special tokens in text.
 PROBE = f"""
 I'll say it's DON'T we've 'tis "quoted"  two   three\t\ttabs\r\n\r\n\n\n  lines.\n
  \u00a0nbsp\u2028sep\u3000wide\u200bzero

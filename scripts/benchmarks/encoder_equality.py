@@ -1,7 +1,7 @@
 """Compare the ids of the recipe's encoder with those of tokenizers, on as much and as diverse text as wanted.
 
-python scripts/benchmarks/encoder_equality.py --tokenizer_name openai-community/gpt2 --text FILE_OR_FOLDER ... \
-    --output_file equality.json
+python scripts/benchmarks/encoder_equality.py --tokenizer_name DIR ... --text FOLDER ... --megabytes 1000 200 \
+    --output_file scripts/benchmarks/encoder_equality_cpu.json
 
 The given text is UTF-8, plain or compressed by gzip; each argument is a kind of text. To it come two synthetic kinds:
 every code point of Unicode in several contexts, and random mixes of what tokenizers may disagree on. All kinds get the
@@ -13,10 +13,10 @@ import functools
 import gzip
 import hashlib
 import itertools
-import json
 import multiprocessing
 import os
 import random
+import time
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -26,6 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from recipe.arguments import CommandLine
+from recipe.benchmark.measure import finish_results
 from recipe.data.encoder import build_text_encoder, has_recent_characters
 from recipe.data.tokenizer import TextTokenizer, read_tokenizer
 from recipe.errors import UserError, run_main
@@ -38,46 +39,69 @@ PIECES = [*BLANKS, "\u200d", "\u200b", "\ufe0f", "\u20e3", "\ufeff", "\ufffd", "
 
 def main() -> None:
     parser = CommandLine(description="Compare the encoder's ids with those of tokenizers.")
-    parser.add_argument("--tokenizer_name", required=True, help="tokenizer folder or Hub id")
+    parser.add_argument("--tokenizer_name", nargs="+", required=True, help="tokenizer folders or Hub ids")
     parser.add_argument("--text", nargs="+", default=[], metavar="PATH", help="files and folders of text")
-    parser.add_argument("--megabytes", type=int, default=1000, help="of distinct text in total; default: 1000")
-    parser.add_argument("--output_file", type=Path, help="JSON to which the result for this tokenizer is added")
+    parser.add_argument(
+        "--megabytes", type=int, nargs="+", default=[1000], help="of distinct text for each tokenizer; default: 1000"
+    )
+    parser.add_argument("--output_file", type=Path, help="JSON to write")
     args = parser.parse_args()
-    tokenizer, encode = load(args.tokenizer_name)
-    kinds = {path: read_documents(path) for path in args.text}
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # so that a thread's time is that of its documents
+    megabytes = args.megabytes + args.megabytes[-1:] * len(args.tokenizer_name)
+    tokenizers = {
+        Path(name).name: compare_tokenizer(name, args.text, size)
+        for name, size in zip(args.tokenizer_name, megabytes, strict=False)
+    }
+    finish_results({"tokenizers": tokenizers}, args.output_file)
+
+
+def compare_tokenizer(name: str, texts: list[str], megabytes: int) -> dict:
+    """Compare all ids. Returns the amounts for each kind of text, and the speed of both encoders."""
+    tokenizer, encode = load(name)
+    kinds = {path: read_documents(path) for path in texts}
     kinds |= {"every code point": every_code_point(), "random": random_documents(tokenizer, seed=0)}
-    documents = take_documents(kinds, args.megabytes * 1_000_000)
+    documents = take_documents(kinds, megabytes * 1_000_000)
     counts: dict[str, Counter] = defaultdict(Counter)
+    seconds = np.zeros(2)
     with ThreadPoolExecutor(NUM_THREADS) as threads:
         while some := list(itertools.islice(documents, NUM_THREADS * BATCH_DOCUMENTS)):
             batches = [some[i : i + BATCH_DOCUMENTS] for i in range(0, len(some), BATCH_DOCUMENTS)]
-            for kind, amounts in itertools.chain(*threads.map(functools.partial(compare, tokenizer, encode), batches)):
-                counts[Path(kind).name].update(amounts)
-            print(f"\r{sum(count['bytes'] for count in counts.values()) / 1e6:,.0f} MB are equal", end="", flush=True)
-    compare_processes(args.tokenizer_name)
-    print(f"\n{json.dumps(counts, indent=2)}")
-    if args.output_file:
-        results = json.loads(args.output_file.read_text()) if args.output_file.exists() else {}
-        results[f"{Path(args.tokenizer_name).name} ({len(tokenizer):,} tokens)"] = counts
-        args.output_file.write_text(json.dumps(results, indent=2) + "\n")
+            for of_documents, of_batch in threads.map(functools.partial(compare, tokenizer, encode), batches):
+                seconds += of_batch
+                for kind, amounts in of_documents:
+                    counts[Path(kind).name].update(amounts)
+            num_bytes = sum(count["bytes"] for count in counts.values())
+            print(f"\r{name}: {num_bytes / 1e6:,.0f} MB are equal", end="", flush=True)
+    compare_processes(name)
+    print()
+    rates = dict(zip(("gigatoken", "tokenizers"), (num_bytes / 1e6 / seconds).round(1).tolist(), strict=True))
+    return {"vocab_size": len(tokenizer), "kinds": counts, "bytes": num_bytes, "megabytes_per_cpu_second": rates}
 
 
-def compare(tokenizer: TextTokenizer, encode: Callable, batch: list[tuple[str, str]]) -> list[tuple[str, dict]]:
-    """Count each document's bytes and tokens. Raises `UserError` with the shortest example if ids differ."""
+def compare(
+    tokenizer: TextTokenizer, encode: Callable, batch: list[tuple[str, str]]
+) -> tuple[list[tuple[str, dict]], list[float]]:
+    """Count each document's bytes and tokens, and the CPU seconds of both encoders.
+
+    Raises `UserError` with the shortest example if ids differ.
+    """
 
     def differs(text: str) -> bool:
         return encode([text])[0].tolist() != tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
 
     texts = [text for _, text in batch]
+    times = [time.thread_time()]
     ids, lengths = encode(texts)
+    times.append(time.thread_time())
     expected = tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    times.append(time.thread_time())
     counts = []
     for (kind, text), found, encoding in zip(batch, np.split(ids, np.cumsum(lengths)[:-1]), expected, strict=True):
         if not np.array_equal(found, encoding.ids):
             raise UserError(f"the ids differ in a document of kind {kind}; shortened: {ascii(shorten(text, differs))}")
         amounts = {"documents": 1, "bytes": len(text.encode()), "tokens": len(found)}
         counts.append((kind, amounts | {"not by gigatoken": int(has_recent_characters([text]))}))
-    return counts
+    return counts, np.diff(times).tolist()
 
 
 def shorten(text: str, is_wrong: Callable[[str], bool]) -> str:
