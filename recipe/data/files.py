@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 import pyarrow as pa
-from huggingface_hub.utils.sha import sha_fileobj
 
 from recipe.data.bad_files import NUL, describe_bad_file
 from recipe.data.rows import (
@@ -215,8 +214,11 @@ def count_bytes(path: str) -> int:
 def file_sha256(path: Path) -> bytes:
     """Hash a file's bytes, or the reason why it cannot be read (reading the text reports it)."""
     try:
+        digest = hashlib.sha256()
         with open(path, "rb") as file:
-            return sha_fileobj(file)
+            while block := file.read(BLOCK_BYTES):
+                digest.update(block)
+        return digest.digest()
     except OSError as error:
         return hashlib.sha256(str(error).encode()).digest()
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from huggingface_hub import HfApi
-
 from recipe.config import STANDARD_LIBRARY
 from recipe.data.documents import Piece, cut_ids_into_documents, cut_off_tail, split_documents, take_head
 from recipe.data.files import (
@@ -143,6 +141,8 @@ class TextSource:
         """The commit of a Hub dataset; None for local data, and if the Hub cannot be reached."""
         if not self.dataset_name or self.dataset_name == STANDARD_LIBRARY or Path(self.dataset_name).exists():
             return None
+        from huggingface_hub import HfApi  # takes 0.1 s, which files need not wait for
+
         try:
             return HfApi().dataset_info(self.dataset_name).sha
         except Exception:  # no network or no such dataset: opening it raises the error that says which
