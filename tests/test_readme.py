@@ -37,6 +37,7 @@ LAUNCHER_OPTIONS = {"config_file", "num_processes", "machine_rank", "main_proces
 LAUNCHER_OPTIONS |= {"flavor", "timeout", "secrets", "with", "dry_run"}  # hf jobs uv run
 OTHER_OPTIONS = {"nodes"}  # of a cluster's scheduler
 OTHER_OPTIONS |= {"no_deps", "wheel_dir", "outfile", "task"}  # of pip and of converters
+OTHER_OPTIONS |= {"repo_type", "include", "local_dir", "retry", "create_dirs", "output_dir"}  # of hf and curl
 
 
 def cells_of(line: str) -> list[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
+import huggingface_hub
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,12 +20,11 @@ from conftest import make_documents, wet_record
 from recipe.config import STANDARD_LIBRARY
 from recipe.data import documents as documents_module
 from recipe.data import files
-from recipe.data import text as text_module
 from recipe.data.documents import Piece, cut_at_line, cut_ids_into_documents
 from recipe.data.documents import split_documents as split_parts
-from recipe.data.files import ReadReport, find_cut, read_file, read_standard_library, read_text
+from recipe.data.files import ReadReport, find_cut, name_of_text, read_file, read_standard_library, read_text
 from recipe.data.rows import Part
-from recipe.data.text import TextSource, name_of_text
+from recipe.data.text import TextSource
 from recipe.errors import UserError
 
 
@@ -439,11 +439,11 @@ def test_the_fingerprint_covers_every_option_and_file(tmp_path, monkeypatch):
     (tmp_path / "data" / "more.arrow").write_bytes(b"x")
     assert TextSource(dataset_name=str(tmp_path / "data")).fingerprint != dataset.fingerprint
     monkeypatch.setattr(
-        text_module, "HfApi", lambda: SimpleNamespace(dataset_info=lambda name: SimpleNamespace(sha="1"))
+        huggingface_hub, "HfApi", lambda: SimpleNamespace(dataset_info=lambda name: SimpleNamespace(sha="1"))
     )
     first = TextSource(dataset_name="some/dataset").fingerprint
     monkeypatch.setattr(
-        text_module, "HfApi", lambda: SimpleNamespace(dataset_info=lambda name: SimpleNamespace(sha="2"))
+        huggingface_hub, "HfApi", lambda: SimpleNamespace(dataset_info=lambda name: SimpleNamespace(sha="2"))
     )
     assert TextSource(dataset_name="some/dataset").fingerprint != first
 

@@ -223,6 +223,16 @@ def file_sha256(path: Path) -> bytes:
         return hashlib.sha256(str(error).encode()).digest()
 
 
+def name_size_time(path: Path) -> bytes:
+    """Identify a file without reading it."""
+    return f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}".encode()
+
+
+def name_of_text(text: str) -> str:
+    """Derive a folder name from a path, pattern or Hub id: its last part without suffixes and special characters."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(text).name.split(".")[0]).strip("-.") or "text"
+
+
 def read_standard_library() -> Iterator[str]:
     """Yield the documents of Python's standard library: reference documentation, then sources without tests.
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from recipe.config import TrainConfig
 from recipe.data.documents import Piece, hash64
 from recipe.data.encoder import build_encoder, encode_pieces, join_pieces
-from recipe.data.files import ReadReport
+from recipe.data.files import ReadReport, name_of_text
 from recipe.data.packed import FORMAT_VERSION, PackedDataset, open_packed_dataset
-from recipe.data.text import TextSource, name_of_text
+from recipe.data.text import TextSource
 from recipe.data.tokenizer import (
     TextTokenizer,
     describe_vocabulary,

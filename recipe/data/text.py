@@ -3,7 +3,6 @@
 import functools
 import hashlib
 import itertools
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from recipe.data.files import (
     expand_paths,
     file_sha256,
     kind_of,
+    name_size_time,
     read_file,
     read_standard_library,
     suffix_and_compression,
@@ -180,7 +180,7 @@ class TextSource:
         digest = hashlib.sha256(repr((*self._options, self.shard_index)).encode())
         with ThreadPoolExecutor() as threads:  # hashing releases Python's lock
             in_part = self.head_characters or self._row_groups
-            paths, identify = list(map(Path, self.files)), _name_size_time if in_part else file_sha256
+            paths, identify = list(map(Path, self.files)), name_size_time if in_part else file_sha256
             for path, identity in zip(paths, threads.map(identify, paths), strict=True):
                 digest.update("".join(path.suffixes[-2:]).lower().encode())  # determines how the bytes are read
                 digest.update(identity)
@@ -189,7 +189,7 @@ class TextSource:
                 digest.update(document.encode())
         for path in self._dataset_files:
             digest.update(str(path.relative_to(self.dataset_name)).encode())
-            digest.update(_name_size_time(path))
+            digest.update(name_size_time(path))
         return digest.hexdigest()
 
     def pieces(
@@ -263,11 +263,7 @@ class TextSource:
         return len(self.files) * self.validation_split_percentage < 200 and {*map(kind_of, self.files)} == {".txt"}
 
     def _read_files(
-        self,
-        paths: Sequence[str],
-        report: ReadReport,
-        start: dict | None = None,
-        row_groups: Sequence[Sequence[int]] | None = None,
+        self, paths: Sequence[str], report: ReadReport, start: dict | None = None, row_groups: list | None = None
     ) -> Iterator[Part]:
         first = start.get("file", 0) if start else 0
         for number, path in enumerate(paths[first:], first):
@@ -302,12 +298,3 @@ class TextSource:
             number += ends
             if is_included:
                 yield Part(text, ends, place and {**place, "document": number})
-
-
-def name_of_text(text: str) -> str:
-    """Derive a folder name from a path, pattern or Hub id: its last part without suffixes and special characters."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(text).name.split(".")[0]).strip("-.") or "text"
-
-
-def _name_size_time(path: Path) -> bytes:
-    return f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}".encode()

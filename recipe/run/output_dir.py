@@ -18,7 +18,7 @@ from typing import TextIO
 from recipe.checkpoint.load import list_checkpoints, remove_partial_checkpoints
 from recipe.checkpoint.save import CONFIG_NAME, record_config
 from recipe.config import STANDARD_LIBRARY, TrainConfig
-from recipe.data.text import name_of_text
+from recipe.data.files import name_of_text
 from recipe.errors import UserError
 from recipe.hardware.processes import LAUNCHERS
 from recipe.publish.download import keep_download
