@@ -283,13 +283,14 @@ def test_mistakes_with_inspect(tmp_path, monkeypatch, arguments, expected):
     assert error.startswith("error: ") and expected in error and "\n" not in error
 
 
-def test_inspecting_imports_no_framework(dataset_dir):
-    """It starts fast because it imports neither torch nor transformers nor datasets."""
+def test_preparing_and_inspecting_import_no_framework(tmp_path, jsonl_file, tokenizer_dir):
+    """They start fast because they import neither torch nor transformers nor datasets."""
     code = (
-        "import runpy, sys; sys.argv[1:] = ['--inspect', sys.argv[1]]; "
-        "runpy.run_path('scripts/prepare_data.py', run_name='__main__'); "
+        "import runpy, sys; runpy.run_path('scripts/prepare_data.py', run_name='__main__'); "
         "print({'torch', 'transformers', 'datasets'} & set(sys.modules))"
     )
-    command = [sys.executable, "-c", code, dataset_dir]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-    assert result.stdout.endswith("\nset()\n"), result.stderr
+    prepare = ["--train_file", jsonl_file, "--tokenizer_name", tokenizer_dir, "--output_dir", tmp_path / "d"]
+    for arguments in ([*prepare, "--block_size", "16"], ["--inspect", tmp_path / "d"]):
+        command = [sys.executable, "-c", code, *arguments]
+        result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+        assert result.stdout.endswith("\nset()\n"), result.stderr
