@@ -242,6 +242,26 @@ def test_a_partial_dataset_of_other_options_is_discarded(
     assert contents(tmp_path / "d") == expected
 
 
+def test_a_partial_dataset_of_another_encoder_is_discarded(
+    tmp_path, jsonl_file, tokenizer_dir, small_steps, expected, monkeypatch, capsys
+):
+    """It may have counted the pieces of documents differently."""
+    source, tokenizer = TextSource(train_files=(str(jsonl_file),)), load_tokenizer(str(tokenizer_dir))
+    add, calls = SplitWriter.add, iter(range(10**6))
+    monkeypatch.setattr(SplitWriter, "add", lambda self, *args: add(self, *args) if next(calls) < 90 else 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        prepare_dataset(source, tmp_path / "d", 16, tokenizer)
+    monkeypatch.setattr(SplitWriter, "add", add)
+
+    def fail(*args):
+        raise RuntimeError("gone")
+
+    monkeypatch.setattr(encoder, "Gigatoken", fail)
+    prepare_dataset(source, tmp_path / "d", 16, tokenizer)
+    assert "tokenizers (gigatoken cannot be used: gone)" in (out := capsys.readouterr().out) and "resuming" not in out
+    assert contents(tmp_path / "d") == expected
+
+
 def test_the_number_of_workers_changes_nothing(tmp_path, jsonl_file, tokenizer_dir, small_steps, expected):
     """Seven threads write the same files as one."""
     source, tokenizer = TextSource(train_files=(str(jsonl_file),)), load_tokenizer(str(tokenizer_dir))
@@ -731,7 +751,7 @@ def test_a_preparation_killed_by_sigkill_resumes_to_identical_files(
     code = f"""
 import os, signal
 from pathlib import Path
-from recipe.data import encoder, prepare
+from recipe.data import encoder, encoder, prepare
 from recipe.data.text import TextSource
 from recipe.data.tokenizer import load_tokenizer
 from recipe.data.writer import SplitWriter
@@ -889,7 +909,7 @@ def test_memory_does_not_grow_with_the_text(tmp_path, tokenizer_dir):
         (tmp_path / f"{name}.txt").write_text("".join(f"{i} {paragraph}" for i in range(repeats)))
     code = f"""
 from pathlib import Path
-from recipe.data import prepare
+from recipe.data import encoder, prepare
 from recipe.data.text import TextSource
 from recipe.data.tokenizer import load_tokenizer
 prepare.COMMIT_BYTES = 4_000_000

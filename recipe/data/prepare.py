@@ -105,8 +105,9 @@ def _pack(
     report = ReadReport()
     encode, how, pieces = open_pieces(source, tokenizer, report)
     say(f"token ids: {how}, threads: {num_workers}")
-    # A tokenizer that was just trained must equal that of the interrupted run, or its rows are useless.
-    identity = hashlib.sha256(f"{fingerprint} {tokenizer_sha256(tokenizer)}".encode()).hexdigest()
+    # A tokenizer that was just trained must equal that of the interrupted run, or its rows are useless; and another
+    # encoder may count the pieces of the text differently.
+    identity = hashlib.sha256(f"{fingerprint} {tokenizer_sha256(tokenizer)} {how}".encode()).hexdigest()
     with contextlib.closing(PackedWriter(directory, identity, block_size, len(tokenizer), overwrite)) as writer:
         num_bytes_done = sum(split.counts["bytes"] for split in writer.splits.values())
         if writer.pieces_done:
