@@ -256,7 +256,7 @@ def test_a_partial_dataset_of_another_encoder_is_discarded(
     def fail(*args):
         raise RuntimeError("gone")
 
-    monkeypatch.setattr(encoder, "Gigatoken", fail)
+    monkeypatch.setattr(encoder.Gigatoken, "__init__", fail)
     prepare_dataset(source, tmp_path / "d", 16, tokenizer)
     assert "tokenizers (gigatoken cannot be used: gone)" in (out := capsys.readouterr().out) and "resuming" not in out
     assert contents(tmp_path / "d") == expected
@@ -751,7 +751,7 @@ def test_a_preparation_killed_by_sigkill_resumes_to_identical_files(
     code = f"""
 import os, signal
 from pathlib import Path
-from recipe.data import encoder, encoder, prepare
+from recipe.data import encoder, prepare
 from recipe.data.text import TextSource
 from recipe.data.tokenizer import load_tokenizer
 from recipe.data.writer import SplitWriter
@@ -909,7 +909,7 @@ def test_memory_does_not_grow_with_the_text(tmp_path, tokenizer_dir):
         (tmp_path / f"{name}.txt").write_text("".join(f"{i} {paragraph}" for i in range(repeats)))
     code = f"""
 from pathlib import Path
-from recipe.data import encoder, prepare
+from recipe.data import prepare
 from recipe.data.text import TextSource
 from recipe.data.tokenizer import load_tokenizer
 prepare.COMMIT_BYTES = 4_000_000
