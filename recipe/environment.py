@@ -13,7 +13,7 @@ import recipe
 if TYPE_CHECKING:
     import torch  # the functions that need it import it: preparing data does not
 
-PACKAGES = ("torch", "transformers", "accelerate", "datasets", "evaluate", "tokenizers")
+PACKAGES = ("torch", "transformers", "accelerate", "datasets", "evaluate", "tokenizers", "gigatoken")
 
 
 def count_cpus() -> int:

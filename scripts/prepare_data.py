@@ -33,6 +33,8 @@ def main() -> None:
         for name, value in vars(args).items():
             if name != "inspect" and value != parser.get_default(name):
                 raise UserError(f"--inspect only reads a packed dataset, so --{name} has no effect; omit one of them")
+        if args.inspect.is_dir() and not (args.inspect / "metadata.json").is_file():
+            raise UserError(f"{args.inspect} is not a packed dataset; pass the --output_dir of a preparation")
         print_contents(open_packed_dataset(args.inspect))
         return
     if args.output_dir is None:

@@ -270,7 +270,7 @@ def test_the_script_prints_the_contents(tmp_path, jsonl_file, tokenizer_dir, cap
     ("arguments", "expected"),
     [
         ("--inspect gone", "there is no dataset gone; create it with"),
-        ("--inspect .", "is not a complete packed dataset"),
+        ("--inspect .", ". is not a packed dataset; pass the --output_dir of a preparation"),
         ("--inspect d --block_size 8", "--inspect only reads a packed dataset, so --block_size has no effect"),
         ("--inspect d --output_dir d", "--inspect only reads a packed dataset, so --output_dir has no effect"),
         ("--train_file a.txt --tokenizer_name t", "pass --output_dir, the folder to create, or --inspect"),

@@ -19,6 +19,7 @@ from recipe.data.tokenizer import load_tokenizer
 from recipe.errors import UserError
 
 HARD = [
+    "the them bathe, the", "a <x> b<x>",
     "a <|endoftext|> b", "don't we'll I'VE", "  two  spaces   three\n\n\nlines\t\ttabs \u00a0 nbsp\u2028", "x" * 3000,
     "123456 7,890.12", "\U0001d518nseen \u2211ymbols \x00\x7f\r\n", "\u732b\u732b\u732b", "", " ", "\n",
     "e\u0301 combining", "\u0627\u0644\u0639\u0631\u0628\u064a\u0629",
@@ -92,6 +93,9 @@ def changes(tokenizer) -> dict[str, dict]:
         "byte fallback": {"model": {**model, "byte_fallback": True}},
         "whole words": {"model": {**model, "ignore_merges": True}},
         "added token": {"added_tokens": [special, {**special, "id": 500, "content": "the", "special": False}]},
+        "added word": {
+            "added_tokens": [special, {**special, "id": 500, "content": "the", "single_word": True, "special": False}]
+        },
     }
 
 
@@ -100,7 +104,7 @@ def test_no_part_of_a_tokenizer_is_lost(tokenizer, name):
     """Whoever encodes, the ids are the tokenizer's; and documents are cut only where that changes nothing."""
     other = changed(tokenizer, **changes(tokenizer)[name])
     encode, how = build_text_encoder(other, make_documents(3))
-    assert how.startswith(("gigatoken (ids equal", "tokenizers (gigatoken cannot be used: "))
+    assert how.startswith(("gigatoken (equal to tokenizers", "tokenizers (gigatoken cannot be used: "))
     assert [encode([text])[0].tolist() for text in HARD] == ids_of(other, HARD)
     text = "".join(make_documents(3))
     if isinstance(encode, Gigatoken) and encode.takes_parts():
@@ -158,7 +162,7 @@ def test_texts_encoded_together_have_the_ids_of_each(tokenizer):
 @pytest.mark.parametrize(("limit", "num_built"), [(2**40, 1), (-(2**40), 11)])
 def test_the_encoder_starts_over_when_its_cache_has_grown(tokenizer, monkeypatch, limit, num_built):
     """A new tokenizer replaces one whose process has grown beyond the limit; the ids stay the same."""
-    monkeypatch.setattr(encoder, "CACHE_BYTES", limit)
+    monkeypatch.setattr(encoder, "OTHER_BYTES", limit)
     monkeypatch.setattr(encoder, "UNCHECKED_CHARACTERS", 10_000)
     built, real = [], gigatoken.Tokenizer.from_json
     monkeypatch.setattr(gigatoken.Tokenizer, "from_json", lambda content: built.append(1) or real(content))

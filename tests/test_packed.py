@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 from conftest import BLOCK_SIZE, VOCAB_SIZE, make_documents
 from filelock import FileLock
-from tokenizers import normalizers, pre_tokenizers
+from tokenizers import Tokenizer, normalizers, pre_tokenizers
+from transformers import AutoTokenizer
 
 from recipe.command_line import load_config
 from recipe.data import encoder, files, prepare, writer
@@ -28,7 +29,7 @@ from recipe.data.prepare import open_dataset_for, prepare_dataset
 from recipe.data.rows import Part
 from recipe.data.shards import merge_shards, shard_dir
 from recipe.data.text import TextSource
-from recipe.data.tokenizer import load_tokenizer, tokenizer_sha256, train_tokenizer
+from recipe.data.tokenizer import TextTokenizer, load_tokenizer, read_tokenizer, tokenizer_sha256, train_tokenizer
 from recipe.data.writer import PackedWriter, SplitWriter
 from recipe.errors import UserError
 
@@ -150,6 +151,34 @@ def test_a_damaged_dataset_is_prepared_again(tmp_path, jsonl_file, tokenizer_dir
     cached = open_dataset_for(config)
     damage(cached.directory, how)
     assert open_dataset_for(config).metadata == cached.metadata
+
+
+CONFIGS = {
+    "GPT-2's on the Hub": {"model_max_length": 1024},
+    "another class": {"eos_token": "<|endoftext|>", "tokenizer_class": "Qwen2Tokenizer"},
+    "a dictionary": {"eos_token": {"content": "<|endoftext|>", "__type": "AddedToken"}, "add_bos_token": False},
+    "a token to add": {"eos_token": "<|endoftext|>", "pad_token": "<pad>", "tokenizer_class": "GPT2Tokenizer"},
+    "several to add": {"eos_token": "<|endoftext|>", "additional_special_tokens": ["<a>", "<b>"]},
+    "another end": {"eos_token": "e", "tokenizer_class": "GPT2Tokenizer"},
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_training_accepts_the_tokenizer_of_every_dataset(tmp_path, jsonl_file, tokenizer_dir, name):
+    """Its ids are those of tokenizer.json, or of what transformers makes of the files if that adds tokens."""
+    shutil.copytree(tokenizer_dir, tmp_path / "tokenizer")
+    (tmp_path / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(CONFIGS[name]))
+    (tmp_path / "tokenizer" / "config.json").write_text('{"model_type": "gpt2"}')
+    tokenizer = read_tokenizer(str(tmp_path / "tokenizer"))
+    is_read = list(CONFIGS).index(name) < 3
+    assert isinstance(tokenizer, TextTokenizer) == is_read
+    made = prepare_dataset(TextSource((str(jsonl_file),)), tmp_path / "d", 16, tokenizer)
+    loaded, expected = made.load_tokenizer(), AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    assert loaded.eos_token_id == expected.eos_token_id == made.metadata["eos_token_id"]
+    backend = (
+        Tokenizer.from_file(str(tmp_path / "tokenizer" / "tokenizer.json")) if is_read else expected.backend_tokenizer
+    )
+    assert loaded("the cat, it's 12")["input_ids"] == backend.encode("the cat, it's 12").ids
 
 
 def test_padding_and_truncation_of_a_tokenizer_are_ignored(tmp_path, documents, tokenizer_dir):

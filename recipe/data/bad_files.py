@@ -12,7 +12,7 @@ _SIGNATURES = (
     (b"{\\rtf", "an RTF document", _EXTRACT),
     (b"\x1f\x8b", "compressed with gzip", "let its name end in .gz"),
     (b"\x28\xb5\x2f\xfd", "compressed with zstd", "let its name end in .zst"),
-    (b"BZh", "compressed with bzip2", _DECOMPRESS),
+    (b"BZh91AY", "compressed with bzip2", _DECOMPRESS),
     (b"\xfd7zXZ", "compressed with xz", _DECOMPRESS),
     (b"7z\xbc\xaf", "a 7z archive", _EXTRACT),
     (b"PAR1", "a Parquet file", "let its name end in .parquet"),

@@ -7,7 +7,6 @@ tokenizers encodes about 3 MB/s per core into Python lists; gigatoken reads the 
 import functools
 import itertools
 import json
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,9 +22,12 @@ from recipe.data.packed import id_dtype
 from recipe.data.tokenizer import TextTokenizer
 from recipe.errors import UserError, one_line
 
-BATCH_CHARACTERS = 2_000_000  # text that a thread encodes at a time
-CACHE_BYTES = 128 * 2**20  # that gigatoken may take per thread before it starts over, which takes 0.1 s
-UNCHECKED_CHARACTERS = 64_000_000  # between two checks; English takes 70 MB, text without common words 450 MB
+BATCH_CHARACTERS = 1_000_000  # text that a thread encodes at a time
+# gigatoken 0.10.0 keeps the ids of every word for ever; the fix came after it (gigatoken#36). The cache takes 70 MB
+# for English, but 14 bytes per byte of text in which no word repeats. If the process has grown by the first number and
+# the second per tokenizer, a tokenizer starts over, which takes 0.1 s.
+OTHER_BYTES, CACHE_BYTES = 256 * 2**20, 96 * 2**20
+UNCHECKED_CHARACTERS = 8_000_000
 
 # The characters that are new in Unicode 17, and some around them. gigatoken 0.10 knows them and tokenizers 0.23 does
 # not, so they split "\ua7f1's" differently (gigatoken#43).
@@ -135,7 +137,7 @@ def build_text_encoder(tokenizer: TextTokenizer, sample: Sequence[str]) -> tuple
         if not all(map(np.array_equal, encode(some), plain(some))):
             return plain, "tokenizers (gigatoken cannot be used: its ids differ on this text)"
     num_bytes = sum(len(text.encode()) for text in sample)
-    return encode, f"gigatoken (ids equal to tokenizers' on the first {num_bytes:,} bytes)"
+    return encode, f"gigatoken (equal to tokenizers on the first {num_bytes / 1e6:.1f} MB)"
 
 
 class Gigatoken:
@@ -148,11 +150,13 @@ class Gigatoken:
         content = json.loads(tokenizer_json)
         if (content["pre_tokenizer"] or {}).get("use_regex") is False:  # gigatoken 0.10.0 ignores it
             raise RuntimeError("the tokenizer does not split text into words")
-        content["added_tokens"] = [token for token in content["added_tokens"] if not token["special"]]
+        if not all(token["special"] for token in content["added_tokens"]):  # it ignores `single_word`
+            raise RuntimeError("the tokenizer has added tokens that are not special")
+        content["added_tokens"] = []
         self.merges_words = content["model"].get("byte_fallback", False)  # as SentencePiece does
         self.plain = plain
         self.start = functools.partial(gigatoken.Tokenizer.from_json, json.dumps(content))
-        self.idle = [(self.start(), 0)]
+        self.idle, self.num_tokenizers = [(self.start(), 0)], 1
         self.first_bytes = psutil.Process().memory_info().rss
 
     def __call__(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -165,12 +169,12 @@ class Gigatoken:
             tokenizer, unchecked = self.idle.pop()
         except IndexError:
             tokenizer, unchecked = self.start(), 0
+            self.num_tokenizers += 1
         rows = tokenizer.encode_batch(list(texts), parallel=False).layout
         unchecked += sum(map(len, texts))
         if unchecked > UNCHECKED_CHARACTERS:
-            # gigatoken 0.10.0 keeps the ids of every word for ever; the fix came after it (gigatoken#36).
-            unchecked = 0
-            if psutil.Process().memory_info().rss - self.first_bytes > CACHE_BYTES * threading.active_count():
+            unchecked, grown = 0, psutil.Process().memory_info().rss - self.first_bytes
+            if grown > OTHER_BYTES + CACHE_BYTES * self.num_tokenizers:
                 tokenizer = self.start()
         self.idle.append((tokenizer, unchecked))
         return rows.content.data, np.diff(rows.offsets.data)

@@ -61,6 +61,8 @@ def read_file(
     kind, start = kind_of(path), start or {}
     try:
         if kind == ".txt":
+            if reason := describe_bad_file(path, *suffix_and_compression(path)):  # some are plain ASCII: PDF, RTF
+                raise ValueError(reason)
             yield from read_text(open_stream(path), separator, report, start)
             return
         if kind == ".wet":

@@ -52,7 +52,7 @@ def read_wet(stream: BinaryIO, start: dict) -> Iterator[Part]:
             lines.append(stream.readline())
         header = {name.lower(): value.strip() for name, _, value in (line.partition(b":") for line in lines)}
         length = header.get(b"content-length", b"")
-        if not version.startswith(b"WARC/") or not length.isdigit():
+        if not version.startswith(b"WARC/") or not length.isdigit() or len(length) > 10:
             raise ValueError(f"there is no WARC record at byte {offset:,} of its content")
         payload, end = stream.read(int(length)), stream.read(4)
         if end != b"\r\n\r\n":
@@ -78,6 +78,8 @@ def read_jsonl(stream: BinaryIO, start: dict) -> Iterator[tuple[dict, Any]]:
         except ValueError:
             if not line.strip(codecs.BOM_UTF8 + b" \t\r\n"):
                 continue
+            if b"\0" in line:
+                raise ValueError(NUL) from None
             try:  # json accepts more: a byte order mark, NaN, half of a surrogate pair, deep nesting
                 row = json.loads(line)
             except ValueError as error:

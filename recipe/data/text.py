@@ -126,7 +126,8 @@ class TextSource:
     @property
     def num_bytes(self) -> int | None:
         """Bytes of text for a progress bar, or None if only reading the text would tell."""
-        if self.head_characters or self.dataset_name or any(suffix_and_compression(path)[1] for path in self.files):
+        in_part = self.head_characters or self.dataset_name or self._row_groups
+        if in_part or any(suffix_and_compression(path)[1] for path in self.files):
             return None
         return sum(Path(path).stat().st_size for path in self.files)
 

@@ -64,10 +64,26 @@ def read_tokenizer(name_or_path: str) -> "TextTokenizer | PreTrainedTokenizerBas
 
         folder, names = Path(name_or_path), ("tokenizer.json", "tokenizer_config.json")
         paths = [folder / name if folder.is_dir() else hf_hub_download(name_or_path, name) for name in names]
-        tokenizer = TextTokenizer(Tokenizer.from_file(str(paths[0])), json.loads(Path(paths[1]).read_text("utf-8")))
-        if tokenizer.eos_token_id is not None:
-            return tokenizer
+        backend, config = Tokenizer.from_file(str(paths[0])), json.loads(Path(paths[1]).read_text("utf-8"))
+        special = [token.content for token in backend.get_added_tokens_decoder().values() if token.special]
+        if "eos_token" not in config and len(special) == 1:  # GPT-2's files on the Hub leave it to the class
+            config |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), special[0])
+        if config.get("eos_token") and "auto_map" not in config and _named_tokens(config) <= {*special}:
+            # Transformers 5 has classes that change the tokenizer.json that they load.
+            if not config.get("tokenizer_class", "GPT2Tokenizer").startswith("GPT2Tokenizer"):
+                config["tokenizer_class"] = "PreTrainedTokenizerFast"
+            return TextTokenizer(backend, {"tokenizer_class": "GPT2Tokenizer", **config})
     return load_tokenizer(name_or_path)
+
+
+def _named_tokens(config: dict) -> set[str]:
+    """Return the tokens in a tokenizer_config.json. Transformers adds those that a tokenizer.json lacks."""
+    named = [value for key, value in config.items() if key.endswith("_token")]
+    for key in ("additional_special_tokens", "extra_special_tokens", "added_tokens_decoder"):
+        values = config.get(key) or []
+        named += values.values() if isinstance(values, dict) else values
+    contents = (value["content"] if isinstance(value, dict) else value for value in named)
+    return {content for content in contents if isinstance(content, str)}
 
 
 def load_tokenizer(name_or_path: str, revision: str | None = None) -> "PreTrainedTokenizerBase":

@@ -94,8 +94,10 @@ def prepare(work: Path, num_shards: int) -> dict:
     """Prepare the shards of work/corpus, as many at once as there are cores, and merge them. Returns measurements."""
     (work / "start.txt").write_text("\n".join(read_standard_library())[:1_000_000])
     options = ("--tokenizer_name", work / "tokenizer", "--preprocessing_num_workers", 1)
-    start = ("--train_file", work / "start.txt", "--output_dir", work / "start")
-    start_seconds, _ = run_python(PREPARE, *start, *options)
+    start = ("--train_file", work / "start.txt", *options, "--output_dir", work / "start")
+    command = shlex.join(map(str, (sys.executable, PREPARE, *start)))  # as many at once as there are cores
+    line = f"seq {count_cpus()} | xargs -P {count_cpus()} -I INDEX {command}-INDEX"
+    start_seconds, _ = run_python("-c", f"import subprocess; subprocess.run({line!r}, shell=True, check=True)")
     options = ("--train_file", work / "corpus" / "text", *options, "--output_dir", work / "packed")
     command = shlex.join(map(str, (sys.executable, PREPARE, *options, "--num_shards", num_shards, "--shard_index")))
     line = f"seq 0 {num_shards - 1} | xargs -P {count_cpus()} -I INDEX {command} INDEX"
@@ -163,14 +165,16 @@ def read_part(part: tuple[Path, str, int, int]) -> tuple[np.ndarray, int]:
 def compute(corpus: dict, measured: dict) -> dict[int, dict]:
     """Compute what the real corpus takes in as many shards as the largest machine has cores. Prints a Markdown table.
 
+    Merging, which ends with the summary, is one process on any machine.
     Each number of cores gets the seconds, and the megabytes per second that the disk then reads and writes.
     """
     num_shards, rate = max(CORES), measured["megabytes_per_second_per_core"] * 1e6
     prepared_bytes = 2 * corpus["tokens"]
+    merge_seconds = measured["merge_seconds"] * prepared_bytes / measured["prepared_bytes"]  # one core reads all rows
     seconds_per_shard = measured["start_seconds"] + corpus["text_bytes"] / num_shards / rate
     computed = {}
     for cores in CORES:
-        seconds = math.ceil(num_shards / cores) * seconds_per_shard
+        seconds = math.ceil(num_shards / cores) * seconds_per_shard + merge_seconds
         disk = (corpus["file_bytes"] + prepared_bytes) / 1e6 / seconds
         computed[cores] = {"seconds": seconds, "disk_megabytes_per_second": disk}
     sizes = (

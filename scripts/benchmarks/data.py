@@ -30,6 +30,7 @@ from recipe.errors import run_main
 
 SPEED_MEGABYTES = (200, 2000)  # of text in the comparison of speed; the other programs encode the first
 MEMORY_MEGABYTES = (50, 500, 2000)  # texts whose preparation's peak memory is compared
+WORDS_MEGABYTES = 300  # of text in which hardly a word occurs twice
 NUM_TOKENS = 1_000_000_000  # of the large dataset that is opened
 PART_TOKENS = 10_000_000  # written at a time
 
@@ -134,6 +135,14 @@ def measure_memory(work: Path, tokenizer: str) -> dict:
             shutil.rmtree(out)
         values = [measured["peak_megabytes"] for measured in of_kind.values()]
         of_kind["largest_over_smallest"] = max(values) / min(values)
+    text = work / "words.jsonl"
+    rng = np.random.default_rng(0)
+    with open(text, "w", encoding="utf-8") as file:
+        for _ in range(WORDS_MEGABYTES * 250):
+            letters = rng.integers(97, 123, (500, 8), dtype=np.uint8)
+            letters[:, 7] = 32  # words of seven letters and a space
+            file.write(json.dumps({"text": letters.tobytes().decode()}) + "\n")
+    peaks["words"] = {WORDS_MEGABYTES: {"peak_megabytes": round(prepare(text, tokenizer, work / "words")[1])}}
     return peaks
 
 
