@@ -7,6 +7,7 @@ DIR holds GPT-2's tokenizer.json. The text is synthetic: lines of the Python sta
 of whole commands include the start of the process.
 """
 
+import json
 import shutil
 import statistics
 import tempfile
