@@ -95,9 +95,7 @@ def prepare(work: Path, num_shards: int) -> dict:
     (work / "start.txt").write_text("\n".join(read_standard_library())[:1_000_000])
     options = ("--tokenizer_name", work / "tokenizer", "--preprocessing_num_workers", 1)
     start = ("--train_file", work / "start.txt", *options, "--output_dir", work / "start")
-    command = shlex.join(map(str, (sys.executable, PREPARE, *start)))  # as many at once as there are cores
-    line = f"seq {count_cpus()} | xargs -P {count_cpus()} -I INDEX {command}-INDEX"
-    start_seconds, _ = run_python("-c", f"import subprocess; subprocess.run({line!r}, shell=True, check=True)")
+    start_seconds, _ = run_python(PREPARE, *start)  # alone, so that it is not too long and the rate not too high
     options = ("--train_file", work / "corpus" / "text", *options, "--output_dir", work / "packed")
     command = shlex.join(map(str, (sys.executable, PREPARE, *options, "--num_shards", num_shards, "--shard_index")))
     line = f"seq 0 {num_shards - 1} | xargs -P {count_cpus()} -I INDEX {command} INDEX"
