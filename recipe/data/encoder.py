@@ -152,9 +152,9 @@ class Gigatoken:
         content = json.loads(tokenizer_json)
         if (content["pre_tokenizer"] or {}).get("use_regex") is False:  # gigatoken 0.10.0 ignores it
             raise RuntimeError("the tokenizer does not split text into words")
-        if not all(token["special"] for token in content["added_tokens"]):  # it ignores `single_word`
-            raise RuntimeError("the tokenizer has added tokens that are not special")
-        content["added_tokens"] = []
+        content["added_tokens"] = [token for token in content["added_tokens"] if not token["special"]]
+        if any(token["single_word"] for token in content["added_tokens"]):  # it ignores that, too
+            raise RuntimeError("the tokenizer has added tokens that match single words only")
         self.merges_words = content["model"].get("byte_fallback", False)  # as SentencePiece does
         self.plain = plain
         self.start = functools.partial(gigatoken.Tokenizer.from_json, json.dumps(content))
