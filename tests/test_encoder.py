@@ -112,7 +112,7 @@ def test_no_part_of_a_tokenizer_is_lost(tokenizer, name):
         parts = [text[start:end] for start, end in itertools.pairwise(cuts)]
         assert encode(parts)[0].tolist() == ids_of(other, [text])[0]
     else:
-        assert how.startswith("tokenizers") or name == "space in front"
+        assert how.startswith("tokenizers") or name in ("space in front", "added token")
         assert name not in ("order of merges", "whole words")
 
 

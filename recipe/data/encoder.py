@@ -155,7 +155,8 @@ class Gigatoken:
         content["added_tokens"] = [token for token in content["added_tokens"] if not token["special"]]
         if any(token["single_word"] for token in content["added_tokens"]):  # it ignores that, too
             raise RuntimeError("the tokenizer has added tokens that match single words only")
-        self.merges_words = content["model"].get("byte_fallback", False)  # as SentencePiece does
+        # Both may join words that a cut separates.
+        self.joins_words = bool(content["model"].get("byte_fallback") or content["added_tokens"])
         self.plain = plain
         self.start = functools.partial(gigatoken.Tokenizer.from_json, json.dumps(content))
         self.idle, self.num_tokenizers = [(self.start(), 0)], 1
@@ -185,7 +186,7 @@ class Gigatoken:
         """Return whether encoding the parts of a text that `find_cut` cuts gives the ids of the text."""
         cuts = [0, *(find_cut(PROBE, end) for end in range(100, len(PROBE), 20)), len(PROBE)]
         parts = [PROBE[start:end] for start, end in itertools.pairwise(cuts)]
-        return not self.merges_words and np.array_equal(self(parts)[0], self([PROBE])[0])
+        return not self.joins_words and np.array_equal(self(parts)[0], self([PROBE])[0])
 
 
 def has_recent_characters(texts: Sequence[str]) -> bool:
