@@ -87,9 +87,8 @@ class TextSource:
         counts = [count_row_groups(path, self.text_column_name) for path in paths]
         if None in counts or sum(counts) < self.num_shards:
             return None
-        befores = itertools.accumulate(counts, initial=0)
-        index, step = self.shard_index, self.num_shards
-        return [range((index - before) % step, count, step) for before, count in zip(befores, counts, strict=False)]
+        starts = ((self.shard_index - before) % self.num_shards for before in itertools.accumulate(counts, initial=0))
+        return [range(start, count, self.num_shards) for start, count in zip(starts, counts, strict=False)]
 
     @property
     def files(self) -> list[str]:
