@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch.profiler import record_function
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from recipe.data.packed import PackedSplit
 
@@ -134,23 +134,23 @@ def build_train_batches(
         batches = (torch.tensor([split[row][0].tolist() for row in rows[:, None]]).to(device) for rows in order)
     else:
         source = split.in_memory() if placement == "ram" else split
-        loader = build_loader(source, device, num_workers, sampler=order)
+        loader = build_loader(source, order, device, num_workers)
         batches = (batch.to(device, non_blocking=True) for batch in loader)
     return TrainBatches(((rows, None) for rows in batches), device)
 
 
-def build_loader(source: Dataset | PackedSplit, device: torch.device, num_workers: int, **options) -> DataLoader:
-    """Build a loader for a source whose elements are complete micro-batches."""
+def build_loader(split: PackedSplit, order: TrainOrder, device: torch.device, num_workers: int) -> DataLoader:
+    """Build a loader of complete micro-batches."""
     return DataLoader(
-        source,
+        split,
         batch_size=None,
+        sampler=order,
         num_workers=num_workers,
         pin_memory=device.type == "cuda",
         # The loader draws a seed for its workers. Torch's default generator would change dropout after a resume.
         generator=torch.Generator(),
         multiprocessing_context="spawn" if num_workers else None,  # forking a process that uses CUDA may hang
         worker_init_fn=survive_first_signal,
-        **options,
     )
 
 
