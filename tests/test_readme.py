@@ -282,6 +282,7 @@ def test_numbers_on_data_are_measured():
     expected = {
         r"MB of JSON lines takes ([\d.]+) s": min(speed["200"]["seconds"]["prepare_data"]),
         r"on one core ([\d.]+) times as long": speed["200"]["times_as_fast_as_tiktoken_loop"],
+        r"packing takes about (\d+) minutes": 46e3 / (2 * speed["2000"]["megabytes_per_second_per_core"]) / 60,
         r"2 GB run at ([\d.]+) MB/s per core": speed["2000"]["megabytes_per_second_per_core"],
         r"32 packed rows takes ([\d.]+) ms": data["reading"]["batch_of_32_rows_ms"]["large_mmap"],
         r"tokenizes takes (\d+)% of the CPU": 100 * tokenizing["2, one tokenizes"] / tokenizing["2, each tokenizes"],

@@ -190,6 +190,7 @@ class Gigatoken:
 
 
 def has_recent_characters(texts: Sequence[str]) -> bool:
+    """Return whether gigatoken may encode one of the texts differently."""
     codes = np.frombuffer("".join(text for text in texts if not text.isascii()).encode("utf-32-le"), np.uint32)
     return bool(RECENT[codes[codes >= RECENT.argmax()]].any())
 
