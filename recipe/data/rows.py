@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
-import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -69,6 +68,8 @@ def read_csv(stream: BinaryIO, start: dict) -> Iterator[tuple[dict, Any]]:
 
 
 def read_jsonl(stream: BinaryIO, start: dict) -> Iterator[tuple[dict, Any]]:
+    import orjson  # not at the top, because training on a packed dataset does not need it
+
     offset = start.get("offset", 0)
     skip_bytes(stream, offset)
     for number, line in enumerate(stream, start.get("row", 0) + 1):

@@ -6,6 +6,8 @@ import datasets
 import evaluate
 import numpy as np
 
+from recipe.evaluation.scoring import exp_or_inf, summarize_loss
+
 
 class LanguageModelingMetric(evaluate.Metric):
     """Computes loss, perplexity and bits per byte from the sums of any number of batches.
@@ -23,16 +25,7 @@ class LanguageModelingMetric(evaluate.Metric):
         )
 
     def _compute(self, predictions, references, tokens_per_byte, tokens_per_character=None):
-        loss = math.fsum(predictions) / sum(references)
-        bits_per_token = loss / math.log(2)
-        scores = {
-            "loss": loss,
-            "perplexity": _exp(loss),
-            "bits_per_byte": bits_per_token * tokens_per_byte,
-        }
-        if tokens_per_character is not None:
-            scores["bits_per_character"] = bits_per_token * tokens_per_character
-        return scores
+        return summarize_loss(math.fsum(predictions), sum(references), tokens_per_byte, tokens_per_character)
 
 
 class MultipleChoiceMetric(evaluate.Metric):
@@ -76,16 +69,12 @@ class LastWordMetric(evaluate.Metric):
         )
 
     def _compute(self, predictions, references):
-        perplexity, error = _exp(-float(np.mean(predictions))), _standard_error(predictions)
+        perplexity, error = exp_or_inf(-float(np.mean(predictions))), _standard_error(predictions)
         return {
             **{"acc": float(np.mean(references)), "acc_stderr": _standard_error(references)},
             # The error of exp(x) is exp(x) times the error of x.
             **{"perplexity": perplexity, "perplexity_stderr": None if error is None else perplexity * error},
         }
-
-
-def _exp(nats: float) -> float:
-    return math.exp(nats) if nats < 700 else math.inf
 
 
 def _standard_error(values: list[float]) -> float | None:

@@ -3,6 +3,7 @@
 Rows are padded on the right, which causal attention never looks at, so no mask is needed.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -18,6 +19,25 @@ from recipe.progress import progress_target
 CPU_TOKENS, GPU_TOKENS = 2048, 16384  # per forward pass: enough to keep all cores, or a GPU, busy
 LOGIT_ROWS = 1024  # logits computed at a time: 200 MB in fp32 over GPT-2's vocabulary
 SILENT_SECONDS = 2.0  # a shorter evaluation shows no progress bar
+
+
+def summarize_loss(
+    loss_sum: float, num_tokens: int, tokens_per_byte: float, tokens_per_character: float | None = None
+) -> dict[str, float]:
+    """Return loss (nats per token), perplexity, bits_per_byte and, where known, bits_per_character.
+
+    loss_sum: nats, over num_tokens target tokens.
+    """
+    loss = loss_sum / num_tokens
+    bits_per_token = loss / math.log(2)
+    scores = {"loss": loss, "perplexity": exp_or_inf(loss), "bits_per_byte": bits_per_token * tokens_per_byte}
+    if tokens_per_character is not None:
+        scores["bits_per_character"] = bits_per_token * tokens_per_character
+    return scores
+
+
+def exp_or_inf(nats: float) -> float:
+    return math.exp(nats) if nats < 700 else math.inf
 
 
 class Row(NamedTuple):

@@ -1,7 +1,6 @@
 """Validation loss, perplexity and bits per byte over some or all validation rows, and the scores of tasks."""
 
 import time
-from tempfile import gettempdir
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from recipe.data.batches import iterate_validation
 from recipe.data.packed import PackedDataset
 from recipe.errors import short_reason
 from recipe.evaluation.generation import sample_text
-from recipe.evaluation.scoring import CPU_TOKENS, show_progress
+from recipe.evaluation.scoring import CPU_TOKENS, show_progress, summarize_loss
 from recipe.evaluation.tasks import load_tasks
 from recipe.hardware.host_memory import FreedMemory
 from recipe.model.loss import IGNORE_INDEX
@@ -69,8 +68,6 @@ class Validation:
         Returns loss (nats per token), perplexity, bits_per_byte, num_rows and seconds; for each task its scores under
         flat names: hellaswag_acc, hellaswag_acc_stderr, hellaswag_num_examples, ...; and a sample of the model's text.
         """
-        from recipe.evaluation.perplexity import LanguageModelingMetric  # importing evaluate takes seconds
-
         started_at = time.perf_counter()
         accelerator, num_processes = self.accelerator, self.accelerator.num_processes
         num_rows = self.final_num_rows if final else self.num_rows
@@ -96,11 +93,8 @@ class Validation:
         loss_sum = losses.cpu().double() @ num_tokens
         if num_processes > 1:
             loss_sum = accelerator.reduce(loss_sum.to(accelerator.device), reduction="sum")
-        # evaluate creates an empty cache folder even if it keeps everything in memory; the home may be read-only.
-        metrics = LanguageModelingMetric(keep_in_memory=True, cache_dir=gettempdir()).compute(
-            predictions=[loss_sum.item()],
-            references=[num_rows * self.dataset.block_size],
-            tokens_per_byte=self.dataset.tokens_per_byte("validation"),
+        metrics = summarize_loss(
+            loss_sum.item(), num_rows * self.dataset.block_size, self.dataset.tokens_per_byte("validation")
         )
         seconds = time.perf_counter() - started_at
         return {**metrics, **scores, "num_rows": num_rows, "seconds": seconds, "sample": self._sample()}

@@ -145,6 +145,7 @@ def build_model(
         model, loaded = load_pretrained(AutoModelForCausalLM, source, output_loading_info=True, **options)
         if missing := sorted(loaded["missing_keys"]):
             raise UserError(f"the model in {source} lacks weights: {', '.join(missing[:3])}")
+        model.train()  # `from_pretrained` returns a model in eval mode, in which a trial step would use less memory
     padded = padded_vocab_size(model_config.vocab_size, config.pad_vocab_to_multiple_of)
     if padded != model.config.vocab_size:
         model.resize_token_embeddings(padded, mean_resizing=False)

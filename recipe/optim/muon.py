@@ -98,7 +98,8 @@ class Muon(torch.optim.Optimizer):
                     group,
                     found_inf,
                 )
-        torch._foreach_add_(steps, 1 - found_inf)
+        # Without alpha, torch (2.11 to 2.15) takes the overload for a number and waits for the device to read it.
+        torch._foreach_add_(steps, 1 - found_inf, alpha=1)
 
     def _add_to_momenta(
         self,
