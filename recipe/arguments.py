@@ -86,6 +86,11 @@ def underscored(argv: list[str]) -> list[str]:
     return [re.sub(r"^--[\w-]+(?==|$)", lambda name: "--" + name[0][2:].replace("-", "_"), text) for text in argv]
 
 
+def typed_names(argv: list[str]) -> set[str]:
+    """Return the names of the options on a command line: `["--max-steps=5"]` -> {"max_steps"}."""
+    return {text[2:].partition("=")[0] for text in underscored(argv) if text.startswith("--")}
+
+
 def unknown_option(option: str, names: list[str]) -> str:
     """Return the message for an option that does not exist."""
     if not option.startswith("-"):

@@ -19,14 +19,16 @@ from typing import Any
 import yaml
 from transformers import HfArgumentParser  # this name does not import torch
 
-from recipe.arguments import OPTIONS, CommandLine, underscored, unknown_option
+from recipe.arguments import OPTIONS, CommandLine, typed_names, underscored, unknown_option
 from recipe.config import SECTIONS, TrainConfig, most_steps
 from recipe.errors import UserError, did_you_mean, one_line
 from recipe.rules import DATA_SOURCES, TEXT_OPTIONS
 
 CONFIGS_DIR = Path(__file__).parent / "configs"
-MAPPINGS = ("config_overrides", "lr_scheduler_kwargs")
-RETIRED = ("keep_freed_memory",)  # in the training_config.yaml of older runs; it never changed their results
+MAPPINGS = ("config_overrides", "lr_scheduler_kwargs", "expected_loss")
+# With another model, tokenizer or row length, losses do not compare with the recipe's.
+OTHER_LOSS = {"config_overrides", "model_type", "model_name_or_path", "tokenizer_name", "tokenizer_vocab_size"}
+OTHER_LOSS |= {"block_size"}
 
 
 def load_config(argv: list[str] | None = None) -> tuple[TrainConfig, str]:
@@ -88,8 +90,6 @@ def _read_recipe(recipe: str, parser: _ConfigParser) -> dict[str, Any]:
     values: dict[str, Any] = {}
     arguments: list[str] = []
     for key, value in load_yaml(recipe).items():
-        if key in RETIRED:
-            continue
         if key not in OPTIONS:
             raise UserError(f"unknown key '{key}' in {recipe}; {did_you_mean(str(key), OPTIONS)}")
         is_list = "list" in str(OPTIONS[key].type)
@@ -150,6 +150,8 @@ def _merge(recipe: dict[str, Any], typed: dict[str, Any]) -> dict[str, Any]:
         drop(*DATA_SOURCES, *TEXT_OPTIONS)
     if "lr_scheduler_type" in typed:
         drop("lr_scheduler_kwargs")
+    if OTHER_LOSS & set(typed):
+        drop("expected_loss")
     if {"max_steps", "num_train_epochs"} & set(typed):
         steps, warmup = (values.get(key, OPTIONS[key].default) for key in ("max_steps", "warmup_steps"))
         drop("max_steps", "num_train_epochs", "max_minutes")
@@ -199,7 +201,8 @@ def _read_number(path: Path, key: str, default: int) -> int:
 
 def parse_mapping(key: str, value: Any) -> dict[str, Any]:
     """Parse `{n_layer: 4}`, JSON or `n_layer=4,n_embd=128`. Values are YAML scalars, and `1e-5` is a number."""
-    example = "n_layer=4,n_embd=128" if key == "config_overrides" else "min_lr_rate=0.1"
+    examples = {"config_overrides": "n_layer=4,n_embd=128", "lr_scheduler_kwargs": "min_lr_rate=0.1"}
+    example = examples.get(key, "value=3.28,tolerance=0.05,...")
     expected = f"{key} must look like {example} or be a JSON object, got {value!r}"
     try:
         if isinstance(value, str):  # JSON is YAML, and so are pairs after this replacement
@@ -257,5 +260,4 @@ def _metavar(option: dataclasses.Field) -> str:
 
 def names_data(recipe: str, options: list[str]) -> bool:
     """Return whether the recipe or the typed options say what to train on."""
-    names = {text[2:].partition("=")[0] for text in options if text.startswith("--")} | set(load_yaml(recipe))
-    return bool(names & set(DATA_SOURCES))
+    return bool((typed_names(options) | set(load_yaml(recipe))) & set(DATA_SOURCES))

@@ -24,13 +24,11 @@ SECTIONS = {
     "mixed_precision": "Precision, compilation, kernels (auto: the launcher, then the hardware)",
     "logging_steps": "Logging, evaluation and checkpoints",
     "sample_prompt": "Publishing",
-    "python_lists": "Slow baselines that only the optimization ladder uses",
 }
 STANDARD_LIBRARY = "python_standard_library"  # the demo's corpus, a dataset_name that needs no download
 SCHEDULE_OPTIONS = (
     *("max_steps", "learning_rate", "muon_learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
 )
-MUON_OPTIONS = ("muon_learning_rate", "muon_momentum", "cautious_weight_decay")  # without effect on other optimizers
 
 
 def most_steps(max_minutes: float) -> int:
@@ -48,11 +46,6 @@ def _field(default: Any, text: str, **metadata: Any) -> Any:
     and `const` go to argparse.
     """
     return field(default=default, metadata={"help": text, **metadata})
-
-
-def _switch(text: str) -> Any:
-    """Declare an option that is auto, true or false; the bare flag means true."""
-    return _field("auto", text, nargs="?", const="true")
 
 
 @dataclass(frozen=True)
@@ -96,8 +89,11 @@ class TrainConfig:
     config_overrides: dict | str | None = _field(None, "Model config: n_layer=4,n_embd=128, or JSON.")
     pad_vocab_to_multiple_of: int = _field(128, "Pad the vocabulary to a multiple, in training only.", at_least=1)
     attn_implementation: Literal["auto", "sdpa", "eager"] = _field("auto", "sdpa: flash kernels; eager: matmuls.")
-    activation_checkpointing: Literal["auto", "true", "false"] = _switch(
-        "Recompute activations in backward: saves memory, costs time. auto: if the run fits best that way."
+    activation_checkpointing: Literal["auto", "true", "false"] = _field(
+        "auto",
+        "Recompute activations in backward: saves memory, costs time. auto: on when the run needs it to fit.",
+        nargs="?",
+        const="true",
     )
     loss_chunks: int | str | None = _field(
         "auto", "Compute the loss in this many chunks: saves memory, costs time.", at_least=1, words=("auto",)
@@ -125,7 +121,6 @@ class TrainConfig:
         "epochs passed with it are an upper bound.",
         above=0,
     )
-    change_schedule: bool = _field(False, "Let a resumed run change max_steps, learning_rate, schedule or warm-up.")
     optim: Literal["auto", "adamw_torch_fused", "adamw_torch", "adamw_bnb_8bit", "muon"] = _field(
         "auto",
         "AdamW: one fused kernel, torch's own choice, or 8-bit moments (bitsandbytes). muon: Muon for the hidden "
@@ -135,8 +130,6 @@ class TrainConfig:
         6e-4, "Peak learning rate; with Muon, that of embeddings, biases and LayerNorm.", above=0
     )
     muon_learning_rate: float = _field(2e-3, "Peak learning rate of Muon's matrices.", above=0)
-    muon_momentum: float = _field(0.95, "Muon's momentum, which rises from 0.85 in 300 updates.", at_least=0, below=1)
-    cautious_weight_decay: bool = _field(False, "Muon decays only weights that its update moves towards zero.")
     lr_scheduler_type: str = _field("cosine_with_min_lr", "Any Transformers schedule that depends on steps alone.")
     lr_scheduler_kwargs: dict | str | None = _field(None, "Arguments of the schedule: min_lr_rate=0.1, or JSON.")
     warmup_steps: float = _field(715, "Linear warm-up steps; below 1, a fraction of max_steps.", at_least=0)
@@ -147,12 +140,6 @@ class TrainConfig:
     adam_beta2: float = _field(0.95, "AdamW beta2.", at_least=0, below=1)
     adam_epsilon: float = _field(1e-8, "AdamW epsilon.", above=0)
     max_grad_norm: float = _field(1.0, "Clip the global gradient norm at this value; 0 disables clipping.", at_least=0)
-    max_bad_steps: int = _field(10, "Stop after this many consecutive steps with NaN, Inf or a spike.", at_least=1)
-    spike_sigmas: float | None = _field(
-        None,
-        "Skip steps whose loss or gradient norm is N standard deviations above its mean over the last 128 updates.",
-        above=0,
-    )
 
     # --- precision, compilation and kernels
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = _field("auto", "Precision of autocast.")
@@ -161,20 +148,11 @@ class TrainConfig:
     dynamo_mode: Literal[
         "auto", "default", "lite", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
     ] = _field("auto", "torch.compile mode. auto: the launcher's. On CUDA, some require one micro-batch per step.")
-    bf16_residual: Literal["auto", "true", "false"] = _switch("bf16 residual stream. auto: on CUDA with bf16.")
-    sigmoid_gelu: Literal["auto", "true", "false"] = _switch(
-        "Compute gelu_new with a sigmoid. auto: CUDA and inductor."
-    )
-    index_mask: Literal["auto", "true", "false"] = _switch("Mask the padding by index. auto: CUDA and inductor.")
+    bf16_residual: bool = _field(False, "Keep the residual stream in bf16; requires bf16 mixed precision.")
     deterministic: bool = _field(False, "Repeat CUDA runs exactly (slower); CPU runs do without max-autotune.")
-    huge_pages: bool = _field(True, "Allocate large CPU tensors in huge pages (Linux).")
-    ddp_comm_hook: Literal["no", "bf16"] = _field("no", "bf16: halve the gradients' bytes on slow links; rounds them.")
-    ddp_bucket_cap_mb: int | None = _field(None, "MiB of gradients per all-reduce. Default: 25.", at_least=1)
-    gpu_memory_limit_gb: float | None = _field(None, "Use at most this much GPU memory, in GB (1e9 bytes).", above=0)
 
     # --- periodic
     logging_steps: int = _field(10, "Steps between log lines.", at_least=1)
-    eval_on_start: bool = _field(True, "Evaluate before the first step.")
     eval_steps: int = _field(250, "Steps between evaluations; 0 evaluates only at the start and the end.", at_least=0)
     max_eval_samples: int | str | None = _field(
         "auto",
@@ -182,25 +160,25 @@ class TrainConfig:
         at_least=1,
         words=("auto", "all"),
     )
-    exact_final_eval: bool = _field(False, "Evaluate all validation rows at the end.")
+    expected_loss: dict | str | None = _field(
+        None,
+        "Validation loss to compare the end of the run with: value, tolerance, tokens, dataset and source.",
+    )
     eval_only: bool = _field(False, "Only evaluate model_name_or_path or a checkpoint; auto uses all rows.")
     eval_tasks: list[str] | None = _field(
         None, "Tasks to score at each evaluation: hellaswag, lambada (from the Hub), or hellaswag=FILE.jsonl."
     )
     max_eval_task_seconds: float = _field(30.0, "Time limit per task and evaluation, in seconds.", above=0)
     save_steps: int = _field(1000, "Steps between checkpoints; 0 saves none.", at_least=0)
-    save_on_start: bool = _field(False, "Save a checkpoint before the first step.")
     save_total_limit: int | None = _field(
         None, "Keep the newest N checkpoints, and the one before the decay. Default: all.", at_least=1
     )
-    on_save_failure: Literal["continue", "stop"] = _field("continue", "What to do if a checkpoint cannot be written.")
     resume_from_checkpoint: str | None = _field(
         None,
         "Checkpoint: a folder, hf://user/name@BRANCH, latest (the newest valid one in output_dir) or auto (the same, "
         "else the newest on the Hub if this run publishes its training state, else start fresh).",
     )
     report_to: list[str] | None = _field(None, "Trackers: trackio, tensorboard, wandb, ...")
-    project: str = _field("gpt2-recipe", "Project name for trackers.")
     profile: int | None = _field(
         None,
         "Profile 3 steps after step N; without N, after step 10.",
@@ -219,15 +197,8 @@ class TrainConfig:
         "the newest (checkpoint) or of all (all_checkpoints), from which hf://user/name@BRANCH resumes.",
     )
     hub_private_repo: bool = _field(False, "Create the Hub repository as private.")
-    hub_always_push: bool = _field(False, "Upload every checkpoint, even if uploads fall behind.")
-    hub_revision: str | None = _field(None, "Branch for the newest model. Default: main.")
     hub_license: str | None = _field(None, "License of the model on its card: mit, apache-2.0, ...")
     hub_language: list[str] | None = _field(None, "Languages of the text on the card, as ISO 639 codes: en de ...")
-
-    # --- slow baselines that only the optimization ladder uses
-    python_lists: bool = _field(False, "Build batches row by row from Python lists.")
-    sdpa_with_mask: bool = _field(False, "Let Transformers pass sdpa an explicit mask, which rules out flash kernels.")
-    loss_in_graph: bool = _field(True, "Compile model and loss together; false: the model returns logits.")
 
     def __post_init__(self):
         self._fill_in()
@@ -262,6 +233,6 @@ class TrainConfig:
 def save_config(config: TrainConfig, path: Path) -> None:
     """Write the options so that `--config PATH` repeats the run in this folder or another."""
     values = {key: value for key, value in dataclasses.asdict(config).items() if value is not None}
-    for key in ("output_dir", "overwrite", "resume_from_checkpoint", "change_schedule"):
+    for key in ("output_dir", "overwrite", "resume_from_checkpoint"):
         values.pop(key, None)
     path.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")

@@ -23,6 +23,7 @@ TEXT_OPTIONS = (  # how train_file and dataset_name are read
     "skip_bad_files",
 )
 EVAL_TASKS = ("hellaswag", "lambada")
+EXPECTED_LOSS = ("value", "tolerance", "tokens", "dataset", "source")  # nats, nats, number, Hub id, text
 # Those of transformers.SchedulerType, whose module imports torch, that depend on steps alone. A test compares them.
 SCHEDULES = (
     "linear cosine cosine_with_restarts polynomial constant constant_with_warmup inverse_sqrt cosine_with_min_lr "
@@ -92,8 +93,6 @@ def check_rules(config: Any) -> None:
     is_valid = warmup < 1 or warmup == int(warmup)
     require(is_valid, f"warmup_steps must be an integer, or a fraction of max_steps below 1, got {warmup}")
     resumes = config.resume_from_checkpoint
-    if config.change_schedule:
-        require(resumes, "--change_schedule applies to a resumed run; add --resume_from_checkpoint auto")
     if resumes in ("latest", "auto"):
         message = f"--resume_from_checkpoint {resumes} requires the --output_dir of the run to resume"
         require(config.output_dir is not None, message)
@@ -105,6 +104,10 @@ def check_rules(config: Any) -> None:
         on_hub = (resumes or "").startswith("hf://")
         require(not on_hub, "--eval_only evaluates a model on the Hub with --model_name_or_path user/name")
     parse_tasks(config.eval_tasks)
+    if config.expected_loss is not None:
+        found, numbers = config.expected_loss, EXPECTED_LOSS[:3]
+        is_valid = set(found) == set(EXPECTED_LOSS) and all(isinstance(found[key], (int, float)) for key in numbers)
+        require(is_valid, f"expected_loss must have {', '.join(EXPECTED_LOSS)}, the first three numbers; got {found}")
     if config.push_to_hub:
         require(config.hub_model_id, "--push_to_hub requires --hub_model_id user/name")
     check_license(config.hub_license)
@@ -113,8 +116,6 @@ def check_rules(config: Any) -> None:
         last = config.max_steps - PROFILED_STEPS
         message = f"--profile {config.profile} profiles {PROFILED_STEPS} steps, but max_steps is {config.max_steps}"
         require(config.profile <= last, f"{message}; pass at most --profile {max(1, last)}")
-    if config.loss_chunks not in ("auto", 1):
-        require(config.loss_in_graph, "--loss_chunks requires the loss in the graph; remove --loss_in_graph false")
     try:
         config.sample_prompt.encode("utf-8")
     except UnicodeEncodeError as error:

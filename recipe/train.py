@@ -16,8 +16,8 @@ from recipe.errors import run_main
 from recipe.hardware.host_memory import FreedMemory, use_huge_pages
 
 if __name__ == "__main__":  # before torch is imported, which takes seconds
-    config, _ = run_main(load_config)  # a mistyped option is reported at once
-    use_huge_pages(config.huge_pages)
+    run_main(load_config)  # a mistyped option is reported at once
+    use_huge_pages()
 
 import math
 
@@ -33,7 +33,7 @@ from recipe.hardware.accelerator import build_accelerator, build_module
 from recipe.hardware.nodes import check_same_run, check_shared
 from recipe.hardware.processes import on_all_processes, on_main_process, start_processes, wait_on_host
 from recipe.model.build import build_model_config
-from recipe.optim.guard import GuardedUpdate
+from recipe.optim.guard import MOST_BAD_STEPS, GuardedUpdate
 from recipe.optim.optimizers import build_optimizer
 from recipe.optim.schedule import find_branch_step
 from recipe.publish.download import fetch_checkpoint
@@ -47,7 +47,14 @@ from recipe.run.output_dir import choose_output_dir, open_output_dir
 from recipe.run.plan import StepBudget, check_before_preparing, plan_run, shorten
 from recipe.run.profile import StepProfiler
 from recipe.run.stop import EXIT_STOPPED, StopRequest
-from recipe.run.summary import build_summary, closing_words, describe_evaluation, describe_run, find_warnings
+from recipe.run.summary import (
+    build_summary,
+    closing_words,
+    compare_with_expected,
+    describe_evaluation,
+    describe_run,
+    find_warnings,
+)
 
 
 def main(started_at: float | None = None) -> None:
@@ -65,7 +72,7 @@ def main(started_at: float | None = None) -> None:
     resume_dir = on_main_process(lambda: find_checkpoint(output_dir, fetch_checkpoint(config, output_dir)))
     # A resumed run takes the shape from its checkpoint: the model that it started from may be gone.
     source = resume_dir if resume_dir and config.model_name_or_path else config.model_name_or_path
-    check_before_preparing(config, accelerator.num_processes, device, precision, source)
+    check_before_preparing(config, accelerator.num_processes, device, source)
 
     dataset_dir = on_main_process(lambda: open_dataset_for(config, source).directory)
     dataset = on_all_processes(lambda: open_packed_dataset(dataset_dir, config.block_size))
@@ -87,8 +94,8 @@ def main(started_at: float | None = None) -> None:
     state = load_checkpoint(accelerator, resume_dir, model, dataset.vocab_size, update) if resume_dir else RunState()
     validation.keep_rows(state)
     if config.eval_only:
-        what = f"{source or resume_dir}, {validation.final_num_rows:,} rows"
-        accelerator.print(describe_evaluation(what, validation.run(final=True)))
+        what = f"{source or resume_dir}, {validation.num_rows:,} rows"
+        accelerator.print(describe_evaluation(what, validation.run()))
         accelerator.end_training()
         return
     accumulation.start(state)  # opens the data, before anything is written
@@ -107,17 +114,17 @@ def main(started_at: float | None = None) -> None:
         report.say(warning)
     if changes:
         report.schedule(state.step, changes)
-    if changes or (state.step == 0 and config.save_on_start):  # config and newest checkpoint always agree
+    if changes:  # the config on disk always matches the newest checkpoint
         saver.save(state)
 
     # ------------------------------------------------------------------ loop: one iteration is one optimizer step
     profiler = StepProfiler(config, accelerator, output_dir, state.step)
     meter = StepMeter(config, accelerator, model, state, started_at)
     evaluation = None
-    if state.step == 0 and config.eval_on_start:
+    if state.step == 0:
         state.untrained = evaluation = validation.run()
         report.evaluation(0, evaluation)
-    budget = StepBudget(config, started_at, state.step, validation.num_rows, validation.final_num_rows)
+    budget = StepBudget(config, started_at, state.step, validation.num_rows)
     freed_memory = FreedMemory()
     stop_request, stop = StopRequest(), None
     module.train()
@@ -157,14 +164,14 @@ def main(started_at: float | None = None) -> None:
             numbers = meter.read(state, update, grad_norm, accumulation.batches)  # the one routine wait for the device
             report.train(state.step, numbers)
             saver.report()
-            if numbers["bad_steps_in_a_row"] >= config.max_bad_steps:
+            if numbers["bad_steps_in_a_row"] >= MOST_BAD_STEPS:
                 on_main_process(lambda: (saver.wait(), uploads.finish()))
                 raise report.bad_numbers(state.step, numbers)
 
         if fewer_steps is not None:  # --max_minutes: the first steps have shown the speed
             report.shorten(state.step, fewer_steps, config)
             config = shorten(config, fewer_steps)
-            for part in (update, validation, saver, profiler, report.watch):
+            for part in (update, validation, saver, profiler):
                 part.set_schedule(config)
             state.steps_chosen, state.eval_rows = True, validation.num_rows
 
@@ -174,7 +181,7 @@ def main(started_at: float | None = None) -> None:
             meter.resume()
 
         if evaluating:
-            evaluation = validation.run(final=last)
+            evaluation = validation.run()
             report.evaluation(state.step, evaluation)
             meter.resume()
 
@@ -195,11 +202,12 @@ def main(started_at: float | None = None) -> None:
         report.end()
         sys.exit(EXIT_STOPPED if saved else 1)
     stop_request.close()
-    evaluation = evaluation or validation.run(final=True)  # a resumed run may have no steps left
+    evaluation = evaluation or validation.run()  # a resumed run may have no steps left
     if accelerator.is_main_process:
         export_model(model, model_config, tokenizer, output_dir)
         report.summary(build_summary(accelerator, state, evaluation, meter, choices, accumulation, model))
-        print(closing_words(config, output_dir, state.untrained, evaluation, meter, report.yardstick))
+        compared = compare_with_expected(config, dataset.metadata, evaluation["loss"])
+        print(closing_words(config, output_dir, state.untrained, evaluation, meter, compared))
         uploads.finish(state.step)
     wait_on_host()
     report.end()

@@ -1,63 +1,94 @@
-"""The training step with nothing around it: forward, backward, clipping and AdamW on one batch, in a plain loop.
+"""GPT-2's training loop with nothing around it: the first file to read.
 
-python scripts/bare_loop.py --config demo
+python scripts/bare_loop.py [DATASET_DIR]        default: the demo's text, packed at the first use
 
-Accepts the options of recipe/train.py and prints the time of every 4 steps. Whatever recipe/train.py takes on top of
-it is the cost of the program around the step.
+scripts/run_ladder.py shows what each optimization in it is worth. recipe/train.py is the same loop with several
+devices, checkpoints, evaluation, a log and publishing around it.
 """
 
-from recipe.command_line import load_config
-from recipe.errors import UserError, run_main
-from recipe.hardware.host_memory import use_huge_pages
-
-if __name__ == "__main__":  # before torch is imported, as in recipe/train.py
-    use_huge_pages(run_main(load_config)[0].huge_pages)
-
 import math
+import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
+from torch.nn import functional as F
+from transformers import AttentionInterface, AutoModelForCausalLM, GPT2Config
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from recipe.benchmark.measure import LAP
+from recipe.command_line import load_config
+from recipe.data.batches import example_rows
+from recipe.data.packed import open_packed_dataset
 from recipe.data.prepare import open_dataset_for
-from recipe.hardware.accelerator import build_accelerator, build_module
-from recipe.hardware.micro_batch import micro_batch_candidates
-from recipe.hardware.processes import start_processes
-from recipe.model.build import build_model_config
-from recipe.optim.optimizers import build_optimizer
+from recipe.errors import run_main
+from recipe.hardware.devices import native_bf16
+
+N_LAYER, N_HEAD, N_EMBD = 4, 2, 128  # GPT-2 124M: 12, 12, 768
+MICRO_BATCH, GRAD_ACCUM = 8, 1  # rows per forward pass, forward passes per step; 124M: 64, 8 with rows of 1,024 tokens
+MAX_STEPS, WARMUP_STEPS, PEAK_LR = 1200, 50, 2e-3  # 124M: 19,073, 715, 6e-4
+LOG_STEPS, SEED = 100, 1337
+
+
+def learning_rate(step: int) -> float:
+    """Rise linearly to the peak, then fall along a cosine to a tenth of it."""
+    if step < WARMUP_STEPS:
+        return PEAK_LR * (step + 1) / WARMUP_STEPS
+    progress = (step - WARMUP_STEPS) / max(1, MAX_STEPS - WARMUP_STEPS)
+    return PEAK_LR * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
 def main() -> None:
-    config, _ = load_config()
-    start_processes()
-    accelerator, precision = build_accelerator(config, Path("."))
-    device = accelerator.device
-    if precision.value == "fp16":
-        raise UserError("the bare loop has no gradient scaler; pass --mixed_precision bf16 or no")
-    vocab_size = open_dataset_for(config).vocab_size
-    module, _ = build_module(config, build_model_config(config, vocab_size, 0), vocab_size, device, precision)
-    module.to(device)
-    optimizer = build_optimizer(config, module, precision.value)
-    micro_batch_size = micro_batch_candidates(config, 1, device)[0]
-    rows = torch.randint(vocab_size, (micro_batch_size, config.block_size + 1), device=device)
-    input_ids, targets = rows[:, :-1], rows[:, 1:]
-    num_micro_batches = config.global_batch_size // micro_batch_size
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    dataset = open_packed_dataset(Path(sys.argv[1])) if sys.argv[1:] else open_dataset_for(load_config([])[0])
+    rows = dataset.splits["train"]  # memory-mapped; rows[indices]: int64 [batch, block_size + 1]
+
+    # Stock "sdpa" builds an explicit causal mask, which rules out flash kernels. A name without a mask function gets
+    # attention_mask=None and therefore is_causal=True (transformers#41856).
+    AttentionInterface.register("sdpa_without_mask", sdpa_attention_forward)
+    torch.manual_seed(SEED)
+    torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in fp32
+    model_config = GPT2Config(
+        vocab_size=-(-dataset.vocab_size // 128) * 128,  # 50257 -> 50304, a size with fast matmul kernels
+        n_positions=dataset.block_size,
+        **dict.fromkeys(("bos_token_id", "eos_token_id"), dataset.metadata["eos_token_id"]),
+        **{"n_layer": N_LAYER, "n_head": N_HEAD, "n_embd": N_EMBD},
+        **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},  # GPT2Config's default is 0.1
+    )
+    model = AutoModelForCausalLM.from_config(model_config, attn_implementation="sdpa_without_mask").to(device)
+
+    def compute_loss(input_ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = model(input_ids, use_cache=False).logits  # they stay in the graph: in fp32 they would take gigabytes
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+    if device.type == "cuda":  # on a CPU, compiling takes longer than it saves in a run this short
+        compute_loss = torch.compile(compute_loss, dynamic=False)
+    matrices = {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1}
+    vectors = {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}
+    optimizer = torch.optim.AdamW([matrices, vectors], lr=PEAK_LR, betas=(0.9, 0.95), fused=True)
+
     started_at = time.perf_counter()
-    for step in range(1, config.max_steps + 1):
-        for _ in range(num_micro_batches):
-            with torch.autocast(device.type, torch.bfloat16, enabled=precision.value == "bf16"):
-                loss = module(input_ids, targets)
-            (loss / num_micro_batches).backward()
-        torch.nn.utils.clip_grad_norm_(module.parameters(), config.max_grad_norm or math.inf)
+    for step in range(MAX_STEPS):
+        step_loss = torch.zeros((), device=device)
+        for micro_step in range(GRAD_ACCUM):
+            first = (step * GRAD_ACCUM + micro_step) * MICRO_BATCH
+            batch = torch.from_numpy(rows[example_rows(np.arange(first, first + MICRO_BATCH), len(rows), SEED)])
+            if device.type == "cuda":
+                batch = batch.pin_memory().to(device, non_blocking=True)  # the host does not wait for the copy
+            with torch.autocast(device.type, torch.bfloat16, enabled=native_bf16(device) is not None):
+                loss = compute_loss(batch[:, :-1], batch[:, 1:]) / GRAD_ACCUM
+            loss.backward()
+            step_loss += loss.detach()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step)
         optimizer.step()
         optimizer.zero_grad()
-        if step % LAP == 0:
-            if device.type != "cpu":
-                torch.accelerator.synchronize()
-            now = time.perf_counter()
-            print(f"steps to {step}: {(now - started_at) * 1e3:.3f} ms", flush=True)
-            started_at = now
+        if (step + 1) % LOG_STEPS == 0:  # the only wait for the device
+            loss, seconds = step_loss.item(), time.perf_counter() - started_at
+            tokens_per_second = LOG_STEPS * GRAD_ACCUM * MICRO_BATCH * dataset.block_size / seconds
+            print(f"step {step + 1:>6,}: loss {loss:.4f}, {tokens_per_second:,.0f} tokens/s", flush=True)
+            started_at = time.perf_counter()
 
 
 if __name__ == "__main__":

@@ -1,151 +1,184 @@
-"""Check that a run works on this machine, and what it takes, before it starts.
+"""Check this machine before a run: packages, launcher, device, precision, compiler, disk space and the Hub.
 
-python scripts/check_environment.py                                       the demo
-python scripts/check_environment.py --config gpt2_124m --dataset_dir DIR  GPT-2 124M
-python scripts/check_environment.py --config gpt2_124m --measure          train a few steps instead of estimating
+python scripts/check_environment.py
+python scripts/check_environment.py --measure --config gpt2_124m --dataset_dir runs/data/fineweb-edu
 
-Each check prints one line: ok, a warning (the run works, but slower or with a part missing) or an error, with its
-remedy. The exit status is 1 if there is an error.
+Further options are those of recipe/train.py. --measure trains ten steps. `accelerate env` prints what else a bug
+report needs. Exits with 1 if a check fails.
 """
 
 import argparse
 import json
-import shlex
+import os
+import shutil
+import subprocess
 import sys
-import textwrap
-from typing import TYPE_CHECKING, Any
+import tempfile
+from collections.abc import Callable
+from importlib.metadata import requires, version
+from pathlib import Path
 
-try:
-    from recipe.errors import run_main
-except ModuleNotFoundError:
-    sys.exit("error: the recipe is not installed; run pip install -e . in the folder that holds pyproject.toml")
-from recipe.hardware.check import Finding, attempt, check_imports, check_packages, check_python
+import torch
+from accelerate.commands import launch
+from accelerate.utils import launch as environments
+from huggingface_hub import get_token, whoami
+from packaging.requirements import Requirement
 
-if TYPE_CHECKING:  # it imports torch, which may be missing
-    from recipe.benchmark.preflight import Preflight
+from recipe.arguments import CommandLine
+from recipe.command_line import load_config, names_data
+from recipe.config import STANDARD_LIBRARY, TrainConfig
+from recipe.environment import count_cpus, describe_device
+from recipe.errors import UserError, one_line, run_main, short_reason
+from recipe.hardware.choices import choose_mixed_precision
+from recipe.hardware.devices import native_bf16, why_no_inductor
+from recipe.hardware.launcher import check_launcher, wants_cpu
+from recipe.hardware.processes import check_kernels
 
-WIDTH, INDENT = 80, 21
-WHOLE_WORDS = {"break_on_hyphens": False, "break_long_words": False}
+MEASURED_STEPS = 10
 
 
 def main() -> None:
-    findings = {"Python": attempt(check_python), "Packages": attempt(check_packages)}
-    if all(finding.status != "error" for finding in findings.values()):
-        args, options, has_data = parse()  # at once, because mistakes on the command line need no checks
-        findings["Imports"] = attempt(check_imports)
-    if any(finding.status == "error" for finding in findings.values()):
-        report(findings, None, {}, "--json" in sys.argv)
-        sys.exit("error: the other checks need these packages")
-    from recipe.benchmark.preflight import Preflight
-    from recipe.command_line import load_config
-
-    config = load_config(["--config", args.config, *options])[0]
-    preflight = Preflight(config, has_data, args.config_file, findings)
-    preflight.run(args.measure)
-    launcher = ["accelerate", "launch"] + (["--config_file", args.config_file] if args.config_file else [])
-    command = [*launcher, "recipe/train.py", "--config", args.config, *options]
-    if preflight.can_run():
-        report(findings, command, describe(preflight), args.json)
-    else:
-        report(findings, None, {}, args.json)
-        num_errors = sum(finding.status == "error" for finding in findings.values())
-        sys.exit(f"error: this run cannot start: {num_errors} error{'s' * (num_errors > 1)}")
-
-
-def parse() -> tuple[argparse.Namespace, list[str], bool]:
-    """Return the options of this script, those of recipe/train.py, and whether these name data.
-
-    If they do not, they end with a place for it.
-    """
-    from recipe.arguments import CommandLine
-    from recipe.command_line import names_data
-
-    parser = CommandLine(description="Check this machine; further options are those of recipe/train.py.")
-    parser.add_argument("--config", default="demo", help="recipe to check (default: demo)")
-    parser.add_argument("--config_file", help="Accelerate config (default: what `accelerate config` wrote)")
-    parser.add_argument("--measure", action="store_true", help="train a few steps to measure speed and memory")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    args, options = parser.parse_with_run_options()
-    has_data = names_data(args.config, options)
-    return args, options + ([] if has_data else ["--dataset_dir", "DIR"]), has_data
-
-
-def describe(preflight: "Preflight") -> dict[str, Any]:
-    """Return what the run takes: label -> value. Empty if nothing is known."""
-    expected, config = preflight.expected, preflight.config
-    if expected is None:
-        return {}
-    planned = preflight.num_steps()
-    steps, seconds = (planned and expected.length(config, planned)) or (planned, None)
-    accumulation = config.global_batch_size // (expected.plan.micro_batch_size * preflight.launch.num_processes)
-    return {
-        "source": expected.source,
-        "micro_batch_size": expected.plan.micro_batch_size,
-        "activation_checkpointing": expected.plan.activation_checkpointing,
-        "loss_chunks": expected.plan.loss_chunks,
-        "optim": expected.plan.optim,
-        "gradient_accumulation_steps": accumulation,
-        "memory_gb": round(expected.memory_bytes / 1e9, 2),
-        "usable_memory_gb": round(expected.usable_bytes / 1e9, 2),
-        "tokens_per_second": expected.tokens_per_second and round(expected.tokens_per_second),
-        "seconds_to_first_step": expected.seconds_to_first_step,
-        "steps": steps,
-        "max_minutes": config.max_minutes if steps != planned else None,
-        "seconds": None if seconds is None else round(seconds, 1),
+    args, config, options = parse()
+    checks: dict[str, Callable[[], str]] = {
+        "packages": check_packages,
+        "launcher": lambda: check_launch(args.config_file),
+        "device": check_device,
+        "precision": lambda: check_precision(config),
+        "compiler": check_compiler,
+        "disk": lambda: check_disk(config),
+        "Hub": lambda: check_hub(config),
     }
+    if args.measure:
+        checks["measured"] = lambda: measure(args.config_file, config, options)
+    failed = 0
+    for name, check in checks.items():
+        try:
+            print(f"ok      {name:10} {check()}", flush=True)
+        except Exception as error:  # a broken installation fails in any way; the other checks still help
+            failed += 1
+            print(f"FAILED  {name:10} {error if isinstance(error, UserError) else short_reason(error)}", flush=True)
+    if failed:
+        raise UserError(f"{failed} of {len(checks)} checks failed")
 
 
-def report(findings: dict[str, Finding], command: list[str] | None, run: dict[str, Any], as_json: bool) -> None:
-    """Print the checks and what the run takes, as text of 80 columns or as JSON."""
-    if as_json:
-        checks = [{"name": name, **finding._asdict()} for name, finding in findings.items()]
-        can_run = all(finding.status != "error" for finding in findings.values())
-        print(
-            json.dumps(
-                {"can_run": can_run, "checks": checks, "command": command and shlex.join(command), "run": run},
-                indent=2,
-            )
-        )
-        return
-    for name, finding in findings.items():
-        print(wrap(f"{finding.status:9}{name:12}{finding.found}", INDENT))
-        if finding.remedy:
-            print(wrap(" " * INDENT + finding.remedy, INDENT))
-    if command is not None:
-        words = " ".join(shlex.quote(word).replace(" ", "\0") for word in command)  # lines break between arguments
-        lines = textwrap.wrap(words, WIDTH - 2, subsequent_indent="    ", **WHOLE_WORDS)
-        print("\n" + " \\\n".join(lines).replace("\0", " "))
-    if run:
-        print("\n" + "\n".join(f"{label:17}{value}" for label, value in summary(run)))
+def check_packages() -> str:
+    """Compare the versions of the required packages with the ranges in pyproject.toml."""
+    found = [need for need in map(Requirement, requires("gpt2-recipe")) if need.marker is None]
+    wrong = [f"{need.name} {version(need.name)} is not {need.specifier}" for need in found
+             if not need.specifier.contains(version(need.name), prereleases=True)]  # fmt: skip
+    if wrong:
+        raise UserError(f"{'; '.join(wrong)}; run pip install -e . in the folder that holds pyproject.toml")
+    return ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "accelerate", "datasets"))
 
 
-def summary(run: dict[str, Any]) -> list[tuple[str, str]]:
-    """Format the values of `describe`."""
-    source = run["source"]
-    rate = (
-        f"{run['tokens_per_second']:,} tokens/s ({source})" if run["tokens_per_second"] else "unknown; use --measure"
-    )
-    options = [run["optim"]] + ["activation checkpointing"] * run["activation_checkpointing"]
-    options += [f"loss in {run['loss_chunks']} chunks"] * (run["loss_chunks"] > 1)
-    lines = [
-        ("micro-batch", f"{run['micro_batch_size']} rows x {run['gradient_accumulation_steps']} per step"),
-        ("options", ", ".join(options)),
-        ("memory", f"{run['memory_gb']:.1f} of {run['usable_memory_gb']:.1f} GB ({source})"),
-        ("throughput", rate),
-    ]
-    if run["seconds_to_first_step"]:
-        lines.append(("first step", f"after {run['seconds_to_first_step']:.0f} s ({source})"))
-    if run["seconds"] is not None:
-        units = ("days", 86400), ("hours", 3600), ("minutes", 60), ("seconds", 1)
-        unit, size = next((unit, size) for unit, size in units if run["seconds"] >= 2 * size or size == 1)
-        limit = f", limited by max_minutes {run['max_minutes']:g}" if run["max_minutes"] else ""
-        lines.append(("time", f"{run['seconds'] / size:,.1f} {unit} for {run['steps']:,} steps ({source}{limit})"))
-    return lines
+def check_launch(config_file: str | None) -> str:
+    """Resolve an Accelerate config, or the default one, with Accelerate's own launcher (1.15), but start nothing.
+
+    From here on, this process has the launcher's settings.
+    """
+    if config_file and not os.path.isfile(config_file):
+        raise UserError(f"there is no file {config_file}; use one in accelerate_configs/")
+    launch.logger.setLevel("ERROR")  # it warns about every default that it uses
+    typed = ["--config_file", config_file] if config_file else []
+    try:
+        args = launch._validate_launch_command(launch.launch_command_parser().parse_args([*typed, "train.py"]))[0]
+        if args.multi_gpu or args.use_fsdp or args.use_megatron_lm:
+            environment = environments.prepare_multi_gpu_env(args)
+        else:
+            environment = environments.prepare_simple_launcher_cmd_env(args)[1]
+    except Exception as error:  # of several types, for unknown keys and values
+        reason = f"accelerate launch refuses the config: {one_line(error)}"
+        raise UserError(f"{reason}; run accelerate config again, or use a file in accelerate_configs/") from error
+    check_launcher(environment | ({"ACCELERATE_USE_DEEPSPEED": "true"} if args.use_deepspeed else {}))
+    names = ("ACCELERATE_USE_CPU", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND", "CUDA_VISIBLE_DEVICES")
+    os.environ.update({name: environment[name] for name in names if name in environment})
+    num_gpus, num_local = torch.cuda.device_count(), (args.num_processes or 1) // (args.num_machines or 1)
+    if num_local > max(1, num_gpus) and not wants_cpu(os.environ):
+        remedy = f"pass --num_processes {max(1, num_gpus)} to accelerate launch, or use multi_cpu.yaml"
+        raise UserError(f"{num_local} processes on a machine with {num_gpus} GPUs; {remedy}")
+    settings = f"precision {args.mixed_precision}, dynamo {environment['ACCELERATE_DYNAMO_BACKEND'].lower()}"
+    return f"{config_file or 'default config'}: {args.num_processes or 1} processes, {settings}"
 
 
-def wrap(text: str, indent: int) -> str:
-    """Wrap one line at 80 columns."""
-    return textwrap.fill(text, WIDTH, subsequent_indent=" " * indent, **WHOLE_WORDS)
+def find_device() -> torch.device:
+    found = None if wants_cpu(os.environ) else torch.accelerator.current_accelerator(check_available=True)
+    return found or torch.device("cpu")
+
+
+def check_device() -> str:
+    """Name the device and run a kernel on it: a build of PyTorch may lack those for an old or a new GPU."""
+    device = find_device()
+    if device.type != "cuda":
+        return f"{describe_device(device)}, {count_cpus()} cores"
+    check_kernels(device)
+    memory, cudnn = torch.cuda.get_device_properties(device).total_memory, torch.backends.cudnn.version()
+    return f"{describe_device(device)}, {memory / 1e9:.0f} GB, CUDA {torch.version.cuda}, cuDNN {cudnn}"
+
+
+def check_precision(config: TrainConfig) -> str:
+    choice = choose_mixed_precision(config, find_device())
+    is_emulated = choice.value == "bf16" and native_bf16(find_device()) is None
+    return f"{choice.value}: {choice.reason}{'; emulated, so it is slow' * is_emulated}"
+
+
+def check_compiler() -> str:
+    """Compile one small function with inductor."""
+    device = find_device()
+    if reason := why_no_inductor(device):
+        raise UserError(f"{reason} (Debian: apt-get install g++ python3-dev); or train with --dynamo_backend no")
+    compiled = torch.compile(lambda x: (2 * x).sin() + 1)
+    compiled(torch.ones(8, device=device))
+    return f"inductor compiles for {device.type}"
+
+
+def check_disk(config: TrainConfig) -> str:
+    """Show the free space where the run writes; a folder that does not exist yet is on its parent's disk."""
+    found = []
+    for folder in dict.fromkeys([config.output_dir or "runs", config.cache_dir]):
+        existing = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.is_dir())
+        found.append(f"{shutil.disk_usage(existing).free / 1e9:,.0f} GB free for {folder}")
+    return f"{', '.join(found)}; a checkpoint takes 12 bytes per parameter, a packed token 2"
+
+
+def check_hub(config: TrainConfig) -> str:
+    if get_token() is None:
+        if config.push_to_hub:
+            raise UserError("--push_to_hub needs a token; run hf auth login, or set HF_TOKEN")
+        return "not logged in; only --push_to_hub and gated datasets need that"
+    return f"logged in as {whoami()['name']}"
+
+
+def measure(config_file: str | None, config: TrainConfig, options: list[str]) -> str:
+    """Train ten steps with the launcher, on the run's data or on the Python standard library's text."""
+    launcher = [sys.executable, "-m", "accelerate.commands.launch"]
+    launcher += ["--config_file", config_file] if config_file else []
+    short = {"max_steps": MEASURED_STEPS, "eval_steps": 0, "max_eval_samples": 1, "save_steps": 0, "logging_steps": 2}
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = [text for name, value in short.items() for text in (f"--{name}", str(value))]
+        command = [*launcher, "recipe/train.py", *options, *arguments, "--output_dir", f"{folder}/run"]
+        root = Path(__file__).resolve().parents[1]
+        result = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+        if result.returncode != 0:
+            lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+            raise UserError(f"training failed: {(lines or result.stderr.splitlines())[-1]}")
+        summary = json.loads(Path(folder, "run", "summary.json").read_text())
+    speed, memory = summary["tokens_per_second"], summary["peak_memory_bytes"] / 1e9
+    hours = config.max_steps * config.global_batch_size * config.block_size / speed / 3600
+    rows = summary["per_device_train_batch_size"]
+    return f"{memory:.1f} GB, {rows} rows per forward pass, {speed:,.0f} tokens/s: {hours:,.2f} hours for the run"
+
+
+def parse() -> tuple[argparse.Namespace, TrainConfig, list[str]]:
+    """Return the options of this script, the run's config, and the run's options with data if none were given."""
+    parser = CommandLine(description="Check this machine. Further options are those of recipe/train.py.")
+    parser.add_argument("--config", default="demo", help="recipe (default: demo)")
+    parser.add_argument("--config_file", help="Accelerate config (default: what `accelerate config` wrote)")
+    parser.add_argument("--measure", action="store_true", help="train ten steps: memory, speed, hours to finish")
+    args, options = parser.parse_with_run_options()
+    if not names_data(args.config, options):
+        options += ["--dataset_name", STANDARD_LIBRARY, "--tokenizer_vocab_size", "50257"]
+    options = ["--config", args.config, *options]
+    return args, load_config(options)[0], options
 
 
 if __name__ == "__main__":

@@ -1,186 +1,131 @@
-"""Plan a run before the machine is there: batch, memory, communication, time, energy and cost.
+"""Plan a run before you rent a machine: batch, memory, FLOPs, hours and cost.
 
 python scripts/plan_run.py --config gpt2_774m --gpu a100-80gb --num_gpus 16 --price_per_hour 1.5
-python scripts/plan_run.py --config gpt2_124m --gpu rtx4090 --block_size 512 --global_batch_size 256
-python scripts/plan_run.py --table                               every recipe size on every class of memory
+python scripts/plan_run.py --table                            what fits: every recipe size on every class of memory
 
-Other options are those of recipe/train.py. No dataset is needed: the vocabulary is GPT-2's unless one is given.
+Further options are those of recipe/train.py. It needs no dataset. Hours and cost assume the given MFU: GPT-2 124M
+reached 42% on one H200 (modded-nanogpt, 490,000 tokens/s) and 40% on one H100 (llm.c, 468,000).
 """
 
 import argparse
-import dataclasses
-import json
 import math
-import shlex
-from pathlib import Path
-from typing import Any
+
+from transformers import PreTrainedConfig
 
 from recipe.arguments import CommandLine
-from recipe.benchmark.expect import RESULTS
-from recipe.benchmark.forecast import NO_DATASET, NODE_GPUS, Cluster, Forecast, forecast, load_run, scaling
-from recipe.benchmark.measured import read_measurements
-from recipe.benchmark.presets import plan_presets, presets_table
-from recipe.command_line import names_data
+from recipe.command_line import load_config, names_data
+from recipe.config import TrainConfig
 from recipe.errors import UserError, run_main
 from recipe.hardware.gpus import load_gpu
-from recipe.hardware.memory import EIGHT_BIT
-from recipe.model.size import count_parameters
+from recipe.hardware.memory import EIGHT_BIT, MemoryPlan, Setting, plan_memory
+from recipe.model.build import build_model_config
+from recipe.model.size import count_flops_per_token, count_parameters, padded_vocab_size
 
-EXTRA = ' (pip install -e ".[adamw_8bit]")'
+GPT2_VOCAB_SIZE = 50257
+SIZES = {"124M": "gpt2_124m", "355M": "gpt2_355m", "774M": "gpt2_774m", "1558M": "gpt2_1558m"}
+# A card that stands for each class of memory. An L4, A10 and A10G have less than other cards of 24 GB.
+CLASSES = {"8 GB": "rtx3070", "12 GB": "rtx3060", "16 GB": "t4", "24 GB": "rtx4090"}
+CLASSES |= {"40 GB": "a100-40gb", "80 GB": "a100-80gb", "141 GB": "h200"}
+# Metal recommends a process to use two thirds of 16 GB of unified memory, and three quarters of larger ones.
+OTHER_DEVICES = {
+    "Apple, 16 GB": (Setting("mps", "no", compiled=False), 16 * 2**30 * 2 / 3),
+    "Apple, 64 GB": (Setting("mps", "no", compiled=False), 64 * 2**30 * 3 / 4),
+    "CPU, 32 GB": (Setting("cpu", "bf16", compiled=True), 32 * 2**30),
+}
 
 
 def main() -> None:
     args, options = parse()
-    measurements = [found for folder in args.results for found in read_measurements(folder)]
     if args.table:
-        presets = plan_presets(options, measurements)
-        print(json.dumps(presets, indent=2) if args.json else presets_table(presets, args.markdown))
+        print(make_table(options))
         return
     config, model_config = load_run(args.config, options)
-    fewest = math.ceil(args.num_gpus / NODE_GPUS)
-    num_nodes = args.num_nodes or next(n for n in range(fewest, args.num_gpus + 1) if args.num_gpus % n == 0)
-    cluster = Cluster(load_gpu(args.gpu), args.num_gpus, num_nodes, args.node_bandwidth_gbps)
-    found = forecast(config, model_config, cluster, measurements)
-    strong, weak = (scaling(config, model_config, cluster, weak, measurements) for weak in (False, True))
-    command = launch_command(args.config, options, cluster)
-    if args.json:
-        plan = as_json(found, args.price_per_hour)
-        tables = {"strong": strong, "weak": weak}
-        tables = {name: [as_json(run, args.price_per_hour) for run in runs.values()] for name, runs in tables.items()}
-        content = {"gpu": dataclasses.asdict(cluster.gpu), "plan": plan, **tables, "command": command}
-        print(json.dumps(content, indent=2))
-        return
-    nodes = f" in {num_nodes} nodes" if num_nodes > 1 else ""
-    print(f"{args.config}, {count_parameters(model_config) / 1e6:,.0f} M parameters with the padded vocabulary")
-    print(f"{args.num_gpus} x {args.gpu}{nodes}\n")
-    for label, value, source in describe(found, cluster, args.price_per_hour, config.gpu_memory_limit_gb):
-        print(f"{label:17}{value:53}{source}".rstrip())
-    print("", command, "", sep="\n")
-    print(*scaling_table("Strong scaling, the same global batch (estimated)", strong), "", sep="\n")
-    share = config.global_batch_size // args.num_gpus
-    print(*scaling_table(f"Weak scaling, {share} rows per GPU, the same tokens (estimated)", weak), sep="\n")
+    gpu, num_parameters = load_gpu(args.gpu), count_parameters(model_config)
+    plan = plan_gpu(config, model_config, args.gpu, args.num_gpus)
+    if plan is None:
+        remedy = "use a GPU with more memory or a smaller recipe, and leave the memory options at auto"
+        raise UserError(f"the model does not fit into {gpu.memory_bytes / 1e9:.1f} GB ({gpu.name}); {remedy}")
+    tokens_per_step = config.global_batch_size * config.block_size
+    flops = count_flops_per_token(model_config, num_parameters, config.block_size)
+    num_tokens = config.max_steps * tokens_per_step
+    gpu_hours = num_tokens * flops / (args.mfu * gpu.flops_per_second) / 3600
+    accumulation = config.global_batch_size // (plan.micro_batch_size * args.num_gpus)
+    lines = [
+        ("parameters", f"{num_parameters:,} with the padded vocabulary", "exact"),
+        ("tokens per step", f"{tokens_per_step:,} in {config.global_batch_size:,} rows", "exact"),
+        ("tokens", f"{num_tokens:,} in {config.max_steps:,} steps", "exact"),
+        ("FLOPs", f"{flops / 1e6:,.0f} M per token, {num_tokens * flops:.2e} in all", "exact"),
+        ("micro-batch", f"{plan.micro_batch_size} rows x {accumulation} per step and GPU", "estimated"),
+        ("memory options", letters_of(plan) or "none needed", "estimated"),
+        ("memory per GPU", f"{plan.total_bytes / 1e9:.1f} of {gpu.memory_bytes / 1e9:.1f} GB", "estimated"),
+        ("time", f"{gpu_hours / args.num_gpus:,.1f} hours on {args.num_gpus} x {gpu.name}", "estimated"),
+    ]
+    if args.price_per_hour:
+        cost = f"${gpu_hours * args.price_per_hour:,.0f} for {gpu_hours:,.1f} GPU-hours"
+        lines.append(("cost", f"{cost} at ${args.price_per_hour:.2f}", "estimated"))
+    print(*(f"{label:17}{value:52}{source}" for label, value, source in lines), sep="\n")
+    print(f"\nTime and cost assume {args.mfu:.0%} MFU and perfect scaling, without evaluation and checkpoints.")
 
 
 def parse() -> tuple[argparse.Namespace, list[str]]:
-    """Return the options of this script, and those of recipe/train.py as typed."""
-    parser = CommandLine(description="Plan a run. Other options are those of recipe/train.py.")
+    parser = CommandLine(description="Plan a run. Further options are those of recipe/train.py.")
     parser.add_argument("--config", default="gpt2_124m", help="recipe (default: gpt2_124m)")
     parser.add_argument("--gpu", help="a100-80gb, h100, rtx4090, t4, ... (an unknown name lists all)")
     parser.add_argument("--num_gpus", type=int, default=1, help="GPUs of the run (default: 1)")
-    parser.add_argument("--num_nodes", type=int, help=f"machines (default: {NODE_GPUS} GPUs each, or fewer)")
-    parser.add_argument(
-        "--node_bandwidth_gbps", type=float, default=100.0, help="network of a machine, in Gbit/s (default: 100)"
-    )
+    parser.add_argument("--mfu", type=float, default=0.4, help="share of the peak FLOP/s (default: 0.4)")
     parser.add_argument("--price_per_hour", type=float, help="dollars per GPU and hour")
-    parser.add_argument(
-        "--results", type=Path, nargs="+", default=[RESULTS], help="folders of result files with measured throughput"
-    )
-    parser.add_argument("--table", action="store_true", help="plan every recipe size on every class of memory")
-    parser.add_argument("--markdown", action="store_true", help="print --table in Markdown")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--table", action="store_true", help="print what fits on every class of memory, as Markdown")
     args, options = parser.parse_with_run_options()
-    for name in ("num_gpus", "num_nodes", "node_bandwidth_gbps", "price_per_hour"):
-        value = getattr(args, name)
-        if value is not None and not 0 < value < math.inf:
+    for name in ("num_gpus", "mfu", "price_per_hour"):
+        if (value := getattr(args, name)) is not None and not 0 < value < math.inf:
             raise UserError(f"{name} must be greater than 0, got {value}")
-    if args.num_nodes and args.num_gpus % args.num_nodes:
-        found = f"num_gpus {args.num_gpus} is not divisible by num_nodes {args.num_nodes}"
-        raise UserError(f"{found}; each node has as many GPUs as the others")
     if not args.gpu and not args.table:
         raise UserError("pass --gpu, for example --gpu a100-80gb, or --table for every class of memory")
-    for folder in args.results:
-        if args.results != [RESULTS] and not folder.is_dir():
-            raise UserError(f"--results: there is no folder {folder}")
     return args, options
 
 
-def describe(
-    run: Forecast, cluster: Cluster, price_per_hour: float | None, memory_limit_gb: float | None
-) -> list[tuple[str, str, str]]:
-    """Return the lines of a plan: a label, the value, and whether it is exact, measured or estimated."""
-    plan = run.plan
-    savings = {
-        "checkpointing": plan.activation_checkpointing,
-        f"{plan.loss_chunks} loss chunks": plan.loss_chunks > 1,
-        "not compiled": not plan.compiled,
-    }
-    available = min(cluster.gpu.memory_bytes / 1e9, memory_limit_gb or math.inf)
-    lines = [
-        ("tokens per step", f"{run.tokens_per_step:,} in {run.num_rows:,} rows", "exact"),
-        ("tokens", f"{run.num_steps * run.tokens_per_step:,} in {run.num_steps:,} steps", "exact"),
-        ("micro-batch", f"{plan.micro_batch_size} rows x {run.num_micro_batches} per step and GPU", "estimated"),
-        ("optimizer", plan.optim + EXTRA * (plan.optim == EIGHT_BIT), "estimated"),
-        ("memory options", ", ".join(text for text, is_on in savings.items() if is_on) or "none needed", "estimated"),
-        ("memory per GPU", f"{plan.total_bytes / 1e9:.1f} of {available:.1f} GB", "estimated"),
-    ]
-    if run.num_gpus > 1:
-        rate, hidden = cluster.ring_bytes_per_second / 1e9, run.allreduce_seconds - run.exposed_seconds
-        overlap = f"{1e3 * hidden:,.0f} ms of it during backward" if hidden else "none of it during backward"
-        lines += [
-            ("all-reduce", f"{run.allreduce_bytes / 1e9:.2f} GB per step and GPU, in a ring", "exact"),
-            ("", f"{1e3 * run.allreduce_seconds:,.0f} ms at {rate:,.0f} GB/s, {overlap}", "estimated"),
-        ]
-    source = "measured" if run.is_measured else "estimated"
-    hours = 24 * run.days
-    time = (
-        f"{run.days:,.1f} days" if hours >= 48 else f"{hours:,.1f} hours" if hours >= 1 else f"{hours * 60:,.1f} min"
-    )
-    lines += [
-        ("step", f"{1e3 * run.step_seconds:,.0f} ms", source),
-        ("tokens/s", f"{run.tokens_per_second:,.0f} ({run.mfu:.0%} MFU)", source),
-        ("time", f"{time} without evaluation and checkpoints", source),
-        ("GPU-hours", f"{run.gpu_hours:,.1f}", source),
-    ]
-    if price_per_hour:
-        lines.append(("cost", f"${run.gpu_hours * price_per_hour:,.0f} at ${price_per_hour:.2f} per GPU-hour", source))
-    energy = f"{run.energy_kwh:,.1f} kWh at {cluster.gpu.watts:,.0f} W per GPU, without hosts"
-    lines.append(("energy", energy, "estimated"))
-    if run.measurement:
-        lines.append(
-            ("one GPU", f"{run.measurement.tokens_per_second:,} tokens/s in {run.measurement.file}", "measured")
-        )
-    return lines
+def load_run(recipe: str, options: list[str]) -> tuple[TrainConfig, PreTrainedConfig]:
+    """Return the run's config and its model's, with the padded vocabulary."""
+    no_data = [] if names_data(recipe, options) else ["--dataset_dir", "DIR"]
+    config = load_config(["--config", recipe, *options, *no_data])[0]
+    if config.num_train_epochs is not None:
+        raise UserError("num_train_epochs depends on the dataset; pass --max_steps instead")
+    vocab_size = config.tokenizer_vocab_size or GPT2_VOCAB_SIZE
+    model_config = build_model_config(config, vocab_size, 0, config.model_name_or_path)
+    model_config.vocab_size = padded_vocab_size(vocab_size, config.pad_vocab_to_multiple_of)
+    return config, model_config
 
 
-def launch_command(recipe: str, options: list[str], cluster: Cluster) -> str:
-    """Return the command that starts the run, with a line for each part."""
-    file = "multi_node" if cluster.num_nodes > 1 else "multi_gpu" if cluster.num_gpus > 1 else "single_gpu"
-    parts = [f"accelerate launch --config_file accelerate_configs/{file}.yaml"]
-    if cluster.num_gpus > 1:
-        parts.append(f"--num_processes {cluster.num_gpus}")
-    if cluster.num_nodes > 1:
-        parts.append(f"--num_machines {cluster.num_nodes} --machine_rank RANK --main_process_ip HOST")
-    if not cluster.gpu.bf16:
-        parts.append("--mixed_precision fp16")
-    typed = [recipe, *options] + ([] if names_data(recipe, options) else ["--dataset_dir", NO_DATASET])
-    return " \\\n    ".join([*parts, f"recipe/train.py --config {shlex.join(typed)}"])
+def plan_gpu(config: TrainConfig, model_config: PreTrainedConfig, name: str, num_gpus: int = 1) -> MemoryPlan | None:
+    """Return what `auto` resolves to on a GPU that is not there, or None if nothing fits."""
+    gpu, precision = load_gpu(name), config.mixed_precision
+    if precision == "auto":
+        precision = "bf16" if gpu.bf16 else "fp16"
+    setting = Setting("cuda", precision, config.dynamo_backend in ("auto", "inductor"), num_gpus)
+    return plan_memory(config, model_config, setting, gpu.memory_bytes)
 
 
-def scaling_table(title: str, runs: dict[int, Forecast | str]) -> list[str]:
-    """Return the lines of a table. Efficiency: tokens/s per GPU, relative to the first line."""
-    lines = [title, "  GPUs nodes     rows  micro-batch   tokens/s efficiency   MFU    hours      kWh"]
-    planned = [run for run in runs.values() if isinstance(run, Forecast)]
-    for num_gpus, run in runs.items():
-        if isinstance(run, str):
-            lines.append(f"{num_gpus:6}  {run}"[:80])
-            continue
-        efficiency = run.tokens_per_second / run.num_gpus * planned[0].num_gpus / planned[0].tokens_per_second
-        micro_batch = f"{run.plan.micro_batch_size} x {run.num_micro_batches}"
-        lines.append(
-            f"{num_gpus:6}{run.num_nodes:6}{run.num_rows:9,}{micro_batch:>11}{run.tokens_per_second:13,.0f}"
-            f"{efficiency:11.0%}{run.mfu:6.0%}{24 * run.days:9,.1f}{run.energy_kwh:9,.0f}"
-        )
-    return lines
+def letters_of(plan: MemoryPlan) -> str:
+    """Return the options that save memory, a letter each."""
+    used = {"C": plan.activation_checkpointing, "L": plan.loss_chunks > 1}
+    used |= {"B": plan.optim == EIGHT_BIT, "N": not plan.compiled}
+    return "".join(letter for letter, is_used in used.items() if is_used)
 
 
-def as_json(run: Forecast | str, price_per_hour: float | None) -> dict[str, Any]:
-    """Return a forecast and its derived numbers as JSON values."""
-    if isinstance(run, str):
-        return {"not_planned": run}
-    more = {"memory_bytes": run.plan.total_bytes, "days": run.days}
-    more["source"] = "measured" if run.is_measured else "estimated"
-    more["cost"] = price_per_hour and run.gpu_hours * price_per_hour
-    return {**dataclasses.asdict(run), **more}
+def make_table(options: list[str]) -> str:
+    """Return the README's table: a row per class of memory, a column per size of GPT-2."""
+    runs = [load_run(recipe, options) for recipe in SIZES.values()]
+    plans = {memory: [plan_gpu(*run, name) for run in runs] for memory, name in CLASSES.items()}
+    plans |= {memory: [plan_memory(*run, *device) for run in runs] for memory, device in OTHER_DEVICES.items()}
+    rows = [["memory", *SIZES], ["---"] * (1 + len(SIZES))]
+    rows += [[memory, *map(make_cell, of_memory)] for memory, of_memory in plans.items()]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def make_cell(plan: MemoryPlan | None) -> str:
+    if plan is None:
+        return "-"
+    return f"{' '.join(filter(None, (str(plan.micro_batch_size), letters_of(plan))))}: {plan.total_bytes / 1e9:.1f} GB"
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ def main() -> None:
         ("hub_model_id", "repository, user/name"),
         ("hub_strategy", "end, every_save, checkpoint or all_checkpoints"),
         ("hub_private_repo", "true creates the repository as private"),
-        ("hub_revision", "branch for the newest model"),
         ("hub_license", "license on the card, e.g. mit"),
         ("hub_language", "language of the text on the card, e.g. en"),
     ):
@@ -41,10 +40,10 @@ def main() -> None:
             f"{run_dir} is not the folder of a run: it has no {CONFIG_NAME}; `hf upload` uploads any folder"
         )
     options = [f"--{name}={value}" for name, value in given.items()]
-    config, _ = load_config(["--config", str(run_dir / CONFIG_NAME), "--push_to_hub", "--hub_always_push", *options])
+    config, _ = load_config(["--config", str(run_dir / CONFIG_NAME), "--push_to_hub", *options])
     lock_output_dir(run_dir)  # a run that is still training uploads by itself
     check_hub(config)
-    uploads = HubUploads(config, run_dir, print, repeat=shlex.join(["python", *sys.argv]))
+    uploads = HubUploads(config, run_dir, print, repeat=shlex.join(["python", *sys.argv]), keeps_all=True)
     for checkpoint in list_checkpoints(run_dir):
         if (reason := why_damaged(checkpoint)) is None:
             uploads.add(checkpoint, int(checkpoint.name.rpartition("-")[2]))

@@ -1,116 +1,424 @@
-"""Measure what each optimization is worth on this machine; each run is recipe/train.py in a fresh process.
+"""What is each optimization worth on this machine? One plain training loop; every optimization is one `if` in it.
 
-python scripts/run_ladder.py                                     the ladder
-python scripts/run_ladder.py --rungs compile,flash --steps 100
-python scripts/run_ladder.py --ablate                            everything on, one switch off at a time
+python scripts/run_ladder.py                            add one optimization after another
+python scripts/run_ladder.py --minutes 5                train for five minutes on each rung and compare the losses
+python scripts/run_ladder.py --ablate                   everything on, then one optimization off at a time
 git clone https://github.com/karpathy/nanoGPT runs/nanoGPT
-python scripts/run_ladder.py --peers --nanogpt runs/nanoGPT      compare with nanoGPT and with a bare loop
-python scripts/run_ladder.py --config gpt2_124m --all --nanogpt runs/nanoGPT --minutes 10
+python scripts/run_ladder.py --peers runs/nanoGPT       recipe/train.py and nanoGPT, in turn
 
-After every run it writes a JSON file, a table (.md) beside it, and a chart (.png) of the ladder.
+Every rung trains stock GPT-2 on the same rows, in a fresh process. The last rung is recipe/train.py itself. Results: a
+JSON file, with a table (.md) and a chart (.png) beside it.
 """
 
 import argparse
-import itertools
-import math
+import json
 import os
-import signal
+import pickle
+import re
+import shlex
+import shutil
+import statistics
+import subprocess
 import sys
 import tempfile
 import textwrap
 import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
+import numpy as np
+import torch
+from torch.nn import functional as F
+from transformers import AttentionInterface, AutoModelForCausalLM, GPT2Config
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
 from recipe.arguments import CommandLine
-from recipe.benchmark.ladder import build_rungs, choose_setting
-from recipe.benchmark.machine import find_machine
-from recipe.benchmark.measure import LAP
-from recipe.benchmark.peers import build_peers
-from recipe.benchmark.runner import LadderRunner
-from recipe.errors import UserError, run_main
+from recipe.command_line import load_config, names_data
+from recipe.config import STANDARD_LIBRARY
+from recipe.data.batches import example_rows, iterate_validation
+from recipe.data.packed import open_packed_dataset
+from recipe.data.prepare import open_dataset_for
+from recipe.environment import count_cpus, describe_environment, describe_machine
+from recipe.errors import UserError, run_main, short_reason
+from recipe.hardware.devices import native_bf16, peak_memory_bytes, why_no_inductor
+from recipe.hardware.host_memory import use_huge_pages
+from recipe.publish.curve import label_point, open_chart
+
+TRAIN = Path(__file__).resolve().parents[1] / "recipe" / "train.py"
+RUNGS = {  # in the order in which they are added
+    "fp32": "fp32, as a first program",
+    "tf32": "TF32",
+    "half": "bf16",
+    "compile": "torch.compile",
+    "flash": "flash attention, no mask",
+    "padding": "padded vocabulary",
+    "tied": "tied embeddings",
+    "fused": "fused AdamW",
+    "packed": "packed rows, read at once",
+    "no_sync": "no synchronization",
+    "loss_in_graph": "loss in the graph",
+}
+RECIPE = "recipe/train.py"
+SEED, LEARNING_RATE = 1337, 3e-4
+LAP = 4  # steps; the first lap warms up, and the median of the others counts
+EVAL_ROWS = 64  # of the validation split, for the final loss
+GPT2_SHAPE = {"n_layer": 12, "n_head": 12, "n_embd": 768}
+# Without a GPU: 30 M parameters, because GPT-2 124M takes minutes per step.
+CPU_SHAPE = ["--block_size", "256", "--config_overrides", "n_layer=6,n_head=6,n_embd=384"]
+GPT2_VOCAB_SIZE = 50257
 
 
-def main() -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the measured run, too
-    started_at = time.monotonic()
-    args = parse()
-    machine = find_machine()
-    setting = choose_setting(args.config, args.dataset_dir, machine, args.micro_batch, args.global_batch)
-    num_steps = math.ceil(args.steps / LAP) * LAP
+@dataclass(frozen=True)
+class Setting:
+    """What all rungs share. seconds: time limit of a rung, from the start of its process; None: num_steps decides."""
+
+    device: str
+    dataset_dir: Path
+    shape: dict[str, int]  # n_layer, n_head, n_embd
+    block_size: int
+    micro_batch: int
+    grad_accum: int
+    num_steps: int
+    seconds: float | None
+    eval_rows: int  # of the validation split, for the final loss
+
+    @property
+    def global_batch(self) -> int:
+        return self.micro_batch * self.grad_accum
+
+
+def train(on: set[str], setting: Setting) -> dict[str, float]:
+    """Train GPT-2 with the optimizations in `on`, a subset of `RUNGS`. Call it in a fresh process."""
+    started_at = time.perf_counter()
+    device, dataset = torch.device(setting.device), open_packed_dataset(setting.dataset_dir)
+    rows, micro_batch, grad_accum = dataset.splits["train"], setting.micro_batch, setting.grad_accum
+    if device.type == "cpu":
+        torch.set_num_threads(count_cpus())
+    torch.manual_seed(SEED)
+    torch.set_float32_matmul_precision("high" if "tf32" in on else "highest")
+
+    attention = "eager"  # matmul, softmax, matmul: [batch, heads, tokens, tokens] in memory
+    if "flash" in on:  # a name without a mask function: stock "sdpa" builds a mask, which rules out flash kernels
+        AttentionInterface.register("sdpa_without_mask", sdpa_attention_forward)
+        attention = "sdpa_without_mask"
+    model_config = GPT2Config(
+        vocab_size=dataset.vocab_size,
+        n_positions=dataset.block_size,
+        tie_word_embeddings="tied" in on,
+        **dict.fromkeys(("bos_token_id", "eos_token_id"), dataset.metadata["eos_token_id"]),
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+        **setting.shape,
+    )
+    model = AutoModelForCausalLM.from_config(model_config, attn_implementation=attention)
+    if "padding" in on:  # 50257 -> 50304 = 393 * 128; after the random weights, which stay the same
+        model.resize_token_embeddings(pad_to_multiple_of=128, mean_resizing=False)
+    model.to(device)
+
+    dtype = torch.float32
+    if "half" in on:  # fp16 on GPUs without bf16 units: small gradients would be zero without a scale
+        dtype = torch.bfloat16 if native_bf16(device) else torch.float16
+    autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+
+    def compute_logits(input_ids: torch.Tensor) -> torch.Tensor:
+        return model(input_ids, use_cache=False).logits
+
+    if "compile" in on and "loss_in_graph" not in on:
+        compute_logits = torch.compile(compute_logits, dynamic=False)
+
+    def compute_loss(input_ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(compute_logits(input_ids).flatten(0, 1).float(), targets.flatten())
+
+    if "compile" in on and "loss_in_graph" in on:  # fp32 logits, gigabytes of them, are never stored
+        compute_loss = torch.compile(compute_loss, dynamic=False)
+
+    # Unfused AdamW is a chain of kernels, each of which reads and writes every parameter.
+    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, (0.9, 0.95), fused="fused" in on or None)
+
+    def read_batch(number: int) -> torch.Tensor:
+        indices = example_rows(np.arange(number * micro_batch, (number + 1) * micro_batch), len(rows), SEED)
+        if "packed" not in on:  # as from a list of documents: Python integers, row by row
+            return torch.tensor([rows[index][0].tolist() for index in indices[:, None]]).to(device)
+        batch = torch.from_numpy(rows[indices])
+        return batch.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else batch
+
+    laps, lap_started_at, step = [], time.perf_counter(), 0
+    while step < setting.num_steps if setting.seconds is None else time.perf_counter() - started_at < setting.seconds:
+        step_loss = torch.zeros((), device=device)
+        for micro_step in range(grad_accum):
+            batch = read_batch(step * grad_accum + micro_step)
+            with autocast:
+                loss = compute_loss(batch[:, :-1], batch[:, 1:]) / grad_accum
+            scaler.scale(loss).backward()
+            step_loss += loss.detach()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        step += 1
+        if "no_sync" not in on:  # a log line in every step: the device is idle while the host reads and goes on
+            step_loss.item()
+        if step % LAP == 0:
+            step_loss.item()  # waits for the device
+            laps.append((time.perf_counter() - lap_started_at) / LAP)
+            lap_started_at = time.perf_counter()
+
+    peak, losses = peak_memory_bytes(device), []
+    with torch.no_grad(), autocast:
+        for eval_rows, _ in iterate_validation(dataset.splits["validation"], setting.eval_rows, micro_batch, 0, 1):
+            batch = torch.from_numpy(eval_rows).to(device)
+            losses.append(compute_loss(batch[:, :-1], batch[:, 1:]).item())
+    if len(laps) < 2:
+        raise UserError(f"{step} steps fit into the time; {2 * LAP} are needed")
+    tokens_per_second = setting.global_batch * dataset.block_size / statistics.median(laps[1:])
+    return {
+        "steps": step,
+        "tokens_per_second": tokens_per_second,
+        "peak_memory_bytes": peak,
+        "loss": statistics.fmean(losses),
+    }
+
+
+def train_recipe(setting: Setting) -> dict[str, float]:
+    """Train the same with recipe/train.py."""
+    length = {"max_steps": setting.num_steps} if setting.seconds is None else {"max_minutes": setting.seconds / 60}
+    options = {
+        "dataset_dir": setting.dataset_dir,
+        "config_overrides": ",".join(f"{key}={value}" for key, value in setting.shape.items()),
+        **length,
+        **{"global_batch_size": setting.global_batch, "per_device_train_batch_size": setting.micro_batch},
+        **{"optim": "adamw_torch_fused", "learning_rate": LEARNING_RATE, "weight_decay": 0.01, "seed": SEED},
+        **{"lr_scheduler_type": "constant", "warmup_steps": 0, "logging_steps": LAP},
+        **{"eval_steps": 0, "max_eval_samples": setting.eval_rows, "save_steps": 0},
+        "dynamo_backend": "no" if why_no_inductor(torch.device(setting.device)) else "inductor",
+    }
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/inductor"  # runs share compiled code only with each other
-        peers = []
-        if args.all or args.peers:  # their mistakes show before anything runs
-            sources = (args.nanogpt, args.run_clm)
-            peers = build_peers(machine, setting, build_rungs(machine), Path(folder), *sources, num_steps)
-        mode = "ladder" if args.all else "peers" if args.peers else "ablation" if args.ablate else "ladder"
-        runner = LadderRunner(
-            machine,
-            setting,
-            num_steps,
-            work=Path(folder),
-            output_file=args.output_file or first_free(Path("runs") / f"{mode}_{machine.device}.json"),
-            seconds=args.minutes * 60 - (time.monotonic() - started_at) if args.minutes else float("inf"),
-            fit=args.fit,
-        )
-        wanted, rounds = runner.wanted(args.rungs), args.rounds or (1 if args.all and args.minutes else 3)
-        for line in (f"Model: {setting.says}", f"Machine: {machine.name}", f"Results: {runner.output_file}"):
-            print(textwrap.fill(line, 80, break_on_hyphens=False), flush=True)
-        if args.all:
-            runner.run_all(wanted, peers, rounds)
-        elif args.peers or args.ablate:
-            if args.peers:
-                runner.run_peers(peers, rounds)
-            if args.ablate:
-                runner.run_ablation()
-        else:
-            runner.run_ladder(wanted)
-    runner.finish()
+        arguments = [text for key, value in options.items() for text in (f"--{key}", str(value))]
+        run_program([str(TRAIN), *arguments, "--output_dir", f"{folder}/run"])
+        found = json.loads(Path(folder, "run", "summary.json").read_text())
+    names = {"steps": "step", "loss": "eval_loss"}
+    return {name: found[names.get(name, name)] for name in ("steps", "tokens_per_second", "peak_memory_bytes", "loss")}
 
 
-def first_free(path: Path) -> Path:
-    """runs/NAME.json, runs/NAME-2.json, ...: older results are never overwritten."""
-    numbered = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(2))
-    return next(candidate for candidate in itertools.chain([path], numbered) if not candidate.exists())
+def train_nanogpt(source: Path, setting: Setting) -> dict[str, float]:
+    """Train the same with a copy of nanoGPT and our tokens. On a CPU it trains in fp32."""
+    dataset = open_packed_dataset(setting.dataset_dir)
+    options = {
+        **{"dataset": "ladder", "device": setting.device, "bias": True, "dropout": 0.0, **setting.shape},
+        **{"block_size": dataset.block_size, "batch_size": setting.micro_batch},
+        **{"gradient_accumulation_steps": setting.grad_accum, "max_iters": setting.num_steps, "log_interval": 1},
+        **{"eval_interval": 10**6, "eval_iters": 1, "decay_lr": False, "learning_rate": LEARNING_RATE},
+        **({"dtype": "float32"} if setting.device == "cpu" else {}),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        copy, data = Path(folder, "nanoGPT"), Path(folder, "nanoGPT", "data", "ladder")
+        shutil.copytree(source, copy, ignore=shutil.ignore_patterns(".git", "*.bin"))
+        data.mkdir()
+        for split, name in (("train", "train.bin"), ("validation", "val.bin")):
+            dataset.splits[split].stream().astype(np.uint16).tofile(data / name)
+        vocab_size = -(-dataset.vocab_size // 128) * 128
+        (data / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": vocab_size}))  # else it uses GPT-2's
+        output = run_program(["train.py", *(f"--{key}={value}" for key, value in options.items())], copy)
+    step_ms = [float(text) for text in re.findall(r"^iter \d+:.* time ([\d.]+)ms", output, re.MULTILINE)]
+    return {"tokens_per_second": setting.global_batch * dataset.block_size / statistics.median(step_ms[LAP:]) * 1e3}
+
+
+def run_program(command: list[str], cwd: Path | None = None) -> str:
+    """Run a Python program on all cores. Returns its output. Raises `UserError` with its last line if it fails."""
+    environment = {**os.environ, "OMP_NUM_THREADS": str(count_cpus())}
+    command = [sys.executable, *command]
+    result = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        raise UserError(((result.stderr or result.stdout).strip().splitlines() or ["it printed nothing"])[-1])
+    return result.stdout
+
+
+def why_skipped(rung: str, setting: Setting) -> str | None:
+    """Return why this machine cannot show a rung, or None."""
+    device = torch.device(setting.device)
+    if rung == "tf32" and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)):
+        return "this device has no TF32"
+    if rung == "half" and device.type != "cuda" and not native_bf16(device):
+        return "this device has no bf16 units"
+    return why_no_inductor(device) if rung == "compile" else None
+
+
+# What to measure: a label, and either a function to call in a fresh process or the reason why it is not run.
+Plan = list[tuple[str, Callable[[], dict] | str]]
+
+
+def plan_ladder(setting: Setting, names: list[str] | None) -> Plan:
+    """Add one optimization after another, then train with the recipe itself. names: of the rungs to run; None: all."""
+    plan: Plan = []
+    on: set[str] = set()
+    for rung, what in RUNGS.items():
+        if reason := why_skipped(rung, setting):
+            plan.append((what, reason))
+            continue
+        on = on | {rung}
+        if names is None or rung in names or rung == "fp32":
+            plan.append((what, partial(train, on, setting)))
+    return [*plan, (RECIPE, partial(train_recipe, setting))]
+
+
+def plan_ablation(setting: Setting) -> Plan:
+    """Turn everything on, then one optimization off at a time, then everything on again, which shows the noise."""
+    everything = {rung for rung in RUNGS if why_skipped(rung, setting) is None}
+    top = partial(train, everything, setting)
+    switches = [rung for rung in RUNGS if rung in everything and rung != "fp32"]
+    without = [(f"- {RUNGS[rung]}", partial(train, everything - {rung}, setting)) for rung in switches]
+    return [("everything", top), *without, ("everything, again", top)]
+
+
+def plan_comparison(setting: Setting, nanogpt: Path, rounds: int) -> Plan:
+    """Train with recipe/train.py and with nanoGPT, in turn."""
+    if not (nanogpt / "train.py").is_file():
+        raise UserError(f"{nanogpt} has no train.py; run git clone https://github.com/karpathy/nanoGPT {nanogpt}")
+    return [(RECIPE, partial(train_recipe, setting)), ("nanoGPT", partial(train_nanogpt, nanogpt, setting))] * rounds
+
+
+def measure(job: Callable[[], dict] | str) -> dict:
+    """Return the numbers of a rung, or why it did not run."""
+    if isinstance(job, str):
+        return {"not_run": job}
+    try:
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            return pool.submit(job).result()
+    except UserError as error:
+        return {"not_run": str(error)}
+    except (BrokenProcessPool, RuntimeError) as error:  # killed, or torch's: out of memory, a compiler that fails
+        return {"not_run": short_reason(error)}
+
+
+HEADER = f"| {'':28} | tokens/s | speedup | peak GB |   loss | change |\n|---|---:|---:|---:|---:|---:|"
+
+
+def make_row(entry: dict, first: dict) -> str:
+    """Return a row of the table, in 80 columns. Speedup, and change of the loss: against the first row."""
+    if "not_run" in entry:
+        return f"| {entry['what']:28} | not run: {entry['not_run']} | | | | |"
+    speed = entry["tokens_per_second"]
+    cells = [f"{entry['what']:28}", f"{speed:8,.0f}", f"{speed / first['tokens_per_second']:7.2f}"]
+    if "loss" in entry:
+        peak, loss = entry["peak_memory_bytes"] / 1e9, entry["loss"]
+        cells += [f"{peak:7.2f}", f"{loss:6.3f}", f"{loss - first['loss']:+6.3f}"]
+    return f"| {' | '.join(cells)} |" + " |" * (6 - len(cells))
+
+
+def save(path: Path, about: dict, entries: list[dict]) -> None:
+    """Write what has been measured so far, as JSON and as a table."""
+    about = {**about, "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+    path.write_text(json.dumps({**about, "entries": entries}, indent=2) + "\n")
+    table = "\n".join([HEADER, *(make_row(entry, entries[0]) for entry in entries)])
+    path.with_suffix(".md").write_text(f"{about['what']}\n\n{table}\n")
+
+
+def draw(path: Path, machine: str, entries: list[dict], dark: bool) -> None:
+    """Draw a bar per rung: its tokens per second, and its speedup over the first one."""
+    timed = [entry for entry in entries if "not_run" not in entry]
+    title = "Tokens per second, one optimization at a time"
+    with open_chart(path, title, machine, 0.42 * len(timed) + 0.6, dark) as (axes, colors):
+        for row, entry in enumerate(timed):
+            speed = entry["tokens_per_second"]
+            axes.barh(row, speed, height=0.7, color=colors["blue"])
+            label_point(axes, f"{speed / timed[0]['tokens_per_second']:.2f}×", speed, row)
+        axes.set_yticks(range(len(timed)), [entry["what"] for entry in timed], color=colors["text"])
+        axes.set_ylim(len(timed) - 0.4, -0.6)
+        axes.set_xlim(0, 1.28 * max(entry["tokens_per_second"] for entry in timed))  # room for the labels
+        axes.grid(axis="x")
+
+
+def choose_setting(args: argparse.Namespace) -> Setting:
+    """Choose the model, the data and the batch for this machine, and prepare the data if necessary."""
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    recipe = args.config or "gpt2_124m"
+    options = ["--config", recipe, *(CPU_SHAPE if args.config is None and device.type == "cpu" else [])]
+    if args.dataset_dir:
+        options += ["--dataset_dir", args.dataset_dir]
+    elif not names_data(recipe, []):  # the Python standard library's text, with a tokenizer of GPT-2's size
+        options += ["--dataset_name", STANDARD_LIBRARY, "--tokenizer_vocab_size", "50257"]
+    config = load_config(options)[0]
+    if config.model_type != "gpt2":
+        raise UserError(f"the ladder measures GPT-2, but {recipe} trains a {config.model_type}")
+    dataset, micro_batch = open_dataset_for(config), args.micro_batch or (4 if device.type == "cpu" else 16)
+    eval_rows = min(EVAL_ROWS, len(dataset.splits["validation"])) // micro_batch * micro_batch
+    if eval_rows == 0:
+        raise UserError(f"the validation split has fewer rows than micro_batch {micro_batch}; pass a smaller one")
+    return Setting(
+        device.type,
+        dataset.directory,
+        {key: (config.config_overrides or {}).get(key, value) for key, value in GPT2_SHAPE.items()},
+        dataset.block_size,
+        micro_batch,
+        args.grad_accum,
+        LAP + -(-args.steps // LAP) * LAP,
+        args.minutes and args.minutes * 60,
+        eval_rows,
+    )
 
 
 def parse() -> argparse.Namespace:
-    parser = CommandLine(description="Measure what each optimization is worth on this machine.")
-    parser.add_argument(
-        "--config", help="recipe (default: gpt2_124m, or a smaller model without a GPU; demo is quick)"
-    )
+    parser = CommandLine(description="What is each optimization worth on this machine?")
+    parser.add_argument("--config", help="recipe whose model to use (default: gpt2_124m; on a CPU, 30 M parameters)")
     parser.add_argument("--dataset_dir", help="packed dataset (default: the Python standard library's text)")
-    parser.add_argument(
-        "--rungs",
-        type=lambda text: text.split(","),
-        help="run these rungs and the ones they are compared with, as in compile,flash (an unknown name lists all)",
-    )
-    parser.add_argument("--ablate", action="store_true", help="turn one switch of the defaults off at a time")
-    parser.add_argument("--peers", action="store_true", help="compare with a bare loop and with the given programs")
-    parser.add_argument("--nanogpt", type=Path, help="a clone of https://github.com/karpathy/nanoGPT")
-    parser.add_argument("--run_clm", type=Path, help="Transformers' examples/pytorch/language-modeling/run_clm.py")
-    parser.add_argument("--all", action="store_true", help="the ladder, --peers and --ablate")
-    parser.add_argument("--fit", action="store_true", help="also find each rung's largest micro-batch (GPU)")
-    parser.add_argument("--steps", type=int, default=12, help="timed steps per run, rounded up to a multiple of 4")
-    parser.add_argument("--rounds", type=int, help="runs of each program (default: 3; 1 with --all --minutes)")
-    parser.add_argument(
-        "--micro_batch", type=int, help="rows per forward pass (default: what fits at the bottom rung)"
-    )
-    parser.add_argument("--global_batch", type=int, help="rows per step (default: four times --micro_batch)")
-    parser.add_argument("--minutes", type=float, help="stop after this long and keep what was measured")
+    parser.add_argument("--rungs", nargs="+", choices=RUNGS, metavar="RUNG", help=f"only these: {', '.join(RUNGS)}")
+    parser.add_argument("--ablate", action="store_true", help="turn one optimization off at a time")
+    parser.add_argument("--peers", type=Path, metavar="DIR", help="a clone of nanoGPT to compare recipe/train.py with")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each program with --peers (default: 3)")
+    parser.add_argument("--steps", type=int, default=12, help="timed steps per rung (default: 12)")
+    parser.add_argument("--minutes", type=float, help="train this long on each rung instead, counted from its start")
+    parser.add_argument("--micro_batch", type=int, help="rows per forward pass (default: 16; 4 on a CPU)")
+    parser.add_argument("--grad_accum", type=int, default=4, help="forward passes per step (default: 4)")
     parser.add_argument("--output_file", type=Path, help="JSON to write (default: a new file in runs/)")
     args = parser.parse_args()
-    for name in ("steps", "rounds", "minutes", "micro_batch", "global_batch"):
-        value = getattr(args, name)
-        if value is not None and not 0 < value < float("inf"):
+    for name in ("rounds", "steps", "minutes", "micro_batch", "grad_accum"):
+        if (value := getattr(args, name)) is not None and not 0 < value < float("inf"):
             raise UserError(f"{name} must be greater than 0, got {value}")
-    if (args.nanogpt or args.run_clm or args.rounds) and not (args.peers or args.all):
-        raise UserError("--nanogpt, --run_clm and --rounds require --peers or --all")
-    if (args.peers or args.ablate) and args.rungs and not args.all:
-        raise UserError("--rungs selects rungs of the ladder; --ablate and --peers always use all switches")
-    if args.output_file and args.output_file.suffix != ".json":
-        raise UserError(f"output_file must end in .json, got {args.output_file}; .md and .png are written beside it")
     return args
+
+
+def main() -> None:
+    args = parse()
+    use_huge_pages()  # of the processes to come
+    setting = choose_setting(args)
+    if args.peers:
+        mode, plan = "peers", plan_comparison(setting, args.peers, args.rounds)
+    elif args.ablate:
+        mode, plan = "ablation", plan_ablation(setting)
+    else:
+        mode, plan = "ladder", plan_ladder(setting, args.rungs)
+    path = args.output_file or Path("runs") / time.strftime(f"{mode}_{setting.device}_%Y%m%d-%H%M%S.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    environment, entries = describe_environment(torch.device(setting.device)), []
+    limit = f"{setting.num_steps} steps" if setting.seconds is None else f"{setting.seconds / 60:g} minutes"
+    about = {
+        "what": f"{describe_machine(environment)}; GPT-2, {json.dumps(setting.shape)}; {setting.global_batch} rows of "
+        f"{setting.block_size} tokens per step, {setting.micro_batch} at a time; {limit} per row",
+        "command": shlex.join(["python", *sys.argv]),
+        "environment": environment,
+    }
+    print(f"{textwrap.fill(about['what'], 80)}\n\n{HEADER}", flush=True)
+    for what, job in plan:
+        entries.append({"what": what, **measure(job)})
+        print(make_row(entries[-1], entries[0]), flush=True)
+        save(path, about, entries)
+    if "not_run" in entries[0]:
+        raise UserError(f"nothing can be compared: {entries[0]['not_run']}")
+    if args.peers:
+        speeds = [entry.get("tokens_per_second", float("nan")) for entry in entries]
+        ratios = sorted(ours / theirs for ours, theirs in zip(speeds[::2], speeds[1::2], strict=True))
+        median, spread = statistics.median(ratios), f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
+        print(f"\nrecipe/train.py is {median:.2f} times as fast as nanoGPT ({spread})")
+    if mode == "ladder":
+        draw(path.with_suffix(".png"), describe_machine(environment), entries, dark=False)
+        draw(path.with_name(f"{path.stem}_dark.png"), describe_machine(environment), entries, dark=True)
+    print(f"\nResults: {path}")
 
 
 if __name__ == "__main__":

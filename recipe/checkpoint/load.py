@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from recipe.checkpoint.manifest import MANIFEST_NAME, why_damaged
-from recipe.config import MUON_OPTIONS, SCHEDULE_OPTIONS, TrainConfig
+from recipe.config import SCHEDULE_OPTIONS, TrainConfig
 from recipe.errors import UserError, short_reason
 from recipe.model.build import model_options
 from recipe.model.weights import load_weights
@@ -31,8 +31,8 @@ RNG_NAME = "rng.pt"
 IDENTITY_OPTIONS = (
     *SCHEDULE_OPTIONS,
     *("seed", "block_size", "global_batch_size", "streaming", "shuffle_buffer_size", "pad_vocab_to_multiple_of"),
-    *("optim", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "spike_sigmas"),
-    *("label_smoothing_factor", "muon_momentum", "cautious_weight_decay"),
+    *("optim", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
+    "label_smoothing_factor",
 )
 
 
@@ -57,9 +57,9 @@ STATE_FIELDS = [f.name for f in dataclasses.fields(RunState)]
 def run_identity(config: TrainConfig, dataset_metadata: dict, model_config: PreTrainedConfig) -> dict:
     """Return what a resumed run must share with its checkpoint: data, model, batch and schedule.
 
-    Muon's options are None for other optimizers, also in checkpoints that are older than Muon.
+    Muon's learning rate is None for other optimizers.
     """
-    irrelevant = MUON_OPTIONS if config.optim != "muon" else ()
+    irrelevant = ("muon_learning_rate",) if config.optim != "muon" else ()
     return {
         "dataset": dataset_metadata["content_sha256"],
         "streamed_text": dataset_metadata["fingerprint"] if config.streaming else None,
@@ -72,12 +72,9 @@ def run_identity(config: TrainConfig, dataset_metadata: dict, model_config: PreT
 
 
 def with_schedule_of(config: TrainConfig, identity: dict) -> TrainConfig:
-    """Return the config with the schedule of a checkpoint. identity: the checkpoint's.
-
-    Its `muon_learning_rate` is None or missing without Muon.
-    """
-    names = [name for name in SCHEDULE_OPTIONS if name not in MUON_OPTIONS or identity.get(name) is not None]
-    schedule = {name: identity[name] for name in names}
+    """Return the config with the schedule of a checkpoint. identity: the checkpoint's."""
+    schedule = {name: identity[name] for name in SCHEDULE_OPTIONS}
+    schedule["muon_learning_rate"] = schedule["muon_learning_rate"] or config.muon_learning_rate  # None without Muon
     return dataclasses.replace(config, **schedule, num_train_epochs=None, max_minutes=None)
 
 
@@ -149,21 +146,20 @@ def precision_of(directory: Path) -> str | None:
     return read_state(directory).get("mixed_precision")
 
 
-def check_identity(directory: Path, identity: dict, change_schedule: bool, output_dir: Path) -> dict[str, tuple]:
+def check_identity(directory: Path, identity: dict, may_change: set[str], output_dir: Path) -> dict[str, tuple]:
     """Return what differs between a checkpoint and the run that resumes it: {option: (before, now)}.
 
-    Raises `UserError` for any difference. With `change_schedule` the schedule can differ: the steps that are done do
-    not change, and the remaining ones follow the new schedule.
+    may_change: options of the schedule, which the remaining steps follow. Raises `UserError` for other differences.
     """
     content = read_state(directory)
     saved = content["identity"]
     pairs = {key: (saved.get(key), identity.get(key)) for key in sorted({*saved, *identity})}
     changes = {key: (before, now) for key, (before, now) in pairs.items() if before != now}
-    if refused := set(changes) - set(SCHEDULE_OPTIONS if change_schedule else ()):
+    if refused := set(changes) - may_change:
         listed = "; ".join(f"{key} {_short(changes[key][0])} -> {_short(changes[key][1])}" for key in sorted(refused))
         remedy = "pass the run's own options (--config training_config.yaml of its folder), or start a new run"
         if refused <= set(SCHEDULE_OPTIONS):
-            remedy = "add --change_schedule to resume with these, or " + remedy
+            remedy = "type the option on the command line to resume with its new value, or " + remedy
         raise UserError(f"{directory} belongs to a run with other options: {listed}; {remedy}")
     newer = [path.name for path in list_checkpoints(directory.parent) if step_of(path) > content["step"]]
     if changes and newer and output_dir.absolute() == directory.parent.absolute():

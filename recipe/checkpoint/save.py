@@ -63,10 +63,7 @@ class CheckpointSaver:
             record_config(self.output_dir, config)
 
     def save(self, state: RunState) -> Path:
-        """Copy the state on all processes and start to write it on the main one. Returns the checkpoint's folder.
-
-        Raises `UserError` if the previous checkpoint failed and `on_failure` stops the run.
-        """
+        """Copy the state on all processes and start to write it on the main one. Returns the checkpoint's folder."""
         on_main_process(self.wait)  # the others would time out in a device collective if the disk is slow
         rng_state = {"cpu": torch.get_rng_state()}  # a run draws nothing from Python's or numpy's generators
         if torch.cuda.is_available():

@@ -125,13 +125,10 @@ def build_train_batches(
 ) -> TrainBatches:
     """Build the batches of a packed dataset.
 
-    placement: read rows from the file ("mmap"), from memory ("ram") or from the device ("device"). "python_lists"
-    builds batches row by row, as many tutorials do; it exists to be measured.
+    placement: read rows from the file ("mmap"), from memory ("ram") or from the device ("device").
     """
     if placement == "device":
         batches = _index_on_device(split, order, device)
-    elif placement == "python_lists":
-        batches = (torch.tensor([split[row][0].tolist() for row in rows[:, None]]).to(device) for rows in order)
     else:
         source = split.in_memory() if placement == "ram" else split
         loader = build_loader(source, order, device, num_workers)

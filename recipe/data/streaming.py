@@ -124,8 +124,7 @@ def build_batches(
         num_rows, config.seed, config.global_batch_size, micro_batch_size, first_step, rank, num_processes
     )
     if not config.streaming:
-        placement = "python_lists" if config.python_lists else config.data_placement
-        return build_train_batches(split, order, device, config.dataloader_num_workers, placement)
+        return build_train_batches(split, order, device, config.dataloader_num_workers, config.data_placement)
     source, tokenizer_dir, start = source_from(config), str(dataset.directory / "tokenizer"), Position(*position or ())
     num_threads = config.preprocessing_num_workers or max(1, count_cpus() // count_local_processes(num_processes))
     windows = TextWindows(source, tokenizer_dir, dataset.block_size, num_rows, start, num_threads)

@@ -23,7 +23,7 @@ from recipe.run.plan import count_eval_rows
 class Validation:
     """Evaluates the model on the validation rows, and the tasks, that the options choose.
 
-    num_rows, final_num_rows: validation rows per evaluation, and in the last one.
+    num_rows: validation rows per evaluation.
     """
 
     def __init__(
@@ -47,14 +47,9 @@ class Validation:
 
     def set_schedule(self, config: TrainConfig) -> None:
         """Choose the rows for this number of steps and evaluations."""
-        self.is_auto = config.max_eval_samples == "auto"
-        self.is_exact_at_the_end = self.is_auto if config.eval_only else config.exact_final_eval
+        self.is_auto = config.max_eval_samples == "auto" and not config.eval_only
         rows_per_forward = self.batch_size * self.accelerator.num_processes
         self.num_rows = count_eval_rows(config, len(self.dataset.splits["validation"]), rows_per_forward)
-
-    @property
-    def final_num_rows(self) -> int:
-        return len(self.dataset.splits["validation"]) if self.is_exact_at_the_end else self.num_rows
 
     def keep_rows(self, state: RunState) -> None:
         """Evaluate a resumed run on the same rows: take their number from its state, or store it there."""
@@ -62,7 +57,7 @@ class Validation:
             self.num_rows = state.eval_rows = state.eval_rows or self.num_rows
 
     @torch.no_grad()
-    def run(self, final: bool = False) -> dict[str, Any]:
+    def run(self) -> dict[str, Any]:
         """Evaluate rows spread evenly over the split, each counted once on any number of processes.
 
         Returns loss (nats per token), perplexity, bits_per_byte, num_rows and seconds; for each task its scores under
@@ -70,7 +65,7 @@ class Validation:
         """
         started_at = time.perf_counter()
         accelerator, num_processes = self.accelerator, self.accelerator.num_processes
-        num_rows = self.final_num_rows if final else self.num_rows
+        num_rows = self.num_rows
         num_batches = -(-num_rows // (self.batch_size * num_processes))
         losses = torch.zeros(num_batches, device=accelerator.device)  # allocated once, so memory stays flat
         num_tokens = torch.zeros(num_batches, dtype=torch.float64)  # on the host: not every device has float64

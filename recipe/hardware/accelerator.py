@@ -8,7 +8,6 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import (
-    DDPCommunicationHookType,
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     LoggerType,
@@ -26,14 +25,11 @@ from recipe.hardware.choices import (
     choose_attention,
     choose_dynamo_backend,
     choose_dynamo_mode,
-    choose_index_mask,
     choose_mixed_precision,
-    choose_residual,
-    choose_sigmoid_gelu,
 )
 from recipe.hardware.memory import MemoryPlan
 from recipe.hardware.processes import use_all_cores
-from recipe.model.build import build_model, use_sigmoid_gelu
+from recipe.model.build import build_model
 from recipe.model.loss import LanguageModelingLoss
 from recipe.model.size import count_training_flops
 
@@ -46,8 +42,6 @@ def build_accelerator(config: TrainConfig, output_dir: Path) -> tuple[Accelerato
     state = PartialState()
     check_options(config, state.device)
     use_all_cores(state)
-    if config.gpu_memory_limit_gb is not None:
-        limit_gpu_memory(state.device, config.gpu_memory_limit_gb)
     if config.deterministic or (state.device.type == "cpu" and "autotune" not in choose_dynamo_mode(config).value):
         use_deterministic_algorithms()
     precision = choose_mixed_precision(config, state.device)
@@ -59,7 +53,7 @@ def build_accelerator(config: TrainConfig, output_dir: Path) -> tuple[Accelerato
         mixed_precision=precision.value,
         dynamo_plugin=TorchDynamoPlugin(backend="no"),  # compile_module compiles before prepare()
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
-        kwargs_handlers=[build_ddp_options(config)],
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
         log_with=config.report_to,
         project_dir=output_dir,
     )
@@ -79,20 +73,12 @@ def check_options(config: TrainConfig, device: torch.device) -> None:
             raise UserError(f"report_to: unknown tracker '{tracker}'; choose from {', '.join(known)}")
         if tracker not in installed:
             raise UserError(f"{tracker} is not installed; run pip install {tracker}, or drop it from --report_to")
-    if config.gpu_memory_limit_gb is not None and device.type != "cuda":
-        raise UserError(f"--gpu_memory_limit_gb requires a CUDA device, but this run uses {device.type}")
     choose_dynamo_mode(config)
-    if config.ddp_comm_hook == "bf16" and device.type != "cuda":  # PyTorch 2.13 refuses it with a traceback
-        raise UserError(f"--ddp_comm_hook bf16 requires GPUs connected by NCCL, but this run uses {device.type}")
-
-
-def build_ddp_options(config: TrainConfig) -> DistributedDataParallelKwargs:
-    """Return how the processes exchange gradients: buckets of 25 MiB (PyTorch's default), in the gradients' type."""
-    options = {} if config.ddp_bucket_cap_mb is None else {"bucket_cap_mb": config.ddp_bucket_cap_mb}
-    hook = DDPCommunicationHookType(config.ddp_comm_hook)
-    return DistributedDataParallelKwargs(
-        broadcast_buffers=False, gradient_as_bucket_view=True, comm_hook=hook, **options
-    )
+    precision = choose_mixed_precision(config, device)
+    if config.bf16_residual and precision.value != "bf16":
+        raise UserError(
+            f"--bf16_residual requires bf16 mixed precision, but this run uses {precision.value}: {precision.reason}"
+        )
 
 
 def build_module(
@@ -112,30 +98,24 @@ def build_module(
     if plan is not None:
         config = plan.apply(config)
     attention = choose_attention(config, device)
-    residual = choose_residual(config, device, precision)
-    model = build_model(config, model_config, attention.value, residual.on, source)
+    model = build_model(config, model_config, attention.value, source)
     total_flops = count_training_flops(config, model.config, model.num_parameters())
     dynamo = choose_dynamo_backend(config, device, total_flops)
     if plan is not None and dynamo.value == "inductor" and not plan.compiled:
         dynamo = Choice("no", "a compiled step, which holds all gradients twice, does not fit into the memory")
-    gelu = choose_sigmoid_gelu(config, model_config, device, precision, dynamo)
-    mask = choose_index_mask(config, device, dynamo)
-    if gelu.on:
-        use_sigmoid_gelu(model)
     num_chunks = 1 if config.loss_chunks == "auto" else config.loss_chunks
-    module = LanguageModelingLoss(
-        model, vocab_size, config.label_smoothing_factor, num_chunks, config.loss_in_graph, mask.on
-    )
+    module = LanguageModelingLoss(model, vocab_size, config.label_smoothing_factor, num_chunks)
     mode = choose_dynamo_mode(config)
-    compile_module(module if config.loss_in_graph else model, dynamo.value, mode.value)
+    compile_module(module, dynamo.value, mode.value)
     choices = {"precision": precision, "dynamo": dynamo, "attention": attention}
     if plan is not None:
         usable = f"{plan.total_bytes / 1e9:.1f} of {plan.usable_bytes / 1e9:.1f} GB, estimated"
         choices["memory"] = Choice(usable, plan.reason)
-    switches = ("residual", "bf16", residual), ("gelu", "sigmoid", gelu), ("mask", "by index", mask)
+    if config.bf16_residual:
+        choices["residual"] = Choice("bf16", "requested by --bf16_residual")
     if dynamo.value == "inductor" and mode.value != "default":
         choices["mode"] = mode
-    return module, choices | {label: Choice(value, choice.reason) for label, value, choice in switches if choice.on}
+    return module, choices
 
 
 def use_deterministic_algorithms() -> None:
@@ -149,12 +129,6 @@ def use_deterministic_algorithms() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # costs time, and nothing here reads such memory
-
-
-def limit_gpu_memory(device: torch.device, limit_gb: float) -> None:
-    """Limit PyTorch's allocator, as on a smaller card. The CUDA context (0.5 GB) is not included."""
-    total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, limit_gb * 1e9 / total))  # on Accelerate's current device
 
 
 def compile_module(module: nn.Module, backend: str, mode: str = "default") -> None:

@@ -5,7 +5,6 @@ import os
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedConfig
 
 from recipe.config import TrainConfig
 from recipe.errors import UserError
@@ -32,11 +31,6 @@ class Choice:
 
     value: str
     reason: str
-
-    @property
-    def on(self) -> bool:
-        """Whether a switch is on. Its value is "true" or "false"."""
-        return self.value == "true"
 
 
 def choose_mixed_precision(config: TrainConfig, device: torch.device) -> Choice:
@@ -122,66 +116,8 @@ def uses_cuda_graphs(config: TrainConfig, device: torch.device) -> bool:
 
 def choose_attention(config: TrainConfig, device: torch.device) -> Choice:
     """Take the option, else sdpa, except for short rows on a CPU."""
-    if config.sdpa_with_mask:
-        return Choice("sdpa_with_mask", "requested by --sdpa_with_mask")
     if config.attn_implementation != "auto":
         return Choice(config.attn_implementation, "requested by --attn_implementation")
     if device.type == "cpu" and config.block_size <= LONGEST_EAGER_ATTENTION_ON_CPU:
         return Choice("eager", f"fastest on a CPU up to {LONGEST_EAGER_ATTENTION_ON_CPU} tokens")
     return Choice("sdpa", "flash kernels, no mask")
-
-
-def choose_residual(config: TrainConfig, device: torch.device, precision: Choice) -> Choice:
-    """Choose whether the residual stream is bf16: the option, else on CUDA with bf16 matmuls.
-
-    There, every LayerNorm saves and reads half the bytes. Raises `UserError` if it is requested without bf16.
-    """
-    if config.bf16_residual == "true" and precision.value != "bf16":
-        raise UserError(
-            f"--bf16_residual requires bf16 mixed precision, but this run uses {precision.value}: {precision.reason}"
-        )
-    if config.bf16_residual != "auto":
-        return Choice(config.bf16_residual, "requested by --bf16_residual")
-    if precision.value != "bf16":
-        return Choice("false", "requires bf16 mixed precision")
-    if device.type != "cuda":
-        return Choice("false", f"not the default on {device.type}")
-    return Choice("true", "halves the memory traffic of every LayerNorm")
-
-
-def choose_sigmoid_gelu(
-    config: TrainConfig, model_config: PreTrainedConfig, device: torch.device, precision: Choice, dynamo: Choice
-) -> Choice:
-    """Choose whether GELU uses a sigmoid: the option, else where inductor compiles for CUDA.
-
-    There, tanh is a call into libdevice with a branch, and a sigmoid is one exponential. Its fp32 gradients differ
-    from tanh's by up to 2.1e-6, so tanh stays the default with fp32 matmuls.
-    """
-    activation = model_config.activation_function if model_config.model_type == "gpt2" else "another MLP"
-    if config.sigmoid_gelu == "true" and activation != "gelu_new":
-        raise UserError(f"--sigmoid_gelu requires activation_function gelu_new, but the model has {activation}")
-    if activation != "gelu_new":
-        return Choice("false", f"the model has {activation}")
-    if config.sigmoid_gelu == "auto" and precision.value == "no":
-        return Choice("false", "tanh has the more exact gradients with fp32 matmuls")
-    return _where_inductor_compiles_for_cuda(config.sigmoid_gelu, "--sigmoid_gelu", device, dynamo)
-
-
-def choose_index_mask(config: TrainConfig, device: torch.device, dynamo: Choice) -> Choice:
-    """Choose whether the padded vocabulary is masked by index: the option, else where inductor compiles for CUDA.
-
-    There, the comparison should be fused and free (not timed), while a bias reads 4 bytes per 2-byte logit. On a
-    CPU, and where the loss is not compiled, the bias is faster: the loss takes 1.1 to 1.3 times as long with an index
-    (amx_bf16, two cores).
-    """
-    if config.index_mask == "auto" and not config.loss_in_graph:
-        return Choice("false", "used only with the loss in the graph")
-    return _where_inductor_compiles_for_cuda(config.index_mask, "--index_mask", device, dynamo)
-
-
-def _where_inductor_compiles_for_cuda(value: str, option: str, device: torch.device, dynamo: Choice) -> Choice:
-    if value != "auto":
-        return Choice(value, f"requested by {option}")
-    if device.type == "cuda" and dynamo.value == "inductor":
-        return Choice("true", "inductor compiles for CUDA")
-    return Choice("false", "used only where inductor compiles for CUDA")

@@ -10,11 +10,9 @@ import sysconfig
 from collections.abc import Collection
 from pathlib import Path
 
-import psutil
 import torch
 
 from recipe.hardware.gpus import find_gpu
-from recipe.hardware.host_memory import own_cgroups
 
 # The operators that sdpa chooses from; without one of them, attention is matmul, softmax, matmul.
 ATTENTION_KERNELS = {
@@ -35,12 +33,6 @@ def find_attention_kernel(operators: Collection[str]) -> str:
 def has_compiler() -> bool:
     """Return whether inductor finds the C++ compiler that it requires on a CPU."""
     return any(shutil.which(compiler) for compiler in (os.environ.get("CXX", "g++"), "g++", "clang++"))
-
-
-def has_huge_pages() -> bool:
-    """Return whether Linux provides transparent huge pages, at least on request, which is how torch gets them."""
-    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    return setting.is_file() and "[never]" not in setting.read_text()
 
 
 def why_no_inductor(device: torch.device) -> str | None:
@@ -88,28 +80,3 @@ def peak_memory_bytes(device: torch.device) -> int:
     if status.is_file():  # Linux, where ru_maxrss starts from the parent's value
         return int(re.search(r"VmHWM:\s+(\d+) kB", status.read_text())[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def share_of_memory(device: torch.device, limit_gb: float | None) -> float:
-    """Return the process's peak as a share of the memory that it can have; on a CPU, what all programs use as a share.
-
-    limit_gb: `gpu_memory_limit_gb`. On a CPU, the limit of a cgroup (a container, a SLURM job) counts as well.
-    """
-    if device.type == "cuda":
-        available = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-        return torch.cuda.max_memory_allocated(device) / min(available, limit_gb * 1e9 if limit_gb else available)
-    return max(psutil.virtual_memory().percent / 100, *_shares_of_cgroups())
-
-
-def _shares_of_cgroups(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[float]:
-    """Return the share of its memory limit that each enclosing cgroup (v2) uses; 0 for the root, which has none.
-
-    Page cache does not count: the kernel drops it, including the dataset's, before it kills a process.
-    """
-    shares = [0.0]
-    for folder in own_cgroups(root, own):
-        limit, stat = folder / "memory.max", folder / "memory.stat"
-        if limit.is_file() and stat.is_file() and (text := limit.read_text().strip()) != "max":
-            used = re.findall(r"^(?:anon|shmem) (\d+)$", stat.read_text(), re.MULTILINE)
-            shares.append(sum(map(int, used)) / int(text))
-    return shares

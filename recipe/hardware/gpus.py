@@ -8,15 +8,12 @@ from recipe.errors import UserError, did_you_mean
 
 @dataclass(frozen=True)
 class Gpu:
-    """One row of `GPUS`; rates are peaks of the data sheet, per GPU."""
+    """One row of `GPUS`. tflops: the data sheet's peak."""
 
     name: str  # as typed: --gpu a100-80gb
     pattern: str  # finds it in torch.cuda.get_device_name()
     memory_gib: float
     tflops: float
-    memory_gb_per_second: float
-    link_gb_per_second: float
-    watts: float
     bf16: bool = True
 
     @property
@@ -27,67 +24,55 @@ class Gpu:
     def flops_per_second(self) -> float:
         return self.tflops * 1e12
 
-    @property
-    def memory_bytes_per_second(self) -> float:
-        return self.memory_gb_per_second * 1e9
-
-    @property
-    def link_bytes_per_second(self) -> float:
-        return self.link_gb_per_second * 1e9
-
 
 # The first match counts, so longer names come first. Sources of the columns:
 # GiB: what torch reports as the total capacity in out-of-memory errors, with ECC where the card has it.
 # TFLOP/s: dense bf16 (fp16 on V100 and T4) with fp32 accumulation, from NVIDIA's data sheets and, for GeForce, its
 #   architecture white papers; most quote twice as much, with sparsity.
-# GB/s of memory: the same data sheets (B200: 7.7 TB/s, the Blackwell data sheet of 2025).
-# GB/s of the link between GPUs of a node, in one direction: half of the NVLink figure of the data sheet; else PCIe x16
-#   (3.0: 16, 4.0: 32, 5.0: 64). NVLink bridges that connect only pairs do not count.
-# W: the board's power limit in the data sheet; GB200, GB300 and GH200 without their CPU.
 GPUS = tuple(
     Gpu(*row)
     for row in (
-        # name, pattern, GiB, TFLOP/s, GB/s of memory, GB/s of the link, W
-        ("gb300", "GB300", 276.5, 2500, 8000, 900, 1400),
-        ("gb200", "GB200", 184.3, 2500, 8000, 900, 1200),
-        ("b300", "B300", 267.7, 2250, 7700, 900, 1100),
-        ("b200", "B200", 178.4, 2250, 7700, 900, 1000),
-        ("h200-nvl", "H200 NVL", 139.8, 835, 4800, 64, 600),
-        ("gh200", "GH200", 94.5, 989, 4000, 450, 700),
-        ("h200", "H200", 139.8, 989, 4800, 450, 700),
-        ("h100-pcie", "H100 PCIe", 79.2, 756, 2000, 64, 350),
-        ("h100-nvl", "H100 NVL", 93.1, 835, 3900, 64, 400),
-        ("h100", "H100", 79.2, 989, 3350, 450, 700),
-        ("h800-pcie", "H800 PCIe", 79.2, 756, 2000, 64, 350),
-        ("h800", "H800", 79.2, 989, 3350, 200, 700),
-        ("h20", "H20", 95.0, 148, 4000, 450, 400),
-        ("a100-80gb-pcie", "A100 80GB PCIe", 79.2, 312, 1935, 32, 300),
-        ("a100-40gb-pcie", "A100-PCIE-40GB", 39.4, 312, 1555, 32, 250),
-        ("a100-80gb", "A100.*80GB", 79.2, 312, 2039, 300, 400),
-        ("a100-40gb", "A100", 39.4, 312, 1555, 300, 400),
-        ("a800-40gb", "A800 40GB", 39.4, 312, 1555, 32, 240),
-        ("a800", "A800", 79.2, 312, 2039, 200, 400),
-        ("a40", "A40", 44.4, 150, 696, 32, 300),
-        ("a30", "A30", 23.5, 165, 933, 32, 165),
-        ("l40s", "L40S", 44.4, 362, 864, 32, 350),
-        ("l40", "L40", 44.4, 181, 864, 32, 300),
-        ("l4", "L4", 22.0, 121, 300, 32, 72),
-        ("a10g", "A10G", 22.0, 70, 600, 32, 300),
-        ("a10", "A10", 22.0, 125, 600, 32, 150),
-        ("rtx6000ada", "RTX 6000 Ada", 47.5, 364, 960, 32, 300),
-        ("rtxa6000", "RTX A6000", 47.5, 155, 768, 32, 300),
-        ("rtx5090", "RTX 5090(?! D| Laptop)", 31.4, 209, 1792, 64, 575),
-        ("rtx4090", "RTX 4090(?! D| Laptop)", 23.6, 165, 1008, 32, 450),
-        ("rtx4080", "RTX 4080(?! SUPER| Laptop)", 15.6, 97.5, 717, 32, 320),
-        ("rtx3090", "RTX 3090(?! Ti)", 23.6, 71, 936, 32, 350),
-        ("rtx3080", "RTX 3080(?! Ti| Laptop)", 9.7, 59.5, 760, 32, 320),
-        ("rtx3070", "RTX 3070(?! Ti| Laptop)", 7.7, 40.6, 448, 32, 220),
-        ("rtx3060", "RTX 3060(?! Ti| Laptop)", 11.6, 25.5, 360, 32, 170),
-        ("v100-32gb", "V100-SXM.*32GB", 31.7, 125, 900, 150, 300, False),
-        ("v100-32gb-pcie", "V100-PCIE-32GB", 31.7, 112, 900, 16, 250, False),
-        ("v100-pcie", "V100-PCIE", 15.8, 112, 900, 16, 250, False),
-        ("v100", "V100", 15.8, 125, 900, 150, 300, False),
-        ("t4", "T4", 14.6, 65, 320, 16, 70, False),
+        # name, pattern, GiB, TFLOP/s
+        ("gb300", "GB300", 276.5, 2500),
+        ("gb200", "GB200", 184.3, 2500),
+        ("b300", "B300", 267.7, 2250),
+        ("b200", "B200", 178.4, 2250),
+        ("h200-nvl", "H200 NVL", 139.8, 835),
+        ("gh200", "GH200", 94.5, 989),
+        ("h200", "H200", 139.8, 989),
+        ("h100-pcie", "H100 PCIe", 79.2, 756),
+        ("h100-nvl", "H100 NVL", 93.1, 835),
+        ("h100", "H100", 79.2, 989),
+        ("h800-pcie", "H800 PCIe", 79.2, 756),
+        ("h800", "H800", 79.2, 989),
+        ("h20", "H20", 95.0, 148),
+        ("a100-80gb-pcie", "A100 80GB PCIe", 79.2, 312),
+        ("a100-40gb-pcie", "A100-PCIE-40GB", 39.4, 312),
+        ("a100-80gb", "A100.*80GB", 79.2, 312),
+        ("a100-40gb", "A100", 39.4, 312),
+        ("a800-40gb", "A800 40GB", 39.4, 312),
+        ("a800", "A800", 79.2, 312),
+        ("a40", "A40", 44.4, 150),
+        ("a30", "A30", 23.5, 165),
+        ("l40s", "L40S", 44.4, 362),
+        ("l40", "L40", 44.4, 181),
+        ("l4", "L4", 22.0, 121),
+        ("a10g", "A10G", 22.0, 70),
+        ("a10", "A10", 22.0, 125),
+        ("rtx6000ada", "RTX 6000 Ada", 47.5, 364),
+        ("rtxa6000", "RTX A6000", 47.5, 155),
+        ("rtx5090", "RTX 5090(?! D| Laptop)", 31.4, 209),
+        ("rtx4090", "RTX 4090(?! D| Laptop)", 23.6, 165),
+        ("rtx4080", "RTX 4080(?! SUPER| Laptop)", 15.6, 97.5),
+        ("rtx3090", "RTX 3090(?! Ti)", 23.6, 71),
+        ("rtx3080", "RTX 3080(?! Ti| Laptop)", 9.7, 59.5),
+        ("rtx3070", "RTX 3070(?! Ti| Laptop)", 7.7, 40.6),
+        ("rtx3060", "RTX 3060(?! Ti| Laptop)", 11.6, 25.5),
+        ("v100-32gb", "V100-SXM.*32GB", 31.7, 125, False),
+        ("v100-32gb-pcie", "V100-PCIE-32GB", 31.7, 112, False),
+        ("v100-pcie", "V100-PCIE", 15.8, 112, False),
+        ("v100", "V100", 15.8, 125, False),
+        ("t4", "T4", 14.6, 65, False),
     )
 )
 

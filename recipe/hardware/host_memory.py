@@ -10,12 +10,12 @@ CGROUP_V1_LIMIT = Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _GROWTH, _SLACK_BYTES = 1.25, 256e6  # how far resident memory may grow before freed memory is returned
 
 
-def use_huge_pages(wanted: bool) -> None:
+def use_huge_pages() -> None:
     """Let torch request huge pages for CPU tensors of 2 MB and more. Call it before importing torch.
 
     Torch's allocator reads the variable once, at its first tensor (2.11 to 2.15). A value set by the user stays.
     """
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", str(int(wanted)))
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def resident_bytes() -> int | None:

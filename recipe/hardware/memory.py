@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 from recipe.config import TrainConfig
 from recipe.environment import count_local_processes
 from recipe.errors import UserError
-from recipe.hardware.choices import Choice, choose_attention, choose_dynamo_backend, choose_residual
+from recipe.hardware.choices import Choice, choose_attention, choose_dynamo_backend
 from recipe.hardware.host_memory import available_bytes
 from recipe.hardware.micro_batch import micro_batch_candidates
 from recipe.hardware.processes import largest_of_processes
@@ -51,7 +51,6 @@ class Setting:
     device_type: str  # "cuda", "cpu" or "mps"
     mixed_precision: str  # "no", "bf16" or "fp16"
     compiled: bool  # by inductor
-    bf16_residual: bool
     num_processes: int = 1
 
 
@@ -126,11 +125,10 @@ def plan_device(
         device.type,
         precision.value,
         choose_dynamo_backend(config, device, total_flops).value == "inductor",
-        choose_residual(config, device, precision).on,
         accelerator.num_processes,
     )
     num_local_processes = count_local_processes(accelerator.num_processes)
-    usable = -largest_of_processes(-measure_usable_bytes(config, device, num_local_processes))  # one plan for all
+    usable = -largest_of_processes(-measure_usable_bytes(device, num_local_processes))  # one plan for all
     for plan in list_plans(config, model_config, setting):
         if plan.choices == earlier and plan.total_bytes <= usable:
             return dataclasses.replace(plan, usable_bytes=usable, reason="the choices of the checkpoint")
@@ -156,12 +154,10 @@ def plan_device(
     return dataclasses.replace(plan, usable_bytes=usable, reason="does not fit, but is tried")
 
 
-def measure_usable_bytes(config: TrainConfig, device: torch.device, num_local_processes: int) -> int:
+def measure_usable_bytes(device: torch.device, num_local_processes: int) -> int:
     """Return the memory that one process of the run may use on its device: what is free, and what it holds already."""
     if device.type == "cuda":
         usable = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-        if config.gpu_memory_limit_gb is not None:
-            usable = min(usable, int(config.gpu_memory_limit_gb * 1e9))
         return usable + int(PROCESS_BYTES["cuda"])  # the context, which the estimate counts and this does not
     if device.type == "mps":
         return torch.mps.recommended_max_memory()
@@ -182,7 +178,7 @@ def list_plans(config: TrainConfig, model_config: PreTrainedConfig, setting: Set
     # Compiled for CUDA, inductor fuses the chunks: all logits live together, and memory grows instead of shrinking
     # (39.1 GB instead of 35.0 at 64 rows of 1,024; torch 2.15).
     fuses_chunks = setting.compiled and setting.device_type == "cuda"
-    chunks = [1] if fuses_chunks or not config.loss_in_graph else [1, LOSS_CHUNKS]
+    chunks = [1] if fuses_chunks else [1, LOSS_CHUNKS]
     if config.loss_chunks != "auto":
         chunks = [config.loss_chunks]
     optims = [config.optim]
@@ -221,7 +217,7 @@ def estimate_parts(
     computes again, or the optimizer's update.
     """
     operand = 4 if setting.mixed_precision == "no" else 2  # bytes of a matmul's operand
-    residual = 2 if setting.bf16_residual else 4
+    residual = 2 if config.bf16_residual else 4
     width, num_layers = model_config.hidden_size, model_config.num_hidden_layers
     vocab_size = model_config.vocab_size
     num_parameters = count_parameters(model_config)

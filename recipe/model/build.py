@@ -7,7 +7,6 @@ not have these rows: the model can never sample them, and GPT-2's vocabulary res
 
 import copy
 import dataclasses
-import math
 from pathlib import Path
 
 import torch
@@ -22,7 +21,7 @@ from recipe.model.attention import SDPA_WITHOUT_MASK, check_decoder, check_model
 from recipe.model.size import padded_vocab_size
 from recipe.model.weights import load_pretrained, zero_padding
 
-ATTENTION = {"sdpa": SDPA_WITHOUT_MASK, "sdpa_with_mask": "sdpa", "eager": "eager"}  # our name -> Transformers' name
+ATTENTION = {"sdpa": SDPA_WITHOUT_MASK, "eager": "eager"}  # our name -> Transformers' name
 
 # A model that sees its corpus about once needs no dropout; GPT2Config's default is 0.1.
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -129,13 +128,12 @@ def build_model(
     config: TrainConfig,
     model_config: PreTrainedConfig,
     attn_implementation: str = "sdpa",
-    bf16_residual: bool = False,
     source: str | Path | None = None,
 ) -> PreTrainedModel:
     """Return an fp32 model with a padded vocabulary and random weights (Transformers does GPT-2's scaled init).
 
-    attn_implementation, bf16_residual: the resolved values of config's options. source: folder or Hub id to load the
-    weights from instead; raises `UserError` if it lacks weights. The initial weights do not depend on the padding.
+    attn_implementation: the resolved value of config's option. source: folder or Hub id to load the weights from
+    instead; raises `UserError` if it lacks weights. The initial weights do not depend on the padding.
     """
     options = {"attn_implementation": ATTENTION[attn_implementation], "dtype": torch.float32}
     if source is None:
@@ -150,7 +148,7 @@ def build_model(
     if padded != model.config.vocab_size:
         model.resize_token_embeddings(padded, mean_resizing=False)
     zero_padding(model, model_config.vocab_size)
-    if bf16_residual:  # under autocast the blocks add bf16 to the residual stream, but fp32 + bf16 is fp32
+    if config.bf16_residual:  # under autocast the blocks add bf16 to the residual stream, but fp32 + bf16 is fp32
         residual_source(model).register_forward_hook(lambda module, inputs, output: output.bfloat16())
     if config.activation_checkpointing == "true":
         # Transformers renamed the method after 5.17; the old name warns in 5.23 and disappears in 6.
@@ -162,16 +160,3 @@ def build_model(
 def residual_source(model: PreTrainedModel) -> nn.Module:
     """Return the module whose output enters the first block."""
     return model.base_model.drop if model.config.model_type == "gpt2" else model.get_input_embeddings()
-
-
-class SigmoidGELU(nn.Module):
-    """Compute GPT-2's gelu_new, 0.5 x (1 + tanh(u)) with u = sqrt(2 / pi) (x + 0.044715 x^3), as x sigmoid(2u)."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * torch.sigmoid(math.sqrt(8 / math.pi) * (x + 0.044715 * x * x * x))
-
-
-def use_sigmoid_gelu(model: PreTrainedModel) -> None:
-    """Replace the blocks' gelu_new with `SigmoidGELU`; the model's config does not change."""
-    for block in model.base_model.h:
-        block.mlp.act = SigmoidGELU()

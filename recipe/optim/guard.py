@@ -9,7 +9,7 @@ from recipe.errors import ProcessError
 from recipe.optim.schedule import compute_learning_rates
 
 MOST_OVERFLOWS = 50  # in a row: fp16's loss scale starts at 2**16 and is useless after 50 halvings
-SPIKE_WINDOW, SPIKE_WINDOW_MIN = 128, 32  # number of latest updates that define a spike
+MOST_BAD_STEPS = 10  # in a row, before the run stops
 
 
 class GuardedUpdate:
@@ -24,12 +24,11 @@ class GuardedUpdate:
 
     def __init__(self, config: TrainConfig, accelerator: Accelerator, optimizer: AcceleratedOptimizer) -> None:
         """optimizer: the prepared one."""
-        self.accelerator, self.optimizer, self.spike_sigmas = accelerator, optimizer.optimizer, config.spike_sigmas
+        self.accelerator, self.optimizer = accelerator, optimizer.optimizer
         self.set_schedule(config)
         # Updates made, skipped, skipped in a row, bad in a row, and the most bad in a row since `numbers` was called.
         counts = torch.zeros(5, 1, dtype=torch.int64, device=accelerator.device)
         self.applied, self.left_out, self.left_out_in_a_row, self.bad_in_a_row, self.most_in_a_row = counts
-        self.recent = torch.zeros(SPIKE_WINDOW, 2, device=accelerator.device)  # loss, gradient norm per latest update
 
     def set_schedule(self, config: TrainConfig) -> None:
         """Use the config's schedule from the next update on."""
@@ -42,15 +41,11 @@ class GuardedUpdate:
         loss: scalar, this process's mean over the step. grad_norm: scalar, of the accumulated, unscaled gradients.
         """
         scaler = self.accelerator.scaler
-        if scaler is not None or self.spike_sigmas is not None:
-            loss = self.accelerator.reduce(loss, reduction="mean")  # all processes must decide the same
         finite = torch.isfinite(grad_norm).view(1)
         bad = ~finite
         if scaler is not None:  # scaled gradients that overflow are not bad: they lower the scale
+            loss = self.accelerator.reduce(loss, reduction="mean")  # all processes must decide the same
             bad = bad & (~torch.isfinite(loss).view(1) | (self.left_out_in_a_row >= MOST_OVERFLOWS))
-        if self.spike_sigmas is not None:
-            spike = finite & self._is_spike(loss, grad_norm)
-            finite, bad = finite & ~spike, bad | spike
         self.bad_in_a_row = (self.bad_in_a_row + bad) * bad
         self.most_in_a_row = torch.maximum(self.most_in_a_row, self.bad_in_a_row)
         learning_rate = self.table.gather(0, self.applied.clamp(max=len(self.table) - 1)).view(())
@@ -74,22 +69,6 @@ class GuardedUpdate:
         self.left_out += ~finite
         self.left_out_in_a_row = (self.left_out_in_a_row + ~finite) * ~finite
 
-    def _is_spike(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> torch.Tensor:
-        """Return bool [1]: is the loss or gradient norm spike_sigmas standard deviations above the latest updates'?
-
-        Records the values that are finite and no spike.
-        """
-        values = torch.stack([loss, grad_norm.to(loss.dtype)])
-        count = self.applied.clamp(max=SPIKE_WINDOW)
-        counted = (torch.arange(SPIKE_WINDOW, device=count.device) < count)[:, None]
-        mean = (self.recent * counted).sum(0) / count
-        deviation = (((self.recent - mean) ** 2 * counted).sum(0) / count).sqrt()
-        spike = ((values > mean + self.spike_sigmas * deviation).any() & (count >= SPIKE_WINDOW_MIN)).view(1)
-        keep = spike | ~torch.isfinite(values).all()
-        slot = self.applied % SPIKE_WINDOW
-        self.recent[slot] = torch.where(keep, self.recent[slot], values)
-        return spike
-
     def numbers(self) -> torch.Tensor:
         """Return float [3]: updates made, updates skipped, and the most bad ones in a row since the last call."""
         numbers = torch.cat([self.applied, self.left_out, self.most_in_a_row]).float()
@@ -97,7 +76,7 @@ class GuardedUpdate:
         return numbers
 
     def state_dict(self) -> dict:
-        names = ("applied", "left_out", "left_out_in_a_row", "bad_in_a_row", "recent")
+        names = ("applied", "left_out", "left_out_in_a_row", "bad_in_a_row")
         return {"optimizer": self.optimizer.state_dict(), "guard": {name: getattr(self, name) for name in names}}
 
     def load_state_dict(self, state: dict) -> None:

@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 NUM_ITERATIONS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan et al.: the fastest, with singular values between 0.7 and 1.2
-FIRST_MOMENTUM, MOMENTUM_WARMUP_UPDATES = 0.85, 300  # modded-nanogpt
+FIRST_MOMENTUM, MOMENTUM, MOMENTUM_WARMUP_UPDATES = 0.85, 0.95, 300  # modded-nanogpt
 ADAMW_RMS = 0.2  # root mean square of a typical AdamW update before the learning rate (Moonlight)
 # Values in a stack. It bounds the temporary memory, and is more than enough work for a GPU.
 STACK_VALUES = 2**26
@@ -38,17 +38,14 @@ class Muon(torch.optim.Optimizer):
         betas: tuple[float, float],
         eps: float,
         lr_ratio: float,
-        momentum: float,
         dtype: torch.dtype = torch.float32,
-        cautious: bool = False,
     ) -> None:
         """groups: with `weight_decay`; Muon's also has `num_matrices`, from `find_matrices`.
 
-        lr_ratio: Muon's learning rate divided by AdamW's, which is `lr`. dtype: of the matrix products. cautious:
-        decay only weights that the update moves towards zero (arXiv 2510.12402).
+        lr_ratio: Muon's learning rate divided by AdamW's, which is `lr`. dtype: of the matrix products.
         """
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "fused": True})
-        self.lr_ratio, self.momentum, self.dtype, self.cautious = lr_ratio, momentum, dtype, cautious
+        self.lr_ratio, self.dtype = lr_ratio, dtype
         self.found_inf: torch.Tensor | None = None
 
     @torch.no_grad()
@@ -85,8 +82,8 @@ class Muon(torch.optim.Optimizer):
                 stacks[wide[0].shape].append(wide)
 
         found_inf = torch.zeros_like(steps[0]) if self.found_inf is None else self.found_inf
-        first = min(FIRST_MOMENTUM, self.momentum)
-        coefficient = first + (self.momentum - first) * (steps[0] / MOMENTUM_WARMUP_UPDATES).clamp(max=1.0)
+        warmed_up = (steps[0] / MOMENTUM_WARMUP_UPDATES).clamp(max=1.0)
+        coefficient = FIRST_MOMENTUM + (MOMENTUM - FIRST_MOMENTUM) * warmed_up
         for shape, matrices in stacks.items():
             size = max(_num_processes(), STACK_VALUES // shape.numel())
             for start in range(0, len(matrices), size):
@@ -120,8 +117,7 @@ class Muon(torch.optim.Optimizer):
         """Subtract the updates, scaled to AdamW's size, and the weight decay."""
         before = torch.stack(weights)
         updates = updates.float().mul_(ADAMW_RMS * before.shape[2] ** 0.5)
-        decay = before * (before * updates > 0) if self.cautious else before
-        updates.add_(decay, alpha=group["weight_decay"]).mul_(group["lr"] * self.lr_ratio)
+        updates.add_(before, alpha=group["weight_decay"]).mul_(group["lr"] * self.lr_ratio)
         _copy_unless(found_inf, weights, before, before - updates)
 
     def _orthogonalize_shared(self, matrices: torch.Tensor) -> torch.Tensor:

@@ -29,9 +29,7 @@ def build_optimizer(config: TrainConfig, module: nn.Module, mixed_precision: str
             [hidden | {"weight_decay": config.weight_decay}, *groups],
             **options,
             lr_ratio=config.muon_learning_rate / config.learning_rate,
-            momentum=config.muon_momentum,
             dtype=torch.bfloat16 if mixed_precision == "bf16" else torch.float32,
-            cautious=config.cautious_weight_decay,
         )
     if config.optim == "adamw_bnb_8bit":
         return _build_8bit_adamw(groups, options, module)

@@ -78,8 +78,6 @@ def check_hub(config: TrainConfig) -> None:
         api.auth_check(repo_id, write=True)
         if config.hub_private_repo and not api.model_info(repo_id, timeout=TIMEOUT_SECONDS).private:
             raise UserError(f"{repo_id} exists and is public; make it private on the Hub, or omit --hub_private_repo")
-        if config.hub_revision is not None:
-            api.create_branch(repo_id, branch=config.hub_revision, exist_ok=True)
     except UserError:
         raise
     except Exception as error:  # refused, unreachable, ...: the client passes on the errors of several libraries
@@ -144,11 +142,9 @@ def upload(api: HfApi, config: TrainConfig, output_dir: Path, folder: Path, step
     The main branch keeps a newer checkpoint. step: of the model in the folder. use_xet: False sends large files
     through LFS, which networks that block Xet may allow. Returns the address. Raises what the client raises.
     """
-    repo_id, main = config.hub_model_id, config.hub_revision or constants.DEFAULT_REVISION
+    repo_id, main = config.hub_model_id, constants.DEFAULT_REVISION
     branch = None if folder.name == FINAL_NAME else folder.name
     url = api.create_repo(repo_id, private=config.hub_private_repo, exist_ok=True)
-    if config.hub_revision is not None:
-        api.create_branch(repo_id, branch=main, exist_ok=True)
     branches = checkpoint_branches(api, repo_id)
     is_newest = branch is None or all(step_of(name) <= step for name in branches)
     branches = sorted({*branches, *filter(None, [branch])}, key=step_of)

@@ -7,7 +7,7 @@ from typing import Any
 from recipe.arguments import OPTIONS
 from recipe.checkpoint.load import IDENTITY_OPTIONS
 from recipe.command_line import CONFIGS_DIR, load_yaml
-from recipe.config import MUON_OPTIONS, STANDARD_LIBRARY
+from recipe.config import STANDARD_LIBRARY
 from recipe.environment import describe_machine
 from recipe.model.build import MODEL_OPTIONS
 from recipe.publish.facts import RunFacts
@@ -82,7 +82,7 @@ def describe_recipe(facts: RunFacts) -> str:
     recipe, published = facts.start.get("recipe"), published_options(facts)
     run = _comparable(facts.options, facts)
     standard = _comparable(published, facts) if published else run
-    shown_options = [*SHOWN_OPTIONS, *(MUON_OPTIONS if run["optim"] == "muon" else ())]
+    shown_options = [*SHOWN_OPTIONS, *(["muon_learning_rate"] if run["optim"] == "muon" else [])]
     names = [*shown_options, *SOURCE_OPTIONS, *IDENTITY_OPTIONS, *sorted({*run, *standard} - {*OPTIONS})]
     rows, defaults = [], _comparable({name: option.default for name, option in OPTIONS.items()}, facts)
     for name in dict.fromkeys(names):

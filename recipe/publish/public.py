@@ -26,7 +26,7 @@ PATH_IN_TEXT = re.compile(r"(?<![\w./:\\~-])(?:~?/|[A-Za-z]:[\\/]|\\\\|file://)[
 
 
 # Options of the author's own repository and trackers: whoever repeats the run has others.
-OWN_OPTIONS = ("push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo", "hub_always_push", "hub_revision")
+OWN_OPTIONS = ("push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo")
 OWN_OPTIONS += ("report_to", "project")
 
 

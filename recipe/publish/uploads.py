@@ -40,13 +40,18 @@ class HubUploads:
     """
 
     def __init__(
-        self, config: TrainConfig, output_dir: Path, say: Callable[[str], None], repeat: str | None = None
+        self,
+        config: TrainConfig,
+        output_dir: Path,
+        say: Callable[[str], None],
+        repeat: str | None = None,
+        keeps_all: bool = False,
     ) -> None:
-        """say: prints a line. repeat: the command that repeats failed uploads."""
+        """say: prints a line. repeat: the command that repeats failed uploads. keeps_all: upload every checkpoint."""
         self.repeat = repeat or f"python scripts/push_to_hub.py {shlex.quote(str(output_dir))}"
         self.enabled = config.push_to_hub and PartialState().is_main_process
         self.config, self.output_dir, self.say = config, output_dir, say
-        self.keeps_all = config.hub_always_push or config.hub_strategy == "all_checkpoints"
+        self.keeps_all = keeps_all or config.hub_strategy == "all_checkpoints"
         self.api = HfApi()
         self.running: tuple[Path, Future] | None = None
         self.failures: dict[str, str] = {}  # checkpoint -> why its last upload failed
@@ -122,7 +127,7 @@ class HubUploads:
             self.say(f"to upload what is missing:\n    {self.repeat}")
         if pruned:
             reason = "replaced by newer ones before their upload, and deleted by --save_total_limit"
-            self.say(f"{len(pruned)} checkpoints were {reason}; --hub_always_push uploads all")
+            self.say(f"{len(pruned)} checkpoints were {reason}; --hub_strategy all_checkpoints uploads all")
 
     def _waiting(self) -> list[tuple[Path, int]]:
         """Return the staged checkpoints and their steps, oldest first, without those that a newer one replaces."""

@@ -24,7 +24,7 @@ def extend_command(config: TrainConfig, output_dir: Path) -> str | None:
             return None
         directory = output_dir.absolute() if output_dir.name == "" else output_dir  # "." has no name
         command = resume_command(output_dir, branch_point, directory.with_name(f"{directory.name}-{num_steps}"))
-    return f"{command} --max_steps {num_steps} --change_schedule"
+    return f"{command} --max_steps {num_steps}"
 
 
 def describe_jump(config: TrainConfig, resume_dir: Path, step: int) -> str | None:

@@ -17,15 +17,13 @@ from recipe.checkpoint.load import checkpoint_dir, list_checkpoints
 from recipe.checkpoint.manifest import why_damaged
 from recipe.config import TrainConfig
 from recipe.errors import UserError, short_reason
-from recipe.optim.schedule import count_warmup_steps
 from recipe.progress import progress_target
 from recipe.publish.card import write_model_card
 from recipe.run.output_dir import METRICS_NAME, SUMMARY_NAME, resume_command, tracker_id
-from recipe.run.plan import shorten
 from recipe.run.profile import TRACE_NAME, describe
-from recipe.run.reference import Yardstick
 from recipe.run.summary import describe_evaluation, describe_start
-from recipe.run.watch import GpuSampler, Watch
+
+PROJECT = "gpt2-recipe"  # for trackers
 
 
 class RunReport:
@@ -34,11 +32,9 @@ class RunReport:
     def __init__(self, accelerator: Accelerator, config: TrainConfig, output_dir: Path, first_step: int) -> None:
         self.accelerator, self.output_dir = accelerator, output_dir
         self.enabled = accelerator.is_main_process
-        self.stop_on_save_failure, self.sample_prompt = config.on_save_failure == "stop", config.sample_prompt
+        self.sample_prompt = config.sample_prompt
         self.failures: set[str] = set()  # reported once each
         self.has_trained = False
-        self.watch, self.gpu = Watch(config), GpuSampler(accelerator.device) if self.enabled else None
-        self.yardstick: Yardstick | None = None
         if self.enabled and (output_dir / METRICS_NAME).exists():
             drop_events_after(output_dir / METRICS_NAME, first_step or -1)  # a new run keeps none of an older one's
         self.bar = tqdm(
@@ -64,7 +60,7 @@ class RunReport:
             "mlflow": {"run_name": name},
         }
         scalars = {key: value for key, value in asdict(config).items() if isinstance(value, (int, float, str, bool))}
-        self.accelerator.init_trackers(config.project, config=scalars, init_kwargs=options)
+        self.accelerator.init_trackers(PROJECT, config=scalars, init_kwargs=options)
 
     def event(self, event: str, step: int, **values: Any) -> None:
         """Append a line to metrics.jsonl and send the numbers to the trackers. A failure does not end the run."""
@@ -90,33 +86,19 @@ class RunReport:
         """Record what the run is, for its model card. run: the arguments of `describe_start`."""
         if self.enabled:
             self.event("start", step, **describe_start(*run))
-            config, *_, model, accumulation = run
-            self.yardstick = Yardstick(config, accumulation.dataset, model.config)
 
     def train(self, step: int, values: dict[str, Any]) -> None:
-        """Record and show a log line, and warn about what its numbers reveal. values: from `StepMeter.read`."""
-        if self.gpu is not None:
-            values = {**values, **self.gpu.means()}
-            while self.gpu.errors:
-                self.say(f"warning: {self.gpu.errors.popleft()}")
+        """Record and show a log line. values: from `StepMeter.read`."""
         self.event("train", step, **values)
         self.has_trained = True
         self.bar.set_postfix_str(describe_progress(values), refresh=False)
         self.bar.n = step  # a step that ran out of memory advanced the bar twice
-        self._warn(step, self.watch.check(step, values))
 
     def evaluation(self, step: int, values: dict[str, Any]) -> None:
         self.event("eval", step, **{key: value for key, value in values.items() if key != "sample"})
         if values["sample"] is not None:
             self.event("sample", step, prompt=self.sample_prompt, text=values["sample"])
         self.say(describe_evaluation(f"step {step:>6,}", values))
-        if self.yardstick is not None:
-            self._warn(step, self.yardstick.check(step, values["loss"]))
-
-    def _warn(self, step: int, warnings: dict[str, str]) -> None:
-        for kind, text in warnings.items():
-            self.event("warning", step, kind=kind, text=text)
-            self.table({"warning:": text})
 
     def schedule(self, step: int, changes: dict[str, tuple]) -> None:
         """Record that later steps follow another schedule. changes: {option: (old, new)}."""
@@ -127,9 +109,6 @@ class RunReport:
     def shorten(self, step: int, max_steps: int, config: TrainConfig) -> None:
         """Record how many steps fit into `max_minutes`. config: before it is shortened."""
         self.bar.total = max_steps
-        if self.yardstick is not None:
-            self.yardstick.max_steps = max_steps
-            self.yardstick.warmup_steps = count_warmup_steps(shorten(config, max_steps))
         self.event("max_minutes", step, max_steps=max_steps, max_minutes=config.max_minutes)
         bound = "" if config.is_open_ended else f"of {config.max_steps:,} "
         fits = f"{max_steps:,} {bound}steps fit into {config.max_minutes:g} minutes"
@@ -142,9 +121,7 @@ class RunReport:
         self.say(f"{describe(numbers)}\n  trace: {self.output_dir / TRACE_NAME}")
 
     def checkpoint_failure(self, reason: str) -> None:
-        """Report that a checkpoint could not be written. Raises `UserError` with `on_save_failure stop`."""
-        if self.stop_on_save_failure:
-            raise UserError(f"{reason} (--on_save_failure stop)")
+        """Report that a checkpoint could not be written."""
         self.say(f"warning: {reason}")
 
     def bad_numbers(self, step: int, values: dict[str, Any]) -> UserError:
@@ -152,8 +129,8 @@ class RunReport:
         valid = (path for path in reversed(list_checkpoints(self.output_dir)) if why_damaged(path) is None)
         return UserError(
             f"stopped at step {step:,}: {values['bad_steps_in_a_row']} consecutive steps had a loss or gradients that "
-            f"are not finite, or a spike (loss {values['loss']}, gradient norm {values['grad_norm']}), and were "
-            f"skipped; newest valid checkpoint: {next(valid, 'none')}; try a lower --learning_rate in a new run"
+            f"are not finite (loss {values['loss']}, gradient norm {values['grad_norm']}) and were skipped; newest "
+            f"valid checkpoint: {next(valid, 'none')}; try a lower --learning_rate in a new run"
         )
 
     def stopped(self, step: int, reason: str, saved: bool) -> None:
@@ -179,10 +156,8 @@ class RunReport:
             sys.stdout.flush()
 
     def close(self) -> None:
-        """Remove the progress bar, and stop sampling the GPU."""
+        """Remove the progress bar."""
         self.bar.close()
-        if self.gpu is not None:
-            self.gpu.close()
 
     def end(self) -> None:
         """Let the trackers finish. Call it last: it disconnects the processes."""
@@ -195,8 +170,6 @@ class RunReport:
         """
         if not self.has_trained and (self.output_dir / SUMMARY_NAME).exists():
             return
-        judgement = self.yardstick.judge(values["step"], values["eval_loss"])
-        values = {**values, "reference": judgement, "unigram_loss": self.yardstick.unigram_loss}
         written = self.output_dir / f".{SUMMARY_NAME}.new"
         written.write_text(json.dumps(values, indent=2) + "\n")
         written.replace(self.output_dir / SUMMARY_NAME)

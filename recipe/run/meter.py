@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from recipe.checkpoint.load import RunState
 from recipe.config import TrainConfig
 from recipe.data.batches import TrainBatches
-from recipe.hardware.devices import peak_flops_per_second, peak_memory_bytes, share_of_memory
+from recipe.hardware.devices import peak_flops_per_second, peak_memory_bytes
 from recipe.model.size import count_flops_per_token
 from recipe.optim.guard import GuardedUpdate
 
@@ -22,7 +22,6 @@ class StepMeter:
     ) -> None:
         """state: continues the average of a resumed run. started_at: of the program, from `time.perf_counter`."""
         self.accelerator, self.device, self.started_at = accelerator, accelerator.device, started_at
-        self.memory_limit_gb = config.gpu_memory_limit_gb
         self.tokens_per_step = config.global_batch_size * config.block_size
         self.flops_per_token = count_flops_per_token(model.config, model.num_parameters(), config.block_size)
         self.loss_sum, self.num_losses = torch.tensor(state.loss_sum, device=self.device), state.num_losses
@@ -68,7 +67,6 @@ class StepMeter:
             "share_outside_training": self.share_outside_training,
             "share_waiting_for_data": None if waited is None else min(1.0, waited / seconds),
             "peak_memory_bytes": peak_memory_bytes(self.device),
-            "share_of_memory": share_of_memory(self.device, self.memory_limit_gb),
         }
 
     def resume(self) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import sys
 import time
 from pathlib import Path
 
@@ -9,12 +10,13 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedConfig
 
+from recipe.arguments import typed_names
 from recipe.checkpoint.load import check_identity, read_state, run_identity, with_schedule_of
-from recipe.config import TrainConfig
+from recipe.config import SCHEDULE_OPTIONS, TrainConfig
 from recipe.data.packed import PackedDataset
 from recipe.data.task_files import read_examples
 from recipe.errors import UserError
-from recipe.hardware.choices import Choice, choose_residual
+from recipe.hardware.choices import Choice
 from recipe.hardware.memory import MemoryPlan, plan_device
 from recipe.hardware.micro_batch import micro_batch_candidates
 from recipe.hardware.processes import on_main_process
@@ -32,11 +34,10 @@ CLOSING_SECONDS = 10.0  # for the last checkpoint, the export and the sample
 
 
 def check_before_preparing(
-    config: TrainConfig, num_processes: int, device: torch.device, precision: Choice, source: str | Path | None
+    config: TrainConfig, num_processes: int, device: torch.device, source: str | Path | None
 ) -> None:
     """Raise `UserError` for options that cannot work, before text is prepared for hours."""
     micro_batch_candidates(config, num_processes, device)
-    choose_residual(config, device, precision)
     check_optimizer(config, device)
     compute_learning_rates(config)
     build_model_config(config, 1, 0, source)
@@ -59,9 +60,9 @@ def plan_run(
 
     Raises `UserError` if the checkpoint belongs to another run.
     """
-    config, changes = resolve_max_steps(config, len(dataset.splits["train"])), {}
+    config, changes, typed = resolve_max_steps(config, len(dataset.splits["train"])), {}, typed_names(sys.argv[1:])
     if resume_dir is not None:
-        config = keep_warmup(keep_chosen_steps(config, resume_dir), resume_dir)
+        config = keep_warmup(keep_chosen_steps(config, resume_dir, typed), resume_dir)
     elif config.eval_only and config.model_name_or_path is None:
         raise UserError(f"--eval_only: there is no checkpoint in {output_dir}; pass --model_name_or_path")
     resolve_schedule(config)
@@ -80,10 +81,24 @@ def plan_run(
     check_optimizer(config, accelerator.device)
     identity = run_identity(config, dataset.metadata, model_config)
     if resume_dir is not None:
-        changes = check_identity(resume_dir, identity, config.change_schedule or config.eval_only, output_dir)
+        may_change = set(SCHEDULE_OPTIONS) if config.eval_only else find_consent(typed)
+        changes = check_identity(resume_dir, identity, may_change, output_dir)
         if config.is_open_ended:
             changes.pop("max_steps", None)  # not chosen yet
     return config, identity, changes, plan
+
+
+def find_consent(typed: set[str]) -> set[str]:
+    """Return the options of the schedule that a resumed run may change: what was typed, and what follows from it.
+
+    A recipe that has changed is no consent.
+    """
+    consent = typed & set(SCHEDULE_OPTIONS)
+    if typed & {"max_steps", "num_train_epochs", "max_minutes"}:
+        consent |= {"max_steps", "warmup_steps"}
+    if "lr_scheduler_type" in typed:
+        consent |= {"lr_scheduler_kwargs"}
+    return consent
 
 
 def resolve_max_steps(config: TrainConfig, num_train_rows: int) -> TrainConfig:
@@ -94,28 +109,29 @@ def resolve_max_steps(config: TrainConfig, num_train_rows: int) -> TrainConfig:
     return dataclasses.replace(config, max_steps=max_steps, num_train_epochs=None)
 
 
-def keep_chosen_steps(config: TrainConfig, directory: Path) -> TrainConfig:
+def keep_chosen_steps(config: TrainConfig, directory: Path, typed: set[str]) -> TrainConfig:
     """Keep the number of steps that `max_minutes` chose before the checkpoint."""
     content = read_state(directory)
-    if config.max_minutes is None or config.change_schedule:
+    if config.max_minutes is None:
         return config
     if content.get("steps_chosen"):
         chosen = {key: content["identity"][key] for key in ("max_steps", "warmup_steps")}
         return dataclasses.replace(config, **chosen, max_minutes=None)
-    if content["step"] >= LAST_TIMED_STEP and content.get("max_minutes") is None:
+    if content["step"] >= LAST_TIMED_STEP and content["max_minutes"] is None and "max_minutes" not in typed:
+        steps = content["identity"]["max_steps"]
         raise UserError(
-            f"--max_minutes would change the schedule of {directory}, a run of {content['identity']['max_steps']} "
-            "steps; remove it, or add --change_schedule"
+            f"the recipe's max_minutes would change the schedule of {directory}, a run of {steps} steps; add "
+            f"--max_steps {steps} to keep it"
         )
     return config
 
 
 def keep_warmup(config: TrainConfig, directory: Path) -> TrainConfig:
-    """Keep the warm-up of a run whose schedule changes after it: a share of the new length would warm up again."""
+    """Keep the warm-up of a run whose length changes after it: a fraction of the new length would repeat it."""
     content = read_state(directory)
     earlier = with_schedule_of(config, content["identity"])
     num_steps = count_warmup_steps(earlier)
-    if config.change_schedule and config.warmup_steps < 1 and num_steps <= content["step"]:
+    if config.max_steps != earlier.max_steps and config.warmup_steps < 1 and num_steps <= content["step"]:
         return dataclasses.replace(config, warmup_steps=num_steps)
     return config
 
@@ -129,14 +145,14 @@ def count_eval_rows(config: TrainConfig, num_validation_rows: int, rows_per_forw
     """Return how many validation rows an evaluation uses.
 
     `max_eval_samples auto` keeps all evaluations together within `EVALUATION_SHARE` of the run, in whole forward
-    passes over all processes, but uses at least one.
+    passes over all processes, but uses at least one. A run that only evaluates uses all rows.
     """
-    if config.max_eval_samples in ("all", None):
+    if config.max_eval_samples in ("all", None) or (config.max_eval_samples == "auto" and config.eval_only):
         return num_validation_rows
     num_rows = config.max_eval_samples
     if num_rows == "auto":
         num_steps = config.max_steps if config.max_minutes is None else min(config.max_steps, GUESSED_STEPS)
-        num_evaluations = config.eval_on_start + count_evaluations(config, num_steps)
+        num_evaluations = 1 + count_evaluations(config, num_steps)  # one before the first step
         trained_rows = num_steps * config.global_batch_size
         budget = EVALUATION_SHARE * trained_rows / EVALUATED_ROW_COST / num_evaluations
         num_rows = max(1, int(budget) // rows_per_forward) * rows_per_forward
@@ -163,28 +179,25 @@ def fit_max_steps(
     seconds_left: float,
     step_seconds: float,
     eval_seconds: float,
-    final_eval_seconds: float,
 ) -> int:
     """Return the last step that fits into the time left: after `step`, and at most `max_steps`.
 
-    step_seconds, eval_seconds: per step and per evaluation. final_eval_seconds: of the last evaluation.
+    step_seconds, eval_seconds: per step and per evaluation.
     """
     share = EVALUATION_SHARE if config.max_eval_samples == "auto" else 0.0
     evaluating = count_evaluations(config, config.max_steps) * eval_seconds / config.max_steps
     step_seconds += max(share * step_seconds, evaluating)
-    seconds = max(0.0, seconds_left - CLOSING_SECONDS - final_eval_seconds)
+    seconds = max(0.0, seconds_left - CLOSING_SECONDS - eval_seconds)  # for the last evaluation
     return min(config.max_steps, step + max(1, int(seconds / step_seconds)))
 
 
 class StepBudget:
     """Chooses once, from the time of the first steps, how many steps fit into `max_minutes`."""
 
-    def __init__(
-        self, config: TrainConfig, started_at: float, first_step: int, eval_rows: int, final_eval_rows: int
-    ) -> None:
-        """started_at: of the program, from `time.perf_counter`. eval_rows, final_eval_rows: rows per evaluation."""
+    def __init__(self, config: TrainConfig, started_at: float, first_step: int, eval_rows: int) -> None:
+        """started_at: of the program, from `time.perf_counter`. eval_rows: rows per evaluation."""
         self.config, self.started_at, self.first_step = config, started_at, first_step
-        self.eval_rows, self.final_eval_rows = eval_rows, final_eval_rows
+        self.eval_rows = eval_rows
         self.timed_from = 0.0
 
     def choose(self, step: int) -> int | None:
@@ -207,5 +220,5 @@ class StepBudget:
         row_seconds = EVALUATED_ROW_COST * step_seconds / self.config.global_batch_size
         seconds_left = self.config.max_minutes * 60 - (now - self.started_at)
         task_seconds = len(parse_tasks(self.config.eval_tasks)) * self.config.max_eval_task_seconds  # at most
-        eval_seconds = [rows * row_seconds + task_seconds for rows in (self.eval_rows, self.final_eval_rows)]
-        return on_main_process(lambda: fit_max_steps(self.config, step, seconds_left, step_seconds, *eval_seconds))
+        eval_seconds = self.eval_rows * row_seconds + task_seconds
+        return on_main_process(lambda: fit_max_steps(self.config, step, seconds_left, step_seconds, eval_seconds))

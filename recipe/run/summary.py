@@ -25,9 +25,9 @@ from recipe.run.accumulation import Accumulation
 from recipe.run.branch import describe_jump, extend_command, find_branch_point
 from recipe.run.meter import StepMeter
 from recipe.run.output_dir import launch_command
-from recipe.run.reference import Yardstick
 
 MANY_EPOCHS = 100
+SAME_LENGTH = 0.05  # share of the tokens by which a run may differ from the one that it is compared with
 
 
 def describe_run(
@@ -154,7 +154,7 @@ def find_warnings(
         before = f"resume from {branch_point}, before the decay, into another --output_dir, and " * bool(branch_point)
         found.append(
             f"all {step:,} steps are done; this run only evaluates and exports the model again. To train longer, "
-            f"{before}add --max_steps {2 * step} --change_schedule"
+            f"{before}add --max_steps {2 * step}"
         )
     elif resume_dir is not None and (jump := describe_jump(config, resume_dir, step)):
         found.append(jump)
@@ -177,6 +177,26 @@ def describe_evaluation(what: str, values: dict[str, float]) -> str:
         shown = ", ".join(f"{name} {scores[name]:{'.4g' if scores[name] > 1 else '.4f'}}" for name in names)
         line += f"\n  {task}: {shown} ({_plural(scores['num_examples'], 'example')})"
     return line
+
+
+def compare_with_expected(config: TrainConfig, metadata: dict[str, Any], loss: float) -> str | None:
+    """Return a sentence that compares the final loss with the recipe's, or None if the run is another one.
+
+    metadata: of the dataset. It is the expected one if the last part of its name occurs in the names of the source.
+    """
+    expected, num_tokens = config.expected_loss, config.max_steps * config.global_batch_size * config.block_size
+    if expected is None or expected["dataset"].rpartition("/")[2] not in str(metadata["source"]):
+        return None
+    if abs(num_tokens / expected["tokens"] - 1) > SAME_LENGTH:
+        return None
+    difference, tolerance = loss - expected["value"], expected["tolerance"]
+    verdict = (
+        "as expected"
+        if abs(difference) <= tolerance
+        else f"{abs(difference):.2f} " + ("lower" if difference < 0 else "higher")
+    )
+    known = f"{expected['value']:g} +/- {tolerance:g} ({expected['source']})"
+    return f"Expected validation loss on {expected['dataset']}: {known}. This run: {loss:.3f}, {verdict}."
 
 
 def build_summary(
@@ -223,17 +243,20 @@ def closing_words(
     untrained: dict[str, Any],
     trained: dict[str, Any],
     meter: StepMeter,
-    yardstick: Yardstick,
+    compared: str | None,
 ) -> str:
-    """Return the results, the location of the model, and the commands that may come next."""
+    """Return the results, the location of the model, and the commands that may come next.
+
+    compared: from `compare_with_expected`.
+    """
     folder, prompt = shlex.quote(str(output_dir)), shlex.quote(config.sample_prompt)
     before, after = ("before", "after") if config.model_name_or_path else ("untrained", "trained")
     columns = {before: untrained, after: trained} if untrained else {after: trained}
     lines = ["", " " * 14 + "".join(f"{name:>15}" for name in columns)]
     for key in ("loss", "perplexity", "bits_per_byte"):
         lines.append(f"{key.replace('_', ' '):14}" + "".join(f"{values[key]:>15,.3f}" for values in columns.values()))
-    compared = f"The {yardstick.describe(config.max_steps, trained['loss'])}."
-    lines += ["", *textwrap.wrap(compared, 80, break_on_hyphens=False)]
+    if compared:
+        lines += ["", *textwrap.wrap(compared, 80, break_on_hyphens=False)]
     if trained["sample"] is not None:
         sample = (f"    {line}" for line in trained["sample"].splitlines())
         lines += ["", f"A sample for the prompt {config.sample_prompt!r}:", *sample]
