@@ -29,18 +29,24 @@ from recipe.errors import UserError, run_main
 from recipe.run.stop import EXIT_STOPPED
 
 ROOT = Path(__file__).resolve().parents[2]
+TRAIN = str(ROOT / "recipe" / "train.py")
 PROGRAM = [sys.executable, str(Path(__file__).resolve())]
-TIMED = (
-    "--max_steps 24 --warmup_steps 4 --logging_steps 4 --eval_steps 0 --max_eval_samples 64 --save_steps 0 --profile"
-)
-WARM = "--max_steps 2 --warmup_steps 0 --eval_steps 0 --max_eval_samples 64 --save_steps 0"
+SHORT = "--eval_steps 0 --max_eval_samples 64 --save_steps 0"
+TIMED = f"--max_steps 24 --warmup_steps 4 --logging_steps 4 --profile {SHORT}"
+WARM = f"--max_steps 2 --warmup_steps 0 {SHORT}"
 REAL = "--max_steps 40 --save_steps 5 --eval_steps 20 --logging_steps 1 --save_total_limit 2"
 
 
 def main() -> None:
     args = parse()
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(args.output_dir.absolute() / "inductor")  # shared by all programs
     args.output_dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache  # shared by all programs
+        run_stages(args)
+
+
+def run_stages(args: argparse.Namespace) -> None:
+    """Run the stages in their order, and write the result of each at once."""
     ends_at, table = time.monotonic() + 60 * args.minutes, []
     for number, (name, seconds, command) in enumerate(list_stages(args), 1):
         if args.stages and name not in args.stages:
@@ -54,11 +60,10 @@ def main() -> None:
             result = run_real(command, args, deadline) if name == "real" else run_stage(command, args, deadline)
         result |= {"name": name, "seconds": round(time.monotonic() - started_at, 1), "command": shown(command)}
         result["environment"] = describe_environment(torch.device(args.device))
-        (args.output_dir / f"{number:02}_{name}.json").write_text(json.dumps(result, indent=2) + "\n")
-        speed = result.get("summary", {}).get("tokens_per_second")
-        table.append(
-            f"{name:16} {result['seconds']:6.1f} s {f'{speed:12,.0f}' if speed else '':12}  {result['status']}"
-        )
+        text = json.dumps(result, indent=2).replace(f"{ROOT}/", "")
+        (args.output_dir / f"{number:02}_{name}.json").write_text(text + "\n")
+        speed = result.get("summary", {}).get("tokens_per_second", 0)
+        table.append(f"{name:16} {result['seconds']:6.1f} s {speed:12,.0f} tokens/s  {result['status']}")
         print(table[-1], flush=True)
         (args.output_dir / "table.txt").write_text("\n".join(table) + "\n")
 
@@ -69,12 +74,20 @@ def list_stages(args: argparse.Namespace) -> list[tuple[str, int, list]]:
 
     def ours(num_rows: int, options: str) -> list[str]:
         batch = ["--per_device_train_batch_size", str(num_rows), "--global_batch_size", str(2 * rows)]
-        return [sys.executable, "recipe/train.py", *args.run, *batch, *options.split()]
+        return [sys.executable, TRAIN, *args.run, *batch, *options.split()]
 
     def peers(num_rows: int, steps: int, name: str) -> list[str]:
         batch = ["--micro_batch", str(num_rows), "--grad_accum", str(max(1, 2 * rows // num_rows))]
         output = ["--output_file", str(args.output_dir / f"{name}.json"), "--steps", str(steps), "--rounds", "1"]
-        return [sys.executable, "scripts/run_ladder.py", *args.run, *batch, *output, "--peers", str(args.nanogpt)]
+        return [
+            sys.executable,
+            str(ROOT / "scripts" / "run_ladder.py"),
+            *args.run,
+            *batch,
+            *output,
+            "--peers",
+            str(args.nanogpt),
+        ]
 
     return [
         ("machine", 25, [*PROGRAM, "--part", "machine"]),
@@ -91,7 +104,7 @@ def list_stages(args: argparse.Namespace) -> list[tuple[str, int, list]]:
         ("nanogpt_12", 40, peers(12, 12, "nanogpt_12")),
         ("bf16_residual", 25, ours(rows, f"{TIMED} --bf16_residual")),
         ("ours_again", 20, ours(rows, TIMED)),  # the noise, and whether the losses repeat
-        ("real", 90, [sys.executable, "recipe/train.py", *args.run, *REAL.split()]),
+        ("real", 90, [sys.executable, TRAIN, *args.run, *REAL.split()]),
         ("kernels", 80, [*PROGRAM, "--part", "kernels", "--rows", str(rows)]),
         ("muon", 30, ours(rows, f"{TIMED} --optim muon --muon_learning_rate 2e-3")),
     ]
@@ -104,7 +117,7 @@ def run_stage(command: list, args: argparse.Namespace, deadline: float) -> dict:
             parts = list(pool.map(lambda part: run_stage(part, args, deadline), command))
         return {"status": "; ".join(part["status"] for part in parts), "parts": parts}
     with tempfile.TemporaryDirectory() as folder:
-        output_dir = ["--output_dir", f"{folder}/run"] if "recipe/train.py" in command else []
+        output_dir = ["--output_dir", f"{folder}/run"] if TRAIN in command else []
         process = start([*command, *output_dir])
         return wait(process, deadline) | read_run(Path(folder, "run"))
 
@@ -125,17 +138,16 @@ def run_real(command: list[str], args: argparse.Namespace, deadline: float) -> d
 
 
 def start(command: list[str]) -> subprocess.Popen:
-    return subprocess.Popen(
-        command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, **pipes, start_new_session=True)
 
 
 def wait(process: subprocess.Popen, deadline: float, expected: int = 0) -> dict:
-    """Wait for a program; kill it at the deadline."""
+    """Wait for a program; kill it, with the programs that it has started, at the deadline."""
     try:
         output, status = process.communicate(timeout=max(1, deadline - time.monotonic()))[0], "done"
     except subprocess.TimeoutExpired:
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)
         output, status = process.communicate()[0], "not finished in time"
     if status == "done" and process.returncode != expected:
         status = f"failed with {process.returncode}: {(output.strip().splitlines() or [''])[-1][:200]}"
@@ -187,7 +199,7 @@ def print_kernels(device: torch.device, rows: int) -> None:
         x, w = torch.randn(rows * 1024, inner, **options), torch.randn(inner, outer, **options)
         print_time(f"matmul {name}", lambda x=x, w=w: x @ w)
     x = torch.empty(2**30, dtype=torch.uint8, device=device)
-    print_time("copy of 1 GiB", lambda: x.clone())
+    print_time("copy of 1 GiB", x.clone)
 
 
 def print_time(name: str, function: object) -> None:
@@ -219,9 +231,7 @@ def parse() -> argparse.Namespace:
         sys.exit(0)
     if not (args.dataset_dir and args.nanogpt):
         raise UserError("pass --dataset_dir and --nanogpt")
-    args.output_dir = args.output_dir.absolute()
-    args.nanogpt = args.nanogpt.absolute()
-    args.run = ["--config", args.config, "--dataset_dir", str(args.dataset_dir.absolute())]
+    args.run = ["--config", args.config, "--dataset_dir", str(args.dataset_dir)]
     return args
 
 
