@@ -106,8 +106,10 @@ def check_rules(config: Any) -> None:
     parse_tasks(config.eval_tasks)
     if config.expected_loss is not None:
         found, numbers = config.expected_loss, EXPECTED_LOSS[:3]
-        is_valid = set(found) == set(EXPECTED_LOSS) and all(isinstance(found[key], (int, float)) for key in numbers)
-        require(is_valid, f"expected_loss must have {', '.join(EXPECTED_LOSS)}, the first three numbers; got {found}")
+        is_valid = set(found) == set(EXPECTED_LOSS) and isinstance(found["dataset"], str)
+        is_valid = is_valid and all(isinstance(found[key], (int, float)) and found[key] > 0 for key in numbers)
+        expected = f"{', '.join(EXPECTED_LOSS)}, of which the first three are positive numbers"
+        require(is_valid, f"expected_loss must have {expected}; got {found}")
     if config.push_to_hub:
         require(config.hub_model_id, "--push_to_hub requires --hub_model_id user/name")
     check_license(config.hub_license)

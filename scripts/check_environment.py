@@ -90,6 +90,8 @@ def check_launch(config_file: str | None) -> str:
         reason = f"accelerate launch refuses the config: {one_line(error)}"
         raise UserError(f"{reason}; run accelerate config again, or use a file in accelerate_configs/") from error
     check_launcher(environment | ({"ACCELERATE_USE_DEEPSPEED": "true"} if args.use_deepspeed else {}))
+    if args.tpu:
+        raise UserError("TPUs are not supported; use accelerate_configs/single_gpu.yaml or cpu.yaml")
     names = ("ACCELERATE_USE_CPU", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND", "CUDA_VISIBLE_DEVICES")
     os.environ.update({name: environment[name] for name in names if name in environment})
     num_gpus, num_local = torch.cuda.device_count(), (args.num_processes or 1) // (args.num_machines or 1)

@@ -152,7 +152,7 @@ def test_two_processes_keep_the_same_weights(tmp_path, dataset_dir):
         "GuardedUpdate.step = step_and_hash\n"
         "main()\n"
     )
-    arguments = [*default_arguments(dataset_dir, tmp_path / "run", TINY), *EIGHT_BIT, "--eval_on_start", "false"]
+    arguments = [*default_arguments(dataset_dir, tmp_path / "run", TINY), *EIGHT_BIT]
     two = ("--multi_gpu", "--num_processes", "2", "--main_process_port", "0")
     result = launch(arguments, tmp_path, two, program, ACCELERATE_USE_CPU="true")
     assert result.returncode == 0, result.stderr

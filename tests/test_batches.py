@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from conftest import load_program
 
 from recipe.data.batches import TrainOrder, build_train_batches, example_rows, iterate_validation
 from recipe.data.packed import PackedDataset, PackedSplit, open_packed_dataset
@@ -149,12 +148,3 @@ def test_a_sample_of_the_validation_rows_is_spread_over_the_split(dataset, num_r
     expected = [i * len(split) // num_rows for i in range(num_rows)]
     assert len(set(expected)) == num_rows < len(split)
     assert (found == split[np.array(expected)]).all()
-
-
-def test_the_reading_of_batches_can_be_measured(tokenizer_dir, tmp_path, monkeypatch):
-    """The program behind the README's numbers runs to its end on a small dataset."""
-    data = load_program("scripts/benchmarks/data.py")
-    monkeypatch.setattr(data, "NUM_TOKENS", 1_100_000)
-    monkeypatch.setattr(data, "PART_TOKENS", 200_000)
-    found = data.measure_reading(tmp_path, str(tokenizer_dir))
-    assert found["tokens"] == 1_100_000 and all(ms > 0 for ms in found["batch_of_32_rows_ms"].values())

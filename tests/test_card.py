@@ -299,14 +299,14 @@ def test_a_published_recipe_differs_from_itself_in_nothing(recipe, make_run):
 
 def test_differences_from_the_published_recipe_are_marked(make_run):
     """With the published value beside them, for options, for the model's shape and for the data."""
-    changed = ["--learning_rate", "1e-3", "--config_overrides", "n_layer=6", "--spike_sigmas", "6", "--seed", "7"]
+    changed = ["--learning_rate", "1e-3", "--config_overrides", "n_layer=6", "--adam_epsilon", "1e-6", "--seed", "7"]
     run = make_run("--train_file", "/home/jo/a.txt", "--tokenizer_vocab_size", "2048", *changed)
     write_model_card(run, 1200)
     rows = re.findall(r"^\| `(\w+)` \| \*\*(.*)\*\* \| (.*) \|$", (run / "README.md").read_text(), re.MULTILINE)
     assert {name: (now, before) for name, now, before in rows} == {
         "learning_rate": ("0.001", "0.008"),
         "n_layer": ("6", "4"),
-        "spike_sigmas": ("6", "-"),
+        "adam_epsilon": ("1e-06", "1e-08"),
         "seed": ("7", "1337"),
         "dataset_name": ("-", "python\\_standard\\_library"),
     }

@@ -108,7 +108,7 @@ def test_saved_config_repeats_the_run(tmp_path):
         (["--warmup_steps", "2.5"], "warmup_steps must be an integer"),
         (["--mixed_precision", "bf61"], "invalid choice: 'bf61'"),
         (["--dynamo_backend", "inductr"], "invalid choice: 'inductr'"),
-        (["--bf16_residual", "maybe"], "invalid choice: 'maybe'"),
+        (["--bf16_residual", "maybe"], "--bf16_residual must be true or false, got 'maybe'"),
         (["--resume_from_checkpoint", ""], "resume_from_checkpoint must not be empty"),
         (["--output_dir", ""], "output_dir must not be empty"),
         (["--seed", "4294967296"], "seed must be at least 0 and less than 2147483648"),
@@ -133,6 +133,7 @@ def test_saved_config_repeats_the_run(tmp_path):
         (["--eval_only", "--resume_from_checkpoint", "hf://a/b"], "--eval_only evaluates a model on the Hub with"),
         (["--resume_from_checkpoint", "x", "--overwrite"], "pass only one of them"),
         (["--preprocessing_num_workers", "0"], "preprocessing_num_workers must be at least 1"),
+        (["--expected_loss", "value=3.2,tolerance=0.1"], "expected_loss must have value, tolerance, tokens, dataset"),
         (["--max_eval_samples", "some"], "max_eval_samples must be auto or all or at least 1, got 'some'"),
     ],
 )
@@ -182,19 +183,19 @@ def test_errors_in_a_recipe_file(tmp_path, content, expected):
     ("text", "argv", "expected"),
     [
         ("", [], "auto"),
-        ("bf16_residual: true\n", [], "true"),
-        ("bf16_residual: false\n", [], "false"),
-        ("bf16_residual: auto\n", ["--bf16_residual"], "true"),
-        ("bf16_residual: true\n", ["--bf16_residual", "False"], "false"),
-        ("bf16_residual: 'true'\n", ["--bf16_residual", "auto"], "auto"),
+        ("activation_checkpointing: true\n", [], "true"),
+        ("activation_checkpointing: false\n", [], "false"),
+        ("activation_checkpointing: auto\n", ["--activation_checkpointing"], "true"),
+        ("activation_checkpointing: true\n", ["--activation_checkpointing", "False"], "false"),
+        ("activation_checkpointing: 'true'\n", ["--activation_checkpointing", "auto"], "auto"),
     ],
 )
-def test_switches_with_auto(tmp_path, text, argv, expected):
-    """They accept YAML's and Python's booleans and a bare flag, and survive saving."""
+def test_the_switch_with_auto(tmp_path, text, argv, expected):
+    """It accepts YAML's and Python's booleans and a bare flag, and survives saving."""
     path = tmp_path / "a.yaml"
     path.write_text(f"dataset_dir: d\n{text}")
     config = load("--config", str(path), *argv)
-    assert config.bf16_residual == expected
+    assert config.activation_checkpointing == expected
     save_config(config, path)
     assert load("--config", str(path)) == config
 
@@ -237,16 +238,12 @@ streaming shuffle_buffer_size block_size data_placement dataloader_num_workers
 model_name_or_path model_type config_overrides pad_vocab_to_multiple_of attn_implementation activation_checkpointing
 loss_chunks label_smoothing_factor
 global_batch_size per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps
-max_steps num_train_epochs max_minutes change_schedule optim learning_rate muon_learning_rate muon_momentum
-cautious_weight_decay lr_scheduler_type lr_scheduler_kwargs
-warmup_steps weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm max_bad_steps spike_sigmas
-mixed_precision tf32 dynamo_backend dynamo_mode bf16_residual sigmoid_gelu index_mask deterministic huge_pages
-ddp_comm_hook ddp_bucket_cap_mb gpu_memory_limit_gb
-logging_steps eval_on_start eval_steps max_eval_samples exact_final_eval eval_only eval_tasks max_eval_task_seconds
-save_steps save_on_start save_total_limit on_save_failure resume_from_checkpoint report_to project profile
-sample_prompt push_to_hub hub_model_id hub_strategy hub_private_repo hub_always_push hub_revision hub_license
-hub_language
-python_lists sdpa_with_mask loss_in_graph
+max_steps num_train_epochs max_minutes optim learning_rate muon_learning_rate lr_scheduler_type lr_scheduler_kwargs
+warmup_steps weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm
+mixed_precision tf32 dynamo_backend dynamo_mode bf16_residual deterministic
+logging_steps eval_steps max_eval_samples expected_loss eval_only eval_tasks max_eval_task_seconds
+save_steps save_total_limit resume_from_checkpoint report_to profile
+sample_prompt push_to_hub hub_model_id hub_strategy hub_private_repo hub_license hub_language
 """
 
 
@@ -341,12 +338,6 @@ def test_hyphens_become_underscores_in_names_but_not_in_values():
     assert config.hub_model_id == "-- a-b"
 
 
-def test_retired_options_are_ignored(tmp_path):
-    """The training_config.yaml of an older run still resumes it."""
-    (tmp_path / "training_config.yaml").write_text("dataset_dir: d\nkeep_freed_memory: true\nmax_steps: 7\n")
-    assert load("--config", str(tmp_path / "training_config.yaml")).max_steps == 7
-
-
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_script_accepts_hyphens(script, capsys):
     """A script that has --some_name knows --some-name, and suggests a name for a mistyped one."""
@@ -424,7 +415,7 @@ def test_help_shows_the_defaults_of_the_recipe(capsys, monkeypatch):
         ("train_file: t.txt\nseed: 0x10", "seed", 16),
         ("train_file: t.txt\ntf32: off", "tf32", False),
         ("train_file: t.txt\nmixed_precision: off", "mixed_precision", "no"),
-        ("train_file: t.txt\nbf16_residual: yes", "bf16_residual", "true"),
+        ("train_file: t.txt\nactivation_checkpointing: yes", "activation_checkpointing", "true"),
         ("train_file: t.txt\nmax_grad_norm: 1.0e20", "max_grad_norm", 1e20),
     ],
 )
@@ -448,7 +439,8 @@ def test_malformed_recipe_values_are_errors(tmp_path, text):
 
 
 def test_typed_options_remove_recipe_values_that_no_longer_apply():
-    """--max_steps removes the demo's time limit, a model its vocabulary size, another schedule its arguments."""
-    assert load("--max_steps", "5").max_minutes is None
-    assert load("--model_name_or_path", "m").tokenizer_vocab_size is None
+    """--max_steps removes the demo's time limit; another model its vocabulary size and its expected loss."""
+    assert load("--max_steps", "5").max_minutes is None and load("--max_steps", "5").expected_loss
+    other_model = load("--model_name_or_path", "m")
+    assert other_model.tokenizer_vocab_size is other_model.expected_loss is None
     assert load("--per-device_train_batch_size", "2").per_device_train_batch_size == 2

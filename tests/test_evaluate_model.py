@@ -113,7 +113,7 @@ def test_every_token_is_scored_once(context, stride):
 
 def test_disjoint_windows_repeat_the_evaluation_of_the_run(train, dataset):
     """With stride = context, the validation split of the run's dataset has the run's exact final loss."""
-    run = train("--exact_final_eval", "--max_steps", "2")
+    run = train("--max_eval_samples", "all", "--max_steps", "2")
     assert not run_script(SCRIPT, "--model", run, "--dataset_dir", dataset.directory, "--stride", BLOCK_SIZE)
     (found,) = json.loads((run / "evaluation.json").read_text())["texts"]
     expected = read_events(run, "eval")[-1]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import BLOCK_SIZE, read_events, reset_accelerate
+from conftest import BLOCK_SIZE, ROOT, read_events, reset_accelerate
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
@@ -103,4 +103,5 @@ def test_the_metrics_of_the_tasks():
 def test_a_home_folder_that_cannot_be_written(train, monkeypatch):
     """evaluate would create its cache there."""
     monkeypatch.setattr(evaluate.config, "HF_METRICS_CACHE", "/proc/none")
-    assert read_events(train("--max_steps", "1"), "eval")
+    tasks = ["--eval_tasks", f"lambada={ROOT / 'tests' / 'lambada_sample.jsonl'}"]
+    assert "lambada_acc" in read_events(train("--max_steps", "1", *tasks), "eval")[-1]

@@ -292,7 +292,7 @@ def test_a_revision_of_a_model_on_the_hub(model_dir, monkeypatch):
 def training_model(tokenizer_dir):
     """Build a model as training does, with wide weights, so that its text depends on the context."""
 
-    def build(bf16_residual: bool = False, **options):
+    def build(**options):
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
         shape = {"n_layer": 2, "n_head": 2, "n_embd": 32, "initializer_range": 0.6, "resid_pdrop": 0.5}
         config = TrainConfig(
@@ -300,7 +300,7 @@ def training_model(tokenizer_dir):
         )
         torch.manual_seed(0)
         model_config = build_model_config(config, len(tokenizer), tokenizer.eos_token_id)
-        return build_model(config, model_config, bf16_residual=bf16_residual).train(), tokenizer
+        return build_model(config, model_config).train(), tokenizer
 
     return build
 

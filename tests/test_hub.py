@@ -4,6 +4,7 @@ import json
 import os
 import re
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,12 @@ def quick(monkeypatch):
     monkeypatch.setattr(uploads_room, "LAST_RETRY_SECONDS", (0.01, 0.01))
 
 
+@pytest.fixture
+def all_arrive(monkeypatch):
+    """Let a run upload every checkpoint, also those that a newer one replaces if uploads fall behind."""
+    monkeypatch.setattr("recipe.train.HubUploads", partial(uploads_room.HubUploads, keeps_all=True))
+
+
 def branches_of(hub) -> list[str]:
     return sorted(set(hub.branches(REPO)) - {"main"})
 
@@ -62,11 +69,12 @@ def test_the_final_model_arrives(train, hub, dataset_dir, capsys):
     assert not list((output_dir / hub_room.SPOOL_NAME).iterdir())
 
 
+@pytest.mark.usefixtures("all_arrive")
 def test_every_save_is_a_branch(train, hub):
-    """Each checkpoint, step 0 included, loads by its revision with its own weights; none holds training state."""
-    output_dir = train(*PUSH, *SAVE, "--hub_strategy", "every_save", "--save_on_start", "--hub_always_push")
-    assert branches_of(hub) == ["step-000000-0.0B", *BRANCHES]
-    for step, branch in zip((0, 2, 4), branches_of(hub), strict=True):
+    """Each checkpoint loads by its revision with its own weights; none holds training state."""
+    output_dir = train(*PUSH, *SAVE, "--hub_strategy", "every_save")
+    assert branches_of(hub) == BRANCHES
+    for step, branch in zip((2, 4), BRANCHES, strict=True):
         model = AutoModelForCausalLM.from_pretrained(REPO, revision=branch)
         expected = AutoModelForCausalLM.from_pretrained(output_dir / f"checkpoint-{step}")
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
@@ -77,10 +85,11 @@ def test_every_save_is_a_branch(train, hub):
         assert max(event["step"] for event in events) == step
 
 
+@pytest.mark.usefixtures("all_arrive")
 @pytest.mark.parametrize(("strategy", "resumable"), [("checkpoint", BRANCHES[1:]), ("all_checkpoints", BRANCHES)])
 def test_training_state_is_published(train, hub, strategy, resumable):
     """It arrives byte for byte, for the newest checkpoint or for all; models of older checkpoints stay."""
-    output_dir = train(*PUSH, *SAVE, "--hub_strategy", strategy, "--hub_always_push")
+    output_dir = train(*PUSH, *SAVE, "--hub_strategy", strategy)
     assert branches_of(hub) == BRANCHES
     for step, branch in zip((2, 4), BRANCHES, strict=True):
         sent, saved = hub.files(REPO, branch), files_in(output_dir / f"checkpoint-{step}")
@@ -91,10 +100,11 @@ def test_training_state_is_published(train, hub, strategy, resumable):
             assert len(hub.commits(REPO, branch)) == 1
 
 
+@pytest.mark.usefixtures("all_arrive")
 def test_a_failed_squash_is_repeated(train, hub):
     """Otherwise the deleted training state would take up space forever."""
     hub.fail("super-squash", 500, times=1)
-    train(*PUSH, *SAVE, "--hub_strategy", "checkpoint", "--hub_always_push")
+    train(*PUSH, *SAVE, "--hub_strategy", "checkpoint")
     assert len(hub.commits(REPO, BRANCHES[0])) == 1
 
 
@@ -133,11 +143,6 @@ def test_scores_of_a_saved_model_are_published(train, hub):
     assert str(output_dir).encode() not in sent["evaluation.json"]
     page = sent["README.md"].decode()
     assert "license: mit" in page and "HellaSwag (20 examples)" in page
-
-
-def test_hub_revision_receives_the_newest_model(train, hub):
-    train(*PUSH, "--hub_revision", "tuned")
-    assert "model.safetensors" in hub.files(REPO, "tuned") and not hub.files(REPO)
 
 
 # ---------------------------------------------------------------- resume
@@ -193,7 +198,7 @@ def test_what_cannot_be_resumed(train, hub, tmp_path, address, message):
 
 
 def test_a_download_does_not_mix_two_runs(train, hub, tmp_path):
-    train(*PUSH, *SAVE, "--hub_strategy", "checkpoint", "--hub_always_push")
+    train(*PUSH, *SAVE, "--hub_strategy", "checkpoint")
     other = train(*SAVE, "--max_steps", "6", output_dir=tmp_path / "other")
     with pytest.raises(UserError, match="contains checkpoints already .checkpoint-2, checkpoint-6"):
         train("--resume_from_checkpoint", f"hf://{REPO}", output_dir=other)

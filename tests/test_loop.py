@@ -85,10 +85,7 @@ def test_the_loop_is_a_plain_training_loop(train, expected, micro_batch):
         ["--loss_chunks", "3"],
         ["--optim", "adamw_torch"],
         ["--attn_implementation", "sdpa"],
-        ["--sdpa_with_mask"],
         ["--pad_vocab_to_multiple_of", "1"],
-        ["--no_loss_in_graph"],
-        ["--python_lists"],
         ["--dataloader_num_workers", "1"],
     ],
 )
@@ -113,7 +110,7 @@ def test_what_a_run_leaves(train):
     assert [e["tokens_seen"] for e in events] == [n * 4 * BLOCK_SIZE for n in (1, 2, 4, 5)]
     fields = {"event", "step", "tokens_seen", "loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu",
               "train_seconds", "steps_left_out", "bad_steps_in_a_row", "share_outside_training",
-              "share_waiting_for_data", "peak_memory_bytes", "share_of_memory"}  # fmt: skip
+              "share_waiting_for_data", "peak_memory_bytes"}  # fmt: skip
     assert all(set(event) == fields for event in events)
     assert [e["step"] for e in read_events(output_dir, "eval")] == [0, 4, 5]
     summary = json.loads((output_dir / "summary.json").read_text())

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, load_program, read_events
+from conftest import read_events
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from recipe.command_line import load_config
@@ -21,8 +21,8 @@ from recipe.model.loss import LanguageModelingLoss
 from recipe.model.size import count_parameters
 
 GB = 10**9
-GPU = Setting("cuda", "bf16", compiled=True, bf16_residual=True)
-CPU = Setting("cpu", "no", compiled=False, bf16_residual=False)
+GPU = Setting("cuda", "bf16", compiled=True)
+CPU = Setting("cpu", "no", compiled=False)
 SIZES = ("124m", "355m", "774m", "1558m")
 FUSED = "adamw_torch_fused"
 
@@ -53,7 +53,7 @@ def test_parameters_are_counted_from_the_config(changes):
 
 def test_the_parts_of_gpt2_124m():
     """Computed by hand for 8 rows of 1,024 tokens, compiled, bf16 with a bf16 residual stream, fused AdamW."""
-    parts = estimate_parts(*recipe_of("124m"), GPU, 8, False, 1, FUSED)
+    parts = estimate_parts(*recipe_of("124m", "--bf16_residual"), GPU, 8, False, 1, FUSED)
     num_parameters, tokens, head = 124_475_904, 8192, 50304 * 768
     block = tokens * 768 * (2 * 2 + 6 * 2 + 4 * 2 * 2) + 2 * 12 * 768 * 768
     assert parts["weights"] == 4 * num_parameters == 497_903_616
@@ -100,9 +100,10 @@ def test_the_activations_are_what_autograd_keeps(precision, attention, bf16_resi
     """Without compilation, counted through autograd's hooks, except the logits: within 3%."""
     shape = ["--config_overrides", "n_layer=4,n_head=2,n_embd=128", "--block_size", "128"]
     options = ["--dataset_dir", "d", "--attn_implementation", attention, "--global_batch_size", "8"]
-    config = load_config([*shape, *options, "--activation_checkpointing", str(checkpointing).lower()])[0]
+    options += ["--activation_checkpointing", str(checkpointing), "--bf16_residual", str(bf16_residual)]
+    config = load_config([*shape, *options])[0]
     model_config = build_model_config(config, 640, 0)
-    module = LanguageModelingLoss(build_model(config, model_config, attention, bf16_residual), 640).train()
+    module = LanguageModelingLoss(build_model(config, model_config, attention), 640).train()
     saved, weights = {}, {p.data_ptr() for p in module.parameters()}
 
     def pack(tensor):
@@ -115,7 +116,7 @@ def test_the_activations_are_what_autograd_keeps(precision, attention, bf16_resi
     autocast = torch.autocast("cpu", torch.bfloat16) if precision == "bf16" else contextlib.nullcontext()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), autocast:
         module(rows[:, :-1], rows[:, 1:])
-    setting = Setting("cpu", precision, compiled=False, bf16_residual=bf16_residual)
+    setting = Setting("cpu", precision, compiled=False)
     expected = estimate_parts(config, model_config, setting, 8, checkpointing, 1, FUSED)["activations"]
     if checkpointing:  # by hand: the estimate's largest moment comes later, when backward computes a block again
         expected = 8 * 128 * 128 * (4 * 4 + 4 + 2)
@@ -127,13 +128,14 @@ def test_what_saves_memory_lowers_the_estimate(compiled):
     """Fewer rows, checkpointing, chunks, a bf16 residual stream and 8 bits take less; processes and fp32 more."""
     config, model_config = recipe_of("355m")
 
-    def total(rows, checkpointing=False, chunks=1, optim=FUSED, **changes):
-        setting = dataclasses.replace(GPU, compiled=compiled, bf16_residual=False, **changes)
+    def total(rows, checkpointing=False, chunks=1, optim=FUSED, config=config, **changes):
+        setting = dataclasses.replace(GPU, compiled=compiled, **changes)
         return sum(estimate_parts(config, model_config, setting, rows, checkpointing, chunks, optim).values())
 
     base = total(64)
     assert total(4) < base and total(64, checkpointing=True) < base and total(64, chunks=8) < base
     assert total(64, optim="adamw_bnb_8bit") < base < total(64, mixed_precision="no")
+    assert total(64, config=dataclasses.replace(config, bf16_residual=True)) < base
     assert total(64, True, 8) < min(total(64, True), total(64, chunks=8))
     assert total(64, num_processes=8) >= base
 
@@ -192,7 +194,6 @@ def test_enough_memory_leaves_the_defaults():
         (["--loss_chunks", "3"], "loss_chunks", 3),
         (["--optim", "adamw_torch"], "optim", "adamw_torch"),
         (["--optim", "adamw_bnb_8bit"], "optim", "adamw_bnb_8bit"),
-        (["--no_loss_in_graph"], "loss_chunks", 1),
     ],
 )
 @pytest.mark.parametrize("memory_gb", [16, 141])
@@ -213,12 +214,48 @@ def test_8_bit_is_the_last_resort():
     assert plan_memory(config, model_config, on_cpu, 12 * GB) is None
 
 
-def test_the_estimate_agrees_with_the_measured_peaks():
-    """Every peak in the result file is within 15% of what the estimate says now."""
-    runs = json.loads((ROOT / "scripts/benchmarks/memory_estimate_cpu.json").read_text())["results"]
-    estimate = load_program("scripts/benchmarks/memory_estimate.py").estimate
-    errors = {run["run"]: sum(estimate(run["options"], "cpu").values()) / run["peak_memory_bytes"] - 1 for run in runs}
-    assert len(errors) >= 9 and not {run: error for run, error in errors.items() if abs(error) > 0.15}
+def test_only_an_eager_step_on_cuda_gets_loss_chunks_unasked():
+    """Inductor would fuse them there, so that they take more memory. On a CPU it does not."""
+
+    def chunks(setting, *argv):
+        plans = memory.list_plans(*recipe_of("355m", *argv), setting)
+        return {(plan.compiled, plan.loss_chunks) for plan in plans}
+
+    assert chunks(GPU) == {(True, 1), (False, 1), (False, 8)}
+    assert chunks(GPU, "--loss_chunks", "3") == {(True, 3), (False, 3)}
+    assert chunks(dataclasses.replace(CPU, compiled=True)) == {(True, 1), (True, 8), (False, 1), (False, 8)}
+
+
+SHAPES = {
+    "1M": "n_layer=4,n_head=2,n_embd=128 --pad_vocab_to_multiple_of 2048 --block_size 256 --global_batch_size 8",
+    "30M": "n_layer=6,n_head=6,n_embd=384 --pad_vocab_to_multiple_of 50304 --block_size 512 --global_batch_size 4",
+    "124M": "n_layer=12,n_head=12,n_embd=768 --pad_vocab_to_multiple_of 50304 --block_size 1024 --global_batch_size 2",
+}
+
+
+# Resident memory of recipe/train.py on two cores (torch 2.13). Commit 90dd1a3 has the program and all 18 peaks.
+@pytest.mark.parametrize(
+    ("shape", "rows", "precision", "backend", "attention", "checkpointing", "chunks", "peak_bytes"),
+    [
+        ("124M", 2, "bf16", "no", "sdpa", False, 1, 5_037_064_192),
+        ("30M", 4, "no", "inductor", "sdpa", False, 1, 1_749_946_368),
+        ("30M", 4, "bf16", "inductor", "sdpa", False, 8, 1_637_400_576),
+        ("30M", 4, "bf16", "no", "sdpa", False, 8, 1_581_395_968),
+        ("30M", 4, "bf16", "inductor", "sdpa", True, 1, 1_290_371_072),
+        ("30M", 1, "bf16", "no", "sdpa", False, 1, 1_428_680_704),
+        ("1M", 8, "bf16", "no", "eager", False, 1, 686_022_656),
+    ],
+)
+def test_the_estimate_agrees_with_measured_peaks(
+    shape, rows, precision, backend, attention, checkpointing, chunks, peak_bytes
+):
+    """Within 15%."""
+    argv = ["--dataset_dir", "d", "--attn_implementation", attention, "--config_overrides", *SHAPES[shape].split()]
+    config = load_config(argv)[0]
+    model_config = build_model_config(config, config.pad_vocab_to_multiple_of, 0)
+    setting = Setting("cpu", precision, backend == "inductor")
+    parts = estimate_parts(config, model_config, setting, rows, checkpointing, chunks, FUSED)
+    assert sum(parts.values()) == pytest.approx(peak_bytes, rel=0.15)
 
 
 # ------------------------------------------------------------------ in a run
@@ -270,7 +307,7 @@ def test_a_resumed_run_keeps_the_choices_that_fit(train, monkeypatch, capsys):
     assert state["memory_choices"]["activation_checkpointing"] is False
     found = re.search(r"memory +([\d.]+) of 8.0 GB", capsys.readouterr().out)
     usable = int(1e9 * (float(found[1]) + 0.01))  # enough, but not with the margin
-    extended = ["--max_steps", 4, "--change_schedule", "--resume_from_checkpoint", "latest", "--save_steps", 2]
+    extended = ["--max_steps", 4, "--resume_from_checkpoint", "latest", "--save_steps", 2]
     train(*extended)
     assert "the choices of the checkpoint" in capsys.readouterr().out
     usable = 10**6
@@ -278,7 +315,7 @@ def test_a_resumed_run_keeps_the_choices_that_fit(train, monkeypatch, capsys):
     assert "does not fit, but is tried" in capsys.readouterr().out
 
 
-def test_an_evaluation_needs_no_moments(monkeypatch):
+def test_an_evaluation_needs_no_moments():
     """It is never refused for an optimizer that is not installed."""
     config, model_config = recipe_of("1558m")
     evaluates = dataclasses.replace(config, eval_only=True, model_name_or_path="m")
@@ -289,7 +326,7 @@ def test_an_evaluation_needs_no_moments(monkeypatch):
 def test_a_resumed_run_keeps_its_optimizer(train):
     """`auto` takes the checkpoint's, whatever it would choose now; another one is refused."""
     output_dir = train("--optim", "adamw_torch", "--save_steps", "2", "--max_steps", "2")
-    train("--max_steps", "4", "--resume_from_checkpoint", "auto", "--change_schedule")
+    train("--max_steps", "4", "--resume_from_checkpoint", "auto")
     assert "optim: adamw_torch\n" in (output_dir / "training_config.yaml").read_text()
     with pytest.raises(UserError, match="optim 'adamw_torch' -> 'adamw_torch_fused'"):
-        train("--optim", FUSED, "--resume_from_checkpoint", "auto", "--change_schedule")
+        train("--optim", FUSED, "--resume_from_checkpoint", "auto")

@@ -5,11 +5,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
-from transformers.activations import ACT2FN
 
 from recipe.command_line import load_config
 from recipe.errors import UserError
-from recipe.model.build import SigmoidGELU, build_model, build_model_config, use_sigmoid_gelu
+from recipe.model.build import build_model, build_model_config
 from recipe.model.loss import LanguageModelingLoss
 from recipe.model.size import count_exported_parameters, padded_vocab_size
 from recipe.model.weights import copy_weights, load_weights, write_model
@@ -124,44 +123,9 @@ def test_logits_equal_the_stock_models():
         )
 
 
-def test_sigmoid_gelu_equals_gelu_new():
-    """Values and gradients equal Transformers': in fp64 to 1e-14; in fp32 values to 1e-6 and gradients to 2.5e-6."""
-    for dtype, tolerances in ((torch.float64, (1e-14, 1e-14)), (torch.float32, (1e-6, 2.5e-6))):
-        found = []
-        for function in (ACT2FN["gelu_new"], SigmoidGELU()):
-            x = torch.linspace(-12, 12, 100_001, dtype=dtype, requires_grad=True)
-            y = function(x)
-            y.sum().backward()
-            found.append((y.detach(), x.grad))
-        for stock, ours, tolerance in zip(*found, tolerances, strict=True):
-            torch.testing.assert_close(ours, stock, rtol=tolerance, atol=tolerance)
-
-
-def test_a_model_with_sigmoid_gelu_equals_the_stock_model(tmp_path):
-    """Logits and gradients are the same, and the saved model uses gelu_new."""
-    _, model_config, model = tiny()
-    stock = GPT2LMHeadModel(GPT2Config.from_dict(model.config.to_dict()))
-    stock.load_state_dict(model.state_dict())
-    use_sigmoid_gelu(model)
-    assert all(isinstance(block.mlp.act, SigmoidGELU) for block in model.transformer.h)
-    ids = torch.randint(0, 500, (3, 32))
-    logits = [m(input_ids=ids, use_cache=False).logits for m in (model, stock)]
-    torch.testing.assert_close(*logits, rtol=1e-6, atol=1e-6)
-    for value in logits:
-        F.cross_entropy(value.flatten(0, 1), ids.flatten()).backward()
-    for (name, p), q in zip(model.named_parameters(), stock.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-7, msg=name)
-    write_model(model, model_config, copy_weights(model, model_config), tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert loaded.config.activation_function == "gelu_new"
-    assert type(loaded.transformer.h[0].mlp.act) is type(ACT2FN["gelu_new"])
-
-
 def test_a_bf16_residual_stream_only_adds_rounding():
     """The stream is bf16 in every block, and loss and gradients stay close to the stock model's."""
-    config, model_config, stock = tiny()
-    torch.manual_seed(0)
-    model = build_model(config, model_config, bf16_residual=True)
+    stock, model = tiny()[2], tiny("--bf16_residual")[2]
     seen = set()
     for block in model.transformer.h:
         block.register_forward_hook(
@@ -195,6 +159,14 @@ def test_the_saved_model_has_no_padding(tmp_path, tied):
     with torch.no_grad():
         expected = model.eval()(input_ids=ids).logits[..., :500]
         torch.testing.assert_close(loaded.eval()(input_ids=ids).logits, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_loaded_model_is_in_training_mode(tmp_path):
+    """In eval mode, the trial step that finds the micro-batch would use less memory than training."""
+    config, model_config, model = tiny()
+    write_model(model, model_config, copy_weights(model, model_config), tmp_path)
+    loaded = build_model(config, model_config, source=tmp_path)
+    assert all(module.training for module in loaded.modules())
 
 
 @pytest.mark.parametrize("tied", [True, False])

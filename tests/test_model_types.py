@@ -30,12 +30,12 @@ def options_of(model_type, *changes):
     return ["--model_type", model_type, "--config_overrides", overrides, "--block_size", str(BLOCK_SIZE)]
 
 
-def tiny(model_type, *changes, attention="sdpa", bf16_residual=False):
+def tiny(model_type, *changes, attention="sdpa", options=()):
     """Return the model's config and the padded model."""
-    config = load_config(["--dataset_dir", "d", *options_of(model_type, *changes)])[0]
+    config = load_config(["--dataset_dir", "d", *options_of(model_type, *changes), *options])[0]
     model_config = build_model_config(config, 500, 7)
     torch.manual_seed(0)
-    return config, model_config, build_model(config, model_config, attention, bf16_residual)
+    return config, model_config, build_model(config, model_config, attention)
 
 
 def stock_of(model, model_config, folder):
@@ -47,7 +47,7 @@ def stock_of(model, model_config, folder):
 @EACH_TYPE
 def test_a_run_saves_a_stock_model_with_the_loss_that_it_reports(train, dataset_dir, model_type):
     """The loss falls, and Transformers' masked model has the last evaluation's loss over all validation rows."""
-    run = train("--max_steps", "30", "--exact_final_eval", shape=options_of(model_type))
+    run = train("--max_steps", "30", "--max_eval_samples", "all", shape=options_of(model_type))
     first, last = read_events(run, "eval")[0], read_events(run, "eval")[-1]
     assert last["loss"] < first["loss"] - 0.5
     model, info = AutoModelForCausalLM.from_pretrained(run, attn_implementation="eager", output_loading_info=True)
@@ -136,7 +136,7 @@ def test_a_bf16_residual_stream_reaches_every_block(model_type):
     """Under autocast, each block returns bf16, and the loss stays close to that of an fp32 stream."""
     losses, rows = [], torch.randint(0, 500, (3, BLOCK_SIZE + 1))
     for bf16 in (False, True):
-        model, seen = tiny(model_type, bf16_residual=bf16)[2], set()
+        model, seen = tiny(model_type, options=["--bf16_residual"] * bf16)[2], set()
         for block in model.base_model.layers:
             block.register_forward_hook(lambda m, i, output, seen=seen: seen.add(output.dtype))
         with torch.autocast("cpu", torch.bfloat16):
@@ -193,7 +193,7 @@ def test_the_memory_estimate_is_rough(model_type, precision):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), autocast:
         module(rows[:, :-1], rows[:, 1:])
     options = load_config(["--dataset_dir", "d", *options_of(model_type), "--attn_implementation", "sdpa"])[0]
-    parts = estimate_parts(options, model_config, Setting("cpu", precision, False, False), 8, False, 1, "adamw_torch")
+    parts = estimate_parts(options, model_config, Setting("cpu", precision, False), 8, False, 1, "adamw_torch")
     assert 0.7 < sum(saved.values()) / parts["activations"] < 1.25
 
 

@@ -21,13 +21,13 @@ import recipe.train
 from recipe.command_line import load_config
 from recipe.errors import UserError
 from recipe.evaluation.validation import Validation
-from recipe.hardware.check_machine import checkpoint_bytes
 from recipe.hardware.choices import choose_dynamo_backend
 from recipe.hardware.host_memory import FreedMemory
 from recipe.optim.schedule import compute_learning_rates
 from recipe.run.plan import (
     StepBudget,
     count_eval_rows,
+    find_consent,
     fit_max_steps,
     keep_chosen_steps,
     resolve_max_steps,
@@ -60,12 +60,6 @@ def test_max_eval_samples(typed, expected):
     assert count_eval_rows(config_of("--max_eval_samples", typed), 1000, 8) == expected
 
 
-def test_the_last_evaluation_can_be_exact(train, dataset):
-    """Earlier evaluations use a sample, and the log records the number of rows."""
-    output_dir = train("--eval_steps", "2", "--max_eval_samples", "3", "--exact_final_eval")
-    assert [e["num_rows"] for e in read_events(output_dir, "eval")] == [3, 3, len(dataset.splits["validation"])]
-
-
 def test_epochs_become_steps(train, dataset, dataset_dir, tmp_path):
     """Half an epoch is rounded up to whole steps, which the folder's config records."""
     options = ["--dataset_dir", dataset_dir, "--output_dir", tmp_path / "run", *TINY, *PLAIN, "--save_steps", "0"]
@@ -85,9 +79,9 @@ def test_a_partial_step_counts_as_a_step(epochs, rows, expected):
 def test_steps_that_fit_into_the_time():
     """Steps, evaluations and the end fit into the time left: at most max_steps, at least one more."""
     config = config_of("--max_steps", 1000, "--eval_steps", 100)
-    times = {"step_seconds": 0.5, "eval_seconds": 2.0, "final_eval_seconds": 5.0}
+    times = {"step_seconds": 0.5, "eval_seconds": 2.0}
     chosen = fit_max_steps(config, step=10, seconds_left=110, **times)
-    needed = (chosen - 10) * 0.5 + chosen // 100 * 2.0 + 5.0 + recipe.run.plan.CLOSING_SECONDS
+    needed = (chosen - 10) * 0.5 + (chosen // 100 + 1) * 2.0 + recipe.run.plan.CLOSING_SECONDS
     assert 100 < needed <= 110
     assert fit_max_steps(config, 10, 10_000, **times) == 1000
     assert fit_max_steps(config, 10, -5, **times) == 11
@@ -107,7 +101,7 @@ def test_the_time_limit_counts_from_the_start_of_the_program(monkeypatch):
     now = [1000.0]
     monkeypatch.setattr(recipe.run.plan, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
     config = config_of("--max_minutes", 10, "--eval_steps", 0, "--max_eval_samples", 1)
-    budget = StepBudget(config, started_at=800.0, first_step=0, eval_rows=1, final_eval_rows=5120)
+    budget = StepBudget(config, started_at=800.0, first_step=0, eval_rows=5120)
     answers = choices_of(budget, now, step_seconds=1.0)
     chosen = answers.pop(10)
     final_evaluation = 5120 / config.global_batch_size * 0.4
@@ -119,7 +113,7 @@ def test_the_time_limit_counts_from_the_start_of_the_program(monkeypatch):
 def test_the_main_process_chooses_the_number_of_steps(monkeypatch):
     """The clocks of several processes differ, and their numbers of steps must not."""
     monkeypatch.setattr(recipe.run.plan, "on_main_process", lambda choose: (choose(), "the main process's")[1])
-    budget = StepBudget(config_of("--max_steps", 99, "--max_minutes", 10), time.perf_counter(), 0, 1, 1)
+    budget = StepBudget(config_of("--max_steps", 99, "--max_minutes", 10), time.perf_counter(), 0, 1)
     assert [budget.choose(step) for step in range(1, 12)] == [*[None] * 9, "the main process's", None]
 
 
@@ -155,13 +149,12 @@ def test_resuming_keeps_the_chosen_length(train, limited, monkeypatch, checkpoin
     assert json.loads((resumed / "summary.json").read_text())["eval_rows"] == 1
 
 
-def test_change_schedule_overrides_the_chosen_length(limited):
-    """Without it, the checkpoint's choice replaces the command line's steps and time limit."""
-    options = ["--max_steps", 20, "--max_minutes", 9, "--resume_from_checkpoint", "x"]
-    kept = keep_chosen_steps(config_of(*options), limited / "checkpoint-12")
+def test_typed_steps_override_the_chosen_length(limited):
+    """A time limit does not: the command that started the run resumes it."""
+    limit = config_of("--max_steps", 20, "--max_minutes", 9)
+    kept = keep_chosen_steps(limit, limited / "checkpoint-12", {"max_steps", "max_minutes"})
     assert (kept.max_steps, kept.max_minutes) == (15, None)
-    changed = keep_chosen_steps(config_of(*options, "--change_schedule"), limited / "checkpoint-12")
-    assert (changed.max_steps, changed.max_minutes) == (20, 9)
+    assert keep_chosen_steps(config_of("--max_steps", 20), limited / "checkpoint-12", {"max_steps"}).max_steps == 20
 
 
 def test_a_run_killed_after_the_choice_resumes_by_its_own_config(train, limited, tmp_path):
@@ -222,10 +215,9 @@ def test_the_warm_up_is_at_most_a_fifth_of_the_chosen_steps():
 
 
 def test_nothing_takes_the_provisional_number_of_steps_for_the_run():
-    """The first evaluation is that of a short run, and neither the disk nor a CPU's compiler is asked for more."""
+    """The first evaluation is that of a short run, and a CPU compiles only if the limit leaves the time for it."""
     config = config_of("--max_minutes", 4, "--eval_steps", 250, "--global_batch_size", 8)
     assert count_eval_rows(config, 10**9, rows_per_forward=8) == 0.02 * 1000 * 8 / 0.4 / 5
-    assert checkpoint_bytes(config, 1) == checkpoint_bytes(config_of("--max_steps", 2000, "--save_steps", 1000), 1)
     assert choose_dynamo_backend(config, torch.device("cpu"), 1e20).reason.endswith("too short to pay for compiling")
     longer = dataclasses.replace(config, max_minutes=20.0)
     assert not choose_dynamo_backend(longer, torch.device("cpu"), 1e20).reason.endswith(
@@ -262,7 +254,7 @@ def test_a_time_limited_run_equals_one_with_its_number_of_steps(train, dataset_d
 @pytest.fixture(scope="module")
 def four_steps(train_shared):
     """A finished run with checkpoints 2 and 4."""
-    return train_shared("--save_steps", "2", "--lr_scheduler_type", "linear")
+    return train_shared("--save_steps", "2")
 
 
 @pytest.fixture
@@ -271,44 +263,65 @@ def finished(four_steps, tmp_path):
     return shutil.copytree(four_steps, tmp_path / "run", ignore=shutil.ignore_patterns(".lock"))
 
 
-RESUME = ["--resume_from_checkpoint", "auto", "--lr_scheduler_type", "linear"]
+RESUME = ["--resume_from_checkpoint", "auto"]
 
 
-def test_another_schedule_requires_an_option(train, finished):
-    """A longer run is refused without --change_schedule; other data or batches are always refused."""
-    with pytest.raises(UserError, match="max_steps 4 -> 8; add --change_schedule"):
-        train(*RESUME, "--max_steps", "8")
+def recipe_of(run, **changes):
+    """Return the options that resume a run by its own recipe, some values of which have changed."""
+    path = run.parent / "recipe.yaml"
+    path.write_text(yaml.safe_dump(yaml.safe_load((run / "training_config.yaml").read_text()) | changes))
+    return [*RESUME, "--config", path, "--output_dir", run]
+
+
+def test_only_typed_options_change_the_schedule(train, finished):
+    """A changed recipe is refused; other data or batches are always refused."""
+    for change, expected in (({"learning_rate": 0.002}, "0.003 -> 0.002"), ({"max_steps": 8}, "4 -> 8")):
+        with pytest.raises(UserError, match=f"{[*change][0]} {expected}; type the option on the command line"):
+            train(*recipe_of(finished, **change), alone=True)
     with pytest.raises(UserError, match="seed 1337 -> 1; "):
-        train(*RESUME, "--max_steps", "8", "--seed", "1", "--change_schedule")
+        train(*RESUME, "--max_steps", "8", "--seed", "1")
     with pytest.raises(UserError, match="is at step 4 already"):
-        train(*RESUME, "--max_steps", "3", "--change_schedule")
-    with pytest.raises(UserError, match="add --resume_from_checkpoint auto"):
-        train("--change_schedule", "--overwrite")
+        train(*RESUME, "--max_steps", "3")
     assert [e["step"] for e in read_events(finished, "train")] == [1, 2, 3, 4]
 
 
-def test_a_changed_schedule_keeps_the_past_and_is_recorded(train, finished):
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("muon_learning_rate output_dir", "muon_learning_rate"),
+        ("warmup_steps seed", "warmup_steps"),
+        ("num_train_epochs", "max_steps warmup_steps"),
+        ("max_minutes learning_rate", "max_steps warmup_steps learning_rate"),
+        ("lr_scheduler_type", "lr_scheduler_type lr_scheduler_kwargs"),
+    ],
+)
+def test_what_a_typed_option_may_change(typed, expected):
+    """Itself, and what follows from it."""
+    assert find_consent(set(typed.split())) == set(expected.split())
+
+
+def test_a_changed_schedule_keeps_the_past_and_is_recorded(train, finished, capsys):
     """Only the steps after it follow the new schedule, and the folder records what changed."""
     before = [e["loss"] for e in read_events(finished, "train")]
-    train(*RESUME, "--save_steps", "4", "--max_steps", "8", "--learning_rate", "0.002", "--change_schedule")
+    recipe = recipe_of(finished, learning_rate=0.002, save_steps=4)
+    train(*recipe, "--max_steps", "8", "--learning_rate", "0.002", alone=True)
+    assert "from step 5, learning_rate is 0.002 instead of 0.003" in capsys.readouterr().out
     events = read_events(finished, "train")
     assert [e["loss"] for e in events[:4]] == before
     assert [e["learning_rate"] for e in events[4:]] == pytest.approx([0.002 * (8 - k) / 6 for k in range(4, 8)])
     (record,) = read_events(finished, "schedule")
     changes = {"learning_rate": [0.003, 0.002], "max_steps": [4, 8]}
     assert record == {"event": "schedule", "step": 4, "changes": changes}
-    content = yaml.safe_load((finished / "training_config.yaml").read_text())
-    assert (content["max_steps"], content["learning_rate"]) == (8, 0.002)
-    assert "change_schedule" not in content
-    # The changed run resumes without --change_schedule, also from the checkpoint before the change.
+    # The changed run resumes by its own recipe, also from the checkpoint before the change.
     shutil.rmtree(finished / "checkpoint-8")
-    train(*RESUME, "--save_steps", "4", "--max_steps", "8", "--learning_rate", "0.002")
+    train(*recipe_of(finished), alone=True)
+    assert read_events(finished, "train")[-1]["step"] == 8
 
 
 def test_a_finished_run_offers_to_train_longer(train, finished, capsys):
     train(*RESUME, "--save_steps", "2")
     printed = " ".join(capsys.readouterr().out.replace("\\\n", " ").split())
-    assert "all 4 steps are done" in printed and printed.count("--max_steps 8 --change_schedule") == 2
+    assert "all 4 steps are done" in printed and printed.count("--max_steps 8") == 2
 
 
 def test_the_share_of_time_outside_training(train):
@@ -320,7 +333,7 @@ def test_the_share_of_time_outside_training(train):
 
 
 def test_a_change_of_precision_is_reported(train, finished, capsys):
-    train(*RESUME, "--max_steps", "5", "--change_schedule", "--mixed_precision", "bf16")
+    train(*RESUME, "--max_steps", "5", "--mixed_precision", "bf16")
     assert "the precision changes from no to bf16 at step 4" in capsys.readouterr().out
 
 
@@ -416,8 +429,8 @@ def test_a_run_interrupted_before_its_first_step_leaves_its_folder_free(train, m
     """The same command starts again, and the log holds nothing of the first try."""
     run = Validation.run
 
-    def interrupted(self, *args, **kwargs):
-        run(self, *args, **kwargs)
+    def interrupted(self):
+        run(self)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -426,18 +439,23 @@ def test_a_run_interrupted_before_its_first_step_leaves_its_folder_free(train, m
     assert [e["step"] for e in read_events(train(), "eval")] == [0, 4]
 
 
-def test_a_time_limit_does_not_change_a_started_run(train):
-    train("--max_steps", "12", "--save_steps", "12")
-    with pytest.raises(UserError, match="--max_minutes would change the schedule"):
-        train("--max_steps", "12", "--max_minutes", "9", "--resume_from_checkpoint", "auto")
+def test_a_time_limit_of_the_recipe_does_not_change_a_started_run(train, monkeypatch):
+    """The error names the option that keeps the schedule. A typed limit changes it."""
+    output_dir = train("--max_steps", "12", "--save_steps", "12")
+    with pytest.raises(UserError, match="the recipe's max_minutes would change .*add --max_steps 12 to keep it"):
+        train(*recipe_of(output_dir, max_minutes=9), alone=True)
+    train(*recipe_of(output_dir, max_minutes=9), "--max_steps", "12", alone=True)
+    monkeypatch.setattr(recipe.run.plan, "fit_max_steps", lambda *args: 24)
+    train(*recipe_of(output_dir), "--max_minutes", "9", alone=True)
+    assert [e["step"] for e in read_events(output_dir, "train")] == list(range(1, 25))
 
 
 def test_a_branch_from_an_earlier_checkpoint_requires_its_own_folder(train, finished, tmp_path):
     """Otherwise checkpoints of the old schedule would count as the run's newest."""
-    branch = [*RESUME[2:], "--resume_from_checkpoint", finished / "checkpoint-2", "--max_steps", "3"]
+    branch = ["--resume_from_checkpoint", finished / "checkpoint-2", "--max_steps", "3"]
     with pytest.raises(UserError, match=r"\(checkpoint-4\)"):
-        train(*branch, "--change_schedule")
-    branched = train(*branch, "--change_schedule", output_dir=tmp_path / "branch")
+        train(*branch)
+    branched = train(*branch, output_dir=tmp_path / "branch")
     assert [e["step"] for e in read_events(branched, "train")] == [3]
 
 
@@ -445,7 +463,7 @@ def test_eval_only_requires_a_checkpoint_in_the_folder(train, finished, tmp_path
     """A missing checkpoint never means random weights. The checkpoint's schedule does not matter."""
     with pytest.raises(UserError, match="--eval_only: there is no checkpoint in"):
         train("--eval_only", "--resume_from_checkpoint", "auto", output_dir=tmp_path / "none")
-    train("--eval_only", "--resume_from_checkpoint", finished, "--max_steps", "9", output_dir=tmp_path / "none")
+    train(*recipe_of(finished, max_steps=9), "--eval_only", alone=True)
 
 
 @pytest.mark.parametrize("break_it", ["tokenizer", "weights", "vocabulary"])
@@ -490,14 +508,14 @@ def test_a_time_limited_run_resumes_before_its_steps_are_chosen(limited, tmp_pat
     checkpoint.mkdir()
     state = json.loads((limited / "checkpoint-12" / "training_state.json").read_text())
     config = config_of("--max_steps", 200, "--max_minutes", 5)
-    for max_minutes, is_allowed in ((5.0, True), (None, False)):
+    for max_minutes, typed, is_allowed in ((5.0, set(), True), (None, {"max_minutes"}, True), (None, set(), False)):
         state |= {"steps_chosen": False, "max_minutes": max_minutes}
         (checkpoint / "training_state.json").write_text(json.dumps(state))
         if is_allowed:
-            assert keep_chosen_steps(config, checkpoint) == config
+            assert keep_chosen_steps(config, checkpoint, typed) == config
         else:
-            with pytest.raises(UserError, match="--max_minutes would change the schedule"):
-                keep_chosen_steps(config, checkpoint)
+            with pytest.raises(UserError, match="the recipe's max_minutes would change the schedule"):
+                keep_chosen_steps(config, checkpoint, typed)
 
 
 def test_a_shortened_run_without_checkpoints_records_its_length(train, monkeypatch):
@@ -509,8 +527,8 @@ def test_a_shortened_run_without_checkpoints_records_its_length(train, monkeypat
 
 
 def test_eval_only_honors_max_eval_samples(train, finished, tmp_path, capsys):
-    """The number of rows is printed; --exact_final_eval is about the end of a training run."""
-    options = ["--max_eval_samples", "3", "--exact_final_eval", "--resume_from_checkpoint", finished]
+    """The number of rows is printed."""
+    options = ["--max_eval_samples", "3", "--resume_from_checkpoint", finished]
     train("--eval_only", *options, output_dir=tmp_path / "none")
     assert ", 3 rows: validation loss" in capsys.readouterr().out
 

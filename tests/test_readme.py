@@ -1,37 +1,21 @@
-"""README.md: its numbers are those of the result files, and its links, paths and options exist.
-
-A comment `<!-- table: FILE.json SECTION -->` before a table says where its numbers come from. SECTION is a key of the
-file, or several joined by dots; without it, the whole file counts.
-"""
+"""README.md: its numbers are those of the result files, and its links, paths and options exist."""
 
 import json
 import re
 import shlex
 from collections.abc import Iterator
+from math import exp
+from statistics import fmean, median, stdev
 
+import numpy as np
 import pytest
-from conftest import ROOT, run_script
+from conftest import ROOT, load_program, run_script
 
-from recipe.benchmark.measure import LAP
 from recipe.command_line import CONFIGS_DIR
-from recipe.rules import PROFILED_STEPS
 from recipe.run.summary import describe_evaluation
 
 TEXT = (ROOT / "README.md").read_text()
-TABLE = re.compile(r"<!-- table: (\S+) ?(\S*) -->\n+((?:\|.*\|\n)+)")
-NUMBER = re.compile(r"(?<![\w.])[+-]?\d[\d,]*(?:\.\d+)?")
-MAX_LINES = 630
-# The quantity in each column of a table, from an entry of a result file and the first entry of its section.
-QUANTITIES = {
-    "tokens/s": lambda entry, first: entry["tokens_per_second"],
-    "speedup": lambda entry, first: first["step_ms"] / entry["step_ms"],
-    "our speedup": lambda entry, first: entry["times"],
-    "step ms": lambda entry, first: entry["step_ms"],
-    "MFU": lambda entry, first: entry["mfu"] * 100,
-    "peak GB": lambda entry, first: entry["peak_memory_bytes"] / 1e9,
-    "loss minus fp32 loss": lambda entry, first: entry["loss_delta"],
-}
-SCALES = (1, 100, 1e-9, 1e-6, 1e-3, 1 / 60)  # other columns: as measured, %, GB, MB, thousands or seconds, minutes
+MAX_LINES = 580
 # Programs that other projects provide, and the options of them that the README mentions.
 LAUNCHER_OPTIONS = {"config_file", "num_processes", "machine_rank", "main_process_ip"}  # accelerate launch
 LAUNCHER_OPTIONS |= {"flavor", "timeout", "secrets", "with", "dry_run"}  # hf jobs uv run
@@ -40,71 +24,54 @@ OTHER_OPTIONS |= {"no_deps", "wheel_dir", "outfile", "task"}  # of pip and of co
 OTHER_OPTIONS |= {"repo_type", "include", "local_dir", "retry", "create_dirs", "output_dir"}  # of hf and curl
 
 
-def cells_of(line: str) -> list[str]:
-    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+def measured(name: str) -> dict:
+    return json.loads((ROOT / "scripts" / "benchmarks" / f"{name}.json").read_text())
 
 
-def section_of(path: str, section: str) -> object:
-    found = json.loads((ROOT / path).read_text())
-    for key in filter(None, section.split(".")):
-        found = found[key]
-    return found
+def rows_of(text: str) -> list[list[str]]:
+    """The cells of all table rows."""
+    return [[cell.strip() for cell in line.strip("| ").split("|")] for line in text.splitlines() if line[:1] == "|"]
 
 
-def entries_of(path: str, section: str) -> dict[str, dict]:
-    """Return the entries of a section that ran, by their labels."""
-    found = section_of(path, section)
-    if isinstance(found, dict):
-        return {key: value if isinstance(value, dict) else {"value": value} for key, value in found.items()}
-    return {entry["what"]: entry for entry in found if "not_run" not in entry}
+def is_rounded(shown: str, value: float) -> bool:
+    """Return whether a printed number is a value, rounded to the digits that it shows."""
+    return f"{float(shown.replace(',', '')):f}" == f"{round(value, len(shown.partition('.')[2])):f}"
 
 
-def by_tokens(side: dict, index: int) -> tuple[int, float]:
-    """Return the tokens and the final loss of the shortest (0) or longest (-1) runs of a side."""
-    return tuple(side["points"][index])
+def test_the_check_of_numbers_notices_a_wrong_one():
+    assert is_rounded("1,234.6", 1234.56) and is_rounded("-0.0005", -0.00049) and is_rounded("12", 11.7)
+    assert not is_rounded("1,234.5", 1234.56) and not is_rounded("0.01", 0.0012)
 
 
-def numbers_in(value: object) -> Iterator[float]:
-    """Yield all numbers of an entry, however deep."""
-    if isinstance(value, (dict, list)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from numbers_in(item)
-    elif isinstance(value, (int, float)) and not isinstance(value, bool):
-        yield value
+def test_the_ladder_is_what_was_measured():
+    """Every rung of the result file is a row of the README, as the program prints it."""
+    make_row = load_program("scripts/run_ladder.py").make_row
+    entries, shown = measured("ladder_cpu")["entries"], rows_of(TEXT)
+    for entry in entries:
+        (row,) = rows_of(make_row(entry, entries[0]))
+        assert row in shown
 
 
-def is_rounded(shown: str, values: list[float]) -> bool:
-    """Return whether a printed number is one of the values, rounded to the digits that it shows."""
-    digits = len(shown.partition(".")[2])
-    return any(f"{float(shown.replace(',', '')):.{digits}f}" == f"{value:.{digits}f}" for value in values)
+def losses_of(name: str) -> dict[str, list[float]]:
+    """The final losses of a sweep, by value."""
+    losses: dict[str, list[float]] = {}
+    for run in measured(name)["runs"]:
+        losses.setdefault(run["value"], []).append(run["eval_loss"])
+    return losses
 
 
-@pytest.mark.parametrize(("path", "section", "table"), [m.groups() for m in TABLE.finditer(TEXT)])
-def test_tables_show_what_was_measured(path, section, table):
-    """Each number equals that of the entry with the row's label, and no entry of a list is missing."""
-    header, _, *rows = map(cells_of, table.splitlines())
-    entries = entries_of(path, section)
-    first, labels = next(iter(entries.values())), []
-    for label, *cells in rows:
-        labels.append(
-            next(name for name in (label.removesuffix(" (kept)"), label.replace(" ", "_")) if name in entries)
-        )
-        entry = entries[labels[-1]]
-        for column, cell in zip(header[1:], cells, strict=True):
-            values = [QUANTITIES[column](entry, first)] if column in QUANTITIES else [
-                value * scale for value in numbers_in(entry) for scale in SCALES]  # fmt: skip
-            shown = NUMBER.findall(cell)
-            assert shown or not cell, f"{label}: {column} shows no number: {cell}"
-            assert all(is_rounded(number, values) for number in shown), f"{label}: {column} shows {cell}, not {values}"
-    assert isinstance(section_of(path, section), dict) or labels == list(entries)
-
-
-def test_the_check_of_tables_notices_a_wrong_number(tmp_path):
-    assert is_rounded("1,234.6", [1234.56]) and is_rounded("-0.0005", [-0.00049]) and is_rounded("+0.0000", [1e-6])
-    assert not is_rounded("1,234.5", [1234.56]) and not is_rounded("0.01", [0.0012])
-    results = tmp_path / "results.json"
-    results.write_text('{"ladder": [{"what": "bf16", "step_ms": 2.5}, {"what": "TF32", "not_run": "no GPU"}]}')
-    assert entries_of(results, "ladder") == {"bf16": {"what": "bf16", "step_ms": 2.5}}
+def test_the_table_of_optimizers_is_what_was_measured():
+    """Every learning rate of both sweeps, with mean and standard deviation; the best ones are inside the grids."""
+    shown = {tuple(row[:2]): row[2:] for row in rows_of(TEXT) if row[0] in ("AdamW", "Muon")}
+    grids = {"AdamW": losses_of("sweep_adamw_demo_cpu"), "Muon": losses_of("sweep_muon_demo_cpu")}
+    assert shown.keys() == {(name, value) for name, grid in grids.items() for value in grid}
+    for (name, value), (loss, sd, perplexity) in shown.items():
+        found = grids[name][value]
+        assert len(found) == 3 and is_rounded(loss, fmean(found))
+        assert is_rounded(sd, stdev(found)) and is_rounded(perplexity, exp(fmean(found)))
+    for grid in grids.values():
+        first, *inner, last = sorted(grid, key=float)
+        assert min(grid, key=lambda value: fmean(grid[value])) in inner
 
 
 def test_the_length_of_the_readme():
@@ -206,112 +173,31 @@ def test_the_excerpt_of_the_demo_is_the_recorded_run():
 
 def test_numbers_in_the_text_are_measured():
     """Each number, found by the words next to it, is that of a result file, rounded to the digits shown."""
-    names = (
-        "ladder",
-        "ablation",
-        "shakespeare",
-        "soak",
-        "hub_overhead",
-        "faults",
-        "memory_estimate",
-        "watch_overhead",
-        "optimizers_demo",
-        "optimizers_10m",
-        "optimizer_times",
-    )
-    found = [section_of(f"scripts/benchmarks/{name}_cpu.json", "") for name in names]
-    ladder, ablation, shakespeare, soak, overhead, faults, memory, watching, demo, large, times = found
-    by_side = {row["side"]: row for row in demo["summary"]["rows"]}
-    muon, adamw = demo["summary"]["comparison"]
-    large_sides = {row["side"]: row for row in large["summary"]["rows"]}
-    ours, nanogpt = (faults["programs"][name] for name in ("ours", "nanogpt"))
-    lost = [kill["steps_lost"] for kill in ours["kills"]]
-    ran = [entry for key in ("ladder", "extras", "memory") for entry in ladder.get(key, []) if "step_ms" in entry]
-    steps = LAP + ladder["goal"]["steps"] + PROFILED_STEPS
-    twice = {entry["name"]: entry["step_ms"] for entry in ablation["ablation"] if "step_ms" in entry}
+    data, ablation, peers = measured("data_cpu"), measured("ablation_cpu")["entries"], measured("peers_cpu")["entries"]
+    shakespeare, twice = measured("shakespeare_cpu"), [ablation[0], ablation[-1]]
+    speeds = [entry["tokens_per_second"] for entry in peers]
+    adamw = min(map(fmean, losses_of("sweep_adamw_demo_cpu").values()))
+    muon = {int(steps): fmean(losses) for steps, losses in losses_of("sweep_muon_tokens_demo_cpu").items()}
+    muon[1200] = min(map(fmean, losses_of("sweep_muon_demo_cpu").values()))
+    steps = sorted(muon, reverse=True)  # of rising loss
+    share = exp(np.interp(adamw, [muon[n] for n in steps], np.log(steps))) / 1200
     expected = {
-        r"(\d+) minutes on two CPU cores": sum(
-            entry["seconds_to_first_step"] + steps * entry["step_ms"] / 1e3 for entry in ran
-        )
-        / 60,
-        r"two identical runs differ by (\d+)%": 100 * abs(twice["everything"] / twice["again"] - 1),
         r"from ([\d.]+) to [\d.]+ nats": shakespeare["untrained"]["loss"],
         r"from [\d.]+ to ([\d.]+) nats": shakespeare["eval_loss"],
-        r"SIGKILL (\d+) times": soak["kills"],
-        r"keeps (\d+)%, \d+% and \d+% of its ideal": 100 * ours["kept"]["30"]["share"],
-        r"keeps \d+%, (\d+)% and \d+% of its ideal": 100 * ours["kept"]["60"]["share"],
-        r"keeps \d+%, \d+% and (\d+)% of its ideal": 100 * ours["kept"]["300"]["share"],
-        r"nanoGPT keeps (\d+)%": 100 * nanogpt["kept"]["30"]["share"],
-        r"loses (\d+) steps on average": sum(lost) / len(lost),
-        r"steps on average and (\d+) at most": max(lost),
-        r"ended within ([\d.]+) s": max(term["seconds"] for term in ours["sigterm"]),
-        r"within (\d+)% of the measured peak": 100 * memory["largest_error"],
-        r"cost (-?[\d.]+)% in the median": 100 * watching["median_cost"],
-        r"single windows differ by up to (\d+)%": 100 * max(map(abs, watching["costs"])),
-        r"in each of (\d+) runs on a CPU": len(memory["results"]),
-        r"loss with ([\d.]+) of the tokens": muon["tokens"] / by_tokens(muon, -1)[0],
-        r"with twice the tokens ends at ([\d.]+)": by_tokens(adamw, -1)[1],
-        r"Muon's seeds differ by ([\d.]+\d)": by_side["muon"]["spread"],
-        r"English, Muon ends at ([\d.]+)": large_sides["muon"]["loss"],
-        r"or ([\d.]+) with 0.375": by_tokens(large["summary"]["comparison"][0], 0)[1],
-        r"of the tokens, and AdamW at ([\d.]+) \(": large_sides["adamw_zero"]["loss"],
-        r"Muon takes (\d+)% of a step": 100 * times["sizes"]["demo"]["muon"]["share_of_step"],
-        r"and (\d+)% at 30 M": 100 * times["sizes"]["30m"]["muon"]["share_of_step"],
-        r"median difference is (-?[\d.]+)%": 100 * overhead["median_cost"],
-        r"single ones are up to (\d+)%": 100 * max(map(abs, overhead["costs"])),
+        r"SIGKILL (\d+) times": measured("soak_cpu")["kills"],
+        r"is ([\d.]+) times as fast as nanoGPT": median(a / b for a, b in zip(speeds[::2], speeds[1::2], strict=True)),
+        r"two identical runs differ by (\d+)%": 100
+        * abs(twice[0]["tokens_per_second"] / twice[1]["tokens_per_second"] - 1),
+        r"lowest loss with ([\d.]+) of the tokens": share,
+        r"MB of JSON lines takes ([\d.]+) s": min(data["sizes"]["200"]["seconds"]),
+        r"with two threads ([\d.]+) times as long": data["sizes"]["200"]["times_as_fast"],
+        r"2 GB run at ([\d.]+) MB/s per core": data["sizes"]["2000"]["megabytes_per_second_per_core"],
+        r"packing takes about (\d+) minutes": 46e3 / (2 * data["sizes"]["2000"]["megabytes_per_second_per_core"]) / 60,
+        r"32 packed rows takes ([\d.]+) ms": data["batch_of_32_rows_ms"],
     }
-    assert by_side["muon"]["learning_rate"] == 0.01 and adamw["side"] == "adamw_zero"
-    check_numbers(expected)
-
-
-def test_numbers_on_data_are_measured():
-    """Those on preparation, streaming and large corpora."""
-    names = ("data", "streaming", "encoder_equality", "fineweb_edu", "common_crawl")
-    data, streaming, equality, fineweb, crawl = (
-        section_of(f"scripts/benchmarks/{name}_cpu.json", "") for name in names
-    )
-    speed = data["speed"]
-    tokenizing = {
-        name: sum(run["tokenizing_cpu_seconds"] for run in runs) for name, runs in streaming["processes"].items()
-    }
-    compared = {name: found["bytes"] / 1e9 for name, found in equality["tokenizers"].items()}
-    first, *others = compared.values()
-    seconds = {name: [of["computed"][str(n)]["seconds"] for n in (2, 16, 64)] for name, of in
-               (("fineweb", fineweb), ("crawl", crawl))}  # fmt: skip
-    assert len(others) == 5 and not any([*fineweb["differences"].values(), *crawl["differences"].values()])
-    expected = {
-        r"MB of JSON lines takes ([\d.]+) s": min(speed["200"]["seconds"]["prepare_data"]),
-        r"on one core ([\d.]+) times as long": speed["200"]["times_as_fast_as_tiktoken_loop"],
-        r"packing takes about (\d+) minutes": 46e3 / (2 * speed["2000"]["megabytes_per_second_per_core"]) / 60,
-        r"2 GB run at ([\d.]+) MB/s per core": speed["2000"]["megabytes_per_second_per_core"],
-        r"32 packed rows takes ([\d.]+) ms": data["reading"]["batch_of_32_rows_ms"]["large_mmap"],
-        r"tokenizes takes (\d+)% of the CPU": 100 * tokenizing["2, one tokenizes"] / tokenizing["2, each tokenizes"],
-        r"on ([\d.]+) GB of text for GPT-2's": first,
-        r"and on ([\d.]+) GB for five others": sum(others),
-        r"which takes ([\d.]+), [\d.]+ and [\d.]+ GB/s": fineweb["computed"]["2"]["disk_megabytes_per_second"] / 1e3,
-        r"which takes [\d.]+, ([\d.]+) and [\d.]+ GB/s": fineweb["computed"]["16"]["disk_megabytes_per_second"] / 1e3,
-        r"which takes [\d.]+, [\d.]+ and ([\d.]+) GB/s": fineweb["computed"]["64"]["disk_megabytes_per_second"] / 1e3,
-        r"`sample-10BT` .* ([\d.]+) minutes \| \d+ s \| \d+ s \| \| 128": seconds["fineweb"][0] / 60,
-        r"`sample-10BT` .* minutes \| (\d+) s \| \d+ s \| \| 128": seconds["fineweb"][1],
-        r"`sample-10BT` .* minutes \| \d+ s \| (\d+) s \| \| 128": seconds["fineweb"][2],
-        r"128 WET files .* ([\d.]+) minutes \| [\d.]+ minutes \| \d+ s \|": seconds["crawl"][0] / 60,
-        r"128 WET files .* minutes \| ([\d.]+) minutes \| \d+ s \|": seconds["crawl"][1] / 60,
-        r"128 WET files .* minutes \| (\d+) s \|": seconds["crawl"][2],
-    }
-    check_numbers(expected)
-    peaks = {
-        kind: max(size["peak_megabytes"] for size in sizes.values() if type(size) is dict)
-        for kind, sizes in data["memory"].items()
-    }
-    english, distinct = map(
-        int, re.search(r"less than (\d+) MB of .* less than (\d+) MB if", " ".join(TEXT.split())).groups()
-    )
-    assert max(peaks["jsonl"], peaks["txt"]) < english and peaks["words"] < distinct
-
-
-def check_numbers(expected: dict[str, float]) -> None:
-    """Compare the number that each pattern finds in the README with a measured one."""
     text = " ".join(TEXT.split())
     for pattern, value in expected.items():
         (shown,) = re.findall(pattern, text)
-        assert is_rounded(shown, [value]), (pattern, value)
+        assert is_rounded(shown, value), (pattern, value)
+    largest = max(size["peak_megabytes"] for size in data["sizes"].values())
+    assert largest < int(re.search(r"less than (\d+) MB of memory", text)[1])

@@ -5,6 +5,7 @@ import types
 
 import pytest
 import torch
+import yaml
 from accelerate import Accelerator
 from conftest import read_events, reset_accelerate
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -20,6 +21,7 @@ from recipe.optim.guard import GuardedUpdate
 from recipe.optim.optimizers import build_optimizer
 from recipe.progress import LineStream
 from recipe.run.output_dir import _default_name
+from recipe.run.summary import compare_with_expected
 
 
 def test_log_files_get_lines_instead_of_a_redrawn_bar():
@@ -34,8 +36,8 @@ def test_trackers_get_the_numbers_of_the_log(train):
     """TensorBoard holds the losses of metrics.jsonl."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    output_dir = train("--report_to", "tensorboard", "--project", "mine")
-    events = EventAccumulator(str(output_dir / "mine")).Reload()
+    output_dir = train("--report_to", "tensorboard")
+    events = EventAccumulator(str(output_dir / "gpt2-recipe")).Reload()
     logged = [(e.step, e.value) for e in events.Scalars("train/loss")]
     assert logged == [(e["step"], pytest.approx(e["loss"])) for e in read_events(output_dir, "train")]
     assert events.Scalars("eval/perplexity")
@@ -46,15 +48,15 @@ def test_trackers_identify_a_run_and_its_resumption(train, tmp_path, monkeypatch
     calls = []
 
     def init_trackers(self, project_name, config=None, init_kwargs=None):
-        calls.append((project_name, init_kwargs))
+        assert project_name == "gpt2-recipe"
+        calls.append(init_kwargs)
 
     monkeypatch.setattr(Accelerator, "init_trackers", init_trackers)
     options = ["--report_to", "tensorboard", "--save_steps", "1", "--max_steps", "1"]
     train(*options, output_dir=tmp_path / "a")
     train(*options, "--resume_from_checkpoint", "auto", output_dir=tmp_path / "a")
-    train(*options, "--project", "mine", "--run_name", "second", output_dir=tmp_path / "b")
-    (first, a), (again, b), (other, c) = calls
-    assert (first, again, other) == ("gpt2-recipe", "gpt2-recipe", "mine")
+    train(*options, "--run_name", "second", output_dir=tmp_path / "b")
+    a, b, c = calls
     assert a["wandb"] == b["wandb"] and (a["wandb"]["name"], a["wandb"]["resume"]) == ("a", "allow")
     assert c["wandb"]["id"] != a["wandb"]["id"] and c["wandb"]["name"] == "second"
     assert [options["trackio"]["resume"] for options in (a, b, c)] == ["never", "allow", "never"]
@@ -116,6 +118,48 @@ def test_lines_fit_into_80_columns(train, dataset_dir, capsys, monkeypatch):
     printed = capsys.readouterr().out.replace(str(output_dir), "runs/demo").replace(str(dataset_dir), "data")
     assert "--resume_from_checkpoint" in printed
     assert [line for line in printed.splitlines() if len(line) > 80] == []
+
+
+EXPECTED = {"value": 3.28, "tolerance": 0.15, "tokens": 3200, "dataset": "me/corpus", "source": "three seeds"}
+
+
+@pytest.mark.parametrize(
+    ("loss", "num_steps", "source", "verdict"),
+    [
+        (3.42, 10, {"train_files": ["data/corpus/a.txt"]}, "3.420, as expected."),
+        (3.5, 10, {"dataset_name": "me/corpus"}, "3.500, 0.22 higher."),
+        (3.0, 10, {"dataset_name": "me/corpus"}, "3.000, 0.28 lower."),
+        (3.42, 10, {"dataset_name": "me/other"}, None),
+        (3.42, 11, {"dataset_name": "me/corpus"}, None),
+    ],
+)
+def test_the_loss_is_compared_with_the_recipes(loss, num_steps, source, verdict):
+    """If dataset and length are the recipe's."""
+    config = types.SimpleNamespace(expected_loss=EXPECTED, max_steps=num_steps, global_batch_size=10, block_size=32)
+    known = "Expected validation loss on me/corpus: 3.28 +/- 0.15 (three seeds). This run: "
+    assert compare_with_expected(config, {"source": source}, loss) == (verdict and known + verdict)
+
+
+def test_the_comparison_is_printed_at_the_end(train, capsys):
+    expected = "value=5,tolerance=99,tokens=512,dataset=me/corpus.jsonl,source=a test"
+    train("--expected_loss", expected)
+    printed = " ".join(capsys.readouterr().out.partition("trained")[2].split())
+    assert "Expected validation loss on me/corpus.jsonl: 5 +/- 99 (a test). This run: " in printed
+    assert ", as expected. A sample" in printed
+
+
+def test_another_model_has_no_expected_loss(tmp_path):
+    """A typed option that changes the model drops the recipe's. An incomplete one is an error."""
+    recipe_file = tmp_path / "recipe.yaml"
+    for content, typed, found in (
+        (EXPECTED, ["--max_steps", "9"], EXPECTED),
+        (EXPECTED, ["--config_overrides", "n_layer=3"], None),
+        ({"value": 3.28}, ["--config_overrides", "n_layer=3"], None),
+    ):
+        recipe_file.write_text(yaml.safe_dump({"dataset_dir": "DIR", "expected_loss": content}))
+        assert load_config(["--config", str(recipe_file), *typed])[0].expected_loss == found
+    with pytest.raises(UserError, match="expected_loss must have value, tolerance, tokens, dataset, source"):
+        load_config(["--config", str(recipe_file)])
 
 
 @pytest.fixture

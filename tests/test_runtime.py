@@ -10,13 +10,12 @@ import torch
 from accelerate import Accelerator
 from conftest import read_events, reset_accelerate
 from torch._dynamo.utils import counters
-from transformers import GPT2Config
 
 from recipe.command_line import load_config
 from recipe.environment import count_cpus
 from recipe.errors import UserError
-from recipe.hardware import accelerator, choices, devices, processes
-from recipe.hardware.choices import Choice, choose_attention, choose_dynamo_backend, choose_mixed_precision
+from recipe.hardware import accelerator, devices, processes
+from recipe.hardware.choices import choose_attention, choose_dynamo_backend, choose_mixed_precision
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -129,66 +128,6 @@ def test_a_gpu_without_kernels_is_refused(monkeypatch):
             processes.check_kernels(CUDA)
 
 
-@pytest.mark.parametrize(
-    ("argv", "device", "precision", "expected"),
-    [
-        ([], CUDA, "bf16", True),
-        ([], CUDA, "fp16", False),
-        ([], CUDA, "no", False),
-        ([], CPU, "bf16", False),
-        (["--bf16_residual"], CPU, "bf16", True),
-        (["--bf16_residual", "False"], CUDA, "bf16", False),
-        (["--bf16_residual", "true"], CUDA, "bf16", True),
-    ],
-)
-def test_residual_stream(argv, device, precision, expected):
-    """It is bf16 by default on CUDA with bf16 matmuls."""
-    choice = choices.choose_residual(config_of(*argv), device, Choice(precision, "so"))
-    assert choice.on is expected and choice.reason
-
-
-def choose_gelu(config, device, precision, dynamo, activation="gelu_new"):
-    model_config = GPT2Config(activation_function=activation)
-    chosen = Choice(precision, "so"), Choice(dynamo, "so")
-    return choices.choose_sigmoid_gelu(config, model_config, device, *chosen)
-
-
-@pytest.mark.parametrize(
-    ("argv", "device", "dynamo", "expected"),
-    [
-        ([], CUDA, "inductor", True),
-        ([], CUDA, "no", False),
-        ([], CPU, "inductor", False),
-        (["true"], CPU, "no", True),
-        (["false"], CUDA, "inductor", False),
-    ],
-)
-def test_what_inductor_fuses_on_cuda(argv, device, dynamo, expected):
-    """GELU by a sigmoid and the mask by index are on there, and where they are requested."""
-    config = config_of(*(text for value in argv for text in ("--sigmoid_gelu", value, "--index_mask", value)))
-    mask = choices.choose_index_mask(config, device, Choice(dynamo, "so"))
-    for choice in (mask, choose_gelu(config, device, "bf16", dynamo)):
-        assert choice.on is expected and choice.reason
-
-
-def test_the_mask_of_a_loss_outside_the_graph_is_a_bias():
-    """An index would cost a pass over the logits."""
-    assert not choices.choose_index_mask(config_of("--loss_in_graph", "False"), CUDA, Choice("inductor", "so")).on
-
-
-def test_other_activations_are_not_replaced():
-    """The sigmoid computes gelu_new only."""
-    assert not choose_gelu(config_of(), CUDA, "bf16", "inductor", "relu").on
-    with pytest.raises(UserError, match="requires activation_function gelu_new, but the model has relu"):
-        choose_gelu(config_of("--sigmoid_gelu"), CUDA, "bf16", "inductor", "relu")
-
-
-def test_gelu_by_a_sigmoid_is_not_the_default_in_fp32():
-    """Its gradients differ by 2e-6, which fp32 resolves."""
-    assert not choose_gelu(config_of(), CUDA, "no", "inductor").on
-    assert choose_gelu(config_of("--sigmoid_gelu"), CUDA, "no", "inductor").on
-
-
 def test_deterministic_algorithms_are_a_switch(monkeypatch, tmp_path):
     """The switch sets PyTorch's own option, inductor's and cuBLAS's. On a CPU only max-autotune needs it."""
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
@@ -216,7 +155,6 @@ def test_deterministic_algorithms_are_a_switch(monkeypatch, tmp_path):
         (["--block_size", "512"], CPU, "eager"),
         (["--block_size", "1024"], CPU, "sdpa"),
         (["--block_size", "512"], CUDA, "sdpa"),
-        (["--block_size", "64", "--sdpa_with_mask"], CPU, "sdpa_with_mask"),
     ],
 )
 def test_attention(argv, device, expected):
@@ -244,8 +182,6 @@ def test_compiled_code_is_kept(monkeypatch, tmp_path):
     ("switches", "message"),
     [
         (["--bf16_residual"], "--bf16_residual requires bf16 mixed precision"),
-        (["--gpu_memory_limit_gb", "8"], "--gpu_memory_limit_gb requires a CUDA device"),
-        (["--no_loss_in_graph", "--loss_chunks", "2"], "--loss_chunks requires the loss in the graph"),
         (["--profile", "0"], "profile must be at least 1"),
     ],
 )

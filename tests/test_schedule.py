@@ -93,7 +93,7 @@ def test_the_last_step_before_the_decay_is_saved(stable, train, capsys):
 def test_branches_equal_runs_that_were_planned_so(train, stable, tmp_path, step, max_steps):
     """A longer run and two earlier decays from one stable run, bit for bit."""
     planned = train(*STABLE, "--max_steps", max_steps, output_dir=tmp_path / "planned")
-    resume = ["--resume_from_checkpoint", stable / f"checkpoint-{step}", "--change_schedule"]
+    resume = ["--resume_from_checkpoint", stable / f"checkpoint-{step}"]
     branch = train(*STABLE, *resume, "--max_steps", max_steps, output_dir=tmp_path / "branch")
     assert (branch / "model.safetensors").read_bytes() == (planned / "model.safetensors").read_bytes()
     rates = [[e["learning_rate"] for e in read_events(run, "train")] for run in (planned, branch)]
@@ -121,7 +121,7 @@ def test_the_command_that_a_run_ends_with_extends_it(train, stable, tmp_path):
 )
 def test_a_jump_of_the_learning_rate_is_reported(train, stable, tmp_path, capsys, checkpoint, max_steps, expected):
     """The warning names the checkpoint to resume from instead."""
-    resume = ["--resume_from_checkpoint", stable / checkpoint, "--change_schedule", "--max_steps", max_steps]
+    resume = ["--resume_from_checkpoint", stable / checkpoint, "--max_steps", max_steps]
     train(*STABLE, *resume, output_dir=tmp_path / "branch")
     printed = capsys.readouterr().out
     assert ("jumps" in printed) is (expected is not None)
@@ -135,14 +135,20 @@ def test_a_finished_run_names_the_checkpoint_before_the_decay(train, stable, tmp
     assert f"resume from {stable / 'checkpoint-16'}, before the decay" in capsys.readouterr().out
 
 
-def test_a_warm_up_that_is_over_stays_over(tmp_path):
+@pytest.mark.parametrize(
+    ("max_steps", "warmup", "typed_steps", "typed_warmup", "expected"),
+    [
+        (20, 0.1, 20, 0.1, 0.1),
+        (20, 0.1, 400, 0.1, 2),
+        (400, 2, 400, 0.1, 2),  # the same command again
+        (20, 0.1, 400, 50, 50),
+    ],
+)
+def test_a_warm_up_that_is_over_stays_over(tmp_path, max_steps, warmup, typed_steps, typed_warmup, expected):
     """A tenth of 20 steps was 2 steps; of 400 it would be 40, and the learning rate would fall at step 7."""
-    identity = {"max_steps": 20, "warmup_steps": 0.1, "learning_rate": 1.0, "lr_scheduler_type": STABLE[1]}
-    state = {"step": 7, "identity": identity | {"lr_scheduler_kwargs": None}}
+    identity = {"max_steps": max_steps, "warmup_steps": warmup, "learning_rate": 1.0, "lr_scheduler_type": STABLE[1]}
+    state = {"step": 7, "identity": identity | {"lr_scheduler_kwargs": None, "muon_learning_rate": None}}
     fields = {"untrained": {}, "train_seconds": 0.0, "position": None, "loss_sum": 0.0, "num_losses": 0}
     (tmp_path / "training_state.json").write_text(json.dumps(state | fields))
-    resumed = ["--max_steps", 400, "--resume_from_checkpoint", "x"]
-    changed = config_of(*resumed, "--warmup_steps", 0.1, "--change_schedule")
-    assert keep_warmup(changed, tmp_path).warmup_steps == 2
-    assert keep_warmup(config_of(*resumed, "--warmup_steps", 0.1), tmp_path).warmup_steps == 0.1
-    assert keep_warmup(config_of(*resumed, "--warmup_steps", 50, "--change_schedule"), tmp_path).warmup_steps == 50
+    config = config_of("--max_steps", typed_steps, "--warmup_steps", typed_warmup)
+    assert keep_warmup(config, tmp_path).warmup_steps == expected

@@ -12,7 +12,7 @@ from recipe.errors import UserError
 
 MPI_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 FITS = (
-    "each size of GPT-2 fits on one device with --activation_checkpointing and --loss_chunks 8; use "
+    "each size of GPT-2 fits on one device with --activation_checkpointing; use "
     "accelerate_configs/multi_gpu.yaml, or multi_node.yaml for several machines"
 )
 REFUSED_SWITCHES = {

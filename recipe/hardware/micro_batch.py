@@ -105,8 +105,7 @@ def find_micro_batch(accelerator: Accelerator, module: nn.Module, candidates: li
         torch.compiler.reset()  # discard the graphs of the shape that did not fit
         free_memory()
     raise UserError(
-        "the model does not fit with one sequence per forward pass; try --activation_checkpointing --loss_chunks 8, "
-        "or a smaller recipe"
+        "the model does not fit with one sequence per forward pass; try --activation_checkpointing or a smaller recipe"
     )
 
 
@@ -149,8 +148,7 @@ def smaller_micro_batch(config: TrainConfig, candidates: list[int], micro_batch_
     smaller = [size for size in range(micro_batch_size - 1, 0, -1) if share % size == 0]
     if not smaller:
         raise UserError(
-            "out of memory with one sequence per forward pass; try --activation_checkpointing --loss_chunks 8, or a "
-            "smaller recipe"
+            "out of memory with one sequence per forward pass; try --activation_checkpointing or a smaller recipe"
         )
     if len(candidates) == 1:
         size = f"--per_device_train_batch_size {smaller[0]}"
@@ -158,7 +156,7 @@ def smaller_micro_batch(config: TrainConfig, candidates: list[int], micro_batch_
             size = f"--dynamo_mode default {size}"  # a smaller micro-batch accumulates gradients
         raise UserError(
             f"out of memory with micro-batches of {micro_batch_size}; resume with --resume_from_checkpoint auto and "
-            f"{size}, --loss_chunks 8 or --activation_checkpointing"
+            f"{size}, or --activation_checkpointing"
         )
     return smaller[0]
 

@@ -61,7 +61,7 @@ class GuardedUpdate:
         except torch.OutOfMemoryError as error:  # part of the update may be done, so the step cannot be repeated
             raise ProcessError(
                 "out of memory in the optimizer; resume with --resume_from_checkpoint auto and a smaller "
-                "--per_device_train_batch_size, --loss_chunks 8 or --activation_checkpointing"
+                "--per_device_train_batch_size, or --activation_checkpointing"
             ) from error
         if scaler is not None:
             scaler.update()

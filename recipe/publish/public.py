@@ -27,7 +27,7 @@ PATH_IN_TEXT = re.compile(r"(?<![\w./:\\~-])(?:~?/|[A-Za-z]:[\\/]|\\\\|file://)[
 
 # Options of the author's own repository and trackers: whoever repeats the run has others.
 OWN_OPTIONS = ("push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo")
-OWN_OPTIONS += ("report_to", "project")
+OWN_OPTIONS += ("report_to",)
 
 
 def public_name(name: str) -> str:

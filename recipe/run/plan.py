@@ -131,7 +131,8 @@ def keep_warmup(config: TrainConfig, directory: Path) -> TrainConfig:
     content = read_state(directory)
     earlier = with_schedule_of(config, content["identity"])
     num_steps = count_warmup_steps(earlier)
-    if config.max_steps != earlier.max_steps and config.warmup_steps < 1 and num_steps <= content["step"]:
+    is_changed = (config.max_steps, config.warmup_steps) != (earlier.max_steps, earlier.warmup_steps)
+    if is_changed and config.warmup_steps < 1 and num_steps <= content["step"]:
         return dataclasses.replace(config, warmup_steps=num_steps)
     return config
 

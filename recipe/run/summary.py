@@ -1,5 +1,6 @@
 """What a run prints at its start and end, and summary.json."""
 
+import re
 import shlex
 import sys
 import textwrap
@@ -185,7 +186,10 @@ def compare_with_expected(config: TrainConfig, metadata: dict[str, Any], loss: f
     metadata: of the dataset. It is the expected one if the last part of its name occurs in the names of the source.
     """
     expected, num_tokens = config.expected_loss, config.max_steps * config.global_batch_size * config.block_size
-    if expected is None or expected["dataset"].rpartition("/")[2] not in str(metadata["source"]):
+    if expected is None:
+        return None
+    name = re.escape(expected["dataset"].rpartition("/")[2])
+    if not re.search(rf"{name}(?![\w-])", str(metadata["source"])):  # fineweb-edu is not fineweb
         return None
     if abs(num_tokens / expected["tokens"] - 1) > SAME_LENGTH:
         return None

@@ -1,0 +1,148 @@
+"""The bare loop and the benchmark programs; tests/test_programs.py kills a run with soak.py."""
+
+import json
+import math
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import load_program, run_script
+
+from recipe.errors import UserError
+
+SUMMARY = {"tokens_seen": 1000, "tokens_per_second": 10.0, "wall_seconds": 1.0, "finished_at": "", "environment": {}}
+
+
+def test_the_bare_loop_learns(dataset_dir, monkeypatch, capsys):
+    """Thirty steps bring the loss far below that of a uniform guess, log(512)."""
+    program = load_program("scripts/bare_loop.py")
+    for name, value in {"MAX_STEPS": 30, "LOG_STEPS": 10, "WARMUP_STEPS": 5, "N_EMBD": 32, "GRAD_ACCUM": 2}.items():
+        monkeypatch.setattr(program, name, value)
+    monkeypatch.setattr(program, "PEAK_LR", 1e-2)
+    monkeypatch.setattr(sys, "argv", ["bare_loop.py", str(dataset_dir)])
+    program.main()
+    losses = [float(found) for found in re.findall(r"loss ([\d.]+)", capsys.readouterr().out)]
+    assert len(losses) == 3 and losses == sorted(losses, reverse=True) and losses[-1] < math.log(512) - 1.5
+
+
+def test_the_bare_loops_schedule():
+    """Linear to the peak, then a cosine to a tenth of it."""
+    program = load_program("scripts/bare_loop.py")
+    rates = [program.learning_rate(step) for step in range(program.MAX_STEPS)]
+    assert max(rates) == pytest.approx(program.PEAK_LR) == pytest.approx(rates[program.WARMUP_STEPS - 1])
+    assert rates[0] == pytest.approx(program.PEAK_LR / program.WARMUP_STEPS)
+    assert rates[-1] == pytest.approx(program.PEAK_LR / 10, rel=1e-3)
+
+
+@pytest.fixture
+def sweep(tmp_path, monkeypatch, capsys):
+    """Run the sweep program with a stand-in for training, which reports the square of the value plus the seed."""
+    program, trained = load_program("scripts/benchmarks/sweep.py"), []
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess:
+        options = dict(zip(command[2::2], command[3::2], strict=True))
+        value = float(options["--learning_rate"])
+        trained.append((value, int(options["--seed"])))
+        if value > 100:
+            return subprocess.CompletedProcess(command, 1, "", "Traceback\nerror: stopped at step 5: not finite\n")
+        folder = Path(options["--output_dir"])
+        folder.mkdir()
+        summary = {"eval_loss": value**2 + int(options["--seed"]), **SUMMARY}
+        (folder / "summary.json").write_text(json.dumps(summary))
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    def start(*arguments: object) -> str:
+        monkeypatch.setattr(sys, "argv", ["sweep.py", *map(str, arguments)])
+        program.main()
+        return capsys.readouterr().out
+
+    monkeypatch.setattr(program.subprocess, "run", run)
+    return start, trained, tmp_path / "sweep.json"
+
+
+def test_a_sweep_gives_mean_and_standard_deviation(sweep):
+    start, trained, path = sweep
+    text = start("learning_rate", 1, 2, "--seeds", 0, 1, 3, "--max_steps", 5, "--output_file", path)
+    assert sorted(trained) == [(1, 0), (1, 1), (1, 3), (2, 0), (2, 1), (2, 3)]
+    mean, sd = statistics.fmean([4, 5, 7]), statistics.stdev([4, 5, 7])
+    assert f"| 2 | 0.00 M | 3 | {mean:.4f} | {sd:.4f} | {math.exp(mean):.2f} | 10 |" in text
+    assert all({"environment", "finished_at"} <= run.keys() for run in json.loads(path.read_text())["runs"])
+
+
+def test_a_sweep_continues_and_refuses_another_one(sweep):
+    """What is in the file is not trained again; a file with other options is left alone."""
+    start, trained, path = sweep
+    start("learning_rate", 1, "--seeds", 0, "--output_file", path)
+    start("learning_rate", 1, 2, "--seeds", 0, "--output_file", path)
+    assert trained == [(1, 0), (2, 0)]
+    with pytest.raises(UserError, match="holds another sweep"):
+        start("learning_rate", 3, "--seeds", 0, "--max_steps", 5, "--output_file", path)
+
+
+def test_a_run_that_fails_is_a_row(sweep):
+    """A learning rate that is too high is a result, too."""
+    start, _, path = sweep
+    assert "| 1000 | | 0 | failed | | | |" in start("learning_rate", 1, 1000, "--seeds", 0, "--output_file", path)
+    failed = json.loads(path.read_text())["runs"][-1]
+    assert failed["failed"].startswith("error: stopped at step 5")
+
+
+def test_mistakes_of_a_sweep():
+    assert "did you mean --learning_rate?" in run_script("scripts/benchmarks/sweep.py", "learning_rat", "1")
+    assert "did you mean --max_steps?" in run_script("scripts/benchmarks/sweep.py", "seed", "1", "--max_stepz", "1")
+
+
+def test_the_benchmark_of_data(tokenizer_dir, tmp_path):
+    """On a small text; the comparison with tiktoken needs 200 MB."""
+    path = tmp_path / "data.json"
+    arguments = ["--tokenizer_name", tokenizer_dir, "--megabytes", 1, "--output_file", path]
+    assert run_script("scripts/benchmarks/data.py", *arguments) == ""
+    found = json.loads(path.read_text())
+    assert found["sizes"]["1"]["peak_megabytes"] > 50 and found["batch_of_32_rows_ms"] > 0
+
+
+@pytest.fixture
+def first_gpu(tmp_path, monkeypatch):
+    """Run first_gpu.py with these stages: (name, seconds, Python code, or a list of two)."""
+    program = load_program("scripts/benchmarks/first_gpu.py")
+
+    def python(code: str | list) -> list:
+        return [python(part) for part in code] if isinstance(code, list) else [sys.executable, "-c", code]
+
+    def start(stages: list, *arguments: object) -> dict[str, dict]:
+        stages = [(name, seconds, python(code)) for name, seconds, code in stages]
+        monkeypatch.setattr(program, "list_stages", lambda args: stages)
+        options = ["--dataset_dir", "data", "--nanogpt", "nanoGPT", "--output_dir", tmp_path / "out", *arguments]
+        monkeypatch.setattr(sys, "argv", ["first_gpu.py", *map(str, options)])
+        program.main()
+        return {path.stem[3:]: json.loads(path.read_text()) for path in sorted((tmp_path / "out").glob("*.json"))}
+
+    return start
+
+
+def test_a_stage_that_fails_or_hangs_does_not_stop_the_next(first_gpu):
+    hangs = "import time; time.sleep(60)"
+    stages = [("bad", 9, "print('a'); raise SystemExit('no kernel')"), ("slow", 1, hangs), ("good", 9, "print('b')")]
+    found = first_gpu(stages)
+    assert "failed with 1: no kernel" in found["bad"]["status"] and found["slow"]["status"] == "not finished in time"
+    assert found["good"]["status"] == "done" and found["good"]["output"] == ["b"]
+    assert all(entry["environment"]["torch"] and entry["command"].startswith("python") for entry in found.values())
+
+
+def test_two_programs_side_by_side_and_a_stage_without_time(first_gpu):
+    """What does not fit into the time any more is recorded as not run."""
+    found = first_gpu([("warm", 1, ["print(1)", "print(2)"]), ("late", 900, "print(3)")], "--minutes", 0.2)
+    assert found["warm"]["status"] == "done; done" and found["late"]["status"].startswith("not run")
+
+
+def test_the_stages_follow_the_plan():
+    """The first proof that anything works comes before the timings, and no stage starts more than two programs."""
+    program = load_program("scripts/benchmarks/first_gpu.py")
+    args = program.argparse.Namespace(rows=64, run=[], nanogpt=Path("nanoGPT"), output_dir=Path("out"))
+    stages = program.list_stages(args)
+    assert [name for name, *_ in stages][:3] == ["machine", "gpu_tests", "warm"]
+    assert all(len(command) == 2 for _, _, command in stages if isinstance(command[0], list))
+    assert sum(seconds for _, seconds, _ in stages) <= 600
