@@ -48,7 +48,7 @@ class FreedMemory:
 
     Before glibc 2.38, malloc does not reuse a freed, aligned block between two live small blocks (glibc bug 14581),
     and torch aligns every tensor, so a loop that keeps a small tensor per iteration can lose a large one each time:
-    600 iterations took 4.2 GB, and 0.4 GB with huge pages and this class (scripts/benchmarks/cpu_memory.json).
+    600 iterations took 4.2 GB, and 0.4 GB with huge pages and this class (scripts/benchmarks/LOG.md).
     `malloc_trim` returns the pages of all freed blocks.
     """
 
