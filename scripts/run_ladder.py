@@ -173,7 +173,7 @@ def train(on: set[str], setting: Setting) -> dict[str, float]:
             lap_started_at = time.perf_counter()
 
     peak, losses = peak_memory_bytes(device), []
-    with torch.no_grad(), autocast:
+    with autocast:  # with gradients, so that the compiled graph is used again
         for eval_rows, _ in iterate_validation(dataset.splits["validation"], setting.eval_rows, micro_batch, 0, 1):
             batch = torch.from_numpy(eval_rows).to(device)
             losses.append(compute_loss(batch[:, :-1], batch[:, 1:]).item())
