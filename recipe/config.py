@@ -96,7 +96,10 @@ class TrainConfig:
         const="true",
     )
     loss_chunks: int | str | None = _field(
-        "auto", "Compute the loss in this many chunks: saves memory, costs time.", at_least=1, words=("auto",)
+        "auto",
+        "Compute the loss in this many chunks: saves memory where the step is not compiled for CUDA, costs time.",
+        at_least=1,
+        words=("auto",),
     )
     label_smoothing_factor: float = _field(0.0, "Label smoothing.", at_least=0, below=1)
 

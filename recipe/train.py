@@ -112,9 +112,8 @@ def main(started_at: float | None = None) -> None:
     report.start(state.step, config, recipe, choices, model, accumulation)
     for warning in find_warnings(config, resume_dir, precision, dataset, state.step):
         report.say(warning)
-    if changes:
+    if changes:  # save, so that the config on disk always matches the newest checkpoint
         report.schedule(state.step, changes)
-    if changes:  # the config on disk always matches the newest checkpoint
         saver.save(state)
 
     # ------------------------------------------------------------------ loop: one iteration is one optimizer step

@@ -51,9 +51,14 @@ def main() -> None:
     model_config = GPT2Config(
         vocab_size=-(-dataset.vocab_size // 128) * 128,  # 50257 -> 50304, a size with fast matmul kernels
         n_positions=dataset.block_size,
-        **dict.fromkeys(("bos_token_id", "eos_token_id"), dataset.metadata["eos_token_id"]),
-        **{"n_layer": N_LAYER, "n_head": N_HEAD, "n_embd": N_EMBD},
-        **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},  # GPT2Config's default is 0.1
+        n_layer=N_LAYER,
+        n_head=N_HEAD,
+        n_embd=N_EMBD,
+        resid_pdrop=0.0,  # GPT2Config's default is 0.1
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=dataset.metadata["eos_token_id"],
+        eos_token_id=dataset.metadata["eos_token_id"],
     )
     model = AutoModelForCausalLM.from_config(model_config, attn_implementation="sdpa_without_mask").to(device)
 
@@ -73,8 +78,8 @@ def main() -> None:
         for micro_step in range(GRAD_ACCUM):
             first = (step * GRAD_ACCUM + micro_step) * MICRO_BATCH
             batch = torch.from_numpy(rows[example_rows(np.arange(first, first + MICRO_BATCH), len(rows), SEED)])
-            if device.type == "cuda":
-                batch = batch.pin_memory().to(device, non_blocking=True)  # the host does not wait for the copy
+            batch = batch.pin_memory() if device.type == "cuda" else batch
+            batch = batch.to(device, non_blocking=True)  # from pinned memory, the host does not wait for the copy
             with torch.autocast(device.type, torch.bfloat16, enabled=native_bf16(device) is not None):
                 loss = compute_loss(batch[:, :-1], batch[:, 1:]) / GRAD_ACCUM
             loss.backward()

@@ -8,6 +8,7 @@ report needs. Exits with 1 if a check fails.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import shutil
@@ -24,21 +25,25 @@ from accelerate.utils import launch as environments
 from huggingface_hub import get_token, whoami
 from packaging.requirements import Requirement
 
-from recipe.arguments import CommandLine
+from recipe.arguments import CommandLine, typed_names
 from recipe.command_line import load_config, names_data
-from recipe.config import STANDARD_LIBRARY, TrainConfig
+from recipe.config import STANDARD_LIBRARY, TrainConfig, save_config
 from recipe.environment import count_cpus, describe_device
 from recipe.errors import UserError, one_line, run_main, short_reason
-from recipe.hardware.choices import choose_mixed_precision
+from recipe.hardware.choices import choose_dynamo_backend, choose_mixed_precision
 from recipe.hardware.devices import native_bf16, why_no_inductor
 from recipe.hardware.launcher import check_launcher, wants_cpu
 from recipe.hardware.processes import check_kernels
+from recipe.model.build import build_model_config
+from recipe.model.size import count_parameters, count_training_flops
 
+TRAIN = str(Path(__file__).resolve().parents[1] / "recipe" / "train.py")
 MEASURED_STEPS = 10
+GPT2_VOCAB_SIZE = 50257
 
 
 def main() -> None:
-    args, config, options = parse()
+    args, config = parse()
     checks: dict[str, Callable[[], str]] = {
         "packages": check_packages,
         "launcher": lambda: check_launch(args.config_file),
@@ -49,7 +54,7 @@ def main() -> None:
         "Hub": lambda: check_hub(config),
     }
     if args.measure:
-        checks["measured"] = lambda: measure(args.config_file, config, options)
+        checks["measured"] = lambda: measure(args.config_file, config)
     failed = 0
     for name, check in checks.items():
         try:
@@ -147,40 +152,55 @@ def check_hub(config: TrainConfig) -> str:
         if config.push_to_hub:
             raise UserError("--push_to_hub needs a token; run hf auth login, or set HF_TOKEN")
         return "not logged in; only --push_to_hub and gated datasets need that"
-    return f"logged in as {whoami()['name']}"
+    try:
+        return f"logged in as {whoami()['name']}"
+    except Exception as error:  # of the HTTP client, which huggingface_hub chooses
+        if config.push_to_hub:
+            raise
+        return f"a token is stored, but the Hub did not accept it: {short_reason(error)}"
 
 
-def measure(config_file: str | None, config: TrainConfig, options: list[str]) -> str:
-    """Train ten steps with the launcher, on the run's data or on the Python standard library's text."""
+def measure(config_file: str | None, config: TrainConfig) -> str:
+    """Train ten steps of the run with the launcher, and extrapolate to all of its steps. Nothing is published."""
+    model_config = build_model_config(config, GPT2_VOCAB_SIZE, 0, config.model_name_or_path)
+    flops = count_training_flops(config, model_config, count_parameters(model_config))
+    short = {"max_steps": MEASURED_STEPS, "num_train_epochs": None, "max_minutes": None, "profile": None}
+    short |= {"eval_steps": 0, "max_eval_samples": 1, "eval_tasks": None, "save_steps": 0, "logging_steps": 2}
+    short |= {"push_to_hub": False, "report_to": None, "resume_from_checkpoint": None, "expected_loss": None}
+    short["dynamo_backend"] = choose_dynamo_backend(config, find_device(), flops).value  # of the whole run
+    short["warmup_steps"] = min(config.warmup_steps, 1)
     launcher = [sys.executable, "-m", "accelerate.commands.launch"]
     launcher += ["--config_file", config_file] if config_file else []
-    short = {"max_steps": MEASURED_STEPS, "eval_steps": 0, "max_eval_samples": 1, "save_steps": 0, "logging_steps": 2}
     with tempfile.TemporaryDirectory() as folder:
-        arguments = [text for name, value in short.items() for text in (f"--{name}", str(value))]
-        command = [*launcher, "recipe/train.py", *options, *arguments, "--output_dir", f"{folder}/run"]
-        root = Path(__file__).resolve().parents[1]
-        result = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+        recipe = Path(folder, "recipe.yaml")
+        save_config(dataclasses.replace(config, **short), recipe)
+        command = [*launcher, TRAIN, "--config", str(recipe), "--output_dir", f"{folder}/run"]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode != 0:
             lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
             raise UserError(f"training failed: {(lines or result.stderr.splitlines())[-1]}")
         summary = json.loads(Path(folder, "run", "summary.json").read_text())
     speed, memory = summary["tokens_per_second"], summary["peak_memory_bytes"] / 1e9
     hours = config.max_steps * config.global_batch_size * config.block_size / speed / 3600
+    length = f"{hours:,.2f} hours for {config.max_steps:,} steps"
+    if config.num_train_epochs or config.is_open_ended:
+        length = "the length of the run depends on its epochs or minutes"
     rows = summary["per_device_train_batch_size"]
-    return f"{memory:.1f} GB, {rows} rows per forward pass, {speed:,.0f} tokens/s: {hours:,.2f} hours for the run"
+    return f"{memory:.1f} GB, {rows} rows per forward pass, {speed:,.0f} tokens/s: {length}"
 
 
-def parse() -> tuple[argparse.Namespace, TrainConfig, list[str]]:
-    """Return the options of this script, the run's config, and the run's options with data if none were given."""
+def parse() -> tuple[argparse.Namespace, TrainConfig]:
+    """Return the options of this script and the run's config, with the standard library's text if none was given."""
     parser = CommandLine(description="Check this machine. Further options are those of recipe/train.py.")
     parser.add_argument("--config", default="demo", help="recipe (default: demo)")
     parser.add_argument("--config_file", help="Accelerate config (default: what `accelerate config` wrote)")
     parser.add_argument("--measure", action="store_true", help="train ten steps: memory, speed, hours to finish")
     args, options = parser.parse_with_run_options()
     if not names_data(args.config, options):
-        options += ["--dataset_name", STANDARD_LIBRARY, "--tokenizer_vocab_size", "50257"]
-    options = ["--config", args.config, *options]
-    return args, load_config(options)[0], options
+        options += ["--dataset_name", STANDARD_LIBRARY]
+        if "tokenizer_name" not in typed_names(options):
+            options += ["--tokenizer_vocab_size", str(GPT2_VOCAB_SIZE)]
+    return args, load_config(["--config", args.config, *options])[0]
 
 
 if __name__ == "__main__":

@@ -39,16 +39,14 @@ def main() -> None:
     text = find_text(args, tokenizer).head(MAX_TOKENS)
     model = load_pretrained(AutoModelForCausalLM, args.model, device_map={"": device}).eval()
     print_row(args.model, model, text)
-    with tempfile.TemporaryDirectory() as folder:
-        source = args.model
-        if args.prune is not None:
-            for matrix in find_matrices(model):
-                prune.l1_unstructured(matrix, "weight", args.prune)
-                prune.remove(matrix, "weight")
-            source = Path(folder)
-            model.save_pretrained(source)
-        if args.quantize:
-            model = load_as_int8(source, device)
+    if args.prune is not None:
+        for matrix in find_matrices(model):
+            prune.l1_unstructured(matrix, "weight", args.prune)
+            prune.remove(matrix, "weight")
+    if args.quantize:  # the conversion reads a saved model
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            model = load_as_int8(Path(folder), device)
     model.save_pretrained(args.output_dir)
     save_tokenizer(tokenizer, args.output_dir, model.config.max_position_embeddings)
     exported = load_pretrained(AutoModelForCausalLM, args.output_dir, device_map={"": device}).eval()  # as users do

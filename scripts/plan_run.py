@@ -88,8 +88,8 @@ def load_run(recipe: str, options: list[str]) -> tuple[TrainConfig, PreTrainedCo
     """Return the run's config and its model's, with the padded vocabulary."""
     no_data = [] if names_data(recipe, options) else ["--dataset_dir", "DIR"]
     config = load_config(["--config", recipe, *options, *no_data])[0]
-    if config.num_train_epochs is not None:
-        raise UserError("num_train_epochs depends on the dataset; pass --max_steps instead")
+    if config.num_train_epochs is not None or config.is_open_ended:
+        raise UserError("the number of steps depends on the dataset or the device; pass --max_steps")
     vocab_size = config.tokenizer_vocab_size or GPT2_VOCAB_SIZE
     model_config = build_model_config(config, vocab_size, 0, config.model_name_or_path)
     model_config.vocab_size = padded_vocab_size(vocab_size, config.pad_vocab_to_multiple_of)

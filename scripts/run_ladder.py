@@ -6,8 +6,8 @@ python scripts/run_ladder.py --ablate                   everything on, then one 
 git clone https://github.com/karpathy/nanoGPT runs/nanoGPT
 python scripts/run_ladder.py --peers runs/nanoGPT       recipe/train.py and nanoGPT, in turn
 
-Every rung trains stock GPT-2 on the same rows, in a fresh process. The last rung is recipe/train.py itself. Results: a
-JSON file, with a table (.md) and a chart (.png) beside it.
+Every rung trains stock GPT-2 on the same rows, in a fresh process. The last rung is recipe/train.py itself, whose
+minutes include its evaluations and export. Results: a JSON file, with a table (.md) and a chart (.png) beside it.
 """
 
 import argparse
@@ -54,7 +54,7 @@ TRAIN = Path(__file__).resolve().parents[1] / "recipe" / "train.py"
 RUNGS = {  # in the order in which they are added
     "fp32": "fp32, as a first program",
     "tf32": "TF32",
-    "half": "bf16",
+    "half": "bf16 (else fp16, scaled)",
     "compile": "torch.compile",
     "flash": "flash attention, no mask",
     "padding": "padded vocabulary",
@@ -72,7 +72,6 @@ GPT2_SHAPE = {"n_layer": 12, "n_head": 12, "n_embd": 768}
 # Without a GPU: 30 M parameters, because GPT-2 124M takes minutes per step.
 CPU_SHAPE = ["--config_overrides", "n_layer=6,n_head=6,n_embd=384"]
 CPU_ROWS = ["--block_size", "256"]
-GPT2_VOCAB_SIZE = 50257
 
 
 @dataclass(frozen=True)
@@ -112,8 +111,11 @@ def train(on: set[str], setting: Setting) -> dict[str, float]:
         vocab_size=dataset.vocab_size,
         n_positions=dataset.block_size,
         tie_word_embeddings="tied" in on,
-        **dict.fromkeys(("bos_token_id", "eos_token_id"), dataset.metadata["eos_token_id"]),
-        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+        bos_token_id=dataset.metadata["eos_token_id"],
+        eos_token_id=dataset.metadata["eos_token_id"],
+        resid_pdrop=0.0,  # GPT2Config's default is 0.1
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
         **setting.shape,
     )
     model = AutoModelForCausalLM.from_config(model_config, attn_implementation=attention)
@@ -148,7 +150,7 @@ def train(on: set[str], setting: Setting) -> dict[str, float]:
         if "packed" not in on:  # as from a list of documents: Python integers, row by row
             return torch.tensor([rows[index][0].tolist() for index in indices[:, None]]).to(device)
         batch = torch.from_numpy(rows[indices])
-        return batch.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else batch
+        return (batch.pin_memory() if device.type == "cuda" else batch).to(device, non_blocking=True)
 
     laps, lap_started_at, step = [], time.perf_counter(), 0
     while step < setting.num_steps if setting.seconds is None else time.time() < ends_at:
@@ -198,7 +200,7 @@ def train_recipe(setting: Setting) -> dict[str, float]:
         **{"global_batch_size": setting.global_batch, "per_device_train_batch_size": setting.micro_batch},
         **{"optim": "adamw_torch_fused", "learning_rate": LEARNING_RATE, "weight_decay": 0.01, "seed": SEED},
         **{"lr_scheduler_type": "constant", "warmup_steps": 0, "logging_steps": LAP},
-        **{"eval_steps": 0, "max_eval_samples": setting.eval_rows, "save_steps": 0},
+        **{"eval_steps": 0, "max_eval_samples": max(1, setting.eval_rows), "save_steps": 0},
         "dynamo_backend": "no" if why_no_inductor(torch.device(setting.device)) else "inductor",
     }
     with tempfile.TemporaryDirectory() as folder:
@@ -212,6 +214,8 @@ def train_recipe(setting: Setting) -> dict[str, float]:
 def train_nanogpt(source: Path, setting: Setting) -> dict[str, float]:
     """Train the same with a copy of nanoGPT and our tokens. On a CPU it trains in fp32."""
     dataset = open_packed_dataset(setting.dataset_dir)
+    if dataset.vocab_size > 2**16:
+        raise UserError(f"nanoGPT reads 16-bit token ids, but this vocabulary has {dataset.vocab_size:,} tokens")
     options = {
         **{"dataset": "ladder", "device": setting.device, "bias": True, "dropout": 0.0, **setting.shape},
         **{"block_size": dataset.block_size, "batch_size": setting.micro_batch},
@@ -224,7 +228,8 @@ def train_nanogpt(source: Path, setting: Setting) -> dict[str, float]:
         shutil.copytree(source, copy, ignore=shutil.ignore_patterns(".git", "*.bin"))
         data.mkdir()
         for split, name in (("train", "train.bin"), ("validation", "val.bin")):
-            dataset.splits[split].stream().astype(np.uint16).tofile(data / name)
+            num_rows = min(len(dataset.splits[split]), setting.num_steps * setting.global_batch)  # as many as it reads
+            dataset.splits[split][np.arange(num_rows)][:, :-1].astype(np.uint16).tofile(data / name)
         vocab_size = -(-dataset.vocab_size // 128) * 128
         (data / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": vocab_size}))  # else it uses GPT-2's
         output = run_program(["train.py", *(f"--{key}={value}" for key, value in options.items())], copy)
@@ -249,7 +254,7 @@ def why_skipped(rung: str, setting: Setting) -> str | None:
         return "this device has no TF32"
     if rung == "half" and device.type != "cuda" and not native_bf16(device):
         return "this device has no bf16 units"
-    return why_no_inductor(device) if rung == "compile" else None
+    return why_no_inductor(device) if rung in ("compile", "loss_in_graph") else None
 
 
 # What to measure: a label, and either a function to call in a fresh process or the reason why it is not run.
@@ -292,20 +297,27 @@ def measure(job: Callable[[], dict] | str) -> dict:
         return {"not_run": job}
     try:
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-            return pool.submit(job).result()
-    except UserError as error:
-        return {"not_run": str(error)}
-    except (BrokenProcessPool, RuntimeError) as error:  # killed, or torch's: out of memory, a compiler that fails
-        return {"not_run": short_reason(error)}
+            return pool.submit(attempt, job).result()
+    except BrokenProcessPool:
+        return {"not_run": "the process was killed, perhaps for lack of memory"}
+
+
+def attempt(job: Callable[[], dict]) -> dict:
+    """Return the numbers of a rung, or why it failed: out of memory, or a compiler that does not work."""
+    try:
+        return job()
+    except Exception as error:
+        return {"not_run": str(error) if isinstance(error, UserError) else short_reason(error)}
 
 
 HEADER = f"| {'':27} | tokens/s | speedup | peak GB |   loss | change |\n|---|---:|---:|---:|---:|---:|"
 
 
-def make_row(entry: dict, first: dict) -> str:
-    """Return a row of the table, in 80 columns. Speedup, and change of the loss: against the first row."""
+def make_row(entry: dict, entries: list[dict]) -> str:
+    """Return a row of the table, in 80 columns. Speedup, and change of the loss: against the first that ran."""
     if "not_run" in entry:
         return f"| {entry['what']:27} | not run: {entry['not_run']} | | | | |"
+    first = next(found for found in entries if "not_run" not in found)
     speed = entry["tokens_per_second"]
     cells = [f"{entry['what']:27}", f"{speed:8,.0f}", f"{speed / first['tokens_per_second']:7.2f}"]
     if "loss" in entry:
@@ -318,14 +330,14 @@ def save(path: Path, about: dict, entries: list[dict]) -> None:
     """Write what has been measured so far, as JSON and as a table."""
     about = {**about, "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
     path.write_text(json.dumps({**about, "entries": entries}, indent=2) + "\n")
-    table = "\n".join([HEADER, *(make_row(entry, entries[0]) for entry in entries)])
+    table = "\n".join([HEADER, *(make_row(entry, entries) for entry in entries)])
     path.with_suffix(".md").write_text(f"{about['what']}\n\n{table}\n")
 
 
 def draw(path: Path, machine: str, entries: list[dict], dark: bool) -> None:
     """Draw a bar per rung: its tokens per second, and its speedup over the first one."""
     timed = [entry for entry in entries if "not_run" not in entry]
-    title = "Tokens per second, one optimization at a time"
+    title = "Tokens per second, one optimization after another"
     with open_chart(path, title, machine, 0.42 * len(timed) + 0.6, dark) as (axes, colors):
         for row, entry in enumerate(timed):
             speed = entry["tokens_per_second"]
@@ -358,7 +370,7 @@ def choose_setting(args: argparse.Namespace) -> Setting:
         raise UserError(f"the ladder measures GPT-2, but {recipe} trains a {config.model_type}")
     dataset, micro_batch = open_dataset_for(config), args.micro_batch or (4 if device.type == "cpu" else 16)
     eval_rows = min(EVAL_ROWS, len(dataset.splits["validation"])) // micro_batch * micro_batch
-    if eval_rows == 0:
+    if eval_rows == 0 and not args.peers:
         raise UserError(f"the validation split has fewer rows than micro_batch {micro_batch}; pass a smaller one")
     return Setting(
         device.type,
@@ -416,10 +428,10 @@ def main() -> None:
     print(f"{textwrap.fill(about['what'], 80)}\n\n{HEADER}", flush=True)
     for what, job in plan:
         entries.append({"what": what, **measure(job)})
-        print(make_row(entries[-1], entries[0]), flush=True)
+        print(make_row(entries[-1], entries), flush=True)
         save(path, about, entries)
-    if "not_run" in entries[0]:
-        raise UserError(f"nothing can be compared: {entries[0]['not_run']}")
+    if all("not_run" in entry for entry in entries):
+        raise UserError(f"nothing could be measured: {entries[0]['not_run']}")
     if args.peers:
         speeds = [entry.get("tokens_per_second", float("nan")) for entry in entries]
         ratios = sorted(ours / theirs for ours, theirs in zip(speeds[::2], speeds[1::2], strict=True))

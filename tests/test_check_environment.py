@@ -91,4 +91,4 @@ def test_a_run_that_fails_is_quoted(program, monkeypatch):
     failed = subprocess.CompletedProcess([], 1, "", "error: there is no dataset x\nTraceback\nCalledProcessError\n")
     monkeypatch.setattr("subprocess.run", lambda *args, **kwargs: failed)
     with pytest.raises(UserError, match="training failed: error: there is no dataset x$"):
-        program.measure(None, load_config([])[0], [])
+        program.measure(None, load_config([])[0])

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import time
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
@@ -80,7 +81,10 @@ def test_rungs_add_up_and_what_a_cpu_cannot_show_is_skipped_with_a_word(program,
     monkeypatch.setattr(program, "native_bf16", lambda device: None)
     plan = program.plan_ladder(setting, None)
     reasons = {what: job for what, job in plan if isinstance(job, str)}
-    assert reasons["TF32"] == "this device has no TF32" and reasons["bf16"] == "this device has no bf16 units"
+    assert (
+        reasons["TF32"] == "this device has no TF32"
+        and reasons[program.RUNGS["half"]] == "this device has no bf16 units"
+    )
     switches = [job.args[0] for what, job in plan[:-1] if not isinstance(job, str)]
     assert all(len(more - fewer) == 1 and fewer < more for fewer, more in zip(switches, switches[1:], strict=False))
     assert plan[-1][0] == "recipe/train.py" and [what for what, _ in plan[:-1]] == list(program.RUNGS.values())
@@ -128,8 +132,11 @@ def test_nanogpt_gets_our_tokens_and_takes_turns(program, setting, tmp_path):
 
 def test_a_rung_that_fails_is_recorded(program, setting):
     assert program.measure("no GPU") == {"not_run": "no GPU"}
-    row = program.make_row({"what": "bf16", "not_run": "out of memory"}, {})
-    assert "not run: out of memory" in row
+    failed, timed = {"what": "fp32", "not_run": "out of memory"}, {"what": "bf16", "tokens_per_second": 10.0}
+    assert "not run: out of memory" in program.make_row(failed, [failed])
+    assert "| 1.00 |" in program.make_row(timed, [failed, timed]).replace("    ", " ").replace("  ", " ")
+    with mock.patch.object(program, "train", side_effect=RuntimeError("no kernel")) as train:
+        assert program.attempt(train) == {"not_run": "RuntimeError: no kernel"}
 
 
 @pytest.mark.parametrize(

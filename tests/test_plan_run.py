@@ -73,7 +73,8 @@ def test_the_readme_shows_the_table_of_memory_classes(capsys):
      ("--gpu t4 --max_stepz 2", "did you mean --max_steps?"), ("--gpu t4 --mfu 0", "must be greater than 0"),
      ("--gpu h100 --num_gpus 3", "global_batch_size 512 is not divisible by 3"),
      ("--gpu rtx3060 --config gpt2_1558m", "the model does not fit into 12.5 GB"),
-     ("--gpu h100 --config gpt2_finetune", "depends on the dataset"), ("--gpu h100 --config x", "there is no recipe")],
+     ("--gpu h100 --config gpt2_finetune", "depends on the dataset"),
+     ("--gpu h100 --max_minutes 5", "pass --max_steps"), ("--gpu h100 --config x", "there is no recipe")],
 )  # fmt: skip
 def test_mistakes_are_one_sentence(arguments, message):
     error = run_script(SCRIPT, *arguments.split())

@@ -131,7 +131,7 @@ def build_text_encoder(tokenizer: TextTokenizer, sample: Sequence[str]) -> tuple
 
     try:
         encode = Gigatoken(backend.to_str(), plain)
-    except RuntimeError as error:
+    except (RuntimeError, ImportError) as error:
         return plain, f"tokenizers (gigatoken cannot be used: {one_line(error).partition(' Location:')[0]})"
     texts = [PROBE, *sample]
     for start in range(0, len(texts), 10):  # tokenizers needs hundreds of bytes of memory per token

@@ -68,14 +68,16 @@ def read_csv(stream: BinaryIO, start: dict) -> Iterator[tuple[dict, Any]]:
 
 
 def read_jsonl(stream: BinaryIO, start: dict) -> Iterator[tuple[dict, Any]]:
-    import orjson  # not at the top, because training on a packed dataset does not need it
-
+    try:  # not at the top, because training on a packed dataset does not need it
+        from orjson import loads
+    except ImportError:
+        from json import loads
     offset = start.get("offset", 0)
     skip_bytes(stream, offset)
     for number, line in enumerate(stream, start.get("row", 0) + 1):
         offset += len(line)
         try:
-            row = orjson.loads(line)
+            row = loads(line)
         except ValueError:
             if not line.strip(codecs.BOM_UTF8 + b" \t\r\n"):
                 continue

@@ -61,7 +61,6 @@ class Accumulation:
         options = {
             **{name: environment[name] for name in ("device", "gpt2_recipe", "torch", "transformers")},
             "memory": torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None,
-            "bf16_residual": self.config.bf16_residual,
             "shape": shape.to_json_string(use_diff=False),
             "rows": [self.config.block_size, self.config.global_batch_size, self.accelerator.num_processes],
             **{name: choice.value for name, choice in choices.items() if name != "memory"},

@@ -30,7 +30,7 @@ def main() -> None:
     runs: list[dict] = []
     if args.output_file and args.output_file.exists():
         found = json.loads(args.output_file.read_text())
-        runs = found.pop("runs")
+        runs = [run for run in found.pop("runs") if "failed" not in run]  # those are tried again
         if found != sweep:
             raise UserError(f"{args.output_file} holds another sweep ({found}); choose another --output_file")
     for seed in args.seeds:
@@ -51,7 +51,7 @@ def train(options: list[str], option: str, value: str, seed: int) -> dict:
         command = [sys.executable, str(TRAIN), *EVALUATION, *options, *chosen]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode != 0:
-            return {"value": value, "seed": seed, "failed": result.stderr.strip().splitlines()[-1]}
+            return {"value": value, "seed": seed, "failed": (result.stderr.strip().splitlines() or ["no output"])[-1]}
         summary = json.loads(Path(folder, "run", "summary.json").read_text())
     return {"value": value, "seed": seed, **{key: summary[key] for key in KEPT}}
 
