@@ -20,15 +20,19 @@ def program(monkeypatch):
 
 
 def test_this_machine_and_ten_real_steps(dataset_dir, tmp_path, monkeypatch, capsys):
-    """Every check passes; --measure trains the run's own model and extrapolates to all of its steps."""
+    """Every check passes; --measure trains the run's own model, extrapolates to all steps, and publishes nothing."""
+    (tmp_path / "data").symlink_to(dataset_dir)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: "hf_x")
+    monkeypatch.setattr("huggingface_hub.whoami", lambda: {"name": "ada"})
     options = "--config_overrides n_layer=2,n_head=2,n_embd=32 --block_size 32 --global_batch_size 4 --max_steps 1000"
-    assert run_script(SCRIPT, "--measure", "--dataset_dir", dataset_dir, *options.split()) == ""
+    options += " --dataset_dir data --push_to_hub --hub_model_id ada/x --report_to tensorboard"
+    assert run_script(SCRIPT, "--measure", *options.split()) == ""
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 8 and all(line.startswith("ok ") for line in lines)
     speed = float(lines[-1].split(" tokens/s")[0].split()[-1].replace(",", ""))
-    assert f"{1000 * 4 * 32 / speed / 3600:,.2f} hours" in lines[-1]
+    assert f"{1000 * 4 * 32 / speed / 3600:,.2f} hours for 1,000 steps" in lines[-1]
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
 
 
 def test_a_failed_check_is_the_exit_status(program, tmp_path, monkeypatch, capsys):
