@@ -47,14 +47,7 @@ from recipe.run.output_dir import choose_output_dir, open_output_dir
 from recipe.run.plan import StepBudget, check_before_preparing, plan_run, shorten
 from recipe.run.profile import StepProfiler
 from recipe.run.stop import EXIT_STOPPED, StopRequest
-from recipe.run.summary import (
-    build_summary,
-    closing_words,
-    compare_with_expected,
-    describe_evaluation,
-    describe_run,
-    find_warnings,
-)
+from recipe.run.summary import build_summary, closing_words, describe_evaluation, describe_run, find_warnings
 
 
 def main(started_at: float | None = None) -> None:
@@ -205,8 +198,7 @@ def main(started_at: float | None = None) -> None:
     if accelerator.is_main_process:
         export_model(model, model_config, tokenizer, output_dir)
         report.summary(build_summary(accelerator, state, evaluation, meter, choices, accumulation, model))
-        compared = compare_with_expected(config, dataset.metadata, evaluation["loss"])
-        print(closing_words(config, output_dir, state.untrained, evaluation, meter, compared))
+        print(closing_words(config, output_dir, state.untrained, evaluation, meter, dataset.metadata))
         uploads.finish(state.step)
     wait_on_host()
     report.end()

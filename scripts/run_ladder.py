@@ -167,7 +167,7 @@ def train(on: set[str], setting: Setting) -> dict[str, float]:
         scaler.update()
         optimizer.zero_grad()
         step += 1
-        if "no_sync" not in on:  # a log line in every step: the device is idle while the host reads and goes on
+        if "no_sync" not in on:  # a log line in every step: the device idles until the host has read it
             step_loss.item()
         if step % LAP == 0:
             step_loss.item()  # waits for the device

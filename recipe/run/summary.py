@@ -247,19 +247,16 @@ def closing_words(
     untrained: dict[str, Any],
     trained: dict[str, Any],
     meter: StepMeter,
-    compared: str | None,
+    metadata: dict[str, Any],
 ) -> str:
-    """Return the results, the location of the model, and the commands that may come next.
-
-    compared: from `compare_with_expected`.
-    """
+    """Return the results, the location of the model, and the commands that may come next. metadata: of the dataset."""
     folder, prompt = shlex.quote(str(output_dir)), shlex.quote(config.sample_prompt)
     before, after = ("before", "after") if config.model_name_or_path else ("untrained", "trained")
     columns = {before: untrained, after: trained} if untrained else {after: trained}
     lines = ["", " " * 14 + "".join(f"{name:>15}" for name in columns)]
     for key in ("loss", "perplexity", "bits_per_byte"):
         lines.append(f"{key.replace('_', ' '):14}" + "".join(f"{values[key]:>15,.3f}" for values in columns.values()))
-    if compared:
+    if compared := compare_with_expected(config, metadata, trained["loss"]):
         lines += ["", *textwrap.wrap(compared, 80, break_on_hyphens=False)]
     if trained["sample"] is not None:
         sample = (f"    {line}" for line in trained["sample"].splitlines())
