@@ -1,194 +1,253 @@
 """Command line and recipe file -> `TrainConfig`; also the argument parser of the other scripts.
 
-Defaults < recipe YAML < command line. Recipe values are parsed as if they had been typed, so both follow the same
-rules. This module does not import torch, so mistakes are reported at once.
+Defaults < recipe YAML < command line. This module does not import torch, so mistakes are reported at once.
 """
 
 import argparse
-import contextlib
-import dataclasses
 import json
-import math
+import os
 import re
-import shutil
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
 import yaml
 from transformers import HfArgumentParser  # this name does not import torch
 
-from recipe.arguments import OPTIONS, CommandLine, typed_names, underscored, unknown_option
-from recipe.config import SECTIONS, TrainConfig, most_steps
+from recipe.config import (
+    DATA_SOURCES,
+    LISTS,
+    LITERALS,
+    MAPPINGS,
+    OPTIONS,
+    SECTIONS,
+    TEXT_OPTIONS,
+    TrainConfig,
+    as_numbers,
+    parse_mapping,
+)
 from recipe.errors import UserError, did_you_mean, one_line
-from recipe.rules import DATA_SOURCES, TEXT_OPTIONS
 
 CONFIGS_DIR = Path(__file__).parent / "configs"
-MAPPINGS = ("config_overrides", "lr_scheduler_kwargs", "expected_loss")
+RECIPES = sorted(path.stem for path in CONFIGS_DIR.glob("*.yaml"))
 # With another model, tokenizer or row length, losses do not compare with the recipe's.
 OTHER_LOSS = {"config_overrides", "model_type", "model_name_or_path", "tokenizer_name", "tokenizer_vocab_size"}
 OTHER_LOSS |= {"block_size"}
+# Names of TrainingArguments, run_clm.py and nanoGPT that this program spells in another way.
+OTHER_NAMES = {
+    "mixed_precision": "bf16 fp16 dtype",
+    "eval_steps": "do_eval eval_strategy evaluation_strategy eval_interval",
+    "max_eval_samples": "eval_iters",
+    "save_steps": "save_strategy",
+    "logging_steps": "log_interval",
+    "activation_checkpointing": "gradient_checkpointing",
+    "dynamo_backend": "torch_compile torch_compile_backend compile",
+    "max_steps": "max_iters max_train_samples do_train",
+    "num_train_epochs": "num_epochs",
+    "warmup_steps": "warmup_ratio",
+    "block_size": "max_seq_length",
+    "per_device_train_batch_size": "batch_size train_batch_size per_device_eval_batch_size",
+    "learning_rate": "lr",
+    "lr_scheduler_kwargs": "min_lr decay_lr",
+    "config_overrides": "config_name dropout",
+    "model_name_or_path": "model init_from",
+    "resume_from_checkpoint": "resume",
+    "output_dir": "overwrite overwrite_output_dir logging_dir",
+}
+OTHER_NAMES = {name: f"use --{option}" for option, names in OTHER_NAMES.items() for name in names.split()}
+OTHER_NAMES |= dict.fromkeys(("eval_only", "do_predict"), "use scripts/evaluate_model.py")
+OTHER_NAMES |= dict.fromkeys(("no_cuda", "use_cpu", "device"), "the launcher decides: accelerate launch --cpu")
+OTHER_NAMES |= dict.fromkeys(("torch_compile_mode", "dynamo_mode"), "pass --dynamo_mode to accelerate launch")
+OTHER_NAMES |= dict.fromkeys(("fsdp", "deepspeed"), "several devices use DistributedDataParallel")
+OTHER_NAMES["hub_token"] = "log in with `hf auth login` or set HF_TOKEN; never put a token on a command line"
+
+
+class CommandLine(argparse.ArgumentParser):
+    """The parser of a script. It accepts `--max-steps` for `--max_steps` and raises `UserError` for mistakes."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(allow_abbrev=False, **kwargs)
+
+    def parse_args(self, args: list[str] | None = None, namespace: argparse.Namespace | None = None):
+        found, unknown = self.parse_known_args(underscored(sys.argv[1:] if args is None else args), namespace)
+        if unknown:
+            raise UserError(unknown_option(unknown[0], [action.dest for action in self._actions]))
+        return found
+
+    def parse_with_run_options(self) -> tuple[argparse.Namespace, list[str]]:
+        """Return the script's options, and those of recipe/train.py as typed. Raises `UserError` for any other."""
+        args, options = self.parse_known_args(underscored(sys.argv[1:]))
+        for text in options:
+            if text.startswith("--") and text[2:].partition("=")[0] not in OPTIONS:
+                raise UserError(unknown_option(text, [*vars(args), *OPTIONS]))
+        return args, options
+
+    def error(self, message: str) -> None:
+        raise UserError(re.sub(r"^argument (--\w+)[^:]*: ", r"\1: ", message))
+
+
+class TrainParser(CommandLine, HfArgumentParser):
+    """The parser of recipe/train.py, in the sections of recipe/config.py. The bounds are checked there, too."""
+
+    def __init__(self) -> None:
+        usage = "accelerate launch recipe/train.py [--config NAME|FILE] [--OPTION VALUE ...]"
+        super().__init__(dataclass_types=TrainConfig, prog="recipe/train.py", usage=usage)
+        self.add_argument("--config", metavar="NAME|FILE", help=f"Recipe: {', '.join(RECIPES)}, or a YAML file.")
+
+    def add_argument(self, *names: str, **kwargs: Any) -> argparse.Action:
+        name = names[0].lstrip("-")
+        if name not in OPTIONS:
+            return super().add_argument(*names, **kwargs)
+        if name in SECTIONS:  # the first option of one
+            self.section = self.add_argument_group(SECTIONS[name])
+        kwargs = {key: value for key, value in kwargs.items() if key not in ("at_least", "above", "below", "words")}
+        if name == "activation_checkpointing":
+            kwargs["type"] = str.lower  # Python's booleans, as YAML's arrive here, and the command line's
+        elif name not in LITERALS:
+            kwargs.setdefault("metavar", "N" if kwargs.get("type") in (int, float) else "VALUE")
+        return self.section.add_argument(f"--{name}", **kwargs)  # without HfArgumentParser's second spelling
+
+
+def underscored(argv: list[str]) -> list[str]:
+    """`--max-steps=5` -> `--max_steps=5`; values stay as they are."""
+    return [re.sub(r"^--[\w-]+(?==|$)", lambda name: "--" + name[0][2:].replace("-", "_"), text) for text in argv]
+
+
+def typed_names(argv: list[str]) -> set[str]:
+    """Return the names of the options on a command line: `["--max-steps=5"]` -> {"max_steps"}."""
+    return {text[2:].partition("=")[0] for text in underscored(argv) if text.startswith("--")}
+
+
+def unknown_option(option: str, names: list[str]) -> str:
+    """Return the message for an option that does not exist."""
+    if not option.startswith("-"):
+        hint = "join several values with commas: n_layer=2,n_head=2" if "=" in option else ""
+        return f"unexpected argument '{option}'; {hint or 'pass text as --train_file and a recipe as --config'}"
+    name = option.lstrip("-").split("=")[0].replace("-", "_")
+    if (answer := OTHER_NAMES.get(name)) and "config_overrides" in names:
+        return f"unknown option --{name}; {answer}"
+    return f"unknown option --{name}; {did_you_mean(name, names, '--')}"
 
 
 def load_config(argv: list[str] | None = None) -> tuple[TrainConfig, str]:
-    """Parse the command line; `--config NAME|FILE.yaml` (default: demo) replaces the defaults.
+    """Parse the command line on top of the recipe that `--config NAME|FILE.yaml` names.
 
-    Returns the config and the name of the recipe. Raises `UserError`. `--help` exits.
+    The default recipe is gpt2_finetune for a model of one's own (`--model_name_or_path`), else demo. Returns the
+    config and the name of the recipe. Raises `UserError`. `--help` exits.
     """
     argv = underscored(sys.argv[1:] if argv is None else argv)
-    parser = _ConfigParser(TrainConfig, prog="recipe/train.py", allow_abbrev=False, add_help=False)
-    parser.add_argument("--config")
-    parser.add_argument("-h", "--help", action="store_true")
-    namespace, unknown = parser.parse_known_args(argv)
-    typed = vars(namespace)
-    recipe, wants_help = typed.pop("config", "demo"), typed.pop("help", False)
-    if unknown and not wants_help:
-        raise UserError(unknown_option(unknown[0], [*OPTIONS, "config"]))
-    values = _merge(_read_recipe(recipe, parser), typed)
-    if wants_help:
-        print(_help(recipe, values))
-        sys.exit(0)
-    path = Path(recipe)  # training_config.yaml represents the run in its folder
-    return TrainConfig(**values), path.parent.name if path.name == "training_config.yaml" else path.stem
-
-
-class _ConfigParser(HfArgumentParser):
-    """`HfArgumentParser` whose result holds only what was typed; `TrainConfig` has the defaults and the bounds."""
-
-    def add_argument(self, *names: str, **kwargs: Any) -> argparse.Action:
-        kwargs = {key: value for key, value in kwargs.items() if key not in ("at_least", "above", "below", "words")}
-        kwargs["default"] = argparse.SUPPRESS
-        if kwargs.get("type") in (int, float):  # 1e3 is an integer, nan is not a number
-            kwargs["type"] = _integer if kwargs["type"] is int else _number
-        elif "true" in kwargs.get("choices", ()):  # YAML and Python spell booleans differently
-            kwargs["type"] = str.lower
-        return super().add_argument(*names, **kwargs)
-
-    error = CommandLine.error
-
-
-def _integer(text: str) -> int:
-    number = _as_number(text)
-    if isinstance(number, str) or number != int(number):
-        raise argparse.ArgumentTypeError(f"must be an integer, got '{text}'")
-    return int(text) if text.lstrip("+-").isdigit() else int(number)
-
-
-def _number(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not math.isfinite(number):
-        raise argparse.ArgumentTypeError(f"must be a number, got '{text}'")
-    return number
-
-
-def _read_recipe(recipe: str, parser: _ConfigParser) -> dict[str, Any]:
-    """Read a recipe and parse its single values as if they had been typed."""
-    values: dict[str, Any] = {}
-    arguments: list[str] = []
-    for key, value in load_yaml(recipe).items():
-        if key not in OPTIONS:
-            raise UserError(f"unknown key '{key}' in {recipe}; {did_you_mean(str(key), OPTIONS)}")
-        is_list = "list" in str(OPTIONS[key].type)
-        if value is None:
-            if OPTIONS[key].default is not None and "words" not in OPTIONS[key].metadata:
-                raise UserError(f"{key} in {recipe} has no value; set one, or delete the line")
-            values[key] = None
-        elif key in MAPPINGS:
-            values[key] = parse_mapping(key, value)
-        elif is_list and isinstance(value, (str, list)):
-            values[key] = [value] if isinstance(value, str) else value
-            if not all(isinstance(item, str) and item for item in values[key]):
-                raise UserError(f"{key} in {recipe} must be a list of strings, got {value}")
-        elif isinstance(value, (list, dict)) or is_list:
-            raise UserError(f"{key} in {recipe} must be a single value, got {value}")
-        elif value is False and "no" in str(OPTIONS[key].type):  # YAML 1.1 reads `no` as false
-            values[key] = "no"
-        else:
-            arguments.append(f"--{key}={str(value).lower() if isinstance(value, bool) else value}")
-    try:
-        return values | vars(parser.parse_args(arguments))
-    except UserError as error:
-        raise UserError(f"{recipe}: {str(error).removeprefix('--')}") from error
+    typed = typed_names(argv)
+    parser = TrainParser()
+    given = parser.parse_known_args([text for text in argv if text not in ("-h", "--help")])[0]
+    recipe = given.config or ("gpt2_finetune" if "model_name_or_path" in typed else "demo")
+    values = merge(as_typed(load_yaml(recipe)), {name: getattr(given, name) for name in typed & OPTIONS.keys()})
+    parser.set_defaults(config=recipe, **{name: value for name, value in values.items() if name not in typed})
+    args = vars(parser.parse_args(argv))
+    args |= {name: values[name] for name in typed & OPTIONS.keys() & values.keys()}
+    path = Path(args.pop("config"))  # training_config.yaml represents the run in its folder
+    return TrainConfig(**args), path.absolute().parent.name if path.name == "training_config.yaml" else path.stem
 
 
 def load_yaml(recipe: str) -> dict[str, Any]:
-    """Read a recipe by name (`gpt2_124m`) or path. Raises `UserError` if it is not a mapping."""
+    """Read a recipe by name (`gpt2_124m`) or path. Raises `UserError` if it is not a mapping of known options."""
     is_file = recipe.lower().endswith((".yaml", ".yml"))
     path = Path(recipe) if is_file else CONFIGS_DIR / f"{recipe}.yaml"
     if not path.is_file():
-        known = ", ".join(sorted(p.stem for p in CONFIGS_DIR.glob("*.yaml")))
-        if is_file:
-            raise UserError(f"there is no recipe file {recipe}")
-        hint = did_you_mean(recipe, known.split(", "), otherwise="pass a .yaml file, or a recipe")
-        raise UserError(f"there is no recipe '{recipe}'; {hint} (recipes: {known})")
+        hint = did_you_mean(recipe, RECIPES, otherwise="pass a .yaml file, or a recipe")
+        raise UserError(f"there is no recipe {'file ' * is_file}'{recipe}'; {hint} (recipes: {', '.join(RECIPES)})")
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        reason = one_line(error).replace(' in "<unicode string>",', "")
-        raise UserError(f"{path} is not valid YAML: {reason}") from error
+        raise UserError(f"{path} is not valid YAML: {one_line(error)}") from error
     if not isinstance(content, dict):
         raise UserError(f"{path} must contain a mapping of options to values")
+    for key, value in content.items():
+        if key not in OPTIONS:
+            raise UserError(f"unknown key '{key}' in {recipe}; {did_you_mean(str(key), OPTIONS)}")
+        is_mapping = key in MAPPINGS and isinstance(value, dict)
+        is_list = key in LISTS and isinstance(value, list) and all(isinstance(item, str) for item in value)
+        if isinstance(value, (list, dict)) and not (is_mapping or is_list):
+            raise UserError(f"{key} in {recipe} must be a single value, or a list of texts, got {value}")
     return content
 
 
-def _merge(recipe: dict[str, Any], typed: dict[str, Any]) -> dict[str, Any]:
-    """Put typed options on top of the recipe's, and drop recipe values that they make meaningless."""
+def as_typed(content: dict[str, Any]) -> dict[str, Any]:
+    """Turn single values of a recipe into text, as if they had been typed: both then follow the same rules."""
+    values: dict[str, Any] = {}
+    for key, value in content.items():
+        if isinstance(value, dict):
+            values[key] = as_numbers(value)
+        elif value is None or isinstance(value, list):
+            values[key] = value
+        elif value is False and key in ("mixed_precision", "dynamo_backend"):  # YAML 1.1 reads `no` as false
+            values[key] = "no"
+        else:
+            values[key] = [str(value)] if key in LISTS else str(value)
+    return values
+
+
+def merge(recipe: dict[str, Any], typed: dict[str, Any]) -> dict[str, Any]:
+    """Return the recipe's values and the typed ones, without recipe values that the typed ones make meaningless."""
     values = dict(recipe)
-    for key in MAPPINGS:
-        if key in typed:
-            typed[key] = parse_mapping(key, typed[key])
 
     def drop(*names: str) -> None:
         for name in names:
             values.pop(name, None)
 
-    if set(DATA_SOURCES) & set(typed):
+    if set(DATA_SOURCES) & typed.keys():
         drop(*DATA_SOURCES, *TEXT_OPTIONS)
     if "lr_scheduler_type" in typed:
         drop("lr_scheduler_kwargs")
-    if OTHER_LOSS & set(typed):
+    if "learning_rate" in typed:  # Muon's updates are as large as AdamW's, so one rate can serve both
+        drop("muon_learning_rate")
+    if OTHER_LOSS & typed.keys():
         drop("expected_loss")
-    if {"max_steps", "num_train_epochs"} & set(typed):
-        steps, warmup = (values.get(key, OPTIONS[key].default) for key in ("max_steps", "warmup_steps"))
-        drop("max_steps", "num_train_epochs", "max_minutes")
-        if 1 <= warmup < steps and typed.get("max_steps", 0) < steps:
-            values["warmup_steps"] = warmup / steps  # a shorter run warms up for the same share of its steps
-    elif "max_minutes" in typed:
-        drop("max_steps", "num_train_epochs")
     if typed.get("optim", "auto") not in ("auto", "muon") and values.get("optim") == "muon":
         drop("learning_rate", "weight_decay")  # chosen for what Muon leaves to AdamW, and for Muon
     if typed.get("model_type", values.get("model_type", "gpt2")) != values.get("model_type", "gpt2"):
         drop("config_overrides")  # of another type
-    if "model_name_or_path" in typed:  # the model's shape replaces the recipe's; dropout stays
-        overrides = values.get("config_overrides") or {}
-        values["config_overrides"] = {
-            key: value for key, value in overrides.items() if key.endswith(("_pdrop", "dropout"))
-        } or None
-        if not {"dataset_dir", "tokenizer_name"} & set(typed):
-            drop("tokenizer_vocab_size")
-    overrides = (values.get("config_overrides") or {}) | typed.get("config_overrides", {})
+    _merge_length(values, typed)
+    overrides = values.get("config_overrides") or {}
+    if "model_name_or_path" in typed:  # the model's shape and vocabulary replace the recipe's; dropout stays
+        overrides = {key: value for key, value in overrides.items() if key.endswith(("_pdrop", "dropout"))}
+        drop("tokenizer_vocab_size")
+    if isinstance(text := typed.get("config_overrides"), str):  # typed values join the recipe's
+        overrides = overrides | parse_mapping("config_overrides", text)
     values |= typed
-    if "config_overrides" in typed:  # typed values join the recipe's
-        values["config_overrides"] = overrides
+    values["config_overrides"] = overrides or None
     for other in ("tokenizer_name", "dataset_dir"):
         if {"tokenizer_vocab_size", other} <= typed.keys():
             raise UserError(f"--tokenizer_vocab_size trains a tokenizer, but --{other} has one; pass only one of them")
-    if "max_steps" in values and values.get("num_train_epochs") is not None:
-        raise UserError("max_steps and num_train_epochs both set the length of the run; pass only one of them")
-    if values.get("max_minutes") is not None and values.get("num_train_epochs") is None:
-        values.setdefault("max_steps", most_steps(values["max_minutes"]))
-    default = values.get("block_size", OPTIONS["block_size"].default)
-    if "dataset_dir" in typed and "block_size" not in typed:
-        values["block_size"] = _read_number(Path(values["dataset_dir"]) / "metadata.json", "block_size", default)
-    elif "model_name_or_path" in typed and "block_size" not in typed:
-        path = Path(values["model_name_or_path"]) / "config.json"
-        positions = (_read_number(path, name, default) for name in ("n_positions", "max_position_embeddings"))
-        values["block_size"] = min(*positions, default)
+    rows, times = typed.get("per_device_train_batch_size"), typed.get("gradient_accumulation_steps")
+    if str(rows).isdigit() and times and "global_batch_size" not in typed:  # as every Trainer user expects
+        values["global_batch_size"] = int(rows) * times * int(os.environ.get("WORLD_SIZE", "1"))
+        values["gradient_accumulation_steps"] = None  # derived, also when the run resumes on other devices
+    if "block_size" not in typed:
+        default = int(values.get("block_size", OPTIONS["block_size"].default))
+        if "dataset_dir" in typed:
+            values["block_size"] = _read_number(Path(typed["dataset_dir"], "metadata.json"), "block_size", default)
+        elif "model_name_or_path" in typed:
+            path = Path(typed["model_name_or_path"], "config.json")
+            positions = (_read_number(path, name, default) for name in ("n_positions", "max_position_embeddings"))
+            values["block_size"] = min(*positions, default)
     return values
+
+
+def _merge_length(values: dict[str, Any], typed: dict[str, Any]) -> None:
+    """Let a typed length of the run replace the recipe's. values: of the recipe, changed in place."""
+    if {"max_steps", "num_train_epochs"} <= typed.keys():
+        raise UserError("max_steps and num_train_epochs both set the length of the run; pass only one of them")
+    default = None if "max_minutes" in values else OPTIONS["max_steps"].default
+    steps = int(values.get("max_steps") or default or 0)
+    warmup = float(values.get("warmup_steps", OPTIONS["warmup_steps"].default))
+    lengths = {"max_steps", "num_train_epochs", "max_minutes"} & typed.keys()
+    if lengths:
+        for name in ("max_steps", "num_train_epochs", "max_minutes"):
+            values.pop(name, None)
+    if lengths - {"max_minutes"} and 1 <= warmup < steps and typed.get("max_steps", 0) < steps:
+        values["warmup_steps"] = warmup / steps  # a shorter run warms up for the same share of its steps
+    if "max_steps" not in typed and ({"num_train_epochs", "max_minutes"} & (typed.keys() | values.keys())):
+        values.setdefault("max_steps", None)
 
 
 def _read_number(path: Path, key: str, default: int) -> int:
@@ -197,65 +256,6 @@ def _read_number(path: Path, key: str, default: int) -> int:
         return int(json.loads(path.read_text(encoding="utf-8"))[key])
     except (OSError, ValueError, KeyError, TypeError):
         return default
-
-
-def parse_mapping(key: str, value: Any) -> dict[str, Any]:
-    """Parse `{n_layer: 4}`, JSON or `n_layer=4,n_embd=128`. Values are YAML scalars, and `1e-5` is a number."""
-    examples = {"config_overrides": "n_layer=4,n_embd=128", "lr_scheduler_kwargs": "min_lr_rate=0.1"}
-    example = examples.get(key, "value=3.28,tolerance=0.05,...")
-    expected = f"{key} must look like {example} or be a JSON object, got {value!r}"
-    try:
-        if isinstance(value, str):  # JSON is YAML, and so are pairs after this replacement
-            is_json = value.lstrip().startswith("{")
-            if not is_json and not all("=" in pair for pair in value.split(",")):
-                raise UserError(expected)
-            value = yaml.safe_load(value if is_json else "{" + value.replace("=", ": ") + "}")
-        if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
-            raise UserError(expected)
-        return {name: _as_number(item) if isinstance(item, str) else item for name, item in value.items()}
-    except (ValueError, RecursionError, yaml.YAMLError) as error:
-        raise UserError(expected) from error
-
-
-def _as_number(text: str) -> float | str:
-    """`1e-5`, which YAML 1.1 reads as a string, -> 0.00001."""
-    with contextlib.suppress(argparse.ArgumentTypeError):
-        return _number(text)
-    return text
-
-
-def _help(recipe: str, values: dict[str, Any]) -> str:
-    """List all options by section, with the defaults that apply under this recipe."""
-    width = min(shutil.get_terminal_size().columns, 100)
-    wrap = textwrap.TextWrapper(width, initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False)
-    recipes = ", ".join(sorted(path.stem for path in CONFIGS_DIR.glob("*.yaml")))
-    lines = ["usage: accelerate launch recipe/train.py [--config NAME|FILE] [--OPTION VALUE]", ""]
-    lines += ["  --config NAME|FILE.yaml"]
-    lines += wrap.wrap(f"Recipe: {recipes}, or a YAML file (default: demo). The defaults below are those of {recipe}.")
-    for option in OPTIONS.values():
-        if option.name in SECTIONS:
-            lines += ["", f"{SECTIONS[option.name]}:"]
-        default, text = values.get(option.name, option.default), option.metadata["help"].replace("%%", "%")
-        if isinstance(default, dict):
-            default = ",".join(f"{key}={value}" for key, value in default.items())
-        if isinstance(default, (bool, float)):
-            default = str(default).lower() if isinstance(default, bool) else f"{default:g}"
-        if default is not None:
-            text = f"{text.partition(' Default: ')[0]} (default: {default})"
-        lines += [f"  --{option.name} {_metavar(option)}", *wrap.wrap(text)]
-    return "\n".join(lines)
-
-
-def _metavar(option: dataclasses.Field) -> str:
-    """Describe an option's value: `{a,b}`, `N`, `TEXT` ..."""
-    hint = str(option.type)
-    if "Literal" in hint:
-        return "{" + re.sub(r".*\[|\].*|'| ", "", hint) + "}"
-    if hint == str(bool):
-        return "[true|false]"
-    if "list" in hint:
-        return "TEXT [TEXT ...]"
-    return "N|TEXT" if "words" in option.metadata else "N" if "int" in hint or "float" in hint else "TEXT"
 
 
 def names_data(recipe: str, options: list[str]) -> bool:

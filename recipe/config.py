@@ -6,13 +6,14 @@ torch, so mistakes are reported at once.
 
 import contextlib
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 
-from recipe.rules import check_bounds, check_rules
+from recipe.errors import UserError, did_you_mean
 
 # The first option of each section and the section's heading in --help.
 SECTIONS = {
@@ -26,17 +27,38 @@ SECTIONS = {
     "sample_prompt": "Publishing",
 }
 STANDARD_LIBRARY = "python_standard_library"  # the demo's corpus, a dataset_name that needs no download
-SCHEDULE_OPTIONS = (
-    *("max_steps", "learning_rate", "muon_learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
+DATA_SOURCES = ("dataset_dir", "train_file", "dataset_name")
+TEXT_OPTIONS = (  # how train_file and dataset_name are read
+    *("validation_file", "dataset_config_name", "dataset_split", "text_column_name", "document_separator"),
+    *("validation_split_percentage", "skip_bad_files"),
 )
-
-
-def most_steps(max_minutes: float) -> int:
-    """Return max_steps of a run that only `max_minutes` limits: more than fit into it, at 1,000 per second.
-
-    A million at most, because the table of learning rates takes 2 seconds per million.
-    """
-    return min(10**6, max(10**4, int(max_minutes * 60_000)))
+MAPPINGS = {  # the options that are dictionaries, with an example for messages
+    "config_overrides": "n_layer=4,n_embd=128",
+    "lr_scheduler_kwargs": "min_lr_rate=0.1",
+    "expected_loss": "value=3.28,tolerance=0.05,tokens=1e10,dataset=ID,source=TEXT",
+}
+# The schedules and their arguments, by the names of Transformers.
+SCHEDULES = {
+    "constant": (),
+    "constant_with_warmup": (),
+    "linear": (),
+    "cosine": (),
+    "cosine_with_min_lr": ("min_lr_rate", "min_lr"),
+    "warmup_stable_decay": ("num_decay_steps", "decay_type", "min_lr_ratio"),
+}
+DECAY_TYPES = ("linear", "cosine", "1-sqrt")
+SCHEDULE_OPTIONS = (
+    *("max_steps", "max_minutes", "learning_rate", "muon_learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs"),
+    "warmup_steps",
+)
+# With the schedule's, the options that make a run the same run. Hardware, logging and saving may differ.
+IDENTITY_OPTIONS = (
+    *("seed", "block_size", "global_batch_size", "streaming", "shuffle_buffer_size", "pad_vocab_to_multiple_of"),
+    *("optim", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
+    *("label_smoothing_factor", *SCHEDULE_OPTIONS),
+)
+EVAL_TASKS = ("hellaswag", "lambada")
+EXPECTED_LOSS = ("value", "tolerance", "tokens", "dataset", "source")  # nats, nats, number, Hub id, text
 
 
 def _field(default: Any, text: str, **metadata: Any) -> Any:
@@ -54,7 +76,6 @@ class TrainConfig:
 
     # --- run
     output_dir: str | None = _field(None, "Output folder. Default: the first unused of runs/NAME, runs/NAME-2, ...")
-    overwrite: bool = _field(False, "Delete the previous run's checkpoints and results from output_dir first.")
     run_name: str | None = _field(None, "Name for trackers, the default output_dir and the model card.")
     seed: int = _field(1337, "Seed of the initial weights and of the data order.", at_least=0, below=2**31)
 
@@ -108,20 +129,19 @@ class TrainConfig:
     per_device_train_batch_size: int | str | None = _field(
         "auto", "Sequences per forward pass (micro-batch); auto: the largest that fits.", at_least=1, words=("auto",)
     )
-    per_device_eval_batch_size: int | None = _field(
+    gradient_accumulation_steps: int | None = _field(
         None,
-        "Sequences per forward pass in evaluation. Default: 2,048 tokens on a CPU, the micro-batch on a GPU.",
+        "Micro-batches per step. Default: derived. Typed with per_device_train_batch_size, it sets the global batch.",
         at_least=1,
     )
-    gradient_accumulation_steps: int | None = _field(None, "Micro-batches per step. Default: derived.", at_least=1)
 
     # --- optimizer and schedule
-    max_steps: int = _field(19073, "Optimizer steps.", at_least=1)
+    max_steps: int | None = _field(19073, "Optimizer steps.", at_least=1)
     num_train_epochs: float | None = _field(None, "Passes over the training rows, instead of max_steps.", above=0)
     max_minutes: float | None = _field(
         None,
-        "Time limit of the whole run; its steps and schedule are fitted to the speed of the first ones. Steps or "
-        "epochs passed with it are an upper bound.",
+        "Time limit of the whole run; the schedule follows the clock and ends with it. Steps or epochs passed with it "
+        "are an upper bound.",
         above=0,
     )
     optim: Literal["auto", "adamw_torch_fused", "adamw_torch", "adamw_bnb_8bit", "muon"] = _field(
@@ -129,11 +149,11 @@ class TrainConfig:
         "AdamW: one fused kernel, torch's own choice, or 8-bit moments (bitsandbytes). muon: Muon for the hidden "
         "matrices, fused AdamW for the rest. auto: fused, and 8-bit where nothing else fits a GPU.",
     )
-    learning_rate: float = _field(
-        6e-4, "Peak learning rate; with Muon, that of embeddings, biases and LayerNorm.", above=0
+    learning_rate: float = _field(6e-4, "Peak learning rate.", above=0)
+    muon_learning_rate: float | None = _field(
+        None, "Peak learning rate of Muon's matrices. Default: learning_rate.", above=0
     )
-    muon_learning_rate: float = _field(2e-3, "Peak learning rate of Muon's matrices.", above=0)
-    lr_scheduler_type: str = _field("cosine_with_min_lr", "Any Transformers schedule that depends on steps alone.")
+    lr_scheduler_type: str = _field("cosine_with_min_lr", f"One of {', '.join(SCHEDULES)}.")
     lr_scheduler_kwargs: dict | str | None = _field(None, "Arguments of the schedule: min_lr_rate=0.1, or JSON.")
     warmup_steps: float = _field(715, "Linear warm-up steps; below 1, a fraction of max_steps.", at_least=0)
     weight_decay: float = _field(
@@ -147,10 +167,9 @@ class TrainConfig:
     # --- precision, compilation and kernels
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = _field("auto", "Precision of autocast.")
     tf32: bool = _field(True, "Use TF32 for the CUDA matrix products that stay in fp32.")
-    dynamo_backend: Literal["auto", "no", "inductor", "aot_eager", "eager"] = _field("auto", "torch.compile backend.")
-    dynamo_mode: Literal[
-        "auto", "default", "lite", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
-    ] = _field("auto", "torch.compile mode. auto: the launcher's. On CUDA, some require one micro-batch per step.")
+    dynamo_backend: Literal["auto", "no", "inductor", "aot_eager", "eager"] = _field(
+        "auto", "torch.compile backend. Its mode is the launcher's --dynamo_mode."
+    )
     bf16_residual: bool = _field(False, "Keep the residual stream in bf16; requires bf16 mixed precision.")
     deterministic: bool = _field(False, "Repeat CUDA runs exactly (slower); CPU runs do without max-autotune.")
 
@@ -167,11 +186,11 @@ class TrainConfig:
         None,
         "Validation loss to compare the end of the run with: value, tolerance, tokens, dataset and source.",
     )
-    eval_only: bool = _field(False, "Only evaluate model_name_or_path or a checkpoint; auto uses all rows.")
     eval_tasks: list[str] | None = _field(
-        None, "Tasks to score at each evaluation: hellaswag, lambada (from the Hub), or hellaswag=FILE.jsonl."
+        None,
+        "Tasks to score at each evaluation, for at most 30 s each: hellaswag, lambada (from the Hub), or "
+        "hellaswag=FILE.jsonl.",
     )
-    max_eval_task_seconds: float = _field(30.0, "Time limit per task and evaluation, in seconds.", above=0)
     save_steps: int = _field(1000, "Steps between checkpoints; 0 saves none.", at_least=0)
     save_total_limit: int | None = _field(
         None, "Keep the newest N checkpoints, and the one before the decay. Default: all.", at_least=1
@@ -184,7 +203,7 @@ class TrainConfig:
     report_to: list[str] | None = _field(None, "Trackers: trackio, tensorboard, wandb, ...")
     profile: int | None = _field(
         None,
-        "Profile 3 steps after step N; without N, after step 10.",
+        "Profile 3 steps after N steps; without N, after 10.",
         at_least=1,
         nargs="?",
         const=10,
@@ -204,38 +223,189 @@ class TrainConfig:
     hub_language: list[str] | None = _field(None, "Languages of the text on the card, as ISO 639 codes: en de ...")
 
     def __post_init__(self):
-        self._fill_in()
+        for key in MAPPINGS:
+            if isinstance(value := getattr(self, key), str):
+                object.__setattr__(self, key, parse_mapping(key, value))
+        for name in ("per_device_train_batch_size", "loss_chunks", "max_eval_samples"):
+            value = getattr(self, name)
+            if isinstance(value, str) and value.isdigit():
+                object.__setattr__(self, name, int(value))
+            elif value is None:
+                object.__setattr__(self, name, "all" if name == "max_eval_samples" else "auto")
+        if self.report_to == ["none"]:  # Hugging Face's spelling
+            object.__setattr__(self, "report_to", None)
+        if self.model_name_or_path and self.tokenizer_name is None:
+            object.__setattr__(self, "tokenizer_name", self.model_name_or_path)
         for option in dataclasses.fields(self):
-            check_bounds(option, getattr(self, option.name))
+            check_value(option, getattr(self, option.name))
         check_rules(self)
 
     @property
-    def is_open_ended(self) -> bool:
-        """Whether the number of steps is not known yet: only `max_minutes` limits it."""
-        return self.max_minutes is not None and self.max_steps == most_steps(self.max_minutes)
+    def tokens_per_step(self) -> int:
+        return self.global_batch_size * self.block_size
 
     def hub_options(self) -> dict[str, Any]:
         """Return the options of publishing, which may change after the run."""
         return {name: value for name, value in dataclasses.asdict(self).items() if name.startswith("hub_")}
 
-    def _fill_in(self) -> None:
-        """Normalize values that have two spellings, and derive the tokenizer from the model."""
-        for name in ("per_device_train_batch_size", "loss_chunks", "max_eval_samples"):
-            value = getattr(self, name)
-            with contextlib.suppress(ValueError, OverflowError):  # "auto", nan, inf
-                if isinstance(value, str) and float(value) == int(float(value)):
-                    object.__setattr__(self, name, int(float(value)))
-        if self.loss_chunks is None:
-            object.__setattr__(self, "loss_chunks", "auto")
-        if self.report_to == ["none"]:  # Hugging Face's spelling
-            object.__setattr__(self, "report_to", None)
-        if self.model_name_or_path and self.tokenizer_name is None:
-            object.__setattr__(self, "tokenizer_name", self.model_name_or_path)
+
+OPTIONS = {option.name: option for option in dataclasses.fields(TrainConfig)}
+# Read before HfArgumentParser replaces the types of the fields.
+LITERALS = {name for name, option in OPTIONS.items() if "Literal" in str(option.type)}
+FLOATS = {name for name, option in OPTIONS.items() if "float" in str(option.type)}
+OPTIONAL = {name for name, option in OPTIONS.items() if "None" in str(option.type)}
+LISTS = {name for name, option in OPTIONS.items() if "list" in str(option.type)}
 
 
 def save_config(config: TrainConfig, path: Path) -> None:
     """Write the options so that `--config PATH` repeats the run in this folder or another."""
     values = {key: value for key, value in dataclasses.asdict(config).items() if value is not None}
-    for key in ("output_dir", "overwrite", "resume_from_checkpoint"):
+    for key in ("output_dir", "resume_from_checkpoint"):
         values.pop(key, None)
     path.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+
+
+def parse_mapping(key: str, text: str) -> dict[str, Any]:
+    """Parse JSON or `n_layer=4,n_embd=128`, whose values are YAML scalars. Raises `UserError`."""
+    expected = f"{key} must look like {MAPPINGS[key]} or be a JSON object, got {text!r}"
+    try:  # JSON is YAML, and so are pairs after this replacement
+        is_json = text.lstrip().startswith("{")
+        if not is_json and not all("=" in pair for pair in text.split(",")):
+            raise UserError(expected)
+        value = yaml.safe_load(text if is_json else "{" + text.replace("=", ": ") + "}")
+    except yaml.YAMLError as error:
+        raise UserError(expected) from error
+    if not isinstance(value, dict):
+        raise UserError(expected)
+    return as_numbers(value)
+
+
+def as_numbers(mapping: dict[str, Any]) -> dict[str, Any]:
+    """Turn values such as `1e-5`, which YAML 1.1 reads as text, into numbers."""
+    found = dict(mapping)
+    for key, value in mapping.items():
+        if isinstance(value, str):
+            with contextlib.suppress(ValueError):
+                found[key] = float(value)
+    return found
+
+
+def check_value(option: dataclasses.Field, value: Any) -> None:
+    """Raise `UserError` for a value that is not of the option's type, not among its choices or out of its bounds."""
+    name, bounds, hint = option.name, option.metadata, option.type
+    if value == "" or (isinstance(value, list) and "" in value):
+        raise UserError(f"{name} must not be empty; omit it to use the default")
+    if value is None and name not in OPTIONAL:
+        raise UserError(f"{name} has no value; set one, or delete the line")
+    if (choices := get_args(hint)) and name in LITERALS and value not in choices:
+        raise UserError(f"{name}: invalid choice: {value!r} (choose from {', '.join(choices)})")
+    if name in MAPPINGS and value is not None and not isinstance(value, dict):
+        raise UserError(f"{name} must look like {MAPPINGS[name]} or be a JSON object, got {value!r}")
+    if hint is bool and not isinstance(value, bool):
+        raise UserError(f"{name} must be true or false, got {value!r}")
+    if not {"at_least", "above", "below"} & bounds.keys() or value is None or value in bounds.get("words", ()):
+        return
+    names = {"at_least": "at least", "above": "greater than", "below": "less than"}
+    limits = " and ".join(f"{words} {bounds[key]}" for key, words in names.items() if key in bounds)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = is_number and (isinstance(value, int) or name in FLOATS)
+    low, high = bounds.get("at_least", -math.inf), bounds.get("below", math.inf)
+    if not (is_number and low <= value < high and value > bounds.get("above", -math.inf)):
+        kind = "a number" if name in FLOATS else "an integer"
+        raise UserError(f"{name} must be {' or '.join([*bounds.get('words', ()), f'{kind} {limits}'])}, got {value!r}")
+
+
+def require(ok: object, message: str) -> None:
+    if not ok:
+        raise UserError(message)
+
+
+def check_rules(config: TrainConfig) -> None:
+    """Raise `UserError` for options that require or exclude each other."""
+    given = [f"--{name}" for name in DATA_SOURCES if getattr(config, name) is not None]
+    sources = "--dataset_dir (a packed dataset), --train_file and --dataset_name (text to prepare)"
+    require(len(given) == 1, f"pass exactly one of {sources}; found {' and '.join(given) or 'none'}")
+    if config.dataset_dir is not None:
+        changed = [name for name in TEXT_OPTIONS if getattr(config, name) != OPTIONS[name].default]
+        reason = "cannot be combined with --dataset_dir, whose text is already prepared"
+        require(not changed, f"--{', --'.join(changed)} {reason}")
+        require(not config.streaming, "--streaming requires --train_file or --dataset_name, not --dataset_dir")
+    elif not config.tokenizer_name and not config.tokenizer_vocab_size:
+        raise UserError("preparing text requires --tokenizer_name DIR_OR_ID, or --tokenizer_vocab_size N to train one")
+    if config.streaming:
+        default = config.data_placement == "mmap" and not config.dataloader_num_workers
+        require(default, "--streaming builds batches itself; remove --data_placement and --dataloader_num_workers")
+        known = config.num_train_epochs is None
+        require(known, "--num_train_epochs requires a prepared dataset, not --streaming; pass --max_steps")
+    if config.dataloader_num_workers:
+        place = config.data_placement
+        require(place == "mmap", f"--dataloader_num_workers requires --data_placement mmap, got {place}")
+    check_schedule(config)
+    resumes = config.resume_from_checkpoint
+    message = f"--resume_from_checkpoint {resumes} requires the --output_dir of the run to resume"
+    require(resumes not in ("latest", "auto") or config.output_dir is not None, message)
+    parse_tasks(config.eval_tasks)
+    if (found := config.expected_loss) is not None:
+        is_valid = set(found) == set(EXPECTED_LOSS) and isinstance(found["dataset"], str)
+        numbers = [found.get(key) for key in EXPECTED_LOSS[:3]]
+        is_valid = is_valid and all(isinstance(number, (int, float)) and number > 0 for number in numbers)
+        expected = f"{', '.join(EXPECTED_LOSS)}, of which the first three are positive numbers"
+        require(is_valid, f"expected_loss must have {expected}; got {found}")
+    require(config.hub_model_id or not config.push_to_hub, "--push_to_hub requires --hub_model_id user/name")
+    try:
+        config.sample_prompt.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UserError("sample_prompt is not valid UTF-8 text") from error
+
+
+def check_schedule(config: TrainConfig) -> None:
+    """Raise `UserError` for an unknown schedule, or for arguments that it does not take."""
+    kind, arguments = config.lr_scheduler_type, config.lr_scheduler_kwargs or {}
+    hint = f"{did_you_mean(kind, SCHEDULES)} (one of {', '.join(SCHEDULES)})"
+    require(kind in SCHEDULES, f"unknown lr_scheduler_type '{kind}'; {hint}")
+    for name, value in arguments.items():
+        if name not in SCHEDULES[kind]:
+            others = [f"{other} does" for other, names in SCHEDULES.items() if name in names]
+            known = ", ".join(SCHEDULES[kind]) or "no arguments"
+            raise UserError(f"lr_scheduler_type {kind} takes no {name}; {(others or [f'it takes {known}'])[0]}")
+        is_share = isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
+        if name == "decay_type":
+            require(value in DECAY_TYPES, f"decay_type must be one of {', '.join(DECAY_TYPES)}, got {value!r}")
+        elif name == "num_decay_steps":
+            is_valid = is_share and (value < 1 or value == int(value))
+            require(is_valid, f"num_decay_steps must be a number of steps, or a share below 1, got {value!r}")
+        elif name == "min_lr":
+            is_valid = is_share and value <= config.learning_rate
+            require(is_valid, f"min_lr must be from 0 to learning_rate, got {value!r}")
+        else:
+            require(is_share and value <= 1, f"{name} must be from 0 to 1, got {value!r}")
+    require(not {"min_lr", "min_lr_rate"} <= arguments.keys(), "pass min_lr or min_lr_rate, not both")
+    warmup, decay = config.warmup_steps, arguments.get("num_decay_steps", 0)
+    is_valid = warmup < 1 or warmup == int(warmup)
+    require(is_valid, f"warmup_steps must be an integer, or a fraction of max_steps below 1, got {warmup}")
+    if config.max_steps is None and config.num_train_epochs is None:
+        known = config.max_minutes is not None
+        require(known, "nothing limits the run; pass --max_steps, --num_train_epochs or --max_minutes")
+        require(decay < 1, "with max_minutes alone, num_decay_steps must be a share of the run below 1")
+    elif config.num_train_epochs is None and decay >= 1 and warmup >= 1 and warmup + decay > config.max_steps:
+        raise UserError(
+            f"{warmup:,.0f} warm-up steps and {decay:,} decay steps exceed max_steps, {config.max_steps:,}; lower "
+            "warmup_steps, or pass num_decay_steps below 1, a share of the run"
+        )
+
+
+def parse_tasks(given: list[str] | None) -> dict[str, str | None]:
+    """`["hellaswag=val.jsonl,lambada"]` -> {"hellaswag": "val.jsonl", "lambada": None}; None stands for the Hub.
+
+    Raises `UserError` for an unknown or repeated task.
+    """
+    tasks: dict[str, str | None] = {}
+    for item in ",".join(given or []).split(",") if given else []:
+        name, has_file, path = item.strip().partition("=")
+        if name not in EVAL_TASKS:
+            hint = did_you_mean(name, EVAL_TASKS, otherwise="separate tasks with commas")
+            raise UserError(f"unknown task '{name}'; {hint} (tasks: {', '.join(EVAL_TASKS)})")
+        require(name not in tasks, f"the task {name} is given twice; pass it once")
+        require(path or not has_file, f"the task {name} has an empty file name; pass {name}=FILE.jsonl")
+        tasks[name] = path or None
+    return tasks

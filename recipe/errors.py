@@ -3,8 +3,10 @@
 import contextlib
 import difflib
 import errno
+import gc
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -18,6 +20,7 @@ T = TypeVar("T")
 HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # see recipe/run/stop.py
 # A full disk, an exceeded quota, a read-only file system, missing permission.
 FIXABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
+LOST_PEER = r"connection (was )?(likely )?(closed|reset|refused)|broken pipe|timed out|remote process exited"
 
 
 class UserError(Exception):
@@ -51,8 +54,8 @@ def run_main(main: Callable[[], T], interrupted: str = "interrupted") -> T:
             if not lost_a_process(error):
                 raise
             error = ProcessError(
-                f"the connection to another process of this run is lost ({one_line(error)}); its own output says why "
-                "it ended; the same command with --resume_from_checkpoint auto resumes from the newest checkpoint"
+                f"the connection to another process of this run is lost; its own output says why it ended; the same "
+                f"command with --resume_from_checkpoint auto resumes from the newest checkpoint ({one_line(error)})"
             )
         if isinstance(error, OSError):
             if error.errno not in FIXABLE:
@@ -70,15 +73,19 @@ def run_main(main: Callable[[], T], interrupted: str = "interrupted") -> T:
         print(f"\n{interrupted}", file=sys.stderr)
         sys.exit(130)
     finally:
-        if handlers:
-            signal.set_wakeup_fd(-1)
+        gc.enable()
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
 def lost_a_process(error: RuntimeError) -> bool:
-    """Return whether torch.distributed reports that another process, or its machine, is gone (torch 2.13)."""
-    return type(error).__name__.startswith("Dist") or "gloo/transport" in str(error)
+    """Return whether gloo, NCCL or the store of torch.distributed (2.13) reports that another process is gone.
+
+    Their other errors, such as NCCL's "Duplicate GPU detected", are mistakes of this run and keep their traceback.
+    """
+    from_gloo = "gloo/transport" in str(error) or "[../third_party/gloo" in str(error)
+    is_distributed = from_gloo or type(error).__name__.startswith("Dist")
+    return is_distributed and bool(re.search(LOST_PEER, str(error), re.IGNORECASE))
 
 
 def did_you_mean(

@@ -3,51 +3,45 @@
     accelerate launch recipe/train.py                                          a demo that needs nothing
     accelerate launch recipe/train.py --config gpt2_124m --dataset_dir DIR     GPT-2 124M on a packed dataset
 
-config -> accelerator -> data -> model -> optimizer -> resume -> loop -> evaluate, export, publish
+config -> accelerator -> data -> model -> optimizer -> resume -> loop -> export, summary, publish
 """
 
-import sys
 import time
 
 STARTED_AT = time.perf_counter()
 
 from recipe.command_line import load_config
 from recipe.errors import run_main
-from recipe.hardware.host_memory import FreedMemory, use_huge_pages
+from recipe.hardware.host_memory import use_huge_pages
 
 if __name__ == "__main__":  # before torch is imported, which takes seconds
     run_main(load_config)  # a mistyped option is reported at once
     use_huge_pages()
 
+import dataclasses
 import math
 
-import torch
 from accelerate.utils import set_seed
 
-from recipe.checkpoint.load import RunState, find_checkpoint, load_checkpoint
-from recipe.checkpoint.save import CheckpointSaver
-from recipe.data.packed import open_packed_dataset
-from recipe.data.prepare import open_dataset_for
+from recipe.checkpoint import CheckpointSaver, load_checkpoint
+from recipe.data.streaming import build_batches
 from recipe.evaluation.validation import Validation
-from recipe.hardware.accelerator import build_accelerator, build_module
-from recipe.hardware.nodes import check_same_run, check_shared
-from recipe.hardware.processes import on_all_processes, on_main_process, start_processes, wait_on_host
-from recipe.model.build import build_model_config
-from recipe.optim.guard import MOST_BAD_STEPS, GuardedUpdate
+from recipe.hardware.accelerator import build_accelerator, compile_module
+from recipe.hardware.memory import smaller_micro_batches, try_micro_batch
+from recipe.hardware.processes import gather, largest_of_processes, on_main_process, start_processes, wait_on_host
+from recipe.model.build import build_model, build_model_config
+from recipe.model.loss import LanguageModelingLoss
+from recipe.optim.guard import UpdateGuard
 from recipe.optim.optimizers import build_optimizer
-from recipe.optim.schedule import find_branch_step
-from recipe.publish.download import fetch_checkpoint
-from recipe.publish.export import export_model
+from recipe.optim.schedule import is_decaying, learning_rate_scale
 from recipe.publish.hub import check_hub
 from recipe.publish.uploads import HubUploads
-from recipe.run.accumulation import Accumulation
-from recipe.run.log import RunReport
-from recipe.run.meter import StepMeter
-from recipe.run.output_dir import choose_output_dir, open_output_dir
-from recipe.run.plan import StepBudget, check_before_preparing, plan_run, shorten
-from recipe.run.profile import StepProfiler
-from recipe.run.stop import EXIT_STOPPED, StopRequest
-from recipe.run.summary import build_summary, closing_words, describe_evaluation, describe_run, find_warnings
+from recipe.run.folder import choose_output_dir, open_output_dir
+from recipe.run.log import RunLog
+from recipe.run.profile import build_profiler
+from recipe.run.report import collect_facts, finish_run, show_start, stop_run
+from recipe.run.start import check_run, find_start, measure_progress, new_state, open_dataset, resolve_run
+from recipe.run.stop import StopSignals, resumable
 
 
 def main(started_at: float | None = None) -> None:
@@ -58,150 +52,114 @@ def main(started_at: float | None = None) -> None:
     start_processes()
     output_dir = on_main_process(lambda: choose_output_dir(config, recipe))
     on_main_process(lambda: check_hub(config))
-    if not config.eval_only:  # which writes nothing
-        check_shared(output_dir)
-    accelerator, precision = build_accelerator(config, output_dir)
-    device = accelerator.device
-    resume_dir = on_main_process(lambda: find_checkpoint(output_dir, fetch_checkpoint(config, output_dir)))
-    # A resumed run takes the shape from its checkpoint: the model that it started from may be gone.
-    source = resume_dir if resume_dir and config.model_name_or_path else config.model_name_or_path
-    check_before_preparing(config, accelerator.num_processes, device, source)
+    accelerator = build_accelerator(config, output_dir)
+    device, num_processes = accelerator.device, accelerator.num_processes
+    resume_dir, source = find_start(config, accelerator, output_dir)
 
-    dataset_dir = on_main_process(lambda: open_dataset_for(config, source).directory)
-    dataset = on_all_processes(lambda: open_packed_dataset(dataset_dir, config.block_size))
-    tokenizer = dataset.load_tokenizer()
-    model_config = build_model_config(config, dataset.vocab_size, tokenizer.eos_token_id, source)
-    config, identity, changes, plan = plan_run(
-        config, dataset, model_config, resume_dir, output_dir, accelerator, precision
-    )
-    check_same_run(identity)
+    dataset = open_dataset(config, source)
+    tokenizer, vocab_size = dataset.tokenizer, len(dataset.tokenizer)
+    model_config = build_model_config(config, vocab_size, tokenizer.eos_token_id, source)
+    # hardware: the config with every `auto` resolved for this machine
+    config, hardware, choices, plan = resolve_run(config, dataset, model_config, accelerator, output_dir, resume_dir)
+    identity, changes = check_run(config, dataset, model_config, output_dir, resume_dir)
 
-    module, choices = build_module(config, model_config, dataset.vocab_size, device, precision, source, plan)
-    model, optimizer = module.model, build_optimizer(config, module, precision.value)
+    model = build_model(hardware, model_config, hardware.attn_implementation, source)  # a stock GPT2LMHeadModel
+    module = LanguageModelingLoss(model, vocab_size, hardware.label_smoothing_factor, hardware.loss_chunks)
+    module = compile_module(module, hardware.dynamo_backend)
+    optimizer = build_optimizer(hardware, model)
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
     wait_on_host()  # a machine may need long to download a model
     module, optimizer = accelerator.prepare(module, optimizer)
-    update = GuardedUpdate(config, accelerator, optimizer)
-    accumulation = Accumulation(config, accelerator, module, dataset, choices, plan)
-    validation = Validation(config, accelerator, module, dataset, accumulation.micro_batch_size)
+    micro_batch = try_micro_batch(accelerator, module, optimizer.optimizer, plan.micro_batch_size, config)
+    plan = dataclasses.replace(plan, micro_batch_size=micro_batch)
+    grad_accum = config.global_batch_size // (micro_batch * num_processes)
+    accelerator.gradient_accumulation_steps = grad_accum
+    smaller = smaller_micro_batches(hardware, micro_batch, num_processes, device.type)  # if it runs out of memory
+
+    guard = UpdateGuard(accelerator)
     set_seed(config.seed, device_specific=True)  # from here on, dropout differs between processes
-    state = load_checkpoint(accelerator, resume_dir, model, dataset.vocab_size, update) if resume_dir else RunState()
-    validation.keep_rows(state)
-    if config.eval_only:
-        what = f"{source or resume_dir}, {validation.num_rows:,} rows"
-        accelerator.print(describe_evaluation(what, validation.run()))
-        accelerator.end_training()
-        return
-    accumulation.start(state)  # opens the data, before anything is written
+    parts = model, vocab_size, optimizer.optimizer, guard
+    state = load_checkpoint(accelerator, resume_dir, *parts) if resume_dir else new_state()
+    state.memory = plan.choices
+    validation = Validation(config, accelerator, module, dataset, micro_batch)
+    batches = build_batches(config, dataset, accelerator, micro_batch, state.step, state.position, gather)
 
     on_main_process(lambda: open_output_dir(output_dir, config, resume_dir is not None))
-    report = RunReport(accelerator, config, output_dir, state.step)
-    wait_on_host()  # a tracker may need long to answer
-    uploads = HubUploads(config, output_dir, report.say)
-    parts = model, model_config, tokenizer, update
-    saver = CheckpointSaver(accelerator, output_dir, config, identity, *parts, report.checkpoint_failure, uploads.add)
-    report.table(
-        describe_run(config, recipe, output_dir, resume_dir, choices, model, accumulation, validation.num_rows)
-    )
-    report.start(state.step, config, recipe, choices, model, accumulation)
-    for warning in find_warnings(config, resume_dir, precision, dataset, state.step):
-        report.say(warning)
+    facts = collect_facts(hardware, recipe, dataset, accelerator, model, plan)
+    log = RunLog(config, accelerator, output_dir, state, facts, started_at)
+    uploads = HubUploads(config, output_dir, log.say)
+    parts = model, model_config, tokenizer, optimizer.optimizer, guard
+    saver = CheckpointSaver(accelerator, output_dir, config, identity, *parts, log.say, uploads.add, state.step)
+    show_start(log, hardware, facts, choices, plan, resume_dir, validation.num_rows, state, changes)
     if changes:  # save, so that the config on disk always matches the newest checkpoint
-        report.schedule(state.step, changes)
         saver.save(state)
 
-    # ------------------------------------------------------------------ loop: one iteration is one optimizer step
-    profiler = StepProfiler(config, accelerator, output_dir, state.step)
-    meter = StepMeter(config, accelerator, model, state, started_at)
-    evaluation = None
-    if state.step == 0:
-        state.untrained = evaluation = validation.run()
-        report.evaluation(0, evaluation)
-    budget = StepBudget(config, started_at, state.step, validation.num_rows)
-    freed_memory = FreedMemory()
-    stop_request, stop = StopRequest(), None
+    # ------------------------------------------------------------------ loop: one turn is one optimizer step
+    grad_norm = scale = last = None
+
+    def due(period: int) -> bool:
+        return bool(period) and (last or state.step % period == 0)
+
+    profiling = build_profiler(config.profile, accelerator, output_dir, log.say)
     module.train()
-    meter.resume()
-    while state.step < config.max_steps and stop is None:
-        try:
-            step_loss = torch.zeros((), device=device)
-            for _ in range(accumulation.num_micro_batches):
+    with StopSignals() as signals, resumable(output_dir, saver, smaller), profiling as profiler:
+        while True:  # evaluation and saving are at the top, so the last turn makes no step
+            stop, state.seconds = largest_of_processes(signals.received, log.seconds())
+            state.progress = progress = measure_progress(config, state)
+            last = progress >= 1
+
+            if log.lap_steps and (due(config.logging_steps) or state.step == 1):
+                log.train(state, batches, guard, grad_norm, scale)  # the one routine wait for the device
+                saver.report()
+
+            if not is_decaying(config, progress):
+                state.decay_start = None
+            elif state.decay_start is None:  # the run can be extended from here
+                state.decay_start = state.step
+            saving = config.save_steps and (due(config.save_steps) or state.decay_start == state.step)
+            if (saving or stop) and state.step != saver.saved_step:
+                with log.paused(state):
+                    saver.save(state)  # in the background
+
+            if not stop and (due(config.eval_steps) or last or state.step == 0) and state.step not in log.evaluated:
+                with log.paused(state):
+                    evaluation = validation.run(signals.on_any_process)
+                if evaluation is None:
+                    continue  # with the signal that interrupted it
+                log.evaluation(state, evaluation)
+
+            uploads.advance()  # in the background, after the evaluation that the card shows
+            if last or stop:
+                break
+
+            means = {}  # of the loss, and of any other scalar that the module returns
+            for _ in range(grad_accum):
                 with accelerator.accumulate(module):  # gradients are synchronized on the last micro-batch
-                    loss = module(*next(accumulation.batches))
-                    accelerator.backward(loss)  # divides by num_micro_batches
-                step_loss += loss.detach() / accumulation.num_micro_batches
-                report.advance(1 / accumulation.num_micro_batches)
-        except RuntimeError as error:
-            loss = None  # frees the graph that did not fit
-            accumulation.out_of_memory(error)  # re-raises any other error
-        if accumulation.must_shrink():  # on any process: all of them repeat the step in smaller pieces
-            report.say(accumulation.shrink(state))
-            validation.batch_size = min(validation.batch_size, accumulation.micro_batch_size)
-            continue
-        grad_norm = accelerator.clip_grad_norm_(module.parameters(), config.max_grad_norm or math.inf)
-        update.step(step_loss, grad_norm)  # skips the update, on the device, if a number is not finite
-        optimizer.zero_grad()
-        meter.add(step_loss)
-        state.step += 1
-        state.position = accumulation.batches.position
-        freed_memory.give_back()  # keeps the memory of a CPU process flat
-
-        stop = stop_request.agreed()
-        fewer_steps = budget.choose(state.step)
-        last = state.step == config.max_steps
-        evaluating = last or (config.eval_steps and state.step % config.eval_steps == 0)
-        branching = state.step == find_branch_step(config)  # the last step before the decay
-        saving = config.save_steps and (last or fewer_steps or branching or state.step % config.save_steps == 0)
-
-        if evaluating or saving or state.step == 1 or state.step % config.logging_steps == 0:
-            numbers = meter.read(state, update, grad_norm, accumulation.batches)  # the one routine wait for the device
-            report.train(state.step, numbers)
-            saver.report()
-            if numbers["bad_steps_in_a_row"] >= MOST_BAD_STEPS:
-                on_main_process(lambda: (saver.wait(), uploads.finish()))
-                raise report.bad_numbers(state.step, numbers)
-
-        if fewer_steps is not None:  # --max_minutes: the first steps have shown the speed
-            report.shorten(state.step, fewer_steps, config)
-            config = shorten(config, fewer_steps)
-            for part in (update, validation, saver, profiler):
-                part.set_schedule(config)
-            state.steps_chosen, state.eval_rows = True, validation.num_rows
-
-        if saving or stop is not None:
-            meter.store(state)
-            saver.save(state)
-            meter.resume()
-
-        if evaluating:
-            evaluation = validation.run()
-            report.evaluation(state.step, evaluation)
-            meter.resume()
-
-        if (profile := profiler.after(state.step)) is not None:
-            report.profile(state.step, profile)
-            meter.resume()
-
-        uploads.advance()  # in the background, after the evaluation that its card shows
+                    outputs = module(*next(batches))  # input_ids, targets: int64 [micro_batch, block_size]
+                    accelerator.backward(outputs["loss"])  # divides by grad_accum
+                for name, value in outputs.items():
+                    means[name] = means.get(name, 0.0) + value.detach() / grad_accum
+            grad_norm = accelerator.clip_grad_norm_(module.parameters(), config.max_grad_norm or math.inf)
+            scale = learning_rate_scale(config, state.step, progress)
+            for group in optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * scale
+            guard.step(optimizer, means["loss"], grad_norm)  # skips the update, on the device, if it is not finite
+            optimizer.zero_grad()
+            state.step += 1
+            state.position = batches.position
+            log.add(means)
+            if profiler:
+                profiler.step()
 
     # ------------------------------------------------------------------ end
+    log.close()
+    batches.close()
     saved = on_main_process(saver.wait)  # no process leaves before the checkpoint is on disk
-    accumulation.close()
-    report.close()
-    if stop is not None and state.step < config.max_steps:
-        report.stopped(state.step, stop_request.why(), saved)
-        stop_request.close()
-        on_main_process(uploads.finish)
-        report.end()
-        sys.exit(EXIT_STOPPED if saved else 1)
-    stop_request.close()
-    evaluation = evaluation or validation.run()  # a resumed run may have no steps left
-    if accelerator.is_main_process:
-        export_model(model, model_config, tokenizer, output_dir)
-        report.summary(build_summary(accelerator, state, evaluation, meter, choices, accumulation, model))
-        print(closing_words(config, output_dir, state.untrained, evaluation, meter, dataset.metadata))
-        uploads.finish(state.step)
-    wait_on_host()
-    report.end()
+    if stop and not last:
+        stop_run(log, uploads, state, stop, saved)
+    else:
+        finish_run(log, uploads, state, facts, model, model_config, tokenizer)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import math
 
 from transformers import PreTrainedConfig
 
-from recipe.arguments import CommandLine
+from recipe.command_line import CommandLine
 from recipe.command_line import load_config, names_data
 from recipe.config import TrainConfig
 from recipe.errors import UserError, run_main

@@ -9,16 +9,16 @@ import shlex
 import sys
 from pathlib import Path
 
-from recipe.arguments import CommandLine
-from recipe.checkpoint.load import list_checkpoints
-from recipe.checkpoint.manifest import why_damaged
-from recipe.checkpoint.save import CONFIG_NAME
+from recipe.command_line import CommandLine
+from recipe.checkpoint import list_checkpoints
+from recipe.checkpoint import why_damaged
+from recipe.checkpoint import CONFIG_NAME
 from recipe.command_line import load_config
 from recipe.errors import UserError, check_local_path, run_main
 from recipe.publish.hub import check_hub
 from recipe.publish.public import SUMMARY_NAME
 from recipe.publish.uploads import HubUploads
-from recipe.run.output_dir import lock_output_dir
+from recipe.run.folder import lock_output_dir
 
 
 def main() -> None:

@@ -11,15 +11,17 @@ stream do not fill a row and are dropped. A dataset appears under its name only 
 """
 
 import copy
+import functools
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from recipe.data.documents import SPLITS
-from recipe.data.tokenizer import load_saved_tokenizer
+from recipe.data.tokenizer import load_saved_tokenizer, tokenizer_sha256
 from recipe.errors import UserError, short_reason
 
 if TYPE_CHECKING:
@@ -39,6 +41,18 @@ class PackedDataset:
     splits: dict[str, "PackedSplit"]
 
     @property
+    def train(self) -> "PackedSplit":
+        return self.splits["train"]
+
+    @property
+    def validation(self) -> "PackedSplit":
+        return self.splits["validation"]
+
+    @functools.cached_property
+    def tokenizer(self) -> "PreTrainedTokenizerBase":
+        return self.load_tokenizer()
+
+    @property
     def block_size(self) -> int:
         return self.metadata["block_size"]
 
@@ -54,6 +68,38 @@ class PackedDataset:
     def load_tokenizer(self) -> "PreTrainedTokenizerBase":
         """Load the tokenizer that made the ids. Raises `UserError` if its files have changed."""
         return load_saved_tokenizer(self.directory / "tokenizer", self.metadata["tokenizer_sha256"])
+
+
+def metadata_of(dataset: Any) -> dict[str, Any]:
+    """Return the metadata of a packed dataset, or what can be told of another: its rows, and hashes of the first.
+
+    dataset: has `train` and `validation` (with a length, indexed by int64 [n] for int64 [n, block_size + 1]) and a
+    `tokenizer`.
+    """
+    if isinstance(dataset, PackedDataset):
+        return dataset.metadata
+    splits, digest = {}, hashlib.sha256()
+    for name in SPLITS:
+        split = getattr(dataset, name)
+        first = np.asarray(split[np.arange(min(8, len(split)))])
+        digest.update(first.astype(np.int64).tobytes())
+        num_tokens = len(split) * (first.shape[1] - 1)
+        splits[name] = {"documents": 0, "tokens": num_tokens, "bytes": 0, "rows": len(split)}
+    return {
+        "source": {"dataset_name": type(dataset).__name__},
+        "splits": splits,
+        "content_sha256": digest.hexdigest(),
+        "tokenizer_sha256": tokenizer_sha256(dataset.tokenizer),
+        "fingerprint": None,
+    }
+
+
+def validation_tokens_per_byte(dataset: Any) -> float:
+    """Return `tokens_per_byte` of the validation text, or that of the first rows of a dataset without metadata."""
+    if isinstance(dataset, PackedDataset):
+        return dataset.tokens_per_byte("validation")
+    ids = np.asarray(dataset.validation[np.arange(min(64, len(dataset.validation)))])[:, 1:]
+    return ids.size / max(1, len("".join(dataset.tokenizer.batch_decode(ids)).encode()))
 
 
 class PackedSplit:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from recipe.config import TrainConfig
+from recipe.config import TEXT_OPTIONS, TrainConfig
 from recipe.data.documents import Piece, hash64
 from recipe.data.encoder import build_encoder, encode_pieces, join_pieces
 from recipe.data.files import ReadReport, name_of_text
@@ -29,7 +29,6 @@ from recipe.data.writer import PackedWriter
 from recipe.environment import count_cpus
 from recipe.errors import UserError
 from recipe.progress import PreparationProgress
-from recipe.rules import TEXT_OPTIONS
 
 COMMIT_BYTES = 32_000_000  # text between two commits: a killed process loses at most this much work
 HEAD_CHARACTERS = 50_000_000  # of a streamed text: for its tokenizer, its validation rows and its identity

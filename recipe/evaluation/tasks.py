@@ -7,7 +7,7 @@ decoding would write; perplexity is per word.
 
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import gettempdir
 
@@ -15,12 +15,12 @@ import numpy as np
 from accelerate import PartialState
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from recipe.config import parse_tasks
 from recipe.data.batches import example_rows
 from recipe.data.task_files import SOURCES, Example, read_examples
 from recipe.evaluation.scoring import Row, Score, make_batches, score_batch, show_progress
 from recipe.hardware.host_memory import FreedMemory
-from recipe.hardware.processes import gather, on_main_process
-from recipe.rules import parse_tasks
+from recipe.hardware.processes import gather, largest_of_processes, on_main_process
 
 CHUNK = 32  # examples between two looks at the clock
 ORDER_SEED = 0
@@ -61,22 +61,27 @@ class EvalTask:
         tokens_per_batch: int,
         max_examples: int | None = None,
         max_seconds: float | None = None,
-    ) -> dict[str, float | None]:
+        must_stop: Callable[[], bool] = lambda: False,
+    ) -> dict[str, float | None] | None:
         """Score the first examples of a fixed random order, in chunks that the processes divide among them.
 
-        Each process stops by itself when another chunk would exceed max_seconds, but scores at least one.
-        Returns the scores and standard errors, num_examples and seconds.
+        No chunk starts that would end after max_seconds on some process, but one is scored. Returns the scores and
+        standard errors, num_examples and seconds; None if must_stop, asked between chunks, is true.
         """
         started_at, longest, found = time.perf_counter(), 0.0, {}
         state, freed_memory = PartialState(), FreedMemory()
         order = self.order[:max_examples]
         chunks = [order[start : start + CHUNK] for start in range(0, len(order), CHUNK)]
-        mine = chunks[state.process_index :: state.num_processes]
-        for chunk in show_progress(mine, self.name, "chunk", len(mine)):
+        rounds = range(0, len(chunks), state.num_processes)
+        for start in show_progress(rounds, self.name, "chunk", len(rounds)):
+            if must_stop():
+                return None
             chunk_started_at = time.perf_counter()
-            if max_seconds and found and chunk_started_at + longest > started_at + max_seconds:
+            is_late = bool(max_seconds and start) and chunk_started_at + longest > started_at + max_seconds
+            if largest_of_processes(is_late)[0]:
                 break
-            found |= self._score(chunk.tolist(), model, vocab_size, tokens_per_batch)
+            for chunk in chunks[start : start + state.num_processes][state.process_index :][:1]:
+                found |= self._score(chunk.tolist(), model, vocab_size, tokens_per_batch)
             freed_memory.give_back()
             longest = max(longest, time.perf_counter() - chunk_started_at)
         scores = {index: scores for part in gather(found) for index, scores in part.items()}

@@ -1,192 +1,225 @@
-"""Estimate the memory of a training step on one device, and choose the options with which it fits.
+"""Fit a step into the memory of a device: a short estimate picks the options, and one trial step confirms them.
 
-Everything here is arithmetic on the shape of the model, so that scripts/plan_run.py can plan for devices that are not
-there. recipe/hardware/micro_batch.py tries the result on the device.
+The estimate is arithmetic on the shape of the model, so that scripts/plan_run.py can plan for devices that are not
+there. The global batch never changes: gradient accumulation makes up for a smaller micro-batch (sequences per forward
+pass).
 """
 
-import copy
 import dataclasses
 import importlib.util
 import itertools
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils.memory import should_reduce_batch_size
+from torch import nn
 from transformers import PreTrainedConfig
 
 from recipe.config import TrainConfig
 from recipe.environment import count_local_processes
-from recipe.errors import UserError
-from recipe.hardware.choices import Choice, choose_attention, choose_dynamo_backend
+from recipe.errors import ProcessError, UserError
+from recipe.hardware.accelerator import CUDA_GRAPH_MODES, choose_attention, dynamo_mode
 from recipe.hardware.host_memory import available_bytes
-from recipe.hardware.micro_batch import micro_batch_candidates
-from recipe.hardware.processes import largest_of_processes
-from recipe.model.size import (
-    count_block_matrices,
-    count_head,
-    count_inner,
-    count_parameters,
-    count_training_flops,
-    padded_vocab_size,
-)
+from recipe.hardware.processes import largest_of_processes, on_main_process
+from recipe.model.size import count_block_matrices, count_head, count_inner, count_parameters
 from recipe.optim.muon import STACK_COPIES, STACK_VALUES
 
 USABLE_SHARE = 0.92  # of a device: the rest is for fragmentation and for the error of the estimate
-# Bytes outside the model: the CUDA context with cuBLAS and cuDNN, or Python with torch and Transformers.
-PROCESS_BYTES = {"cuda": 0.5e9, "cpu": 0.5e9, "mps": 0.5e9}
-CPU_COMPILER_BYTES = 0.1e9  # dynamo's and inductor's code and graphs, in the process's own memory
+PROCESS_BYTES = 0.5e9  # the CUDA context with cuBLAS and cuDNN, or Python with torch and Transformers
 # Tokens per forward pass whose matmuls take as long as one pass over weights and gradients. Per parameter, a
 # micro-batch moves 20 bytes (fp32 weight read and cast, bf16 copy read, gradient written and accumulated) and computes
 # 6 FLOPs per token; a GPU computes about 150 FLOPs in the time that it moves a byte (H100: 450 TFLOP/s, 3.35 TB/s).
 TOKENS_TO_HIDE_WEIGHTS = 20 / 6 * 150
+# More tokens per forward pass should not increase throughput: 64 rows of 1,024 already saturate a GPU, and a CPU's
+# caches fill earlier.
+LARGEST_MICRO_BATCH_TOKENS = {"cpu": 4096, "accelerator": 65536}
 EIGHT_BIT = "adamw_bnb_8bit"
 LOSS_CHUNKS = 8
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What the memory of a step depends on besides the model, the row length and the options of a `MemoryPlan`."""
-
-    device_type: str  # "cuda", "cpu" or "mps"
-    mixed_precision: str  # "no", "bf16" or "fp16"
-    compiled: bool  # by inductor
-    num_processes: int = 1
+REMEDY = "try --activation_checkpointing or a smaller recipe"
+SMALLER_NAME = ".micro_batch"  # in output_dir: the micro-batch to continue with after running out of memory
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The options that decide how much memory a step takes, and its estimate by part, in bytes per device."""
+    """The options that decide how much memory a step takes, and its estimated peak in bytes per device."""
 
     micro_batch_size: int
     activation_checkpointing: bool
     loss_chunks: int
     optim: str
-    parts: dict[str, int]
-    compiled: bool = True
-    usable_bytes: float = 0.0  # of this run's device
-    reason: str = ""
+    total_bytes: int = 0
+    usable_bytes: int = 0
 
     @property
-    def total_bytes(self) -> int:
-        return sum(self.parts.values())
-
-    @property
-    def choices(self) -> dict[str, Any]:
-        """The options without which a resumed run on the same processes may differ in the last bits."""
-        names = ("micro_batch_size", "activation_checkpointing", "loss_chunks", "compiled")
-        return {name: getattr(self, name) for name in names}
+    def choices(self) -> dict[str, int]:
+        """The options without which a resumed run on as many processes may differ in the last bits."""
+        names = ("micro_batch_size", "activation_checkpointing", "loss_chunks")
+        return {name: int(getattr(self, name)) for name in names}
 
     def apply(self, config: TrainConfig) -> TrainConfig:
-        """Return the config with these options in place of `auto`; the micro-batch is for a trial to confirm."""
+        """Return the config with these options in place of `auto`."""
+        checkpointing = str(self.activation_checkpointing).lower()
         return dataclasses.replace(
-            config,
-            activation_checkpointing=str(self.activation_checkpointing).lower(),
-            loss_chunks=self.loss_chunks,
-            optim=self.optim,
+            config, activation_checkpointing=checkpointing, loss_chunks=self.loss_chunks, optim=self.optim
         )
+
+    def describe(self) -> str:
+        savings = {
+            "activation checkpointing": self.activation_checkpointing,
+            f"the loss in {self.loss_chunks} chunks": self.loss_chunks > 1,
+            "8-bit AdamW": self.optim == EIGHT_BIT,
+        }
+        options = " and ".join(text for text, is_on in savings.items() if is_on) or "no recomputation"
+        return f"{self.total_bytes / 1e9:.1f} of {self.usable_bytes / 1e9:.1f} GB, estimated, with {options}"
+
+
+def micro_batch_sizes(config: TrainConfig, num_processes: int, device_type: str) -> list[int]:
+    """Return the possible micro-batch sizes, largest first. Each divides the sequences of one process.
+
+    Raises `UserError`, naming the sizes that would work, if the configured sizes do not divide the batch, or if CUDA
+    graphs would accumulate gradients.
+    """
+    share, rest = divmod(config.global_batch_size, num_processes)
+    if rest:
+        below = config.global_batch_size - rest
+        raise UserError(
+            f"global_batch_size {config.global_batch_size} is not divisible by {num_processes} processes; "
+            f"use a global batch of {f'{below} or ' if below else ''}{below + num_processes}"
+        )
+    divisors = [size for size in range(share, 0, -1) if share % size == 0]
+    accumulation, wanted = config.gradient_accumulation_steps, config.per_device_train_batch_size
+    for name, value in (("gradient_accumulation_steps", accumulation), ("per_device_train_batch_size", wanted)):
+        if isinstance(value, int) and value not in divisors:
+            raise UserError(
+                f"{name} {value} does not divide the {share} sequences of each process (global_batch_size "
+                f"{config.global_batch_size} / {num_processes}); use one of {', '.join(map(str, sorted(divisors)))}, "
+                f"or --global_batch_size {value * num_processes}"
+            )
+    if accumulation is not None:
+        if wanted not in ("auto", share // accumulation):
+            raise UserError(
+                f"{num_processes} processes x per_device_train_batch_size {wanted} x gradient_accumulation_steps "
+                f"{accumulation} is not global_batch_size {config.global_batch_size}; remove one of them"
+            )
+        wanted = share // accumulation
+    limit = LARGEST_MICRO_BATCH_TOKENS["cpu" if device_type == "cpu" else "accelerator"]
+    sizes = [wanted] if wanted != "auto" else [n for n in divisors if n * config.block_size <= limit] or [1]
+    if not uses_cuda_graphs(config, device_type):
+        return sizes
+    if sizes[0] != share:
+        raise UserError(
+            f"dynamo_mode {dynamo_mode()} uses CUDA graphs, which accumulate gradients incorrectly (pytorch#96693): a "
+            f"step must be one micro-batch of {share} sequences per process, not of {sizes[0]}; launch with "
+            f"--dynamo_mode default, or, if they fit, pass --per_device_train_batch_size {share}"
+        )
+    return [share]
+
+
+def smaller_micro_batches(config: TrainConfig, size: int, num_processes: int, device_type: str) -> list[int]:
+    """Return the sizes of at most half that divide the batch, largest first."""
+    share = config.global_batch_size // num_processes
+    graphs = uses_cuda_graphs(config, device_type)
+    return [] if graphs else [smaller for smaller in range(size // 2, 0, -1) if share % smaller == 0]
+
+
+def uses_cuda_graphs(config: TrainConfig, device_type: str) -> bool:
+    """Return whether inductor records CUDA graphs, which are correct only with one micro-batch per step.
+
+    Every replay of a graph writes gradients to the same memory, so those of earlier micro-batches are lost, with an
+    error (pytorch#169545) or without one (pytorch#96693; both issues are open).
+    """
+    compiles = device_type == "cuda" and config.dynamo_backend in ("auto", "inductor")
+    return compiles and dynamo_mode() in CUDA_GRAPH_MODES
 
 
 def plan_memory(
-    config: TrainConfig, model_config: PreTrainedConfig, setting: Setting, usable_bytes: float
+    config: TrainConfig,
+    model_config: PreTrainedConfig,
+    device_type: str,
+    usable_bytes: float,
+    num_processes: int = 1,
 ) -> MemoryPlan | None:
     """Return the fastest options that fit into `usable_bytes`, by estimate, or None if none do.
 
-    model_config: with the padded vocabulary. usable_bytes: of the device, without what other programs use; a margin is
-    left. Options that are not auto are kept. 8-bit AdamW is chosen only if no other compiled step fits, and a step
-    that is not compiled, which frees each gradient once it is accumulated, only if no compiled one does.
+    config: from `resolve_hardware`; what is not `auto` in it is kept. model_config: with the padded vocabulary.
+    usable_bytes: of the device, without what other programs use; a margin is left. 8-bit AdamW is the last resort.
     """
-    plans = list_plans(config, model_config, setting)
+    plans = list_plans(config, model_config, device_type, usable_bytes, num_processes)
     fitting = [plan for plan in plans if plan.total_bytes <= USABLE_SHARE * usable_bytes]
-
-    def preference(plan: MemoryPlan) -> tuple[bool, bool, float]:
-        return not plan.compiled, plan.optim == EIGHT_BIT, step_cost(plan, config, model_config)
-
-    return min(fitting, key=preference, default=None)
+    return min(
+        fitting, key=lambda plan: (plan.optim == EIGHT_BIT, step_cost(plan, config, model_config)), default=None
+    )
 
 
 def plan_device(
     config: TrainConfig,
     model_config: PreTrainedConfig,
     accelerator: Accelerator,
-    precision: Choice,
-    earlier: dict[str, Any] | None = None,
+    output_dir: Path,
+    earlier: dict[str, int] | None = None,
 ) -> MemoryPlan:
-    """Return the plan for this run's device, the same on all processes, with its reason.
+    """Return the plan for this run's device, the same on all processes.
 
-    model_config: with the real vocabulary. An estimate never refuses a run: if nothing fits, the options that take the
-    least memory are tried. earlier: the choices of the run's checkpoint, which are kept as long as they fit, because
-    the free memory differs from one start to the next.
+    An estimate never refuses a run: if nothing fits, the options that take the least memory are tried. A run that has
+    run out of memory in output_dir continues with the micro-batch that it wrote there. earlier: `MemoryPlan.choices`
+    of the run's checkpoint, which are kept if they fit, since the free memory differs from one start to the next.
     """
-    model_config, device = copy.deepcopy(model_config), accelerator.device
-    model_config.vocab_size = padded_vocab_size(model_config.vocab_size, config.pad_vocab_to_multiple_of)
-    total_flops = count_training_flops(config, model_config, count_parameters(model_config))
-    setting = Setting(
-        device.type,
-        precision.value,
-        choose_dynamo_backend(config, device, total_flops).value == "inductor",
-        accelerator.num_processes,
-    )
-    num_local_processes = count_local_processes(accelerator.num_processes)
-    usable = -largest_of_processes(-measure_usable_bytes(device, num_local_processes))  # one plan for all
-    for plan in list_plans(config, model_config, setting):
-        if plan.choices == earlier and plan.total_bytes <= usable:
-            return dataclasses.replace(plan, usable_bytes=usable, reason="the choices of the checkpoint")
-    plan = plan_memory(config, model_config, setting, usable)
+    device, num_processes = accelerator.device, accelerator.num_processes
+    usable = int(-largest_of_processes(-measure_usable_bytes(device, count_local_processes(num_processes)))[0])
+    plan = plan_memory(config, model_config, device.type, usable, num_processes)
+    for possible in list_plans(config, model_config, device.type, usable, num_processes) if earlier else []:
+        if possible.choices == earlier and possible.total_bytes <= usable:
+            plan = possible
     has_8bit = config.optim == EIGHT_BIT or importlib.util.find_spec("bitsandbytes") is not None
-    if plan is not None and plan.optim == EIGHT_BIT and not has_8bit:
-        raise UserError(
-            f"only 8-bit AdamW fits into the {usable / 1e9:.1f} GB of this device, and it requires bitsandbytes; "
-            'run pip install -e ".[adamw_8bit]"'
-        )
-    if plan is not None:
-        savings = {
-            "activation checkpointing": plan.activation_checkpointing,
-            f"the loss in {plan.loss_chunks} chunks": plan.loss_chunks > 1,
-            "8-bit AdamW": plan.optim == EIGHT_BIT,
-            "no compilation": setting.compiled and not plan.compiled,
-        }
-        options = " and ".join(text for text, is_on in savings.items() if is_on)
-        reason = f"the fastest that fits has {options}" if options else "fits without recomputation"
-        return dataclasses.replace(plan, usable_bytes=usable, reason=reason)
-    plans = [plan for plan in list_plans(config, model_config, setting) if plan.optim != EIGHT_BIT or has_8bit]
-    plan = min(plans, key=lambda plan: plan.total_bytes)
-    return dataclasses.replace(plan, usable_bytes=usable, reason="does not fit, but is tried")
+    if plan is None or (plan.optim == EIGHT_BIT and not has_8bit):
+        if plan is not None:
+            raise UserError(
+                f"only 8-bit AdamW fits into the {usable / 1e9:.1f} GB of this device, and it requires bitsandbytes; "
+                'run pip install -e ".[adamw_8bit]"'
+            )
+        plans = list_plans(config, model_config, device.type, usable, num_processes)
+        plan = min((p for p in plans if p.optim != EIGHT_BIT or has_8bit), key=lambda plan: plan.total_bytes)
+    left = on_main_process(lambda: read_smaller_micro_batch(output_dir))
+    if left in smaller_micro_batches(config, plan.micro_batch_size, num_processes, device.type):
+        return dataclasses.replace(plan, micro_batch_size=left)
+    return plan
 
 
 def measure_usable_bytes(device: torch.device, num_local_processes: int) -> int:
     """Return the memory that one process of the run may use on its device: what is free, and what it holds already."""
     if device.type == "cuda":
         usable = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-        return usable + int(PROCESS_BYTES["cuda"])  # the context, which the estimate counts and this does not
+        return usable + int(PROCESS_BYTES)  # the context, which the estimate counts and this does not
     if device.type == "mps":
         return torch.mps.recommended_max_memory()
     return available_bytes() // num_local_processes
 
 
-def list_plans(config: TrainConfig, model_config: PreTrainedConfig, setting: Setting) -> list[MemoryPlan]:
+def list_plans(
+    config: TrainConfig, model_config: PreTrainedConfig, device_type: str, usable_bytes: float, num_processes: int
+) -> list[MemoryPlan]:
     """Return every combination of options that the config leaves open, with its estimate."""
-    if setting.compiled and config.dynamo_backend == "auto":
-        not_compiled = list_plans(config, model_config, dataclasses.replace(setting, compiled=False))
-    else:
-        not_compiled = []
-    sizes = micro_batch_candidates(config, setting.num_processes, torch.device(setting.device_type))
-    if config.activation_checkpointing == "auto":
-        checkpointing = [False, True]
-    else:
+    checkpointing, chunks, optims = [False, True], [1, LOSS_CHUNKS], ["adamw_torch_fused"]
+    if config.activation_checkpointing != "auto":
         checkpointing = [config.activation_checkpointing == "true"]
     # Compiled for CUDA, inductor fuses the chunks: all logits live together, and memory grows instead of shrinking
     # (39.1 GB instead of 35.0 at 64 rows of 1,024; torch 2.15).
-    fuses_chunks = setting.compiled and setting.device_type == "cuda"
-    chunks = [1] if fuses_chunks else [1, LOSS_CHUNKS]
+    if device_type == "cuda" and config.dynamo_backend == "inductor":
+        chunks = [1]
     if config.loss_chunks != "auto":
         chunks = [config.loss_chunks]
-    optims = [config.optim]
-    if config.optim == "auto":  # a CPU can swap instead, and an evaluation has no moments
-        optims = ["adamw_torch_fused"] + [EIGHT_BIT] * (setting.device_type == "cuda" and not config.eval_only)
-    return not_compiled + [
-        MemoryPlan(*options, estimate_parts(config, model_config, setting, *options), setting.compiled)
-        for options in itertools.product(sizes, checkpointing, chunks, optims)
+    if config.optim != "auto":
+        optims = [config.optim]
+    elif device_type == "cuda":  # a CPU can swap instead
+        optims.append(EIGHT_BIT)
+    sizes = micro_batch_sizes(config, num_processes, device_type)
+    plans = [MemoryPlan(*options) for options in itertools.product(sizes, checkpointing, chunks, optims)]
+    estimates = [estimate_bytes(plan, config, model_config, device_type, num_processes) for plan in plans]
+    return [
+        dataclasses.replace(plan, total_bytes=total, usable_bytes=int(usable_bytes))
+        for plan, total in zip(plans, estimates, strict=True)
     ]
 
 
@@ -202,81 +235,41 @@ def step_cost(plan: MemoryPlan, config: TrainConfig, model_config: PreTrainedCon
     return (1 + repeated / (blocks + head) / 3) * (1 + TOKENS_TO_HIDE_WEIGHTS / tokens)
 
 
-def estimate_parts(
-    config: TrainConfig,
-    model_config: PreTrainedConfig,
-    setting: Setting,
-    micro_batch_size: int,
-    activation_checkpointing: bool,
-    loss_chunks: int,
-    optim: str,
-) -> dict[str, int]:
-    """Estimate the bytes of each part at the moment of a step when their sum is largest.
-
-    That is the start of backward (all activations), its end (all gradients), the first block that checkpointing
-    computes again, or the optimizer's update.
-    """
-    operand = 4 if setting.mixed_precision == "no" else 2  # bytes of a matmul's operand
+def estimate_bytes(
+    plan: MemoryPlan, config: TrainConfig, model_config: PreTrainedConfig, device_type: str, num_processes: int
+) -> int:
+    """Estimate the peak of a step: at the start of backward (all activations), at its end (all gradients), or in the
+    optimizer. A gated MLP counts as one without a gate and with as many parameters."""
+    compiled = config.dynamo_backend == "inductor"
+    operand = 4 if config.mixed_precision == "no" else 2  # bytes of a matmul's operand
     residual = 2 if config.bf16_residual else 4
-    width, num_layers = model_config.hidden_size, model_config.num_hidden_layers
-    vocab_size = model_config.vocab_size
-    num_parameters = count_parameters(model_config)
-    head = count_head(model_config)
-    tokens = micro_batch_size * config.block_size
-
-    # Autograd keeps c_fc's output and GELU's. Without a compiler, GELU keeps three more tensors; CUDA's autocast
-    # computes x^3 and all that follows in fp32, which makes them 16 bytes per value with x. The weights are cast once
-    # per micro-batch.
-    gelu = 2 * operand if setting.compiled else 5 * operand
-    if setting.device_type == "cuda" and not setting.compiled and operand == 2:
-        gelu = 18
-    block = count_block_bytes(model_config, residual, operand, gelu)
-    if choose_attention(config, torch.device(setting.device_type)).value == "eager":  # fp32 softmax, and its cast
+    width, num_layers, num_parameters = (
+        model_config.hidden_size,
+        model_config.num_hidden_layers,
+        count_parameters(model_config),
+    )
+    tokens, head = plan.micro_batch_size * config.block_size, count_head(model_config)
+    # Bytes per token and block: LayerNorm's input twice, its two outputs, q, k, v, attention's output, and c_fc's
+    # output and GELU's. Without a compiler, GELU keeps three more tensors; CUDA's autocast computes x^3 and all that
+    # follows in fp32.
+    gelu = 2 * operand if compiled else 18 if device_type == "cuda" and operand == 2 else 5 * operand
+    block = width * (2 * residual + 6 * operand) + count_inner(model_config) * gelu
+    if choose_attention(config, torch.device(device_type)).value == "eager":  # fp32 softmax, and its cast
         block += model_config.num_attention_heads * config.block_size * (4 if operand == 4 else 6)
-    block = tokens * block + (count_block_matrices(model_config) * 2 if operand == 2 else 0)
-    inputs = num_layers * tokens * width * residual
-    final = tokens * width * (residual + operand)  # of the final LayerNorm
-    activations = inputs + final if activation_checkpointing else num_layers * block + final
-
-    # Compiled, the logits' gradient overwrites them. Otherwise backward holds three fp32 tensors of that size: the
-    # log-softmax, its gradient and the gradient of the logits.
-    logits = tokens // loss_chunks * vocab_size * (operand if setting.compiled else 12)
-    kept = setting.num_processes > 1 or micro_batch_size < config.global_batch_size  # from earlier micro-batches
-    kept_gradients = 4 * num_parameters if kept else 0
+    block = tokens * block + (2 * count_block_matrices(model_config) if operand == 2 else 0)  # and the cast weights
+    inputs, final = num_layers * tokens * width * residual, tokens * width * (residual + operand)
+    activations = (inputs + block if plan.activation_checkpointing else num_layers * block) + final
+    # Compiled, the logits' gradient overwrites them. Otherwise backward holds three fp32 tensors of that size.
+    logits = tokens // plan.loss_chunks * model_config.vocab_size * (operand if compiled else 12)
+    logits += (plan.loss_chunks * operand * head if compiled and plan.loss_chunks > 1 else 0) + (operand + 2) * head
     # A compiled backward returns all gradients at once, next to those of earlier micro-batches or DDP's buckets.
-    new_gradients = 4 * num_parameters if setting.compiled or not kept else 0
-    head_copies = 4 * head + (2 * head if operand == 2 else 0)  # its gradient, and its weights as an operand
-    if setting.compiled and loss_chunks > 1:  # inductor adds the chunks' gradients of the head at the end
-        head_copies += loss_chunks * operand * head  # with 30 M parameters, 1.64 GB were measured instead of 1.30
-    temporary = 4 * num_parameters if optim == "adamw_torch" and setting.device_type == "cuda" else 4 * head
-    if optim == "muon":
+    kept = 4 * num_parameters if num_processes > 1 or plan.micro_batch_size < config.global_batch_size else 0
+    new = 4 * num_parameters if compiled or not kept else 0
+    temporary = 4 * num_parameters if plan.optim == "adamw_torch" and device_type == "cuda" else 0
+    if plan.optim == "muon":
         temporary = STACK_COPIES * 4 * min(STACK_VALUES, num_layers * count_block_matrices(model_config))
-    moments = [
-        {"gradients": kept_gradients, "activations": activations, "logits": logits, "workspace": head_copies},
-        {"gradients": kept_gradients, "activations": inputs + block, "workspace": 4 * head},  # with checkpointing
-        {"gradients": kept_gradients + new_gradients, "activations": block, "workspace": 4 * head},
-        {"gradients": 4 * num_parameters, "workspace": 0 if optim == "adamw_torch_fused" else temporary},
-    ]
-    largest = max(moments, key=lambda parts: sum(parts.values()))
-    process = PROCESS_BYTES[setting.device_type]
-    parts = {
-        "weights": 4 * num_parameters,
-        "optimizer": optimizer_bytes(model_config, optim),
-        **{"gradients": 0, "activations": 0, "logits": 0} | largest,
-        "process": process + (CPU_COMPILER_BYTES if setting.compiled and setting.device_type == "cpu" else 0),
-    }
-    return {name: int(value) for name, value in parts.items()}
-
-
-def count_block_bytes(model_config: PreTrainedConfig, residual: int, operand: int, gelu: int) -> int:
-    """Return the bytes per token that autograd keeps of one block, without attention scores.
-
-    These are LayerNorm's input twice, its two outputs, q, k, v and attention's output, and the values around GELU. A
-    gated MLP counts as one without a gate and with as many parameters, which keeps as many values.
-    residual, operand, gelu: bytes per value of the residual stream, of a matmul's operand, and around GELU.
-    """
-    width = model_config.hidden_size
-    return width * (2 * residual + 6 * operand) + count_inner(model_config) * gelu
+    largest = max(kept + activations + logits, kept + new + block + 4 * head, 4 * num_parameters + temporary)
+    return int(4 * num_parameters + optimizer_bytes(model_config, plan.optim) + largest + PROCESS_BYTES)
 
 
 def optimizer_bytes(model_config: PreTrainedConfig, optim: str) -> int:
@@ -289,3 +282,77 @@ def optimizer_bytes(model_config: PreTrainedConfig, optim: str) -> int:
     bytes_per_value = {EIGHT_BIT: 2 * (1 + 4 / 256), "muon": 4}.get(optim, 8)
     blocks = model_config.num_hidden_layers * count_block_matrices(model_config)
     return 8 * (num_parameters - blocks) + int(bytes_per_value * blocks)
+
+
+def try_micro_batch(
+    accelerator: Accelerator, module: nn.Module, optimizer: torch.optim.Optimizer, size: int, config: TrainConfig
+) -> int:
+    """Run one trial step, halve the micro-batch until it fits on all processes, and return its size.
+
+    module: prepared, in train mode. optimizer: not wrapped. Neither weights, optimizer nor random state change. A CPU
+    swaps instead of raising an error, so the estimate is trusted there.
+    """
+    if accelerator.device.type == "cpu":
+        return size
+    share, random_state = config.global_batch_size // accelerator.num_processes, torch.get_rng_state()
+    device_state = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    rates = [group["lr"] for group in optimizer.param_groups]
+    try:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        for parameter in module.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()  # allocates its state, which a step of the run needs besides the activations
+        optimizer.zero_grad()
+        while not _fits(accelerator, module, size, share, config.block_size):
+            smaller = smaller_micro_batches(config, size, accelerator.num_processes, accelerator.device.type)
+            if not smaller:
+                raise UserError(f"one step does not fit into the memory; {REMEDY}")
+            size = smaller[0]
+            torch.compiler.reset()  # discard the graphs of the shape that did not fit
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ProcessError("weights and optimizer alone do not fit into the memory; use a smaller recipe") from error
+    finally:
+        optimizer.state.clear()
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        torch.set_rng_state(random_state)
+        if device_state is not None:
+            torch.cuda.set_rng_state(device_state)
+            torch.cuda.reset_peak_memory_stats()  # the peak of a trial is not the run's
+    return size
+
+
+def _fits(accelerator: Accelerator, module: nn.Module, size: int, share: int, block_size: int) -> bool:
+    """Return whether forward and backward fit on all processes, twice if a step accumulates."""
+    fits = True
+    try:
+        rows = torch.zeros(size, block_size + 1, dtype=torch.int64, device=accelerator.device)
+        for _ in range(min(2, share // size)):
+            with accelerator.no_sync(module):
+                accelerator.backward(module(rows[:, :-1], rows[:, 1:])["loss"])
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        fits = False
+    module.zero_grad(set_to_none=True)
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
+    return not largest_of_processes(not fits)[0]
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Return whether a smaller batch may avoid the error. Accelerate 1.15 matches messages, not the type."""
+    return isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error)
+
+
+def read_smaller_micro_batch(output_dir: Path) -> int | None:
+    """Return the micro-batch that a run left when it ran out of memory, or None."""
+    try:
+        return int((output_dir / SMALLER_NAME).read_text())
+    except (OSError, ValueError):
+        return None

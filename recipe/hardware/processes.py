@@ -1,6 +1,9 @@
-"""The processes of a run: the launcher, the host-side group, and work that only the main process does."""
+"""The processes of a run: the launcher, the host-side groups, and work that only the main process does.
 
-import contextlib
+Everything that a host may wait for uses gloo groups of the hosts, because NCCL's watchdog ends processes that wait in
+a device's collective for ten minutes.
+"""
+
 import ctypes
 import functools
 import os
@@ -14,17 +17,15 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, PartialState
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from accelerate import PartialState
+from accelerate.utils import DistributedType, is_torch_xla_available, str_to_bool
 
 from recipe.environment import count_cpus, count_local_processes
 from recipe.errors import ProcessError, UserError, one_line
-from recipe.hardware.launcher import check_launcher, wants_cpu
 
-# NCCL's watchdog kills processes that wait in a device collective for 600 s. On the host they may wait for days of
-# tokenization, or for a checkpoint on a slow disk.
-HOST_WAIT = timedelta(days=30)
+# A step's reductions: a machine that vanishes without closing its connections ends the others after this long.
+STEP_WAIT = timedelta(minutes=15)
+PREPARATION_WAIT = timedelta(days=30)  # tokenizing a corpus or downloading a model
 LAUNCHERS = {  # as they appear in a process's command line, and as users type them
     "accelerate": "accelerate",
     "accelerate-launch": "accelerate launch",
@@ -37,18 +38,30 @@ LAUNCHERS = {  # as they appear in a process's command line, and as users type t
 LAUNCHER_DIED = signal.SIGUSR2
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
+ONLY_DDP = (
+    "each size of GPT-2 fits on one device with --activation_checkpointing, and several devices use "
+    "DistributedDataParallel; use a file in accelerate_configs/, whose README.md says more"
+)
+
 T = TypeVar("T")
 
 
 def start_processes() -> None:
     """Find the device and the other processes. Call it before anything that depends on the rank.
 
-    Raises `UserError` for a launcher's setting that is not supported, and if the launcher started several processes
-    but Accelerate sees one (accelerate 1.15, without a GPU): each would train the whole run by itself.
+    Raises `UserError` for a launcher's answer that is not supported, and if the launcher started several processes but
+    Accelerate sees one (1.15, without a GPU): each would train the whole run by itself.
     """
     die_with_the_launcher()
-    check_launcher(os.environ)
-    state = PartialState(cpu=wants_cpu(os.environ))
+    if is_torch_xla_available():
+        raise UserError("TPUs are not supported; run pip uninstall torch_xla, and use a file in accelerate_configs/")
+    state = PartialState(cpu=wants_cpu())
+    for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"):  # on a CPU, Accelerate ignores some
+        if str_to_bool(os.environ.get(f"ACCELERATE_USE_{name}", "false")):
+            raise UserError(f"{name} is not supported: {ONLY_DDP}")
+    known = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
+    if state.distributed_type not in known:
+        raise UserError(f"{state.distributed_type.value} is not supported: {ONLY_DDP}")
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if state.num_processes != world_size:
         raise UserError(
@@ -56,37 +69,33 @@ def start_processes() -> None:
             f"{'' if torch.cuda.is_available() else ' (no GPU was found)'}; on a CPU, use "
             "accelerate_configs/multi_cpu.yaml"
         )
-    if state.device.type == "cuda":
-        check_kernels(state.device)
     host_group()  # now, while a broken network costs nothing yet
 
 
+def wants_cpu() -> bool:
+    """Return whether the launcher asks for the CPU: by `use_cpu`, or by hiding all GPUs from several processes.
+
+    The launcher of several processes does not pass `use_cpu` on, but it does pass on gpu_ids -1 (accelerate 1.15).
+    """
+    hidden = set(os.environ.get("CUDA_VISIBLE_DEVICES", "all").split(",")) == {"-1"}
+    return bool(str_to_bool(os.environ.get("ACCELERATE_USE_CPU", "false"))) or hidden
+
+
 @functools.cache
-def host_group() -> dist.ProcessGroup | None:
-    """Return a gloo group of all processes, for waits that must not block the devices; None for a single process.
+def host_group(wait: timedelta = STEP_WAIT) -> dist.ProcessGroup | None:
+    """Return a gloo group of all processes; None for a single process.
 
     Raises `UserError` if the hosts cannot reach each other, e.g. because a host name resolves to 127.0.0.1.
     """
     if PartialState().num_processes == 1:
         return None
     try:
-        return dist.new_group(backend="gloo", timeout=HOST_WAIT)
+        return dist.new_group(backend="gloo", timeout=wait)
     except RuntimeError as error:
         raise ProcessError(
             f"the processes cannot reach each other over the network ({one_line(error)}); set "
             "GLOO_SOCKET_IFNAME to the network interface that connects the hosts, e.g. eth0"
         ) from error
-
-
-def check_kernels(device: torch.device) -> None:
-    """Raise `UserError` if this PyTorch build has no kernels for the GPU, such as a V100 since 2.11."""
-    try:
-        torch.ones(1, device=device)
-    except torch.AcceleratorError as error:
-        reason = f"PyTorch {torch.__version__} cannot run on {torch.cuda.get_device_name(device)}: {one_line(error)}"
-        if "no kernel image" in str(error):
-            reason += "; install a build for this GPU from https://pytorch.org/get-started/locally"
-        raise ProcessError(reason) from error
 
 
 def gather(part: object) -> list:
@@ -99,16 +108,16 @@ def gather(part: object) -> list:
 
 
 def wait_on_host() -> None:
-    """Wait until all processes are here, however long it takes: a device collective may wait for ten minutes only."""
-    if (group := host_group()) is not None:
+    """Wait until all processes are here, however long it takes."""
+    if (group := host_group(PREPARATION_WAIT)) is not None:
         dist.barrier(group)
 
 
 def on_main_process(function: Callable[[], T]) -> T:
-    """Run `function` on the main process. All processes wait for each other, and for its result or `UserError`."""
+    """Run `function` on the main process. All wait for its result or `UserError`, however long it takes."""
     wait_on_host()
     outcome = _attempt(function) if PartialState().is_main_process else (None, None)
-    if (group := host_group()) is not None:
+    if (group := host_group(PREPARATION_WAIT)) is not None:
         outcomes = [outcome]
         dist.broadcast_object_list(outcomes, src=0, group=group)
         (outcome,) = outcomes
@@ -118,49 +127,32 @@ def on_main_process(function: Callable[[], T]) -> T:
     return result
 
 
-def largest_of_processes(value: int) -> int:
-    """Return the largest value of all processes. Their hosts wait for each other; the devices keep working."""
-    if (group := host_group()) is None:
-        return value
-    number = torch.tensor(value)
-    dist.all_reduce(number, dist.ReduceOp.MAX, group=group)
-    return int(number)
-
-
-def complete_synchronization(module: nn.Module) -> None:
-    """Take part in the step's reduction of gradients after this process failed somewhere in the step.
-
-    Without it, the others would wait for this process until their timeout. The gradients become meaningless on all
-    processes: discard them. module: as prepared by Accelerate. torch 2.13 has no way to abort a reduction, but accepts
-    gradients from several backward passes.
-    """
-    if not isinstance(module, DistributedDataParallel):
-        return
-    try:
-        module.reducer._check_reducer_finalized()
-    except RuntimeError:  # some gradients are on their way already
-        reduction = contextlib.nullcontext()
-    else:
-        module.reducer._rebuild_buckets()  # a broadcast in the first forward pass after the first reduction
-        reduction = Accelerator.trigger_sync_in_backward(module)
-    with reduction:
-        for parameter in module.parameters():
-            try:
-                (0 * parameter.sum()).backward()
-            except RuntimeError as error:
-                if "ready only once" not in str(error):  # its bucket is complete
-                    raise
-
-
 def on_all_processes(function: Callable[[], T]) -> T:
     """Run `function` on every process. If it raises a `UserError` on one of them, all raise it."""
-    result, message = _attempt(function)
-    found = gather((message, socket.gethostname()))
-    for rank, (message, host) in enumerate(found):
+    result, error = _attempt(function)
+    for rank, (message, host) in enumerate(gather((error, socket.gethostname()))):
         if message is not None:
             where = f" (on process {rank} on {host}, but not on process 0: do the machines share the folder?)"
             raise UserError(message if rank == 0 else message + where)
     return result
+
+
+def check_same_run(identity: dict) -> None:
+    """Raise `UserError` if the processes were started with different options or data. identity: `run_identity`."""
+    main, *others = gather(identity)
+    for rank, other in enumerate(others, start=1):
+        if different := [key for key in main if other.get(key) != main[key]]:
+            listed = "; ".join(f"{key} {main[key]!r} and {other.get(key)!r}" for key in different)
+            remedy = "run the same command on the same data on each machine"
+            raise UserError(f"process 0 and process {rank} differ in {listed}; {remedy}")
+
+
+def largest_of_processes(*values: float) -> list[float]:
+    """Return the largest of each value over all processes. Their hosts wait for each other; the devices do not."""
+    numbers = torch.tensor(values, dtype=torch.float64)
+    if (group := host_group()) is not None:
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=group)
+    return numbers.tolist()
 
 
 def _attempt(function: Callable[[], T]) -> tuple[T | None, str | None]:

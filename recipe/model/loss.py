@@ -1,4 +1,4 @@
-"""The module that a run trains: model and loss, compiled as one graph that returns only the loss.
+"""The module that a run trains: model and loss, compiled as one graph that returns only scalars.
 
 Returning the logits costs tens of GB at 64 x 1024 x 50304: Accelerate's autocast wrapper copies every output to fp32
 (accelerate#2638, #3477) and autograd creates a gradient for each copy.
@@ -35,10 +35,11 @@ class LanguageModelingLoss(nn.Module):
         logit_bias[vocab_size:] = -torch.inf
         self.register_buffer("logit_bias", logit_bias, persistent=False)
 
-    def forward(self, input_ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def forward(self, input_ids: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
         """input_ids, targets: int64 [batch, block_size]; targets are already shifted, and -100 does not count.
 
-        Returns an fp32 scalar. Smoothing applies only in training, so that evaluation is a likelihood.
+        Returns fp32 scalars: the loss, which is trained, and any others that you add, which are averaged and logged
+        like it. Smoothing applies only in training, so that evaluation is a likelihood.
         """
         targets = targets.flatten()
         hidden = self.model.base_model(input_ids=input_ids, use_cache=False)[0].flatten(0, 1)
@@ -52,7 +53,7 @@ class LanguageModelingLoss(nn.Module):
         loss = loss_sum / (targets != IGNORE_INDEX).sum().clamp(min=1)
         # An infinite loss can have finite gradients. This factor, 1 for a finite loss, makes them NaN; reducing them
         # makes them NaN on all processes, and all skip the update. Inductor would simplify 1 + 0 * loss to 1.
-        return loss * torch.where(torch.isfinite(loss.detach()), 1.0, torch.nan)
+        return {"loss": loss * torch.where(torch.isfinite(loss.detach()), 1.0, torch.nan)}
 
     def _loss_sum(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """hidden: [tokens, hidden_size]; targets: int64 [tokens]. Returns the sum over counted targets, fp32."""

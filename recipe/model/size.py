@@ -1,6 +1,7 @@
 """Count parameters and FLOPs."""
 
 import copy
+import math
 
 import torch
 from torch import nn
@@ -40,9 +41,9 @@ def count_flops_per_token(model_config: PreTrainedConfig, num_parameters: int, b
     return 6 * (num_parameters - _count_sizes(model_config)[1]) + attention
 
 
-def count_training_flops(config: TrainConfig, model_config: PreTrainedConfig, num_parameters: int) -> int:
-    """Return the FLOPs of the whole run; 0 if it only evaluates."""
-    num_tokens = 0 if config.eval_only else config.max_steps * config.global_batch_size * config.block_size
+def count_training_flops(config: TrainConfig, model_config: PreTrainedConfig, num_parameters: int) -> float:
+    """Return the FLOPs of the whole run; infinite if only its time is limited."""
+    num_tokens = (config.max_steps or math.inf) * config.tokens_per_step
     return num_tokens * count_flops_per_token(model_config, num_parameters, config.block_size)
 
 

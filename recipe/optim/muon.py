@@ -37,15 +37,14 @@ class Muon(torch.optim.Optimizer):
         lr: float,
         betas: tuple[float, float],
         eps: float,
-        lr_ratio: float,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """groups: with `weight_decay`; Muon's also has `num_matrices`, from `find_matrices`.
+        """groups: with `weight_decay`; Muon's also has `num_matrices`, from `find_matrices`, and its own `lr`.
 
-        lr_ratio: Muon's learning rate divided by AdamW's, which is `lr`. dtype: of the matrix products.
+        dtype: of the matrix products.
         """
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "fused": True})
-        self.lr_ratio, self.dtype = lr_ratio, dtype
+        self.dtype = dtype
         self.found_inf: torch.Tensor | None = None
 
     @torch.no_grad()
@@ -117,7 +116,7 @@ class Muon(torch.optim.Optimizer):
         """Subtract the updates, scaled to AdamW's size, and the weight decay."""
         before = torch.stack(weights)
         updates = updates.float().mul_(ADAMW_RMS * before.shape[2] ** 0.5)
-        updates.add_(before, alpha=group["weight_decay"]).mul_(group["lr"] * self.lr_ratio)
+        updates.add_(before, alpha=group["weight_decay"]).mul_(group["lr"])
         _copy_unless(found_inf, weights, before, before - updates)
 
     def _orthogonalize_shared(self, matrices: torch.Tensor) -> torch.Tensor:
@@ -149,13 +148,13 @@ def orthogonalize(matrices: torch.Tensor, dtype: torch.dtype = torch.float32) ->
     return x
 
 
-def find_matrices(module: nn.Module) -> dict[nn.Parameter, int]:
+def find_matrices(model: nn.Module) -> dict[nn.Parameter, int]:
     """Return the trained weights of all projections inside the blocks, and of how many matrices each consists.
 
     GPT-2's `c_attn` holds three, for queries, keys and values, side by side. Fused projections of other model types
-    (such as phi3's and gpt_neox's) count as one. module: holds a Transformers model.
+    (such as phi3's and gpt_neox's) count as one. model: of Transformers, or a module that holds one.
     """
-    model = next(m for m in module.modules() if isinstance(m, PreTrainedModel))
+    model = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
     return {
         layer.weight: 3 if isinstance(layer, Conv1D) and name.endswith(".c_attn") else 1
         for name, layer in model.named_modules()

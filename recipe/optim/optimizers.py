@@ -10,14 +10,15 @@ from recipe.errors import UserError, one_line, short_reason
 from recipe.optim.muon import Muon, find_matrices
 
 
-def build_optimizer(config: TrainConfig, module: nn.Module, mixed_precision: str = "no") -> torch.optim.Optimizer:
-    """Build the optimizer. AdamW decays matrices and embeddings, not biases and LayerNorm (GPT-3, nanoGPT).
+def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
+    """Build the optimizer of a model. The schedule multiplies each group's own learning rate.
 
-    With Muon, only its matrices decay (modded-nanogpt, nanochat). mixed_precision: of the run; with bf16, Muon's
-    matrix products are bf16, too.
+    AdamW decays matrices and embeddings, not biases and LayerNorm (GPT-3, nanoGPT). With Muon, only its matrices decay
+    (modded-nanogpt, nanochat); its matrix products have the type of the run's mixed precision. To use an optimizer of
+    your own, return it here: one whose `defaults` have no `fused` waits for the device once per step.
     """
-    matrices = find_matrices(module) if config.optim == "muon" else {}
-    parameters = [p for p in module.parameters() if p.requires_grad and p not in matrices]
+    matrices = find_matrices(model) if config.optim == "muon" else {}
+    parameters = [p for p in model.parameters() if p.requires_grad and p not in matrices]
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": 0.0 if matrices else config.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
@@ -25,19 +26,16 @@ def build_optimizer(config: TrainConfig, module: nn.Module, mixed_precision: str
     options = {"lr": config.learning_rate, "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon}
     if config.optim == "muon":
         hidden = {"params": list(matrices), "num_matrices": list(matrices.values())}
-        return Muon(
-            [hidden | {"weight_decay": config.weight_decay}, *groups],
-            **options,
-            lr_ratio=config.muon_learning_rate / config.learning_rate,
-            dtype=torch.bfloat16 if mixed_precision == "bf16" else torch.float32,
-        )
+        hidden |= {"lr": config.muon_learning_rate or config.learning_rate, "weight_decay": config.weight_decay}
+        dtype = torch.bfloat16 if config.mixed_precision == "bf16" else torch.float32
+        return Muon([hidden, *groups], **options, dtype=dtype)
     if config.optim == "adamw_bnb_8bit":
-        return _build_8bit_adamw(groups, options, module)
+        return _build_8bit_adamw(groups, options, model)
     fused = None if config.optim == "adamw_torch" else True  # None: torch decides (foreach on a GPU)
     return torch.optim.AdamW(groups, **options, fused=fused)
 
 
-def _build_8bit_adamw(groups: list[dict], options: dict, module: nn.Module) -> torch.optim.Optimizer:
+def _build_8bit_adamw(groups: list[dict], options: dict, model: nn.Module) -> torch.optim.Optimizer:
     """Build AdamW whose two moments take 8 bits, with an fp32 scale per 256 values (arXiv 2110.02861).
 
     The moments of embeddings, which the paper finds unstable in 8 bits, and of tensors with fewer than 4,096 values
@@ -47,7 +45,7 @@ def _build_8bit_adamw(groups: list[dict], options: dict, module: nn.Module) -> t
 
     manager = GlobalOptimManager.get_instance()
     manager.initialize()  # it would mistake new parameters for those of an earlier run in this process (0.50)
-    for layer in module.modules():
+    for layer in model.modules():
         if isinstance(layer, nn.Embedding):
             manager.override_config(layer.weight, "optim_bits", 32)
     return AdamW8bit(groups, **options)

@@ -1,82 +1,67 @@
-"""The learning rate of each update, from the Transformers schedule that the config names."""
+"""The learning rate of each update, as a multiple of its peak: warm-up(step) x shape(progress).
 
-import torch
-from transformers import get_scheduler
+The schedules are those that Transformers has under the same names. Progress is the larger of step / max_steps and the
+share of max_minutes that has passed, so a time-limited run ends with its decay complete. In a run of max_steps the
+multiples are those of Transformers.
+"""
+
+import math
 
 from recipe.config import TrainConfig
-from recipe.errors import UserError, short_reason
 
-STABLE_SCHEDULE = "warmup_stable_decay"  # its learning rate between warm-up and decay does not depend on max_steps
-DECAY = {"num_decay_steps": 0.2, "decay_type": "linear"}  # to zero (modded-nanogpt's records)
-LONGEST_WARMUP = 0.2  # share of the steps that `max_minutes` chooses, for a warm-up given in steps
+WSD = "warmup_stable_decay"
+DECAY = {"num_decay_steps": 0.2, "decay_type": "linear", "min_lr_ratio": 0.0}  # to zero (modded-nanogpt's records)
+LONGEST_WARMUP = 0.2  # share of a time-limited run: a slow machine may take few steps
 
 
-def compute_learning_rates(config: TrainConfig) -> list[float]:
-    """Return the learning rate of each update.
+def learning_rate_scale(config: TrainConfig, step: int, progress: float) -> float:
+    """Return what the peak rate of every parameter group is multiplied by in the next update.
 
-    Raises `UserError` for unknown schedule arguments, and for phases that are longer than the run.
+    step: updates so far. progress: from 0 to 1, of the whole run.
     """
-    try:
-        scheduler = get_scheduler(
-            config.lr_scheduler_type,
-            torch.optim.SGD([torch.zeros(1)], lr=config.learning_rate),
-            num_warmup_steps=count_warmup_steps(config),
-            num_training_steps=config.max_steps,
-            scheduler_specific_kwargs=resolve_schedule(config),
-        )
-        (multiplier,) = scheduler.lr_lambdas
-        return [config.learning_rate * float(multiplier(step)) for step in range(config.max_steps)]
-    except UserError:
-        raise
-    except Exception as error:  # each schedule fails in its own way on a bad argument
-        arguments = f"{config.lr_scheduler_type} with lr_scheduler_kwargs {config.lr_scheduler_kwargs}"
-        raise UserError(f"lr_scheduler_type {arguments}: {short_reason(error)}") from error
+    kind, arguments = config.lr_scheduler_type, config.lr_scheduler_kwargs or {}
+    if kind == "constant":
+        return 1.0
+    warmed_up = warmup_share(config, step, progress)
+    if kind == WSD:
+        arguments = DECAY | arguments
+        left = min(1.0, max(0.0, 1 - progress) / decay_share(config))  # of the decay
+        shapes = {"linear": left, "cosine": 0.5 * (1 - math.cos(math.pi * left)), "1-sqrt": 1 - math.sqrt(1 - left)}
+        lowest = arguments["min_lr_ratio"]
+        return lowest + (1 - lowest) * min(warmed_up, shapes[arguments["decay_type"]])
+    if warmed_up < 1 or kind == "constant_with_warmup":
+        return min(1.0, warmed_up)
+    # The warm-up ended at progress / warmed_up. This is the progress since then, from 0 to 1.
+    since = min(1.0, progress if warmed_up == math.inf else progress * (warmed_up - 1) / (warmed_up - progress))
+    if kind == "linear":
+        return 1 - since
+    lowest = arguments.get("min_lr_rate", arguments.get("min_lr", 0.0) / config.learning_rate)
+    return lowest + (1 - lowest) * 0.5 * (1 + math.cos(math.pi * since))
 
 
-def resolve_schedule(config: TrainConfig) -> dict:
-    """Return the arguments of the schedule.
-
-    Those of `warmup_stable_decay` default to `DECAY`, because Transformers 5.23 requires num_decay_steps and decays
-    along a cosine. `num_decay_steps` below 1 is a share of max_steps, as of `warmup_steps`, and at most what the
-    warm-up leaves. Raises `UserError` if a number of decay steps does not fit into the run.
-    """
-    arguments = dict(config.lr_scheduler_kwargs or {})
-    if config.lr_scheduler_type != STABLE_SCHEDULE:
-        return arguments
-    arguments = DECAY | arguments
-    decay, stable = arguments["num_decay_steps"], arguments.get("num_stable_steps")
-    if type(decay) not in (int, float) or decay < 0 or (decay > 1 and decay != int(decay)) or decay == 1.0:
-        raise UserError(f"num_decay_steps must be a number of steps, or a share of max_steps below 1, got {decay}")
-    if stable is not None and (type(stable) is not int or stable < 0):
-        raise UserError(f"num_stable_steps must be a number of steps, got {stable}")
-    if config.max_minutes is not None and (decay > 1 or stable is not None):
-        raise UserError("with max_minutes, num_decay_steps must be a share of max_steps, and num_stable_steps unset")
-    warmup, steps = count_warmup_steps(config), config.max_steps
-    if 0 < decay < 1:
-        decay = min(int(decay * steps), max(0, steps - warmup))
-    elif config.num_train_epochs is None and stable is None and decay and warmup + decay > steps:
-        raise UserError(
-            f"{warmup:,} warm-up steps and {decay:,} decay steps exceed max_steps, {steps:,}; lower warmup_steps, or "
-            "pass num_decay_steps below 1, a share of max_steps"
-        )
-    arguments["num_decay_steps"] = int(decay)
-    return arguments
+def warmup_share(config: TrainConfig, step: int, progress: float) -> float:
+    """Return how much of the warm-up is done; it is over from 1 on."""
+    if config.max_steps is None and config.warmup_steps < 1:
+        return progress / config.warmup_steps if config.warmup_steps else math.inf
+    num_steps = count_warmup_steps(config)
+    share = step / num_steps if num_steps else math.inf
+    return share if config.max_minutes is None else max(share, progress / LONGEST_WARMUP)
 
 
 def count_warmup_steps(config: TrainConfig) -> int:
     """Return the number of warm-up steps; `warmup_steps` below 1 is a share of max_steps."""
-    return round(config.warmup_steps if config.warmup_steps >= 1 else config.warmup_steps * config.max_steps)
+    return round(config.warmup_steps if config.warmup_steps >= 1 else config.warmup_steps * (config.max_steps or 0))
 
 
-def find_branch_step(config: TrainConfig) -> int | None:
-    """Return the number of steps before the decay; None if the schedule has no stable phase.
+def decay_share(config: TrainConfig) -> float:
+    """Return the share of the run in which `warmup_stable_decay` decays; `num_decay_steps` from 1 on are steps."""
+    decay = (DECAY | (config.lr_scheduler_kwargs or {}))["num_decay_steps"]
+    return max(1e-9, decay if decay < 1 else min(1.0, decay / config.max_steps))
 
-    From a checkpoint at this step or, after the warm-up, before it, a run of another length continues as if it had
-    been planned: the learning rates of the steps that are done do not depend on max_steps.
+
+def is_decaying(config: TrainConfig, progress: float) -> bool:
+    """Return whether the stable phase of `warmup_stable_decay` is over.
+
+    From the last checkpoint before, a run of another length continues as if it had been planned that way.
     """
-    if config.lr_scheduler_type != STABLE_SCHEDULE:
-        return None
-    arguments = resolve_schedule(config)
-    if arguments.get("num_stable_steps") is not None:
-        return count_warmup_steps(config) + arguments["num_stable_steps"]
-    return config.max_steps - arguments["num_decay_steps"]
+    return config.lr_scheduler_type == WSD and progress >= 1 - decay_share(config)

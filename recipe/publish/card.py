@@ -90,6 +90,7 @@ def _draw_curve(facts: RunFacts, path: Path) -> None:
 
 def _introduction(facts: RunFacts) -> str:
     model, base, last = facts.start.get("model"), name_base_model(facts), facts.options["max_steps"]
+    length = f" of {last:,}" if last else ""
     size = f" with {model['num_parameters']:,} parameters" if model else ""
     origin = f"fine-tuned from {base}" if base else "trained from scratch"
     source = f" of {name_source(facts.data)}" if facts.data else ""
@@ -104,8 +105,8 @@ def _introduction(facts: RunFacts) -> str:
         )
     architecture = (model or {}).get("architecture", "GPT2LMHeadModel")  # older runs do not record it
     text += f" It is a stock `{architecture}`, trained with gpt2-recipe, and it continues text."
-    if facts.step < last:
-        when = f"after {facts.step:,} of {last:,} steps" if facts.step else f"before the first of {last:,} steps"
+    if not facts.is_final:
+        when = f"after {facts.step:,}{length} steps" if facts.step else f"before the first{length} steps"
         text += f"\n\n**This is an intermediate checkpoint, {when}.**"
     return f"# {plain(facts.name)}\n\n{text}\n"
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
 from huggingface_hub.errors import RemoteEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 
-from recipe.checkpoint.load import STATE_NAME, checkpoint_dir, list_checkpoints
-from recipe.checkpoint.manifest import MANIFEST_NAME, why_damaged
+from recipe.checkpoint import MANIFEST_NAME, STATE_NAME, checkpoint_dir, list_checkpoints, why_damaged
 from recipe.config import TrainConfig
 from recipe.errors import UserError
 from recipe.publish.hub import (

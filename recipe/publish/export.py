@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from recipe.checkpoint.manifest import fsync
+from recipe.checkpoint import fsync
 from recipe.data.tokenizer import save_tokenizer
 from recipe.errors import UserError, short_reason
 from recipe.model.weights import copy_weights, write_model

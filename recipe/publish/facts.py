@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipe.arguments import OPTIONS
+from recipe.config import OPTIONS
 from recipe.model.weights import WEIGHTS_NAME
 from recipe.publish.public import read_events, read_options
 
@@ -28,6 +28,12 @@ class RunFacts:
     options: dict[str, Any]
     tasks: dict[str, dict[str, Any]]
     texts: list[dict[str, Any]]
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the run ended with this step."""
+        ends = [event["step"] for event in self.of_kind("end")]
+        return self.step in ends or self.step == self.options["max_steps"]
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in self.events if event["event"] == kind]

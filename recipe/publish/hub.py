@@ -25,9 +25,7 @@ from huggingface_hub import (
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import disable_progress_bars, logging, validate_repo_id
 
-from recipe.checkpoint.load import OPTIMIZER_NAME, RNG_NAME, STATE_NAME
-from recipe.checkpoint.manifest import MANIFEST_NAME
-from recipe.checkpoint.save import CONFIG_NAME
+from recipe.checkpoint import CONFIG_NAME, MANIFEST_NAME, OPTIMIZER_NAME, RNG_NAME, STATE_NAME
 from recipe.config import TrainConfig
 from recipe.errors import UserError, one_line, short_reason
 from recipe.publish.card import CARD_NAME, CURVE_NAME, write_model_card

@@ -4,10 +4,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from recipe.arguments import OPTIONS
-from recipe.checkpoint.load import IDENTITY_OPTIONS
 from recipe.command_line import CONFIGS_DIR, load_yaml
-from recipe.config import STANDARD_LIBRARY
+from recipe.config import IDENTITY_OPTIONS, OPTIONS, STANDARD_LIBRARY
 from recipe.environment import describe_machine
 from recipe.model.build import MODEL_OPTIONS
 from recipe.publish.facts import RunFacts
@@ -97,8 +95,8 @@ def describe_recipe(facts: RunFacts) -> str:
     else:
         text = f"These options are those of the published recipe `{recipe}`." if published else ""
         shown = table(["option", "value"], [row[:2] for row in rows])
-    for event in facts.of_kind("max_minutes"):
-        text += f" The limit of {event['max_minutes']:g} minutes allowed {event['max_steps']:,} steps."
+    if minutes := facts.options["max_minutes"]:
+        text += f" The run was limited to {minutes:g} minutes."
     for event in facts.of_kind("schedule"):
         changes = ", ".join(
             f"`{key}` is {_cell(key, now)} instead of {_cell(key, before)}"
@@ -163,7 +161,7 @@ def _comparable(options: dict[str, Any], facts: RunFacts) -> dict[str, Any]:
     rows, epochs = facts.data.get("splits", {}).get("train", {}).get("rows"), options["num_train_epochs"]
     if epochs and rows:
         flat["max_steps"] = max(1, math.ceil(epochs * rows / facts.options["global_batch_size"]))
-    if flat["warmup_steps"] < 1:
+    if flat["warmup_steps"] < 1 and flat["max_steps"]:
         flat["warmup_steps"] = round(flat["warmup_steps"] * flat["max_steps"])
     return flat
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from recipe.checkpoint.save import CONFIG_NAME
+from recipe.checkpoint import CONFIG_NAME
 
 METRICS_NAME, SUMMARY_NAME = "metrics.jsonl", "summary.json"
 NAMED_FILES = 5  # a shell may expand a pattern to thousands

@@ -1,16 +1,22 @@
 """Uploads during a run: in the background, one at a time, and never in the way of training."""
 
+import math
+import os
 import shlex
 import shutil
+import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
+from typing import NoReturn
 
 from accelerate import PartialState
 from huggingface_hub import HfApi
 
-from recipe.checkpoint.load import checkpoint_dir
+from recipe.checkpoint import checkpoint_dir
 from recipe.config import TrainConfig
 from recipe.errors import short_reason
 from recipe.publish.hub import (
@@ -30,6 +36,7 @@ from recipe.publish.hub import (
 
 RETRY_SECONDS = (60.0, 300.0, 900.0)  # after the first failure of an upload, the second, and each later one
 LAST_RETRY_SECONDS = (5.0, 20.0)  # at the end of a run
+FINISH_SECONDS = 300.0  # for all uploads at the end of a run
 
 
 class HubUploads:
@@ -59,6 +66,7 @@ class HubUploads:
         self.num_failures, self.retry_at = 0, 0.0  # in a row
         self.url: str | None = None
         self.any_waiting = True  # an earlier process of the run may have left some
+        self.gives_up_at, self.is_stuck = math.inf, False
 
     def add(self, checkpoint: Path, step: int) -> None:
         """Stage a complete checkpoint for its upload. Any thread can call this."""
@@ -80,16 +88,18 @@ class HubUploads:
             if waiting := self._waiting():
                 self._start(*waiting[0])
 
-    def finish(self, final_step: int | None = None) -> bool:
+    def finish(self, final_step: int | None = None, seconds: float = FINISH_SECONDS) -> bool:
         """Upload what is left, and say where it is, or how to repeat what failed. The end of a run waits for this.
 
         final_step: of the final model in output_dir, which is uploaded too; None if the run stopped before its end.
-        Returns whether everything is on the Hub.
+        seconds: give up after this time. Returns whether everything is on the Hub.
         """
         if not self.enabled:
             return True
+        self.gives_up_at = time.monotonic() + seconds
         if self.running or self.any_waiting or final_step is not None:
-            self.say(f"uploading to {self.config.hub_model_id}")
+            limit = f"{seconds / 60:.0f} minutes" if seconds > 60 else f"{seconds:.0f} s"
+            self.say(f"uploading to {self.config.hub_model_id}, for at most {limit}")
         self._collect()
         waiting, pauses = self._waiting(), [*LAST_RETRY_SECONDS, None]
         if final_step is not None:
@@ -100,17 +110,28 @@ class HubUploads:
             except OSError as error:  # a full disk, on a file system without links
                 self.failures[FINAL_NAME] = short_reason(error)
         for folder, step in waiting:
-            for seconds in pauses:
+            for pause in pauses:
+                if self.is_stuck or time.monotonic() >= self.gives_up_at:
+                    self.failures[folder.name] = f"not finished within {seconds:.0f} s"
+                    break
                 self._start(folder, step)
                 error = self._collect()
                 if error is None or is_permanent(error):
                     break
-                if seconds is None:
+                if pause is None:
                     pauses = [None]  # the Hub is away: try the others once
                 else:
-                    time.sleep(seconds)
+                    time.sleep(pause)
         self._report()
         return not self.failures and not self.skipped
+
+    def exit(self, code: int) -> NoReturn:
+        """End the process, also while an upload hangs: the threads of the Hub's client would keep it alive."""
+        if self.is_stuck:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+        sys.exit(code)
 
     def _report(self) -> None:
         """Say where the uploads are, and how to repeat those that are missing."""
@@ -129,6 +150,9 @@ class HubUploads:
             reason = "replaced by newer ones before their upload, and deleted by --save_total_limit"
             self.say(f"{len(pruned)} checkpoints were {reason}; --hub_strategy all_checkpoints uploads all")
 
+    def _seconds_left(self) -> float | None:
+        return None if self.gives_up_at == math.inf else max(0.0, self.gives_up_at - time.monotonic())
+
     def _waiting(self) -> list[tuple[Path, int]]:
         """Return the staged checkpoints and their steps, oldest first, without those that a newer one replaces."""
         waiting = staged_checkpoints(self.output_dir)
@@ -145,8 +169,16 @@ class HubUploads:
 
     def _start(self, folder: Path, step: int) -> None:
         use_xet = folder.name not in self.failures
-        arguments = (self.api, self.config, self.output_dir, folder, step, use_xet)
-        self.running = folder, self.api.run_as_future(upload, *arguments)
+        future: Future = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(upload(self.api, self.config, self.output_dir, folder, step, use_xet))
+            except Exception as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()  # Python would wait for a pool's thread when it exits
+        self.running = folder, future
 
     def _collect(self) -> Exception | None:
         """Wait for the running upload, if there is one. Returns the error if it failed."""
@@ -154,7 +186,13 @@ class HubUploads:
             return None
         (folder, future), self.running = self.running, None
         self.any_waiting = True
-        if (error := future.exception()) is None:
+        try:
+            error = future.exception(self._seconds_left())
+        except FutureTimeoutError as timeout:
+            self.is_stuck = True  # the client's connection hangs, and cannot be ended
+            self.failures[folder.name] = "the connection to the Hub hangs"
+            return timeout
+        if error is None:
             self.url = future.result()
             self.failures.pop(folder.name, None)
             self.num_failures = 0

@@ -1,66 +1,104 @@
-"""The events of a run: metrics.jsonl, the trackers, the progress bar and the lines on the screen."""
+"""What a run shows and records: metrics.jsonl, trackers, the progress bar, the start table, summary.json.
 
+On every process but the main one, a log only takes part in the means over the processes.
+"""
+
+import contextlib
+import gc
 import json
 import math
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from tqdm import tqdm
 
-from recipe.checkpoint.load import checkpoint_dir, list_checkpoints
-from recipe.checkpoint.manifest import why_damaged
+from recipe.checkpoint import RunState
 from recipe.config import TrainConfig
+from recipe.data.batches import TrainBatches
 from recipe.errors import UserError, short_reason
+from recipe.hardware.devices import peak_flops_per_second, peak_memory_bytes
+from recipe.hardware.host_memory import FreedMemory, freeze_garbage
+from recipe.hardware.processes import gather
+from recipe.optim.guard import MOST_BAD_STEPS, UpdateGuard
 from recipe.progress import progress_target
 from recipe.publish.card import write_model_card
-from recipe.run.output_dir import METRICS_NAME, SUMMARY_NAME, resume_command, tracker_id
-from recipe.run.profile import TRACE_NAME, describe
-from recipe.run.summary import describe_evaluation, describe_start
+from recipe.publish.facts import split_scores
+from recipe.publish.public import METRICS_NAME, SUMMARY_NAME, read_events
+from recipe.run.folder import RESUMABLE_NAME
 
 PROJECT = "gpt2-recipe"  # for trackers
 
 
-class RunReport:
-    """Records and shows the events of a run. On every process but the main one it does nothing."""
+class RunLog:
+    """Records and shows the events of a run."""
 
-    def __init__(self, accelerator: Accelerator, config: TrainConfig, output_dir: Path, first_step: int) -> None:
-        self.accelerator, self.output_dir = accelerator, output_dir
-        self.enabled = accelerator.is_main_process
-        self.sample_prompt = config.sample_prompt
+    def __init__(
+        self,
+        config: TrainConfig,
+        accelerator: Accelerator,
+        output_dir: Path,
+        state: RunState,
+        facts: dict[str, Any],
+        started_at: float,
+    ) -> None:
+        """facts: from `collect_facts`. started_at: of the program, from `time.perf_counter`.
+
+        Drops what an earlier start logged after the state.
+        """
+        self.config, self.accelerator, self.output_dir, self.started_at = config, accelerator, output_dir, started_at
+        self.device, self.enabled = accelerator.device, accelerator.is_main_process
+        self.flops_per_token, self.previous_seconds = facts["flops_per_token"], state.seconds
         self.failures: set[str] = set()  # reported once each
-        self.has_trained = False
+        self.bar: tqdm | None = None  # from the first log line on: nothing before it shows the speed
+        self.freed_memory = FreedMemory()
         if self.enabled and (output_dir / METRICS_NAME).exists():
-            drop_events_after(output_dir / METRICS_NAME, first_step or -1)  # a new run keeps none of an older one's
-        self.bar = tqdm(
-            total=None if config.is_open_ended else config.max_steps,
-            initial=first_step,
-            unit="step",
-            dynamic_ncols=True,
-            disable=not self.enabled,
-            smoothing=0.1,
-            bar_format="{percentage:3.0f}%|{bar}| {n:.0f}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
-            **progress_target(),
-        )
-        self._tolerate("the tracker", lambda: self._init_trackers(config, first_step))
+            drop_events_after(output_dir / METRICS_NAME, state.step or -1)  # a new run keeps none of an older one's
+        events = gather(read_events(output_dir) if self.enabled else [])[0]
+        texts = {event["step"]: event["text"] for event in events if event["event"] == "sample"}
+        evaluations = {event["step"]: event for event in events if event["event"] == "eval"}
+        self.evaluated = {step: event | {"sample": texts.get(step)} for step, event in evaluations.items()}
+        self._tolerate("the tracker", lambda: self._init_trackers(state))
+        # Sums over the steps since the last log line, which stay on the device, and their number.
+        self.sums = {name: torch.tensor(value, device=self.device) for name, value in state.unlogged.items()}
+        self.num_added = int(self.sums.pop("steps", torch.tensor(0)))
+        self.lap_steps, self.lap_seconds, self.lap_started_at = 0, 0.0, time.perf_counter()
+        self.laps: list[tuple[int, float]] = []  # steps and seconds between log lines of this process
+        self.loop_started_at, self.seconds_to_first_step = self.lap_started_at, None
 
-    def _init_trackers(self, config: TrainConfig, first_step: int) -> None:
+    def _init_trackers(self, state: RunState) -> None:
         """Start the trackers. Names and ids identify the run, even after it resumes."""
-        name = config.run_name or self.output_dir.name
-        run_id = tracker_id(self.output_dir) if config.report_to and self.enabled else ""
+        name = self.config.run_name or self.output_dir.name
         options = {
-            "wandb": {"name": name, "id": run_id, "resume": "allow"},
+            "wandb": {"name": name, "id": state.run_id, "resume": "allow"},
             # Trackio identifies runs by name, and "allow" would continue an older run of the same name.
-            "trackio": {"name": name, "resume": "allow" if first_step else "never"},
+            "trackio": {"name": name, "resume": "allow" if state.step else "never"},
             "mlflow": {"run_name": name},
         }
-        scalars = {key: value for key, value in asdict(config).items() if isinstance(value, (int, float, str, bool))}
+        scalars = {k: value for k, value in asdict(self.config).items() if isinstance(value, (int, float, str, bool))}
         self.accelerator.init_trackers(PROJECT, config=scalars, init_kwargs=options)
+
+    # ------------------------------------------------------------------ lines
+
+    def say(self, text: str) -> None:
+        """Print above the progress bar."""
+        if self.enabled:
+            (self.bar.write if self.bar else print)(text, file=sys.stdout)
+            sys.stdout.flush()
+
+    def table(self, rows: dict[str, str]) -> None:
+        """Print labeled paragraphs as wide as the terminal."""
+        width = min(shutil.get_terminal_size().columns, 120)
+        for label, text in rows.items():
+            indent = {"initial_indent": f"{label:11}", "subsequent_indent": " " * 11}
+            self.say(textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False, **indent))
 
     def event(self, event: str, step: int, **values: Any) -> None:
         """Append a line to metrics.jsonl and send the numbers to the trackers. A failure does not end the run."""
@@ -82,22 +120,122 @@ class RunReport:
                 self.failures.add(what)
                 self.say(f"warning: writing to {what} failed; training continues without it ({short_reason(error)})")
 
-    def start(self, step: int, *run: Any) -> None:
-        """Record what the run is, for its model card. run: the arguments of `describe_start`."""
-        if self.enabled:
-            self.event("start", step, **describe_start(*run))
+    # ------------------------------------------------------------------ steps
 
-    def train(self, step: int, values: dict[str, Any]) -> None:
-        """Record and show a log line. values: from `StepMeter.read`."""
-        self.event("train", step, **values)
-        self.has_trained = True
+    def add(self, means: dict[str, torch.Tensor]) -> None:
+        """Add the scalars of one step, which stay on the device. Call it after every step."""
+        for name, value in means.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value
+        self.num_added += 1
+        self.lap_steps += 1
+
+    def train(
+        self,
+        state: RunState,
+        batches: TrainBatches,
+        guard: UpdateGuard,
+        grad_norm: torch.Tensor,
+        scale: float,
+    ) -> None:
+        """Record and show the numbers since the last log line. scale: of the learning rates, in the last step.
+
+        Means are over steps and processes; waiting and memory are this process's. Raises `UserError` if too many
+        updates in a row were bad.
+        """
+        numbers = torch.stack([*(value / self.num_added for value in self.sums.values()), grad_norm, *guard.counts])
+        *means, norm, skipped, bad = self.accelerator.reduce(numbers, reduction="mean").tolist()
+        waited = batches.take_wait()  # after `tolist`, for which the device had to finish
+        means = dict(zip(self.sums, means, strict=True))
+        self._stop_clock()
+        seconds, num_tokens = self.lap_seconds, self.lap_steps * self.config.tokens_per_step
+        self.laps.append((self.lap_steps, seconds))
+        state.train_seconds += seconds
+        self.sums, self.num_added, self.lap_steps, self.lap_seconds = {}, 0, 0, 0.0
+        self.lap_started_at = time.perf_counter()
+        if self.seconds_to_first_step is None:
+            self.seconds_to_first_step = self.lap_started_at - self.started_at
+            freeze_garbage()  # what set-up and compilation have left
+        peak = peak_flops_per_second(self.device)
+        flops = num_tokens / seconds * self.flops_per_token / self.accelerator.num_processes
+        values = {
+            "tokens_seen": state.step * self.config.tokens_per_step,
+            **means,
+            "learning_rate": self.config.learning_rate * scale,
+            "grad_norm": norm,
+            "tokens_per_second": num_tokens / seconds,
+            "train_seconds": state.train_seconds,
+            "mfu": flops / peak if peak else None,
+            "skipped_steps": int(skipped),
+            "share_outside_training": self.share_outside_training,
+            "share_waiting_for_data": None if waited is None else min(1.0, waited / seconds),
+            "peak_memory_bytes": peak_memory_bytes(self.device),
+        }
+        self.event("train", state.step, **values)
+        self._show_progress(state, values)
+        self.freed_memory.give_back()
+        if bad >= MOST_BAD_STEPS:
+            raise UserError(
+                f"stopped at step {state.step:,}: {bad:.0f} consecutive steps had a loss or gradients that are not "
+                f"finite (loss {means['loss']}, gradient norm {norm}) and were skipped; resume from an earlier "
+                "checkpoint or start a new run, with a lower --learning_rate"
+            )
+
+    def _show_progress(self, state: RunState, values: dict[str, Any]) -> None:
+        total = f"/{self.config.max_steps:,}" if self.config.max_steps else ""
+        if self.bar is None:
+            layout = "{percentage:3.0f}%|{bar}| {desc} [{elapsed}<{remaining}{postfix}]"
+            options = {"total": 1.0, "initial": state.progress, "bar_format": layout, "dynamic_ncols": True}
+            self.bar = tqdm(disable=not self.enabled, smoothing=0.1, **options, **progress_target())
+        self.bar.set_description_str(f"{state.step:,}{total}", refresh=False)
         self.bar.set_postfix_str(describe_progress(values), refresh=False)
-        self.bar.n = step  # a step that ran out of memory advanced the bar twice
+        self.bar.update(state.progress - self.bar.n)
 
-    def evaluation(self, step: int, values: dict[str, Any]) -> None:
+    def _stop_clock(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+        self.lap_seconds += time.perf_counter() - self.lap_started_at
+
+    @contextlib.contextmanager
+    def paused(self, state: RunState) -> Iterator[None]:
+        """Keep evaluation and saving out of the speed, and put the unlogged sums into the state."""
+        self._stop_clock()
+        if self.num_added:
+            sums = torch.stack([value for value in self.sums.values()])
+            sums = self.accelerator.reduce(sums, reduction="mean").tolist()
+            state.unlogged = dict(zip(self.sums, sums, strict=True)) | {"steps": self.num_added}
+        else:
+            state.unlogged = {}
+        try:
+            yield
+        finally:
+            self.lap_started_at = time.perf_counter()
+
+    @property
+    def share_outside_training(self) -> float:
+        """The share of the time since the start of the loop that evaluation and saving took."""
+        elapsed = time.perf_counter() - self.loop_started_at
+        return max(0.0, 1 - sum(seconds for _, seconds in self.laps) / elapsed)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Over all laps except the first, which includes compilation and warm-up, unless it is the only one."""
+        steps, seconds = map(sum, zip(*(self.laps[1:] or self.laps), strict=True)) if self.laps else (0, 0.0)
+        return steps * self.config.tokens_per_step / seconds if seconds else 0.0
+
+    def seconds(self) -> float:
+        """Return the wall time of the run so far, over all its starts."""
+        return self.previous_seconds + time.perf_counter() - self.started_at
+
+    # ------------------------------------------------------------------ events
+
+    def evaluation(self, state: RunState, values: dict[str, Any]) -> None:
+        step = state.step
+        self.evaluated[step] = values
+        if step == 0:
+            state.untrained = {key: value for key, value in values.items() if key != "sample"}
         self.event("eval", step, **{key: value for key, value in values.items() if key != "sample"})
         if values["sample"] is not None:
-            self.event("sample", step, prompt=self.sample_prompt, text=values["sample"])
+            self.event("sample", step, prompt=self.config.sample_prompt, text=values["sample"])
         self.say(describe_evaluation(f"step {step:>6,}", values))
 
     def schedule(self, step: int, changes: dict[str, tuple]) -> None:
@@ -106,74 +244,30 @@ class RunReport:
         for key, (before, now) in changes.items():
             self.say(f"from step {step + 1:,}, {key} is {now} instead of {before}")
 
-    def shorten(self, step: int, max_steps: int, config: TrainConfig) -> None:
-        """Record how many steps fit into `max_minutes`. config: before it is shortened."""
-        self.bar.total = max_steps
-        self.event("max_minutes", step, max_steps=max_steps, max_minutes=config.max_minutes)
-        bound = "" if config.is_open_ended else f"of {config.max_steps:,} "
-        fits = f"{max_steps:,} {bound}steps fit into {config.max_minutes:g} minutes"
-        if bound and max_steps < config.max_steps:
-            fits += f" at the speed of the first ones; --max_steps {config.max_steps} runs them all"
-        self.say(fits)
-
-    def profile(self, step: int, numbers: dict[str, Any]) -> None:
-        self.event("profile", step, **numbers)
-        self.say(f"{describe(numbers)}\n  trace: {self.output_dir / TRACE_NAME}")
-
-    def checkpoint_failure(self, reason: str) -> None:
-        """Report that a checkpoint could not be written."""
-        self.say(f"warning: {reason}")
-
-    def bad_numbers(self, step: int, values: dict[str, Any]) -> UserError:
-        """Return the error of a run whose numbers stay bad. values: of the log line."""
-        valid = (path for path in reversed(list_checkpoints(self.output_dir)) if why_damaged(path) is None)
-        return UserError(
-            f"stopped at step {step:,}: {values['bad_steps_in_a_row']} consecutive steps had a loss or gradients that "
-            f"are not finite (loss {values['loss']}, gradient norm {values['grad_norm']}) and were skipped; newest "
-            f"valid checkpoint: {next(valid, 'none')}; try a lower --learning_rate in a new run"
-        )
-
-    def stopped(self, step: int, reason: str, saved: bool) -> None:
-        """Say why the run stopped and how to resume it."""
-        where = f"saved in {checkpoint_dir(self.output_dir, step)}" if saved else "but could not be saved"
-        self.say(f"stopped by {reason} after step {step:,}, {where}; to resume:\n{resume_command(self.output_dir)}")
-
-    def table(self, rows: dict[str, str]) -> None:
-        """Print labeled paragraphs as wide as the terminal."""
-        width = min(shutil.get_terminal_size().columns, 120)
-        for label, text in rows.items():
-            indent = {"initial_indent": f"{label:11}", "subsequent_indent": " " * 11}
-            self.say(textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False, **indent))
-
-    def advance(self, steps: float) -> None:
-        """Move the bar by a fraction of a step: a step of many micro-batches may take minutes."""
-        self.bar.update(steps)
-
-    def say(self, text: str) -> None:
-        """Print above the progress bar."""
-        if self.enabled:
-            self.bar.write(text, file=sys.stdout)
-            sys.stdout.flush()
-
     def close(self) -> None:
         """Remove the progress bar."""
-        self.bar.close()
+        gc.enable()
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None
 
-    def end(self) -> None:
-        """Let the trackers finish. Call it last: it disconnects the processes."""
-        self._tolerate("the tracker", self.accelerator.end_training)
-
-    def summary(self, values: dict[str, Any]) -> None:
+    def summary(self, values: dict[str, Any], step: int) -> None:
         """Write summary.json, which appears only when it is complete, and the model card.
 
         A finished run that is only exported again keeps its own.
         """
-        if not self.has_trained and (self.output_dir / SUMMARY_NAME).exists():
+        (self.output_dir / RESUMABLE_NAME).unlink(missing_ok=True)
+        if not self.laps and (self.output_dir / SUMMARY_NAME).exists():
             return
+        self.event("end", step)
         written = self.output_dir / f".{SUMMARY_NAME}.new"
         written.write_text(json.dumps(values, indent=2) + "\n")
         written.replace(self.output_dir / SUMMARY_NAME)
-        self._tolerate("the model card", lambda: write_model_card(self.output_dir, values["step"]))
+        self._tolerate("the model card", lambda: write_model_card(self.output_dir, step))
+
+    def end(self) -> None:
+        """Let the trackers finish. Call it last: it disconnects the processes."""
+        self._tolerate("the tracker", self.accelerator.end_training)
 
 
 def describe_progress(values: dict[str, Any]) -> str:
@@ -182,6 +276,19 @@ def describe_progress(values: dict[str, Any]) -> str:
     parts = [f"loss {values['loss']:.3f}", f"{tqdm.format_sizeof(values['tokens_per_second'])} tok/s"]
     parts += [f"{values['mfu']:.0%} MFU"] if values["mfu"] is not None else []
     return ", ".join([*parts, f"{gigabytes:.{0 if gigabytes > 10 else 1}f} GB"])
+
+
+def describe_evaluation(what: str, values: dict[str, Any]) -> str:
+    """Return one line with the results of an evaluation, and one more for each task."""
+    line = (
+        f"{what}: validation loss {values['loss']:.4f}, perplexity {values['perplexity']:,.2f}, "
+        f"{values['bits_per_byte']:.4f} bits per byte"
+    )
+    for task, scores in split_scores(values).items():
+        names = [name for name in ("acc", "acc_norm", "perplexity") if name in scores]
+        shown = ", ".join(f"{name} {scores[name]:{'.4g' if scores[name] > 1 else '.4f'}}" for name in names)
+        line += f"\n  {task}: {shown} ({scores['num_examples']:,} examples)"
+    return line
 
 
 def drop_events_after(path: Path, step: int) -> None:

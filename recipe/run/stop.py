@@ -1,64 +1,81 @@
-"""Turn signals and the launcher's death into a stop after a step on which all processes agree."""
+"""How a run ends early: signals, the launcher's death, a lost machine, too little memory."""
 
+import contextlib
 import os
 import signal
-import socket
-import threading
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 
+from recipe.checkpoint import CheckpointSaver
+from recipe.errors import ProcessError, lost_a_process
+from recipe.hardware.memory import REMEDY, SMALLER_NAME, is_out_of_memory
 from recipe.hardware.processes import LAUNCHER_DIED, largest_of_processes
+from recipe.run.folder import RESUMABLE_NAME
 
 EXIT_STOPPED = 75  # EX_TEMPFAIL in sysexits.h: the run was saved, and the same command resumes it
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-SAME_SIGNAL_SECONDS = 1.0  # two signals within this time are one: the launcher forwards what the process also gets
+SAME_SIGNAL_SECONDS = 1.0  # two Ctrl-C within this time are one: the launcher forwards what the process also gets
 
 
-class StopRequest:
-    """Turns the first signal into a stop after the current step. A second one of the same kind exits at once."""
+class StopSignals:
+    """Within a `with` block, signals only set `received`; the loop looks at it. A second Ctrl-C ends the process."""
 
     def __init__(self) -> None:
-        self.signal: int | None = None  # the first one received
-        # Under nohup, SIGHUP stays ignored.
-        self.numbers = [n for n in (*SIGNALS, LAUNCHER_DIED) if signal.getsignal(n) != signal.SIG_IGN]
-        for number in self.numbers:
-            signal.signal(number, self._receive)
-        # Python runs a handler only when the main thread returns from a device or another process, and that wait is
-        # when users send a second signal. A thread reads the numbers as they arrive.
-        self.wakeup = socket.socketpair()
-        self.wakeup[1].setblocking(False)
-        signal.set_wakeup_fd(self.wakeup[1].fileno(), warn_on_full_buffer=False)
-        threading.Thread(target=self._watch, daemon=True).start()
+        self.received = 0  # the number of the first signal
+        self.received_at = 0.0
+        self.handlers: dict[int, object] = {}
+
+    def __enter__(self) -> "StopSignals":
+        for number in (*SIGNALS, LAUNCHER_DIED):
+            if signal.getsignal(number) != signal.SIG_IGN:  # under nohup, SIGHUP stays ignored
+                self.handlers[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self.handlers.items():
+            # The launcher's death may follow any other signal.
+            signal.signal(number, signal.SIG_IGN if number == LAUNCHER_DIED else handler)
+
+    def on_any_process(self) -> bool:
+        """Return whether any process has received a signal. All of them call it together."""
+        return largest_of_processes(self.received)[0] > 0
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
-        self.signal = self.signal or number
+        if not self.received:
+            self.received, self.received_at = number, time.monotonic()
+            if os.environ.get("RANK", "0") == "0" and number != LAUNCHER_DIED:
+                again = " Press it again to quit without saving." if number == signal.SIGINT else ""
+                name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+                os.write(2, f"\n{name}: finishing this step and saving.{again}\n".encode())
+        elif number == signal.SIGINT and time.monotonic() - self.received_at > SAME_SIGNAL_SECONDS:
+            os._exit(128 + number)
 
-    def _watch(self) -> None:
-        received_at: dict[int, float] = {}
-        while number := self.wakeup[0].recv(1):
-            if number[0] in SIGNALS:
-                now = time.monotonic()
-                if not received_at and os.environ.get("RANK", "0") == "0":
-                    name = "Ctrl-C" if number[0] == signal.SIGINT else signal.Signals(number[0]).name
-                    again = "Press it" if number[0] == signal.SIGINT else "Send it"
-                    message = f"\n{name}: finishing this step and saving. {again} again to quit without saving.\n"
-                    os.write(2, message.encode())
-                if now - received_at.setdefault(number[0], now) > SAME_SIGNAL_SECONDS:
-                    os._exit(128 + number[0])
 
-    def agreed(self) -> int | None:
-        """Return the signal to stop for, on all processes after the same step. Each calls it once per step."""
-        self.signal = largest_of_processes(self.signal or 0) or None
-        return self.signal
+def describe_signal(number: int) -> str:
+    return "the end of its launcher" if number == LAUNCHER_DIED else signal.Signals(number).name
 
-    def close(self) -> None:
-        """Let signals end the process again, except the launcher's death, which may follow any of them."""
-        signal.set_wakeup_fd(-1)
-        self.wakeup[1].close()
-        for number in self.numbers:
-            default = signal.SIG_IGN if number == LAUNCHER_DIED else signal.SIG_DFL
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else default)
 
-    def why(self) -> str:
-        """Return what stopped the run."""
-        return "the end of its launcher" if self.signal == LAUNCHER_DIED else signal.Signals(self.signal).name
+@contextlib.contextmanager
+def resumable(output_dir: Path, saver: CheckpointSaver, smaller: list[int]) -> Iterator[None]:
+    """Leave a file for the job script if the same command can continue the run after an error.
+
+    That is so after a machine is lost, if this process had saved, and after running out of memory, with the next of
+    the `smaller` micro-batches: the examples of a step do not depend on it.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            if not smaller:
+                raise ProcessError(f"out of memory; {REMEDY}") from error
+            (output_dir / SMALLER_NAME).write_text(f"{smaller[0]}\n")
+            (output_dir / RESUMABLE_NAME).touch()
+            raise ProcessError(
+                "out of memory; the same command with --resume_from_checkpoint auto continues from the newest "
+                f"checkpoint with micro-batches of {smaller[0]}"
+            ) from error
+        if lost_a_process(error) and saver.has_saved:  # or the job would be queued again for ever
+            (output_dir / RESUMABLE_NAME).touch()
+        raise

@@ -14,9 +14,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from recipe.arguments import CommandLine
-from recipe.checkpoint.load import find_checkpoint, list_checkpoints
-from recipe.checkpoint.manifest import why_damaged
+from recipe.command_line import CommandLine
+from recipe.checkpoint import find_checkpoint, list_checkpoints
+from recipe.checkpoint import why_damaged
 from recipe.errors import UserError, run_main
 
 TRAIN = Path(__file__).resolve().parents[2] / "recipe" / "train.py"

@@ -16,7 +16,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from recipe.arguments import OPTIONS, CommandLine, unknown_option
+from recipe.command_line import CommandLine, unknown_option
+from recipe.config import OPTIONS
 from recipe.errors import UserError, run_main
 
 TRAIN = Path(__file__).resolve().parents[2] / "recipe" / "train.py"

@@ -1,22 +1,16 @@
-"""The output folder of a run: its name, its lock, and the commands that resume it."""
+"""The output folder of a run: its name, its lock, and the command that resumes it."""
 
-import atexit
-import fcntl
+import functools
 import itertools
-import json
 import os
 import shlex
-import shutil
-import socket
 import sys
 import tempfile
-import time
-import uuid
 from pathlib import Path
-from typing import TextIO
 
-from recipe.checkpoint.load import list_checkpoints, remove_partial_checkpoints
-from recipe.checkpoint.save import CONFIG_NAME, record_config
+from filelock import FileLock, Timeout
+
+from recipe.checkpoint import CONFIG_NAME, list_checkpoints, record_config, remove_partial_checkpoints
 from recipe.config import STANDARD_LIBRARY, TrainConfig
 from recipe.data.files import name_of_text
 from recipe.errors import UserError
@@ -25,31 +19,28 @@ from recipe.publish.download import keep_download
 from recipe.publish.public import METRICS_NAME, SUMMARY_NAME
 
 LOCK_NAME = ".lock"
-TRACKER_ID_NAME = ".tracker_id"
-FILES_OF_A_RUN = ("model.safetensors", METRICS_NAME, SUMMARY_NAME, CONFIG_NAME, TRACKER_ID_NAME)
+RESUMABLE_NAME = ".resumable"  # exists while the run waits to be resumed: launchers turn every exit code into 1
+RESULTS = ("model.safetensors", SUMMARY_NAME)
 
 
 def choose_output_dir(config: TrainConfig, recipe: str) -> Path:
     """Choose the output folder and lock it if it exists; nothing in it changes.
 
-    Without `output_dir` it is the first unused of runs/NAME, runs/NAME-2, ... Raises `UserError` if the folder holds
-    another run, is in use, or cannot be written.
+    Without `output_dir` it is the checkpoint's folder, or the first unused of runs/NAME, runs/NAME-2, ... Raises
+    `UserError` if the folder holds another run, is in use, or cannot be written.
     """
     resumed = config.resume_from_checkpoint
-    if config.eval_only:  # writes nothing
-        return Path(config.output_dir or resumed or ".")
-    if config.output_dir is None and resumed and not resumed.startswith("hf://"):  # the checkpoint's run
+    if config.output_dir is None and resumed and not resumed.startswith("hf://"):
         directory = Path(resumed) if list_checkpoints(Path(resumed)) else Path(resumed).absolute().parent
-        _check_contents(directory, config)
     elif config.output_dir is None:
         name = config.run_name or _default_name(config, recipe)
         numbered = (Path("runs") / (name if number == 1 else f"{name}-{number}") for number in itertools.count(1))
         directory = next(path for path in numbered if _is_unused(path))
     else:
         directory = Path(config.output_dir)
-        if (directory / LOCK_NAME).exists():  # a running run is reported as such, before its files
-            lock_output_dir(directory)
-        _check_contents(directory, config)
+    if (directory / LOCK_NAME).exists():  # a running run is reported as such, before its files
+        lock_output_dir(directory)
+    _check_contents(directory, config)
     check_writable(directory)
     if directory.is_dir():
         lock_output_dir(directory)
@@ -89,14 +80,13 @@ def _check_contents(directory: Path, config: TrainConfig) -> None:
     elif resumed and resumed.startswith("hf://"):  # the download compares the checkpoints
         resumes_here = bool(list_checkpoints(directory))
     elif resumed == "auto":  # also if the run ended before its first checkpoint, but not if it finished
-        finished = any((directory / name).exists() for name in (SUMMARY_NAME, "model.safetensors"))
-        resumes_here = bool(list_checkpoints(directory)) or not finished
+        resumes_here = bool(list_checkpoints(directory)) or not any((directory / name).exists() for name in RESULTS)
     leftovers = files_of_a_run(directory)
-    if leftovers and not (resumes_here or config.overwrite):
+    if leftovers and not resumes_here:
         resume = f"resume it ({resume_command(directory)}), " if list_checkpoints(directory) else ""
         raise UserError(
             f"{directory} contains another run ({', '.join(path.name for path in leftovers[:3])}); {resume}"
-            "replace it (--overwrite), or choose another --output_dir"
+            "delete the folder, or choose another --output_dir"
         )
     foreign = [name for name in ("README.md", "config.json", "dataset_dict.json") if (directory / name).exists()]
     if foreign and not (directory / CONFIG_NAME).exists():
@@ -111,6 +101,13 @@ def _default_name(config: TrainConfig, recipe: str) -> str:
     if text is None and recipe == "demo":  # the demo's options on a packed dataset are not the demo
         text = Path(config.dataset_dir).absolute().name
     return recipe if text in (None, STANDARD_LIBRARY) else name_of_text(text)
+
+
+def files_of_a_run(directory: Path) -> list[Path]:
+    """Return what a run has left of value. One that ended before its first log line leaves an unused folder."""
+    metrics = directory / METRICS_NAME
+    logged = [metrics] if metrics.exists() and b'"event": "train"' in metrics.read_bytes() else []
+    return [*list_checkpoints(directory), *(p for name in RESULTS if (p := directory / name).exists()), *logged]
 
 
 def resume_command(directory: Path, checkpoint: str | Path = "auto", output_dir: Path | None = None) -> str:
@@ -136,84 +133,39 @@ def launch_command() -> str:
     return on_cpu + shlex.join(LAUNCHERS[Path(words[launcher]).name].split() + words[launcher + 1 : script + 1])
 
 
-def tracker_id(directory: Path) -> str:
-    """Return the id that identifies the run to trackers, also after it resumes."""
-    path = directory / TRACKER_ID_NAME
-    if not path.exists():
-        path.write_text(uuid.uuid4().hex[:12] + "\n")
-    return path.read_text().strip()
-
-
-def files_of_a_run(directory: Path) -> list[Path]:
-    """Return the files of a run, which `--overwrite` deletes.
-
-    A run that ended before its first log line left nothing of value: its folder counts as unused.
-    """
-    files = [*list_checkpoints(directory), *(p for name in FILES_OF_A_RUN if (p := directory / name).exists())]
-    results = [path for path in files if path.name not in (CONFIG_NAME, TRACKER_ID_NAME, METRICS_NAME)]
-    metrics = directory / METRICS_NAME
-    has_trained = metrics.exists() and b'"event": "train"' in metrics.read_bytes()
-    return files if results or has_trained else []
-
-
 def open_output_dir(directory: Path, config: TrainConfig, resumed: bool) -> None:
-    """Create the output folder. With `overwrite`, delete the files of the previous run, and nothing else.
+    """Create the output folder, and record the config in it.
 
     Raises `UserError` if another run started in it after `choose_output_dir`.
     """
     lock_output_dir(directory)
-    if not (resumed or config.overwrite) and list_checkpoints(directory):
+    if not resumed and list_checkpoints(directory):
         raise UserError(f"another run has started in {directory} in the meantime; choose another --output_dir")
-    for path in files_of_a_run(directory) if config.overwrite else []:
-        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     remove_partial_checkpoints(directory)
+    (directory / RESUMABLE_NAME).unlink(missing_ok=True)
     record_config(directory, config)
     keep_download()
 
 
-_locks: dict[Path, TextIO] = {}  # of this process; the system releases them however the process ends
+@functools.cache
+def _lock_of(path: Path) -> FileLock:
+    return FileLock(path)  # the system releases it however the process ends
 
 
 def lock_output_dir(directory: Path) -> None:
-    """Lock the folder until this process ends. Raises `UserError` naming the process that holds it."""
-    key = directory.absolute()
-    if key in _locks:
-        return
+    """Lock the folder until this process ends. Raises `UserError` if another process holds it."""
     directory.mkdir(parents=True, exist_ok=True)
-    file = open(directory / LOCK_NAME, "a+", encoding="utf-8")  # noqa: SIM115 (open as long as the lock is held)
-    file.seek(0)
-    left = file.read()
+    lock = _lock_of(directory.absolute() / LOCK_NAME)
     try:
-        owner = json.loads(left)
-        holder = f"process {owner['pid']} on {owner['host']} (since {owner['started_at']})"
-    except (ValueError, KeyError, TypeError):
-        holder = "another process"
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if left:
-            print(f"taking over the lock of {holder}, which is no longer running", flush=True)
-    except BlockingIOError as error:
-        file.close()
-        raise UserError(
-            f"{directory} is in use by {holder}; wait for that run to end or choose another --output_dir"
-        ) from error
-    except OSError as error:  # some network file systems do not support locks
-        last = f"; {holder} used it last" if left else ""
-        print(
-            f"warning: {directory} cannot be locked ({error.strerror}){last}; make sure that no other run uses it",
-            flush=True,
-        )
-    file.truncate(0)
-    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "started_at": now}) + "\n")
-    file.flush()
-    _locks[key] = file
-    atexit.register(release_output_dir, directory)
+        if not lock.is_locked:
+            lock.acquire(blocking=False)
+    except Timeout as error:
+        remedy = "wait for it to end, or choose another --output_dir"
+        raise UserError(f"{directory} is in use by another process; {remedy}") from error
+    except (NotImplementedError, OSError) as error:  # some network file systems do not support locks
+        print(f"warning: {directory} cannot be locked ({error}); make sure that no other run uses it", flush=True)
 
 
 def release_output_dir(directory: Path) -> None:
-    """Release the folder. A lock that names a process therefore belonged to one that was killed."""
-    file = _locks.pop(directory.absolute(), None)
-    if file is not None:
-        file.truncate(0)  # not deleted: another process may have opened it already
-        file.close()
+    """Release the folder before this process ends."""
+    _lock_of(directory.absolute() / LOCK_NAME).release(force=True)

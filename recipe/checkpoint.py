@@ -1,0 +1,333 @@
+"""Checkpoints: written in the background, verified, pruned and loaded.
+
+`checkpoint-<step>/` is a model folder (`from_pretrained` loads model and tokenizer) with the training state and a
+manifest of SHA-256. It appears under its name only when it is complete and on disk. Nothing in it is executed: it
+holds JSON, safetensors and what `torch.load(weights_only=True)` reads.
+"""
+
+import gc
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils.operations import recursively_apply
+from huggingface_hub.utils.sha import sha_fileobj
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from recipe.config import TrainConfig, save_config
+from recipe.data.tokenizer import save_tokenizer
+from recipe.environment import describe_environment
+from recipe.errors import UserError, short_reason
+from recipe.hardware.processes import gather
+from recipe.model.weights import copy_weights, load_weights, write_model
+from recipe.optim.guard import UpdateGuard
+
+CONFIG_NAME, MANIFEST_NAME = "training_config.yaml", "manifest.json"
+STATE_NAME, OPTIMIZER_NAME, RNG_NAME = "training_state.json", "optimizer.pt", "rng.pt"
+
+
+@dataclass
+class RunState:
+    """Everything that changes during a run, except model, optimizer and random generators."""
+
+    run_id: str  # random; the run keeps it when it resumes, and trackers know it by it
+    step: int = 0  # optimizer steps done
+    seconds: float = 0.0  # of wall time, over all starts; `max_minutes` limits them
+    progress: float = 0.0  # from 0 to 1
+    decay_start: int | None = None  # the step before which `warmup_stable_decay` did not decay yet
+    position: Sequence | None = None  # in streamed text, see `Position` in recipe/data/windows.py
+    untrained: dict[str, Any] = field(default_factory=dict)  # the evaluation before the first step
+    train_seconds: float = 0.0  # without evaluation and saving
+    memory: dict[str, Any] = field(default_factory=dict)  # `MemoryPlan.choices`, which a resumed run keeps if they fit
+    unlogged: dict[str, float] = field(default_factory=dict)  # sums since the last log line, see recipe/run/log.py
+
+
+def checkpoint_dir(output_dir: Path, step: int) -> Path:
+    return output_dir / f"checkpoint-{step}"
+
+
+def list_checkpoints(output_dir: Path) -> list[Path]:
+    """Return the folders that are named like a checkpoint, oldest first."""
+    found = [p for p in output_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name) and p.is_dir()]
+    return sorted(found, key=step_of)
+
+
+def step_of(directory: Path) -> int:
+    return int(directory.name.rpartition("-")[2])
+
+
+# ------------------------------------------------------------------ verify
+
+
+def seal_checkpoint(directory: Path, about: dict) -> None:
+    """Write the manifest that `why_damaged` checks, and flush every file to disk. about: more entries for it."""
+    files = {}
+    for path in sorted(directory.iterdir()):
+        fsync(path)
+        files[path.name] = {"bytes": path.stat().st_size, "sha256": _file_sha256(path)}
+    manifest = {**about, "environment": describe_environment(torch.device("cpu")), "files": files}
+    manifest["manifest_sha256"] = _sha256_of(manifest)
+    (directory / MANIFEST_NAME).write_text(json.dumps(manifest, indent=2) + "\n")
+    fsync(directory / MANIFEST_NAME)
+    fsync(directory)
+
+
+def why_damaged(directory: Path) -> str | None:
+    """Return what is wrong with a checkpoint, or None if every byte is as it was written."""
+    try:
+        manifest = json.loads((directory / MANIFEST_NAME).read_text())
+        if manifest.pop("manifest_sha256") != _sha256_of(manifest):
+            return f"{MANIFEST_NAME} has changed"
+        for name, expected in manifest["files"].items():
+            path = directory / name
+            if not path.is_file():
+                return f"{name} is missing"
+            if path.stat().st_size != expected["bytes"]:
+                return f"{name} has {path.stat().st_size} bytes instead of {expected['bytes']}"
+            if _file_sha256(path) != expected["sha256"]:
+                return f"{name} has changed: its SHA-256 differs"
+    except FileNotFoundError:
+        return f"{MANIFEST_NAME} is missing"
+    except Exception as error:  # not JSON, other JSON, or a disk that cannot be read
+        return f"{MANIFEST_NAME} cannot be used: {short_reason(error)}"
+    return None
+
+
+def _sha256_of(manifest: dict) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _file_sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return sha_fileobj(file).hex()
+
+
+def fsync(path: Path) -> None:
+    """Wait until a file or folder is on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# ------------------------------------------------------------------ find and load
+
+
+def find_checkpoint(output_dir: Path, resume_from_checkpoint: str | None) -> Path | None:
+    """Return the newest valid checkpoint (for `auto`, `latest` or a run's folder), or the one that is named.
+
+    Returns None without `resume_from_checkpoint`, and for `auto` if there is no checkpoint. Prints a line for each
+    damaged one. Raises `UserError` if no valid one is left: a run never starts over silently.
+    """
+    if resume_from_checkpoint is None:
+        return None
+    directory = output_dir if resume_from_checkpoint in ("auto", "latest") else Path(resume_from_checkpoint)
+    candidates = list_checkpoints(directory)
+    if not candidates:
+        if resume_from_checkpoint == "auto":
+            print(f"no checkpoint in {directory}: the run starts at step 0", flush=True)
+            return None
+        if not any((directory / name).is_file() for name in (STATE_NAME, MANIFEST_NAME)):
+            raise UserError(f"there is no checkpoint in {directory}; --resume_from_checkpoint auto starts a new run")
+    reasons = []
+    for candidate in reversed(candidates or [directory]):
+        if (reason := why_damaged(candidate)) is None:
+            return candidate
+        reasons.append(f"{candidate}: {reason}")
+        print(f"skipping {reasons[-1]}", flush=True)
+    remedy = "choose another one, or start over in another --output_dir"
+    raise UserError(f"found no valid checkpoint to resume from ({'; '.join(reasons)}); {remedy}")
+
+
+def read_state(directory: Path) -> dict[str, Any]:
+    """Return training_state.json: `RunState`'s fields, identity (see recipe/run/start.py), mixed_precision, scaler."""
+    try:
+        content = json.loads((directory / STATE_NAME).read_text())
+        RunState(**{name: content[name] for name in RunState.__dataclass_fields__})
+        content["identity"]["max_steps"]
+    except Exception as error:  # missing, not JSON, or of another version
+        raise _damaged(directory, error) from error
+    return content
+
+
+def load_checkpoint(
+    accelerator: Accelerator,
+    directory: Path,
+    model: PreTrainedModel,
+    vocab_size: int,
+    optimizer: torch.optim.Optimizer,
+    guard: UpdateGuard,
+) -> RunState:
+    """Load a checkpoint into model, optimizer, scaler and random generators. Returns the run's state."""
+    content = read_state(directory)
+    try:
+        load_weights(model, directory, vocab_size)
+        # Mapped, because each process of a machine would hold a copy. On a CPU the optimizer keeps the tensors.
+        is_mapped = accelerator.device.type != "cpu"
+        saved = torch.load(directory / OPTIMIZER_NAME, map_location="cpu", weights_only=True, mmap=is_mapped)
+        rates = [group["initial_lr"] for group in optimizer.param_groups]
+        optimizer.load_state_dict(saved["optimizer"])
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["initial_lr"] = rate  # this run's, not the checkpoint's
+        guard.counts = saved["guard"].to(accelerator.device)
+        if accelerator.scaler is not None and content["scaler"]:
+            accelerator.scaler.load_state_dict(content["scaler"])
+        rng = torch.load(directory / RNG_NAME, weights_only=True)
+        if accelerator.process_index in rng:  # additional processes keep their fresh seed
+            set_rng_state(rng[accelerator.process_index])
+    except Exception as error:  # a file of another version or shape: each reader raises its own
+        raise _damaged(directory, error) from error
+    return RunState(**{name: content[name] for name in RunState.__dataclass_fields__})
+
+
+def _damaged(directory: Path, error: Exception) -> UserError:
+    return UserError(f"{directory} is damaged ({short_reason(error)}); resume from another checkpoint")
+
+
+def get_rng_state() -> dict[str, torch.Tensor]:
+    """Return the state of torch's generators of this process; a run draws nothing from others."""
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    if torch.backends.mps.is_available():
+        state["mps"] = torch.mps.get_rng_state()
+    return state
+
+
+def set_rng_state(state: dict[str, torch.Tensor]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    if "mps" in state and torch.backends.mps.is_available():
+        torch.mps.set_rng_state(state["mps"])
+
+
+# ------------------------------------------------------------------ save
+
+
+@dataclass
+class CheckpointSaver:
+    """Saves in the background: training waits only for the copy of its state in host memory (12 bytes per parameter).
+
+    If the previous checkpoint is not on disk when the next one is due, training waits for it too.
+    """
+
+    accelerator: Accelerator
+    output_dir: Path
+    config: TrainConfig
+    identity: dict  # what a resumed run must share with the checkpoint
+    model: PreTrainedModel
+    model_config: PreTrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    optimizer: torch.optim.Optimizer
+    guard: UpdateGuard
+    say: Callable[[str], None]
+    on_saved: Callable[[Path, int], None]  # gets each complete checkpoint and its step, before older ones are pruned
+    saved_step: int  # of the newest checkpoint, which may still be in progress; at first, what the run resumed from
+    thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
+    writing: Future | None = None
+    has_saved: bool = False  # in this process
+
+    def save(self, state: RunState) -> None:
+        """Copy the state on all processes and start to write it on the main one."""
+        self.wait()
+        gc.collect()  # it is off during training
+        rng = dict(enumerate(gather(get_rng_state())))
+        self.saved_step, self.has_saved = state.step, True
+        if self.accelerator.is_main_process:
+            scaler = self.accelerator.scaler
+            content = {
+                **asdict(state),
+                "mixed_precision": self.accelerator.mixed_precision,
+                "num_processes": self.accelerator.num_processes,
+                "scaler": scaler.state_dict() if scaler is not None else None,
+                "identity": self.identity,
+            }
+            weights = copy_weights(self.model, self.model_config)
+            optimizer = {"optimizer": self.optimizer.state_dict(), "guard": self.guard.counts}
+            optimizer = recursively_apply(lambda t: t.detach().to("cpu", copy=True), optimizer)
+            self.writing = self.thread.submit(self._write, content, weights, optimizer, rng)
+
+    def report(self) -> None:
+        """Report a failed checkpoint as soon as it is known, instead of when the next one is due."""
+        if self.writing is not None and self.writing.done():
+            self.wait()
+
+    def wait(self) -> bool:
+        """Wait for the checkpoint that is in progress. Returns whether it is on disk."""
+        writing, self.writing = self.writing, None
+        try:
+            warning = writing.result() if writing else None
+        except Exception as error:  # for example a full disk
+            name = checkpoint_dir(self.output_dir, self.saved_step).name
+            reason = f"{name} could not be written: {short_reason(error)}; earlier checkpoints are unchanged"
+            self.say(f"warning: {reason}")
+            return False
+        if warning:
+            self.say(f"warning: {warning}")
+        return True
+
+    def _write(self, content: dict, weights: dict, optimizer: dict, rng: dict) -> str | None:
+        """Write under a hidden name, seal, rename and prune. Returns a warning if only the last part failed."""
+        final = checkpoint_dir(self.output_dir, content["step"])
+        partial = final.with_name(f".{final.name}.partial")
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            write_model(self.model, self.model_config, weights, partial)
+            save_tokenizer(self.tokenizer, partial, self.model_config.max_position_embeddings)
+            for name, tensors in ((OPTIMIZER_NAME, optimizer), (RNG_NAME, rng)):
+                with open(partial / name, "wb") as file:  # its errors name the reason; torch's own writer's do not
+                    torch.save(tensors, file)
+            (partial / STATE_NAME).write_text(json.dumps(content, indent=2) + "\n")
+            seal_checkpoint(partial, {key: content[key] for key in ("run_id", "step", "identity")})
+            remove_checkpoint(final)  # a run that resumed from an earlier checkpoint replaces its old ones
+            os.rename(partial, final)
+            fsync(self.output_dir)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        try:
+            record_config(self.output_dir, self.config)
+            self.on_saved(final, content["step"])
+            if self.config.save_total_limit is not None:
+                # Newer checkpoints are from before a resume, and may be damaged. From the one before the decay, the
+                # run can be extended.
+                checkpoints = list_checkpoints(self.output_dir)
+                older = [p for p in checkpoints[: checkpoints.index(final)] if step_of(p) != content["decay_start"]]
+                for old in older[: -(self.config.save_total_limit - 1) or None]:
+                    remove_checkpoint(old)
+        except OSError as error:
+            return f"{final.name} is complete, but what follows a save failed: {short_reason(error)}"
+        return None
+
+
+def record_config(directory: Path, config: TrainConfig) -> None:
+    """Replace training_config.yaml atomically."""
+    save_config(config, directory / f".{CONFIG_NAME}")
+    os.replace(directory / f".{CONFIG_NAME}", directory / CONFIG_NAME)
+
+
+def remove_checkpoint(directory: Path) -> None:
+    """Remove a checkpoint. Hide it first, so that a process killed in between does not leave half of one."""
+    if directory.exists():
+        hidden = directory.with_name(f".{directory.name}.removed.partial")
+        shutil.rmtree(hidden, ignore_errors=True)
+        os.rename(directory, hidden)
+        shutil.rmtree(hidden)
+
+
+def remove_partial_checkpoints(output_dir: Path) -> None:
+    """Remove what is left of a process that was killed while saving."""
+    for path in output_dir.glob(".checkpoint-*.partial"):
+        shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,328 @@
+"""What a run says about itself: the facts of its start event, the start table, summary.json and the closing lines."""
+
+import math
+import re
+import shlex
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from recipe.checkpoint import RunState, checkpoint_dir, read_state
+from recipe.config import STANDARD_LIBRARY, TrainConfig
+from recipe.data.packed import metadata_of
+from recipe.environment import describe_device, describe_environment, find_commit
+from recipe.hardware.accelerator import Choice
+from recipe.hardware.devices import peak_memory_bytes
+from recipe.hardware.memory import MemoryPlan
+from recipe.hardware.processes import on_main_process, wait_on_host
+from recipe.model.size import count_exported_parameters, count_flops_per_token
+from recipe.optim.schedule import count_warmup_steps
+from recipe.publish.export import export_model
+from recipe.publish.facts import split_scores
+from recipe.publish.public import describe_source, hub_id, public_command, public_name
+from recipe.publish.uploads import HubUploads
+from recipe.run.folder import RESUMABLE_NAME, launch_command, resume_command
+from recipe.run.log import RunLog
+from recipe.run.resume import describe_jump, extend_command
+from recipe.run.stop import EXIT_STOPPED, describe_signal
+
+MANY_EPOCHS = 100
+STOP_SECONDS = 60.0  # for uploads after a signal: Slurm's batch files leave 120 s for all of the end
+SAME_LENGTH = 0.05  # share of the tokens by which a run may differ from the one that it is compared with
+
+
+def collect_facts(
+    config: TrainConfig, recipe: str, dataset: Any, accelerator: Accelerator, model: PreTrainedModel, plan: MemoryPlan
+) -> dict[str, Any]:
+    """Return what the run is, for the start event, summary.json and the model card. It contains no local path.
+
+    config: resolved for the hardware.
+    """
+    metadata, vocab_size = metadata_of(dataset), len(dataset.tokenizer)
+    counts = ("documents", "tokens", "bytes", "rows")
+    splits = {split: {key: found[key] for key in counts} for split, found in metadata["splits"].items()}
+    source, shape = metadata["source"], model.config
+    if config.streaming:  # only the head of the training text has been counted
+        splits.pop("train")
+    return {
+        "recipe": recipe,
+        "command": public_command(sys.argv),
+        "commit": find_commit(),
+        "seed": config.seed,
+        "data": {
+            "source": describe_source(source),
+            "dataset_id": hub_id(source.get("dataset_name")),
+            "dataset_config_name": source.get("dataset_config_name"),
+            "validation_split_percentage": source.get("validation_split_percentage"),
+            "duplicates_of_validation": source.get("duplicates_of_validation"),
+            "splits": splits,
+            "content_sha256": metadata["content_sha256"],
+            "tokenizer_sha256": metadata["tokenizer_sha256"],
+            "tokenizer": public_name(config.tokenizer_name) if config.tokenizer_name else None,
+        },
+        "model": {
+            "architecture": type(model).__name__,
+            "num_parameters": count_exported_parameters(model, vocab_size),
+            "n_layer": shape.num_hidden_layers,
+            "n_head": shape.num_attention_heads,
+            "n_embd": shape.hidden_size,
+            "n_positions": shape.max_position_embeddings,
+            "vocab_size": vocab_size,
+        },
+        "flops_per_token": count_flops_per_token(shape, model.num_parameters(), config.block_size),
+        "base_model": public_name(config.model_name_or_path) if config.model_name_or_path else None,
+        "base_model_id": hub_id(config.model_name_or_path),
+        "num_processes": accelerator.num_processes,
+        "mixed_precision": config.mixed_precision,
+        "dynamo_backend": config.dynamo_backend,
+        "optim": config.optim,
+        "per_device_train_batch_size": plan.micro_batch_size,
+        "gradient_accumulation_steps": config.global_batch_size // (plan.micro_batch_size * accelerator.num_processes),
+        "environment": describe_environment(accelerator.device),
+    }
+
+
+def show_start(
+    log: RunLog,
+    config: TrainConfig,
+    facts: dict[str, Any],
+    choices: dict[str, Choice],
+    plan: MemoryPlan,
+    resume_dir: Path | None,
+    eval_rows: int,
+    state: RunState,
+    changes: dict[str, tuple],
+) -> None:
+    """Print the table of the run, record its start, and say what a user would want to know before it starts.
+
+    config: resolved for the hardware. eval_rows: validation rows per evaluation. changes: of the schedule.
+    """
+    log.table(start_table(log, config, facts, choices, plan, resume_dir, eval_rows))
+    log.event("start", state.step, **facts)
+    if resume_dir is not None:
+        before = read_state(resume_dir)["mixed_precision"]
+        if before != config.mixed_precision:
+            log.say(f"warning: the precision changes from {before} to {config.mixed_precision} at step {state.step:,}")
+        if warning := describe_jump(log.config, resume_dir):
+            log.say(warning)
+    if config.hub_model_id and not config.push_to_hub:
+        log.say("warning: --hub_model_id alone uploads nothing; add --push_to_hub")
+    num_rows = facts["data"]["splits"].get("train", {}).get("rows", math.inf)
+    epochs = (config.max_steps or 0) * config.global_batch_size / num_rows
+    if epochs > MANY_EPOCHS:
+        log.say(f"warning: {epochs:,.0f} epochs over so little text: the model will memorize it")
+    if state.step == config.max_steps:
+        longer = extend_command(log.config, log.output_dir, state.decay_start, state.step)
+        log.say(f"all {state.step:,} steps are done" + (f"; to train longer:\n    {longer}" if longer else ""))
+    elif config.dynamo_backend == "inductor":
+        log.say("compiling; the first step takes a minute or more")
+    if changes:
+        log.schedule(state.step, changes)
+
+
+def start_table(
+    log: RunLog,
+    config: TrainConfig,
+    facts: dict[str, Any],
+    choices: dict[str, Choice],
+    plan: MemoryPlan,
+    resume_dir: Path | None,
+    eval_rows: int,
+) -> dict[str, str]:
+    """Return the table printed before the first step: {label: text}."""
+    device, num_processes, model = log.device, facts["num_processes"], facts["model"]
+    devices = describe_device(device)
+    if device.type == "cpu":
+        processes = f"{_plural(num_processes, 'process', 'es')} of " if num_processes > 1 else ""
+        devices += f", {processes}{_plural(torch.get_num_threads(), 'thread')}"
+    elif num_processes > 1:
+        devices = f"{num_processes} x {devices}"
+    rows = {name: split["rows"] for name, split in facts["data"]["splits"].items()}
+    data = f"{facts['data']['source']}: "
+    if config.streaming:
+        data += f"streamed, shuffled over {config.shuffle_buffer_size:,} rows of {config.block_size:,} tokens"
+    else:
+        data += f"{rows['train']:,} training rows of {config.block_size:,} tokens"
+    shown = {label: f"{choice.value}: {choice.reason}" for label, choice in choices.items()}
+    if device.type == "cuda" and config.tf32:
+        shown["precision"] += "; TF32 for fp32 matmuls"
+    if config.deterministic:
+        shown["precision"] += "; deterministic algorithms"
+    rate = f"{config.optim}, learning rate {config.learning_rate:g}"
+    if config.optim == "muon" and config.muon_learning_rate:
+        rate += f", and {config.muon_learning_rate:g} for Muon's matrices"
+    padded = -(-model["vocab_size"] // config.pad_vocab_to_multiple_of) * config.pad_vocab_to_multiple_of
+    padding = f" padded to {padded:,}" if padded > model["vocab_size"] else ""
+    table = {
+        "recipe": f"{facts['recipe']}, output in {log.output_dir}" + f", resumed from {resume_dir}" * bool(resume_dir),
+        "device": devices,
+        **shown,
+        "memory": plan.describe(),
+        "model": f"{model['architecture']}, {model['num_parameters']:,} parameters, vocabulary "
+        f"{model['vocab_size']:,}{padding}, {model['n_positions']:,} positions"
+        + (f", weights from {config.model_name_or_path}" if config.model_name_or_path and not resume_dir else ""),
+        "data": f"{data}; {eval_rows:,} of {rows['validation']:,} validation rows per evaluation",
+        "batch": f"{config.global_batch_size} sequences ({config.tokens_per_step:,} tokens) per step: "
+        f"{_plural(num_processes, 'process', 'es')} x "
+        f"{_plural(facts['gradient_accumulation_steps'], 'micro-batch', 'es')} x "
+        f"{_plural(plan.micro_batch_size, 'sequence')}",
+        "optimizer": rate,
+        "run": _describe_length(config, None if config.streaming else rows["train"]),
+    }
+    return table | ({"hub": f"{config.hub_model_id}, {config.hub_strategy}"} if config.push_to_hub else {})
+
+
+def _describe_length(config: TrainConfig, num_train_rows: int | None) -> str:
+    limit = "" if config.max_minutes is None else f"{config.max_minutes:g} minute{'s' * (config.max_minutes != 1)}"
+    warmup = _plural(count_warmup_steps(config), "warm-up step")
+    if config.max_steps is None:
+        return f"as many steps as fit into {limit}, {warmup}"
+    text = f"{_plural(config.max_steps, 'step')} = {config.max_steps * config.tokens_per_step:,} tokens, "
+    if num_train_rows:
+        text += f"{config.max_steps * config.global_batch_size / num_train_rows:.2f} epochs, "
+    return text + warmup + (f"; fewer if they take longer than {limit}" if limit else "")
+
+
+def stop_run(log: RunLog, uploads: HubUploads, state: RunState, number: float, saved: bool) -> None:
+    """Say why the run stopped and how to resume it, and exit. number: of the signal."""
+    saved_in = checkpoint_dir(log.output_dir, state.step)
+    where = f"saved in {saved_in}" if saved else "but could not be saved"
+    how = f"to resume:\n{resume_command(log.output_dir)}"
+    if state.step == 0:
+        where, how = "with nothing to save", "the same command starts again"
+    log.say(f"stopped by {describe_signal(int(number))} after step {state.step:,}, {where}; {how}")
+    if log.enabled:
+        (log.output_dir / RESUMABLE_NAME).touch()
+    on_main_process(lambda: uploads.finish(seconds=STOP_SECONDS))
+    log.end()
+    uploads.exit(EXIT_STOPPED if saved else 1)
+
+
+def finish_run(
+    log: RunLog,
+    uploads: HubUploads,
+    state: RunState,
+    facts: dict[str, Any],
+    model: PreTrainedModel,
+    model_config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """Export the model, write summary and card, print the results, and publish."""
+    if log.enabled:
+        export_model(model, model_config, tokenizer, log.output_dir)
+        evaluation = log.evaluated[state.step]
+        summary = build_summary(log, state, facts, evaluation)
+        log.summary(summary, state.step)
+        print(closing_lines(log.config, log.output_dir, summary, evaluation["sample"], facts, state), flush=True)
+        uploads.finish(state.step)
+    wait_on_host()
+    log.end()
+    if uploads.is_stuck:
+        uploads.exit(0)
+
+
+def build_summary(log: RunLog, state: RunState, facts: dict[str, Any], evaluation: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of summary.json."""
+    same = ("num_processes", "mixed_precision", "dynamo_backend", "per_device_train_batch_size", "environment")
+    return {
+        "run_id": state.run_id,
+        "step": state.step,
+        "tokens_seen": state.step * log.config.tokens_per_step,
+        "eval_loss": evaluation["loss"],
+        "perplexity": evaluation["perplexity"],
+        "bits_per_byte": evaluation["bits_per_byte"],
+        "eval_rows": evaluation["num_rows"],
+        "tasks": split_scores(evaluation),
+        "untrained": {key: value for key, value in state.untrained.items() if key != "sample"},
+        "tokens_per_second": log.tokens_per_second,
+        "seconds_to_first_step": log.seconds_to_first_step,
+        "peak_memory_bytes": peak_memory_bytes(log.device),
+        "train_seconds": state.train_seconds,
+        "wall_seconds": log.seconds(),
+        "share_outside_training": log.share_outside_training,
+        "num_parameters": facts["model"]["num_parameters"],
+        "dataset_content_sha256": facts["data"]["content_sha256"],
+        "command": shlex.join(sys.argv),
+        "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        **{key: facts[key] for key in same},
+    }
+
+
+def closing_lines(
+    config: TrainConfig,
+    output_dir: Path,
+    summary: dict[str, Any],
+    sample: str | None,
+    facts: dict[str, Any],
+    state: RunState,
+) -> str:
+    """Return the results as lines to grep, a sample, and the commands that may come next."""
+    folder, prompt = shlex.quote(str(output_dir)), shlex.quote(config.sample_prompt)
+    speed, memory = summary["tokens_per_second"], summary["peak_memory_bytes"] / 1e9
+    block = {"untrained_loss": f"{summary['untrained']['loss']:.4f}"} if summary["untrained"] else {}
+    block |= {
+        "eval_loss": f"{summary['eval_loss']:.4f}",
+        "perplexity": f"{summary['perplexity']:.2f}",
+        "bits_per_byte": f"{summary['bits_per_byte']:.4f}",
+        "steps": summary["step"],
+        "tokens": summary["tokens_seen"],
+        "tokens_per_second": f"{speed:.0f}",
+        "train_seconds": f"{summary['train_seconds']:.1f}",
+        "total_seconds": f"{summary['wall_seconds']:.1f}",
+        "peak_memory_gb": f"{memory:.2f}",
+        "model": output_dir,
+    }
+    lines = ["---", *(f"{key + ':':19}{value}" for key, value in block.items())]
+    results = summary["tokens_seen"], summary["eval_loss"]
+    if compared := compare_with_expected(config, facts["data"]["source"], *results):
+        lines += ["", *textwrap.wrap(compared, 80, break_on_hyphens=False)]
+    if sample is not None:
+        lines += ["", f"A sample for the prompt {config.sample_prompt!r}:", textwrap.indent(sample, "    ")]
+    lines += ["", *_wrap("generate", f"python scripts/generate_text.py --model {folder} --prompt {prompt}")]
+    if config.save_steps and (command := extend_command(config, output_dir, state.decay_start, state.step)):
+        lines += _wrap("continue", command)
+    if config.dataset_name == STANDARD_LIBRARY:
+        lines += _wrap("your text", f"{launch_command()} --train_file TEXT.txt")
+        lines += ["  GPT-2 124M see README.md, Where to start"]
+    return "\n".join(lines)
+
+
+def compare_with_expected(config: TrainConfig, source: str, num_tokens: int, loss: float) -> str | None:
+    """Return a sentence that compares the final loss with the recipe's, or None if the run is another one.
+
+    source: names of the text; the dataset is the expected one if the last part of its name is among them.
+    """
+    if (expected := config.expected_loss) is None:
+        return None
+    name = re.escape(expected["dataset"].rpartition("/")[2])
+    if not re.search(rf"{name}(?![\w-])", source):  # fineweb-edu is not fineweb
+        return None
+    if abs(num_tokens / expected["tokens"] - 1) > SAME_LENGTH:
+        return None
+    difference, tolerance = loss - expected["value"], expected["tolerance"]
+    verdict = f"{abs(difference):.2f} " + ("lower" if difference < 0 else "higher")
+    verdict = "as expected" if abs(difference) <= tolerance else verdict
+    known = f"{expected['value']:g} +/- {tolerance:g} ({expected['source']})"
+    return f"Expected validation loss on {expected['dataset']}: {known}. This run: {loss:.3f}, {verdict}."
+
+
+def _plural(count: int, word: str, ending: str = "s") -> str:
+    return f"{count:,} {word}" + (ending if count != 1 else "")
+
+
+def _wrap(label: str, command: str) -> list[str]:
+    """Wrap a command at 80 columns, between options, so that a shell still reads it as one."""
+    first, *options = command.split(" --")
+    lines = [f"  {label:10} {first}"]
+    for option in options:
+        if len(lines[-1]) + len(option) > 74:
+            lines[-1] += " \\"
+            lines.append(" " * 14)
+        lines[-1] += f" --{option}"
+    return lines
