@@ -25,15 +25,13 @@ from accelerate.utils import launch as environments
 from huggingface_hub import get_token, whoami
 from packaging.requirements import Requirement
 
-from recipe.command_line import CommandLine, typed_names
-from recipe.command_line import load_config, names_data
+from recipe.command_line import CommandLine, load_config, names_data, typed_names
 from recipe.config import STANDARD_LIBRARY, TrainConfig, save_config
 from recipe.environment import count_cpus, describe_device
 from recipe.errors import UserError, one_line, run_main, short_reason
-from recipe.hardware.choices import choose_dynamo_backend, choose_mixed_precision
+from recipe.hardware.accelerator import choose_dynamo_backend, choose_mixed_precision
 from recipe.hardware.devices import native_bf16, why_no_inductor
-from recipe.hardware.launcher import check_launcher, wants_cpu
-from recipe.hardware.processes import check_kernels
+from recipe.hardware.processes import ONLY_DDP, wants_cpu
 from recipe.model.build import build_model_config
 from recipe.model.size import count_parameters, count_training_flops
 
@@ -94,13 +92,13 @@ def check_launch(config_file: str | None) -> str:
     except Exception as error:  # of several types, for unknown keys and values
         reason = f"accelerate launch refuses the config: {one_line(error)}"
         raise UserError(f"{reason}; run accelerate config again, or use a file in accelerate_configs/") from error
-    check_launcher(environment | ({"ACCELERATE_USE_DEEPSPEED": "true"} if args.use_deepspeed else {}))
-    if args.tpu:
-        raise UserError("TPUs are not supported; use accelerate_configs/single_gpu.yaml or cpu.yaml")
+    used = {"DeepSpeed": args.use_deepspeed, "FSDP": args.use_fsdp, "Megatron-LM": args.use_megatron_lm}
+    if refused := [name for name, is_used in (used | {"TPU": args.tpu}).items() if is_used]:
+        raise UserError(f"{refused[0]} is not supported: {ONLY_DDP}")
     names = ("ACCELERATE_USE_CPU", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND", "CUDA_VISIBLE_DEVICES")
     os.environ.update({name: environment[name] for name in names if name in environment})
     num_gpus, num_local = torch.cuda.device_count(), (args.num_processes or 1) // (args.num_machines or 1)
-    if num_local > max(1, num_gpus) and not wants_cpu(os.environ):
+    if num_local > max(1, num_gpus) and not wants_cpu():
         remedy = f"pass --num_processes {max(1, num_gpus)} to accelerate launch, or use multi_cpu.yaml"
         raise UserError(f"{num_local} processes on a machine with {num_gpus} GPUs; {remedy}")
     settings = f"precision {args.mixed_precision}, dynamo {environment['ACCELERATE_DYNAMO_BACKEND'].lower()}"
@@ -108,7 +106,7 @@ def check_launch(config_file: str | None) -> str:
 
 
 def find_device() -> torch.device:
-    found = None if wants_cpu(os.environ) else torch.accelerator.current_accelerator(check_available=True)
+    found = None if wants_cpu() else torch.accelerator.current_accelerator(check_available=True)
     return found or torch.device("cpu")
 
 
@@ -117,7 +115,7 @@ def check_device() -> str:
     device = find_device()
     if device.type != "cuda":
         return f"{describe_device(device)}, {count_cpus()} cores"
-    check_kernels(device)
+    torch.ones(1, device=device)
     memory, cudnn = torch.cuda.get_device_properties(device).total_memory, torch.backends.cudnn.version()
     return f"{describe_device(device)}, {memory / 1e9:.0f} GB, CUDA {torch.version.cuda}, cuDNN {cudnn}"
 
@@ -181,10 +179,10 @@ def measure(config_file: str | None, config: TrainConfig) -> str:
             raise UserError(f"training failed: {(lines or result.stderr.splitlines())[-1]}")
         summary = json.loads(Path(folder, "run", "summary.json").read_text())
     speed, memory = summary["tokens_per_second"], summary["peak_memory_bytes"] / 1e9
-    hours = config.max_steps * config.global_batch_size * config.block_size / speed / 3600
-    length = f"{hours:,.2f} hours for {config.max_steps:,} steps"
-    if config.num_train_epochs or config.is_open_ended:
-        length = "the length of the run depends on its epochs or minutes"
+    length = "the length of the run depends on its epochs or minutes"
+    if config.max_steps:
+        hours = config.max_steps * config.tokens_per_step / speed / 3600
+        length = f"{hours:,.2f} hours for {config.max_steps:,} steps"
     rows = summary["per_device_train_batch_size"]
     return f"{memory:.1f} GB, {rows} rows per forward pass, {speed:,.0f} tokens/s: {length}"
 

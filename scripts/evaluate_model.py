@@ -13,6 +13,7 @@ from accelerate import PartialState
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from recipe.command_line import CommandLine
+from recipe.config import EVAL_TASKS, parse_tasks
 from recipe.data.packed import open_packed_dataset
 from recipe.data.tokenizer import load_tokenizer
 from recipe.environment import describe_environment
@@ -26,7 +27,6 @@ from recipe.evaluation.tasks import load_tasks
 from recipe.hardware.processes import on_main_process, start_processes, use_all_cores
 from recipe.model.attention import SDPA_WITHOUT_MASK, check_decoder, check_model_type
 from recipe.model.weights import check_vocabulary, load_pretrained
-from recipe.config import EVAL_TASKS, parse_tasks
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -8,16 +8,16 @@ reached 42% on one H200 (modded-nanogpt, 490,000 tokens/s) and 40% on one H100 (
 """
 
 import argparse
+import dataclasses
 import math
 
 from transformers import PreTrainedConfig
 
-from recipe.command_line import CommandLine
-from recipe.command_line import load_config, names_data
+from recipe.command_line import CommandLine, load_config, names_data
 from recipe.config import TrainConfig
 from recipe.errors import UserError, run_main
 from recipe.hardware.gpus import load_gpu
-from recipe.hardware.memory import EIGHT_BIT, MemoryPlan, Setting, plan_memory
+from recipe.hardware.memory import EIGHT_BIT, MemoryPlan, plan_memory
 from recipe.model.build import build_model_config
 from recipe.model.size import count_flops_per_token, count_parameters, padded_vocab_size
 
@@ -28,9 +28,9 @@ CLASSES = {"8 GB": "rtx3070", "12 GB": "rtx3060", "16 GB": "t4", "24 GB": "rtx40
 CLASSES |= {"40 GB": "a100-40gb", "80 GB": "a100-80gb", "141 GB": "h200"}
 # Metal recommends a process to use two thirds of 16 GB of unified memory, and three quarters of larger ones.
 OTHER_DEVICES = {
-    "Apple, 16 GB": (Setting("mps", "no", compiled=False), 16 * 2**30 * 2 / 3),
-    "Apple, 64 GB": (Setting("mps", "no", compiled=False), 64 * 2**30 * 3 / 4),
-    "CPU, 32 GB": (Setting("cpu", "bf16", compiled=True), 32 * 2**30),
+    "Apple, 16 GB": ("mps", "no", "no", 16 * 2**30 * 2 / 3),
+    "Apple, 64 GB": ("mps", "no", "no", 64 * 2**30 * 3 / 4),
+    "CPU, 32 GB": ("cpu", "bf16", "inductor", 32 * 2**30),
 }
 
 
@@ -88,7 +88,7 @@ def load_run(recipe: str, options: list[str]) -> tuple[TrainConfig, PreTrainedCo
     """Return the run's config and its model's, with the padded vocabulary."""
     no_data = [] if names_data(recipe, options) else ["--dataset_dir", "DIR"]
     config = load_config(["--config", recipe, *options, *no_data])[0]
-    if config.num_train_epochs is not None or config.is_open_ended:
+    if config.max_steps is None:
         raise UserError("the number of steps depends on the dataset or the device; pass --max_steps")
     vocab_size = config.tokenizer_vocab_size or GPT2_VOCAB_SIZE
     model_config = build_model_config(config, vocab_size, 0, config.model_name_or_path)
@@ -98,17 +98,30 @@ def load_run(recipe: str, options: list[str]) -> tuple[TrainConfig, PreTrainedCo
 
 def plan_gpu(config: TrainConfig, model_config: PreTrainedConfig, name: str, num_gpus: int = 1) -> MemoryPlan | None:
     """Return what `auto` resolves to on a GPU that is not there, or None if nothing fits."""
-    gpu, precision = load_gpu(name), config.mixed_precision
-    if precision == "auto":
-        precision = "bf16" if gpu.bf16 else "fp16"
-    setting = Setting("cuda", precision, config.dynamo_backend in ("auto", "inductor"), num_gpus)
-    return plan_memory(config, model_config, setting, gpu.memory_bytes)
+    gpu = load_gpu(name)
+    precision = "bf16" if gpu.bf16 else "fp16"
+    return plan_device(config, model_config, "cuda", precision, "inductor", gpu.memory_bytes, num_gpus)
+
+
+def plan_device(
+    config: TrainConfig,
+    model_config: PreTrainedConfig,
+    device_type: str,
+    precision: str,
+    backend: str,
+    memory_bytes: float,
+    num_devices: int = 1,
+) -> MemoryPlan | None:
+    """precision, backend: what `auto` resolves to on the device."""
+    usual = {"mixed_precision": precision, "dynamo_backend": backend}
+    auto = {name: value for name, value in usual.items() if getattr(config, name) == "auto"}
+    return plan_memory(dataclasses.replace(config, **auto), model_config, device_type, memory_bytes, num_devices)
 
 
 def letters_of(plan: MemoryPlan) -> str:
     """Return the options that save memory, a letter each."""
     used = {"C": plan.activation_checkpointing, "L": plan.loss_chunks > 1}
-    used |= {"B": plan.optim == EIGHT_BIT, "N": not plan.compiled}
+    used |= {"B": plan.optim == EIGHT_BIT}
     return "".join(letter for letter, is_used in used.items() if is_used)
 
 
@@ -116,7 +129,7 @@ def make_table(options: list[str]) -> str:
     """Return the README's table: a row per class of memory, a column per size of GPT-2."""
     runs = [load_run(recipe, options) for recipe in SIZES.values()]
     plans = {memory: [plan_gpu(*run, name) for run in runs] for memory, name in CLASSES.items()}
-    plans |= {memory: [plan_memory(*run, *device) for run in runs] for memory, device in OTHER_DEVICES.items()}
+    plans |= {memory: [plan_device(*run, *device) for run in runs] for memory, device in OTHER_DEVICES.items()}
     rows = [["memory", *SIZES], ["---"] * (1 + len(SIZES))]
     rows += [[memory, *map(make_cell, of_memory)] for memory, of_memory in plans.items()]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)

@@ -64,7 +64,7 @@ def build_defaults(arguments: list[str]) -> list[str]:
         name = config.hub_model_id.split("/")[-1]
     if config.output_dir is None:
         defaults += ["--output_dir", f"runs/{config.run_name or name}"]
-    if config.resume_from_checkpoint is None and not config.overwrite:
+    if config.resume_from_checkpoint is None:
         defaults += ["--resume_from_checkpoint", "auto"]
     return defaults
 

@@ -61,7 +61,7 @@ def check_hub(config: TrainConfig) -> None:
 
     A Hub that cannot be reached now prints a warning instead, because it may be back before the first upload.
     """
-    if not config.push_to_hub or config.eval_only:
+    if not config.push_to_hub:
         return
     repo_id = config.hub_model_id
     check_repo_id(repo_id)
