@@ -42,6 +42,7 @@ class RunState:
     run_id: str  # random; the run keeps it when it resumes, and trackers know it by it
     step: int = 0  # optimizer steps done
     seconds: float = 0.0  # of wall time, over all starts; `max_minutes` limits them
+    setup_seconds: float = 0.0  # of them, before the first step
     progress: float = 0.0  # from 0 to 1
     decay_start: int | None = None  # the step before which `warmup_stable_decay` did not decay yet
     position: Sequence | None = None  # in streamed text, see `Position` in recipe/data/windows.py

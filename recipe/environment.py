@@ -1,5 +1,6 @@
 """The versions and hardware that every measurement records."""
 
+import functools
 import os
 import platform
 import re
@@ -29,6 +30,24 @@ def count_local_processes(num_processes: int) -> int:
 def cache_dir() -> Path:
     """Return the folder for what later runs reuse. Raises `RuntimeError` if the home folder is unknown."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "gpt2_recipe"
+
+
+@functools.cache
+def only_cached(repo_id: str) -> bool:
+    """Return whether a repository can be had from the cache only, because the Hub does not answer.
+
+    Asked once, because the Hub's client repeats the request of every file for more than ten seconds (2.4).
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        HfApi().model_info(repo_id, timeout=10)
+    except HfHubHTTPError:  # it has answered
+        return False
+    except Exception:  # offline mode, or no connection: the HTTP client raises its own
+        return True
+    return False
 
 
 def describe_device(device: "torch.device") -> str:

@@ -31,7 +31,7 @@ from recipe.data.prepare import prepare_dataset
 from recipe.data.text import TextSource
 from recipe.data.tokenizer import load_tokenizer, train_tokenizer
 from recipe.hardware.processes import LAUNCHER_DIED
-from recipe.run.output_dir import release_output_dir
+from recipe.run.folder import release_output_dir
 from recipe.run.stop import SIGNALS
 
 ROOT = Path(__file__).parent.parent

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
 
+from recipe.environment import only_cached
 from recipe.errors import UserError, check_local_path, one_line
 
 if TYPE_CHECKING:
@@ -63,7 +64,11 @@ def read_tokenizer(name_or_path: str) -> "TextTokenizer | PreTrainedTokenizerBas
         from huggingface_hub import hf_hub_download
 
         folder, names = Path(name_or_path), ("tokenizer.json", "tokenizer_config.json")
-        paths = [folder / name if folder.is_dir() else hf_hub_download(name_or_path, name) for name in names]
+        if folder.is_dir():
+            paths = [folder / name for name in names]
+        else:
+            local = only_cached(name_or_path)
+            paths = [hf_hub_download(name_or_path, name, local_files_only=local) for name in names]
         backend, config = Tokenizer.from_file(str(paths[0])), json.loads(Path(paths[1]).read_text("utf-8"))
         special = [token.content for token in backend.get_added_tokens_decoder().values() if token.special]
         if "eos_token" not in config and len(special) == 1:  # GPT-2's files on the Hub leave it to the class
@@ -92,7 +97,8 @@ def load_tokenizer(name_or_path: str, revision: str | None = None) -> "PreTraine
 
     check_local_path(name_or_path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name_or_path, revision=revision)
+        local = not Path(name_or_path).is_dir() and only_cached(name_or_path)
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path, revision=revision, local_files_only=local)
     except Exception as error:  # transformers and the Hub client raise OSError, ValueError, KeyError, ...
         where = f"'{name_or_path}' (neither a folder with tokenizer.json nor a Hub id that can be reached)"
         raise UserError(f"no tokenizer at {where}: {one_line(error)}") from error

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
+from recipe.environment import only_cached
 from recipe.errors import UserError, check_local_path, short_reason
 
 WEIGHTS_NAME = "model.safetensors"
@@ -29,6 +30,8 @@ def load_pretrained(auto_class: type, source: str | Path, **options) -> Any:
         found = ", ".join(sorted(str(path.parent) for path in folder.glob("*/config.json")))
         raise UserError(f"there is no model in {folder}" + (f"; there is one in {found}" if found else ""))
     disable_progress_bar()  # loading the weights takes milliseconds
+    if not folder.is_dir() and only_cached(str(source)):
+        options["local_files_only"] = True
     try:
         return auto_class.from_pretrained(source, **options)
     except Exception as error:  # the Hub, the file system, safetensors and Transformers each raise their own

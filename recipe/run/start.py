@@ -24,7 +24,7 @@ from recipe.optim.optimizers import check_optimizer
 from recipe.publish.download import fetch_checkpoint
 from recipe.run.resume import check_identity, resolve_length, resolve_resume, run_identity
 
-CLOSING_SECONDS = 5.0  # for the last checkpoint, the export and the curve
+CLOSING_SECONDS = 3.0  # for the last checkpoint, the export and the curve
 
 
 def find_start(
@@ -99,9 +99,13 @@ def new_state() -> RunState:
 
 
 def measure_progress(config: TrainConfig, state: RunState) -> float:
-    """Return the share of the run that is done, from 0 to 1. The end of a time-limited run has its own minutes."""
+    """Return the share of the run's steps, or of its time for steps, that is used up: from 0 to 1."""
+    if state.step == 0:
+        state.setup_seconds = state.seconds
+        return 0.0
     shares = [state.step / config.max_steps] if config.max_steps else []
-    if config.max_minutes and state.step:
+    if config.max_minutes:
         reserved = CLOSING_SECONDS + 2 * state.untrained.get("seconds", 0.0)  # save, evaluate, export
-        shares.append(state.seconds / max(1.0, 60 * config.max_minutes - reserved))
-    return min(1.0, max(shares, default=0.0))
+        available = 60 * config.max_minutes - reserved - state.setup_seconds
+        shares.append((state.seconds - state.setup_seconds) / max(1.0, available))
+    return min(1.0, max(shares))
