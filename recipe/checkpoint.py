@@ -6,7 +6,6 @@ holds JSON, safetensors and what `torch.load(weights_only=True)` reads.
 """
 
 import gc
-import hashlib
 import json
 import os
 import re
@@ -69,14 +68,13 @@ def step_of(directory: Path) -> int:
 # ------------------------------------------------------------------ verify
 
 
-def seal_checkpoint(directory: Path, about: dict) -> None:
-    """Write the manifest that `why_damaged` checks, and flush every file to disk. about: more entries for it."""
+def seal_checkpoint(directory: Path) -> None:
+    """Write the manifest that `why_damaged` checks, and flush every file to disk."""
     files = {}
     for path in sorted(directory.iterdir()):
         fsync(path)
-        files[path.name] = {"bytes": path.stat().st_size, "sha256": _file_sha256(path)}
-    manifest = {**about, "environment": describe_environment(torch.device("cpu")), "files": files}
-    manifest["manifest_sha256"] = _sha256_of(manifest)
+        files[path.name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+    manifest = {"environment": describe_environment(torch.device("cpu")), "files": files}
     (directory / MANIFEST_NAME).write_text(json.dumps(manifest, indent=2) + "\n")
     fsync(directory / MANIFEST_NAME)
     fsync(directory)
@@ -85,16 +83,14 @@ def seal_checkpoint(directory: Path, about: dict) -> None:
 def why_damaged(directory: Path) -> str | None:
     """Return what is wrong with a checkpoint, or None if every byte is as it was written."""
     try:
-        manifest = json.loads((directory / MANIFEST_NAME).read_text())
-        if manifest.pop("manifest_sha256") != _sha256_of(manifest):
-            return f"{MANIFEST_NAME} has changed"
-        for name, expected in manifest["files"].items():
+        files = json.loads((directory / MANIFEST_NAME).read_text())["files"]
+        for name, expected in files.items():
             path = directory / name
             if not path.is_file():
                 return f"{name} is missing"
-            if path.stat().st_size != expected["bytes"]:
-                return f"{name} has {path.stat().st_size} bytes instead of {expected['bytes']}"
-            if _file_sha256(path) != expected["sha256"]:
+            if (size := path.stat().st_size) != expected["bytes"]:
+                return f"{name} has {size} bytes instead of {expected['bytes']}"
+            if _sha256(path) != expected["sha256"]:
                 return f"{name} has changed: its SHA-256 differs"
     except FileNotFoundError:
         return f"{MANIFEST_NAME} is missing"
@@ -103,11 +99,7 @@ def why_damaged(directory: Path) -> str | None:
     return None
 
 
-def _sha256_of(manifest: dict) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def _file_sha256(path: Path) -> str:
+def _sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return sha_fileobj(file).hex()
 
@@ -291,7 +283,7 @@ class CheckpointSaver:
                 with open(partial / name, "wb") as file:  # its errors name the reason; torch's own writer's do not
                     torch.save(tensors, file)
             (partial / STATE_NAME).write_text(json.dumps(content, indent=2) + "\n")
-            seal_checkpoint(partial, {key: content[key] for key in ("run_id", "step", "identity")})
+            seal_checkpoint(partial)
             remove_checkpoint(final)  # a run that resumed from an earlier checkpoint replaces its old ones
             os.rename(partial, final)
             fsync(self.output_dir)

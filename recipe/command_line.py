@@ -202,7 +202,7 @@ def merge(recipe: dict[str, Any], typed: dict[str, Any]) -> dict[str, Any]:
         drop("muon_learning_rate")
     if OTHER_LOSS & typed.keys():
         drop("expected_loss")
-    if typed.get("optim", "auto") not in ("auto", "muon") and values.get("optim") == "muon":
+    if typed.get("optim", "muon") != "muon" and values.get("optim") == "muon":
         drop("learning_rate", "weight_decay")  # chosen for what Muon leaves to AdamW, and for Muon
     if typed.get("model_type", values.get("model_type", "gpt2")) != values.get("model_type", "gpt2"):
         drop("config_overrides")  # of another type

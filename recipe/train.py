@@ -85,7 +85,7 @@ def main(started_at: float | None = None) -> None:
     validation = Validation(config, accelerator, module, dataset, micro_batch)
     batches = build_batches(config, dataset, accelerator, micro_batch, state.step, state.position, gather)
 
-    on_main_process(lambda: open_output_dir(output_dir, config, resume_dir is not None))
+    on_main_process(lambda: open_output_dir(output_dir, config))
     facts = collect_facts(hardware, recipe, dataset, accelerator, model, plan)
     log = RunLog(config, accelerator, output_dir, state, facts, started_at)
     uploads = HubUploads(config, output_dir, log.say)

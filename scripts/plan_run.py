@@ -17,7 +17,7 @@ from recipe.command_line import CommandLine, load_config, names_data
 from recipe.config import TrainConfig
 from recipe.errors import UserError, run_main
 from recipe.hardware.gpus import load_gpu
-from recipe.hardware.memory import EIGHT_BIT, MemoryPlan, plan_memory
+from recipe.hardware.memory import MemoryPlan, plan_memory
 from recipe.model.build import build_model_config
 from recipe.model.size import count_flops_per_token, count_parameters, padded_vocab_size
 
@@ -121,7 +121,6 @@ def plan_device(
 def letters_of(plan: MemoryPlan) -> str:
     """Return the options that save memory, a letter each."""
     used = {"C": plan.activation_checkpointing, "L": plan.loss_chunks > 1}
-    used |= {"B": plan.optim == EIGHT_BIT}
     return "".join(letter for letter, is_used in used.items() if is_used)
 
 

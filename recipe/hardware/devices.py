@@ -7,27 +7,11 @@ import resource
 import shutil
 import sys
 import sysconfig
-from collections.abc import Collection
 from pathlib import Path
 
 import torch
 
 from recipe.hardware.gpus import find_gpu
-
-# The operators that sdpa chooses from; without one of them, attention is matmul, softmax, matmul.
-ATTENTION_KERNELS = {
-    "aten::_scaled_dot_product_cudnn_attention": "cuDNN",
-    "aten::_scaled_dot_product_flash_attention_for_cpu": "flash (CPU)",
-    "aten::_scaled_dot_product_flash_attention": "flash",
-    "aten::_scaled_dot_product_efficient_attention": "memory-efficient",
-    "aten::_scaled_dot_product_attention_math": "math",
-}
-PLAIN_ATTENTION = "matmuls"
-
-
-def find_attention_kernel(operators: Collection[str]) -> str:
-    """Return the attention kernel among the names of operators that ran."""
-    return next((label for name, label in ATTENTION_KERNELS.items() if name in operators), PLAIN_ATTENTION)
 
 
 def has_compiler() -> bool:

@@ -6,7 +6,6 @@ pass).
 """
 
 import dataclasses
-import importlib.util
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,9 +34,8 @@ TOKENS_TO_HIDE_WEIGHTS = 20 / 6 * 150
 # More tokens per forward pass should not increase throughput: 64 rows of 1,024 already saturate a GPU, and a CPU's
 # caches fill earlier.
 LARGEST_MICRO_BATCH_TOKENS = {"cpu": 4096, "accelerator": 65536}
-EIGHT_BIT = "adamw_bnb_8bit"
 LOSS_CHUNKS = 8
-REMEDY = "try --activation_checkpointing or a smaller recipe"
+REMEDY = "try --activation_checkpointing, --optim adamw_bnb_8bit or a smaller recipe"
 SMALLER_NAME = ".micro_batch"  # in output_dir: the micro-batch to continue with after running out of memory
 
 
@@ -48,7 +46,6 @@ class MemoryPlan:
     micro_batch_size: int
     activation_checkpointing: bool
     loss_chunks: int
-    optim: str
     total_bytes: int = 0
     usable_bytes: int = 0
 
@@ -61,17 +58,12 @@ class MemoryPlan:
     def apply(self, config: TrainConfig) -> TrainConfig:
         """Return the config with these options in place of `auto`."""
         checkpointing = str(self.activation_checkpointing).lower()
-        return dataclasses.replace(
-            config, activation_checkpointing=checkpointing, loss_chunks=self.loss_chunks, optim=self.optim
-        )
+        return dataclasses.replace(config, activation_checkpointing=checkpointing, loss_chunks=self.loss_chunks)
 
     def describe(self) -> str:
-        savings = {
-            "activation checkpointing": self.activation_checkpointing,
-            f"the loss in {self.loss_chunks} chunks": self.loss_chunks > 1,
-            "8-bit AdamW": self.optim == EIGHT_BIT,
-        }
-        options = " and ".join(text for text, is_on in savings.items() if is_on) or "no recomputation"
+        savings = ["activation checkpointing"] * self.activation_checkpointing
+        savings += [f"the loss in {self.loss_chunks} chunks"] * (self.loss_chunks > 1)
+        options = " and ".join(savings) or "no recomputation"
         return f"{self.total_bytes / 1e9:.1f} of {self.usable_bytes / 1e9:.1f} GB, estimated, with {options}"
 
 
@@ -144,13 +136,11 @@ def plan_memory(
     """Return the fastest options that fit into `usable_bytes`, by estimate, or None if none do.
 
     config: from `resolve_hardware`; what is not `auto` in it is kept. model_config: with the padded vocabulary.
-    usable_bytes: of the device, without what other programs use; a margin is left. 8-bit AdamW is the last resort.
+    usable_bytes: of the device, without what other programs use; a margin is left.
     """
     plans = list_plans(config, model_config, device_type, usable_bytes, num_processes)
     fitting = [plan for plan in plans if plan.total_bytes <= USABLE_SHARE * usable_bytes]
-    return min(
-        fitting, key=lambda plan: (plan.optim == EIGHT_BIT, step_cost(plan, config, model_config)), default=None
-    )
+    return min(fitting, key=lambda plan: step_cost(plan, config, model_config), default=None)
 
 
 def plan_device(
@@ -168,23 +158,13 @@ def plan_device(
     """
     device, num_processes = accelerator.device, accelerator.num_processes
     usable = int(-largest_of_processes(-measure_usable_bytes(device, count_local_processes(num_processes)))[0])
-    plan = plan_memory(config, model_config, device.type, usable, num_processes)
-    for possible in list_plans(config, model_config, device.type, usable, num_processes) if earlier else []:
-        if possible.choices == earlier and possible.total_bytes <= usable:
-            plan = possible
-    has_8bit = config.optim == EIGHT_BIT or importlib.util.find_spec("bitsandbytes") is not None
-    if plan is None or (plan.optim == EIGHT_BIT and not has_8bit):
-        if plan is not None:
-            raise UserError(
-                f"only 8-bit AdamW fits into the {usable / 1e9:.1f} GB of this device, and it requires bitsandbytes; "
-                'run pip install -e ".[adamw_8bit]"'
-            )
-        plans = list_plans(config, model_config, device.type, usable, num_processes)
-        plan = min((p for p in plans if p.optim != EIGHT_BIT or has_8bit), key=lambda plan: plan.total_bytes)
+    plans = list_plans(config, model_config, device.type, usable, num_processes)
+    kept = [plan for plan in plans if plan.choices == earlier and plan.total_bytes <= usable]
+    plan = kept[0] if kept else plan_memory(config, model_config, device.type, usable, num_processes)
+    plan = plan or min(plans, key=lambda plan: plan.total_bytes)
     left = on_main_process(lambda: read_smaller_micro_batch(output_dir))
-    if left in smaller_micro_batches(config, plan.micro_batch_size, num_processes, device.type):
-        return dataclasses.replace(plan, micro_batch_size=left)
-    return plan
+    is_smaller = left in smaller_micro_batches(config, plan.micro_batch_size, num_processes, device.type)
+    return dataclasses.replace(plan, micro_batch_size=left) if is_smaller else plan
 
 
 def measure_usable_bytes(device: torch.device, num_local_processes: int) -> int:
@@ -201,7 +181,7 @@ def list_plans(
     config: TrainConfig, model_config: PreTrainedConfig, device_type: str, usable_bytes: float, num_processes: int
 ) -> list[MemoryPlan]:
     """Return every combination of options that the config leaves open, with its estimate."""
-    checkpointing, chunks, optims = [False, True], [1, LOSS_CHUNKS], ["adamw_torch_fused"]
+    checkpointing, chunks = [False, True], [1, LOSS_CHUNKS]
     if config.activation_checkpointing != "auto":
         checkpointing = [config.activation_checkpointing == "true"]
     # Compiled for CUDA, inductor fuses the chunks: all logits live together, and memory grows instead of shrinking
@@ -210,12 +190,8 @@ def list_plans(
         chunks = [1]
     if config.loss_chunks != "auto":
         chunks = [config.loss_chunks]
-    if config.optim != "auto":
-        optims = [config.optim]
-    elif device_type == "cuda":  # a CPU can swap instead
-        optims.append(EIGHT_BIT)
     sizes = micro_batch_sizes(config, num_processes, device_type)
-    plans = [MemoryPlan(*options) for options in itertools.product(sizes, checkpointing, chunks, optims)]
+    plans = [MemoryPlan(*options) for options in itertools.product(sizes, checkpointing, chunks)]
     estimates = [estimate_bytes(plan, config, model_config, device_type, num_processes) for plan in plans]
     return [
         dataclasses.replace(plan, total_bytes=total, usable_bytes=int(usable_bytes))
@@ -265,11 +241,11 @@ def estimate_bytes(
     # A compiled backward returns all gradients at once, next to those of earlier micro-batches or DDP's buckets.
     kept = 4 * num_parameters if num_processes > 1 or plan.micro_batch_size < config.global_batch_size else 0
     new = 4 * num_parameters if compiled or not kept else 0
-    temporary = 4 * num_parameters if plan.optim == "adamw_torch" and device_type == "cuda" else 0
-    if plan.optim == "muon":
+    temporary = 4 * num_parameters if config.optim == "adamw_torch" and device_type == "cuda" else 0
+    if config.optim == "muon":
         temporary = STACK_COPIES * 4 * min(STACK_VALUES, num_layers * count_block_matrices(model_config))
     largest = max(kept + activations + logits, kept + new + block + 4 * head, 4 * num_parameters + temporary)
-    return int(4 * num_parameters + optimizer_bytes(model_config, plan.optim) + largest + PROCESS_BYTES)
+    return int(4 * num_parameters + optimizer_bytes(model_config, config.optim) + largest + PROCESS_BYTES)
 
 
 def optimizer_bytes(model_config: PreTrainedConfig, optim: str) -> int:
@@ -279,7 +255,7 @@ def optimizer_bytes(model_config: PreTrainedConfig, optim: str) -> int:
     moment for the blocks.
     """
     num_parameters = count_parameters(model_config)
-    bytes_per_value = {EIGHT_BIT: 2 * (1 + 4 / 256), "muon": 4}.get(optim, 8)
+    bytes_per_value = {"adamw_bnb_8bit": 2 * (1 + 4 / 256), "muon": 4}.get(optim, 8)
     blocks = model_config.num_hidden_layers * count_block_matrices(model_config)
     return 8 * (num_parameters - blocks) + int(bytes_per_value * blocks)
 

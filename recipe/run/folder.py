@@ -5,7 +5,6 @@ import itertools
 import os
 import shlex
 import sys
-import tempfile
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -24,7 +23,7 @@ RESULTS = ("model.safetensors", SUMMARY_NAME)
 
 
 def choose_output_dir(config: TrainConfig, recipe: str) -> Path:
-    """Choose the output folder and lock it if it exists; nothing in it changes.
+    """Choose the output folder, and lock it; nothing else in it changes.
 
     Without `output_dir` it is the checkpoint's folder, or the first unused of runs/NAME, runs/NAME-2, ... Raises
     `UserError` if the folder holds another run, is in use, or cannot be written.
@@ -38,25 +37,9 @@ def choose_output_dir(config: TrainConfig, recipe: str) -> Path:
         directory = next(path for path in numbered if _is_unused(path))
     else:
         directory = Path(config.output_dir)
-    if (directory / LOCK_NAME).exists():  # a running run is reported as such, before its files
-        lock_output_dir(directory)
+    lock_output_dir(directory)
     _check_contents(directory, config)
-    check_writable(directory)
-    if directory.is_dir():
-        lock_output_dir(directory)
     return directory
-
-
-def check_writable(directory: Path) -> None:
-    """Raise `UserError` if the folder, which need not exist yet, cannot be written."""
-    existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
-    try:
-        with tempfile.TemporaryFile(dir=existing):  # os.access ignores read-only file systems and root
-            pass
-    except OSError as error:
-        raise UserError(
-            f"cannot write to output_dir {directory}: {existing} is not a writable folder ({error.strerror})"
-        ) from error
 
 
 def _is_unused(directory: Path) -> bool:
@@ -64,9 +47,10 @@ def _is_unused(directory: Path) -> bool:
     if files_of_a_run(directory):
         return False
     try:
-        if (directory / LOCK_NAME).exists():
-            lock_output_dir(directory)
-    except (UserError, OSError):  # it is in use, or another user's
+        lock_output_dir(directory)
+    except UserError:  # it is in use
+        if not directory.is_dir():
+            raise
         return False
     return True
 
@@ -133,14 +117,8 @@ def launch_command() -> str:
     return on_cpu + shlex.join(LAUNCHERS[Path(words[launcher]).name].split() + words[launcher + 1 : script + 1])
 
 
-def open_output_dir(directory: Path, config: TrainConfig, resumed: bool) -> None:
-    """Create the output folder, and record the config in it.
-
-    Raises `UserError` if another run started in it after `choose_output_dir`.
-    """
-    lock_output_dir(directory)
-    if not resumed and list_checkpoints(directory):
-        raise UserError(f"another run has started in {directory} in the meantime; choose another --output_dir")
+def open_output_dir(directory: Path, config: TrainConfig) -> None:
+    """Prepare the output folder for the run, which has passed all checks."""
     remove_partial_checkpoints(directory)
     (directory / RESUMABLE_NAME).unlink(missing_ok=True)
     record_config(directory, config)
@@ -153,8 +131,12 @@ def _lock_of(path: Path) -> FileLock:
 
 
 def lock_output_dir(directory: Path) -> None:
-    """Lock the folder until this process ends. Raises `UserError` if another process holds it."""
-    directory.mkdir(parents=True, exist_ok=True)
+    """Create and lock the folder until this process ends. Raises `UserError` if another process holds it."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / LOCK_NAME).touch()
+    except OSError as error:
+        raise UserError(f"cannot write to output_dir {directory} ({error.strerror})") from error
     lock = _lock_of(directory.absolute() / LOCK_NAME)
     try:
         if not lock.is_locked:

@@ -181,6 +181,8 @@ def start_table(
 def _describe_length(config: TrainConfig, num_train_rows: int | None) -> str:
     limit = "" if config.max_minutes is None else f"{config.max_minutes:g} minute{'s' * (config.max_minutes != 1)}"
     warmup = _plural(count_warmup_steps(config), "warm-up step")
+    if config.warmup_steps < 1:
+        warmup = f"{config.warmup_steps:.0%} of it warm-up"
     if config.max_steps is None:
         return f"as many steps as fit into {limit}, {warmup}"
     text = f"{_plural(config.max_steps, 'step')} = {config.max_steps * config.tokens_per_step:,} tokens, "

@@ -28,14 +28,12 @@ def resolve_length(config: TrainConfig, num_train_rows: int) -> TrainConfig:
 
 
 def resolve_resume(config: TrainConfig, resume_dir: Path) -> TrainConfig:
-    """Take from a checkpoint what `auto` must not choose again, and a warm-up that is over."""
+    """Keep a warm-up that is over: a share of a new length would repeat it."""
     content = read_state(resume_dir)
-    if config.optim == "auto":  # an optimizer's state cannot change its type
-        config = dataclasses.replace(config, optim=content["identity"]["optim"])
     earlier = with_schedule_of(config, content["identity"])
     num_steps = count_warmup_steps(earlier)
     if config.warmup_steps < 1 and num_steps <= content["step"] and config.max_steps != earlier.max_steps:
-        config = dataclasses.replace(config, warmup_steps=num_steps)  # a share of the new length would repeat it
+        return dataclasses.replace(config, warmup_steps=num_steps)
     return config
 
 

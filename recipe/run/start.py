@@ -1,7 +1,6 @@
 """What a run needs before its model is built: the checks, the dataset, its length and the choices of `auto`."""
 
 import copy
-import dataclasses
 import functools
 import uuid
 from pathlib import Path
@@ -77,8 +76,6 @@ def resolve_run(
     total_flops = count_training_flops(config, padded, count_parameters(padded))
     hardware, choices = resolve_hardware(config, accelerator.device, total_flops)
     plan = plan_device(hardware, padded, accelerator, output_dir, earlier)
-    config = dataclasses.replace(config, optim=plan.optim)
-    check_optimizer(config, accelerator.device)
     return config, plan.apply(hardware), choices, plan
 
 
