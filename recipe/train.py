@@ -71,7 +71,7 @@ def main(started_at: float | None = None) -> None:
         group["initial_lr"] = group["lr"]
     wait_on_host()  # a machine may need long to download a model
     module, optimizer = accelerator.prepare(module, optimizer)
-    micro_batch = try_micro_batch(accelerator, module, optimizer.optimizer, plan.micro_batch_size, config)
+    micro_batch = try_micro_batch(accelerator, module, optimizer.optimizer, plan.micro_batch_size, hardware)
     plan = dataclasses.replace(plan, micro_batch_size=micro_batch)
     grad_accum = config.global_batch_size // (micro_batch * num_processes)
     accelerator.gradient_accumulation_steps = grad_accum
@@ -151,12 +151,12 @@ def main(started_at: float | None = None) -> None:
             log.add(means)
             if profiler:
                 profiler.step()
+        saved = on_main_process(saver.wait)  # no process leaves before the checkpoint is on disk
 
     # ------------------------------------------------------------------ end
     log.close()
     batches.close()
-    saved = on_main_process(saver.wait)  # no process leaves before the checkpoint is on disk
-    if stop and not last:
+    if stop:
         stop_run(log, uploads, state, stop, saved)
     else:
         finish_run(log, uploads, state, facts, model, model_config, tokenizer)

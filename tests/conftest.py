@@ -179,7 +179,7 @@ def default_arguments(dataset_dir: Path, output_dir: Path, shape: list[str]) -> 
         "max_steps": 4,
         "logging_steps": 1,
         "warmup_steps": 2,
-        "optim": "auto",
+        "optim": "adamw_torch_fused",
         "learning_rate": 0.003,
         "lr_scheduler_type": "linear",
         "eval_steps": 0,

@@ -50,11 +50,10 @@ def test_the_mean_is_exact_for_any_batch_size(model, expected, dataset, batch_si
     assert len(dataset.splits["validation"]) % 3 != 0
     reset_accelerate()
     module = LanguageModelingLoss(model, 500)
-    config = load_config(
-        ["--dataset_dir", str(dataset.directory), "--max_eval_samples", "all", "--per_device_eval_batch_size",
-         str(batch_size)]
-    )[0]  # fmt: skip
-    result = Validation(config, Accelerator(cpu=True), module, dataset, 4).run()
+    config = load_config(["--dataset_dir", str(dataset.directory), "--max_eval_samples", "all"])[0]
+    validation = Validation(config, Accelerator(cpu=True), module, dataset, 4)
+    validation.batch_size = batch_size
+    result = validation.run()
     assert module.training and module.model.training
     assert result["loss"] == pytest.approx(expected, abs=1e-6)
     assert result["perplexity"] == pytest.approx(math.exp(expected), rel=1e-5)

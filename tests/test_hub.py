@@ -268,13 +268,13 @@ def test_uploads_do_not_hold_up_training(train, hub, capsys):
     assert f"{12 - len(found) - left} checkpoints were replaced by newer ones" in printed
 
 
-def test_a_failing_upload_is_not_repeated_at_once(train, hub, monkeypatch):
+def test_a_failing_upload_is_not_repeated_at_once(train, hub, monkeypatch, tmp_path):
     """During training, the next attempt waits. At the end, a refusal is final; other failures get three attempts."""
     monkeypatch.setattr(uploads_room, "RETRY_SECONDS", (1000.0,))
     for fault, attempts in ((403, 1), (500, 3)):
         hub.requests.clear()
         hub.fail("POST .*/commit/", fault, times=None)
-        train(*PUSH, "--save_steps", "1", "--max_steps", "8", "--overwrite")
+        train(*PUSH, "--save_steps", "1", "--max_steps", "8", output_dir=tmp_path / str(fault))
         commits = [path for method, path, _, _ in hub.requests if method == "POST" and "/commit/" in path]
         assert attempts + 1 <= len(commits) <= 2 * attempts + 1  # one in training; the last checkpoint and the model
         hub.heal()

@@ -17,10 +17,11 @@ MODULES = {
 }
 # Bottom to top. A module imports from lower floors, and within its own floor from earlier rooms.
 FLOORS = [
-    ["recipe", "recipe.errors", "recipe.rules", "recipe.config", "recipe.arguments", "recipe.command_line"],
+    ["recipe", "recipe.errors", "recipe.config", "recipe.command_line"],
     ["recipe.environment", "recipe.progress"],
     ["recipe.data", "recipe.model", "recipe.optim"],
-    ["recipe.hardware", "recipe.checkpoint"],
+    ["recipe.hardware"],
+    ["recipe.checkpoint"],
     ["recipe.publish", "recipe.run", "recipe.evaluation"],
     ["recipe.train"],
 ]

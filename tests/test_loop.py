@@ -1,7 +1,10 @@
 """The loop equals a plain training loop, and writes what it promises."""
 
 import json
+import types
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from conftest import BLOCK_SIZE, read_events
@@ -9,6 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 import recipe.train
 from recipe.data.batches import example_rows
+from recipe.errors import UserError
+from recipe.model.loss import LanguageModelingLoss
 
 
 def plain_loop(dataset, steps: int, initial: dict) -> tuple[list[float], list[float], dict]:
@@ -109,7 +114,7 @@ def test_what_a_run_leaves(train):
     assert [e["step"] for e in events] == [1, 2, 4, 5]
     assert [e["tokens_seen"] for e in events] == [n * 4 * BLOCK_SIZE for n in (1, 2, 4, 5)]
     fields = {"event", "step", "tokens_seen", "loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu",
-              "train_seconds", "steps_left_out", "bad_steps_in_a_row", "share_outside_training",
+              "train_seconds", "skipped_steps", "share_outside_training",
               "share_waiting_for_data", "peak_memory_bytes"}  # fmt: skip
     assert all(set(event) == fields for event in events)
     assert [e["step"] for e in read_events(output_dir, "eval")] == [0, 4, 5]
@@ -137,11 +142,43 @@ def test_log_lines_hold_means_over_their_interval(train, four_steps):
     assert pairs == pytest.approx([each[0], each[1], (each[2] + each[3]) / 2], abs=1e-6)
 
 
-def test_the_host_does_not_wait_between_log_lines(train, monkeypatch):
+def test_extra_scalars_of_the_module_are_logged_like_the_loss(train, dataset, four_steps, monkeypatch):
+    """Their means over micro-batches and steps are in the log, and the training does not change."""
+    forward = LanguageModelingLoss.forward
+
+    def with_a_scalar(self, input_ids, targets):
+        return {**forward(self, input_ids, targets), "mean_id": input_ids.float().mean()}
+
+    monkeypatch.setattr(LanguageModelingLoss, "forward", with_a_scalar)
+    events = read_events(train("--per_device_train_batch_size", "2", "--logging_steps", "2"), "train")
+    each = [e["loss"] for e in read_events(four_steps, "train")]
+    split = dataset.train
+    ids = [split[example_rows(np.arange(4 * step, 4 * step + 4), len(split), 1337)][:, :-1] for step in range(4)]
+    for name, expected in (("loss", each), ("mean_id", [rows.mean() for rows in ids])):
+        assert [e[name] for e in events] == pytest.approx([*expected[:2], sum(expected[2:]) / 2], rel=1e-5), name
+
+
+def test_a_dataset_of_ones_own(train, tmp_path, dataset, four_steps, monkeypatch):
+    """Anything with rows and a tokenizer trains as a packed dataset of the same rows does, and resumes."""
+    rows = [split[np.arange(len(split))] for split in (dataset.train, dataset.validation)]
+    own = types.SimpleNamespace(train=rows[0], validation=rows[1], tokenizer=dataset.tokenizer)
+    monkeypatch.setattr(recipe.train, "open_dataset", lambda *args: own)
+    output_dir = train("--save_steps", "2")
+    (tmp_path / "half").mkdir()
+    (output_dir / "checkpoint-2").rename(tmp_path / "half" / "checkpoint-2")
+    resumed = train("--resume_from_checkpoint", "latest", output_dir=tmp_path / "half")
+    for run in (output_dir, resumed):
+        assert (run / "model.safetensors").read_bytes() == (four_steps / "model.safetensors").read_bytes()
+    own.train = rows[0][::-1].copy()
+    with pytest.raises(UserError, match="other options: dataset "):
+        train("--resume_from_checkpoint", "latest", output_dir=resumed)
+
+
+def test_the_host_does_not_wait_between_log_lines(train, tmp_path, monkeypatch):
     """It reads tensors at log lines and evaluations only, because on a GPU each read waits for the device."""
-    monkeypatch.setattr(
-        recipe.evaluation.validation, "sample_text", lambda *args, **kwargs: "no sample"
-    )  # which reads every token
+    sample = mock.Mock(return_value="no sample")  # a real one reads every token
+    monkeypatch.setattr(recipe.evaluation.validation, "sample_text", sample)
+    monkeypatch.setattr(recipe.train, "largest_of_processes", lambda *values: list(values))  # reads the host's tensor
     reads = []
     for name in ("item", "tolist", "__bool__", "__float__", "__int__", "numpy"):
         original = getattr(torch.Tensor, name)
@@ -154,6 +191,7 @@ def test_the_host_does_not_wait_between_log_lines(train, monkeypatch):
     counts = {}
     for steps in (3, 23):
         reads.clear()
-        train("--max_steps", steps, "--logging_steps", "1000", "--overwrite", "--attn_implementation", "sdpa")
+        options = ["--max_steps", steps, "--logging_steps", "1000", "--attn_implementation", "sdpa"]
+        train(*options, output_dir=tmp_path / str(steps))
         counts[steps] = len(reads)
     assert counts[3] > 0 and counts[3] == counts[23]

@@ -41,7 +41,7 @@ def test_loss_and_gradients_equal_torchs(model, rows, num_chunks, label_smoothin
     expected.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
-    loss = module(rows[:, :-1], rows[:, 1:])
+    loss = module(rows[:, :-1], rows[:, 1:])["loss"]
     loss.backward()
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
     for name, p in model.named_parameters():
@@ -51,22 +51,22 @@ def test_loss_and_gradients_equal_torchs(model, rows, num_chunks, label_smoothin
 def test_evaluation_is_not_smoothed(model, rows):
     """In eval mode, label smoothing does not change the loss."""
     module = LanguageModelingLoss(model, VOCAB, label_smoothing=0.3).eval()
-    torch.testing.assert_close(module(rows[:, :-1], rows[:, 1:]), reference(model, rows), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(module(rows[:, :-1], rows[:, 1:])["loss"], reference(model, rows), rtol=1e-6, atol=1e-6)
 
 
 def test_every_position_is_trained(model, rows):
     """All T position embeddings get a gradient (Transformers' own shift leaves the last one without)."""
-    LanguageModelingLoss(model, VOCAB)(rows[:, :-1], rows[:, 1:]).backward()
+    LanguageModelingLoss(model, VOCAB)(rows[:, :-1], rows[:, 1:])["loss"].backward()
     assert model.transformer.wpe.weight.grad.abs().sum(dim=1).gt(0).all()
 
 
 def test_padding_does_not_affect_the_loss(model, rows):
     """The padding's rows do not change the loss and get no gradient, however large they are."""
     module = LanguageModelingLoss(model, VOCAB, label_smoothing=0.1)
-    before = module(rows[:, :-1], rows[:, 1:]).item()
+    before = module(rows[:, :-1], rows[:, 1:])["loss"].item()
     with torch.no_grad():
         model.lm_head.weight[VOCAB:] = 1000.0
-    loss = module(rows[:, :-1], rows[:, 1:])
+    loss = module(rows[:, :-1], rows[:, 1:])["loss"]
     loss.backward()
     assert loss.item() == before
     assert not model.lm_head.weight.grad[VOCAB:].any()
@@ -77,13 +77,13 @@ def test_targets_of_minus_100_do_not_count(model, rows):
     module = LanguageModelingLoss(model, VOCAB)
     targets = rows[:, 1:].clone()
     targets[1:] = IGNORE_INDEX
-    torch.testing.assert_close(module(rows[:, :-1], targets), reference(model, rows[:1]), rtol=1e-6, atol=1e-6)
-    assert module(rows[:, :-1], torch.full_like(targets, IGNORE_INDEX)).item() == 0
+    torch.testing.assert_close(module(rows[:, :-1], targets)["loss"], reference(model, rows[:1]), rtol=1e-6, atol=1e-6)
+    assert module(rows[:, :-1], torch.full_like(targets, IGNORE_INDEX))["loss"].item() == 0
 
 
 def test_the_loss_is_an_fp32_scalar(model, rows):
     """The loss stays fp32 under bf16 autocast."""
     with torch.autocast("cpu", torch.bfloat16):
-        loss = LanguageModelingLoss(model, VOCAB)(rows[:, :-1], rows[:, 1:])
+        loss = LanguageModelingLoss(model, VOCAB)(rows[:, :-1], rows[:, 1:])["loss"]
     assert loss.dtype == torch.float32 and loss.shape == ()
     assert loss.item() == pytest.approx(reference(model, rows).item(), abs=0.05)

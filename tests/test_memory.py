@@ -60,13 +60,14 @@ class Rows:
 torch.set_num_threads(1)
 model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=16, n_positions=16, vocab_size=50304))
 module = LanguageModelingLoss(model, 50257)
-dataset = types.SimpleNamespace(splits={"validation": Rows()}, block_size=16, tokens_per_byte=lambda split: 0.25,
-                                load_tokenizer=lambda: None)
+tokenizer = types.SimpleNamespace(batch_decode=lambda rows: ["text"])
+dataset = types.SimpleNamespace(validation=Rows(), tokenizer=tokenizer)
 Validation._sample = lambda self: None
-options = ["--dataset_dir", "d", "--block_size", "16", "--per_device_eval_batch_size", "1", "--max_eval_samples"]
+options = ["--dataset_dir", "d", "--block_size", "16", "--max_eval_samples"]
 first, second = (
     Validation(load_config([*options, rows])[0], Accelerator(cpu=True), module, dataset, 1) for rows in ("50", "all")
 )
+first.batch_size = second.batch_size = 1
 first.run()
 before = resident_bytes()
 assert second.run()["num_rows"] == 600

@@ -1,36 +1,90 @@
-"""The memory estimate: its parts, what it counts, and the options that it chooses."""
+"""Memory: micro-batches that divide the batch, the estimate and what it chooses, and the trial step."""
 
 import contextlib
-import dataclasses
-import json
-import re
-from types import SimpleNamespace
+import gc
 
 import pytest
 import torch
-from conftest import read_events
+from accelerate import Accelerator
+from conftest import read_events, reset_accelerate
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from recipe.command_line import load_config
-from recipe.errors import UserError
+from recipe.errors import ProcessError, UserError
 from recipe.hardware import memory
-from recipe.hardware.choices import Choice
-from recipe.hardware.memory import Setting, estimate_parts, plan_memory, step_cost
+from recipe.hardware.memory import (
+    MemoryPlan,
+    estimate_bytes,
+    micro_batch_sizes,
+    plan_memory,
+    smaller_micro_batches,
+    step_cost,
+    try_micro_batch,
+)
 from recipe.model.build import build_model, build_model_config
 from recipe.model.loss import LanguageModelingLoss
 from recipe.model.size import count_parameters
 
 GB = 10**9
-GPU = Setting("cuda", "bf16", compiled=True)
-CPU = Setting("cpu", "no", compiled=False)
 SIZES = ("124m", "355m", "774m", "1558m")
-FUSED = "adamw_torch_fused"
+ON_A_GPU = ["--mixed_precision", "bf16", "--dynamo_backend", "inductor"]
+EIGHT_BIT = ["--optim", "adamw_bnb_8bit"]
+
+
+def config_of(*argv):
+    return load_config(["--dataset_dir", "d", *argv])[0]
 
 
 def recipe_of(size, *argv):
-    """Return the config of a recipe and its model's config with the padded vocabulary."""
-    config = load_config(["--config", f"gpt2_{size}", "--dataset_dir", "d", *argv])[0]
+    """Return the config of a recipe, compiled in bf16, and its model's config with the padded vocabulary."""
+    config = load_config(["--config", f"gpt2_{size}", "--dataset_dir", "d", *ON_A_GPU, *argv])[0]
     return config, build_model_config(config, 50304, 0)
+
+
+# ------------------------------------------------------------------ sizes that divide
+
+
+@pytest.mark.parametrize(
+    ("argv", "num_processes", "device", "expected"),
+    [
+        (["--per_device_train_batch_size", "8"], 2, "cuda", [8]),
+        ([], 1, "cuda", [64, 32, 16, 8, 4, 2, 1]),
+        ([], 1, "cpu", [4, 2, 1]),
+        (["--block_size", "8192"], 1, "cpu", [1]),
+        (["--gradient_accumulation_steps", "16"], 2, "cuda", [16]),
+        (["--gradient_accumulation_steps", "16", "--per_device_train_batch_size", "16"], 2, "cuda", [16]),
+        (["--global_batch_size", "480"], 3, "cuda", [40, 32, 20, 16, 10, 8, 5, 4, 2, 1]),
+    ],
+)
+def test_micro_batches_divide_the_global_batch(argv, num_processes, device, expected):
+    """The global batch is the recipe's on any hardware, and accumulation is derived."""
+    config = config_of("--block_size", "1024", "--global_batch_size", "512", *argv)
+    assert micro_batch_sizes(config, num_processes, device) == expected
+
+
+@pytest.mark.parametrize(
+    ("argv", "num_processes", "expected"),
+    [
+        ([], 3, "512 is not divisible by 3 processes; use a global batch of 510 or 513"),
+        (["--global_batch_size", "2"], 4, "2 is not divisible by 4 processes; use a global batch of 4"),
+        (["--per_device_train_batch_size", "12"], 8, "use one of 1, 2, 4, 8, 16, 32, 64, or --global_batch_size 96"),
+        (["--gradient_accumulation_steps", "3"], 1, "gradient_accumulation_steps 3 does not divide"),
+        (["--gradient_accumulation_steps", "2", "--per_device_train_batch_size", "8"], 1, "remove one of them"),
+    ],
+)
+def test_a_batch_that_does_not_divide(argv, num_processes, expected):
+    """The message lists the sizes that would work."""
+    with pytest.raises(UserError, match=expected):
+        micro_batch_sizes(config_of("--global_batch_size", "512", *argv), num_processes, "cpu")
+
+
+def test_after_out_of_memory_a_micro_batch_is_at_most_half():
+    """And it divides what one process trains on."""
+    config = config_of("--global_batch_size", "30")
+    assert smaller_micro_batches(config, 15, 2, "cuda") == [5, 3, 1] and not smaller_micro_batches(config, 1, 1, "cuda")
+
+
+# ------------------------------------------------------------------ the estimate
 
 
 @pytest.mark.parametrize(
@@ -51,57 +105,16 @@ def test_parameters_are_counted_from_the_config(changes):
     assert count_parameters(model_config) == model.num_parameters()
 
 
-def test_the_parts_of_gpt2_124m():
-    """Computed by hand for 8 rows of 1,024 tokens, compiled, bf16 with a bf16 residual stream, fused AdamW."""
-    parts = estimate_parts(*recipe_of("124m", "--bf16_residual"), GPU, 8, False, 1, FUSED)
-    num_parameters, tokens, head = 124_475_904, 8192, 50304 * 768
-    block = tokens * 768 * (2 * 2 + 6 * 2 + 4 * 2 * 2) + 2 * 12 * 768 * 768
-    assert parts["weights"] == 4 * num_parameters == 497_903_616
-    assert parts["optimizer"] == 8 * num_parameters
-    assert parts["gradients"] == 4 * num_parameters  # accumulated: 512 rows per step
-    assert parts["activations"] == 12 * block + tokens * 768 * (2 + 2)
-    assert parts["logits"] == tokens * 50304 * 2
-    assert parts["workspace"] == 4 * head + 2 * head  # the fp32 gradient of the embeddings, and their bf16 copy
-
-
-def test_a_compiled_backward_returns_all_gradients_beside_the_accumulated_ones():
-    """With few activations, the end of backward takes the most: two copies of the gradients, and one of the head's."""
-    config, model_config = recipe_of("1558m")
-    num_parameters = count_parameters(model_config)
-    accumulating = estimate_parts(config, model_config, GPU, 1, True, 8, FUSED)
-    assert accumulating["gradients"] == 8 * num_parameters and accumulating["logits"] == 0
-    alone = dataclasses.replace(config, global_batch_size=1)
-    assert estimate_parts(alone, model_config, GPU, 1, True, 8, FUSED)["gradients"] == 4 * num_parameters
-    two = dataclasses.replace(GPU, num_processes=2)  # DDP's buckets hold another copy
-    assert estimate_parts(alone, model_config, two, 1, True, 8, FUSED)["gradients"] == 8 * num_parameters
-    eager = estimate_parts(config, model_config, dataclasses.replace(GPU, compiled=False), 1, True, 8, FUSED)
-    assert eager["gradients"] == 4 * num_parameters
-
-
-def test_8_bit_moments_leave_embeddings_in_32():
-    config, model_config = recipe_of("124m")
-    blocks, num_parameters = 12 * 12 * 768 * 768, 124_475_904
-    parts = estimate_parts(config, model_config, GPU, 8, False, 1, "adamw_bnb_8bit")
-    assert parts["optimizer"] == 8 * (num_parameters - blocks) + blocks * 2 + blocks // 256 * 2 * 4
-
-
 @pytest.mark.parametrize(
-    ("precision", "attention", "bf16_residual", "checkpointing"),
-    [
-        ("bf16", "sdpa", False, False),
-        ("bf16", "sdpa", True, False),
-        ("bf16", "eager", False, False),
-        ("bf16", "sdpa", False, True),
-        ("no", "sdpa", False, False),
-        ("no", "eager", False, False),
-    ],
-)
-def test_the_activations_are_what_autograd_keeps(precision, attention, bf16_residual, checkpointing):
+    ("precision", "attention", "bf16_residual"),
+    [("bf16", "sdpa", False), ("bf16", "sdpa", True), ("bf16", "eager", False), ("no", "sdpa", False),
+     ("no", "eager", False)],
+)  # fmt: skip
+def test_the_activations_are_what_autograd_keeps(precision, attention, bf16_residual):
     """Without compilation, counted through autograd's hooks, except the logits: within 3%."""
-    shape = ["--config_overrides", "n_layer=4,n_head=2,n_embd=128", "--block_size", "128"]
-    options = ["--dataset_dir", "d", "--attn_implementation", attention, "--global_batch_size", "8"]
-    options += ["--activation_checkpointing", str(checkpointing), "--bf16_residual", str(bf16_residual)]
-    config = load_config([*shape, *options])[0]
+    options = ["--config_overrides", "n_layer=4,n_head=2,n_embd=128", "--block_size", "128", "--global_batch_size", "512"]
+    options += ["--attn_implementation", attention, "--bf16_residual", str(bf16_residual)]
+    config = config_of(*options, "--mixed_precision", precision, "--dynamo_backend", "no")
     model_config = build_model_config(config, 640, 0)
     module = LanguageModelingLoss(build_model(config, model_config, attention), 640).train()
     saved, weights = {}, {p.data_ptr() for p in module.parameters()}
@@ -115,115 +128,11 @@ def test_the_activations_are_what_autograd_keeps(precision, attention, bf16_resi
     rows = torch.randint(640, (8, 129))
     autocast = torch.autocast("cpu", torch.bfloat16) if precision == "bf16" else contextlib.nullcontext()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), autocast:
-        module(rows[:, :-1], rows[:, 1:])
-    setting = Setting("cpu", precision, compiled=False)
-    expected = estimate_parts(config, model_config, setting, 8, checkpointing, 1, FUSED)["activations"]
-    if checkpointing:  # by hand: the estimate's largest moment comes later, when backward computes a block again
-        expected = 8 * 128 * 128 * (4 * 4 + 4 + 2)
-    assert sum(saved.values()) == pytest.approx(expected, rel=0.03)
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_what_saves_memory_lowers_the_estimate(compiled):
-    """Fewer rows, checkpointing, chunks, a bf16 residual stream and 8 bits take less; processes and fp32 more."""
-    config, model_config = recipe_of("355m")
-
-    def total(rows, checkpointing=False, chunks=1, optim=FUSED, config=config, **changes):
-        setting = dataclasses.replace(GPU, compiled=compiled, **changes)
-        return sum(estimate_parts(config, model_config, setting, rows, checkpointing, chunks, optim).values())
-
-    base = total(64)
-    assert total(4) < base and total(64, checkpointing=True) < base and total(64, chunks=8) < base
-    assert total(64, optim="adamw_bnb_8bit") < base < total(64, mixed_precision="no")
-    assert total(64, config=dataclasses.replace(config, bf16_residual=True)) < base
-    assert total(64, True, 8) < min(total(64, True), total(64, chunks=8))
-    assert total(64, num_processes=8) >= base
-
-
-@pytest.mark.parametrize(
-    ("size", "memory_gb", "expected"),
-    [
-        ("124m", 8, True),
-        ("355m", 8, True),
-        ("355m", 12, True),
-        ("774m", 16, True),
-        ("774m", 25.4, True),
-        ("1558m", 25.4, True),
-        ("1558m", 40, True),
-        ("1558m", 16, False),
-        ("774m", 8, False),
-    ],
-)
-@pytest.mark.parametrize("num_processes", [1, 8])
-def test_the_recipes_fit_the_memory_classes(size, memory_gb, expected, num_processes):
-    """memory_gb: of a card, as the driver reports it; a "24 GB" card has 25.4e9 bytes. A share of 8% stays free."""
-    config, model_config = recipe_of(size)
-    setting = dataclasses.replace(GPU, num_processes=num_processes)
-    plan = plan_memory(config, model_config, setting, memory_gb * GB)
-    assert (plan is not None) == expected
-    if plan:
-        assert plan.total_bytes <= 0.92 * memory_gb * GB
-        assert config.global_batch_size % (plan.micro_batch_size * num_processes) == 0
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_more_memory_is_never_slower(size):
-    config, model_config = recipe_of(size)
-    plans = [plan_memory(config, model_config, GPU, gb * GB) for gb in (16, 25.4, 40, 80, 141)]
-    costs = [(plan.optim != FUSED, step_cost(plan, config, model_config)) for plan in plans if plan]
-    assert costs == sorted(costs, reverse=True) and len(costs) >= 4
-
-
-def test_enough_memory_leaves_the_defaults():
-    """The largest micro-batch, nothing computed twice, fused AdamW."""
-    config, model_config = recipe_of("124m")
-    plan = plan_memory(config, model_config, GPU, 80 * GB)
-    assert (plan.micro_batch_size, plan.activation_checkpointing, plan.loss_chunks) == (64, False, 1)
-    assert plan.optim == FUSED
-    on_cpu = plan_memory(config, model_config, CPU, 80 * GB)
-    assert (on_cpu.micro_batch_size, on_cpu.activation_checkpointing, on_cpu.loss_chunks) == (4, False, 1)
-    assert on_cpu.optim == FUSED
-
-
-@pytest.mark.parametrize(
-    ("argv", "name", "value"),
-    [
-        (["--per_device_train_batch_size", "2"], "micro_batch_size", 2),
-        (["--activation_checkpointing"], "activation_checkpointing", True),
-        (["--activation_checkpointing", "false"], "activation_checkpointing", False),
-        (["--loss_chunks", "3"], "loss_chunks", 3),
-        (["--optim", "adamw_torch"], "optim", "adamw_torch"),
-        (["--optim", "adamw_bnb_8bit"], "optim", "adamw_bnb_8bit"),
-    ],
-)
-@pytest.mark.parametrize("memory_gb", [16, 141])
-def test_options_that_are_not_auto_are_kept(argv, name, value, memory_gb):
-    plan = plan_memory(*recipe_of("355m", *argv), GPU, memory_gb * GB)
-    assert getattr(plan, name) == value
-
-
-def test_8_bit_is_the_last_resort():
-    """Whatever fp32 moments cost in speed, they are kept where they fit; a CPU, which can swap, always keeps them."""
-    config, model_config = recipe_of("774m")
-    assert plan_memory(config, model_config, GPU, 25.4 * GB).optim == FUSED
-    assert plan_memory(config, model_config, GPU, 16 * GB).optim == "adamw_bnb_8bit"
-    assert not plan_memory(dataclasses.replace(config, optim=FUSED), model_config, GPU, 16 * GB).compiled
-    fixed = dataclasses.replace(config, optim=FUSED, dynamo_backend="inductor")
-    assert plan_memory(fixed, model_config, GPU, 16 * GB) is None
-    on_cpu = dataclasses.replace(CPU, mixed_precision="bf16")
-    assert plan_memory(config, model_config, on_cpu, 12 * GB) is None
-
-
-def test_only_an_eager_step_on_cuda_gets_loss_chunks_unasked():
-    """Inductor would fuse them there, so that they take more memory. On a CPU it does not."""
-
-    def chunks(setting, *argv):
-        plans = memory.list_plans(*recipe_of("355m", *argv), setting)
-        return {(plan.compiled, plan.loss_chunks) for plan in plans}
-
-    assert chunks(GPU) == {(True, 1), (False, 1), (False, 8)}
-    assert chunks(GPU, "--loss_chunks", "3") == {(True, 3), (False, 3)}
-    assert chunks(dataclasses.replace(CPU, compiled=True)) == {(True, 1), (True, 8), (False, 1), (False, 8)}
+        module(rows[:, :-1], rows[:, 1:])["loss"]
+    few, many = (estimate_bytes(MemoryPlan(n, False, 1), config, model_config, "cpu", 1) for n in (128, 256))
+    per_row = (many - few) / 128 - 128 * 640 * 12  # without the logits: three fp32 tensors
+    block_weights = 4 * 12 * 128 * 128 * 2 if precision == "bf16" else 0  # their casts, once for all rows
+    assert sum(saved.values()) == pytest.approx(8 * per_row + block_weights, rel=0.03)
 
 
 SHAPES = {
@@ -250,83 +159,214 @@ def test_the_estimate_agrees_with_measured_peaks(
     shape, rows, precision, backend, attention, checkpointing, chunks, peak_bytes
 ):
     """Within 15%."""
-    argv = ["--dataset_dir", "d", "--attn_implementation", attention, "--config_overrides", *SHAPES[shape].split()]
-    config = load_config(argv)[0]
+    options = ["--attn_implementation", attention, "--mixed_precision", precision, "--dynamo_backend", backend]
+    config = config_of(*options, "--optim", "adamw_torch_fused", "--config_overrides", *SHAPES[shape].split())
     model_config = build_model_config(config, config.pad_vocab_to_multiple_of, 0)
-    setting = Setting("cpu", precision, backend == "inductor")
-    parts = estimate_parts(config, model_config, setting, rows, checkpointing, chunks, FUSED)
-    assert sum(parts.values()) == pytest.approx(peak_bytes, rel=0.15)
+    plan = MemoryPlan(rows, checkpointing, chunks)
+    assert estimate_bytes(plan, config, model_config, "cpu", 1) == pytest.approx(peak_bytes, rel=0.15)
 
 
-# ------------------------------------------------------------------ in a run
+@pytest.mark.parametrize("backend", ["no", "inductor"])
+def test_what_saves_memory_lowers_the_estimate(backend):
+    """Fewer rows, checkpointing, chunks, a bf16 residual stream and 8 bits take less; processes and fp32 more."""
+
+    def total(rows, checkpointing=False, chunks=1, num_processes=1, argv=()):
+        config, model_config = recipe_of("355m", "--dynamo_backend", backend, *argv)
+        return estimate_bytes(MemoryPlan(rows, checkpointing, chunks), config, model_config, "cuda", num_processes)
+
+    base = total(64)
+    assert total(4) < base and total(64, checkpointing=True) < base and total(64, chunks=8) < base
+    assert total(64, argv=EIGHT_BIT) < base < total(64, argv=["--mixed_precision", "no"])
+    assert total(64, argv=["--bf16_residual"]) < base
+    assert total(64, True, 8) < min(total(64, True), total(64, chunks=8))
+    assert total(64, num_processes=8) >= base
 
 
-def test_the_start_table_and_the_config_of_a_run(train, capsys):
-    """The table says what was chosen; the config keeps auto, except for the optimizer, whose state has a type."""
-    output_dir = train()
-    assert "fits without recomputation" in capsys.readouterr().out
-    config = (output_dir / "training_config.yaml").read_text()
-    assert "activation_checkpointing: auto" in config and "loss_chunks: auto" in config and f"optim: {FUSED}" in config
+# ------------------------------------------------------------------ what it chooses
 
 
-class CpuNamedCuda(str):
-    """The name of the CPU, with the type of a GPU."""
+@pytest.mark.parametrize(
+    ("size", "memory_gb", "argv", "expected"),
+    [
+        ("124m", 8, [], True),
+        ("355m", 8, [], False),
+        ("355m", 8, EIGHT_BIT, True),
+        ("355m", 12, [], True),
+        ("774m", 16, [], False),
+        ("774m", 16, EIGHT_BIT, True),
+        ("774m", 25.4, [], True),
+        ("1558m", 25.4, EIGHT_BIT, True),
+        ("1558m", 40, [], True),
+        ("1558m", 16, EIGHT_BIT, False),
+    ],
+)
+@pytest.mark.parametrize("num_processes", [1, 8])
+def test_the_recipes_fit_the_memory_classes(size, memory_gb, argv, expected, num_processes):
+    """memory_gb: of a card, as the driver reports it; a "24 GB" card has 25.4e9 bytes. A share of 8% stays free."""
+    config, model_config = recipe_of(size, *argv)
+    plan = plan_memory(config, model_config, "cuda", memory_gb * GB, num_processes)
+    assert (plan is not None) == expected
+    if plan:
+        assert plan.total_bytes <= 0.92 * memory_gb * GB
+        assert config.global_batch_size % (plan.micro_batch_size * num_processes) == 0
 
-    type = "cuda"
+
+@pytest.mark.parametrize("size", SIZES)
+def test_more_memory_is_never_slower(size):
+    """Up to the largest micro-batch, nothing computed twice."""
+    config, model_config = recipe_of(size)
+    plans = [plan_memory(config, model_config, "cuda", gb * GB) for gb in (8, 16, 25.4, 40, 80, 300)]
+    costs = [step_cost(plan, config, model_config) for plan in plans if plan]
+    assert costs == sorted(costs, reverse=True) and len(costs) >= 3
+    assert plans[-1].choices == {"micro_batch_size": 64, "activation_checkpointing": 0, "loss_chunks": 1}
 
 
-def test_8_bit_that_is_needed_but_not_installed_names_its_extra(monkeypatch):
-    """The plan of a device on which nothing else fits ends the run in one sentence."""
-    config, _ = recipe_of("774m", "--mixed_precision", "bf16")
-    monkeypatch.setattr(memory, "measure_usable_bytes", lambda *_: 16 * GB)
-    monkeypatch.setattr(memory.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(memory, "choose_dynamo_backend", lambda *_: Choice("inductor", "a test"))
-    accelerator = SimpleNamespace(device=CpuNamedCuda("cpu"), num_processes=1, gather=lambda tensor: tensor)
-    model_config = build_model_config(config, 50257, 0)
-    with pytest.raises(UserError, match=r"only 8-bit AdamW fits into the 16.0 GB .*\[adamw_8bit\]"):
-        memory.plan_device(config, model_config, accelerator, Choice("bf16", "a test"))
+@pytest.mark.parametrize(
+    ("argv", "name", "value"),
+    [
+        (["--per_device_train_batch_size", "2"], "micro_batch_size", 2),
+        (["--activation_checkpointing"], "activation_checkpointing", True),
+        (["--activation_checkpointing", "false"], "activation_checkpointing", False),
+        (["--loss_chunks", "3"], "loss_chunks", 3),
+    ],
+)
+def test_options_that_are_not_auto_are_kept(argv, name, value):
+    for memory_gb in (16, 141):
+        assert getattr(plan_memory(*recipe_of("355m", *argv), "cuda", memory_gb * GB), name) == value
 
 
-def test_a_run_that_does_not_fit_is_tried_with_all_that_saves_memory(train, monkeypatch, capsys):
-    """An estimate refuses nothing, and the losses are the same."""
+def test_only_an_eager_step_on_cuda_gets_loss_chunks_unasked():
+    """Inductor would fuse them there, so that they take more memory. On a CPU it does not."""
+
+    def chunks(device, *argv):
+        return {plan.loss_chunks for plan in memory.list_plans(*recipe_of("355m", *argv), device, 0, 1)}
+
+    assert chunks("cuda") == {1} and chunks("cuda", "--loss_chunks", "3") == {3}
+    assert chunks("cuda", "--dynamo_backend", "no") == chunks("cpu") == {1, 8}
+
+
+def test_a_run_that_does_not_fit_is_tried_with_all_that_saves_memory(train, monkeypatch, tmp_path):
+    """An estimate refuses nothing, and the losses are the same. The config on disk keeps `auto`."""
     plain = [event["loss"] for event in read_events(train(), "train")]
     monkeypatch.setattr(memory, "measure_usable_bytes", lambda *_: 10**6)
-    frugal = train("--overwrite")
-    assert "does not fit, but is tried" in capsys.readouterr().out
+    frugal = train(output_dir=tmp_path / "frugal")
     assert [event["loss"] for event in read_events(frugal, "train")] == pytest.approx(plain, abs=2e-5)
     (start,) = read_events(frugal, "start")
     assert start["per_device_train_batch_size"] == 1
+    config = (frugal / "training_config.yaml").read_text()
+    assert "activation_checkpointing: auto" in config and "loss_chunks: auto" in config
 
 
-def test_a_resumed_run_keeps_the_choices_that_fit(train, monkeypatch, capsys):
+def test_a_resumed_run_keeps_the_choices_that_fit(train, monkeypatch, tmp_path):
     """Free memory differs from one start to the next; the weights do not, unless the choices no longer fit at all."""
-    usable = int(8e9)
+    plans, plan_device, usable = [], memory.plan_device, int(8e9)
+
+    def record(*arguments):
+        plans.append(plan_device(*arguments))
+        return plans[-1]
+
+    monkeypatch.setattr("recipe.run.start.plan_device", record)
     monkeypatch.setattr(memory, "measure_usable_bytes", lambda *_: usable)
-    run = train("--max_steps", 2, "--save_steps", 2)
-    state = json.loads((run / "checkpoint-2" / "training_state.json").read_text())
-    assert state["memory_choices"]["activation_checkpointing"] is False
-    found = re.search(r"memory +([\d.]+) of 8.0 GB", capsys.readouterr().out)
-    usable = int(1e9 * (float(found[1]) + 0.01))  # enough, but not with the margin
-    extended = ["--max_steps", 4, "--resume_from_checkpoint", "latest", "--save_steps", 2]
-    train(*extended)
-    assert "the choices of the checkpoint" in capsys.readouterr().out
+    options = ["--save_steps", 2, "--resume_from_checkpoint", "auto", "--max_steps"]
+    train(*options, 2)
+    usable = plans[0].total_bytes + 1  # enough, but not with the margin
+    train(*options, 2, output_dir=tmp_path / "new")
+    assert plans[1].choices != plans[0].choices
+    train(*options, 4)
+    assert plans[2].choices == plans[0].choices
     usable = 10**6
-    train("--max_steps", 6, *extended[2:])
-    assert "does not fit, but is tried" in capsys.readouterr().out
+    train(*options, 6)
+    assert plans[3].micro_batch_size == 1 and plans[3].activation_checkpointing
 
 
-def test_an_evaluation_needs_no_moments():
-    """It is never refused for an optimizer that is not installed."""
-    config, model_config = recipe_of("1558m")
-    evaluates = dataclasses.replace(config, eval_only=True, model_name_or_path="m")
-    assert plan_memory(config, model_config, GPU, 25.4 * GB).optim == "adamw_bnb_8bit"
-    assert all(plan.optim == FUSED for plan in memory.list_plans(evaluates, model_config, GPU))
+# ------------------------------------------------------------------ the trial step
 
 
-def test_a_resumed_run_keeps_its_optimizer(train):
-    """`auto` takes the checkpoint's, whatever it would choose now; another one is refused."""
-    output_dir = train("--optim", "adamw_torch", "--save_steps", "2", "--max_steps", "2")
-    train("--max_steps", "4", "--resume_from_checkpoint", "auto")
-    assert "optim: adamw_torch\n" in (output_dir / "training_config.yaml").read_text()
-    with pytest.raises(UserError, match="optim 'adamw_torch' -> 'adamw_torch_fused'"):
-        train("--optim", FUSED, "--resume_from_checkpoint", "auto")
+class CpuWithATrial(str):
+    """The name of the CPU, with another type: there, `try_micro_batch` trains for a step."""
+
+    type = "another"
+
+
+class FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor):
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+
+class LimitedModule(torch.nn.Module):
+    """Draws random numbers, runs out of memory above `max_rows` rows, and records each trial."""
+
+    def __init__(self, max_rows: int, where: str = "forward") -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(8, 53), torch.nn.Linear(53, 1)
+        self.max_rows, self.where = max_rows, where
+        self.tried: list[int] = []
+        self.copies = 0  # tensors as large as the first weight that were alive in the last trial
+
+    def forward(self, inputs, targets):
+        self.tried.append(len(inputs))
+        tensors = (o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter))
+        self.copies = sum(tensor.shape == self.first.weight.shape for tensor in tensors)
+        hidden = torch.nn.functional.dropout(self.first(inputs.float()))
+        if len(inputs) > self.max_rows:
+            if self.where == "forward":
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+            hidden = FailsInBackward.apply(hidden)
+        return {"loss": self.last(hidden).mean()}
+
+
+@pytest.fixture
+def trial():
+    """Try on a real Accelerator whose CPU does not look like one: `trial(module, size)`; the global batch is 16."""
+    reset_accelerate()
+    accelerator = Accelerator(cpu=True)
+    accelerator.state.device = CpuWithATrial("cpu")
+
+    def start(module, size, optimizer=None):
+        config = config_of("--block_size", "8", "--global_batch_size", "16")
+        optimizer = optimizer or torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=0.5, fused=True)
+        return try_micro_batch(accelerator, module, optimizer, size, config)
+
+    yield start
+    reset_accelerate()
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_the_trial_halves_a_micro_batch_until_it_fits(trial, where):
+    """It leaves weights, optimizer and random state as they were, and no gradients."""
+    module = LimitedModule(4, where)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=0.5, fused=True)
+    weights, random_state = [p.clone() for p in module.parameters()], torch.get_rng_state()
+    assert trial(module, 16, optimizer) == 4 and list(dict.fromkeys(module.tried)) == [16, 8, 4]
+    assert all(torch.equal(p, before) and p.grad is None for p, before in zip(module.parameters(), weights, strict=True))
+    assert not optimizer.state and optimizer.param_groups[0]["lr"] == 0.1
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+def test_the_trial_holds_the_memory_of_a_step(trial):
+    """Each weight, its gradient from the first of several micro-batches, and AdamW's two moments."""
+    module = LimitedModule(4)
+    trial(module, 4)
+    assert module.copies == 1 + 1 + 2
+
+
+def test_what_the_trial_cannot_make_fit_is_one_sentence(trial, monkeypatch):
+    """A step, or weights and optimizer alone; other errors are not taken for a lack of memory."""
+    with pytest.raises(UserError, match="does not fit into the memory; try --activation_checkpointing"):
+        trial(LimitedModule(0), 2)
+    module = LimitedModule(4)
+    module.last = torch.nn.Linear(7, 1)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        trial(module, 4)
+
+    def fail(self):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", fail)
+    with pytest.raises(ProcessError, match="weights and optimizer alone do not fit"):
+        trial(LimitedModule(4), 4)

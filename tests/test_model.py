@@ -177,7 +177,7 @@ def test_loading_restores_the_padding(tmp_path, tied):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
     for _ in range(3):
         rows = torch.randint(0, 500, (4, 33))
-        module(rows[:, :-1], rows[:, 1:]).backward()
+        module(rows[:, :-1], rows[:, 1:])["loss"].backward()
         optimizer.step()
         optimizer.zero_grad()
     assert not model.transformer.wte.weight[500:].any() and not model.lm_head.weight[500:].any()

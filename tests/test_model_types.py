@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from recipe.checkpoint.load import list_checkpoints
+from recipe.checkpoint import list_checkpoints
 from recipe.command_line import load_config
 from recipe.errors import UserError
-from recipe.hardware.memory import Setting, estimate_parts
+from recipe.hardware.memory import MemoryPlan, estimate_bytes
 from recipe.model.build import build_model, build_model_config
 from recipe.model.loss import LanguageModelingLoss
 from recipe.model.size import count_flops_per_token, count_inner, count_parameters
@@ -87,7 +87,7 @@ def test_loss_and_gradients_equal_the_stock_models(tmp_path, model_type, attenti
     module.compile(backend="eager", fullgraph=True, dynamic=False)
     rows = torch.randint(0, 500, (3, BLOCK_SIZE + 1))
     expected = F.cross_entropy(stock(input_ids=rows[:, :-1]).logits.flatten(0, 1), rows[:, 1:].flatten())
-    loss = module(rows[:, :-1], rows[:, 1:])
+    loss = module(rows[:, :-1], rows[:, 1:])["loss"]
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
     loss.backward()
     expected.backward()
@@ -140,7 +140,7 @@ def test_a_bf16_residual_stream_reaches_every_block(model_type):
         for block in model.base_model.layers:
             block.register_forward_hook(lambda m, i, output, seen=seen: seen.add(output.dtype))
         with torch.autocast("cpu", torch.bfloat16):
-            losses.append(LanguageModelingLoss(model, 500)(rows[:, :-1], rows[:, 1:]).item())
+            losses.append(LanguageModelingLoss(model, 500)(rows[:, :-1], rows[:, 1:])["loss"].item())
         assert seen == {torch.bfloat16 if bf16 else torch.float32}
     assert losses[0] == pytest.approx(losses[1], abs=0.01)
 
@@ -192,9 +192,11 @@ def test_the_memory_estimate_is_rough(model_type, precision):
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), autocast:
         module(rows[:, :-1], rows[:, 1:])
-    options = load_config(["--dataset_dir", "d", *options_of(model_type), "--attn_implementation", "sdpa"])[0]
-    parts = estimate_parts(options, model_config, Setting("cpu", precision, False), 8, False, 1, "adamw_torch")
-    assert 0.7 < sum(saved.values()) / parts["activations"] < 1.25
+    options = ["--attn_implementation", "sdpa", "--mixed_precision", precision, "--dynamo_backend", "no"]
+    options = load_config(["--dataset_dir", "d", *options_of(model_type), *options, "--global_batch_size", "256"])[0]
+    few, many = (estimate_bytes(MemoryPlan(n, False, 1), options, model_config, "cpu", 1) for n in (64, 128))
+    expected = (many - few) / 64 - 12 * BLOCK_SIZE * model_config.vocab_size  # bytes per row without the logits
+    assert 0.7 < sum(saved.values()) / (8 * expected) < 1.25
 
 
 @EACH_TYPE

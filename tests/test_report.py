@@ -1,6 +1,10 @@
 """What a run prints, records and sends to trackers."""
 
+import contextlib
+import gc
 import io
+import json
+import re
 import types
 
 import pytest
@@ -8,20 +12,18 @@ import torch
 import yaml
 from accelerate import Accelerator
 from conftest import read_events, reset_accelerate
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import recipe.evaluation.generation
 import recipe.evaluation.scoring
-import recipe.run.meter
+import recipe.run.log
 import recipe.train
-from recipe.checkpoint.load import RunState
+from recipe.checkpoint import RunState
 from recipe.command_line import load_config
 from recipe.errors import UserError
-from recipe.optim.guard import GuardedUpdate
-from recipe.optim.optimizers import build_optimizer
 from recipe.progress import LineStream
-from recipe.run.output_dir import _default_name
-from recipe.run.summary import compare_with_expected
+from recipe.run.folder import _default_name
+from recipe.run.log import RunLog
+from recipe.run.report import compare_with_expected
 
 
 def test_log_files_get_lines_instead_of_a_redrawn_bar():
@@ -68,7 +70,27 @@ def test_samples_are_logged_and_the_last_one_is_shown(train, capsys):
     samples = {event["step"]: event["text"] for event in read_events(output_dir, "sample")}
     assert list(samples) == [0, 2] and all(text.startswith("the cat") for text in samples.values())
     shown = capsys.readouterr().out.partition("A sample for the prompt 'the cat':\n")[2]
-    assert shown.startswith("".join(f"    {line}\n" for line in samples[2].splitlines()))
+    assert "".join(line.removeprefix("    ") for line in shown.splitlines(True)).startswith(samples[2])
+
+
+def test_the_closing_lines_can_be_grepped(train, capsys):
+    """`key: value` lines repeat summary.json, after everything else that the run prints about its results."""
+    output_dir = train("--max_steps", "2")
+    printed = capsys.readouterr().out.partition("\n---\n")[2]
+    found = dict(re.findall(r"^(\w+): +(\S+)$", printed, re.MULTILINE))
+    summary = json.loads((output_dir / "summary.json").read_text())
+    assert (int(found["steps"]), int(found["tokens"])) == (2, 2 * 4 * 32) and found["model"] == str(output_dir)
+    for key, value in (
+        ("untrained_loss", summary["untrained"]["loss"]),
+        ("eval_loss", summary["eval_loss"]),
+        ("perplexity", summary["perplexity"]),
+        ("bits_per_byte", summary["bits_per_byte"]),
+        ("tokens_per_second", summary["tokens_per_second"]),
+        ("train_seconds", summary["train_seconds"]),
+        ("total_seconds", summary["wall_seconds"]),
+        ("peak_memory_gb", summary["peak_memory_bytes"] / 1e9),
+    ):
+        assert float(found[key]) == pytest.approx(value, rel=1e-3, abs=0.06), key
 
 
 def test_a_failing_sample_is_a_warning(train, monkeypatch, capsys):
@@ -124,26 +146,26 @@ EXPECTED = {"value": 3.28, "tolerance": 0.15, "tokens": 3200, "dataset": "me/cor
 
 
 @pytest.mark.parametrize(
-    ("loss", "num_steps", "source", "verdict"),
+    ("loss", "num_tokens", "source", "verdict"),
     [
-        (3.42, 10, {"train_files": ["data/corpus/a.txt"]}, "3.420, as expected."),
-        (3.5, 10, {"dataset_name": "me/corpus"}, "3.500, 0.22 higher."),
-        (3.0, 10, {"dataset_name": "me/corpus"}, "3.000, 0.28 lower."),
-        (3.42, 10, {"dataset_name": "me/other"}, None),
-        (3.42, 11, {"dataset_name": "me/corpus"}, None),
+        (3.42, 3200, "data/corpus/a.txt", "3.420, as expected."),
+        (3.5, 3200, "me/corpus", "3.500, 0.22 higher."),
+        (3.0, 3100, "me/corpus", "3.000, 0.28 lower."),
+        (3.42, 3200, "me/corpus-2", None),
+        (3.42, 3520, "me/corpus", None),
     ],
 )
-def test_the_loss_is_compared_with_the_recipes(loss, num_steps, source, verdict):
+def test_the_loss_is_compared_with_the_recipes(loss, num_tokens, source, verdict):
     """If dataset and length are the recipe's."""
-    config = types.SimpleNamespace(expected_loss=EXPECTED, max_steps=num_steps, global_batch_size=10, block_size=32)
+    config = types.SimpleNamespace(expected_loss=EXPECTED)
     known = "Expected validation loss on me/corpus: 3.28 +/- 0.15 (three seeds). This run: "
-    assert compare_with_expected(config, {"source": source}, loss) == (verdict and known + verdict)
+    assert compare_with_expected(config, source, num_tokens, loss) == (verdict and known + verdict)
 
 
 def test_the_comparison_is_printed_at_the_end(train, capsys):
     expected = "value=5,tolerance=99,tokens=512,dataset=me/corpus.jsonl,source=a test"
     train("--expected_loss", expected)
-    printed = " ".join(capsys.readouterr().out.partition("trained")[2].split())
+    printed = " ".join(capsys.readouterr().out.partition("---")[2].split())
     assert "Expected validation loss on me/corpus.jsonl: 5 +/- 99 (a test). This run: " in printed
     assert ", as expected. A sample" in printed
 
@@ -163,50 +185,61 @@ def test_another_model_has_no_expected_loss(tmp_path):
 
 
 @pytest.fixture
-def meter(monkeypatch):
-    """A meter of 100 tokens per step with a clock that the test sets: `meter.read_at(seconds, losses)`."""
+def log(tmp_path, monkeypatch):
+    """A log of 100 tokens per step with a clock that the test sets: `log.train_at(seconds, losses)`."""
     reset_accelerate()
     accelerator, now = Accelerator(cpu=True), [0.0]
     config = load_config(["--dataset_dir", "d", "--global_batch_size", "10", "--block_size", "10"])[0]
-    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=8, n_positions=10, vocab_size=10))
-    update = GuardedUpdate(config, accelerator, accelerator.prepare(build_optimizer(config, model)))
-    monkeypatch.setattr(recipe.run.meter, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
-    state = RunState(loss_sum=5.0, num_losses=1)
-    meter = recipe.run.meter.StepMeter(config, accelerator, model, state, started_at=-5.0)
+    monkeypatch.setattr(recipe.run.log, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(recipe.run.log, "freeze_garbage", lambda: None)
+    state = RunState(run_id="", unlogged={"loss": 5.0, "steps": 1})
+    log = RunLog(config, accelerator, tmp_path, state, {"flops_per_token": 6.0}, started_at=-5.0)
+    batches, guard = types.SimpleNamespace(take_wait=lambda: 0.0), types.SimpleNamespace(counts=torch.zeros(2))
 
-    def read_at(seconds, *losses):
+    def add(*losses):
         for loss in losses:
-            meter.add(torch.tensor(loss))
+            log.add({"loss": torch.tensor(loss)})
         state.step += len(losses)
-        now[0] = seconds
-        return meter.read(state, update, torch.tensor(0.5), types.SimpleNamespace(take_wait=lambda: 0.0))
 
-    def resume_at(seconds):
+    def train_at(seconds, *losses):
+        add(*losses)
         now[0] = seconds
-        meter.resume()
+        log.train(state, batches, guard, torch.tensor(0.5), 1.0)
+        return read_events(tmp_path, "train")[-1]
 
-    yield types.SimpleNamespace(read_at=read_at, resume_at=resume_at, state=state, meter=meter)
+    @contextlib.contextmanager
+    def paused(seconds):
+        with log.paused(state):
+            yield
+            now[0] += seconds
+
+    yield types.SimpleNamespace(train_at=train_at, add=add, paused=paused, state=state, log=log)
+    log.close()
+    gc.unfreeze()
     reset_accelerate()
 
 
-def test_losses_are_averaged_between_log_lines(meter):
+def test_losses_are_averaged_between_log_lines(log):
     """A resumed run continues the average of its checkpoint, and a checkpoint stores an unfinished one."""
-    assert meter.read_at(1, 1.0, 3.0)["loss"] == pytest.approx((5 + 1 + 3) / 3)
-    assert meter.read_at(2, 4.0)["loss"] == 4
-    meter.meter.add(torch.tensor(6.0))
-    meter.meter.add(torch.tensor(7.0))
-    meter.meter.store(meter.state)
-    assert (meter.state.loss_sum, meter.state.num_losses) == (13, 2)
+    assert log.train_at(1, 1.0, 3.0)["loss"] == pytest.approx((5 + 1 + 3) / 3)
+    assert log.train_at(2, 4.0)["loss"] == 4
+    log.add(6.0, 7.0)
+    with log.paused(1):
+        assert log.state.unlogged == {"loss": 13, "steps": 2}
+    assert log.train_at(5, 8.0)["loss"] == 7
+    with log.paused(1):
+        assert log.state.unlogged == {}
 
 
-def test_throughput_counts_training_only(meter):
+def test_throughput_counts_training_only(log):
     """The clock excludes evaluations, and the total excludes the first lap, which compiles."""
-    assert meter.meter.tokens_per_second == 0
-    first = meter.read_at(10, 1.0, 1.0)
-    assert first["tokens_per_second"] == 20 == meter.meter.tokens_per_second
+    assert log.log.tokens_per_second == 0
+    first = log.train_at(10, 1.0, 1.0)
+    assert first["tokens_per_second"] == 20 == log.log.tokens_per_second
     assert (first["tokens_seen"], first["share_outside_training"]) == (200, 0)
-    meter.resume_at(50)  # after 40 seconds of evaluation
-    second = meter.read_at(52, 1.0)
-    assert second["tokens_per_second"] == 50 == meter.meter.tokens_per_second
+    with log.paused(40):
+        pass
+    second = log.train_at(52, 1.0)
+    assert second["tokens_per_second"] == 50 == log.log.tokens_per_second
     assert second["share_outside_training"] == pytest.approx(40 / 52)
-    assert meter.state.train_seconds == 12 and meter.meter.seconds_to_first_step == 15
+    assert log.state.train_seconds == 12 and log.log.seconds_to_first_step == 15

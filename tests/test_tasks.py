@@ -13,14 +13,14 @@ from conftest import ROOT, read_events, run_script
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from recipe.command_line import load_config
+from recipe.config import EVAL_TASKS
 from recipe.data.task_files import SOURCES, Example, read_examples
 from recipe.errors import UserError
 from recipe.evaluation import tasks as tasks_module
 from recipe.evaluation.scoring import Row, Score, score_batch
 from recipe.evaluation.tasks import EvalTask, encode_pairs, load_tasks
 from recipe.publish.facts import split_scores
-from recipe.rules import EVAL_TASKS
-from recipe.run.summary import describe_evaluation
+from recipe.run.log import describe_evaluation
 
 HELLASWAG, LAMBADA = (ROOT / "tests" / f"{task}_sample.jsonl" for task in ("hellaswag", "lambada"))
 GIVEN = [f"hellaswag={HELLASWAG}", f"lambada={LAMBADA}"]

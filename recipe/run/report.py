@@ -104,7 +104,7 @@ def show_start(
     config: resolved for the hardware. eval_rows: validation rows per evaluation. changes: of the schedule.
     """
     log.table(start_table(log, config, facts, choices, plan, resume_dir, eval_rows))
-    log.event("start", state.step, **facts)
+    log.event("start", state.step, run_id=state.run_id, **facts)
     if resume_dir is not None:
         before = read_state(resume_dir)["mixed_precision"]
         if before != config.mixed_precision:
