@@ -218,7 +218,7 @@ def test_the_model_index_holds_the_scores_of_its_step(make_run):
 
 def test_a_card_knows_nothing_of_later_steps(make_run):
     """The card of a checkpoint is the same while the run continues and after it."""
-    run = make_run(*HUB)
+    run = make_run(*HUB, "--max_steps", "1200")
     write_model_card(run, 400, run / "later")
     metrics = run / "metrics.jsonl"
     lines = metrics.read_text().splitlines(keepends=True)
@@ -303,6 +303,7 @@ def test_differences_from_the_published_recipe_are_marked(make_run):
     rows = re.findall(r"^\| `(\w+)` \| \*\*(.*)\*\* \| (.*) \|$", (run / "README.md").read_text(), re.MULTILINE)
     assert {name: (now, before) for name, now, before in rows} == {
         "learning_rate": ("0.001", "0.008"),
+        "muon_learning_rate": ("-", "0.01"),
         "n_layer": ("6", "4"),
         "adam_epsilon": ("1e-06", "1e-08"),
         "seed": ("7", "1337"),
@@ -480,10 +481,10 @@ def test_the_command_has_no_local_path():
         "runs/data/fineweb",
     ]
     argv += ["--validation_file", "/home/jo/b.txt", "secret/c d.txt", "~/e.txt", "--hub_model_id", "jo/tiny"]
-    argv += ["--sample_prompt", "Once upon", "--config_overrides", "n_layer=4,n_embd=128", "--push_to_hub"]
+    argv += ["--sample_prompt", "Once upon", "--config_overrides", "n_layer=4,n_embd=128", "--deterministic"]
     assert public_command(argv) == (
         "accelerate launch recipe/train.py --train_file=a.txt --dataset-dir fineweb --validation_file b.txt 'c d.txt' "
-        "e.txt --sample_prompt 'Once upon' --config_overrides n_layer=4,n_embd=128 --push_to_hub"
+        "e.txt --sample_prompt 'Once upon' --config_overrides n_layer=4,n_embd=128 --deterministic"
     )
 
 
@@ -533,7 +534,7 @@ def test_the_commit_is_that_of_the_checkout():
 def test_a_start_on_another_base_model_is_a_difference(make_run):
     """The shape that the base model set is compared with the published one."""
     start = START | {"base_model": "openai-community/gpt2", "model": START["model"] | {"n_layer": 12}}
-    run = make_run("--model_name_or_path", "openai-community/gpt2", events=make_events(start))
+    run = make_run("--config", "demo", "--model_name_or_path", "openai-community/gpt2", events=make_events(start))
     write_model_card(run, 1200)
     text = (run / "README.md").read_text()
     assert "| `n_layer` | **12** | 4 |" in text and "| `n_embd` |" not in text

@@ -307,11 +307,13 @@ class LimitedModule(torch.nn.Module):
         self.max_rows, self.where = max_rows, where
         self.tried: list[int] = []
         self.copies = 0  # tensors as large as the first weight that were alive in the last trial
+        self.gradients: list[bool] = []  # whether there was a gradient before each forward pass
 
     def forward(self, inputs, targets):
         self.tried.append(len(inputs))
         tensors = (o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter))
         self.copies = sum(tensor.shape == self.first.weight.shape for tensor in tensors)
+        self.gradients.append(self.first.weight.grad is not None)
         hidden = torch.nn.functional.dropout(self.first(inputs.float()))
         if len(inputs) > self.max_rows:
             if self.where == "forward":
@@ -352,7 +354,7 @@ def test_the_trial_holds_the_memory_of_a_step(trial):
     """Each weight, its gradient from the first of several micro-batches, and AdamW's two moments."""
     module = LimitedModule(4)
     trial(module, 4)
-    assert module.copies == 1 + 1 + 2
+    assert module.copies == 1 + 2 and module.gradients == [False, True]
 
 
 def test_what_the_trial_cannot_make_fit_is_one_sentence(trial, monkeypatch):

@@ -3,7 +3,15 @@
 import gzip
 import json
 
+import pytest
+import torch._inductor.config
 from conftest import read_events
+
+
+@pytest.fixture(autouse=True)
+def restored(monkeypatch):
+    """The profiler sets this for the process."""
+    monkeypatch.setattr(torch._inductor.config.cpp, "enable_kernel_profile", False)
 
 
 def test_a_profile_of_a_run(train, capsys):

@@ -128,6 +128,7 @@ class RunLog:
             self.sums[name] = self.sums.get(name, 0.0) + value
         self.num_added += 1
         self.lap_steps += 1
+        self.freed_memory.give_back()
 
     def train(
         self,
@@ -172,7 +173,6 @@ class RunLog:
         }
         self.event("train", state.step, **values)
         self._show_progress(state, values)
-        self.freed_memory.give_back()
         if bad >= MOST_BAD_STEPS:
             raise UserError(
                 f"stopped at step {state.step:,}: {bad:.0f} consecutive steps had a loss or gradients that are not "
