@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils.operations import recursively_apply
 from huggingface_hub.utils.sha import sha_fileobj
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -26,7 +27,7 @@ from recipe.config import TrainConfig, save_config
 from recipe.data.tokenizer import save_tokenizer
 from recipe.environment import describe_environment
 from recipe.errors import UserError, short_reason
-from recipe.hardware.processes import gather
+from recipe.hardware.processes import gather, on_main_process
 from recipe.model.weights import copy_weights, load_weights, write_model
 from recipe.optim.guard import UpdateGuard
 
@@ -222,7 +223,7 @@ class CheckpointSaver:
     model: PreTrainedModel
     model_config: PreTrainedConfig
     tokenizer: PreTrainedTokenizerBase
-    optimizer: torch.optim.Optimizer
+    optimizer: AcceleratedOptimizer
     guard: UpdateGuard
     say: Callable[[str], None]
     on_saved: Callable[[Path, int], None]  # gets each complete checkpoint and its step, before older ones are pruned
@@ -247,7 +248,7 @@ class CheckpointSaver:
                 "identity": self.identity,
             }
             weights = copy_weights(self.model, self.model_config)
-            optimizer = {"optimizer": self.optimizer.state_dict(), "guard": self.guard.counts}
+            optimizer = {"optimizer": self.optimizer.optimizer.state_dict(), "guard": self.guard.counts}
             optimizer = recursively_apply(lambda t: t.detach().to("cpu", copy=True), optimizer)
             self.writing = self.thread.submit(self._write, content, weights, optimizer, rng)
 
@@ -255,6 +256,10 @@ class CheckpointSaver:
         """Report a failed checkpoint as soon as it is known, instead of when the next one is due."""
         if self.writing is not None and self.writing.done():
             self.wait()
+
+    def wait_on_all(self) -> bool:
+        """Let all processes wait for the checkpoint that is in progress. Returns whether it is on disk."""
+        return on_main_process(self.wait)
 
     def wait(self) -> bool:
         """Wait for the checkpoint that is in progress. Returns whether it is on disk."""

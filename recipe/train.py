@@ -18,81 +18,49 @@ if __name__ == "__main__":  # before torch is imported, which takes seconds
     run_main(load_config)  # a mistyped option is reported at once
     use_huge_pages()
 
-import dataclasses
 import math
 
-from accelerate.utils import set_seed
-
-from recipe.checkpoint import CheckpointSaver, load_checkpoint
-from recipe.data.streaming import build_batches
+from recipe.checkpoint import CheckpointSaver
 from recipe.evaluation.validation import Validation
-from recipe.hardware.accelerator import build_accelerator, compile_module
-from recipe.hardware.memory import smaller_micro_batches, try_micro_batch
-from recipe.hardware.processes import gather, largest_of_processes, on_main_process, start_processes, wait_on_host
-from recipe.model.build import build_model, build_model_config
+from recipe.hardware.accelerator import compile_module
+from recipe.model.build import build_model
 from recipe.model.loss import LanguageModelingLoss
 from recipe.optim.guard import UpdateGuard
 from recipe.optim.optimizers import build_optimizer
 from recipe.optim.schedule import is_decaying, learning_rate_scale
-from recipe.publish.hub import check_hub
 from recipe.publish.uploads import HubUploads
-from recipe.run.folder import choose_output_dir, open_output_dir
 from recipe.run.log import RunLog
 from recipe.run.profile import build_profiler
 from recipe.run.report import collect_facts, finish_run, show_start, stop_run
-from recipe.run.start import check_run, find_start, measure_progress, new_state, open_dataset, resolve_run
+from recipe.run.start import load_state, measure_progress, open_batches, open_dataset, open_run, plan_run, prepare
 from recipe.run.stop import StopSignals, resumable
 
 
 def main(started_at: float | None = None) -> None:
     """started_at: of the program, from `time.perf_counter`. Default: now, since a notebook may train several times."""
-    started_at = started_at or time.perf_counter()
     # ------------------------------------------------------------------ set-up
-    config, recipe = load_config()
-    start_processes()
-    output_dir = on_main_process(lambda: choose_output_dir(config, recipe))
-    on_main_process(lambda: check_hub(config))
-    accelerator = build_accelerator(config, output_dir)
-    device, num_processes = accelerator.device, accelerator.num_processes
-    resume_dir, source = find_start(config, accelerator, output_dir)
+    config, recipe = load_config()  # defaults < recipe < command line
+    run = open_run(config, recipe, started_at or time.perf_counter())  # processes, folder, hardware, checkpoint
+    dataset = open_dataset(config, run.source)  # the main process prepares text first
+    plan_run(run, dataset)  # the length of the run, and what every `auto` means on this machine
+    config, hardware, accelerator = run.config, run.hardware, run.accelerator
 
-    dataset = open_dataset(config, source)
-    tokenizer, vocab_size = dataset.tokenizer, len(dataset.tokenizer)
-    model_config = build_model_config(config, vocab_size, tokenizer.eos_token_id, source)
-    # hardware: the config with every `auto` resolved for this machine
-    config, hardware, choices, plan = resolve_run(config, dataset, model_config, accelerator, output_dir, resume_dir)
-    identity, changes = check_run(config, dataset, model_config, output_dir, resume_dir)
-
-    model = build_model(hardware, model_config, hardware.attn_implementation, source)  # a stock GPT2LMHeadModel
-    module = LanguageModelingLoss(model, vocab_size, hardware.label_smoothing_factor, hardware.loss_chunks)
-    module = compile_module(module, hardware.dynamo_backend)
-    optimizer = build_optimizer(hardware, model)
-    for group in optimizer.param_groups:
-        group["initial_lr"] = group["lr"]
-    wait_on_host()  # a machine may need long to download a model
-    module, optimizer = accelerator.prepare(module, optimizer)
-    micro_batch = try_micro_batch(accelerator, module, optimizer.optimizer, plan.micro_batch_size, hardware)
-    plan = dataclasses.replace(plan, micro_batch_size=micro_batch)
-    grad_accum = config.global_batch_size // (micro_batch * num_processes)
-    accelerator.gradient_accumulation_steps = grad_accum
-    smaller = smaller_micro_batches(hardware, micro_batch, num_processes, device.type)  # if it runs out of memory
-
+    model = build_model(hardware, run.model_config, hardware.attn_implementation, run.source)  # a stock model
+    loss = LanguageModelingLoss(model, run.vocab_size, hardware.label_smoothing_factor, hardware.loss_chunks)
+    module, optimizer = compile_module(loss, hardware.dynamo_backend), build_optimizer(hardware, model)
+    module, optimizer, micro_batch, grad_accum = prepare(run, module, optimizer)  # DDP; a trial step on a GPU
     guard = UpdateGuard(accelerator)
-    set_seed(config.seed, device_specific=True)  # from here on, dropout differs between processes
-    parts = model, vocab_size, optimizer.optimizer, guard
-    state = load_checkpoint(accelerator, resume_dir, *parts) if resume_dir else new_state()
-    state.memory = plan.choices
+    state = load_state(run, model, optimizer, guard)  # of the checkpoint, or a new one
     validation = Validation(config, accelerator, module, dataset, micro_batch)
-    batches = build_batches(config, dataset, accelerator, micro_batch, state.step, state.position, gather)
+    batches = open_batches(run, dataset, state)
 
-    on_main_process(lambda: open_output_dir(output_dir, config))
-    facts = collect_facts(hardware, recipe, dataset, accelerator, model, plan)
-    log = RunLog(config, accelerator, output_dir, state, facts, started_at)
-    uploads = HubUploads(config, output_dir, log.say)
-    parts = model, model_config, tokenizer, optimizer.optimizer, guard
-    saver = CheckpointSaver(accelerator, output_dir, config, identity, *parts, log.say, uploads.add, state.step)
-    show_start(log, hardware, facts, choices, plan, resume_dir, validation.num_rows, state, changes)
-    if changes:  # save, so that the config on disk always matches the newest checkpoint
+    facts = collect_facts(run, model)
+    log = RunLog(run, state, facts["flops_per_token"])
+    uploads = HubUploads(config, run.output_dir, log.say)
+    parts = run.identity, model, run.model_config, dataset.tokenizer, optimizer, guard
+    saver = CheckpointSaver(accelerator, run.output_dir, config, *parts, log.say, uploads.add, state.step)
+    show_start(log, facts, state, validation.num_rows)
+    if run.changes:  # save, so that the config on disk always matches the newest checkpoint
         saver.save(state)
 
     # ------------------------------------------------------------------ loop: one turn is one optimizer step
@@ -101,11 +69,10 @@ def main(started_at: float | None = None) -> None:
     def due(period: int) -> bool:
         return bool(period) and (last or state.step % period == 0)
 
-    profiling = build_profiler(config.profile, accelerator, output_dir, log.say)
-    module.train()
-    with StopSignals() as signals, resumable(output_dir, saver, smaller), profiling as profiler:
+    profiling = build_profiler(config.profile, accelerator, run.output_dir, log.say)
+    with StopSignals() as signals, resumable(run, saver), profiling as profiler:
         while True:  # evaluation and saving are at the top, so the last turn makes no step
-            stop, state.seconds = largest_of_processes(signals.received, log.seconds())
+            stop, state.seconds = signals.agree(log.seconds())  # all processes at the same step
             state.progress = progress = measure_progress(config, state)
             last = progress >= 1
 
@@ -124,7 +91,7 @@ def main(started_at: float | None = None) -> None:
 
             if not stop and (due(config.eval_steps) or last or state.step == 0) and state.step not in log.evaluated:
                 with log.paused(state):
-                    evaluation = validation.run(signals.on_any_process)
+                    evaluation = validation.run(lambda: signals.agree()[0] > 0)
                 if evaluation is None:
                     continue  # with the signal that interrupted it
                 log.evaluation(state, evaluation)
@@ -151,7 +118,7 @@ def main(started_at: float | None = None) -> None:
             log.add(means)
             if profiler:
                 profiler.step()
-        saved = on_main_process(saver.wait)  # no process leaves before the checkpoint is on disk
+        saved = saver.wait_on_all()  # no process leaves before the checkpoint is on disk
 
     # ------------------------------------------------------------------ end
     log.close()
@@ -159,7 +126,7 @@ def main(started_at: float | None = None) -> None:
     if stop:
         stop_run(log, uploads, state, stop, saved)
     else:
-        finish_run(log, uploads, state, facts, model, model_config, tokenizer)
+        finish_run(log, uploads, state, facts, model, dataset)
 
 
 if __name__ == "__main__":

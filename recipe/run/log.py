@@ -17,22 +17,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from tqdm import tqdm
 
 from recipe.checkpoint import RunState
-from recipe.config import TrainConfig
 from recipe.data.batches import TrainBatches
 from recipe.errors import UserError, short_reason
 from recipe.hardware.devices import peak_flops_per_second, peak_memory_bytes
 from recipe.hardware.host_memory import FreedMemory, freeze_garbage
-from recipe.hardware.processes import gather
+from recipe.hardware.processes import gather, on_main_process
 from recipe.optim.guard import MOST_BAD_STEPS, UpdateGuard
 from recipe.progress import progress_target
 from recipe.publish.card import write_model_card
 from recipe.publish.facts import split_scores
 from recipe.publish.public import METRICS_NAME, SUMMARY_NAME, read_events
-from recipe.run.folder import RESUMABLE_NAME
+from recipe.run.folder import RESUMABLE_NAME, open_output_dir
+from recipe.run.start import Run
 
 PROJECT = "gpt2-recipe"  # for trackers
 
@@ -40,28 +39,18 @@ PROJECT = "gpt2-recipe"  # for trackers
 class RunLog:
     """Records and shows the events of a run."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        accelerator: Accelerator,
-        output_dir: Path,
-        state: RunState,
-        facts: dict[str, Any],
-        started_at: float,
-    ) -> None:
-        """facts: from `collect_facts`. started_at: of the program, from `time.perf_counter`.
-
-        Drops what an earlier start logged after the state.
-        """
-        self.config, self.accelerator, self.output_dir, self.started_at = config, accelerator, output_dir, started_at
-        self.device, self.enabled = accelerator.device, accelerator.is_main_process
-        self.flops_per_token, self.previous_seconds = facts["flops_per_token"], state.seconds
+    def __init__(self, run: Run, state: RunState, flops_per_token: float) -> None:
+        """Open the output folder, and drop what an earlier start logged after the state."""
+        self.run, self.config, self.accelerator, self.output_dir = run, run.config, run.accelerator, run.output_dir
+        self.device, self.enabled = run.accelerator.device, run.accelerator.is_main_process
+        self.flops_per_token, self.previous_seconds = flops_per_token, state.seconds
+        on_main_process(lambda: open_output_dir(run.output_dir, run.config))
         self.failures: set[str] = set()  # reported once each
         self.bar: tqdm | None = None  # from the first log line on: nothing before it shows the speed
         self.freed_memory = FreedMemory()
-        if self.enabled and (output_dir / METRICS_NAME).exists():
-            drop_events_after(output_dir / METRICS_NAME, state.step or -1)  # a new run keeps none of an older one's
-        events = gather(read_events(output_dir) if self.enabled else [])[0]
+        if self.enabled and (run.output_dir / METRICS_NAME).exists():
+            drop_events_after(run.output_dir / METRICS_NAME, state.step or -1)
+        events = gather(read_events(run.output_dir) if self.enabled else [])[0]
         texts = {event["step"]: event["text"] for event in events if event["event"] == "sample"}
         evaluations = {event["step"]: event for event in events if event["event"] == "eval"}
         self.evaluated = {step: event | {"sample": texts.get(step)} for step, event in evaluations.items()}
@@ -154,7 +143,7 @@ class RunLog:
         self.sums, self.num_added, self.lap_steps, self.lap_seconds = {}, 0, 0, 0.0
         self.lap_started_at = time.perf_counter()
         if self.seconds_to_first_step is None:
-            self.seconds_to_first_step = self.lap_started_at - self.started_at
+            self.seconds_to_first_step = self.lap_started_at - self.run.started_at
             freeze_garbage()  # what set-up and compilation have left
         peak = peak_flops_per_second(self.device)
         flops = num_tokens / seconds * self.flops_per_token / self.accelerator.num_processes
@@ -225,7 +214,7 @@ class RunLog:
 
     def seconds(self) -> float:
         """Return the wall time of the run so far, over all its starts."""
-        return self.previous_seconds + time.perf_counter() - self.started_at
+        return self.previous_seconds + time.perf_counter() - self.run.started_at
 
     # ------------------------------------------------------------------ events
 

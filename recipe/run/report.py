@@ -10,16 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from recipe.checkpoint import RunState, checkpoint_dir, read_state
 from recipe.config import STANDARD_LIBRARY, TrainConfig
-from recipe.data.packed import metadata_of
 from recipe.environment import describe_device, describe_environment, find_commit
-from recipe.hardware.accelerator import Choice
 from recipe.hardware.devices import peak_memory_bytes
-from recipe.hardware.memory import MemoryPlan
 from recipe.hardware.processes import on_main_process, wait_on_host
 from recipe.model.size import count_exported_parameters, count_flops_per_token
 from recipe.optim.schedule import count_warmup_steps
@@ -30,6 +26,7 @@ from recipe.publish.uploads import HubUploads
 from recipe.run.folder import RESUMABLE_NAME, launch_command, resume_command
 from recipe.run.log import RunLog
 from recipe.run.resume import describe_jump, extend_command
+from recipe.run.start import Run
 from recipe.run.stop import EXIT_STOPPED, describe_signal
 
 MANY_EPOCHS = 100
@@ -37,21 +34,16 @@ STOP_SECONDS = 60.0  # for uploads after a signal: Slurm's batch files leave 120
 SAME_LENGTH = 0.05  # share of the tokens by which a run may differ from the one that it is compared with
 
 
-def collect_facts(
-    config: TrainConfig, recipe: str, dataset: Any, accelerator: Accelerator, model: PreTrainedModel, plan: MemoryPlan
-) -> dict[str, Any]:
-    """Return what the run is, for the start event, summary.json and the model card. It contains no local path.
-
-    config: resolved for the hardware.
-    """
-    metadata, vocab_size = metadata_of(dataset), len(dataset.tokenizer)
+def collect_facts(run: Run, model: PreTrainedModel) -> dict[str, Any]:
+    """Return what the run is, for the start event, summary.json and the model card. It contains no local path."""
+    config, metadata, environment = run.hardware, run.metadata, describe_environment(run.accelerator.device)
     counts = ("documents", "tokens", "bytes", "rows")
     splits = {split: {key: found[key] for key in counts} for split, found in metadata["splits"].items()}
     source, shape = metadata["source"], model.config
     if config.streaming:  # only the head of the training text has been counted
         splits.pop("train")
     return {
-        "recipe": recipe,
+        "recipe": run.recipe,
         "command": public_command(sys.argv),
         "commit": find_commit(),
         "seed": config.seed,
@@ -68,42 +60,33 @@ def collect_facts(
         },
         "model": {
             "architecture": type(model).__name__,
-            "num_parameters": count_exported_parameters(model, vocab_size),
+            "num_parameters": count_exported_parameters(model, run.vocab_size),
             "n_layer": shape.num_hidden_layers,
             "n_head": shape.num_attention_heads,
             "n_embd": shape.hidden_size,
             "n_positions": shape.max_position_embeddings,
-            "vocab_size": vocab_size,
+            "vocab_size": run.vocab_size,
         },
         "flops_per_token": count_flops_per_token(shape, model.num_parameters(), config.block_size),
         "base_model": public_name(config.model_name_or_path) if config.model_name_or_path else None,
         "base_model_id": hub_id(config.model_name_or_path),
-        "num_processes": accelerator.num_processes,
+        "num_processes": run.accelerator.num_processes,
         "mixed_precision": config.mixed_precision,
         "dynamo_backend": config.dynamo_backend,
         "optim": config.optim,
-        "per_device_train_batch_size": plan.micro_batch_size,
-        "gradient_accumulation_steps": config.global_batch_size // (plan.micro_batch_size * accelerator.num_processes),
-        "environment": describe_environment(accelerator.device),
+        "per_device_train_batch_size": run.plan.micro_batch_size,
+        "gradient_accumulation_steps": run.grad_accum,
+        "environment": environment,
     }
 
 
-def show_start(
-    log: RunLog,
-    config: TrainConfig,
-    facts: dict[str, Any],
-    choices: dict[str, Choice],
-    plan: MemoryPlan,
-    resume_dir: Path | None,
-    eval_rows: int,
-    state: RunState,
-    changes: dict[str, tuple],
-) -> None:
+def show_start(log: RunLog, facts: dict[str, Any], state: RunState, eval_rows: int) -> None:
     """Print the table of the run, record its start, and say what a user would want to know before it starts.
 
-    config: resolved for the hardware. eval_rows: validation rows per evaluation. changes: of the schedule.
+    eval_rows: validation rows per evaluation.
     """
-    log.table(start_table(log, config, facts, choices, plan, resume_dir, eval_rows))
+    run, config, resume_dir = log.run, log.run.hardware, log.run.resume_dir
+    log.table(start_table(run, facts, eval_rows))
     log.event("start", state.step, run_id=state.run_id, **facts)
     if resume_dir is not None:
         before = read_state(resume_dir)["mixed_precision"]
@@ -122,21 +105,13 @@ def show_start(
         log.say(f"all {state.step:,} steps are done" + (f"; to train longer:\n    {longer}" if longer else ""))
     elif config.dynamo_backend == "inductor":
         log.say("compiling; the first step takes a minute or more")
-    if changes:
-        log.schedule(state.step, changes)
+    if run.changes:
+        log.schedule(state.step, run.changes)
 
 
-def start_table(
-    log: RunLog,
-    config: TrainConfig,
-    facts: dict[str, Any],
-    choices: dict[str, Choice],
-    plan: MemoryPlan,
-    resume_dir: Path | None,
-    eval_rows: int,
-) -> dict[str, str]:
+def start_table(run: Run, facts: dict[str, Any], eval_rows: int) -> dict[str, str]:
     """Return the table printed before the first step: {label: text}."""
-    device, num_processes, model = log.device, facts["num_processes"], facts["model"]
+    config, device, num_processes, model = run.hardware, run.accelerator.device, facts["num_processes"], facts["model"]
     devices = describe_device(device)
     if device.type == "cpu":
         processes = f"{_plural(num_processes, 'process', 'es')} of " if num_processes > 1 else ""
@@ -149,7 +124,7 @@ def start_table(
         data += f"streamed, shuffled over {config.shuffle_buffer_size:,} rows of {config.block_size:,} tokens"
     else:
         data += f"{rows['train']:,} training rows of {config.block_size:,} tokens"
-    shown = {label: f"{choice.value}: {choice.reason}" for label, choice in choices.items()}
+    shown = {label: f"{choice.value}: {choice.reason}" for label, choice in run.choices.items()}
     if device.type == "cuda" and config.tf32:
         shown["precision"] += "; TF32 for fp32 matmuls"
     if config.deterministic:
@@ -160,18 +135,19 @@ def start_table(
     padded = -(-model["vocab_size"] // config.pad_vocab_to_multiple_of) * config.pad_vocab_to_multiple_of
     padding = f" padded to {padded:,}" if padded > model["vocab_size"] else ""
     table = {
-        "recipe": f"{facts['recipe']}, output in {log.output_dir}" + f", resumed from {resume_dir}" * bool(resume_dir),
+        "recipe": f"{facts['recipe']}, output in {run.output_dir}"
+        + f", resumed from {run.resume_dir}" * bool(run.resume_dir),
         "device": devices,
         **shown,
-        "memory": plan.describe(),
+        "memory": run.plan.describe(),
         "model": f"{model['architecture']}, {model['num_parameters']:,} parameters, vocabulary "
         f"{model['vocab_size']:,}{padding}, {model['n_positions']:,} positions"
-        + (f", weights from {config.model_name_or_path}" if config.model_name_or_path and not resume_dir else ""),
+        + (f", weights from {config.model_name_or_path}" if config.model_name_or_path and not run.resume_dir else ""),
         "data": f"{data}; {eval_rows:,} of {rows['validation']:,} validation rows per evaluation",
         "batch": f"{config.global_batch_size} sequences ({config.tokens_per_step:,} tokens) per step: "
         f"{_plural(num_processes, 'process', 'es')} x "
         f"{_plural(facts['gradient_accumulation_steps'], 'micro-batch', 'es')} x "
-        f"{_plural(plan.micro_batch_size, 'sequence')}",
+        f"{_plural(run.plan.micro_batch_size, 'sequence')}",
         "optimizer": rate,
         "run": _describe_length(config, None if config.streaming else rows["train"]),
     }
@@ -207,17 +183,11 @@ def stop_run(log: RunLog, uploads: HubUploads, state: RunState, number: float, s
 
 
 def finish_run(
-    log: RunLog,
-    uploads: HubUploads,
-    state: RunState,
-    facts: dict[str, Any],
-    model: PreTrainedModel,
-    model_config: PreTrainedConfig,
-    tokenizer: PreTrainedTokenizerBase,
+    log: RunLog, uploads: HubUploads, state: RunState, facts: dict[str, Any], model: PreTrainedModel, dataset: Any
 ) -> None:
     """Export the model, write summary and card, print the results, and publish."""
     if log.enabled:
-        export_model(model, model_config, tokenizer, log.output_dir)
+        export_model(model, log.run.model_config, dataset.tokenizer, log.output_dir)
         evaluation = log.evaluated[state.step]
         summary = build_summary(log, state, facts, evaluation)
         log.summary(summary, state.step)

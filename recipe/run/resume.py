@@ -27,9 +27,8 @@ def resolve_length(config: TrainConfig, num_train_rows: int) -> TrainConfig:
     return dataclasses.replace(config, max_steps=max_steps, num_train_epochs=None)
 
 
-def resolve_resume(config: TrainConfig, resume_dir: Path) -> TrainConfig:
-    """Keep a warm-up that is over: a share of a new length would repeat it."""
-    content = read_state(resume_dir)
+def keep_warmup(config: TrainConfig, content: dict[str, Any]) -> TrainConfig:
+    """Keep a warm-up that is over: a share of a new length would repeat it. content: from `read_state`."""
     earlier = with_schedule_of(config, content["identity"])
     num_steps = count_warmup_steps(earlier)
     if config.warmup_steps < 1 and num_steps <= content["step"] and config.max_steps != earlier.max_steps:

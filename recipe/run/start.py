@@ -1,38 +1,85 @@
-"""What a run needs before its model is built: the checks, the dataset, its length and the choices of `auto`."""
+"""The start of a run: its processes, folder, data and length, what `auto` means here, and its state."""
 
 import copy
+import dataclasses
 import functools
 import uuid
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
-from transformers import PreTrainedConfig
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import set_seed
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from recipe.checkpoint import RunState, find_checkpoint, read_state
+from recipe.checkpoint import RunState, find_checkpoint, load_checkpoint, read_state
 from recipe.config import TrainConfig, parse_tasks
+from recipe.data.batches import TrainBatches
 from recipe.data.packed import PackedDataset, metadata_of, open_packed_dataset
 from recipe.data.prepare import open_dataset_for
+from recipe.data.streaming import build_batches
 from recipe.data.task_files import read_examples
-from recipe.hardware.accelerator import Choice, resolve_hardware
-from recipe.hardware.memory import MemoryPlan, micro_batch_sizes, plan_device
-from recipe.hardware.processes import check_same_run, gather, on_all_processes, on_main_process
+from recipe.hardware.accelerator import Choice, build_accelerator, resolve_hardware
+from recipe.hardware.memory import MemoryPlan, micro_batch_sizes, plan_device, try_micro_batch
+from recipe.hardware.processes import (
+    check_same_run,
+    gather,
+    on_all_processes,
+    on_main_process,
+    start_processes,
+    wait_on_host,
+)
 from recipe.model.build import build_model_config
 from recipe.model.size import count_parameters, count_training_flops, padded_vocab_size
+from recipe.optim.guard import UpdateGuard
 from recipe.optim.optimizers import check_optimizer
 from recipe.publish.download import fetch_checkpoint
-from recipe.run.resume import check_identity, resolve_length, resolve_resume, run_identity
+from recipe.publish.hub import check_hub
+from recipe.run.folder import choose_output_dir
+from recipe.run.resume import check_identity, keep_warmup, resolve_length, run_identity
 
 CLOSING_SECONDS = 3.0  # for the last checkpoint, the export and the curve
 
 
-def find_start(
-    config: TrainConfig, accelerator: Accelerator, output_dir: Path
-) -> tuple[Path | None, str | Path | None]:
-    """Return the checkpoint to resume from, and the model that sets the shape; None for a new run or model.
+@dataclass
+class Run:
+    """What is known of a run before its model is built. `open_run` sets the first part, `plan_run` the second."""
+
+    recipe: str
+    config: TrainConfig  # as the output folder records it
+    accelerator: Accelerator
+    output_dir: Path
+    resume_dir: Path | None  # the checkpoint that it continues
+    source: str | Path | None  # the model that sets shape and tokenizer
+    started_at: float  # of the program, from time.perf_counter
+
+    hardware: TrainConfig = None  # the config with every `auto` resolved for this machine
+    choices: dict[str, Choice] = None  # the reasons, by label
+    plan: MemoryPlan = None
+    model_config: PreTrainedConfig = None
+    metadata: dict[str, Any] = None  # of the dataset
+    vocab_size: int = 0  # without padding
+    identity: dict[str, Any] = field(default_factory=dict)  # what a resumed run must share with its checkpoint
+    changes: dict[str, tuple] = field(default_factory=dict)  # of the checkpoint's schedule: {option: (before, now)}
+
+    @property
+    def grad_accum(self) -> int:
+        """Micro-batches per step and process."""
+        return self.config.global_batch_size // (self.plan.micro_batch_size * self.accelerator.num_processes)
+
+
+def open_run(config: TrainConfig, recipe: str, started_at: float) -> Run:
+    """Find the processes, lock the output folder, configure the hardware, and find the checkpoint to resume from.
 
     Raises `UserError` for options that cannot work, before text is prepared for hours.
     """
+    start_processes()
+    output_dir = on_main_process(lambda: choose_output_dir(config, recipe))
+    on_main_process(lambda: check_hub(config))
+    accelerator = build_accelerator(config, output_dir)
     resume_dir = on_main_process(lambda: find_checkpoint(output_dir, fetch_checkpoint(config, output_dir)))
     # A resumed run takes the shape from its checkpoint: the model that it started from may be gone.
     source = resume_dir if resume_dir and config.model_name_or_path else config.model_name_or_path
@@ -41,58 +88,77 @@ def find_start(
     build_model_config(config, 1, 0, source)
     for task, path in parse_tasks(config.eval_tasks).items():
         on_main_process(functools.partial(read_examples, task, path))
-    return resume_dir, source
+    return Run(recipe, config, accelerator, output_dir, resume_dir, source, started_at)
 
 
 def open_dataset(config: TrainConfig, source: str | Path | None) -> PackedDataset:
-    """Open the packed dataset; the main process prepares text first.
+    """Open the packed dataset; the main process prepares text first. source: the model whose tokenizer is used.
 
     To train on a dataset of your own, return it here. It needs `train` and `validation`, each with a length and
-    indexed by int64 [n] for int64 [n, block_size + 1] (a row starts with the last token of the previous one, or any
-    token), and a `tokenizer` of Transformers. source: the model whose tokenizer is used.
+    indexed by int64 [n] for int64 [n, block_size + 1], and a `tokenizer` of Transformers.
     """
     directory = on_main_process(lambda: open_dataset_for(config, source).directory)
     return on_all_processes(lambda: open_packed_dataset(directory, config.block_size))
 
 
-def resolve_run(
-    config: TrainConfig,
-    dataset: Any,
-    model_config: PreTrainedConfig,
-    accelerator: Accelerator,
-    output_dir: Path,
-    resume_dir: Path | None,
-) -> tuple[TrainConfig, TrainConfig, dict[str, Choice], MemoryPlan]:
-    """Resolve the length of the run, and what `auto` means on this hardware.
+def plan_run(run: Run, dataset: Any) -> None:
+    """Resolve the length of the run and every `auto`.
 
-    Returns the config of the run, which its folder records; the same without any `auto`; the choices; the memory plan.
+    Raises `UserError` if the processes, or the run and its checkpoint, do not belong together.
     """
-    config, earlier = resolve_length(config, len(dataset.train)), None
-    if resume_dir is not None:
-        config, content = resolve_resume(config, resume_dir), read_state(resume_dir)
+    config, earlier, accelerator = resolve_length(run.config, len(dataset.train)), None, run.accelerator
+    if run.resume_dir is not None:
+        content = read_state(run.resume_dir)
+        config = keep_warmup(config, content)
         earlier = content["memory"] if content["num_processes"] == accelerator.num_processes else None
-    padded = copy.deepcopy(model_config)
-    padded.vocab_size = padded_vocab_size(model_config.vocab_size, config.pad_vocab_to_multiple_of)
+    tokenizer, run.metadata = dataset.tokenizer, metadata_of(dataset)
+    run.config, run.vocab_size = config, len(tokenizer)
+    run.model_config = build_model_config(config, run.vocab_size, tokenizer.eos_token_id, run.source)
+    run.identity = run_identity(config, run.metadata, run.model_config)
+    check_same_run(run.identity)
+    if run.resume_dir is not None:
+        run.changes = check_identity(config, run.identity, run.resume_dir, run.output_dir)
+    padded = copy.deepcopy(run.model_config)
+    padded.vocab_size = padded_vocab_size(run.vocab_size, config.pad_vocab_to_multiple_of)
     total_flops = count_training_flops(config, padded, count_parameters(padded))
-    hardware, choices = resolve_hardware(config, accelerator.device, total_flops)
-    plan = plan_device(hardware, padded, accelerator, output_dir, earlier)
-    return config, plan.apply(hardware), choices, plan
+    hardware, run.choices = resolve_hardware(config, accelerator.device, total_flops)
+    run.plan = plan_device(hardware, padded, accelerator, run.output_dir, earlier)
+    run.hardware = run.plan.apply(hardware)
 
 
-def check_run(
-    config: TrainConfig, dataset: Any, model_config: PreTrainedConfig, output_dir: Path, resume_dir: Path | None
-) -> tuple[dict[str, Any], dict[str, tuple]]:
-    """Return what the run is, and what it changes in the schedule of the checkpoint: {option: (before, now)}.
+def prepare(
+    run: Run, module: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[nn.Module, AcceleratedOptimizer, int, int]:
+    """Let Accelerate wrap module and optimizer, and confirm with a trial step that the micro-batch fits.
 
-    Raises `UserError` if the processes, or the run and the checkpoint, do not belong together.
+    Returns both, the micro-batch and the number of micro-batches per step and process.
     """
-    identity = run_identity(config, metadata_of(dataset), model_config)
-    check_same_run(identity)
-    return identity, check_identity(config, identity, resume_dir, output_dir) if resume_dir else {}
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]  # the schedule multiplies it
+    wait_on_host()  # a machine may need long to download a model
+    module, optimizer = run.accelerator.prepare(module, optimizer)
+    module.train()
+    size = try_micro_batch(run.accelerator, module, optimizer.optimizer, run.plan.micro_batch_size, run.hardware)
+    run.plan = dataclasses.replace(run.plan, micro_batch_size=size)
+    run.accelerator.gradient_accumulation_steps = run.grad_accum
+    return module, optimizer, size, run.grad_accum
 
 
-def new_state() -> RunState:
-    return RunState(run_id=gather(uuid.uuid4().hex[:12])[0])
+def load_state(run: Run, model: PreTrainedModel, optimizer: AcceleratedOptimizer, guard: UpdateGuard) -> RunState:
+    """Seed the random generators, and load the checkpoint into everything that changes; or start a new run."""
+    set_seed(run.config.seed, device_specific=True)  # from here on, dropout differs between processes
+    state = RunState(run_id=gather(uuid.uuid4().hex[:12])[0])
+    if run.resume_dir is not None:
+        parts = model, run.vocab_size, optimizer.optimizer, guard
+        state = on_all_processes(lambda: load_checkpoint(run.accelerator, run.resume_dir, *parts))
+    state.memory = run.plan.choices
+    return state
+
+
+def open_batches(run: Run, dataset: Any, state: RunState) -> TrainBatches:
+    """Open the training data at the state's position."""
+    size = run.plan.micro_batch_size
+    return build_batches(run.config, dataset, run.accelerator, size, state.step, state.position, gather)
 
 
 def measure_progress(config: TrainConfig, state: RunState) -> float:

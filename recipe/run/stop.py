@@ -5,14 +5,14 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from types import FrameType
 
 from recipe.checkpoint import CheckpointSaver
 from recipe.errors import ProcessError, lost_a_process
-from recipe.hardware.memory import REMEDY, SMALLER_NAME, is_out_of_memory
+from recipe.hardware.memory import REMEDY, SMALLER_NAME, is_out_of_memory, smaller_micro_batches
 from recipe.hardware.processes import LAUNCHER_DIED, largest_of_processes
 from recipe.run.folder import RESUMABLE_NAME
+from recipe.run.start import Run
 
 EXIT_STOPPED = 75  # EX_TEMPFAIL in sysexits.h: the run was saved, and the same command resumes it
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -38,9 +38,10 @@ class StopSignals:
             # The launcher's death may follow any other signal.
             signal.signal(number, signal.SIG_IGN if number == LAUNCHER_DIED else handler)
 
-    def on_any_process(self) -> bool:
-        """Return whether any process has received a signal. All of them call it together."""
-        return largest_of_processes(self.received)[0] > 0
+    def agree(self, seconds: float = 0.0) -> tuple[int, float]:
+        """Return the signal to stop for, or 0, and the time, the same on all processes, which call it together."""
+        number, seconds = largest_of_processes(self.received, seconds)
+        return int(number), seconds
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         if not self.received:
@@ -58,12 +59,14 @@ def describe_signal(number: int) -> str:
 
 
 @contextlib.contextmanager
-def resumable(output_dir: Path, saver: CheckpointSaver, smaller: list[int]) -> Iterator[None]:
+def resumable(run: Run, saver: CheckpointSaver) -> Iterator[None]:
     """Leave a file for the job script if the same command can continue the run after an error.
 
-    That is so after a machine is lost, if this process had saved, and after running out of memory, with the next of
-    the `smaller` micro-batches: the examples of a step do not depend on it.
+    That is so after a machine is lost, if this process had saved, and after running out of memory, with half of the
+    micro-batch: the examples of a step do not depend on it.
     """
+    output_dir, size, accelerator = run.output_dir, run.plan.micro_batch_size, run.accelerator
+    smaller = smaller_micro_batches(run.hardware, size, accelerator.num_processes, accelerator.device.type)
     try:
         yield
     except RuntimeError as error:
