@@ -96,7 +96,7 @@ class TrainParser(CommandLine, HfArgumentParser):
 
     def add_argument(self, *names: str, **kwargs: Any) -> argparse.Action:
         name = names[0].lstrip("-")
-        if name not in OPTIONS:
+        if name.removeprefix("no_") not in OPTIONS:
             return super().add_argument(*names, **kwargs)
         if name in SECTIONS:  # the first option of one
             self.section = self.add_argument_group(SECTIONS[name])
@@ -223,7 +223,7 @@ def merge(recipe: dict[str, Any], typed: dict[str, Any]) -> dict[str, Any]:
         values["global_batch_size"] = int(rows) * times * int(os.environ.get("WORLD_SIZE", "1"))
         values["gradient_accumulation_steps"] = None  # derived, also when the run resumes on other devices
     if "block_size" not in typed:
-        default = int(values.get("block_size", OPTIONS["block_size"].default))
+        default = int(_number("block_size", values))
         if "dataset_dir" in typed:
             values["block_size"] = _read_number(Path(typed["dataset_dir"], "metadata.json"), "block_size", default)
         elif "model_name_or_path" in typed:
@@ -237,9 +237,9 @@ def _merge_length(values: dict[str, Any], typed: dict[str, Any]) -> None:
     """Let a typed length of the run replace the recipe's. values: of the recipe, changed in place."""
     if {"max_steps", "num_train_epochs"} <= typed.keys():
         raise UserError("max_steps and num_train_epochs both set the length of the run; pass only one of them")
-    default = None if "max_minutes" in values else OPTIONS["max_steps"].default
-    steps = int(values.get("max_steps") or default or 0)
-    warmup = float(values.get("warmup_steps", OPTIONS["warmup_steps"].default))
+    steps, warmup = _number("max_steps", values), _number("warmup_steps", values)
+    if values.get("max_steps") is None and {"num_train_epochs", "max_minutes"} & values.keys():
+        steps = 0  # it is not known
     lengths = {"max_steps", "num_train_epochs", "max_minutes"} & typed.keys()
     if lengths:
         for name in ("max_steps", "num_train_epochs", "max_minutes"):
@@ -248,6 +248,15 @@ def _merge_length(values: dict[str, Any], typed: dict[str, Any]) -> None:
         values["warmup_steps"] = warmup / steps  # a shorter run warms up for the same share of its steps
     if "max_steps" not in typed and ({"num_train_epochs", "max_minutes"} & (typed.keys() | values.keys())):
         values.setdefault("max_steps", None)
+
+
+def _number(name: str, values: dict[str, Any]) -> float:
+    """Return the value of an option, or its default. Raises `UserError` if it is not a number."""
+    text = values.get(name)
+    try:
+        return float(OPTIONS[name].default if text is None else text)
+    except ValueError as error:
+        raise UserError(f"{name}: invalid value {text!r}") from error
 
 
 def _read_number(path: Path, key: str, default: int) -> int:

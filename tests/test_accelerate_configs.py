@@ -3,6 +3,7 @@
 tests/test_programs.py launches cpu.yaml, and tests/test_nodes.py multi_cpu.yaml and multi_node.yaml.
 """
 
+import os
 from types import SimpleNamespace
 from unittest import mock
 
@@ -11,11 +12,11 @@ import yaml
 from accelerate.commands import launch as launch_module
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command, launch_command_parser
-from conftest import ROOT
+from conftest import ROOT, read_events, reset_accelerate
 
 from recipe.errors import UserError
-from recipe.hardware import launcher
-from recipe.hardware.launcher import check_launcher, wants_cpu
+from recipe.hardware import processes
+from recipe.hardware.processes import start_processes, wants_cpu
 
 FILES = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 
@@ -76,87 +77,92 @@ def environment_of(config, tmp_path, monkeypatch, *options):
         started.append(dict(launch_module.os.environ) | {"LOCAL_RANK": "0", "WORLD_SIZE": "2"})
 
     monkeypatch.setattr("torch.distributed.run.run", run)
+    monkeypatch.setattr("accelerate.utils.launch.is_port_in_use", lambda port: False)
     launch_command(launch_command_parser().parse_args(["--config_file", str(config), *options, "train.py"]))
     (environment,) = started
     return environment
 
 
+@pytest.fixture
+def start(monkeypatch):
+    """Start a run's only process in an environment."""
+    monkeypatch.setattr(processes, "die_with_the_launcher", lambda: None)
+
+    def start_in(environment):
+        reset_accelerate()
+        with mock.patch.dict(os.environ, environment, clear=True):
+            start_processes()
+
+    yield start_in
+    reset_accelerate()
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
-def test_our_configs_are_accepted(path, tmp_path, monkeypatch):
-    """Only those for the CPU ask for it, multi_cpu by hiding the GPUs."""
+def test_our_configs_on_a_cpu_and_elsewhere(path, tmp_path, monkeypatch, start):
+    """Only those for the CPU ask for it, multi_cpu by hiding the GPUs; those for one process start here."""
     environment = environment_of(path, tmp_path, monkeypatch)
-    check_launcher(environment)
-    assert wants_cpu(environment) == path.stem.endswith("cpu")
-    assert ("LOCAL_RANK" in environment) == path.stem.startswith("multi")
+    is_multi = path.stem.startswith("multi")
+    assert ("LOCAL_RANK" in environment) == is_multi
+    with mock.patch.dict(os.environ, environment, clear=True):
+        assert wants_cpu() == path.stem.endswith("cpu")
+    if not is_multi:
+        start(environment)
 
 
 @pytest.mark.parametrize(
     ("answers", "message"),
     [
-        (GPUS | {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}, "FSDP is not .*multi_gpu.yaml"),
-        (GPUS | {"distributed_type": "MEGATRON_LM", "megatron_lm_config": {}}, "Megatron-LM is not .*multi_gpu.yaml"),
+        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}, "FSDP is not supported"),
+        ({"distributed_type": "MEGATRON_LM", "megatron_lm_config": {}}, "MEGATRON_LM is not supported"),
         (
-            GPUS
-            | {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}
+            {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}
             | {"parallelism_config": {"parallelism_config_tp_size": 2}},
-            "FSDP is not .*multi_gpu.yaml",
-        ),
-        (ONE_MACHINE | {"distributed_type": "MULTI_CPU", "num_processes": 2, "use_cpu": True}, "multi_cpu.yaml"),
-        (ONE_MACHINE | {"distributed_type": "NO", "dynamo_config": {"dynamo_use_dynamic": True}}, "one shape"),
-        (
-            ONE_MACHINE | {"distributed_type": "NO", "dynamo_config": {"dynamo_use_regional_compilation": True}},
-            "one graph",
+            "is not supported",
         ),
     ],
 )
-def test_answers_that_the_recipe_cannot_follow(answers, message, tmp_path, monkeypatch):
+def test_answers_that_the_recipe_cannot_follow(answers, message, tmp_path, monkeypatch, start):
     """Each is refused in one sentence that names what to use, instead of being ignored."""
-    with pytest.raises(UserError, match=message):
-        check_launcher(environment_of(answers, tmp_path, monkeypatch))
-
-
-@pytest.mark.parametrize(
-    "answers",
-    [
-        ONE_MACHINE | {"distributed_type": "NO", "debug": True, "enable_cpu_affinity": True, "downcast_bf16": "no"},
-        ONE_MACHINE | {"distributed_type": "MULTI_CPU", "num_processes": 1, "use_cpu": True},
-        ONE_MACHINE | {"distributed_type": "NO", "dynamo_config": {"dynamo_backend": "INDUCTOR"}},
-        ONE_MACHINE | {"distributed_type": "NO", "dynamo_config": {"dynamo_mode": "max-autotune-no-cudagraphs"}},
-        GPUS | {"dynamo_config": {"dynamo_backend": "INDUCTOR", "dynamo_use_fullgraph": True}, "debug": True},
-    ],
-)
-def test_answers_that_work(answers, tmp_path, monkeypatch):
-    check_launcher(environment_of(answers, tmp_path, monkeypatch))
+    environment = environment_of(GPUS | answers, tmp_path, monkeypatch)
+    del environment["LOCAL_RANK"], environment["WORLD_SIZE"]  # the answer is the same for one process
+    with pytest.raises(UserError, match=f"{message}.*accelerate_configs/") as caught:
+        start(environment)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "DeepSpeed is not .*multi_gpu.yaml"),  # launched by its own program
-        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "parallelism_config is not .*multi_gpu.yaml"),
-        ({"ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": "DATA_PARALLEL"}, "SageMaker"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "DEEPSPEED is not supported"),  # launched by its own program
+        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "is not supported"),
     ],
 )
-def test_launchers_that_cannot_run_here(environment, message):
+def test_launchers_that_cannot_run_here(environment, message, start):
     """Their packages are not installed; the variables are those of accelerate 1.15."""
     with pytest.raises(UserError, match=message):
-        check_launcher(environment)
+        start(environment | {"CUDA_VISIBLE_DEVICES": ""})
 
 
-def test_tpus_are_refused(monkeypatch):
-    monkeypatch.setattr(launcher, "is_torch_xla_available", lambda: True)
+def test_tpus_are_refused(monkeypatch, start):
+    monkeypatch.setattr(processes, "is_torch_xla_available", lambda: True)
     with pytest.raises(UserError, match="TPUs are not supported"):
-        check_launcher({})
+        start({})
 
 
-def test_numa_affinity_requires_its_library(monkeypatch):
-    """Accelerate's own error would be a traceback."""
-    monkeypatch.setattr(launcher.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(launcher, "is_pynvml_available", lambda: False)
-    with pytest.raises(UserError, match="nvidia-ml-py"):
-        check_launcher({"ACCELERATE_CPU_AFFINITY": "1"})
+@pytest.mark.parametrize(
+    "answers",
+    [
+        {"debug": True, "enable_cpu_affinity": True, "downcast_bf16": "no"},
+        {"distributed_type": "MULTI_CPU", "num_processes": 1, "use_cpu": True},
+        {"dynamo_config": {"dynamo_backend": "INDUCTOR", "dynamo_mode": "max-autotune-no-cudagraphs"}},
+    ],
+)
+def test_answers_that_work(answers, tmp_path, monkeypatch, start):
+    start(environment_of(ONE_MACHINE | {"distributed_type": "NO"} | answers, tmp_path, monkeypatch))
 
 
-def test_processes_started_by_mpirun_are_not_refused():
-    """MULTI_CPU with mpirun does start several processes."""
-    check_launcher({"ACCELERATE_DYNAMO_BACKEND": "no", "MASTER_ADDR": "a", "MASTER_PORT": "1", "PMI_SIZE": "2"})
+def test_a_cluster_may_export_the_address_of_a_main_process(train, monkeypatch):
+    """A run of one process neither is refused nor waits for others."""
+    monkeypatch.setenv("MASTER_ADDR", "10.255.255.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert len(read_events(train("--max_steps", "1"), "train")) == 1

@@ -1,4 +1,4 @@
-"""Compile modes: torch's names, the launcher's choice, and CUDA graphs only with one micro-batch per step."""
+"""Compile modes: torch's names, chosen by the launcher, and CUDA graphs only with one micro-batch per step."""
 
 import copy
 
@@ -8,15 +8,11 @@ from conftest import read_events
 from torch._inductor import list_mode_options
 
 from recipe.command_line import load_config
-from recipe.config import TrainConfig
 from recipe.errors import UserError
-from recipe.hardware import choices
-from recipe.hardware.accelerator import compile_module
-from recipe.hardware.choices import CUDA_GRAPH_MODES, DYNAMO_MODES, choose_dynamo_mode
+from recipe.hardware import accelerator
+from recipe.hardware.accelerator import CUDA_GRAPH_MODES, DYNAMO_MODES, compile_module, resolve_hardware
 from recipe.hardware.devices import has_compiler
-from recipe.hardware.micro_batch import micro_batch_candidates, smaller_micro_batch
-
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+from recipe.hardware.memory import micro_batch_sizes, smaller_micro_batches
 
 
 def config_of(*argv):
@@ -32,10 +28,10 @@ class Layers(torch.nn.Module):
         return self.outer(torch.nn.functional.gelu(self.inner(inputs)))
 
 
-@pytest.fixture(autouse=True)
-def a_compiler(monkeypatch):
-    """Let inductor compile for the CUDA device that these tests only name."""
-    monkeypatch.setattr(choices, "why_no_inductor", lambda device: None)
+@pytest.fixture
+def launch_with(monkeypatch):
+    """Set the mode as the launcher does: `launch_with("lite")`."""
+    return lambda mode: monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", mode)
 
 
 def test_the_modes_are_those_of_torch():
@@ -43,31 +39,18 @@ def test_the_modes_are_those_of_torch():
     options = {mode: list_mode_options(mode) for mode in list_mode_options()}
     assert sorted(DYNAMO_MODES) == sorted(options)
     assert sorted(CUDA_GRAPH_MODES) == sorted(mode for mode in options if options[mode].get("triton.cudagraphs"))
-    assert str(TrainConfig.__dataclass_fields__["dynamo_mode"].type).count("'") == 2 * len(("auto", *DYNAMO_MODES))
 
 
-@pytest.mark.parametrize(
-    ("argv", "launcher", "expected"),
-    [
-        ([], None, "default"),
-        ([], "reduce-overhead", "reduce-overhead"),
-        (["--dynamo_mode", "default"], "max-autotune", "default"),
-        (["--dynamo_mode", "lite"], None, "lite"),
-    ],
-)
-def test_the_option_comes_before_the_launcher(monkeypatch, argv, launcher, expected):
-    """As for the backend."""
-    monkeypatch.delenv("ACCELERATE_DYNAMO_MODE", raising=False)
-    if launcher is not None:
-        monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", launcher)
-    assert choose_dynamo_mode(config_of(*argv)).value == expected
-
-
-def test_an_unknown_mode_of_the_launcher_is_refused(monkeypatch):
-    """It may come from a file for another version."""
-    monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "fastest")
+def test_the_mode_is_the_launchers(monkeypatch, launch_with):
+    """The start table shows it where inductor compiles; one of another version of torch is refused."""
+    monkeypatch.setattr(accelerator, "why_no_inductor", lambda device: None)
+    for backend, mode, expected in (("inductor", "lite", "lite"), ("inductor", "default", None), ("no", "lite", None)):
+        launch_with(mode)
+        choices = resolve_hardware(config_of("--dynamo_backend", backend), torch.device("cpu"), 0.0)[1]
+        assert (choices["mode"].value if "mode" in choices else None) == expected
+    launch_with("fastest")
     with pytest.raises(UserError, match="the launcher's dynamo_mode is 'fastest'; use one of default, lite, "):
-        choose_dynamo_mode(config_of())
+        resolve_hardware(config_of("--dynamo_backend", "inductor"), torch.device("cpu"), 0.0)
 
 
 @pytest.mark.parametrize("mode", CUDA_GRAPH_MODES)
@@ -79,52 +62,44 @@ def test_an_unknown_mode_of_the_launcher_is_refused(monkeypatch):
         (["--global_batch_size", "256"], 2, 128, 64),  # auto: 64 rows of 1,024 tokens are the largest micro-batch
     ],
 )
-def test_cuda_graphs_with_accumulation_are_refused(mode, argv, num_processes, share, size):
+def test_cuda_graphs_with_accumulation_are_refused(launch_with, mode, argv, num_processes, share, size):
     """Whether the number of micro-batches is given or found."""
+    launch_with(mode)
     expected = (
         rf"dynamo_mode {mode} uses CUDA graphs.* one micro-batch of {share} sequences per process, not of {size};"
     )
     with pytest.raises(UserError, match=expected):
-        micro_batch_candidates(config_of("--dynamo_mode", mode, *argv), num_processes, CUDA)
+        micro_batch_sizes(config_of(*argv), num_processes, "cuda")
 
 
 @pytest.mark.parametrize(
-    ("argv", "device", "expected"),
+    ("mode", "argv", "device_type", "expected"),
     [
-        (["--dynamo_mode", "reduce-overhead"], CUDA, [64]),  # a search must not end in accumulation
-        (["--dynamo_mode", "max-autotune", "--gradient_accumulation_steps", "1"], CUDA, [64]),
-        (["--dynamo_mode", "max-autotune", "--dynamo_backend", "aot_eager"], CUDA, [64, 32, 16, 8, 4, 2, 1]),
-        (["--dynamo_mode", "max-autotune-no-cudagraphs"], CUDA, [64, 32, 16, 8, 4, 2, 1]),
-        (["--dynamo_mode", "reduce-overhead"], CPU, [4, 2, 1]),  # a CPU has no CUDA graphs
+        ("reduce-overhead", [], "cuda", [64]),  # running out of memory must not end in accumulation
+        ("max-autotune", ["--gradient_accumulation_steps", "1"], "cuda", [64]),
+        ("max-autotune", ["--dynamo_backend", "aot_eager"], "cuda", [64, 32, 16, 8, 4, 2, 1]),
+        ("max-autotune-no-cudagraphs", [], "cuda", [64, 32, 16, 8, 4, 2, 1]),
+        ("reduce-overhead", [], "cpu", [4, 2, 1]),  # a CPU has no CUDA graphs
     ],
 )
-def test_cuda_graphs_use_one_micro_batch(argv, device, expected):
+def test_cuda_graphs_use_one_micro_batch(launch_with, mode, argv, device_type, expected):
     """Only where inductor records them: on CUDA, in the modes that do."""
-    assert micro_batch_candidates(config_of(*argv), 1, device) == expected
-
-
-def test_the_launchers_mode_is_held_to_the_same_rule(monkeypatch):
-    """`accelerate config` offers reduce-overhead and max-autotune."""
-    monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "max-autotune")
-    with pytest.raises(UserError, match="dynamo_mode max-autotune uses CUDA graphs"):
-        micro_batch_candidates(config_of("--per_device_train_batch_size", "8"), 1, CUDA)
-
-
-def test_out_of_memory_with_cuda_graphs_ends_the_run():
-    """A smaller micro-batch would accumulate, so the advice is a mode that may."""
-    config = config_of("--dynamo_mode", "reduce-overhead")
-    with pytest.raises(UserError, match="auto and --dynamo_mode default --per_device_train_batch_size 32,"):
-        smaller_micro_batch(config, micro_batch_candidates(config, 1, CUDA), 64, 1)
+    launch_with(mode)
+    config = config_of(*argv)
+    assert micro_batch_sizes(config, 1, device_type) == expected
+    smaller = smaller_micro_batches(config, expected[0], 1, device_type)
+    assert smaller == ([] if expected == [64] else expected[1:])
 
 
 @pytest.mark.skipif(not has_compiler(), reason="inductor requires a C++ compiler")
 @pytest.mark.parametrize("mode", DYNAMO_MODES)
-def test_each_mode_compiles_to_the_same_function(mode):
+def test_each_mode_compiles_to_the_same_function(launch_with, mode):
     """Loss and gradients equal those of the module that is not compiled."""
+    launch_with(mode)
     torch.manual_seed(0)
     module = Layers()
     compiled, inputs = copy.deepcopy(module), torch.randn(4, 8)
-    compile_module(compiled, "inductor", mode)
+    compile_module(compiled, "inductor")
     for m in (module, compiled):
         m(inputs).mean().backward()
     for found, expected in zip(compiled.parameters(), module.parameters(), strict=True):
@@ -135,9 +110,12 @@ def test_each_mode_compiles_to_the_same_function(mode):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("mode", CUDA_GRAPH_MODES)
-def test_cuda_graphs_train_like_the_default(train, tmp_path, mode):
+def test_cuda_graphs_train_like_the_default(train, launch_with, tmp_path, mode):
     """The losses of twelve steps, evaluations in between, agree."""
     options = ["--max_steps", 12, "--eval_steps", 4, "--dynamo_backend", "inductor", "--tf32", "false"]
-    runs = [train(*options, "--dynamo_mode", name, output_dir=tmp_path / name) for name in ("default", mode)]
+    runs = []
+    for name in ("default", mode):
+        launch_with(name)
+        runs.append(train(*options, output_dir=tmp_path / name))
     expected, found = ([event["loss"] for event in read_events(run, "train")] for run in runs)
     assert found == pytest.approx(expected, abs=1e-4)

@@ -147,8 +147,8 @@ def test_another_optimizer_drops_what_was_chosen_for_muon():
 def test_yaml_numbers_and_bare_no(tmp_path):
     """YAML 1.1 reads 6e-4 as a string and `no` as false; a recipe means a number and the word."""
     path = tmp_path / "a.yaml"
-    path.write_text("dataset_dir: d\nlearning_rate: 6e-4\nmixed_precision: no\ndynamo_backend: no\nlr_scheduler_type: cosine_with_min_lr\n")
-    config = load("--config", str(path), "--lr_scheduler_kwargs", "min_lr=1e-5", "--report_to", "none")
+    path.write_text("dataset_dir: d\nlearning_rate: 6e-4\nmixed_precision: no\ndynamo_backend: no\nreport_to: none\n")
+    config = load("--config", str(path), "--lr_scheduler_kwargs", "min_lr=1e-5")
     assert config.learning_rate == 6e-4
     assert config.lr_scheduler_kwargs == {"min_lr": 1e-5} and config.report_to is None
     assert (config.mixed_precision, config.dynamo_backend) == ("no", "no")
@@ -202,7 +202,10 @@ def test_saved_config_repeats_the_run(tmp_path):
         (["--lr_scheduler_type", "cosine", "--lr_scheduler_kwargs", "min_lr=1e-4"], "cosine_with_min_lr does"),
         (["--lr_scheduler_kwargs", "min_lr_rate=0.1"], "warmup_stable_decay takes no min_lr_rate; cosine_with_min_lr"),
         (["--lr_scheduler_type", "cosine_with_min_lr", "--lr_scheduler_kwargs", "min_lr_rate=abc"], "from 0 to 1"),
-        (["--lr_scheduler_type", "cosine_with_min_lr", "--lr_scheduler_kwargs", "min_lr=1"], "from 0 to learning_rate"),
+        (
+            ["--lr_scheduler_type", "cosine_with_min_lr", "--lr_scheduler_kwargs", "min_lr=1"],
+            "from 0 to learning_rate",
+        ),
         (["--lr_scheduler_kwargs", "num_stable_steps=3"], "takes no num_stable_steps"),
         (["--lr_scheduler_kwargs", "num_decay_steps=2.5"], "a share below 1, got 2.5"),
         (["--lr_scheduler_kwargs", "num_decay_steps=-3"], "below 1, got -3"),
@@ -242,6 +245,7 @@ def test_the_smallest_vocabulary():
         ("seed: many\n", "seed: invalid int value: 'many'"),
         ("seed: 1.5\n", "seed: invalid int value: '1.5'"),
         ("warmup_steps: many\n", "'many'"),
+        ("block_size: many\n", "'many'"),
         ("tf32: sure\n", "tf32: Truthy value expected"),
         ("learning_rate: [1]\n", "must be a single value"),
         ("learning_rate: {a: 1}\n", "must be a single value"),
@@ -451,6 +455,12 @@ def test_the_block_size_is_that_of_the_dataset(dataset_dir):
 def test_a_shorter_run_has_a_shorter_warm_up(typed, expected):
     """The recipe's warm-up keeps its share of the steps, unless it is typed too."""
     assert load("--config", "gpt2_124m", *DATA, *typed).warmup_steps == pytest.approx(expected)
+
+
+def test_a_warm_up_in_a_recipe_of_epochs_is_kept(tmp_path):
+    """Its share of the steps is not known."""
+    (tmp_path / "a.yaml").write_text("dataset_dir: d\nnum_train_epochs: 2\nwarmup_steps: 50\n")
+    assert load("--config", str(tmp_path / "a.yaml"), "--max_steps", "100").warmup_steps == 50
 
 
 def test_steps_and_epochs_exclude_each_other():

@@ -23,7 +23,7 @@ import filelock
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import PLAIN, ROOT, TINY, launch, read_events
+from conftest import BLOCK_SIZE, PLAIN, ROOT, TINY, launch, read_events
 
 import recipe.checkpoint
 import recipe.evaluation.validation
@@ -339,9 +339,8 @@ def spoil(monkeypatch, values: dict[int, float]):
     monkeypatch.setattr(UpdateGuard, "step", count)
 
 
-@pytest.mark.parametrize("backend", ["no", "inductor"])
-def test_a_bad_loss_does_not_change_the_weights(train, monkeypatch, backend):
-    """NaN and Inf skip the update, even if the gradients themselves are finite and the graph is compiled."""
+def test_a_bad_loss_does_not_change_the_weights(train, monkeypatch):
+    """NaN and Inf skip the update, even if the gradients themselves are finite; test_nodes.py: compiled, too."""
     spoil(monkeypatch, {2: math.nan, 3: math.inf, 4: math.nan})
     step, weights = UpdateGuard.step, []
 
@@ -350,7 +349,7 @@ def test_a_bad_loss_does_not_change_the_weights(train, monkeypatch, backend):
         weights.append([p.detach().clone() for group in optimizer.param_groups for p in group["params"]])
 
     monkeypatch.setattr(UpdateGuard, "step", recorded)
-    output_dir = train("--max_steps", 6, "--lr_scheduler_type", "constant", "--dynamo_backend", backend)
+    output_dir = train("--max_steps", 6, "--lr_scheduler_type", "constant")
     changed = [not all(map(torch.equal, a, b)) for a, b in zip(weights, weights[1:], strict=False)]
     assert changed == [False, False, False, True, True]
     events = read_events(output_dir, "train")
@@ -405,9 +404,7 @@ def test_out_of_memory_leaves_a_smaller_micro_batch(train, tmp_path, monkeypatch
         assert [event[key] for event in found] == pytest.approx([event[key] for event in expected], abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("error", "expected"), [(torch.OutOfMemoryError, UserError), (RuntimeError, RuntimeError)]
-)
+@pytest.mark.parametrize(("error", "expected"), [(torch.OutOfMemoryError, UserError), (RuntimeError, RuntimeError)])
 def test_errors_that_a_smaller_micro_batch_cannot_avoid(train, monkeypatch, tmp_path, error, expected):
     """One sentence if nothing smaller is left, a traceback for an unknown error. The job is not queued again."""
     monkeypatch.setattr(Accelerator, "backward", mock.Mock(side_effect=error("out of order")))
@@ -434,14 +431,19 @@ class DistBackendError(RuntimeError):
 def test_a_lost_process_is_told_from_a_mistake(tmp_path, message, is_lost):
     """The first is one sentence, and can be resumed after a checkpoint. The second keeps its traceback."""
 
-    def run(has_saved):
-        with resumable(tmp_path, types.SimpleNamespace(has_saved=has_saved), []):
+    config = load_config(["--dataset_dir", "d"])[0]
+    device = types.SimpleNamespace(num_processes=1, device=torch.device("cpu"))
+    plan = types.SimpleNamespace(micro_batch_size=1)
+    run = types.SimpleNamespace(output_dir=tmp_path, hardware=config, accelerator=device, plan=plan)
+
+    def fail(has_saved):
+        with resumable(run, types.SimpleNamespace(has_saved=has_saved)):
             raise DistBackendError(message)
 
     for has_saved in (False, True):
         expected = (SystemExit, "^error: the connection to another process") if is_lost else (DistBackendError, "Dup")
         with pytest.raises(expected[0], match=expected[1]):
-            run_main(lambda has_saved=has_saved: run(has_saved))
+            run_main(functools.partial(fail, has_saved))
         assert (tmp_path / ".resumable").exists() is (is_lost and has_saved)
 
 
@@ -452,9 +454,16 @@ SHORT = ["--max_steps", 30, *DROPOUT, "--logging_steps", 7, "--eval_steps", 10]
 
 
 @pytest.fixture(scope="module")
-def short_run(train_shared):
-    """A run of SHORT, which is neither stopped nor saved."""
-    return train_shared(*SHORT)
+def uninterrupted(train_shared):
+    with mock.patch.object(recipe.evaluation.validation, "CPU_TOKENS", BLOCK_SIZE):
+        return train_shared(*SHORT)
+
+
+@pytest.fixture
+def short_run(uninterrupted, monkeypatch):
+    """A run of SHORT, which is neither stopped nor saved. All evaluate one row after the other."""
+    monkeypatch.setattr(recipe.evaluation.validation, "CPU_TOKENS", BLOCK_SIZE)
+    return uninterrupted
 
 
 def check_equal(run, expected):
@@ -531,7 +540,7 @@ def check_stopped(run, output):
     step = int(checkpoint.name.partition("-")[2])
     assert why_damaged(checkpoint) is None and (run / ".resumable").exists()
     assert f"after step {step}, saved in " in output and f"/checkpoint-{step}; to resume:\n" in output
-    command = r"\n(python|accelerate launch) \S*recipe/train.py --resume_from_checkpoint auto --config \S*run/training"
+    command = r"\n(ACCELERATE_USE_CPU=true )?(python|accelerate launch) .*recipe/train.py --resume_from_checkpoint auto --config \S*run/training"
     assert re.search(command, output)
     return step
 
@@ -583,7 +592,6 @@ def test_a_signal_in_an_evaluation_is_served_at_once(train, short_run, monkeypat
     options = [*SHORT, "--save_steps", 10]
     with monkeypatch.context() as patch:
         patch.setattr(recipe.evaluation.validation, "iterate_validation", signaled)
-        patch.setattr(recipe.evaluation.validation, "CPU_TOKENS", 32)  # one row per batch
         with pytest.raises(SystemExit) as stopped:
             train(*options, *AUTO)
     run = tmp_path / "run"
@@ -624,7 +632,7 @@ def test_a_signal_in_the_last_step(train, short_run, monkeypatch, tmp_path):
 
 
 def test_a_signal_while_saving(train, short_run, monkeypatch, tmp_path):
-    """Both that checkpoint and the one of the next step are complete. Later signals, but a Ctrl-C, are ignored."""
+    """That checkpoint is complete, though a second signal follows."""
     write = CheckpointSaver._write
 
     def signaled(self, *args):
@@ -639,8 +647,8 @@ def test_a_signal_while_saving(train, short_run, monkeypatch, tmp_path):
         with pytest.raises(SystemExit) as stopped:
             train(*options)
     checkpoints = list_checkpoints(tmp_path / "run")
-    assert stopped.value.code == EXIT_STOPPED and [why_damaged(path) for path in checkpoints] == [None, None]
-    assert checkpoints[0].name == "checkpoint-10"
+    assert stopped.value.code == EXIT_STOPPED and checkpoints[0].name == "checkpoint-10"
+    assert not any(map(why_damaged, checkpoints))
     check_equal(train(*options, *AUTO), short_run)
 
 
@@ -668,7 +676,7 @@ def test_a_signal_to_one_of_two_processes_stops_both(train, monkeypatch, tmp_pat
     assert output.count("after step") == 1 and "stopped by" in output, output
     assert 'recipe/train.py", line' not in output  # no traceback of ours
     assert f"exitcode  : {EXIT_STOPPED}" in output and "exitcode  : 1 " not in output
-    run, first = tmp_path / "run", check_stopped(tmp_path / "run", output.replace("--multi_gpu ", ""))
+    run, first = tmp_path / "run", check_stopped(tmp_path / "run", output)
     signal_this_process_after(20, "SIGTERM", monkeypatch)
     with pytest.raises(SystemExit):
         train("--max_steps", 150, *AUTO)  # two processes -> one
@@ -768,11 +776,11 @@ def test_no_secret_leaves_the_environment(tmp_path, dataset_dir):
     secrets = {"HF_TOKEN": canary, "HUGGING_FACE_HUB_TOKEN": canary, "WANDB_API_KEY": canary}
     arguments = [*options(dataset_dir, 4), "--save_steps", "2", "--report_to", "tensorboard"]
     crash = "finish = recipe.train.finish_run\nrecipe.train.finish_run = lambda *args: (finish(*args), 1 / 0)"
-    process = start(arguments, tmp_path, (), patched_program(tmp_path, crash), **secrets)
+    process = start(arguments, tmp_path, program=patched_program(tmp_path, crash), **secrets)
     output = process.communicate(timeout=300)[0]
     assert process.returncode != 0 and "ZeroDivisionError" in output
-    before = [line for line in output.partition("\nrecipe ")[0].splitlines() if line and "arning" not in line]
-    assert before == [], before
+    before = re.split("^recipe  ", output, maxsplit=1, flags=re.MULTILINE)[0]
+    assert [line for line in before.splitlines() if line and "arning" not in line] == []
     assert canary not in output
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert len(files) > 20 and any("tfevents" in path.name for path in files)

@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -289,6 +291,24 @@ def test_a_connection_that_hangs_does_not_hold_the_run(train, hub, monkeypatch):
     assert time.perf_counter() - started_at < 20 and "model.safetensors" in hub.files(REPO)
 
 
+@pytest.mark.parametrize(("stopped", "code"), [(True, 75), (False, 0)])
+def test_an_upload_that_never_returns_does_not_hold_the_end(train, hub, tmp_path, monkeypatch, capsys, stopped, code):
+    """At a stop, and at the end of a complete run, it is given up in time, with the command that uploads the rest."""
+    run, healed = tmp_path / "run", threading.Event()
+    monkeypatch.setattr(uploads_room, "upload", lambda *args: healed.wait())
+    monkeypatch.setattr("recipe.run.report.STOP_SECONDS", 1.0)
+    monkeypatch.setattr(uploads_room.HubUploads.finish, "__defaults__", (None, 1.0))  # of a complete run
+    monkeypatch.setattr(os, "_exit", sys.exit)  # which would end this process, too
+    options = [*PUSH, *SAVE, "--logging_steps", "1000", "--max_steps", "100000" if stopped else "8"]
+    started_at = time.perf_counter()
+    with sigterm_when((run / "checkpoint-2").exists if stopped else lambda: False), pytest.raises(SystemExit) as end:
+        train(*options)
+    healed.set()
+    assert end.value.code == code and time.perf_counter() - started_at < 30
+    assert f"to upload what is missing:\n    python scripts/push_to_hub.py {run}\n" in capsys.readouterr().out
+    assert (run / ".resumable").exists() == stopped != (run / "summary.json").exists()
+
+
 def test_a_stopped_run_uploads_its_last_checkpoint(train, hub, tmp_path):
     """A job that is told to leave takes its state to the Hub, from where the next one resumes."""
     with sigterm_when((tmp_path / "run" / "checkpoint-2").exists), pytest.raises(SystemExit):
@@ -311,7 +331,7 @@ def test_a_stopped_run_uploads_its_last_checkpoint(train, hub, tmp_path):
     ],
 )
 def test_a_run_that_could_not_publish_does_not_start(train, hub, monkeypatch, tmp_path, change, message):
-    """It ends in one sentence before a folder is made."""
+    """It ends in one sentence before anything is written."""
     for name, value in change.items():
         if value is None:
             monkeypatch.delenv(name)
@@ -320,7 +340,7 @@ def test_a_run_that_could_not_publish_does_not_start(train, hub, monkeypatch, tm
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", os.environ["HF_HUB_OFFLINE"] == "1")
     with pytest.raises(UserError, match=message):
         train(*PUSH)
-    assert not (tmp_path / "run").exists()
+    assert not list((tmp_path / "run").glob("[!.]*"))
 
 
 def test_a_token_that_cannot_write_to_an_existing_repository(train, hub, monkeypatch):

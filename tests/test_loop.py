@@ -178,7 +178,9 @@ def test_the_host_does_not_wait_between_log_lines(train, tmp_path, monkeypatch):
     """It reads tensors at log lines and evaluations only, because on a GPU each read waits for the device."""
     sample = mock.Mock(return_value="no sample")  # a real one reads every token
     monkeypatch.setattr(recipe.evaluation.validation, "sample_text", sample)
-    monkeypatch.setattr(recipe.train, "largest_of_processes", lambda *values: list(values))  # reads the host's tensor
+    monkeypatch.setattr(
+        recipe.run.stop, "largest_of_processes", lambda *values: list(values)
+    )  # reads the host's tensor
     reads = []
     for name in ("item", "tolist", "__bool__", "__float__", "__int__", "numpy"):
         original = getattr(torch.Tensor, name)

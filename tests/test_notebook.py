@@ -1,4 +1,4 @@
-"""A notebook: the README's cell trains, the kernel keeps its signal handlers, and a second run has its own time."""
+"""A notebook: the README's cell trains, twice in one process, and the kernel keeps its signal handlers."""
 
 import re
 import signal
@@ -6,12 +6,11 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, TINY, default_arguments, read_events
+from conftest import ROOT, TINY, default_arguments
 
-import recipe.train
 from recipe.command_line import load_config
 from recipe.errors import UserError, run_main
-from recipe.run.stop import SIGNALS, StopRequest
+from recipe.run.stop import SIGNALS, StopSignals
 
 
 def test_the_cell_of_the_readme_trains(dataset_dir, tmp_path):
@@ -37,18 +36,10 @@ def test_no_signal_handler_is_left_behind(error):
     """A failed run must not catch the interrupts of the kernel's next cells."""
 
     def fail():
-        StopRequest()
-        raise error
+        with StopSignals():
+            raise error
 
     before = [signal.getsignal(number) for number in SIGNALS]
     with pytest.raises((SystemExit, ZeroDivisionError)):
         run_main(fail)
     assert [signal.getsignal(number) for number in SIGNALS] == before
-    assert signal.set_wakeup_fd(-1) == -1
-
-
-def test_max_minutes_counts_from_the_run(train, monkeypatch):
-    """Not from the import, which in a notebook may be hours ago."""
-    monkeypatch.setattr(recipe.train, "STARTED_AT", recipe.train.STARTED_AT - 1e6)
-    output_dir = train("--max_steps", 14, "--max_minutes", 5)
-    assert [event["step"] for event in read_events(output_dir, "train")][-1] == 14

@@ -193,7 +193,8 @@ def log(tmp_path, monkeypatch):
     monkeypatch.setattr(recipe.run.log, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(recipe.run.log, "freeze_garbage", lambda: None)
     state = RunState(run_id="", unlogged={"loss": 5.0, "steps": 1})
-    log = RunLog(config, accelerator, tmp_path, state, {"flops_per_token": 6.0}, started_at=-5.0)
+    run = types.SimpleNamespace(config=config, accelerator=accelerator, output_dir=tmp_path, started_at=-5.0)
+    log = RunLog(run, state, flops_per_token=6.0)
     batches, guard = types.SimpleNamespace(take_wait=lambda: 0.0), types.SimpleNamespace(counts=torch.zeros(2))
 
     def add(*losses):

@@ -15,7 +15,7 @@ from recipe.command_line import load_config
 from recipe.environment import count_cpus
 from recipe.errors import UserError
 from recipe.hardware import accelerator, devices, processes
-from recipe.hardware.choices import choose_attention, choose_dynamo_backend, choose_mixed_precision
+from recipe.hardware.accelerator import choose_attention, choose_dynamo_backend, choose_mixed_precision
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -26,7 +26,7 @@ def config_of(*argv):
 
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch):
-    for name in ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND"):
+    for name in ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_DYNAMO_MODE"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -116,26 +116,15 @@ def test_inductor_is_refused_where_it_cannot_compile(monkeypatch, triton, argv, 
         choose_dynamo_backend(config_of(*argv), device, 1)
 
 
-def test_a_gpu_without_kernels_is_refused(monkeypatch):
-    """The error names the GPU. A GPU whose memory is full is another error."""
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100-SXM2-16GB")
-    for error, expected in (
-        (torch.AcceleratorError("CUDA error: no kernel image is available"), UserError),
-        (torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError),
-    ):
-        monkeypatch.setattr(torch, "ones", mock.Mock(side_effect=error))
-        with pytest.raises(expected, match=r"on Tesla V100-SXM2-16GB: CUDA error.*; install a build|out of memory"):
-            processes.check_kernels(CUDA)
-
-
 def test_deterministic_algorithms_are_a_switch(monkeypatch, tmp_path):
     """The switch sets PyTorch's own option, inductor's and cuBLAS's. On a CPU only max-autotune needs it."""
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     monkeypatch.setattr(processes.torch, "set_num_threads", lambda count: None)
     seen = []
     try:
-        tuned = ["--dynamo_mode", "max-autotune-no-cudagraphs"]
-        for switch in (tuned, [], [*tuned, "--deterministic"]):
+        tuned = "max-autotune-no-cudagraphs"
+        for mode, switch in ((tuned, []), ("default", []), (tuned, ["--deterministic"])):
+            monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", mode)
             torch.use_deterministic_algorithms(False)
             os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
             reset_accelerate()

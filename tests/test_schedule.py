@@ -5,7 +5,6 @@ import re
 import shlex
 import shutil
 import time
-from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -14,12 +13,10 @@ from transformers import get_scheduler
 
 import recipe.run.report
 import recipe.train
-from recipe.checkpoint import RunState
 from recipe.command_line import load_config
 from recipe.config import SCHEDULES
 from recipe.model.loss import LanguageModelingLoss
 from recipe.optim.schedule import learning_rate_scale
-from recipe.run.resume import describe_jump, resolve_resume
 
 STABLE = ["--lr_scheduler_type", "warmup_stable_decay"]
 
@@ -39,7 +36,7 @@ def rates_of(config):
 CASES = [
     *((kind, "") for kind in ("constant", "constant_with_warmup", "linear", "cosine")),
     *(("cosine_with_min_lr", text) for text in ("min_lr_rate=0.1", "min_lr=1e-4")),
-    ("warmup_stable_decay", "num_decay_steps=20"),
+    ("warmup_stable_decay", "num_decay_steps=20,decay_type=linear"),
     ("warmup_stable_decay", "num_decay_steps=50,decay_type=cosine,min_lr_ratio=0.1"),
     ("warmup_stable_decay", "num_decay_steps=30,decay_type=1-sqrt"),
 ]
@@ -86,7 +83,7 @@ def test_a_rate_rises_once_and_falls_once(kind, arguments, warmup):
         rates = rates_of(config_of(*options, *(decay if arguments else [])))
         peak = rates.index(max(rates))
         assert rates[: peak + 1] == sorted(rates[: peak + 1]) and rates[peak:] == sorted(rates[peak:], reverse=True)
-        assert 0 <= min(rates) and max(rates) <= 1
+        assert min(rates) >= 0 and max(rates) <= 1
 
 
 @pytest.mark.parametrize(("kind", "arguments"), CASES)
@@ -100,7 +97,7 @@ def test_any_machine_reaches_the_peak_and_the_end(kind, arguments, warmup, num_s
     config = config_of(*options, *(["--lr_scheduler_kwargs", arguments] if arguments else []))
     rates = [learning_rate_scale(config, step, step / num_steps) for step in range(num_steps + 1)]
     peak = rates.index(max(rates))
-    assert rates[peak] > 0.9 and peak / num_steps <= 0.2 + 1 / num_steps
+    assert rates[peak] > 0.85 and peak / num_steps <= 0.2 + 1 / num_steps
     ends = {"min_lr_rate=0.1": 0.1, "min_lr=1e-4": 1 / 6}
     end = 1 if kind.startswith("constant") else 0.1 if "min_lr_ratio" in arguments else ends.get(arguments, 0)
     assert rates[-1] == pytest.approx(end)
@@ -110,7 +107,7 @@ def test_any_machine_reaches_the_peak_and_the_end(kind, arguments, warmup, num_s
 
 SETUP, COMPILATION, EVALUATION, EXPORT = 10.0, 5.0, 3.0, 2.0  # seconds on the clock of these tests
 LIMITED = ["--global_batch_size", 4, "--logging_steps", 1, "--learning_rate", 0.003, "--warmup_steps", 6,
-           "--eval_steps", 20, "--save_steps", 8, "--muon_learning_rate", 0.003]  # fmt: skip
+           "--eval_steps", 100, "--save_steps", 8, "--muon_learning_rate", 0.003]  # fmt: skip
 
 
 @pytest.fixture
@@ -142,13 +139,13 @@ def clock(monkeypatch):
     return Clock
 
 
-@pytest.mark.parametrize("step_seconds", [0.7, 4.0])
+@pytest.mark.parametrize("step_seconds", [1.5, 4.0])
 def test_a_time_limited_run_ends_on_time_with_its_decay_complete(train, clock, dataset_dir, tmp_path, step_seconds):
     """On a fast machine or a slow one; resumed, also with more time, it continues the seconds and the decay."""
     clock.step_seconds = step_seconds
     options = [*TINY, *PLAIN, *LIMITED, *STABLE, "--dataset_dir", dataset_dir]
 
-    def check(output_dir, seconds, num_starts):
+    def check(output_dir, seconds):
         wall = json.loads((output_dir / "summary.json").read_text())["wall_seconds"]
         assert seconds - 3 * EVALUATION - EXPORT < wall <= seconds + step_seconds, output_dir
         steps = read_events(output_dir, "train")
@@ -158,12 +155,14 @@ def test_a_time_limited_run_ends_on_time_with_its_decay_complete(train, clock, d
         assert decay == pytest.approx(0.2 * (seconds - SETUP), abs=2 * step_seconds + 2 * EVALUATION)
         return steps
 
-    whole = train(*options, "--max_minutes", 2, "--output_dir", tmp_path / "whole", alone=True)
-    num_steps = len(check(whole, 120, 1))
+    def run(name, *more):
+        return train(*options, *more, "--output_dir", tmp_path / name, output_dir=tmp_path / name, alone=True)
+
+    whole = run("whole", "--max_minutes", 2)
+    num_steps = len(check(whole, 120))
     for name, minutes in (("resumed", 2), ("longer", 4)):
-        resume = ["--resume_from_checkpoint", whole / "checkpoint-16", "--max_minutes", minutes]
-        again = train(*options, *resume, "--output_dir", tmp_path / name, alone=True)
-        last = check(again, 60 * minutes, 2)[-1]["step"]
+        again = run(name, "--resume_from_checkpoint", whole / "checkpoint-8", "--max_minutes", minutes)
+        last = check(again, 60 * minutes)[-1]["step"]
         assert last < num_steps if minutes == 2 else last > num_steps
 
 
@@ -172,7 +171,8 @@ def test_a_run_without_time_takes_one_step(train, clock, dataset_dir, tmp_path):
     options = [*TINY, *PLAIN, *LIMITED, "--dataset_dir", dataset_dir]
     for minutes, max_steps, expected in ((0.1, 40, 1), (4, 5, 5)):
         limits = ["--max_minutes", minutes, "--max_steps", max_steps, "--lr_scheduler_type", "linear"]
-        run = train(*options, *limits, "--output_dir", tmp_path / str(expected), alone=True)
+        folder = tmp_path / str(expected)
+        run = train(*options, *limits, "--output_dir", folder, output_dir=folder, alone=True)
         assert read_events(run, "train")[-1]["step"] == expected
 
 
@@ -284,27 +284,19 @@ def test_the_command_that_a_finished_run_prints_extends_it(train, stable, tmp_pa
         ("checkpoint-20", 20, None),
     ],
 )
-def test_a_jump_of_the_learning_rate_is_reported(stable, checkpoint, max_steps, expected):
+def test_a_jump_of_the_learning_rate_is_reported(train, stable, tmp_path, capsys, checkpoint, max_steps, expected):
     """The warning names the checkpoint to resume from instead."""
-    config = replace(load_config(["--config", str(stable / "training_config.yaml")])[0], max_steps=max_steps)
-    found = describe_jump(config, stable / checkpoint)
-    assert found is None if expected is None else re.search(expected, found)
+    resume = ["--resume_from_checkpoint", stable / checkpoint, "--max_steps", max_steps]
+    train(*STABLE, *resume, output_dir=tmp_path / "branch")
+    printed = capsys.readouterr().out
+    assert "jumps" not in printed if expected is None else re.search(f"jumps {expected}", printed)
 
 
-@pytest.mark.parametrize(
-    ("max_steps", "warmup", "typed_steps", "typed_warmup", "expected"),
-    [
-        (20, 0.1, 20, 0.1, 0.1),
-        (20, 0.1, 400, 0.1, 2),
-        (400, 2, 400, 0.1, 2),  # the same command again
-        (20, 0.1, 400, 50, 50),
-    ],
-)
-def test_a_warm_up_that_is_over_stays_over(tmp_path, max_steps, warmup, typed_steps, typed_warmup, expected):
-    """A tenth of 20 steps was 2 steps; of 400 it would be 40, and the learning rate would fall at step 7."""
-    identity = {name: None for name in ("lr_scheduler_kwargs", "muon_learning_rate", "max_minutes")}
-    identity |= {"max_steps": max_steps, "warmup_steps": warmup, "learning_rate": 1.0, "lr_scheduler_type": STABLE[1]}
-    state = asdict(RunState("ID", step=7)) | {"identity": identity}
-    (tmp_path / "training_state.json").write_text(json.dumps(state))
-    config = config_of(*STABLE, "--max_steps", typed_steps, "--warmup_steps", typed_warmup)
-    assert resolve_resume(config, tmp_path).warmup_steps == expected
+def test_a_warm_up_that_is_over_stays_over(train, tmp_path):
+    """A tenth of 20 steps was 2 steps; of 100 it would be 10, and the rate would fall, also if the run stops again."""
+    options = ["--lr_scheduler_type", "constant_with_warmup", "--warmup_steps", "0.1", "--save_steps", "4"]
+    run = train(*options, "--max_steps", "20", output_dir=tmp_path / "short")
+    for name, checkpoint in (("longer", "checkpoint-4"), ("again", "checkpoint-8")):
+        resume = ["--max_steps", "100", "--resume_from_checkpoint", run / checkpoint]
+        run = train(*options, *resume, output_dir=tmp_path / name)
+        assert {event["learning_rate"] for event in read_events(run, "train")} == {0.003}, name

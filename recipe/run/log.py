@@ -114,7 +114,7 @@ class RunLog:
     def add(self, means: dict[str, torch.Tensor]) -> None:
         """Add the scalars of one step, which stay on the device. Call it after every step."""
         for name, value in means.items():
-            self.sums[name] = self.sums.get(name, 0.0) + value
+            self.sums[name] = self.sums.get(name, 0.0) + torch.as_tensor(value, device=self.device)
         self.num_added += 1
         self.lap_steps += 1
         self.freed_memory.give_back()

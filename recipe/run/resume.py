@@ -31,7 +31,7 @@ def keep_warmup(config: TrainConfig, content: dict[str, Any]) -> TrainConfig:
     """Keep a warm-up that is over: a share of a new length would repeat it. content: from `read_state`."""
     earlier = with_schedule_of(config, content["identity"])
     num_steps = count_warmup_steps(earlier)
-    if config.warmup_steps < 1 and num_steps <= content["step"] and config.max_steps != earlier.max_steps:
+    if config.warmup_steps < 1 and num_steps <= content["step"] and count_warmup_steps(config) != num_steps:
         return dataclasses.replace(config, warmup_steps=num_steps)
     return config
 
