@@ -103,7 +103,7 @@ class TrainParser(CommandLine, HfArgumentParser):
         kwargs = {key: value for key, value in kwargs.items() if key not in ("at_least", "above", "below", "words")}
         if name == "activation_checkpointing":
             kwargs["type"] = str.lower  # Python's booleans, as YAML's arrive here, and the command line's
-        elif name not in LITERALS:
+        elif name in OPTIONS and name not in LITERALS:
             kwargs.setdefault("metavar", "N" if kwargs.get("type") in (int, float) else "VALUE")
         return self.section.add_argument(f"--{name}", **kwargs)  # without HfArgumentParser's second spelling
 
