@@ -12,7 +12,7 @@ import pytest
 from conftest import ROOT, load_program, run_script
 
 from recipe.command_line import CONFIGS_DIR
-from recipe.run.summary import describe_evaluation
+from recipe.run.log import describe_evaluation
 
 TEXT = (ROOT / "README.md").read_text()
 MAX_LINES = 600

@@ -3,7 +3,6 @@
 import importlib.util
 import os
 import types
-from unittest import mock
 
 import pytest
 import torch

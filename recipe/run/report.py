@@ -101,8 +101,7 @@ def show_start(log: RunLog, facts: dict[str, Any], state: RunState, eval_rows: i
     if epochs > MANY_EPOCHS:
         log.say(f"warning: {epochs:,.0f} epochs over so little text: the model will memorize it")
     if state.step == config.max_steps:
-        longer = extend_command(log.config, log.output_dir, state.decay_start, state.step)
-        log.say(f"all {state.step:,} steps are done" + (f"; to train longer:\n    {longer}" if longer else ""))
+        log.say(f"all {state.step:,} steps are done")
     elif config.dynamo_backend == "inductor":
         log.say("compiling; the first step takes a minute or more")
     if run.changes:
