@@ -118,7 +118,7 @@ def build_batches(
     dataset: of a streamed text, its prepared head; position: `TrainBatches.position` after the previous step.
     gather: returns the parts of all processes, by rank; all call this function together.
     """
-    split, device, num_processes = dataset.splits["train"], accelerator.device, accelerator.num_processes
+    split, device, num_processes = dataset.train, accelerator.device, accelerator.num_processes
     num_rows, rank = config.shuffle_buffer_size if config.streaming else len(split), accelerator.process_index
     order = TrainOrder(
         num_rows, config.seed, config.global_batch_size, micro_batch_size, first_step, rank, num_processes
