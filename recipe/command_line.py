@@ -1,4 +1,4 @@
-"""Command line and recipe file -> `TrainConfig`; also the argument parser of the other scripts.
+"""Command line and recipe file -> `TrainConfig`.
 
 Defaults < recipe YAML < command line. This module does not import torch, so mistakes are reported at once.
 """
@@ -6,7 +6,6 @@ Defaults < recipe YAML < command line. This module does not import torch, so mis
 import argparse
 import json
 import os
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import yaml
 from transformers import HfArgumentParser  # this name does not import torch
 
+from recipe.arguments import CommandLine, typed_names, underscored
 from recipe.config import (
     DATA_SOURCES,
     LISTS,
@@ -33,57 +33,6 @@ RECIPES = sorted(path.stem for path in CONFIGS_DIR.glob("*.yaml"))
 # With another model, tokenizer or row length, losses do not compare with the recipe's.
 OTHER_LOSS = {"config_overrides", "model_type", "model_name_or_path", "tokenizer_name", "tokenizer_vocab_size"}
 OTHER_LOSS |= {"block_size"}
-# Names of TrainingArguments, run_clm.py and nanoGPT that this program spells in another way.
-OTHER_NAMES = {
-    "mixed_precision": "bf16 fp16 dtype",
-    "eval_steps": "do_eval eval_strategy evaluation_strategy eval_interval",
-    "max_eval_samples": "eval_iters",
-    "save_steps": "save_strategy",
-    "logging_steps": "log_interval",
-    "activation_checkpointing": "gradient_checkpointing",
-    "dynamo_backend": "torch_compile torch_compile_backend compile",
-    "max_steps": "max_iters max_train_samples do_train",
-    "num_train_epochs": "num_epochs",
-    "warmup_steps": "warmup_ratio",
-    "block_size": "max_seq_length",
-    "per_device_train_batch_size": "batch_size train_batch_size per_device_eval_batch_size",
-    "learning_rate": "lr",
-    "lr_scheduler_kwargs": "min_lr decay_lr",
-    "config_overrides": "config_name dropout",
-    "model_name_or_path": "model init_from",
-    "resume_from_checkpoint": "resume",
-    "output_dir": "overwrite overwrite_output_dir logging_dir",
-}
-OTHER_NAMES = {name: f"use --{option}" for option, names in OTHER_NAMES.items() for name in names.split()}
-OTHER_NAMES |= dict.fromkeys(("eval_only", "do_predict"), "use scripts/evaluate_model.py")
-OTHER_NAMES |= dict.fromkeys(("no_cuda", "use_cpu", "device"), "the launcher decides: accelerate launch --cpu")
-OTHER_NAMES |= dict.fromkeys(("torch_compile_mode", "dynamo_mode"), "pass --dynamo_mode to accelerate launch")
-OTHER_NAMES |= dict.fromkeys(("fsdp", "deepspeed"), "several devices use DistributedDataParallel")
-OTHER_NAMES["hub_token"] = "log in with `hf auth login` or set HF_TOKEN; never put a token on a command line"
-
-
-class CommandLine(argparse.ArgumentParser):
-    """The parser of a script. It accepts `--max-steps` for `--max_steps` and raises `UserError` for mistakes."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(allow_abbrev=False, **kwargs)
-
-    def parse_args(self, args: list[str] | None = None, namespace: argparse.Namespace | None = None):
-        found, unknown = self.parse_known_args(underscored(sys.argv[1:] if args is None else args), namespace)
-        if unknown:
-            raise UserError(unknown_option(unknown[0], [action.dest for action in self._actions]))
-        return found
-
-    def parse_with_run_options(self) -> tuple[argparse.Namespace, list[str]]:
-        """Return the script's options, and those of recipe/train.py as typed. Raises `UserError` for any other."""
-        args, options = self.parse_known_args(underscored(sys.argv[1:]))
-        for text in options:
-            if text.startswith("--") and text[2:].partition("=")[0] not in OPTIONS:
-                raise UserError(unknown_option(text, [*vars(args), *OPTIONS]))
-        return args, options
-
-    def error(self, message: str) -> None:
-        raise UserError(re.sub(r"^argument (--\w+)[^:]*: ", r"\1: ", message))
 
 
 class TrainParser(CommandLine, HfArgumentParser):
@@ -106,27 +55,6 @@ class TrainParser(CommandLine, HfArgumentParser):
         elif name in OPTIONS and name not in LITERALS:
             kwargs.setdefault("metavar", "N" if kwargs.get("type") in (int, float) else "VALUE")
         return self.section.add_argument(f"--{name}", **kwargs)  # without HfArgumentParser's second spelling
-
-
-def underscored(argv: list[str]) -> list[str]:
-    """`--max-steps=5` -> `--max_steps=5`; values stay as they are."""
-    return [re.sub(r"^--[\w-]+(?==|$)", lambda name: "--" + name[0][2:].replace("-", "_"), text) for text in argv]
-
-
-def typed_names(argv: list[str]) -> set[str]:
-    """Return the names of the options on a command line: `["--max-steps=5"]` -> {"max_steps"}."""
-    return {text[2:].partition("=")[0] for text in underscored(argv) if text.startswith("--")}
-
-
-def unknown_option(option: str, names: list[str]) -> str:
-    """Return the message for an option that does not exist."""
-    if not option.startswith("-"):
-        hint = "join several values with commas: n_layer=2,n_head=2" if "=" in option else ""
-        return f"unexpected argument '{option}'; {hint or 'pass text as --train_file and a recipe as --config'}"
-    name = option.lstrip("-").split("=")[0].replace("-", "_")
-    if (answer := OTHER_NAMES.get(name)) and "config_overrides" in names:
-        return f"unknown option --{name}; {answer}"
-    return f"unknown option --{name}; {did_you_mean(name, names, '--')}"
 
 
 def load_config(argv: list[str] | None = None) -> tuple[TrainConfig, str]:

@@ -25,7 +25,8 @@ from accelerate.utils import launch as environments
 from huggingface_hub import get_token, whoami
 from packaging.requirements import Requirement
 
-from recipe.command_line import CommandLine, load_config, names_data, typed_names
+from recipe.arguments import CommandLine, typed_names
+from recipe.command_line import load_config, names_data
 from recipe.config import STANDARD_LIBRARY, TrainConfig, save_config
 from recipe.environment import count_cpus, describe_device
 from recipe.errors import UserError, one_line, run_main, short_reason

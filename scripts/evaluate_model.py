@@ -12,7 +12,7 @@ import torch
 from accelerate import PartialState
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from recipe.command_line import CommandLine
+from recipe.arguments import CommandLine
 from recipe.config import EVAL_TASKS, parse_tasks
 from recipe.data.packed import open_packed_dataset
 from recipe.data.tokenizer import load_tokenizer

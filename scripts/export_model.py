@@ -19,8 +19,9 @@ from torch.nn.utils import prune
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
+from recipe.arguments import CommandLine
 from recipe.checkpoint import CONFIG_NAME
-from recipe.command_line import CommandLine, load_config
+from recipe.command_line import load_config
 from recipe.data.packed import open_packed_dataset
 from recipe.data.prepare import open_dataset_for
 from recipe.data.tokenizer import load_tokenizer, save_tokenizer

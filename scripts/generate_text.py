@@ -19,7 +19,7 @@ from pathlib import Path
 from accelerate import PartialState
 from accelerate.utils import set_seed
 
-from recipe.command_line import CommandLine
+from recipe.arguments import CommandLine
 from recipe.errors import UserError, run_main
 from recipe.evaluation.generation import Sampling, TokenStream, check_prompt, continue_prompt, load_generator
 

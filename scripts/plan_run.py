@@ -13,7 +13,8 @@ import math
 
 from transformers import PreTrainedConfig
 
-from recipe.command_line import CommandLine, load_config, names_data
+from recipe.arguments import CommandLine
+from recipe.command_line import load_config, names_data
 from recipe.config import TrainConfig
 from recipe.errors import UserError, run_main
 from recipe.hardware.gpus import load_gpu

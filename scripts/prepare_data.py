@@ -7,7 +7,7 @@ python scripts/prepare_data.py --inspect DIR
 import dataclasses
 from pathlib import Path
 
-from recipe.command_line import CommandLine
+from recipe.arguments import CommandLine
 from recipe.data.contents import print_contents
 from recipe.data.packed import open_packed_dataset
 from recipe.data.prepare import add_source_arguments, prepare_dataset, source_from

@@ -9,8 +9,9 @@ import shlex
 import sys
 from pathlib import Path
 
+from recipe.arguments import CommandLine
 from recipe.checkpoint import CONFIG_NAME, list_checkpoints, why_damaged
-from recipe.command_line import CommandLine, load_config
+from recipe.command_line import load_config
 from recipe.errors import UserError, check_local_path, run_main
 from recipe.publish.hub import check_hub
 from recipe.publish.public import SUMMARY_NAME

@@ -38,7 +38,8 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AutoModelForCausalLM, GPT2Config
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from recipe.command_line import CommandLine, load_config, names_data
+from recipe.arguments import CommandLine
+from recipe.command_line import load_config, names_data
 from recipe.config import STANDARD_LIBRARY
 from recipe.data.batches import example_rows, iterate_validation
 from recipe.data.packed import open_packed_dataset

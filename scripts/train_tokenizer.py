@@ -5,7 +5,7 @@ python scripts/train_tokenizer.py --train_file a.txt --vocab_size 8192 --output_
 
 from pathlib import Path
 
-from recipe.command_line import CommandLine
+from recipe.arguments import CommandLine
 from recipe.data.prepare import add_source_arguments, source_from
 from recipe.data.tokenizer import describe_vocabulary, train_tokenizer
 from recipe.errors import UserError, run_main

@@ -16,7 +16,8 @@ from conftest import BLOCK_SIZE, PLAIN, ROOT, TINY, read_events, run_script
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from recipe.command_line import CONFIGS_DIR, OTHER_NAMES, load_config, load_yaml
+from recipe.arguments import OTHER_NAMES
+from recipe.command_line import CONFIGS_DIR, load_config, load_yaml
 from recipe.config import SECTIONS, TrainConfig, save_config
 from recipe.errors import UserError
 from recipe.evaluation.validation import Validation, count_eval_rows

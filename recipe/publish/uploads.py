@@ -1,5 +1,6 @@
 """Uploads during a run: in the background, one at a time, and never in the way of training."""
 
+import contextlib
 import math
 import os
 import shlex
@@ -74,7 +75,8 @@ class HubUploads:
             return
         folder, running = staging_folder(self.config, self.output_dir, step), self.running
         if running is not None and running[0] == folder:  # a schedule that changes saves the same step again
-            running[1].exception()
+            with contextlib.suppress(FutureTimeoutError):
+                running[1].exception(FINISH_SECONDS)
         stage(checkpoint, folder, MODEL_FILES + (TRAINING_FILES if publishes_training_state(self.config) else ()))
         self.any_waiting = True
 

@@ -31,7 +31,7 @@ def build_profiler(after: int | None, accelerator: Accelerator, output_dir: Path
         found.export_chrome_trace(str(output_dir / TRACE_NAME))
         key = f"self_{'cuda' if device.type == 'cuda' else 'cpu'}_time_total"
         table = found.key_averages().table(sort_by=key, row_limit=15, max_name_column_width=30)
-        say(f"{table}\n{PROFILED_STEPS} steps; trace: {output_dir / TRACE_NAME}")
+        say(f"{table}\nat most {PROFILED_STEPS} steps; trace: {output_dir / TRACE_NAME}")
 
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     periods = schedule(wait=max(0, after - 1), warmup=min(1, after), active=PROFILED_STEPS, repeat=1)

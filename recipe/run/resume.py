@@ -8,8 +8,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from recipe.arguments import typed_names
 from recipe.checkpoint import list_checkpoints, read_state, step_of
-from recipe.command_line import typed_names
 from recipe.config import IDENTITY_OPTIONS, SCHEDULE_OPTIONS, TrainConfig
 from recipe.errors import UserError
 from recipe.model.build import model_options

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from recipe.command_line import CommandLine
+from recipe.arguments import CommandLine
 from recipe.data.batches import TrainOrder, build_train_batches
 from recipe.data.files import read_standard_library
 from recipe.data.packed import open_packed_dataset

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.benchmark import Timer
 
-from recipe.command_line import CommandLine
+from recipe.arguments import CommandLine
 from recipe.environment import describe_environment
 from recipe.errors import UserError, run_main
 from recipe.run.stop import EXIT_STOPPED

@@ -14,8 +14,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from recipe.arguments import CommandLine
 from recipe.checkpoint import find_checkpoint, list_checkpoints, why_damaged
-from recipe.command_line import CommandLine
 from recipe.errors import UserError, run_main
 
 TRAIN = Path(__file__).resolve().parents[2] / "recipe" / "train.py"

@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from recipe.command_line import CommandLine, unknown_option
+from recipe.arguments import CommandLine, unknown_option
 from recipe.config import OPTIONS
 from recipe.errors import UserError, run_main
 
