@@ -678,13 +678,6 @@ def test_a_branch_from_an_earlier_checkpoint_requires_its_own_folder(train, fini
     assert [e["step"] for e in read_events(branched, "train")] == [3]
 
 
-def test_a_finished_run_offers_to_train_longer(train, finished, capsys):
-    """Before its results and after them."""
-    train(*RESUME, "--save_steps", "2")
-    printed = " ".join(capsys.readouterr().out.replace("\\\n", " ").split())
-    assert "all 4 steps are done" in printed and printed.count("--max_steps 8") == 2
-
-
 def test_a_change_of_precision_is_reported(train, finished, capsys):
     train(*RESUME, "--max_steps", "5", "--mixed_precision", "bf16")
     assert "the precision changes from no to bf16 at step 4" in capsys.readouterr().out

@@ -267,10 +267,9 @@ def test_the_command_that_a_finished_run_prints_extends_it(train, stable, tmp_pa
     run = shutil.copytree(stable, tmp_path / "run", ignore=shutil.ignore_patterns(".lock"))
     train(*STABLE, "--max_steps", "20", "--save_steps", "7", "--resume_from_checkpoint", "auto", output_dir=run)
     printed = capsys.readouterr().out.replace("\\\n", " ")
-    before, after = re.findall(r"--resume_from_checkpoint .* --max_steps 40", printed)
-    assert shlex.split(before) == shlex.split(after)
-    assert f"{run}/checkpoint-16" in before and f"--output_dir {run}-40" in before
-    extended = train(*shlex.split(before), output_dir=tmp_path / "run-40", alone=True)
+    (command,) = re.findall(r"--resume_from_checkpoint .* --max_steps 40", printed)
+    assert f"{run}/checkpoint-16" in command and f"--output_dir {run}-40" in command
+    extended = train(*shlex.split(command), output_dir=tmp_path / "run-40", alone=True)
     planned = train(*STABLE, "--max_steps", "40", output_dir=tmp_path / "planned")
     assert (extended / "model.safetensors").read_bytes() == (planned / "model.safetensors").read_bytes()
 
