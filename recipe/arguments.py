@@ -20,20 +20,25 @@ OTHER_NAMES = {
     "max_steps": "max_iters max_train_samples do_train",
     "num_train_epochs": "num_epochs",
     "warmup_steps": "warmup_ratio",
-    "block_size": "max_seq_length",
+    "block_size": "max_seq_length seq_len",
     "per_device_train_batch_size": "batch_size train_batch_size per_device_eval_batch_size",
     "learning_rate": "lr",
     "lr_scheduler_kwargs": "min_lr decay_lr",
-    "config_overrides": "config_name dropout",
+    "config_overrides": "config_name dropout n_layer n_head n_embd",
     "model_name_or_path": "model init_from",
     "resume_from_checkpoint": "resume",
-    "output_dir": "overwrite overwrite_output_dir logging_dir",
+    "output_dir": "logging_dir out_dir",
+    "max_grad_norm": "grad_clip",
+    "adam_beta1": "beta1",
+    "adam_beta2": "beta2",
+    "report_to": "wandb wandb_log",
 }
 OTHER_NAMES = {name: f"use --{option}" for option, names in OTHER_NAMES.items() for name in names.split()}
 OTHER_NAMES |= dict.fromkeys(("eval_only", "do_predict"), "use scripts/evaluate_model.py")
 OTHER_NAMES |= dict.fromkeys(("no_cuda", "use_cpu", "device"), "the launcher decides: accelerate launch --cpu")
 OTHER_NAMES |= dict.fromkeys(("torch_compile_mode", "dynamo_mode"), "pass --dynamo_mode to accelerate launch")
 OTHER_NAMES |= dict.fromkeys(("fsdp", "deepspeed"), "several devices use DistributedDataParallel")
+OTHER_NAMES |= dict.fromkeys(("overwrite", "overwrite_output_dir"), "delete the folder, or pass another --output_dir")
 OTHER_NAMES["hub_token"] = "log in with `hf auth login` or set HF_TOKEN; never put a token on a command line"
 
 

@@ -27,6 +27,7 @@ from recipe.config import TrainConfig, save_config
 from recipe.data.tokenizer import save_tokenizer
 from recipe.environment import describe_environment
 from recipe.errors import UserError, short_reason
+from recipe.hardware.devices import get_rng_state, set_rng_state
 from recipe.hardware.processes import gather, on_main_process
 from recipe.model.weights import copy_weights, load_weights, write_model
 from recipe.optim.guard import UpdateGuard
@@ -50,6 +51,10 @@ class RunState:
     train_seconds: float = 0.0  # without evaluation and saving
     memory: dict[str, Any] = field(default_factory=dict)  # `MemoryPlan.choices`, which a resumed run keeps if they fit
     unlogged: dict[str, float] = field(default_factory=dict)  # sums since the last log line, see recipe/run/log.py
+
+    def is_due(self, period: int) -> bool:
+        """Return whether something is due that happens every `period` steps and at the end of the run; 0: never."""
+        return bool(period) and (self.progress >= 1 or self.step % period == 0)
 
 
 def checkpoint_dir(output_dir: Path, step: int) -> Path:
@@ -186,24 +191,6 @@ def load_checkpoint(
 
 def _damaged(directory: Path, error: Exception) -> UserError:
     return UserError(f"{directory} is damaged ({short_reason(error)}); resume from another checkpoint")
-
-
-def get_rng_state() -> dict[str, torch.Tensor]:
-    """Return the state of torch's generators of this process; a run draws nothing from others."""
-    state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    if torch.backends.mps.is_available():
-        state["mps"] = torch.mps.get_rng_state()
-    return state
-
-
-def set_rng_state(state: dict[str, torch.Tensor]) -> None:
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-    if "mps" in state and torch.backends.mps.is_available():
-        torch.mps.set_rng_state(state["mps"])
 
 
 # ------------------------------------------------------------------ save

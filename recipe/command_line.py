@@ -124,7 +124,7 @@ def merge(recipe: dict[str, Any], typed: dict[str, Any]) -> dict[str, Any]:
 
     if set(DATA_SOURCES) & typed.keys():
         drop(*DATA_SOURCES, *TEXT_OPTIONS)
-    if "lr_scheduler_type" in typed:
+    if typed.get("lr_scheduler_type", values.get("lr_scheduler_type")) != values.get("lr_scheduler_type"):
         drop("lr_scheduler_kwargs")
     if "learning_rate" in typed:  # Muon's updates are as large as AdamW's, so one rate can serve both
         drop("muon_learning_rate")

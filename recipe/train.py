@@ -48,10 +48,10 @@ def main(started_at: float | None = None) -> None:
     model = build_model(hardware, run.model_config, hardware.attn_implementation, run.source)  # a stock model
     loss = LanguageModelingLoss(model, run.vocab_size, hardware.label_smoothing_factor, hardware.loss_chunks)
     module, optimizer = compile_module(loss, hardware.dynamo_backend), build_optimizer(hardware, model)
-    module, optimizer, micro_batch, grad_accum = prepare(run, module, optimizer)  # DDP; a trial step on a GPU
+    module, optimizer = prepare(run, module, optimizer)  # DDP; on a GPU, a trial step confirms the micro-batch
     guard = UpdateGuard(accelerator)
     state = load_state(run, model, optimizer, guard)  # of the checkpoint, or a new one
-    validation = Validation(config, accelerator, module, dataset, micro_batch)
+    validation = Validation(config, accelerator, module, dataset, run.plan.micro_batch_size)
     batches = open_batches(run, dataset, state)
 
     facts = collect_facts(run, model)
@@ -64,11 +64,7 @@ def main(started_at: float | None = None) -> None:
         saver.save(state)
 
     # ------------------------------------------------------------------ loop: one turn is one optimizer step
-    grad_norm = scale = last = None
-
-    def due(period: int) -> bool:
-        return bool(period) and (last or state.step % period == 0)
-
+    grad_norm, grad_accum = None, run.grad_accum
     profiling = build_profiler(config.profile, accelerator, run.output_dir, log.say)
     with StopSignals() as signals, resumable(run, saver), profiling as profiler:
         while True:  # evaluation and saving are at the top, so the last turn makes no step
@@ -76,24 +72,25 @@ def main(started_at: float | None = None) -> None:
             state.progress = progress = measure_progress(config, state)
             last = progress >= 1
 
-            if log.lap_steps and (due(config.logging_steps) or state.step == 1):
-                log.train(state, batches, guard, grad_norm, scale)  # the one routine wait for the device
+            if log.lap_steps and (state.is_due(config.logging_steps) or state.step == 1):
+                log.train(state, batches, guard, grad_norm, optimizer)  # the one routine wait for the device
                 saver.report()
 
             if not is_decaying(config, progress):
                 state.decay_start = None
-            elif state.decay_start is None:  # the run can be extended from here
-                state.decay_start = state.step
-            saving = config.save_steps and (due(config.save_steps) or state.decay_start == state.step)
+            elif state.decay_start is None:
+                state.decay_start = state.step  # the run can be extended from here
+            saving = config.save_steps and (state.is_due(config.save_steps) or state.decay_start == state.step)
             if (saving or stop) and state.step != saver.saved_step:
                 with log.paused(state):
                     saver.save(state)  # in the background
 
-            if not stop and (due(config.eval_steps) or last or state.step == 0) and state.step not in log.evaluated:
+            evaluating = state.is_due(config.eval_steps) or last or state.step == 0
+            if evaluating and not stop and state.step not in log.evaluated:  # an earlier start may have made it
                 with log.paused(state):
                     evaluation = validation.run(lambda: signals.agree()[0] > 0)
                 if evaluation is None:
-                    continue  # with the signal that interrupted it
+                    continue  # a signal has interrupted it: the next turn saves and stops
                 log.evaluation(state, evaluation)
 
             uploads.advance()  # in the background, after the evaluation that the card shows

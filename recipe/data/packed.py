@@ -90,6 +90,7 @@ def metadata_of(dataset: Any) -> dict[str, Any]:
         "splits": splits,
         "content_sha256": digest.hexdigest(),
         "tokenizer_sha256": tokenizer_sha256(dataset.tokenizer),
+        "tokenizer": dataset.tokenizer.name_or_path or type(dataset.tokenizer).__name__,
         "fingerprint": None,
     }
 

@@ -45,7 +45,7 @@ def count_eval_rows(config: TrainConfig, num_validation_rows: int) -> int:
 class Validation:
     """Evaluates the model on the validation rows, and the tasks, that the options choose.
 
-    num_rows: validation rows per evaluation. A module that returns scalars beside the loss gets their means, too.
+    num_rows: validation rows per evaluation.
     """
 
     def __init__(

@@ -64,3 +64,21 @@ def peak_memory_bytes(device: torch.device) -> int:
     if status.is_file():  # Linux, where ru_maxrss starts from the parent's value
         return int(re.search(r"VmHWM:\s+(\d+) kB", status.read_text())[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def get_rng_state() -> dict[str, torch.Tensor]:
+    """Return the state of torch's generators of this process; a run draws nothing from others."""
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    if torch.backends.mps.is_available():
+        state["mps"] = torch.mps.get_rng_state()
+    return state
+
+
+def set_rng_state(state: dict[str, torch.Tensor]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    if "mps" in state and torch.backends.mps.is_available():
+        torch.mps.set_rng_state(state["mps"])

@@ -20,6 +20,7 @@ from recipe.config import TrainConfig
 from recipe.environment import count_local_processes
 from recipe.errors import ProcessError, UserError
 from recipe.hardware.accelerator import CUDA_GRAPH_MODES, choose_attention, dynamo_mode
+from recipe.hardware.devices import get_rng_state, set_rng_state
 from recipe.hardware.host_memory import available_bytes
 from recipe.hardware.processes import largest_of_processes, on_main_process
 from recipe.model.size import count_block_matrices, count_head, count_inner, count_parameters
@@ -270,9 +271,7 @@ def try_micro_batch(
     """
     if accelerator.device.type == "cpu":
         return size
-    share, random_state = config.global_batch_size // accelerator.num_processes, torch.get_rng_state()
-    device_state = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    rates = [group["lr"] for group in optimizer.param_groups]
+    share, random_state = config.global_batch_size // accelerator.num_processes, get_rng_state()
     try:
         for group in optimizer.param_groups:
             group["lr"] = 0.0
@@ -292,11 +291,10 @@ def try_micro_batch(
         raise ProcessError("weights and optimizer alone do not fit into the memory; use a smaller recipe") from error
     finally:
         optimizer.state.clear()
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-        torch.set_rng_state(random_state)
-        if device_state is not None:
-            torch.cuda.set_rng_state(device_state)
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"]
+        set_rng_state(random_state)
+        if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()  # the peak of a trial is not the run's
     return size
 

@@ -39,7 +39,8 @@ class LanguageModelingLoss(nn.Module):
         """input_ids, targets: int64 [batch, block_size]; targets are already shifted, and -100 does not count.
 
         Returns fp32 scalars: the loss, which is trained, and any others that you add, which are averaged and logged
-        like it. Smoothing applies only in training, so that evaluation is a likelihood.
+        like it. Other terms than the cross-entropy belong into the loss only if `self.training`, as smoothing does, so
+        that evaluation is a likelihood.
         """
         targets = targets.flatten()
         hidden = self.model.base_model(input_ids=input_ids, use_cache=False)[0].flatten(0, 1)

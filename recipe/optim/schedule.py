@@ -2,7 +2,7 @@
 
 The schedules are those that Transformers has under the same names. Progress is the larger of step / max_steps and the
 share of max_minutes that has passed, so a time-limited run ends with its decay complete. In a run of max_steps the
-multiples are those of Transformers.
+multiples are those of Transformers: the first update of a warm-up has a rate of 0.
 """
 
 import math
@@ -11,6 +11,7 @@ from recipe.config import TrainConfig
 
 WSD = "warmup_stable_decay"
 DECAY = {"num_decay_steps": 0.2, "decay_type": "linear", "min_lr_ratio": 0.0}  # to zero (modded-nanogpt's records)
+MIN_LR_RATE = 0.1  # GPT-3
 LONGEST_WARMUP = 0.2  # share of a time-limited run: a slow machine may take few steps
 
 
@@ -35,7 +36,10 @@ def learning_rate_scale(config: TrainConfig, step: int, progress: float) -> floa
     since = min(1.0, progress if warmed_up == math.inf else progress * (warmed_up - 1) / (warmed_up - progress))
     if kind == "linear":
         return 1 - since
-    lowest = arguments.get("min_lr_rate", arguments.get("min_lr", 0.0) / config.learning_rate)
+    lowest = {"cosine": 0.0}.get(kind, MIN_LR_RATE)
+    if "min_lr" in arguments:
+        lowest = arguments["min_lr"] / config.learning_rate
+    lowest = arguments.get("min_lr_rate", lowest)
     return lowest + (1 - lowest) * 0.5 * (1 + math.cos(math.pi * since))
 
 

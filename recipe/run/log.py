@@ -125,9 +125,9 @@ class RunLog:
         batches: TrainBatches,
         guard: UpdateGuard,
         grad_norm: torch.Tensor,
-        scale: float,
+        optimizer: torch.optim.Optimizer,
     ) -> None:
-        """Record and show the numbers since the last log line. scale: of the learning rates, in the last step.
+        """Record and show the numbers since the last log line. The one routine wait for the device.
 
         Means are over steps and processes; waiting and memory are this process's. Raises `UserError` if too many
         updates in a row were bad.
@@ -150,7 +150,7 @@ class RunLog:
         values = {
             "tokens_seen": state.step * self.config.tokens_per_step,
             **means,
-            "learning_rate": self.config.learning_rate * scale,
+            **learning_rates(optimizer),
             "grad_norm": norm,
             "tokens_per_second": num_tokens / seconds,
             "train_seconds": state.train_seconds,
@@ -241,23 +241,31 @@ class RunLog:
             self.bar.close()
             self.bar = None
 
-    def summary(self, values: dict[str, Any], step: int) -> None:
-        """Write summary.json, which appears only when it is complete, and the model card.
+    def summary(self, values: dict[str, Any], step: int) -> dict[str, Any]:
+        """Write summary.json, which appears only when it is complete, and the model card. Returns the summary.
 
-        A finished run that is only exported again keeps its own.
+        A run that had no step left to do keeps the summary that it has.
         """
         (self.output_dir / RESUMABLE_NAME).unlink(missing_ok=True)
         if not self.laps and (self.output_dir / SUMMARY_NAME).exists():
-            return
+            return json.loads((self.output_dir / SUMMARY_NAME).read_text())
         self.event("end", step)
         written = self.output_dir / f".{SUMMARY_NAME}.new"
         written.write_text(json.dumps(values, indent=2) + "\n")
         written.replace(self.output_dir / SUMMARY_NAME)
         self._tolerate("the model card", lambda: write_model_card(self.output_dir, step))
+        return values
 
     def end(self) -> None:
         """Let the trackers finish. Call it last: it disconnects the processes."""
         self._tolerate("the tracker", self.accelerator.end_training)
+
+
+def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """Return the rate of the last group, and those of other groups that differ: Muon's matrices are group 0."""
+    *others, last = [group["lr"] for group in optimizer.param_groups]
+    found = {f"learning_rate_group_{i}": rate for i, rate in enumerate(others) if rate != last}
+    return {"learning_rate": last, **found}
 
 
 def describe_progress(values: dict[str, Any]) -> str:

@@ -26,7 +26,7 @@ from recipe.publish.uploads import HubUploads
 from recipe.run.folder import RESUMABLE_NAME, launch_command, resume_command
 from recipe.run.log import RunLog
 from recipe.run.resume import describe_jump, extend_command
-from recipe.run.start import Run
+from recipe.run.start import Run, measure_progress
 from recipe.run.stop import EXIT_STOPPED, describe_signal
 
 MANY_EPOCHS = 100
@@ -39,7 +39,7 @@ def collect_facts(run: Run, model: PreTrainedModel) -> dict[str, Any]:
     config, metadata, environment = run.hardware, run.metadata, describe_environment(run.accelerator.device)
     counts = ("documents", "tokens", "bytes", "rows")
     splits = {split: {key: found[key] for key in counts} for split, found in metadata["splits"].items()}
-    source, shape = metadata["source"], model.config
+    source, shape, tokenizer = metadata["source"], model.config, metadata.get("tokenizer") or config.tokenizer_name
     if config.streaming:  # only the head of the training text has been counted
         splits.pop("train")
     return {
@@ -56,7 +56,7 @@ def collect_facts(run: Run, model: PreTrainedModel) -> dict[str, Any]:
             "splits": splits,
             "content_sha256": metadata["content_sha256"],
             "tokenizer_sha256": metadata["tokenizer_sha256"],
-            "tokenizer": public_name(config.tokenizer_name) if config.tokenizer_name else None,
+            "tokenizer": public_name(tokenizer) if tokenizer else None,
         },
         "model": {
             "architecture": type(model).__name__,
@@ -92,7 +92,7 @@ def show_start(log: RunLog, facts: dict[str, Any], state: RunState, eval_rows: i
         before = read_state(resume_dir)["mixed_precision"]
         if before != config.mixed_precision:
             log.say(f"warning: the precision changes from {before} to {config.mixed_precision} at step {state.step:,}")
-        if warning := describe_jump(log.config, resume_dir):
+        if warning := describe_jump(log.config, resume_dir, measure_progress(log.config, state)):
             log.say(warning)
     if config.hub_model_id and not config.push_to_hub:
         log.say("warning: --hub_model_id alone uploads nothing; add --push_to_hub")
@@ -104,8 +104,9 @@ def show_start(log: RunLog, facts: dict[str, Any], state: RunState, eval_rows: i
         log.say(f"all {state.step:,} steps are done")
     elif config.dynamo_backend == "inductor":
         log.say("compiling; the first step takes a minute or more")
-    if run.changes:
-        log.schedule(state.step, run.changes)
+    is_warm = state.step >= count_warmup_steps(config)
+    if changes := {key: values for key, values in run.changes.items() if not (is_warm and key == "warmup_steps")}:
+        log.schedule(state.step, changes)
 
 
 def start_table(run: Run, facts: dict[str, Any], eval_rows: int) -> dict[str, str]:
@@ -131,6 +132,8 @@ def start_table(run: Run, facts: dict[str, Any], eval_rows: int) -> dict[str, st
     rate = f"{config.optim}, learning rate {config.learning_rate:g}"
     if config.optim == "muon" and config.muon_learning_rate:
         rate += f", and {config.muon_learning_rate:g} for Muon's matrices"
+    arguments = ", ".join(f"{key} {value}" for key, value in (config.lr_scheduler_kwargs or {}).items())
+    rate += f"; {config.lr_scheduler_type}" + f" ({arguments})" * bool(arguments)
     padded = -(-model["vocab_size"] // config.pad_vocab_to_multiple_of) * config.pad_vocab_to_multiple_of
     padding = f" padded to {padded:,}" if padded > model["vocab_size"] else ""
     table = {
@@ -188,8 +191,7 @@ def finish_run(
     if log.enabled:
         export_model(model, log.run.model_config, dataset.tokenizer, log.output_dir)
         evaluation = log.evaluated[state.step]
-        summary = build_summary(log, state, facts, evaluation)
-        log.summary(summary, state.step)
+        summary = log.summary(build_summary(log, state, facts, evaluation), state.step)
         print(closing_lines(log.config, log.output_dir, summary, evaluation["sample"], facts, state), flush=True)
         uploads.finish(state.step)
     wait_on_host()

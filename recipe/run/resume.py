@@ -13,7 +13,7 @@ from recipe.checkpoint import list_checkpoints, read_state, step_of
 from recipe.config import IDENTITY_OPTIONS, SCHEDULE_OPTIONS, TrainConfig
 from recipe.errors import UserError
 from recipe.model.build import model_options
-from recipe.optim.schedule import count_warmup_steps, is_decaying, learning_rate_scale
+from recipe.optim.schedule import count_warmup_steps, learning_rate_scale
 from recipe.run.folder import resume_command
 
 LENGTH = ("max_steps", "num_train_epochs", "max_minutes")
@@ -50,7 +50,7 @@ def run_identity(config: TrainConfig, metadata: dict[str, Any], model_config: Pr
         "streamed_text": metadata["fingerprint"] if config.streaming else None,
         "tokenizer": metadata["tokenizer_sha256"],
         **{name: getattr(config, name) for name in IDENTITY_OPTIONS},
-        "muon_learning_rate": config.muon_learning_rate if config.optim == "muon" else None,
+        "muon_learning_rate": (config.muon_learning_rate or config.learning_rate) if config.optim == "muon" else None,
         "vocab_size": model_config.vocab_size,
         "n_positions": model_config.max_position_embeddings,
         **{name: getattr(model_config, name) for name in model_options(model_config.model_type)},
@@ -82,7 +82,8 @@ def check_identity(
             f"{resume_dir.parent} contains newer checkpoints of the old schedule ({', '.join(newer)}); {remedy}"
         )
     if config.max_steps is not None and config.max_steps < content["step"]:
-        raise UserError(f"{resume_dir} is at step {content['step']} already; pass a --max_steps that is not smaller")
+        step = content["step"]
+        raise UserError(f"{resume_dir} is at step {step} already; pass a larger --max_steps, or an earlier checkpoint")
     return changes
 
 
@@ -96,20 +97,17 @@ def find_consent(typed: set[str]) -> set[str]:
     return consent | ({"lr_scheduler_kwargs"} if "lr_scheduler_type" in typed else set())
 
 
-def describe_jump(config: TrainConfig, resume_dir: Path) -> str | None:
-    """Return a warning if a changed schedule resumes inside a decay, of the old schedule or of the new one."""
+def describe_jump(config: TrainConfig, resume_dir: Path, progress: float) -> str | None:
+    """Return a warning if a changed length or schedule makes the learning rate jump. progress: of this run, now."""
     content = read_state(resume_dir)
     step, start = content["step"], content["decay_start"]
-    earlier = with_schedule_of(config, content["identity"])
-    now = step / config.max_steps if config.max_steps else content["progress"]
-    if earlier == config or not (is_decaying(earlier, content["progress"]) or is_decaying(config, now)):
+    before = learning_rate_scale(with_schedule_of(config, content["identity"]), step, content["progress"])
+    now = learning_rate_scale(config, step, progress)
+    if math.isclose(before, now, rel_tol=0.05):
         return None
-    before = earlier.learning_rate * learning_rate_scale(earlier, step, content["progress"])
-    after = config.learning_rate * learning_rate_scale(config, step, now)
     found = resume_dir.parent / f"checkpoint-{start}"
     remedy = f"; resume from {found}, before the decay, into another --output_dir" if found.is_dir() else ""
-    is_close = math.isclose(before, after, rel_tol=0.05)
-    return None if is_close else f"warning: the learning rate jumps from {before:.3g} to {after:.3g}{remedy}"
+    return f"warning: the learning rate jumps from {before:.3g} to {now:.3g} of its peak{remedy}"
 
 
 def extend_command(config: TrainConfig, output_dir: Path, decay_start: int | None, step: int) -> str | None:

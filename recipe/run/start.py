@@ -22,6 +22,7 @@ from recipe.data.packed import PackedDataset, metadata_of, open_packed_dataset
 from recipe.data.prepare import open_dataset_for
 from recipe.data.streaming import build_batches
 from recipe.data.task_files import read_examples
+from recipe.errors import UserError
 from recipe.hardware.accelerator import Choice, build_accelerator, resolve_hardware
 from recipe.hardware.memory import MemoryPlan, micro_batch_sizes, plan_device, try_micro_batch
 from recipe.hardware.processes import (
@@ -126,13 +127,8 @@ def plan_run(run: Run, dataset: Any) -> None:
     run.hardware = run.plan.apply(hardware)
 
 
-def prepare(
-    run: Run, module: nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[nn.Module, AcceleratedOptimizer, int, int]:
-    """Let Accelerate wrap module and optimizer, and confirm with a trial step that the micro-batch fits.
-
-    Returns both, the micro-batch and the number of micro-batches per step and process.
-    """
+def prepare(run: Run, module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, AcceleratedOptimizer]:
+    """Let Accelerate wrap module and optimizer. On a GPU, a trial step confirms that the plan's micro-batch fits."""
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]  # the schedule multiplies it
     wait_on_host()  # a machine may need long to download a model
@@ -141,7 +137,7 @@ def prepare(
     size = try_micro_batch(run.accelerator, module, optimizer.optimizer, run.plan.micro_batch_size, run.hardware)
     run.plan = dataclasses.replace(run.plan, micro_batch_size=size)
     run.accelerator.gradient_accumulation_steps = run.grad_accum
-    return module, optimizer, size, run.grad_accum
+    return module, optimizer
 
 
 def load_state(run: Run, model: PreTrainedModel, optimizer: AcceleratedOptimizer, guard: UpdateGuard) -> RunState:
@@ -157,8 +153,10 @@ def load_state(run: Run, model: PreTrainedModel, optimizer: AcceleratedOptimizer
 
 def open_batches(run: Run, dataset: Any, state: RunState) -> TrainBatches:
     """Open the training data at the state's position."""
-    size = run.plan.micro_batch_size
-    return build_batches(run.config, dataset, run.accelerator, size, state.step, state.position, gather)
+    config, size = run.config, run.plan.micro_batch_size
+    if not isinstance(dataset, PackedDataset) and (config.streaming or config.data_placement != "mmap"):
+        raise UserError("--streaming and --data_placement require a packed dataset")
+    return build_batches(config, dataset, run.accelerator, size, state.step, state.position, gather)
 
 
 def measure_progress(config: TrainConfig, state: RunState) -> float:
