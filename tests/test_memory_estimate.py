@@ -324,6 +324,12 @@ class LimitedModule(torch.nn.Module):
         return {"loss": self.last(hidden).mean()}
 
 
+def build_adamw(module):
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=0.5, fused=True)
+    optimizer.param_groups[0]["initial_lr"] = 0.1
+    return optimizer
+
+
 @pytest.fixture
 def trial():
     """Try on a real Accelerator whose CPU does not look like one: `trial(module, size)`; the global batch is 16."""
@@ -333,7 +339,7 @@ def trial():
 
     def start(module, size, optimizer=None):
         config = config_of("--block_size", "8", "--global_batch_size", "16")
-        optimizer = optimizer or torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=0.5, fused=True)
+        optimizer = optimizer or build_adamw(module)
         return try_micro_batch(accelerator, module, optimizer, size, config)
 
     yield start
@@ -344,7 +350,7 @@ def trial():
 def test_the_trial_halves_a_micro_batch_until_it_fits(trial, where):
     """It leaves weights, optimizer and random state as they were, and no gradients."""
     module = LimitedModule(4, where)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=0.5, fused=True)
+    optimizer = build_adamw(module)
     weights, random_state = [p.clone() for p in module.parameters()], torch.get_rng_state()
     assert trial(module, 16, optimizer) == 4 and list(dict.fromkeys(module.tried)) == [16, 8, 4]
     assert all(map(torch.equal, module.parameters(), weights)) and all(p.grad is None for p in module.parameters())

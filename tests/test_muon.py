@@ -365,7 +365,7 @@ def test_a_recipes_learning_rate_of_muon_concerns_only_muon(train, tmp_path):
         train(*options, output_dir=run, alone=True)
 
     resume("adamw_torch_fused")
-    with pytest.raises(UserError, match="options: muon_learning_rate None -> 0.5; type the option"):
+    with pytest.raises(UserError, match="options: muon_learning_rate 0.003 -> 0.5; type the option"):
         resume("muon")
 
 

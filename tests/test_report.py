@@ -205,7 +205,7 @@ def log(tmp_path, monkeypatch):
     def train_at(seconds, *losses):
         add(*losses)
         now[0] = seconds
-        log.train(state, batches, guard, torch.tensor(0.5), 1.0)
+        log.train(state, batches, guard, torch.tensor(0.5), torch.optim.SGD([torch.zeros(1)], lr=0.1))
         return read_events(tmp_path, "train")[-1]
 
     @contextlib.contextmanager

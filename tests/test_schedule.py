@@ -18,7 +18,7 @@ from recipe.config import SCHEDULES
 from recipe.model.loss import LanguageModelingLoss
 from recipe.optim.schedule import learning_rate_scale
 
-STABLE = ["--lr_scheduler_type", "warmup_stable_decay"]
+STABLE = ["--lr_scheduler_type", "warmup_stable_decay", "--lr_scheduler_kwargs", "num_decay_steps=0.2"]
 
 
 def config_of(*argv):
@@ -277,8 +277,8 @@ def test_the_command_that_a_finished_run_prints_extends_it(train, stable, tmp_pa
 @pytest.mark.parametrize(
     ("checkpoint", "max_steps", "expected"),
     [
-        ("checkpoint-20", 40, "from 0 to 0.003; .*checkpoint-16, before the decay"),
-        ("checkpoint-14", 16, "from 0.003 to 0.00187"),
+        ("checkpoint-20", 40, "from 0 to 1 of .*checkpoint-16, before the decay"),
+        ("checkpoint-14", 16, "from 1 to 0.625"),
         ("checkpoint-16", 40, None),
         ("checkpoint-20", 20, None),
     ],

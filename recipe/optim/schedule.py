@@ -33,7 +33,9 @@ def learning_rate_scale(config: TrainConfig, step: int, progress: float) -> floa
     if warmed_up < 1 or kind == "constant_with_warmup":
         return min(1.0, warmed_up)
     # The warm-up ended at progress / warmed_up. This is the progress since then, from 0 to 1.
-    since = min(1.0, progress if warmed_up == math.inf else progress * (warmed_up - 1) / (warmed_up - progress))
+    since = progress
+    if warmed_up < math.inf:
+        since = min(1.0, progress * (warmed_up - 1) / max(1e-12, warmed_up - progress))
     if kind == "linear":
         return 1 - since
     lowest = {"cosine": 0.0}.get(kind, MIN_LR_RATE)
