@@ -39,7 +39,7 @@ class TrainParser(CommandLine, HfArgumentParser):
     """The parser of recipe/train.py, in the sections of recipe/config.py. The bounds are checked there, too."""
 
     def __init__(self) -> None:
-        usage = "accelerate launch recipe/train.py [--config NAME|FILE] [--OPTION VALUE ...]"
+        usage = "accelerate launch recipe/train.py [--config NAME|FILE] [--OPTION VALUE]"
         super().__init__(dataclass_types=TrainConfig, prog="recipe/train.py", usage=usage)
         self.add_argument("--config", metavar="NAME|FILE", help=f"Recipe: {', '.join(RECIPES)}, or a YAML file.")
 

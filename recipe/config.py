@@ -99,9 +99,7 @@ class TrainConfig:
     streaming: bool = _field(False, "Tokenize and pack the text during training instead of preparing it first.")
     shuffle_buffer_size: int = _field(10_000, "Rows in the shuffle window of a streamed text.", at_least=1)
     block_size: int = _field(1024, "Tokens per row (sequence length); default with dataset_dir: its own.", at_least=1)
-    data_placement: Literal["mmap", "ram", "device"] = _field(
-        "mmap", "Read packed rows from the file (mmap), from host memory (ram) or from the device."
-    )
+    data_placement: Literal["mmap", "ram", "device"] = _field("mmap", "Read packed rows from file, RAM or device.")
     dataloader_num_workers: int = _field(0, "Processes that build batches; 0 uses the main process.", at_least=0)
 
     # --- model
@@ -111,14 +109,11 @@ class TrainConfig:
     pad_vocab_to_multiple_of: int = _field(128, "Pad the vocabulary to a multiple, in training only.", at_least=1)
     attn_implementation: Literal["auto", "sdpa", "eager"] = _field("auto", "sdpa: flash kernels; eager: matmuls.")
     activation_checkpointing: Literal["auto", "true", "false"] = _field(
-        "auto",
-        "Recompute activations in backward: saves memory, costs time. auto: on when the run needs it to fit.",
-        nargs="?",
-        const="true",
+        "auto", "Recompute activations in backward; auto: if the run needs it to fit.", nargs="?", const="true"
     )
     loss_chunks: int | str | None = _field(
         "auto",
-        "Compute the loss in this many chunks: saves memory where the step is not compiled for CUDA, costs time.",
+        "Compute the loss in this many chunks, to save memory on CPUs or uncompiled.",
         at_least=1,
         words=("auto",),
     )
@@ -130,35 +125,24 @@ class TrainConfig:
         "auto", "Sequences per forward pass (micro-batch); auto: the largest that fits.", at_least=1, words=("auto",)
     )
     gradient_accumulation_steps: int | None = _field(
-        None,
-        "Micro-batches per step. Default: derived. Typed with per_device_train_batch_size, it sets the global batch.",
-        at_least=1,
+        None, "Micro-batches per step (derived); typed with the micro-batch, both set the global batch.", at_least=1
     )
 
     # --- optimizer and schedule
     max_steps: int | None = _field(19073, "Optimizer steps.", at_least=1)
     num_train_epochs: float | None = _field(None, "Passes over the training rows, instead of max_steps.", above=0)
     max_minutes: float | None = _field(
-        None,
-        "Time limit of the whole run; the schedule follows the clock and ends with it. Steps or epochs passed with it "
-        "are an upper bound.",
-        above=0,
+        None, "Time limit of the run, which the schedule follows; steps or epochs are then an upper bound.", above=0
     )
     optim: Literal["adamw_torch_fused", "adamw_torch", "adamw_bnb_8bit", "muon"] = _field(
-        "adamw_torch_fused",
-        "AdamW: one fused kernel, torch's own choice, or 8-bit moments (bitsandbytes). muon: Muon for the hidden "
-        "matrices, fused AdamW for the rest.",
+        "adamw_torch_fused", "AdamW: fused, torch's choice, or with 8-bit moments; muon: for the hidden matrices."
     )
     learning_rate: float = _field(6e-4, "Peak learning rate.", above=0)
-    muon_learning_rate: float | None = _field(
-        None, "Peak learning rate of Muon's matrices. Default: learning_rate.", above=0
-    )
+    muon_learning_rate: float | None = _field(None, "Peak rate of Muon's matrices. Default: learning_rate.", above=0)
     lr_scheduler_type: str = _field("cosine_with_min_lr", f"One of {', '.join(SCHEDULES)}.")
     lr_scheduler_kwargs: dict | str | None = _field(None, "Arguments of the schedule: min_lr_rate=0.1, or JSON.")
     warmup_steps: float = _field(715, "Linear warm-up steps; below 1, a fraction of max_steps.", at_least=0)
-    weight_decay: float = _field(
-        0.1, "Weight decay of matrices and embeddings; with Muon, of its matrices.", at_least=0
-    )
+    weight_decay: float = _field(0.1, "Weight decay of matrices and embeddings (Muon: of its own).", at_least=0)
     adam_beta1: float = _field(0.9, "AdamW beta1.", at_least=0, below=1)
     adam_beta2: float = _field(0.95, "AdamW beta2.", at_least=0, below=1)
     adam_epsilon: float = _field(1e-8, "AdamW epsilon.", above=0)
@@ -178,18 +162,13 @@ class TrainConfig:
     eval_steps: int = _field(250, "Steps between evaluations; 0 evaluates only at the start and the end.", at_least=0)
     max_eval_samples: int | str | None = _field(
         "auto",
-        "Validation rows per evaluation; auto: all evaluations take about 2%% of the run.",
+        "Validation rows per evaluation; auto: about 2%% of the run for all.",
         at_least=1,
         words=("auto", "all"),
     )
-    expected_loss: dict | str | None = _field(
-        None,
-        "Validation loss to compare the end of the run with: value, tolerance, tokens, dataset and source.",
-    )
+    expected_loss: dict | str | None = _field(None, "Loss to compare with at the end: value, tolerance, tokens, ...")
     eval_tasks: list[str] | None = _field(
-        None,
-        "Tasks to score at each evaluation, for at most 30 s each: hellaswag, lambada (from the Hub), or "
-        "hellaswag=FILE.jsonl.",
+        None, "Tasks to score at each evaluation, in 30 s each: hellaswag, lambada (Hub), or hellaswag=FILE.jsonl."
     )
     save_steps: int = _field(1000, "Steps between checkpoints; 0 saves none.", at_least=0)
     save_total_limit: int | None = _field(
@@ -197,16 +176,12 @@ class TrainConfig:
     )
     resume_from_checkpoint: str | None = _field(
         None,
-        "Checkpoint: a folder, hf://user/name@BRANCH, latest (the newest valid one in output_dir) or auto (the same, "
-        "else the newest on the Hub if this run publishes its training state, else start fresh).",
+        "A folder, hf://user/name@BRANCH, latest (the newest valid one in output_dir) or auto (the same, else the "
+        "newest on the Hub if this run publishes its training state, else start fresh).",
     )
     report_to: list[str] | None = _field(None, "Trackers: trackio, tensorboard, wandb, ...")
     profile: int | None = _field(
-        None,
-        "Profile 3 steps after N steps; without N, after 10.",
-        at_least=1,
-        nargs="?",
-        const=10,
+        None, "Profile 3 steps after N steps; without N, after 10.", at_least=1, nargs="?", const=10
     )
 
     # --- publishing
@@ -215,8 +190,8 @@ class TrainConfig:
     hub_model_id: str | None = _field(None, "Hub repository: user/name.")
     hub_strategy: Literal["end", "every_save", "checkpoint", "all_checkpoints"] = _field(
         "every_save",
-        "Upload the final model (end), each checkpoint's model, as a branch (every_save), and the training state of "
-        "the newest (checkpoint) or of all (all_checkpoints), from which hf://user/name@BRANCH resumes.",
+        "Upload the final model (end), also each checkpoint's model (every_save), and the training state of the "
+        "newest (checkpoint) or of all (all_checkpoints).",
     )
     hub_private_repo: bool = _field(False, "Create the Hub repository as private.")
     hub_license: str | None = _field(None, "License of the model on its card: mit, apache-2.0, ...")
