@@ -135,14 +135,14 @@ class TrainConfig:
         None, "Time limit of the run, which the schedule follows; steps or epochs are then an upper bound.", above=0
     )
     optim: Literal["adamw_torch_fused", "adamw_torch", "adamw_bnb_8bit", "muon"] = _field(
-        "adamw_torch_fused", "AdamW: fused, torch's choice, or with 8-bit moments; muon: for the hidden matrices."
+        "adamw_torch_fused", "AdamW: fused, torch's choice, or with 8-bit moments. muon: for the hidden matrices."
     )
     learning_rate: float = _field(6e-4, "Peak learning rate.", above=0)
     muon_learning_rate: float | None = _field(None, "Peak rate of Muon's matrices. Default: learning_rate.", above=0)
     lr_scheduler_type: str = _field("cosine_with_min_lr", f"One of {', '.join(SCHEDULES)}.")
     lr_scheduler_kwargs: dict | str | None = _field(None, "Arguments of the schedule: min_lr_rate=0.1, or JSON.")
     warmup_steps: float = _field(715, "Linear warm-up steps; below 1, a fraction of max_steps.", at_least=0)
-    weight_decay: float = _field(0.1, "Weight decay of matrices and embeddings (Muon: of its own).", at_least=0)
+    weight_decay: float = _field(0.1, "Weight decay of matrices and embeddings, or of Muon's.", at_least=0)
     adam_beta1: float = _field(0.9, "AdamW beta1.", at_least=0, below=1)
     adam_beta2: float = _field(0.95, "AdamW beta2.", at_least=0, below=1)
     adam_epsilon: float = _field(1e-8, "AdamW epsilon.", above=0)
@@ -162,7 +162,7 @@ class TrainConfig:
     eval_steps: int = _field(250, "Steps between evaluations; 0 evaluates only at the start and the end.", at_least=0)
     max_eval_samples: int | str | None = _field(
         "auto",
-        "Validation rows per evaluation; auto: about 2%% of the run for all.",
+        "Validation rows per evaluation; auto: all take 2%% of the run.",
         at_least=1,
         words=("auto", "all"),
     )
