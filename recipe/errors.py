@@ -83,8 +83,7 @@ def lost_a_process(error: RuntimeError) -> bool:
 
     Their other errors, such as NCCL's "Duplicate GPU detected", are mistakes of this run and keep their traceback.
     """
-    from_gloo = "gloo/transport" in str(error) or "[../third_party/gloo" in str(error)
-    is_distributed = from_gloo or type(error).__name__.startswith("Dist")
+    is_distributed = "gloo/transport" in str(error) or type(error).__name__.startswith("Dist")
     return is_distributed and bool(re.search(LOST_PEER, str(error), re.IGNORECASE))
 
 

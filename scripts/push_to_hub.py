@@ -5,6 +5,7 @@ python scripts/push_to_hub.py runs/demo --hub_model_id user/name
 
 import argparse
 import json
+import math
 import shlex
 import sys
 from pathlib import Path
@@ -48,7 +49,8 @@ def main() -> None:
         else:
             print(f"skipping {checkpoint}: {reason}")
     summary = run_dir / SUMMARY_NAME
-    sys.exit(not uploads.finish(json.loads(summary.read_text())["step"] if summary.is_file() else None))
+    final_step = json.loads(summary.read_text())["step"] if summary.is_file() else None
+    sys.exit(not uploads.finish(final_step, seconds=math.inf))  # the user is waiting for it
 
 
 if __name__ == "__main__":

@@ -100,8 +100,8 @@ class HubUploads:
             return True
         self.gives_up_at = time.monotonic() + seconds
         if self.running or self.any_waiting or final_step is not None:
-            limit = f"{seconds / 60:.0f} minutes" if seconds > 60 else f"{seconds:.0f} s"
-            self.say(f"uploading to {self.config.hub_model_id}, for at most {limit}")
+            limit = "" if seconds == math.inf else f", for at most {seconds:.0f} s"
+            self.say(f"uploading to {self.config.hub_model_id}{limit}")
         self._collect()
         waiting, pauses = self._waiting(), [*LAST_RETRY_SECONDS, None]
         if final_step is not None:
