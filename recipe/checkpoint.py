@@ -46,7 +46,7 @@ class RunState:
     setup_seconds: float = 0.0  # of them, before the first step
     progress: float = 0.0  # from 0 to 1
     decay_start: int | None = None  # the step before which `warmup_stable_decay` did not decay yet
-    position: Sequence | None = None  # in streamed text, see `Position` in recipe/data/windows.py
+    position: Sequence | None = None  # in streamed text, see `Position` in recipe/data/stream.py
     untrained: dict[str, Any] = field(default_factory=dict)  # the evaluation before the first step
     train_seconds: float = 0.0  # without evaluation and saving
     memory: dict[str, Any] = field(default_factory=dict)  # `MemoryPlan.choices`, which a resumed run keeps if they fit

@@ -53,7 +53,7 @@ SCHEDULE_OPTIONS = (
 )
 # With the schedule's, the options that make a run the same run. Hardware, logging and saving may differ.
 IDENTITY_OPTIONS = (
-    *("seed", "block_size", "global_batch_size", "streaming", "shuffle_buffer_size", "pad_vocab_to_multiple_of"),
+    *("seed", "block_size", "global_batch_size", "streaming", "pad_vocab_to_multiple_of"),
     *("optim", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
     *("label_smoothing_factor", *SCHEDULE_OPTIONS),
 )
@@ -82,7 +82,7 @@ class TrainConfig:
     # --- data
     dataset_dir: str | None = _field(None, "Packed dataset written by scripts/prepare_data.py.")
     train_file: list[str] | None = _field(
-        None, "Text: .txt, .jsonl, .json, .csv, .parquet, .wet (also .gz, .zst), folders, globs."
+        None, "Text: .txt, .md, .jsonl, .json, .csv, .parquet, .wet (also .gz, .zst, .bz2, .xz), folders, globs."
     )
     validation_file: list[str] | None = _field(None, "Validation text. Default: part of the training documents.")
     dataset_name: str | None = _field(None, f"Hub id or local folder of a dataset to prepare, or {STANDARD_LIBRARY}.")
@@ -90,14 +90,13 @@ class TrainConfig:
     dataset_split: str = _field("train", "Split of dataset_name that holds the training documents.")
     document_separator: str | None = _field(None, r"Separates documents within .txt files, e.g. '\n\n'.")
     skip_bad_files: bool = _field(False, "Skip and count unreadable files instead of stopping at the first.")
-    preprocessing_num_workers: int | None = _field(None, "Tokenizer threads. Default: all cores.", at_least=1)
+    preprocessing_num_workers: int | None = _field(None, "Processes that tokenize. Default: one per core.", at_least=1)
     text_column_name: str = _field("text", "Column that holds the text (jsonl, json, csv, parquet, dataset_name).")
     validation_split_percentage: float = _field(5.0, "Percentage of documents to hold out for validation.")
     tokenizer_name: str | None = _field(None, "Tokenizer folder or Hub id. Default: train one on the training text.")
     tokenizer_vocab_size: int | None = _field(None, "Size of the tokenizer to train, at least 257.", at_least=257)
     cache_dir: str = _field("runs/data", "Folder for datasets prepared from train_file or dataset_name.")
     streaming: bool = _field(False, "Tokenize and pack the text during training instead of preparing it first.")
-    shuffle_buffer_size: int = _field(10_000, "Rows in the shuffle window of a streamed text.", at_least=1)
     block_size: int = _field(1024, "Tokens per row (sequence length); default with dataset_dir: its own.", at_least=1)
     data_placement: Literal["mmap", "ram", "device"] = _field("mmap", "Read packed rows from file, RAM or device.")
     dataloader_num_workers: int = _field(0, "Processes that build batches; 0 uses the main process.", at_least=0)

@@ -3,8 +3,6 @@
 import sys
 from typing import Any, TextIO
 
-from tqdm import tqdm
-
 
 def progress_target() -> dict[str, Any]:
     """Return tqdm's options for a bar that redraws itself in a terminal, or adds a line every ten seconds to a log."""
@@ -26,21 +24,3 @@ class LineStream:
 
     def flush(self) -> None:
         self.stream.flush()
-
-
-class PreparationProgress(tqdm):
-    """Bytes of text read, with MB/s and ETA, and the documents and tokens in them."""
-
-    num_documents = num_tokens = 0
-
-    def __init__(self, num_bytes: int | None, num_bytes_done: int) -> None:
-        options = {"unit": "B", "unit_scale": True, "dynamic_ncols": True, **progress_target()}
-        super().__init__(desc="prepare", total=num_bytes, initial=num_bytes_done, **options)
-
-    def add(self, num_documents: int, num_bytes: int, num_tokens: int) -> None:
-        self.num_documents += num_documents
-        self.num_tokens += num_tokens
-        seconds = self.format_dict["elapsed"]
-        rate = f", {self.num_tokens / seconds / 1e6:.1f}M tokens/s" if seconds else ""
-        self.set_postfix_str(f"{self.format_sizeof(self.num_documents)} docs{rate}", refresh=False)
-        self.update(num_bytes)

@@ -41,7 +41,7 @@ def learning_rate(step: int) -> float:
 def main() -> None:
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     dataset = open_packed_dataset(Path(sys.argv[1])) if sys.argv[1:] else open_dataset_for(load_config([])[0])
-    rows = dataset.splits["train"]  # memory-mapped; rows[indices]: int64 [batch, block_size + 1]
+    rows = dataset.train  # memory-mapped; rows[indices]: int64 [batch, block_size + 1]
 
     # Stock "sdpa" builds an explicit causal mask, which rules out flash kernels. A name without a mask function gets
     # attention_mask=None and therefore is_causal=True (transformers#41856).

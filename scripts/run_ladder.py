@@ -97,7 +97,7 @@ def train(on: set[str], setting: Setting) -> dict[str, float]:
     """Train GPT-2 with the optimizations in `on`, a subset of `RUNGS`. Call it in a fresh process."""
     ends_at = psutil.Process().create_time() + (setting.seconds or 0)
     device, dataset = torch.device(setting.device), open_packed_dataset(setting.dataset_dir)
-    rows, micro_batch, grad_accum = dataset.splits["train"], setting.micro_batch, setting.grad_accum
+    rows, micro_batch, grad_accum = dataset.train, setting.micro_batch, setting.grad_accum
     if device.type == "cpu":
         torch.set_num_threads(count_cpus())
     torch.manual_seed(SEED)
@@ -176,7 +176,7 @@ def train(on: set[str], setting: Setting) -> dict[str, float]:
 
     peak, losses = peak_memory_bytes(device), []
     with autocast:  # with gradients, so that the compiled graph is used again
-        for eval_rows, _ in iterate_validation(dataset.splits["validation"], setting.eval_rows, micro_batch, 0, 1):
+        for eval_rows, _ in iterate_validation(dataset.validation, setting.eval_rows, micro_batch, 0, 1):
             batch = torch.from_numpy(eval_rows).to(device)
             losses.append(compute_loss(batch[:, :-1], batch[:, 1:]).item())
     if len(laps) < 2:
@@ -228,8 +228,10 @@ def train_nanogpt(source: Path, setting: Setting) -> dict[str, float]:
         shutil.copytree(source, copy, ignore=shutil.ignore_patterns(".git", "*.bin"))
         data.mkdir()
         for split, name in (("train", "train.bin"), ("validation", "val.bin")):
-            num_rows = min(len(dataset.splits[split]), setting.num_steps * setting.global_batch)  # as many as it reads
-            dataset.splits[split][np.arange(num_rows)][:, :-1].astype(np.uint16).tofile(data / name)
+            num_rows = min(
+                len(getattr(dataset, split)), setting.num_steps * setting.global_batch
+            )  # as many as it reads
+            getattr(dataset, split)[np.arange(num_rows)][:, :-1].astype(np.uint16).tofile(data / name)
         vocab_size = -(-dataset.vocab_size // 128) * 128
         (data / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": vocab_size}))  # else it uses GPT-2's
         output = run_program(["train.py", *(f"--{key}={value}" for key, value in options.items())], copy)
@@ -369,7 +371,7 @@ def choose_setting(args: argparse.Namespace) -> Setting:
     if config.model_type != "gpt2":
         raise UserError(f"the ladder measures GPT-2, but {recipe} trains a {config.model_type}")
     dataset, micro_batch = open_dataset_for(config), args.micro_batch or (4 if device.type == "cpu" else 16)
-    eval_rows = min(EVAL_ROWS, len(dataset.splits["validation"])) // micro_batch * micro_batch
+    eval_rows = min(EVAL_ROWS, len(dataset.validation)) // micro_batch * micro_batch
     if eval_rows == 0 and not args.peers:
         raise UserError(f"the validation split has fewer rows than micro_batch {micro_batch}; pass a smaller one")
     return Setting(

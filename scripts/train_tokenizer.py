@@ -6,7 +6,7 @@ python scripts/train_tokenizer.py --train_file a.txt --vocab_size 8192 --output_
 from pathlib import Path
 
 from recipe.arguments import CommandLine
-from recipe.data.prepare import add_source_arguments, source_from
+from recipe.data.prepare import add_source_arguments, read_train_texts, source_from
 from recipe.data.tokenizer import describe_vocabulary, train_tokenizer
 from recipe.errors import UserError, run_main
 
@@ -27,7 +27,8 @@ def main() -> None:
         raise UserError(f"cannot create {args.output_dir}: {error.strerror}") from error
     if any(args.output_dir.iterdir()):
         raise UserError(f"{args.output_dir} is not empty; choose another folder")
-    tokenizer = train_tokenizer(source_from(args).train_texts(), args.vocab_size)
+    source = source_from(args)
+    tokenizer = train_tokenizer(read_train_texts(source, source.units()), args.vocab_size)
     tokenizer.save_pretrained(args.output_dir)
     print(f"trained a byte-level BPE of {describe_vocabulary(tokenizer, args.vocab_size)}")
     print(f"use it with --tokenizer_name {args.output_dir}")

@@ -77,63 +77,52 @@ class TrainOrder:
 
 
 class TrainBatches:
-    """Endless (input_ids, targets), int64 [micro-batch, block_size] on the device, prepared one batch ahead.
+    """Endless (input_ids, targets), int64 [micro-batch, block_size] on the device, fetched one batch ahead.
 
-    `position` is where to resume a streamed source to get the last batch again; None for a packed dataset.
+    `position` is where a streamed source goes on after the step of the last batch; None for a packed dataset.
     """
 
     def __init__(self, batches: Iterator[tuple[torch.Tensor, tuple | None]], device: torch.device) -> None:
-        self.batches, self.position, self.device = batches, None, device
-        self.fetches: list[tuple] = []  # the marks before and after each
-        self.ahead = next(batches)
+        """batches: (rows: int64 [micro-batch, block_size + 1], position)."""
+        self.batches, self.device = batches, device
+        self.position, self.wait_seconds = None, 0.0
+        self.ahead = self._fetch()
+
+    def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
+        (rows, self.position), self.ahead = self.ahead, self._fetch()
+        return rows[:, :-1], rows[:, 1:]
+
+    def _fetch(self) -> tuple[torch.Tensor, tuple | None]:
+        started_at = time.perf_counter()
+        with record_function("DataLoader"):  # the name under which profiles count it
+            rows, position = next(self.batches)
+            if rows.device.type == "cpu" and self.device.type == "cuda":
+                rows = rows.pin_memory()  # those of the DataLoader are already pinned
+            rows = rows.to(self.device, non_blocking=True)
+        self.wait_seconds += time.perf_counter() - started_at
+        return rows, position
+
+    def take_wait(self) -> float:
+        """Return the seconds that the host has waited for batches since the last call."""
+        seconds, self.wait_seconds = self.wait_seconds, 0.0
+        return seconds
 
     def close(self) -> None:
         """End the worker processes."""
         self.batches.close()
 
-    def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
-        rows, self.position = self.ahead
-        before = self._mark()
-        with record_function("DataLoader"):  # the name under which profiles count it
-            self.ahead = next(self.batches)
-        self.fetches.append((before, self._mark()))
-        return rows[:, :-1], rows[:, 1:]
 
-    def _mark(self) -> torch.cuda.Event | float:
-        """Mark a point in the device's queue of work; on a CPU, which has none, a point in time."""
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def take_wait(self) -> float | None:
-        """Return the seconds that the device has waited for batches since the last call; None if it cannot be told.
-
-        Call it when the device has finished its work. While the host is ahead of a GPU, the marks before and after a
-        fetch follow each other at once in its queue, however long the fetch took. Otherwise the GPU has nothing to do
-        between them but copy the batch.
-        """
-        fetches, self.fetches = self.fetches, []
-        if self.device.type == "cuda":
-            return sum(before.elapsed_time(after) for before, after in fetches) / 1e3
-        return sum(after - before for before, after in fetches) if self.device.type == "cpu" else None
-
-
-def build_train_batches(
+def read_rows(
     split: PackedSplit, order: TrainOrder, device: torch.device, num_workers: int = 0, placement: str = "mmap"
-) -> TrainBatches:
-    """Build the batches of a packed dataset.
+) -> Iterator[tuple[torch.Tensor, None]]:
+    """Yield the micro-batches of a packed split, without end.
 
     placement: read rows from the file ("mmap"), from memory ("ram") or from the device ("device").
     """
     if placement == "device":
-        batches = _index_on_device(split, order, device)
-    else:
-        source = split.in_memory() if placement == "ram" else split
-        loader = build_loader(source, order, device, num_workers)
-        batches = (batch.to(device, non_blocking=True) for batch in loader)
-    return TrainBatches(((rows, None) for rows in batches), device)
+        yield from ((rows, None) for rows in _index_on_device(split, order, device))
+    loader = build_loader(split.in_memory() if placement == "ram" else split, order, device, num_workers)
+    yield from ((rows, None) for rows in loader)
 
 
 def build_loader(split: PackedSplit, order: TrainOrder, device: torch.device, num_workers: int) -> DataLoader:
@@ -153,7 +142,7 @@ def build_loader(split: PackedSplit, order: TrainOrder, device: torch.device, nu
 
 def _index_on_device(split: PackedSplit, order: TrainOrder, device: torch.device) -> Iterator[torch.Tensor]:
     """Load all rows onto the device (2 bytes per token for uint16 ids) and index them there."""
-    rows = split.in_memory().chunks[0]
+    rows = split.in_memory().chunk(0)
     split.check(rows)
     is_uint16 = rows.dtype == np.uint16  # torch cannot index uint16 on every device: store the bits as int16
     rows = torch.from_numpy(rows.view(np.int16) if is_uint16 else rows).to(device)

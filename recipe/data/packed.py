@@ -1,13 +1,13 @@
 """The packed dataset on disk: rows of block_size + 1 token ids, and metadata.
 
     DIR/dataset_dict.json, DIR/train/, DIR/validation/   a datasets.DatasetDict: datasets.load_from_disk(DIR) opens it
-    DIR/SPLIT/rows.json                                  where the rows are in the files, to map them without Arrow
+    DIR/SPLIT/00012.arrow                                the rows of unit 12
     DIR/tokenizer/                                       the tokenizer that made the ids
-    DIR/metadata.json                                    counts, hashes, sizes; written last
+    DIR/metadata.json                                    counts, hashes, and where the rows are; written last
 
-Row i of a split holds tokens [i*T, i*T + T + 1) of its token stream, T = block_size. Each row starts with the last
-token of the previous row, so every token but the first is a target exactly once. Up to T - 1 tokens at the end of the
-stream do not fill a row and are dropped. A dataset appears under its name only when it is complete.
+Row i of a unit holds tokens [i*T, i*T + T + 1) of its token stream, T = block_size. Each row starts with the last
+token of the previous row, so every token but the first is a target exactly once. Up to T - 1 tokens at the end of each
+unit do not fill a row and are dropped.
 """
 
 import copy
@@ -19,38 +19,161 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 
-from recipe.data.documents import SPLITS
+from recipe.data.read import SPLITS
 from recipe.data.tokenizer import load_saved_tokenizer, tokenizer_sha256
 from recipe.errors import UserError, short_reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FORMAT_VERSION = 3
-ROWS_NAME = "rows.json"
-METADATA_KEYS = ("source", "shard", "tokenizer_sha256", "content_sha256", "eos_token_id")
+FORMAT_VERSION = 4
+BATCH_TOKENS = 2**22  # per batch of rows, so that a unit of any size takes little memory
+
+
+class RowsWriter:
+    """Writes a stream of token ids as rows, in the Arrow file that `datasets.load_from_disk` reads.
+
+    `chunks` says where the rows are in the file: [offset of the ids, number of rows] of each batch.
+    """
+
+    def __init__(self, path: Path, block_size: int, vocab_size: int) -> None:
+        self.path, self.block_size, self.dtype = path, block_size, id_dtype(vocab_size)
+        self.schema = pa.schema(
+            {"input_ids": pa.list_(pa.from_numpy_dtype(self.dtype), block_size + 1)},
+            {"huggingface": json.dumps({"info": dataset_info(block_size, vocab_size)})},
+        )
+        self.chunks, self.digest = [], hashlib.sha256()
+        self.pending, self.num_pending = [], 0
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.file = pa.OSFile(str(path), "wb")
+        self.stream = pa.ipc.new_stream(self.file, self.schema)
+
+    def write(self, ids: np.ndarray) -> None:
+        """Append token ids."""
+        self.pending.append(ids.astype(self.dtype, copy=False))
+        self.num_pending += len(ids)
+        if self.num_pending >= BATCH_TOKENS:
+            self._write_rows()
+
+    def _write_rows(self) -> None:
+        tokens = np.concatenate(self.pending)
+        rows = pack_rows(tokens, self.block_size)
+        self.pending = [tokens[len(rows) * self.block_size :]]  # starts with the last token written
+        self.num_pending = len(self.pending[0])
+        if len(rows):
+            self.digest.update(rows.data)
+            column = pa.FixedSizeListArray.from_arrays(rows.reshape(-1), self.block_size + 1)
+            self.stream.write_batch(pa.record_batch([column], schema=self.schema))
+            # Without nulls, the ids are the last buffer of the batch, padded to a multiple of 8 bytes.
+            self.chunks.append([self.file.tell() - -(-rows.nbytes // 8) * 8, len(rows)])
+
+    def close(self) -> None:
+        """Write the rows that are left."""
+        if self.pending:
+            self._write_rows()
+        self.stream.close()
+        self.file.close()
+
+
+def dataset_info(block_size: int, vocab_size: int) -> dict:
+    """Describe rows as `datasets` does a list of fixed length, without its import, which takes a second."""
+    feature = {"dtype": np.dtype(id_dtype(vocab_size)).name, "_type": "Value"}
+    return {"features": {"input_ids": {"feature": feature, "length": block_size + 1, "_type": "List"}}}
+
+
+def id_dtype(vocab_size: int) -> type:
+    """Return the type in which a dataset holds token ids."""
+    return np.uint16 if vocab_size <= 2**16 else np.int32
+
+
+def pack_rows(stream: np.ndarray, block_size: int) -> np.ndarray:
+    """Return the rows that a stream fills: [tokens] -> [rows, block_size + 1], overlapping by one token."""
+    num_rows = max(0, len(stream) - 1) // block_size
+    strides = (block_size * stream.strides[0], stream.strides[0])
+    return np.lib.stride_tricks.as_strided(stream, (num_rows, block_size + 1), strides).copy()
+
+
+class PackedSplit:
+    """The rows of one split, memory-mapped: only pages that are read take up memory.
+
+    torch maps the files, because pyarrow 26 makes a whole file resident and numpy keeps each file open.
+    """
+
+    def __init__(self, directory: Path, chunks: list[list], block_size: int, vocab_size: int) -> None:
+        """chunks: [file name, offset of the ids, number of rows] of each stretch of rows."""
+        self.directory, self.block_size, self.vocab_size = directory, block_size, vocab_size
+        self.where = [tuple(chunk) for chunk in chunks]
+        self.starts = np.cumsum([0, *(num_rows for *_, num_rows in self.where)])  # the first row of each chunk
+        self.mapped: dict[int, np.ndarray] = {}
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
+        """Return the rows with these indices (int64 [batch]) as int64 [batch, block_size + 1].
+
+        Raises `UserError` for an id outside the vocabulary, which would be a device-side assert on CUDA.
+        """
+        numbers = np.searchsorted(self.starts, indices, side="right") - 1
+        rows = np.stack([self.chunk(n)[i - self.starts[n]] for n, i in zip(numbers.tolist(), indices, strict=True)])
+        self.check(rows)
+        return rows.astype(np.int64)
+
+    def check(self, rows: np.ndarray) -> None:
+        """Raise `UserError` if rows hold an id outside the vocabulary."""
+        if rows.max() >= self.vocab_size or rows.min() < 0:
+            beyond = f"token id {rows.max()}, beyond its vocabulary of {self.vocab_size}"
+            raise UserError(f"{self.directory} contains {beyond}; prepare it again")
+
+    def chunk(self, number: int) -> np.ndarray:
+        """Return the rows of a chunk: [rows, block_size + 1]."""
+        if number not in self.mapped:
+            self.mapped[number] = self._map(*self.where[number])
+        return self.mapped[number]
+
+    def _map(self, name: str, offset: int, num_rows: int) -> np.ndarray:
+        import torch  # not at the top, because preparing data does not need it
+
+        dtype, width = np.dtype(id_dtype(self.vocab_size)), self.block_size + 1
+        num_bytes = num_rows * width * dtype.itemsize
+        path = self.directory / name
+        mapped = torch.from_file(str(path), size=offset + num_bytes, dtype=torch.uint8).numpy()
+        return mapped[offset:].view(dtype).reshape(num_rows, width)
+
+    def read_row(self, index: int) -> np.ndarray:
+        """Return one row without mapping its file: [block_size + 1]."""
+        number = int(np.searchsorted(self.starts, index, side="right")) - 1
+        name, offset, _ = self.where[number]
+        dtype, width = np.dtype(id_dtype(self.vocab_size)), self.block_size + 1
+        offset += int(index - self.starts[number]) * width * dtype.itemsize
+        return np.fromfile(self.directory / name, dtype, width, offset=offset)
+
+    def in_memory(self) -> "PackedSplit":
+        """Load all rows into memory, as a single chunk."""
+        copied = copy.copy(self)
+        copied.mapped = {0: np.concatenate([self.chunk(number) for number in range(len(self.where))])}
+        copied.starts = np.array([0, len(self)])
+        return copied
+
+    def __reduce__(self):  # a worker process maps the files itself
+        return PackedSplit, (self.directory, self.where, self.block_size, self.vocab_size)
 
 
 @dataclass(frozen=True)
 class PackedDataset:
-    """An open packed dataset. `splits[name]` is indexed by row numbers."""
+    """An open packed dataset, whose splits are indexed by row numbers."""
 
     directory: Path
     metadata: dict
-    splits: dict[str, "PackedSplit"]
-
-    @property
-    def train(self) -> "PackedSplit":
-        return self.splits["train"]
-
-    @property
-    def validation(self) -> "PackedSplit":
-        return self.splits["validation"]
+    train: PackedSplit
+    validation: PackedSplit
 
     @functools.cached_property
     def tokenizer(self) -> "PreTrainedTokenizerBase":
-        return self.load_tokenizer()
+        """Load the tokenizer that made the ids. Raises `UserError` if its files have changed."""
+        return load_saved_tokenizer(self.directory / "tokenizer", self.metadata["tokenizer_sha256"])
 
     @property
     def block_size(self) -> int:
@@ -59,15 +182,6 @@ class PackedDataset:
     @property
     def vocab_size(self) -> int:
         return self.metadata["vocab_size"]
-
-    def tokens_per_byte(self, split: str) -> float:
-        """Tokens (separators included) per byte of text: converts nats per token to nats per byte."""
-        counts = self.metadata["splits"][split]
-        return counts["tokens"] / counts["bytes"]
-
-    def load_tokenizer(self) -> "PreTrainedTokenizerBase":
-        """Load the tokenizer that made the ids. Raises `UserError` if its files have changed."""
-        return load_saved_tokenizer(self.directory / "tokenizer", self.metadata["tokenizer_sha256"])
 
 
 def metadata_of(dataset: Any) -> dict[str, Any]:
@@ -95,85 +209,15 @@ def metadata_of(dataset: Any) -> dict[str, Any]:
     }
 
 
-def validation_tokens_per_byte(dataset: Any) -> float:
-    """Return `tokens_per_byte` of the validation text, or that of the first rows of a dataset without metadata."""
-    if isinstance(dataset, PackedDataset):
-        return dataset.tokens_per_byte("validation")
-    ids = np.asarray(dataset.validation[np.arange(min(64, len(dataset.validation)))])[:, 1:]
-    return ids.size / max(1, len("".join(dataset.tokenizer.batch_decode(ids)).encode()))
-
-
-class PackedSplit:
-    """The rows of one split, memory-mapped: only pages that are read take up memory.
-
-    numpy maps the files because pyarrow 26 makes a whole file resident when it opens it.
-    """
-
-    def __init__(self, directory: Path, vocab_size: int) -> None:
-        self.directory, self.vocab_size = directory, vocab_size
-        layout = json.loads((directory / ROWS_NAME).read_text())
-        self.block_size, dtype = int(layout["block_size"]), np.dtype(layout["dtype"])
-        files = {name: np.memmap(directory / name, np.uint8, "r").view(np.ndarray) for name, _, _ in layout["batches"]}
-        # A view [rows, block_size + 1] of each record batch, and the number of its first row.
-        width = self.block_size + 1
-        self.chunks = [
-            files[name][offset : offset + num_rows * width * dtype.itemsize].view(dtype).reshape(num_rows, width)
-            for name, offset, num_rows in layout["batches"]
-        ]
-        self.starts = np.cumsum([0, *map(len, self.chunks)])
-
-    def stream(self) -> np.ndarray:
-        """Concatenate the tokens of all chunks without the overlap of rows: [rows * block_size + chunks]."""
-        return np.concatenate([part for rows in self.chunks for part in (rows[:, :-1].reshape(-1), rows[-1, -1:])])
-
-    def in_memory(self) -> "PackedSplit":
-        """Load all rows into memory, as a single chunk."""
-        copied = copy.copy(self)
-        copied.chunks, copied.starts = [np.concatenate(self.chunks)], np.array([0, len(self)])
-        return copied
-
-    def __reduce__(self):
-        return PackedSplit, (self.directory, self.vocab_size)  # a worker process maps the files itself
-
-    def __len__(self) -> int:
-        return int(self.starts[-1])
-
-    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
-        """Return the rows with these indices (int64 [batch]) as int64 [batch, block_size + 1].
-
-        Raises `UserError` for an id outside the vocabulary, which would be a device-side assert on CUDA.
-        """
-        chunks = np.searchsorted(self.starts, indices, side="right") - 1
-        rows = np.stack([self.chunks[chunk][i - self.starts[chunk]] for chunk, i in zip(chunks, indices, strict=True)])
-        self.check(rows)
-        return rows.astype(np.int64)
-
-    def check(self, rows: np.ndarray) -> None:
-        """Raise `UserError` if rows hold an id outside the vocabulary."""
-        if rows.max() >= self.vocab_size or rows.min() < 0:
-            beyond = f"token id {rows.max()}, beyond its vocabulary of {self.vocab_size}"
-            raise UserError(f"{self.directory} contains {beyond}; prepare it again")
-
-
-def id_dtype(vocab_size: int) -> type:
-    """Return the type in which a dataset holds token ids."""
-    return np.uint16 if vocab_size <= 2**16 else np.int32
-
-
-def pack_rows(stream: np.ndarray, block_size: int) -> np.ndarray:
-    """Return the rows that a stream fills: [tokens] -> [rows, block_size + 1], overlapping by one token."""
-    num_rows = max(0, len(stream) - 1) // block_size
-    strides = (block_size * stream.strides[0], stream.strides[0])
-    return np.lib.stride_tricks.as_strided(stream, (num_rows, block_size + 1), strides).copy()
-
-
 def open_packed_dataset(directory: Path, block_size: int | None = None) -> PackedDataset:
     """Open a complete dataset that has the run's block_size. Raises `UserError` for any other."""
     if not directory.is_dir():
         raise UserError(f"there is no dataset {directory}; create it with scripts/prepare_data.py")
     try:
         metadata = json.loads((directory / "metadata.json").read_text())
-        splits = _open_splits(directory, metadata)
+        if metadata["format_version"] != FORMAT_VERSION:
+            raise UserError(f"it has format {metadata['format_version']}, not {FORMAT_VERSION}")
+        splits = [_open_split(directory / name, metadata, metadata["splits"][name]) for name in SPLITS]
     except Exception as error:  # json and numpy raise various errors for damaged files
         reason = error if isinstance(error, UserError) else short_reason(error)
         remedy = "prepare it again with scripts/prepare_data.py --overwrite"
@@ -181,27 +225,12 @@ def open_packed_dataset(directory: Path, block_size: int | None = None) -> Packe
     if block_size not in (None, found := metadata["block_size"]):
         remedy = f"pass --block_size {found}, or prepare it again with --block_size {block_size}"
         raise UserError(f"{directory} has block_size {found}, but the run requests {block_size}; {remedy}")
-    return PackedDataset(directory, metadata, splits)
+    return PackedDataset(directory, metadata, *splits)
 
 
-def _open_splits(directory: Path, metadata: dict) -> dict[str, PackedSplit]:
-    """Map the rows of both splits. Raises `UserError` if they do not match the metadata."""
-    if metadata["format_version"] != FORMAT_VERSION:
-        raise UserError(f"it has format {metadata['format_version']}, not {FORMAT_VERSION}")
-    if missing := [key for key in METADATA_KEYS if key not in metadata]:
-        raise UserError(f"metadata.json lacks {', '.join(missing)}")
-    splits, vocab_size = {}, metadata["vocab_size"]
-    for name in SPLITS:
-        expected = metadata["splits"][name]
-        if min(expected[key] for key in ("rows", "tokens", "bytes")) < 1 and metadata["shard"][1] == 1:
-            raise UserError(f"metadata.json says that {name} is empty")
-        if (largest := expected["max_token_id"]) >= vocab_size:
-            raise UserError(f"{name} contains id {largest}, beyond its vocabulary of {vocab_size}")
-        for file, size in expected["file_bytes"].items():
-            if (found := (directory / name / file).stat().st_size) != size:
-                raise UserError(f"{name}/{file} has {found} bytes instead of {size}")
-        splits[name] = PackedSplit(directory / name, vocab_size)
-        shape = (expected["rows"], metadata["block_size"] + 1)
-        if (len(splits[name]), splits[name].block_size + 1) != shape:
-            raise UserError(f"{name} does not have {shape[0]} rows of {shape[1]} ids, as in metadata.json")
-    return splits
+def _open_split(directory: Path, metadata: dict, expected: dict) -> PackedSplit:
+    """Open a split. Raises `UserError` if its files do not have the sizes in the metadata."""
+    for file, size in expected["file_bytes"].items():
+        if (found := (directory / file).stat().st_size) != size:
+            raise UserError(f"{directory.name}/{file} has {found} bytes instead of {size}")
+    return PackedSplit(directory, expected["chunks"], metadata["block_size"], metadata["vocab_size"])

@@ -8,12 +8,16 @@ import contextlib
 import functools
 import hashlib
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+import orjson
 from tokenizers import Tokenizer
+from tokenizers.pre_tokenizers import ByteLevel
 
 from recipe.environment import only_cached
 from recipe.errors import UserError, check_local_path, one_line
@@ -150,10 +154,25 @@ def tokenizer_sha256(tokenizer: "TextTokenizer | PreTrainedTokenizerBase") -> st
 
 
 def _sha256(tokenizer: "TextTokenizer | PreTrainedTokenizerBase") -> str:
-    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    content = orjson.loads(tokenizer.backend_tokenizer.to_str())
     relevant = {key: content[key] for key in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
     relevant["eos_token_id"] = tokenizer.eos_token_id
-    return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(orjson.dumps(relevant, option=orjson.OPT_SORT_KEYS)).hexdigest()
+
+
+def count_token_bytes(tokenizer: "TextTokenizer | PreTrainedTokenizerBase") -> np.ndarray:
+    """Count the bytes of text of each id, int64 [vocabulary]; special tokens have none."""
+    characters, backend = set(ByteLevel.alphabet()), tokenizer.backend_tokenizer
+    special = {tokenizer.eos_token, *(t.content for t in backend.get_added_tokens_decoder().values() if t.special)}
+    vocabulary = {token: index for token, index in backend.get_vocab().items() if token not in special}
+    is_byte_level = characters.issuperset("".join(vocabulary))
+    counts = np.zeros(len(tokenizer), np.int64)
+    for token, index in vocabulary.items():
+        if is_byte_level or re.fullmatch("<0x[0-9A-F]{2}>", token):
+            counts[index] = len(token) if is_byte_level else 1
+        else:  # SentencePiece's mark of a space
+            counts[index] = len(token.replace("\u2581", " ").encode())
+    return counts
 
 
 def save_tokenizer(tokenizer: "TextTokenizer | PreTrainedTokenizerBase", directory: Path, block_size: int) -> None:

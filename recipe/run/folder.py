@@ -11,7 +11,7 @@ from filelock import FileLock, Timeout
 
 from recipe.checkpoint import CONFIG_NAME, list_checkpoints, record_config, remove_partial_checkpoints
 from recipe.config import STANDARD_LIBRARY, TrainConfig
-from recipe.data.files import name_of_text
+from recipe.data.source import name_of_text
 from recipe.errors import UserError
 from recipe.hardware.processes import LAUNCHERS
 from recipe.publish.download import keep_download

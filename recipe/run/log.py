@@ -157,7 +157,7 @@ class RunLog:
             "mfu": flops / peak if peak else None,
             "skipped_steps": int(skipped),
             "share_outside_training": self.share_outside_training,
-            "share_waiting_for_data": None if waited is None else min(1.0, waited / seconds),
+            "share_waiting_for_data": min(1.0, waited / seconds),
             "peak_memory_bytes": peak_memory_bytes(self.device),
         }
         self.event("train", state.step, **values)

@@ -121,7 +121,7 @@ def start_table(run: Run, facts: dict[str, Any], eval_rows: int) -> dict[str, st
     rows = {name: split["rows"] for name, split in facts["data"]["splits"].items()}
     data = f"{facts['data']['source']}: "
     if config.streaming:
-        data += f"streamed, shuffled over {config.shuffle_buffer_size:,} rows of {config.block_size:,} tokens"
+        data += f"streamed in rows of {config.block_size:,} tokens"
     else:
         data += f"{rows['train']:,} training rows of {config.block_size:,} tokens"
     shown = {label: f"{choice.value}: {choice.reason}" for label, choice in run.choices.items()}

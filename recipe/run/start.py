@@ -17,10 +17,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from recipe.checkpoint import RunState, find_checkpoint, load_checkpoint, read_state
 from recipe.config import TrainConfig, parse_tasks
-from recipe.data.batches import TrainBatches
+from recipe.data.batches import TrainBatches, TrainOrder, read_rows
 from recipe.data.packed import PackedDataset, metadata_of, open_packed_dataset
 from recipe.data.prepare import open_dataset_for
-from recipe.data.streaming import build_batches
+from recipe.data.stream import open_stream, read_stream
 from recipe.data.task_files import read_examples
 from recipe.errors import UserError
 from recipe.hardware.accelerator import Choice, build_accelerator, resolve_hardware
@@ -153,10 +153,25 @@ def load_state(run: Run, model: PreTrainedModel, optimizer: AcceleratedOptimizer
 
 def open_batches(run: Run, dataset: Any, state: RunState) -> TrainBatches:
     """Open the training data at the state's position."""
-    config, size = run.config, run.plan.micro_batch_size
+    config, accelerator, size = run.config, run.accelerator, run.plan.micro_batch_size
     if not isinstance(dataset, PackedDataset) and (config.streaming or config.data_placement != "mmap"):
         raise UserError("--streaming and --data_placement require a packed dataset")
-    return build_batches(config, dataset, run.accelerator, size, state.step, state.position, gather)
+    order = TrainOrder(
+        num_rows=len(dataset.train),
+        seed=config.seed,
+        global_batch_size=config.global_batch_size,
+        micro_batch_size=size,
+        first_step=0 if config.streaming else state.step,  # the position of a stream is that of the next step
+        process_index=accelerator.process_index,
+        num_processes=accelerator.num_processes,
+    )
+    if config.streaming:
+        stream = open_stream(config, dataset, accelerator.process_index, gather)
+        batches = read_stream(stream, order, state.position or (0, 0))
+    else:
+        place = config.dataloader_num_workers, config.data_placement
+        batches = read_rows(dataset.train, order, accelerator.device, *place)
+    return TrainBatches(batches, accelerator.device)
 
 
 def measure_progress(config: TrainConfig, state: RunState) -> float:

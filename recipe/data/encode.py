@@ -1,0 +1,152 @@
+"""Texts -> numpy arrays of token ids, with gigatoken if it returns exactly the tokenizer's ids.
+
+tokenizers encodes about 3 MB/s per core into Python lists; gigatoken reads the same tokenizer.json and encodes over
+100 MB/s into an array.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import orjson
+import psutil
+
+from recipe.data.tokenizer import TextTokenizer
+from recipe.errors import one_line
+
+SAMPLE_CHARACTERS = 1_000_000  # on which the ids must be equal
+SLICE_CHARACTERS = 10_000  # of it at a time, because tokenizers needs hundreds of bytes of memory per token
+PIECE_CHARACTERS = 1_000_000  # longer texts are encoded in pieces
+# gigatoken 0.10 never evicts its cache (gigatoken#36): 70 MB for English, but 14 bytes per byte of text in which no
+# word repeats. When the process has grown by this much, the tokenizer starts over, which takes 0.1 s.
+CACHE_BYTES, UNCHECKED_CHARACTERS = 256 * 2**20, 8_000_000
+
+# The characters that are new in Unicode 17, and a few around them. gigatoken 0.10 knows them and tokenizers 0.23 does
+# not, so they split "\ua7f1's" differently (gigatoken#43).
+RECENT = np.zeros(0x110000, dtype=bool)
+for _first, _last in (
+    *((0x088F, 0x088F), (0x0C5C, 0x0C5C), (0x0CDC, 0x0CDC), (0x1ACF, 0x1AEB), (0x20C1, 0x20C1), (0x2B96, 0x2B96)),
+    *((0xA7CE, 0xA7D4), (0xA7F1, 0xA7F1), (0xFBC3, 0xFBD2), (0xFD90, 0xFD91), (0xFDC8, 0xFDCE), (0x10940, 0x1095F)),
+    *((0x10EC5, 0x10EFB), (0x11B60, 0x11B67), (0x11DB0, 0x11DEF), (0x16EA0, 0x16EDF), (0x16FF2, 0x16FF6)),
+    *((0x187F8, 0x187FF), (0x18D09, 0x18DF2), (0x1CCFA, 0x1CCFC), (0x1CEBA, 0x1CEF0), (0x1E6C0, 0x1E6FF)),
+    *((0x1F6D8, 0x1F6D8), (0x1F777, 0x1F77A), (0x1F8D0, 0x1F8D8), (0x1FA54, 0x1FA57), (0x1FA8A, 0x1FA8F)),
+    *((0x1FAC7, 0x1FACD), (0x1FAEA, 0x1FAEF), (0x1FBFA, 0x1FBFA), (0x2B73A, 0x2B73F), (0x2CEA2, 0x2CEAF)),
+    (0x323B0, 0x3347F),
+):
+    RECENT[_first : _last + 1] = True
+
+# What tokenizers may disagree on: contractions, blanks, digits, other scripts, combining marks (whose order depends on
+# the version of Unicode), emoji, control characters, special tokens in text.
+PROBE = f"""
+I'll say it's DON'T we've 'tis "quoted"  two   three\t\ttabs\r\n\r\n\n\n  lines.\n
+ \u00a0nbsp\u2028sep\u3000wide\u200bzero
+x = {{'a': [1, 23, 4567, 890123]}}  # 3.14 \u00bd \u0663\u0664 \u2167 !!!??? ---___ <|endoftext|> </s>
+\u732b\u304c\u597d\u304d \ud55c\uad6d\uc5b4 \u0627\u0644\u0639\u0631\u0628 \u0939\u093f\u0928\u094d\u0926\u0940
+e\u0301 x\u0301\u0c3c na\u00efve \u0130\u0131 \ufb01 \u212b \U0001f469\u200d\U0001f680 \U0001d518 \U00031350 \ufffd
+\ufeff\x00\x07\x1b\x7f\x85 {" " * 300}{"ab" * 200}
+last line"""
+
+# Maps texts to their ids, one after the other (uint32 [tokens]), and the number of ids of each (int64 [texts]). It
+# never returns a special token: `<|endoftext|>` in a text is encoded as characters.
+Encode = Callable[[Sequence[str]], tuple[np.ndarray, np.ndarray]]
+
+
+def choose_encoder(tokenizer: TextTokenizer, sample: Sequence[str]) -> tuple[str, str]:
+    """Choose the fastest encoder that returns the tokenizer's ids on a sample: (name for `build_encoder`, reason)."""
+    plain = build_encoder(tokenizer, "tokenizers")
+    try:
+        encode = build_encoder(tokenizer, "gigatoken")
+    except (RuntimeError, ImportError) as error:
+        reason = one_line(error).partition(" Location:")[0]
+        return "tokenizers", f"tokenizers (gigatoken cannot be used: {reason})"
+    texts, characters = [PROBE], 0
+    for text in sample:
+        head = text[: max(0, SAMPLE_CHARACTERS - characters)]
+        texts += [head[start : start + SLICE_CHARACTERS] for start in range(0, len(head), SLICE_CHARACTERS)]
+        characters += len(head)
+    for start in range(0, len(texts), 10):
+        if not all(map(np.array_equal, encode(texts[start : start + 10]), plain(texts[start : start + 10]))):
+            return "tokenizers", "tokenizers (gigatoken cannot be used: its ids differ on this text)"
+    return "gigatoken", f"gigatoken (equal to tokenizers on the first {characters / 1e6:.1f} M characters)"
+
+
+def build_encoder(tokenizer: TextTokenizer, name: str) -> Encode:
+    """Return an encoder, "gigatoken" or "tokenizers". Raises `RuntimeError` or `ImportError` if it cannot be used."""
+    backend = tokenizer.backend_tokenizer
+    backend.encode_special_tokens = True
+    backend.no_truncation()
+    backend.no_padding()
+    plain = functools.partial(_encode_plainly, backend)
+    return Gigatoken(backend.to_str(), plain) if name == "gigatoken" else plain
+
+
+def _encode_plainly(backend: "Tokenizer", texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:  # noqa: F821
+    ids = [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+    lengths = np.array([len(i) for i in ids], dtype=np.int64)
+    return np.fromiter(itertools.chain.from_iterable(ids), np.uint32, lengths.sum()), lengths
+
+
+class Gigatoken:
+    """An `Encode` whose memory is bounded. Not for several threads."""
+
+    def __init__(self, tokenizer_json: str, plain: Encode) -> None:
+        """plain: encodes texts with recent characters. Raises `RuntimeError` for a tokenizer without support."""
+        import gigatoken  # not at the top, because training on a packed dataset does not need it
+
+        content = orjson.loads(tokenizer_json)
+        if (content["pre_tokenizer"] or {}).get("use_regex") is False:  # gigatoken 0.10.0 ignores it
+            raise RuntimeError("the tokenizer does not split text into words")
+        content["added_tokens"] = [token for token in content["added_tokens"] if not token["special"]]
+        if any(token["single_word"] for token in content["added_tokens"]):  # it ignores that, too
+            raise RuntimeError("the tokenizer has added tokens that match single words only")
+        self.plain = plain
+        self.start = functools.partial(gigatoken.Tokenizer.from_json, orjson.dumps(content).decode())
+        self.tokenizer, self.unchecked = self.start(), 0
+        self.process = psutil.Process()
+        self.first_bytes = self.process.memory_info().rss
+
+    def __call__(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        if has_recent_characters(texts):
+            if len(texts) == 1:
+                return self.plain(texts)
+            ids, lengths = zip(*(self([text]) for text in texts), strict=True)
+            return np.concatenate(ids), np.concatenate(lengths)
+        rows = self.tokenizer.encode_batch(list(texts), parallel=False).layout
+        self.unchecked += sum(map(len, texts))
+        if self.unchecked > UNCHECKED_CHARACTERS:
+            self.unchecked = 0
+            if self.process.memory_info().rss - self.first_bytes > CACHE_BYTES:
+                self.tokenizer = self.start()
+        return rows.content.data, np.diff(rows.offsets.data)
+
+
+def has_recent_characters(texts: Sequence[str]) -> bool:
+    """Return whether gigatoken may encode one of the texts differently."""
+    codes = np.frombuffer("".join(text for text in texts if not text.isascii()).encode("utf-32-le"), np.uint32)
+    return bool(RECENT[codes[codes >= RECENT.argmax()]].any())
+
+
+def cut_text(text: str) -> Iterator[str]:
+    """Cut a long text into pieces whose ids, one after the other, are those of the text for a byte-level BPE."""
+    start = 0
+    while len(text) - start > PIECE_CHARACTERS:
+        cut = find_cut(text, start, start + PIECE_CHARACTERS)
+        yield text[start:cut]
+        start = cut
+    yield text[start:]
+
+
+def find_cut(text: str, start: int, end: int) -> int:
+    """Return the last position up to `end` where every such tokenizer splits text in any context; else `end`.
+
+    GPT-2's pattern and its successors end a word after a line break, and before a space, if the characters on both
+    sides are not white space.
+    """
+    for mark, shift in (("\n", 1), (" ", 0)):
+        position = text.rfind(mark, start + 1, end - 1)
+        while position > start:
+            if not text[position - 1].isspace() and not text[position + 1].isspace():
+                return position + shift
+            position = text.rfind(mark, start + 1, position)
+    return end

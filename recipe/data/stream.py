@@ -1,0 +1,146 @@
+"""Training batches from text during the run: each machine tokenizes the units that its processes need next.
+
+The stream visits the units in a seeded order, without end: a permutation of all units in each epoch. A unit is the
+shuffle window: its rows follow in a random order. Training example k is therefore a pure function of (seed, source)
+for any number of processes. Each machine tokenizes into a temporary folder on a local disk, whose files its processes
+map.
+"""
+
+import contextlib
+import dataclasses
+import json
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from recipe.config import TrainConfig
+from recipe.data.batches import TrainOrder, example_rows
+from recipe.data.encode import choose_encoder
+from recipe.data.packed import PackedDataset, PackedSplit
+from recipe.data.prepare import read_sample, source_from
+from recipe.data.source import Unit
+from recipe.data.tokenizer import read_tokenizer
+from recipe.data.units import Job, UnitWorkers
+from recipe.environment import count_cpus
+from recipe.errors import ProcessError, UserError
+
+UNITS_AHEAD = 2
+POLL_SECONDS = 0.02
+Gather = Callable[[object], list]  # the parts of all processes of the run, by rank
+Position = tuple[int, int]  # a window, counted from the start of the run, and an example in it
+
+
+class TextStream:
+    """The training rows of a source, without end. Window n holds the rows of the n-th unit of the order.
+
+    The processes of a machine share a folder; the first of them starts the processes that tokenize.
+    """
+
+    def __init__(
+        self, job: Job, units: list[Unit], encoder: str, vocab_size: int, seed: int, rank: int, gather: Gather
+    ) -> None:
+        """job: its folder is replaced. gather: called by all processes of the run together."""
+        self.units, self.encoder, self.seed = units, encoder, seed
+        self.block_size, self.vocab_size = job.block_size, vocab_size
+        try:
+            own, host = Path(tempfile.mkdtemp(prefix="gpt2-recipe-stream-")), socket.gethostname()
+        except OSError as error:
+            raise ProcessError(f"cannot create a temporary folder: {error.strerror}; set TMPDIR") from error
+        folders = gather((host, str(own)))
+        # A machine is a host's name and a file system.
+        first = next(i for i, (name, path) in enumerate(folders) if name == host and Path(path).is_dir())
+        gather(None)  # until all have looked
+        self.folder, self.workers = Path(folders[first][1]), None
+        if first == rank:
+            self.workers = UnitWorkers(dataclasses.replace(job, folder=str(own)), min(UNITS_AHEAD, count_cpus()))
+        else:
+            own.rmdir()
+        self.futures: dict[int, Future] = {}
+        self.opened: dict[int, PackedSplit] = {}
+
+    def window(self, number: int) -> PackedSplit:
+        """Return the rows of a window. Waits for them. Raises `ProcessError` if the text cannot be tokenized."""
+        if number in self.opened:
+            return self.opened[number]
+        summary = self.folder / "units" / f"{number:05d}.json"
+        if self.workers is not None:
+            for ahead in range(number, number + UNITS_AHEAD + 1):
+                if ahead not in self.futures:
+                    self.futures[ahead] = self.workers.submit(ahead, self.units[self._unit_of(ahead)], self.encoder)
+            try:
+                self.futures[number].result()
+            except UserError as error:
+                raise ProcessError(f"{error}; the run needs space for a few units in TMPDIR") from error
+        while not summary.exists():
+            if not self.folder.exists():
+                raise ProcessError(
+                    "the process that tokenizes the text on this machine has ended; its output says why"
+                )
+            time.sleep(POLL_SECONDS)
+        chunks = json.loads(summary.read_text())["splits"]["train"]["chunks"]
+        self.opened[number] = PackedSplit(self.folder / "train", chunks, self.block_size, self.vocab_size)
+        for chunk in range(len(chunks)):
+            self.opened[number].chunk(chunk)  # mapped files remain readable when they are deleted
+        return self.opened[number]
+
+    def _unit_of(self, number: int) -> int:
+        return int(example_rows(np.array([number]), len(self.units), self.seed)[0])
+
+    def forget(self, before: int) -> None:
+        """Delete the windows before one that any process of this machine may still open."""
+        for number in [number for number in self.opened if number < before]:
+            del self.opened[number]
+            if self.workers is not None:
+                for path in (f"train/{number:05d}.arrow", f"units/{number:05d}.json"):
+                    (self.folder / path).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        if self.workers is not None:
+            self.workers.close()
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def read_stream(stream: TextStream, order: TrainOrder, position: Position) -> Iterator[tuple[torch.Tensor, Position]]:
+    """Yield the micro-batches of one process: (rows: int64 [micro-batch, block_size + 1], position after the step).
+
+    order: counts examples from `position`, where its first step begins.
+    """
+    first, skipped = position
+    starts = [-skipped]  # the first example of each window from `first` on
+    before, now, last_step = first, first, -1  # the windows in which the step before and this one begin
+
+    def locate(example: int) -> int:
+        """Return the window of an example, counted from `first`."""
+        while example >= starts[-1]:
+            starts.append(starts[-1] + len(stream.window(first + len(starts) - 1)))
+        return int(np.searchsorted(starts, example, side="right")) - 1
+
+    with contextlib.closing(stream):
+        for examples in order.examples():
+            step = int(examples[0]) // order.global_batch_size
+            end = (step + 1) * order.global_batch_size
+            after = locate(end)
+            if step > last_step:  # other processes may still be at the step before
+                stream.forget(before)
+                before, now, last_step = now, first + after, step
+            windows, parts = np.searchsorted(starts, examples, side="right") - 1, []
+            for number in np.unique(windows).tolist():
+                window, index = stream.window(first + number), examples[windows == number] - starts[number]
+                parts.append(window[example_rows((first + number) * len(window) + index, len(window), stream.seed)])
+            yield torch.from_numpy(np.concatenate(parts)), (first + after, end - starts[after])
+
+
+def open_stream(config: TrainConfig, dataset: PackedDataset, rank: int, gather: Gather) -> TextStream:
+    """Open the run's text. dataset: its prepared part, which has its tokenizer."""
+    source, tokenizer_dir = source_from(config), str(dataset.directory / "tokenizer")
+    units = [unit for unit in source.units() if unit.parts[0].split != "validation"]
+    encoder, _ = choose_encoder(read_tokenizer(tokenizer_dir), read_sample(source, units))
+    job = Job(source, "", tokenizer_dir, dataset.block_size, ("train",), is_temporary=True)
+    return TextStream(job, units, encoder, dataset.vocab_size, config.seed, rank, gather)
