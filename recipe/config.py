@@ -167,7 +167,7 @@ class TrainConfig:
     )
     expected_loss: dict | str | None = _field(None, "Loss to compare with at the end: value, tolerance, tokens, ...")
     eval_tasks: list[str] | None = _field(
-        None, "Tasks to score at each evaluation, in 30 s each: hellaswag, lambada (Hub), or hellaswag=FILE.jsonl."
+        None, "Tasks to score at each evaluation (1,000 examples): hellaswag, lambada (Hub), or hellaswag=FILE.jsonl."
     )
     save_steps: int = _field(1000, "Steps between checkpoints; 0 saves none.", at_least=0)
     save_total_limit: int | None = _field(

@@ -11,6 +11,7 @@ import argparse
 import logging
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -22,23 +23,24 @@ from transformers.pytorch_utils import Conv1D
 from recipe.arguments import CommandLine
 from recipe.checkpoint import CONFIG_NAME
 from recipe.command_line import load_config
-from recipe.data.packed import open_packed_dataset
+from recipe.data.packed import PackedDataset, open_packed_dataset
 from recipe.data.prepare import open_dataset_for
 from recipe.data.tokenizer import load_tokenizer, save_tokenizer
 from recipe.errors import UserError, run_main
 from recipe.evaluation.scoring import CPU_TOKENS
-from recipe.evaluation.sliding_window import TokenizedText, evaluate_text, read_text, read_validation_split
+from recipe.evaluation.text import Text, evaluate_dataset, evaluate_text, read_text
 from recipe.model.weights import load_pretrained
 
-MAX_TOKENS = 16_384  # of text: 40 seconds per model for GPT-2 124M on one CPU core
+MAX_TOKENS = 16_384  # 40 seconds per model for GPT-2 124M on one CPU core
+CHARACTERS_PER_TOKEN = 4  # of English, roughly
 
 
 def main() -> None:
     args = parse()
     tokenizer, device = load_tokenizer(str(args.model)), PartialState().device
-    text = find_text(args, tokenizer).head(MAX_TOKENS)
+    text = find_text(args, tokenizer)
     model = load_pretrained(AutoModelForCausalLM, args.model, device_map={"": device}).eval()
-    print_row(args.model, model, text)
+    print_row(args.model, model, tokenizer, text)
     if args.prune is not None:
         for matrix in find_matrices(model):
             prune.l1_unstructured(matrix, "weight", args.prune)
@@ -50,8 +52,8 @@ def main() -> None:
     model.save_pretrained(args.output_dir)
     save_tokenizer(tokenizer, args.output_dir, model.config.max_position_embeddings)
     exported = load_pretrained(AutoModelForCausalLM, args.output_dir, device_map={"": device}).eval()  # as users do
-    print_row(args.output_dir, exported, text)
-    print(f"\nPerplexity on {text.num_targets:,} tokens of {text.name}.")
+    measured = print_row(args.output_dir, exported, tokenizer, text)
+    print(f"\nPerplexity on {measured['num_tokens']:,} tokens of {measured['name']}.")
 
 
 def find_matrices(model: PreTrainedModel) -> list[nn.Module]:
@@ -73,24 +75,30 @@ def load_as_int8(source: Path, device: torch.device) -> PreTrainedModel:
     return model
 
 
-def find_text(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> TokenizedText:
-    """Return the text to measure: what the options name, or the validation split of the model's own run."""
+def find_text(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> Text | PackedDataset:
+    """Return the text to measure: what the options name, or the dataset of the model's own run."""
     if args.text_file is not None:
-        return read_text(args.text_file, tokenizer)
+        return read_text(args.text_file, tokenizer, max_characters=CHARACTERS_PER_TOKEN * MAX_TOKENS)
     if args.dataset_dir is not None:
-        return read_validation_split(open_packed_dataset(args.dataset_dir), tokenizer)
+        return open_packed_dataset(args.dataset_dir)
     if not (args.model / CONFIG_NAME).is_file():
         raise UserError(f"{args.model} is not the folder of a run; pass --text_file or --dataset_dir")
-    return read_validation_split(
-        open_dataset_for(load_config(["--config", str(args.model / CONFIG_NAME)])[0]), tokenizer
-    )
+    return open_dataset_for(load_config(["--config", str(args.model / CONFIG_NAME)])[0])
 
 
-def print_row(directory: Path, model: PreTrainedModel, text: TokenizedText) -> None:
+def print_row(
+    directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: Text | PackedDataset
+) -> dict[str, Any]:
+    """Print size and perplexity, and return the scores."""
+    if isinstance(text, Text):
+        context = model.config.max_position_embeddings
+        scores = evaluate_text(model, tokenizer, text, context, context, CPU_TOKENS)
+    else:
+        batch_size, max_rows = (max(1, tokens // text.block_size) for tokens in (CPU_TOKENS, MAX_TOKENS))
+        scores = evaluate_dataset(model, tokenizer, text, batch_size, max_rows)
     megabytes = sum(path.stat().st_size for path in directory.glob("*.safetensors")) / 1e6
-    context = model.config.max_position_embeddings
-    perplexity = evaluate_text(model, text, context, context, CPU_TOKENS)["perplexity"]
-    print(f"{directory!s:40} {megabytes:10,.2f} MB   perplexity {perplexity:,.3f}", flush=True)
+    print(f"{directory!s:40} {megabytes:10,.2f} MB   perplexity {scores['perplexity']:,.3f}", flush=True)
+    return scores
 
 
 def parse() -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""Generate text from a saved model.
+"""Generate text with a saved model.
 
 python scripts/generate_text.py --model runs/demo --prompt "import "
 python scripts/generate_text.py --model runs/demo --interactive
@@ -10,56 +10,42 @@ Only text goes to stdout.
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from accelerate import PartialState
-from accelerate.utils import set_seed
 
 from recipe.arguments import CommandLine
 from recipe.errors import UserError, run_main
-from recipe.evaluation.generation import Sampling, TokenStream, check_prompt, continue_prompt, load_generator
+from recipe.evaluation.generation import TokenStreamer, generate_texts, load_model
 
-SEPARATOR = "\n\n---\n\n"
+SEPARATOR = "\n---\n\n"
+SAMPLING = ("max_new_tokens", "num_samples", "temperature", "top_k", "top_p", "repetition_penalty")
 
 
 def main() -> None:
     args = parse()
-    sampling = Sampling(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Sampling)})
-    prompts = read_prompts(args.prompts_file) if args.prompts_file else [args.prompt]
-    for prompt in prompts:
-        check_prompt(prompt)
+    prompts = ask() if args.interactive else read_prompts(args.prompts_file) if args.prompts_file else [args.prompt]
+    sampling = {name: getattr(args, name) for name in SAMPLING}
+    model, tokenizer = load_model(args.model_name_or_path, PartialState().device, args.revision)
+    streamer = TokenStreamer(tokenizer) if args.num_samples == 1 else None
     with open_output(args.output_file) as output:
-        model, tokenizer = load_generator(args.model_name_or_path, PartialState().device, args.revision)
-        if output is not None:
-            output.truncate(0)
-        stream = TokenStream(write if sampling.num_samples == 1 else None)
-        try:
-            for index, prompt in enumerate(ask() if args.interactive else prompts):
-                if index == 0 or not args.interactive:  # a prompt that is typed again gets another text
-                    set_seed(sampling.seed)
-                if index > 0 and not args.interactive:
-                    write(SEPARATOR)
-                texts = continue_prompt(model, tokenizer, prompt, sampling, stream=stream)
-                if stream.write is None:
-                    write(SEPARATOR.join(texts))
-                if output is not None:
-                    rows = [json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False) for text in texts]
-                    output.write("\n".join(rows) + "\n")
-                if args.interactive:
-                    write("\n\n")
-        except KeyboardInterrupt:
-            if not args.interactive:
-                raise
-            print(file=sys.stderr)
-    if not args.interactive:
-        write("\n")
-    if stream.num_tokens:
-        speed = f"{stream.num_tokens / stream.seconds:,.1f} tokens/s without the first token of each text"
-        print(f"{stream.num_tokens:,} tokens in {stream.seconds:.2f} s: {speed}", file=sys.stderr)
+        for index, prompt in enumerate(prompts):
+            if index > 0 and not args.interactive:
+                print(SEPARATOR, end="")
+            if streamer is not None:
+                print(prompt, end="", flush=True)
+            seed = args.seed + index if args.interactive else args.seed  # a prompt typed again gets another text
+            texts = generate_texts(model, tokenizer, prompt, **sampling, seed=seed, streamer=streamer)
+            if streamer is None:
+                print(f"\n{SEPARATOR}".join(texts), flush=True)
+            if args.interactive:
+                print(flush=True)
+            if output is not None:
+                rows = [json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False) + "\n" for text in texts]
+                output.writelines(rows)
 
 
 def parse() -> argparse.Namespace:
@@ -72,83 +58,60 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--revision", help="branch of a Hub model, such as step-001000-0.5B")
     prompts = parser.add_mutually_exclusive_group()
     prompts.add_argument("--prompt", default="", help="text to continue; an empty prompt starts a new document")
-    prompts.add_argument(
-        "--prompts_file", type=Path, help='one prompt per line, or a .jsonl file of {"prompt": "..."}'
-    )
+    prompts.add_argument("--prompts_file", type=Path, help='one prompt per line; .jsonl: {"prompt": "..."} per line')
     prompts.add_argument(
         "--interactive", action="store_true", help="read prompts, one per line, until an empty line or Ctrl-D"
     )
     parser.add_argument("--output_file", type=Path, help='also write the texts to a .jsonl file of {"prompt", "text"}')
     parser.add_argument("--max_new_tokens", type=int, default=200, help="generate up to this many tokens")
-    parser.add_argument(
-        "--num_samples", type=int, default=1, help="continuations per prompt; several appear when all are complete"
-    )
+    parser.add_argument("--num_samples", type=int, default=1, help="continuations per prompt")
     parser.add_argument("--temperature", type=float, default=0.8, help="sampling temperature; 0 is greedy")
-    parser.add_argument(
-        "--top_k", type=int, default=200, help="sample from the k most likely tokens; 0 turns this off"
-    )
+    parser.add_argument("--top_k", type=int, default=200, help="sample from the k most likely tokens; 0: from all")
     parser.add_argument("--top_p", type=float, default=1.0, help="sample from the top tokens that sum to p")
     parser.add_argument(
         "--repetition_penalty", type=float, default=1.0, help="above 1, tokens of the context become less likely"
     )
     parser.add_argument("--seed", type=int, default=1337, help="the same seed generates the same text")
-    return parser.parse_args()
-
-
-def write(text: str) -> None:
-    print(text, end="", flush=True)
+    args = parser.parse_args()
+    for name in ("max_new_tokens", "num_samples"):
+        if getattr(args, name) < 1:
+            raise UserError(f"{name} must be at least 1, got {getattr(args, name)}")
+    return args
 
 
 def ask() -> Iterator[str]:
-    """Yield prompts from a terminal or a pipe until an empty line or the end of the input."""
+    """Yield prompts from a terminal or a pipe until an empty line, the end of the input, or Ctrl-C."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 (input() then has arrow keys and a history)
     on_terminal = sys.stdin.isatty()
     if on_terminal:
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401 (input() then has arrow keys and a history)
         print("Enter a prompt. An empty line, Ctrl-D or Ctrl-C ends.", file=sys.stderr)
-    while True:
-        try:
-            prompt = input("> " if on_terminal and sys.stdout.isatty() else "").rstrip("\r")
-        except EOFError:
-            print(end="\n" if on_terminal else "", file=sys.stderr)
-            return
-        except UnicodeDecodeError as error:
-            raise UserError("the prompt is not valid UTF-8 text") from error
-        if not prompt:
-            return
-        check_prompt(prompt)
-        yield prompt
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
+        while prompt := input("> " if on_terminal and sys.stdout.isatty() else "").rstrip("\r"):
+            yield prompt
+    print(end="\n" if on_terminal else "", file=sys.stderr)
 
 
 def read_prompts(path: Path) -> list[str]:
     """Read a file of prompts. Raises `UserError` if it holds none or cannot be read."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {path}: {error}") from error
-    prompts = [line for line in lines if line.strip()]
-    if path.suffix == ".jsonl":
-        prompts = [prompt_of(line, f"line {number} of {path}") for number, line in enumerate(lines, 1) if line.strip()]
+        prompts = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+        if path.suffix == ".jsonl":
+            prompts = [json.loads(line)["prompt"] for line in prompts]
+            if not all(isinstance(prompt, str) for prompt in prompts):
+                raise TypeError("a prompt is not text")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        expected = 'expected {"prompt": "..."} on each line' if path.suffix == ".jsonl" else "expected UTF-8 text"
+        raise UserError(f"cannot read prompts from {path} ({type(error).__name__}: {error}); {expected}") from error
     if not prompts:
         raise UserError(f"there is no prompt in {path}")
     return prompts
 
 
-def prompt_of(line: str, where: str) -> str:
-    """Return the prompt of a JSON line."""
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{where} is not valid JSON: {error}") from error
-    if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
-        raise UserError(f'{where} must look like {{"prompt": "..."}}, got {line[:60]}')
-    return row["prompt"]
-
-
 def open_output(path: Path | None) -> contextlib.AbstractContextManager:
-    """Open the file to write, which keeps its content until a model is loaded; None without a path."""
+    """Open the file to write; None without a path."""
     try:
-        return open(path, "a", encoding="utf-8") if path else contextlib.nullcontext()
+        return open(path, "w", encoding="utf-8") if path else contextlib.nullcontext()
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
 

@@ -117,7 +117,7 @@ def _open_existing(
         made_from = {}
     is_same = made_from == identity
     if source.content_id is None and made_from.get("options_sha256") == identity["options_sha256"]:
-        say(f"the Hub cannot be reached; using {directory} as it is")
+        say(f"the Hub does not say whether its files have changed; using {directory}")
         is_same = True
     if is_same:
         with contextlib.suppress(UserError) if overwrite else contextlib.nullcontext():  # it may be damaged
@@ -339,9 +339,8 @@ def print_report(source: TextSource, report: ReadReport) -> None:
     if report.num_blank:
         say(f"rows without text (null, empty or blank): {report.num_blank:,}")
     if report.num_without_column:
-        names = ", ".join(report.columns)
-        missing = f"{report.num_without_column:,} rows have no column '{source.text_column_name}' (but {names})"
-        say(f"warning: {missing} and are not in the dataset")
+        missing, names = f"{report.num_without_column:,}", ", ".join(report.columns)
+        say(f"warning: rows without a column '{source.text_column_name}': {missing} (they have {names})")
     if source.document_separator is not None and not report.num_separators:
         say(f"warning: --document_separator {source.document_separator!r} has no effect: no text file contains it")
 

@@ -181,12 +181,14 @@ class TextSource:
         if self.dataset_split not in self.opened_dataset:
             missing = f"has no split '{self.dataset_split}' (it has {', '.join(self.opened_dataset)})"
             raise UserError(f"dataset {self.dataset_name} {missing}; pass --dataset_split")
-        splits = {self.dataset_split: "train" if self.has_validation else None}
-        units = []
-        for name, split in ({"validation": "validation"} if self.has_validation else {}) | splits.items():
-            count = min(self.opened_dataset[name].num_shards, MOST_UNITS)
-            units += [Unit([Part(name, k, count, split)], 0, count == 1 and split is None) for k in range(count)]
-        return units
+        units, split = [], None
+        if self.has_validation:
+            units, split = [Unit([Part("validation", 0, 1, "validation")], 0)], "train"
+        num_bytes = COMPRESSION_RATIO * sum(size for _, _, size in self.dataset_files or ())
+        num_shards = self.opened_dataset[self.dataset_split].num_shards
+        count = min(num_shards, MOST_UNITS, -(-num_bytes // unit_size(num_bytes)) or MOST_UNITS)
+        is_only = count == 1 and split is None
+        return units + [Unit([Part(self.dataset_split, k, count, split)], 0, is_only) for k in range(count)]
 
     def describe(self) -> dict:
         """Return the source as the metadata of a prepared dataset records it."""
@@ -211,16 +213,27 @@ class TextSource:
             return identify_files([*map(str, standard_library_files()), _topics_file()])
         if self.dataset_name is None:
             return identify_files(self.files.paths) + identify_files(self.held_out_files.paths)
-        if Path(self.dataset_name).exists():
-            return identify_files(sorted(str(p) for p in Path(self.dataset_name).rglob("*") if p.is_file()))
+        if self.dataset_files is None:
+            return None
+        return hashlib.sha256(repr(sorted(self.dataset_files)).encode()).hexdigest()
+
+    @functools.cached_property
+    def dataset_files(self) -> list[tuple[str, str, int]] | None:
+        """The name, content hash and bytes of each data file of a dataset. None if the Hub does not say."""
+        if (folder := Path(self.dataset_name)).exists():
+            paths = [str(path) for path in folder.rglob("*") if path.is_file()]
+            names = [os.path.relpath(path, folder) for path in paths]
+            return list(zip(names, digest_files(paths), map(os.path.getsize, paths), strict=True))
         from huggingface_hub import HfApi  # takes 0.1 s, which files need not wait for
 
-        try:  # an edit of the README makes a commit, but changes no data file
-            found = HfApi().dataset_info(self.dataset_name, files_metadata=True, timeout=10).siblings
+        try:
+            found = HfApi().dataset_info(self.dataset_name, files_metadata=True, timeout=30).siblings
         except Exception:  # no network or no such dataset: opening it raises the error that says which
             return None
-        data = [(f.rfilename, f.blob_id) for f in found if not f.rfilename.endswith((".md", ".gitattributes"))]
-        return hashlib.sha256(repr(sorted(data)).encode()).hexdigest()
+        # An edit of the README makes a commit, but changes no data file.
+        return [
+            (f.rfilename, f.blob_id, f.size or 0) for f in found if not f.rfilename.endswith((".md", ".gitattributes"))
+        ]
 
 
 def unit_size(num_bytes: int) -> int:

@@ -1,85 +1,37 @@
-"""The log-probabilities of the last tokens of rows of token ids: what text, HellaSwag and LAMBADA are scored by.
-
-Rows are padded on the right, which causal attention never looks at, so no mask is needed.
-"""
+"""What validation rows, texts and tasks share: windows of tokens, the sums of their losses, and the progress bar."""
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from accelerate import PartialState
+from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
-from transformers import PreTrainedModel
 
+from recipe.hardware.host_memory import FreedMemory
+from recipe.hardware.processes import gather
+from recipe.model.loss import IGNORE_INDEX
 from recipe.progress import progress_target
 
-CPU_TOKENS, GPU_TOKENS = 2048, 16384  # per forward pass: enough to keep all cores, or a GPU, busy
-LOGIT_ROWS = 1024  # logits computed at a time: 200 MB in fp32 over GPT-2's vocabulary
+CPU_TOKENS, GPU_TOKENS = 2048, 8192  # per forward pass: enough to keep all cores, or a GPU, busy
 SILENT_SECONDS = 2.0  # a shorter evaluation shows no progress bar
 
-
-def summarize_loss(
-    loss_sum: float, num_tokens: int, tokens_per_byte: float, tokens_per_character: float | None = None
-) -> dict[str, float]:
-    """Return loss (nats per token), perplexity, bits_per_byte and, where known, bits_per_character.
-
-    loss_sum: nats, over num_tokens target tokens.
-    """
-    loss = loss_sum / num_tokens
-    bits_per_token = loss / math.log(2)
-    scores = {"loss": loss, "perplexity": exp_or_inf(loss), "bits_per_byte": bits_per_token * tokens_per_byte}
-    if tokens_per_character is not None:
-        scores["bits_per_character"] = bits_per_token * tokens_per_character
-    return scores
+T = TypeVar("T")
 
 
-def exp_or_inf(nats: float) -> float:
-    return math.exp(nats) if nats < 700 else math.inf
-
-
-class Row(NamedTuple):
+class Window(NamedTuple):
     """Token ids (int64 [length]) of which the last num_targets are scored, given all that precede them."""
 
     ids: np.ndarray
     num_targets: int
 
 
-class Score(NamedTuple):
-    """The log-probability of a row's targets in nats, and whether each of them is the most likely token."""
-
-    log_probability: float
-    is_greedy: bool
-
-
-@torch.no_grad()
-def score_batch(model: PreTrainedModel, vocab_size: int, rows: Sequence[Row]) -> list[Score]:
-    """Score rows in one forward pass. A row has at most n_positions + 1 ids, since the last one is not an input.
-
-    vocab_size: logits beyond it, the padding of the vocabulary, have no part in the softmax.
-    """
-    inputs = pad_sequence([torch.from_numpy(row.ids[:-1]) for row in rows], batch_first=True)
-    width, counts = inputs.shape[1], [row.num_targets for row in rows]
-    targets = torch.from_numpy(np.concatenate([row.ids[len(row.ids) - row.num_targets :] for row in rows]))
-    # Target k of a row is predicted at the position before it.
-    ends = [i * width + len(row.ids) - 1 for i, row in enumerate(rows)]
-    positions = torch.cat([torch.arange(end - count, end) for end, count in zip(ends, counts, strict=True)])
-    hidden = model.base_model(input_ids=inputs.to(model.device), use_cache=False)[0].flatten(0, 1)
-    hidden, targets = hidden[positions.to(model.device)], targets.to(model.device)
-    found, greedy = [], []
-    for part, part_targets in zip(hidden.split(LOGIT_ROWS), targets.split(LOGIT_ROWS), strict=True):
-        logits = model.get_output_embeddings()(part)[:, :vocab_size].float()
-        greedy.append(logits.argmax(dim=-1) == part_targets)
-        found.append(logits.log_softmax(dim=-1).gather(1, part_targets[:, None])[:, 0])
-    sums = [part.double().sum().item() for part in torch.cat(found).cpu().split(counts)]
-    return list(map(Score, sums, [part.all().item() for part in torch.cat(greedy).cpu().split(counts)]))
-
-
-def make_batches(lengths: Sequence[int], tokens_per_batch: int) -> list[np.ndarray]:
-    """Group rows into batches of similar length, longest first. Returns the indices of the rows of each batch."""
-    order = np.argsort(-np.asarray(lengths), kind="stable")
+def batch_windows(lengths: Sequence[int], tokens_per_batch: int) -> list[list[int]]:
+    """Group windows into batches of similar length, longest first. Returns the indices of the windows of each."""
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     batches, start = [], 0
     while start < len(order):
         count = max(1, tokens_per_batch // max(1, lengths[order[start]]))
@@ -88,17 +40,75 @@ def make_batches(lengths: Sequence[int], tokens_per_batch: int) -> list[np.ndarr
     return batches
 
 
-def show_progress(iterable: Iterable, desc: str, unit: str, total: int) -> tqdm:
-    """Show a bar on the main process, above the bar of a training run, if the evaluation takes long."""
-    return tqdm(
-        iterable,
-        total=total,
-        desc=desc,
-        unit=unit,
-        leave=False,
-        position=0,
-        delay=SILENT_SECONDS,
-        dynamic_ncols=True,
-        disable=not PartialState().is_main_process,
-        **progress_target(),
+def pad_windows(windows: Sequence[Window], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return input_ids and targets, int64 [windows, longest - 1]. Causal attention never sees padding on the right."""
+    inputs, targets = [], []
+    for ids, num_targets in windows:
+        row = torch.from_numpy(ids)
+        inputs.append(row[:-1])
+        targets.append(row[1:].clone())
+        targets[-1][: len(row) - 1 - num_targets] = IGNORE_INDEX
+    padded = (
+        pad_sequence(inputs, batch_first=True),
+        pad_sequence(targets, batch_first=True, padding_value=IGNORE_INDEX),
     )
+    return padded[0].to(device), padded[1].to(device)
+
+
+class Totals(NamedTuple):
+    """Sums over targets. A special token, such as a separator of documents, is a target but no text."""
+
+    nats: float
+    num_tokens: int
+    text_nats: float
+    num_bytes: int  # of text
+
+    def scores(self) -> dict[str, float]:
+        """Return loss (nats per token), perplexity, and bits_per_byte of text."""
+        loss, bits = self.nats / self.num_tokens, self.text_nats / math.log(2)
+        return {"loss": loss, "perplexity": exp_or_inf(loss), "bits_per_byte": bits / max(1, self.num_bytes)}
+
+
+def exp_or_inf(nats: float) -> float:
+    return math.exp(nats) if nats < 700 else math.inf
+
+
+@torch.no_grad()
+def sum_losses(
+    module: nn.Module,
+    token_bytes: torch.Tensor,
+    batches: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    num_batches: int,
+    name: str,
+    must_stop: Callable[[], bool] = lambda: False,
+) -> Totals | None:
+    """Sum over the batches of all processes; None if must_stop, asked before each batch, is true.
+
+    module: a `LanguageModelingLoss` in evaluation mode. token_bytes: int64 [vocabulary] on the device, 0 for special
+    tokens. batches: (input_ids, targets) on the device, as the module takes them. name: of the progress bar. The host
+    waits for the device only at the end.
+    """
+    device = token_bytes.device
+    nats = torch.zeros(num_batches, 2, device=device)  # added up on the host, because not every device has float64
+    counts = torch.zeros(2, dtype=torch.int64, device=device)
+    for i, (input_ids, targets) in enumerate(show_progress(batches, name, num_batches)):
+        if must_stop():
+            return None
+        losses = module(input_ids, targets)["losses"]
+        is_target = targets != IGNORE_INDEX
+        num_bytes = token_bytes[targets.where(is_target, 0)] * is_target
+        nats[i, 0], nats[i, 1] = losses.sum(), (losses * (num_bytes > 0)).sum()
+        counts += torch.stack([is_target.sum(), num_bytes.sum()])
+    sums, (num_tokens, num_bytes) = nats.cpu().double().sum(dim=0).tolist(), counts.tolist()
+    parts = gather(Totals(sums[0], num_tokens, sums[1], num_bytes))
+    return Totals(*map(sum, zip(*parts, strict=True)))
+
+
+def show_progress(iterable: Iterable[T], name: str, total: int) -> Iterator[T]:
+    """Yield the items; if that takes long, with a bar on the main process, above the bar of a training run."""
+    freed_memory = FreedMemory()
+    options = {"desc": name, "unit": "batch", "leave": False, "delay": SILENT_SECONDS, "position": 0}
+    is_quiet = not PartialState().is_main_process
+    for item in tqdm(iterable, total=total, dynamic_ncols=True, disable=is_quiet, **options, **progress_target()):
+        yield item
+        freed_memory.give_back()

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import functools
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,13 +15,13 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from recipe.checkpoint import RunState, find_checkpoint, load_checkpoint, read_state
-from recipe.config import TrainConfig, parse_tasks
+from recipe.config import TrainConfig
 from recipe.data.batches import TrainBatches, TrainOrder, read_rows
 from recipe.data.packed import PackedDataset, metadata_of, open_packed_dataset
 from recipe.data.prepare import open_dataset_for
 from recipe.data.stream import open_stream, read_stream
-from recipe.data.task_files import read_examples
 from recipe.errors import UserError
+from recipe.evaluation.tasks import load_tasks
 from recipe.hardware.accelerator import Choice, build_accelerator, resolve_hardware
 from recipe.hardware.memory import MemoryPlan, micro_batch_sizes, plan_device, try_micro_batch
 from recipe.hardware.processes import (
@@ -87,8 +86,7 @@ def open_run(config: TrainConfig, recipe: str, started_at: float) -> Run:
     micro_batch_sizes(config, accelerator.num_processes, accelerator.device.type)
     check_optimizer(config, accelerator.device)
     build_model_config(config, 1, 0, source)
-    for task, path in parse_tasks(config.eval_tasks).items():
-        on_main_process(functools.partial(read_examples, task, path))
+    load_tasks(config.eval_tasks)  # reports a wrong file before text is prepared
     return Run(recipe, config, accelerator, output_dir, resume_dir, source, started_at)
 
 

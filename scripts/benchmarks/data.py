@@ -28,7 +28,7 @@ from recipe.environment import count_cpus, describe_environment
 from recipe.errors import run_main
 
 PREPARE = Path(__file__).resolve().parents[1] / "prepare_data.py"
-MEGABYTES = (50, 200, 500, 2000)  # of text; the tiktoken program encodes the 200
+MEGABYTES = (1, 50, 200, 500, 2000)  # of text: 1 shows the start-up; the tiktoken program encodes the 200
 ROUNDS = 2  # the better one counts
 # What a short script does, with tiktoken's threads. tiktoken would download its GPT-2 encoding; this is the same one.
 TIKTOKEN = """

@@ -1,0 +1,153 @@
+"""Loss, perplexity, bits per byte and bits per character of a saved model, over any text or a packed dataset.
+
+A window slides over each document of a text. The first one scores up to `context` tokens. Each further one moves by
+`stride` tokens and scores only those, so they see at least context - stride tokens before them. Every token is scored
+exactly once.
+"""
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import PartialState
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from recipe.data.packed import PackedDataset
+from recipe.data.read import read_texts
+from recipe.data.tokenizer import count_token_bytes, tokenizer_sha256
+from recipe.errors import UserError
+from recipe.evaluation.scoring import Totals, Window, batch_windows, pad_windows, sum_losses
+from recipe.evaluation.validation import evaluate_rows
+from recipe.model.loss import LanguageModelingLoss
+
+ENCODED_DOCUMENTS = 1000  # at a time, because tokenizers needs hundreds of bytes of memory per token
+
+
+@dataclass(frozen=True)
+class Text:
+    """Documents as token ids, int64 [tokens], each after an end-of-text token, which is context and never scored."""
+
+    name: str
+    documents: list[np.ndarray]
+    num_characters: int
+
+
+def read_text(
+    given: str,
+    tokenizer: PreTrainedTokenizerBase,
+    text_column_name: str = "text",
+    document_separator: str | None = None,
+    max_characters: int | None = None,
+) -> Text:
+    """Read and encode a file, a folder or a glob pattern. Raises `UserError` if there is no text, or no access to it.
+
+    max_characters: only the beginning.
+    """
+    texts, num_characters = [], 0
+    for text in read_texts([given], text_column_name, document_separator):
+        texts.append(text if max_characters is None else text[: max_characters - num_characters])
+        num_characters += len(texts[-1])
+        if num_characters == max_characters:
+            break
+    if not texts:
+        raise UserError(f"there is no text in {given}")
+    documents, eos = [], tokenizer.eos_token_id
+    for start in range(0, len(texts), ENCODED_DOCUMENTS):  # `<|endoftext|>` in a text is encoded as characters
+        options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
+        encoded = tokenizer(texts[start : start + ENCODED_DOCUMENTS], **options)["input_ids"]
+        documents += [np.array([eos, *ids]) for ids in encoded]
+    return Text(Path(given).name, documents, num_characters)
+
+
+def cut_windows(ids: np.ndarray, context: int, stride: int) -> Iterator[Window]:
+    """Yield windows of at most context + 1 tokens; every token but the first is the target of exactly one."""
+    position, count = 1, context  # the next target
+    while position < len(ids):
+        end = min(position + count, len(ids))
+        yield Window(ids[max(0, end - 1 - context) : end], end - position)
+        position, count = end, stride
+
+
+def evaluate_text(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    text: Text,
+    context: int,
+    stride: int,
+    tokens_per_batch: int,
+) -> dict[str, Any]:
+    """Return loss (nats per token), perplexity, bits_per_byte, bits_per_character, the counts and seconds.
+
+    The processes divide the windows.
+    """
+    started_at, state = time.perf_counter(), PartialState()
+    windows = [window for document in text.documents for window in cut_windows(document, context, stride)]
+    batches = batch_windows([len(window.ids) for window in windows], tokens_per_batch)
+    mine = batches[state.process_index :: state.num_processes]
+    padded = (pad_windows([windows[i] for i in batch], model.device) for batch in mine)
+    totals = sum_losses(*_scorer(model, tokenizer), padded, len(mine), text.name)
+    return {
+        "name": text.name,
+        **_scores(totals),
+        "bits_per_character": totals.text_nats / math.log(2) / text.num_characters,
+        "num_characters": text.num_characters,
+        "num_documents": len(text.documents),
+        "context": context,
+        "stride": stride,
+        "seconds": time.perf_counter() - started_at,
+    }
+
+
+def evaluate_dataset(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    dataset: PackedDataset,
+    batch_size: int,
+    max_rows: int | None = None,
+) -> dict[str, Any]:
+    """Return the same of validation rows, each with at most block_size tokens of context, as in the training run.
+
+    max_rows: rows spread evenly over the split; all by default. Raises `UserError` if another tokenizer made the
+    dataset, or the model's context is shorter than its rows.
+    """
+    context, block_size = model.config.max_position_embeddings, dataset.block_size
+    remedy = "evaluate the text itself with --text_file, or prepare the dataset for this model"
+    if dataset.metadata["tokenizer_sha256"] != tokenizer_sha256(tokenizer):
+        raise UserError(f"{dataset.directory} was tokenized with another tokenizer than the model's; {remedy}")
+    if block_size > context:
+        found = f"{dataset.directory} has rows of {block_size} tokens, but the model's context is {context}"
+        raise UserError(f"{found}; {remedy}")
+    started_at, rows = time.perf_counter(), dataset.validation
+    num_rows = min(len(rows), max_rows or len(rows))
+    totals = evaluate_rows(*_scorer(model, tokenizer), rows, num_rows, batch_size)
+    return {
+        "name": f"{dataset.directory.absolute().name} validation",
+        **_scores(totals),
+        "bits_per_character": None,
+        "context": block_size,
+        "stride": block_size,
+        "seconds": time.perf_counter() - started_at,
+    }
+
+
+def _scorer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[LanguageModelingLoss, torch.Tensor]:
+    """Return the module and the bytes of each token, as `sum_losses` takes them."""
+    module = LanguageModelingLoss(model, model.config.vocab_size).to(model.device).eval()
+    return module, torch.from_numpy(count_token_bytes(tokenizer)).to(model.device)
+
+
+def _scores(totals: Totals) -> dict[str, Any]:
+    from recipe.evaluation.perplexity import LanguageModelingMetric  # importing evaluate takes seconds
+
+    scores = LanguageModelingMetric().compute(
+        predictions=[totals.nats],
+        references=[totals.num_tokens],
+        text_nats=totals.text_nats,
+        num_bytes=totals.num_bytes,
+    )
+    return {**scores, "num_tokens": totals.num_tokens, "num_bytes": totals.num_bytes}
