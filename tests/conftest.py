@@ -26,9 +26,10 @@ from hub_stand_in import CLIENT, HubStandIn
 from huggingface_hub import constants, file_download, hf_api, set_client_factory
 from huggingface_hub.utils import _http
 
+from recipe.data import source as source_module
 from recipe.data.packed import open_packed_dataset
 from recipe.data.prepare import prepare_dataset
-from recipe.data.text import TextSource
+from recipe.data.source import TextSource
 from recipe.data.tokenizer import load_tokenizer, train_tokenizer
 from recipe.hardware.processes import LAUNCHER_DIED
 from recipe.run.folder import release_output_dir
@@ -101,6 +102,22 @@ def hub(tmp_path, monkeypatch):
         yield stand_in
         set_client_factory(_http.default_client_factory)
     assert not stand_in.errors
+
+
+@pytest.fixture(scope="session", autouse=True)
+def digests(tmp_path_factory):
+    """Keep the digests of the tests' files out of the user's cache."""
+    folder = tmp_path_factory.mktemp("digests")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(source_module, "cache_dir", lambda: folder)
+        yield
+
+
+@pytest.fixture
+def small_units(monkeypatch):
+    """Let a unit hold about 1,500 bytes of text."""
+    monkeypatch.setattr(source_module, "SMALL_SOURCE", 1000)
+    monkeypatch.setattr(source_module, "SMALLEST_UNIT", 1500)
 
 
 @pytest.fixture(scope="session")

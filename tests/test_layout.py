@@ -22,7 +22,7 @@ FLOORS = [
     ["recipe.data", "recipe.model", "recipe.optim"],
     ["recipe.hardware"],
     ["recipe.checkpoint"],
-    ["recipe.publish", "recipe.run", "recipe.evaluation"],
+    ["recipe.publish", "recipe.evaluation", "recipe.run"],
     ["recipe.train"],
 ]
 ROOMS = [room for floor in FLOORS for room in floor]

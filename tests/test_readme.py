@@ -19,7 +19,7 @@ MAX_LINES = 600
 # Programs that other projects provide, and the options of them that the README mentions.
 LAUNCHER_OPTIONS = {"config_file", "num_processes", "machine_rank", "main_process_ip"}  # accelerate launch
 LAUNCHER_OPTIONS |= {"flavor", "timeout", "secrets", "with", "dry_run"}  # hf jobs uv run
-OTHER_OPTIONS = {"nodes"}  # of a cluster's scheduler
+OTHER_OPTIONS = {"nodes", "model_args"}  # of a cluster's scheduler, and of lm_eval
 OTHER_OPTIONS |= {"no_deps", "wheel_dir", "outfile", "task"}  # of pip and of converters
 OTHER_OPTIONS |= {"repo_type", "include", "local_dir", "retry", "create_dirs", "output_dir"}  # of hf and curl
 

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import time
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +13,22 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from recipe.command_line import load_config
 from recipe.config import EVAL_TASKS
-from recipe.data.task_files import SOURCES, Example, read_examples
 from recipe.errors import UserError
 from recipe.evaluation import tasks as tasks_module
-from recipe.evaluation.scoring import Row, Score, score_batch
-from recipe.evaluation.tasks import EvalTask, encode_pairs, load_tasks
+from recipe.evaluation import validation
+from recipe.evaluation.scoring import Window
+from recipe.evaluation.tasks import (
+    SOURCES,
+    Example,
+    Score,
+    encode_pairs,
+    load_tasks,
+    read_examples,
+    score_task,
+    score_windows,
+    summarize_hellaswag,
+    summarize_lambada,
+)
 from recipe.publish.facts import split_scores
 from recipe.run.log import describe_evaluation
 
@@ -76,7 +86,7 @@ def test_hellaswag_equals_a_plain_loop(model, tokenizer):
         per_character = [score / len(ending) for score, ending in zip(found, endings, strict=True)]
         hits.append(found.index(max(found)) == row["label"])
         hits_norm.append(per_character.index(max(per_character)) == row["label"])
-    result = load_tasks(GIVEN[:1], tokenizer, CONTEXT)[0].run(model, len(tokenizer), tokens_per_batch=300)
+    result = score_task(model, tokenizer, "hellaswag", read_examples("hellaswag", str(HELLASWAG)), 300)
     assert result["acc"] == np.mean(hits) and result["acc_norm"] == np.mean(hits_norm)
     assert 0 < result["acc"] < 1 and result["acc"] != result["acc_norm"] and result["num_examples"] == 20
     p = result["acc"]
@@ -95,7 +105,7 @@ def test_lambada_equals_a_plain_loop(model, tokenizer, tmp_path):
     path = tmp_path / "lambada.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
     scores = [score_alone(model, tokenizer, text.rpartition(" ")[0], " " + text.rpartition(" ")[2]) for text in texts]
-    result = load_tasks([f"lambada={path}"], tokenizer, CONTEXT)[0].run(model, len(tokenizer), tokens_per_batch=300)
+    result = score_task(model, tokenizer, "lambada", read_examples("lambada", str(path)), 300)
     assert result["acc"] == np.mean([greedy for _, greedy in scores])
     assert result["perplexity"] == pytest.approx(math.exp(-np.mean([total for total, _ in scores])), rel=1e-4)
 
@@ -107,8 +117,9 @@ def test_a_word_that_greedy_decoding_writes_is_a_hit(model, tokenizer):
     with torch.no_grad():
         for _ in range(3):
             ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-    rows = [Row(np.array(ids), 3), Row(np.array([*ids[:-1], (ids[-1] + 1) % 400]), 3), Row(np.array(ids[:start]), 2)]
-    assert [score.is_greedy for score in score_batch(model, len(tokenizer), rows)][:2] == [True, False]
+    rows = [ids, [*ids[:-1], (ids[-1] + 1) % 400]]
+    windows = [*(Window(np.array(row), 3) for row in rows), Window(np.array(ids[:start]), 2)]
+    assert [score.is_greedy for score in score_windows(model, windows, 300)][:2] == [True, False]
 
 
 def test_every_example_equals_lm_eval(model, tokenizer, tmp_path, monkeypatch):
@@ -129,13 +140,15 @@ def test_every_example_equals_lm_eval(model, tokenizer, tmp_path, monkeypatch):
     lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=4)
     yamls = [str(tmp_path / f"{task}.yaml") for task in files]
     theirs = lm_eval.simple_evaluate(lm, tasks=yamls, log_samples=True, bootstrap_iters=0)
-    for task in load_tasks(GIVEN, tokenizer, CONTEXT):
-        ours = task.run(model, len(tokenizer), tokens_per_batch=300)
-        for score, value in theirs["results"][f"sample_{task.name}"].items():
+    for name, examples in load_tasks(GIVEN).items():
+        ours = score_task(model, tokenizer, name, examples, 300)
+        for score, value in theirs["results"][f"sample_{name}"].items():
             if score.endswith(",none") and "stderr" not in score:
                 assert ours[score.removesuffix(",none")] == pytest.approx(value, rel=1e-4 * ("perp" in score))
-        for sample in theirs["samples"][f"sample_{task.name}"]:
-            found = task._score([sample["doc_id"]], model, len(tokenizer), 300)[sample["doc_id"]]
+        for sample in theirs["samples"][f"sample_{name}"]:
+            example = examples[sample["doc_id"]]
+            pairs = [(example.context, " " + choice) for choice in example.choices]
+            found = score_windows(model, encode_pairs(tokenizer, pairs, CONTEXT), 300)
             expected = [response[0] for response in sample["resps"]]
             assert [score.log_probability for score in found] == pytest.approx(
                 [float(e[0]) for e in expected], abs=1e-3
@@ -145,37 +158,38 @@ def test_every_example_equals_lm_eval(model, tokenizer, tmp_path, monkeypatch):
 
 def test_the_padding_of_the_vocabulary_does_not_count(model, tokenizer):
     """A padded model has the scores of the saved one, even if its padding would be the likeliest token."""
-    rows = encode_pairs(tokenizer, [("the cat", " sat"), ("a mat while rain", " fell")], CONTEXT)
-    expected = score_batch(model, len(tokenizer), rows)
+    windows = encode_pairs(tokenizer, [("the cat", " sat"), ("a mat while rain", " fell")], CONTEXT)
+    expected = score_windows(model, windows, 300)
     padded = GPT2LMHeadModel(model.config).eval()
     padded.load_state_dict(model.state_dict())
     padded.resize_token_embeddings(len(tokenizer) + 12, mean_resizing=False)
     padded.get_output_embeddings().weight.data[len(tokenizer) :] = 3.0
-    for score, other in zip(score_batch(padded, len(tokenizer), rows), expected, strict=True):
+    for score, other in zip(score_windows(padded, windows, 300, len(tokenizer)), expected, strict=True):
         assert score.log_probability == pytest.approx(other.log_probability, abs=1e-4)
         assert score.is_greedy == other.is_greedy
 
 
-def test_the_time_limit_scores_the_same_examples_first(model, tokenizer, monkeypatch):
-    """A task stops before the chunk that would exceed its time, after at least one; what it scored is a prefix of a
-    fixed order, which is not that of the file."""
-    examples = [Example("the cat sat", ["on a mat", f"and {i}"], i % 2) for i in range(150)]
-    task = EvalTask("hellaswag", examples, tokenizer, CONTEXT)
-    monkeypatch.setattr(tasks_module, "CHUNK", 10)
-    assert task.run(model, len(tokenizer), 300, max_seconds=1e-9)["num_examples"] == 10
-    scored, plain = [], EvalTask._score
+def test_fewer_examples_are_a_prefix_of_a_fixed_order(model, tokenizer, monkeypatch):
+    """Which is not that of the file."""
+    examples, scored = [Example(f"the cat sat {i}", ["on a mat", "off"], i % 2) for i in range(150)], []
 
-    def slow(self, chunk, *arguments):
-        scored.extend(chunk)
-        time.sleep(0.1)
-        return plain(self, chunk, *arguments)
+    def encode(tokenizer, pairs, context):
+        scored.extend(head for head, _ in pairs[::2])
+        return encode_pairs(tokenizer, pairs, context)
 
-    monkeypatch.setattr(EvalTask, "_score", slow)
-    assert 10 <= task.run(model, len(tokenizer), 300, max_seconds=0.35)["num_examples"] <= 30
-    limited = scored.copy()
+    monkeypatch.setattr(tasks_module, "encode_pairs", encode)
+    assert score_task(model, tokenizer, "hellaswag", examples, 300, max_examples=40)["num_examples"] == 40
+    few = scored.copy()
     scored.clear()
-    assert task.run(model, len(tokenizer), 300, max_examples=95)["num_examples"] == 95
-    assert scored[: len(limited)] == limited != sorted(limited) and len(set(scored)) == 95
+    assert score_task(model, tokenizer, "hellaswag", examples, 300)["num_examples"] == 150
+    assert scored[:40] == few and few != [example.context for example in examples[:40]]
+    assert sorted(scored) == sorted(example.context for example in examples)
+
+
+def test_a_task_stops_between_chunks(model, tokenizer):
+    answers = iter([False, True])
+    examples = [Example("the cat sat", ["on a mat", "off"], 0)] * 150
+    assert score_task(model, tokenizer, "hellaswag", examples, 300, must_stop=lambda: next(answers)) is None
 
 
 def test_training_with_tasks_is_the_same_training(train, tmp_path):
@@ -193,6 +207,13 @@ def test_training_with_tasks_is_the_same_training(train, tmp_path):
     summary = json.loads((with_tasks / "summary.json").read_text())
     assert summary["tasks"]["lambada"]["perplexity"] == events[-1]["lambada_perplexity"]
     assert json.loads((without / "summary.json").read_text())["tasks"] == {}
+
+
+def test_an_evaluation_in_training_scores_a_fixed_number(train, monkeypatch):
+    """It does not depend on the speed of the machine."""
+    monkeypatch.setattr(validation, "TASK_EXAMPLES", 7)
+    events = read_events(train("--eval_tasks", *GIVEN, "--max_steps", "1"), "eval")
+    assert {event["hellaswag_num_examples"] for event in events} == {7}
 
 
 def test_the_scores_in_training_are_those_of_the_saved_model(train, tmp_path):
@@ -231,28 +252,42 @@ def test_a_wrong_task_is_refused_at_once(typed, expected):
         load_config(["--dataset_dir", "d", "--eval_tasks", typed])
 
 
-def test_acc_norm_divides_by_characters_not_by_bytes(tokenizer):
+def test_acc_norm_divides_by_characters_not_by_bytes():
     """lm-eval's rule. Per byte, the first choice would win; per character, the second does."""
-    task = EvalTask("hellaswag", [Example("a", ["\u00e9\u00e9\u00e9", "abcd"], 1)], tokenizer, 32)
-    scores = task._compute({0: [Score(-3.3, False), Score(-4.0, False)]})
+    example = Example("a", ["\u00e9\u00e9\u00e9", "abcd"], 1)
+    scores = summarize_hellaswag([example], [[Score(-3.3, False), Score(-4.0, False)]])
     assert (scores["acc"], scores["acc_norm"]) == (0.0, 1.0)
 
 
+def test_the_summaries():
+    """Multiple choice, in total and per character; the last word, with the error of its perplexity."""
+    examples = [Example("", ["a", "bb"], 0), Example("", ["a", "bb"], 1), Example("", ["aaaaa", "b"], 1)]
+    log_probabilities = [(-3.0, -4.0), (-3.0, -4.0), (-2.0, -1.0)]
+    choices = summarize_hellaswag(examples, [[Score(value, False) for value in pair] for pair in log_probabilities])
+    assert choices["acc"] == pytest.approx(2 / 3) and choices["acc_norm"] == pytest.approx(1 / 3)
+    assert choices["acc_stderr"] == pytest.approx(math.sqrt(2 / 3 * 1 / 3 / 2))
+    words = summarize_lambada([], [[Score(-1.0, True)], [Score(-3.0, False)]])
+    expected = {"acc": 0.5, "acc_stderr": 0.5, "perplexity": math.exp(2), "perplexity_stderr": math.exp(2)}
+    assert words == pytest.approx(expected)
+    alone = summarize_lambada([], [[Score(-1e6, False)]])
+    assert alone == {"acc": 0.0, "acc_stderr": None, "perplexity": math.inf, "perplexity_stderr": None}
+
+
 def test_a_missing_file_is_refused():
-    with pytest.raises(UserError, match="there is no task file gone.jsonl"):
+    with pytest.raises(UserError, match="gone.jsonl"):
         read_examples("lambada", "gone.jsonl")
 
 
 @pytest.mark.parametrize(
     ("task", "content", "expected"),
     [
-        ("lambada", '{"text": "a b"}\n{"texts": "a"}', "row 2 is no lambada example: it has texts; expected text"),
-        ("lambada", "not json", "line 1 is not JSON"),
+        ("lambada", '{"text": "a b"}\n{"texts": "a"}', "row 2 is no lambada example"),
+        ("lambada", "not json", "row 1 is no lambada example"),
         ("lambada", "\n", "is empty"),
-        ("lambada", "[1]", "row 1 is no lambada example: it has list"),
+        ("lambada", "[1]", "row 1 is no lambada example"),
         ("hellaswag", '{"text": "a b"}', "expected activity_label, ctx_a, ctx_b, endings, label"),
         ("hellaswag", '{"activity_label": "a", "ctx_a": "b", "ctx_b": "", "endings": ["c"], "label": ""}', "row 1"),
-        ("hellaswag", '{"activity_label": "a", "ctx_a": "b", "ctx_b": "", "endings": ["c"], "label": 1}', "label 1"),
+        ("hellaswag", '{"activity_label": "a", "ctx_a": "b", "ctx_b": "", "endings": ["c"], "label": 1}', "row 1"),
         ("hellaswag", '{"activity_label": "a", "ctx_a": "b", "ctx_b": "", "endings": [1], "label": 0}', "row 1"),
     ],
 )

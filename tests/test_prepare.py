@@ -1,0 +1,822 @@
+"""A packed dataset holds the rows of its units, and no kill, array or second command changes one of them."""
+
+import dataclasses
+import errno
+import json
+import os
+import pickle
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import datasets
+import huggingface_hub
+import numpy as np
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from conftest import BLOCK_SIZE, ROOT, VOCAB_SIZE, make_documents, run_script
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
+
+from recipe.command_line import load_config
+from recipe.data import prepare
+from recipe.data import units as units_module
+from recipe.data.packed import PackedSplit, RowsWriter, metadata_of, open_packed_dataset
+from recipe.data.prepare import open_dataset_for, prepare_dataset, print_contents, read_train_texts
+from recipe.data.read import SPLITS, ReadReport, read_unit
+from recipe.data.source import TextSource
+from recipe.data.tokenizer import (
+    TextTokenizer,
+    count_token_bytes,
+    load_tokenizer,
+    read_tokenizer,
+    tokenizer_sha256,
+    train_tokenizer,
+)
+from recipe.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tokenizer_dir):
+    return read_tokenizer(str(tokenizer_dir))
+
+
+@pytest.fixture
+def source(jsonl_file, small_units, monkeypatch):
+    """A source of several units."""
+    monkeypatch.setattr("recipe.data.source.SMALLEST_UNIT", 12_000)
+    source = TextSource((str(jsonl_file),))
+    assert 4 < len(source.units()) < 12
+    return source
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory, jsonl_file, tokenizer):
+    """The metadata of that source, prepared by one process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("recipe.data.source.SMALL_SOURCE", 1000)
+        patch.setattr("recipe.data.source.SMALLEST_UNIT", 12_000)
+        directory = tmp_path_factory.mktemp("expected") / "d"
+        return prepare_dataset(TextSource((str(jsonl_file),)), directory, 16, tokenizer, num_workers=1).metadata
+
+
+def write_jsonl(path: Path, texts: list, column: str = "text") -> str:
+    path.write_text("".join(json.dumps({column: text}) + "\n" for text in texts), encoding="utf-8")
+    return str(path)
+
+
+def all_rows(split: PackedSplit) -> np.ndarray:
+    return split[np.arange(len(split))] if len(split) else np.empty((0, split.block_size + 1), np.int64)
+
+
+# ------------------------------------------------------------------ rows
+
+
+def encode_plainly(tokenizer_dir: Path, texts: list[tuple[str, bool]]) -> list[int]:
+    """Return the ids that tokenizers has for texts, with an end-of-text id after each document."""
+    backend = Tokenizer.from_file(str(tokenizer_dir / "tokenizer.json"))
+    backend.encode_special_tokens = True
+    end = backend.token_to_id("<|endoftext|>")
+    return [i for text, ends in texts for i in [*backend.encode(text).ids, *[end] * ends]]
+
+
+CORPORA = {
+    "documents": lambda folder: TextSource((write_jsonl(folder / "a.jsonl", make_documents(300)),)),
+    "one text": lambda folder: TextSource((write_text(folder / "a.txt"),)),
+    "validation file": lambda folder: TextSource((write_text(folder / "a.txt"),), (write_text(folder / "b.txt"),)),
+}
+
+
+def write_text(path: Path) -> str:
+    path.write_text("".join(make_documents(200)) + " <|endoftext|> is text\n")
+    return str(path)
+
+
+@pytest.mark.parametrize("name", CORPORA)
+def test_rows_and_counts_are_those_of_a_plain_encoding(tmp_path, small_units, tokenizer_dir, tokenizer, name):
+    """Of each unit: row i holds tokens [i*T, i*T + T + 1). `datasets` opens the dataset and reads the same rows."""
+    source = CORPORA[name](tmp_path)
+    made = prepare_dataset(source, tmp_path / "d", BLOCK_SIZE, tokenizer)
+    loaded = datasets.load_from_disk(str(tmp_path / "d"))
+    units = [list(read_unit(source, unit, ReadReport())) for unit in source.units()]
+    assert len(units) > 9
+    for split, opened in (("train", made.train), ("validation", made.validation)):
+        texts = [[(text, ends) for of, text, ends in unit if of == split] for unit in units]
+        streams = [encode_plainly(tokenizer_dir, of_unit) for of_unit in texts]
+        rows = [s[i : i + BLOCK_SIZE + 1] for s in streams for i in range(0, len(s) - BLOCK_SIZE, BLOCK_SIZE)]
+        np.testing.assert_array_equal(all_rows(opened), rows)
+        np.testing.assert_array_equal(loaded[split].with_format("numpy")["input_ids"][:], rows)
+        counts = made.metadata["splits"][split]
+        assert counts["documents"] == sum(ends for of_unit in texts for _, ends in of_unit)
+        assert counts["bytes"] == sum(len(text.encode()) for of_unit in texts for text, _ in of_unit)
+        assert (counts["tokens"], counts["rows"]) == (sum(map(len, streams)), len(rows))
+        assert counts["used_ids"] == len({i for stream in streams for i in stream})
+    feature = loaded["train"].features["input_ids"]
+    assert (feature.length, feature.feature.dtype) == (BLOCK_SIZE + 1, "uint16")
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 100, 10**6])
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(65_536, "uint16"), (65_537, "int32")])
+def test_every_token_is_a_target_exactly_once(tmp_path, monkeypatch, batch_tokens, vocab_size, dtype):
+    """In one batch of rows or many. Ids take two bytes if the vocabulary allows it."""
+    monkeypatch.setattr("recipe.data.packed.BATCH_TOKENS", batch_tokens)
+    writer = RowsWriter(tmp_path / "a.arrow", 8, vocab_size)
+    stream = np.arange(vocab_size - 1000, vocab_size)
+    for piece in np.split(stream, [3, 4, 90, 500, 501]):
+        writer.write(piece)
+    writer.close()
+    split = PackedSplit(tmp_path, [["a.arrow", *chunk] for chunk in writer.chunks], 8, vocab_size)
+    assert len(split) == 999 // 8 and split.chunk(0).dtype == dtype and (len(split.where) > 1) == (batch_tokens < 1000)
+    np.testing.assert_array_equal(all_rows(split)[:, 1:].reshape(-1), stream[1 : 1 + 124 * 8])
+    np.testing.assert_array_equal(all_rows(split)[:, :-1].reshape(-1), stream[: 124 * 8])
+    np.testing.assert_array_equal(split.in_memory()[np.arange(124)], all_rows(split))
+    np.testing.assert_array_equal([split.read_row(i) for i in range(124)], all_rows(split))
+    with pa.OSFile(str(tmp_path / "a.arrow")) as file:
+        read = pa.ipc.open_stream(file).read_all().column(0).to_pylist()
+    np.testing.assert_array_equal(all_rows(split), read)
+
+
+def test_a_pickled_split_is_small(dataset):
+    """A worker process receives a few hundred bytes and maps the file itself."""
+    blob = pickle.dumps(dataset.train)
+    assert len(blob) < 1000
+    np.testing.assert_array_equal(pickle.loads(blob)[np.array([3, 0, 5])], dataset.train[np.array([3, 0, 5])])
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_token_ids_are_packed_like_their_text(tmp_path, documents, tokenizer_dir, tokenizer, kind):
+    """A column of ids has the rows and counts of its text."""
+    backend = Tokenizer.from_file(str(tokenizer_dir / "tokenizer.json"))
+    for name, texts in (("a", documents[20:]), ("b", documents[:20])):
+        rows = {"text": texts, "ids": [encoding.ids for encoding in backend.encode_batch(texts)]}
+        pq.write_table(pa.table(rows), tmp_path / f"{name}.parquet")
+        datasets.Dataset.from_dict(rows).to_json(tmp_path / f"{name}.jsonl")
+    files = {
+        f"{key}_files": (str(tmp_path / f"{name}.{kind}"),) for key, name in (("train", "a"), ("validation", "b"))
+    }
+    text, ids = (
+        prepare_dataset(TextSource(**files, text_column_name=c), tmp_path / c, 16, tokenizer).metadata
+        for c in ("text", "ids")
+    )
+    assert text["content_sha256"] == ids["content_sha256"] and text["splits"] == ids["splits"]
+    with pytest.raises(UserError, match="column 'ids' is already tokenized; pass its --tokenizer_name"):
+        prepare_dataset(TextSource(**files, text_column_name="ids"), tmp_path / "d", 16, None, 300)
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([[7, VOCAB_SIZE]], f"contains token id {VOCAB_SIZE}, but the tokenizer has {VOCAB_SIZE} tokens"),
+        ([[7, 70_000]], "contains token id 70000, "),  # as uint16 it would be 4464
+        ([[7, -5]], "token id"),
+        ([[7], "text"], "some documents are text and some are token ids"),
+    ],
+)
+def test_bad_token_ids_are_errors(tmp_path, tokenizer, rows, expected):
+    source = TextSource((write_jsonl(tmp_path / "a.jsonl", 20 * rows),), validation_split_percentage=50)
+    with pytest.raises(UserError, match=expected):
+        prepare_dataset(source, tmp_path / "d", 1, tokenizer)
+
+
+def test_a_million_blanks_in_a_row_are_encoded(tmp_path, documents, tokenizer):
+    """Regular expressions fail on them."""
+    texts = [*documents, "a" + " " * 1_200_000 + "b"]
+    source = TextSource((write_jsonl(tmp_path / "a.jsonl", texts),))
+    splits = prepare_dataset(source, tmp_path / "d", 16, tokenizer).metadata["splits"].values()
+    assert sum(counts["bytes"] for counts in splits) == sum(len(text.encode()) for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("kind", "has_validation"), [("save_to_disk", True), ("save_to_disk", False), ("parquet", True), ("jsonl", False)]
+)
+def test_a_local_dataset_is_prepared_like_its_text(tmp_path, monkeypatch, tokenizer, kind, has_validation):
+    """In several units, which other processes open."""
+    monkeypatch.setattr("recipe.data.source.SMALLEST_UNIT", 15_000)
+    texts = {"train": make_documents(200)} | ({"validation": make_documents(30, seed=1)} if has_validation else {})
+    whole = {split: datasets.Dataset.from_dict({"text": of_split}) for split, of_split in texts.items()}
+    (tmp_path / "data").mkdir()
+    for split, rows in whole.items():
+        if kind == "parquet":
+            pq.write_table(rows.data.table, tmp_path / "data" / f"{split}.parquet", row_group_size=100)
+        elif kind == "jsonl":
+            for part in range(2):
+                rows.shard(2, part).to_json(tmp_path / "data" / f"{split}-{part}.jsonl")
+    if kind == "save_to_disk":
+        datasets.DatasetDict(whole).save_to_disk(tmp_path / "data")
+    source = TextSource(dataset_name=str(tmp_path / "data"))
+    assert len(source.units()) > 1
+    made = prepare_dataset(source, tmp_path / "d", 1, tokenizer, num_workers=1)  # 1: a unit loses no token
+    for split, opened in (("train", made.train), ("validation", made.validation)):
+        ids = [
+            i for chunk in range(len(opened.where)) for i in [*opened.chunk(chunk)[:, 0], opened.chunk(chunk)[-1, 1]]
+        ]
+        found = tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False).split("<|endoftext|>")[:-1]
+        assert set(found) <= {text for of_split in texts.values() for text in of_split}
+        assert len(found) == made.metadata["splits"][split]["documents"]
+        if has_validation:
+            assert found == texts[split]
+    assert sum(of["documents"] for of in made.metadata["splits"].values()) == sum(map(len, texts.values()))
+
+
+# ------------------------------------------------------------------ once
+
+
+def test_a_prepared_dataset_is_opened(tmp_path, jsonl_file, tokenizer, capsys):
+    """Also from a copy of the text, elsewhere and from another time. Any other text or option is an error."""
+    made = prepare_dataset(TextSource((str(jsonl_file),)), tmp_path / "d", 16, tokenizer)
+    written_at = (tmp_path / "d" / "metadata.json").stat().st_mtime_ns
+    (tmp_path / "copy").mkdir()
+    copy = Path(shutil.copy(jsonl_file, tmp_path / "copy"))
+    os.utime(copy, (1e9, 1e9))
+    source = TextSource((str(copy),))
+    capsys.readouterr()
+    for overwrite in (False, True):
+        assert prepare_dataset(source, tmp_path / "d", 16, tokenizer, overwrite=overwrite).metadata == made.metadata
+    assert capsys.readouterr().out == 2 * f"{tmp_path / 'd'} is already prepared from this input\n"
+    assert (tmp_path / "d" / "metadata.json").stat().st_mtime_ns == written_at
+    content = copy.read_bytes()
+    copy.write_bytes(content.replace(b"mat", b"hat", 1))
+    lenient = TextSource((str(jsonl_file),), skip_bad_files=True)
+    for other, block_size in ((TextSource((str(copy),)), 16), (lenient, 16), (TextSource((str(jsonl_file),)), 8)):
+        with pytest.raises(UserError, match="was prepared from different text or options, .*; pass --overwrite"):
+            prepare_dataset(other, tmp_path / "d", block_size, tokenizer)
+    assert prepare_dataset(source, tmp_path / "d", 8, tokenizer, overwrite=True).block_size == 8
+
+
+def test_a_strict_run_prepares_again_what_skipped_files(tmp_path, jsonl_file, tokenizer_dir):
+    """In the cache, too."""
+    (tmp_path / "text").mkdir()
+    shutil.copy(jsonl_file, tmp_path / "text")
+    (tmp_path / "text" / "broken.jsonl").write_text("{")
+    argv = ["--train_file", str(tmp_path / "text"), "--tokenizer_name", str(tokenizer_dir), "--block_size", "16"]
+    argv += ["--cache_dir", str(tmp_path / "cache")]
+    lenient = open_dataset_for(load_config([*argv, "--skip_bad_files"])[0])
+    assert lenient.metadata["source"]["skipped_files"] == 1
+    with pytest.raises(UserError, match="broken.jsonl"):
+        open_dataset_for(load_config(argv)[0])
+
+
+def test_a_hub_out_of_reach_does_not_prepare_again(tmp_path, tokenizer_dir, monkeypatch):
+    """The existing dataset is used; an edit of the README is the same dataset, other data are another."""
+    write_jsonl(tmp_path / "a.jsonl", make_documents(300))
+    files = {"README.md": "1", "a.jsonl": "1"}
+
+    def dataset_info(name, **_):
+        if not files:
+            raise OSError("no network")
+        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=n, blob_id=blob) for n, blob in files.items()])
+
+    load, opened = datasets.load_dataset, []
+
+    def load_dataset(name, config, streaming):
+        opened.append(name)
+        return load("json", data_files=str(tmp_path / "a.jsonl"), streaming=streaming)
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: SimpleNamespace(dataset_info=dataset_info))
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    argv = ["--dataset_name", "org/data", "--tokenizer_name", str(tokenizer_dir), "--block_size", "16"]
+    config = load_config([*argv, "--cache_dir", str(tmp_path / "cache")])[0]
+    tokenizer = read_tokenizer(str(tokenizer_dir))
+    made = open_dataset_for(config)
+    prepare_dataset(TextSource(dataset_name="org/data"), tmp_path / "d", 16, tokenizer)
+    assert len(opened) == 2
+    for change in ({"README.md": "2"}, None):
+        files = files | change if change else {}
+        assert open_dataset_for(config).directory == made.directory
+        assert prepare_dataset(TextSource(dataset_name="org/data"), tmp_path / "d", 16, tokenizer)
+    assert len(opened) == 2
+    files = {"a.jsonl": "2"}
+    assert open_dataset_for(config).directory != made.directory and len(opened) == 3
+
+
+def damage(directory: Path, how: str) -> None:
+    rows, metadata = directory / "train" / "00000.arrow", json.loads((directory / "metadata.json").read_text())
+    changes = {
+        "other format": {"format_version": 99},
+        "fewer ids": {"vocab_size": 100},
+        "other rows": {"block_size": 9},
+    }
+    if how == "truncated":
+        rows.write_bytes(rows.read_bytes()[:-100])
+    elif how == "no rows":
+        rows.unlink()
+    elif how == "no metadata":
+        (directory / "metadata.json").unlink()
+    elif how == "broken metadata":
+        (directory / "metadata.json").write_text("{")
+    elif how == "other tokenizer":
+        train_tokenizer(make_documents(50, seed=9), 300).save_pretrained(directory / "tokenizer")
+    else:
+        (directory / "metadata.json").write_text(json.dumps(metadata | changes[how]))
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("truncated", "train/00000.arrow has [0-9]+ bytes instead of [0-9]+"),
+        ("no rows", "is not a complete packed dataset .*00000.arrow"),
+        ("no metadata", "is not a complete packed dataset .*metadata.json"),
+        ("broken metadata", "is not a complete packed dataset"),
+        ("other format", "has format 99"),
+        ("fewer ids", "beyond its vocabulary of 100"),
+        ("other tokenizer", "is not the tokenizer that made this dataset"),
+    ],
+)
+def test_damaged_datasets_do_not_open(tmp_path, dataset_dir, how, expected):
+    """The error names the damage."""
+    shutil.copytree(dataset_dir, tmp_path / "copy")
+    damage(tmp_path / "copy", how)
+    with pytest.raises(UserError, match=expected):
+        opened = open_packed_dataset(tmp_path / "copy")
+        assert opened.tokenizer
+        all_rows(opened.train)
+
+
+@pytest.mark.parametrize("how", ["truncated", "broken metadata", "other format"])
+def test_a_damaged_dataset_is_prepared_again(tmp_path, jsonl_file, tokenizer_dir, tokenizer, how):
+    """The script does it on request, and recipe/train.py automatically in its cache."""
+    source = TextSource((str(jsonl_file),))
+    made = prepare_dataset(source, tmp_path / "d", 16, tokenizer)
+    damage(tmp_path / "d", how)
+    with pytest.raises(UserError, match="--overwrite"):
+        prepare_dataset(source, tmp_path / "d", 16, tokenizer)
+    assert prepare_dataset(source, tmp_path / "d", 16, tokenizer, overwrite=True).metadata == made.metadata
+    argv = ["--train_file", str(jsonl_file), "--tokenizer_name", str(tokenizer_dir), "--block_size", "16"]
+    config = load_config([*argv, "--cache_dir", str(tmp_path / "cache")])[0]
+    cached = open_dataset_for(config)
+    damage(cached.directory, how)
+    assert open_dataset_for(config).metadata == cached.metadata
+
+
+def test_overwrite_replaces_packed_datasets_only(tmp_path, jsonl_file, tokenizer):
+    """Other folders are never removed, and an old dataset is removed only when the new one is complete."""
+    source = TextSource((str(jsonl_file),))
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.txt").write_text("irreplaceable")
+    with pytest.raises(UserError, match="is not a packed dataset; choose another folder"):
+        prepare_dataset(source, tmp_path / "home", 16, tokenizer, overwrite=True)
+    assert (tmp_path / "home" / "thesis.txt").exists()
+    (tmp_path / "d").mkdir()
+    prepare_dataset(source, tmp_path / "d", 16, tokenizer)  # an empty folder is fine
+    with pytest.raises(UserError, match="fewer than one row"):
+        prepare_dataset(source, tmp_path / "d", 10**6, tokenizer, overwrite=True)
+    assert open_packed_dataset(tmp_path / "d").block_size == 16
+
+
+@pytest.mark.parametrize("at", ["the first rename", "the last rename"])
+def test_an_interruption_at_the_end_loses_nothing(tmp_path, jsonl_file, tokenizer, monkeypatch, at):
+    """The next run goes on where it ended, and replaces the older dataset."""
+    source, rename = TextSource((str(jsonl_file),)), os.rename
+    old = prepare_dataset(source, tmp_path / "d", 8, tokenizer).metadata
+
+    def rename_until(a, b):
+        if a == tmp_path / "d" or (at == "the last rename" and b == tmp_path / "d"):
+            if at == "the first rename" or b == tmp_path / "d":
+                raise KeyboardInterrupt
+        rename(a, b)
+
+    monkeypatch.setattr(os, "rename", rename_until)
+    with pytest.raises(KeyboardInterrupt):
+        prepare_dataset(source, tmp_path / "d", 16, tokenizer, overwrite=True)
+    monkeypatch.setattr(os, "rename", rename)
+    if at == "the first rename":
+        assert open_packed_dataset(tmp_path / "d").metadata == old
+    monkeypatch.setattr(prepare, "tokenize_units", lambda *_: 1 / 0)  # all units are done
+    assert prepare_dataset(source, tmp_path / "d", 16, tokenizer, overwrite=True).block_size == 16
+    assert [path.name for path in tmp_path.iterdir()] == ["d"]
+
+
+# ------------------------------------------------------------------ several processes, kills and arrays
+
+
+def test_the_number_of_processes_changes_nothing(tmp_path, source, tokenizer, expected):
+    assert prepare_dataset(source, tmp_path / "d", 16, tokenizer, num_workers=3).metadata == expected
+
+
+def test_an_array_gives_the_dataset_of_one_job(tmp_path, source, tokenizer, expected):
+    """In any order; whoever finishes last completes it. Nothing else remains in the folder."""
+    for index in (2, 0):
+        assert prepare_dataset(source, tmp_path / "d", 16, tokenizer, share=slice(index, None, 3)) is None
+        assert not (tmp_path / "d").exists()
+    assert prepare_dataset(source, tmp_path / "d", 16, tokenizer, share=slice(0)) is None  # --finish is too early
+    made = prepare_dataset(source, tmp_path / "d", 16, tokenizer, share=slice(1, None, 3))
+    assert made.metadata == expected and [path.name for path in tmp_path.iterdir()] == ["d"]
+    again = prepare_dataset(source, tmp_path / "d", 16, tokenizer, share=slice(2, None, 3))
+    assert again.metadata == expected
+
+
+def start_script(*arguments: object) -> subprocess.Popen:
+    command = [sys.executable, ROOT / "scripts" / "prepare_data.py", *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.fixture(scope="module")
+def large_file(tmp_path_factory):
+    """Text of five units with the sizes that users have."""
+    folder = tmp_path_factory.mktemp("large")
+    documents = make_documents(2000)
+    texts = [f"{number} {text}" for number in range(85) for text in documents]
+    write_jsonl(folder / "large.jsonl", texts)
+    assert 4 < len(TextSource((str(folder / "large.jsonl"),)).units()) < 8
+    return folder / "large.jsonl"
+
+
+@pytest.fixture(scope="module")
+def large_dataset(tmp_path_factory, large_file, tokenizer):
+    directory = tmp_path_factory.mktemp("large-packed") / "d"
+    return prepare_dataset(TextSource((str(large_file),)), directory, 64, tokenizer)
+
+
+def test_a_killed_preparation_repeats_no_finished_unit(tmp_path, large_file, large_dataset, tokenizer_dir, tokenizer):
+    """Its processes end with it, and the same command gives the dataset of an uninterrupted one."""
+    options = {
+        "train_file": large_file,
+        "tokenizer_name": tokenizer_dir,
+        "block_size": 64,
+        "output_dir": tmp_path / "d",
+    }
+    options["preprocessing_num_workers"] = 2
+    owner = start_script(*(text for name, value in options.items() for text in (f"--{name}", value)))
+    finished, deadline = [], time.monotonic() + 60
+    while not finished and time.monotonic() < deadline:
+        time.sleep(0.005)
+        finished = list(tmp_path.glob(".d-*.partial/units/*.json"))
+    workers = psutil.Process(owner.pid).children()
+    owner.send_signal(signal.SIGKILL)
+    owner.communicate()
+    assert len(workers) == 2 and not psutil.wait_procs(workers, timeout=20)[1]
+    assert not (tmp_path / "d").exists()
+    written_at = {
+        path.name: path.stat().st_mtime_ns
+        for path in tmp_path.glob(".d-*.partial/train/*.arrow")
+        if (path.parent.parent / "units" / path.with_suffix(".json").name).exists()
+    }
+    assert 0 < len(written_at) < len(TextSource((str(large_file),)).units())
+    made = prepare_dataset(TextSource((str(large_file),)), tmp_path / "d", 64, tokenizer)
+    assert made.metadata == large_dataset.metadata
+    assert {name: (tmp_path / "d" / "train" / name).stat().st_mtime_ns for name in written_at} == written_at
+    left = {path.name for split in SPLITS for path in (tmp_path / "d" / split).iterdir()}
+    assert [path.name for path in tmp_path.iterdir()] == ["d"] and not [n for n in left if n.startswith(".")]
+
+
+def test_jobs_and_commands_run_at_once(tmp_path, large_file, large_dataset, tokenizer_dir):
+    """Two jobs of an array give one dataset, and so does a command that runs twice."""
+    common = ["--train_file", large_file, "--tokenizer_name", tokenizer_dir, "--block_size", 64]
+    common += ["--preprocessing_num_workers", 1, "--output_dir"]
+    jobs = [start_script(*common, tmp_path / "a", "--num_shards", 2, "--shard_index", index) for index in range(2)]
+    jobs += [start_script(*common, tmp_path / "b") for _ in range(2)]
+    for job in jobs:
+        out, err = job.communicate(timeout=120)
+        assert job.returncode == 0, out + err
+    for name in "ab":
+        assert open_packed_dataset(tmp_path / name).metadata == large_dataset.metadata
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_another_command_finishes_first(tmp_path, source, tokenizer, expected, monkeypatch, overwrite):
+    """The dataset that it has made is used, and nothing remains beside it."""
+    choose, others = prepare.choose_encoder, []
+
+    def choose_later(*arguments):
+        if not others:
+            others.append(1)
+            prepare_dataset(source, tmp_path / "d", 16, tokenizer, num_workers=1)
+        return choose(*arguments)
+
+    monkeypatch.setattr(prepare, "choose_encoder", choose_later)
+    made = prepare_dataset(source, tmp_path / "d", 16, tokenizer, num_workers=1, overwrite=overwrite)
+    assert made.metadata == expected and [path.name for path in tmp_path.iterdir()] == ["d"]
+
+
+def test_a_full_disk_is_one_sentence(tmp_path, source, tokenizer, expected, monkeypatch):
+    """Nothing appears under the final name, and the same command resumes when there is space."""
+    num_units, write, written = len(source.units()), RowsWriter.write, []
+    for index in range(num_units - 1):
+        assert prepare_dataset(source, tmp_path / "d", 16, tokenizer, share=slice(index, index + 1)) is None
+
+    def write_until_full(self, ids):
+        written.append(self)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RowsWriter, "write", write_until_full)
+        with pytest.raises(UserError, match="No space left on device; the finished units are kept, .* resumes"):
+            prepare_dataset(source, tmp_path / "d", 16, tokenizer)
+    assert written and not (tmp_path / "d").exists() and not list(tmp_path.glob(".d-*/train/.*"))
+    patched = []
+    monkeypatch.setattr(RowsWriter, "write", lambda self, ids: patched.append(self.path) or write(self, ids))
+    assert prepare_dataset(source, tmp_path / "d", 16, tokenizer).metadata == expected
+    assert {path.parent.parent for path in patched} and len(set(patched)) <= 2  # one unit, two splits
+
+
+def test_a_bad_file_in_a_unit_of_another_process(tmp_path, small_units, tokenizer):
+    """It is one sentence that names the file; with skip_bad_files, a count and the reason."""
+    write_jsonl(tmp_path / "a.jsonl", make_documents(60))
+    (tmp_path / "b.jsonl").write_text('{"text": "good"}\n{')
+    source = TextSource((str(tmp_path / "*.jsonl"),))
+    with pytest.raises(UserError, match="^cannot read .*b.jsonl: the line that ends at byte 1[78] is not JSON"):
+        prepare_dataset(source, tmp_path / "d", 16, tokenizer, num_workers=1)
+    lenient = dataclasses.replace(source, skip_bad_files=True)
+    made = prepare_dataset(lenient, tmp_path / "d", 16, tokenizer, num_workers=1)
+    assert made.metadata["source"]["skipped_files"] == 1
+    assert sum(of["documents"] for of in made.metadata["splits"].values()) == 61
+
+
+# ------------------------------------------------------------------ too little text, and what is said
+
+
+EMPTY = {
+    "empty.txt": b"",
+    "blank.txt": b" \n\t\r\n",
+    "bom.jsonl": b"\xef\xbb\xbf",
+    "rows.jsonl": b'{"text": ""}\n{"text": null}\n{"text": " \\n"}\n',
+    "none.csv": b"text\n",
+    "empty.parquet": b"",
+}
+
+
+@pytest.mark.parametrize("name", EMPTY)
+@pytest.mark.parametrize("has_tokenizer", [True, False])
+def test_empty_text_is_an_error_that_names_the_file(tmp_path, tokenizer, name, has_tokenizer):
+    (tmp_path / name).write_bytes(EMPTY[name])
+    if name == "empty.parquet":
+        pq.ParquetWriter(tmp_path / name, pa.schema({"text": pa.string()})).close()
+    source = TextSource((str(tmp_path / name),))
+    with pytest.raises(UserError, match=f"there is no text in .*{name}: it is empty or contains only whitespace"):
+        prepare_dataset(source, tmp_path / "d", 16, tokenizer if has_tokenizer else None, 300)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("a.jsonl", '{"body": "x", "id": 1}\n', "has no column 'text'; pass --text_column_name with one of body, id"),
+        ("a.csv", "a,b\n1,2\n", "has no column 'text'; pass --text_column_name with one of a, b"),
+        ("a.jsonl", "{", "files that cannot be read: 1; the first: cannot read .*a.jsonl"),
+    ],
+)
+def test_a_source_without_any_text_says_why(tmp_path, tokenizer, name, content, expected):
+    (tmp_path / name).write_text(content)
+    source = TextSource((str(tmp_path / name),), skip_bad_files=True)
+    with pytest.raises(UserError, match=expected):
+        prepare_dataset(source, tmp_path / "d", 16, tokenizer)
+
+
+@pytest.mark.parametrize("kind", ["a.txt", "a.jsonl"])
+def test_the_options_advised_for_a_short_text_work(tmp_path, kind):
+    """Each option that the error names prepares a text of 3 kB."""
+    documents = make_documents(12)
+    (tmp_path / kind).write_text("".join(documents))
+    if kind == "a.jsonl":
+        write_jsonl(tmp_path / kind, documents)
+    (tmp_path / "validation.txt").write_text("".join(make_documents(20, seed=4)))
+    source = TextSource((str(tmp_path / kind),))
+    with pytest.raises(UserError, match=r"the validation text has .* of block_size \+ 1 = 257; pass more") as caught:
+        prepare_dataset(source, tmp_path / "d", 256, None, 2048)
+    block_size = re.search(r"--block_size (\d+)", str(caught.value))[1]
+    assert "--validation_file" in str(caught.value) and "--validation_split_percentage" in str(caught.value)
+    given = dataclasses.replace(source, validation_files=(str(tmp_path / "validation.txt"),))
+    more = dataclasses.replace(source, validation_split_percentage=45.0)
+    assert prepare_dataset(source, tmp_path / "b", int(block_size), None, 2048)
+    assert prepare_dataset(given, tmp_path / "v", 256, None, 2048)
+    assert prepare_dataset(more, tmp_path / "p", 256, None, 2048)
+    too_much = dataclasses.replace(source, validation_split_percentage=90.0)
+    with pytest.raises(UserError, match="the train text has [0-9,]+ tokens, fewer than one row"):
+        prepare_dataset(too_much, tmp_path / "d", 256, None, 2048)
+
+
+def test_one_document_is_an_error(tmp_path, tokenizer):
+    """It cannot be in both splits."""
+    source = TextSource((write_jsonl(tmp_path / "one.jsonl", ["word " * 900]),))
+    with pytest.raises(UserError, match="--validation_file or a --document_separator"):
+        prepare_dataset(source, tmp_path / "d", 64, tokenizer)
+
+
+def test_what_is_not_in_the_dataset_is_said(tmp_path, jsonl_file, tokenizer, capsys):
+    """Files of other kinds, rows without text, those of other columns, and a separator that never occurs."""
+    (tmp_path / "text").mkdir()
+    shutil.copy(jsonl_file, tmp_path / "text")
+    (tmp_path / "text" / "paper.pdf").write_text("x")
+    write_jsonl(tmp_path / "text" / "others.jsonl", ["x"] * 7, "body")
+    write_jsonl(tmp_path / "text" / "zblank.jsonl", [None, " "])
+    source = TextSource((str(tmp_path / "text"),), document_separator="<sep>")
+    made = prepare_dataset(source, tmp_path / "d", 16, tokenizer)
+    out = capsys.readouterr().out
+    for part in (
+        "ignoring 1 .pdf",
+        "null, empty or blank): 2\n",
+        "7 rows have no column 'text' (but body)",
+        "'<sep>'",
+    ):
+        assert part in out
+    assert made.metadata["source"]["blank_rows"] == 2
+    (tmp_path / "text" / "c.txt").write_text("the end<sep>")
+    prepare_dataset(source, tmp_path / "e", 16, tokenizer)
+    assert "<sep>" not in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------ tokenizers
+
+
+def test_a_small_text_gets_a_smaller_vocabulary(tmp_path, source, monkeypatch, capsys):
+    """A message says so, and an interrupted preparation resumes with the same tokenizer."""
+    made = prepare_dataset(source, tmp_path / "d", 16, None, 2048, num_workers=1)
+    assert 257 < made.vocab_size < 2048 and made.vocab_size == len(load_tokenizer(str(tmp_path / "d" / "tokenizer")))
+    assert f"trained a byte-level BPE of {made.vocab_size:,} tokens (the text is too small" in capsys.readouterr().out
+    prepare_dataset(source, tmp_path / "d", 16, None, 2048)
+    assert capsys.readouterr().out == f"{tmp_path / 'd'} is already prepared from this input\n"
+    assert prepare_dataset(source, tmp_path / "e", 16, None, 2048, share=slice(0, 1)) is None
+    monkeypatch.setattr(prepare, "train_tokenizer", lambda *_: 1 / 0)
+    assert prepare_dataset(source, tmp_path / "e", 16, None, 2048, num_workers=1).metadata == made.metadata
+
+
+@pytest.mark.parametrize("kind", ["a.txt", "a.jsonl"])
+def test_a_tokenizer_is_trained_on_a_part_of_each_unit(tmp_path, small_units, monkeypatch, kind):
+    """At most TOKENIZER_CHARACTERS, roughly, of a text that has more."""
+    monkeypatch.setattr(prepare, "TOKENIZER_CHARACTERS", 9_000)
+    (tmp_path / "a.txt").write_text("".join(make_documents(300)))
+    write_jsonl(tmp_path / "a.jsonl", make_documents(300))
+    source = TextSource((str(tmp_path / kind),))
+    units = source.units()
+    texts = list(read_train_texts(source, units))
+    assert len(units) > 20 and 0.8 * len(units) < len(texts)
+    assert 5_000 < sum(map(len, texts)) < 9_000 + 300 * len(units)  # a document has up to 600 characters
+
+
+CONFIGS = {
+    "GPT-2's on the Hub": {"model_max_length": 1024},
+    "another class": {"eos_token": "<|endoftext|>", "tokenizer_class": "Qwen2Tokenizer"},
+    "a dictionary": {"eos_token": {"content": "<|endoftext|>", "__type": "AddedToken"}, "add_bos_token": False},
+    "a token to add": {"eos_token": "<|endoftext|>", "pad_token": "<pad>", "tokenizer_class": "GPT2Tokenizer"},
+    "several to add": {"eos_token": "<|endoftext|>", "additional_special_tokens": ["<a>", "<b>"]},
+    "another end": {"eos_token": "e", "tokenizer_class": "GPT2Tokenizer"},
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_training_accepts_the_tokenizer_of_every_dataset(tmp_path, jsonl_file, tokenizer_dir, name):
+    """Its ids are those of tokenizer.json, or of what transformers makes of the files if that adds tokens."""
+    folder = tmp_path / "tokenizer"
+    shutil.copytree(tokenizer_dir, folder)
+    (folder / "tokenizer_config.json").write_text(json.dumps(CONFIGS[name]))
+    (folder / "config.json").write_text('{"model_type": "gpt2"}')
+    tokenizer = read_tokenizer(str(folder))
+    is_read = list(CONFIGS).index(name) < 3
+    assert isinstance(tokenizer, TextTokenizer) == is_read
+    made = prepare_dataset(TextSource((str(jsonl_file),)), tmp_path / "d", 16, tokenizer)
+    loaded, expected = made.tokenizer, AutoTokenizer.from_pretrained(folder)
+    assert loaded.eos_token_id == expected.eos_token_id == made.metadata["eos_token_id"]
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json")) if is_read else expected.backend_tokenizer
+    assert loaded("the cat, it's 12")["input_ids"] == backend.encode("the cat, it's 12").ids
+
+
+def test_a_dataset_must_match_the_run(tmp_path, dataset_dir, tokenizer_dir):
+    """A different block size or tokenizer is an error."""
+
+    def open_for(*argv):
+        return open_dataset_for(load_config(["--dataset_dir", str(dataset_dir), *argv])[0])
+
+    with pytest.raises(UserError, match="has block_size 32, but the run requests 64; pass --block_size 32"):
+        open_for("--block_size", "64")
+    train_tokenizer(make_documents(50, seed=9), 300).save_pretrained(tmp_path / "other")
+    with pytest.raises(UserError, match="was made with another tokenizer"):
+        open_for("--block_size", "32", "--tokenizer_name", str(tmp_path / "other"))
+    assert open_for("--block_size", "32", "--tokenizer_name", str(tokenizer_dir)).vocab_size == VOCAB_SIZE
+    with pytest.raises(UserError, match="there is no dataset"):
+        open_packed_dataset(tmp_path / "gone")
+
+
+def test_unusable_tokenizers_are_errors(tmp_path, tokenizer_dir):
+    """A tokenizer may be missing or lack an end-of-text token."""
+    with pytest.raises(UserError, match="no tokenizer at 'nowhere'"):
+        load_tokenizer("nowhere")
+    with pytest.raises(UserError, match="there is no folder .*gone"):
+        load_tokenizer(str(tmp_path / "gone"))
+    load_tokenizer(str(tokenizer_dir)).save_pretrained(tmp_path / "no_eos")
+    config = json.loads((tmp_path / "no_eos" / "tokenizer_config.json").read_text())
+    config |= {"eos_token": None, "tokenizer_class": "PreTrainedTokenizerFast"}
+    (tmp_path / "no_eos" / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="has no end-of-text token"):
+        load_tokenizer(str(tmp_path / "no_eos"))
+
+
+def test_identity_of_a_tokenizer_survives_saving(tmp_path, tokenizer_dir):
+    """The hash changes only with the tokenizer."""
+    tokenizer = load_tokenizer(str(tokenizer_dir))
+    tokenizer.save_pretrained(tmp_path)
+    assert tokenizer_sha256(load_tokenizer(str(tmp_path))) == tokenizer_sha256(tokenizer)
+    assert tokenizer_sha256(train_tokenizer(make_documents(50, seed=9), 300)) != tokenizer_sha256(tokenizer)
+
+
+def test_the_bytes_of_the_ids_of_a_text_are_its_bytes(tokenizer, tokenizer_dir):
+    """Special tokens have none."""
+    text = "".join(make_documents(50)) + "Ünï \U0001d518 猫\x00\r\n<|endoftext|>"
+    counts = count_token_bytes(tokenizer)
+    assert counts[encode_plainly(tokenizer_dir, [(text, True)])].sum() == len(text.encode())
+    assert len(counts) == VOCAB_SIZE and counts[tokenizer.eos_token_id] == 0
+    np.testing.assert_array_equal(counts, count_token_bytes(load_tokenizer(str(tokenizer_dir))))
+
+
+# ------------------------------------------------------------------ the summary and the script
+
+
+def test_the_summary(tmp_path, jsonl_file, tokenizer, capsys):
+    """It counts the documents, tokens and rows of both splits, and shows the beginning of three rows."""
+    made = prepare_dataset(TextSource((str(jsonl_file),)), tmp_path / "d", 16, tokenizer)
+    capsys.readouterr()
+    print_contents(made)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    table = {line[:32].strip(): line[32:].split() for line in lines if not line.startswith("row ")}
+    splits = [made.metadata["splits"][split] for split in SPLITS]
+    texts = [[], []]
+    for unit in TextSource((str(jsonl_file),)).units():
+        for split, text, _ in read_unit(TextSource((str(jsonl_file),)), unit, ReadReport()):
+            texts[SPLITS.index(split)].append(text)
+    assert table["documents"] == [str(len(of_split)) for of_split in texts]
+    assert table["tokens"] == [f"{of['tokens']:,}" for of in splits]
+    assert table["rows of 16 tokens"] == [f"{of['rows']:,}" for of in splits]
+    num_ids = [len(tokenizer.backend_tokenizer.encode("".join(of_split)).ids) for of_split in texts]
+    found = [float(number) for number in table["bytes per token"]]
+    assert found == pytest.approx(
+        [len("".join(t).encode()) / n for t, n in zip(texts, num_ids, strict=True)], abs=0.01
+    )
+    for number, line in zip((0, len(made.train) // 3, 2 * len(made.train) // 3), lines[-3:], strict=True):
+        text = repr(tokenizer.backend_tokenizer.decode(made.train.read_row(number).tolist()))
+        assert line.startswith(f"row {number:,}: ") and line.partition(": ")[2][:30] == text[:30]
+
+
+def test_the_script_prepares_finishes_and_inspects(tmp_path, source, jsonl_file, tokenizer_dir, capsys, monkeypatch):
+    """--finish fails while units are missing, and completes a dataset whose last job was killed."""
+    common = ["--train_file", jsonl_file, "--tokenizer_name", tokenizer_dir, "--block_size", 16]
+    common += ["--output_dir", tmp_path / "d", "--num_shards", 2]
+    assert not run_script("scripts/prepare_data.py", *common, "--shard_index", 1)
+    error = run_script("scripts/prepare_data.py", *common, "--finish")
+    assert error.startswith("error: ") and not (tmp_path / "d").exists()
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(prepare, "finish", lambda *_: 1 / 0)
+        run_script("scripts/prepare_data.py", *common, "--shard_index", 0)
+    capsys.readouterr()
+    assert not run_script("scripts/prepare_data.py", *common, "--finish")
+    printed = capsys.readouterr().out
+    assert not run_script("scripts/prepare_data.py", "--inspect", tmp_path / "d")
+    assert capsys.readouterr().out in printed and "rows of 16 tokens" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("--inspect gone", "there is no dataset gone; create it with"),
+        ("--inspect .", ". is not a complete packed dataset"),
+        ("--inspect d --block_size 8", "--inspect only reads a packed dataset, so --block_size has no effect"),
+        ("--train_file a.txt --tokenizer_name t", "pass --output_dir, the folder to create, or --inspect"),
+        ("--train_file a.txt --output_dir d", "pass --tokenizer_name"),
+        ("--train_file a.txt --output_dir d --block_size 0", "block_size must be at least 1, got 0"),
+        ("--train_file a.txt --output_dir d --num_shards 2", "--num_shards needs --shard_index, from 0 to 1"),
+        ("--train_file a.txt --output_dir d --num_shards 2 --shard_index 2", "--shard_index, from 0 to 1"),
+        ("--output_dir d --tokenizer_name t", "exactly one of --train_file and --dataset_name"),
+        ("--train_file a.txt --output_dir d --validation_split_percentage 100", "between 0 and 100"),
+    ],
+)
+def test_mistakes_on_the_command_line(tmp_path, monkeypatch, tokenizer_dir, arguments, expected):
+    """Each is one sentence."""
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("text")
+    if "percentage" in arguments:
+        arguments += f" --tokenizer_name {tokenizer_dir}"
+    error = run_script("scripts/prepare_data.py", *arguments.split())
+    assert error.startswith("error: ") and expected in error and "\n" not in error
+
+
+def test_preparing_and_inspecting_start_fast(tmp_path, jsonl_file, tokenizer_dir):
+    """They import neither torch nor transformers nor datasets."""
+    code = (
+        "import runpy, sys; runpy.run_path('scripts/prepare_data.py', run_name='__main__'); "
+        "print({'torch', 'transformers', 'datasets'} & set(sys.modules))"
+    )
+    arguments = ["--train_file", jsonl_file, "--tokenizer_name", tokenizer_dir, "--output_dir", tmp_path / "d"]
+    for options in ([*arguments, "--block_size", "16"], ["--inspect", tmp_path / "d"]):
+        command, before = [sys.executable, "-c", code, *map(str, options)], os.times()
+        result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+        assert result.stdout.endswith("\nset()\n"), result.stderr
+        assert os.times().children_user - before.children_user < 4  # seconds; 0.8 on one core
+
+
+def test_the_identity_of_any_dataset_follows_its_rows(dataset):
+    """Rows that a caller brings have counts and hashes, too."""
+
+    def brought(rows):
+        return SimpleNamespace(train=rows, validation=rows[:9], tokenizer=dataset.tokenizer)
+
+    rows = all_rows(dataset.train)
+    found, same, other = (metadata_of(brought(r)) for r in (rows, rows.copy(), rows + 1))
+    assert found == same and found["content_sha256"] != other["content_sha256"]
+    assert found["splits"]["train"]["rows"] == len(rows) and metadata_of(dataset) is dataset.metadata
+    assert units_module.COUNTS == tuple(found["splits"]["train"])

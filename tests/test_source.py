@@ -1,0 +1,576 @@
+"""Documents come out of every source unchanged, once, and in one split, however the source is cut into units."""
+
+import bz2
+import codecs
+import csv
+import dataclasses
+import gzip
+import io
+import itertools
+import json
+import lzma
+import os
+import re
+import shutil
+import sysconfig
+from pathlib import Path
+from types import SimpleNamespace
+
+import datasets
+import huggingface_hub
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from conftest import make_documents, wet_record
+
+from recipe.config import STANDARD_LIBRARY
+from recipe.data import source as source_module
+from recipe.data.read import ReadReport, read_texts, read_unit
+from recipe.data.source import TextSource, Unit, describe_files, name_of_text, read_standard_library
+from recipe.errors import UserError
+
+GOOD = b'{"text": "good"}\n'
+
+
+def read(source: TextSource, report: ReadReport | None = None) -> list[tuple[str, str]]:
+    """Return the split and the text of each document of all units, in order."""
+    found, begun = [], []
+    for unit in source.units():
+        for split, text, ends in read_unit(source, unit, report or ReadReport()):
+            begun.append(text)
+            if ends:
+                found.append((split, "".join(begun)))
+                begun = []
+    assert not begun, "the last document does not end"
+    return found
+
+
+def texts_of(source: TextSource, split: str | None = None) -> list[str]:
+    return [text for name, text in read(source) if split in (None, name)]
+
+
+def write_jsonl(path: Path, texts: list, column: str = "text") -> str:
+    path.write_text("".join(json.dumps({column: text, "n": 1}) + "\n" for text in texts), encoding="utf-8")
+    return str(path)
+
+
+def write_parquet(path: Path, texts: list, column: str = "text", row_group_size: int = 7) -> str:
+    table = pa.table({column: texts, "n": range(len(texts))})
+    pq.write_table(table, path, row_group_size=row_group_size)
+    return str(path)
+
+
+def as_csv(texts: list[str], column: str) -> bytes:
+    table = io.StringIO()
+    csv.writer(table).writerows([["n", column], *([str(i), text] for i, text in enumerate(texts))])
+    return table.getvalue().encode()
+
+
+def as_wet(texts: list[str], column: str) -> bytes:
+    others = wet_record("warcinfo", b"software: x\r\n"), wet_record("conversion", b" \n")
+    return b"".join([*others, *(wet_record("conversion", text.encode()) for text in texts)])
+
+
+# ------------------------------------------------------------------ reading
+
+KINDS = {
+    "txt": lambda texts, column: "<sep>".join(texts).encode(),
+    "md": lambda texts, column: "<sep>".join(texts).encode(),
+    "jsonl": lambda texts, column: "".join(json.dumps({column: t, "n": 1}) + "\n\n" for t in texts).encode(),
+    "json": lambda texts, column: json.dumps([{column: t} for t in texts]).encode(),
+    "lines.json": lambda texts, column: "".join(json.dumps({column: t}) + "\n" for t in texts).encode(),
+    "csv": as_csv,
+    "warc.wet": as_wet,
+}
+COMPRESSIONS = {
+    "": bytes,
+    ".gz": lambda data: gzip.compress(data[:999]) + gzip.compress(data[999:]),  # as WET files are compressed
+    ".GZ": gzip.compress,
+    ".zst": lambda data: pa.compress(data, "zstd", asbytes=True),
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+def test_documents_come_out_unchanged(tmp_path, kind, compression):
+    """This includes texts with line breaks, commas, quotes and what looks like a WARC record."""
+    pages = ['a "quoted", text\nof two lines\r\n', "text\r\n\r\nWARC/1.0\r\nContent-Length: 3\r\n\r\n", "line\n\n"]
+    documents = [*make_documents(20), *pages]
+    path = tmp_path / f"a.{kind}{compression}"
+    path.write_bytes(COMPRESSIONS[compression](KINDS[kind](documents, "body")))
+    assert list(read_texts([str(path)], "body", "<sep>")) == documents
+
+
+def test_rows_of_parquet_files_are_documents(tmp_path):
+    path = write_parquet(tmp_path / "a.parquet", make_documents(20), "body")
+    assert list(read_texts([path], "body", None)) == make_documents(20)
+
+
+BOM = codecs.BOM_UTF8
+ODD_FILES = {
+    "bom.txt": (BOM + b"file a\r\n\n\nend", ["file a\r\n\n\nend"]),
+    "bom.jsonl": (BOM + GOOD + b"\r\n \r\n" + GOOD, ["good", "good"]),
+    "bom.json": (BOM + b' [{"text": "one"}, {"text": "two"}]', ["one", "two"]),
+    "bom.csv": (BOM + b"text\none\n", ["one"]),
+    "constants.jsonl": (b'{"text": "one", "n": NaN}', ["one"]),
+    "surrogates.jsonl": (b'{"text": "a\\ud800b \\ud83d\\ude00"}', ["a\ufffdb \U0001f600"]),
+    "blank.jsonl": (b'{"text": null}\n{"text": ""}\n{"text": " \\n"}\n' + GOOD, ["good"]),
+    "blank.txt": (b" \n\t\r\n", []),
+}
+
+
+@pytest.mark.parametrize("name", ODD_FILES)
+def test_marks_blanks_and_odd_json(tmp_path, name):
+    """Byte order marks and blank rows are not text; half a surrogate pair becomes the replacement character."""
+    content, expected = ODD_FILES[name]
+    (tmp_path / name).write_bytes(content)
+    assert list(read_texts([str(tmp_path / name)], "text", None)) == expected
+
+
+@pytest.mark.parametrize("block", [3, 2**20])
+def test_a_separator_matches_windows_line_ends(tmp_path, monkeypatch, block):
+    """Blank documents between separators are dropped, also if a separator is longer than the blocks read."""
+    monkeypatch.setattr("recipe.data.read.BLOCK", block)
+    (tmp_path / "a.txt").write_bytes(b"\n\none\r\nline\r\n\r\ntwo\n\n\n\n \n\n\nthree\n\n")
+    assert list(read_texts([str(tmp_path / "a.txt")], "text", "\n\n")) == ["one\r\nline", "two", "\nthree"]
+
+
+WET = as_wet(["good"], "")
+PARQUET = io.BytesIO()
+pq.write_table(pa.table({"text": ["good"] * 99}), PARQUET)
+BAD_FILES = {
+    "latin.txt": ("good<sep>Stra\xdfe".encode("latin-1"), "latin.txt is not UTF-8 text; .* iconv -f LATIN1"),
+    "latin.jsonl": (GOOD + GOOD.replace(b"oo", b"\xf6"), "latin.jsonl is not UTF-8 text"),
+    "latin.csv": (b"text\n" + b"good\n" * 99_999 + b"\xdf", "latin.csv is not UTF-8 text"),
+    "program.txt": (b"good<sep>\x7fELF\x02\x01\x01\x00", "cannot read .*program.txt: it contains NUL bytes"),
+    "utf16.jsonl": (GOOD + GOOD.decode().encode("utf-16-le"), "cannot read .*utf16.jsonl: it contains NUL bytes"),
+    "broken.jsonl": (GOOD + b'{"text": \n', "broken.jsonl: the line that ends at byte 27 is not JSON"),
+    "deep.jsonl": (GOOD + b'{"n": ' + b"[" * 10**5 + b"\n", "deep.jsonl: the line that ends .* is not JSON"),
+    "list.jsonl": (GOOD + b"[1]\n", "list.jsonl, row 2 is a list, not an object"),
+    "number.jsonl": (GOOD + b'{"text": 3}\n', "row 2: column 'text' holds int, neither text nor a list of token ids"),
+    "nested.jsonl": (GOOD + b'{"text": [[1], [2]]}\n', "row 2: column 'text' holds list, neither"),
+    "words.jsonl": (GOOD + b'{"text": ["a"]}\n', "row 2: column 'text' holds list, neither"),
+    "cut.jsonl.gz": (gzip.compress(GOOD * 99_999)[:-20], "cannot read .*cut.jsonl.gz"),
+    "cut.jsonl.xz": (lzma.compress(GOOD * 9999)[:-20], "cannot read .*cut.jsonl.xz"),
+    "none.jsonl.bz2": (GOOD, "cannot read .*none.jsonl.bz2"),
+    "half.parquet": (PARQUET.getvalue()[:99], "cannot read .*half.parquet"),
+    "cut.wet": (WET[:-9], "cut.wet: a WARC record is incomplete"),
+    "none.wet": (WET + GOOD, "none.wet: expected a WARC record, found"),
+}
+WITHOUT_BEGINNING = ("none.jsonl.bz2", "half.parquet", "cut.wet")
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_bad_files_are_named_or_skipped(tmp_path, name):
+    """The error names the file; skip_bad_files counts it, keeps what precedes the error, and reads the others."""
+    content, expected = BAD_FILES[name]
+    (tmp_path / name).write_bytes(content)
+    write_jsonl(tmp_path / "zz.jsonl", ["other"])
+    source = TextSource((str(tmp_path),), document_separator="<sep>")
+    with pytest.raises(UserError, match=expected) as caught:
+        read(source)
+    assert "\n" not in str(caught.value) and str(caught.value).endswith("--skip_bad_files skips such files")
+    report = ReadReport()
+    texts = [text for _, text in read(dataclasses.replace(source, skip_bad_files=True), report)]
+    assert len(report.skipped) == 1 and name in report.skipped[0]
+    assert set(texts) == ({"other"} if name in WITHOUT_BEGINNING else {"good", "other"})
+
+
+@pytest.mark.parametrize("write", [write_jsonl, write_parquet])
+def test_a_column_of_token_ids_is_read_as_ids(tmp_path, write):
+    """One document per row, as int64."""
+    rows = [[5, 6, 0], [], [7]]
+    source = TextSource((write(tmp_path / f"a.{write.__name__[6:]}", rows, "ids"),), text_column_name="ids")
+    found = [document.text for unit in source.units() for document in read_unit(source, unit, ReadReport())]
+    assert [ids.tolist() for ids in found] == rows and {ids.dtype for ids in found} == {np.dtype("int64")}
+    with pytest.raises(UserError, match="column 'ids' holds token ids, not text"):
+        list(read_texts(source.train_files, "ids", None))
+
+
+# ------------------------------------------------------------------ units
+
+
+def lines(folder: Path, texts: list[str], separator: str = "", suffix: str = "txt") -> str:
+    (folder / f"a.{suffix}").write_text(separator.join(texts), newline="", encoding="utf-8")
+    return str(folder / f"a.{suffix}")
+
+
+DOCUMENTS = make_documents(120)
+STRIPPED = [text.strip() for text in DOCUMENTS]
+# How to write a corpus, the separator, and the documents or, where it is one text, the text.
+CORPORA = {
+    "jsonl": (lambda folder: write_jsonl(folder / "a.jsonl", DOCUMENTS), None, DOCUMENTS),
+    "separated text": (lambda folder: lines(folder, DOCUMENTS, "<sep>"), "<sep>", DOCUMENTS),
+    "blank lines": (lambda folder: lines(folder, STRIPPED, "\r\n\r\n\r\n"), "\n\n\n", STRIPPED),
+    "row groups": (lambda folder: write_parquet(folder / "a.parquet", DOCUMENTS, row_group_size=3), None, DOCUMENTS),
+    "lines": (lambda folder: lines(folder, DOCUMENTS, suffix="md"), None, "".join(DOCUMENTS)),
+    "one line": (lambda folder: lines(folder, STRIPPED, " "), None, " ".join(STRIPPED)),
+    "no spaces": (lambda folder: lines(folder, ["猫ü" * 9000]), None, "猫ü" * 9000),
+    "blank end": (lambda folder: lines(folder, [*DOCUMENTS, "\n" * 5000]), None, "".join(DOCUMENTS) + "\n" * 5000),
+}
+
+
+@pytest.mark.parametrize("name", CORPORA)
+def test_units_hold_each_document_once_in_order(tmp_path, small_units, name):
+    """Each unit can be read alone, in another process. The end of a text that is one document is held out."""
+    write, separator, expected = CORPORA[name]
+    source = TextSource((write(tmp_path),), document_separator=separator)
+    assert len(source.units()) > 10
+    documents = read(source)
+    if isinstance(expected, str):
+        assert [split for split, _ in documents] == ["train", "validation"]
+        assert "".join(text for _, text in documents) == expected
+    else:
+        assert [text for _, text in documents] == expected
+    alone = []
+    for unit in reversed(source.units()):
+        sent = Unit(*json.loads(json.dumps(unit)))
+        alone = [*read_unit(dataclasses.replace(source), sent, ReadReport()), *alone]
+    assert "".join(text for _, text, _ in alone) == "".join(text for _, text in documents)
+    assert sum(ends for *_, ends in alone) == len(documents)
+
+
+@pytest.mark.parametrize("separator", [None, "<sep>"])
+def test_a_document_belongs_to_the_unit_in_which_it_begins(tmp_path, small_units, separator):
+    """At or after the first byte of the unit."""
+    texts = [text * (1 + 9 * (number % 7 == 0)) for number, text in enumerate(DOCUMENTS)]
+    path = lines(tmp_path, texts, separator) if separator else write_jsonl(tmp_path / "a.jsonl", texts)
+    pieces = Path(path).read_bytes().split((separator or "\n").encode())
+    starts = [0, *itertools.accumulate(len(piece) + len(separator or "\n") for piece in pieces)]
+    source = TextSource((path,), document_separator=separator)
+    for unit in source.units():
+        ((_, start, stop, _),) = unit.parts
+        expected = [text for text, at in zip(texts, starts, strict=False) if start <= at < stop]
+        assert [document.text for document in read_unit(source, unit, ReadReport())] == expected
+
+
+def test_small_files_share_units(tmp_path, small_units):
+    """Files of all kinds, in the order of their names."""
+    for number, text in enumerate(DOCUMENTS):
+        kind = list(KINDS)[number % len(KINDS)]
+        (tmp_path / f"{number:03}.{kind}.gz").write_bytes(gzip.compress(KINDS[kind]([text], "text")))
+    source = TextSource((str(tmp_path),), document_separator="<sep>")
+    assert 3 < len(source.units()) < 60
+    assert texts_of(source) == DOCUMENTS
+
+
+def test_a_line_of_40_mb_has_several_units(tmp_path):
+    """As text8 is: without a line end, it is cut between words."""
+    text = " ".join(map(str, range(5_100_000)))
+    source = TextSource((lines(tmp_path, [text]),))
+    assert len(text) > 39e6 and len(source.units()) >= 4
+    assert max(unit.num_bytes for unit in source.units()) <= source_module.SMALLEST_UNIT
+    parts = [part for unit in source.units() for part in read_unit(source, unit, ReadReport())]
+    assert "".join(part.text for part in parts) == text
+    assert all(part.text.endswith(" ") for part in parts[:-1])
+
+
+@pytest.mark.parametrize("kind", ["empty.parquet", "rows.parquet", "rows.jsonl"])
+def test_a_source_without_rows_has_no_documents(tmp_path, kind):
+    """It may have no units."""
+    if kind == "empty.parquet":
+        with pq.ParquetWriter(tmp_path / kind, pa.schema({"text": pa.string()})):
+            pass
+    else:
+        (write_parquet if kind == "rows.parquet" else write_jsonl)(tmp_path / kind, [None, ""])
+    assert read(TextSource((str(tmp_path / kind),))) == []
+
+
+# ------------------------------------------------------------------ splits
+
+
+@pytest.mark.parametrize(("count", "percentage", "expected"), [(200, 5, 10), (200, 20, 40), (7, 5, 1), (2, 50, 1)])
+def test_a_small_source_holds_out_exactly_its_percentage(tmp_path, count, percentage, expected):
+    """Of the different documents; at least one, and never all."""
+    texts = make_documents(count)
+    path = write_jsonl(tmp_path / "a.jsonl", [*texts, *texts[: count // 2]])
+    source = TextSource((path,), validation_split_percentage=percentage)
+    assert texts_of(source) == [*texts, *texts[: count // 2]]
+    assert len(set(texts_of(source, "validation"))) == expected
+    assert len(set(texts_of(source, "train"))) == count - expected
+
+
+def test_duplicates_are_in_one_split(tmp_path, small_units):
+    """In any units and kinds of files, also in long documents, and wherever else they occur."""
+    texts = [*make_documents(300), "".join(make_documents(90, seed=1))]
+    write_jsonl(tmp_path / "a.jsonl", [*texts, *texts[::-1]])
+    write_parquet(tmp_path / "b.parquet", texts, row_group_size=20)
+    source = TextSource((str(tmp_path),), validation_split_percentage=20.0)
+    train, validation = (texts_of(source, split) for split in ("train", "validation"))
+    assert len(source.units()) > 10 and not set(train) & set(validation)
+    assert len(train) + len(validation) == 3 * len(texts)
+    assert 0.13 < len(set(validation)) / len(texts) < 0.27
+    write_jsonl(tmp_path / "c.jsonl", make_documents(500, seed=2))
+    assert set(train) <= set(texts_of(source, "train"))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("".join(f"line {i} über\n" for i in range(1000)), r"line \d+ über\n(?s:.*)"),
+        ("title\n" + " ".join(f"wörd-{i}" for i in range(1000)), r"wörd-\d+ .*"),  # the only line is too far away
+        ("猫ü" * 1000, "(猫ü|ü).*"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["a.txt", "a.md.gz", "units"])
+def test_the_end_of_a_text_is_held_out(tmp_path, monkeypatch, text, expected, kind, request):
+    """Of each of a few texts: the last 5% of its bytes, from a line, else from a word, else from a character."""
+    if kind == "units":
+        request.getfixturevalue("small_units")
+    path = tmp_path / kind.replace("units", "a.txt")
+    path.write_bytes(gzip.compress(text.encode()) if kind.endswith("gz") else text.encode())
+    (split, head), (held_out, tail) = read(TextSource((str(path),)))
+    assert (split, held_out) == ("train", "validation") and head + tail == text
+    assert 0.045 < len(tail.encode()) / len(text.encode()) < 0.08
+
+    assert re.fullmatch(expected, tail)
+
+
+def test_many_texts_are_split_by_file(tmp_path):
+    """Of 40 files, whole ones are held out; of 39, the end of each."""
+    for number, text in enumerate(make_documents(39)):
+        (tmp_path / f"{number:02}.txt").write_text(text * 5)
+    source = TextSource((str(tmp_path),))
+    assert [split for split, _ in read(source)] == ["train", "validation"] * 39
+    (tmp_path / "39.txt").write_text("one more\n")
+    source = TextSource((str(tmp_path),))
+    assert len(texts_of(source, "train")) == 38 and len(texts_of(source, "validation")) == 2
+
+
+def test_a_validation_file_replaces_the_held_out_documents(tmp_path, small_units):
+    for name, seed in (("a", 0), ("b", 1)):
+        write_jsonl(tmp_path / f"{name}.jsonl", make_documents(40, seed))
+    source = TextSource((str(tmp_path / "a.jsonl"),), (str(tmp_path / "b.jsonl"),))
+    assert texts_of(source, "train") == make_documents(40)
+    assert texts_of(source, "validation") == make_documents(40, seed=1)
+
+
+def write_dataset(folder: Path, kind: str, splits: dict[str, list[str]]) -> str:
+    """Write a folder that `datasets` opens."""
+    if kind == "save_to_disk":
+        whole = {split: datasets.Dataset.from_dict({"text": texts}) for split, texts in splits.items()}
+        datasets.DatasetDict(whole).save_to_disk(folder)
+        return str(folder)
+    folder.mkdir()
+    for split, texts in splits.items():
+        for number in range(3):
+            third = texts[number * len(texts) // 3 : (number + 1) * len(texts) // 3]
+            write = write_jsonl if kind == "jsonl" else write_parquet
+            write(folder / f"{split}-{number}.{kind}", third)
+    return str(folder)
+
+
+@pytest.mark.parametrize("kind", ["save_to_disk", "parquet", "jsonl"])
+def test_local_datasets_keep_their_splits(tmp_path, monkeypatch, kind):
+    """With and without a validation split, in units that are shards or row groups; each row once, in order."""
+    monkeypatch.setattr(source_module, "SMALLEST_UNIT", 1500)
+    train, validation = make_documents(60), make_documents(9, seed=1)
+    folder = write_dataset(tmp_path / "data", kind, {"train": train, "validation": validation})
+    source = TextSource(dataset_name=folder)
+    assert read(source) == [("validation", text) for text in validation] + [("train", text) for text in train]
+    assert len(source.units()) > 3
+    other = dataclasses.replace(source, dataset_split="validation", validation_split_percentage=40)
+    assert texts_of(other) == validation
+    with pytest.raises(UserError, match="has no split 'test' .it has"):
+        dataclasses.replace(source, dataset_split="test").units()
+    source = TextSource(dataset_name=write_dataset(tmp_path / "one", kind, {"train": train}))
+    assert texts_of(source) == train and len(source.units()) > 2
+
+
+def test_a_dataset_written_without_splits_is_read(tmp_path):
+    """Its few documents are held out exactly."""
+    datasets.Dataset.from_dict({"text": make_documents(40), "n": range(40)}).save_to_disk(tmp_path / "data")
+    source = TextSource(dataset_name=str(tmp_path / "data"))
+    assert texts_of(source) == make_documents(40) and len(texts_of(source, "validation")) == 2
+
+
+# ------------------------------------------------------------------ folders
+
+
+def test_folders_and_patterns_stand_for_their_files(tmp_path):
+    """Sorted. Files of other kinds and empty files are counted by kind, and the counts are said."""
+    names = ("b.md", "a.txt", "deep/c.txt", "deep/d.jsonl.gz", "p.pdf", "q.pdf", "t.tsv", "z.zip", "deep/n.json")
+    for name in (*names, "LICENSE", "empty.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"" if name == "empty.txt" else b"x")
+    found = TextSource((str(tmp_path),)).files
+    assert [os.path.relpath(path, tmp_path) for path in found.paths] == sorted([*names[:4], "deep/n.json"])
+    assert sum(found.ignored.values()) == 6 and found.ignored["empty"] == 1
+    assert "5 files" in describe_files(found) and "2 .pdf" in describe_files(found)
+    for pattern, expected in (("*.txt", ["a.txt"]), ("**/c*", ["c.txt"])):
+        assert [Path(p).name for p in TextSource((str(tmp_path / pattern),)).files.paths] == expected
+    with pytest.raises(UserError, match=r"no file of a supported kind in .*z.\*; it holds 1 .zip"):
+        TextSource((str(tmp_path / "z.*"),)).units()
+
+
+def test_rows_without_text_are_counted(tmp_path):
+    """Null and blank ones, and those without the column, whose columns are named."""
+    write_jsonl(tmp_path / "a.jsonl", [None, "", " \n", "good"])
+    write_parquet(tmp_path / "b.parquet", [None, "good"])
+    write_jsonl(tmp_path / "c.jsonl", ["x"] * 3, "body")
+    write_parquet(tmp_path / "d.parquet", ["x"] * 4, "content")
+    report = ReadReport()
+    assert [text for _, text in read(TextSource((str(tmp_path),)), report)] == ["good", "good"]
+    assert (report.num_blank, report.num_without_column, report.columns) == (4, 7, ["body", "n"])
+
+
+BAD_SOURCES = [
+    ({"train_files": ("gone.txt",)}, "gone.txt"),
+    ({"train_files": ("gone/*.txt",)}, "gone/"),
+    ({"train_files": ("a.pdf",)}, "cannot read a.pdf: use .txt, .md, .jsonl, .json, .csv, .parquet, .wet files"),
+    ({"train_files": ("folder",)}, "no file of a supported kind in folder"),
+    ({}, "exactly one of"),
+    ({"train_files": ("a.txt",), "dataset_name": "x"}, "exactly one of"),
+    ({"dataset_name": "x", "validation_files": ("a.txt",)}, "--validation_file needs --train_file"),
+    ({"train_files": ("a.txt",), "document_separator": ""}, "must not be empty"),
+    ({"dataset_name": "./nowhere"}, "there is no folder ./nowhere"),
+    ({"dataset_name": "folder"}, "cannot open dataset folder"),
+]
+
+
+@pytest.mark.parametrize(("options", "expected"), BAD_SOURCES)
+def test_bad_sources_are_errors(tmp_path, monkeypatch, options, expected):
+    """The error names the option or path."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.txt", "a.pdf"):
+        Path(name).write_text("text")
+    Path("folder").mkdir()
+    with pytest.raises(UserError, match=expected):
+        TextSource(**options).units()
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("a/b.jsonl", "b"),
+        ("t/**/*.txt", "text"),
+        ("x/my text.txt.gz", "my-text"),
+        ("org/data", "data"),
+        ("-r.txt", "r"),
+    ],
+)
+def test_the_name_of_a_text_is_a_valid_folder_name(path, name):
+    """It holds no pattern or blank, and does not look like an option."""
+    assert name_of_text(path) == name
+
+
+# ------------------------------------------------------------------ the demo's corpus
+
+
+def test_the_standard_library_is_a_corpus():
+    """It holds megabytes of prose and sources of the running interpreter, without tests."""
+    documents = texts_of(TextSource(dataset_name=STANDARD_LIBRARY))
+    assert sum(map(len, documents)) > 2_000_000
+    assert any("def dataclass(" in text for text in documents)
+    assert not any("test.support" in text[:200] for text in documents)
+
+
+def test_an_interpreter_without_sources_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(UserError, match="pass --train_file"):
+        list(read_standard_library())
+
+
+# ------------------------------------------------------------------ identity
+
+
+def content_of(*files: Path) -> str:
+    return TextSource(tuple(map(str, files))).content_id
+
+
+def test_a_copy_has_the_identity_of_the_original(tmp_path):
+    """Elsewhere and at another time; a folder of files as well as a local dataset."""
+    (tmp_path / "a").mkdir()
+    for name in ("one.jsonl", "two.jsonl"):
+        write_jsonl(tmp_path / "a" / name, make_documents(9))
+    write_dataset(tmp_path / "a" / "data", "save_to_disk", {"train": make_documents(9)})
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    for path in (tmp_path / "b").rglob("*"):
+        os.utime(path, (1e9, 1e9))
+    a, b = ([content_of(tmp_path / name), TextSource(dataset_name=str(tmp_path / name / "data"))] for name in "ab")
+    assert (a[0], a[1].content_id, a[1].options_sha256) == (b[0], b[1].content_id, b[1].options_sha256)
+
+
+@pytest.mark.parametrize("size", [1_000_000, 10_000_000])
+@pytest.mark.parametrize("share", [0, 0.25, 0.5, 1])
+def test_an_edit_of_one_byte_is_another_text(tmp_path, size, share):
+    """Anywhere in a file, whose size stays the same."""
+    path, position = tmp_path / "a.txt", int(share * (size - 1))
+    path.write_bytes(b"x" * size)
+    before = content_of(path)
+    assert content_of(path) == before
+    with open(path, "r+b") as file:
+        file.seek(position)
+        file.write(b"y")
+    assert content_of(path) != before
+
+
+@pytest.mark.parametrize("block", [0, 2, 4, 7])
+def test_blocks_of_a_large_file_are_hashed(tmp_path, monkeypatch, block):
+    """Its first, its last and evenly spaced ones, and its size."""
+    monkeypatch.setattr(source_module, "HASHED_WHOLE", 4 * 2**10)
+    monkeypatch.setattr(source_module, "BLOCK", 2**10)
+    path = tmp_path / "a.txt"
+    path.write_bytes(bytes(7 * 2**10))
+    before = content_of(path)
+    with open(path, "r+b") as file:  # the file has 7 blocks, of which 0, 2, 4 and 6 are hashed
+        file.seek(min(block, 6) * 2**10 + (block == 7) * (2**10 - 1))
+        file.write(b"y")
+    assert content_of(path) != before
+    path.write_bytes(bytes(7 * 2**10 + 1))
+    assert content_of(path) != before
+
+
+def test_the_identity_covers_every_option_and_file(tmp_path):
+    """Everything that changes the documents changes it, and nothing else does."""
+    a, b = write_jsonl(tmp_path / "a.jsonl", ["x"]), write_jsonl(tmp_path / "b.jsonl", ["y"])
+    shutil.copy(a, tmp_path / "a.txt")  # the same bytes, read differently
+    base = TextSource((a,))
+    sources = [
+        base,
+        *(TextSource(files) for files in ((b,), (a, b), (str(tmp_path / "a.txt"),))),
+        TextSource((a,), (b,)),
+        dataclasses.replace(base, text_column_name="body"),
+        dataclasses.replace(base, document_separator="x"),
+        dataclasses.replace(base, validation_split_percentage=7.0),
+        dataclasses.replace(base, skip_bad_files=True),  # a strict run does not accept what a lenient one has made
+    ]
+    identities = {(source.content_id, source.options_sha256) for source in sources}
+    assert len(identities) == len(sources)
+    base = TextSource(dataset_name="org/data")
+    options = [{}, {"dataset_name": "org/other"}, {"dataset_config_name": "c"}, {"dataset_split": "test"}]
+    assert len({dataclasses.replace(base, **changed).options_sha256 for changed in options}) == len(options)
+
+
+def test_digests_are_read_once(tmp_path, monkeypatch):
+    """They are cached by path, size and time."""
+    path = write_jsonl(tmp_path / "a.jsonl", make_documents(9))
+    before = content_of(Path(path))
+    monkeypatch.setattr(source_module, "digest_file", lambda path: 1 / 0)
+    assert content_of(Path(path)) == before
+
+
+def test_the_data_files_of_a_hub_dataset_identify_it(monkeypatch):
+    """An edit of the README changes nothing; a Hub that cannot be reached says nothing."""
+    files = {"README.md": "1", ".gitattributes": "1", "data/train-0.parquet": "1"}
+
+    def dataset_info(name, **_):
+        if not files:
+            raise OSError("no network")
+        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=n, blob_id=blob) for n, blob in files.items()])
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: SimpleNamespace(dataset_info=dataset_info))
+
+    def identity() -> str | None:
+        return TextSource(dataset_name="org/data").content_id
+
+    before = identity()
+    files["README.md"] = "2"
+    assert identity() == before
+    files["data/train-0.parquet"] = "2"
+    assert identity() not in (before, None)
+    files.clear()
+    assert identity() is None
