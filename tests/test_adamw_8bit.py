@@ -137,7 +137,7 @@ def test_without_bitsandbytes_the_extra_is_named(train, monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
     monkeypatch.setattr("recipe.train.open_dataset", lambda *_: pytest.fail("the data was opened"))
-    with pytest.raises(UserError, match=r'requires bitsandbytes \(.*run pip install -e "\.\[adamw_8bit\]"'):
+    with pytest.raises(UserError, match=r'run pip install -e "\.\[adamw_8bit\]"'):
         train(*EIGHT_BIT)
 
 
@@ -151,5 +151,5 @@ def test_a_device_without_kernels_is_refused(monkeypatch):
 
     check_optimizer(config_of(), torch.device("cpu"))
     monkeypatch.setattr(AdamW8bit, "step", step)
-    with pytest.raises(UserError, match=r"does not run on this cpu device \(.*\); use adamw_torch_fused"):
+    with pytest.raises(UserError, match=r"does not run on cpu \(.*use adamw_torch_fused"):
         check_optimizer(config_of(), torch.device("cpu"))

@@ -1,18 +1,17 @@
 """The order of examples is a pure function of (seed, dataset), for any micro-batch and number of processes."""
 
+import itertools
+import time
+
 import numpy as np
 import pytest
 import torch
 
-from recipe.data.batches import TrainOrder, build_train_batches, example_rows, iterate_validation
-from recipe.data.packed import PackedDataset, PackedSplit, open_packed_dataset
-from recipe.data.prepare import prepare_dataset
-from recipe.data.shards import merge_shards, shard_dir
-from recipe.data.text import TextSource
-from recipe.data.tokenizer import load_tokenizer
-from recipe.data.writer import SplitWriter
+from recipe.data.batches import TrainBatches, TrainOrder, example_rows, iterate_validation, read_rows
+from recipe.data.packed import PackedSplit, RowsWriter
 from recipe.errors import UserError
 
+CPU = torch.device("cpu")
 FROZEN = [5, 597, 782, 629, 771, 972, 361, 714]
 
 
@@ -54,82 +53,86 @@ def test_example_rows_is_pure():
 @pytest.mark.parametrize(
     ("micro_batch_size", "num_processes"), [(12, 1), (4, 1), (1, 1), (6, 2), (2, 2), (1, 3), (4, 3)]
 )
-def test_a_step_uses_the_same_examples_for_any_batch_shape(micro_batch_size, num_processes):
+@pytest.mark.parametrize("first_step", [0, 3])
+def test_a_step_uses_the_same_examples_for_any_batch_shape(micro_batch_size, num_processes, first_step):
     """Step s is examples [s*G, (s+1)*G) for any micro-batch, number of processes and first step."""
-    global_batch_size, num_rows = 12, 50
-    for first_step in (0, 3):
-        seen = []
-        for process in range(num_processes):
-            order = iter(
-                TrainOrder(num_rows, 5, global_batch_size, micro_batch_size, first_step, process, num_processes)
-            )
-            per_step = global_batch_size // micro_batch_size // num_processes
-            seen.append([np.concatenate([next(order) for _ in range(per_step)]) for _ in range(4)])
-        for step in range(4):
-            start = (first_step + step) * global_batch_size
-            expected = example_rows(np.arange(start, start + global_batch_size), num_rows, 5)
-            found = np.concatenate([process_steps[step] for process_steps in seen])
-            assert sorted(found.tolist()) == sorted(expected.tolist())
-
-
-@pytest.mark.parametrize(("placement", "num_workers"), [("mmap", 0), ("mmap", 2), ("ram", 0), ("device", 0)])
-def test_batches_are_the_rows_of_the_order(wide_dataset, placement, num_workers):
-    """Inputs and targets are int64, shifted by one, in the same order for every placement."""
-    split = wide_dataset.splits["train"]
-    order = TrainOrder(len(split), 1, 6, 3)
-    batches = build_train_batches(split, order, torch.device("cpu"), num_workers, placement)
-    expected = iter(order)
-    for _ in range(5):
-        inputs, targets = next(batches)
-        rows = torch.from_numpy(split[next(expected)])
-        assert inputs.dtype == targets.dtype == torch.int64
-        assert torch.equal(inputs, rows[:, :-1]) and torch.equal(targets, rows[:, 1:])
+    seen = []
+    for process in range(num_processes):
+        order = iter(TrainOrder(50, 5, 12, micro_batch_size, first_step, process, num_processes))
+        per_step = 12 // micro_batch_size // num_processes
+        seen.append([np.concatenate([next(order) for _ in range(per_step)]) for _ in range(4)])
+    for step in range(4):
+        start = (first_step + step) * 12
+        expected = example_rows(np.arange(start, start + 12), 50, 5)
+        found = np.concatenate([process_steps[step] for process_steps in seen])
+        assert sorted(found.tolist()) == sorted(expected.tolist())
 
 
 @pytest.fixture(scope="module")
-def wide_dataset(tmp_path_factory):
-    """A dataset of two record batches with ids of 16 bits."""
-    directory = tmp_path_factory.mktemp("wide")
-    for split in ("train", "validation"):
-        writer = SplitWriter(directory, split, block_size=8, vocab_size=65_536)
-        for seed in (0, 1):
-            writer.add(np.random.default_rng(seed).integers(0, 65_536, 1001), num_bytes=1, ends=np.array([1001]))
-            writer.commit()
+def wide_split(tmp_path_factory):
+    """Rows of two units, with ids of 16 bits. No row continues from one unit into the next."""
+    folder, chunks = tmp_path_factory.mktemp("wide"), []
+    for name, seed in (("0.arrow", 0), ("1.arrow", 1)):
+        writer = RowsWriter(folder / name, 8, 65_536)
+        writer.write(np.random.default_rng(seed).integers(0, 65_536, 1001))
         writer.close()
-    splits = {split: PackedSplit(directory / split, 65_536) for split in ("train", "validation")}
-    assert len(splits["train"].chunks) == 2
-    return PackedDataset(directory, {}, splits)
+        chunks += [[name, *chunk] for chunk in writer.chunks]
+    return PackedSplit(folder, chunks, 8, 65_536)
+
+
+@pytest.mark.parametrize(("placement", "num_workers"), [("mmap", 0), ("mmap", 2), ("ram", 0), ("device", 0)])
+def test_batches_are_the_rows_of_the_order(wide_split, placement, num_workers):
+    """Inputs and targets are int64, shifted by one, in the same order for every placement."""
+    order = TrainOrder(len(wide_split), 1, 96, 48)
+    batches = TrainBatches(read_rows(wide_split, order, CPU, num_workers, placement), CPU)
+    for indices in itertools.islice(order, len(wide_split) // 48 + 2):
+        inputs, targets = next(batches)
+        rows = torch.from_numpy(wide_split[indices])
+        assert inputs.dtype == targets.dtype == torch.int64 and batches.position is None
+        assert torch.equal(inputs, rows[:, :-1]) and torch.equal(targets, rows[:, 1:])
+    batches.close()
 
 
 @pytest.mark.parametrize("placement", ["mmap", "ram", "device"])
-def test_every_placement_rejects_an_id_beyond_the_vocabulary(wide_dataset, placement):
+def test_every_placement_rejects_an_id_beyond_the_vocabulary(wide_split, placement):
     """On CUDA it would cause a device-side assert."""
-    split = wide_dataset.splits["train"].in_memory()
-    split.vocab_size = 60_000
+    split = PackedSplit(wide_split.directory, wide_split.where, 8, 60_000)
     with pytest.raises(UserError, match="beyond its vocabulary of 60000"):
-        build_train_batches(split, TrainOrder(len(split), 1, 64, 64), torch.device("cpu"), 0, placement)
+        next(read_rows(split, TrainOrder(len(split), 1, 64, 64), CPU, 0, placement))
 
 
-def test_merged_shards_have_the_same_rows_in_every_placement(tmp_path, jsonl_file, tokenizer_dir):
-    """No row continues from one shard into the next, and `ram` holds no map of the file."""
-    tokenizer = load_tokenizer(str(tokenizer_dir))
-    for index in range(4):
-        source = TextSource((str(jsonl_file),), num_shards=4, shard_index=index)
-        prepare_dataset(source, shard_dir(tmp_path / "d", index, 4), 16, tokenizer)
-    merge_shards(tmp_path / "d", 4)
-    split = open_packed_dataset(tmp_path / "d").splits["train"]
-    order = TrainOrder(len(split), 1, 64, 64)
-    found = {p: build_train_batches(split, order, torch.device("cpu"), 0, p) for p in ("mmap", "ram", "device")}
-    for _ in range(len(split) // 64 + 1):
-        first, *others = [next(batches) for batches in found.values()]
-        assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
-    assert all(chunk.flags.owndata for chunk in split.in_memory().chunks)
+def test_rows_in_memory_hold_no_map_of_the_file(wide_split):
+    assert wide_split.in_memory().chunk(0).flags.owndata and not wide_split.chunk(0).flags.owndata
+
+
+def test_batches_do_not_draw_from_torchs_generator(wide_split):
+    """Dropout after a resume would differ."""
+    before = torch.get_rng_state()
+    batches = TrainBatches(read_rows(wide_split, TrainOrder(len(wide_split), 1, 8, 8), CPU), CPU)
+    next(batches)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_wait_for_batches_is_counted():
+    """It includes the batch fetched ahead."""
+
+    def slow():
+        for number in itertools.count():
+            time.sleep(0.05)
+            yield torch.full((2, 4), number), (number, 0)
+
+    batches = TrainBatches(slow(), CPU)
+    for number in range(2):
+        inputs, _ = next(batches)
+        assert inputs.shape == (2, 3) and inputs.eq(number).all() and batches.position == (number, 0)
+    assert 0.15 <= batches.take_wait() < 0.5 and batches.take_wait() == 0
+    batches.close()
 
 
 @pytest.mark.parametrize(("batch_size", "num_processes"), [(1, 1), (3, 1), (4, 2), (5, 3), (64, 2)])
 def test_validation_takes_each_row_once(dataset, batch_size, num_processes):
     """Every process has the same number of batches of one shape, and the rows that count are the split, each once."""
-    split = dataset.splits["validation"]
+    split = dataset.validation
     per_process = [
         list(iterate_validation(split, len(split), batch_size, p, num_processes)) for p in range(num_processes)
     ]
@@ -143,7 +146,7 @@ def test_validation_takes_each_row_once(dataset, batch_size, num_processes):
 @pytest.mark.parametrize("num_rows", [1, 7, 20])
 def test_a_sample_of_the_validation_rows_is_spread_over_the_split(dataset, num_rows):
     """A sample takes distinct rows at equal distances, starting at the first row."""
-    split = dataset.splits["validation"]
+    split = dataset.validation
     found = np.concatenate([rows[:n] for rows, n in iterate_validation(split, num_rows, 3, 0, 1)])
     expected = [i * len(split) // num_rows for i in range(num_rows)]
     assert len(set(expected)) == num_rows < len(split)

@@ -48,10 +48,20 @@ def test_loss_and_gradients_equal_torchs(model, rows, num_chunks, label_smoothin
         torch.testing.assert_close(p.grad, gradients[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_evaluation_is_not_smoothed(model, rows):
-    """In eval mode, label smoothing does not change the loss."""
-    module = LanguageModelingLoss(model, VOCAB, label_smoothing=0.3).eval()
-    torch.testing.assert_close(module(rows[:, :-1], rows[:, 1:])["loss"], reference(model, rows), rtol=1e-6, atol=1e-6)
+@pytest.mark.parametrize("num_chunks", [1, 4])
+def test_evaluation_returns_the_nats_of_each_target(model, rows, num_chunks):
+    """In eval mode, fp32 without smoothing, and 0 where a target does not count; training returns only the loss."""
+    module = LanguageModelingLoss(model, VOCAB, label_smoothing=0.3, num_chunks=num_chunks).eval()
+    targets = rows[:, 1:].clone()
+    targets[1, 5:] = IGNORE_INDEX
+    found = module(rows[:, :-1], targets)
+    logits = model(input_ids=rows[:, :-1]).logits[..., :VOCAB]
+    expected = -logits.log_softmax(dim=-1).gather(2, rows[:, 1:, None])[..., 0]
+    expected[1, 5:] = 0
+    assert found["losses"].dtype == torch.float32 and found["losses"].shape == targets.shape
+    torch.testing.assert_close(found["losses"], expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found["loss"], expected.sum() / (targets >= 0).sum(), rtol=1e-6, atol=1e-6)
+    assert module.train()(rows[:, :-1], targets).keys() == {"loss"}
 
 
 def test_every_position_is_trained(model, rows):
@@ -60,15 +70,25 @@ def test_every_position_is_trained(model, rows):
     assert model.transformer.wpe.weight.grad.abs().sum(dim=1).gt(0).all()
 
 
-def test_padding_does_not_affect_the_loss(model, rows):
-    """The padding's rows do not change the loss and get no gradient, however large they are."""
-    module = LanguageModelingLoss(model, VOCAB, label_smoothing=0.1)
-    before = module(rows[:, :-1], rows[:, 1:])["loss"].item()
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("padding", [0.0, 1000.0])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_padding_does_not_affect_the_loss(model, rows, label_smoothing, padding, autocast):
+    """Real logits near -35, as OpenAI's GPT-2 has them: rows of any size get no probability and no gradient."""
     with torch.no_grad():
-        model.lm_head.weight[VOCAB:] = 1000.0
-    loss = module(rows[:, :-1], rows[:, 1:])["loss"]
+        model.transformer.ln_f.weight.fill_(0.1)
+        model.transformer.ln_f.bias.fill_(1.0)
+        model.lm_head.weight[:VOCAB] -= 35 / 32
+        model.lm_head.weight[VOCAB:] = padding
+        real = model(input_ids=rows[:, :-1]).logits[..., :VOCAB]
+    assert real.median().item() == pytest.approx(-35, abs=3)
+    module = LanguageModelingLoss(model, VOCAB, label_smoothing)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = module(rows[:, :-1], rows[:, 1:])["loss"]
+        real = model(input_ids=rows[:, :-1]).logits[..., :VOCAB].float()
     loss.backward()
-    assert loss.item() == before
+    expected = F.cross_entropy(real.flatten(0, 1), rows[:, 1:].flatten(), label_smoothing=label_smoothing)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
     assert not model.lm_head.weight.grad[VOCAB:].any()
 
 

@@ -1,4 +1,4 @@
-"""Model types other than GPT-2: llama with grouped queries, and qwen3 with QK-norm, wide heads and a tied output."""
+"""Model types other than GPT-2: llama with grouped queries, qwen3 with QK-norm, wide heads and a tied output."""
 
 import shutil
 
@@ -22,11 +22,22 @@ from recipe.optim.muon import find_matrices
 
 SHAPE = "num_hidden_layers=2,hidden_size=32,intermediate_size=88,num_attention_heads=4,num_key_value_heads=2"
 SHAPES = {"llama": SHAPE, "qwen3": f"{SHAPE},head_dim=16,tie_word_embeddings=true"}
+WIDE = "num_hidden_layers=2,hidden_size=64,num_attention_heads=4"
+DENSE = f"{WIDE},intermediate_size=176,num_key_value_heads=4"
+OTHERS = {
+    "gpt_neox": f"{WIDE},intermediate_size=256",
+    "mistral": f"{DENSE},sliding_window=16",
+    "olmo2": DENSE,
+    "gemma3_text": f"{DENSE},sliding_window=16,head_dim=16",
+    "phi": DENSE,
+    "phi3": DENSE,
+    "opt": f"{WIDE},ffn_dim=256,word_embed_proj_dim=64",
+}
 EACH_TYPE = pytest.mark.parametrize("model_type", SHAPES)
 
 
 def options_of(model_type, *changes):
-    overrides = ",".join((SHAPES.get(model_type, SHAPE), *changes))
+    overrides = ",".join(((SHAPES | OTHERS)[model_type], *changes))
     return ["--model_type", model_type, "--config_overrides", overrides, "--block_size", str(BLOCK_SIZE)]
 
 
@@ -76,10 +87,15 @@ def test_resume_is_exact(train, tmp_path, model_type):
         train(*options, *latest, output_dir=resumed, shape=options_of(model_type, "attention_dropout=0.2"))
 
 
-@EACH_TYPE
-@pytest.mark.parametrize(("attention", "training"), [("sdpa", True), ("sdpa", False), ("eager", True)])
+CASES = [(model_type, *how) for model_type in SHAPES for how in (("sdpa", True), ("sdpa", False), ("eager", True))]
+
+
+@pytest.mark.parametrize(("model_type", "attention", "training"), [*CASES, *((name, "sdpa", True) for name in OTHERS)])
 def test_loss_and_gradients_equal_the_stock_models(tmp_path, model_type, attention, training):
-    """Without a mask and with a padded vocabulary, compiled as one graph: as of Transformers' masked model."""
+    """With a padded vocabulary and compiled as one graph, as of the saved model with eager attention.
+
+    Also with a sliding window shorter than the rows, a bias of the output matrix, and fused projections.
+    """
     _, model_config, model = tiny(model_type, attention=attention)
     assert model.config.vocab_size == 512
     stock = stock_of(model, model_config, tmp_path)
@@ -98,27 +114,16 @@ def test_loss_and_gradients_equal_the_stock_models(tmp_path, model_type, attenti
 
 
 @EACH_TYPE
-def test_sdpa_gets_no_mask(monkeypatch, model_type):
-    """Not compiled either, where stock Transformers decides by the device."""
-    calls, original = [], F.scaled_dot_product_attention
-    monkeypatch.setattr(
-        F, "scaled_dot_product_attention", lambda *args, **kwargs: calls.append(kwargs) or original(*args, **kwargs)
-    )
-    tiny(model_type)[2].base_model(input_ids=torch.randint(0, 500, (2, BLOCK_SIZE)), use_cache=False)
-    assert [(c["is_causal"], c.get("attn_mask")) for c in calls[-2:]] == [(True, None)] * 2
-
-
-@EACH_TYPE
-def test_loading_restores_the_padding(tmp_path, model_type):
-    """Saving drops the padding, and loading restores every weight bit for bit, tied or not."""
+def test_saving_and_loading_keep_every_weight(tmp_path, model_type):
+    """Bit for bit, tied or not."""
     config, model_config, model = tiny(model_type)
     stock_of(model, model_config, tmp_path)
     assert ("lm_head.weight" in load_file(tmp_path / "model.safetensors")) is (model_type == "llama")
     torch.manual_seed(99)
     other = build_model(config, model_config)
     load_weights(other, tmp_path, 500)
-    for (name, saved), restored in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
-        assert torch.equal(saved, restored), name
+    for name, saved in copy_weights(model, model_config).items():
+        assert torch.equal(saved, copy_weights(other, model_config)[name]), name
 
 
 @EACH_TYPE
@@ -128,7 +133,6 @@ def test_initial_weights_do_not_depend_on_the_padding(model_type):
     plain = AutoModelForCausalLM.from_config(model_config)
     for name, tensor in plain.state_dict().items():
         assert torch.equal(padded.state_dict()[name][: len(tensor)], tensor), name
-    assert not padded.get_output_embeddings().weight[500:].any()
 
 
 @EACH_TYPE
@@ -225,44 +229,23 @@ def test_a_run_continues_a_saved_model(train, tmp_path, jsonl_file):
     assert not error
 
 
-SMALL = "num_hidden_layers=2,hidden_size=64,num_attention_heads=4"
-DENSE = f"{SMALL},intermediate_size=176,num_key_value_heads=4"
-
-
 @pytest.mark.parametrize(
     ("model_type", "overrides", "expected"),
     [
-        ("lama", SMALL, "no causal language model of type 'lama'; did you mean llama?"),
-        ("t5", SMALL, "no causal language model of type 't5'; try llama"),
-        ("bert", f"{SMALL},intermediate_size=176", "bert is not supported: its tokens see later ones; use a dense"),
-        ("bart", SMALL, "bart is not supported: it has an encoder"),
-        ("mamba", "num_hidden_layers=2,hidden_size=64", "mamba is not supported: its config has no max_position"),
-        ("bloom", SMALL, "bloom is not supported: its config has no max_position"),
-        ("gemma2", DENSE, "gemma2 is not supported: Transformers has no sdpa"),
-        ("mistral", f"{DENSE},sliding_window=16", "sliding window of 16 tokens requires a mask for rows of 32"),
-        ("mixtral", DENSE, "mixtral is not supported: .*mlp.gate.weight is neither an embedding nor the weight"),
-        ("qwen3_5_text", DENSE, "not supported: .*conv1d.weight is neither an embedding nor the weight"),
-        ("granite", f"{DENSE},logits_scaling=2.0", "logits need more than causal attention and an output matrix"),
-        ("phi", DENSE, "phi is not supported: its output layer has a bias"),
-        ("llama", SMALL, "llama requires intermediate_size, num_key_value_heads in config_overrides"),
+        ("lama", DENSE, "no causal language model of type 'lama'; did you mean llama?"),
+        ("t5", DENSE, "no causal language model of type 't5'; try llama"),
+        ("mamba", "num_hidden_layers=2,hidden_size=64", "num_attention_heads"),
+        ("llama", WIDE, "llama requires intermediate_size, num_key_value_heads in config_overrides"),
         ("llama", "n_layer=2", "cannot set 'n_layer'"),
         ("llama", f"{DENSE},num_layers=2", "cannot set 'num_layers'; did you mean num_hidden_layers?"),
         ("llama", f"{DENSE},max_position_embeddings=9", "cannot set 'max_position_embeddings'; set block_size"),
         ("llama", f"{DENSE},pad_token_id=9", "cannot set 'pad_token_id'; it follows the tokenizer"),
         ("llama", f"{DENSE},hidden_size=66", r"hidden size \(66\) is not a multiple of the number of attention heads"),
-        ("llama", f"{DENSE},num_key_value_heads=3", "model_type llama does not work with these config_overrides"),
-        ("llama", f"{DENSE},num_hidden_layers=0", "num_hidden_layers must be from 1 to 1,000,000, got 0"),
         ("llama", f"{DENSE},num_hidden_layers=two", "'num_hidden_layers' expected int, got str"),
-        ("llama", f"{DENSE},attention_dropout=2", "attention_dropout must be from 0 to 0.99, got 2"),
-        (
-            "llama",
-            f"{DENSE},hidden_act=swishy",
-            "model_type llama does not work with these config_overrides: KeyError",
-        ),
-        ("llama", f"{DENSE},rms_norm_eps=.nan", "its logits are not finite"),
+        ("llama", f"{DENSE},hidden_act=swishy", "cannot be built: KeyError"),
     ],
 )
-def test_what_is_not_supported_is_refused(model_type, overrides, expected):
+def test_what_cannot_work_is_refused(model_type, overrides, expected):
     """In one sentence, before data is prepared."""
     options = ["--model_type", model_type, "--config_overrides", overrides, "--block_size", "32"]
     with pytest.raises(UserError, match=expected) as error:
@@ -270,19 +253,9 @@ def test_what_is_not_supported_is_refused(model_type, overrides, expected):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("model_type", ["gpt_neox", "mistral", "olmo2", "gemma3_text", "phi3", "opt"])
-def test_other_types_are_accepted(model_type):
-    """Parallel blocks, a sliding window longer than the rows, norms after the blocks, fused projections, positions."""
-    names = {"gpt_neox": f"{SMALL},intermediate_size=256", "opt": f"{SMALL},ffn_dim=256,word_embed_proj_dim=64"}
-    options = ["--model_type", model_type, "--config_overrides", names.get(model_type, DENSE), "--block_size", "32"]
-    model_config = build_model_config(load_config(["--dataset_dir", "d", *options])[0], 500, 7)
-    dropout = {key: value for key, value in model_config.to_dict().items() if key.endswith(("pdrop", "dropout"))}
-    assert not any(dropout.values()) and model_config.vocab_size == 500
-
-
 def test_another_type_replaces_the_recipes_shape():
     """GPT-2's names in a recipe do not reach another type, and stay with its own type."""
     data = ["--config", "gpt2_355m", "--dataset_dir", "d"]
     assert load_config([*data, "--model_type", "gpt2"])[0].config_overrides["n_layer"] == 24
-    overrides = ["--config_overrides", SMALL]
+    overrides = ["--config_overrides", WIDE]
     assert "n_layer" not in load_config([*data, "--model_type", "llama", *overrides])[0].config_overrides

@@ -130,6 +130,31 @@ def test_it_is_the_published_update(monkeypatch, stack_values):
         torch.testing.assert_close(p.detach().double(), torch.cat(expected[name], 1), rtol=0, atol=1e-5)
 
 
+def test_it_is_torchs_muon(monkeypatch):
+    """After momentum's warm-up, five steps equal `torch.optim.Muon` on square, wide and tall matrices, all in fp32."""
+    monkeypatch.setattr(muon, "FIRST_MOMENTUM", muon.MOMENTUM)
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)  # torch's products are bf16
+    module, optimizer = build("--weight_decay", "0.5", n_inner=24)
+    blocks = {name: p for name, p in module.named_parameters() if ".h." in name and p.dim() == 2}
+    twins = {
+        name: [torch.nn.Parameter(m.detach().clone()) for m in p.chunk(3 if "c_attn" in name else 1, 1)]
+        for name, p in blocks.items()
+    }
+    options = {"momentum": 0.95, "weight_decay": 0.5, "adjust_lr_fn": "match_rms_adamw", "ns_steps": 5}
+    options["ns_coefficients"] = (3.4445, -4.775, 2.0315)
+    reference = torch.optim.Muon([m for matrices in twins.values() for m in matrices], lr=0.02, **options)
+    noise = torch.Generator().manual_seed(1)
+    for _ in range(5):
+        set_gradients(module, noise)
+        for name, p in blocks.items():
+            for twin, gradient in zip(twins[name], p.grad.chunk(len(twins[name]), 1), strict=True):
+                twin.grad = gradient.clone()
+        optimizer.step()
+        reference.step()
+    for name, p in blocks.items():
+        torch.testing.assert_close(p, torch.cat(twins[name], 1), rtol=0, atol=1e-5)
+
+
 def test_everything_else_is_torchs_fused_adamw():
     """Embeddings, biases and LayerNorm have the bits of torch.optim.AdamW."""
     module, optimizer = build("--weight_decay", "0.3")
@@ -401,7 +426,7 @@ main()
 def test_two_processes_share_the_work_and_are_one_run(train, one, tmp_path, dataset_dir):
     """Both have the same bits after each update, those of one process to rounding, and so has a resume by one process.
 
-    Of stacks of three, three and two square matrices and two of two others, one process has seven and the other five.
+    Of stacks of three, three and two square matrices and two of two others, each process has seven, with padding.
     """
     program = tmp_path / "two_processes.py"
     program.write_text(TWO_PROCESSES)
@@ -414,7 +439,7 @@ def test_two_processes_share_the_work_and_are_one_run(train, one, tmp_path, data
     matrices = defaultdict(int)
     for line in said:
         matrices[line["rank"]] += line.get("count", 0)
-    assert matrices == {"0": 4 * 7, "1": 4 * 5}
+    assert matrices == {"0": 4 * 7, "1": 4 * 7}
     assert_close(tmp_path / "two", one)
     shutil.copytree(tmp_path / "two" / "checkpoint-2", tmp_path / "resumed" / "checkpoint-2")
     assert_close(train(*RUN, "--resume_from_checkpoint", "latest", output_dir=tmp_path / "resumed"), one)

@@ -27,7 +27,6 @@ from transformers import AutoTokenizer
 
 from recipe.command_line import load_config
 from recipe.data import prepare
-from recipe.data import units as units_module
 from recipe.data.packed import PackedSplit, RowsWriter, metadata_of, open_packed_dataset
 from recipe.data.prepare import open_dataset_for, prepare_dataset, print_contents, read_train_texts
 from recipe.data.read import SPLITS, ReadReport, read_unit
@@ -40,6 +39,7 @@ from recipe.data.tokenizer import (
     tokenizer_sha256,
     train_tokenizer,
 )
+from recipe.data.units import COUNTS
 from recipe.errors import UserError
 
 
@@ -176,7 +176,7 @@ def test_token_ids_are_packed_like_their_text(tmp_path, documents, tokenizer_dir
         ([[7, VOCAB_SIZE]], f"contains token id {VOCAB_SIZE}, but the tokenizer has {VOCAB_SIZE} tokens"),
         ([[7, 70_000]], "contains token id 70000, "),  # as uint16 it would be 4464
         ([[7, -5]], "token id"),
-        ([[7], "text"], "some documents are text and some are token ids"),
+        ([[7], [8], [9], "a", "b", "c"], "some documents are text and some are token ids"),
     ],
 )
 def test_bad_token_ids_are_errors(tmp_path, tokenizer, rows, expected):
@@ -197,7 +197,7 @@ def test_a_million_blanks_in_a_row_are_encoded(tmp_path, documents, tokenizer):
     ("kind", "has_validation"), [("save_to_disk", True), ("save_to_disk", False), ("parquet", True), ("jsonl", False)]
 )
 def test_a_local_dataset_is_prepared_like_its_text(tmp_path, monkeypatch, tokenizer, kind, has_validation):
-    """In several units, which other processes open."""
+    """In several units."""
     monkeypatch.setattr("recipe.data.source.SMALLEST_UNIT", 15_000)
     texts = {"train": make_documents(200)} | ({"validation": make_documents(30, seed=1)} if has_validation else {})
     whole = {split: datasets.Dataset.from_dict({"text": of_split}) for split, of_split in texts.items()}
@@ -212,7 +212,11 @@ def test_a_local_dataset_is_prepared_like_its_text(tmp_path, monkeypatch, tokeni
         datasets.DatasetDict(whole).save_to_disk(tmp_path / "data")
     source = TextSource(dataset_name=str(tmp_path / "data"))
     assert len(source.units()) > 1
-    made = prepare_dataset(source, tmp_path / "d", 1, tokenizer, num_workers=1)  # 1: a unit loses no token
+    shares = [slice(None)]
+    if kind == "save_to_disk":  # other processes would not see the small units
+        shares = [slice(index, index + 1) for index in range(len(source.units()))]
+    for share in shares:
+        made = prepare_dataset(source, tmp_path / "d", 1, tokenizer, None, False, 1, share)  # 1: rows lose no token
     for split, opened in (("train", made.train), ("validation", made.validation)):
         ids = [
             i for chunk in range(len(opened.where)) for i in [*opened.chunk(chunk)[:, 0], opened.chunk(chunk)[-1, 1]]
@@ -377,9 +381,8 @@ def test_an_interruption_at_the_end_loses_nothing(tmp_path, jsonl_file, tokenize
     old = prepare_dataset(source, tmp_path / "d", 8, tokenizer).metadata
 
     def rename_until(a, b):
-        if a == tmp_path / "d" or (at == "the last rename" and b == tmp_path / "d"):
-            if at == "the first rename" or b == tmp_path / "d":
-                raise KeyboardInterrupt
+        if tmp_path / "d" == (a if at == "the first rename" else b):
+            raise KeyboardInterrupt
         rename(a, b)
 
     monkeypatch.setattr(os, "rename", rename_until)
@@ -412,78 +415,66 @@ def test_an_array_gives_the_dataset_of_one_job(tmp_path, source, tokenizer, expe
     assert again.metadata == expected
 
 
-def start_script(*arguments: object) -> subprocess.Popen:
-    command = [sys.executable, ROOT / "scripts" / "prepare_data.py", *map(str, arguments)]
+def start_script(unit_bytes: int, **options: object) -> subprocess.Popen:
+    """Run scripts/prepare_data.py with small units."""
+    code = (
+        "import runpy, sys; from recipe.data import source; source.SMALL_SOURCE = source.SMALLEST_UNIT = "
+        f"{unit_bytes}; runpy.run_path('{ROOT}/scripts/prepare_data.py', run_name='__main__')"
+    )
+    arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    command = [sys.executable, "-c", code, *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.fixture(scope="module")
-def large_file(tmp_path_factory):
-    """Text of five units with the sizes that users have."""
-    folder = tmp_path_factory.mktemp("large")
-    documents = make_documents(2000)
-    texts = [f"{number} {text}" for number in range(85) for text in documents]
-    write_jsonl(folder / "large.jsonl", texts)
-    assert 4 < len(TextSource((str(folder / "large.jsonl"),)).units()) < 8
-    return folder / "large.jsonl"
-
-
-@pytest.fixture(scope="module")
-def large_dataset(tmp_path_factory, large_file, tokenizer):
-    directory = tmp_path_factory.mktemp("large-packed") / "d"
-    return prepare_dataset(TextSource((str(large_file),)), directory, 64, tokenizer)
-
-
-def test_a_killed_preparation_repeats_no_finished_unit(tmp_path, large_file, large_dataset, tokenizer_dir, tokenizer):
+def test_a_killed_preparation_repeats_no_finished_unit(tmp_path, small_units, monkeypatch, tokenizer_dir, tokenizer):
     """Its processes end with it, and the same command gives the dataset of an uninterrupted one."""
-    options = {
-        "train_file": large_file,
-        "tokenizer_name": tokenizer_dir,
-        "block_size": 64,
-        "output_dir": tmp_path / "d",
-    }
-    options["preprocessing_num_workers"] = 2
-    owner = start_script(*(text for name, value in options.items() for text in (f"--{name}", value)))
-    finished, deadline = [], time.monotonic() + 60
-    while not finished and time.monotonic() < deadline:
+    monkeypatch.setattr("recipe.data.source.SMALLEST_UNIT", 1_000_000)
+    documents = make_documents(1000)
+    file = write_jsonl(tmp_path / "a.jsonl", [f"{number} {text}" for number in range(50) for text in documents])
+    source, options = TextSource((file,)), {"train_file": file, "tokenizer_name": tokenizer_dir, "block_size": 64}
+    owner = start_script(1_000_000, **options, output_dir=tmp_path / "d", preprocessing_num_workers=2)
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob(".d-*.partial/units/*.json")) and time.monotonic() < deadline:
         time.sleep(0.005)
-        finished = list(tmp_path.glob(".d-*.partial/units/*.json"))
     workers = psutil.Process(owner.pid).children()
     owner.send_signal(signal.SIGKILL)
     owner.communicate()
     assert len(workers) == 2 and not psutil.wait_procs(workers, timeout=20)[1]
     assert not (tmp_path / "d").exists()
-    written_at = {
-        path.name: path.stat().st_mtime_ns
-        for path in tmp_path.glob(".d-*.partial/train/*.arrow")
-        if (path.parent.parent / "units" / path.with_suffix(".json").name).exists()
-    }
-    assert 0 < len(written_at) < len(TextSource((str(large_file),)).units())
-    made = prepare_dataset(TextSource((str(large_file),)), tmp_path / "d", 64, tokenizer)
-    assert made.metadata == large_dataset.metadata
-    assert {name: (tmp_path / "d" / "train" / name).stat().st_mtime_ns for name in written_at} == written_at
-    left = {path.name for split in SPLITS for path in (tmp_path / "d" / split).iterdir()}
-    assert [path.name for path in tmp_path.iterdir()] == ["d"] and not [n for n in left if n.startswith(".")]
+    (partial,) = tmp_path.glob(".d-*.partial")
+    done = [f"{path.stem}.arrow" for path in (partial / "units").glob("*.json")]
+    written_at = {name: (partial / "train" / name).stat().st_mtime_ns for name in done}
+    assert 0 < len(done) < len(source.units())
+    made = prepare_dataset(source, tmp_path / "d", 64, tokenizer)
+    assert {name: (tmp_path / "d" / "train" / name).stat().st_mtime_ns for name in done} == written_at
+    assert made.metadata == prepare_dataset(source, tmp_path / "e", 64, tokenizer).metadata
+    left = {path.name for split in SPLITS for path in (tmp_path / "d" / split).glob(".*")}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "d", "e"] and not left
 
 
-def test_jobs_and_commands_run_at_once(tmp_path, large_file, large_dataset, tokenizer_dir):
+def test_jobs_and_commands_run_at_once(tmp_path, jsonl_file, expected, tokenizer_dir):
     """Two jobs of an array give one dataset, and so does a command that runs twice."""
-    common = ["--train_file", large_file, "--tokenizer_name", tokenizer_dir, "--block_size", 64]
-    common += ["--preprocessing_num_workers", 1, "--output_dir"]
-    jobs = [start_script(*common, tmp_path / "a", "--num_shards", 2, "--shard_index", index) for index in range(2)]
-    jobs += [start_script(*common, tmp_path / "b") for _ in range(2)]
+    options = {"train_file": jsonl_file, "tokenizer_name": tokenizer_dir, "block_size": 16}
+    options["preprocessing_num_workers"] = 1
+    jobs = [
+        start_script(12_000, **options, output_dir=tmp_path / "a", num_shards=2, shard_index=index)
+        for index in range(2)
+    ]
+    jobs += [start_script(12_000, **options, output_dir=tmp_path / "b") for _ in range(2)]
     for job in jobs:
         out, err = job.communicate(timeout=120)
         assert job.returncode == 0, out + err
     for name in "ab":
-        assert open_packed_dataset(tmp_path / name).metadata == large_dataset.metadata
+        assert open_packed_dataset(tmp_path / name).metadata == expected
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_another_command_finishes_first(tmp_path, source, tokenizer, expected, monkeypatch, overwrite):
-    """The dataset that it has made is used, and nothing remains beside it."""
+@pytest.mark.parametrize(("overwrite", "num_done"), [(False, 0), (True, 0), (True, 2)])
+def test_another_command_finishes_first(tmp_path, source, tokenizer, expected, monkeypatch, overwrite, num_done):
+    """The dataset that it has made is used, and nothing remains beside it. Some units may be done before."""
     choose, others = prepare.choose_encoder, []
+    for index in range(num_done):
+        assert prepare_dataset(source, tmp_path / "d", 16, tokenizer, share=slice(index, index + 1)) is None
 
     def choose_later(*arguments):
         if not others:
@@ -578,7 +569,7 @@ def test_the_options_advised_for_a_short_text_work(tmp_path, kind):
         write_jsonl(tmp_path / kind, documents)
     (tmp_path / "validation.txt").write_text("".join(make_documents(20, seed=4)))
     source = TextSource((str(tmp_path / kind),))
-    with pytest.raises(UserError, match=r"the validation text has .* of block_size \+ 1 = 257; pass more") as caught:
+    with pytest.raises(UserError, match=r"the validation text has .* of block_size \+ 1 = 257.*; pass more") as caught:
         prepare_dataset(source, tmp_path / "d", 256, None, 2048)
     block_size = re.search(r"--block_size (\d+)", str(caught.value))[1]
     assert "--validation_file" in str(caught.value) and "--validation_split_percentage" in str(caught.value)
@@ -618,7 +609,7 @@ def test_what_is_not_in_the_dataset_is_said(tmp_path, jsonl_file, tokenizer, cap
         assert part in out
     assert made.metadata["source"]["blank_rows"] == 2
     (tmp_path / "text" / "c.txt").write_text("the end<sep>")
-    prepare_dataset(source, tmp_path / "e", 16, tokenizer)
+    prepare_dataset(dataclasses.replace(source), tmp_path / "e", 16, tokenizer)
     assert "<sep>" not in capsys.readouterr().out
 
 
@@ -819,4 +810,4 @@ def test_the_identity_of_any_dataset_follows_its_rows(dataset):
     found, same, other = (metadata_of(brought(r)) for r in (rows, rows.copy(), rows + 1))
     assert found == same and found["content_sha256"] != other["content_sha256"]
     assert found["splits"]["train"]["rows"] == len(rows) and metadata_of(dataset) is dataset.metadata
-    assert units_module.COUNTS == tuple(found["splits"]["train"])
+    assert tuple(found["splits"]["train"]) == COUNTS

@@ -364,9 +364,8 @@ def write_dataset(folder: Path, kind: str, splits: dict[str, list[str]]) -> str:
 
 
 @pytest.mark.parametrize("kind", ["save_to_disk", "parquet", "jsonl"])
-def test_local_datasets_keep_their_splits(tmp_path, monkeypatch, kind):
+def test_local_datasets_keep_their_splits(tmp_path, small_units, kind):
     """With and without a validation split, in units that are shards or row groups; each row once, in order."""
-    monkeypatch.setattr(source_module, "SMALLEST_UNIT", 1500)
     train, validation = make_documents(60), make_documents(9, seed=1)
     folder = write_dataset(tmp_path / "data", kind, {"train": train, "validation": validation})
     source = TextSource(dataset_name=folder)
@@ -555,12 +554,12 @@ def test_digests_are_read_once(tmp_path, monkeypatch):
 
 def test_the_data_files_of_a_hub_dataset_identify_it(monkeypatch):
     """An edit of the README changes nothing; a Hub that cannot be reached says nothing."""
-    files = {"README.md": "1", ".gitattributes": "1", "data/train-0.parquet": "1"}
+    files = {"README.md": 1, ".gitattributes": 1, "data/train-0.parquet": 1}
 
     def dataset_info(name, **_):
         if not files:
             raise OSError("no network")
-        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=n, blob_id=blob) for n, blob in files.items()])
+        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=n, blob_id=b, size=9) for n, b in files.items()])
 
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda: SimpleNamespace(dataset_info=dataset_info))
 
@@ -568,9 +567,9 @@ def test_the_data_files_of_a_hub_dataset_identify_it(monkeypatch):
         return TextSource(dataset_name="org/data").content_id
 
     before = identity()
-    files["README.md"] = "2"
+    files["README.md"] = 2
     assert identity() == before
-    files["data/train-0.parquet"] = "2"
+    files["data/train-0.parquet"] = 2
     assert identity() not in (before, None)
     files.clear()
     assert identity() is None

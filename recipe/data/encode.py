@@ -9,7 +9,6 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
-import orjson
 import psutil
 
 from recipe.data.tokenizer import TextTokenizer
@@ -92,7 +91,8 @@ class Gigatoken:
 
     def __init__(self, tokenizer_json: str, plain: Encode) -> None:
         """plain: encodes texts with recent characters. Raises `RuntimeError` for a tokenizer without support."""
-        import gigatoken  # not at the top, because training on a packed dataset does not need it
+        import gigatoken  # not at the top, because training on a packed dataset needs neither
+        import orjson
 
         content = orjson.loads(tokenizer_json)
         if (content["pre_tokenizer"] or {}).get("use_regex") is False:  # gigatoken 0.10.0 ignores it

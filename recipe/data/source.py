@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import xxhash
 
 from recipe.config import STANDARD_LIBRARY
 from recipe.environment import cache_dir
@@ -381,6 +380,8 @@ def digest_files(paths: list[str]) -> list[str]:
 
 def digest_file(path: str) -> str:
     """Hash a file's size and content; of a large file, its first block, its last and evenly spaced ones."""
+    import xxhash  # not at the top, because training on a packed dataset does not need it
+
     digest = xxhash.xxh3_128()
     try:
         with open(path, "rb") as file:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import orjson
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
@@ -154,10 +153,10 @@ def tokenizer_sha256(tokenizer: "TextTokenizer | PreTrainedTokenizerBase") -> st
 
 
 def _sha256(tokenizer: "TextTokenizer | PreTrainedTokenizerBase") -> str:
-    content = orjson.loads(tokenizer.backend_tokenizer.to_str())
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
     relevant = {key: content[key] for key in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
     relevant["eos_token_id"] = tokenizer.eos_token_id
-    return hashlib.sha256(orjson.dumps(relevant, option=orjson.OPT_SORT_KEYS)).hexdigest()
+    return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()
 
 
 def count_token_bytes(tokenizer: "TextTokenizer | PreTrainedTokenizerBase") -> np.ndarray:

@@ -1,8 +1,8 @@
 """Build the stock Transformers model from a config or from existing weights, with a padded vocabulary.
 
-The padding exists only during training. It gives the matmuls with the embedding matrix a size that runs fast. The
-loss ignores the rows from `vocab_size` up, so they start at zero, get no gradient and stay at zero. Saved models do
-not have these rows: the model can never sample them, and GPT-2's vocabulary results in GPT-2's own shapes.
+The padding exists only during training. It gives the matmuls with the embedding matrix a size that runs fast. The loss
+masks its logits, so its rows get no gradient and never matter. Saved models do not have these rows: the model cannot
+sample them, and GPT-2's vocabulary results in GPT-2's own shapes.
 """
 
 import copy
@@ -10,45 +10,47 @@ import dataclasses
 from pathlib import Path
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from torch import nn
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.activations import ACT2FN
+from transformers import (
+    CONFIG_MAPPING,
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from recipe.config import TrainConfig
-from recipe.errors import UserError, did_you_mean, one_line
-from recipe.model.attention import SDPA_WITHOUT_MASK, check_decoder, check_model_type
-from recipe.model.size import padded_vocab_size
-from recipe.model.weights import load_pretrained, zero_padding
+from recipe.errors import UserError, did_you_mean, short_reason
+from recipe.model.size import count_flops_per_token, count_parameters, padded_vocab_size
+from recipe.model.weights import load_pretrained
 
-ATTENTION = {"sdpa": SDPA_WITHOUT_MASK, "eager": "eager"}  # our name -> Transformers' name
+# Stock "sdpa" builds an explicit causal mask under torch.compile, and in eager mode asks the device whether it may
+# skip the mask. Both keep attention off the flash kernels (transformers#41856). Under a name without a mask function,
+# the same function gets attention_mask=None and therefore is_causal=True. Saved configs do not contain the name.
+SDPA_WITHOUT_MASK = "sdpa_without_mask"
+AttentionInterface.register(SDPA_WITHOUT_MASK, sdpa_attention_forward)
 
-# A model that sees its corpus about once needs no dropout; GPT2Config's default is 0.1.
-NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-
-# What config_overrides can set. Checkpoints store the values under these names.
-MODEL_OPTIONS = (
-    *("n_layer", "n_head", "n_embd", "n_inner", "activation_function", *NO_DROPOUT),
-    *("layer_norm_epsilon", "initializer_range", "scale_attn_weights", "scale_attn_by_inverse_layer_idx"),
-    "tie_word_embeddings",
-)
+# What config_overrides cannot set.
 MANAGED = dict.fromkeys(("n_positions", "max_position_embeddings"), "set block_size")
 MANAGED |= dict.fromkeys(("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id"), "it follows the tokenizer")
-# Transformers' names of what config_overrides must set for types other than GPT-2, whose defaults are large models.
+# What config_overrides must set for types other than GPT-2, whose defaults are models of 7B parameters.
 SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "num_key_value_heads")
 
 
-def model_options(model_type: str) -> tuple[str, ...]:
-    """Return what config_overrides can set: for types other than GPT-2, all that the type's config adds to others."""
-    if model_type == "gpt2":
-        return MODEL_OPTIONS
-    check_model_type(model_type)
+def model_options(model_type: str) -> list[str]:
+    """Return what config_overrides can set: what the type's config adds to that of all types."""
+    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        nearest = did_you_mean(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, otherwise="try llama")
+        raise UserError(f"Transformers has no causal language model of type '{model_type}'; {nearest}")
     config_class = CONFIG_MAPPING[model_type]
-    names, common = ({option.name for option in dataclasses.fields(c)} for c in (config_class, PreTrainedConfig))
-    return tuple(sorted((names | config_class.attribute_map.keys()) - common - MANAGED.keys()))
+    names, common = ({field.name for field in dataclasses.fields(c)} for c in (config_class, PreTrainedConfig))
+    return sorted((names | config_class.attribute_map.keys()) - common - MANAGED.keys())
 
 
 def _no_dropout(model_type: str) -> dict[str, float]:
+    """A model that sees its corpus about once needs no dropout; GPT2Config's default is 0.1."""
     return {name: 0.0 for name in model_options(model_type) if name.endswith(("_pdrop", "dropout"))}
 
 
@@ -58,69 +60,50 @@ def build_model_config(
     """Return the model's config with its real vocabulary, as it is saved; `build_model` pads it.
 
     source: folder or Hub id of a model that sets the shape. Raises `UserError` if that model cannot be used, or
-    if config_overrides has an unknown name, a wrong type or a value out of range.
+    if config_overrides has an unknown name or describes a model that cannot be built.
     """
-    overrides = config.config_overrides or {}
-    options, no_dropout = model_options(config.model_type), _no_dropout(config.model_type)
+    model_type, overrides, options = config.model_type, config.config_overrides or {}, model_options(config.model_type)
     for key in overrides:
         if key not in options:
             nearest = did_you_mean(key, options, otherwise=f"it can set {', '.join(options)}")
             raise UserError(f"config_overrides cannot set '{key}'; {MANAGED.get(key, nearest)}")
-    missing = [key for key in SHAPE if key not in overrides and (key in options or key in SHAPE[:3])]
-    if missing and source is None and config.model_type != "gpt2":
-        raise UserError(f"model_type {config.model_type} requires {', '.join(missing)} in config_overrides")
-    token_ids = {"vocab_size": vocab_size, "bos_token_id": eos_token_id, "eos_token_id": eos_token_id}
-    if config.model_type != "gpt2":
-        token_ids["pad_token_id"] = None  # its embedding would get no gradient
-    values = {**token_ids, **no_dropout, **overrides}
+    missing = [key for key in SHAPE if key in options and key not in overrides]
+    if missing and source is None and model_type != "gpt2":
+        raise UserError(f"model_type {model_type} requires {', '.join(missing)} in config_overrides")
+    values = {"vocab_size": vocab_size, "bos_token_id": eos_token_id, "eos_token_id": eos_token_id}
+    if model_type != "gpt2":
+        values["pad_token_id"] = None  # its embedding would get no gradient
+    values |= {**_no_dropout(model_type), **overrides}
+    model_config = None if source is None else _load_config(source, config, vocab_size)
     try:
-        if source is None:
-            model_config = AutoConfig.for_model(config.model_type, max_position_embeddings=config.block_size, **values)
+        if model_config is None:
+            model_config = AutoConfig.for_model(model_type, max_position_embeddings=config.block_size, **values)
         else:
-            model_config = _load_config(source, config, vocab_size)
             model_config.update(values)
-    except StrictDataclassError as error:
-        raise UserError(f"config_overrides: {one_line(error.__cause__).partition('. Errors')[0]}") from error
-    for key in overrides:
-        value = getattr(model_config, key)
-        low, high = (0, 0.99) if key in no_dropout else (1e-12, 10) if isinstance(value, float) else (1, 10**6)
-        checked = key in (*no_dropout, *SHAPE) or config.model_type == "gpt2"
-        if checked and type(value) in (int, float) and not low <= value <= high:  # NaN is in no range
-            raise UserError(f"config_overrides: {key} must be from {low:,} to {high:,}, got {value}")
-    if config.model_type != "gpt2":
-        check_decoder(model_config, config.block_size)
-        return model_config
-    if model_config.activation_function not in ACT2FN:
-        raise UserError(f"config_overrides: no activation_function is named '{model_config.activation_function}'")
-    width, num_heads = model_config.hidden_size, model_config.num_attention_heads
-    if width % num_heads:
-        divisors = ", ".join(str(n) for n in range(1, 65) if width % n == 0)
-        raise UserError(f"n_embd {width} is not divisible by n_head {num_heads}; n_head could be {divisors}")
+        # On the meta device, before text is prepared for hours. Each type reports a bad shape with its own exception.
+        count_flops_per_token(model_config, count_parameters(model_config), config.block_size)
+    except Exception as error:
+        reason = short_reason(error.__cause__ or error)
+        raise UserError(f"config_overrides describe a {model_type} that cannot be built: {reason}") from error
     return model_config
 
 
 def _load_config(source: str | Path, config: TrainConfig, vocab_size: int) -> PreTrainedConfig:
     """Return an existing model's config. Raises `UserError` if it does not fit the run's options and vocabulary."""
     model_config = load_pretrained(AutoConfig, source)
-    if model_config.model_type != config.model_type:
-        raise UserError(
-            f"the model in {source} has type {model_config.model_type}, but --model_type is {config.model_type}"
-        )
-    no_dropout = _no_dropout(config.model_type)
-    overrides = {key: value for key, value in (config.config_overrides or {}).items() if key not in no_dropout}
-    if fixed := [key for key, value in overrides.items() if getattr(model_config, key) != value]:
-        only = f"only dropout can ({', '.join(no_dropout)})"
-        raise UserError(f"config_overrides: {', '.join(fixed)} cannot differ from the model in {source}; {only}")
-    if config.block_size > (most := model_config.max_position_embeddings):
-        remedy = f"pass --block_size {most} or less"
-        if config.dataset_dir is not None:
-            remedy = f"prepare the data with --tokenizer_name {source} --block_size {most}"
-        raise UserError(
-            f"the model in {source} has {most} positions, fewer than block_size {config.block_size}; {remedy}"
-        )
-    if vocab_size > (most := model_config.vocab_size):
-        found = f"the tokenizer has {vocab_size:,} tokens, more than the {most:,} of the model in {source}"
-        raise UserError(f"{found}; use the model's own tokenizer")
+    if (found := model_config.model_type) != config.model_type:
+        raise UserError(f"the model in {source} has type {found}, but --model_type is {config.model_type}")
+    no_dropout, most = _no_dropout(config.model_type), model_config.max_position_embeddings
+    for key, value in (config.config_overrides or {}).items():
+        if key not in no_dropout and getattr(model_config, key) != value:
+            raise UserError(f"config_overrides: {key} cannot differ from the model in {source}; only dropout can")
+    if config.block_size > most:
+        remedy = "prepare the data" if config.dataset_dir else "start the run"
+        found = f"the model in {source} has {most} positions, fewer than block_size {config.block_size}"
+        raise UserError(f"{found}; {remedy} with --block_size {most}")
+    if vocab_size > model_config.vocab_size:
+        found = f"the tokenizer has {vocab_size:,} tokens, more than the {model_config.vocab_size:,} of the model"
+        raise UserError(f"{found} in {source}; use the model's own tokenizer")
     return model_config
 
 
@@ -135,7 +118,9 @@ def build_model(
     attn_implementation: the resolved value of config's option. source: folder or Hub id to load the weights from
     instead; raises `UserError` if it lacks weights. The initial weights do not depend on the padding.
     """
-    options = {"attn_implementation": ATTENTION[attn_implementation], "dtype": torch.float32}
+    is_gpt2 = config.model_type == "gpt2"  # other types keep their stock attention and masks
+    attention = SDPA_WITHOUT_MASK if is_gpt2 and attn_implementation == "sdpa" else attn_implementation
+    options = {"attn_implementation": attention, "dtype": torch.float32}
     if source is None:
         model = AutoModelForCausalLM.from_config(copy.deepcopy(model_config), **options)
     else:
@@ -147,16 +132,11 @@ def build_model(
     padded = padded_vocab_size(model_config.vocab_size, config.pad_vocab_to_multiple_of)
     if padded != model.config.vocab_size:
         model.resize_token_embeddings(padded, mean_resizing=False)
-    zero_padding(model, model_config.vocab_size)
     if config.bf16_residual:  # under autocast the blocks add bf16 to the residual stream, but fp32 + bf16 is fp32
-        residual_source(model).register_forward_hook(lambda module, inputs, output: output.bfloat16())
+        into_first_block = model.base_model.drop if is_gpt2 else model.get_input_embeddings()
+        into_first_block.register_forward_hook(lambda module, inputs, output: output.bfloat16())
     if config.activation_checkpointing == "true":
         # Transformers renamed the method after 5.17; the old name warns in 5.23 and disappears in 6.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
     return model
-
-
-def residual_source(model: PreTrainedModel) -> nn.Module:
-    """Return the module whose output enters the first block."""
-    return model.base_model.drop if model.config.model_type == "gpt2" else model.get_input_embeddings()

@@ -1,4 +1,4 @@
-"""The module that a run trains: model and loss, compiled as one graph that returns only scalars.
+"""The module that a run trains: model and loss, compiled as one graph that returns no logits.
 
 Returning the logits costs tens of GB at 64 x 1024 x 50304: Accelerate's autocast wrapper copies every output to fp32
 (accelerate#2638, #3477) and autograd creates a gradient for each copy.
@@ -16,8 +16,11 @@ IGNORE_INDEX = -100  # torch's default ignore_index: a target that does not coun
 class LanguageModelingLoss(nn.Module):
     """Mean cross-entropy in nats per target token, over the real vocabulary.
 
+    The logits are the base model's output times the output matrix, as in GPT-2 and llama. A model that scales, caps or
+    transforms them (granite, cohere, gemma2, bert) needs a loss of its own.
+
     The padding of the vocabulary gets logits of minus infinity. It has no part in the softmax or the label smoothing
-    and gets no gradient, so the loss is exactly that of the saved model.
+    and gets no gradient, so the loss is exactly that of the saved model, whatever the padding's rows contain.
     """
 
     def __init__(
@@ -38,31 +41,39 @@ class LanguageModelingLoss(nn.Module):
     def forward(self, input_ids: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
         """input_ids, targets: int64 [batch, block_size]; targets are already shifted, and -100 does not count.
 
-        Returns fp32 scalars: the loss, which is trained, and any others that you add, which are averaged and logged
-        like it. Other terms than the cross-entropy belong into the loss only if `self.training`, as smoothing does, so
-        that evaluation is a likelihood.
+        Returns `loss`, an fp32 scalar. In train mode, add other scalars if you like: they are averaged and logged. Add
+        other terms to the loss only if `self.training`, as smoothing does, so that evaluation is a likelihood. Eval
+        mode adds `losses`, fp32 [batch, block_size]: nats of each target, 0 where it does not count.
         """
-        targets = targets.flatten()
+        shape, targets = targets.shape, targets.flatten()
         hidden = self.model.base_model(input_ids=input_ids, use_cache=False)[0].flatten(0, 1)
+        num_targets = (targets != IGNORE_INDEX).sum().clamp(min=1)
+        chunks = zip(hidden.chunk(self.num_chunks), targets.chunk(self.num_chunks), strict=True)
+        if not self.training:
+            losses = torch.cat([F.cross_entropy(self._logits(rows), some, reduction="none") for rows, some in chunks])
+            return {"loss": losses.sum() / num_targets, "losses": losses.view(shape)}
         if self.num_chunks == 1:
             loss_sum = self._loss_sum(hidden, targets)
         else:  # one chunk of logits at a time; backward computes them again
-            chunks = zip(hidden.chunk(self.num_chunks), targets.chunk(self.num_chunks), strict=True)
             loss_sum = hidden.new_zeros((), dtype=torch.float32)
-            for rows, chunk_targets in chunks:
-                loss_sum = loss_sum + checkpoint(self._loss_sum, rows, chunk_targets, use_reentrant=False)
-        loss = loss_sum / (targets != IGNORE_INDEX).sum().clamp(min=1)
+            for rows, some in chunks:
+                loss_sum = loss_sum + checkpoint(self._loss_sum, rows, some, use_reentrant=False)
+        loss = loss_sum / num_targets
         # An infinite loss can have finite gradients. This factor, 1 for a finite loss, makes them NaN; reducing them
         # makes them NaN on all processes, and all skip the update. Inductor would simplify 1 + 0 * loss to 1.
         return {"loss": loss * torch.where(torch.isfinite(loss.detach()), 1.0, torch.nan)}
 
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden: [tokens, hidden_size]. Returns fp32 [tokens, padded vocabulary]."""
+        logits = self.model.get_output_embeddings()(hidden)
+        # The fp32 bias makes bf16 logits fp32.
+        return logits.float() if self.num_logits == self.vocab_size else logits + self.logit_bias
+
     def _loss_sum(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """hidden: [tokens, hidden_size]; targets: int64 [tokens]. Returns the sum over counted targets, fp32."""
-        logits = self.model.get_output_embeddings()(hidden)  # [tokens, padded vocabulary]
-        # The fp32 bias makes bf16 logits fp32.
-        logits = logits.float() if self.num_logits == self.vocab_size else logits + self.logit_bias
-        loss_sum = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
-        if self.label_smoothing and self.training:
+        logits = self._logits(hidden)
+        loss_sum = F.cross_entropy(logits, targets, reduction="sum")
+        if self.label_smoothing:
             # torch's label_smoothing includes the padding, whose log-probability is -inf
             uniform = -logits[:, : self.vocab_size].log_softmax(dim=-1).mean(dim=-1)
             uniform_sum = (uniform * (targets != IGNORE_INDEX)).sum()

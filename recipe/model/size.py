@@ -32,8 +32,8 @@ def _count_sizes(model_config: PreTrainedConfig) -> tuple[int, int, int]:
 def count_flops_per_token(model_config: PreTrainedConfig, num_parameters: int, block_size: int) -> int:
     """Return the FLOPs per trained token, forward and backward: 6 (N - wpe) + 12 L d T (PaLM, appendix B; nanoGPT).
 
-    num_parameters: N, with the padding. block_size: T, tokens per row. Tied embeddings count because they are the
-    output matrix; untied input embeddings are only looked up and do not. d: of all heads together.
+    num_parameters: N, with the padding. block_size: T, tokens per row. d: of all heads together. Untied input
+    embeddings are only looked up, like wpe, and do not count; tied ones are the output matrix.
     """
     head_dim = getattr(model_config, "head_dim", None) or model_config.hidden_size // model_config.num_attention_heads
     width = head_dim * model_config.num_attention_heads

@@ -4,14 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import is_offline_mode
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
 from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
@@ -35,28 +27,7 @@ def load_pretrained(auto_class: type, source: str | Path, **options) -> Any:
     try:
         return auto_class.from_pretrained(source, **options)
     except Exception as error:  # the Hub, the file system, safetensors and Transformers each raise their own
-        reason = _hub_reason(error, options.get("revision")) or short_reason(error)
-        raise UserError(f"cannot load a model from '{source}': {reason}") from error
-
-
-def _hub_reason(error: BaseException | None, revision: str | None) -> str | None:
-    """Say in one sentence what the Hub's client found; None if it did not raise the error."""
-    while error is not None:
-        match error:
-            case HFValidationError():
-                return "it is neither a folder nor a valid Hub id, such as user/name"
-            case RevisionNotFoundError():
-                return f"it has no revision '{revision}'"
-            case GatedRepoError():
-                return "access to it is restricted; request it on its page, and log in with `hf auth login`"
-            case RepositoryNotFoundError():
-                return "the Hub has no such model, or it is private; log in with `hf auth login` to read a private one"
-            case LocalEntryNotFoundError() if is_offline_mode():
-                return "it is neither a folder nor in the cache, and HF_HUB_OFFLINE forbids downloading it"
-            case LocalEntryNotFoundError():
-                return "it is neither a folder nor in the cache, and the Hub cannot be reached"
-        error = error.__cause__ or error.__context__
-    return None
+        raise UserError(f"cannot load a model from '{source}': {short_reason(error)}") from error
 
 
 def check_vocabulary(num_tokens: int, vocab_size: int, source: str | Path) -> None:
@@ -96,7 +67,10 @@ def write_model(
 
 
 def load_weights(model: PreTrainedModel, directory: Path, vocab_size: int) -> None:
-    """Load what `write_model` wrote into a padded model. Raises `ValueError` for missing or unknown tensors."""
+    """Load what `write_model` wrote into a padded model, whose padding stays as it is.
+
+    Raises `ValueError` for missing or unknown tensors.
+    """
     weights = load_file(directory / WEIGHTS_NAME)
     state = model.state_dict(keep_vars=True)
     expected = {name: tensor for name, tensor in state.items() if name not in model.all_tied_weights_keys}
@@ -105,16 +79,9 @@ def load_weights(model: PreTrainedModel, directory: Path, vocab_size: int) -> No
     with torch.no_grad():
         for name, tensor in expected.items():
             (tensor[:vocab_size] if is_vocabulary(model, tensor) else tensor).copy_(weights[name])
-    zero_padding(model, vocab_size)
 
 
 def is_vocabulary(model: PreTrainedModel, tensor: torch.Tensor) -> bool:
-    """Return whether a parameter has one row per token: the input or output embeddings."""
-    return tensor is model.get_input_embeddings().weight or tensor is model.get_output_embeddings().weight
-
-
-@torch.no_grad()
-def zero_padding(model: PreTrainedModel, vocab_size: int) -> None:
-    """Set the embeddings' rows from `vocab_size` up to zero."""
-    for embeddings in (model.get_input_embeddings(), model.get_output_embeddings()):
-        embeddings.weight[vocab_size:] = 0
+    """Return whether a parameter has one row per token: the embeddings, or the output matrix or its bias."""
+    head = model.get_output_embeddings()
+    return any(tensor is rows for rows in (model.get_input_embeddings().weight, head.weight, head.bias))

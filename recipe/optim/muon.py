@@ -2,7 +2,7 @@
 
 Muon replaces the momentum of each matrix by the nearest matrix whose singular values are all one, so that rare
 directions move as far as common ones (Jordan et al., https://kellerjordan.github.io/posts/muon). Its updates are as
-large as AdamW's (Moonlight, arXiv 2502.16982).
+large as AdamW's (Moonlight, arXiv 2502.16982). `torch.optim.Muon` is the same update, for one matrix at a time.
 """
 
 from collections import defaultdict
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn import functional as F
 from torch.optim.adamw import adamw
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -19,25 +20,21 @@ NUM_ITERATIONS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan et al.: the fastest, with singular values between 0.7 and 1.2
 FIRST_MOMENTUM, MOMENTUM, MOMENTUM_WARMUP_UPDATES = 0.85, 0.95, 300  # modded-nanogpt
 ADAMW_RMS = 0.2  # root mean square of a typical AdamW update before the learning rate (Moonlight)
-# Values in a stack. It bounds the temporary memory, and is more than enough work for a GPU.
-STACK_VALUES = 2**26
+STACK_VALUES = 2**26  # in a stack of matrices: bounds the temporary memory, and is more than enough work for a GPU
 STACK_COPIES = 5  # that an update holds at most, in fp32
+
+Views = Sequence[torch.Tensor]  # of one matrix, or of one tensor of several matrices
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon with Nesterov momentum and decoupled weight decay for one group; fused AdamW for the others.
+    """Muon with Nesterov momentum and decoupled weight decay for groups with `num_matrices`; AdamW for the others.
 
     It never waits for the device. If `found_inf`, an fp32 scalar on the device, is 1, a step changes nothing. With
     several processes, each orthogonalizes its share of the matrices, and all of them apply the same updates.
     """
 
     def __init__(
-        self,
-        groups: list[dict],
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        dtype: torch.dtype = torch.float32,
+        self, groups: list[dict], lr: float, betas: tuple[float, float], eps: float, dtype: torch.dtype = torch.float32
     ) -> None:
         """groups: with `weight_decay`; Muon's also has `num_matrices`, from `find_matrices`, and its own `lr`.
 
@@ -50,87 +47,64 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self) -> None:
         for group in self.param_groups:
-            (self._step_muon if "num_matrices" in group else self._step_adamw)(group)
+            names = ["momentum_buffer"] if "num_matrices" in group else ["exp_avg", "exp_avg_sq"]
+            parameters = [p for p in group["params"] if p.grad is not None]
+            for p in parameters:
+                if not self.state[p]:
+                    self.state[p] = {"step": p.new_zeros(()), **{name: torch.zeros_like(p) for name in names}}
+            states = [[self.state[p][name] for p in parameters] for name in ("step", *names)]
+            if parameters:
+                (self._step_muon if "num_matrices" in group else self._step_adamw)(group, parameters, *states)
 
-    def _states(self, parameters: list[nn.Parameter], *names: str) -> list[list[torch.Tensor]]:
-        """Return `step` and the named tensors of all parameters, a list for each name. Missing ones are zero."""
-        for p in parameters:
-            if not self.state[p]:
-                self.state[p] = {"step": p.new_zeros(()), **{name: torch.zeros_like(p) for name in names}}
-        return [[self.state[p][name] for p in parameters] for name in ("step", *names)]
-
-    def _step_adamw(self, group: dict) -> None:
-        parameters = [p for p in group["params"] if p.grad is not None]
-        steps, means, squares = self._states(parameters, "exp_avg", "exp_avg_sq")
+    def _step_adamw(self, group: dict, parameters: list, steps: list, means: list, squares: list) -> None:
         options = {"lr": group["lr"], "weight_decay": group["weight_decay"], "eps": group["eps"]}
         options |= {"beta1": group["betas"][0], "beta2": group["betas"][1], "amsgrad": False, "maximize": False}
         gradients = [p.grad for p in parameters]
         adamw(parameters, gradients, means, squares, [], steps, fused=True, found_inf=self.found_inf, **options)
 
-    def _step_muon(self, group: dict) -> None:
+    def _step_muon(self, group: dict, parameters: list, steps: list, momenta: list) -> None:
         """Update stacks of matrices of equal shape, with the longer side as columns."""
-        pairs = zip(group["params"], group["num_matrices"], strict=True)
-        counts = {p: num_matrices for p, num_matrices in pairs if p.grad is not None}
-        if not counts:
-            return
-        steps, momenta = self._states(list(counts), "momentum_buffer")
+        num_matrices = dict(zip(group["params"], group["num_matrices"], strict=True))
         stacks = defaultdict(list)
-        for (p, num_matrices), momentum in zip(counts.items(), momenta, strict=True):
-            for views in zip(*(x.chunk(num_matrices, dim=1) for x in (p, p.grad, momentum)), strict=True):
+        for p, momentum in zip(parameters, momenta, strict=True):
+            for views in zip(*(x.chunk(num_matrices[p], dim=1) for x in (p, p.grad, momentum)), strict=True):
                 wide = views if views[0].shape[0] <= views[0].shape[1] else [view.mT for view in views]
                 stacks[wide[0].shape].append(wide)
-
         found_inf = torch.zeros_like(steps[0]) if self.found_inf is None else self.found_inf
         warmed_up = (steps[0] / MOMENTUM_WARMUP_UPDATES).clamp(max=1.0)
         coefficient = FIRST_MOMENTUM + (MOMENTUM - FIRST_MOMENTUM) * warmed_up
         for shape, matrices in stacks.items():
             size = max(_num_processes(), STACK_VALUES // shape.numel())
             for start in range(0, len(matrices), size):
-                weights, gradients, buffers = zip(*matrices[start : start + size], strict=True)
-                # Without names for the intermediate stacks, whose memory is free as soon as they are used.
-                self._subtract(
-                    weights,
-                    self._orthogonalize_shared(self._add_to_momenta(buffers, gradients, coefficient, found_inf)),
-                    group,
-                    found_inf,
-                )
+                self._update_stack(matrices[start : start + size], group, coefficient, found_inf)
         # Without alpha, torch (2.11 to 2.15) takes the overload for a number and waits for the device to read it.
         torch._foreach_add_(steps, 1 - found_inf, alpha=1)
 
-    def _add_to_momenta(
-        self,
-        buffers: Sequence[torch.Tensor],
-        gradients: Sequence[torch.Tensor],
-        coefficient: torch.Tensor,
-        found_inf: torch.Tensor,
-    ) -> torch.Tensor:
-        """Add the gradients to the momenta. Returns where they would be one step later (Nesterov): a stack."""
-        before, gradient = torch.stack(buffers), torch.stack(gradients)
-        after = torch.addcmul(gradient, before, coefficient)
-        _copy_unless(found_inf, buffers, before, after)
-        return gradient.addcmul_(after, coefficient)
-
-    def _subtract(
-        self, weights: Sequence[torch.Tensor], updates: torch.Tensor, group: dict, found_inf: torch.Tensor
+    def _update_stack(
+        self, matrices: list[Views], group: dict, coefficient: torch.Tensor, found_inf: torch.Tensor
     ) -> None:
-        """Subtract the updates, scaled to AdamW's size, and the weight decay."""
-        before = torch.stack(weights)
-        updates = updates.float().mul_(ADAMW_RMS * before.shape[2] ** 0.5)
-        updates.add_(before, alpha=group["weight_decay"]).mul_(group["lr"])
-        _copy_unless(found_inf, weights, before, before - updates)
+        """matrices: of equal shape, each as its weight, gradient and momentum."""
+        weights, gradients, momenta = zip(*matrices, strict=True)
+        stack, before = torch.stack(gradients), torch.stack(momenta)
+        after = torch.addcmul(stack, before, coefficient)
+        _copy_unless(found_inf, momenta, before, after)
+        stack.addcmul_(after, coefficient)  # Nesterov: where the momenta would be one step later
+        del before, after  # the products need the memory
+        updates = self._orthogonalize(stack).float().mul_(ADAMW_RMS * stack.shape[2] ** 0.5)
+        stack = torch.stack(weights)
+        updates.add_(stack, alpha=group["weight_decay"]).mul_(group["lr"])
+        _copy_unless(found_inf, weights, stack, stack - updates)
 
-    def _orthogonalize_shared(self, matrices: torch.Tensor) -> torch.Tensor:
-        """Orthogonalize this process's share of the matrices, and exchange the results. [n, rows, columns], fp32."""
-        num_processes = _num_processes()
+    def _orthogonalize(self, matrices: torch.Tensor) -> torch.Tensor:
+        """Orthogonalize this process's share of [n, rows, columns], and exchange the results."""
+        num_processes, num_matrices = _num_processes(), len(matrices)
         if num_processes == 1:
             return orthogonalize(matrices, self.dtype)
-        share = -(-len(matrices) // num_processes)
-        mine = matrices[dist.get_rank() * share :][:share]
-        padded = matrices.new_zeros(share, *matrices.shape[1:], dtype=self.dtype)
-        padded[: len(mine)] = orthogonalize(mine, self.dtype)
-        gathered = padded.new_empty(num_processes * share, *matrices.shape[1:])
-        dist.all_gather_into_tensor(gathered, padded)
-        return gathered[: len(matrices)]
+        matrices = F.pad(matrices, (0, 0, 0, 0, 0, -num_matrices % num_processes))  # equal shares
+        mine = orthogonalize(matrices.chunk(num_processes)[dist.get_rank()], self.dtype)
+        gathered = mine.new_empty(matrices.shape)
+        dist.all_gather_into_tensor(gathered, mine)
+        return gathered[:num_matrices]
 
 
 def orthogonalize(matrices: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -163,9 +137,7 @@ def find_matrices(model: nn.Module) -> dict[nn.Parameter, int]:
     }
 
 
-def _copy_unless(
-    found_inf: torch.Tensor, tensors: Sequence[torch.Tensor], before: torch.Tensor, after: torch.Tensor
-) -> None:
+def _copy_unless(found_inf: torch.Tensor, tensors: Views, before: torch.Tensor, after: torch.Tensor) -> None:
     """Copy `after` into the tensors, or `before` if found_inf is 1, even if `after` is NaN. Both are stacks."""
     torch._foreach_copy_(tensors, torch.where(found_inf > 0, before, after).unbind())
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from recipe.config import TrainConfig
-from recipe.errors import UserError, one_line, short_reason
+from recipe.errors import UserError, short_reason
 from recipe.optim.muon import Muon, find_matrices
 
 
@@ -62,13 +62,8 @@ def check_optimizer(config: TrainConfig, device: torch.device) -> None:
         weight = nn.Parameter(torch.zeros(4096, device=device))
         weight.grad = torch.zeros_like(weight)
         AdamW8bit([weight]).step()
-    except ImportError as error:
+    except (ImportError, RuntimeError) as error:  # RuntimeError: no kernels for this device or version of CUDA
         raise UserError(
-            f'--optim adamw_bnb_8bit requires bitsandbytes ({one_line(error)}); run pip install -e ".[adamw_8bit]", '
-            "or use adamw_torch_fused"
-        ) from error
-    except RuntimeError as error:  # no kernels for this device, or none for this version of CUDA
-        reason = short_reason(error)
-        raise UserError(
-            f"--optim adamw_bnb_8bit does not run on this {device.type} device ({reason}); use adamw_torch_fused"
+            f"--optim adamw_bnb_8bit does not run on {device.type} ({short_reason(error)}); if bitsandbytes is not "
+            'installed, run pip install -e ".[adamw_8bit]", else use adamw_torch_fused'
         ) from error

@@ -23,10 +23,10 @@ def learning_rate_scale(config: TrainConfig, step: int, progress: float) -> floa
     kind, arguments = config.lr_scheduler_type, config.lr_scheduler_kwargs or {}
     if kind == "constant":
         return 1.0
-    warmed_up = warmup_share(config, step, progress)
+    warmed_up = _warmup_share(config, step, progress)
     if kind == WSD:
         arguments = DECAY | arguments
-        left = min(1.0, max(0.0, 1 - progress) / decay_share(config))  # of the decay
+        left = min(1.0, max(0.0, 1 - progress) / _decay_share(config))  # of the decay
         shapes = {"linear": left, "cosine": 0.5 * (1 - math.cos(math.pi * left)), "1-sqrt": 1 - math.sqrt(1 - left)}
         lowest = arguments["min_lr_ratio"]
         return lowest + (1 - lowest) * min(warmed_up, shapes[arguments["decay_type"]])
@@ -38,14 +38,14 @@ def learning_rate_scale(config: TrainConfig, step: int, progress: float) -> floa
         since = min(1.0, progress * (warmed_up - 1) / max(1e-12, warmed_up - progress))
     if kind == "linear":
         return 1 - since
-    lowest = {"cosine": 0.0}.get(kind, MIN_LR_RATE)
+    lowest = 0.0 if kind == "cosine" else MIN_LR_RATE
     if "min_lr" in arguments:
         lowest = arguments["min_lr"] / config.learning_rate
     lowest = arguments.get("min_lr_rate", lowest)
     return lowest + (1 - lowest) * 0.5 * (1 + math.cos(math.pi * since))
 
 
-def warmup_share(config: TrainConfig, step: int, progress: float) -> float:
+def _warmup_share(config: TrainConfig, step: int, progress: float) -> float:
     """Return how much of the warm-up is done; it is over from 1 on."""
     if config.max_steps is None and config.warmup_steps < 1:
         return progress / config.warmup_steps if config.warmup_steps else math.inf
@@ -59,7 +59,7 @@ def count_warmup_steps(config: TrainConfig) -> int:
     return round(config.warmup_steps if config.warmup_steps >= 1 else config.warmup_steps * (config.max_steps or 0))
 
 
-def decay_share(config: TrainConfig) -> float:
+def _decay_share(config: TrainConfig) -> float:
     """Return the share of the run in which `warmup_stable_decay` decays; `num_decay_steps` from 1 on are steps."""
     decay = (DECAY | (config.lr_scheduler_kwargs or {}))["num_decay_steps"]
     return max(1e-9, decay if decay < 1 else min(1.0, decay / config.max_steps))
@@ -70,4 +70,4 @@ def is_decaying(config: TrainConfig, progress: float) -> bool:
 
     From the last checkpoint before, a run of another length continues as if it had been planned that way.
     """
-    return config.lr_scheduler_type == WSD and progress >= 1 - decay_share(config)
+    return config.lr_scheduler_type == WSD and progress >= 1 - _decay_share(config)

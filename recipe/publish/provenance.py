@@ -7,7 +7,6 @@ from typing import Any
 from recipe.command_line import CONFIGS_DIR, load_yaml
 from recipe.config import IDENTITY_OPTIONS, OPTIONS, STANDARD_LIBRARY
 from recipe.environment import describe_machine
-from recipe.model.build import MODEL_OPTIONS
 from recipe.publish.facts import RunFacts
 from recipe.publish.markdown import command_block, fence, plain, table
 from recipe.publish.public import public_name, public_option
@@ -24,6 +23,7 @@ SHOWN_OPTIONS = (
     *("max_steps", "global_batch_size", "block_size", "optim", "learning_rate", "lr_scheduler_type"),
     *("lr_scheduler_kwargs", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm", "seed"),
 )
+SHAPE = ("n_layer", "n_head", "n_embd")  # what config_overrides sets and the run records
 SOURCE_OPTIONS = ("dataset_name", "dataset_config_name", "model_name_or_path", "tokenizer_vocab_size")
 
 
@@ -156,7 +156,7 @@ def published_options(facts: RunFacts) -> dict[str, Any] | None:
 
 def _comparable(options: dict[str, Any], facts: RunFacts) -> dict[str, Any]:
     """Return options with the overrides of the model as options of their own, and all lengths in steps."""
-    shape = {key: value for key, value in facts.start.get("model", {}).items() if key in MODEL_OPTIONS}
+    shape = {key: value for key, value in facts.start.get("model", {}).items() if key in SHAPE}
     flat = {**options, **shape, **(options["config_overrides"] or {})}  # a base model may set the shape
     rows, epochs = facts.data.get("splits", {}).get("train", {}).get("rows"), options["num_train_epochs"]
     if epochs and rows:
