@@ -66,7 +66,7 @@ def test_nothing_in_a_checkpoint_is_executed(saved):
 def test_resume_is_exact(train, tmp_path, dataset, extra):
     """A stopped and resumed run has the losses, norms, weights and optimizer of an uninterrupted one, bit for bit."""
     options = ["--max_steps", "10", "--save_steps", "1", "--global_batch_size", "128", *extra]
-    assert 2 * len(dataset.splits["train"]) < 10 * 128  # passes two ends of an epoch
+    assert 2 * len(dataset.train) < 10 * 128  # passes two ends of an epoch
     whole = train(*options, output_dir=tmp_path / "whole")
     expected = torch.load(whole / "checkpoint-10" / "optimizer.pt", weights_only=True)
     for stop_at in (1, 5, 9):

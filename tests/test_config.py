@@ -547,7 +547,7 @@ def test_epochs_become_steps(train, dataset, dataset_dir, tmp_path):
     options = ["--dataset_dir", dataset_dir, "--output_dir", tmp_path / "run", *TINY, *PLAIN, "--save_steps", "0"]
     output_dir = train(*options, "--num_train_epochs", "0.5", "--global_batch_size", "4", alone=True)
     recorded = json.loads((output_dir / "summary.json").read_text())["step"]
-    assert recorded == math.ceil(len(dataset.splits["train"]) * 0.5 / 4)
+    assert recorded == math.ceil(len(dataset.train) * 0.5 / 4)
     content = yaml.safe_load((output_dir / "training_config.yaml").read_text())
     assert content["max_steps"] == recorded and "num_train_epochs" not in content
 
@@ -660,7 +660,7 @@ def test_a_typed_change_keeps_the_past_and_is_recorded(train, finished, capsys):
 
 def test_typed_epochs_and_schedules_may_change_what_follows_from_them(train, finished, dataset):
     """Epochs are consent to their number of steps, a schedule to other arguments of it."""
-    epochs = 8 / len(dataset.splits["train"]) * 4
+    epochs = 8 / len(dataset.train) * 4
     typed = ["--num_train_epochs", epochs, "--lr_scheduler_type", "cosine_with_min_lr"]
     recipe = recipe_of(finished, lr_scheduler_kwargs=None)
     train(*recipe, *typed, "--lr_scheduler_kwargs", "min_lr_rate=0.5", alone=True)
