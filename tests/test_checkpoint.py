@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from recipe.checkpoint import find_checkpoint, list_checkpoints
 from recipe.command_line import load_config
 from recipe.data.prepare import prepare_dataset
-from recipe.data.text import TextSource
+from recipe.data.source import TextSource
 from recipe.data.tokenizer import load_tokenizer
 from recipe.errors import UserError
 from recipe.run.folder import choose_output_dir

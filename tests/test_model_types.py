@@ -259,3 +259,10 @@ def test_another_type_replaces_the_recipes_shape():
     assert load_config([*data, "--model_type", "gpt2"])[0].config_overrides["n_layer"] == 24
     overrides = ["--config_overrides", WIDE]
     assert "n_layer" not in load_config([*data, "--model_type", "llama", *overrides])[0].config_overrides
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "cohere"])
+def test_a_type_whose_logits_the_loss_would_get_wrong_is_refused(model_type):
+    config = load_config(["--dataset_dir", "d", "--model_type", model_type, "--config_overrides", DENSE])[0]
+    with pytest.raises(UserError, match="logit"):
+        build_model_config(config, 500, 7)

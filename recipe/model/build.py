@@ -37,6 +37,8 @@ MANAGED = dict.fromkeys(("n_positions", "max_position_embeddings"), "set block_s
 MANAGED |= dict.fromkeys(("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id"), "it follows the tokenizer")
 # What config_overrides must set for types other than GPT-2, whose defaults are models of 7B parameters.
 SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "num_key_value_heads")
+# If set, logits are more than the output matrix times the hidden state (in cohere, granite, gemma2, falcon_h1).
+LOGIT_SCALES = ("logit_scale", "logits_scaling", "final_logit_softcapping", "lm_head_multiplier")
 
 
 def model_options(model_type: str) -> list[str]:
@@ -46,7 +48,10 @@ def model_options(model_type: str) -> list[str]:
         raise UserError(f"Transformers has no causal language model of type '{model_type}'; {nearest}")
     config_class = CONFIG_MAPPING[model_type]
     names, common = ({field.name for field in dataclasses.fields(c)} for c in (config_class, PreTrainedConfig))
-    return sorted((names | config_class.attribute_map.keys()) - common - MANAGED.keys())
+    names |= config_class.attribute_map.keys()
+    if "max_position_embeddings" not in names:
+        raise UserError(f"model_type {model_type} is not supported: its config has no max_position_embeddings")
+    return sorted(names - common - MANAGED.keys())
 
 
 def _no_dropout(model_type: str) -> dict[str, float]:
@@ -85,6 +90,8 @@ def build_model_config(
     except Exception as error:
         reason = short_reason(error.__cause__ or error)
         raise UserError(f"config_overrides describe a {model_type} that cannot be built: {reason}") from error
+    if scales := [name for name in LOGIT_SCALES if getattr(model_config, name, None) not in (None, 1)]:
+        raise UserError(f"this {model_type} is not supported: the loss does not apply its {scales[0]}")
     return model_config
 
 
