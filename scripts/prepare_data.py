@@ -42,8 +42,9 @@ def main() -> None:
         raise UserError(f"--num_shards needs --shard_index, from 0 to {last}, or --finish; got {args.shard_index}")
     if args.tokenizer_name is None:
         raise UserError("pass --tokenizer_name, a folder or Hub id; scripts/train_tokenizer.py creates one")
+    source = source_from(args)
     dataset = prepare_dataset(
-        source_from(args),
+        source,
         args.output_dir.absolute(),
         args.block_size,
         read_tokenizer(args.tokenizer_name),

@@ -234,7 +234,7 @@ def test_a_run_continues_a_saved_model(train, tmp_path, jsonl_file):
     [
         ("lama", DENSE, "no causal language model of type 'lama'; did you mean llama?"),
         ("t5", DENSE, "no causal language model of type 't5'; try llama"),
-        ("mamba", "num_hidden_layers=2,hidden_size=64", "num_attention_heads"),
+        ("mamba", "num_hidden_layers=2,hidden_size=64", "max_position_embeddings"),
         ("llama", WIDE, "llama requires intermediate_size, num_key_value_heads in config_overrides"),
         ("llama", "n_layer=2", "cannot set 'n_layer'"),
         ("llama", f"{DENSE},num_layers=2", "cannot set 'num_layers'; did you mean num_hidden_layers?"),

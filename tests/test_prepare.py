@@ -196,7 +196,9 @@ def test_a_million_blanks_in_a_row_are_encoded(tmp_path, documents, tokenizer):
 @pytest.mark.parametrize(
     ("kind", "has_validation"), [("save_to_disk", True), ("save_to_disk", False), ("parquet", True), ("jsonl", False)]
 )
-def test_a_local_dataset_is_prepared_like_its_text(tmp_path, monkeypatch, tokenizer, kind, has_validation):
+def test_a_local_dataset_is_prepared_like_its_text(
+    tmp_path, small_units, monkeypatch, tokenizer, kind, has_validation
+):
     """In several units."""
     monkeypatch.setattr("recipe.data.source.SMALLEST_UNIT", 15_000)
     texts = {"train": make_documents(200)} | ({"validation": make_documents(30, seed=1)} if has_validation else {})
@@ -275,7 +277,7 @@ def test_a_hub_out_of_reach_does_not_prepare_again(tmp_path, tokenizer_dir, monk
     def dataset_info(name, **_):
         if not files:
             raise OSError("no network")
-        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=n, blob_id=blob) for n, blob in files.items()])
+        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=n, blob_id=b, size=9) for n, b in files.items()])
 
     load, opened = datasets.load_dataset, []
 
@@ -600,12 +602,7 @@ def test_what_is_not_in_the_dataset_is_said(tmp_path, jsonl_file, tokenizer, cap
     source = TextSource((str(tmp_path / "text"),), document_separator="<sep>")
     made = prepare_dataset(source, tmp_path / "d", 16, tokenizer)
     out = capsys.readouterr().out
-    for part in (
-        "ignoring 1 .pdf",
-        "null, empty or blank): 2\n",
-        "7 rows have no column 'text' (but body)",
-        "'<sep>'",
-    ):
+    for part in ("ignoring 1 .pdf", "null, empty or blank): 2\n", "column 'text': 7 (they have body)", "'<sep>'"):
         assert part in out
     assert made.metadata["source"]["blank_rows"] == 2
     (tmp_path / "text" / "c.txt").write_text("the end<sep>")

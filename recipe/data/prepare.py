@@ -193,6 +193,7 @@ def missing_units(partial: Path, units: list[Unit]) -> Iterator[int]:
 
 def read_train_texts(source: TextSource, units: list[Unit]) -> Iterator[str]:
     """Yield the training text, to train a tokenizer; of a large source, the beginning of each unit."""
+    read_sample(source, units)  # raises if there is no text
     limit = TOKENIZER_CHARACTERS // len(units)
     for unit in units:
         characters = 0
@@ -415,7 +416,9 @@ def source_from(config: TrainConfig | argparse.Namespace) -> TextSource:
     if options["document_separator"]:  # a shell passes \n as two characters
         for escaped, character in (("\\n", "\n"), ("\\t", "\t"), ("\\r", "\r")):
             options["document_separator"] = options["document_separator"].replace(escaped, character)
-    return TextSource(tuple(config.train_file or ()), tuple(options.pop("validation_file") or ()), **options)
+    source = TextSource(tuple(config.train_file or ()), tuple(options.pop("validation_file") or ()), **options)
+    _ = source.files, source.held_out_files  # raises if they do not exist
+    return source
 
 
 def open_dataset_for(config: TrainConfig, model: str | Path | None = None) -> PackedDataset:
@@ -426,8 +429,9 @@ def open_dataset_for(config: TrainConfig, model: str | Path | None = None) -> Pa
     """
     if model is not None and config.tokenizer_name == config.model_name_or_path:
         config = dataclasses.replace(config, tokenizer_name=str(model))
+    source = source_from(config) if config.dataset_dir is None else None
     tokenizer = read_tokenizer(config.tokenizer_name) if config.tokenizer_name else None
-    if config.dataset_dir is not None:
+    if source is None:
         dataset = open_packed_dataset(Path(config.dataset_dir), config.block_size)
         if tokenizer is not None and tokenizer_sha256(tokenizer) != dataset.metadata["tokenizer_sha256"]:
             remedy = "prepare it with that tokenizer, or omit --tokenizer_name"
@@ -436,7 +440,7 @@ def open_dataset_for(config: TrainConfig, model: str | Path | None = None) -> Pa
             made = f"was made with another tokenizer than {config.tokenizer_name}"
             raise UserError(f"{config.dataset_dir} {made}; {remedy}")
         return dataset
-    source, max_bytes = source_from(config), HEAD_BYTES if config.streaming else None
+    max_bytes = HEAD_BYTES if config.streaming else None
     options = options_id(source, config.block_size, tokenizer, config.tokenizer_vocab_size, max_bytes)
     name = f"{name_of_text(config.dataset_name or config.train_file[0])}-{options[:12]}"
     directory = Path(config.cache_dir) / f"{name}-{(source.content_id or 'unknown')[:8]}"

@@ -283,8 +283,10 @@ def find_files(given: Iterable[str]) -> Files:
             else:
                 found.paths.append(name)
         if len(found.paths) == before:
-            kinds = f"; it holds {_list(found.ignored)}" if found.ignored else ""
-            raise UserError(f"there is no file of a supported kind in {path}{kinds} (supported: {', '.join(KINDS)})")
+            if not found.ignored:
+                raise UserError(f"there is no file {path}" if not Path(path).is_dir() else f"the folder {path} is empty")
+            kinds = f"it holds {_list(found.ignored)}, and not {', '.join(KINDS)}"
+            raise UserError(f"there is no file of a supported kind in {path}: {kinds}")
     return found
 
 

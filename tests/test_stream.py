@@ -1,0 +1,296 @@
+"""Streaming: each row of a unit once per epoch, in an order that any number of processes can resume anywhere."""
+
+import errno
+import itertools
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from conftest import BLOCK_SIZE, ROOT, make_documents
+
+from recipe.command_line import load_config
+from recipe.data import prepare
+from recipe.data.batches import TrainOrder
+from recipe.data.prepare import open_dataset_for, prepare_dataset
+from recipe.data.source import TextSource
+from recipe.data.stream import TextStream, open_stream, read_stream
+from recipe.data.tokenizer import read_tokenizer
+from recipe.data.units import Job
+from recipe.errors import ProcessError, UserError
+
+GLOBAL_BATCH = 24
+
+
+@pytest.fixture(autouse=True)
+def folders(tmp_path, monkeypatch):
+    """A temporary folder of its own for each test, in which every stream must have removed what it created."""
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    yield lambda: list((tmp_path / "temporary").iterdir())
+    assert not list((tmp_path / "temporary").iterdir())
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """Lines of text, of which units of 1,500 bytes fill several rows, one, or none."""
+    path = tmp_path_factory.mktemp("stream") / "a.jsonl"
+    texts = [text * (1 + 5 * (number % 9 == 0)) for number, text in enumerate(make_documents(60))]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+@pytest.fixture
+def source(text, small_units):
+    return TextSource((str(text),), validation_split_percentage=20.0)
+
+
+@pytest.fixture
+def unit_rows(tmp_path, source, tokenizer_dir):
+    """The training rows of each unit, as a preparation packs them."""
+    made = prepare_dataset(source, tmp_path / "d", BLOCK_SIZE, read_tokenizer(str(tokenizer_dir)), num_workers=1)
+    rows = {f"{number:05d}.arrow": [] for number in range(len(source.units()))}
+    for (name, *_), number in zip(made.train.where, range(len(made.train.where)), strict=True):
+        rows[name] += made.train.chunk(number).tolist()
+    counts = [len(of_unit) for of_unit in rows.values()]
+    assert len(counts) > 10 and 0 in counts and max(counts) > 6
+    return list(rows.values())
+
+
+def open_streams(source, tokenizer_dir, count=1, seed=1, hosts=None) -> list[TextStream]:
+    """Open the stream of each process of a run. The processes are threads, which gather from each other."""
+    parts, barrier, here = [None] * count, threading.Barrier(count), threading.local()
+    job = Job(source, "", str(tokenizer_dir), BLOCK_SIZE, ("train",), is_temporary=True)
+
+    def open_on(rank):
+        here.host = (hosts or "a" * count)[rank]
+
+        def gather(part):
+            parts[rank] = part
+            barrier.wait(30)
+            found = list(parts)
+            barrier.wait(30)
+            return found
+
+        return TextStream(
+            job, source.units(), "tokenizers", len(read_tokenizer(str(tokenizer_dir))), seed, rank, gather
+        )
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(count) as threads:
+        patch.setattr(socket, "gethostname", lambda: here.host)
+        return list(threads.map(open_on, range(count)))
+
+
+def read_steps(source, tokenizer_dir, num_steps, position=(0, 0), micro_batch_size=3, num_processes=1, seed=1):
+    """Return the rows of each step from a position, and the position after it. The last process leads."""
+    streams = open_streams(source, tokenizer_dir, num_processes, seed)
+    orders = [
+        TrainOrder(1, seed, GLOBAL_BATCH, micro_batch_size, 0, rank, num_processes) for rank in range(num_processes)
+    ]
+    readers = [read_stream(stream, order, position) for stream, order in zip(streams, orders, strict=True)]
+    steps = []
+    for _ in range(num_steps):
+        micro_steps = GLOBAL_BATCH // micro_batch_size // num_processes
+        taken = [[next(reader) for _ in range(micro_steps)] for reader in reversed(readers)][::-1]
+        assert len({after for of_process in taken for _, after in of_process}) == 1
+        rows = torch.cat([of_rank[0] for of_all in zip(*taken, strict=True) for of_rank in of_all])
+        steps.append((rows, taken[0][-1][1]))
+    for reader in readers:
+        reader.close()
+    return steps
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_each_row_of_a_unit_comes_once_per_epoch(source, tokenizer_dir, unit_rows, seed):
+    """All rows of one unit, shuffled, then those of another; another order of units and rows in the next epoch."""
+    num_rows, orders = sum(map(len, unit_rows)), []
+    steps = read_steps(source, tokenizer_dir, 2 * num_rows // GLOBAL_BATCH + 1, seed=seed)
+    stream = [tuple(row) for rows, _ in steps for row in rows.tolist()]
+    by_row = {tuple(row): number for number, rows in enumerate(unit_rows) for row in rows}
+    assert len(by_row) == num_rows
+    for epoch in (stream[:num_rows], stream[num_rows : 2 * num_rows]):
+        units = [number for number, _ in itertools.groupby(epoch, key=by_row.__getitem__)]
+        assert sorted(units) == [number for number, rows in enumerate(unit_rows) if rows]
+        for number, rows in itertools.groupby(epoch, key=by_row.__getitem__):
+            assert sorted(map(list, rows)) == sorted(unit_rows[number])
+        orders.append(units)
+    in_order = [tuple(row) for number in orders[0] for row in unit_rows[number]]
+    assert orders[0] != orders[1] != sorted(orders[1]) and stream[:num_rows] != in_order
+    other = read_steps(source, tokenizer_dir, 1, seed=seed + 1)
+    assert not torch.equal(other[0][0], steps[0][0])
+
+
+def test_a_stream_resumes_at_any_step_on_any_number_of_processes(source, tokenizer_dir, unit_rows):
+    """Bit for bit. Steps span several units and units without rows; one process may be a step ahead of the others."""
+    whole = read_steps(source, tokenizer_dir, 9)
+    assert max(after[0] - before[0] for (_, before), (_, after) in itertools.pairwise(whole)) > 2
+    for first, micro_batch_size, num_processes in ((0, 24, 1), (0, 3, 2), (0, 2, 3), (4, 3, 2), (5, 4, 1), (7, 6, 2)):
+        position = tuple(json.loads(json.dumps(whole[first - 1][1]))) if first else (0, 0)
+        found = read_steps(source, tokenizer_dir, 2, position, micro_batch_size, num_processes)
+        for (rows, after), (expected, position) in zip(found, whole[first:], strict=False):
+            assert torch.equal(rows, expected) and after == position
+
+
+def test_old_units_are_deleted(source, tokenizer_dir, folders):
+    """A bounded number of files exists at any time, whichever process reads first."""
+    streams = open_streams(source, tokenizer_dir, 2)
+    assert [stream.workers is not None for stream in streams] == [True, False] and len(folders()) == 1
+    orders = [TrainOrder(1, 1, GLOBAL_BATCH, 3, 0, rank, 2) for rank in range(2)]
+    readers = [read_stream(stream, order, (0, 0)) for stream, order in zip(streams, orders, strict=True)]
+    counts, reached = [], 0
+    for number in range(40):
+        for reader in readers[:: -1 if number % 2 else 1]:
+            rows, (reached, _) = next(reader)
+        counts.append(len(list(folders()[0].rglob("*.arrow"))))
+    assert reached > 30 and max(counts) < 20 and rows.dtype == torch.int64
+    for reader in readers:
+        reader.close()
+    assert not folders()
+
+
+def test_a_machine_tokenizes_once(source, tokenizer_dir, folders):
+    """Machines may have different numbers of processes, and a scheduler may deal the ranks out in turn."""
+    streams = open_streams(source, tokenizer_dir, 5, hosts="abaaa")
+    assert [stream.workers is not None for stream in streams] == [True, True, False, False, False]
+    assert [streams.index(next(s for s in streams if s.folder == of.folder)) for of in streams] == [0, 1, 0, 0, 0]
+    assert len(folders()) == 2
+    rows = [stream.window(0)[np.arange(1)].tolist() for stream in streams if len(streams[0].window(0))]
+    assert all(row == rows[0] for row in rows)
+    for stream in streams:
+        stream.close()
+
+
+OWNER = """
+import sys, time
+from recipe.data import source as source_module
+from recipe.data.source import TextSource
+from recipe.data.stream import TextStream
+from recipe.data.units import Job
+source = TextSource((sys.argv[1],))
+if sys.argv[3] == "idle":
+    source_module.SMALL_SOURCE = source_module.SMALLEST_UNIT = 1500
+job = Job(source, "", sys.argv[2], 32, ("train",), is_temporary=True)
+stream = TextStream(job, source.units(), "tokenizers", 500, 1, 0, lambda part: [part])
+if sys.argv[3] == "idle":
+    stream.window(0)
+else:
+    import threading
+    threading.Thread(target=stream.window, args=(0,)).start()
+time.sleep(1)
+print("started", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("state", ["idle", "tokenizing"])
+def test_nothing_remains_of_a_killed_owner(tmp_path, text, tokenizer_dir, folders, state):
+    """Neither its processes nor its folder, also if they are in the middle of a unit."""
+    if state == "tokenizing":
+        (tmp_path / "long.jsonl").write_text(text.read_text() * 150)  # takes about five seconds
+        text = tmp_path / "long.jsonl"
+    command = [sys.executable, "-c", OWNER, str(text), str(tokenizer_dir), state]
+    owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True, cwd=ROOT)
+    assert owner.stdout.readline() == "started\n" and folders()
+    workers = psutil.Process(owner.pid).children()
+    os.killpg(owner.pid, signal.SIGKILL)
+    owner.communicate()
+    assert workers and not psutil.wait_procs(workers, timeout=30)[1]
+    assert not folders()
+
+
+def message_of(stream: TextStream) -> str:
+    with pytest.raises(ProcessError) as caught:
+        for number in itertools.count():
+            stream.window(number)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_an_unreadable_text_is_one_sentence(tmp_path, small_units, tokenizer_dir):
+    """It names the file. The other processes of the machine say that this one has ended."""
+    rows = [json.dumps({"text": text}) + "\n" for text in make_documents(50)]
+    (tmp_path / "broken.jsonl").write_text("".join(rows) + "{")
+    streams = open_streams(TextSource((str(tmp_path / "broken.jsonl"),)), tokenizer_dir, 2)
+    assert "broken.jsonl: the line that ends at byte" in message_of(streams[0])
+    streams[0].close()
+    assert "its output says why" in message_of(streams[1])
+
+
+def test_the_end_of_a_tokenizing_process_ends_the_run(source, tokenizer_dir):
+    streams = open_streams(source, tokenizer_dir)
+    for process in streams[0].workers.processes:
+        process.kill()
+    assert "a process that tokenizes text has ended" in message_of(streams[0])
+    streams[0].close()
+
+
+def test_a_full_disk_names_the_variable(source, tokenizer_dir, monkeypatch):
+    """For the folder itself, and for a unit in it."""
+
+    def fail(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tempfile, "mkdtemp", fail)
+        with pytest.raises(ProcessError, match="No space left on device; set TMPDIR"):
+            open_streams(source, tokenizer_dir)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, limits[1]))  # of the process that tokenizes
+    try:
+        (stream,) = open_streams(source, tokenizer_dir)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "cannot write token ids to" in (message := message_of(stream)) and "TMPDIR" in message
+    stream.close()
+
+
+@pytest.fixture
+def config(tmp_path, text, tokenizer_dir, small_units, monkeypatch):
+    """A streamed run, of which about 6,000 bytes are prepared."""
+    monkeypatch.setattr(prepare, "HEAD_BYTES", 6_000)
+    argv = ["--streaming", "--train_file", str(text), "--tokenizer_name", str(tokenizer_dir)]
+    argv += ["--cache_dir", str(tmp_path / "cache"), "--block_size", str(BLOCK_SIZE), "--seed", "1"]
+    return load_config([*argv, "--validation_split_percentage", "20"])[0]
+
+
+def test_a_part_of_a_streamed_text_is_prepared(config, source, tokenizer_dir):
+    """From units spread over the text; the run then reads all of it."""
+    dataset = open_dataset_for(config)
+    num_bytes = sum(of["bytes"] for of in dataset.metadata["splits"].values())
+    assert 3_000 < num_bytes < 10_000 and len(dataset.validation)
+    stream = open_stream(config, dataset, 0, lambda part: [part])
+    found, _ = next(read_stream(stream, TrainOrder(1, 1, GLOBAL_BATCH, GLOBAL_BATCH), (0, 0)))
+    assert torch.equal(found, read_steps(source, tokenizer_dir, 1)[0][0])
+    stream.close()
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["--dataset_dir", "d"], "--streaming requires --train_file or --dataset_name"),
+        (["--train_file", "a.txt", "--data_placement", "ram"], "remove --data_placement and"),
+        (["--train_file", "a.txt", "--dataloader_num_workers", "2"], "remove --data_placement and"),
+    ],
+)
+def test_options_that_conflict_with_streaming_are_errors(argv, expected):
+    with pytest.raises(UserError, match=expected):
+        load_config(["--streaming", "--tokenizer_name", "t", *argv])
+
+
+def test_the_folder_of_a_stream_is_where_TMPDIR_says(source, tokenizer_dir, folders):
+    (stream,) = open_streams(source, tokenizer_dir)
+    assert Path(stream.folder) in folders()
+    stream.close()
+    assert not folders()
