@@ -12,17 +12,16 @@ import sys
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 import torch
-from conftest import BLOCK_SIZE, ROOT, make_documents
+from conftest import BLOCK_SIZE, PLAIN, ROOT, launch, make_documents, read_events
 
 from recipe.command_line import load_config
 from recipe.data import prepare
-from recipe.data.batches import TrainOrder
+from recipe.data.batches import TrainBatches, TrainOrder
 from recipe.data.prepare import open_dataset_for, prepare_dataset
 from recipe.data.source import TextSource
 from recipe.data.stream import TextStream, open_stream, read_stream
@@ -39,8 +38,8 @@ def folders(tmp_path, monkeypatch):
     (tmp_path / "temporary").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    yield lambda: list((tmp_path / "temporary").iterdir())
-    assert not list((tmp_path / "temporary").iterdir())
+    yield lambda: list((tmp_path / "temporary").glob("gpt2-recipe-*"))
+    assert not list((tmp_path / "temporary").glob("gpt2-recipe-*"))
 
 
 @pytest.fixture(scope="module")
@@ -93,22 +92,29 @@ def open_streams(source, tokenizer_dir, count=1, seed=1, hosts=None) -> list[Tex
         return list(threads.map(open_on, range(count)))
 
 
-def read_steps(source, tokenizer_dir, num_steps, position=(0, 0), micro_batch_size=3, num_processes=1, seed=1):
-    """Return the rows of each step from a position, and the position after it. The last process leads."""
-    streams = open_streams(source, tokenizer_dir, num_processes, seed)
-    orders = [
-        TrainOrder(1, seed, GLOBAL_BATCH, micro_batch_size, 0, rank, num_processes) for rank in range(num_processes)
-    ]
+def batches_of(streams, position=(0, 0), micro_batch_size=3, seed=1) -> list[TrainBatches]:
+    """Return the batches of each process, which fetches one ahead."""
+    count = len(streams)
+    orders = [TrainOrder(1, seed, GLOBAL_BATCH, micro_batch_size, 0, rank, count) for rank in range(count)]
     readers = [read_stream(stream, order, position) for stream, order in zip(streams, orders, strict=True)]
-    steps = []
+    return [TrainBatches(reader, torch.device("cpu")) for reader in readers]
+
+
+def read_steps(source, tokenizer_dir, num_steps, position=(0, 0), micro_batch_size=3, num_processes=1, seed=1):
+    """Return the inputs and last targets of each step from a position, and the position after it.
+
+    Each process takes its part of a step, and the beginning of the next, before the following process does.
+    """
+    processes = batches_of(open_streams(source, tokenizer_dir, num_processes, seed), position, micro_batch_size, seed)
+    micro_steps, steps = GLOBAL_BATCH // micro_batch_size // num_processes, []
     for _ in range(num_steps):
-        micro_steps = GLOBAL_BATCH // micro_batch_size // num_processes
-        taken = [[next(reader) for _ in range(micro_steps)] for reader in reversed(readers)][::-1]
-        assert len({after for of_process in taken for _, after in of_process}) == 1
-        rows = torch.cat([of_rank[0] for of_all in zip(*taken, strict=True) for of_rank in of_all])
-        steps.append((rows, taken[0][-1][1]))
-    for reader in readers:
-        reader.close()
+        taken = [[next(batches) for _ in range(micro_steps)] for batches in processes]
+        pairs = [pair for of_all in zip(*taken, strict=True) for pair in of_all]
+        rows = torch.cat([torch.cat([inputs, targets[:, -1:]], dim=1) for inputs, targets in pairs])
+        assert len({batches.position for batches in processes}) == 1
+        steps.append((rows, processes[0].position))
+    for batches in processes:
+        batches.close()
     return steps
 
 
@@ -136,7 +142,7 @@ def test_a_stream_resumes_at_any_step_on_any_number_of_processes(source, tokeniz
     """Bit for bit. Steps span several units and units without rows; one process may be a step ahead of the others."""
     whole = read_steps(source, tokenizer_dir, 9)
     assert max(after[0] - before[0] for (_, before), (_, after) in itertools.pairwise(whole)) > 2
-    for first, micro_batch_size, num_processes in ((0, 24, 1), (0, 3, 2), (0, 2, 3), (4, 3, 2), (5, 4, 1), (7, 6, 2)):
+    for first, micro_batch_size, num_processes in ((0, 24, 1), (0, 3, 2), (0, 2, 3), (4, 3, 2), (7, 6, 2)):
         position = tuple(json.loads(json.dumps(whole[first - 1][1]))) if first else (0, 0)
         found = read_steps(source, tokenizer_dir, 2, position, micro_batch_size, num_processes)
         for (rows, after), (expected, position) in zip(found, whole[first:], strict=False):
@@ -144,19 +150,18 @@ def test_a_stream_resumes_at_any_step_on_any_number_of_processes(source, tokeniz
 
 
 def test_old_units_are_deleted(source, tokenizer_dir, folders):
-    """A bounded number of files exists at any time, whichever process reads first."""
+    """A bounded number of files exists at any time."""
     streams = open_streams(source, tokenizer_dir, 2)
     assert [stream.workers is not None for stream in streams] == [True, False] and len(folders()) == 1
-    orders = [TrainOrder(1, 1, GLOBAL_BATCH, 3, 0, rank, 2) for rank in range(2)]
-    readers = [read_stream(stream, order, (0, 0)) for stream, order in zip(streams, orders, strict=True)]
-    counts, reached = [], 0
-    for number in range(40):
-        for reader in readers[:: -1 if number % 2 else 1]:
-            rows, (reached, _) = next(reader)
+    processes, counts = batches_of(streams), []
+    for _ in range(40):
+        for batches in processes:
+            inputs, targets = next(batches)
+            assert torch.equal(inputs[:, 1:], targets[:, :-1])
         counts.append(len(list(folders()[0].rglob("*.arrow"))))
-    assert reached > 30 and max(counts) < 20 and rows.dtype == torch.int64
-    for reader in readers:
-        reader.close()
+    assert processes[0].position[0] > 30 and max(counts) < 20
+    for batches in processes:
+        batches.close()
     assert not folders()
 
 
@@ -188,7 +193,7 @@ if sys.argv[3] == "idle":
 else:
     import threading
     threading.Thread(target=stream.window, args=(0,)).start()
-time.sleep(1)
+time.sleep(0.5)
 print("started", flush=True)
 time.sleep(60)
 """
@@ -212,7 +217,7 @@ def test_nothing_remains_of_a_killed_owner(tmp_path, text, tokenizer_dir, folder
 
 def message_of(stream: TextStream) -> str:
     with pytest.raises(ProcessError) as caught:
-        for number in itertools.count():
+        for number in range(100):
             stream.window(number)
     assert "\n" not in str(caught.value)
     return str(caught.value)
@@ -289,8 +294,36 @@ def test_options_that_conflict_with_streaming_are_errors(argv, expected):
         load_config(["--streaming", "--tokenizer_name", "t", *argv])
 
 
-def test_the_folder_of_a_stream_is_where_TMPDIR_says(source, tokenizer_dir, folders):
-    (stream,) = open_streams(source, tokenizer_dir)
-    assert Path(stream.folder) in folders()
-    stream.close()
-    assert not folders()
+STREAMED = ["--streaming", "--global_batch_size", "4", "--max_steps", "6", "--logging_steps", "1", "--eval_steps", "0",
+            "--save_steps", "4", *PLAIN, "--block_size", str(BLOCK_SIZE)]  # fmt: skip
+
+
+@pytest.fixture
+def arguments(text, tokenizer_dir):
+    shape = "n_layer=2,n_head=2,n_embd=32,resid_pdrop=0.1"
+    return [*STREAMED, "--train_file", text, "--tokenizer_name", tokenizer_dir, "--config_overrides", shape]
+
+
+def test_a_streamed_run_resumes_bit_for_bit(tmp_path, train, arguments, small_units, monkeypatch):
+    """A resumed run has the losses and weights of one that was never interrupted, with dropout on."""
+    monkeypatch.chdir(tmp_path)
+    run = train(*arguments, "--output_dir", tmp_path / "run", alone=True)
+    weights, events = (run / "model.safetensors").read_bytes(), read_events(run, "train")
+    (run / "model.safetensors").unlink()
+    resume = ["--output_dir", run, "--resume_from_checkpoint", run / "checkpoint-4"]
+    train(*arguments, *resume, alone=True)
+    assert (run / "model.safetensors").read_bytes() == weights
+    for before, after in zip(events, read_events(run, "train"), strict=True):
+        assert (before["loss"], before["grad_norm"]) == (after["loss"], after["grad_norm"])
+
+
+def test_two_processes_train_on_a_stream_like_one(tmp_path, train, arguments, monkeypatch):
+    """The losses agree within 1e-5."""
+    monkeypatch.chdir(tmp_path)
+    arguments = [str(argument).replace(",resid_pdrop=0.1", "") for argument in arguments]
+    one = train(*arguments, "--output_dir", tmp_path / "run", alone=True)
+    two = [*arguments, "--output_dir", "two"], tmp_path, ("--multi_gpu", "--num_processes", "2")
+    result = launch(*two, ACCELERATE_USE_CPU="true")
+    assert result.returncode == 0, result.stderr
+    for a, b in zip(read_events(one, "train"), read_events(tmp_path / "two", "train"), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], abs=1e-5)

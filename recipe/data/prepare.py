@@ -91,6 +91,9 @@ def prepare_dataset(
         if (existing := _open_existing(source, directory, identity, overwrite)) is not None:
             return existing  # another process has prepared the same dataset meanwhile
         raise
+    if mine and (existing := _open_existing(source, directory, identity, overwrite)) is not None:
+        shutil.rmtree(partial, ignore_errors=True)  # it has, and renamed the folder before this one wrote to it
+        return existing
     if (left := len(list(missing_units(partial, units)))) and partial.is_dir():
         say(f"{left:,} of {len(units):,} units are not done yet")
         return None
@@ -202,7 +205,7 @@ def read_train_texts(source: TextSource, units: list[Unit]) -> Iterator[str]:
                 name = source.text_column_name
                 raise UserError(f"column '{name}' is already tokenized; pass its --tokenizer_name")
             if document.split == "train":
-                yield document.text
+                yield document.text[: limit - characters]
             characters += len(document.text)
             if characters >= limit:
                 break

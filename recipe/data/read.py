@@ -158,8 +158,9 @@ def open_stream(path: str) -> BinaryIO:
             return open(path, "rb", BLOCK)
         case ".xz":
             return lzma.open(path)
-        case _:
-            return io.BufferedReader(pa.input_stream(path), BLOCK)
+        case suffix:  # pyarrow recognizes lowercase suffixes only
+            name = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}[suffix]
+            return io.BufferedReader(pa.input_stream(path, compression=name), BLOCK)
 
 
 def _read_text(
@@ -192,7 +193,8 @@ def _read_text(
         ("validation" if part.split == "tail" else part.split, tail, start + len(content) == size),
     ):
         text = _decode(data, is_first=start == 0)
-        if text and not text.isspace():
+        is_whole = start == 0 and ends
+        if text and not (is_whole and text.isspace()):  # blank lines at the end of a unit belong to its document
             yield split, text, ends
 
 

@@ -142,6 +142,8 @@ class TextSource:
         try:
             metadata = pq.ParquetFile(path).metadata
         except (OSError, pa.ArrowException):
+            metadata = None
+        if metadata is None or not metadata.num_row_groups:
             yield Part(path, split=split), 0
             return
         columns = {metadata.schema.column(index).path: index for index in range(metadata.num_columns)}
@@ -284,7 +286,7 @@ def find_files(given: Iterable[str]) -> Files:
                 found.paths.append(name)
         if len(found.paths) == before:
             if not found.ignored:
-                raise UserError(f"there is no file {path}" if not Path(path).is_dir() else f"the folder {path} is empty")
+                raise UserError(f"the folder {path} is empty" if Path(path).is_dir() else f"there is no file {path}")
             kinds = f"it holds {_list(found.ignored)}, and not {', '.join(KINDS)}"
             raise UserError(f"there is no file of a supported kind in {path}: {kinds}")
     return found

@@ -97,6 +97,7 @@ class TextStream:
         """Delete the windows before one that any process of this machine may still open."""
         for number in [number for number in self.opened if number < before]:
             del self.opened[number]
+            self.futures.pop(number, None)
             if self.workers is not None:
                 for path in (f"train/{number:05d}.arrow", f"units/{number:05d}.json"):
                     (self.folder / path).unlink(missing_ok=True)

@@ -187,13 +187,15 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     fields = json.loads(sys.stdin.readline())
     tokenize = UnitTokenizer(Job(source=TextSource(**fields.pop("source")), **fields))
-    for line in sys.stdin:
-        number, unit, encoder = json.loads(line)
-        try:
-            answer = tokenize(number, Unit(*unit), encoder)
-        except UserError as error:
-            answer = {"error": str(error)}
-        print(json.dumps(answer), flush=True)
+    with contextlib.suppress(BrokenPipeError):  # the owner has ended in the middle of a unit
+        for line in sys.stdin:
+            number, unit, encoder = json.loads(line)
+            try:
+                answer = tokenize(number, Unit(*unit), encoder)
+            except UserError as error:
+                answer = {"error": str(error)}
+            print(json.dumps(answer), flush=True)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it at its exit
     if tokenize.job.is_temporary:
         shutil.rmtree(tokenize.job.folder, ignore_errors=True)
 
