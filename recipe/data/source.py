@@ -33,7 +33,7 @@ COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
 COMPRESSION_RATIO = 4  # bytes of text per byte of a compressed file, roughly
 # A source up to this size is one unit. Its documents are held out exactly, and one core prepares it in a second.
 SMALL_SOURCE = 32_000_000
-SMALLEST_UNIT, MOST_UNITS = 8_000_000, 256
+SMALLEST_UNIT, LARGEST_UNIT, NUM_UNITS = 8_000_000, 128_000_000, 256  # 256 units, if their size permits
 FEW_TEXTS = 40  # fewer text files have too few documents to hold some out, so the end of each is held out
 HASHED_WHOLE = 64 * 2**20  # bytes; of a larger file, this much is hashed in evenly spaced blocks
 BLOCK = 2**20
@@ -168,7 +168,7 @@ class TextSource:
                 loaded = loaded if isinstance(loaded, dict) else {"train": loaded}
                 return {
                     name: rows.with_format(None).to_iterable_dataset(
-                        num_shards=max(1, min(len(rows), MOST_UNITS, (rows.data.nbytes or 0) // SMALLEST_UNIT))
+                        num_shards=max(1, min(len(rows), NUM_UNITS, (rows.data.nbytes or 0) // SMALLEST_UNIT))
                     )
                     for name, rows in loaded.items()
                 }
@@ -187,7 +187,7 @@ class TextSource:
             units, split = [Unit([Part("validation", 0, 1, "validation")], 0)], "train"
         num_bytes = COMPRESSION_RATIO * sum(size for _, _, size in self.dataset_files or ())
         num_shards = self.opened_dataset[self.dataset_split].num_shards
-        count = min(num_shards, MOST_UNITS, -(-num_bytes // unit_size(num_bytes)) or MOST_UNITS)
+        count = min(num_shards, NUM_UNITS, -(-num_bytes // unit_size(num_bytes)) or NUM_UNITS)
         is_only = count == 1 and split is None
         return units + [Unit([Part(self.dataset_split, k, count, split)], 0, is_only) for k in range(count)]
 
@@ -238,7 +238,9 @@ class TextSource:
 
 
 def unit_size(num_bytes: int) -> int:
-    return max(1, num_bytes) if num_bytes <= SMALL_SOURCE else max(SMALLEST_UNIT, num_bytes // MOST_UNITS)
+    if num_bytes <= SMALL_SOURCE:
+        return max(1, num_bytes)
+    return min(LARGEST_UNIT, max(SMALLEST_UNIT, num_bytes // NUM_UNITS))
 
 
 def group(stretches: Iterable[tuple[Part, int]]) -> list[Unit]:
