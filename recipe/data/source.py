@@ -187,7 +187,7 @@ class TextSource:
             units, split = [Unit([Part("validation", 0, 1, "validation")], 0)], "train"
         num_bytes = COMPRESSION_RATIO * sum(size for _, _, size in self.dataset_files or ())
         num_shards = self.opened_dataset[self.dataset_split].num_shards
-        count = min(num_shards, NUM_UNITS, -(-num_bytes // unit_size(num_bytes)) or NUM_UNITS)
+        count = min(num_shards, -(-num_bytes // unit_size(num_bytes)) or NUM_UNITS)
         is_only = count == 1 and split is None
         return units + [Unit([Part(self.dataset_split, k, count, split)], 0, is_only) for k in range(count)]
 
