@@ -37,9 +37,11 @@ def main() -> None:
     for name in ("block_size", "num_shards", "preprocessing_num_workers"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise UserError(f"{name} must be at least 1, got {getattr(args, name)}")
-    if args.num_shards > 1 and not args.finish and args.shard_index not in range(args.num_shards):
-        last = args.num_shards - 1
-        raise UserError(f"--num_shards needs --shard_index, from 0 to {last}, or --finish; got {args.shard_index}")
+    is_array = args.num_shards > 1 or args.shard_index is not None
+    if is_array and not args.finish and args.shard_index not in range(args.num_shards):
+        raise UserError(
+            f"the jobs of an array need --num_shards N and --shard_index 0 to N - 1; got {args.shard_index}"
+        )
     if args.tokenizer_name is None:
         raise UserError("pass --tokenizer_name, a folder or Hub id; scripts/train_tokenizer.py creates one")
     source = source_from(args)

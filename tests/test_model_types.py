@@ -223,7 +223,7 @@ def test_a_run_continues_a_saved_model(train, tmp_path, jsonl_file):
     second = train(*start, shape=["--model_type", "llama"], output_dir=tmp_path / "second")
     before, after = (load_file(run / "model.safetensors") for run in (first, second))
     torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-7)
-    with pytest.raises(UserError, match=f"the model in {first} has type llama, but --model_type is gpt2"):
+    with pytest.raises(UserError, match=f"the model in {first} has type llama; pass --model_type llama"):
         train(*start, shape=[], output_dir=tmp_path / "third")
     error = run_script("scripts/evaluate_model.py", "--model", first, "--text_file", jsonl_file)
     assert not error
@@ -261,8 +261,18 @@ def test_another_type_replaces_the_recipes_shape():
     assert "n_layer" not in load_config([*data, "--model_type", "llama", *overrides])[0].config_overrides
 
 
-@pytest.mark.parametrize("model_type", ["gemma2", "cohere"])
-def test_a_type_whose_logits_the_loss_would_get_wrong_is_refused(model_type):
-    config = load_config(["--dataset_dir", "d", "--model_type", model_type, "--config_overrides", DENSE])[0]
-    with pytest.raises(UserError, match="logit"):
+@pytest.mark.parametrize(
+    ("model_type", "overrides", "reason"),
+    [
+        ("gemma2", DENSE, "logit"),
+        ("cohere", DENSE, "logit"),
+        ("granite", f"{DENSE},logits_scaling=8.0", "logit"),
+        ("bert", WIDE, "encoder"),
+        ("mixtral", DENSE, "experts"),
+        ("llama", f"{WIDE},intermediate_size=176,num_key_value_heads=3", "cannot be built"),
+    ],
+)
+def test_a_model_that_would_be_wrong_without_a_word_is_refused(model_type, overrides, reason):
+    config = load_config(["--dataset_dir", "d", "--model_type", model_type, "--config_overrides", overrides])[0]
+    with pytest.raises(UserError, match=reason):
         build_model_config(config, 500, 7)

@@ -408,7 +408,7 @@ def test_rows_without_text_are_counted(tmp_path):
     write_parquet(tmp_path / "d.parquet", ["x"] * 4, "content")
     report = ReadReport()
     assert [text for _, text in read(TextSource((str(tmp_path),)), report)] == ["good", "good"]
-    assert (report.num_blank, report.num_without_column, report.columns) == (4, 7, ["body", "n"])
+    assert (report.num_blank, report.num_without_column, report.columns) == (4, 7, ["body", "n", "content"])
 
 
 BAD_SOURCES = [

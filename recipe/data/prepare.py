@@ -84,16 +84,18 @@ def prepare_dataset(
     if len(missing) < len(units):
         say(f"{len(units) - len(missing):,} of {len(units):,} units are done")
     job = Job(source, str(partial), str(partial / "tokenizer"), block_size)
+    failure = None
     try:
         if mine:
             tokenize_units(job, tokenizer, units, mine, num_workers or count_cpus())
-    except UserError:
-        if (existing := _open_existing(source, directory, identity, overwrite)) is not None:
-            return existing  # another process has prepared the same dataset meanwhile
-        raise
+    except UserError as error:
+        failure = error
     if mine and (existing := _open_existing(source, directory, identity, overwrite)) is not None:
-        shutil.rmtree(partial, ignore_errors=True)  # it has, and renamed the folder before this one wrote to it
+        # Another process has prepared the same dataset, and may have renamed the folder before this one wrote to it.
+        shutil.rmtree(partial, ignore_errors=True)
         return existing
+    if failure:
+        raise failure
     if (left := len(list(missing_units(partial, units)))) and partial.is_dir():
         say(f"{left:,} of {len(units):,} units are not done yet")
         return None
@@ -284,7 +286,9 @@ def finish(
             "tokenizer_sha256": tokenizer_sha256(tokenizer),
             "content_sha256": sha256_of(splits[split]["rows_sha256"] for split in SPLITS),
             **identity,
-            "source": source | {"skipped_files": len(report.skipped), "blank_rows": report.num_blank},
+            "source": source
+            | {"skipped_files": len(report.skipped), "blank_rows": report.num_blank}
+            | {"rows_without_column": report.num_without_column},
             "splits": splits,
         }
         for split in SPLITS:

@@ -57,13 +57,14 @@ class ReadReport:
 
     num_blank: int = 0  # rows whose text is null, empty or blank
     num_without_column: int = 0  # rows
-    columns: list[str] = field(default_factory=list)  # of the first of them
+    columns: list[str] = field(default_factory=list)  # that they have instead, up to 20
     num_separators: int = 0
     skipped: list[str] = field(default_factory=list)  # the error of each skipped file
 
     def add(self, other: "ReadReport") -> None:
         for name, value in vars(other).items():
-            setattr(self, name, value if name == "columns" and not self.columns else getattr(self, name) + value)
+            new = [item for item in value if item not in self.columns] if name == "columns" else value
+            setattr(self, name, getattr(self, name) + new)
 
 
 def read_unit(source: TextSource, unit: Unit, report: ReadReport) -> Iterator[Document]:
@@ -146,8 +147,8 @@ def _read_part(source: TextSource, part: Part, report: ReadReport) -> Iterator[t
         if isinstance(error.__cause__ or error, UnicodeDecodeError):
             reason = f"{where} is not UTF-8 text; convert it, from Latin-1 for example with iconv -f LATIN1 -t UTF-8"
         if source.dataset_name or not source.skip_bad_files:
-            remedy = "" if source.dataset_name else "; --skip_bad_files skips such files"
-            raise UserError(reason + remedy) from error
+            is_preparing = source.validation_split_percentage and not source.dataset_name  # `read_texts` has no option
+            raise UserError(reason + ("; --skip_bad_files skips such files" if is_preparing else "")) from error
         report.skipped.append(reason)
 
 
@@ -345,7 +346,9 @@ def texts_of(rows: Iterable[Any], column: str, where: str, report: ReadReport) -
         text = row.get(column)
         if column not in row:
             report.num_without_column += 1
-            report.columns = report.columns or list(map(str, row))
+            report.columns += [str(name) for name in row if str(name) not in report.columns][
+                : 20 - len(report.columns)
+            ]
         elif text is None or (isinstance(text, str) and (not text or text.isspace())):
             report.num_blank += 1
         elif isinstance(text, str):

@@ -19,7 +19,10 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
 
 from recipe.config import TrainConfig
 from recipe.errors import UserError, did_you_mean, short_reason
@@ -49,8 +52,14 @@ def model_options(model_type: str) -> list[str]:
     config_class = CONFIG_MAPPING[model_type]
     names, common = ({field.name for field in dataclasses.fields(c)} for c in (config_class, PreTrainedConfig))
     names |= config_class.attribute_map.keys()
-    if "max_position_embeddings" not in names:
-        raise UserError(f"model_type {model_type} is not supported: its config has no max_position_embeddings")
+    # The run would be wrong without a word: tokens of an encoder see later ones, and experts need a loss of their own.
+    for is_unsupported, reason in (
+        ("max_position_embeddings" not in names, "its config has no max_position_embeddings"),
+        (model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES, "it is an encoder"),
+        ("num_experts_per_tok" in names, "it is a mixture of experts"),
+    ):
+        if is_unsupported:
+            raise UserError(f"model_type {model_type} is not supported: {reason}; use a dense decoder, such as llama")
     return sorted(names - common - MANAGED.keys())
 
 
@@ -99,7 +108,7 @@ def _load_config(source: str | Path, config: TrainConfig, vocab_size: int) -> Pr
     """Return an existing model's config. Raises `UserError` if it does not fit the run's options and vocabulary."""
     model_config = load_pretrained(AutoConfig, source)
     if (found := model_config.model_type) != config.model_type:
-        raise UserError(f"the model in {source} has type {found}, but --model_type is {config.model_type}")
+        raise UserError(f"the model in {source} has type {found}; pass --model_type {found}")
     no_dropout, most = _no_dropout(config.model_type), model_config.max_position_embeddings
     for key, value in (config.config_overrides or {}).items():
         if key not in no_dropout and getattr(model_config, key) != value:

@@ -20,7 +20,8 @@ def _count_sizes(model_config: PreTrainedConfig) -> tuple[int, int, int]:
     """
     if (key := str(vars(model_config))) not in _SIZES:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(copy.deepcopy(model_config))
+            model = AutoModelForCausalLM.from_config(copy.deepcopy(model_config), attn_implementation="eager")
+            model(torch.zeros(1, 2, dtype=torch.int64))  # raises for heads that do not fit together
         head = model.get_output_embeddings().weight
         embeddings = {layer.weight for layer in model.modules() if isinstance(layer, nn.Embedding)}
         matrices = sum(p.numel() for p in {*model.parameters()} - {head, *embeddings} if p.dim() > 1)
