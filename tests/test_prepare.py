@@ -406,6 +406,13 @@ def test_an_array_gives_the_dataset_of_one_job(tmp_path, source, tokenizer, expe
     assert again.metadata == expected
 
 
+def test_a_unit_that_a_power_cut_has_shortened_is_repeated(tmp_path, source, tokenizer, expected):
+    assert prepare_dataset(source, tmp_path / "d", 16, tokenizer, share=slice(2)) is None
+    (file,) = tmp_path.glob(".d-*.partial/train/00001.arrow")
+    file.write_bytes(file.read_bytes()[:1000])
+    assert prepare_dataset(source, tmp_path / "d", 16, tokenizer).metadata == expected
+
+
 def start_script(unit_bytes: int, **options: object) -> subprocess.Popen:
     """Run scripts/prepare_data.py with small units."""
     code = (

@@ -213,6 +213,9 @@ def open_packed_dataset(directory: Path, block_size: int | None = None) -> Packe
     """Open a complete dataset that has the run's block_size. Raises `UserError` for any other."""
     if not directory.is_dir():
         raise UserError(f"there is no dataset {directory}; create it with scripts/prepare_data.py")
+    if not (directory / "metadata.json").is_file():
+        missing = "it has no metadata.json; create one with scripts/prepare_data.py"
+        raise UserError(f"{directory} is not a complete packed dataset: {missing}")
     try:
         metadata = json.loads((directory / "metadata.json").read_text())
         if metadata["format_version"] != FORMAT_VERSION:

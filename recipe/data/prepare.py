@@ -191,9 +191,18 @@ def save_once(
 
 
 def missing_units(partial: Path, units: list[Unit]) -> Iterator[int]:
-    """Yield the numbers of the units that are not finished."""
-    done = {path.stem for path in (partial / "units").glob("*.json")}
-    yield from (number for number in range(len(units)) if f"{number:05d}" not in done)
+    """Yield the numbers of the units that are not finished, or whose files a power cut has shortened."""
+    for number in range(len(units)):
+        try:
+            splits = json.loads((partial / "units" / f"{number:05d}.json").read_text())["splits"]
+            sizes = {
+                partial / split / name: size for split in SPLITS for name, size in splits[split]["file_bytes"].items()
+            }
+            is_done = all(path.stat().st_size == size for path, size in sizes.items())
+        except (OSError, ValueError):
+            is_done = False
+        if not is_done:
+            yield number
 
 
 def read_train_texts(source: TextSource, units: list[Unit]) -> Iterator[str]:

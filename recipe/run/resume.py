@@ -72,6 +72,8 @@ def check_identity(
     if refused := changes.keys() - find_consent(typed_names(sys.argv[1:])):
         listed = "; ".join(f"{key} {_short(changes[key][0])} -> {_short(changes[key][1])}" for key in sorted(refused))
         remedy = "pass the run's own options (--config training_config.yaml of its folder), or start a new run"
+        if refused <= {"dataset", "streamed_text"}:
+            remedy = "its text has changed; pass the text as it was, or start a new run"
         if refused <= set(SCHEDULE_OPTIONS):
             remedy = "type the option on the command line to resume with its new value, or " + remedy
         raise UserError(f"{resume_dir} belongs to a run with other options: {listed}; {remedy}")
