@@ -214,8 +214,8 @@ def open_packed_dataset(directory: Path, block_size: int | None = None) -> Packe
     if not directory.is_dir():
         raise UserError(f"there is no dataset {directory}; create it with scripts/prepare_data.py")
     if not (directory / "metadata.json").is_file():
-        missing = "it has no metadata.json; create one with scripts/prepare_data.py"
-        raise UserError(f"{directory} is not a complete packed dataset: {missing}")
+        remedy = "create one with scripts/prepare_data.py"
+        raise UserError(f"{directory} is not a complete packed dataset (it has no metadata.json); {remedy}")
     try:
         metadata = json.loads((directory / "metadata.json").read_text())
         if metadata["format_version"] != FORMAT_VERSION:
