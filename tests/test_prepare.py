@@ -367,7 +367,7 @@ def test_overwrite_replaces_packed_datasets_only(tmp_path, jsonl_file, tokenizer
 
 @pytest.mark.parametrize("at", ["the first rename", "the last rename"])
 def test_an_interruption_at_the_end_loses_nothing(tmp_path, jsonl_file, tokenizer, monkeypatch, at):
-    """The next run goes on where it ended, and replaces the older dataset."""
+    """The next run resumes where it ended, and replaces the older dataset."""
     source, rename = TextSource((str(jsonl_file),)), os.rename
     old = prepare_dataset(source, tmp_path / "d", 8, tokenizer).metadata
 

@@ -325,7 +325,7 @@ def test_the_end_of_a_text_is_held_out(tmp_path, monkeypatch, text, expected, ki
 
 
 def test_many_texts_are_split_by_file(tmp_path):
-    """Of 40 files, whole ones are held out; of 39, the end of each."""
+    """With 40 files, whole files are held out; with 39, the end of each file."""
     for number, text in enumerate(make_documents(39)):
         (tmp_path / f"{number:02}.txt").write_text(text * 5)
     source = TextSource((str(tmp_path),))

@@ -79,7 +79,7 @@ class TrainOrder:
 class TrainBatches:
     """Endless (input_ids, targets), int64 [micro-batch, block_size] on the device, fetched one batch ahead.
 
-    `position` is where a streamed source goes on after the step of the last batch; None for a packed dataset.
+    `position` is where a streamed source resumes after the step of the last batch; None for a packed dataset.
     """
 
     def __init__(self, batches: Iterator[tuple[torch.Tensor, tuple | None]], device: torch.device) -> None:

@@ -44,7 +44,7 @@ NUL = "it contains NUL bytes, so it is binary, or text in UTF-16: convert it wit
 
 
 class Document(NamedTuple):
-    """A document, or a part of one that goes on in the next unit."""
+    """A document, or a part of one that continues in the next unit."""
 
     split: str
     text: Text
