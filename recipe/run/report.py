@@ -52,7 +52,6 @@ def collect_facts(run: Run, model: PreTrainedModel) -> dict[str, Any]:
             "dataset_id": hub_id(source.get("dataset_name")),
             "dataset_config_name": source.get("dataset_config_name"),
             "validation_split_percentage": source.get("validation_split_percentage"),
-            "duplicates_of_validation": source.get("duplicates_of_validation"),
             "splits": splits,
             "content_sha256": metadata["content_sha256"],
             "tokenizer_sha256": metadata["tokenizer_sha256"],
