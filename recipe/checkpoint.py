@@ -183,7 +183,7 @@ def load_checkpoint(
             accelerator.scaler.load_state_dict(content["scaler"])
         rng = torch.load(directory / RNG_NAME, weights_only=True)
         if accelerator.process_index in rng:  # additional processes keep their fresh seed
-            set_rng_state(rng[accelerator.process_index])
+            set_rng_state(rng[accelerator.process_index], accelerator.device)
     except Exception as error:  # a file of another version or shape: each reader raises its own
         raise _damaged(directory, error) from error
     return RunState(**{name: content[name] for name in RunState.__dataclass_fields__})
@@ -223,7 +223,7 @@ class CheckpointSaver:
         """Copy the state on all processes and start to write it on the main one."""
         self.wait()
         gc.collect()  # it is off during training
-        rng = dict(enumerate(gather(get_rng_state())))
+        rng = dict(enumerate(gather(get_rng_state(self.accelerator.device))))
         self.saved_step, self.has_saved = state.step, True
         if self.accelerator.is_main_process:
             scaler = self.accelerator.scaler

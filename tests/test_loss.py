@@ -32,11 +32,19 @@ def reference(model, rows, label_smoothing=0.0):
     return F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), label_smoothing=label_smoothing)
 
 
+def compile_if(module, compiled):
+    """Compile as for a GPU, without generating code."""
+    if compiled:
+        module.compile(backend="aot_eager", fullgraph=True, dynamic=False)
+    return module
+
+
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("num_chunks", [1, 3, 7])
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
-def test_loss_and_gradients_equal_torchs(model, rows, num_chunks, label_smoothing):
-    """Chunks, smoothing and the mask of the padding change neither value nor gradients."""
-    module = LanguageModelingLoss(model, VOCAB, label_smoothing, num_chunks).train()
+def test_loss_and_gradients_equal_torchs(model, rows, num_chunks, label_smoothing, compiled):
+    """Chunks, smoothing, the mask of the padding and compilation change neither value nor gradients."""
+    module = compile_if(LanguageModelingLoss(model, VOCAB, label_smoothing, num_chunks).train(), compiled)
     expected = reference(model, rows, label_smoothing)
     expected.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -48,10 +56,11 @@ def test_loss_and_gradients_equal_torchs(model, rows, num_chunks, label_smoothin
         torch.testing.assert_close(p.grad, gradients[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("num_chunks", [1, 4])
-def test_evaluation_returns_the_nats_of_each_target(model, rows, num_chunks):
+def test_evaluation_returns_the_nats_of_each_target(model, rows, num_chunks, compiled):
     """In eval mode, fp32 without smoothing, and 0 where a target does not count; training returns only the loss."""
-    module = LanguageModelingLoss(model, VOCAB, label_smoothing=0.3, num_chunks=num_chunks).eval()
+    module = compile_if(LanguageModelingLoss(model, VOCAB, 0.3, num_chunks).eval(), compiled)
     targets = rows[:, 1:].clone()
     targets[1, 5:] = IGNORE_INDEX
     found = module(rows[:, :-1], targets)
@@ -92,9 +101,10 @@ def test_padding_does_not_affect_the_loss(model, rows, label_smoothing, padding,
     assert not model.lm_head.weight.grad[VOCAB:].any()
 
 
-def test_targets_of_minus_100_do_not_count(model, rows):
+@pytest.mark.parametrize("compiled", [False, True])
+def test_targets_of_minus_100_do_not_count(model, rows, compiled):
     """They are in neither the sum nor the mean; without any other target the loss is zero, not NaN."""
-    module = LanguageModelingLoss(model, VOCAB)
+    module = compile_if(LanguageModelingLoss(model, VOCAB), compiled)
     targets = rows[:, 1:].clone()
     targets[1:] = IGNORE_INDEX
     torch.testing.assert_close(module(rows[:, :-1], targets)["loss"], reference(model, rows[:1]), rtol=1e-6, atol=1e-6)

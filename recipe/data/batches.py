@@ -96,9 +96,7 @@ class TrainBatches:
         started_at = time.perf_counter()
         with record_function("DataLoader"):  # the name under which profiles count it
             rows, position = next(self.batches)
-            if rows.device.type == "cpu" and self.device.type == "cuda":
-                rows = rows.pin_memory()  # those of the DataLoader are already pinned
-            rows = rows.to(self.device, non_blocking=True)
+            rows = to_device(rows, self.device)
         self.wait_seconds += time.perf_counter() - started_at
         return rows, position
 
@@ -110,6 +108,13 @@ class TrainBatches:
     def close(self) -> None:
         """End the worker processes."""
         self.batches.close()
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a tensor to the device without waiting for it. The host must not change the tensor afterward."""
+    if tensor.device.type == "cpu" and device.type == "cuda":
+        tensor = tensor.pin_memory()  # returns the tensor itself if it is already pinned
+    return tensor.to(device, non_blocking=True)
 
 
 def read_rows(
@@ -147,7 +152,7 @@ def _index_on_device(split: PackedSplit, order: TrainOrder, device: torch.device
     is_uint16 = rows.dtype == np.uint16  # torch cannot index uint16 on every device: store the bits as int16
     rows = torch.from_numpy(rows.view(np.int16) if is_uint16 else rows).to(device)
     for indices in order:
-        gathered = rows[torch.from_numpy(indices).to(device, non_blocking=True)].long()
+        gathered = rows[to_device(torch.from_numpy(indices), device)].long()
         yield gathered & 0xFFFF if is_uint16 else gathered
 
 

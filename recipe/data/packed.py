@@ -111,6 +111,11 @@ class PackedSplit:
     def __len__(self) -> int:
         return int(self.starts[-1])
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of the rows in memory."""
+        return len(self) * (self.block_size + 1) * np.dtype(id_dtype(self.vocab_size)).itemsize
+
     def __getitem__(self, indices: np.ndarray) -> np.ndarray:
         """Return the rows with these indices (int64 [batch]) as int64 [batch, block_size + 1].
 

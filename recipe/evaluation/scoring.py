@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
+from recipe.data.batches import to_device
 from recipe.hardware.host_memory import FreedMemory
 from recipe.hardware.processes import gather
 from recipe.model.loss import IGNORE_INDEX
@@ -52,7 +53,7 @@ def pad_windows(windows: Sequence[Window], device: torch.device) -> tuple[torch.
         pad_sequence(inputs, batch_first=True),
         pad_sequence(targets, batch_first=True, padding_value=IGNORE_INDEX),
     )
-    return padded[0].to(device), padded[1].to(device)
+    return to_device(padded[0], device), to_device(padded[1], device)
 
 
 class Totals(NamedTuple):

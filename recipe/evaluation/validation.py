@@ -9,7 +9,7 @@ from accelerate import Accelerator, PartialState
 from torch import nn
 
 from recipe.config import TrainConfig
-from recipe.data.batches import iterate_validation
+from recipe.data.batches import iterate_validation, to_device
 from recipe.data.tokenizer import count_token_bytes
 from recipe.errors import short_reason
 from recipe.evaluation.generation import sample_text
@@ -62,7 +62,7 @@ def evaluate_rows(
     def read_batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         place = state.process_index, state.num_processes
         for ids, num_real in iterate_validation(rows, num_rows, batch_size, *place):
-            batch = torch.as_tensor(ids).to(token_bytes.device)
+            batch = to_device(torch.as_tensor(ids), token_bytes.device)
             targets = batch[:, 1:].clone()
             targets[num_real:] = IGNORE_INDEX  # rows that repeat others to complete the batch
             yield batch[:, :-1], targets

@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import (
+    AutocastKwargs,
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     LoggerType,
@@ -63,7 +64,11 @@ def build_accelerator(config: TrainConfig, output_dir: Path) -> Accelerator:
         mixed_precision=choose_mixed_precision(config, state.device).value,
         dynamo_plugin=TorchDynamoPlugin(backend="no"),  # compile_module compiles before prepare()
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
-        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
+            # The cache would keep each block's bf16 weights until forward ends; a forward uses no cast weight twice.
+            AutocastKwargs(cache_enabled=False),
+        ],
         log_with=config.report_to,
         project_dir=output_dir,
     )

@@ -66,19 +66,18 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def get_rng_state() -> dict[str, torch.Tensor]:
-    """Return the state of torch's generators of this process; a run draws nothing from others."""
+def get_rng_state(device: torch.device) -> dict[str, torch.Tensor]:
+    """Return the state of torch's generators of the CPU and the run's device; a run draws nothing from others.
+
+    Asking for a GPU's would create a CUDA context in a run on the CPU.
+    """
     state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    if torch.backends.mps.is_available():
-        state["mps"] = torch.mps.get_rng_state()
+    if device.type != "cpu":
+        state[device.type] = torch.get_device_module(device).get_rng_state()
     return state
 
 
-def set_rng_state(state: dict[str, torch.Tensor]) -> None:
+def set_rng_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
     torch.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-    if "mps" in state and torch.backends.mps.is_available():
-        torch.mps.set_rng_state(state["mps"])
+    if device.type != "cpu" and device.type in state:  # the checkpoint may come from another kind of device
+        torch.get_device_module(device).set_rng_state(state[device.type])

@@ -106,6 +106,8 @@ def plan_run(run: Run, dataset: Any) -> None:
     Raises `UserError` if the processes, or the run and its checkpoint, do not belong together.
     """
     config, earlier, accelerator = resolve_length(run.config, len(dataset.train)), None, run.accelerator
+    if not isinstance(dataset, PackedDataset) and (config.streaming or config.data_placement != "mmap"):
+        raise UserError("--streaming and --data_placement require a packed dataset")
     if run.resume_dir is not None:
         content = read_state(run.resume_dir)
         config = keep_warmup(config, content)
@@ -121,7 +123,8 @@ def plan_run(run: Run, dataset: Any) -> None:
     padded.vocab_size = padded_vocab_size(run.vocab_size, config.pad_vocab_to_multiple_of)
     total_flops = count_training_flops(config, padded, count_parameters(padded))
     hardware, run.choices = resolve_hardware(config, accelerator.device, total_flops)
-    run.plan = plan_device(hardware, padded, accelerator, run.output_dir, earlier)
+    data_bytes = dataset.train.num_bytes if config.data_placement == "device" else 0
+    run.plan = plan_device(hardware, padded, accelerator, run.output_dir, earlier, data_bytes)
     run.hardware = run.plan.apply(hardware)
 
 
@@ -152,8 +155,6 @@ def load_state(run: Run, model: PreTrainedModel, optimizer: AcceleratedOptimizer
 def open_batches(run: Run, dataset: Any, state: RunState) -> TrainBatches:
     """Open the training data at the state's position."""
     config, accelerator, size = run.config, run.accelerator, run.plan.micro_batch_size
-    if not isinstance(dataset, PackedDataset) and (config.streaming or config.data_placement != "mmap"):
-        raise UserError("--streaming and --data_placement require a packed dataset")
     order = TrainOrder(
         num_rows=len(dataset.train),
         seed=config.seed,
