@@ -144,13 +144,14 @@ SHAPES = {
 }
 
 
-# Resident memory of recipe/train.py on two cores (torch 2.13). Commit 90dd1a3 has the program and all 18 peaks.
+# Resident memory of recipe/train.py on two cores (torch 2.13). Commit 90dd1a3 has the program and all 18 peaks; the
+# second one is newer, because chunks were compiled in another way.
 @pytest.mark.parametrize(
     ("shape", "rows", "precision", "backend", "attention", "checkpointing", "chunks", "peak_bytes"),
     [
         ("124M", 2, "bf16", "no", "sdpa", False, 1, 5_037_064_192),
         ("30M", 4, "no", "inductor", "sdpa", False, 1, 1_749_946_368),
-        ("30M", 4, "bf16", "inductor", "sdpa", False, 8, 1_637_400_576),
+        ("30M", 4, "bf16", "inductor", "sdpa", False, 8, 1_375_240_192),
         ("30M", 4, "bf16", "no", "sdpa", False, 8, 1_581_395_968),
         ("30M", 4, "bf16", "inductor", "sdpa", True, 1, 1_290_371_072),
         ("30M", 1, "bf16", "no", "sdpa", False, 1, 1_428_680_704),
@@ -237,16 +238,6 @@ def test_options_that_are_not_auto_are_kept(argv, name, value):
         assert getattr(plan_memory(*recipe_of("355m", *argv), "cuda", memory_gb * GB), name) == value
 
 
-def test_only_an_eager_step_on_cuda_gets_loss_chunks_unasked():
-    """Inductor would fuse them there, so that they take more memory. On a CPU it does not."""
-
-    def chunks(device, *argv):
-        return {plan.loss_chunks for plan in memory.list_plans(*recipe_of("355m", *argv), device, 0, 1)}
-
-    assert chunks("cuda") == {1} and chunks("cuda", "--loss_chunks", "3") == {3}
-    assert chunks("cuda", "--dynamo_backend", "no") == chunks("cpu") == {1, 8}
-
-
 def test_a_run_that_does_not_fit_is_tried_with_all_that_saves_memory(train, monkeypatch, tmp_path):
     """An estimate refuses nothing, and the losses are the same. The config on disk keeps `auto`."""
     plain = [event["loss"] for event in read_events(train(), "train")]
@@ -331,9 +322,10 @@ def build_adamw(module):
 
 
 @pytest.fixture
-def trial():
+def trial(monkeypatch):
     """Try on a real Accelerator whose CPU does not look like one: `trial(module, size)`; the global batch is 16."""
     reset_accelerate()
+    monkeypatch.setattr(torch, "get_device_module", lambda _: torch)  # whose generator is the CPU's
     accelerator = Accelerator(cpu=True)
     accelerator.state.device = CpuWithATrial("cpu")
 

@@ -150,15 +150,21 @@ def plan_device(
     accelerator: Accelerator,
     output_dir: Path,
     earlier: dict[str, int] | None = None,
+    data_bytes: int = 0,
 ) -> MemoryPlan:
     """Return the plan for this run's device, the same on all processes.
 
     An estimate never refuses a run: if nothing fits, the options that take the least memory are tried. A run that has
     run out of memory in output_dir continues with the micro-batch that it wrote there. earlier: `MemoryPlan.choices`
     of the run's checkpoint, which are kept if they fit, since the free memory differs from one start to the next.
+    data_bytes: of the training rows, if they are to lie on the device; raises `UserError` if they do not fit.
     """
     device, num_processes = accelerator.device, accelerator.num_processes
     usable = int(-largest_of_processes(-measure_usable_bytes(device, count_local_processes(num_processes)))[0])
+    if data_bytes > usable:
+        found = f"the training rows take {data_bytes / 1e9:.1f} GB, and the device has {usable / 1e9:.1f} GB free"
+        raise UserError(f"--data_placement device: {found}; use ram or mmap")
+    usable -= data_bytes
     plans = list_plans(config, model_config, device.type, usable, num_processes)
     kept = [plan for plan in plans if plan.choices == earlier and plan.total_bytes <= usable]
     plan = kept[0] if kept else plan_memory(config, model_config, device.type, usable, num_processes)
@@ -185,10 +191,6 @@ def list_plans(
     checkpointing, chunks = [False, True], [1, LOSS_CHUNKS]
     if config.activation_checkpointing != "auto":
         checkpointing = [config.activation_checkpointing == "true"]
-    # Compiled for CUDA, inductor fuses the chunks: all logits live together, and memory grows instead of shrinking
-    # (39.1 GB instead of 35.0 at 64 rows of 1,024; torch 2.15).
-    if device_type == "cuda" and config.dynamo_backend == "inductor":
-        chunks = [1]
     if config.loss_chunks != "auto":
         chunks = [config.loss_chunks]
     sizes = micro_batch_sizes(config, num_processes, device_type)
@@ -215,38 +217,54 @@ def step_cost(plan: MemoryPlan, config: TrainConfig, model_config: PreTrainedCon
 def estimate_bytes(
     plan: MemoryPlan, config: TrainConfig, model_config: PreTrainedConfig, device_type: str, num_processes: int
 ) -> int:
-    """Estimate the peak of a step: at the start of backward (all activations), at its end (all gradients), or in the
-    optimizer. A gated MLP counts as one without a gate and with as many parameters."""
+    """Estimate the peak of a step: the largest of its moments, besides weights and optimizer.
+
+    On CUDA, dry runs of whole runs agree within 10% if compiled and 6% if not (scripts/benchmarks/memory_gpu.json). A
+    gated MLP counts as one without a gate and with as many parameters.
+    """
     compiled = config.dynamo_backend == "inductor"
     operand = 4 if config.mixed_precision == "no" else 2  # bytes of a matmul's operand
     residual = 2 if config.bf16_residual else 4
-    width, num_layers, num_parameters = (
-        model_config.hidden_size,
-        model_config.num_hidden_layers,
-        count_parameters(model_config),
-    )
-    tokens, head = plan.micro_batch_size * config.block_size, count_head(model_config)
-    # Bytes per token and block: LayerNorm's input twice, its two outputs, q, k, v, attention's output, and c_fc's
-    # output and GELU's. Without a compiler, GELU keeps three more tensors; CUDA's autocast computes x^3 and all that
-    # follows in fp32.
-    gelu = 2 * operand if compiled else 18 if device_type == "cuda" and operand == 2 else 5 * operand
-    block = width * (2 * residual + 6 * operand) + count_inner(model_config) * gelu
+    width, inner, num_layers = model_config.hidden_size, count_inner(model_config), model_config.num_hidden_layers
+    num_parameters, head = count_parameters(model_config), count_head(model_config)
+    tokens, chunks = plan.micro_batch_size * config.block_size, plan.loss_chunks
+
+    # Bytes that a block keeps for backward. LayerNorm's input twice, its two outputs, q, k, v, attention's output, and
+    # c_fc's output and GELU's. Without a compiler, GELU keeps three more tensors, which CUDA's autocast makes fp32.
+    gelu = 2 * operand if compiled else 16 if device_type == "cuda" and operand == 2 else 5 * operand
+    block = width * (2 * residual + 6 * operand) + inner * gelu
     if choose_attention(config, torch.device(device_type)).value == "eager":  # fp32 softmax, and its cast
         block += model_config.num_attention_heads * config.block_size * (4 if operand == 4 else 6)
-    block = tokens * block + (2 * count_block_matrices(model_config) if operand == 2 else 0)  # and the cast weights
+    block *= tokens
+    weights = 2 * count_block_matrices(model_config) if operand == 2 else 0  # their casts
+    temporary = tokens * (operand * (inner + 6 * width) if compiled else 10 * inner)  # gradients inside a block
     inputs, final = num_layers * tokens * width * residual, tokens * width * (residual + operand)
-    activations = (inputs + block if plan.activation_checkpointing else num_layers * block) + final
-    # Compiled, the logits' gradient overwrites them. Otherwise backward holds three fp32 tensors of that size.
-    logits = tokens // plan.loss_chunks * model_config.vocab_size * (operand if compiled else 12)
-    logits += (plan.loss_chunks * operand * head if compiled and plan.loss_chunks > 1 else 0) + (operand + 2) * head
+    activations = inputs if plan.activation_checkpointing else num_layers * (block + weights)
+
+    # Compiled, the logits' gradient overwrites them. Otherwise backward holds three fp32 tensors of that size. Chunks
+    # add up the gradient of the output matrix in fp32: the sums before and after, and that of the chunk.
+    logits = tokens // chunks * model_config.vocab_size * (operand if compiled else 12) + (operand + 2) * head
+    logits = logits if chunks == 1 else max(logits + 4 * head, 12 * head)
     # A compiled backward returns all gradients at once, next to those of earlier micro-batches or DDP's buckets.
     kept = 4 * num_parameters if num_processes > 1 or plan.micro_batch_size < config.global_batch_size else 0
     new = 4 * num_parameters if compiled or not kept else 0
-    temporary = 4 * num_parameters if config.optim == "adamw_torch" and device_type == "cuda" else 0
-    if config.optim == "muon":
-        temporary = STACK_COPIES * 4 * min(STACK_VALUES, num_layers * count_block_matrices(model_config))
-    largest = max(kept + activations + logits, kept + new + block + 4 * head, 4 * num_parameters + temporary)
-    return int(4 * num_parameters + optimizer_bytes(model_config, config.optim) + largest + PROCESS_BYTES)
+    again = temporary + (block + weights if plan.activation_checkpointing else 0)
+    moments = {
+        "start of backward": kept + activations + final + logits,
+        "last block": kept + activations + again + 4 * head,
+        "end of backward": kept + new + block + weights + temporary,
+        "optimizer": 4 * num_parameters + update_bytes(model_config, config.optim, device_type),
+    }
+    states = optimizer_bytes(model_config, config.optim)
+    return int(4 * num_parameters + states + max(moments.values()) + PROCESS_BYTES)
+
+
+def update_bytes(model_config: PreTrainedConfig, optim: str, device_type: str) -> int:
+    """Return the temporary memory of an optimizer's update."""
+    if optim == "muon":
+        blocks = model_config.num_hidden_layers * count_block_matrices(model_config)
+        return STACK_COPIES * 4 * min(STACK_VALUES, blocks)
+    return 4 * count_parameters(model_config) if optim == "adamw_torch" and device_type == "cuda" else 0
 
 
 def optimizer_bytes(model_config: PreTrainedConfig, optim: str) -> int:
@@ -271,7 +289,7 @@ def try_micro_batch(
     """
     if accelerator.device.type == "cpu":
         return size
-    share, random_state = config.global_batch_size // accelerator.num_processes, get_rng_state()
+    share, random_state = config.global_batch_size // accelerator.num_processes, get_rng_state(accelerator.device)
     try:
         for group in optimizer.param_groups:
             group["lr"] = 0.0
@@ -293,8 +311,8 @@ def try_micro_batch(
         optimizer.state.clear()
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"]
-        set_rng_state(random_state)
-        if torch.cuda.is_available():
+        set_rng_state(random_state, accelerator.device)
+        if accelerator.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()  # the peak of a trial is not the run's
     return size
 
