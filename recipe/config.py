@@ -112,7 +112,7 @@ class TrainConfig:
     )
     loss_chunks: int | str | None = _field(
         "auto",
-        "Compute the loss in this many chunks, to save memory on CPUs or uncompiled.",
+        "Compute the loss in this many chunks, to save memory.",
         at_least=1,
         words=("auto",),
     )

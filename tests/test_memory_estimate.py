@@ -238,6 +238,20 @@ def test_options_that_are_not_auto_are_kept(argv, name, value):
         assert getattr(plan_memory(*recipe_of("355m", *argv), "cuda", memory_gb * GB), name) == value
 
 
+def test_rows_on_the_device_leave_less_for_the_step(monkeypatch, tmp_path):
+    """They count, and a dataset that is larger than the device is refused in one sentence."""
+    reset_accelerate()
+    config, model_config = recipe_of("355m")
+    monkeypatch.setattr(memory, "measure_usable_bytes", lambda *_: 80 * GB)
+
+    def plan(data_bytes):
+        return memory.plan_device(config, model_config, Accelerator(cpu=True), tmp_path, None, data_bytes)
+
+    assert plan(20 * GB).usable_bytes == 60 * GB
+    with pytest.raises(UserError, match="take 81.0 GB, and the device has 80.0 GB free; use ram or mmap"):
+        plan(81 * GB)
+
+
 def test_a_run_that_does_not_fit_is_tried_with_all_that_saves_memory(train, monkeypatch, tmp_path):
     """An estimate refuses nothing, and the losses are the same. The config on disk keeps `auto`."""
     plain = [event["loss"] for event in read_events(train(), "train")]

@@ -150,6 +150,12 @@ def test_attention(argv, device, expected):
     assert choose_attention(config_of(*argv), device).value == expected
 
 
+def test_the_random_state_of_a_run_on_the_cpu(monkeypatch):
+    """Asking for a GPU's would create a context on it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert devices.get_rng_state(CPU).keys() == {"cpu"}
+
+
 def test_compiled_code_is_kept(monkeypatch, tmp_path):
     """Inductor's cache is outside /tmp or where the user put it. A read-only home folder does not stop the run."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
