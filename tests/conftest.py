@@ -6,6 +6,7 @@ import json
 import os
 import random
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -102,6 +103,26 @@ def hub(tmp_path, monkeypatch):
         yield stand_in
         set_client_factory(_http.default_client_factory)
     assert not stand_in.errors
+
+
+@pytest.fixture(scope="session")
+def absent_gpu(tmp_path_factory) -> Callable[[], subprocess.Popen]:
+    """Start tests/absent_gpu.py, which reads runs and writes what it found."""
+    torch_dir, work = Path(torch.__file__).parent, tmp_path_factory.mktemp("absent_gpu")
+    compiler = next(filter(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++")), None)
+    if compiler is None or not (torch_dir / "include" / "c10").is_dir():
+        pytest.skip("building the absent GPU takes a C++ compiler and torch's headers")
+    options = ["-std=c++20", "-O0", "-shared", "-fPIC", f"-I{torch_dir}/include", f"-L{torch_dir}/lib"]
+    libraries = ["-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch_dir}/lib"]
+    subprocess.run([compiler, *options, ROOT / "tests/no_gpu.cpp", *libraries, "-o", work / "no_gpu.so"], check=True)
+
+    def start() -> subprocess.Popen:
+        environment = {**os.environ, **CPU_ONLY, "PYTHONPATH": str(ROOT), "COLUMNS": "120", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, ROOT / "tests/absent_gpu.py", work / "no_gpu.so"]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        return subprocess.Popen(command, cwd=work, env={**environment, "XDG_CACHE_HOME": str(work)}, **pipes)
+
+    return start
 
 
 @pytest.fixture(scope="session", autouse=True)

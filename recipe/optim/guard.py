@@ -12,7 +12,7 @@ class UpdateGuard:
 
     A loss that is not finite on any process makes every gradient NaN on all of them (recipe/model/loss.py), so they
     agree without communication. With a fused optimizer the host does not wait for the device: the kernel itself skips
-    the update. Other optimizers wait once per step. A skipped update consumes its step and its learning rate.
+    the update. Other optimizers wait at least once per step. A skipped update consumes its step and its learning rate.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:

@@ -1,0 +1,123 @@
+"""What inductor generates for an H100, run without kernels: the allocations happen, the kernels are recorded.
+
+It requires a build of torch with CUDA, and no GPU.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+from torch._dynamo.device_interface import CudaInterface
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
+from torch._inductor.graph import GraphLowering
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+H100 = SimpleNamespace(
+    name="NVIDIA H100 80GB HBM3",
+    total_memory=85_000_000_000,
+    major=9,
+    minor=0,
+    multi_processor_count=132,
+    regs_per_multiprocessor=65536,
+    max_threads_per_multi_processor=2048,
+    max_threads_per_block=1024,
+    warp_size=32,
+    L2_cache_size=50 * 2**20,
+    shared_memory_per_block=49152,
+    shared_memory_per_block_optin=232448,
+    gcnArchName="",
+    uuid="0",
+    is_integrated=False,
+    pci_bus_id=0,
+)
+STREAM = SimpleNamespace(cuda_stream=0, device=torch.device("cuda", 0), stream_id=0, device_index=0, device_type=1)
+CUDA_ANSWERS = {
+    "is_available": lambda: True,
+    "device_count": lambda: 1,
+    "current_device": lambda: 0,
+    "get_device_properties": lambda *_: H100,
+    "get_device_capability": lambda *_: (9, 0),
+    "set_device": lambda *_: None,
+    "synchronize": lambda *_: None,
+    "current_stream": lambda *_: STREAM,
+    "_exchange_device": lambda _: 0,
+    "_maybe_exchange_device": lambda _: 0,
+    "is_initialized": lambda: True,
+    "is_current_stream_capturing": lambda: False,
+}
+
+
+def nothing(*_, **__) -> None:
+    pass
+
+
+def empty_strided_cuda(size: tuple, stride: tuple, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
+
+
+def reinterpret_tensor(tensor: torch.Tensor, size: tuple, stride: tuple, offset: int = 0) -> torch.Tensor:
+    return tensor.as_strided(size, stride, tensor.storage_offset() + offset)
+
+
+class Recorder:
+    """Stands for `AsyncCompile` and `extern_kernels` in the generated code.
+
+    calls: (name, source, shapes of the tensors).
+    """
+
+    def __init__(self) -> None:
+        self.graphs: list[str] = []
+        self.calls: list[tuple[str, str, list]] = []
+
+    def __call__(self) -> "Recorder":
+        return self
+
+    def triton(self, name: str, source: str, **_: object) -> SimpleNamespace:
+        return SimpleNamespace(run=lambda *args, **__: self.record(name, source, args))
+
+    def wait(self, scope: dict) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Callable:  # extern_kernels.mm(...)
+        return lambda *args, **kwargs: self.record(name, "", (*args, *kwargs.values()))
+
+    def record(self, name: str, source: str, args: tuple) -> None:
+        self.calls.append((name, source, [tuple(t.shape) for t in args if isinstance(t, torch.Tensor)]))
+
+
+@contextlib.contextmanager
+def dry_inductor() -> Iterator[Recorder]:
+    recorder = Recorder()
+    with contextlib.ExitStack() as stack:
+        for name, answer in CUDA_ANSWERS.items():
+            stack.enter_context(mock.patch(f"torch.cuda.{name}", answer))
+            if hasattr(CudaInterface, name.lstrip("_")):
+                stack.enter_context(mock.patch.object(CudaInterface, name.lstrip("_"), staticmethod(answer)))
+        stack.enter_context(mock.patch.object(CudaInterface, "get_raw_stream", staticmethod(lambda *_: 0)))
+        guards = "torch._C._dynamo.guards"
+        for name, replacement in {
+            "torch._inductor.async_compile.AsyncCompile": recorder,
+            "torch._inductor.select_algorithm.extern_kernels": recorder,
+            "torch._C._cuda_getCurrentRawStream": nothing,
+            "torch.cuda._DeviceGuard": lambda _: contextlib.nullcontext(),
+            f"{guards}._empty_strided_cuda": empty_strided_cuda,
+            f"{guards}._reinterpret_tensor": reinterpret_tensor,
+            f"{guards}.assert_size_stride": nothing,
+            f"{guards}.assert_size_stride_grouped": nothing,
+            f"{guards}.assert_alignment": nothing,
+            f"{guards}.copy_if_misaligned": lambda tensor: tensor,
+            "torch.utils._triton.triton_hash_with_backend": lambda: "sm_90",
+            "torch.utils._triton.triton_backend": lambda: SimpleNamespace(hash=lambda: "sm_90"),
+            "torch._inductor.codegen.triton.has_triton_package": lambda: True,
+            "torch._subclasses.fake_tensor.init_gpu_context": nothing,
+        }.items():
+            stack.enter_context(mock.patch(name, replacement))
+        stack.enter_context(mock.patch.object(FakeTensorMode, "avoid_device_init", True))
+        stack.enter_context(mock.patch.object(GraphLowering, "save_output_code", recorder.graphs.append))
+        options = {"force_disable_caches": True, "compile_threads": 1, "joint_graph_constant_folding": False}
+        stack.enter_context(inductor_config.patch(**options, profile_bandwidth=True))
+        stack.enter_context(functorch_config.patch(force_non_lazy_backward_lowering=True))
+        yield recorder
