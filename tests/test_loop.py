@@ -2,7 +2,6 @@
 
 import json
 import types
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -172,28 +171,3 @@ def test_a_dataset_of_ones_own(train, tmp_path, dataset, four_steps, monkeypatch
     own.train = rows[0][::-1].copy()
     with pytest.raises(UserError, match="other options: dataset "):
         train("--resume_from_checkpoint", "latest", output_dir=resumed)
-
-
-def test_the_host_does_not_wait_between_log_lines(train, tmp_path, monkeypatch):
-    """It reads tensors at log lines and evaluations only, because on a GPU each read waits for the device."""
-    sample = mock.Mock(return_value="no sample")  # a real one reads every token
-    monkeypatch.setattr(recipe.evaluation.validation, "sample_text", sample)
-    monkeypatch.setattr(
-        recipe.run.stop, "largest_of_processes", lambda *values: list(values)
-    )  # reads the host's tensor
-    reads = []
-    for name in ("item", "tolist", "__bool__", "__float__", "__int__", "numpy"):
-        original = getattr(torch.Tensor, name)
-
-        def record(self, *args, _original=original, _name=name, **kwargs):
-            reads.append(_name)
-            return _original(self, *args, **kwargs)
-
-        monkeypatch.setattr(torch.Tensor, name, record)
-    counts = {}
-    for steps in (3, 23):
-        reads.clear()
-        options = ["--max_steps", steps, "--logging_steps", "1000", "--attn_implementation", "sdpa"]
-        train(*options, output_dir=tmp_path / str(steps))
-        counts[steps] = len(reads)
-    assert counts[3] > 0 and counts[3] == counts[23]

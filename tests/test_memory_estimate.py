@@ -1,7 +1,6 @@
 """Memory: micro-batches that divide the batch, the estimate and what it chooses, and the trial step."""
 
 import contextlib
-import gc
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from conftest import read_events, reset_accelerate
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from recipe.command_line import load_config
-from recipe.errors import ProcessError, UserError
+from recipe.errors import UserError
 from recipe.hardware import memory
 from recipe.hardware.memory import (
     MemoryPlan,
@@ -313,14 +312,9 @@ class LimitedModule(torch.nn.Module):
         self.first, self.last = torch.nn.Linear(8, 53), torch.nn.Linear(53, 1)
         self.max_rows, self.where = max_rows, where
         self.tried: list[int] = []
-        self.copies = 0  # tensors as large as the first weight that were alive in the last trial
-        self.gradients: list[bool] = []  # whether there was a gradient before each forward pass
 
     def forward(self, inputs, targets):
         self.tried.append(len(inputs))
-        tensors = (o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter))
-        self.copies = sum(tensor.shape == self.first.weight.shape for tensor in tensors)
-        self.gradients.append(self.first.weight.grad is not None)
         hidden = torch.nn.functional.dropout(self.first(inputs.float()))
         if len(inputs) > self.max_rows:
             if self.where == "forward":
@@ -364,25 +358,8 @@ def test_the_trial_halves_a_micro_batch_until_it_fits(trial, where):
     assert torch.equal(torch.get_rng_state(), random_state)
 
 
-def test_the_trial_holds_the_memory_of_a_step(trial):
-    """Each weight, its gradient from the first of several micro-batches, and AdamW's two moments."""
-    module = LimitedModule(4)
-    trial(module, 4)
-    assert module.copies == 1 + 2 and module.gradients == [False, True]
-
-
-def test_what_the_trial_cannot_make_fit_is_one_sentence(trial, monkeypatch):
-    """A step, or weights and optimizer alone; other errors are not taken for a lack of memory."""
-    with pytest.raises(UserError, match="does not fit into the memory; try --activation_checkpointing"):
-        trial(LimitedModule(0), 2)
+def test_other_errors_are_not_taken_for_a_lack_of_memory(trial):
     module = LimitedModule(4)
     module.last = torch.nn.Linear(7, 1)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         trial(module, 4)
-
-    def fail(self):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", fail)
-    with pytest.raises(ProcessError, match="weights and optimizer alone do not fit"):
-        trial(LimitedModule(4), 4)
