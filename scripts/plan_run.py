@@ -44,7 +44,7 @@ def main() -> None:
     gpu, num_parameters = load_gpu(args.gpu), count_parameters(model_config)
     plan = plan_gpu(config, model_config, args.gpu, args.num_gpus)
     if plan is None:
-        remedy = "use a GPU with more memory or a smaller recipe, and leave the memory options at auto"
+        remedy = "leave the memory options at auto, or use --optim adamw_bnb_8bit, more memory or a smaller recipe"
         raise UserError(f"the model does not fit into {gpu.memory_bytes / 1e9:.1f} GB ({gpu.name}); {remedy}")
     tokens_per_step = config.global_batch_size * config.block_size
     flops = count_flops_per_token(model_config, num_parameters, config.block_size)

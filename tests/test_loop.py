@@ -157,6 +157,14 @@ def test_extra_scalars_of_the_module_are_logged_like_the_loss(train, dataset, fo
         assert [e[name] for e in events] == pytest.approx([*expected[:2], sum(expected[2:]) / 2], rel=1e-5), name
 
 
+def test_the_module_returns_scalars_only(train, monkeypatch):
+    """Its other outputs are named at once."""
+    forward = LanguageModelingLoss.forward
+    monkeypatch.setattr(LanguageModelingLoss, "forward", lambda self, *rows: {**forward(self, *rows), "ids": rows[0]})
+    with pytest.raises(UserError, match=r"returned ids of shape \[4, 32\]; it may return only scalars"):
+        train()
+
+
 def test_a_dataset_of_ones_own(train, tmp_path, dataset, four_steps, monkeypatch):
     """Anything with rows and a tokenizer trains as a packed dataset of the same rows does, and resumes."""
     rows = [split[np.arange(len(split))] for split in (dataset.train, dataset.validation)]

@@ -114,7 +114,12 @@ class RunLog:
     def add(self, means: dict[str, torch.Tensor]) -> None:
         """Add the scalars of one step, which stay on the device. Call it after every step."""
         for name, value in means.items():
-            self.sums[name] = self.sums.get(name, 0.0) + torch.as_tensor(value, device=self.device)
+            scalar = torch.as_tensor(value, device=self.device)
+            if scalar.dim() > 0:
+                raise UserError(
+                    f"the module returned {name} of shape {list(scalar.shape)}; it may return only scalars"
+                )
+            self.sums[name] = self.sums.get(name, 0.0) + scalar
         self.num_added += 1
         self.lap_steps += 1
         self.freed_memory.give_back()
