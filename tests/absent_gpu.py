@@ -44,13 +44,14 @@ class AbsentGpu(TorchDispatchMode):
     """Tensors on the CPU are real, and those on the GPU are fake; what the host reads of them are ones.
 
     Counts the bytes of live storages on the GPU, and notes when the host waits for it. waits: (step, function of the
-    recipe, such as "run/log.py train"); step: optimizer steps done, or -1 before the loop.
+    recipe, such as "run/log.py train"); step: optimizer steps done, or -1 before the loop. calls: (step, kernel, bytes
+    that it reads, bytes that it writes, shapes of what it reads); an operator counts as a kernel.
     """
 
     def __init__(self, limit_bytes: float = float("inf")) -> None:
         super().__init__()
         self.limit_bytes, self.live_bytes, self.peak_bytes = limit_bytes, 0, 0
-        self.storages, self.step, self.waits = weakref.WeakSet(), -1, []
+        self.storages, self.step, self.waits, self.calls = weakref.WeakSet(), -1, [], []
         self.fake = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
 
     def __enter__(self):
@@ -73,6 +74,7 @@ class AbsentGpu(TorchDispatchMode):
             return function(*args, **kwargs)
         if function is aten._fused_adamw_.tensor_lr:  # has no fake version (torch 2.11 to 2.15)
             assert {t.device for t in tensors} == {CUDA}, "fused AdamW requires all tensors on the GPU"
+            self.record("_fused_adamw_", tensors, [*args[0], *args[2], *args[3]])  # weights and moments
             return None
         if self.host_waits(function, args, kwargs):
             self.wait()
@@ -82,9 +84,12 @@ class AbsentGpu(TorchDispatchMode):
             result = function(*args, **kwargs)
         if function is aten.copy_.default and not args[0].is_cuda:
             return args[0].copy_(read(args[1]))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
-                self.count(tensor)
+        results = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.is_cuda]
+        for tensor in results:
+            self.count(tensor)
+        if on_gpu and function.namespace == "aten" and not function.is_view:
+            # Operators in place on lists of tensors return nothing.
+            self.record(function.overloadpacket.__name__, tensors, args[0] if result is None else results)
         if isinstance(result, torch.Tensor) and on_gpu and not result.is_cuda:
             return read(result)
         return result
@@ -105,6 +110,11 @@ class AbsentGpu(TorchDispatchMode):
         if source.device.type == target.type:
             return False
         return source.is_cuda or not (non_blocking and source.untyped_storage() in PINNED)
+
+    def record(self, kernel: str, read: list, written: list, most_elements: float = float("inf")) -> None:
+        """most_elements: what the kernel touches of each tensor at most."""
+        num_bytes = [sum(min(t.numel(), most_elements) * t.element_size() for t in part) for part in (read, written)]
+        self.calls.append((self.step, kernel, *num_bytes, [tuple(t.shape) for t in read]))
 
     def wait(self, *_) -> None:
         self.waits.append((self.step, find_caller()))
@@ -240,7 +250,7 @@ ANSWERS = {
 def rehearse(argv: list[str], free_bytes: float = 80 * GB, limit_bytes: float = float("inf")) -> dict:
     """Run main() with the options argv. free_bytes: what the GPU reports; limit_bytes: where it runs out.
 
-    Returns waits and peak_bytes of `AbsentGpu`, the output, and the traceback if the run failed.
+    Returns waits and peak_bytes of `AbsentGpu`, the output, the traceback if the run failed, and, compiled, the calls.
     """
     gpu, output, failed = AbsentGpu(limit_bytes), io.StringIO(), None
     answers = {
@@ -260,7 +270,7 @@ def rehearse(argv: list[str], free_bytes: float = 80 * GB, limit_bytes: float = 
         if "inductor" in argv:
             from dry_inductor import dry_inductor
 
-            stack.enter_context(dry_inductor())
+            stack.enter_context(dry_inductor(gpu.record))
         stack.enter_context(gpu)
         try:
             recipe.train.main()
@@ -269,7 +279,8 @@ def rehearse(argv: list[str], free_bytes: float = 80 * GB, limit_bytes: float = 
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
     release_output_dir(Path(argv[argv.index("--output_dir") + 1]))
-    return {"waits": gpu.waits, "peak_bytes": gpu.peak_bytes, "output": output.getvalue(), "failed": failed}
+    found = {"waits": gpu.waits, "peak_bytes": gpu.peak_bytes, "output": output.getvalue(), "failed": failed}
+    return found | ({"calls": gpu.calls} if "inductor" in argv else {})
 
 
 def rehearse_as(rank: int, port: int, argv: list[str]) -> dict:
