@@ -25,8 +25,8 @@ LOUD |= {"checkpoint.py save", "model/weights.py copy_weights"}
 PADDED = 8192
 # Of this model, weights and optimizer, activations, and logits each take a good part of the memory.
 WIDE = ["--config_overrides", "n_layer=4,n_head=4,n_embd=256", "--block_size", "32"]
-LARGE = ["--mixed_precision", "bf16", "--pad_vocab_to_multiple_of", str(PADDED), "--global_batch_size", "16"]
-LARGE += ["--max_steps", "2"]
+LARGE = ["--mixed_precision", "bf16", "--pad_vocab_to_multiple_of", str(PADDED), "--global_batch_size", "32"]
+LARGE += ["--per_device_train_batch_size", "16", "--max_steps", "2"]
 
 
 @pytest.fixture(scope="module")
@@ -141,20 +141,20 @@ def step(gpu, tmp_path_factory, dataset_dir) -> SimpleNamespace:
 
 def test_the_estimate_is_what_a_step_takes(step):
     """So a tensor that is kept for too long, such as other logits or gradients, would be found."""
-    assert step.failed is None and "1 micro-batch x 16" in step.output
+    assert step.failed is None and "2 micro-batches x 16" in step.output
     assert 0.95 < step.peak_bytes / step.estimate < 1.02
 
 
 def test_a_run_that_fits_is_left_as_it_is(rehearse, step):
     """The trial step takes no more than a step of the run."""
     found = rehearse(*LARGE, shape=WIDE, limit_bytes=step.peak_bytes)
-    assert found.failed is None and "1 micro-batch x 16" in found.output
+    assert found.failed is None and "2 micro-batches x 16" in found.output
 
 
 def test_the_trial_step_halves_the_micro_batch(rehearse, step):
     """The GPU has less memory than it reports."""
-    found = rehearse(*LARGE, shape=WIDE, limit_bytes=0.9 * step.peak_bytes)
-    assert found.failed is None and "2 micro-batches x 8" in found.output
+    found = rehearse(*LARGE, shape=WIDE, limit_bytes=0.93 * step.peak_bytes)
+    assert found.failed is None and "4 micro-batches x 8" in found.output
 
 
 @pytest.mark.parametrize(
@@ -174,4 +174,4 @@ def test_running_out_of_memory_in_the_loop(rehearse, step, tmp_path):
     assert "out of memory; the same command" in found.failed.splitlines()[-1]
     assert (tmp_path / "run" / ".micro_batch").read_text() == "8\n"
     found = rehearse(*options, "--resume_from_checkpoint", "auto", shape=WIDE, limit_bytes=step.peak_bytes)
-    assert found.failed is None and "2 micro-batches x 8" in found.output
+    assert found.failed is None and "4 micro-batches x 8" in found.output

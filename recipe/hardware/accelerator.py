@@ -66,7 +66,7 @@ def build_accelerator(config: TrainConfig, output_dir: Path) -> Accelerator:
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
         kwargs_handlers=[
             DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
-            # The cache would keep each block's bf16 weights until forward ends; a forward uses no cast weight twice.
+            # The cache would keep the cast weights of every block until forward ends, also under checkpointing.
             AutocastKwargs(cache_enabled=False),
         ],
         log_with=config.report_to,
