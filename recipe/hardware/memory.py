@@ -219,7 +219,7 @@ def estimate_bytes(
 ) -> int:
     """Estimate the peak of a step: the largest of its moments, besides weights and optimizer.
 
-    On CUDA, dry runs of whole runs agree within 10% if compiled and 6% if not (scripts/benchmarks/memory_gpu.json). A
+    On CUDA, dry runs of whole runs agree within 5% if compiled and 1% if not (scripts/benchmarks/memory_gpu.json). A
     gated MLP counts as one without a gate and with as many parameters.
     """
     compiled = config.dynamo_backend == "inductor"
