@@ -35,7 +35,24 @@ from recipe.run.folder import release_output_dir
 
 CUDA, RECIPE, aten = torch.device("cuda", 0), str(Path(recipe.train.__file__).parent) + "/", torch.ops.aten
 GB = 10**9
-H100 = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=85 * GB, major=9, minor=0, uuid="0")
+H100 = SimpleNamespace(
+    name="NVIDIA H100 80GB HBM3",
+    total_memory=85 * GB,
+    major=9,
+    minor=0,
+    multi_processor_count=132,
+    regs_per_multiprocessor=65536,
+    max_threads_per_multi_processor=2048,
+    max_threads_per_block=1024,
+    warp_size=32,
+    L2_cache_size=50 * 2**20,
+    shared_memory_per_block=49152,
+    shared_memory_per_block_optin=232448,
+    gcnArchName="",
+    uuid="0",
+    is_integrated=False,
+    pci_bus_id=0,
+)
 PINNED = weakref.WeakSet()  # storages on the CPU
 ALLOCATION = 512  # bytes: torch's allocator rounds up to a multiple
 
@@ -270,7 +287,7 @@ def rehearse(argv: list[str], free_bytes: float = 80 * GB, limit_bytes: float = 
         if "inductor" in argv:
             from dry_inductor import dry_inductor
 
-            stack.enter_context(dry_inductor(gpu.record))
+            stack.enter_context(dry_inductor(gpu.record, H100))
         stack.enter_context(gpu)
         try:
             recipe.train.main()

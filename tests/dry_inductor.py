@@ -17,30 +17,11 @@ from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-H100 = SimpleNamespace(
-    name="NVIDIA H100 80GB HBM3",
-    total_memory=85_000_000_000,
-    major=9,
-    minor=0,
-    multi_processor_count=132,
-    regs_per_multiprocessor=65536,
-    max_threads_per_multi_processor=2048,
-    max_threads_per_block=1024,
-    warp_size=32,
-    L2_cache_size=50 * 2**20,
-    shared_memory_per_block=49152,
-    shared_memory_per_block_optin=232448,
-    gcnArchName="",
-    uuid="0",
-    is_integrated=False,
-    pci_bus_id=0,
-)
 STREAM = SimpleNamespace(cuda_stream=0, device=torch.device("cuda", 0), stream_id=0, device_index=0, device_type=1)
 CUDA_ANSWERS = {
     "is_available": lambda: True,
     "device_count": lambda: 1,
     "current_device": lambda: 0,
-    "get_device_properties": lambda *_: H100,
     "get_device_capability": lambda *_: (9, 0),
     "set_device": lambda *_: None,
     "synchronize": lambda *_: None,
@@ -107,11 +88,14 @@ def find_accesses(source: str, args: tuple) -> tuple[list, list, int]:
 
 
 @contextlib.contextmanager
-def dry_inductor(record: Callable) -> Iterator[None]:
-    """Let inductor compile for the H100, and record the kernels that its code calls. record: `AbsentGpu.record`."""
+def dry_inductor(record: Callable, properties: SimpleNamespace) -> Iterator[None]:
+    """Let inductor compile for a GPU with these properties, and record the kernels that its code calls.
+
+    record: `AbsentGpu.record`.
+    """
     recorder = Recorder(record)
     with contextlib.ExitStack() as stack:
-        for name, answer in CUDA_ANSWERS.items():
+        for name, answer in {**CUDA_ANSWERS, "get_device_properties": lambda *_: properties}.items():
             stack.enter_context(mock.patch(f"torch.cuda.{name}", answer))
             if hasattr(CudaInterface, name.lstrip("_")):
                 stack.enter_context(mock.patch.object(CudaInterface, name.lstrip("_"), staticmethod(answer)))

@@ -92,7 +92,7 @@ def test_the_host_waits_for_log_lines_evaluations_and_checkpoints_alone(rehearse
 
 
 def test_a_stream_makes_the_host_wait_no_more(gpu, tmp_path, jsonl_file, tokenizer_dir):
-    """Text is tokenized while the run goes on."""
+    """Tokenizing during the run adds no waits."""
     text = ["--streaming", "--train_file", jsonl_file, "--tokenizer_name", tokenizer_dir]
     options = ["--global_batch_size", "4", "--dynamo_backend", "no", "--output_dir", tmp_path / "run"]
     check_waits(gpu([*SHAPE, *RUN, *options, *text]))
