@@ -96,7 +96,8 @@ def describe_machine(environment: dict[str, Any]) -> str:
     """Return the hardware in a few words: `2 AMD EPYC cores`, `NVIDIA H200`."""
     if "cuda" in environment:
         return environment["device"]
-    return f"{environment['num_cpus']} {re.sub(r'[(](R|TM)[)]| Processor| CPU.*', '', environment['device'])} cores"
+    name, num_cpus = re.sub(r"[(](R|TM)[)]| Processor| CPU.*", "", environment["device"]), environment["num_cpus"]
+    return f"{num_cpus} {name} core{'s' * (num_cpus != 1)}"
 
 
 def find_commit() -> str | None:

@@ -13,7 +13,8 @@ from conftest import load_program, run_script
 
 from recipe.errors import UserError
 
-SUMMARY = {"tokens_seen": 1000, "tokens_per_second": 10.0, "wall_seconds": 1.0, "finished_at": "", "environment": {}}
+SUMMARY = {"tokens_seen": 1000, "tokens_per_second": 10.0, "train_seconds": 1.0, "finished_at": ""}
+SUMMARY["environment"] = {"device": "CPU", "num_cpus": 1}
 
 
 def test_the_bare_loop_learns(dataset_dir, monkeypatch, capsys):
@@ -40,18 +41,24 @@ def test_the_bare_loops_schedule():
 @pytest.fixture
 def sweep(tmp_path, monkeypatch, capsys):
     """Run the sweep program with a stand-in for training, which reports the square of the value plus the seed."""
-    program, trained = load_program("scripts/benchmarks/sweep.py"), []
+    program, trained, used = load_program("scripts/benchmarks/sweep.py"), [], []
 
     def run(command: list[str], **_: object) -> subprocess.CompletedProcess:
         options = dict(zip(command[2::2], command[3::2], strict=True))
         value = float(options["--learning_rate"])
         trained.append((value, int(options["--seed"])))
+        used.append(options)
         if value > 100:
             return subprocess.CompletedProcess(command, 1, "", "Traceback\nerror: stopped at step 5: not finite\n")
         folder = Path(options["--output_dir"])
         folder.mkdir()
         summary = {"eval_loss": value**2 + int(options["--seed"]), **SUMMARY}
         (folder / "summary.json").write_text(json.dumps(summary))
+        events = [{"event": "eval", "step": 0, "loss": 9.0}]
+        for step in (5, 10):
+            events += [{"event": "train", "step": step, "tokens_seen": 100 * step, "train_seconds": 0.1 * step}]
+            events += [{"event": "eval", "step": step, "loss": value + 1 / step}]
+        (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, events)))
         return subprocess.CompletedProcess(command, 0, "", "")
 
     def start(*arguments: object) -> str:
@@ -60,6 +67,7 @@ def sweep(tmp_path, monkeypatch, capsys):
         return capsys.readouterr().out
 
     monkeypatch.setattr(program.subprocess, "run", run)
+    start.used = used
     return start, trained, tmp_path / "sweep.json"
 
 
@@ -70,6 +78,16 @@ def test_a_sweep_gives_mean_and_standard_deviation(sweep):
     mean, sd = statistics.fmean([4, 5, 7]), statistics.stdev([4, 5, 7])
     assert f"| 2 | 0.00 M | 3 | {mean:.4f} | {sd:.4f} | {math.exp(mean):.2f} | 10 |" in text
     assert all({"environment", "finished_at"} <= run.keys() for run in json.loads(path.read_text())["runs"])
+
+
+def test_a_sweep_of_two_options_with_its_chart(sweep, tmp_path):
+    """Each value sets both options; the file holds each evaluation after a log line, and the charts are drawn."""
+    start, _, path = sweep
+    options = ["--seeds", 0, 1, "--eval_steps", 5, "--output_file", path, "--chart_file", tmp_path / "chart.png"]
+    start("learning_rate,optim", "1,muon", "2,adamw_torch", *options)
+    assert {(o["--learning_rate"], o["--optim"]) for o in start.used} == {("1", "muon"), ("2", "adamw_torch")}
+    assert json.loads(path.read_text())["runs"][1]["curve"] == [[500, 0.5, 2.2], [1000, 1.0, 2.1]]
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("chart.png", "chart_dark.png"))
 
 
 def test_a_sweep_continues_and_refuses_another_one(sweep):
@@ -93,6 +111,7 @@ def test_a_run_that_fails_is_a_row(sweep):
 def test_mistakes_of_a_sweep():
     assert "did you mean --learning_rate?" in run_script("scripts/benchmarks/sweep.py", "learning_rat", "1")
     assert "did you mean --max_steps?" in run_script("scripts/benchmarks/sweep.py", "seed", "1", "--max_stepz", "1")
+    assert "another number of values" in run_script("scripts/benchmarks/sweep.py", "seed,optim", "1,muon", "2")
 
 
 def test_the_benchmark_of_data(tokenizer_dir, tmp_path):

@@ -52,9 +52,12 @@ def save_loss_chart(events: list[dict[str, Any]], path: Path, title: str, dark: 
 
 @contextmanager
 def open_chart(
-    path: Path, title: str, subtitle: str, height: float, dark: bool = False
+    path: Path, title: str, subtitle: str, height: float, dark: bool = False, columns: int = 1
 ) -> Iterator[tuple[Any, dict[str, str]]]:
-    """Yield empty axes and the colors to draw with, then write the file. height: of the axes, in inches."""
+    """Yield empty axes and the colors to draw with, then write the file.
+
+    height: of the axes, in inches. columns: more than one give an array of axes side by side, with the same y axis.
+    """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -66,12 +69,13 @@ def open_chart(
         figure.get_layout_engine().set(rect=(0.015, 0.01, 0.97, 1 - HEADER / height))
         figure.text(0.02, 1 - 0.2 / height, title, size=19, weight="bold", va="top")
         figure.text(0.02, 1 - 0.58 / height, subtitle, color=colors["muted"], va="top")
-        axes = figure.subplots(subplot_kw={"facecolor": colors["page"]})
-        axes.spines[:].set_visible(False)
-        axes.tick_params(length=0, colors=colors["muted"])
-        axes.locator_params(axis="x", nbins=4)
-        axes.xaxis.set_major_formatter(_short)
-        yield axes, colors
+        found = figure.subplots(1, columns, sharey=True, subplot_kw={"facecolor": colors["page"]})
+        for axes in figure.axes:
+            axes.spines[:].set_visible(False)
+            axes.tick_params(length=0, colors=colors["muted"])
+            axes.locator_params(axis="x", nbins=4)
+            axes.xaxis.set_major_formatter(_short)
+        yield found, colors
         figure.savefig(path, format="png", pil_kwargs={"optimize": True})
 
 

@@ -1,10 +1,12 @@
-"""Train with each value of an option and several seeds, and compare the final losses.
+"""Train with each value of an option and several seeds, and compare the losses.
 
-python scripts/benchmarks/sweep.py learning_rate 1e-3 2e-3 4e-3 --max_steps 1200 \
-    --optim adamw_torch_fused --output_file scripts/benchmarks/sweep_adamw_demo_cpu.json
+python scripts/benchmarks/sweep.py learning_rate 1e-3 2e-3 4e-3 --max_steps 1200 --optim adamw_torch_fused
+python scripts/benchmarks/sweep.py optim,learning_rate adamw_torch_fused,3e-3 muon,1e-2 --max_steps 1200 \
+    --eval_steps 100 --output_file FILE.json --chart_file FILE.png
 
-Further options are those of recipe/train.py and apply to every run. Each run is a fresh process and evaluates all
-validation rows at its end. Results are saved after each run; the same command continues an interrupted sweep.
+The first command varies one option, the second two together. Further options are those of recipe/train.py and apply
+to every run. Each run is a fresh process and evaluates all validation rows. Results are saved after each run; the
+same command continues an interrupted sweep. The chart shows the mean loss over tokens and over seconds of training.
 """
 
 import argparse
@@ -18,11 +20,14 @@ from pathlib import Path
 
 from recipe.arguments import CommandLine, unknown_option
 from recipe.config import OPTIONS
+from recipe.environment import describe_machine
 from recipe.errors import UserError, run_main
+from recipe.publish.curve import label_point, open_chart
 
 TRAIN = Path(__file__).resolve().parents[2] / "recipe" / "train.py"
 EVALUATION = ["--max_eval_samples", "all", "--eval_steps", "0", "--save_steps", "0", "--logging_steps", "100"]
-KEPT = ("eval_loss", "tokens_seen", "tokens_per_second", "wall_seconds", "finished_at", "environment")
+KEPT = ("eval_loss", "tokens_seen", "tokens_per_second", "train_seconds", "finished_at", "environment")
+DRAWN_FROM = 0.1  # of a run: the losses before would take most of the chart's height
 
 
 def main() -> None:
@@ -43,25 +48,43 @@ def main() -> None:
                 args.output_file.write_text(json.dumps({**sweep, "runs": runs}, indent=2) + "\n")
             print(f"{args.option} {value}, seed {seed}: {runs[-1].get('eval_loss', 'failed')}", flush=True)
     print(make_table(args.option, runs))
+    if args.chart_file:
+        draw(args.chart_file, runs, dark=False)
+        draw(args.chart_file.with_stem(f"{args.chart_file.stem}_dark"), runs, dark=True)
 
 
 def train(options: list[str], option: str, value: str, seed: int) -> dict:
     """Train once. Returns the run's numbers, or why it failed: a learning rate may be too high."""
     with tempfile.TemporaryDirectory() as folder:
-        chosen = [f"--{option}", value, "--seed", str(seed), "--output_dir", f"{folder}/run"]
+        chosen = [text for name, part in pairs(option, value) for text in (f"--{name}", part)]
+        chosen += ["--seed", str(seed), "--output_dir", f"{folder}/run"]
         command = [sys.executable, str(TRAIN), *EVALUATION, *options, *chosen]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode != 0:
             return {"value": value, "seed": seed, "failed": (result.stderr.strip().splitlines() or ["no output"])[-1]}
         summary = json.loads(Path(folder, "run", "summary.json").read_text())
-    return {"value": value, "seed": seed, **{key: summary[key] for key in KEPT}}
+        curve = read_curve(Path(folder, "run", "metrics.jsonl"))
+    return {"value": value, "seed": seed, **{key: summary[key] for key in KEPT}, "curve": curve}
+
+
+def pairs(option: str, value: str) -> list[tuple[str, str]]:
+    """Return the options that a value sets: one, or as many as there are names between commas."""
+    names = option.split(",")
+    return list(zip(names, value.split(",") if len(names) > 1 else [value], strict=True))
+
+
+def read_curve(path: Path) -> list[list[float]]:
+    """Return tokens seen, seconds of training and validation loss of each evaluation after a log line."""
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    trained = {event["step"]: event for event in events if event["event"] == "train"}
+    evaluated = [event for event in events if event["event"] == "eval" and event["step"] in trained]
+    return [[trained[e["step"]]["tokens_seen"], trained[e["step"]]["train_seconds"], e["loss"]] for e in evaluated]
 
 
 def make_table(option: str, runs: list[dict]) -> str:
     """Return a Markdown table with a row per value: n runs, mean and standard deviation of their final losses."""
     lines = [f"| {option} | tokens | n | loss | sd | perplexity | tokens/s |", "|---|---:|---:|---:|---:|---:|---:|"]
-    for value in dict.fromkeys(run["value"] for run in runs):
-        done = [run for run in runs if run["value"] == value and "failed" not in run]
+    for value, done in by_value(runs).items():
         if not done:
             lines.append(f"| {value} | | 0 | failed | | | |")
             continue
@@ -73,16 +96,50 @@ def make_table(option: str, runs: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def draw(path: Path, runs: list[dict], dark: bool) -> None:
+    """Draw the mean loss of each value over tokens and, beside it, over seconds of training."""
+    title, machine = "Validation loss in nats per token", describe_machine(runs[0]["environment"])
+    with open_chart(path, title, f"mean over seeds, {machine}", 4.2, dark, columns=2) as (both, colors):
+        for (value, done), color in zip(by_value(runs).items(), ("orange", "blue", "muted", "text"), strict=False):
+            curves = [[point for point in run.get("curve", []) if point[0] > DRAWN_FROM * run["tokens_seen"]] for run in done]
+            if curves := [curve for curve in curves if curve]:
+                tokens, seconds, losses = (
+                    [statistics.fmean(numbers) for numbers in zip(*column, strict=True)]
+                    for column in zip(*([list(zip(*curve, strict=True)) for curve in curves]), strict=True)
+                )
+                for axes, x in zip(both, (tokens, seconds), strict=True):
+                    axes.plot(x, losses, color=colors[color], linewidth=2.5, label=value)
+                    label_point(axes, f"{losses[-1]:.2f}", x[-1], losses[-1])
+        for axes, name in zip(both, ("tokens", "seconds"), strict=True):
+            axes.set_xlim(0, 1.3 * axes.dataLim.x1)  # room for the labels
+            axes.set_xlabel(name, color=colors["muted"])
+            axes.grid(axis="y")
+        style = {"frameon": False, "labelcolor": "linecolor", "handlelength": 0.8, "ncols": 2}
+        both[0].figure.legend(handles=both[0].get_lines(), loc="outside lower center", **style)
+
+
+def by_value(runs: list[dict]) -> dict[str, list[dict]]:
+    """Return the finished runs of each value."""
+    values = dict.fromkeys(run["value"] for run in runs)
+    return {value: [run for run in runs if run["value"] == value and "failed" not in run] for value in values}
+
+
 def parse() -> tuple[argparse.Namespace, list[str]]:
     parser = CommandLine(description="Compare the values of an option. Further options are those of recipe/train.py.")
-    parser.add_argument("option", help="option of recipe/train.py, for example learning_rate")
-    parser.add_argument("values", nargs="+", help="its values")
+    parser.add_argument("option", help="option of recipe/train.py, such as learning_rate, or several: optim,learning_rate")
+    parser.add_argument("values", nargs="+", help="its values; of several options: muon,1e-2")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1337, 1338, 1339], help="default: 1337 1338 1339")
     parser.add_argument("--config", default="demo", help="recipe of all runs (default: demo)")
     parser.add_argument("--output_file", type=Path, help="JSON to write, or to continue")
+    parser.add_argument("--chart_file", type=Path, help="PNG to draw, and one for dark pages; needs --eval_steps")
     args, options = parser.parse_with_run_options()
-    if args.option not in OPTIONS:
-        raise UserError(unknown_option(f"--{args.option}", list(OPTIONS)))
+    names = args.option.split(",")
+    for name in names:
+        if name not in OPTIONS:
+            raise UserError(unknown_option(f"--{name}", list(OPTIONS)))
+    for value in args.values:
+        if len(names) > 1 and value.count(",") != len(names) - 1:
+            raise UserError(f"{value} has another number of values than {args.option} has options")
     return args, options
 
 
