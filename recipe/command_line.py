@@ -126,12 +126,10 @@ def merge(recipe: dict[str, Any], typed: dict[str, Any]) -> dict[str, Any]:
         drop(*DATA_SOURCES, *TEXT_OPTIONS)
     if typed.get("lr_scheduler_type", values.get("lr_scheduler_type")) != values.get("lr_scheduler_type"):
         drop("lr_scheduler_kwargs")
-    if "learning_rate" in typed:  # Muon's updates are as large as AdamW's, so one rate can serve both
-        drop("muon_learning_rate")
     if OTHER_LOSS & typed.keys():
         drop("expected_loss")
     if typed.get("optim", "muon") != "muon" and values.get("optim") == "muon":
-        drop("learning_rate", "weight_decay")  # chosen for what Muon leaves to AdamW, and for Muon
+        drop("learning_rate", "weight_decay")  # chosen for Muon
     if typed.get("model_type", values.get("model_type", "gpt2")) != values.get("model_type", "gpt2"):
         drop("config_overrides")  # of another type
     _merge_length(values, typed)

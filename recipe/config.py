@@ -48,8 +48,7 @@ SCHEDULES = {
 }
 DECAY_TYPES = ("linear", "cosine", "1-sqrt")
 SCHEDULE_OPTIONS = (
-    *("max_steps", "max_minutes", "learning_rate", "muon_learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs"),
-    "warmup_steps",
+    *("max_steps", "max_minutes", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
 )
 # With the schedule's, the options that make a run the same run. Hardware, logging and saving may differ.
 IDENTITY_OPTIONS = (
@@ -137,7 +136,6 @@ class TrainConfig:
         "adamw_torch_fused", "AdamW: fused, torch's choice, or with 8-bit moments. muon: for the hidden matrices."
     )
     learning_rate: float = _field(6e-4, "Peak learning rate.", above=0)
-    muon_learning_rate: float | None = _field(None, "Peak rate of Muon's matrices. Default: learning_rate.", above=0)
     lr_scheduler_type: str = _field("cosine_with_min_lr", f"One of {', '.join(SCHEDULES)}.")
     lr_scheduler_kwargs: dict | str | None = _field(None, "Arguments of the schedule: min_lr_rate=0.1, or JSON.")
     warmup_steps: float = _field(715, "Linear warm-up steps; below 1, a fraction of max_steps.", at_least=0)

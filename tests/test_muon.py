@@ -18,7 +18,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from recipe.checkpoint import list_checkpoints
 from recipe.command_line import load_config
-from recipe.errors import UserError
 from recipe.hardware.memory import optimizer_bytes
 from recipe.model.loss import LanguageModelingLoss
 from recipe.optim import muon
@@ -26,7 +25,7 @@ from recipe.optim.guard import UpdateGuard
 from recipe.optim.muon import orthogonalize
 from recipe.optim.optimizers import build_optimizer
 
-MUON = ["--optim", "muon", "--muon_learning_rate", "0.02"]
+MUON = ["--optim", "muon", "--learning_rate", "0.02"]
 SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 64, "n_positions": 8}
 
 
@@ -39,7 +38,7 @@ def build(*argv, **shape):
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(**SMALL | shape))
     module = LanguageModelingLoss(model, SMALL["vocab_size"])
-    return module, build_optimizer(config_of("--learning_rate", "0.001", *argv), module)
+    return module, build_optimizer(config_of(*argv), module)
 
 
 def set_gradients(module, noise, value=None):
@@ -104,7 +103,7 @@ def test_it_is_the_published_update(monkeypatch, stack_values):
     """Five steps equal a plain float64 loop over the matrices, in one stack per shape or in many.
 
     Nesterov momentum from 0.85 to 0.95 in 300 updates (modded-nanogpt), scale and weight decay of Moonlight (0.2 times
-    the root of the longer side), and c_attn as three matrices.
+    the root of the longer side), c_attn as three matrices, and NorMuon's factor for each index of the longer side.
     """
     monkeypatch.setattr(muon, "STACK_VALUES", stack_values)
     module, optimizer = build("--weight_decay", "0.5", n_inner=24)
@@ -112,6 +111,7 @@ def test_it_is_the_published_update(monkeypatch, stack_values):
     pieces = {name: 3 if "c_attn" in name else 1 for name in blocks}
     expected = {name: [m.double() for m in p.detach().chunk(pieces[name], 1)] for name, p in blocks.items()}
     momenta = {name: [torch.zeros_like(m) for m in matrices] for name, matrices in expected.items()}
+    neurons = defaultdict(float)  # mean squares
     noise = torch.Generator().manual_seed(1)
     for t in (0, 150, 299, 300, 1000):
         set_gradients(module, noise)
@@ -122,7 +122,11 @@ def test_it_is_the_published_update(monkeypatch, stack_values):
             for i, gradient in enumerate(p.grad.double().chunk(pieces[name], 1)):
                 weight, momentum = expected[name][i], momenta[name][i]
                 momentum.mul_(mu).add_(gradient)
-                update = 0.2 * max(weight.shape) ** 0.5 * newton_schulz(mu * momentum + gradient)
+                update = newton_schulz(mu * momentum + gradient)
+                dim = 0 if weight.shape[0] <= weight.shape[1] else 1
+                neurons[name, i] = 0.95 * neurons[name, i] + 0.05 * update.square().mean(dim, keepdim=True)
+                normalized = update / neurons[name, i].sqrt()
+                update = 0.2 * max(weight.shape) ** 0.5 * normalized * update.norm() / normalized.norm()
                 weight -= 0.02 * (update + 0.5 * weight)
         optimizer.step()
     assert len(blocks) == 8
@@ -131,7 +135,11 @@ def test_it_is_the_published_update(monkeypatch, stack_values):
 
 
 def test_it_is_torchs_muon(monkeypatch):
-    """After momentum's warm-up, five steps equal `torch.optim.Muon` on square, wide and tall matrices, all in fp32."""
+    """Five steps equal `torch.optim.Muon` on square, wide and tall matrices, all in fp32.
+
+    That is without the warm-up of momentum and without NorMuon's factors.
+    """
+    monkeypatch.setattr(muon, "even_out_neurons", lambda updates, squares: (torch.ones_like(squares), squares))
     monkeypatch.setattr(muon, "FIRST_MOMENTUM", muon.MOMENTUM)
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)  # torch's products are bf16
     module, optimizer = build("--weight_decay", "0.5", n_inner=24)
@@ -226,7 +234,7 @@ def test_the_state_takes_as_many_bytes_as_planned():
     module, optimizer = build()
     set_gradients(module, torch.Generator().manual_seed(0))
     optimizer.step()
-    tensors = [tensor for state in optimizer.state.values() for tensor in state.values() if tensor.dim()]
+    tensors = [tensor for state in optimizer.state.values() for tensor in state.values() if tensor.dim() in (1, 2)]
     assert sum(4 * tensor.numel() for tensor in tensors) == optimizer_bytes(module.model.config, "muon")
 
 
@@ -370,28 +378,13 @@ def test_resume_is_exact(train, one, tmp_path):
 
 
 def test_a_new_learning_rate_takes_effect(train, one, tmp_path):
-    """A resumed run may change Muon's learning rate, and only that changes its weights."""
-    options = [*RUN, "--muon_learning_rate", "0.2", "--resume_from_checkpoint", one / "checkpoint-2"]
+    """A resumed run may change its learning rate, and Muon's matrices follow it."""
+    options = [*RUN, "--learning_rate", "0.2", "--resume_from_checkpoint", one / "checkpoint-2"]
     resumed = train(*options, output_dir=tmp_path / "changed")
     before, same, changed = (load_file(path / "model.safetensors") for path in (one / "checkpoint-2", one, resumed))
     name = "transformer.h.0.mlp.c_fc.weight"
     moved, moved_usually = ((weights[name] - before[name]).norm() for weights in (changed, same))
     assert 5 < moved / moved_usually < 20
-
-
-def test_a_recipes_learning_rate_of_muon_concerns_only_muon(train, tmp_path):
-    """A run with Muon does not resume with another one that nobody typed; a run with AdamW does."""
-
-    def resume(optim):
-        run = train("--save_steps", "2", "--optim", optim, output_dir=tmp_path / optim)
-        recipe = tmp_path / "recipe.yaml"
-        recipe.write_text((run / "training_config.yaml").read_text() + "muon_learning_rate: 0.5\n")
-        options = ["--config", recipe, "--resume_from_checkpoint", "latest", "--output_dir", run]
-        train(*options, output_dir=run, alone=True)
-
-    resume("adamw_torch_fused")
-    with pytest.raises(UserError, match="options: muon_learning_rate 0.003 -> 0.5; type the option"):
-        resume("muon")
 
 
 # Trains with stacks of at most three square matrices; prints the hash of the weights after each update, and how many

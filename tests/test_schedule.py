@@ -107,7 +107,7 @@ def test_any_machine_reaches_the_peak_and_the_end(kind, arguments, warmup, num_s
 
 SETUP, COMPILATION, EVALUATION, EXPORT = 10.0, 5.0, 3.0, 2.0  # seconds on the clock of these tests
 LIMITED = ["--global_batch_size", 4, "--logging_steps", 1, "--learning_rate", 0.003, "--warmup_steps", 6,
-           "--eval_steps", 100, "--save_steps", 8, "--muon_learning_rate", 0.003]  # fmt: skip
+           "--eval_steps", 100, "--save_steps", 8]  # fmt: skip
 
 
 @pytest.fixture

@@ -1,8 +1,9 @@
 """Muon for the hidden matrices, AdamW for everything else.
 
 Muon replaces the momentum of each matrix by the nearest matrix whose singular values are all one, so that rare
-directions move as far as common ones (Jordan et al., https://kellerjordan.github.io/posts/muon). Its updates are as
-large as AdamW's (Moonlight, arXiv 2502.16982). `torch.optim.Muon` is the same update, for one matrix at a time.
+directions move as far as common ones (Jordan et al., https://kellerjordan.github.io/posts/muon). Each neuron's part of
+it is then divided by its root mean square over recent updates, so that no neuron moves much farther than others
+(NorMuon, arXiv 2510.05491). Updates are as large as AdamW's (Moonlight, arXiv 2502.16982).
 """
 
 from collections import defaultdict
@@ -19,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 NUM_ITERATIONS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan et al.: the fastest, with singular values between 0.7 and 1.2
 FIRST_MOMENTUM, MOMENTUM, MOMENTUM_WARMUP_UPDATES = 0.85, 0.95, 300  # modded-nanogpt
+NEURON_BETA = 0.95  # of the mean squares of each neuron's updates (NorMuon)
 ADAMW_RMS = 0.2  # root mean square of a typical AdamW update before the learning rate (Moonlight)
 STACK_VALUES = 2**26  # in a stack of matrices: bounds the temporary memory, and is more than enough work for a GPU
 STACK_COPIES = 5  # that an update holds at most, in fp32
@@ -47,14 +49,20 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self) -> None:
         for group in self.param_groups:
-            names = ["momentum_buffer"] if "num_matrices" in group else ["exp_avg", "exp_avg_sq"]
             parameters = [p for p in group["params"] if p.grad is not None]
+            num_matrices = dict(zip(group["params"], group.get("num_matrices", ()), strict=False))
             for p in parameters:
                 if not self.state[p]:
-                    self.state[p] = {"step": p.new_zeros(()), **{name: torch.zeros_like(p) for name in names}}
-            states = [[self.state[p][name] for p in parameters] for name in ("step", *names)]
+                    self.state[p] = self._new_state(p, num_matrices.get(p))
             if parameters:
-                (self._step_muon if "num_matrices" in group else self._step_adamw)(group, parameters, *states)
+                states = map(list, zip(*(self.state[p].values() for p in parameters), strict=True))
+                (self._step_muon if num_matrices else self._step_adamw)(group, parameters, *states)
+
+    def _new_state(self, p: nn.Parameter, num_matrices: int | None) -> dict[str, torch.Tensor]:
+        if num_matrices is None:
+            return {"step": p.new_zeros(()), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        squares = p.new_zeros(num_matrices, 1, max(p.shape[0], p.shape[1] // num_matrices))
+        return {"step": p.new_zeros(()), "momentum_buffer": torch.zeros_like(p), "neuron_squares": squares}
 
     def _step_adamw(self, group: dict, parameters: list, steps: list, means: list, squares: list) -> None:
         options = {"lr": group["lr"], "weight_decay": group["weight_decay"], "eps": group["eps"]}
@@ -62,14 +70,14 @@ class Muon(torch.optim.Optimizer):
         gradients = [p.grad for p in parameters]
         adamw(parameters, gradients, means, squares, [], steps, fused=True, found_inf=self.found_inf, **options)
 
-    def _step_muon(self, group: dict, parameters: list, steps: list, momenta: list) -> None:
+    def _step_muon(self, group: dict, parameters: list, steps: list, momenta: list, neurons: list) -> None:
         """Update stacks of matrices of equal shape, with the longer side as columns."""
-        num_matrices = dict(zip(group["params"], group["num_matrices"], strict=True))
         stacks = defaultdict(list)
-        for p, momentum in zip(parameters, momenta, strict=True):
-            for views in zip(*(x.chunk(num_matrices[p], dim=1) for x in (p, p.grad, momentum)), strict=True):
+        for p, momentum, squares in zip(parameters, momenta, neurons, strict=True):
+            pieces = (x.chunk(len(squares), dim=1) for x in (p, p.grad, momentum))
+            for *views, square in zip(*pieces, squares, strict=True):
                 wide = views if views[0].shape[0] <= views[0].shape[1] else [view.mT for view in views]
-                stacks[wide[0].shape].append(wide)
+                stacks[wide[0].shape].append([*wide, square])
         found_inf = torch.zeros_like(steps[0]) if self.found_inf is None else self.found_inf
         warmed_up = (steps[0] / MOMENTUM_WARMUP_UPDATES).clamp(max=1.0)
         coefficient = FIRST_MOMENTUM + (MOMENTUM - FIRST_MOMENTUM) * warmed_up
@@ -83,14 +91,18 @@ class Muon(torch.optim.Optimizer):
     def _update_stack(
         self, matrices: list[Views], group: dict, coefficient: torch.Tensor, found_inf: torch.Tensor
     ) -> None:
-        """matrices: of equal shape, each as its weight, gradient and momentum."""
-        weights, gradients, momenta = zip(*matrices, strict=True)
+        """matrices: of equal shape, each as its weight, gradient, momentum and the mean squares of its neurons."""
+        weights, gradients, momenta, squares = zip(*matrices, strict=True)
         stack, before = torch.stack(gradients), torch.stack(momenta)
         after = torch.addcmul(stack, before, coefficient)
         _copy_unless(found_inf, momenta, before, after)
         stack.addcmul_(after, coefficient)  # Nesterov: where the momenta would be one step later
         del before, after  # the products need the memory
-        updates = self._orthogonalize(stack).float().mul_(ADAMW_RMS * stack.shape[2] ** 0.5)
+        updates = self._orthogonalize(stack).float()
+        before = torch.stack(squares)
+        scales, after = even_out_neurons(updates, before)
+        _copy_unless(found_inf, squares, before, after)
+        updates.mul_(ADAMW_RMS * stack.shape[2] ** 0.5 * scales)
         stack = torch.stack(weights)
         updates.add_(stack, alpha=group["weight_decay"]).mul_(group["lr"])
         _copy_unless(found_inf, weights, stack, stack - updates)
@@ -121,6 +133,19 @@ def orthogonalize(matrices: torch.Tensor, dtype: torch.dtype = torch.float32) ->
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x
+
+
+def even_out_neurons(updates: torch.Tensor, squares: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return factors that give every neuron updates of the same size over time, and leave each matrix's norm as it is.
+
+    updates: fp32 [n, rows, columns], a neuron per column. squares, factors: fp32 [n, 1, columns]; squares are the
+    running means of the neurons' mean squares. Returns the factors and the new means.
+    """
+    sums = torch.linalg.vector_norm(updates, dim=1, keepdim=True).square()
+    squares = squares.lerp(sums / updates.shape[1], 1 - NEURON_BETA)
+    scales = squares.clamp(min=1e-10).rsqrt()
+    norms = (sums * scales.square()).sum(dim=2, keepdim=True)
+    return scales * (sums.sum(dim=2, keepdim=True) / norms.clamp(min=1e-10)).sqrt(), squares
 
 
 def find_matrices(model: nn.Module) -> dict[nn.Parameter, int]:

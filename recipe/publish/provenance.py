@@ -80,14 +80,13 @@ def describe_recipe(facts: RunFacts) -> str:
     recipe, published = facts.start.get("recipe"), published_options(facts)
     run = _comparable(facts.options, facts)
     standard = _comparable(published, facts) if published else run
-    shown_options = [*SHOWN_OPTIONS, *(["muon_learning_rate"] if run["optim"] == "muon" else [])]
-    names = [*shown_options, *SOURCE_OPTIONS, *IDENTITY_OPTIONS, *sorted({*run, *standard} - {*OPTIONS})]
+    names = [*SHOWN_OPTIONS, *SOURCE_OPTIONS, *IDENTITY_OPTIONS, *sorted({*run, *standard} - {*OPTIONS})]
     rows, defaults = [], _comparable({name: option.default for name, option in OPTIONS.items()}, facts)
     for name in dict.fromkeys(names):
         value, usual = (_cell(name, options.get(name)) for options in (run, standard))
         if value != usual:
             rows.append([f"`{name}`", f"**{value}**", usual])
-        elif name in shown_options or (not published and value != _cell(name, defaults.get(name))):
+        elif name in SHOWN_OPTIONS or (not published and value != _cell(name, defaults.get(name))):
             rows.append([f"`{name}`", value, ""])
     if any(usual for _, _, usual in rows):
         text = f"Values in bold differ from the published recipe `{recipe}`, whose values are on the right."

@@ -129,8 +129,6 @@ def start_table(run: Run, facts: dict[str, Any], eval_rows: int) -> dict[str, st
     if config.deterministic:
         shown["precision"] += "; deterministic algorithms"
     rate = f"{config.optim}, learning rate {config.learning_rate:g}"
-    if config.optim == "muon" and config.muon_learning_rate:
-        rate += f", and {config.muon_learning_rate:g} for Muon's matrices"
     arguments = ", ".join(f"{key} {value}" for key, value in (config.lr_scheduler_kwargs or {}).items())
     rate += f"; {config.lr_scheduler_type}" + f" ({arguments})" * bool(arguments)
     padded = -(-model["vocab_size"] // config.pad_vocab_to_multiple_of) * config.pad_vocab_to_multiple_of

@@ -41,16 +41,12 @@ def with_schedule_of(config: TrainConfig, identity: dict[str, Any]) -> TrainConf
 
 
 def run_identity(config: TrainConfig, metadata: dict[str, Any], model_config: PreTrainedConfig) -> dict[str, Any]:
-    """Return what a resumed run must share with its checkpoint: data, model, batch and schedule.
-
-    metadata: of the dataset. Muon's learning rate is None for other optimizers.
-    """
+    """Return what a resumed run must share with its checkpoint: data (metadata: of the dataset), model and options."""
     return {
         "dataset": metadata["content_sha256"],
         "streamed_text": metadata["fingerprint"] if config.streaming else None,
         "tokenizer": metadata["tokenizer_sha256"],
         **{name: getattr(config, name) for name in IDENTITY_OPTIONS},
-        "muon_learning_rate": (config.muon_learning_rate or config.learning_rate) if config.optim == "muon" else None,
         "vocab_size": model_config.vocab_size,
         "n_positions": model_config.max_position_embeddings,
         **{name: getattr(model_config, name) for name in model_options(model_config.model_type)},
@@ -94,8 +90,6 @@ def find_consent(typed: set[str]) -> set[str]:
     consent = typed & set(SCHEDULE_OPTIONS)
     if typed & set(LENGTH):
         consent |= {"max_steps", "max_minutes", "warmup_steps"}
-    if "learning_rate" in typed:
-        consent |= {"muon_learning_rate"}
     return consent | ({"lr_scheduler_kwargs"} if "lr_scheduler_type" in typed else set())
 
 

@@ -40,7 +40,7 @@ TIMED = f"--max_steps 24 --warmup_steps 4 --logging_steps 4 {SHORT}"
 WARM = f"--max_steps 2 --warmup_steps 0 {SHORT}"
 LEVERS = {  # each against `ours`
     "bf16_residual": "--bf16_residual",
-    "muon": "--optim muon --muon_learning_rate 2e-3",
+    "muon": "--optim muon --learning_rate 2e-3",
     "chunks": "--loss_chunks 8",
     "checkpointing": "--activation_checkpointing",
 }

@@ -18,6 +18,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import numpy as np
+
 from recipe.arguments import CommandLine, unknown_option
 from recipe.config import OPTIONS
 from recipe.environment import describe_machine
@@ -101,15 +103,11 @@ def draw(path: Path, runs: list[dict], dark: bool) -> None:
     title, machine = "Validation loss in nats per token", describe_machine(runs[0]["environment"])
     with open_chart(path, title, f"mean over seeds, {machine}", 4.2, dark, columns=2) as (both, colors):
         for (value, done), color in zip(by_value(runs).items(), ("orange", "blue", "muted", "text"), strict=False):
-            curves = [[point for point in run.get("curve", []) if point[0] > DRAWN_FROM * run["tokens_seen"]] for run in done]
-            if curves := [curve for curve in curves if curve]:
-                tokens, seconds, losses = (
-                    [statistics.fmean(numbers) for numbers in zip(*column, strict=True)]
-                    for column in zip(*([list(zip(*curve, strict=True)) for curve in curves]), strict=True)
-                )
-                for axes, x in zip(both, (tokens, seconds), strict=True):
-                    axes.plot(x, losses, color=colors[color], linewidth=2.5, label=value)
-                    label_point(axes, f"{losses[-1]:.2f}", x[-1], losses[-1])
+            curve = np.mean([run["curve"] for run in done], axis=0)  # [evaluations, 3]
+            tokens, seconds, losses = curve[curve[:, 0] > DRAWN_FROM * curve[-1, 0]].T
+            for axes, x in zip(both, (tokens, seconds), strict=True):
+                axes.plot(x, losses, color=colors[color], linewidth=2.5, label=value)
+                label_point(axes, f"{losses[-1]:.2f}", x[-1], losses[-1])
         for axes, name in zip(both, ("tokens", "seconds"), strict=True):
             axes.set_xlim(0, 1.3 * axes.dataLim.x1)  # room for the labels
             axes.set_xlabel(name, color=colors["muted"])
@@ -126,7 +124,7 @@ def by_value(runs: list[dict]) -> dict[str, list[dict]]:
 
 def parse() -> tuple[argparse.Namespace, list[str]]:
     parser = CommandLine(description="Compare the values of an option. Further options are those of recipe/train.py.")
-    parser.add_argument("option", help="option of recipe/train.py, such as learning_rate, or several: optim,learning_rate")
+    parser.add_argument("option", help="one of recipe/train.py: learning_rate, or several: optim,learning_rate")
     parser.add_argument("values", nargs="+", help="its values; of several options: muon,1e-2")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1337, 1338, 1339], help="default: 1337 1338 1339")
     parser.add_argument("--config", default="demo", help="recipe of all runs (default: demo)")
