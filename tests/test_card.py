@@ -300,7 +300,7 @@ def test_differences_from_the_published_recipe_are_marked(make_run):
     write_model_card(run, 1200)
     rows = re.findall(r"^\| `(\w+)` \| \*\*(.*)\*\* \| (.*) \|$", (run / "README.md").read_text(), re.MULTILINE)
     assert {name: (now, before) for name, now, before in rows} == {
-        "learning_rate": ("0.001", "0.008"),
+        "learning_rate": ("0.001", "0.01"),
         "n_layer": ("6", "4"),
         "adam_epsilon": ("1e-06", "1e-08"),
         "seed": ("7", "1337"),

@@ -271,6 +271,7 @@ def test_every_recipe_loads(name):
         "demo": 2048,
         "gpt2_finetune": 2**15,
         "gpt2_1558m": 2**20,
+        "shakespeare_char": 768,  # nanoGPT's 12 rows of 64
     }.get(name, 2**19)
 
 
