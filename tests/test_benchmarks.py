@@ -101,17 +101,22 @@ def test_a_sweep_continues_and_refuses_another_one(sweep):
 
 
 def test_a_run_that_fails_is_a_row(sweep):
-    """A learning rate that is too high is a result, too."""
+    """A learning rate that is too high is a result, too: with its reason, and without a line in the chart."""
     start, _, path = sweep
-    assert "| 1000 | | 0 | failed | | | |" in start("learning_rate", 1, 1000, "--seeds", 0, "--output_file", path)
-    failed = json.loads(path.read_text())["runs"][-1]
-    assert failed["failed"].startswith("error: stopped at step 5")
+    chart = ["--eval_steps", 5, "--chart_file", path.with_suffix(".png")]
+    text = start("learning_rate", 1000, 1, "--seeds", 0, "--output_file", path, *chart)
+    assert "| 1000 | | 0 | failed | | | |" in text and "seed 0: failed: error: stopped at step 5" in text
+    assert json.loads(path.read_text())["runs"][0]["failed"].startswith("error: stopped at step 5")
+    assert path.with_suffix(".png").exists()
+    with pytest.raises(UserError, match="every run failed"):
+        start("learning_rate", 1000, "--seeds", 0)
 
 
 def test_mistakes_of_a_sweep():
     assert "did you mean --learning_rate?" in run_script("scripts/benchmarks/sweep.py", "learning_rat", "1")
     assert "did you mean --max_steps?" in run_script("scripts/benchmarks/sweep.py", "seed", "1", "--max_stepz", "1")
     assert "another number of values" in run_script("scripts/benchmarks/sweep.py", "seed,optim", "1,muon", "2")
+    assert "add --eval_steps" in run_script("scripts/benchmarks/sweep.py", "seed", "1", "--chart_file", "a.png")
 
 
 def test_the_benchmark_of_data(tokenizer_dir, tmp_path):

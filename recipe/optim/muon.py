@@ -1,9 +1,9 @@
 """Muon for the hidden matrices, AdamW for everything else.
 
 Muon replaces the momentum of each matrix by the nearest matrix whose singular values are all one, so that rare
-directions move as far as common ones (Jordan et al., https://kellerjordan.github.io/posts/muon). Each neuron's part of
-it is then divided by its root mean square over recent updates, so that no neuron moves much farther than others
-(NorMuon, arXiv 2510.05491). Updates are as large as AdamW's (Moonlight, arXiv 2502.16982).
+directions move as far as common ones (Jordan et al., https://kellerjordan.github.io/posts/muon). Within each matrix,
+neurons whose recent updates were large then move less, and the others more (NorMuon, arXiv 2510.05491). The matrix as
+a whole moves about as far as with AdamW (Moonlight, arXiv 2502.16982).
 """
 
 from collections import defaultdict
@@ -38,7 +38,7 @@ class Muon(torch.optim.Optimizer):
     def __init__(
         self, groups: list[dict], lr: float, betas: tuple[float, float], eps: float, dtype: torch.dtype = torch.float32
     ) -> None:
-        """groups: with `weight_decay`; Muon's also has `num_matrices`, from `find_matrices`, and its own `lr`.
+        """groups: with `weight_decay`; Muon's also has `num_matrices`, from `find_matrices`.
 
         dtype: of the matrix products.
         """
@@ -138,8 +138,9 @@ def orthogonalize(matrices: torch.Tensor, dtype: torch.dtype = torch.float32) ->
 def even_out_neurons(updates: torch.Tensor, squares: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return factors that give every neuron updates of the same size over time, and leave each matrix's norm as it is.
 
-    updates: fp32 [n, rows, columns], a neuron per column. squares, factors: fp32 [n, 1, columns]; squares are the
-    running means of the neurons' mean squares. Returns the factors and the new means.
+    updates: fp32 [n, rows, columns], a neuron per column: an index of the longer side, and an output where both sides
+    of a Conv1D are equal. squares: fp32 [n, 1, columns], the running means of the neurons' mean squares. Returns the
+    factors, of the same shape, and the new means.
     """
     sums = torch.linalg.vector_norm(updates, dim=1, keepdim=True).square()
     squares = squares.lerp(sums / updates.shape[1], 1 - NEURON_BETA)

@@ -5,8 +5,9 @@ python scripts/benchmarks/sweep.py optim,learning_rate adamw_torch_fused,3e-3 mu
     --eval_steps 100 --output_file FILE.json --chart_file FILE.png
 
 The first command varies one option, the second two together. Further options are those of recipe/train.py and apply
-to every run. Each run is a fresh process and evaluates all validation rows. Results are saved after each run; the
-same command continues an interrupted sweep. The chart shows the mean loss over tokens and over seconds of training.
+to every run. Each run is a fresh process and evaluates all validation rows. With --output_file, results are saved
+after each run, and the same command continues an interrupted sweep and tries failed runs again. The chart shows the
+mean loss over tokens and over seconds of training.
 """
 
 import argparse
@@ -20,15 +21,16 @@ from pathlib import Path
 
 import numpy as np
 
-from recipe.arguments import CommandLine, unknown_option
+from recipe.arguments import CommandLine, typed_names, unknown_option
 from recipe.config import OPTIONS
 from recipe.environment import describe_machine
 from recipe.errors import UserError, run_main
 from recipe.publish.curve import label_point, open_chart
 
 TRAIN = Path(__file__).resolve().parents[2] / "recipe" / "train.py"
-EVALUATION = ["--max_eval_samples", "all", "--eval_steps", "0", "--save_steps", "0", "--logging_steps", "100"]
+EVALUATION = ["--max_eval_samples", "all", "--eval_steps", "0", "--save_steps", "0", "--logging_steps", "10"]
 KEPT = ("eval_loss", "tokens_seen", "tokens_per_second", "train_seconds", "finished_at", "environment")
+COLORS = ("orange", "blue", "muted", "text")  # of the chart's values, one after another
 DRAWN_FROM = 0.1  # of a run: the losses before would take most of the chart's height
 
 
@@ -48,8 +50,11 @@ def main() -> None:
             runs.append(train(sweep["options"], args.option, value, seed))
             if args.output_file:
                 args.output_file.write_text(json.dumps({**sweep, "runs": runs}, indent=2) + "\n")
-            print(f"{args.option} {value}, seed {seed}: {runs[-1].get('eval_loss', 'failed')}", flush=True)
+            found = runs[-1].get("eval_loss", f"failed: {runs[-1].get('failed')}")
+            print(f"{args.option} {value}, seed {seed}: {found}", flush=True)
     print(make_table(args.option, runs))
+    if all("failed" in run for run in runs):
+        raise UserError("every run failed")
     if args.chart_file:
         draw(args.chart_file, runs, dark=False)
         draw(args.chart_file.with_stem(f"{args.chart_file.stem}_dark"), runs, dark=True)
@@ -100,9 +105,11 @@ def make_table(option: str, runs: list[dict]) -> str:
 
 def draw(path: Path, runs: list[dict], dark: bool) -> None:
     """Draw the mean loss of each value over tokens and, beside it, over seconds of training."""
-    title, machine = "Validation loss in nats per token", describe_machine(runs[0]["environment"])
-    with open_chart(path, title, f"mean over seeds, {machine}", 4.2, dark, columns=2) as (both, colors):
-        for (value, done), color in zip(by_value(runs).items(), ("orange", "blue", "muted", "text"), strict=False):
+    finished = {value: done for value, done in by_value(runs).items() if done}
+    machine = describe_machine(next(run["environment"] for run in runs if "failed" not in run))
+    title, subtitle = "Validation loss in nats per token", f"mean over seeds, {machine}"
+    with open_chart(path, title, subtitle, 4.2, dark, columns=2) as (both, colors):
+        for (value, done), color in zip(finished.items(), COLORS, strict=False):
             curve = np.mean([run["curve"] for run in done], axis=0)  # [evaluations, 3]
             tokens, seconds, losses = curve[curve[:, 0] > DRAWN_FROM * curve[-1, 0]].T
             for axes, x in zip(both, (tokens, seconds), strict=True):
@@ -129,7 +136,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1337, 1338, 1339], help="default: 1337 1338 1339")
     parser.add_argument("--config", default="demo", help="recipe of all runs (default: demo)")
     parser.add_argument("--output_file", type=Path, help="JSON to write, or to continue")
-    parser.add_argument("--chart_file", type=Path, help="PNG to draw, and one for dark pages; needs --eval_steps")
+    parser.add_argument("--chart_file", type=Path, help="PNG to draw, and one for dark pages; up to four values")
     args, options = parser.parse_with_run_options()
     names = args.option.split(",")
     for name in names:
@@ -138,6 +145,10 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     for value in args.values:
         if len(names) > 1 and value.count(",") != len(names) - 1:
             raise UserError(f"{value} has another number of values than {args.option} has options")
+    if args.chart_file and "eval_steps" not in typed_names(options):
+        raise UserError("--chart_file draws the evaluations; add --eval_steps, a multiple of 10")
+    if args.chart_file and len(args.values) > len(COLORS):
+        raise UserError(f"--chart_file shows up to {len(COLORS)} values")
     return args, options
 
 
