@@ -9,7 +9,7 @@ from statistics import fmean, median, stdev
 import pytest
 from conftest import ROOT, load_program, run_script
 
-from recipe.command_line import CONFIGS_DIR
+from recipe.command_line import CONFIGS_DIR, load_yaml
 from recipe.run.log import describe_evaluation
 
 TEXT = (ROOT / "README.md").read_text()
@@ -190,7 +190,10 @@ def test_numbers_in_the_text_are_measured():
     shakespeare, everything = measured("shakespeare_cpu"), ablation[0]["tokens_per_second"]
     ablated = {entry["what"]: entry["tokens_per_second"] / everything for entry in ablation}
     speeds = [entry["tokens_per_second"] for entry in peers]
+    fast = load_yaml(CONFIGS_DIR / "gpt2_124m_fast.yaml")
+    decay_start = fast["max_steps"] * (1 - fast["lr_scheduler_kwargs"]["num_decay_steps"])
     expected = {
+        r"runs/fast/checkpoint-(\d+)": decay_start,
         r"from ([\d.]+) to [\d.]+ nats": shakespeare["untrained"]["loss"],
         r"from [\d.]+ to ([\d.]+) nats": shakespeare["eval_loss"],
         r"SIGKILL (\d+) times": measured("soak_cpu")["kills"],

@@ -70,4 +70,4 @@ def is_decaying(config: TrainConfig, progress: float) -> bool:
 
     From the last checkpoint before, a run of another length continues as if it had been planned that way.
     """
-    return config.lr_scheduler_type == WSD and progress >= 1 - _decay_share(config)
+    return config.lr_scheduler_type == WSD and 1 - progress <= _decay_share(config)
