@@ -106,13 +106,15 @@ def test_parameters_are_counted_from_the_config(changes):
 
 
 @pytest.mark.parametrize(
-    ("precision", "attention", "bf16_residual"),
-    [("bf16", "sdpa", False), ("bf16", "sdpa", True), ("bf16", "eager", False), ("no", "sdpa", False),
-     ("no", "eager", False)],
+    ("precision", "attention", "bf16_residual", "gelu"),
+    [("bf16", "sdpa", False, "gelu_new"), ("bf16", "sdpa", True, "gelu_new"), ("bf16", "eager", False, "gelu_new"),
+     ("no", "sdpa", False, "gelu_new"), ("no", "eager", False, "gelu_new"),
+     ("no", "eager", False, "gelu_pytorch_tanh"), ("bf16", "sdpa", False, "gelu_pytorch_tanh")],
 )  # fmt: skip
-def test_the_activations_are_what_autograd_keeps(precision, attention, bf16_residual):
+def test_the_activations_are_what_autograd_keeps(precision, attention, bf16_residual, gelu):
     """Without compilation, counted through autograd's hooks, except the logits: within 3%."""
-    options = ["--config_overrides", "n_layer=4,n_head=2,n_embd=128", "--block_size", "128"]
+    options = ["--config_overrides", f"n_layer=4,n_head=2,n_embd=128,activation_function={gelu}"]
+    options += ["--block_size", "128"]
     options += ["--attn_implementation", attention, "--bf16_residual", str(bf16_residual)]
     options += ["--global_batch_size", "512"]
     config = config_of(*options, "--mixed_precision", precision, "--dynamo_backend", "no")
@@ -162,7 +164,8 @@ def test_the_estimate_agrees_with_measured_peaks(
 ):
     """Within 15%."""
     options = ["--attn_implementation", attention, "--mixed_precision", precision, "--dynamo_backend", backend]
-    config = config_of(*options, "--optim", "adamw_torch_fused", "--config_overrides", *SHAPES[shape].split())
+    options += ["--config_overrides", *f"activation_function=gelu_new,{SHAPES[shape]}".split()]
+    config = config_of(*options, "--optim", "adamw_torch_fused")
     model_config = build_model_config(config, config.pad_vocab_to_multiple_of, 0)
     plan = MemoryPlan(rows, checkpointing, chunks)
     assert estimate_bytes(plan, config, model_config, "cpu", 1) == pytest.approx(peak_bytes, rel=0.15)

@@ -151,7 +151,7 @@ def test_options_in_commands_exist(known_options, capsys):
 
 def test_options_in_the_text_exist(known_options, capsys):
     """An option that the text mentions belongs to a program of this project or to the launcher."""
-    programs = ["recipe/train.py", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "scripts").glob("*.py"))]
+    programs = ["recipe/train.py", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "scripts").rglob("*.py"))]
     known = set().union(*(known_options(program, capsys) for program in programs if "bare_loop" not in program))
     names = {name.replace("-", "_") for name in re.findall(r"(?<![\w-])--([a-z][a-z_-]+)", TEXT)}
     assert names - known - LAUNCHER_OPTIONS - OTHER_OPTIONS == set()
@@ -190,7 +190,7 @@ def test_numbers_in_the_text_are_measured():
     shakespeare, everything = measured("shakespeare_cpu"), ablation[0]["tokens_per_second"]
     ablated = {entry["what"]: entry["tokens_per_second"] / everything for entry in ablation}
     speeds = [entry["tokens_per_second"] for entry in peers]
-    fast = load_yaml(CONFIGS_DIR / "gpt2_124m_fast.yaml")
+    fast = load_yaml("gpt2_124m_fast")
     decay_start = fast["max_steps"] * (1 - fast["lr_scheduler_kwargs"]["num_decay_steps"])
     expected = {
         r"runs/fast/checkpoint-(\d+)": decay_start,

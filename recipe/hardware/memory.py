@@ -230,8 +230,9 @@ def estimate_bytes(
     tokens, chunks = plan.micro_batch_size * config.block_size, plan.loss_chunks
 
     # Bytes that a block keeps for backward. LayerNorm's input twice, its two outputs, q, k, v, attention's output, and
-    # c_fc's output and GELU's. Without a compiler, GELU keeps three more tensors, which CUDA's autocast makes fp32.
-    gelu = 2 * operand if compiled else 16 if device_type == "cuda" and operand == 2 else 5 * operand
+    # c_fc's output and GELU's. In several operators, GELU keeps three more tensors, which CUDA's autocast makes fp32.
+    fused = compiled or getattr(model_config, "activation_function", None) == "gelu_pytorch_tanh"
+    gelu = 2 * operand if fused else 16 if device_type == "cuda" and operand == 2 else 5 * operand
     block = width * (2 * residual + 6 * operand) + inner * gelu
     if choose_attention(config, torch.device(device_type)).value == "eager":  # fp32 softmax, and its cast
         block += model_config.num_attention_heads * config.block_size * (4 if operand == 4 else 6)
