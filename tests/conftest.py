@@ -19,6 +19,8 @@ from unittest import mock
 
 # Set before torch is imported: no network, and threads that do not spin, because tests may share their cores.
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="true", OMP_WAIT_POLICY="passive")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["OMP_NUM_THREADS"] = "1"  # each worker has a core
 
 import pytest
 import torch
@@ -178,7 +180,7 @@ def dataset(dataset_dir):
 def train(tmp_path, dataset_dir):
     """Run recipe/train.py's main() in this process, as `train("--max_steps", "5")`; returns the output folder.
 
-    shape: the model and row length. alone: pass these arguments and no others.
+    shape: the model and row length. alone: pass these arguments and no others. real: see `run_training`.
     """
 
     def run(
@@ -187,9 +189,10 @@ def train(tmp_path, dataset_dir):
         dataset_dir: Path = dataset_dir,
         shape: list[str] | None = None,
         alone: bool = False,
+        real: bool = False,
     ) -> Path:
         defaults = [] if alone else default_arguments(dataset_dir, output_dir, TINY if shape is None else shape)
-        run_training([*defaults, *arguments], output_dir)
+        run_training([*defaults, *arguments], output_dir, real)
         return output_dir
 
     return run
@@ -206,6 +209,12 @@ def train_shared(tmp_path_factory, dataset_dir):
         return output_dir
 
     return run
+
+
+STUBS = {
+    "recipe.evaluation.validation.sample_text": lambda model, tokenizer, prompt, *_: f"{prompt} sample",
+    "recipe.publish.card.save_loss_chart": lambda events, path, *_: path.write_bytes(b"PNG"),
+}
 
 
 def default_arguments(dataset_dir: Path, output_dir: Path, shape: list[str]) -> list[str]:
@@ -226,16 +235,22 @@ def default_arguments(dataset_dir: Path, output_dir: Path, shape: list[str]) -> 
     return [*shape, *PLAIN, *(str(text) for key, value in options.items() for text in (f"--{key}", value))]
 
 
-def run_training(arguments: list[object], output_dir: Path) -> None:
-    """Run recipe/train.py's main() and undo what it changes in this process."""
+def run_training(arguments: list[object], output_dir: Path, real: bool = False) -> None:
+    """Run recipe/train.py's main() and undo what it changes in this process.
+
+    real: generate the samples and draw the loss curve, which take longer than all else in a small run.
+    """
     from recipe.train import main
 
     reset_accelerate()
     num_threads = torch.get_num_threads()
     handlers = {number: signal.getsignal(number) for number in (*SIGNALS, LAUNCHER_DIED)}
     try:
-        argv = mock.patch.object(sys, "argv", ["recipe/train.py", *map(str, arguments)])
-        with argv, mock.patch.dict(os.environ):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch.object(sys, "argv", ["recipe/train.py", *map(str, arguments)]))
+            stack.enter_context(mock.patch.dict(os.environ))
+            for name, stub in {} if real else STUBS.items():
+                stack.enter_context(mock.patch(name, stub))
             main()
     finally:
         reset_accelerate()
