@@ -40,7 +40,7 @@ STATE_NAME, OPTIMIZER_NAME, RNG_NAME = "training_state.json", "optimizer.pt", "r
 class RunState:
     """Everything that changes during a run, except model, optimizer and random generators."""
 
-    run_id: str  # random; the run keeps it when it resumes, and trackers know it by it
+    run_id: str = ""  # random; the run keeps it when it resumes; trackers and the Hub know the run by it
     step: int = 0  # optimizer steps done
     seconds: float = 0.0  # of wall time, over all starts; `max_minutes` limits them
     setup_seconds: float = 0.0  # of them, before the first step

@@ -190,6 +190,9 @@ class TrainConfig:
         "Upload the final model (end), also each checkpoint's model (every_save), and the training state of the "
         "newest (checkpoint) or of all (all_checkpoints).",
     )
+    hub_overwrite: bool = _field(
+        False, "Publish into a repository that holds another run: its model on main is replaced, its branches stay."
+    )
     hub_private_repo: bool = _field(False, "Create the Hub repository as private.")
     hub_license: str | None = _field(None, "License of the model on its card: mit, apache-2.0, ...")
     hub_language: list[str] | None = _field(None, "Languages of the text on the card, as ISO 639 codes: en de ...")

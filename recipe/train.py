@@ -56,7 +56,7 @@ def main(started_at: float | None = None) -> None:
 
     facts = collect_facts(run, model)
     log = RunLog(run, state, facts["flops_per_token"])
-    uploads = HubUploads(config, run.output_dir, log.say)
+    uploads = HubUploads(config, state.run_id, run.output_dir, log.say)
     parts = run.identity, model, run.model_config, dataset.tokenizer, optimizer, guard
     saver = CheckpointSaver(accelerator, run.output_dir, config, *parts, log.say, uploads.add, state.step)
     show_start(log, facts, state, validation.num_rows)

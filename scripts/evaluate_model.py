@@ -21,7 +21,7 @@ from recipe.evaluation.scoring import CPU_TOKENS, GPU_TOKENS
 from recipe.evaluation.tasks import SOURCES, load_tasks, score_task
 from recipe.evaluation.text import evaluate_dataset, evaluate_text, read_text
 from recipe.hardware.processes import on_main_process, start_processes, use_all_cores
-from recipe.publish.facts import EVALUATION_NAME
+from recipe.publish.card import EVALUATION_NAME, weights_sha256
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -81,6 +81,7 @@ def main() -> None:
     results = {
         "model": Path(args.model).absolute().name if Path(args.model).is_dir() else args.model,
         "revision": args.revision,
+        "weights_sha256": weights_sha256(Path(args.model)),  # by which a model card knows its scores
         "commit": getattr(model.config, "_commit_hash", None),  # Transformers sets it for a Hub id
         "num_parameters": model.num_parameters(),
         "texts": found,

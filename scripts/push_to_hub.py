@@ -14,8 +14,8 @@ from recipe.arguments import CommandLine
 from recipe.checkpoint import CONFIG_NAME, list_checkpoints, why_damaged
 from recipe.command_line import load_config
 from recipe.errors import UserError, check_local_path, run_main
-from recipe.publish.hub import check_hub
-from recipe.publish.public import SUMMARY_NAME
+from recipe.publish.hub import check_hub, check_owner
+from recipe.publish.public import SUMMARY_NAME, read_events
 from recipe.publish.uploads import HubUploads
 from recipe.run.folder import lock_output_dir
 
@@ -26,6 +26,7 @@ def main() -> None:
     for name, text in (
         ("hub_model_id", "repository, user/name"),
         ("hub_strategy", "end, every_save, checkpoint or all_checkpoints"),
+        ("hub_overwrite", "true publishes into a repository that holds another run, and replaces its model"),
         ("hub_private_repo", "true creates the repository as private"),
         ("hub_license", "license on the card, e.g. mit"),
         ("hub_language", "language of the text on the card, e.g. en"),
@@ -42,7 +43,9 @@ def main() -> None:
     config, _ = load_config(["--config", str(run_dir / CONFIG_NAME), "--push_to_hub", *options])
     lock_output_dir(run_dir)  # a run that is still training uploads by itself
     check_hub(config)
-    uploads = HubUploads(config, run_dir, print, repeat=shlex.join(["python", *sys.argv]), keeps_all=True)
+    run_id = next((event["run_id"] for event in reversed(read_events(run_dir)) if event["event"] == "start"), "")
+    check_owner(config, run_id)
+    uploads = HubUploads(config, run_id, run_dir, print, repeat=shlex.join(["python", *sys.argv]), keeps_all=True)
     for checkpoint in list_checkpoints(run_dir):
         if (reason := why_damaged(checkpoint)) is None:
             uploads.add(checkpoint, int(checkpoint.name.rpartition("-")[2]))

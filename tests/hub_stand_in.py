@@ -173,6 +173,9 @@ class HubStandIn:
                 return repository.list_tree(revision, "/".join(folder), query.get("recursive") == ["true"])
             case ["POST", "branch", branch]:
                 return repository.create_branch(branch, json.loads(body).get("startingPoint", "main"))
+            case ["DELETE", "branch", branch]:
+                del repository.branches[branch]
+                return {}
             case ["POST", "super-squash", branch]:
                 repository.write_commit(branch, None, json.loads(body)["message"], repository.files(branch))
                 return {}

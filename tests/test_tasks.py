@@ -29,7 +29,7 @@ from recipe.evaluation.tasks import (
     summarize_hellaswag,
     summarize_lambada,
 )
-from recipe.publish.facts import split_scores
+from recipe.publish.public import split_scores
 from recipe.run.log import describe_evaluation
 
 HELLASWAG, LAMBADA = (ROOT / "tests" / f"{task}_sample.jsonl" for task in ("hellaswag", "lambada"))

@@ -1,37 +1,43 @@
 """Write the model card of a run, at any of its steps, from the files that the run left.
 
-It may be written while the run continues, and by another process.
+It may be written while the run continues, and by another process. The text is in card.md.jinja; this module reads
+metrics.jsonl, training_config.yaml and evaluation.json, and formats what the template shows.
 """
 
+import contextlib
 import json
+import math
+import re
+import shlex
+import statistics
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard
+import jinja2
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub.utils.sha import sha_fileobj
 
+from recipe.config import OPTIONS, STANDARD_LIBRARY
+from recipe.environment import describe_machine
 from recipe.errors import short_reason
+from recipe.model.weights import WEIGHTS_NAME
 from recipe.publish.curve import save_loss_chart
-from recipe.publish.facts import RunFacts, read_facts
-from recipe.publish.markdown import fence, number, plain, table
-from recipe.publish.metadata import LOSSES, TASKS, card_metadata, scores_of
-from recipe.publish.provenance import (
-    describe_data,
-    describe_recipe,
-    describe_reproduction,
-    describe_training,
-    name_base_model,
-    name_source,
-)
-from recipe.publish.public import public_name
+from recipe.publish.public import public_name, read_events, read_options, split_scores
 
 CARD_NAME, CURVE_NAME = "README.md", "loss_curve.png"
-SHOWN_SAMPLES, SAMPLE_CHARACTERS, SAMPLE_WIDTH = 4, 400, 90
-SHOWN_BRANCHES = 5
-STYLES = {"loss": ".4f", "perplexity": ",.2f", "bits_per_byte": ".4f"}
-OPTIMAL_TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, arXiv:2203.15556
-HARMLESS_EPOCHS = 4  # Muennighoff et al. 2023, arXiv:2305.16264
+EVALUATION_NAME = "evaluation.json"  # written by scripts/evaluate_model.py
+SHOWN_SAMPLES, SAMPLE_CHARACTERS, SAMPLE_WIDTH = 3, 400, 90
+# Task of the recipe -> dataset of the Hub, its name on a page, and the number of its examples.
+TASKS = {
+    "hellaswag": ("Rowan/hellaswag", "HellaSwag", 10_042),
+    "lambada": ("EleutherAI/lambada_openai", "LAMBADA", 5_153),
+}
+LOSSES = {"loss": ("Loss", ".4f"), "perplexity": ("Perplexity", ",.2f"), "bits_per_byte": ("Bits per byte", ".4f")}
+NOT_SCORES = ("num_examples", "seconds", "stderr")
+VERSIONS = ("torch", "transformers", "accelerate", "python", "cuda")
+PRECISIONS = {"bf16": "bf16 autocast, fp32 weights", "fp16": "fp16 autocast, fp32 weights", "no": "fp32"}
 
 
 def write_model_card(
@@ -40,171 +46,344 @@ def write_model_card(
     directory: Path | None = None,
     *,
     revision: str | None = None,
-    branches: Sequence[str] = (),
-    resumable: bool = False,
-    draw: bool = True,
+    earlier: Sequence[str] = (),
+    resumable: str | None = None,
     hub_options: dict[str, Any] | None = None,
 ) -> None:
     """Write README.md and loss_curve.png into `directory` (default: run_dir) for the model after `step` steps.
 
-    revision: branch of the Hub repository that holds this card, if it is not main. branches: one per intermediate
-    checkpoint, oldest first. resumable: the last of them holds the training state. draw: False keeps the image of an
-    earlier call. hub_options: replace those of training_config.yaml. If the curve cannot be drawn, the card lacks it
-    and a warning is printed.
+    revision: branch of the Hub repository that holds this card, if it is not main. earlier: branches of earlier
+    checkpoints, oldest first. resumable: the branch of the newest published training state. hub_options: replace
+    those of training_config.yaml.
     """
-    directory, facts = directory or run_dir, read_facts(run_dir, step, hub_options)
+    directory, events = directory or run_dir, read_events(run_dir, step)
+    options = {name: option.default for name, option in OPTIONS.items()} | read_options(run_dir) | (hub_options or {})
+    name = (options["hub_model_id"] or run_dir.absolute().name).rpartition("/")[2]
     directory.mkdir(parents=True, exist_ok=True)
-    if draw:
-        _draw_curve(facts, directory / CURVE_NAME)
-    scores = _scores(facts)
-    if (directory / CURVE_NAME).is_file():
-        scores += f"\n![Training and validation loss]({CURVE_NAME})\n"
-    sections = (
-        _introduction(facts),
-        scores,
-        _usage(facts, revision, branches),
-        _samples(facts),
-        describe_data(facts),
-        describe_training(facts),
-        describe_recipe(facts),
-        describe_reproduction(facts, branches if resumable else ()),
-        _limitations(facts),
+    _draw_curve(events, step, name, directory / CURVE_NAME)
+    # A resumed run is started from its folder, whose name is not that of a recipe: the first start describes the run.
+    start = next((event for event in events if event["event"] == "start"), {})
+    data, model = start.get("data") or {}, start.get("model") or {}
+    evaluations, saved = _of_kind(events, "eval"), read_evaluation(run_dir, step)
+    evaluated = bool(evaluations) and evaluations[-1]["step"] == step
+    task_scores = (split_scores(evaluations[-1]) if evaluated else {}) | saved.get("tasks", {})
+    texts = saved.get("texts", [])
+    tokens = step * options["global_batch_size"] * options["block_size"]
+    rows = data.get("splits", {}).get("train", {}).get("rows")  # not known of a streamed text
+    epochs = step * options["global_batch_size"] / rows if rows else None
+    starts = _of_kind(events, "start")
+    commit, max_steps = start.get("commit") or "", options["max_steps"]
+    model_id = options["hub_model_id"] or name
+    metadata = ModelCardData(
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        license=options["hub_license"],
+        language=options["hub_language"],
+        datasets=[data["dataset_id"]] if data.get("dataset_id") else None,
+        base_model=start.get("base_model_id"),
+        tags=[options["model_type"], "gpt2-recipe"],
+        **_results(name, evaluations[-1] if evaluated else {}, data, task_scores, texts),
+        # By these two a run recognizes what it has published, see recipe/publish/hub.py.
+        run_id=starts[-1].get("run_id") if starts else None,
+        step=step,
     )
-    body = "\n".join(filter(None, sections))
-    ModelCard(f"---\n{card_metadata(facts).to_yaml()}\n---\n\n{body}").save(directory / CARD_NAME)
+    values = {
+        "metadata": metadata.to_yaml(),
+        "name": name,
+        "kind": "GPT-2" if options["model_type"] == "gpt2" else code(options["model_type"]),
+        "package": f"gpt2-recipe {start['environment']['gpt2_recipe']}" if start else "gpt2-recipe",
+        "step": step,
+        "length": f" of {max_steps:,}" if max_steps else "",
+        "is_final": step == max_steps or step in [event["step"] for event in _of_kind(events, "end")],
+        "tokens": tokens,
+        "model": model,
+        "base": _name_base_model(start, options),
+        "data": data,
+        "source": _name_source(data),
+        "evaluated": evaluated,
+        "scores": _score_table(evaluations),
+        "start_note": " (base model)" if _name_base_model(start, options) else " (untrained)",
+        "tasks": list(_task_rows(task_scores)),
+        "texts": [
+            {"name": public_name(str(text.get("name", "text")))}
+            | {key: number(text.get(key), style) for key, (_, style) in LOSSES.items()}
+            for text in texts
+        ],
+        "num_rows": _describe_rows(evaluations, data),
+        "block_size": options["block_size"],
+        "has_curve": (directory / CURVE_NAME).is_file(),
+        "curve_name": CURVE_NAME,
+        "model_id": model_id,
+        "is_published": bool(options["hub_model_id"]),
+        "prompt": options["sample_prompt"],
+        "revision": revision,
+        "earlier": _shorten([code(branch) for branch in earlier]),
+        "samples": _choose_samples(_of_kind(events, "sample")),
+        "trains_tokenizer": options["tokenizer_vocab_size"],
+        "training": _describe_training(events, options, step, tokens, epochs),
+        "command": fence(_wrap_command(start["command"]), "bash") if start else None,
+        "needs_dataset": options["dataset_dir"],
+        "commit": commit.rstrip("+"),
+        "is_changed": commit.endswith("+"),
+        "processes": plural(start.get("num_processes", 1), "process", "es"),
+        "resumed_at": ", ".join(f"{event['step']:,}" for event in starts[1:]),
+        "changes": list(_describe_changes(events)),
+        "resume_command": _resume_command(model_id, options, resumable) if resumable else None,
+        "languages": ", ".join(code(language) for language in options["hub_language"] or []),
+        "ratio": tokens / model["num_parameters"] if model else None,
+        "epochs": epochs,
+    }
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    environment = jinja2.Environment(loader=loader, trim_blocks=True, undefined=jinja2.ChainableUndefined)
+    environment.filters |= {"plain": plain, "code": code, "fence": fence, "commas": commas, "quoted": quoted}
+    environment.globals["commas"] = commas
+    text = environment.get_template("card.md.jinja").render(values)
+    ModelCard(re.sub(r"\n{3,}", "\n\n", text)).save(directory / CARD_NAME)
 
 
-def _draw_curve(facts: RunFacts, path: Path) -> None:
+def read_evaluation(run_dir: Path, step: int) -> dict[str, Any]:
+    """Read evaluation.json of the model after `step` steps; {} if there is none.
+
+    It belongs to the weights whose SHA-256 it holds, so a copied or extended run cannot lend its scores to others.
+    """
+    folders = [run_dir / f"checkpoint-{step}"]
+    if not any(event["step"] > step for event in read_events(run_dir)):
+        folders.append(run_dir)  # which holds the final model
+    for folder in folders:
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # missing, or of another program
+            content = json.loads((folder / EVALUATION_NAME).read_text(encoding="utf-8"))
+            if content["weights_sha256"] == weights_sha256(folder):
+                return content
+    return {}
+
+
+def weights_sha256(folder: Path) -> str | None:
+    """Return the SHA-256 of a model's weights, or None if the folder holds none in one file."""
+    path = folder / WEIGHTS_NAME
+    if not path.is_file():
+        return None
+    with open(path, "rb") as file:
+        return sha_fileobj(file).hex()
+
+
+def _of_kind(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [event for event in events if event["event"] == kind]
+
+
+def _draw_curve(events: list[dict[str, Any]], step: int, name: str, path: Path) -> None:
+    """Draw the loss curve. If it cannot be drawn, the card lacks it and a warning is printed."""
     path.unlink(missing_ok=True)  # it may show another step
-    if len(facts.of_kind("train")) < 2:
+    if len(_of_kind(events, "train")) < 2:
         return
-    kind = "eval" if facts.of_kind("eval") else "train"
-    name = facts.name if len(facts.name) <= 26 else f"{facts.name[:24]}..."
-    label = "validation loss" if kind == "eval" else "training loss"
+    title, evaluations = name if len(name) <= 26 else f"{name[:24]}...", _of_kind(events, "eval")
+    if evaluations and evaluations[-1]["step"] == step:
+        title += f": validation loss {number(evaluations[-1]['loss'], '.3f')}"
     try:
-        save_loss_chart(facts.events, path, f"{name}: {label} {number(facts.newest(kind)['loss'], '.3f')}")
+        save_loss_chart(events, path, title)
     except Exception as error:  # matplotlib, its fonts and the file system raise various errors
         print(f"warning: the loss curve could not be drawn ({short_reason(error)})", flush=True)
         path.unlink(missing_ok=True)
 
 
-def _introduction(facts: RunFacts) -> str:
-    model, base, last = facts.start.get("model"), name_base_model(facts), facts.options["max_steps"]
-    length = f" of {last:,}" if last else ""
-    size = f" with {model['num_parameters']:,} parameters" if model else ""
-    origin = f"fine-tuned from {base}" if base else "trained from scratch"
-    source = f" of {name_source(facts.data)}" if facts.data else ""
-    kind = "GPT-2" if facts.options["model_type"] == "gpt2" else f"`{plain(facts.options['model_type'])}`"
-    text = f"A {kind} language model{size}, {origin} on {facts.tokens_seen:,} tokens{source}."
-    if facts.step == 0:
-        text = f"A {kind} language model{size}, " + (f"a copy of {base}." if base else "with random weights.")
-    if model:
-        text += (
-            f" It has {model['n_layer']} layers of width {model['n_embd']:,} with {model['n_head']} heads, a "
-            f"vocabulary of {model['vocab_size']:,} tokens, and a context of {model['n_positions']:,} tokens."
-        )
-    architecture = (model or {}).get("architecture", "GPT2LMHeadModel")  # older runs do not record it
-    text += f" It is a stock `{architecture}`, trained with gpt2-recipe, and it continues text."
-    if not facts.is_final:
-        when = f"after {facts.step:,}{length} steps" if facts.step else f"before the first{length} steps"
-        text += f"\n\n**This is an intermediate checkpoint, {when}.**"
-    return f"# {plain(facts.name)}\n\n{text}\n"
+# ------------------------------------------------------------------ what the template shows
 
 
-def _scores(facts: RunFacts) -> str:
-    """Tabulate the losses of the first and the newest evaluation, the tasks, and other texts."""
-    evaluations, parts = facts.of_kind("eval"), []
-    if evaluations:
-        columns = [evaluations[0], evaluations[-1]] if len(evaluations) > 1 else evaluations
-        rows = [
-            [f"validation {label.lower()}", *(number(column.get(key), STYLES[key]) for column in columns)]
-            for key, label in LOSSES.items()
-        ]
-        start = "base model" if name_base_model(facts) else "untrained"
-        header = (f"step {column['step']:,}" if column["step"] else f"step 0 ({start})" for column in columns)
-        parts.append(table(["", *header], rows, "right"))
-        known = facts.data.get("splits", {}).get("validation", {}).get("rows")
-        if num_rows := evaluations[-1].get("num_rows"):
-            rows = f"{num_rows:,} of {known:,}" if known else f"{num_rows:,}"
-            length = facts.options["block_size"]
-            parts.append(f"Loss in nats per token, on {rows} held-out rows of {length:,} tokens.\n")
-    tasks = [
-        [plain(f"{TASKS.get(task, ('', task, 0))[1]}, {score}"), number(value, ",.4f"), number(count, ",")]
-        for task, values in facts.tasks.items()
-        for count in [values.get("num_examples")]
-        for score, value in scores_of(values).items()
+def _score_table(evaluations: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the losses of the first and the newest evaluation."""
+    if not evaluations:
+        return None
+    columns = [evaluations[0], evaluations[-1]] if len(evaluations) > 1 else evaluations
+    rows = [
+        (f"validation {label.lower()}", [number(column.get(key), style) for column in columns])
+        for key, (label, style) in LOSSES.items()
     ]
-    if tasks:
-        parts.append(table(["task", f"step {facts.step:,}", "examples"], tasks, "right"))
-    texts = [
-        [plain(public_name(str(text.get("name", "text")))), *(number(text.get(key), STYLES[key]) for key in LOSSES)]
-        for text in facts.texts
+    return {"steps": [column["step"] for column in columns], "rows": rows}
+
+
+def _task_rows(tasks: dict[str, dict[str, Any]]) -> Iterator[tuple[str, str, str]]:
+    for task, scores in tasks.items():
+        for score, value in _scores_of(scores).items():
+            yield f"{TASKS.get(task, ('', task))[1]}, {score}", number(value, ",.4f"), commas(scores["num_examples"])
+
+
+def _scores_of(task: dict[str, Any]) -> dict[str, float]:
+    """Return the scores of a task without what else was recorded about its evaluation."""
+    return {key: value for key, value in task.items() if is_finite(value) and not key.endswith(NOT_SCORES)}
+
+
+def _results(
+    name: str, evaluation: dict[str, Any], data: dict[str, Any], tasks: dict[str, Any], texts: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Return what `ModelCardData` takes for the model-index: the scores of this step, not those of earlier ones."""
+    split = {"dataset_config": data.get("dataset_config_name"), "dataset_split": "validation"}
+    label = f"{data.get('source', 'held-out text')}, validation split"
+    found = [(evaluation, data.get("dataset_id") or "text", label, split)]
+    found += [(text, *[public_name(str(text.get("name", "text")))] * 2, {}) for text in texts]
+    results = [
+        EvalResult("text-generation", dataset, label, key, round(values[key], 4), metric_name=metric, **options)
+        for values, dataset, label, options in found
+        for key, (metric, _) in LOSSES.items()
+        if is_finite(values.get(key))
     ]
-    if texts:
-        parts.append(table(["text", *(label.lower() for label in LOSSES.values())], texts, "right"))
-    return "\n".join(parts)
+    for task, values in tasks.items():
+        dataset, label, size = TASKS.get(task, (task, task, None))
+        if (count := values["num_examples"]) != size:
+            label += f" ({count:,} examples)"  # the score of a part is not that of the task
+        for score, value in _scores_of(values).items():
+            metric = f"{label} {score}"
+            results.append(EvalResult("text-generation", dataset, label, score, round(value, 4), metric_name=metric))
+    return {"model_name": name, "eval_results": results} if results else {}
 
 
-def _usage(facts: RunFacts, revision: str | None, branches: Sequence[str]) -> str:
-    published = facts.options["hub_model_id"]
-    model = json.dumps(published or facts.name, ensure_ascii=False)
-    prompt = json.dumps(facts.options["sample_prompt"], ensure_ascii=False)
-    where = f', revision="{revision}"' if revision else ""
-    text = "## How to use it\n\n" + fence(
-        "from transformers import pipeline\n\n"
-        f'generate = pipeline("text-generation", model={model}{where})\n'
-        f'print(generate({prompt}, max_new_tokens=100)[0]["generated_text"])',
-        "python",
-    )
-    if not published:
-        text += f"\nHere {plain(model)} stands for the path of the model's folder.\n"
-    if branches and not revision:
-        shown = [f"`{name}`" for name in branches]
-        if len(shown) > SHOWN_BRANCHES:
-            shown = [*shown[:2], "...", shown[-1]]
-        text += f"\nEarlier checkpoints are branches, named by steps and tokens: {', '.join(shown)}.\n\n" + fence(
-            "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-            f'name, revision = {model}, "{branches[0]}"\n'
-            "model = AutoModelForCausalLM.from_pretrained(name, revision=revision)\n"
-            "tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)",
-            "python",
-        )
-    return text
+def _describe_rows(evaluations: list[dict[str, Any]], data: dict[str, Any]) -> str | None:
+    known = data.get("splits", {}).get("validation", {}).get("rows")
+    used = evaluations[-1].get("num_rows") if evaluations else None
+    return None if used is None else f"{used:,} of {known:,}" if known else f"{used:,}"
 
 
-def _samples(facts: RunFacts) -> str:
-    """Show samples of the first, the last and some steps between, as they were generated."""
-    samples = facts.of_kind("sample")
-    count = min(SHOWN_SAMPLES, len(samples))
-    chosen = [samples[round(i * (len(samples) - 1) / max(1, count - 1))] for i in range(count)]
-    text = "## Samples\n\nNot selected by hand.\n" if samples else ""
-    for sample in chosen:
+def _choose_samples(samples: list[dict[str, Any]]) -> list[tuple[int, str]]:
+    """Return the steps and texts of the last sample and some before it, without blank lines."""
+    count, chosen = min(SHOWN_SAMPLES, len(samples)), []
+    for index in range(count):
+        sample = samples[round((index + 1) * len(samples) / count) - 1]
         words = "".join(c if c.isprintable() or c == "\n" else " " for c in str(sample["text"]).expandtabs(4))
         shown = words[:SAMPLE_CHARACTERS] + " [...]" * (len(words) > SAMPLE_CHARACTERS)
-        lines = [part for line in shown.splitlines() for part in textwrap.wrap(line, SAMPLE_WIDTH) or [""]]
-        text += f"\nStep {sample['step']:,}:\n\n" + fence("\n".join(lines), "text")
-    return text
+        lines = [part for line in shown.splitlines() for part in textwrap.wrap(line, SAMPLE_WIDTH)]
+        chosen.append((sample["step"], "\n".join(lines)))
+    return chosen
 
 
-def _limitations(facts: RunFacts) -> str:
-    points = [
-        "It is a base model, without instruction tuning, safety tuning or any filter. It states falsehoods fluently "
-        "and repeats the errors and biases of its text, which the recipe does not filter."
-    ]
-    if languages := facts.options["hub_language"]:
-        codes = ", ".join(f"`{code}`" for code in languages)
-        points.append(f"Its text is in {codes}; expect little of other languages.")
-    else:
-        points.append("The languages of its text were not recorded; expect little of any that the text lacks.")
-    context = f"{facts.options['block_size']:,} tokens of context"
-    points.append(f"It uses at most {context}; its learned positions do not extend further.")
-    parameters, epochs = facts.start.get("model", {}).get("num_parameters"), facts.epochs
-    if name_base_model(facts):
-        points.append("The limitations and the license of its base model apply as well.")
-    elif parameters and (ratio := facts.tokens_seen / parameters) < OPTIMAL_TOKENS_PER_PARAMETER:
-        source = "[Hoffmann et al., 2022](https://arxiv.org/abs/2203.15556)"
-        usual = f"about {OPTIMAL_TOKENS_PER_PARAMETER} make the best use of compute ({source})"
-        points.append(f"It has seen {ratio:.2g} tokens per parameter, where {usual}: it is undertrained for its size.")
-    if epochs and epochs > HARMLESS_EPOCHS:
-        points.append(f"It has seen its text {epochs:,.0f} times, so it may recite passages of it word for word.")
-    return "## Limitations\n\n" + "".join(f"- {point}\n" for point in points)
+def _describe_training(
+    events: list[dict[str, Any]], options: dict[str, Any], step: int, tokens: int, epochs: float | None
+) -> dict[str, str]:
+    starts, laps, rows = _of_kind(events, "start"), _of_kind(events, "train"), {}
+    if starts:
+        rows["Hardware"] = ", then ".join(dict.fromkeys(map(_hardware, starts)))  # each machine once
+    if seconds := laps[-1]["train_seconds"] if laps else 0:
+        unit, label = (1, "seconds") if seconds < 120 else (60, "minutes") if seconds < 7200 else (3600, "hours")
+        rows["Time"] = f"{seconds / unit:,.1f} {label}"
+    if rate := _typical(laps, "tokens_per_second"):
+        rows["Speed"] = f"{rate:,.0f} tokens per second"
+        if mfu := _typical(laps, "mfu"):
+            rows["Speed"] += f", {mfu:.1%} of the hardware's peak (MFU)"
+    rows["Length"] = f"{plural(step, 'step')}, {tokens:,} tokens" + (f", {epochs:.2f} epochs" if epochs else "")
+    if starts:
+        last, environment = starts[-1], starts[-1]["environment"]
+        backend = last["dynamo_backend"]
+        compiled = "not compiled" if backend == "no" else f"compiled with {backend}"
+        schedule = f"learning rate {options['learning_rate']:g}, {options['lr_scheduler_type']}"
+        rows["Optimizer"] = f"{options['optim']}, {schedule}"
+        rows["Precision"] = f"{PRECISIONS.get(last['mixed_precision'], last['mixed_precision'])}; {compiled}"
+        sizes = (
+            plural(last["num_processes"], "process", "es"),
+            plural(last["gradient_accumulation_steps"], "micro-batch", "es"),
+        )
+        rows["Each step"] = " x ".join([*sizes, plural(last["per_device_train_batch_size"], "sequence")])
+        rows["Versions"] = ", ".join(f"{name} {environment[name]}" for name in VERSIONS if name in environment)
+    return rows
+
+
+def _hardware(start: dict[str, Any]) -> str:
+    machine, num_processes = describe_machine(start["environment"]), start["num_processes"]
+    if "cuda" in start["environment"]:
+        return f"{num_processes} x {machine}"
+    return machine + (f" ({num_processes} processes)" if num_processes > 1 else "")
+
+
+def _typical(laps: list[dict[str, Any]], key: str) -> float | None:
+    """Return the median of a number in the log lines, except for the first, which includes compilation."""
+    values = [lap[key] for lap in laps if lap.get(key) is not None]
+    return statistics.median(values[1:] or values) if values else None
+
+
+def _describe_changes(events: list[dict[str, Any]]) -> Iterator[str]:
+    for event in _of_kind(events, "schedule"):
+        changes = (f"{code(key)} is {now} instead of {before}" for key, (before, now) in event["changes"].items())
+        yield f"From step {event['step'] + 1:,} on, {', '.join(changes)}."
+
+
+def _name_source(data: dict[str, Any]) -> str:
+    """Return the name of the text, with a link if it is on the Hub. data: of the start event."""
+    if data.get("source") == STANDARD_LIBRARY:
+        return "the documentation and sources of the Python standard library"
+    if dataset := data.get("dataset_id"):
+        config = data["dataset_config_name"]
+        return f"[{dataset}](https://huggingface.co/datasets/{dataset})" + (f" ({plain(config)})" if config else "")
+    return plain(data.get("source", ""))
+
+
+def _name_base_model(start: dict[str, Any], options: dict[str, Any]) -> str | None:
+    """Return the model that the run started from, with a link if it is on the Hub; None for random weights."""
+    if model := start.get("base_model_id"):
+        return f"[{model}](https://huggingface.co/{model})"
+    name = start.get("base_model") or options["model_name_or_path"]
+    return plain(public_name(name)) if name else None
+
+
+def _resume_command(model_id: str, options: dict[str, Any], branch: str) -> str:
+    """Return the commands that continue from a published training state on any machine."""
+    data = next((f" --{name} {name.upper()}" for name in ("dataset_dir", "train_file") if options[name]), "")
+    return fence(
+        f"hf download {model_id} training_config.yaml --revision {branch} --local-dir .\n"
+        + _wrap_command(
+            f"accelerate launch recipe/train.py --config training_config.yaml{data} "
+            f"--resume_from_checkpoint hf://{model_id}@{branch} --output_dir runs/resumed"
+        ),
+        "bash",
+    )
+
+
+def _shorten(names: list[str]) -> str:
+    return ", ".join(names if len(names) <= 5 else [*names[:2], "...", names[-1]])
+
+
+# ------------------------------------------------------------------ Markdown whose structure no text can break
+
+
+def plain(text: object) -> str:
+    """Return a text that Markdown shows as it is, in one line."""
+    return re.sub(r"([\\`*_{}\[\]<>|#~&$])", r"\\\1", " ".join(str(text).split()))
+
+
+def code(text: object) -> str:
+    """Return inline code; without the backquotes that would end it."""
+    return f"`{' '.join(str(text).replace('`', chr(39)).split())}`"
+
+
+def fence(text: str, language: str = "text") -> str:
+    """Return a code block that nothing in the text can end."""
+    marks = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{marks}{language}\n{text}\n{marks}"
+
+
+def quoted(text: str) -> str:
+    """Return a Python string."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def commas(value: int) -> str:
+    return f"{value:,}"
+
+
+def plural(count: int, word: str, ending: str = "s") -> str:
+    return f"{count:,} {word}" + ending * (count != 1)
+
+
+def number(value: object, style: str) -> str:
+    """Format a number; one that is missing or not finite is a dash."""
+    return f"{value:{style}}" if is_finite(value) else "-"
+
+
+def is_finite(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _wrap_command(command: str, width: int = 90) -> str:
+    """Wrap a shell command between its options."""
+    lines = [""]
+    for word in shlex.split(command):
+        if word.startswith("--") and len(lines[-1]) + len(word) > width - 20:
+            lines[-1] += "\\"
+            lines.append("    ")
+        lines[-1] += shlex.quote(word) + " "
+    return "\n".join(line.rstrip(" ") for line in lines)

@@ -1,6 +1,5 @@
-"""Resume from a checkpoint on the Hub: `hf://user/name@step-001000-0.5B`."""
+"""Resume from a checkpoint on the Hub: `hf://user/name@step-000400-0.8M`."""
 
-import atexit
 import json
 import re
 import shutil
@@ -13,13 +12,16 @@ from recipe.checkpoint import MANIFEST_NAME, STATE_NAME, checkpoint_dir, list_ch
 from recipe.config import TrainConfig
 from recipe.errors import UserError
 from recipe.publish.hub import (
+    DOWNLOAD_NAME,
     MODEL_FILES,
     TRAINING_FILES,
+    branches_of_run,
     check_repo_id,
-    checkpoint_branches,
     hub_reason,
+    list_branches,
     prepare_client,
     publishes_training_state,
+    read_owner,
 )
 from recipe.publish.public import METRICS_NAME
 
@@ -27,18 +29,24 @@ ADDRESS = re.compile(r"hf://(?:models/)?([^@]+?)/?(?:@(.+))?")
 
 
 def fetch_checkpoint(config: TrainConfig, output_dir: Path) -> str | None:
-    """Download the checkpoint to resume from into output_dir, if it is on the Hub.
+    """Download the checkpoint to resume from, if it is on the Hub, into a hidden folder of output_dir.
 
-    Returns the argument for `find_checkpoint`. `hf://user/name` is the newest checkpoint that can be resumed. `auto`
-    looks on the Hub if output_dir has no checkpoint and the run publishes its training state there, so a job that is
-    submitted again to a fresh machine resumes. Raises `UserError` if the checkpoint cannot be had.
+    Returns the argument for `find_checkpoint`. `hf://user/name` is the newest checkpoint, of the run on main, that can
+    be resumed. `auto` looks on the Hub if output_dir has no checkpoint and the run publishes its training state there,
+    so a job that is submitted again to a fresh machine resumes; `hub_overwrite` makes that a new run. Raises
+    `UserError` if the checkpoint cannot be had.
     """
     resume = config.resume_from_checkpoint
     if resume is not None and resume.startswith("hf://"):
         if (address := ADDRESS.fullmatch(resume)) is None:
-            raise UserError(f"{resume} is no address of a checkpoint; expected hf://user/name@step-001000-0.5B")
+            raise UserError(f"{resume} is no address of a checkpoint; expected hf://user/name@step-000400-0.8M")
         repo_id, revision = address.groups()
-    elif resume == "auto" and publishes_training_state(config) and not list_checkpoints(output_dir):
+    elif (
+        resume == "auto"
+        and publishes_training_state(config)
+        and not config.hub_overwrite
+        and not list_checkpoints(output_dir)
+    ):
         repo_id, revision = config.hub_model_id, None
     else:
         return resume
@@ -65,15 +73,16 @@ def fetch_checkpoint(config: TrainConfig, output_dir: Path) -> str | None:
         remedy = "run the same command again" if resume != "auto" else "run it again, or without --push_to_hub"
         raise UserError(f"the checkpoint on the Hub cannot be read ({hub_reason(error)}); {remedy}") from error
     if resume != "auto":
-        raise UserError(f"no branch of {repo_id} on the Hub contains a training state")
+        raise UserError(f"no branch of {repo_id} on the Hub contains a training state of the run on its main branch")
     return resume
 
 
 def _newest(repo_id: str) -> str | None:
-    """Return the newest branch that can be resumed, or None."""
-    api = HfApi()
-    branches = reversed(checkpoint_branches(api, repo_id))
-    return next((name for name in branches if api.file_exists(repo_id, STATE_NAME, revision=name)), None)
+    """Return the newest branch of the run on main that can be resumed, or None."""
+    branches = list_branches(repo_id)
+    run_id, _ = read_owner(repo_id, branches[constants.DEFAULT_REVISION])
+    own = reversed(branches_of_run(repo_id, run_id, branches))
+    return next((name for name in own if HfApi().file_exists(repo_id, STATE_NAME, revision=name)), None)
 
 
 def _known(repo_id: str) -> str:
@@ -86,14 +95,15 @@ def _known(repo_id: str) -> str:
 
 
 def _download(repo_id: str, revision: str, output_dir: Path) -> Path:
-    """Download a checkpoint and the run's log. Returns the checkpoint's folder, which appears when it is complete."""
+    """Download a checkpoint and the run's log. Returns the folder, which appears when it is complete.
+
+    It is hidden, so if the run refuses the checkpoint, the folder is free for another run.
+    """
     state, manifest = (Path(hf_hub_download(repo_id, name, revision=revision)) for name in (STATE_NAME, MANIFEST_NAME))
-    final = checkpoint_dir(output_dir, json.loads(state.read_text())["step"])
-    if others := [path.name for path in list_checkpoints(output_dir) if path != final]:
-        found = f"{output_dir} contains checkpoints already ({', '.join(others[:3])})"
-        raise UserError(f"{found}; resume from them (--resume_from_checkpoint auto), or choose another --output_dir")
+    final = checkpoint_dir(output_dir / DOWNLOAD_NAME, json.loads(state.read_text())["step"])
     if why_damaged(final) is None and (final / MANIFEST_NAME).read_bytes() == manifest.read_bytes():
         return final  # an earlier attempt has downloaded it
+    shutil.rmtree(final.parent, ignore_errors=True)
     partial = final.with_name(f".{final.name}.partial")
     names = [*MODEL_FILES, *TRAINING_FILES, METRICS_NAME]
     snapshot_download(repo_id, revision=revision, allow_patterns=names, local_dir=partial)
@@ -101,24 +111,4 @@ def _download(repo_id: str, revision: str, output_dir: Path) -> Path:
         shutil.rmtree(partial)
         raise UserError(f"revision {revision} of {repo_id} is damaged on the Hub: {reason}")
     shutil.rmtree(partial / ".cache", ignore_errors=True)  # of the client
-    if (partial / METRICS_NAME).is_file():
-        (partial / METRICS_NAME).replace(output_dir / METRICS_NAME)
-    shutil.rmtree(final, ignore_errors=True)
-    _unused.extend([final, output_dir / METRICS_NAME])
     return partial.rename(final)
-
-
-_unused: list[Path] = []  # what this process has downloaded, until the run accepts it
-
-
-def keep_download() -> None:
-    """Keep a downloaded checkpoint: the run that resumes from it has passed all checks."""
-    _unused.clear()
-
-
-@atexit.register
-def discard_download() -> None:
-    """Remove a checkpoint that the run has refused; it would stand in the way of another run in the folder."""
-    for path in _unused:
-        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-    keep_download()

@@ -1,11 +1,10 @@
 """The Hub: what is published where, the check before training, and one upload.
 
-Every published checkpoint is a branch, `step-001000-0.5B` (steps and tokens), and the newest model is on `main`.
-Uploads are commits of listed files, so a reader sees a checkpoint completely or not at all. Buckets would not give
-that: they hold mutable files without commits, and an address of their own, apart from the model's.
+A repository holds one run, known by the random id that its checkpoints and cards carry. `main` is the newest model,
+and each published checkpoint a branch, `step-000400-0.8M` (steps and tokens). A run changes no branch of another run.
+Uploads are commits of listed files, so a reader sees a checkpoint completely or not at all.
 """
 
-import contextlib
 import functools
 import json
 import os
@@ -17,19 +16,20 @@ from huggingface_hub import (
     CommitOperationAdd,
     CommitOperationDelete,
     HfApi,
+    ModelCard,
     constants,
     get_session,
     get_token,
+    hf_hub_download,
     set_client_factory,
 )
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RemoteEntryNotFoundError
 from huggingface_hub.utils import disable_progress_bars, logging, validate_repo_id
 
 from recipe.checkpoint import CONFIG_NAME, MANIFEST_NAME, OPTIMIZER_NAME, RNG_NAME, STATE_NAME
 from recipe.config import TrainConfig
 from recipe.errors import UserError, one_line, short_reason
-from recipe.publish.card import CARD_NAME, CURVE_NAME, write_model_card
-from recipe.publish.facts import EVALUATION_NAME, read_evaluation
+from recipe.publish.card import CARD_NAME, CURVE_NAME, EVALUATION_NAME, read_evaluation, write_model_card
 from recipe.publish.public import METRICS_NAME, SUMMARY_NAME, public_value, write_public_files
 
 # Only these files are published. The first row is written for the Hub, without local paths.
@@ -39,21 +39,29 @@ MODEL_FILES = (
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
 )
 TRAINING_FILES = (STATE_NAME, OPTIMIZER_NAME, RNG_NAME, MANIFEST_NAME)  # what only a resume needs
-SPOOL_NAME = ".hub"  # in output_dir: a folder for each checkpoint that waits for its upload, named like its branch
-FINAL_NAME = "final"  # the folder of the final model, which has no branch of its own
-BRANCH = re.compile(r"step-(\d{6,})-\d+\.\dB")
+SPOOL_NAME, DOWNLOAD_NAME = ".hub", ".hub/resumed"  # in output_dir: what waits for its upload; a downloaded checkpoint
+BRANCH = re.compile(r"step-(\d{6,})-[\d.]+[kMBT](-[0-9a-f]{4})?")
 TIMEOUT_SECONDS = 60.0  # the client has none, so a dead connection would hold the end of a run forever
+MOST_RETRY_SECONDS = 60  # for which the client waits when a server asks it to; without a limit (2.4) a run could hang
 TEMPORARY = (408, 409, 412, 429)  # refusals that a later attempt may not meet
 
 
 def branch_name(step: int, num_tokens: int) -> str:
-    """Return the branch of a checkpoint: `step-001000-0.5B`. num_tokens: trained on so far."""
-    return f"step-{step:06d}-{num_tokens / 1e9:.1f}B"
+    """Return the branch of a checkpoint: `step-000400-0.8M`. num_tokens: trained on so far."""
+    unit, name = next((u for u in ((1e9, "B"), (1e6, "M")) if num_tokens >= u[0] / 10), (1e3, "k"))
+    return f"step-{step:06d}-{num_tokens / unit:.1f}{name}"
+
+
+def step_of(branch: str) -> int:
+    return int(branch.split("-")[1])
 
 
 def publishes_training_state(config: TrainConfig) -> bool:
     """Return whether the published checkpoints can be resumed."""
     return bool(config.push_to_hub) and config.hub_strategy in ("checkpoint", "all_checkpoints")
+
+
+# ------------------------------------------------------------------ before training
 
 
 def check_hub(config: TrainConfig) -> None:
@@ -85,13 +93,38 @@ def check_hub(config: TrainConfig) -> None:
         print(f"warning: the Hub cannot be used now ({hub_reason(error)}); uploads start when it can", flush=True)
 
 
+def check_owner(config: TrainConfig, run_id: str | None) -> None:
+    """Raise `UserError` if the repository holds another run. run_id: of this run; None if it is new."""
+    if not config.push_to_hub or config.hub_overwrite:
+        return
+    try:
+        owner, step = read_owner(config.hub_model_id, list_branches(config.hub_model_id)[constants.DEFAULT_REVISION])
+    except Exception:  # the Hub cannot be used now, which `check_hub` has said; the upload checks again
+        return
+    if owner not in (None, run_id):
+        raise holds_another_run(config, step)
+
+
+def holds_another_run(config: TrainConfig, step: int) -> UserError:
+    return UserError(
+        f"{config.hub_model_id} holds another run, at step {step:,}; pass another --hub_model_id, or --hub_overwrite "
+        "to replace its model (the branches of its checkpoints stay)"
+    )
+
+
 def prepare_client() -> None:
     """Give all connections of the client a timeout, and turn its progress bars and warnings off."""
     session = get_session()
-    options = {"event_hooks": session.event_hooks, "follow_redirects": True, "timeout": TIMEOUT_SECONDS}
+    hooks = {"request": session.event_hooks["request"], "response": [_limit_retry_after]}
+    options = {"event_hooks": hooks, "follow_redirects": True, "timeout": TIMEOUT_SECONDS}
     set_client_factory(functools.partial(type(session), **options))
     disable_progress_bars()
     logging.set_verbosity_error()  # we say ourselves what failed
+
+
+def _limit_retry_after(response) -> None:
+    if (seconds := response.headers.get("Retry-After", "")).isdigit():
+        response.headers["Retry-After"] = str(min(int(seconds), MOST_RETRY_SECONDS))
 
 
 def check_repo_id(repo_id: str) -> None:
@@ -105,9 +138,31 @@ def check_repo_id(repo_id: str) -> None:
         raise UserError(f"'{repo_id}' cannot be the name of a Hub repository; expected user/name")
 
 
-def staging_folder(config: TrainConfig, output_dir: Path, step: int) -> Path:
-    """Return the folder in which a checkpoint waits for its upload."""
-    return output_dir / SPOOL_NAME / branch_name(step, step * config.global_batch_size * config.block_size)
+# ------------------------------------------------------------------ what a repository holds
+
+
+def list_branches(repo_id: str) -> dict[str, str]:
+    """Return the commit of every branch."""
+    return {ref.name: ref.target_commit for ref in HfApi().list_repo_refs(repo_id).branches}
+
+
+@functools.cache  # a commit does not change
+def read_owner(repo_id: str, commit: str) -> tuple[str | None, int]:
+    """Return the id of the run that a commit holds, and its step; (None, 0) if it is not a run of this recipe."""
+    try:
+        card = ModelCard.load(hf_hub_download(repo_id, CARD_NAME, revision=commit), ignore_metadata_errors=True)
+    except RemoteEntryNotFoundError:
+        return None, 0
+    return card.data.get("run_id"), card.data.get("step") or 0
+
+
+def branches_of_run(repo_id: str, run_id: str | None, branches: dict[str, str]) -> list[str]:
+    """Return the branches that hold checkpoints of a run, oldest first. branches: from `list_branches`."""
+    own = (name for name in branches if BRANCH.fullmatch(name) and read_owner(repo_id, branches[name])[0] == run_id)
+    return sorted(own, key=step_of)
+
+
+# ------------------------------------------------------------------ one upload
 
 
 def stage(source: Path, folder: Path, names: tuple[str, ...]) -> None:
@@ -128,53 +183,67 @@ def stage(source: Path, folder: Path, names: tuple[str, ...]) -> None:
     partial.rename(folder)
 
 
-def staged_checkpoints(output_dir: Path) -> list[tuple[Path, int]]:
-    """Return the folders of the checkpoints that wait for their upload, with their steps, oldest first."""
-    folders = [path for path in (output_dir / SPOOL_NAME).glob("step-*") if BRANCH.fullmatch(path.name)]
-    return sorted(((path, step_of(path.name)) for path in folders), key=lambda pair: pair[1])
+def upload(config: TrainConfig, run_id: str, output_dir: Path, folder: Path, step: int, is_final: bool) -> str:
+    """Upload a staged folder, and delete it: a checkpoint to its branch, and the newest model also to main.
 
-
-def upload(api: HfApi, config: TrainConfig, output_dir: Path, folder: Path, step: int, use_xet: bool) -> str:
-    """Upload a staged folder, and delete it: its model to the main branch, a checkpoint also to a branch of its name.
-
-    The main branch keeps a newer checkpoint. step: of the model in the folder. use_xet: False sends large files
-    through LFS, which networks that block Xet may allow. Returns the address. Raises what the client raises.
+    Returns the address. Raises `UserError` if the repository holds another run, and what the client raises.
     """
-    repo_id, main = config.hub_model_id, constants.DEFAULT_REVISION
-    branch = None if folder.name == FINAL_NAME else folder.name
+    api, repo_id, main = HfApi(), config.hub_model_id, constants.DEFAULT_REVISION
     url = api.create_repo(repo_id, private=config.hub_private_repo, exist_ok=True)
-    branches = checkpoint_branches(api, repo_id)
-    is_newest = branch is None or all(step_of(name) <= step for name in branches)
-    branches = sorted({*branches, *filter(None, [branch])}, key=step_of)
+    branches = list_branches(repo_id)
+    owner, newest_step = read_owner(repo_id, branches[main])
+    if owner not in (None, run_id) and not config.hub_overwrite:
+        raise holds_another_run(config, newest_step)
+    own = branches_of_run(repo_id, run_id, branches)
     write_public_files(output_dir, folder, step)
     if evaluation := read_evaluation(output_dir, step):
-        (folder / EVALUATION_NAME).write_text(json.dumps(public_value(evaluation), indent=2) + "\n", encoding="utf-8")
-    card = {"resumable": publishes_training_state(config), "hub_options": config.hub_options()}
+        text = json.dumps(public_value(evaluation), indent=2) + "\n"
+        (folder / EVALUATION_NAME).write_text(text, encoding="utf-8")
     model, message = WRITTEN_FILES + MODEL_FILES, f"Step {step:,}"
-    if is_newest:
-        write_model_card(output_dir, step, folder, branches=branches, **card)
-        _commit(api, repo_id, folder, model, main, message, use_xet)
-    if branch:
-        write_model_card(output_dir, step, folder, revision=branch, branches=[branch], draw=not is_newest, **card)
-        api.create_branch(repo_id, branch=branch, revision=main, exist_ok=True)
-        _commit(api, repo_id, folder, model + TRAINING_FILES, branch, message, use_xet)
+    card = {"earlier": [name for name in own if step_of(name) < step], "hub_options": config.hub_options()}
+    if not is_final:
+        branch = next((name for name in own if step_of(name) == step), None)  # of an earlier attempt
+        if branch is None:
+            branch = branch_name(step, step * config.tokens_per_step)
+            branch += f"-{run_id[:4]}" * (branch in branches)  # another run's, which stays
+        is_resumable = (folder / OPTIMIZER_NAME).exists()
+        own = [*own, branch]
+        write_model_card(output_dir, step, folder, revision=branch, resumable=branch if is_resumable else None, **card)
+        _publish_branch(api, repo_id, folder, model + TRAINING_FILES, branch, message, is_new=branch not in branches)
         if config.hub_strategy == "checkpoint":
-            _drop_older_states(api, repo_id, branch)
+            _drop_older_states(api, repo_id, branch, [name for name in own if step_of(name) < step])
+    if owner != run_id or step >= newest_step:
+        resumable = max(own, key=step_of, default=None) if publishes_training_state(config) else None
+        write_model_card(output_dir, step, folder, resumable=resumable, **card)
+        _commit(api, repo_id, folder, model, main, message)
     shutil.rmtree(folder, ignore_errors=True)
     return str(url)
 
 
-def _commit(
-    api: HfApi, repo_id: str, folder: Path, names: tuple[str, ...], revision: str, message: str, use_xet: bool
+def _publish_branch(
+    api: HfApi, repo_id: str, folder: Path, names: tuple[str, ...], branch: str, message: str, is_new: bool
 ) -> None:
-    """Make a branch hold exactly the files of a folder that have these names; other files on it stay."""
+    """Commit to a branch. A new one appears when its commit is complete: the commit is made on another one."""
+    if not is_new:
+        _commit(api, repo_id, folder, names, branch, message)
+        return
+    working = f"incomplete-{branch}"
+    api.create_branch(repo_id, branch=working, exist_ok=True)
+    commit = _commit(api, repo_id, folder, names, working, message)
+    api.create_branch(repo_id, branch=branch, revision=commit, exist_ok=True)
+    api.delete_branch(repo_id, branch=working)
+
+
+def _commit(api: HfApi, repo_id: str, folder: Path, names: tuple[str, ...], revision: str, message: str) -> str:
+    """Make a branch hold exactly the files of a folder that have these names; other files on it stay.
+
+    Returns the commit's id.
+    """
     files = [path for path in (folder / name for name in names) if path.is_file()]
     gone = _list_files(api, repo_id, revision) & set(names) - {path.name for path in files}
-    with contextlib.ExitStack() as stack:  # the client sends paths through Xet, and open files through LFS
-        contents = [path if use_xet else stack.enter_context(open(path, "rb")) for path in files]
-        operations = [CommitOperationAdd(path.name, content) for path, content in zip(files, contents, strict=True)]
-        operations += [CommitOperationDelete(name) for name in sorted(gone)]
-        api.create_commit(repo_id, operations, commit_message=message, revision=revision)
+    operations = [CommitOperationAdd(path.name, path) for path in files]
+    operations += [CommitOperationDelete(name) for name in sorted(gone)]
+    return api.create_commit(repo_id, operations, commit_message=message, revision=revision).oid
 
 
 def _list_files(api: HfApi, repo_id: str, revision: str) -> set[str]:
@@ -182,10 +251,9 @@ def _list_files(api: HfApi, repo_id: str, revision: str) -> set[str]:
     return {file.rfilename for file in info.siblings or ()}
 
 
-def _drop_older_states(api: HfApi, repo_id: str, newest: str) -> None:
-    """Delete the training state of all branches but the newest; the models stay."""
-    branches = checkpoint_branches(api, repo_id)
-    for branch in reversed(branches[: branches.index(newest)]):
+def _drop_older_states(api: HfApi, repo_id: str, newest: str, older: list[str]) -> None:
+    """Delete the training state of the run's older branches; the models stay."""
+    for branch in reversed(older):
         files = _list_files(api, repo_id, branch) & set(TRAINING_FILES)
         if files:
             deletions = [CommitOperationDelete(name) for name in sorted(files)]
@@ -195,24 +263,27 @@ def _drop_older_states(api: HfApi, repo_id: str, newest: str) -> None:
             break  # neither do the older ones have any; this squash repeats one that may have failed
 
 
-def checkpoint_branches(api: HfApi, repo_id: str) -> list[str]:
-    """Return the branches that are named like a checkpoint, oldest first."""
-    names = [ref.name for ref in api.list_repo_refs(repo_id).branches if BRANCH.fullmatch(ref.name)]
-    return sorted(names, key=step_of)
-
-
-def step_of(branch: str) -> int:
-    return int(BRANCH.fullmatch(branch)[1])
+# ------------------------------------------------------------------ errors
 
 
 def is_permanent(error: Exception) -> bool:
     """Return whether the Hub has refused a request in a way that another attempt would not change."""
     status = error.response.status_code if isinstance(error, HfHubHTTPError) else 0
-    return 400 <= status < 500 and status not in TEMPORARY
+    return isinstance(error, UserError) or (400 <= status < 500 and status not in TEMPORARY)
 
 
-def hub_reason(error: Exception) -> str:
+def retry_after(error: Exception) -> float:
+    """Return the seconds for which the Hub asked to wait; 0 if it did not ask. The client ignores it for commits."""
+    text = error.response.headers.get("Retry-After", "") if isinstance(error, HfHubHTTPError) else ""
+    return float(text) if text.isdigit() else 0.0
+
+
+def hub_reason(error: BaseException) -> str:
     """Summarize an error of the Hub in a few words: its status and message, or its name and message."""
+    while not isinstance(error, HfHubHTTPError) and error.__cause__ is not None:
+        error = error.__cause__  # the client hides why a large file could not be stored (2.4)
+    if isinstance(error, UserError):
+        return str(error)
     if isinstance(error, HfHubHTTPError):
         return one_line(f"status {error.response.status_code}: {error.server_message or error.response.reason_phrase}")
     return short_reason(error)

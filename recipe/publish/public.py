@@ -1,7 +1,7 @@
 """What of a run may be published: names without the folders of the machine, and copies of its records.
 
 Paths are reduced to their last part, because folders tell the names of users, projects and machines. Addresses (URLs,
-hf://) and ids of the Hub are public and stay.
+hf://) and Hub ids are public and stay.
 """
 
 import json
@@ -18,16 +18,13 @@ from recipe.checkpoint import CONFIG_NAME
 
 METRICS_NAME, SUMMARY_NAME = "metrics.jsonl", "summary.json"
 NAMED_FILES = 5  # a shell may expand a pattern to thousands
-# Options that hold local paths, whether they exist on this machine or not. Others may hold a path or an id of the Hub.
-PATH_OPTIONS = ("config", "output_dir", "dataset_dir", "train_file", "validation_file", "cache_dir")
-VERBATIM_OPTIONS = ("hub_model_id", "sample_prompt", "document_separator")
+# Options that hold local paths, whether they exist on this machine or not. Others may hold a path or a Hub id.
+PATH_OPTIONS = ("config", "dataset_dir", "train_file", "validation_file")
+VERBATIM_OPTIONS = ("sample_prompt", "document_separator")
+# The author's own folders, repository and trackers: whoever repeats the run has others.
+OWN_OPTIONS = ("output_dir", "cache_dir", "run_name", "report_to", "push_to_hub")
 # An absolute path in a text: after a space, a quote or a sign, so that neither `a/b` nor `https://a/b` contains one.
 PATH_IN_TEXT = re.compile(r"(?<![\w./:\\~-])(?:~?/|[A-Za-z]:[\\/]|\\\\|file://)[^\s'\",;]+")
-
-
-# Options of the author's own repository and trackers: whoever repeats the run has others.
-OWN_OPTIONS = ("push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo")
-OWN_OPTIONS += ("report_to",)
 
 
 def public_name(name: str) -> str:
@@ -68,21 +65,21 @@ def is_address(name: str) -> bool:
     return "://" in name and not name.startswith("file:")
 
 
-def public_text(text: str) -> str:
-    """Reduce the absolute paths within a text."""
-    return PATH_IN_TEXT.sub(lambda path: last_part(path[0]), text)
-
-
 def public_option(name: str, value: Any) -> Any:
     """Return the value of an option without local paths."""
     if isinstance(value, list):
         return [public_option(name, item) for item in value]
     if not isinstance(value, str) or name in VERBATIM_OPTIONS:
         return value
-    if name in ("eval_tasks", "tasks"):  # NAME=FILE,NAME=FILE
+    if name == "eval_tasks":  # NAME=FILE,NAME=FILE
         pairs = (item.partition("=") for item in value.split(","))
         return ",".join(f"{task}={last_part(file)}" if file else task for task, _, file in pairs)
     return last_part(value) if name in PATH_OPTIONS else public_name(value)
+
+
+def is_own_option(name: str) -> bool:
+    """Return whether an option concerns only the author of the run, not whoever repeats it."""
+    return name in OWN_OPTIONS or name.startswith("hub_")
 
 
 def public_command(argv: Iterable[str]) -> str:
@@ -92,7 +89,7 @@ def public_command(argv: Iterable[str]) -> str:
     for word in words:
         if match := re.fullmatch(r"--([\w-]+)(?:=(.*))?", word, re.DOTALL):
             option = match[1].replace("-", "_")
-        if option in OWN_OPTIONS:
+        if is_own_option(option):
             continue
         if match:
             shown.append(word if match[2] is None else f"--{match[1]}={public_option(option, match[2])}")
@@ -119,32 +116,38 @@ def read_events(run_dir: Path, step: int | None = None) -> list[dict[str, Any]]:
     return events
 
 
+def split_scores(evaluation: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the scores of each task in an eval event, whose keys are TASK_SCORE and TASK_num_examples."""
+    tasks = [key.removesuffix("_num_examples") for key in evaluation if key.endswith("_num_examples")]
+    return {
+        task: {key.removeprefix(f"{task}_"): value for key, value in evaluation.items() if key.startswith(f"{task}_")}
+        for task in sorted(tasks)
+    }
+
+
 def read_options(run_dir: Path) -> dict[str, Any]:
     """Read training_config.yaml; {} if there is none."""
     path = run_dir / CONFIG_NAME
     return yaml.safe_load(path.read_text(encoding="utf-8")) or {} if path.is_file() else {}
 
 
-def write_public_files(run_dir: Path, directory: Path, step: int | None = None) -> list[Path]:
-    """Write public copies of training_config.yaml, metrics.jsonl and summary.json, and return those that exist.
+def write_public_files(run_dir: Path, directory: Path, step: int) -> None:
+    """Write public copies of training_config.yaml, metrics.jsonl and summary.json, if the run has them.
 
     step: of the model that they describe; later events are omitted, and so is the summary of another step.
     """
-    contents = {}
     if options := read_options(run_dir):
-        shown = {name: public_option(name, value) for name, value in options.items() if name not in OWN_OPTIONS}
-        contents[CONFIG_NAME] = yaml.safe_dump(shown, sort_keys=False)
+        shown = {name: public_option(name, value) for name, value in options.items() if not is_own_option(name)}
+        (directory / CONFIG_NAME).write_text(yaml.safe_dump(shown, sort_keys=False), encoding="utf-8")
     if events := read_events(run_dir, step):
-        contents[METRICS_NAME] = "".join(json.dumps(public_value(event), allow_nan=False) + "\n" for event in events)
+        lines = (json.dumps(public_value(event), allow_nan=False) + "\n" for event in events)
+        (directory / METRICS_NAME).write_text("".join(lines), encoding="utf-8")
     if (path := run_dir / SUMMARY_NAME).is_file():
         summary = json.loads(path.read_text(encoding="utf-8"))
-        if step in (None, summary["step"]):
+        if step == summary["step"]:
             summary["command"] = public_command(shlex.split(summary["command"]))
-            contents[SUMMARY_NAME] = json.dumps(public_value(summary), indent=2, allow_nan=False) + "\n"
-    directory.mkdir(parents=True, exist_ok=True)
-    for name, content in contents.items():
-        (directory / name).write_text(content, encoding="utf-8")
-    return [directory / name for name in contents]
+            text = json.dumps(public_value(summary), indent=2, allow_nan=False)
+            (directory / SUMMARY_NAME).write_text(text + "\n", encoding="utf-8")
 
 
 def public_value(value: Any) -> Any:
@@ -157,4 +160,4 @@ def public_value(value: Any) -> Any:
         return [public_value(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
-    return public_text(value) if isinstance(value, str) else value
+    return PATH_IN_TEXT.sub(lambda path: last_part(path[0]), value) if isinstance(value, str) else value

@@ -4,6 +4,7 @@ import functools
 import itertools
 import os
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from recipe.config import STANDARD_LIBRARY, TrainConfig
 from recipe.data.source import name_of_text
 from recipe.errors import UserError
 from recipe.hardware.processes import LAUNCHERS
-from recipe.publish.download import keep_download
+from recipe.publish.hub import DOWNLOAD_NAME
 from recipe.publish.public import METRICS_NAME, SUMMARY_NAME
 
 LOCK_NAME = ".lock"
@@ -61,8 +62,8 @@ def _check_contents(directory: Path, config: TrainConfig) -> None:
     resumes_here = bool(resumed) and there in (Path(resumed).absolute(), Path(resumed).absolute().parent)
     if resumed == "latest":
         resumes_here = True
-    elif resumed and resumed.startswith("hf://"):  # the download compares the checkpoints
-        resumes_here = bool(list_checkpoints(directory))
+    elif resumed and resumed.startswith("hf://"):  # again, after it ended before its first checkpoint here
+        resumes_here = (directory / DOWNLOAD_NAME).is_dir() and not list_checkpoints(directory)
     elif resumed == "auto":  # also if the run ended before its first checkpoint, but not if it finished
         resumes_here = bool(list_checkpoints(directory)) or not any((directory / name).exists() for name in RESULTS)
     leftovers = files_of_a_run(directory)
@@ -117,12 +118,15 @@ def launch_command() -> str:
     return on_cpu + shlex.join(LAUNCHERS[Path(words[launcher]).name].split() + words[launcher + 1 : script + 1])
 
 
-def open_output_dir(directory: Path, config: TrainConfig) -> None:
+def open_output_dir(directory: Path, config: TrainConfig, resume_dir: Path | None) -> None:
     """Prepare the output folder for the run, which has passed all checks."""
     remove_partial_checkpoints(directory)
     (directory / RESUMABLE_NAME).unlink(missing_ok=True)
     record_config(directory, config)
-    keep_download()
+    if resume_dir is not None and (resume_dir / METRICS_NAME).is_file():  # a download brings the log of its run
+        shutil.copyfile(resume_dir / METRICS_NAME, directory / METRICS_NAME)
+    else:
+        shutil.rmtree(directory / DOWNLOAD_NAME, ignore_errors=True)
 
 
 @functools.cache

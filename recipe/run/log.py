@@ -28,8 +28,7 @@ from recipe.hardware.processes import gather, on_main_process
 from recipe.optim.guard import MOST_BAD_STEPS, UpdateGuard
 from recipe.progress import progress_target
 from recipe.publish.card import write_model_card
-from recipe.publish.facts import split_scores
-from recipe.publish.public import METRICS_NAME, SUMMARY_NAME, read_events
+from recipe.publish.public import METRICS_NAME, SUMMARY_NAME, read_events, split_scores
 from recipe.run.folder import RESUMABLE_NAME, open_output_dir
 from recipe.run.start import Run
 
@@ -44,7 +43,7 @@ class RunLog:
         self.run, self.config, self.accelerator, self.output_dir = run, run.config, run.accelerator, run.output_dir
         self.device, self.enabled = run.accelerator.device, run.accelerator.is_main_process
         self.flops_per_token, self.previous_seconds = flops_per_token, state.seconds
-        on_main_process(lambda: open_output_dir(run.output_dir, run.config))
+        on_main_process(lambda: open_output_dir(run.output_dir, run.config, run.resume_dir))
         self.failures: set[str] = set()  # reported once each
         self.bar: tqdm | None = None  # from the first log line on: nothing before it shows the speed
         self.freed_memory = FreedMemory()

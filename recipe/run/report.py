@@ -20,8 +20,7 @@ from recipe.hardware.processes import on_main_process, wait_on_host
 from recipe.model.size import count_exported_parameters, count_flops_per_token
 from recipe.optim.schedule import count_warmup_steps
 from recipe.publish.export import export_model
-from recipe.publish.facts import split_scores
-from recipe.publish.public import describe_source, hub_id, public_command, public_name
+from recipe.publish.public import describe_source, hub_id, public_command, public_name, split_scores
 from recipe.publish.uploads import HubUploads
 from recipe.run.folder import RESUMABLE_NAME, launch_command, resume_command
 from recipe.run.log import RunLog
@@ -193,8 +192,8 @@ def finish_run(
         uploads.finish(state.step)
     wait_on_host()
     log.end()
-    if uploads.is_stuck:
-        uploads.exit(0)
+    if uploads.is_stuck or uploads.signal:
+        uploads.exit(128 + uploads.signal if uploads.signal else 0)
 
 
 def build_summary(log: RunLog, state: RunState, facts: dict[str, Any], evaluation: dict[str, Any]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from recipe.model.size import count_parameters, count_training_flops, padded_voc
 from recipe.optim.guard import UpdateGuard
 from recipe.optim.optimizers import check_optimizer
 from recipe.publish.download import fetch_checkpoint
-from recipe.publish.hub import check_hub
+from recipe.publish.hub import check_hub, check_owner
 from recipe.run.folder import choose_output_dir
 from recipe.run.resume import check_identity, keep_warmup, resolve_length, run_identity
 
@@ -81,6 +81,8 @@ def open_run(config: TrainConfig, recipe: str, started_at: float) -> Run:
     on_main_process(lambda: check_hub(config))
     accelerator = build_accelerator(config, output_dir)
     resume_dir = on_main_process(lambda: find_checkpoint(output_dir, fetch_checkpoint(config, output_dir)))
+    run_id = read_state(resume_dir)["run_id"] if resume_dir and not branches_off(config, resume_dir) else None
+    on_main_process(lambda: check_owner(config, run_id))
     # A resumed run takes the shape from its checkpoint: the model that it started from may be gone.
     source = resume_dir if resume_dir and config.model_name_or_path else config.model_name_or_path
     micro_batch_sizes(config, accelerator.num_processes, accelerator.device.type)
@@ -144,12 +146,21 @@ def prepare(run: Run, module: nn.Module, optimizer: torch.optim.Optimizer) -> tu
 def load_state(run: Run, model: PreTrainedModel, optimizer: AcceleratedOptimizer, guard: UpdateGuard) -> RunState:
     """Seed the random generators, and load the checkpoint into everything that changes; or start a new run."""
     set_seed(run.config.seed, device_specific=True)  # from here on, dropout differs between processes
-    state = RunState(run_id=gather(uuid.uuid4().hex[:12])[0])
+    state = RunState()
     if run.resume_dir is not None:
         parts = model, run.vocab_size, optimizer.optimizer, guard
         state = on_all_processes(lambda: load_checkpoint(run.accelerator, run.resume_dir, *parts))
+    if run.resume_dir is None or branches_off(run.config, run.resume_dir):
+        state.run_id = gather(uuid.uuid4().hex[:12])[0]
     state.memory = run.plan.choices
     return state
+
+
+def branches_off(config: TrainConfig, resume_dir: Path) -> bool:
+    """Return whether a run that starts from another run's checkpoint is a run of its own: in a folder of its own."""
+    resumed = config.resume_from_checkpoint
+    is_elsewhere = resume_dir.parent.absolute() != Path(config.output_dir or resume_dir.parent).absolute()
+    return resumed not in ("auto", "latest") and not resumed.startswith("hf://") and is_elsewhere
 
 
 def open_batches(run: Run, dataset: Any, state: RunState) -> TrainBatches:
