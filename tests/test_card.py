@@ -150,7 +150,7 @@ def outside_fences(text: str) -> list[str]:
 
 
 def test_scores_belong_to_the_weights_that_they_were_measured_with(run):
-    """Those of other weights, or of a file that cannot be read, are not on the card; a copy of the run keeps its own."""
+    """Those of other weights, or of a file that cannot be read, are not on the card; a copy keeps its own."""
     texts = [{"name": "/home/jo/wiki.txt", "loss": 4.5, "perplexity": 90.0, "bits_per_byte": 1.5}]
     scores = {"tasks": {"hellaswag": {"acc": 0.31, "num_examples": 20, "seconds": 9.0}}, "texts": texts}
     for digest, is_shown in ((weights_sha256(run), True), ("0" * 64, False)):
