@@ -1,25 +1,28 @@
-"""README.md: its numbers are those of the result files, and its links, paths and options exist."""
+"""README.md and those of the folders: links, commands, options and examples work, and tables show what was measured."""
 
 import json
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
-from statistics import fmean, median, stdev
+from statistics import fmean, stdev
 
 import pytest
-from conftest import ROOT, load_program, run_script
+import torch
+from conftest import CPU_ONLY, ROOT, TINY, load_program, run_script
 
 from recipe.command_line import CONFIGS_DIR, load_yaml
 from recipe.run.log import describe_evaluation
 
-TEXT = (ROOT / "README.md").read_text()
-MAX_LINES = 600
-# Programs that other projects provide, and the options of them that the README mentions.
-LAUNCHER_OPTIONS = {"config_file", "num_processes", "machine_rank", "main_process_ip"}  # accelerate launch
-LAUNCHER_OPTIONS |= {"flavor", "timeout", "secrets", "with", "dry_run"}  # hf jobs uv run
-OTHER_OPTIONS = {"nodes", "model_args"}  # of a cluster's scheduler, and of lm_eval
-OTHER_OPTIONS |= {"no_deps", "wheel_dir", "outfile", "task"}  # of pip and of converters
-OTHER_OPTIONS |= {"repo_type", "include", "local_dir", "retry", "create_dirs", "output_dir"}  # of hf and curl
+FOLDERS = (".", "recipe/data", "recipe/publish", "accelerate_configs", "scripts/benchmarks")
+PAGES = {folder: (ROOT / folder / "README.md").read_text() for folder in FOLDERS}
+TEXT, EVERYTHING = PAGES["."], "\n".join(PAGES.values())
+# Options of programs that other projects provide: the launcher, pip, hf, git, uv, lm_eval, sbatch, optimum-cli.
+OTHER_OPTIONS = {"config_file", "num_processes", "machine_rank", "num_machines", "main_process_ip", "dynamo_mode"}
+OTHER_OPTIONS |= {"flavor", "timeout", "secrets", "with", "dry_run", "detach", "no_deps", "wheel_dir", "index_url"}
+OTHER_OPTIONS |= {"repo_type", "include", "local_dir", "nodes", "array", "cpus_per_task", "wrap", "model_args"}
+OTHER_OPTIONS |= {"outfile", "task", "dist"}
 
 
 def measured(name: str) -> dict:
@@ -36,20 +39,109 @@ def is_rounded(shown: str, value: float) -> bool:
     return f"{float(shown.replace(',', '')):f}" == f"{round(value, len(shown.partition('.')[2])):f}"
 
 
+def commands_in(text: str) -> Iterator[list[str]]:
+    """Yield the commands of the bash blocks, as words."""
+    for block in re.findall(r"^```bash\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        for line in block.replace("\\\n", " ").splitlines():
+            for command in line.split("&&"):
+                yield shlex.split(command, comments=True)
+
+
+# ---------------------------------------------------------------- what exists
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_links_and_paths_lead_to_existing_files(folder):
+    page = PAGES[folder].replace("accelerate_configs/FILE", "")
+    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page) + re.findall(r'(?:src|srcset)="([^"]+)"', page):
+        assert (ROOT / folder / target).exists(), target
+    for path in re.findall(r"(?<![\w/.-])(?:recipe|scripts|tests|accelerate_configs)/[\w./-]*\w", page):
+        assert (ROOT / path).exists(), path
+
+
+def test_programs_options_and_recipes_exist(capsys):
+    """Every option after a program's name in a command is one of that program, and others belong to some program."""
+    known: dict[str, set[str]] = {}
+
+    def options_of(program: str) -> set[str]:
+        if program not in known:
+            run_script(program, "--help")
+            known[program] = set(re.findall(r"--([a-z_]+)", capsys.readouterr().out))
+        return known[program]
+
+    for words in commands_in(EVERYTHING):
+        program = next((i for i, word in enumerate(words) if re.fullmatch(r"(recipe|scripts)/[\w/]+\.py", word)), None)
+        if program is None:
+            continue
+        options, allowed = words[program:], options_of(words[program])
+        if words[program].startswith(
+            ("scripts/benchmarks/sweep", "scripts/plan", "scripts/check", "scripts/train_on")
+        ):
+            allowed = allowed | options_of("recipe/train.py")  # they accept the options of a run
+        assert {word[2:].split("=")[0] for word in options if word.startswith("--")} <= allowed, words
+        if "--config" in options:
+            assert (CONFIGS_DIR / f"{options[options.index('--config') + 1]}.yaml").is_file(), words
+    programs = ["recipe/train.py", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "scripts").rglob("*.py"))]
+    existing = set().union(*(options_of(program) for program in programs if "bare_loop" not in program))
+    names = {name.replace("-", "_") for name in re.findall(r"(?<![\w-])--([a-z][a-z_-]+)", EVERYTHING)}
+    assert names - existing - OTHER_OPTIONS == set()
+
+
+def test_what_is_shown_of_the_loop_is_the_loop():
+    lines = [line.strip() for line in (ROOT / "recipe" / "train.py").read_text().splitlines()]
+    (block,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    shown = [line.strip() for line in block.splitlines()]
+    start = lines.index(shown[0])
+    assert lines[start : start + len(shown)] == shown
+
+
+def test_the_examples_of_changes_apply_and_train(tmp_path, tokenizer_dir):
+    """All diffs of the README, in a copy of the package: a loss term, an optimizer by its name, a dataset."""
+    copy = tmp_path / "recipe"
+    subprocess.run(["cp", "-r", ROOT / "recipe", copy], check=True)
+    for block in re.findall(r"^```diff\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE):
+        for change in block.split("--- ")[1:]:
+            path, *lines = change.splitlines()
+            before = "".join(f"{line[1:]}\n" for line in lines if line[0] in " -")
+            after = "".join(f"{line[1:]}\n" for line in lines if line[0] in " +")
+            content = (tmp_path / path).read_text()
+            assert content.count(before) == 1, path
+            (tmp_path / path).write_text(content.replace(before, after))
+    torch.save(torch.randint(0, 400, (200, 33)), tmp_path / "rows.pt")
+    options = [*TINY, "--max_steps", "2", "--optim", "nadam", "--tokenizer_name", str(tokenizer_dir)]
+    command = [sys.executable, "recipe/train.py", *options, "--output_dir", "run", "--eval_steps", "0"]
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(tmp_path), "HOME": str(tmp_path), **CPU_ONLY}
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "nadam" in result.stdout and "SimpleNamespace: 100 training rows" in result.stdout
+    assert (tmp_path / "run" / "model.safetensors").is_file()
+
+
+# ---------------------------------------------------------------- what was measured
+
+
 def test_the_check_of_numbers_notices_a_wrong_one():
     assert is_rounded("1,234.6", 1234.56) and is_rounded("-0.0005", -0.00049) and is_rounded("12", 11.7)
     assert not is_rounded("1,234.5", 1234.56) and not is_rounded("0.01", 0.0012)
 
 
 def test_the_ladder_is_what_was_measured():
-    """Every rung of the result file is a row of the README, as the program prints it."""
+    """Every rung of the result file is a row, and nanoGPT's rate is the mean of its runs."""
     make_row = load_program("scripts/run_ladder.py").make_row
     entries, shown = measured("ladder_cpu")["entries"], rows_of(TEXT)
     for entry in entries:
         (row,) = rows_of(make_row(entry, entries))
-        assert row in shown
+        assert row[:4] in shown or "not_run" in entry, row
+    peers = measured("peers_cpu")["entries"]
+    speeds = {name: [entry["tokens_per_second"] for entry in peers if entry["what"] == name] for name in PEERS}
+    for name, cells in PEERS.items():
+        (row,) = (row for row in shown if row[0].startswith(cells))
+        assert is_rounded(row[1], fmean(speeds[name])), row
+    (ratio,) = (row[2] for row in shown if row[0].startswith(PEERS["recipe/train.py"]))
+    assert is_rounded(ratio, fmean(speeds["recipe/train.py"]) / fmean(speeds["nanoGPT"]))
 
 
+PEERS = {"recipe/train.py": "beside nanoGPT: recipe", "nanoGPT": "beside nanoGPT: nanoGPT"}
 SWEEPS = {"demo": "sweep_demo_cpu", "nanoGPT's Shakespeare": "sweep_shakespeare_cpu", "English": "sweep_english_cpu"}
 
 
@@ -66,7 +158,7 @@ def losses_of(name: str, optimizer: str) -> dict[tuple[int, float], list[float]]
 @pytest.mark.parametrize("setting", SWEEPS)
 def test_the_table_of_optimizers_is_what_was_measured(setting):
     """The best learning rate of each side lies inside its grid, and the shorter runs reach AdamW's loss."""
-    ((_, _, adamw, muon, share, n),) = (row for row in rows_of(TEXT) if row[0].startswith(setting))
+    ((_, _, adamw, muon, share, n, _),) = (row for row in rows_of(TEXT) if row[0].startswith(setting))
     best = {}
     for optimizer, shown in (("adamw_torch_fused", adamw), ("muon", muon)):
         losses = losses_of(SWEEPS[setting], optimizer)
@@ -84,133 +176,24 @@ def test_the_table_of_optimizers_is_what_was_measured(setting):
     assert is_rounded(share, shorter / steps)
 
 
-def test_the_length_of_the_readme():
-    assert len(TEXT.splitlines()) <= MAX_LINES
-
-
-def test_links_lead_to_existing_files():
-    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", TEXT) + re.findall(r'(?:src|srcset)="([^"]+)"', TEXT):
-        assert (ROOT / target).exists(), target
-
-
-def test_paths_exist():
-    """A path of recipe/, scripts/, tests/ or accelerate_configs/ anywhere in the text."""
-    paths = re.findall(r"(?<![\w/.-])(?:recipe|scripts|tests|accelerate_configs)/[\w./-]*\w", TEXT)
-    assert paths
-    for path in paths:
-        assert (ROOT / path).exists(), path
-
-
-def test_the_table_of_contents_leads_to_sections():
-    """Anchors follow GitHub's rule: lower case, no punctuation, hyphens for spaces."""
-    text = re.sub(r"^```.*?^```", "", TEXT, flags=re.DOTALL | re.MULTILINE)
-    headings = re.findall(r"^##+ (.+)$", text, re.MULTILINE)
-    anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-    links = re.findall(r"\]\(#([^)]+)\)", text)
-    assert len(links) >= 5 and set(links) <= anchors, set(links) - anchors
-
-
-def commands_in(text: str) -> Iterator[list[str]]:
-    """Yield the commands of the bash blocks, as words."""
-    for block in re.findall(r"^```bash\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
-        for line in block.replace("\\\n", " ").splitlines():
-            yield shlex.split(line, comments=True)
-
-
-@pytest.fixture(scope="module")
-def known_options():
-    """The options of a program: `known_options("scripts/run_ladder.py")`."""
-    known = {}
-
-    def find(program: str, capsys) -> set[str]:
-        if program not in known:
-            run_script(program, "--help")
-            known[program] = set(re.findall(r"--([a-z_]+)", capsys.readouterr().out))
-        return known[program]
-
-    return find
-
-
-def test_options_in_commands_exist(known_options, capsys):
-    """Every option after a program's name is one of that program, and every option before it is the launcher's."""
-    checked = 0
-    for words in commands_in(TEXT):
-        program = next((i for i, word in enumerate(words) if re.fullmatch(r"(recipe|scripts)/[\w/]+\.py", word)), None)
-        if program is None:
-            continue
-        options = [word[2:].split("=")[0] for word in words[program:] if word.startswith("--")]
-        known = known_options(words[program], capsys)
-        if words[program] in ("scripts/benchmarks/sweep.py", "scripts/plan_run.py", "scripts/check_environment.py"):
-            known = known | known_options("recipe/train.py", capsys)  # they accept the options of a run
-        assert set(options) <= known, words
-        launcher = {word[2:].split("=")[0] for word in words[:program] if word.startswith("--")}
-        assert launcher <= LAUNCHER_OPTIONS, words
-        checked += 1
-    assert checked >= 5
-
-
-def test_options_in_the_text_exist(known_options, capsys):
-    """An option that the text mentions belongs to a program of this project or to the launcher."""
-    programs = ["recipe/train.py", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "scripts").rglob("*.py"))]
-    known = set().union(*(known_options(program, capsys) for program in programs if "bare_loop" not in program))
-    names = {name.replace("-", "_") for name in re.findall(r"(?<![\w-])--([a-z][a-z_-]+)", TEXT)}
-    assert names - known - LAUNCHER_OPTIONS - OTHER_OPTIONS == set()
-
-
-def test_recipes_in_commands_exist():
-    for words in commands_in(TEXT):
-        if "recipe/train.py" in words and "--config" in words:
-            assert (CONFIGS_DIR / f"{words[words.index('--config') + 1]}.yaml").is_file(), words
-
-
-def test_python_blocks_are_lines_of_the_loop():
-    """What the README shows of the loop is the loop; tests/test_notebook.py runs the cell for notebooks."""
-    lines = [line.strip() for line in (ROOT / "recipe" / "train.py").read_text().splitlines()]
-    blocks = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-    blocks = [block for block in blocks if "notebook_launcher" not in block]
-    assert blocks
-    for block in blocks:
-        shown = [line.strip() for line in block.splitlines()]
-        start = lines.index(shown[0])
-        assert lines[start : start + len(shown)] == shown
+def test_the_table_of_data_preparation_is_what_was_measured():
+    shown = rows_of(PAGES["recipe/data"])
+    for megabytes, size in measured("data_cpu")["sizes"].items():
+        ((_, seconds, tiktoken, rate, peak),) = (row for row in shown if row[0] == f"{int(megabytes):,} MB")
+        assert is_rounded(seconds, min(size["seconds"])) and is_rounded(rate, size["megabytes_per_second_per_core"])
+        assert is_rounded(peak, size["peak_megabytes"])
+        assert not tiktoken or is_rounded(tiktoken, min(size["tiktoken_seconds"]))
 
 
 def test_the_excerpt_of_the_demo_is_the_recorded_run():
-    """The evaluations on the first screen are those of demo_cpu.jsonl."""
     recorded = [json.loads(line) for line in (ROOT / "scripts/benchmarks/demo_cpu.jsonl").read_text().splitlines()]
-    expected = [
-        describe_evaluation(f"step {event['step']:>6,}", event) for event in recorded if event["event"] == "eval"
-    ]
-    assert [line for line in TEXT.splitlines() if line.startswith("step ")] == expected
+    lines = [describe_evaluation(f"step {event['step']:>6,}", event) for event in recorded]
+    shown = [line for line in TEXT.splitlines() if line.startswith("step ")]
+    assert set(shown) <= set(lines) and shown[-1] == lines[-1]
 
 
-def test_numbers_in_the_text_are_measured():
-    """Each number, found by the words next to it, is that of a result file, rounded to the digits shown."""
-    data, ablation, peers = measured("data_cpu"), measured("ablation_cpu")["entries"], measured("peers_cpu")["entries"]
-    shakespeare, everything = measured("shakespeare_cpu"), ablation[0]["tokens_per_second"]
-    ablated = {entry["what"]: entry["tokens_per_second"] / everything for entry in ablation}
-    speeds = [entry["tokens_per_second"] for entry in peers]
-    fast = load_yaml("gpt2_124m_fast")
+def test_the_number_of_kills_and_the_checkpoint_before_the_decay():
+    soak, fast = measured("soak_cpu"), load_yaml("gpt2_124m_fast")
+    assert f"after {soak['kills']} SIGKILLs" in " ".join(TEXT.split()) and soak["differences"] == []
     decay_start = fast["max_steps"] * (1 - fast["lr_scheduler_kwargs"]["num_decay_steps"])
-    expected = {
-        r"runs/fast/checkpoint-(\d+)": decay_start,
-        r"from ([\d.]+) to [\d.]+ nats": shakespeare["untrained"]["loss"],
-        r"from [\d.]+ to ([\d.]+) nats": shakespeare["eval_loss"],
-        r"SIGKILL (\d+) times": measured("soak_cpu")["kills"],
-        r"is ([\d.]+) times as fast as nanoGPT": median(a / b for a, b in zip(speeds[::2], speeds[1::2], strict=True)),
-        r"at ([\d.]+) of its speed without bf16": ablated["- bf16"],
-        r"at ([\d.]+) without the loss in the graph": ablated["- loss in the graph"],
-        r"and at ([\d.]+) without torch.compile": ablated["- torch.compile"],
-        r"the others are worth at most (\d+)%": 100 * (1 - sorted(ablated.values())[3]),
-        r"MB of JSON lines takes ([\d.]+) s": min(data["sizes"]["200"]["seconds"]),
-        r"with two threads ([\d.]+) times as long": data["sizes"]["200"]["times_as_fast"],
-        r"2 GB run at ([\d.]+) MB/s per core": data["sizes"]["2000"]["megabytes_per_second_per_core"],
-        r"packing takes about (\d+) minutes": 46e3 / (2 * data["sizes"]["2000"]["megabytes_per_second_per_core"]) / 60,
-        r"32 packed rows takes ([\d.]+) ms": data["batch_of_32_rows_ms"],
-    }
-    text = " ".join(TEXT.split())
-    for pattern, value in expected.items():
-        (shown,) = re.findall(pattern, text)
-        assert is_rounded(shown, value), (pattern, value)
-    largest = max(size["peak_megabytes"] for size in data["sizes"].values())
-    assert largest < int(re.search(r"less than (\d+) MB of memory", text)[1])
+    assert f"runs/fast/checkpoint-{decay_start:.0f}" in TEXT
