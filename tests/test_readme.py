@@ -1,4 +1,4 @@
-"""README.md and those of the folders: links, commands, options and examples work, and tables show what was measured."""
+"""README.md and those of the folders: links, commands and examples work, and tables show what was measured."""
 
 import json
 import re
