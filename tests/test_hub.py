@@ -142,6 +142,8 @@ def test_a_branch_appears_when_it_is_complete(run, hub):
         assert not open_uploads(run).finish()
         assert not any(name.startswith("step-000002") for name in hub.branches(REPO))
         hub.heal()
+    hub.fail(r"DELETE .*/branch", 403, times=1)
+    assert not open_uploads(run).finish() and len(branches_of(hub)) == 3
     assert open_uploads(run).finish(4) and branches_of(hub) == BRANCHES
 
 
@@ -226,6 +228,9 @@ def test_another_machine_resumes_from_the_hub(train, hub, tmp_path, address):
     push = [*PUSH, *SAVE, "--hub_strategy", "all_checkpoints"]
     first = train(*push, output_dir=tmp_path / "first")
     del hub.repositories[REPO].branches[BRANCHES[1]]  # as if the first machine had gone after step 2
+    if address == "auto":  # and before it published a model on main
+        repository = hub.repositories[REPO]
+        repository.branches["main"] = next(iter(repository.commits))
     second = train(*push, "--resume_from_checkpoint", address, output_dir=tmp_path / "second")
     assert losses(second) == losses(first)
     assert (second / "model.safetensors").read_bytes() == (first / "model.safetensors").read_bytes()

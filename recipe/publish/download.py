@@ -17,6 +17,7 @@ from recipe.publish.hub import (
     TRAINING_FILES,
     branches_of_run,
     check_repo_id,
+    checkpoint_branches,
     hub_reason,
     list_branches,
     prepare_client,
@@ -78,11 +79,14 @@ def fetch_checkpoint(config: TrainConfig, output_dir: Path) -> str | None:
 
 
 def _newest(repo_id: str) -> str | None:
-    """Return the newest branch of the run on main that can be resumed, or None."""
+    """Return the newest branch of the run on main that can be resumed, or None.
+
+    If main holds no run, as after a job that ended before it published a model there, any run's branch will do.
+    """
     branches = list_branches(repo_id)
     run_id, _ = read_owner(repo_id, branches[constants.DEFAULT_REVISION])
-    own = reversed(branches_of_run(repo_id, run_id, branches))
-    return next((name for name in own if HfApi().file_exists(repo_id, STATE_NAME, revision=name)), None)
+    found = checkpoint_branches(branches) if run_id is None else branches_of_run(repo_id, run_id, branches)
+    return next((name for name in reversed(found) if HfApi().file_exists(repo_id, STATE_NAME, revision=name)), None)
 
 
 def _known(repo_id: str) -> str:

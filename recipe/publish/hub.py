@@ -156,10 +156,14 @@ def read_owner(repo_id: str, commit: str) -> tuple[str | None, int]:
     return card.data.get("run_id"), card.data.get("step") or 0
 
 
-def branches_of_run(repo_id: str, run_id: str | None, branches: dict[str, str]) -> list[str]:
+def branches_of_run(repo_id: str, run_id: str, branches: dict[str, str]) -> list[str]:
     """Return the branches that hold checkpoints of a run, oldest first. branches: from `list_branches`."""
-    own = (name for name in branches if BRANCH.fullmatch(name) and read_owner(repo_id, branches[name])[0] == run_id)
-    return sorted(own, key=step_of)
+    return [name for name in checkpoint_branches(branches) if read_owner(repo_id, branches[name])[0] == run_id]
+
+
+def checkpoint_branches(branches: dict[str, str]) -> list[str]:
+    """Return the branches that are named like a checkpoint, of any run, oldest first."""
+    return sorted(filter(BRANCH.fullmatch, branches), key=step_of)
 
 
 # ------------------------------------------------------------------ one upload
@@ -209,7 +213,7 @@ def upload(config: TrainConfig, run_id: str, output_dir: Path, folder: Path, ste
         is_resumable = (folder / OPTIMIZER_NAME).exists()
         own = [*own, branch]
         write_model_card(output_dir, step, folder, revision=branch, resumable=branch if is_resumable else None, **card)
-        _publish_branch(api, repo_id, folder, model + TRAINING_FILES, branch, message, is_new=branch not in branches)
+        _publish_branch(api, repo_id, folder, model + TRAINING_FILES, branch, branches, message)
         if config.hub_strategy == "checkpoint":
             _drop_older_states(api, repo_id, branch, [name for name in own if step_of(name) < step])
     if owner != run_id or step >= newest_step:
@@ -221,17 +225,18 @@ def upload(config: TrainConfig, run_id: str, output_dir: Path, folder: Path, ste
 
 
 def _publish_branch(
-    api: HfApi, repo_id: str, folder: Path, names: tuple[str, ...], branch: str, message: str, is_new: bool
+    api: HfApi, repo_id: str, folder: Path, names: tuple[str, ...], branch: str, branches: dict[str, str], message: str
 ) -> None:
     """Commit to a branch. A new one appears when its commit is complete: the commit is made on another one."""
-    if not is_new:
-        _commit(api, repo_id, folder, names, branch, message)
-        return
     working = f"incomplete-{branch}"
-    api.create_branch(repo_id, branch=working, exist_ok=True)
-    commit = _commit(api, repo_id, folder, names, working, message)
-    api.create_branch(repo_id, branch=branch, revision=commit, exist_ok=True)
-    api.delete_branch(repo_id, branch=working)
+    if branch in branches:
+        _commit(api, repo_id, folder, names, branch, message)
+    else:
+        api.create_branch(repo_id, branch=working, exist_ok=True)
+        commit = _commit(api, repo_id, folder, names, working, message)
+        api.create_branch(repo_id, branch=branch, revision=commit)
+    if branch not in branches or working in branches:
+        api.delete_branch(repo_id, branch=working)
 
 
 def _commit(api: HfApi, repo_id: str, folder: Path, names: tuple[str, ...], revision: str, message: str) -> str:
