@@ -55,7 +55,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--model_name_or_path", "--model", required=True, help="folder of a run or of a checkpoint, or a Hub id"
     )
-    parser.add_argument("--revision", help="branch of a Hub model, such as step-001000-0.5B")
+    parser.add_argument("--revision", help="branch of a Hub model, such as step-000400-0.8M")
     prompts = parser.add_mutually_exclusive_group()
     prompts.add_argument("--prompt", default="", help="text to continue; an empty prompt starts a new document")
     prompts.add_argument("--prompts_file", type=Path, help='one prompt per line; .jsonl: {"prompt": "..."} per line')
