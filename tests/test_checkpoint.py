@@ -9,16 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import BLOCK_SIZE, TINY, make_documents, read_events
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipe.checkpoint import find_checkpoint, list_checkpoints
-from recipe.command_line import load_config
 from recipe.data.prepare import prepare_dataset
 from recipe.data.source import TextSource
 from recipe.data.tokenizer import load_tokenizer
 from recipe.errors import UserError
-from recipe.run.folder import choose_output_dir
 
 LATEST = ["--resume_from_checkpoint", "latest"]
 
@@ -45,15 +42,6 @@ def test_each_checkpoint_is_a_model_folder(saved):
         ids = model.generate(torch.ones(8, 1, dtype=torch.long), max_new_tokens=30, temperature=100.0, top_k=0)
         assert ids.max() < 500
         assert all(path.stat().st_mode & 0o044 for path in folder.iterdir())  # others may read
-
-
-def test_nothing_in_a_checkpoint_is_executed(saved):
-    """It holds only JSON, safetensors and tensors that `weights_only=True` reads."""
-    checkpoint = saved / "checkpoint-4"
-    assert {p.suffix for p in checkpoint.iterdir()} <= {".json", ".safetensors", ".pt"}
-    for path in checkpoint.glob("*.pt"):
-        torch.load(path, weights_only=True)
-    load_file(checkpoint / "model.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -188,13 +176,3 @@ def test_a_folder_of_something_else(train, tmp_path):
     (tmp_path / "project" / "README.md").write_text("a project")
     with pytest.raises(UserError, match=r"contains files that a run would replace \(README.md\)"):
         train(output_dir=tmp_path / "project")
-
-
-def test_a_checkpoint_in_a_folder_of_something_else(saved, dataset_dir, tmp_path, monkeypatch):
-    """Without --output_dir, a run resumes in the folder around its checkpoint, but not over a project's README."""
-    shutil.copytree(saved / "checkpoint-2", tmp_path / "checkpoint-2")
-    (tmp_path / "README.md").write_text("a project")
-    monkeypatch.chdir(tmp_path)
-    config = load_config(["--dataset_dir", str(dataset_dir), "--resume_from_checkpoint", "checkpoint-2"])[0]
-    with pytest.raises(UserError, match=r"contains files that a run would replace \(README.md\)"):
-        choose_output_dir(config, "demo")

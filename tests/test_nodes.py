@@ -15,7 +15,7 @@ import psutil
 import pytest
 from conftest import ROOT, TINY, default_arguments, launch, read_events
 
-from recipe.checkpoint import why_damaged
+from recipe.checkpoint import list_checkpoints, why_damaged
 
 GLOBAL_BATCH = 8
 SPLITS = {"2x1x4": ("--per_device_train_batch_size", "4"), "2x2x2": ("--per_device_train_batch_size", "2"),
@@ -24,6 +24,8 @@ INDUCTOR = ("--per_device_train_batch_size", "2", "--dynamo_backend", "inductor"
 LESS_MEMORY = ("--activation_checkpointing", "--loss_chunks", "3")
 COMPILED = {"inductor": INDUCTOR, "inductor, less memory": (*INDUCTOR, *LESS_MEMORY)}
 BAD = {"bad": (*INDUCTOR, "--lr_scheduler_type", "constant")}
+# The first is stopped by a signal to the second process, the second continues a run of one process.
+STOPPED = {"signaled": (), "continued": ("--resume_from_checkpoint", "auto")}
 STEPS = 5
 SHORT = ["--max_steps", STEPS, "--eval_steps", "3", "--global_batch_size", GLOBAL_BATCH]
 SHORT += ["--config_overrides", "n_layer=1,n_head=2,n_embd=32"]
@@ -31,7 +33,7 @@ SHORT += ["--config_overrides", "n_layer=1,n_head=2,n_embd=32"]
 # Runs in both processes, all in one process group, because a second one in the same store may hang (torch 2.13):
 # importing torch takes longer than a tiny run.
 PROBE = """
-import json, math, os, sys
+import json, math, os, signal, sys
 from pathlib import Path
 import torch
 import torch.distributed as dist
@@ -45,6 +47,7 @@ from recipe.optim.guard import UpdateGuard
 
 PartialState.destroy_process_group = lambda self, group=None: None
 splits, arguments = json.loads(sys.argv[1]), sys.argv[2:]
+SPLITS = ("2x1x4", "2x2x2", "2x4x1")  # the others would fill the trace
 found, rank = {}, int(os.environ["RANK"])
 
 # In the run "bad", the second process's loss of step 3 is infinite, but its gradients are not.
@@ -57,13 +60,23 @@ def count(self, optimizer, *args):
     added.fill_(math.inf if name == "bad" and rank == 1 and len(weights) == 2 else 0.0)
 
 UpdateGuard.step = count
+
+def signal_one(self, *args):
+    count(self, *args)
+    if name == "signaled" and rank == 1 and len(weights) == 2:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+UpdateGuard.step = signal_one
 for name, options in splits.items():
     AcceleratorState._reset_state()
     GradientState._reset_state()
     sys.argv[1:] = [*arguments, *options, "--output_dir", name]
     weights = []
-    if "inductor" in options:  # whose compilation would fill the trace
-        recipe.train.main()
+    if name not in SPLITS:
+        try:
+            recipe.train.main()
+        except SystemExit as stopped:
+            found[name + " exit"] = stopped.code
         found[name] = weights
         torch.compiler.reset()
         continue
@@ -95,14 +108,17 @@ dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def probe(tmp_path_factory, dataset_dir):
+def probe(tmp_path_factory, dataset_dir, train_shared):
     """Two processes, started by accelerate_configs/multi_cpu.yaml and nothing else. Returns the folder."""
     folder = tmp_path_factory.mktemp("probe")
+    before = train_shared(*SHORT, "--save_steps", "2")
+    shutil.copytree(before / "checkpoint-2", folder / "continued" / "checkpoint-2")
+    shutil.copy(before / "metrics.jsonl", folder / "continued")
     (folder / "probe.py").write_text(PROBE)
     options = [*default_arguments(dataset_dir, folder / "unused", TINY), *SHORT]
     environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     result = launch(
-        [json.dumps(SPLITS | COMPILED | BAD), *options],
+        [json.dumps(SPLITS | COMPILED | BAD | STOPPED), *options],
         cwd=folder,
         launcher=("--config_file", str(ROOT / "accelerate_configs" / "multi_cpu.yaml")),
         program=folder / "probe.py",
@@ -156,6 +172,17 @@ def test_a_bad_loss_on_one_process_of_two(probe, found):
     events = read_events(probe / "bad", "train")
     assert [e["loss"] is None for e in events] == [False, False, True, False, False]
     assert [e["skipped_steps"] for e in events] == [0, 0, 1, 1, 1]
+
+
+def test_a_signal_to_one_of_two_processes_stops_both(probe, found, train, one_process, tmp_path):
+    """After the same step, with a checkpoint. One process continues with it, and two continue a run of one."""
+    assert [process["signaled exit"] for process in found] == [75, 75]
+    shutil.copytree(probe / "signaled", tmp_path / "run")
+    assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["checkpoint-2"]
+    resumed = train(*SHORT, "--resume_from_checkpoint", "auto")
+    expected = [event["loss"] for event in read_events(one_process[0], "train")]
+    for run in (resumed, probe / "continued"):
+        assert [event["loss"] for event in read_events(run, "train")] == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_mistake_on_one_process_ends_all(found):

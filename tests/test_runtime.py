@@ -91,20 +91,6 @@ def test_dynamo(monkeypatch, triton, argv, launcher, device, flops, compiler, ex
     assert choice.value == expected and choice.reason
 
 
-def test_what_inductor_requires(monkeypatch, triton, tmp_path):
-    """On CUDA, Triton, a C compiler and Python.h; on a CPU, a C++ compiler."""
-    monkeypatch.setattr(devices.shutil, "which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr(devices.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path / "nowhere")})
-    assert devices.why_no_inductor(CUDA) is None
-    (triton / "Python.h").unlink()
-    assert "there is no Python.h in" in devices.why_no_inductor(CUDA) and devices.why_no_inductor(CPU) is None
-    assert "Python.h" in choose_dynamo_backend(config_of(), CUDA, 1).reason
-    monkeypatch.setattr(devices.shutil, "which", lambda name: None)
-    assert "C compiler" in devices.why_no_inductor(CUDA) and "C++ compiler" in devices.why_no_inductor(CPU)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "Triton for CUDA, which is not installed" in devices.why_no_inductor(CUDA)
-
-
 @pytest.mark.parametrize(("argv", "launcher"), [(["--dynamo_backend", "inductor"], "no"), ([], "inductor")])
 @pytest.mark.parametrize("device", [CPU, CUDA])
 def test_inductor_is_refused_where_it_cannot_compile(monkeypatch, triton, argv, launcher, device):
@@ -150,12 +136,6 @@ def test_attention(argv, device, expected):
     assert choose_attention(config_of(*argv), device).value == expected
 
 
-def test_the_random_state_of_a_run_on_the_cpu(monkeypatch):
-    """Asking for a GPU's would create a context on it."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert devices.get_rng_state(CPU).keys() == {"cpu"}
-
-
 def test_compiled_code_is_kept(monkeypatch, tmp_path):
     """Inductor's cache is outside /tmp or where the user put it. A read-only home folder does not stop the run."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
@@ -172,18 +152,6 @@ def test_compiled_code_is_kept(monkeypatch, tmp_path):
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == ""
 
 
-@pytest.mark.parametrize(
-    ("switches", "message"),
-    [
-        (["--bf16_residual"], "--bf16_residual requires bf16 mixed precision"),
-        (["--profile", "0"], "profile must be at least 1"),
-    ],
-)
-def test_switches_that_require_something_else(train, switches, message):
-    with pytest.raises(UserError, match=message):
-        train(*switches)
-
-
 def test_a_run_uses_all_cores_unless_the_user_chooses(monkeypatch):
     """`accelerate launch` without a config sets OMP_NUM_THREADS=1; any other number is the user's."""
     state = types.SimpleNamespace(device=CPU, num_processes=1)
@@ -197,13 +165,6 @@ def test_a_run_uses_all_cores_unless_the_user_chooses(monkeypatch):
             assert torch.get_num_threads() == expected
     finally:
         torch.set_num_threads(before)
-
-
-def test_launcher_backends_that_do_not_work(monkeypatch):
-    """CUDA graphs, for example, compute wrong gradients with accumulation."""
-    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "CUDAGRAPHS")
-    with pytest.raises(UserError, match="dynamo_backend cudagraphs does not work"):
-        choose_dynamo_backend(config_of(), CUDA, 1)
 
 
 @pytest.fixture(scope="module")
@@ -230,15 +191,6 @@ def test_inductor_trains_like_eager(plain, compiled):
     for a, b in zip(read_events(plain, "train"), read_events(compiled, "train"), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], abs=1e-5)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
-
-
-def test_a_second_run_does_not_compile_again(train, compiled):
-    """Inductor finds all graphs of the first run in its cache."""
-    counters.clear()
-    train("--dynamo_backend", "inductor", "--max_steps", "1")
-    caches = (("aot_autograd", "autograd_cache"), ("inductor", "fxgraph_cache"))
-    hits, misses = (sum(counters[part][f"{name}_{what}"] for part, name in caches) for what in ("hit", "miss"))
-    assert misses == 0 < hits
 
 
 def test_graphs_with_autocast_are_cached():

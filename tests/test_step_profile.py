@@ -32,9 +32,3 @@ def test_a_profile_of_a_run(train, capsys):
     assert not (plain / "trace.json.gz").exists()
     losses = [[(event["step"], event["loss"]) for event in read_events(path, "train")] for path in (run, plain)]
     assert losses[0] == losses[1] and len(losses[0]) == 8
-
-
-def test_a_run_that_ends_before_its_profile(train):
-    """The run is not disturbed."""
-    run = train("--max_steps", "4", "--profile", "3")
-    assert [event["step"] for event in read_events(run, "train")] == [1, 2, 3, 4] and (run / "summary.json").is_file()
