@@ -177,9 +177,7 @@ def test_a_bf16_residual_stream_only_adds_rounding(model_type):
 # ------------------------------------------------------------------ what is saved
 
 
-@pytest.mark.parametrize(
-    ("model_type", "tied"), [("gpt2", True), ("gpt2", False), ("llama", False), ("qwen3", True)]
-)
+@pytest.mark.parametrize(("model_type", "tied"), [("gpt2", True), ("gpt2", False), ("llama", False), ("qwen3", True)])
 def test_the_saved_model_is_stock_and_keeps_every_weight(tmp_path, model_type, tied):
     """It has no padding and the same logits, and a model that is resumed from it the same weights, bit for bit."""
     config, model_config, model = tiny(model_type, f"tie_word_embeddings={str(tied).lower()}")
