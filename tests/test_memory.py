@@ -4,14 +4,19 @@ import os
 import platform
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
-from conftest import ROOT, TINY, default_arguments, read_events
+from conftest import BLOCK_SIZE, ROOT, TINY, default_arguments, read_events
+
+from recipe.evaluation import validation
+from recipe.hardware.host_memory import FreedMemory
 
 pytestmark = pytest.mark.skipif(platform.system() != "Linux", reason="reads /proc")
 
 # Frees 600 MB between small live blocks: glibc keeps those pages, because only the end of its heap shrinks.
 FREED_BETWEEN_LIVE_BLOCKS = """
+from recipe.evaluation import validation
 from recipe.hardware.host_memory import FreedMemory, resident_bytes
 freed_memory = FreedMemory()
 freed_memory.give_back()
@@ -52,6 +57,14 @@ def test_freed_memory_is_returned_once():
     given, grown = output_of(FREED_BETWEEN_LIVE_BLOCKS).splitlines()
     assert given == "[True, False, False]"
     assert int(grown) < 1e8
+
+
+def test_freed_memory_is_returned_after_each_step_and_each_batch_of_an_evaluation(train, monkeypatch):
+    give_back = mock.Mock()
+    monkeypatch.setattr(FreedMemory, "give_back", give_back)
+    monkeypatch.setattr(validation, "CPU_TOKENS", 8 * BLOCK_SIZE)
+    train("--max_steps", "3", "--max_eval_samples", "16")
+    assert give_back.call_count == 3 + 2 * 2  # two evaluations of two batches of eight rows
 
 
 def test_memory_is_flat_over_a_long_run(tmp_path, dataset_dir):

@@ -114,19 +114,6 @@ def test_everything_else_is_torchs_fused_adamw():
         assert torch.equal(p, twins[p])
 
 
-def test_frozen_weights_and_weights_without_a_gradient_stay():
-    """A frozen layer is in no group; a layer that the loss did not use keeps its weights."""
-    module, _ = build()
-    frozen, unused = (block.mlp.c_fc.weight for block in module.model.transformer.h)
-    frozen.requires_grad_(False)
-    optimizer = build_optimizer(load_config(["--dataset_dir", "d", *MUON])[0], module)
-    set_gradients(module, 0)
-    unused.grad = module.model.transformer.wpe.weight.grad = None
-    before = [frozen.clone(), unused.clone()]
-    optimizer.step()
-    assert all(map(torch.equal, (frozen, unused), before))
-
-
 def test_products_in_bf16():
     """With bf16 mixed precision, products are rounded; weights and momenta stay fp32."""
     weights = []
