@@ -146,6 +146,7 @@ def test_loss_and_gradients_equal_the_stock_models(tmp_path, model_type, attenti
     module = LanguageModelingLoss(model, 500).train()
     module.compile(backend="eager", fullgraph=True, dynamic=False)
     rows = torch.randint(0, 500, (3, BLOCK_SIZE + 1))
+    rows[0, 5] = EOS
     expected = F.cross_entropy(stock(input_ids=rows[:, :-1]).logits.flatten(0, 1), rows[:, 1:].flatten())
     loss = module(rows[:, :-1], rows[:, 1:])["loss"]
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
@@ -155,6 +156,7 @@ def test_loss_and_gradients_equal_the_stock_models(tmp_path, model_type, attenti
     gradients = dict(model.named_parameters())
     for name, p in stock.named_parameters():
         torch.testing.assert_close(gradients[name].grad[: len(p)], p.grad, rtol=1e-4, atol=1e-6, msg=name)
+    assert model.get_input_embeddings().weight.grad[EOS].any()  # no row is left out as padding
 
 
 @MAIN_TYPES
