@@ -155,13 +155,3 @@ def test_what_cannot_fit_ends_with_one_sentence(rehearse, step, bytes_per_parame
     """Weights, gradients and two moments fit without any activation, or do not even do that."""
     found = rehearse(*LARGE, shape=WIDE, limit_bytes=bytes_per_parameter * step.num_parameters)
     assert message in found.failed.splitlines()[-1]
-
-
-def test_running_out_of_memory_in_the_loop(rehearse, step, tmp_path):
-    """The training rows are loaded after the trial step; the same command continues with half of the micro-batch."""
-    options = [*LARGE, "--data_placement", "device"]
-    found = rehearse(*options, shape=WIDE, limit_bytes=step.peak_bytes)
-    assert "out of memory; the same command" in found.failed.splitlines()[-1]
-    assert (tmp_path / "run" / ".micro_batch").read_text() == "8\n"
-    found = rehearse(*options, "--resume_from_checkpoint", "auto", shape=WIDE, limit_bytes=step.peak_bytes)
-    assert found.failed is None and "4 micro-batches x 8" in found.output

@@ -59,14 +59,13 @@ def test_micro_batches_divide_the_global_batch(argv, num_processes, device, expe
         (["--gradient_accumulation_steps", "2", "--per_device_train_batch_size", "8"], 1, "remove one of them"),
     ],
 )
-def test_a_batch_that_does_not_divide(argv, num_processes, expected):
+def test_a_batch_that_does_not_divide_is_refused(argv, num_processes, expected):
     """The message lists the sizes that would work."""
     with pytest.raises(UserError, match=expected):
         micro_batch_sizes(config_of("--global_batch_size", "512", *argv), num_processes, "cpu")
 
 
 # ------------------------------------------------------------------ the estimate
-
 
 GPT2 = "n_layer=4,n_head=2,n_embd=128,activation_function="
 LLAMA = "num_hidden_layers=4,hidden_size=128,intermediate_size=344,num_attention_heads=4,num_key_value_heads=2"
