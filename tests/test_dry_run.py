@@ -182,7 +182,6 @@ def test_the_profile_of_a_compiled_step(rehearse, rows, options):
     key = " ".join(map(str, (rows, "rows", *options)))
     what = "GPT-2 124M, compiled: what a step of 524,288 tokens launches, reads, writes and computes; not measured"
     write_entry("profile_gpu.json", what, key, {"tokens_per_second": speeds, "mfu": mfu, "step": rounded})
-    show(key, rows, groups, total, speeds)
 
     matrices = model.n_layer * count_block_matrices(model) + count_head(model)
     head_products = 4 if "--loss_chunks" in options else 3  # chunks compute the logits twice
@@ -193,17 +192,3 @@ def test_the_profile_of_a_compiled_step(rehearse, rows, options):
     assert groups["attention"]["flops"] == 7 * model.n_layer * model.n_embd * LENGTH * TOKENS_PER_STEP
     assert groups[OTHER]["bytes"] < 0.01 * total["bytes"]
     assert max(written for _, _, _, written, _ in calls) < rows * LENGTH * VOCABULARY * 4
-
-
-def show(key: str, rows: int, groups: dict[str, dict], total: dict, speeds: dict) -> None:
-    """Print a table: per micro-batch what is in each of them, and then what is once in a step."""
-    num_micro_batches = TOKENS_PER_STEP // (rows * LENGTH)
-    print(f"\n{key}: computed, not measured\n{'':44} kernels       GB  TFLOP  ms H100  ms H200")
-    once = {name: part for name, part in groups.items() if name in {*STEP.values(), OTHER}}
-    each = {name: part for name, part in groups.items() if name not in once}
-    for parts, times in ((each, num_micro_batches), ({**once, f"step of {num_micro_batches}": total}, 1)):
-        for name, part in sorted(parts.items(), key=lambda item: -item[1]["ms_H100"] * (times > 1)):
-            kernels, size, flops = part["kernels"] / times, part["bytes"] / times / 1e9, part["flops"] / times / 1e12
-            times_ms = " ".join(f"{part[f'ms_{gpu}'] / times:8.2f}" for gpu in BANDWIDTHS)
-            print(f"{name:44} {kernels:7.0f} {size:8.2f} {flops:6.2f} {times_ms}")
-    print(", ".join(f"{gpu}: {speed:,.0f} tokens per second" for gpu, speed in speeds.items()))

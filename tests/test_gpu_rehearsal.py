@@ -14,7 +14,7 @@ from recipe.hardware.memory import PROCESS_BYTES, MemoryPlan, estimate_bytes
 from recipe.model.build import build_model_config
 from recipe.model.size import count_parameters
 
-SHAPE = ["--config_overrides", "n_layer=1,n_head=2,n_embd=32", "--block_size", "32"]  # 16 tensors
+SHAPE = ["--config_overrides", "n_layer=1,n_head=2,n_embd=32", "--block_size", "32"]
 # Logs after the first and the last step, and evaluates before and after them.
 RUN = ["--mixed_precision", "auto", "--max_steps", "4", "--logging_steps", "4", "--eval_steps", "4"]
 RUN += ["--max_eval_samples", "16", "--per_device_train_batch_size", "2"]
@@ -91,13 +91,6 @@ def test_the_host_waits_for_log_lines_evaluations_and_checkpoints_alone(rehearse
     check_waits(rehearse(*RUN, *options))
 
 
-def test_a_stream_makes_the_host_wait_no_more(gpu, tmp_path, jsonl_file, tokenizer_dir):
-    """Tokenizing during the run adds no waits."""
-    text = ["--streaming", "--train_file", jsonl_file, "--tokenizer_name", tokenizer_dir]
-    options = ["--global_batch_size", "4", "--dynamo_backend", "no", "--output_dir", tmp_path / "run"]
-    check_waits(gpu([*SHAPE, *RUN, *options, *text]))
-
-
 def test_a_run_of_the_cpu_resumes_on_the_gpu(rehearse, train_shared):
     """Weights, moments and counts of a checkpoint are loaded onto the device."""
     options = [*SHAPE, *RUN, "--mixed_precision", "no"]
@@ -114,14 +107,11 @@ def test_two_machines_make_their_hosts_wait_no_more(gpu):
         check_waits(found)
 
 
-@pytest.mark.parametrize(("optimizer", "times"), [("adamw_torch", 1), ("adamw_bnb_8bit", 17)])
-def test_optimizers_that_are_not_fused_wait_in_every_step(rehearse, optimizer, times):
-    """The tests above can fail. bitsandbytes (0.50) also waits after each of the 16 tensors."""
-    if optimizer == "adamw_bnb_8bit":
-        pytest.importorskip("bitsandbytes")
-    found = rehearse(*RUN, "--optim", optimizer)
+def test_an_optimizer_that_is_not_fused_waits_once_in_every_step(rehearse):
+    """The tests above can fail."""
+    found = rehearse(*RUN, "--optim", "adamw_torch")
     assert found.failed is None
-    assert all(count_waits(found, {step}) == {"optim/guard.py step": times} for step in QUIET)
+    assert all(count_waits(found, {step}) == {"optim/guard.py step": 1} for step in QUIET)
 
 
 # ------------------------------------------------------------------ memory
@@ -165,13 +155,3 @@ def test_what_cannot_fit_ends_with_one_sentence(rehearse, step, bytes_per_parame
     """Weights, gradients and two moments fit without any activation, or do not even do that."""
     found = rehearse(*LARGE, shape=WIDE, limit_bytes=bytes_per_parameter * step.num_parameters)
     assert message in found.failed.splitlines()[-1]
-
-
-def test_running_out_of_memory_in_the_loop(rehearse, step, tmp_path):
-    """The training rows are loaded after the trial step; the same command continues with half of the micro-batch."""
-    options = [*LARGE, "--data_placement", "device"]
-    found = rehearse(*options, shape=WIDE, limit_bytes=step.peak_bytes)
-    assert "out of memory; the same command" in found.failed.splitlines()[-1]
-    assert (tmp_path / "run" / ".micro_batch").read_text() == "8\n"
-    found = rehearse(*options, "--resume_from_checkpoint", "auto", shape=WIDE, limit_bytes=step.peak_bytes)
-    assert found.failed is None and "4 micro-batches x 8" in found.output

@@ -1,18 +1,22 @@
-"""Resident memory on a CPU stays flat over a long evaluation and a long training."""
+"""Resident memory on a CPU stays flat, and freed memory goes back to the system."""
 
-import json
 import os
 import platform
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
-from conftest import PLAIN, ROOT, TINY
+from conftest import BLOCK_SIZE, ROOT, TINY, default_arguments, read_events
+
+from recipe.evaluation import validation
+from recipe.hardware.host_memory import FreedMemory
 
 pytestmark = pytest.mark.skipif(platform.system() != "Linux", reason="reads /proc")
 
 # Frees 600 MB between small live blocks: glibc keeps those pages, because only the end of its heap shrinks.
 FREED_BETWEEN_LIVE_BLOCKS = """
+from recipe.evaluation import validation
 from recipe.hardware.host_memory import FreedMemory, resident_bytes
 freed_memory = FreedMemory()
 freed_memory.give_back()
@@ -26,112 +30,51 @@ print(given)
 print(resident_bytes() - before)
 """
 
-# Each turn frees two large tensors and keeps a small one after each.
-LEAKY_LOOP = """
-import random
-import torch
-from recipe.hardware.host_memory import FreedMemory, resident_bytes
-torch.set_num_threads(1)
-freed_memory, kept, rng = FreedMemory(), [], random.Random(0)
-before = resident_bytes()
-for _ in range(600):
-    for sizes in ([300_000, 800_000, 1_600_000, 3_000_000, 6_000_000], [700_000, 1_500_000, 5_000_000]):
-        large = torch.ones(rng.choice(sizes))
-        kept.append(torch.ones(rng.choice([1, 16, 200, 3000])))
-    freed_memory.give_back()
-print(resident_bytes() - before)
-"""
+# Runs recipe/train.py as a program, and prints what torch will read of its environment when it is imported.
+TRAIN = """
+import importlib.machinery, os, runpy, sys
 
-# Evaluates 600 batches of 16 tokens, whose logits over 50,304 tokens take 3.2 MB each.
-LONG_EVALUATION = """
-import types
-import numpy as np, torch
-from accelerate import Accelerator
-from transformers import GPT2Config, GPT2LMHeadModel
-from recipe.command_line import load_config
-from recipe.evaluation import validation
-from recipe.evaluation.validation import Validation
-from recipe.hardware.host_memory import resident_bytes
-from recipe.model.loss import LanguageModelingLoss
+class Watch(importlib.machinery.PathFinder):
+    @classmethod
+    def find_spec(cls, name, *rest):  # transformers looks for torch earlier, without importing it
+        if name == "torch" and "THP_MEM_ALLOC_ENABLE" in os.environ:
+            print("huge pages:", os.environ["THP_MEM_ALLOC_ENABLE"])
 
-class Rows:
-    def __len__(self): return 600
-    def __getitem__(self, indices): return np.random.default_rng(indices).integers(50257, size=(len(indices), 17))
-
-torch.set_num_threads(1)
-model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=16, n_positions=16, vocab_size=50304))
-module = LanguageModelingLoss(model, 50257)
-class Tokenizer:
-    def __len__(self): return 50257
-
-validation.count_token_bytes = lambda tokenizer: np.ones(len(tokenizer), np.int64)
-dataset = types.SimpleNamespace(validation=Rows(), tokenizer=Tokenizer())
-Validation._sample = lambda self: None
-options = ["--dataset_dir", "d", "--block_size", "16", "--max_eval_samples"]
-first, second = (
-    Validation(load_config([*options, rows])[0], Accelerator(cpu=True), module, dataset, 1) for rows in ("50", "all")
-)
-first.batch_size = second.batch_size = 1
-first.run()
-before = resident_bytes()
-assert second.run()["num_rows"] == 600
-print(resident_bytes() - before)
+sys.meta_path.insert(0, Watch)
+runpy.run_path("recipe/train.py", run_name="__main__")
 """
 
 
-def output_of(code: str) -> list[str]:
-    """Run a program without huge pages, which would hide part of the fragmentation. Returns the printed lines."""
-    environment = {**os.environ, "THP_MEM_ALLOC_ENABLE": "0"}
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT, env=environment
-    )
-    return result.stdout.splitlines()
+def output_of(code: str, *arguments: object) -> str:
+    environment = {key: value for key, value in os.environ.items() if key != "THP_MEM_ALLOC_ENABLE"}
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=environment).stdout
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's allocator only")
 def test_freed_memory_is_returned_once():
     """Only accumulated free memory is returned, and only when enough has accumulated."""
-    given, grown = output_of(FREED_BETWEEN_LIVE_BLOCKS)
+    given, grown = output_of(FREED_BETWEEN_LIVE_BLOCKS).splitlines()
     assert given == "[True, False, False]"
     assert int(grown) < 1e8
 
 
-def test_a_loop_that_fragments_the_heap_stays_flat():
-    """With glibc 2.36 alone, it grows by 2 to 4 GB in most runs."""
-    assert int(output_of(LEAKY_LOOP)[-1]) < 6e8
+def test_freed_memory_is_returned_after_each_step_and_each_batch_of_an_evaluation(train, monkeypatch):
+    give_back = mock.Mock()
+    monkeypatch.setattr(FreedMemory, "give_back", give_back)
+    monkeypatch.setattr(validation, "CPU_TOKENS", 8 * BLOCK_SIZE)
+    train("--max_steps", "3", "--max_eval_samples", "16")
+    assert give_back.call_count == 3 + 2 * 2  # two evaluations of two batches of eight rows
 
 
-def test_huge_pages_are_requested_before_torch_is_imported():
-    """Torch's allocator reads the variable once."""
-    code = (  # transformers looks for torch earlier, without importing it
-        "import os, runpy, sys\n"
-        "class Watch:\n"
-        "    def find_spec(self, name, *rest):\n"
-        "        if name == 'torch' and 'THP_MEM_ALLOC_ENABLE' in os.environ:\n"
-        "            print(os.environ['THP_MEM_ALLOC_ENABLE']); sys.exit()\n"
-        "sys.meta_path.insert(0, Watch())\n"
-        "sys.argv = ['train.py']\n"
-        "runpy.run_path('recipe/train.py', run_name='__main__')"
-    )
-    environment = {key: value for key, value in os.environ.items() if key != "THP_MEM_ALLOC_ENABLE"}
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT, env=environment
-    )
-    assert result.stdout == "1\n"
+def test_memory_is_flat_over_a_long_run(tmp_path, dataset_dir):
+    """The peak of 48 steps and 4 evaluations is that of the first third, although all logits add up to 1 GB.
 
-
-def test_memory_is_flat_over_a_long_evaluation():
-    """600 batches take no more memory than 50, although their logits add up to 1.9 GB."""
-    assert int(output_of(LONG_EVALUATION)[-1]) < 4e8
-
-
-def test_memory_is_flat_over_a_long_training(tmp_path, dataset_dir):
-    """The peak of 48 steps is that of the first 16, although the logits of all steps add up to 0.6 GB."""
-    options = ["--dataset_dir", dataset_dir, *TINY, *PLAIN, "--pad_vocab_to_multiple_of", "50304"]
-    options += ["--global_batch_size", "2", "--max_steps", "48", "--logging_steps", "16"]
-    options += ["--save_steps", "0", "--max_eval_samples", "8"]
-    command = [sys.executable, ROOT / "recipe" / "train.py", *options, "--eval_steps", "0", "--output_dir", "run"]
-    subprocess.run(list(map(str, command)), cwd=tmp_path, check=True, capture_output=True)
-    events = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    peaks = {event["step"]: event["peak_memory_bytes"] for event in events if event["event"] == "train"}
+    Large tensors lie on huge pages, for which torch must find the variable before its first tensor.
+    """
+    arguments = [*default_arguments(dataset_dir, tmp_path / "run", TINY), "--pad_vocab_to_multiple_of", "50304"]
+    arguments += ["--global_batch_size", "2", "--max_steps", "48", "--logging_steps", "16", "--eval_steps", "16"]
+    output = output_of(TRAIN, *arguments, "--max_eval_samples", "16")
+    assert "huge pages: 1" in output
+    peaks = {event["step"]: event["peak_memory_bytes"] for event in read_events(tmp_path / "run", "train")}
     assert peaks[48] < peaks[16] + 2e8

@@ -1,32 +1,19 @@
 """Memory: micro-batches that divide the batch, the estimate and what it chooses, and the trial step."""
 
-import contextlib
-
 import pytest
 import torch
 from accelerate import Accelerator
 from conftest import read_events, reset_accelerate
-from transformers import AutoModelForCausalLM, GPT2Config
 
 from recipe.command_line import load_config
 from recipe.errors import UserError
 from recipe.hardware import memory
-from recipe.hardware.memory import (
-    MemoryPlan,
-    estimate_bytes,
-    micro_batch_sizes,
-    plan_memory,
-    smaller_micro_batches,
-    step_cost,
-    try_micro_batch,
-)
+from recipe.hardware.memory import MemoryPlan, estimate_bytes, micro_batch_sizes, plan_memory, step_cost
 from recipe.model.build import build_model, build_model_config
 from recipe.model.loss import LanguageModelingLoss
-from recipe.model.size import count_parameters
+from recipe.model.size import count_block_matrices
 
 GB = 10**9
-SIZES = ("124m", "355m", "774m", "1558m")
-ON_A_GPU = ["--mixed_precision", "bf16", "--dynamo_backend", "inductor"]
 EIGHT_BIT = ["--optim", "adamw_bnb_8bit"]
 
 
@@ -36,7 +23,8 @@ def config_of(*argv):
 
 def recipe_of(size, *argv):
     """Return the config of a recipe, compiled in bf16, and its model's config with the padded vocabulary."""
-    config = load_config(["--config", f"gpt2_{size}", "--dataset_dir", "d", *ON_A_GPU, *argv])[0]
+    on_a_gpu = ["--mixed_precision", "bf16", "--dynamo_backend", "inductor"]
+    config = config_of("--config", f"gpt2_{size}", *on_a_gpu, *argv)
     return config, build_model_config(config, 50304, 0)
 
 
@@ -71,71 +59,55 @@ def test_micro_batches_divide_the_global_batch(argv, num_processes, device, expe
         (["--gradient_accumulation_steps", "2", "--per_device_train_batch_size", "8"], 1, "remove one of them"),
     ],
 )
-def test_a_batch_that_does_not_divide(argv, num_processes, expected):
+def test_a_batch_that_does_not_divide_is_refused(argv, num_processes, expected):
     """The message lists the sizes that would work."""
     with pytest.raises(UserError, match=expected):
         micro_batch_sizes(config_of("--global_batch_size", "512", *argv), num_processes, "cpu")
 
 
-def test_after_out_of_memory_a_micro_batch_is_at_most_half():
-    """And it divides what one process trains on."""
-    config = config_of("--global_batch_size", "30")
-    assert smaller_micro_batches(config, 15, 2, "cuda") == [5, 3, 1]
-    assert smaller_micro_batches(config, 1, 1, "cuda") == []
-
-
 # ------------------------------------------------------------------ the estimate
 
+GPT2 = "n_layer=4,n_head=2,n_embd=128,activation_function="
+LLAMA = "num_hidden_layers=4,hidden_size=128,intermediate_size=344,num_attention_heads=4,num_key_value_heads=2"
+
 
 @pytest.mark.parametrize(
-    "changes",
+    ("overrides", "switches", "precision", "attention", "least", "most"),
     [
-        {},
-        {"n_inner": 7},
-        {"tie_word_embeddings": False},
-        {"n_layer": 1, "n_embd": 24, "n_head": 2},
-        {"n_positions": 3},
+        (GPT2 + "gelu_new", [], "bf16", "sdpa", 0.97, 1.03),
+        (GPT2 + "gelu_new", ["--bf16_residual"], "bf16", "sdpa", 0.97, 1.03),
+        (GPT2 + "gelu_new", [], "bf16", "eager", 0.97, 1.03),
+        (GPT2 + "gelu_pytorch_tanh", [], "bf16", "sdpa", 0.97, 1.03),
+        (GPT2 + "gelu_new", [], "no", "sdpa", 0.97, 1.03),
+        (GPT2 + "gelu_pytorch_tanh", [], "no", "eager", 0.97, 1.03),
+        (LLAMA, ["--model_type", "llama"], "bf16", "sdpa", 0.7, 1.25),
+        (LLAMA, ["--model_type", "llama"], "no", "sdpa", 0.7, 1.25),
     ],
 )
-def test_parameters_are_counted_from_the_config(changes):
-    """The count equals that of the built model."""
-    model_config = GPT2Config(**{"vocab_size": 50304, **changes})
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config)
-    assert count_parameters(model_config) == model.num_parameters()
-
-
-@pytest.mark.parametrize(
-    ("precision", "attention", "bf16_residual", "gelu"),
-    [("bf16", "sdpa", False, "gelu_new"), ("bf16", "sdpa", True, "gelu_new"), ("bf16", "eager", False, "gelu_new"),
-     ("no", "sdpa", False, "gelu_new"), ("no", "eager", False, "gelu_new"),
-     ("no", "eager", False, "gelu_pytorch_tanh"), ("bf16", "sdpa", False, "gelu_pytorch_tanh")],
-)  # fmt: skip
-def test_the_activations_are_what_autograd_keeps(precision, attention, bf16_residual, gelu):
-    """Without compilation, counted through autograd's hooks, except the logits: within 3%."""
-    options = ["--config_overrides", f"n_layer=4,n_head=2,n_embd=128,activation_function={gelu}"]
-    options += ["--block_size", "128"]
-    options += ["--attn_implementation", attention, "--bf16_residual", str(bf16_residual)]
-    options += ["--global_batch_size", "512"]
-    config = config_of(*options, "--mixed_precision", precision, "--dynamo_backend", "no")
+def test_the_activations_are_what_autograd_keeps(overrides, switches, precision, attention, least, most):
+    """Without compilation, counted through autograd's hooks, except the logits; for other types only roughly."""
+    options = [*switches, "--config_overrides", overrides, "--block_size", "128", "--global_batch_size", "512"]
+    options += ["--attn_implementation", attention, "--mixed_precision", precision, "--dynamo_backend", "no"]
+    config = config_of(*options)
     model_config = build_model_config(config, 640, 0)
     module = LanguageModelingLoss(build_model(config, model_config, attention), 640).train()
-    saved, weights = {}, {p.data_ptr() for p in module.parameters()}
+    saved, alive, weights = {}, [], {p.data_ptr() for p in module.parameters()}
 
     def pack(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights and 640 not in tensor.shape:  # neither weights nor logits
             saved[storage.data_ptr()] = storage.nbytes()
+        alive.append(tensor)  # so that no address is used twice
         return tensor
 
     rows = torch.randint(640, (8, 129))
-    autocast = torch.autocast("cpu", torch.bfloat16) if precision == "bf16" else contextlib.nullcontext()
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), autocast:
-        module(rows[:, :-1], rows[:, 1:])["loss"]
+        module(rows[:, :-1], rows[:, 1:])
     few, many = (estimate_bytes(MemoryPlan(n, False, 1), config, model_config, "cpu", 1) for n in (128, 256))
     per_row = (many - few) / 128 - 128 * 640 * 12  # without the logits: three fp32 tensors
-    block_weights = 4 * 12 * 128 * 128 * 2 if precision == "bf16" else 0  # their casts, once for all rows
-    assert sum(saved.values()) == pytest.approx(8 * per_row + block_weights, rel=0.03)
+    casts = 4 * 2 * count_block_matrices(model_config) if precision == "bf16" else 0  # of weights, once for all rows
+    assert least < sum(saved.values()) / (8 * per_row + casts) < most
 
 
 SHAPES = {
@@ -159,10 +131,9 @@ SHAPES = {
         ("1M", 8, "bf16", "no", "eager", False, 1, 686_022_656),
     ],
 )
-def test_the_estimate_agrees_with_measured_peaks(
+def test_the_estimate_is_within_15_percent_of_measured_peaks(
     shape, rows, precision, backend, attention, checkpointing, chunks, peak_bytes
 ):
-    """Within 15%."""
     options = ["--attn_implementation", attention, "--mixed_precision", precision, "--dynamo_backend", backend]
     options += ["--config_overrides", *f"activation_function=gelu_new,{SHAPES[shape]}".split()]
     config = config_of(*options, "--optim", "adamw_torch_fused")
@@ -171,52 +142,33 @@ def test_the_estimate_agrees_with_measured_peaks(
     assert estimate_bytes(plan, config, model_config, "cpu", 1) == pytest.approx(peak_bytes, rel=0.15)
 
 
-@pytest.mark.parametrize("backend", ["no", "inductor"])
-def test_what_saves_memory_lowers_the_estimate(backend):
-    """Fewer rows, checkpointing, chunks, a bf16 residual stream and 8 bits take less; processes and fp32 more."""
-
-    def total(rows, checkpointing=False, chunks=1, num_processes=1, argv=()):
-        config, model_config = recipe_of("355m", "--dynamo_backend", backend, *argv)
-        return estimate_bytes(MemoryPlan(rows, checkpointing, chunks), config, model_config, "cuda", num_processes)
-
-    base = total(64)
-    assert total(4) < base and total(64, checkpointing=True) < base and total(64, chunks=8) < base
-    assert total(64, argv=EIGHT_BIT) < base < total(64, argv=["--mixed_precision", "no"])
-    assert total(64, argv=["--bf16_residual"]) < base
-    assert total(64, True, 8) < min(total(64, True), total(64, chunks=8))
-    assert total(64, num_processes=8) >= base
-
-
 # ------------------------------------------------------------------ what it chooses
 
 
 @pytest.mark.parametrize(
-    ("size", "memory_gb", "argv", "expected"),
+    ("size", "memory_gb", "argv", "fits"),
     [
         ("124m", 8, [], True),
         ("355m", 8, [], False),
         ("355m", 8, EIGHT_BIT, True),
-        ("355m", 12, [], True),
         ("774m", 16, [], False),
         ("774m", 16, EIGHT_BIT, True),
-        ("774m", 25.4, [], True),
-        ("1558m", 25.4, EIGHT_BIT, True),
-        ("1558m", 40, [], True),
         ("1558m", 16, EIGHT_BIT, False),
+        ("1558m", 25.4, EIGHT_BIT, True),
     ],
 )
 @pytest.mark.parametrize("num_processes", [1, 8])
-def test_the_recipes_fit_the_memory_classes(size, memory_gb, argv, expected, num_processes):
+def test_the_recipes_fit_the_memory_classes(size, memory_gb, argv, fits, num_processes):
     """memory_gb: of a card, as the driver reports it; a "24 GB" card has 25.4e9 bytes. A share of 8% stays free."""
     config, model_config = recipe_of(size, *argv)
     plan = plan_memory(config, model_config, "cuda", memory_gb * GB, num_processes)
-    assert (plan is not None) == expected
+    assert (plan is not None) == fits
     if plan:
         assert plan.total_bytes <= 0.92 * memory_gb * GB
         assert config.global_batch_size % (plan.micro_batch_size * num_processes) == 0
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", ["124m", "1558m"])
 def test_more_memory_is_never_slower(size):
     """Up to the largest micro-batch, nothing computed twice."""
     config, model_config = recipe_of(size)
@@ -297,72 +249,47 @@ class CpuWithATrial(str):
     type = "another"
 
 
-class FailsInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, tensor):
-        return tensor.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-
-
 class LimitedModule(torch.nn.Module):
-    """Draws random numbers, runs out of memory above `max_rows` rows, and records each trial."""
+    """Draws random numbers, runs out of memory above 4 rows, and records each trial."""
 
-    def __init__(self, max_rows: int, where: str = "forward") -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.first, self.last = torch.nn.Linear(8, 53), torch.nn.Linear(53, 1)
-        self.max_rows, self.where = max_rows, where
-        self.tried: list[int] = []
+        self.layer, self.tried = torch.nn.Linear(8, 1), []
 
     def forward(self, inputs, targets):
         self.tried.append(len(inputs))
-        hidden = torch.nn.functional.dropout(self.first(inputs.float()))
-        if len(inputs) > self.max_rows:
-            if self.where == "forward":
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-            hidden = FailsInBackward.apply(hidden)
-        return {"loss": self.last(hidden).mean()}
-
-
-def build_adamw(module):
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=0.5, fused=True)
-    optimizer.param_groups[0]["initial_lr"] = 0.1
-    return optimizer
+        if len(inputs) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return {"loss": self.layer(torch.nn.functional.dropout(inputs.float())).mean()}
 
 
 @pytest.fixture
 def trial(monkeypatch):
-    """Try on a real Accelerator whose CPU does not look like one: `trial(module, size)`; the global batch is 16."""
+    """Try on a real Accelerator whose CPU does not look like one: `trial(module, optimizer)`, from 15 rows of 30."""
     reset_accelerate()
     monkeypatch.setattr(torch, "get_device_module", lambda _: torch)  # whose generator is the CPU's
     accelerator = Accelerator(cpu=True)
     accelerator.state.device = CpuWithATrial("cpu")
-
-    def start(module, size, optimizer=None):
-        config = config_of("--block_size", "8", "--global_batch_size", "16")
-        optimizer = optimizer or build_adamw(module)
-        return try_micro_batch(accelerator, module, optimizer, size, config)
-
-    yield start
+    config = config_of("--block_size", "8", "--global_batch_size", "30")
+    yield lambda module, optimizer: memory.try_micro_batch(accelerator, module, optimizer, 15, config)
     reset_accelerate()
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_the_trial_halves_a_micro_batch_until_it_fits(trial, where):
-    """It leaves weights, optimizer and random state as they were, and no gradients."""
-    module = LimitedModule(4, where)
-    optimizer = build_adamw(module)
+def test_the_trial_changes_nothing_but_the_micro_batch(trial):
+    """At most half of a size that does not fit, which divides the batch. The rehearsal on a GPU covers the rest."""
+    module = LimitedModule()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=0.5, fused=True)
+    optimizer.param_groups[0]["initial_lr"] = 0.1
     weights, random_state = [p.clone() for p in module.parameters()], torch.get_rng_state()
-    assert trial(module, 16, optimizer) == 4 and list(dict.fromkeys(module.tried)) == [16, 8, 4]
+    assert trial(module, optimizer) == 3 and list(dict.fromkeys(module.tried)) == [15, 6, 3]
     assert all(map(torch.equal, module.parameters(), weights)) and all(p.grad is None for p in module.parameters())
     assert not optimizer.state and optimizer.param_groups[0]["lr"] == 0.1
     assert torch.equal(torch.get_rng_state(), random_state)
 
 
 def test_other_errors_are_not_taken_for_a_lack_of_memory(trial):
-    module = LimitedModule(4)
-    module.last = torch.nn.Linear(7, 1)
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        trial(module, 4)
+    module = LimitedModule()
+    module.forward = lambda *_: module.layer(torch.ones(7))
+    optimizer = torch.optim.AdamW([{"params": module.parameters(), "initial_lr": 0.1}])
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied|size mismatch"):
+        trial(module, optimizer)

@@ -1,269 +1,299 @@
-"""The stock model: its sizes, padding, attention, and what is saved."""
+"""The stock model, GPT-2 and other types: sizes, padding, attention, what is saved, and what is refused."""
+
+import shutil
 
 import pytest
 import torch
+from conftest import BLOCK_SIZE, read_events, run_script
+from datasets import load_from_disk
 from huggingface_hub import create_repo
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
+from recipe.checkpoint import list_checkpoints
 from recipe.command_line import load_config
 from recipe.errors import UserError
 from recipe.model.build import build_model, build_model_config
 from recipe.model.loss import LanguageModelingLoss
-from recipe.model.size import count_exported_parameters, padded_vocab_size
+from recipe.model.size import count_exported_parameters, count_flops_per_token, count_parameters
 from recipe.model.weights import copy_weights, load_pretrained, load_weights, write_model
 
 EOS = 7
+GPT2 = "n_layer=2,n_head=2,n_embd=32"
+NARROW = "num_hidden_layers=2,hidden_size=32,intermediate_size=88,num_attention_heads=4,num_key_value_heads=2"
+WIDE = "num_hidden_layers=2,hidden_size=64,num_attention_heads=4"
+DENSE = f"{WIDE},intermediate_size=176,num_key_value_heads=4"
+# A tied and an untied output matrix, grouped queries, QK-norm and heads wider than the hidden size, a sliding window
+# shorter than the rows, a bias of the output matrix, and fused projections.
+SHAPES = {
+    "gpt2": GPT2,
+    "llama": NARROW,
+    "qwen3": f"{NARROW},head_dim=16,tie_word_embeddings=true",
+    "gpt_neox": f"{WIDE},intermediate_size=256",
+    "gemma3_text": f"{DENSE},sliding_window=16,head_dim=16",
+    "phi": DENSE,
+    "phi3": DENSE,
+}
+MAIN_TYPES = pytest.mark.parametrize("model_type", ["gpt2", "llama", "qwen3"])
+OTHER_TYPES = pytest.mark.parametrize("model_type", ["llama", "qwen3"])
 
 
-def tiny(*argv, vocab_size=500):
-    options = ["--dataset_dir", "d", "--block_size", "32", "--config_overrides", "n_layer=2,n_head=2,n_embd=32"]
-    config = load_config([*options, *argv])[0]
-    model_config = build_model_config(config, vocab_size, EOS)
+def options_of(model_type, *changes):
+    overrides = ",".join((SHAPES[model_type], *changes))
+    return ["--model_type", model_type, "--config_overrides", overrides, "--block_size", str(BLOCK_SIZE)]
+
+
+def tiny(model_type="gpt2", *changes, attention="sdpa", options=()):
+    """Return the config, the model's config with 500 tokens, and the padded model."""
+    config = load_config(["--dataset_dir", "d", *options_of(model_type, *changes), *options])[0]
+    model_config = build_model_config(config, 500, EOS)
     torch.manual_seed(0)
-    return config, model_config, build_model(config, model_config)
+    return config, model_config, build_model(config, model_config, attention)
 
 
-def test_gpt2_124m_has_the_published_size():
-    """It has 124,475,904 parameters with vocabulary 50304, and OpenAI's 124,439,808 as saved with 50257."""
-    config = load_config(["--config", "gpt2_124m", "--dataset_dir", "d"])[0]
-    with torch.device("meta"):
-        model = build_model(config, build_model_config(config, 50257, 50256))
-    assert isinstance(model, GPT2LMHeadModel)
-    assert sum(p.numel() for p in model.parameters()) == 124_475_904
-    assert model.config.vocab_size == model.lm_head.weight.shape[0] == 50304
-    assert count_exported_parameters(model, 50257) == 124_439_808
-    assert (model.config.n_positions, model.config.eos_token_id, model.config.resid_pdrop) == (1024, 50256, 0.0)
+def save(model, model_config, folder):
+    write_model(model, model_config, copy_weights(model, model_config), folder)
+
+
+# ------------------------------------------------------------------ sizes
 
 
 @pytest.mark.parametrize(
-    ("size", "parameters"), [("355m", 354_823_168), ("774m", 774_030_080), ("1558m", 1_557_611_200)]
+    ("size", "padded", "exported"),
+    [
+        ("124m", 124_475_904, 124_439_808),
+        ("355m", 354_871_296, 354_823_168),
+        ("774m", 774_090_240, 774_030_080),
+        ("1558m", 1_557_686_400, 1_557_611_200),
+    ],
 )
-def test_other_sizes_match_openais(size, parameters):
-    """The larger recipes export models with OpenAI's parameter counts."""
+def test_the_recipes_have_the_sizes_of_openais_models(size, padded, exported):
+    """With vocabulary 50304 in training, and 50257 as saved."""
     config = load_config(["--config", f"gpt2_{size}", "--dataset_dir", "d"])[0]
     with torch.device("meta"):
         model = build_model(config, build_model_config(config, 50257, 50256))
-    assert count_exported_parameters(model, 50257) == parameters
+    assert sum(p.numel() for p in model.parameters()) == count_parameters(model.config) == padded
+    assert count_exported_parameters(model, 50257) == exported
+    assert (model.config.n_positions, model.config.eos_token_id, model.config.resid_pdrop) == (1024, 50256, 0.0)
 
 
-def test_initial_weights_do_not_depend_on_the_padding():
-    """The same seed gives the same weights, padded or not."""
-    padded, plain = tiny()[2].state_dict(), tiny("--pad_vocab_to_multiple_of", "1")[2].state_dict()
-    for name, tensor in plain.items():
-        assert torch.equal(padded[name][: len(tensor)], tensor), name
-    assert len(padded["lm_head.weight"]) == 512 and len(plain["lm_head.weight"]) == 500
+def test_parameters_and_flops_of_a_published_llama():
+    """TinyLlama 1.1B has 1,100,048,384 parameters; its 6 N + 12 L d T leaves out the input embeddings."""
+    shape = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_key_value_heads": 4}
+    model_config = LlamaConfig(**shape, vocab_size=32000, num_attention_heads=32)
+    assert count_parameters(model_config) == 1_100_048_384
+    matrices = 22 * (2 * 2048 * 2048 + 2 * 2048 * 256 + 3 * 2048 * 5632)
+    norms = 45 * 2048
+    expected = 6 * (matrices + norms + 32000 * 2048) + 12 * 22 * 2048 * 1024
+    assert count_flops_per_token(model_config, 1_100_048_384, 1024) == expected
 
 
-def test_vocabulary_size_is_rounded_up():
-    """The padded size is the smallest multiple that is large enough."""
-    assert [padded_vocab_size(n, 128) for n in (1, 128, 129, 50257)] == [128, 128, 256, 50304]
+def test_flops_count_the_width_of_the_heads_and_a_tied_output():
+    """qwen3's heads may be wider than its hidden size, and its embeddings are also the output matrix."""
+    model_config = tiny("qwen3")[1]
+    matrices = 2 * (2 * 32 * 64 + 2 * 32 * 32 + 3 * 32 * 88)
+    vectors = 2 * (2 * 32 + 2 * 16) + 32
+    expected = 6 * (matrices + vectors + 500 * 32) + 12 * 2 * (4 * 16) * BLOCK_SIZE
+    assert count_flops_per_token(model_config, matrices + vectors + 500 * 32, BLOCK_SIZE) == expected
+
+
+# ------------------------------------------------------------------ the model that trains
 
 
 def test_initialization_is_gpt2s():
     """Weights have standard deviation 0.02, and 0.02 / sqrt(2 * layers) where a block adds to the residual stream."""
-    model = tiny("--config_overrides", "n_layer=8,n_embd=128")[2]
+    model = tiny("gpt2", "n_layer=8", "n_embd=128")[2]
     block = model.transformer.h[3]
     assert block.mlp.c_fc.weight.std().item() == pytest.approx(0.02, rel=0.03)
     for projection in (block.mlp.c_proj, block.attn.c_proj):
         assert projection.weight.std().item() == pytest.approx(0.02 / 16**0.5, rel=0.03)
 
 
-def captured_graphs(module, inputs, targets):
-    graphs = []
+@MAIN_TYPES
+def test_initial_weights_do_not_depend_on_the_padding(model_type):
+    """The same seed gives the same weights, padded or not."""
+    padded, plain = tiny(model_type)[2], tiny(model_type, options=["--pad_vocab_to_multiple_of", "1"])[2]
+    assert (padded.config.vocab_size, plain.config.vocab_size) == (512, 500)
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(padded.state_dict()[name][: len(tensor)], tensor), name
+
+
+@pytest.mark.parametrize("switches", [[], ["--activation_checkpointing"]])
+def test_compiled_attention_is_causal_without_a_mask(switches):
+    """The single graph calls sdpa once per layer with is_causal=True and no mask, as the flash kernels require."""
+    module, graphs = LanguageModelingLoss(tiny(options=switches)[2], 500).train(), []
 
     def capture(graph_module, example_inputs):
         graphs.append(graph_module)
         return graph_module.forward
 
+    module.compile(backend=capture, fullgraph=True, dynamic=False)
+    module(*torch.randint(0, 500, (2, 2, BLOCK_SIZE)))
     torch.compiler.reset()
-    torch.compile(module, backend=capture, fullgraph=True, dynamic=False)(inputs, targets)
+    (graph,) = graphs
+    nodes = [node for m in graph.modules() if hasattr(m, "graph") for node in m.graph.nodes]
+    attention = [node.kwargs for node in nodes if node.target is F.scaled_dot_product_attention]
+    assert [(kwargs["is_causal"], kwargs.get("attn_mask")) for kwargs in attention] == [(True, None)] * 2
+
+
+@pytest.mark.parametrize(("model_type", "attention"), [*((name, "sdpa") for name in SHAPES), ("llama", "eager")])
+def test_loss_and_gradients_equal_the_stock_models(tmp_path, model_type, attention):
+    """With a padded vocabulary and compiled as one graph, as of the saved model with eager attention and its mask."""
+    _, model_config, model = tiny(model_type, attention=attention)
+    save(model, model_config, tmp_path)
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    module = LanguageModelingLoss(model, 500).train()
+    module.compile(backend="eager", fullgraph=True, dynamic=False)
+    rows = torch.randint(0, 500, (3, BLOCK_SIZE + 1))
+    rows[0, 5] = EOS
+    expected = F.cross_entropy(stock(input_ids=rows[:, :-1]).logits.flatten(0, 1), rows[:, 1:].flatten())
+    loss = module(rows[:, :-1], rows[:, 1:])["loss"]
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
+    loss.backward()
+    expected.backward()
     torch.compiler.reset()
-    return graphs
+    gradients = dict(model.named_parameters())
+    for name, p in stock.named_parameters():
+        torch.testing.assert_close(gradients[name].grad[: len(p)], p.grad, rtol=1e-4, atol=1e-6, msg=name)
+    assert model.get_input_embeddings().weight.grad[EOS].any()  # no row is left out as padding
 
 
-@pytest.mark.parametrize("switches", [[], ["--activation_checkpointing"], ["--loss_chunks", "4"]])
-def test_compiled_attention_is_causal_without_a_mask(switches):
-    """The single graph calls sdpa once per layer with is_causal=True and no mask, as the flash kernels require."""
-    config, model_config, model = tiny(*switches)
-    module = LanguageModelingLoss(model, 500, num_chunks=4 if config.loss_chunks == 4 else 1).train()
-    rows = torch.randint(0, 500, (2, 33))
-    graphs = captured_graphs(module, rows[:, :-1], rows[:, 1:])
-    assert len(graphs) == 1
-    nodes = [node for m in graphs[0].modules() if hasattr(m, "graph") for node in m.graph.nodes]
-    attention = [node for node in nodes if node.target is F.scaled_dot_product_attention]
-    assert len(attention) == 2
-    for node in attention:
-        assert node.kwargs["is_causal"] is True and node.kwargs.get("attn_mask") is None
-
-
-def test_eager_attention_is_causal_without_a_mask(monkeypatch):
-    """Without compilation, where stock Transformers asks the device about the mask, sdpa gets no mask either."""
-    calls = []
-
-    def record(*args, **kwargs):
-        calls.append(kwargs)
-        return original(*args, **kwargs)
-
-    original = F.scaled_dot_product_attention
-    monkeypatch.setattr(F, "scaled_dot_product_attention", record)
-    tiny()[2](input_ids=torch.randint(0, 500, (2, 32)), use_cache=False)
-    assert [(c["is_causal"], c.get("attn_mask")) for c in calls] == [(True, None)] * 2
-
-
-def test_logits_equal_the_stock_models():
-    """A stock model with eager attention and the same weights returns the same logits."""
-    model = tiny()[2].eval()
-    stock = GPT2LMHeadModel._from_config(GPT2Config.from_dict(model.config.to_dict()), attn_implementation="eager")
-    stock.load_state_dict(model.state_dict())
-    ids = torch.randint(0, 500, (3, 32))
-    with torch.no_grad():
-        torch.testing.assert_close(
-            model(input_ids=ids).logits, stock.eval()(input_ids=ids).logits, rtol=1e-5, atol=1e-5
-        )
-
-
-def test_a_bf16_residual_stream_only_adds_rounding():
-    """The stream is bf16 in every block, and loss and gradients stay close to the stock model's."""
-    stock, model = tiny()[2], tiny("--bf16_residual")[2]
-    seen = set()
-    for block in model.transformer.h:
-        block.register_forward_hook(
-            lambda m, i, output: seen.add((output[0] if type(output) is tuple else output).dtype)
-        )
-    ids, found = torch.randint(0, 500, (3, 32)), []
-    for m in (stock, model):
+@MAIN_TYPES
+def test_a_bf16_residual_stream_only_adds_rounding(model_type):
+    """Under autocast, each block returns bf16, and loss and gradients stay close to those of an fp32 stream."""
+    found, rows = [], torch.randint(0, 500, (3, BLOCK_SIZE + 1))
+    for bf16 in (False, True):
+        model, seen = tiny(model_type, options=["--bf16_residual"] * bf16)[2], set()
+        for block in model.transformer.h if model_type == "gpt2" else model.base_model.layers:
+            block.register_forward_hook(lambda m, i, output, seen=seen: seen.add(output[0].dtype))
         with torch.autocast("cpu", torch.bfloat16):
-            loss = F.cross_entropy(m(input_ids=ids, use_cache=False).logits.float().flatten(0, 1), ids.flatten())
+            loss = LanguageModelingLoss(model, 500)(rows[:, :-1], rows[:, 1:])["loss"]
         loss.backward()
-        found.append((loss.item(), torch.cat([p.grad.flatten() for p in m.parameters()])))
-    assert seen == {torch.bfloat16}
+        assert seen == {torch.bfloat16 if bf16 else torch.float32}
+        found.append((loss.item(), torch.cat([p.grad.flatten() for p in model.parameters()])))
     assert found[0][0] == pytest.approx(found[1][0], abs=0.01)
     assert F.cosine_similarity(found[0][1], found[1][1], dim=0) > 0.999
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_the_saved_model_has_no_padding(tmp_path, tied):
-    """The saved model is stock, has the real vocabulary with the same logits, and keeps weights tied or untied."""
-    config, model_config, model = tiny("--config_overrides", f"tie_word_embeddings={tied}")
-    assert model.config.vocab_size == 512
-    assert (model.lm_head.weight is model.transformer.wte.weight) is tied
-    write_model(model, model_config, copy_weights(model, model_config), tmp_path)
+# ------------------------------------------------------------------ what is saved
+
+
+@pytest.mark.parametrize(("model_type", "tied"), [("gpt2", True), ("gpt2", False), ("llama", False), ("qwen3", True)])
+def test_the_saved_model_is_stock_and_keeps_every_weight(tmp_path, model_type, tied):
+    """It has no padding and the same logits, and a model that is resumed from it the same weights, bit for bit."""
+    config, model_config, model = tiny(model_type, f"tie_word_embeddings={str(tied).lower()}")
+    save(model, model_config, tmp_path)
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert type(loaded) is GPT2LMHeadModel and not any(info[key] for key in ("missing_keys", "unexpected_keys"))
-    assert loaded.config.vocab_size == loaded.lm_head.weight.shape[0] == loaded.transformer.wte.weight.shape[0] == 500
-    assert (loaded.lm_head.weight.data_ptr() == loaded.transformer.wte.weight.data_ptr()) is tied
-    assert (loaded.config._attn_implementation, loaded.generation_config.eos_token_id) == ("sdpa", EOS)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    embeddings, output = loaded.get_input_embeddings().weight, loaded.get_output_embeddings().weight
+    assert loaded.config.vocab_size == len(embeddings) == len(output) == 500 and (embeddings is output) is tied
+    assert loaded.generation_config.eos_token_id == EOS
     assert count_exported_parameters(model, 500) == sum(p.numel() for p in loaded.parameters())
-    ids = torch.randint(0, 500, (2, 32))
+    ids = torch.randint(0, 500, (2, BLOCK_SIZE))
     with torch.no_grad():
         expected = model.eval()(input_ids=ids).logits[..., :500]
-        torch.testing.assert_close(loaded.eval()(input_ids=ids).logits, expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(loaded(input_ids=ids).logits, expected, rtol=1e-5, atol=1e-6)
+    torch.manual_seed(99)
+    other = build_model(config, model_config)
+    load_weights(other, tmp_path, 500)
+    for name, tensor in other.state_dict().items():
+        assert torch.equal(tensor[:500], model.state_dict()[name][:500]), name
 
 
 def test_a_loaded_model_is_in_training_mode(tmp_path):
     """In eval mode, the trial step that finds the micro-batch would use less memory than training."""
     config, model_config, model = tiny()
-    write_model(model, model_config, copy_weights(model, model_config), tmp_path)
-    loaded = build_model(config, model_config, source=tmp_path)
-    assert all(module.training for module in loaded.modules())
+    save(model, model_config, tmp_path)
+    assert all(module.training for module in build_model(config, model_config, source=tmp_path).modules())
 
 
-def trained(model, steps=3):
-    """Train with clipping, weight decay and label smoothing; returns the gradient norms."""
-    module = LanguageModelingLoss(model, 500, label_smoothing=0.1).train()
-    optimizer, norms = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1), []
-    noise = torch.Generator().manual_seed(1)
-    for _ in range(steps):
-        rows = torch.randint(0, 500, (4, 33), generator=noise)
-        module(rows[:, :-1], rows[:, 1:])["loss"].backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return norms
+@OTHER_TYPES
+def test_a_run_of_another_type_leaves_a_stock_model_with_the_loss_that_it_reports(train, dataset_dir, model_type):
+    """The loss falls, and Transformers' masked model has the last evaluation's loss over all validation rows."""
+    run = train("--max_steps", "30", "--max_eval_samples", "all", shape=options_of(model_type))
+    first, last = read_events(run, "eval")[0], read_events(run, "eval")[-1]
+    assert last["loss"] < first["loss"] - 0.5
+    model = AutoModelForCausalLM.from_pretrained(run, attn_implementation="eager").eval()
+    rows = torch.tensor(load_from_disk(dataset_dir)["validation"]["input_ids"])
+    with torch.no_grad():
+        logits = model(input_ids=rows[:, :-1]).logits
+    assert F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()).item() == pytest.approx(last["loss"], rel=1e-5)
+    card = (run / "README.md").read_text()
+    assert f"stock `{type(model).__name__}`" in card and f"- {model_type}\n" in card and "GPT-2 language" not in card
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_the_padding_has_no_part_in_training(tied):
-    """Whatever its rows contain, gradient norms and weights stay the same bit for bit."""
-    found = []
-    for value in (0.0, 0.5, -30.0):
-        _, model_config, model = tiny("--config_overrides", f"tie_word_embeddings={tied}")
-        with torch.no_grad():
-            for embeddings in (model.transformer.wte, model.lm_head):
-                embeddings.weight[500:] = value
-        found.append((trained(model), copy_weights(model, model_config)))
-    for norms, weights in found[1:]:
-        assert norms == found[0][0]
-        assert all(torch.equal(tensor, found[0][1][name]) for name, tensor in weights.items())
+@OTHER_TYPES
+def test_a_run_of_another_type_resumes_exactly(train, tmp_path, model_type):
+    """With Muon and dropout, a stopped and resumed run ends with an uninterrupted run's weights, bit for bit."""
+    options, shape = ["--save_steps", "2", "--optim", "muon"], options_of(model_type, "attention_dropout=0.1")
+    whole = train(*options, shape=shape)
+    resumed = shutil.copytree(whole, tmp_path / "resumed")
+    shutil.rmtree(list_checkpoints(resumed)[-1])
+    (resumed / "model.safetensors").unlink()
+    train(*options, "--resume_from_checkpoint", "latest", output_dir=resumed, shape=shape)
+    assert (whole / "model.safetensors").read_bytes() == (resumed / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_saving_and_loading_keep_every_weight(tmp_path, tied):
-    """Bit for bit, after training steps with weight decay, although saving drops the padding."""
-    config, model_config, model = tiny("--config_overrides", f"tie_word_embeddings={tied}")
-    trained(model)
-    saved = copy_weights(model, model_config)
-    write_model(model, model_config, saved, tmp_path)
-    torch.manual_seed(99)
-    other = build_model(config, model_config)
-    load_weights(other, tmp_path, 500)
-    restored = copy_weights(other, model_config)
-    assert saved.keys() == restored.keys() and all(torch.equal(saved[name], restored[name]) for name in saved)
+def test_a_run_continues_a_saved_model_of_another_type(train, tmp_path, jsonl_file):
+    """The type must be named; the weights are the starting point, the block size that of the positions."""
+    first = train("--max_steps", "2", shape=options_of("llama"), output_dir=tmp_path / "first")
+    start = ["--model_name_or_path", first, "--max_steps", "1", "--learning_rate", "1e-9"]
+    second = train(*start, shape=["--model_type", "llama"], output_dir=tmp_path / "second")
+    before, after = (load_file(run / "model.safetensors") for run in (first, second))
+    torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-7)
+    with pytest.raises(UserError, match=f"the model in {first} has type llama; pass --model_type llama"):
+        train(*start, shape=[], output_dir=tmp_path / "third")
+    assert not run_script("scripts/evaluate_model.py", "--model", first, "--text_file", jsonl_file)
 
 
-def test_weights_of_another_model_are_refused(tmp_path):
-    """A missing or an unknown tensor is an error."""
-    config, model_config, model = tiny()
-    write_model(model, model_config, copy_weights(model, model_config), tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
-    for changed in (
-        {k: v for k, v in weights.items() if k != "transformer.wpe.weight"},
-        {**weights, "x": weights["transformer.wpe.weight"].clone()},
-    ):
-        save_file(changed, tmp_path / "model.safetensors")
-        with pytest.raises(ValueError, match="missing or unknown tensors: (transformer.wpe.weight|x)$"):
-            load_weights(model, tmp_path, 500)
+# ------------------------------------------------------------------ what is refused
 
 
 @pytest.mark.parametrize(
-    ("name", "revision", "expected"),
+    ("model_type", "overrides", "expected"),
     [
-        ("someone/gone", None, "'someone/gone'.*not a valid model identifier"),
-        ("someone/model", "step-7", "'someone/model'.*step-7"),
+        ("gpt2", "n_layers=4", "config_overrides cannot set 'n_layers'; did you mean n_layer?"),
+        ("gpt2", "vocab_size=9", "cannot set 'vocab_size'; it follows the tokenizer"),
+        ("gpt2", "n_positions=9", "cannot set 'n_positions'; set block_size"),
+        ("gpt2", "dtype=bfloat16", "cannot set 'dtype'; it can set "),
+        ("gpt2", "n_embd=100,n_head=12", "embed_dim.* must be divisible by num_heads .*100.*12"),
+        ("gpt2", "n_head=0", "cannot be built"),
+        ("gpt2", "n_layer=two", "'n_layer' expected int, got str"),
+        ("gpt2", "resid_pdrop=2", "dropout probability has to be between 0 and 1, but got 2"),
+        ("gpt2", "activation_function=swishy", "cannot be built.*swishy"),
+        ("lama", DENSE, "no causal language model of type 'lama'; did you mean llama?"),
+        ("llama", WIDE, "llama requires intermediate_size, num_key_value_heads in config_overrides"),
+        ("llama", f"{DENSE},max_position_embeddings=9", "cannot set 'max_position_embeddings'; set block_size"),
+        ("llama", f"{DENSE},hidden_size=66", r"hidden size \(66\) is not a multiple of the number of attention heads"),
+        ("llama", f"{WIDE},intermediate_size=176,num_key_value_heads=3", "cannot be built"),
+        # These would train, and be wrong without a word.
+        ("gemma2", DENSE, "logit"),
+        ("granite", f"{DENSE},logits_scaling=8.0", "logit"),
+        ("bert", WIDE, "encoder"),
+        ("mixtral", DENSE, "experts"),
+        ("mamba", "num_hidden_layers=2,hidden_size=64", "max_position_embeddings"),
     ],
 )
-def test_what_the_hub_lacks_is_one_sentence(hub, name, revision, expected):
-    """A repository that is missing or private, and a missing revision."""
-    create_repo("someone/model")
-    with pytest.raises(UserError, match=expected) as error:
-        load_pretrained(AutoConfig, name, revision=revision)
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        ("n_layers=4", "config_overrides cannot set 'n_layers'; did you mean n_layer?"),
-        ("vocab_size=9", "cannot set 'vocab_size'; it follows the tokenizer"),
-        ("n_positions=9", "cannot set 'n_positions'; set block_size"),
-        ("dtype=bfloat16", "cannot set 'dtype'; it can set "),
-        ("n_embd=100,n_head=12", "embed_dim.* must be divisible by num_heads .*100.*12"),
-        ("n_layer=0", "cannot be built"),
-        ("n_head=0", "cannot be built"),
-        ("n_embd=-8", "cannot be built.* negative dimension -8"),
-        ("n_layer=two", "'n_layer' expected int, got str"),
-        ("n_layer=1.5", "'n_layer' expected int, got float"),
-        ("resid_pdrop=2", "dropout probability has to be between 0 and 1, but got 2"),
-        ("resid_pdrop=half", "'resid_pdrop' with value 'half' "),
-        ("tie_word_embeddings=1", "'tie_word_embeddings' expected bool, got int"),
-        ("activation_function=swishy", "cannot be built.*swishy"),
-    ],
-)
-def test_bad_overrides(overrides, expected):
-    """Unknown names, wrong types and shapes that cannot be built are one sentence, before text is prepared."""
-    config = load_config(["--dataset_dir", "d", "--config_overrides", overrides])[0]
+def test_what_cannot_work_is_one_sentence(model_type, overrides, expected):
+    """Before text is prepared."""
+    config = load_config(["--dataset_dir", "d", "--model_type", model_type, "--config_overrides", overrides])[0]
     with pytest.raises(UserError, match=expected) as error:
         build_model_config(config, 1, 0)
     assert "\n" not in str(error.value)
+
+
+def test_another_type_replaces_the_recipes_shape():
+    """GPT-2's names in a recipe do not reach another type, and stay with its own type."""
+    data = ["--config", "gpt2_355m", "--dataset_dir", "d"]
+    assert load_config([*data, "--model_type", "gpt2"])[0].config_overrides["n_layer"] == 24
+    overrides = ["--config_overrides", WIDE]
+    assert "n_layer" not in load_config([*data, "--model_type", "llama", *overrides])[0].config_overrides
+
+
+def test_a_repository_or_revision_that_the_hub_lacks_is_one_sentence(hub):
+    create_repo("someone/model")
+    for name, revision, expected in (("someone/gone", None, "not a valid model"), ("someone/model", "v7", "v7")):
+        with pytest.raises(UserError, match=f"'{name}'.*{expected}") as error:
+            load_pretrained(AutoConfig, name, revision=revision)
+        assert "\n" not in str(error.value)

@@ -1,126 +1,200 @@
-"""AdamW and the guarded update agree with their formulas."""
+"""The optimizers: what decays, what 8-bit AdamW does, updates that are skipped, resuming, and memory."""
 
+import copy
+import importlib.util
 import math
+import shutil
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import reset_accelerate
-from transformers import GPT2Config, GPT2LMHeadModel
+from conftest import read_events, reset_accelerate
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
+from recipe.checkpoint import list_checkpoints
 from recipe.command_line import load_config
+from recipe.errors import UserError
+from recipe.hardware.memory import optimizer_bytes
 from recipe.model.loss import LanguageModelingLoss
 from recipe.optim.guard import UpdateGuard
 from recipe.optim.optimizers import build_optimizer
 
+GPT2 = {"n_layer": 2, "n_head": 2, "n_embd": 64, "vocab_size": 128, "n_positions": 32}
+needs_bitsandbytes = pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None, reason='needs pip install -e ".[adamw_8bit]"'
+)
+EIGHT_BIT = pytest.param("adamw_bnb_8bit", marks=needs_bitsandbytes)
 
-def config_of(*argv):
-    return load_config(["--config", "gpt2_124m", "--dataset_dir", "d", *argv])[0]
+
+def config_of(optim, *argv):
+    return load_config(["--dataset_dir", "d", "--optim", optim, *argv])[0]
 
 
-def test_only_matrices_and_embeddings_decay():
-    """Every parameter is in exactly one group; biases and LayerNorm do not decay."""
-    model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=128))
-    optimizer = build_optimizer(config_of("--weight_decay", "0.1"), LanguageModelingLoss(model, 128))
-    names = {id(p): name for name, p in model.named_parameters()}
-    decayed, other = ([names[id(p)] for p in group["params"]] for group in optimizer.param_groups)
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
-    assert sorted(decayed + other) == sorted(names.values())
-    assert all(name.endswith(".bias") or ".ln_" in name for name in other)
-    assert not any(name.endswith(".bias") or ".ln_" in name for name in decayed)
-    assert "transformer.wte.weight" in decayed and "transformer.wpe.weight" in decayed
+def build_module(model_config=None):
+    torch.manual_seed(0)
+    return LanguageModelingLoss(AutoModelForCausalLM.from_config(model_config or GPT2Config(**GPT2)), 128)
+
+
+def set_gradients(module, noise):
+    for p in module.parameters():
+        p.grad = 0.1 * torch.randn(p.shape, generator=noise)
+
+
+def tensors_of(state):
+    """Return all tensors of a state, except step counts and the code books that all parameters share."""
+    if isinstance(state, dict):
+        return [t for key, item in state.items() if key not in {"step", "qmap1", "qmap2"} for t in tensors_of(item)]
+    return [state] if isinstance(state, torch.Tensor) else []
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "muon"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_which_parameters_decay(optim, tied):
+    """With AdamW all matrices and embeddings; with Muon its own matrices: those of the blocks."""
+    module = build_module(GPT2Config(**GPT2, tie_word_embeddings=tied))
+    optimizer = build_optimizer(config_of(optim, "--weight_decay", "0.3"), module)
+    names = {p: name.removeprefix("model.") for name, p in module.named_parameters()}
+    decays = {names[p]: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert decays.keys() == set(names.values())
+    layers = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    blocks = {f"transformer.h.{i}.{layer}.weight" for i in range(2) for layer in layers}
+    embeddings = {"transformer.wte.weight", "transformer.wpe.weight"} | ({"lm_head.weight"} if not tied else set())
+    expected = blocks if optim == "muon" else blocks | embeddings
+    assert decays == {name: 0.3 if name in expected else 0.0 for name in decays}
+    if optim == "muon":
+        (by_muon,) = (group for group in optimizer.param_groups if "num_matrices" in group)
+        assert {names[p] for p in by_muon["params"]} == blocks
+        assert by_muon["num_matrices"] == [3, 1, 1, 1] * 2
+
+
+def test_muon_takes_the_matrices_of_a_llamas_blocks():
+    """Seven per block, each one matrix; embeddings, the output matrix and norms are not among them."""
+    shape = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 88, "num_attention_heads": 4}
+    module = build_module(LlamaConfig(**shape, vocab_size=128))
+    by_muon = build_optimizer(config_of("muon"), module).param_groups[0]
+    names = {name for name, p in module.model.named_parameters() if any(p is q for q in by_muon["params"])}
+    block = {f"self_attn.{key}_proj.weight" for key in "qkvo"}
+    block |= {f"mlp.{key}_proj.weight" for key in ("gate", "up", "down")}
+    assert names == {f"model.layers.{i}.{name}" for i in range(2) for name in block}
+    assert set(by_muon["num_matrices"]) == {1}
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "muon", EIGHT_BIT])
+def test_the_state_takes_as_many_bytes_as_planned(optim):
+    """AdamW has two fp32 moments; in 8 bits, or with Muon only one, for the matrices of the blocks."""
+    module = build_module()
+    optimizer = build_optimizer(config_of(optim), module)
+    set_gradients(module, torch.Generator().manual_seed(0))
+    optimizer.step()
+    found = sum(t.numel() * t.element_size() for t in tensors_of(dict(optimizer.state)) if t.dim() < 3)
+    assert found == optimizer_bytes(module.model.config, optim)
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch", "muon", EIGHT_BIT])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_bad_gradients_change_nothing(optim, bad):
+    """Weights and moments are, bit for bit, those of a run without these steps; skipped steps are counted."""
+
+    def run(steps):
+        reset_accelerate()
+        accelerator, module = Accelerator(cpu=True), build_module()
+        optimizer, noise = build_optimizer(config_of(optim), module), torch.Generator().manual_seed(0)
+        guard, prepared, counts = UpdateGuard(accelerator), accelerator.prepare(optimizer), []
+        for value in steps:
+            if value is None:
+                set_gradients(module, noise)
+            else:
+                for p in module.parameters():
+                    p.grad = torch.full_like(p, value)
+            norm = torch.nn.utils.get_total_norm([p.grad for p in module.parameters()])
+            guard.step(prepared, torch.ones(()), norm)
+            counts.append(guard.counts.tolist())
+        reset_accelerate()
+        return counts, copy.deepcopy([dict(module.named_parameters()), optimizer.state_dict()["state"]])
+
+    counts, found = run([None, bad, bad, None, bad, None])
+    assert counts == [[0, 0], [1, 1], [2, 2], [2, 0], [3, 1], [3, 0]]  # skipped, and bad in a row
+    torch.testing.assert_close(found, run([None] * 3)[1], rtol=0, atol=0)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(found, run([None] * 2)[1], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch"])
-def test_adamw_is_the_published_update(optim):
-    """Three steps equal Loshchilov and Hutter's formula."""
-    torch.manual_seed(0)
-    layer = torch.nn.Linear(5, 3)
-    expected = {name: p.detach().clone() for name, p in layer.named_parameters()}
-    config = config_of("--optim", optim, "--learning_rate", "0.01", "--weight_decay", "0.1")
-    optimizer = build_optimizer(config, layer)
-    assert optimizer.param_groups[0]["fused"] is (True if optim == "adamw_torch_fused" else None)
-    moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in expected.items()}
-    for t in range(1, 4):
-        for name, p in layer.named_parameters():
-            p.grad = torch.randn_like(p)
-            m, v = moments[name]
-            m.mul_(0.9).add_(0.1 * p.grad)
-            v.mul_(0.95).add_(0.05 * p.grad**2)
-            if name == "weight":
-                expected[name] *= 1 - 0.01 * 0.1
-            expected[name] -= 0.01 * (m / (1 - 0.9**t)) / ((v / (1 - 0.95**t)).sqrt() + 1e-8)
-        optimizer.step()
-    for name, p in layer.named_parameters():
-        torch.testing.assert_close(p.detach(), expected[name], rtol=1e-5, atol=1e-7)
-
-
-# ------------------------------------------------------------------ the guard
-
-
-@pytest.fixture
-def accelerator():
+def test_fp16_overflow_is_not_a_bad_step(optim):
+    """torch's scaler halves its scale, and the update is skipped. A bad loss or a scale below 1 counts."""
     reset_accelerate()
-    yield Accelerator(cpu=True)
-    reset_accelerate()
-
-
-def guarded(accelerator, optim):
-    """Return a guard, its optimizer, and a function that takes a step with the given gradient."""
-    torch.manual_seed(0)
-    module = torch.nn.Linear(6, 1, bias=False)
-    module, optimizer = accelerator.prepare(module, build_optimizer(config_of("--optim", optim), module))
+    accelerator, module = Accelerator(cpu=True), torch.nn.Linear(6, 1, bias=False)
+    accelerator.scaler = scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))  # creates the scale
+    module, optimizer = accelerator.prepare(module, build_optimizer(config_of(optim), module))
     guard = UpdateGuard(accelerator)
 
-    def step(gradient, loss=1.0):
-        module.weight.grad = torch.full_like(module.weight, gradient)
-        if accelerator.scaler is not None:
-            accelerator.scaler.scale(torch.ones(()))  # creates the scale
-            module.weight.grad *= accelerator.scaler.get_scale()
-            accelerator.scaler.unscale_(optimizer.optimizer)
+    def changes(gradient, loss=1.0):
+        """Take a step and return whether it changes the weights."""
+        before = module.weight.detach().clone()
+        module.weight.grad = torch.full_like(module.weight, gradient) * scaler.get_scale()
+        scaler.unscale_(optimizer.optimizer)
         guard.step(optimizer, torch.tensor(loss), module.weight.grad.norm())
-        return module.weight.detach().clone()
+        return not torch.equal(module.weight, before)
 
-    return guard, optimizer.optimizer, step
-
-
-OPTIMS = ["adamw_torch_fused", "adamw_torch"]
-
-
-@pytest.mark.parametrize("optim", OPTIMS)
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_bad_gradients_change_nothing(accelerator, optim, bad):
-    """Skipped updates leave no trace: weights and moments are the same bit for bit without them."""
-    guard, optimizer, step = guarded(accelerator, optim)
-    for gradient, counts in (
-        (0.1, [0, 0]),
-        (bad, [1, 1]),
-        (bad, [2, 2]),
-        (-0.3, [2, 0]),
-        (bad, [3, 1]),
-        (0.2, [3, 0]),
-    ):
-        weight = step(gradient)
-        assert guard.counts.tolist() == counts  # skipped, and bad in a row
-    _, expected_optimizer, expected_step = guarded(accelerator, optim)
-    for gradient in (0.1, -0.3, 0.2):
-        expected = expected_step(gradient)
-    assert torch.equal(weight, expected)
-    (found,), (state,) = (some.state.values() for some in (optimizer, expected_optimizer))
-    assert all(torch.equal(found[key], state[key]) for key in ("step", "exp_avg", "exp_avg_sq"))
+    assert changes(0.1) and not changes(math.inf) and not changes(math.nan)
+    assert guard.counts.tolist() == [2, 0] and scaler.get_scale() == 1
+    assert not changes(math.nan, loss=math.nan) and guard.counts.tolist() == [3, 1]
+    assert changes(0.1) and guard.counts.tolist() == [3, 0]
+    assert not changes(math.inf) and guard.counts.tolist() == [4, 1]
+    reset_accelerate()
 
 
-@pytest.mark.parametrize("optim", OPTIMS)
-def test_fp16_overflow_is_not_a_bad_step(accelerator, optim):
-    """torch's scaler halves its scale, and the update is skipped. A bad loss or a scale below 1 counts."""
-    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    guard, _, step = guarded(accelerator, optim)
-    before = step(0.1)
-    assert torch.equal(step(math.inf), before) and torch.equal(step(math.nan), before)
-    assert guard.counts.tolist() == [2, 0] and accelerator.scaler.get_scale() == 1
-    assert torch.equal(step(math.nan, loss=math.nan), before)
-    assert guard.counts.tolist() == [3, 1]
-    assert not torch.equal(step(0.1), before)
-    assert guard.counts.tolist() == [3, 0]
-    step(math.inf)
-    assert guard.counts.tolist() == [4, 1]
+@pytest.mark.parametrize("optim", ["muon", EIGHT_BIT])
+def test_resume_is_exact(train, tmp_path, optim):
+    """A stopped and resumed run has the losses, weights and moments of an uninterrupted one, bit for bit."""
+    options = ["--optim", optim, "--max_steps", "6", "--save_steps", "3"]
+    whole = train(*options, output_dir=tmp_path / "whole")
+    resumed = Path(shutil.copytree(whole, tmp_path / "resumed"))
+    shutil.rmtree(list_checkpoints(resumed)[-1])
+    train(*options, "--resume_from_checkpoint", "latest", output_dir=resumed)
+    found, uninterrupted = ([event["loss"] for event in read_events(run, "train")] for run in (resumed, whole))
+    assert found == uninterrupted and len(found) == 6
+    assert (whole / "model.safetensors").read_bytes() == (resumed / "model.safetensors").read_bytes()
+    states = [torch.load(run / "checkpoint-6" / "optimizer.pt", weights_only=True) for run in (resumed, whole)]
+    torch.testing.assert_close(*states, rtol=0, atol=0)
+
+
+# ------------------------------------------------------------------ 8-bit AdamW
+
+
+@needs_bitsandbytes
+def test_8_bit_adamw_follows_adamw():
+    """After 30 steps, weights are within 3% of the way that torch's AdamW went; with fp32 moments within 1e-5.
+
+    Measured: at most 1.9%. Without weight decay it would be up to 11%.
+    """
+    module = build_module()
+    start, reference = copy.deepcopy(dict(module.named_parameters())), copy.deepcopy(module)
+    decays = ((1.0, [p for p in reference.parameters() if p.dim() >= 2]),)
+    decays += ((0.0, [p for p in reference.parameters() if p.dim() < 2]),)
+    groups = [{"params": parameters, "weight_decay": decay} for decay, parameters in decays]
+    expected = torch.optim.AdamW(groups, 0.003, (0.9, 0.95), 1e-8)
+    optimizer = build_optimizer(config_of("adamw_bnb_8bit", "--learning_rate", "0.003", "--weight_decay", "1"), module)
+    noise = torch.Generator().manual_seed(1)
+    for _ in range(30):
+        for p, q in zip(module.parameters(), reference.parameters(), strict=True):
+            q.grad = 0.01 * torch.randn(q.shape, generator=noise) + 0.02 * q.detach()
+            p.grad = q.grad.clone()
+        optimizer.step()
+        expected.step()
+    for (name, p), q in zip(module.named_parameters(), reference.parameters(), strict=True):
+        apart = ((p - q).norm() / (q - start[name]).norm()).item()
+        exact = p.numel() < 4096 or name.endswith(("wte.weight", "wpe.weight"))
+        assert apart < (1e-5 if exact else 0.03), (name, apart)
+        assert exact or apart > 1e-5, name  # it does use 8 bits
+
+
+def test_without_bitsandbytes_the_extra_is_named(train, monkeypatch):
+    """Before any data is opened or prepared."""
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
+    monkeypatch.setattr("recipe.train.open_dataset", lambda *_: pytest.fail("the data was opened"))
+    with pytest.raises(UserError, match=r'run pip install -e "\.\[adamw_8bit\]"'):
+        train("--optim", "adamw_bnb_8bit")
