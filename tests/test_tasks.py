@@ -1,5 +1,6 @@
 """HellaSwag and LAMBADA are scored by lm-eval's rules, on their own and during training."""
 
+import itertools
 import json
 import math
 import re
@@ -98,11 +99,11 @@ def test_lambada_equals_a_plain_loop(model, tokenizer, tmp_path):
     """acc counts the last words that greedy decoding writes; some of these are written on purpose."""
     texts = [json.loads(line)["text"] for line in LAMBADA.read_text(encoding="utf-8").splitlines()]
     assert "Hello" in texts  # one word, so its context is empty
-    for word in WORDS.split():
-        ids = tokenizer.encode(f"the cat sat {word}", return_tensors="pt")
+    for words in itertools.product(WORDS.split(), repeat=2):
+        context = f"the {' '.join(words)}"
         with torch.no_grad():
-            likeliest = tokenizer.decode(model(ids).logits[0, -1].argmax())
-        texts += [f"the cat sat {word}{likeliest}"] if re.fullmatch(r" \S+", likeliest) else []
+            likeliest = model(tokenizer.encode(context, return_tensors="pt")).logits[0, -1].argmax()
+        texts += [context + word for word in [tokenizer.decode(likeliest)] if re.fullmatch(r" \S+", word)]
     path = tmp_path / "lambada.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
     scores = [score_alone(model, tokenizer, text.rpartition(" ")[0], " " + text.rpartition(" ")[2]) for text in texts]
