@@ -14,8 +14,9 @@ def save_small_model(directory: Path, tokenizer_dir: Path, **shape: object) -> P
     """
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
-    ids = {"vocab_size": len(tokenizer), "bos_token_id": tokenizer.eos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    eos = tokenizer.eos_token_id
     size = {"n_positions": BLOCK_SIZE, "n_layer": 2, "n_head": 2, "n_embd": 32, "initializer_range": 0.5}
-    GPT2LMHeadModel(GPT2Config(**ids | size | shape)).save_pretrained(directory)
+    values = {"vocab_size": len(tokenizer), "bos_token_id": eos, "eos_token_id": eos, **size, **shape}
+    GPT2LMHeadModel(GPT2Config(**values)).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory

@@ -20,14 +20,18 @@ def program(monkeypatch):
 
 
 def test_this_machine_and_ten_real_steps(dataset_dir, tmp_path, monkeypatch, capsys):
-    """Every check passes; --measure trains the run's own model, extrapolates to all steps, and publishes nothing."""
+    """Every check passes; --measure trains the run's own model, extrapolates to all steps, and publishes nothing.
+
+    Accelerate's launcher and our config for a CPU start these steps.
+    """
     (tmp_path / "data").symlink_to(dataset_dir)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.get_token", lambda: "hf_x")
     monkeypatch.setattr("huggingface_hub.whoami", lambda: {"name": "ada"})
     options = "--config_overrides n_layer=2,n_head=2,n_embd=32 --block_size 32 --global_batch_size 4 --max_steps 1000"
     options += " --dataset_dir data --push_to_hub --hub_model_id ada/x --report_to tensorboard"
-    assert run_script(SCRIPT, "--measure", *options.split()) == ""
+    launcher = ["--config_file", ROOT / "accelerate_configs" / "cpu.yaml"]
+    assert run_script(SCRIPT, "--measure", *launcher, *options.split()) == ""
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 8 and all(line.startswith("ok ") for line in lines)
     speed = float(lines[-1].split(" tokens/s")[0].split()[-1].replace(",", ""))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import BLOCK_SIZE, run_script
 from small_model import save_small_model
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipe.config import TrainConfig
@@ -104,20 +105,17 @@ def test_samples_are_those_of_transformers(loaded, options):
     assert text == tokenizer.decode(found[0], skip_special_tokens=True)
 
 
-def test_the_prompt_gets_no_special_tokens(model_dir, loaded, tmp_path):
+def test_the_prompt_gets_no_special_tokens(model_dir, loaded):
     """A tokenizer that appends an end-of-text token would make the model start a new document."""
-    shutil.copytree(model_dir, tmp_path / "closing")
-    content = json.loads((tmp_path / "closing" / "tokenizer.json").read_text())
-    content["post_processor"] = {
-        "type": "TemplateProcessing",
-        "single": [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}],
-        "pair": [],
-        "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}},
-    }
-    (tmp_path / "closing" / "tokenizer.json").write_text(json.dumps(content))
-    expected = generate_texts(*loaded, "the cat", max_new_tokens=9, temperature=0)
-    closing = load_model(tmp_path / "closing", "cpu")
-    assert generate_texts(*closing, "the cat", max_new_tokens=9, temperature=0) == expected
+    closing = AutoTokenizer.from_pretrained(model_dir)
+    closing.backend_tokenizer.post_processor = TemplateProcessing(
+        "$A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)]
+    )
+    assert closing("the cat")["input_ids"][-1] == 0
+    texts = [
+        generate_texts(loaded[0], one, "the cat", max_new_tokens=9, temperature=0) for one in (closing, loaded[1])
+    ]
+    assert texts[0] == texts[1]
 
 
 def test_a_revision_of_a_model_on_the_hub_is_that_of_all_its_files(model_dir, monkeypatch):

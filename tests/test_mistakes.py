@@ -32,7 +32,6 @@ def folder(tmp_path_factory, tokenizer_dir, dataset_dir) -> Path:
     (folder / "blank.txt").write_text(" \n ")
     (folder / "bytes.txt").write_bytes(b"\xff")
     (folder / "rows.jsonl").write_text('{"text": "x"}\n')
-    (folder / "numbers.jsonl").write_text('{"prompt": 3}\n')
     return folder
 
 
@@ -53,7 +52,6 @@ SWEEP = "scripts/benchmarks/sweep.py"
         ("scripts/train_on_hub.py --max_step 5", "unknown option --max_step; did you mean --max_steps?"),
         # Models
         (f"{GENERATE} gone", "cannot load a model from 'gone'"),
-        (f"{GENERATE} ./gone", "there is no folder ./gone"),
         (f"{GENERATE} user/na--me", "cannot load a model from 'user/na--me'"),
         (f"{GENERATE}=", "the name of a folder or Hub id is empty"),
         (f"{GENERATE} empty", "there is no model in empty"),
@@ -71,20 +69,17 @@ SWEEP = "scripts/benchmarks/sweep.py"
         (f"{GENERATE} gone --prompts_file blank.txt", "there is no prompt in blank.txt"),  # before a model is loaded
         (f"{GENERATE} gone --prompts_file bytes.txt", "expected UTF-8 text"),
         (f"{GENERATE} gone --prompts_file rows.jsonl", 'expected {"prompt": "..."} on each line'),
-        (f"{GENERATE} gone --prompts_file numbers.jsonl", 'expected {"prompt": "..."} on each line'),
         # Evaluation
         (f"{EVALUATE} small", "nothing to evaluate; pass --dataset_dir, --text_file or --tasks"),
         (f"{EVALUATE} small --text_file gone.txt", "gone.txt"),
         (f"{EVALUATE} small --text_file blank.txt", "there is no text in blank.txt"),
         (f"{EVALUATE} small --text_file a.txt --stride 0", "stride must be from 1 to 32, the context of small, got 0"),
-        (f"{EVALUATE} small --text_file a.txt --stride 33", "stride must be from 1 to 32"),
         (f"{EVALUATE} small --text_file a.txt --batch_size 0", "batch_size must be at least 1, got 0"),
         (f"{EVALUATE} small --text_file a.txt --output_file no/f.json", "pass a file in an existing folder"),
         (f"{EVALUATE} small --dataset_dir gone", "there is no dataset gone"),
         (f"{EVALUATE} other --dataset_dir data", "was tokenized with another tokenizer than the model's"),
         (f"{EVALUATE} short --dataset_dir data", "has rows of 32 tokens, but the model's context is 16"),
         (f"{EVALUATE} small --tasks lambda", "unknown task 'lambda'; did you mean lambada?"),
-        (f"{EVALUATE} small --tasks lambada=gone.jsonl", "gone.jsonl"),
         (f"{EVALUATE} small --tasks hellaswag=rows.jsonl", "expected activity_label, ctx_a, ctx_b, endings, label"),
         (f"{EVALUATE} small --tasks hellaswag", "cannot download Rowan/hellaswag"),
         # Export
@@ -99,7 +94,6 @@ SWEEP = "scripts/benchmarks/sweep.py"
         (f"{PLAN} --gpu rtx4900", "did you mean rtx4090?"),
         (f"{PLAN} --gpu t4 --num_gpux 2", "did you mean --num_gpus?"),
         (f"{PLAN} --gpu t4 --num-gpus 0", "num_gpus must be greater than 0"),  # with hyphens, as all programs
-        (f"{PLAN} --gpu t4 --max_stepz 2", "did you mean --max_steps?"),
         (f"{PLAN} --gpu h100 --num_gpus 3", "global_batch_size 512 is not divisible by 3"),
         (f"{PLAN} --gpu rtx3060 --config gpt2_1558m", "the model does not fit into 12.5 GB"),
         (f"{PLAN} --gpu h100 --config gpt2_finetune", "depends on the dataset"),

@@ -133,11 +133,11 @@ def test_a_run_killed_again_and_again_ends_with_the_same_model(tmp_path):
     assert results["kills"] == 2 and not results["differences"]
 
 
-@pytest.mark.parametrize("method", ["__init__", "run"])  # before the loop, and in its first evaluation
-def test_ctrl_c_before_the_first_step_promises_no_checkpoint(train, tmp_path, dataset_dir, monkeypatch, capsys, method):
+@pytest.mark.parametrize("at", ["__init__", "run"])  # before the loop, and in its first evaluation
+def test_ctrl_c_before_the_first_step_promises_no_checkpoint(train, tmp_path, dataset_dir, monkeypatch, capsys, at):
     """It prints how to start again and exits with 130; the same command does, and the log holds no first try."""
     with monkeypatch.context() as patch:
-        patch.setattr(Validation, method, mock.Mock(side_effect=KeyboardInterrupt))
+        patch.setattr(Validation, at, mock.Mock(side_effect=KeyboardInterrupt))
         assert run_script("recipe/train.py", *default_arguments(dataset_dir, tmp_path / "run", TINY)) == "130"
     reset_accelerate()
     printed = capsys.readouterr().err
