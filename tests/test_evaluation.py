@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 
 import evaluate as evaluate_library
 import numpy as np
@@ -165,17 +166,22 @@ def test_the_report_names_files_without_their_folders_beside_openais_scores(eval
     assert {"torch", "device"} <= results["environment"].keys()
 
 
-def test_results_beside_the_model_are_collected_until_it_changes(run, tmp_path):
+def test_results_beside_the_model_are_collected_until_it_changes(model_dir, tmp_path):
     """A text evaluated again replaces its scores; those of older weights are dropped."""
-    (tmp_path / "a.txt").write_text("the cat sat on a mat")
-    for arguments in (["--text_file", tmp_path / "a.txt"], ["--tasks", f"lambada={LAMBADA}"]) * 2:
-        assert not run_script(SCRIPT, "--model", run, *arguments)
-    found = json.loads((run / "evaluation.json").read_text())
-    assert [text["name"] for text in found["texts"]].count("a.txt") == 1 and found["tasks"].keys() == {"lambada"}
-    os.utime(run / "evaluation.json", (1, 1))
-    assert not run_script(SCRIPT, "--model", run, "--text_file", tmp_path / "a.txt")
-    found = json.loads((run / "evaluation.json").read_text())
-    assert [text["name"] for text in found["texts"]] == ["a.txt"] and not found["tasks"]
+    model = shutil.copytree(model_dir, tmp_path / "model")
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("the cat sat on a mat")
+
+    def names_after(*arguments: object) -> list[str]:
+        assert not run_script(SCRIPT, "--model", model, *arguments)
+        found = json.loads((model / "evaluation.json").read_text())
+        return [*found["tasks"], *(text["name"] for text in found["texts"])]
+
+    names_after("--text_file", tmp_path / "a.txt", "--tasks", f"lambada={LAMBADA}")
+    assert names_after("--text_file", tmp_path / "b.txt") == ["lambada", "a.txt", "b.txt"]
+    assert names_after("--text_file", tmp_path / "a.txt") == ["lambada", "b.txt", "a.txt"]
+    os.utime(model / "evaluation.json", (1, 1))
+    assert names_after("--text_file", tmp_path / "a.txt") == ["a.txt"]
 
 
 def test_a_folder_that_cannot_be_written_does_not_lose_the_results(model_dir, text_file, capsys, monkeypatch):
