@@ -1,6 +1,6 @@
 """The launcher's configs, loaded as the launcher loads them, and what its other answers lead to.
 
-tests/test_programs.py launches cpu.yaml, and tests/test_nodes.py multi_cpu.yaml and multi_node.yaml.
+tests/test_check_environment.py launches cpu.yaml, and tests/test_nodes.py multi_cpu.yaml and multi_node.yaml.
 """
 
 import os

@@ -112,13 +112,6 @@ def test_a_run_that_fails_is_a_row(sweep):
         start("learning_rate", 1000, "--seeds", 0)
 
 
-def test_mistakes_of_a_sweep():
-    assert "did you mean --learning_rate?" in run_script("scripts/benchmarks/sweep.py", "learning_rat", "1")
-    assert "did you mean --max_steps?" in run_script("scripts/benchmarks/sweep.py", "seed", "1", "--max_stepz", "1")
-    assert "another number of values" in run_script("scripts/benchmarks/sweep.py", "seed,optim", "1,muon", "2")
-    assert "add --eval_steps" in run_script("scripts/benchmarks/sweep.py", "seed", "1", "--chart_file", "a.png")
-
-
 def test_the_benchmark_of_data(tokenizer_dir, tmp_path):
     """On a small text; the comparison with tiktoken needs 200 MB."""
     path = tmp_path / "data.json"
@@ -128,45 +121,21 @@ def test_the_benchmark_of_data(tokenizer_dir, tmp_path):
     assert found["sizes"]["1"]["peak_megabytes"] > 50 and found["batch_of_32_rows_ms"] > 0
 
 
-@pytest.fixture
-def first_gpu(tmp_path, monkeypatch):
-    """Run first_gpu.py with these stages: (name, seconds, Python code, or a list of two)."""
+def test_a_stage_that_fails_or_hangs_does_not_stop_the_next(tmp_path, monkeypatch):
+    """Two programs may run side by side. What does not fit into the time any more is recorded as not run."""
     program = load_program("scripts/benchmarks/first_gpu.py")
-
-    def python(code: str | list) -> list:
-        return [python(part) for part in code] if isinstance(code, list) else [sys.executable, "-c", code]
-
-    def start(stages: list, *arguments: object) -> dict[str, dict]:
-        stages = [(name, seconds, python(code)) for name, seconds, code in stages]
-        monkeypatch.setattr(program, "list_stages", lambda args: stages)
-        options = ["--dataset_dir", "data", "--nanogpt", "nanoGPT", "--output_dir", tmp_path / "out", *arguments]
-        monkeypatch.setattr(sys, "argv", ["first_gpu.py", *map(str, options)])
-        program.main()
-        return {path.stem[3:]: json.loads(path.read_text()) for path in sorted((tmp_path / "out").glob("*.json"))}
-
-    return start
-
-
-def test_a_stage_that_fails_or_hangs_does_not_stop_the_next(first_gpu):
-    hangs = "import time; time.sleep(60)"
-    stages = [("bad", 9, "print('a'); raise SystemExit('no kernel')"), ("slow", 1, hangs), ("good", 9, "print('b')")]
-    found = first_gpu(stages)
+    codes = {"bad": (9, "raise SystemExit('no kernel')"), "slow": (1, "import time; time.sleep(60)"),
+             "good": (9, "print('b')"), "both": (9, "print(1)", "print(2)"), "late": (900, "print(3)")}  # fmt: skip
+    stages = []
+    for name, (seconds, *parts) in codes.items():
+        commands = [[sys.executable, "-c", code] for code in parts]
+        stages.append((name, seconds, commands if len(commands) > 1 else commands[0]))
+    monkeypatch.setattr(program, "list_stages", lambda args: stages)
+    options = "--dataset_dir data --nanogpt nanoGPT --minutes 0.4 --output_dir"
+    monkeypatch.setattr(sys, "argv", ["first_gpu.py", *options.split(), str(tmp_path)])
+    program.main()
+    found = {path.stem[3:]: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
     assert "failed with 1: no kernel" in found["bad"]["status"] and found["slow"]["status"] == "not finished in time"
     assert found["good"]["status"] == "done" and found["good"]["output"] == ["b"]
+    assert found["both"]["status"] == "done; done" and found["late"]["status"].startswith("not run")
     assert all(entry["environment"]["torch"] and entry["command"].startswith("python") for entry in found.values())
-
-
-def test_two_programs_side_by_side_and_a_stage_without_time(first_gpu):
-    """What does not fit into the time any more is recorded as not run."""
-    found = first_gpu([("warm", 1, ["print(1)", "print(2)"]), ("late", 900, "print(3)")], "--minutes", 0.2)
-    assert found["warm"]["status"] == "done; done" and found["late"]["status"].startswith("not run")
-
-
-def test_the_stages_follow_the_plan():
-    """The first proof that anything works comes before the timings, and no stage starts more than two programs."""
-    program = load_program("scripts/benchmarks/first_gpu.py")
-    args = program.argparse.Namespace(rows=64, run=[], nanogpt=Path("nanoGPT"), output_dir=Path("out"))
-    stages = program.list_stages(args)
-    assert [name for name, *_ in stages][:3] == ["machine", "gpu_tests", "warm"]
-    assert all(len(command) == 2 for _, _, command in stages if isinstance(command[0], list))
-    assert sum(seconds for _, seconds, _ in stages) <= 600

@@ -1,44 +1,29 @@
-"""The validation loss is the exact mean over the rows, and bits per byte count text alone, for any batch size."""
+"""Validation and scripts/evaluate_model.py: exact means over rows, and a sliding window over any text."""
 
 import json
 import math
+import os
+import shutil
 
-import evaluate
+import evaluate as evaluate_library
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import BLOCK_SIZE, make_documents, read_events, reset_accelerate, run_script
+from conftest import BLOCK_SIZE, ROOT, make_documents, read_events, reset_accelerate, run_script
+from small_model import save_small_model
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
 
 from recipe.command_line import load_config
-from recipe.data.tokenizer import count_token_bytes
 from recipe.evaluation.perplexity import LanguageModelingMetric
-from recipe.evaluation.text import evaluate_text, read_text
-from recipe.evaluation.validation import Validation, evaluate_rows
+from recipe.evaluation.validation import Validation
 from recipe.model.loss import LanguageModelingLoss
 
+SCRIPT = "scripts/evaluate_model.py"
+LAMBADA = ROOT / "tests" / "lambada_sample.jsonl"
 
-def score_slowly(model, tokenizer, rows: np.ndarray) -> dict[str, float]:
-    """Independent: the stock model, one row at a time, torch's cross-entropy, in float64.
-
-    A character of a byte-level token stands for a byte.
-    """
-    losses, num_bytes = [], []
-    with torch.no_grad():
-        for row in torch.from_numpy(rows):
-            logits = model(input_ids=row[None, :-1]).logits[0, :, : len(tokenizer)]
-            losses += F.cross_entropy(logits.double(), row[1:], reduction="none").tolist()
-            tokens = tokenizer.convert_ids_to_tokens(row[1:].tolist())
-            num_bytes += [0 if token == tokenizer.eos_token else len(token) for token in tokens]
-    text_nats = sum(loss for loss, size in zip(losses, num_bytes, strict=True) if size)
-    loss = sum(losses) / len(losses)
-    return {
-        "loss": loss,
-        "perplexity": math.exp(loss),
-        "bits_per_byte": text_nats / math.log(2) / sum(num_bytes),
-    }
+# ------------------------------------------------------------------ validation rows
 
 
 @pytest.fixture(scope="module")
@@ -46,76 +31,58 @@ def run(train_shared):
     return train_shared("--max_steps", "2", "--max_eval_samples", "all")
 
 
-@pytest.fixture(scope="module")
-def model(run):
-    return AutoModelForCausalLM.from_pretrained(run).eval()
+def score_slowly(run, rows: np.ndarray) -> dict[str, float]:
+    """Independent: the stock model, one row at a time, torch's cross-entropy, in float64.
+
+    A character of a byte-level token stands for a byte. A separator of documents is no text.
+    """
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(run).eval(), AutoTokenizer.from_pretrained(run)
+    losses, num_bytes = [], []
+    for row in torch.from_numpy(rows):
+        with torch.no_grad():
+            logits = model(input_ids=row[None, :-1]).logits[0]
+        losses += F.cross_entropy(logits.double(), row[1:], reduction="none").tolist()
+        tokens = tokenizer.convert_ids_to_tokens(row[1:].tolist())
+        num_bytes += [0 if token == tokenizer.eos_token else len(token) for token in tokens]
+    assert 0 in num_bytes
+    text_nats = sum(loss for loss, size in zip(losses, num_bytes, strict=True) if size)
+    loss = sum(losses) / len(losses)
+    return {"loss": loss, "perplexity": math.exp(loss), "bits_per_byte": text_nats / math.log(2) / sum(num_bytes)}
 
 
-@pytest.fixture(scope="module")
-def tokenizer(run):
-    return AutoTokenizer.from_pretrained(run)
-
-
-@pytest.fixture(scope="module")
-def expected(model, tokenizer, dataset):
-    """The exact scores over the validation split."""
-    return score_slowly(model, tokenizer, dataset.validation[np.arange(len(dataset.validation))])
-
-
-@pytest.mark.parametrize("batch_size", [1, 3, 1000])
-def test_the_mean_is_exact_for_any_batch_size(model, expected, dataset, batch_size):
-    """Batch sizes that do not divide the split return the mean over its rows too, and training mode comes back."""
-    assert len(dataset.validation) % 3 != 0
+@pytest.mark.parametrize(("num_rows", "batch_size"), [("all", 1), ("all", 3), ("all", 1000), ("10", 3)])
+def test_the_mean_is_exact_for_any_number_of_rows_and_batch_size(run, dataset, num_rows, batch_size):
+    """Also if the batch size does not divide the rows, which are spread over the split; training mode comes back."""
+    count = len(dataset.validation)
+    chosen = np.arange(count) if num_rows == "all" else np.arange(10) * count // 10
+    assert count % 3 != 0
     reset_accelerate()
-    module = LanguageModelingLoss(model, 500)
-    config = load_config(["--dataset_dir", str(dataset.directory), "--max_eval_samples", "all"])[0]
+    module = LanguageModelingLoss(AutoModelForCausalLM.from_pretrained(run), 500).train()
+    config = load_config(["--dataset_dir", str(dataset.directory), "--max_eval_samples", num_rows])[0]
     validation = Validation(config, Accelerator(cpu=True), module, dataset, 4)
     validation.batch_size = batch_size
     result = validation.run()
     assert module.training and module.model.training
+    expected = score_slowly(run, dataset.validation[chosen])
     assert {key: result[key] for key in expected} == pytest.approx(expected, rel=1e-5)
-    assert result["loss"] == pytest.approx(expected["loss"], abs=1e-6)
 
 
-def test_rows_a_text_and_a_subset_have_the_same_bits_per_byte(model, tokenizer, tmp_path):
-    """The direct computation's. Rows score separators of documents too, which counts for the loss alone."""
-    reset_accelerate()
-    Accelerator(cpu=True)
-    rows, texts = [], []
-    for document in make_documents(40, seed=3):
-        ids = tokenizer(document)["input_ids"][: BLOCK_SIZE - 1]
-        if len(ids) == BLOCK_SIZE - 1 and tokenizer(tokenizer.decode(ids))["input_ids"] == ids:
-            rows.append([tokenizer.eos_token_id, *ids, tokenizer.eos_token_id])
-            texts.append({"text": tokenizer.decode(ids)})
-    assert len(rows) > 5
-    rows = np.array(rows)
-    (tmp_path / "text.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
-    module = LanguageModelingLoss(model, len(tokenizer)).eval()
-    token_bytes = torch.from_numpy(count_token_bytes(tokenizer))
-    for num_rows in (len(rows), 4):
-        found = evaluate_rows(module, token_bytes, rows, num_rows, 3).scores()
-        scored = rows[np.arange(num_rows) * len(rows) // num_rows]
-        assert found == pytest.approx(score_slowly(model, tokenizer, scored), rel=1e-5)
-    expected = score_slowly(model, tokenizer, rows)
-    text = read_text(str(tmp_path / "text.jsonl"), tokenizer)
-    found = evaluate_text(model, tokenizer, text, BLOCK_SIZE, BLOCK_SIZE, 100)
-    assert found["bits_per_byte"] == pytest.approx(expected["bits_per_byte"], rel=1e-5)
-    assert found["num_bytes"] == sum(len(text["text"].encode()) for text in texts)
-    assert found["loss"] == pytest.approx(score_slowly(model, tokenizer, rows[:, :-1])["loss"], rel=1e-5)
-    assert found["loss"] != pytest.approx(expected["loss"], rel=1e-5)
+def test_the_saved_model_has_the_scores_that_its_run_reported(run, dataset):
+    """The first evaluation is that of an untrained model; the script repeats the last one on the same rows."""
+    first, last = read_events(run, "eval")
+    expected = score_slowly(run, dataset.validation[np.arange(len(dataset.validation))])
+    assert {key: last[key] for key in expected} == pytest.approx(expected, rel=1e-5)
+    assert (first["step"], last["step"]) == (0, 2) and first["loss"] == pytest.approx(math.log(500), abs=0.1)
+    assert not run_script(SCRIPT, "--model", run, "--dataset_dir", dataset.directory)
+    (found,) = json.loads((run / "evaluation.json").read_text())["texts"]
+    assert {key: found[key] for key in expected} == pytest.approx(expected, rel=1e-5)
+    assert found["num_tokens"] == len(dataset.validation) * BLOCK_SIZE
+    assert found["bits_per_character"] is None and found["name"] == "dataset validation"
 
 
-def test_the_saved_model_has_the_reported_loss(run, expected):
-    """The last evaluation is that of the saved model, and the first is that of an untrained one."""
-    evaluations = read_events(run, "eval")
-    assert [e["step"] for e in evaluations] == [0, 2]
-    assert evaluations[-1]["loss"] == pytest.approx(expected["loss"], abs=1e-6)
-    assert evaluations[-1]["bits_per_byte"] == pytest.approx(expected["bits_per_byte"], rel=1e-5)
-    assert evaluations[0]["loss"] == pytest.approx(math.log(500), abs=0.1)
-
-
-def test_the_metric_adds_up_batches():
-    """It sums first and divides once; an infinite perplexity replaces an overflow."""
+def test_the_metric_adds_up_batches(monkeypatch):
+    """It sums first and divides once, needs no home folder that can be written, and an overflow is infinite."""
+    monkeypatch.setattr(evaluate_library.config, "HF_METRICS_CACHE", "/proc/none")
     metric = LanguageModelingMetric()
     result = metric.compute(predictions=[30.0, 10.0], references=[15, 5], text_nats=36.0, num_bytes=72)
     assert result == {"loss": 2.0, "perplexity": math.exp(2), "bits_per_byte": pytest.approx(0.5 / math.log(2))}
@@ -123,11 +90,107 @@ def test_the_metric_adds_up_batches():
     assert overflow["perplexity"] == math.inf
 
 
-def test_a_home_folder_that_cannot_be_written(run, tmp_path, monkeypatch):
-    """evaluate would create its cache there."""
-    monkeypatch.setattr(evaluate.config, "HF_METRICS_CACHE", "/proc/none")
-    output = tmp_path / "found.json"
-    (tmp_path / "a.txt").write_text("the cat sat")
-    arguments = ["--text_file", tmp_path / "a.txt", "--output_file", output]
-    assert not run_script("scripts/evaluate_model.py", "--model", run, *arguments)
-    assert json.loads(output.read_text())["texts"]
+# ------------------------------------------------------------------ any text
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory, tokenizer_dir):
+    return save_small_model(tmp_path_factory.mktemp("private") / "small", tokenizer_dir)
+
+
+@pytest.fixture(scope="module")
+def text_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("secret") / "text.jsonl"
+    documents = [*make_documents(3, seed=5), "a", "the mat <|endoftext|> is text here"]
+    path.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def evaluate(model_dir, tmp_path, capsys):
+    """Run the script. Returns its JSON and what it printed."""
+
+    def run(*arguments: object) -> tuple[dict, str]:
+        output = tmp_path / "found.json"
+        assert not run_script(SCRIPT, "--model", model_dir, "--output_file", output, *arguments)
+        return json.loads(output.read_text()), capsys.readouterr().out
+
+    return run
+
+
+def one_token_at_a_time(model_dir, text_file, context: int, stride: int) -> tuple[float, int, int, int]:
+    """Independent: the loss of each token of each document by torch's cross-entropy, in float64.
+
+    Token number t of a document (from 0) is scored in window max(0, ceil((t + 1 - context) / stride)), which ends
+    with its last target and holds the `context` tokens before that.
+    """
+    model, tokenizer = GPT2LMHeadModel.from_pretrained(model_dir).eval(), AutoTokenizer.from_pretrained(model_dir)
+    total, num_tokens, texts = 0.0, 0, [json.loads(line)["text"] for line in text_file.read_text().splitlines()]
+    for text in texts:
+        ids = tokenizer.encode(text, split_special_tokens=True)
+        for t, token in enumerate(ids):
+            window = max(0, -(-(t + 1 - context) // stride))
+            last = min(context + window * stride, len(ids)) - 1
+            seen = [tokenizer.eos_token_id, *ids][max(0, last + 1 - context) : t + 1]
+            with torch.no_grad():
+                logits = model(torch.tensor([seen])).logits[0, -1].double()
+            total += F.cross_entropy(logits, torch.tensor(token)).item()
+        num_tokens += len(ids)
+    return total, num_tokens, sum(len(text.encode()) for text in texts), sum(map(len, texts))
+
+
+@pytest.mark.parametrize(("stride", "batch_size"), [(1, 3), (7, 100), (BLOCK_SIZE, 2)])
+def test_the_scores_of_a_text_equal_a_plain_loop(evaluate, model_dir, text_file, stride, batch_size):
+    """All scores and counts, for any stride and batch size. The end-of-text token in a text is plain text."""
+    results, _ = evaluate("--text_file", text_file, "--stride", stride, "--batch_size", batch_size)
+    total, tokens, num_bytes, characters = one_token_at_a_time(model_dir, text_file, BLOCK_SIZE, stride)
+    (found,) = results["texts"]
+    assert found["loss"] == pytest.approx(total / tokens, abs=1e-4)
+    assert found["perplexity"] == pytest.approx(math.exp(total / tokens), rel=1e-4)
+    assert found["bits_per_byte"] == pytest.approx(total / math.log(2) / num_bytes, abs=1e-4)
+    assert found["bits_per_character"] == pytest.approx(total / math.log(2) / characters, abs=1e-4)
+    counts = [found[f"num_{unit}"] for unit in ("documents", "tokens", "bytes", "characters")]
+    assert counts == [5, tokens, num_bytes, characters] and num_bytes > characters
+    assert (found["stride"], found["context"]) == (stride, BLOCK_SIZE)
+
+
+def test_the_report_names_files_without_their_folders_beside_openais_scores(evaluate, model_dir, text_file):
+    results, printed = evaluate("--text_file", text_file, "--tasks", f"lambada={LAMBADA}")
+    assert max(map(len, printed.partition("written to")[0].splitlines())) <= 80
+    assert results["model"] == "small" and results["texts"][0]["name"] == "text.jsonl"
+    assert results["texts"][0]["stride"] == BLOCK_SIZE // 2  # the default
+    assert results["tasks"]["lambada"]["source"] == "lambada_sample.jsonl"
+    content = json.dumps(results)
+    assert str(model_dir.parent) not in content and str(text_file.parent) not in content
+    assert "GPT-2 of OpenAI" in printed and "0.3256" in printed and "issue 2159" in printed
+    assert {"torch", "device"} <= results["environment"].keys()
+
+
+def test_results_beside_the_model_are_collected_until_it_changes(model_dir, tmp_path):
+    """A text evaluated again replaces its scores; those of older weights are dropped."""
+    model = shutil.copytree(model_dir, tmp_path / "model")
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("the cat sat on a mat")
+
+    def names_after(*arguments: object) -> list[str]:
+        assert not run_script(SCRIPT, "--model", model, *arguments)
+        found = json.loads((model / "evaluation.json").read_text())
+        return [*found["tasks"], *(text["name"] for text in found["texts"])]
+
+    names_after("--text_file", tmp_path / "a.txt", "--tasks", f"lambada={LAMBADA}")
+    assert names_after("--text_file", tmp_path / "b.txt") == ["lambada", "a.txt", "b.txt"]
+    assert names_after("--text_file", tmp_path / "a.txt") == ["lambada", "b.txt", "a.txt"]
+    os.utime(model / "evaluation.json", (1, 1))
+    assert names_after("--text_file", tmp_path / "a.txt") == ["a.txt"]
+
+
+def test_a_folder_that_cannot_be_written_does_not_lose_the_results(model_dir, text_file, capsys, monkeypatch):
+    """The table is printed with a warning."""
+
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("recipe.evaluation.report.write_results", refuse)
+    assert not run_script(SCRIPT, "--model", model_dir, "--text_file", text_file)
+    printed = capsys.readouterr().out
+    assert "bits/byte" in printed and "warning: could not write" in printed

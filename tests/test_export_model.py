@@ -4,8 +4,9 @@ import importlib.util
 
 import pytest
 import torch
-from conftest import BLOCK_SIZE, load_program, run_script
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from conftest import load_program, run_script
+from small_model import save_small_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipe.errors import UserError
 
@@ -17,16 +18,7 @@ needs_bitsandbytes = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory, tokenizer_dir):
-    """A random model of two blocks with a tokenizer."""
-    directory = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
-    eos = tokenizer.eos_token_id
-    shape = {"n_positions": BLOCK_SIZE, "n_layer": 2, "n_head": 2, "n_embd": 32, "initializer_range": 0.3}
-    config = GPT2Config(vocab_size=len(tokenizer), bos_token_id=eos, eos_token_id=eos, **shape)
-    GPT2LMHeadModel(config).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return directory
+    return save_small_model(tmp_path_factory.mktemp("model"), tokenizer_dir)
 
 
 def matrices(model) -> dict[str, torch.Tensor]:
@@ -77,23 +69,7 @@ def test_a_converter_that_skips_layers_is_refused(model_dir, monkeypatch):
         program.load_as_int8(model_dir, torch.device("cpu"))
 
 
-def test_the_run_of_the_model_is_its_text(train_shared, tmp_path, capsys):
+def test_a_runs_own_validation_text_is_measured(train_shared, tmp_path, capsys):
     run = train_shared("--max_steps", 2)
     assert run_script(SCRIPT, "--model", run, "--prune", 0.5, "--output_dir", tmp_path / "out") == ""
     assert "validation" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [("", "nothing to do"), ("--prune 1", "between 0 and 1"), ("--prune nan", "between 0 and 1"),
-     ("--quantize int4", "invalid choice"), ("--prune 0.3", "is not the folder of a run; pass --text_file"),
-     ("--prune 0.3 --text_file nowhere.txt", "nowhere.txt")],
-)  # fmt: skip
-def test_bad_input_is_one_sentence(options, message, model_dir, tmp_path):
-    error = run_script(SCRIPT, "--model", model_dir, "--output_dir", tmp_path / "out", *options.split())
-    assert error.startswith("error: ") and message in error and not (tmp_path / "out").exists()
-
-
-def test_a_folder_that_is_not_empty_is_refused(model_dir):
-    error = run_script(SCRIPT, "--model", model_dir, "--output_dir", model_dir, "--prune", 0.3)
-    assert "is not empty" in error

@@ -9,11 +9,12 @@ from unittest import mock
 import psutil
 import pytest
 import torch
-from conftest import BLOCK_SIZE, PLAIN, load_program, run_script, run_training
+from conftest import BLOCK_SIZE, PLAIN, load_program, run_training
 
 from recipe.hardware.devices import native_bf16
 
 SCRIPT = "scripts/run_ladder.py"
+SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 32}
 NANOGPT = """
 import pickle, sys
 import numpy as np
@@ -25,15 +26,14 @@ for step in range(int(options["max_iters"]) + 1):
 """
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def program():
     return load_program(SCRIPT)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def setting(program, dataset_dir):
-    shape = {"n_layer": 2, "n_head": 2, "n_embd": 32}
-    return program.Setting("cpu", dataset_dir, shape, BLOCK_SIZE, 4, 2, num_steps=12, seconds=None, eval_rows=8)
+    return program.Setting("cpu", dataset_dir, SHAPE, BLOCK_SIZE, 4, 2, num_steps=12, seconds=None, eval_rows=8)
 
 
 @pytest.fixture
@@ -51,10 +51,7 @@ def in_process(program, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def fp32(dataset_dir):
-    program = load_program(SCRIPT)
-    shape = {"n_layer": 2, "n_head": 2, "n_embd": 32}
-    setting = program.Setting("cpu", dataset_dir, shape, BLOCK_SIZE, 4, 2, num_steps=12, seconds=None, eval_rows=8)
+def fp32(program, setting):
     return program.train({"fp32"}, setting)
 
 
@@ -81,10 +78,8 @@ def test_rungs_add_up_and_what_a_cpu_cannot_show_is_skipped_with_a_word(program,
     monkeypatch.setattr(program, "native_bf16", lambda device: None)
     plan = program.plan_ladder(setting, None)
     reasons = {what: job for what, job in plan if isinstance(job, str)}
-    assert (
-        reasons["TF32"] == "this device has no TF32"
-        and reasons[program.RUNGS["half"]] == "this device has no bf16 units"
-    )
+    assert reasons["TF32"] == "this device has no TF32"
+    assert reasons[program.RUNGS["half"]] == "this device has no bf16 units"
     switches = [job.args[0] for what, job in plan[:-1] if not isinstance(job, str)]
     assert all(len(more - fewer) == 1 and fewer < more for fewer, more in zip(switches, switches[1:], strict=False))
     assert plan[-1][0] == "recipe/train.py" and [what for what, _ in plan[:-1]] == list(program.RUNGS.values())
@@ -103,7 +98,7 @@ def test_the_whole_program(program, in_process, dataset_dir, tmp_path, monkeypat
     options = "--config demo --steps 4 --micro_batch 2 --grad_accum 1 --rungs flash"
     arguments = [*options.split(), "--dataset_dir", dataset_dir, "--output_file", path]
     monkeypatch.setattr("sys.argv", [SCRIPT, *map(str, arguments)])
-    monkeypatch.setattr(program, "GPT2_SHAPE", {"n_layer": 2, "n_head": 2, "n_embd": 32})
+    monkeypatch.setattr(program, "GPT2_SHAPE", SHAPE)
     program.main()
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ") and "not run" not in line]
     assert max(map(len, rows)) <= 80 and [row.split(" | ")[0].strip("| ") for row in rows[1:]] == [
@@ -118,7 +113,7 @@ def test_the_whole_program(program, in_process, dataset_dir, tmp_path, monkeypat
 def test_a_time_limit_replaces_the_steps(program, setting):
     """A rung trains until its seconds, counted from the start of its process, are over."""
     alive = time.time() - psutil.Process().create_time()
-    found = program.train({"fp32", "packed"}, dataclasses.replace(setting, seconds=alive + 2))
+    found = program.train({"fp32", "packed"}, dataclasses.replace(setting, seconds=alive + 1))
     assert found["steps"] > setting.num_steps
 
 
@@ -130,21 +125,9 @@ def test_nanogpt_gets_our_tokens_and_takes_turns(program, setting, tmp_path):
     assert [what for what, _ in program.plan_comparison(setting, tmp_path, 2)] == ["recipe/train.py", "nanoGPT"] * 2
 
 
-def test_a_rung_that_fails_is_recorded(program, setting):
-    assert program.measure("no GPU") == {"not_run": "no GPU"}
-    failed, timed = {"what": "fp32", "not_run": "out of memory"}, {"what": "bf16", "tokens_per_second": 10.0}
-    assert "not run: out of memory" in program.make_row(failed, [failed])
-    assert "| 1.00 |" in program.make_row(timed, [failed, timed]).replace("    ", " ").replace("  ", " ")
+def test_a_rung_that_fails_has_a_row_and_the_next_one_is_compared_with(program, setting):
     with mock.patch.object(program, "train", side_effect=RuntimeError("no kernel")) as train:
-        assert program.attempt(train) == {"not_run": "RuntimeError: no kernel"}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [("--steps 0", "must be greater than 0"), ("--rungs flush", "invalid choice"), ("--peers nowhere", "git clone"),
-     ("--config demo --micro_batch 100000", "fewer rows than micro_batch")],
-)  # fmt: skip
-def test_mistakes_are_one_sentence(arguments, message, dataset_dir, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    error = run_script(SCRIPT, "--dataset_dir", dataset_dir, *arguments.split())
-    assert error.startswith("error: ") and message in error
+        failed = {"what": "fp32", **program.attempt(train)}
+    timed = {"what": "bf16", "tokens_per_second": 10.0}
+    assert "not run: RuntimeError: no kernel" in program.make_row(failed, [failed, timed])
+    assert " 1.00 |" in program.make_row(timed, [failed, timed])

@@ -9,7 +9,7 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY, default_arguments
+from conftest import ROOT
 
 MODULES = {
     ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p
@@ -50,15 +50,8 @@ def test_top_level():
     if listed.returncode != 0:
         pytest.skip("not a git checkout")
     found = {line.split("/")[0] for line in listed.stdout.splitlines()}
-    assert {name for name in found if not name.startswith(".")} == {
-        "pyproject.toml",
-        "README.md",
-        "LICENSE",
-        "recipe",
-        "accelerate_configs",
-        "scripts",
-        "tests",
-    }
+    expected = "pyproject.toml README.md LICENSE recipe accelerate_configs scripts tests"
+    assert {name for name in found if not name.startswith(".")} == set(expected.split())
 
 
 def test_imports_point_one_way():
@@ -89,13 +82,3 @@ def test_no_file_shadows_a_module(folder):
 def test_no_code_edits_the_path_or_trusts_remote_code():
     for path in [*MODULES.values(), *(ROOT / "scripts").rglob("*.py")]:
         assert not re.search(r"sys\.path|from \.|trust_remote_code", path.read_text()), path
-
-
-def test_what_training_on_a_packed_dataset_does_not_import(dataset_dir, tmp_path):
-    """Packages that prepare text and evaluate, which many GPU images lack."""
-    lacking = ("datasets", "evaluate", "orjson", "xxhash", "gigatoken")
-    code = f"import sys; sys.modules.update(dict.fromkeys({lacking})); import recipe.train; recipe.train.main()"
-    arguments = [*default_arguments(dataset_dir, tmp_path / "run", TINY), "--max_steps", "1"]
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-    assert result.returncode == 0, result.stderr

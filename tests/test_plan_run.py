@@ -5,7 +5,6 @@ import re
 import pytest
 from conftest import ROOT, load_program, run_script
 
-from recipe.errors import UserError
 from recipe.hardware.gpus import GPUS, find_gpu, load_gpu
 
 SCRIPT = "scripts/plan_run.py"
@@ -24,14 +23,9 @@ def test_names_that_torch_reports(device_name, expected):
     assert (gpu and gpu.name) == expected
 
 
-def test_gpus_are_found_as_typed():
-    """In any case and with either separator; a name that is not in the table gets a suggestion."""
+def test_gpus_are_found_in_any_case_and_with_either_separator():
     assert load_gpu("A100_80GB") is load_gpu("a100-80gb")
     assert len({gpu.name for gpu in GPUS}) == len(GPUS)
-    with pytest.raises(UserError, match="use a100-80gb.* or a100-40gb"):
-        load_gpu("a100")
-    with pytest.raises(UserError, match="did you mean rtx4090?"):
-        load_gpu("rtx4900")
 
 
 def test_time_and_cost_by_hand(capsys):
@@ -48,13 +42,20 @@ def test_time_and_cost_by_hand(capsys):
     assert labels.count("estimated") == 5 and labels.count("exact") == 4
 
 
-def test_options_of_the_run_and_precision_of_the_gpu():
+def test_typed_options_of_the_run_are_kept():
     program = load_program(SCRIPT)
     run = program.load_run("gpt2_124m", ["--per_device_train_batch_size", "4", "--activation_checkpointing"])
     plan = program.plan_gpu(*run, "a100-80gb")
     assert (plan.micro_batch_size, plan.activation_checkpointing) == (4, True)
-    run = program.load_run("gpt2_124m", [])
-    assert program.plan_gpu(*run, "t4") == program.plan_gpu(*program.load_run("gpt2_124m", ["--mixed_precision", "fp16"]), "t4")  # fmt: skip # noqa: E501
+
+
+def test_a_gpu_without_bf16_is_planned_in_fp16():
+    program = load_program(SCRIPT)
+    plans = [
+        program.plan_gpu(*program.load_run("gpt2_124m", options), "t4")
+        for options in ([], ["--mixed_precision", "fp16"], ["--mixed_precision", "no"])
+    ]
+    assert plans[0] == plans[1] != plans[2]
 
 
 def test_the_readme_shows_the_table_of_memory_classes(capsys):
@@ -65,17 +66,3 @@ def test_the_readme_shows_the_table_of_memory_classes(capsys):
     for row in table.splitlines()[2:]:
         limit = float(re.search(r"(\d+) GB", row)[1]) * 2**30 / 1e9
         assert all(float(found) < limit for found in re.findall(r": ([\d.]+) GB", row))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [("", "pass --gpu"), ("--gpu a101", "did you mean a10"), ("--gpu t4 --num_gpux 2", "did you mean --num_gpus?"),
-     ("--gpu t4 --max_stepz 2", "did you mean --max_steps?"), ("--gpu t4 --mfu 0", "must be greater than 0"),
-     ("--gpu h100 --num_gpus 3", "global_batch_size 512 is not divisible by 3"),
-     ("--gpu rtx3060 --config gpt2_1558m", "the model does not fit into 12.5 GB"),
-     ("--gpu h100 --config gpt2_finetune", "depends on the dataset"),
-     ("--gpu h100 --max_minutes 5", "pass --max_steps"), ("--gpu h100 --config x", "there is no recipe")],
-)  # fmt: skip
-def test_mistakes_are_one_sentence(arguments, message):
-    error = run_script(SCRIPT, *arguments.split())
-    assert error.startswith("error: ") and message in error and "\n" not in error

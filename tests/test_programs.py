@@ -1,17 +1,29 @@
 """The programs as users start them: with `accelerate launch`, from another folder, on one and two processes."""
 
 import json
-import os
 import re
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import pytest
-from conftest import PLAIN, ROOT, TINY, default_arguments, launch, make_documents, read_events, run_script
+from conftest import (
+    CPU_ONLY,
+    PLAIN,
+    ROOT,
+    TINY,
+    default_arguments,
+    launch,
+    make_documents,
+    read_events,
+    reset_accelerate,
+    run_script,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipe.errors import UserError
+from recipe.evaluation.validation import Validation
 
 TRAIN = ROOT / "recipe" / "train.py"
 TWO_PROCESSES = (
@@ -19,11 +31,14 @@ TWO_PROCESSES = (
 )  # fmt: skip
 
 
+# ------------------------------------------------------------------ the first commands
+
+
 @pytest.fixture(scope="module")
 def first_run(tmp_path_factory):
     """The demo, shortened, in an empty folder. Returns the finished process and the folder."""
     folder = tmp_path_factory.mktemp("first")
-    return launch(["--max_steps", "60", "--max_eval_samples", "8"], cwd=folder, CUDA_VISIBLE_DEVICES=""), folder
+    return launch(["--max_steps", "20", "--max_eval_samples", "8"], cwd=folder, CUDA_VISIBLE_DEVICES=""), folder
 
 
 def test_the_first_run_needs_no_arguments(first_run):
@@ -46,84 +61,13 @@ def test_the_first_run_needs_no_arguments(first_run):
     assert model.config.vocab_size == len(AutoTokenizer.from_pretrained(output_dir))
 
 
-def test_a_second_run_reuses_the_data_and_repeats_the_launchers_options(first_run):
-    """It has its own output folder, and its resume command is the launcher's command line."""
-    folder, config_file = first_run[1], str(ROOT / "accelerate_configs" / "cpu.yaml")
-    result = launch(
-        ["--max_steps", "1", "--max_eval_samples", "8"],
-        cwd=folder,
-        launcher=("--config_file", config_file, "--num_processes", "1"),
-    )
-    assert result.returncode == 0, result.stderr
-    assert "is already prepared" in result.stdout and "trained a byte-level BPE" not in result.stdout
+def test_a_second_run_reuses_the_data_in_a_folder_of_its_own(train, first_run, monkeypatch, capsys):
+    folder = first_run[1]
+    monkeypatch.chdir(folder)
+    train("--max_steps", "1", "--max_eval_samples", "8", output_dir=folder / "runs" / "demo-2", alone=True)
+    printed = capsys.readouterr().out
+    assert "is already prepared" in printed and "trained a byte-level BPE" not in printed
     assert (folder / "runs" / "demo-2" / "summary.json").is_file()
-    printed = " ".join(result.stdout.replace("\\\n", " ").split())
-    assert (
-        f"accelerate launch --config_file {config_file} --num_processes 1 {TRAIN} "
-        "--resume_from_checkpoint runs/demo-2/checkpoint-1 --config runs/demo-2/training_config.yaml" in printed
-    )
-
-
-# Trains several times in the same two processes: importing torch takes longer than a tiny run. All runs use one
-# process group, because a second one in the same store may hang (torch 2.13). Gradients are reduced in several
-# buckets, as those of a large model are: DistributedDataParallel splits compiled graphs between them.
-RUNS_IN_TWO_PROCESSES = """
-import sys
-import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
-from torch.nn.parallel import DistributedDataParallel
-import recipe.train
-
-init = DistributedDataParallel.__init__
-DistributedDataParallel.__init__ = lambda self, *args, **kwargs: init(self, *args, **kwargs, bucket_cap_mb=0.02)
-torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = 4096
-PartialState.destroy_process_group = lambda self, group=None: None
-runs, *arguments = sys.argv[1:]
-for name in runs.split(","):
-    backend, _, saves_memory = name.partition("+")
-    options = ["--activation_checkpointing", "--loss_chunks", "2"] if saves_memory else []
-    sys.argv[1:] = [*arguments, "--dynamo_backend", backend, *options, "--output_dir", name]
-    recipe.train.main()
-    AcceleratorState._reset_state()
-    GradientState._reset_state()
-    torch.compiler.reset()
-"""
-
-
-@pytest.mark.parametrize(
-    "runs", ["no,aot_eager,aot_eager+", pytest.param("inductor,inductor+", marks=pytest.mark.slow)]
-)
-def test_two_processes_are_one_run(train, tmp_path, dataset_dir, runs):
-    """Compiled or not, with recomputation (+) or without, two have the losses and gradient norms of one, but for
-    rounding."""
-    options = ["--max_steps", "6", "--eval_steps", "3", "--global_batch_size", "8"]
-    options += ["--per_device_train_batch_size", "2"]
-    one = train(*options, output_dir=tmp_path / "one")
-    (tmp_path / "program.py").write_text(RUNS_IN_TWO_PROCESSES)
-    arguments = [runs, *default_arguments(dataset_dir, tmp_path, TINY), *options]
-    result = launch(
-        arguments,
-        cwd=tmp_path,
-        launcher=TWO_PROCESSES,
-        program=tmp_path / "program.py",
-        ACCELERATE_USE_CPU="true",
-        OMP_NUM_THREADS="1",
-    )
-    assert result.returncode == 0, result.stderr
-    for name in runs.split(","):
-        summary = json.loads((tmp_path / name / "summary.json").read_text())
-        assert (summary["num_processes"], summary["dynamo_backend"]) == (2, name.removesuffix("+"))
-        for event, key, count in (("train", "loss", 6), ("train", "grad_norm", 6), ("eval", "loss", 3)):
-            found, expected = ([e[key] for e in read_events(run, event)] for run in (tmp_path / name, one))
-            assert len(found) == count and found == pytest.approx(expected, abs=1e-5), (name, key)
-
-
-def test_launched_processes_must_see_each_other(train, monkeypatch):
-    """accelerate 1.15 turns two CPU processes into two runs; the error names the command that works."""
-    for name, value in {"WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "false"}.items():  # as `accelerate launch` does
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match="2 processes but Accelerate sees 1.*accelerate_configs/multi_cpu.yaml"):
-        train()
 
 
 def test_from_own_text_to_a_sample(train, tmp_path, monkeypatch, capsys):
@@ -148,32 +92,14 @@ def test_from_own_text_to_a_sample(train, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.count("the cat") >= 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ("prepare_data --train_file gone.txt --tokenizer_name t --output_dir d", "there is no file gone.txt"),
-        ("prepare_data --tokenizer_name t --output_dir d", "pass exactly one of --train_file and --dataset_name"),
-        ("train_tokenizer --train_file gone.txt --output_dir d", "there is no file gone.txt"),
-        ("train_tokenizer --train_file empty.txt --output_dir d", "there is no text in empty.txt"),
-        ("generate_text --model gone", "cannot load a model"),
-    ],
-)
-def test_scripts_report_mistakes_in_one_line(tmp_path, monkeypatch, arguments, expected):
+def test_a_missing_file_is_found_before_anything_is_prepared(train, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty.txt").touch()
-    name, *options = arguments.split()
-    error = run_script(f"scripts/{name}.py", *options)
-    assert error.startswith("error: ") and expected in error and "\n" not in error
+    with pytest.raises(UserError, match="^there is no file gone.txt$"):
+        train("--train_file", "gone.txt", "--output_dir", "run", alone=True)
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [".lock"]
 
 
-@pytest.mark.parametrize("program", ["recipe/train.py", "scripts/prepare_data.py --tokenizer_name t --output_dir d"])
-def test_a_mistake_is_found_before_anything_is_prepared(tmp_path, program):
-    """One line without a traceback, and exit status 1 (the launcher adds its own traceback)."""
-    path, *options = program.split()
-    command = [sys.executable, str(ROOT / path), *options, "--train_file", "gone.txt"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
-    assert result.returncode == 1 and result.stderr.strip() == "error: there is no file gone.txt"
-    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] in ([], [".lock"])
+# ------------------------------------------------------------------ ends
 
 
 def test_a_killed_run_resumes_to_the_same_model(train, tmp_path, dataset_dir):
@@ -207,31 +133,152 @@ def test_a_run_killed_again_and_again_ends_with_the_same_model(tmp_path):
     assert results["kills"] == 2 and not results["differences"]
 
 
-# The process group gives up after 3 s, as NCCL's watchdog does after 600; the main process is busy for 5.
-SLOW_MAIN_PROCESS = """
-import datetime, time
+@pytest.mark.parametrize("at", ["__init__", "run"])  # before the loop, and in its first evaluation
+def test_ctrl_c_before_the_first_step_promises_no_checkpoint(train, tmp_path, dataset_dir, monkeypatch, capsys, at):
+    """It prints how to start again and exits with 130; the same command does, and the log holds no first try."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Validation, at, mock.Mock(side_effect=KeyboardInterrupt))
+        assert run_script("recipe/train.py", *default_arguments(dataset_dir, tmp_path / "run", TINY)) == "130"
+    reset_accelerate()
+    printed = capsys.readouterr().err
+    assert "--resume_from_checkpoint auto" in printed and "starts fresh" in printed and "Traceback" not in printed
+    assert not list(tmp_path.glob("run/checkpoint-*"))
+    assert [e["step"] for e in read_events(train(), "eval")] == [0, 4]
+
+
+# ------------------------------------------------------------------ two processes
+
+# Everything in the same two processes: importing torch takes longer than a tiny run. All runs use one process group,
+# because a second one in the same store may hang (torch 2.13). Gradients are reduced in several buckets, as those of a
+# large model are: DistributedDataParallel splits compiled graphs between them.
+IN_TWO_PROCESSES = """
+import runpy, sys, time
+from datetime import timedelta
+import torch
 import torch.distributed as dist
-real = dist.init_process_group
-dist.init_process_group = lambda *args, **kwargs: real(*args, **{**kwargs, "timeout": datetime.timedelta(seconds=3)})
-from recipe.hardware.processes import on_main_process, start_processes
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from torch.nn.parallel import DistributedDataParallel
+import recipe.train
+from recipe.hardware.processes import STEP_WAIT, host_group, on_main_process, start_processes
+from recipe.run.folder import launch_command
+
+def limit_collectives(wait):
+    for group in (dist.group.WORLD, host_group()):
+        dist.distributed_c10d._set_pg_timeout(wait, group)
+
 start_processes()
-assert on_main_process(lambda: time.sleep(5) or "prepared") == "prepared"
-dist.destroy_process_group()
+limit_collectives(timedelta(seconds=1))
+time.sleep(2 * (dist.get_rank() == 0))  # the other process waits for its begin, and then for its result
+print("waited:", on_main_process(lambda: time.sleep(2) or "prepared"))
+limit_collectives(STEP_WAIT)
+
+init = DistributedDataParallel.__init__
+DistributedDataParallel.__init__ = lambda self, *args, **kwargs: init(self, *args, **kwargs, bucket_cap_mb=0.02)
+torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = 4096
+PartialState.destroy_process_group = lambda self, group=None: None
+runs, evaluation, *arguments = sys.argv[1:]
+for name in runs.split(","):
+    backend, _, saves_memory = name.partition("+")
+    options = ["--activation_checkpointing", "--loss_chunks", "2"] if saves_memory else []
+    sys.argv[1:] = [*arguments, "--dynamo_backend", backend, *options, "--output_dir", name]
+    recipe.train.main()
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    torch.compiler.reset()
+program, *sys.argv[1:] = evaluation.split()
+runpy.run_path(program, run_name="__main__")
+print("launched by:", launch_command())
 """
+SHORT = ["--max_steps", "6", "--eval_steps", "3", "--global_batch_size", "8", "--per_device_train_batch_size", "2"]
 
 
-def test_waiting_for_the_main_process_has_no_time_limit(tmp_path):
-    """Text preparation and slow saves may take longer than a collective allows, so the others wait on the host."""
-    (tmp_path / "slow.py").write_text(SLOW_MAIN_PROCESS)
-    result = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "slow.py"],
-        cwd=tmp_path,
-        env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
+@pytest.fixture(scope="module")
+def evaluation(tmp_path_factory, dataset_dir):
+    """The command line of an evaluation of which each process gets some windows, rows and examples."""
+    folder = tmp_path_factory.mktemp("evaluation")
+    (folder / "a.txt").write_text("".join(make_documents(30)), encoding="utf-8")
+    lambada = (ROOT / "tests" / "lambada_sample.jsonl").read_text()
+    (folder / "lambada.jsonl").write_text(lambada * 4)  # a process gets 32 at a time
+    data = f"--text_file {folder}/a.txt --dataset_dir {dataset_dir} --tasks lambada={folder}/lambada.jsonl"
+    return f"{ROOT}/scripts/evaluate_model.py {data} --batch_size 1"
+
+
+def start_two_processes(folder, dataset_dir, runs, evaluation):
+    """Train, with the backends that name the runs, and evaluate the first model. Returns what was printed."""
+    (folder / "train.py").write_text(IN_TWO_PROCESSES)
+    command = f"{evaluation} --model {runs[0]} --output_file two.json"
+    arguments = [",".join(runs), command, *default_arguments(dataset_dir, folder, TINY), *SHORT]
+    environment = {**CPU_ONLY, "OMP_NUM_THREADS": "1"}
+    result = launch(arguments, cwd=folder, launcher=TWO_PROCESSES, program=folder / "train.py", **environment)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory, dataset_dir, evaluation):
+    """Returns the folder and what was printed."""
+    folder = tmp_path_factory.mktemp("two")
+    return folder, start_two_processes(folder, dataset_dir, ["aot_eager", "aot_eager+"], evaluation)
+
+
+def check_run(run, one):
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["num_processes"], summary["dynamo_backend"]) == (2, run.name.removesuffix("+"))
+    for event, key, count in (("train", "loss", 6), ("train", "grad_norm", 6), ("eval", "loss", 3)):
+        found, expected = ([e[key] for e in read_events(path, event)] for path in (run, one))
+        assert len(found) == count and found == pytest.approx(expected, abs=1e-5), (run.name, key)
+
+
+def test_two_processes_are_one_run(train, two_processes, tmp_path):
+    """Compiled, with recomputation (+) or without, two have the losses and gradient norms of one, but for rounding."""
+    one = train(*SHORT, output_dir=tmp_path / "one")
+    for name in ("aot_eager", "aot_eager+"):
+        check_run(two_processes[0] / name, one)
+
+
+@pytest.mark.slow
+def test_two_processes_are_one_run_with_inductor(train, tmp_path, dataset_dir, evaluation):
+    one = train(*SHORT, output_dir=tmp_path / "one")
+    start_two_processes(tmp_path, dataset_dir, ["inductor", "inductor+"], evaluation)
+    for name in ("inductor", "inductor+"):
+        check_run(tmp_path / name, one)
+
+
+def test_two_processes_divide_an_evaluation(two_processes, evaluation, tmp_path):
+    """The scores and counts of texts, rows and tasks are those of one process, and the table is printed once."""
+    folder, printed = two_processes
+    program, *arguments = evaluation.split()
+    arguments += ["--model", folder / "aot_eager", "--output_file", tmp_path / "one.json"]
+    assert not run_script(program, *arguments)
+    expected, found = (json.loads(path.read_text()) for path in (tmp_path / "one.json", folder / "two.json"))
+    assert (expected["num_processes"], found["num_processes"]) == (1, 2)
+    pairs = [*zip(expected["texts"], found["texts"], strict=True)]
+    pairs.append((expected["tasks"]["lambada"], found["tasks"]["lambada"]))
+    for left, right in pairs:
+        assert left.keys() == right.keys()
+        numbers = {key: value for key, value in left.items() if isinstance(value, (int, float)) and key != "seconds"}
+        assert {key: right[key] for key in numbers} == pytest.approx(numbers, rel=1e-5)
+    assert printed.count("bits/byte") == 1
+
+
+def test_waiting_for_the_main_process_has_no_time_limit(two_processes):
+    """Text preparation and slow saves may take longer than collectives allow, so the others wait on the host."""
+    assert two_processes[1].count("waited: prepared") == 2
+
+
+def test_the_commands_that_a_run_prints_repeat_the_launchers_options(two_processes):
+    folder, printed = two_processes
+    options = re.escape(" ".join(TWO_PROCESSES))
+    command = rf"ACCELERATE_USE_CPU=true accelerate launch (.* )?{options} (.* )?{folder / 'train.py'}"
+    assert len(re.findall(rf"^launched by: {command}$", printed, re.MULTILINE)) == 2
+
+
+def test_launched_processes_must_see_each_other(train, monkeypatch):
+    """accelerate 1.15 turns two CPU processes into two runs; the error names the command that works."""
+    for name, value in {"WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "false"}.items():  # as `accelerate launch` does
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="2 processes but Accelerate sees 1.*accelerate_configs/multi_cpu.yaml"):
+        train()
 
 
 # Every process meets the same mistake, but process {late} meets it two seconds after the other.
@@ -254,24 +301,3 @@ def test_the_launchers_report_ends_with_our_error(tmp_path, late):
     assert result.returncode != 0
     last = [line for line in result.stderr.splitlines() if line.strip("=- ")][-1]
     assert "error: the mistake" in last
-
-
-# A Ctrl-C before the loop.
-INTERRUPTED = """
-import os, runpy, signal, sys, time
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits that it is ignored
-from recipe.evaluation.validation import Validation
-Validation.__init__ = lambda *args: os.kill(os.getpid(), signal.SIGINT) or time.sleep(60)
-runpy.run_path(sys.argv.pop(1), run_name="__main__")
-"""
-
-
-def test_an_interrupted_start_does_not_promise_a_checkpoint(tmp_path, dataset_dir):
-    """Ctrl-C before the first step prints how to start again, and exits with 130."""
-    arguments = [TRAIN, *default_arguments(dataset_dir, tmp_path / "run", TINY)]
-    command = [sys.executable, "-c", INTERRUPTED, *map(str, arguments)]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
-    assert result.returncode == 130, result.stderr
-    assert "--resume_from_checkpoint auto" in result.stderr and "starts fresh" in result.stderr
-    assert "Traceback" not in result.stderr
-    assert not list(tmp_path.glob("run/checkpoint-*"))

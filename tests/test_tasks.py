@@ -1,5 +1,6 @@
 """HellaSwag and LAMBADA are scored by lm-eval's rules, on their own and during training."""
 
+import itertools
 import json
 import math
 import re
@@ -8,17 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, read_events, run_script
-from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from conftest import ROOT, WORDS, read_events, run_script
+from small_model import save_small_model
+from transformers import AutoTokenizer, GPT2LMHeadModel
 
-from recipe.command_line import load_config
-from recipe.config import EVAL_TASKS
 from recipe.errors import UserError
 from recipe.evaluation import tasks as tasks_module
 from recipe.evaluation import validation
-from recipe.evaluation.scoring import Window
 from recipe.evaluation.tasks import (
-    SOURCES,
     Example,
     Score,
     encode_pairs,
@@ -30,7 +28,6 @@ from recipe.evaluation.tasks import (
     summarize_lambada,
 )
 from recipe.publish.public import split_scores
-from recipe.run.log import describe_evaluation
 
 HELLASWAG, LAMBADA = (ROOT / "tests" / f"{task}_sample.jsonl" for task in ("hellaswag", "lambada"))
 GIVEN = [f"hellaswag={HELLASWAG}", f"lambada={LAMBADA}"]
@@ -38,16 +35,21 @@ CONTEXT = 70  # longer than every continuation, shorter than some examples, whic
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tokenizer_dir):
-    return AutoTokenizer.from_pretrained(tokenizer_dir)
+def model_dir(tmp_path_factory, tokenizer_dir):
+    return save_small_model(tmp_path_factory.mktemp("model"), tokenizer_dir, n_positions=CONTEXT)
 
 
 @pytest.fixture(scope="module")
-def model(tokenizer):
-    """A random model whose next token depends on the whole context."""
-    torch.manual_seed(0)
-    size = {"n_positions": CONTEXT, "n_layer": 2, "n_head": 2, "n_embd": 32, "initializer_range": 0.5}
-    return GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), bos_token_id=0, eos_token_id=0, **size)).eval()
+def tokenizer(model_dir):
+    return AutoTokenizer.from_pretrained(model_dir)
+
+
+@pytest.fixture(scope="module")
+def model(model_dir):
+    return GPT2LMHeadModel.from_pretrained(model_dir).eval()
+
+
+# ------------------------------------------------------------------ the rules
 
 
 def score_alone(model, tokenizer, context: str, continuation: str) -> tuple[float, bool]:
@@ -94,32 +96,20 @@ def test_hellaswag_equals_a_plain_loop(model, tokenizer):
 
 
 def test_lambada_equals_a_plain_loop(model, tokenizer, tmp_path):
-    """acc counts the last words that greedy decoding writes; one of these is written on purpose."""
-    ids = tokenizer.encode("the cat sat on")
-    with torch.no_grad():
-        likeliest = model(torch.tensor([ids])).logits[0, -1].topk(100).indices.tolist()
+    """acc counts the last words that greedy decoding writes; some of these are written on purpose."""
     texts = [json.loads(line)["text"] for line in LAMBADA.read_text(encoding="utf-8").splitlines()]
     assert "Hello" in texts  # one word, so its context is empty
-    texts += ["the cat sat on" + tokenizer.decode([token]) for token in likeliest]
-    texts = [text for text in texts if text == "Hello" or text.count(" ") > 2]
+    for words in itertools.product(WORDS.split(), repeat=2):
+        context = f"the {' '.join(words)}"
+        with torch.no_grad():
+            likeliest = model(tokenizer.encode(context, return_tensors="pt")).logits[0, -1].argmax()
+        texts += [context + word for word in [tokenizer.decode(likeliest)] if re.fullmatch(r" \S+", word)]
     path = tmp_path / "lambada.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
     scores = [score_alone(model, tokenizer, text.rpartition(" ")[0], " " + text.rpartition(" ")[2]) for text in texts]
     result = score_task(model, tokenizer, "lambada", read_examples("lambada", str(path)), 300)
-    assert result["acc"] == np.mean([greedy for _, greedy in scores])
+    assert result["acc"] == np.mean([greedy for _, greedy in scores]) > 0
     assert result["perplexity"] == pytest.approx(math.exp(-np.mean([total for total, _ in scores])), rel=1e-4)
-
-
-def test_a_word_that_greedy_decoding_writes_is_a_hit(model, tokenizer):
-    """Rows that greedy decoding wrote are greedy, rows with another last token are not."""
-    ids = tokenizer.encode("the cat sat on a mat")
-    start = len(ids)
-    with torch.no_grad():
-        for _ in range(3):
-            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-    rows = [ids, [*ids[:-1], (ids[-1] + 1) % 400]]
-    windows = [*(Window(np.array(row), 3) for row in rows), Window(np.array(ids[:start]), 2)]
-    assert [score.is_greedy for score in score_windows(model, windows, 300)][:2] == [True, False]
 
 
 def test_every_example_equals_lm_eval(model, tokenizer, tmp_path, monkeypatch):
@@ -156,17 +146,20 @@ def test_every_example_equals_lm_eval(model, tokenizer, tmp_path, monkeypatch):
             assert [score.is_greedy for score in found] == [str(e[1]) == "True" for e in expected]
 
 
-def test_the_padding_of_the_vocabulary_does_not_count(model, tokenizer):
-    """A padded model has the scores of the saved one, even if its padding would be the likeliest token."""
-    windows = encode_pairs(tokenizer, [("the cat", " sat"), ("a mat while rain", " fell")], CONTEXT)
-    expected = score_windows(model, windows, 300)
-    padded = GPT2LMHeadModel(model.config).eval()
-    padded.load_state_dict(model.state_dict())
-    padded.resize_token_embeddings(len(tokenizer) + 12, mean_resizing=False)
-    padded.get_output_embeddings().weight.data[len(tokenizer) :] = 3.0
-    for score, other in zip(score_windows(padded, windows, 300, len(tokenizer)), expected, strict=True):
-        assert score.log_probability == pytest.approx(other.log_probability, abs=1e-4)
-        assert score.is_greedy == other.is_greedy
+def test_acc_norm_divides_by_characters_not_by_bytes():
+    """Per byte, the first choice would win; per character, the second does."""
+    example = Example("a", ["\u00e9\u00e9\u00e9", "abcd"], 1)
+    scores = summarize_hellaswag([example], [[Score(-3.3, False), Score(-4.0, False)]])
+    assert (scores["acc"], scores["acc_norm"]) == (0.0, 1.0)
+
+
+def test_the_errors_of_the_last_words():
+    """A perplexity has a standard error too; a single example has none."""
+    words = summarize_lambada([], [[Score(-1.0, True)], [Score(-3.0, False)]])
+    expected = {"acc": 0.5, "acc_stderr": 0.5, "perplexity": math.exp(2), "perplexity_stderr": math.exp(2)}
+    assert words == pytest.approx(expected)
+    alone = summarize_lambada([], [[Score(-1e6, False)]])
+    assert alone == {"acc": 0.0, "acc_stderr": None, "perplexity": math.inf, "perplexity_stderr": None}
 
 
 def test_fewer_examples_are_a_prefix_of_a_fixed_order(model, tokenizer, monkeypatch):
@@ -186,17 +179,35 @@ def test_fewer_examples_are_a_prefix_of_a_fixed_order(model, tokenizer, monkeypa
     assert sorted(scored) == sorted(example.context for example in examples)
 
 
-def test_a_task_stops_between_chunks(model, tokenizer):
-    answers = iter([False, True])
-    examples = [Example("the cat sat", ["on a mat", "off"], 0)] * 150
-    assert score_task(model, tokenizer, "hellaswag", examples, 300, must_stop=lambda: next(answers)) is None
+HELLASWAG_ROW = '{"activity_label": "a", "ctx_a": "b", "ctx_b": "", "endings": ["c"], "label": %s}'
 
 
-def test_training_with_tasks_is_the_same_training(train, tmp_path):
-    """Scoring tasks changes neither losses nor weights, not even with dropout. The scores are logged."""
+@pytest.mark.parametrize(
+    ("task", "content", "expected"),
+    [
+        ("lambada", '{"text": "a b"}\n{"texts": "a"}', "row 2 is no lambada example"),
+        ("lambada", "not json", "row 1 is no lambada example"),
+        ("lambada", "\n", "is empty"),
+        ("hellaswag", HELLASWAG_ROW % '""', "row 1 is no hellaswag example"),
+        ("hellaswag", HELLASWAG_ROW % "1", "row 1 is no hellaswag example"),
+    ],
+)
+def test_another_schema_stops_a_run_before_its_text_is_prepared(train, tmp_path, task, content, expected):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(content)
+    with pytest.raises(UserError, match=expected):
+        train("--eval_tasks", f"{task}={path}", dataset_dir=tmp_path / "not_looked_at")
+
+
+# ------------------------------------------------------------------ during training
+
+
+def test_training_with_tasks_is_the_same_training(train, tmp_path, capsys):
+    """Scoring tasks changes neither losses nor weights, not even with dropout. The scores are logged and shown."""
     shape = ["--config_overrides", "n_layer=2,n_head=2,n_embd=32,resid_pdrop=0.1", "--block_size", "32"]
     with_tasks, without = (tmp_path / name for name in ("with", "without"))
     train("--eval_steps", "2", "--eval_tasks", *GIVEN, output_dir=with_tasks, shape=shape)
+    assert re.search(r"^  hellaswag: acc 0\.\d{4}, acc_norm 0\.\d{4} \(20 ex", capsys.readouterr().out, re.MULTILINE)
     train("--eval_steps", "2", output_dir=without, shape=shape)
     losses = [[event["loss"] for event in read_events(run, "train")] for run in (with_tasks, without)]
     assert losses[0] == losses[1] and len(losses[0]) == 4
@@ -209,102 +220,35 @@ def test_training_with_tasks_is_the_same_training(train, tmp_path):
     assert json.loads((without / "summary.json").read_text())["tasks"] == {}
 
 
-def test_an_evaluation_in_training_scores_a_fixed_number(train, monkeypatch):
-    """It does not depend on the speed of the machine."""
-    monkeypatch.setattr(validation, "TASK_EXAMPLES", 7)
-    events = read_events(train("--eval_tasks", *GIVEN, "--max_steps", "1"), "eval")
-    assert {event["hellaswag_num_examples"] for event in events} == {7}
+def test_the_scores_in_training_are_those_of_the_saved_model(train, monkeypatch):
+    """scripts/evaluate_model.py finds those of the last evaluation, whose model had a padded vocabulary.
 
-
-def test_the_scores_in_training_are_those_of_the_saved_model(train, tmp_path):
-    """scripts/evaluate_model.py finds the scores of the last evaluation, whose model had a padded vocabulary."""
+    An evaluation in training scores a fixed number of examples, however fast the machine is.
+    """
+    monkeypatch.setattr(validation, "TASK_EXAMPLES", 15)
     run = train("--eval_tasks", ",".join(GIVEN), "--max_steps", "2")
-    assert not run_script("scripts/evaluate_model.py", "--model", run, "--tasks", *GIVEN)
+    assert not run_script("scripts/evaluate_model.py", "--model", run, "--tasks", *GIVEN, "--max_task_examples", 15)
     found = json.loads((run / "evaluation.json").read_text())["tasks"]
     for task, scores in split_scores(read_events(run, "eval")[-1]).items():
+        assert scores["num_examples"] == 15
         for name in set(scores) - {"seconds"}:
             assert found[task][name] == pytest.approx(scores[name], rel=1e-3), (task, name)
 
 
-def test_the_line_of_an_evaluation_shows_the_tasks():
-    values = {"loss": 1.0, "perplexity": 2.7, "bits_per_byte": 0.5, "hellaswag_acc": 0.25, "hellaswag_acc_norm": 0.5,
-              "hellaswag_acc_stderr": 0.1, "hellaswag_num_examples": 32, "hellaswag_seconds": 1.0}  # fmt: skip
-    shown = describe_evaluation("step 1", values).splitlines()
-    assert shown[1] == "  hellaswag: acc 0.2500, acc_norm 0.5000 (32 examples)"
+def test_the_padding_of_the_vocabulary_does_not_count(model, tokenizer):
+    """A padded model has the scores of the saved one, even if its padding would be the likeliest token."""
+    windows = encode_pairs(tokenizer, [("the cat", " sat"), ("a mat while rain", " fell")], CONTEXT)
+    expected = score_windows(model, windows, 300)
+    padded = GPT2LMHeadModel(model.config).eval()
+    padded.load_state_dict(model.state_dict())
+    padded.resize_token_embeddings(len(tokenizer) + 12, mean_resizing=False)
+    padded.get_output_embeddings().weight.data[len(tokenizer) :] = 3.0
+    for score, other in zip(score_windows(padded, windows, 300, len(tokenizer)), expected, strict=True):
+        assert score.log_probability == pytest.approx(other.log_probability, abs=1e-4)
+        assert score.is_greedy == other.is_greedy
 
 
-def test_the_names_of_the_tasks():
-    """config.py, which imports no torch, knows the tasks that can be read."""
-    assert set(EVAL_TASKS) == set(SOURCES)
-
-
-@pytest.mark.parametrize(
-    ("typed", "expected"),
-    [
-        ("helaswag", "unknown task 'helaswag'; did you mean hellaswag? (tasks: hellaswag, lambada)"),
-        ("mmlu=a.jsonl", "unknown task 'mmlu'"),
-        ("lambada,lambada", "the task lambada is given twice"),
-        ("lambada=", "the task lambada has an empty file name"),
-    ],
-)
-def test_a_wrong_task_is_refused_at_once(typed, expected):
-    with pytest.raises(UserError, match=re.escape(expected)):
-        load_config(["--dataset_dir", "d", "--eval_tasks", typed])
-
-
-def test_acc_norm_divides_by_characters_not_by_bytes():
-    """lm-eval's rule. Per byte, the first choice would win; per character, the second does."""
-    example = Example("a", ["\u00e9\u00e9\u00e9", "abcd"], 1)
-    scores = summarize_hellaswag([example], [[Score(-3.3, False), Score(-4.0, False)]])
-    assert (scores["acc"], scores["acc_norm"]) == (0.0, 1.0)
-
-
-def test_the_summaries():
-    """Multiple choice, in total and per character; the last word, with the error of its perplexity."""
-    examples = [Example("", ["a", "bb"], 0), Example("", ["a", "bb"], 1), Example("", ["aaaaa", "b"], 1)]
-    log_probabilities = [(-3.0, -4.0), (-3.0, -4.0), (-2.0, -1.0)]
-    choices = summarize_hellaswag(examples, [[Score(value, False) for value in pair] for pair in log_probabilities])
-    assert choices["acc"] == pytest.approx(2 / 3) and choices["acc_norm"] == pytest.approx(1 / 3)
-    assert choices["acc_stderr"] == pytest.approx(math.sqrt(2 / 3 * 1 / 3 / 2))
-    words = summarize_lambada([], [[Score(-1.0, True)], [Score(-3.0, False)]])
-    expected = {"acc": 0.5, "acc_stderr": 0.5, "perplexity": math.exp(2), "perplexity_stderr": math.exp(2)}
-    assert words == pytest.approx(expected)
-    alone = summarize_lambada([], [[Score(-1e6, False)]])
-    assert alone == {"acc": 0.0, "acc_stderr": None, "perplexity": math.inf, "perplexity_stderr": None}
-
-
-def test_a_missing_file_is_refused():
-    with pytest.raises(UserError, match="gone.jsonl"):
-        read_examples("lambada", "gone.jsonl")
-
-
-@pytest.mark.parametrize(
-    ("task", "content", "expected"),
-    [
-        ("lambada", '{"text": "a b"}\n{"texts": "a"}', "row 2 is no lambada example"),
-        ("lambada", "not json", "row 1 is no lambada example"),
-        ("lambada", "\n", "is empty"),
-        ("lambada", "[1]", "row 1 is no lambada example"),
-        ("hellaswag", '{"text": "a b"}', "expected activity_label, ctx_a, ctx_b, endings, label"),
-        ("hellaswag", '{"activity_label": "a", "ctx_a": "b", "ctx_b": "", "endings": ["c"], "label": ""}', "row 1"),
-        ("hellaswag", '{"activity_label": "a", "ctx_a": "b", "ctx_b": "", "endings": ["c"], "label": 1}', "row 1"),
-        ("hellaswag", '{"activity_label": "a", "ctx_a": "b", "ctx_b": "", "endings": [1], "label": 0}', "row 1"),
-    ],
-)
-def test_a_file_of_another_schema_is_refused(tmp_path, task, content, expected):
-    """The message names the row."""
-    path = tmp_path / "rows.jsonl"
-    path.write_text(content)
-    with pytest.raises(UserError, match=re.escape(expected)):
-        read_examples(task, str(path))
-
-
-def test_another_schema_stops_a_run_before_its_text_is_prepared(train, tmp_path):
-    (tmp_path / "rows.jsonl").write_text("{}")
-    with pytest.raises(UserError, match="row 1 is no lambada example"):
-        train("--eval_tasks", f"lambada={tmp_path / 'rows.jsonl'}", dataset_dir=tmp_path / "not_looked_at")
-
-
-def test_the_hub_out_of_reach_is_one_sentence():
-    with pytest.raises(UserError, match="cannot download Rowan/hellaswag: .*; pass hellaswag=FILE.jsonl"):
-        read_examples("hellaswag", None)
+def test_a_task_stops_between_chunks(model, tokenizer):
+    answers = iter([False, True])
+    examples = [Example("the cat sat", ["on a mat", "off"], 0)] * 150
+    assert score_task(model, tokenizer, "hellaswag", examples, 300, must_stop=lambda: next(answers)) is None

@@ -4,10 +4,9 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from conftest import ROOT, default_arguments, load_program, run_script, run_training
+from conftest import ROOT, TINY, default_arguments, load_program, run_script, run_training
 from huggingface_hub import __version__ as hub_version
 from packaging.requirements import Requirement
 from packaging.version import Version
@@ -73,9 +72,7 @@ def started(monkeypatch):
 
 def test_one_process_runs_the_program_itself(started, tmp_path, dataset_dir):
     """Signals then reach it without a launcher, and its exit status is the job's. The command trains."""
-    arguments = default_arguments(
-        dataset_dir, tmp_path / "run", ["--config_overrides", "n_layer=1,n_head=2,n_embd=32"]
-    )
+    arguments = default_arguments(dataset_dir, tmp_path / "run", TINY)
     command = started(*arguments)
     assert command[1:] == [str(ROOT / "recipe/train.py"), "--resume_from_checkpoint", "auto", *arguments]
     run_training(command[2:], tmp_path / "run")
@@ -89,14 +86,7 @@ def test_several_gpus_use_the_launcher(started, monkeypatch):
     program = command.index(str(ROOT / "recipe/train.py"))
     assert command[1:4] == ["-m", "accelerate.commands.launch", "--multi_gpu"]
     assert command[command.index("--num_processes") + 1] == "8" and program > command.index("--dynamo_backend")
-    assert command[program + 1 :] == [
-        "--output_dir",
-        "runs/demo",
-        "--resume_from_checkpoint",
-        "auto",
-        "--max_steps",
-        "5",
-    ]
+    assert " ".join(command[program + 1 :]) == "--output_dir runs/demo --resume_from_checkpoint auto --max_steps 5"
 
 
 @pytest.mark.parametrize(
@@ -116,14 +106,9 @@ def test_the_options_that_it_adds(arguments, expected):
     assert load_program(SCRIPT).build_defaults(arguments.split()) == expected.split()
 
 
-def test_a_mistake_is_reported_before_training_starts():
-    """It is one sentence, as the training program's own."""
-    assert "unknown option --max_step;" in run_script(SCRIPT, "--max_step", 5)
-
-
 def test_without_the_package(tmp_path):
     """The message says how to pass it to uv."""
-    program = Path(tmp_path / "train_on_hub.py")
+    program = tmp_path / "train_on_hub.py"
     program.write_text("import sys; sys.modules['recipe'] = None\n" + (ROOT / SCRIPT).read_text())
     result = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout) == (1, "") and "gpt2-recipe is not installed" in result.stderr

@@ -1,0 +1,193 @@
+"""The start of a run: what may change when it resumes, and existing weights."""
+
+import re
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from conftest import BLOCK_SIZE, read_events
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from recipe.errors import UserError
+
+RESUME = ["--resume_from_checkpoint", "auto"]
+
+
+@pytest.fixture(scope="module")
+def four_steps(train_shared):
+    """A finished run with checkpoints 2 and 4."""
+    return train_shared("--save_steps", "2")
+
+
+@pytest.fixture
+def finished(four_steps, tmp_path):
+    """A copy of the finished run, in the folder that `train` uses."""
+    return shutil.copytree(four_steps, tmp_path / "run", ignore=shutil.ignore_patterns(".lock"))
+
+
+def own_recipe(run, **changes):
+    """Return the options that resume a run by its own recipe, some values of which have changed."""
+    path = run.parent / "recipe.yaml"
+    path.write_text(yaml.safe_dump(yaml.safe_load((run / "training_config.yaml").read_text()) | changes))
+    return [*RESUME, "--config", path, "--output_dir", run]
+
+
+# ------------------------------------------------------------------ what may change when a run resumes
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [("learning_rate", 0.002, "0.003 -> 0.002"), ("max_steps", 8, "4 -> 8"), ("max_minutes", 9.0, "None -> 9.0")],
+)
+def test_a_changed_recipe_does_not_change_the_schedule(train, finished, option, value, expected):
+    with pytest.raises(UserError, match=f"{option} {expected}; type the option on the command line"):
+        train(*own_recipe(finished, **{option: value}), alone=True)
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("--max_steps 8 --seed 1", "seed 1337 -> 1.*start a new run"),
+        ("--max_steps 8 --optim muon", "optim.*start a new run"),
+        ("--max_steps 8 --weight_decay 0", "weight_decay 0.1 -> 0.*start a new run"),
+        ("--max_steps 3", "is at step 4 already"),
+    ],
+)
+def test_what_a_run_cannot_change(train, finished, typed, expected):
+    with pytest.raises(UserError, match=expected):
+        train(*RESUME, *typed.split())
+    assert [e["step"] for e in read_events(finished, "train")] == [1, 2, 3, 4]
+
+
+def test_a_typed_change_keeps_the_past_and_is_recorded(train, finished, capsys):
+    """Only the steps after it follow the new schedule, and the folder records what changed."""
+    before = [e["loss"] for e in read_events(finished, "train")]
+    recipe = own_recipe(finished, learning_rate=0.002, save_steps=4)
+    train(*recipe, "--max_steps", "8", "--learning_rate", "0.002", alone=True)
+    assert "from step 5, learning_rate is 0.002 instead of 0.003" in capsys.readouterr().out
+    events = read_events(finished, "train")
+    assert [e["loss"] for e in events[:4]] == before
+    assert [e["learning_rate"] for e in events[4:]] == pytest.approx([0.002 * (8 - k) / 6 for k in range(4, 8)])
+    (record,) = read_events(finished, "schedule")
+    changes = {"learning_rate": [0.003, 0.002], "max_steps": [4, 8]}
+    assert record == {"event": "schedule", "step": 4, "changes": changes}
+    # The changed run resumes by its own recipe, also from the checkpoint before the change.
+    shutil.rmtree(finished / "checkpoint-8")
+    train(*own_recipe(finished), alone=True)
+    assert read_events(finished, "train")[-1]["step"] == 8
+
+
+def test_typed_epochs_and_schedules_may_change_what_follows_from_them(train, finished, dataset):
+    """Epochs are consent to their number of steps, a schedule to other arguments of it. The config records steps."""
+    typed = ["--num_train_epochs", 8 / len(dataset.train) * 4, "--lr_scheduler_type", "cosine_with_min_lr"]
+    recipe = own_recipe(finished, lr_scheduler_kwargs=None)
+    train(*recipe, *typed, "--lr_scheduler_kwargs", "min_lr_rate=0.5", alone=True)
+    (record,) = read_events(finished, "schedule")
+    assert record["changes"].keys() == {"max_steps", "lr_scheduler_type", "lr_scheduler_kwargs"}
+    assert read_events(finished, "train")[-1]["step"] == 8
+    content = yaml.safe_load((finished / "training_config.yaml").read_text())
+    assert content["max_steps"] == 8 and "num_train_epochs" not in content
+
+
+def test_a_branch_from_an_earlier_checkpoint_requires_its_own_folder(train, finished, tmp_path):
+    """Otherwise checkpoints of the old schedule would count as the run's newest."""
+    branch = ["--resume_from_checkpoint", finished / "checkpoint-2", "--max_steps", "3"]
+    with pytest.raises(UserError, match=r"\(checkpoint-4\)"):
+        train(*branch)
+    branched = train(*branch, output_dir=tmp_path / "branch")
+    assert [e["step"] for e in read_events(branched, "train")] == [3]
+
+
+def test_a_change_of_precision_is_reported(train, finished, capsys):
+    train(*RESUME, "--max_steps", "5", "--mixed_precision", "bf16")
+    assert "the precision changes from no to bf16 at step 4" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------ existing weights
+
+
+@pytest.fixture
+def base(four_steps, tmp_path):
+    """A model to start from: a copy of the finished run."""
+    return shutil.copytree(four_steps, tmp_path / "base", ignore=shutil.ignore_patterns("checkpoint-*", ".lock"))
+
+
+@pytest.fixture
+def fine_tune(train, base, tmp_path):
+    """Train on a model, whose shape may not be overridden; dropout may."""
+
+    def run(*arguments, source=base, output_dir=tmp_path / "tuned"):
+        overrides = ["--block_size", BLOCK_SIZE, "--config_overrides", "resid_pdrop=0.0"]
+        return train("--model_name_or_path", source, *arguments, output_dir=output_dir, shape=overrides)
+
+    return run
+
+
+def test_training_starts_from_existing_weights(fine_tune, base, tmp_path, dataset):
+    """At step 0 the model has the loss of the stock model; the run resumes bit for bit without its source."""
+    arguments = ["--save_steps", "2", "--max_eval_samples", "all"]
+    tuned = fine_tune(*arguments)
+    first, last = (e["loss"] for e in read_events(tuned, "eval"))
+    model = AutoModelForCausalLM.from_pretrained(base).eval()
+    rows = torch.from_numpy(dataset.validation[np.arange(len(dataset.validation))])
+    with torch.no_grad():
+        logits = model(input_ids=rows[:, :-1]).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()).item()
+    assert first == pytest.approx(expected, abs=1e-5) and last < first
+    config = AutoModelForCausalLM.from_pretrained(tuned).config
+    assert (config.n_layer, config.n_embd, config.vocab_size, config.n_positions) == (2, 32, 500, BLOCK_SIZE)
+    base.rename(tmp_path / "elsewhere")
+    resume = ["--resume_from_checkpoint", tuned / "checkpoint-2"]
+    resumed = fine_tune(*arguments, *resume, output_dir=tmp_path / "resumed")
+    assert (resumed / "model.safetensors").read_bytes() == (tuned / "model.safetensors").read_bytes()
+
+
+def test_models_of_other_trainers(fine_tune, base, tmp_path):
+    """More rows than the tokenizer has tokens are dropped, and half-precision weights train in fp32."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float16)
+    model.resize_token_embeddings(640)
+    model.save_pretrained(tmp_path / "other")
+    for path in base.glob("tokenizer*"):
+        shutil.copy(path, tmp_path / "other")
+    tuned = fine_tune("--max_steps", "1", source=tmp_path / "other")
+    assert AutoModelForCausalLM.from_pretrained(tuned).config.vocab_size == 500
+    assert {tensor.dtype for tensor in load_file(tuned / "model.safetensors").values()} == {torch.float32}
+
+
+def remove_tokenizer(model_dir):
+    for path in model_dir.glob("tokenizer*"):
+        path.unlink()
+
+
+def remove_weight(model_dir):
+    weights = load_file(model_dir / "model.safetensors")
+    del weights["transformer.h.1.mlp.c_fc.weight"]
+    save_file(weights, model_dir / "model.safetensors", metadata={"format": "pt"})
+
+
+def shrink_vocabulary(model_dir):
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    model.resize_token_embeddings(400)
+    model.save_pretrained(model_dir)
+
+
+@pytest.mark.parametrize(
+    ("change", "arguments", "expected"),
+    [
+        (None, "--config_overrides n_layer=3", "n_layer cannot differ from the model in"),
+        (None, "--block_size 64", "has 32 positions, fewer than block_size 64"),
+        (None, "--model_name_or_path no/such/folder", "there is no folder no/such/folder"),
+        # Transformers would build an empty tokenizer, and initialize missing weights at random.
+        (remove_tokenizer, "", "there is no tokenizer.json in"),
+        (remove_weight, "", "lacks weights: transformer.h.1.mlp.c_fc.weight"),
+        (shrink_vocabulary, "", "the tokenizer has 500 tokens, more than the 400 of the model"),
+    ],
+)
+def test_models_that_training_cannot_start_from(fine_tune, base, change, arguments, expected):
+    if change is not None:
+        change(base)
+    with pytest.raises(UserError, match=re.escape(expected)):
+        fine_tune(*arguments.split())
