@@ -38,7 +38,7 @@ warmup_steps weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm
 mixed_precision tf32 dynamo_backend bf16_residual deterministic
 logging_steps eval_steps max_eval_samples expected_loss eval_tasks
 save_steps save_total_limit resume_from_checkpoint report_to profile
-sample_prompt push_to_hub hub_model_id hub_strategy hub_private_repo hub_license hub_language
+sample_prompt push_to_hub hub_model_id hub_strategy hub_overwrite hub_private_repo hub_license hub_language
 """
 
 

@@ -270,7 +270,7 @@ def test_the_commands_that_a_run_prints_repeat_the_launchers_options(two_process
     folder, printed = two_processes
     options = re.escape(" ".join(TWO_PROCESSES))
     command = rf"ACCELERATE_USE_CPU=true accelerate launch (.* )?{options} (.* )?{folder / 'train.py'}"
-    assert len(re.findall(rf"^launched by: {command}$", printed, re.MULTILINE)) == 2
+    assert len(re.findall(rf"^launched by: {command}$", printed, re.MULTILINE)) == 2, printed
 
 
 def test_launched_processes_must_see_each_other(train, monkeypatch):
