@@ -1,7 +1,6 @@
 """The order of examples is a pure function of (seed, dataset), for any micro-batch and number of processes."""
 
 import itertools
-import time
 
 import numpy as np
 import pytest
@@ -101,32 +100,12 @@ def test_every_placement_rejects_an_id_beyond_the_vocabulary(wide_split, placeme
         next(read_rows(split, TrainOrder(len(split), 1, 64, 64), CPU, 0, placement))
 
 
-def test_rows_in_memory_hold_no_map_of_the_file(wide_split):
-    assert wide_split.in_memory().chunk(0).flags.owndata and not wide_split.chunk(0).flags.owndata
-
-
 def test_batches_do_not_draw_from_torchs_generator(wide_split):
     """Dropout after a resume would differ."""
     before = torch.get_rng_state()
     batches = TrainBatches(read_rows(wide_split, TrainOrder(len(wide_split), 1, 8, 8), CPU), CPU)
     next(batches)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_the_wait_for_batches_is_counted():
-    """It includes the batch fetched ahead."""
-
-    def slow():
-        for number in itertools.count():
-            time.sleep(0.05)
-            yield torch.full((2, 4), number), (number, 0)
-
-    batches = TrainBatches(slow(), CPU)
-    for number in range(2):
-        inputs, _ = next(batches)
-        assert inputs.shape == (2, 3) and inputs.eq(number).all() and batches.position == (number, 0)
-    assert 0.15 <= batches.take_wait() < 0.5 and batches.take_wait() == 0
-    batches.close()
 
 
 @pytest.mark.parametrize(("batch_size", "num_processes"), [(1, 1), (3, 1), (4, 2), (5, 3), (64, 2)])

@@ -152,19 +152,6 @@ def test_characters_that_are_new_in_unicode_17(tokenizer, character):
     assert encode(texts)[0].tolist() == [i for ids in ids_of(tokenizer, texts) for i in ids]
 
 
-@pytest.mark.parametrize(("limit", "num_built"), [(2**40, 1), (-(2**40), 11)])
-def test_the_encoder_starts_over_when_its_cache_has_grown(tokenizer, monkeypatch, limit, num_built):
-    """A new tokenizer replaces one whose process has grown beyond the limit; the ids stay the same."""
-    monkeypatch.setattr(encode_module, "CACHE_BYTES", limit)
-    monkeypatch.setattr(encode_module, "UNCHECKED_CHARACTERS", 10_000)
-    built, real = [], gigatoken.Tokenizer.from_json
-    monkeypatch.setattr(gigatoken.Tokenizer, "from_json", lambda content: built.append(1) or real(content))
-    encode, rng = build_encoder(tokenizer, "gigatoken"), np.random.default_rng(0)
-    texts = [" ".join(map(str, rng.integers(10**8, 10**9, 2_000))) for _ in range(10)]
-    assert [encode([text])[0].tolist() for text in texts] == ids_of(tokenizer, texts)
-    assert len(built) == num_built
-
-
 @pytest.mark.parametrize("piece_characters", [1, 20, 300])
 @pytest.mark.parametrize("change", [GPT2Tokenizer, use_split_pattern])
 def test_the_pieces_of_a_text_have_its_ids(tokenizer, monkeypatch, piece_characters, change):

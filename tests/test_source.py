@@ -6,18 +6,14 @@ import csv
 import dataclasses
 import gzip
 import io
-import itertools
 import json
 import lzma
 import os
 import re
 import shutil
-import sysconfig
 from pathlib import Path
-from types import SimpleNamespace
 
 import datasets
-import huggingface_hub
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -25,9 +21,8 @@ import pytest
 from conftest import make_documents, wet_record
 
 from recipe.config import STANDARD_LIBRARY
-from recipe.data import source as source_module
 from recipe.data.read import ReadReport, read_texts, read_unit
-from recipe.data.source import TextSource, Unit, describe_files, name_of_text, read_standard_library
+from recipe.data.source import TextSource, Unit, describe_files, name_of_text
 from recipe.errors import UserError
 
 GOOD = b'{"text": "good"}\n'
@@ -228,20 +223,6 @@ def test_units_hold_each_document_once_in_order(tmp_path, small_units, name):
     assert sum(ends for *_, ends in alone) == len(documents)
 
 
-@pytest.mark.parametrize("separator", [None, "<sep>"])
-def test_a_document_belongs_to_the_unit_in_which_it_begins(tmp_path, small_units, separator):
-    """At or after the first byte of the unit."""
-    texts = [text * (1 + 9 * (number % 7 == 0)) for number, text in enumerate(DOCUMENTS)]
-    path = lines(tmp_path, texts, separator) if separator else write_jsonl(tmp_path / "a.jsonl", texts)
-    pieces = Path(path).read_bytes().split((separator or "\n").encode())
-    starts = [0, *itertools.accumulate(len(piece) + len(separator or "\n") for piece in pieces)]
-    source = TextSource((path,), document_separator=separator)
-    for unit in source.units():
-        ((_, start, stop, _),) = unit.parts
-        expected = [text for text, at in zip(texts, starts, strict=False) if start <= at < stop]
-        assert [document.text for document in read_unit(source, unit, ReadReport())] == expected
-
-
 def test_small_files_share_units(tmp_path, small_units):
     """Files of all kinds, in the order of their names."""
     for number, text in enumerate(DOCUMENTS):
@@ -250,28 +231,6 @@ def test_small_files_share_units(tmp_path, small_units):
     source = TextSource((str(tmp_path),), document_separator="<sep>")
     assert 3 < len(source.units()) < 60
     assert texts_of(source) == DOCUMENTS
-
-
-def test_a_line_of_40_mb_has_several_units(tmp_path):
-    """As text8 is: without a line end, it is cut between words."""
-    text = " ".join(map(str, range(5_100_000)))
-    source = TextSource((lines(tmp_path, [text]),))
-    assert len(text) > 39e6 and len(source.units()) >= 4
-    assert max(unit.num_bytes for unit in source.units()) <= source_module.SMALLEST_UNIT
-    parts = [part for unit in source.units() for part in read_unit(source, unit, ReadReport())]
-    assert "".join(part.text for part in parts) == text
-    assert all(part.text.endswith(" ") for part in parts[:-1])
-
-
-@pytest.mark.parametrize("kind", ["empty.parquet", "rows.parquet", "rows.jsonl"])
-def test_a_source_without_rows_has_no_documents(tmp_path, kind):
-    """It may have no units."""
-    if kind == "empty.parquet":
-        with pq.ParquetWriter(tmp_path / kind, pa.schema({"text": pa.string()})):
-            pass
-    else:
-        (write_parquet if kind == "rows.parquet" else write_jsonl)(tmp_path / kind, [None, ""])
-    assert read(TextSource((str(tmp_path / kind),))) == []
 
 
 # ------------------------------------------------------------------ splits
@@ -400,17 +359,6 @@ def test_folders_and_patterns_stand_for_their_files(tmp_path):
         TextSource((str(tmp_path / "z.*"),)).units()
 
 
-def test_rows_without_text_are_counted(tmp_path):
-    """Null and blank ones, and those without the column, whose columns are named."""
-    write_jsonl(tmp_path / "a.jsonl", [None, "", " \n", "good"])
-    write_parquet(tmp_path / "b.parquet", [None, "good"])
-    write_jsonl(tmp_path / "c.jsonl", ["x"] * 3, "body")
-    write_parquet(tmp_path / "d.parquet", ["x"] * 4, "content")
-    report = ReadReport()
-    assert [text for _, text in read(TextSource((str(tmp_path),)), report)] == ["good", "good"]
-    assert (report.num_blank, report.num_without_column, report.columns) == (4, 7, ["body", "n", "content"])
-
-
 BAD_SOURCES = [
     ({"train_files": ("gone.txt",)}, "gone.txt"),
     ({"train_files": ("gone/*.txt",)}, "gone/"),
@@ -462,12 +410,6 @@ def test_the_standard_library_is_a_corpus():
     assert not any("test.support" in text[:200] for text in documents)
 
 
-def test_an_interpreter_without_sources_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
-    with pytest.raises(UserError, match="pass --train_file"):
-        list(read_standard_library())
-
-
 # ------------------------------------------------------------------ identity
 
 
@@ -502,22 +444,6 @@ def test_an_edit_of_one_byte_is_another_text(tmp_path, size, share):
     assert content_of(path) != before
 
 
-@pytest.mark.parametrize("block", [0, 2, 4, 7])
-def test_blocks_of_a_large_file_are_hashed(tmp_path, monkeypatch, block):
-    """Its first, its last and evenly spaced ones, and its size."""
-    monkeypatch.setattr(source_module, "HASHED_WHOLE", 4 * 2**10)
-    monkeypatch.setattr(source_module, "BLOCK", 2**10)
-    path = tmp_path / "a.txt"
-    path.write_bytes(bytes(7 * 2**10))
-    before = content_of(path)
-    with open(path, "r+b") as file:  # the file has 7 blocks, of which 0, 2, 4 and 6 are hashed
-        file.seek(min(block, 6) * 2**10 + (block == 7) * (2**10 - 1))
-        file.write(b"y")
-    assert content_of(path) != before
-    path.write_bytes(bytes(7 * 2**10 + 1))
-    assert content_of(path) != before
-
-
 def test_the_identity_covers_every_option_and_file(tmp_path):
     """Everything that changes the documents changes it, and nothing else does."""
     a, b = write_jsonl(tmp_path / "a.jsonl", ["x"]), write_jsonl(tmp_path / "b.jsonl", ["y"])
@@ -537,34 +463,3 @@ def test_the_identity_covers_every_option_and_file(tmp_path):
     base = TextSource(dataset_name="org/data")
     options = [{}, {"dataset_name": "org/other"}, {"dataset_config_name": "c"}, {"dataset_split": "test"}]
     assert len({dataclasses.replace(base, **changed).options_sha256 for changed in options}) == len(options)
-
-
-def test_digests_are_read_once(tmp_path, monkeypatch):
-    """They are cached by path, size and time."""
-    path = write_jsonl(tmp_path / "a.jsonl", make_documents(9))
-    before = content_of(Path(path))
-    monkeypatch.setattr(source_module, "digest_file", lambda path: 1 / 0)
-    assert content_of(Path(path)) == before
-
-
-def test_the_data_files_of_a_hub_dataset_identify_it(monkeypatch):
-    """An edit of the README changes nothing; a Hub that cannot be reached says nothing."""
-    files = {"README.md": 1, ".gitattributes": 1, "data/train-0.parquet": 1}
-
-    def dataset_info(name, **_):
-        if not files:
-            raise OSError("no network")
-        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=n, blob_id=b, size=9) for n, b in files.items()])
-
-    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: SimpleNamespace(dataset_info=dataset_info))
-
-    def identity() -> str | None:
-        return TextSource(dataset_name="org/data").content_id
-
-    before = identity()
-    files["README.md"] = 2
-    assert identity() == before
-    files["data/train-0.parquet"] = 2
-    assert identity() not in (before, None)
-    files.clear()
-    assert identity() is None
