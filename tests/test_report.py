@@ -1,28 +1,23 @@
 """What a run prints, records and sends to trackers."""
 
-import contextlib
-import gc
 import io
 import json
 import re
 import types
 
 import pytest
-import torch
 import yaml
 from accelerate import Accelerator
-from conftest import read_events, reset_accelerate
+from conftest import read_events
 
 import recipe.evaluation.generation
 import recipe.evaluation.scoring
 import recipe.run.log
 import recipe.train
-from recipe.checkpoint import RunState
 from recipe.command_line import load_config
 from recipe.errors import UserError
 from recipe.progress import LineStream
 from recipe.run.folder import _default_name
-from recipe.run.log import RunLog
 from recipe.run.report import compare_with_expected
 
 
@@ -161,67 +156,3 @@ def test_another_model_has_no_expected_loss(tmp_path):
         assert load_config(["--config", str(recipe_file), *typed])[0].expected_loss == found
     with pytest.raises(UserError, match="expected_loss must have value, tolerance, tokens, dataset, source"):
         load_config(["--config", str(recipe_file)])
-
-
-@pytest.fixture
-def log(tmp_path, monkeypatch):
-    """A log of 100 tokens per step with a clock that the test sets: `log.train_at(seconds, losses)`."""
-    reset_accelerate()
-    accelerator, now = Accelerator(cpu=True), [0.0]
-    config = load_config(["--dataset_dir", "d", "--global_batch_size", "10", "--block_size", "10"])[0]
-    monkeypatch.setattr(recipe.run.log, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr(recipe.run.log, "freeze_garbage", lambda: None)
-    state = RunState(run_id="", unlogged={"loss": 5.0, "steps": 1})
-    run = types.SimpleNamespace(
-        config=config, accelerator=accelerator, output_dir=tmp_path, resume_dir=None, started_at=-5.0
-    )
-    log = RunLog(run, state, flops_per_token=6.0)
-    batches, guard = types.SimpleNamespace(take_wait=lambda: 0.0), types.SimpleNamespace(counts=torch.zeros(2))
-
-    def add(*losses):
-        for loss in losses:
-            log.add({"loss": torch.tensor(loss)})
-        state.step += len(losses)
-
-    def train_at(seconds, *losses):
-        add(*losses)
-        now[0] = seconds
-        log.train(state, batches, guard, torch.tensor(0.5), torch.optim.SGD([torch.zeros(1)], lr=0.1))
-        return read_events(tmp_path, "train")[-1]
-
-    @contextlib.contextmanager
-    def paused(seconds):
-        with log.paused(state):
-            yield
-            now[0] += seconds
-
-    yield types.SimpleNamespace(train_at=train_at, add=add, paused=paused, state=state, log=log)
-    log.close()
-    gc.unfreeze()
-    reset_accelerate()
-
-
-def test_losses_are_averaged_between_log_lines(log):
-    """A resumed run continues the average of its checkpoint, and a checkpoint stores an unfinished one."""
-    assert log.train_at(1, 1.0, 3.0)["loss"] == pytest.approx((5 + 1 + 3) / 3)
-    assert log.train_at(2, 4.0)["loss"] == 4
-    log.add(6.0, 7.0)
-    with log.paused(1):
-        assert log.state.unlogged == {"loss": 13, "steps": 2}
-    assert log.train_at(5, 8.0)["loss"] == 7
-    with log.paused(1):
-        assert log.state.unlogged == {}
-
-
-def test_throughput_counts_training_only(log):
-    """The clock excludes evaluations, and the total excludes the first lap, which compiles."""
-    assert log.log.tokens_per_second == 0
-    first = log.train_at(10, 1.0, 1.0)
-    assert first["tokens_per_second"] == 20 == log.log.tokens_per_second
-    assert (first["tokens_seen"], first["share_outside_training"]) == (200, 0)
-    with log.paused(40):
-        pass
-    second = log.train_at(52, 1.0)
-    assert second["tokens_per_second"] == 50 == log.log.tokens_per_second
-    assert second["share_outside_training"] == pytest.approx(40 / 52)
-    assert log.state.train_seconds == 12 and log.log.seconds_to_first_step == 15

@@ -6,7 +6,6 @@ import types
 
 import pytest
 import torch
-from accelerate import Accelerator
 from conftest import read_events, reset_accelerate
 from torch._dynamo.utils import counters
 
@@ -136,22 +135,6 @@ def test_attention(argv, device, expected):
     assert choose_attention(config_of(*argv), device).value == expected
 
 
-def test_compiled_code_is_kept(monkeypatch, tmp_path):
-    """Inductor's cache is outside /tmp or where the user put it. A read-only home folder does not stop the run."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    accelerator.persist_compile_cache()
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "cache" / "gpt2_recipe" / "inductor")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "mine"))
-    accelerator.persist_compile_cache()
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "mine")
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    accelerator.persist_compile_cache()
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == ""
-
-
 def test_a_run_uses_all_cores_unless_the_user_chooses(monkeypatch):
     """`accelerate launch` without a config sets OMP_NUM_THREADS=1; any other number is the user's."""
     state = types.SimpleNamespace(device=CPU, num_processes=1)
@@ -191,33 +174,6 @@ def test_inductor_trains_like_eager(plain, compiled):
     for a, b in zip(read_events(plain, "train"), read_events(compiled, "train"), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], abs=1e-5)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
-
-
-def test_graphs_with_autocast_are_cached():
-    """AOTAutograd finds them when they are compiled again, as after a resume, and they compute what eager does."""
-
-    class PlainLinear(torch.nn.Linear):  # dynamo does not compile torch's own class by itself
-        def forward(self, x):
-            return torch.nn.functional.linear(x, self.weight, self.bias)
-
-    def gradient(compiled: bool) -> list[list[float]]:
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        layer = PlainLinear(4, 4)
-        if compiled:
-            accelerator.compile_module(layer, "inductor")
-        layer = Accelerator(cpu=True, mixed_precision="bf16").prepare(layer)
-        layer(torch.ones(2, 4)).sum().backward()
-        reset_accelerate()
-        return layer.weight.grad.tolist()
-
-    first = gradient(compiled=True)
-    counters.clear()
-    assert gradient(compiled=True) == first == gradient(compiled=False)
-    assert (counters["aot_autograd"]["autograd_cache_hit"], counters["aot_autograd"]["autograd_cache_bypass"]) == (
-        1,
-        0,
-    )
 
 
 def test_bf16_stays_close_to_fp32(train, plain):

@@ -163,58 +163,6 @@ def test_a_run_without_time_takes_one_step(train, clock, dataset_dir, tmp_path):
         assert read_events(run, "train")[-1]["step"] == expected
 
 
-# ------------------------------------------------------------------ an optimizer of one's own
-
-
-class Lion(torch.optim.Optimizer):
-    """Chen et al. (arXiv 2302.06675), without weight decay."""
-
-    def __init__(self, groups):
-        super().__init__(groups, {"lr": 1.0})
-        self.rates = []  # of each step, for the test
-
-    @torch.no_grad()
-    def step(self):
-        self.rates.append([group["lr"] for group in self.param_groups])
-        for group in self.param_groups:
-            for p in group["params"]:
-                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
-                p.sub_(group["lr"] * torch.sign(0.9 * momentum + 0.1 * p.grad))
-                momentum.lerp_(p.grad, 0.01)
-
-
-def test_an_optimizer_of_ones_own(train, tmp_path, monkeypatch):
-    """It trains, skips a bad step, which consumes its rate, and resumes bit for bit; each group has its own rate."""
-    built, bad_step, forward = [], [3], LanguageModelingLoss.forward
-
-    def build(_config, model):
-        matrices = [p for p in model.parameters() if p.dim() >= 2]
-        others = [p for p in model.parameters() if p.dim() < 2]
-        built.append(Lion([{"params": matrices, "lr": 0.003}, {"params": others, "lr": 0.0001}]))
-        return built[-1]
-
-    def spoiled(module, *args):
-        outputs = forward(module, *args)
-        bad_step[0] -= module.training
-        return {"loss": outputs["loss"] * torch.nan} if module.training and bad_step[0] == 0 else outputs
-
-    monkeypatch.setattr(recipe.train, "build_optimizer", build)
-    monkeypatch.setattr(LanguageModelingLoss, "forward", spoiled)
-    options = ["--max_steps", "12", "--save_steps", "6", "--warmup_steps", "0"]
-    whole = train(*options, output_dir=tmp_path / "whole")
-    resume = ["--resume_from_checkpoint", whole / "checkpoint-6"]
-    resumed = train(*options, *resume, output_dir=tmp_path / "resumed")
-    assert (whole / "model.safetensors").read_bytes() == (resumed / "model.safetensors").read_bytes()
-    first, last = (event["loss"] for event in read_events(whole, "eval"))
-    assert last < first - 0.1
-    events = [read_events(run, "train") for run in (whole, resumed)]
-    assert [event["skipped_steps"] for event in events[0]] == [0, 0, *[1] * 10]
-    assert events[1][-1]["skipped_steps"] == 1 and [e["loss"] for e in events[1]] == [e["loss"] for e in events[0][6:]]
-    expected = [[0.003 * (1 - k / 12), 0.0001 * (1 - k / 12)] for k in range(12) if k != 2]
-    for optimizer, rates in zip(built, (expected, expected[5:]), strict=True):
-        torch.testing.assert_close(torch.tensor(optimizer.rates), torch.tensor(rates))
-
-
 # ------------------------------------------------------------------ extension and branches
 
 
