@@ -233,9 +233,12 @@ LISTS = {name for name, option in OPTIONS.items() if "list" in str(option.type)}
 
 
 def save_config(config: TrainConfig, path: Path) -> None:
-    """Write the options so that `--config PATH` repeats the run in this folder or another."""
+    """Write the options so that `--config PATH` repeats the run in this folder or another.
+
+    The consent to overwrite another run on the Hub is given once, so it is not kept.
+    """
     values = {key: value for key, value in dataclasses.asdict(config).items() if value is not None}
-    for key in ("output_dir", "resume_from_checkpoint"):
+    for key in ("output_dir", "resume_from_checkpoint", "hub_overwrite"):
         values.pop(key, None)
     path.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
 
