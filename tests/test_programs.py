@@ -187,7 +187,7 @@ for name in runs.split(","):
     torch.compiler.reset()
 program, *sys.argv[1:] = evaluation.split()
 runpy.run_path(program, run_name="__main__")
-print("launched by:", launch_command())
+print(f"\\nlaunched by: {launch_command()}\\n", end="", flush=True)  # one write for each process
 """
 SHORT = ["--max_steps", "6", "--eval_steps", "3", "--global_batch_size", "8", "--per_device_train_batch_size", "2"]
 
@@ -270,7 +270,7 @@ def test_the_commands_that_a_run_prints_repeat_the_launchers_options(two_process
     folder, printed = two_processes
     options = re.escape(" ".join(TWO_PROCESSES))
     command = rf"ACCELERATE_USE_CPU=true accelerate launch (.* )?{options} (.* )?{folder / 'train.py'}"
-    assert len(re.findall(rf"^launched by: {command}$", printed, re.MULTILINE)) == 2, printed
+    assert len(re.findall(rf"^launched by: {command}$", printed, re.MULTILINE)) == 2
 
 
 def test_launched_processes_must_see_each_other(train, monkeypatch):
