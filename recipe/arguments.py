@@ -55,7 +55,7 @@ class CommandLine(argparse.ArgumentParser):
         return found
 
     def parse_with_run_options(self) -> tuple[argparse.Namespace, list[str]]:
-        """Return the script's options, and those of recipe/train.py as typed. Raises `UserError` for any other."""
+        """Return the script's options, and recipe/train.py's as typed. Raises `UserError` for any other."""
         args, options = self.parse_known_args(underscored(sys.argv[1:]))
         for text in options:
             if text.startswith("--") and text[2:].partition("=")[0] not in OPTIONS:

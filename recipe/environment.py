@@ -34,7 +34,7 @@ def cache_dir() -> Path:
 
 @functools.cache
 def only_cached(repo_id: str) -> bool:
-    """Return whether a repository can be had from the cache only, because the Hub does not answer.
+    """Return whether a repository is available from the cache only, because the Hub does not answer.
 
     Asked once, because the Hub's client repeats the request of every file for more than ten seconds (2.4).
     """

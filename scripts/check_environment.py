@@ -3,7 +3,7 @@
 python scripts/check_environment.py
 python scripts/check_environment.py --measure --config gpt2_124m --dataset_dir runs/data/fineweb-edu
 
-Further options are those of recipe/train.py. --measure trains ten steps. `accelerate env` prints what else a bug
+All other options are options of recipe/train.py. --measure trains ten steps. `accelerate env` prints what else a bug
 report needs. Exits with 1 if a check fails.
 """
 
@@ -190,7 +190,7 @@ def measure(config_file: str | None, config: TrainConfig) -> str:
 
 def parse() -> tuple[argparse.Namespace, TrainConfig]:
     """Return the options of this script and the run's config, with the standard library's text if none was given."""
-    parser = CommandLine(description="Check this machine. Further options are those of recipe/train.py.")
+    parser = CommandLine(description="Check this machine. All other options are options of recipe/train.py.")
     parser.add_argument("--config", default="demo", help="recipe (default: demo)")
     parser.add_argument("--config_file", help="Accelerate config (default: what `accelerate config` wrote)")
     parser.add_argument("--measure", action="store_true", help="train ten steps: memory, speed, hours to finish")

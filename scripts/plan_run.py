@@ -3,7 +3,7 @@
 python scripts/plan_run.py --config gpt2_774m --gpu a100-80gb --num_gpus 16 --price_per_hour 1.5
 python scripts/plan_run.py --table                            what fits: every recipe size on every class of memory
 
-Further options are those of recipe/train.py. It needs no dataset. Hours and cost assume the given MFU: GPT-2 124M
+All other options are options of recipe/train.py. It needs no dataset. Hours and cost assume the given MFU: GPT-2 124M
 reached 42% on one H200 (modded-nanogpt, 490,000 tokens/s) and 40% on one H100 (llm.c, 468,000).
 """
 
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def parse() -> tuple[argparse.Namespace, list[str]]:
-    parser = CommandLine(description="Plan a run. Further options are those of recipe/train.py.")
+    parser = CommandLine(description="Plan a run. All other options are options of recipe/train.py.")
     parser.add_argument("--config", default="gpt2_124m", help="recipe (default: gpt2_124m)")
     parser.add_argument("--gpu", help="a100-80gb, h100, rtx4090, t4, ... (an unknown name lists all)")
     parser.add_argument("--num_gpus", type=int, default=1, help="GPUs of the run (default: 1)")

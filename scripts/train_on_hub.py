@@ -22,7 +22,7 @@ hf jobs uv run --flavor a100-large --timeout 12h --secrets HF_TOKEN \
     -v ./build/wheels:/wheels --with /wheels/gpt2_recipe-0.1.0-py3-none-any.whl -v ./runs/data/fineweb:/dataset \
     scripts/train_on_hub.py --config gpt2_124m --dataset_dir /dataset --hub_model_id user/name
 
-The options after the script are those of recipe/train.py. A job stops at its time limit, 30 minutes if none is set,
+The options after the script go to recipe/train.py. A job stops at its time limit, 30 minutes if none is set,
 and its disk is deleted. Whether a signal precedes that is not documented, so --save_steps limits what a stop costs.
 Without --hub_model_id nothing is uploaded: `uv run --with . scripts/train_on_hub.py` trains on this machine.
 """

@@ -128,7 +128,7 @@ def has_recent_characters(texts: Sequence[str]) -> bool:
 
 
 def cut_text(text: str) -> Iterator[str]:
-    """Cut a long text into pieces whose ids, one after the other, are those of the text for a byte-level BPE."""
+    """Cut a long text. For a byte-level BPE, encoding the pieces gives the same ids as encoding the whole text."""
     start = 0
     while len(text) - start > PIECE_CHARACTERS:
         cut = find_cut(text, start, start + PIECE_CHARACTERS)

@@ -77,15 +77,15 @@ def read_texts(paths: Iterable[str], text_column_name: str, document_separator: 
     """Yield all documents of files, folders and patterns. Raises `UserError` if they cannot be read or hold ids."""
     options = {"text_column_name": text_column_name, "document_separator": document_separator}
     source = TextSource(tuple(paths), validation_split_percentage=0, **options)
-    begun: list[str] = []
+    parts: list[str] = []
     for unit in source.units():
         for document in read_unit(source, unit, ReadReport()):
             if not isinstance(document.text, str):
                 raise UserError(f"column '{text_column_name}' holds token ids, not text")
-            begun.append(document.text)
+            parts.append(document.text)
             if document.ends:
-                yield "".join(begun)
-                begun = []
+                yield "".join(parts)
+                parts = []
 
 
 def assign_splits(

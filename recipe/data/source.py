@@ -313,7 +313,7 @@ def _suffix(path: str) -> str:
 
 
 def kind_of(path: str) -> str:
-    """Return a file's suffix without that of its compression. Raises `UserError` for an unsupported one."""
+    """Return a file's suffix, ignoring the compression's. Raises `UserError` for an unsupported one."""
     if (kind := _suffix(path)) not in KINDS:
         compressed = ", ".join(COMPRESSIONS)
         raise UserError(f"cannot read {path}: use {', '.join(KINDS)} files, plain or compressed ({compressed})")

@@ -1,6 +1,6 @@
 """Tokenizers: read, load, train, identify, save.
 
-Preparing data takes a tokenizer.json as it is. transformers, which takes seconds to import, is needed only for models,
+Preparing data reads tokenizer.json directly. transformers, which takes seconds to import, is needed only for models,
 to train a tokenizer, and for one that is saved in other files.
 """
 

@@ -25,7 +25,7 @@ SOURCES = {
 
 
 def describe_results(results: dict[str, Any]) -> str:
-    """Return the table: the texts, then the task scores beside those of OpenAI's models."""
+    """Return the table: the texts, then the task scores beside OpenAI's."""
     revision = f", revision {results['revision']}" if results["revision"] else ""
     lines = [f"{results['model']}{revision}: {results['num_parameters']:,} parameters"]
     if texts := results["texts"]:

@@ -165,7 +165,7 @@ def score_task(
 def encode_pairs(tokenizer: PreTrainedTokenizerBase, pairs: Sequence[tuple[str, str]], context: int) -> list[Window]:
     """Encode (context, continuation) pairs; the continuation's tokens are the targets.
 
-    The continuation's tokens are those of both texts together after as many as the context alone has. White space at
+    Both texts are encoded together; the targets are the tokens after as many as the context alone has. White space at
     the end of the context belongs to the continuation. An empty context is the token that begins a document. What
     does not fit into the model is cut off on the left.
     """

@@ -120,8 +120,8 @@ def smaller_micro_batches(config: TrainConfig, size: int, num_processes: int, de
 def uses_cuda_graphs(config: TrainConfig, device_type: str) -> bool:
     """Return whether inductor records CUDA graphs, which are correct only with one micro-batch per step.
 
-    Every replay of a graph writes gradients to the same memory, so those of earlier micro-batches are lost, with an
-    error (pytorch#169545) or without one (pytorch#96693; both issues are open).
+    Every replay of a graph writes gradients to the same memory, so the gradients of earlier micro-batches are lost,
+    with an error (pytorch#169545) or without one (pytorch#96693; both issues are open).
     """
     compiles = device_type == "cuda" and config.dynamo_backend in ("auto", "inductor")
     return compiles and dynamo_mode() in CUDA_GRAPH_MODES
@@ -243,10 +243,10 @@ def estimate_bytes(
     activations = inputs if plan.activation_checkpointing else num_layers * (block + weights)
 
     # Compiled, the logits' gradient overwrites them. Otherwise backward holds three fp32 tensors of that size. Chunks
-    # add up the gradient of the output matrix in fp32: the sums before and after, and that of the chunk.
+    # add up the gradient of the output matrix in fp32: the sums before and after, and the chunk's gradient.
     logits = tokens // chunks * model_config.vocab_size * (operand if compiled else 12) + (operand + 2) * head
     logits = logits if chunks == 1 else max(logits + 4 * head, 12 * head)
-    # A compiled backward returns all gradients at once, next to those of earlier micro-batches or DDP's buckets.
+    # A compiled backward returns all gradients at once, next to earlier micro-batches' gradients or DDP's buckets.
     kept = 4 * num_parameters if num_processes > 1 or plan.micro_batch_size < config.global_batch_size else 0
     new = 4 * num_parameters if compiled or not kept else 0
     again = temporary + (block + weights if plan.activation_checkpointing else 0)

@@ -45,7 +45,7 @@ LOGIT_SCALES = ("logit_scale", "logits_scaling", "final_logit_softcapping", "lm_
 
 
 def model_options(model_type: str) -> list[str]:
-    """Return what config_overrides can set: what the type's config adds to that of all types."""
+    """Return what config_overrides can set: what this type's config adds to the common one."""
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         nearest = did_you_mean(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, otherwise="try llama")
         raise UserError(f"Transformers has no causal language model of type '{model_type}'; {nearest}")
@@ -71,7 +71,7 @@ def _no_dropout(model_type: str) -> dict[str, float]:
 def build_model_config(
     config: TrainConfig, vocab_size: int, eos_token_id: int, source: str | Path | None = None
 ) -> PreTrainedConfig:
-    """Return the model's config with its real vocabulary, as it is saved; `build_model` pads it.
+    """Return the model's config with its real vocabulary, as saved; `build_model` pads it.
 
     source: folder or Hub id of a model that sets the shape. Raises `UserError` if that model cannot be used, or
     if config_overrides has an unknown name or describes a model that cannot be built.

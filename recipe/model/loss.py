@@ -22,7 +22,7 @@ class LanguageModelingLoss(nn.Module):
     transforms them (granite, cohere, gemma2, bert) needs a loss of its own.
 
     The padding of the vocabulary gets logits of minus infinity. It has no part in the softmax or the label smoothing
-    and gets no gradient, so the loss is exactly that of the saved model, whatever the padding's rows contain.
+    and gets no gradient, so the loss equals the saved model's exactly, whatever the padding's rows contain.
     """
 
     def __init__(

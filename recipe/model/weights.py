@@ -67,7 +67,7 @@ def write_model(
 
 
 def load_weights(model: PreTrainedModel, directory: Path, vocab_size: int) -> None:
-    """Load what `write_model` wrote into a padded model, whose padding stays as it is.
+    """Load what `write_model` wrote into a padded model. The padding does not change.
 
     Raises `ValueError` for missing or unknown tensors.
     """

@@ -136,7 +136,7 @@ def orthogonalize(matrices: torch.Tensor, dtype: torch.dtype = torch.float32) ->
 
 
 def even_out_neurons(updates: torch.Tensor, squares: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return factors that give every neuron updates of the same size over time, and leave each matrix's norm as it is.
+    """Return factors that give every neuron updates of the same size over time, and preserve each matrix's norm.
 
     updates: fp32 [n, rows, columns], a neuron per column: an index of the longer side, and an output where both sides
     of a Conv1D are equal. squares: fp32 [n, 1, columns], the running means of the neurons' mean squares. Returns the

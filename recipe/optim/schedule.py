@@ -2,7 +2,7 @@
 
 The schedules are those that Transformers has under the same names. Progress is the larger of step / max_steps and the
 share of max_minutes that has passed, so a time-limited run ends with its decay complete. In a run of max_steps the
-multiples are those of Transformers: the first update of a warm-up has a rate of 0.
+multiples match Transformers': the first update of a warm-up has a rate of 0.
 """
 
 import math

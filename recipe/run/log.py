@@ -266,7 +266,7 @@ class RunLog:
 
 
 def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """Return the rate of the last group, and those of other groups that differ: Muon's matrices are group 0."""
+    """Return the rate of the last group, and of each group that differs: Muon's matrices are group 0."""
     *others, last = [group["lr"] for group in optimizer.param_groups]
     found = {f"learning_rate_group_{i}": rate for i, rate in enumerate(others) if rate != last}
     return {"learning_rate": last, **found}

@@ -171,7 +171,7 @@ def open_batches(run: Run, dataset: Any, state: RunState) -> TrainBatches:
         seed=config.seed,
         global_batch_size=config.global_batch_size,
         micro_batch_size=size,
-        first_step=0 if config.streaming else state.step,  # the position of a stream is that of the next step
+        first_step=0 if config.streaming else state.step,  # a stream's position already points to the next step
         process_index=accelerator.process_index,
         num_processes=accelerator.num_processes,
     )

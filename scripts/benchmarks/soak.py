@@ -1,4 +1,4 @@
-"""Kill a run with SIGKILL again and again: its weights must be those of an uninterrupted run, bit for bit.
+"""Kill a run with SIGKILL again and again: its weights must match an uninterrupted run's, bit for bit.
 
 python scripts/benchmarks/soak.py --kills 50 --output_file scripts/benchmarks/soak_cpu.json
 

@@ -4,7 +4,7 @@ python scripts/benchmarks/sweep.py learning_rate 1e-3 2e-3 4e-3 --max_steps 1200
 python scripts/benchmarks/sweep.py optim,learning_rate adamw_torch_fused,3e-3 muon,1e-2 --max_steps 1200 \
     --eval_steps 100 --output_file FILE.json --chart_file FILE.png
 
-The first command varies one option, the second two together. Further options are those of recipe/train.py and apply
+The first command varies one option, the second two together. All other options go to recipe/train.py and apply
 to every run. Each run is a fresh process and evaluates all validation rows. With --output_file, results are saved
 after each run, and the same command continues an interrupted sweep and tries failed runs again. The chart shows the
 mean loss over tokens and over seconds of training.
@@ -130,7 +130,7 @@ def by_value(runs: list[dict]) -> dict[str, list[dict]]:
 
 
 def parse() -> tuple[argparse.Namespace, list[str]]:
-    parser = CommandLine(description="Compare the values of an option. Further options are those of recipe/train.py.")
+    parser = CommandLine(description="Compare the values of an option. All other options go to recipe/train.py.")
     parser.add_argument("option", help="one of recipe/train.py: learning_rate, or several: optim,learning_rate")
     parser.add_argument("values", nargs="+", help="its values; of several options: muon,1e-2")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1337, 1338, 1339], help="default: 1337 1338 1339")
