@@ -30,8 +30,8 @@ from recipe.hardware.processes import use_all_cores
 # and its steps become 1.10 times as fast; a 16 M-parameter model with GPT-2's vocabulary becomes 1.22 times as fast in
 # 0.4 of the memory and breaks even after 6e13 FLOPs.
 COMPILE_PAYS_FLOPS_ON_CPU = 6e13
-# FLOPs per second assumed for a run with max_minutes, as an upper bound. The same cores reach 1e11 in the demo and 5e11
-# with 30 M parameters. With 26 s for compiling and 1.10 times the speed, the demo breaks even after five minutes.
+# FLOPs per second assumed for a run with max_minutes, as an upper bound. The same cores reach 1e11 in the demo and
+# 5e11 with 30 M parameters. With 26 s for compiling and 1.10 times the speed, the demo breaks even after five minutes.
 CPU_FLOPS_PER_SECOND = 2e11
 # Row length up to which plain attention beats sdpa's flash kernel on a CPU (30 M parameters, two cores with
 # avx512_bf16, bf16). Compiled, it is 1.10, 1.15 and 1.06 times as fast at 256, 512 and 1,024 tokens; not compiled,
