@@ -196,4 +196,4 @@ def test_the_number_of_kills_and_the_checkpoint_before_the_decay():
     soak, fast = measured("soak_cpu"), load_yaml("gpt2_124m_fast")
     assert f"after {soak['kills']} SIGKILLs" in " ".join(TEXT.split()) and soak["differences"] == []
     decay_start = fast["max_steps"] * (1 - fast["lr_scheduler_kwargs"]["num_decay_steps"])
-    assert f"runs/fast/checkpoint-{decay_start:.0f}" in TEXT
+    assert f"runs/gpt2_124m_fast/checkpoint-{decay_start:.0f}" in TEXT
