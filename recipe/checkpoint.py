@@ -42,8 +42,8 @@ class RunState:
 
     run_id: str = ""  # random; the run keeps it when it resumes; trackers and the Hub know the run by it
     step: int = 0  # optimizer steps done
-    seconds: float = 0.0  # of wall time, over all starts; `max_minutes` limits them
-    setup_seconds: float = 0.0  # of them, before the first step
+    seconds: float = 0.0  # wall time over all starts; `max_minutes` limits it
+    setup_seconds: float = 0.0  # the part of it before the first step
     progress: float = 0.0  # from 0 to 1
     decay_start: int | None = None  # the step before which `warmup_stable_decay` did not decay yet
     position: Sequence | None = None  # in streamed text, see `Position` in recipe/data/stream.py
@@ -214,7 +214,7 @@ class CheckpointSaver:
     guard: UpdateGuard
     say: Callable[[str], None]
     on_saved: Callable[[Path, int], None]  # gets each complete checkpoint and its step, before older ones are pruned
-    saved_step: int  # of the newest checkpoint, which may still be in progress; at first, what the run resumed from
+    saved_step: int  # the newest checkpoint, maybe still being written; at first, the one resumed from
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
     writing: Future | None = None
     has_saved: bool = False  # in this process
@@ -222,7 +222,7 @@ class CheckpointSaver:
     def save(self, state: RunState) -> None:
         """Copy the state on all processes and start to write it on the main one."""
         self.wait()
-        gc.collect()  # it is off during training
+        gc.collect()  # garbage collection is off during training
         rng = dict(enumerate(gather(get_rng_state(self.accelerator.device))))
         self.saved_step, self.has_saved = state.step, True
         if self.accelerator.is_main_process:

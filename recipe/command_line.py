@@ -131,7 +131,7 @@ def merge(recipe: dict[str, Any], typed: dict[str, Any]) -> dict[str, Any]:
     if typed.get("optim", "muon") != "muon" and values.get("optim") == "muon":
         drop("learning_rate", "weight_decay")  # chosen for Muon
     if typed.get("model_type", values.get("model_type", "gpt2")) != values.get("model_type", "gpt2"):
-        drop("config_overrides")  # of another type
+        drop("config_overrides")  # they were for another model type
     _merge_length(values, typed)
     overrides = values.get("config_overrides") or {}
     if "model_name_or_path" in typed:  # the model's shape and vocabulary replace the recipe's; dropout stays
@@ -165,7 +165,7 @@ def _merge_length(values: dict[str, Any], typed: dict[str, Any]) -> None:
         raise UserError("max_steps and num_train_epochs both set the length of the run; pass only one of them")
     steps, warmup = _number("max_steps", values), _number("warmup_steps", values)
     if values.get("max_steps") is None and {"num_train_epochs", "max_minutes"} & values.keys():
-        steps = 0  # it is not known
+        steps = 0  # unknown
     lengths = {"max_steps", "num_train_epochs", "max_minutes"} & typed.keys()
     if lengths:
         for name in ("max_steps", "num_train_epochs", "max_minutes"):

@@ -50,7 +50,7 @@ DECAY_TYPES = ("linear", "cosine", "1-sqrt")
 SCHEDULE_OPTIONS = (
     *("max_steps", "max_minutes", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
 )
-# With the schedule's, the options that make a run the same run. Hardware, logging and saving may differ.
+# These options and the schedule's must match when a run resumes. Hardware, logging and saving may differ.
 IDENTITY_OPTIONS = (
     *("seed", "block_size", "global_batch_size", "streaming", "pad_vocab_to_multiple_of"),
     *("optim", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
@@ -96,7 +96,7 @@ class TrainConfig:
     tokenizer_vocab_size: int | None = _field(None, "Size of the tokenizer to train, at least 257.", at_least=257)
     cache_dir: str = _field("runs/data", "Folder for datasets prepared from train_file or dataset_name.")
     streaming: bool = _field(False, "Tokenize and pack the text during training instead of preparing it first.")
-    block_size: int = _field(1024, "Tokens per row (sequence length); default with dataset_dir: its own.", at_least=1)
+    block_size: int = _field(1024, "Tokens per row (sequence length). With dataset_dir: the dataset's.", at_least=1)
     data_placement: Literal["mmap", "ram", "device"] = _field("mmap", "Read packed rows from file, RAM or device.")
     dataloader_num_workers: int = _field(0, "Processes that build batches; 0 uses the main process.", at_least=0)
 
@@ -107,7 +107,7 @@ class TrainConfig:
     pad_vocab_to_multiple_of: int = _field(128, "Pad the vocabulary to a multiple, in training only.", at_least=1)
     attn_implementation: Literal["auto", "sdpa", "eager"] = _field("auto", "sdpa: flash kernels; eager: matmuls.")
     activation_checkpointing: Literal["auto", "true", "false"] = _field(
-        "auto", "Recompute activations in backward; auto: if the run needs it to fit.", nargs="?", const="true"
+        "auto", "Recompute activations in backward; auto: on when the run needs it to fit.", nargs="?", const="true"
     )
     loss_chunks: int | str | None = _field(
         "auto",
@@ -133,13 +133,13 @@ class TrainConfig:
         None, "Time limit of the run, which the schedule follows; steps or epochs are then an upper bound.", above=0
     )
     optim: Literal["adamw_torch_fused", "adamw_torch", "adamw_bnb_8bit", "muon"] = _field(
-        "adamw_torch_fused", "AdamW: fused, torch's choice, or with 8-bit moments. muon: for the hidden matrices."
+        "adamw_torch_fused", "AdamW (fused, torch's choice, or with 8-bit moments), or Muon for the hidden matrices."
     )
     learning_rate: float = _field(6e-4, "Peak learning rate.", above=0)
     lr_scheduler_type: str = _field("cosine_with_min_lr", f"One of {', '.join(SCHEDULES)}.")
     lr_scheduler_kwargs: dict | str | None = _field(None, "Arguments of the schedule: min_lr_rate=0.1, or JSON.")
     warmup_steps: float = _field(715, "Linear warm-up steps; below 1, a fraction of max_steps.", at_least=0)
-    weight_decay: float = _field(0.1, "Weight decay of matrices and embeddings, or of Muon's.", at_least=0)
+    weight_decay: float = _field(0.1, "Weight decay of matrices and embeddings; muon: of its matrices.", at_least=0)
     adam_beta1: float = _field(0.9, "AdamW beta1.", at_least=0, below=1)
     adam_beta2: float = _field(0.95, "AdamW beta2.", at_least=0, below=1)
     adam_epsilon: float = _field(1e-8, "AdamW epsilon.", above=0)
@@ -152,14 +152,16 @@ class TrainConfig:
         "auto", "torch.compile backend. Its mode is the launcher's --dynamo_mode."
     )
     bf16_residual: bool = _field(False, "Keep the residual stream in bf16; requires bf16 mixed precision.")
-    deterministic: bool = _field(False, "Repeat CUDA runs exactly (slower); CPU runs do without max-autotune.")
+    deterministic: bool = _field(
+        False, "Make CUDA runs repeat exactly (slower). CPU runs do, except with max-autotune."
+    )
 
     # --- periodic
     logging_steps: int = _field(10, "Steps between log lines.", at_least=1)
     eval_steps: int = _field(250, "Steps between evaluations; 0 evaluates only at the start and the end.", at_least=0)
     max_eval_samples: int | str | None = _field(
         "auto",
-        "Validation rows per evaluation; auto: all take 2%% of the run.",
+        "Validation rows per evaluation; auto: as many as take 2%% of the run's time.",
         at_least=1,
         words=("auto", "all"),
     )

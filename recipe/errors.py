@@ -64,7 +64,7 @@ def run_main(main: Callable[[], T], interrupted: str = "interrupted") -> T:
         if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
             # torchrun ends its report with the message of the first process that failed, whichever that is
             report = json.dumps({"message": f"error: {error}", "timestamp": int(time.time())})
-            with contextlib.suppress(OSError):  # it may be on the same full disk
+            with contextlib.suppress(OSError):  # the same disk may be full
                 Path(error_file).write_text(report)
         if os.environ.get("RANK", "0") != "0" and not isinstance(error, ProcessError):
             sys.exit(1)  # the main process prints it

@@ -50,7 +50,7 @@ def main(started_at: float | None = None) -> None:
     module, optimizer = compile_module(loss, hardware.dynamo_backend), build_optimizer(hardware, model)
     module, optimizer = prepare(run, module, optimizer)  # DDP; on a GPU, a trial step confirms the micro-batch
     guard = UpdateGuard(accelerator)
-    state = load_state(run, model, optimizer, guard)  # of the checkpoint, or a new one
+    state = load_state(run, model, optimizer, guard)  # the checkpoint's, or a new one
     validation = Validation(config, accelerator, module, dataset, run.plan.micro_batch_size)
     batches = open_batches(run, dataset, state)
 
@@ -97,7 +97,7 @@ def main(started_at: float | None = None) -> None:
             if last or stop:
                 break
 
-            means = {}  # of the loss, and of any other scalar that the module returns
+            means = {}  # over the micro-batches: the loss, and any other scalar that the module returns
             for _ in range(grad_accum):
                 with accelerator.accumulate(module):  # gradients are synchronized on the last micro-batch
                     outputs = module(*next(batches))  # input_ids, targets: int64 [micro_batch, block_size]

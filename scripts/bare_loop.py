@@ -63,7 +63,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_config(model_config, attn_implementation="sdpa_without_mask").to(device)
 
     def compute_loss(input_ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        logits = model(input_ids, use_cache=False).logits  # they stay in the graph: in fp32 they would take gigabytes
+        logits = model(input_ids, use_cache=False).logits  # compiled: in eager fp32 they take gigabytes
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
     if device.type == "cuda":  # on a CPU, compiling takes longer than it saves in a run this short

@@ -67,7 +67,7 @@ RUNGS = {  # in the order in which they are added
 RECIPE = "recipe/train.py"
 SEED, LEARNING_RATE = 1337, 3e-4
 LAP = 4  # steps; the first lap warms up, and the median of the others counts
-EVAL_ROWS = 64  # of the validation split, for the final loss
+EVAL_ROWS = 64  # validation rows for the final loss
 GPT2_SHAPE = {"n_layer": 12, "n_head": 12, "n_embd": 768}
 # Without a GPU: 30 M parameters, because GPT-2 124M takes minutes per step.
 CPU_SHAPE = ["--config_overrides", "n_layer=6,n_head=6,n_embd=384"]
@@ -86,7 +86,7 @@ class Setting:
     grad_accum: int
     num_steps: int
     seconds: float | None
-    eval_rows: int  # of the validation split, for the final loss
+    eval_rows: int  # validation rows for the final loss
 
     @property
     def global_batch(self) -> int:
@@ -409,7 +409,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    use_huge_pages()  # of the processes to come
+    use_huge_pages()  # inherited by the processes of the rungs
     setting = choose_setting(args)
     if args.peers:
         mode, plan = "peers", plan_comparison(setting, args.peers, args.rounds)

@@ -14,8 +14,8 @@ import psutil
 from recipe.data.tokenizer import TextTokenizer
 from recipe.errors import one_line
 
-SAMPLE_CHARACTERS = 1_000_000  # on which the ids must be equal
-SLICE_CHARACTERS = 10_000  # of it at a time, because tokenizers needs hundreds of bytes of memory per token
+SAMPLE_CHARACTERS = 1_000_000  # compared to choose an encoder
+SLICE_CHARACTERS = 10_000  # per comparison: tokenizers needs hundreds of bytes of memory per token
 PIECE_CHARACTERS = 1_000_000  # longer texts are encoded in pieces
 # gigatoken 0.10 never evicts its cache (gigatoken#36): 70 MB for English, but 14 bytes per byte of text in which no
 # word repeats. When the process has grown by this much, the tokenizer starts over, which takes 0.1 s.
@@ -98,7 +98,7 @@ class Gigatoken:
         if (content["pre_tokenizer"] or {}).get("use_regex") is False:  # gigatoken 0.10.0 ignores it
             raise RuntimeError("the tokenizer does not split text into words")
         content["added_tokens"] = [token for token in content["added_tokens"] if not token["special"]]
-        if any(token["single_word"] for token in content["added_tokens"]):  # it ignores that, too
+        if any(token["single_word"] for token in content["added_tokens"]):  # gigatoken 0.10.0 ignores this, too
             raise RuntimeError("the tokenizer has added tokens that match single words only")
         self.plain = plain
         self.start = functools.partial(gigatoken.Tokenizer.from_json, orjson.dumps(content).decode())

@@ -41,8 +41,8 @@ from recipe.environment import count_cpus
 from recipe.errors import UserError
 from recipe.progress import progress_target
 
-TOKENIZER_CHARACTERS = 2_000_000_000  # on which a tokenizer is trained, at most
-HEAD_BYTES = 50_000_000  # of a streamed text that is prepared: for its tokenizer and its validation rows
+TOKENIZER_CHARACTERS = 2_000_000_000  # the most that a tokenizer is trained on
+HEAD_BYTES = 50_000_000  # prepared before streaming, for the tokenizer and the validation rows
 
 say = functools.partial(print, flush=True)
 

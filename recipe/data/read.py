@@ -33,7 +33,7 @@ from recipe.data.source import (
 from recipe.errors import UserError, one_line
 
 SPLITS = ("train", "validation")
-HASHED_CHARACTERS = 100_000  # of a document, to recognize it again
+HASHED_CHARACTERS = 100_000  # the part of a document that its hash covers
 ROWS_PER_READ = 100
 # A unit with no more documents is held in memory to hold some out exactly.
 MOST_HELD_BACK = 10_000
@@ -57,7 +57,7 @@ class ReadReport:
 
     num_blank: int = 0  # rows whose text is null, empty or blank
     num_without_column: int = 0  # rows
-    columns: list[str] = field(default_factory=list)  # that they have instead, up to 20
+    columns: list[str] = field(default_factory=list)  # the columns found instead, up to 20
     num_separators: int = 0
     skipped: list[str] = field(default_factory=list)  # the error of each skipped file
 

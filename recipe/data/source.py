@@ -48,14 +48,14 @@ class Part(NamedTuple):
     path: str
     start: int = 0
     stop: int | None = None  # None: to the end
-    split: str | None = None  # of its documents; None: by the hash of each; "tail": the end of the text is validation
+    split: str | None = None  # None: each document by its hash; "tail": the end of the text is validation
 
 
 class Unit(NamedTuple):
     """What one process reads and tokenizes at a time."""
 
     parts: list[Part]
-    num_bytes: int  # of text; 0 if unknown
+    num_bytes: int  # bytes of text; 0 if unknown
     is_only: bool = False  # whether it is all the training text
 
 
@@ -158,7 +158,7 @@ class TextSource:
     @functools.cached_property
     def opened_dataset(self) -> "dict[str, datasets.IterableDataset]":
         """The splits of a Hub dataset, a local one, or one written by `save_to_disk`, in as many shards as it has."""
-        import datasets  # takes a second, which files need not wait for
+        import datasets  # imported here because it takes a second, which files do not need
 
         folder = Path(self.dataset_name)
         check_local_path(self.dataset_name)
@@ -225,7 +225,7 @@ class TextSource:
             paths = [str(path) for path in folder.rglob("*") if path.is_file()]
             names = [os.path.relpath(path, folder) for path in paths]
             return list(zip(names, digest_files(paths), map(os.path.getsize, paths), strict=True))
-        from huggingface_hub import HfApi  # takes 0.1 s, which files need not wait for
+        from huggingface_hub import HfApi  # imported here because it takes 0.1 s, which files do not need
 
         try:
             found = HfApi().dataset_info(self.dataset_name, files_metadata=True, timeout=30).siblings

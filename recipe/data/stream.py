@@ -94,7 +94,7 @@ class TextStream:
         return int(example_rows(np.array([number]), len(self.units), self.seed)[0])
 
     def forget(self, before: int) -> None:
-        """Delete the windows before one that any process of this machine may still open."""
+        """Delete the windows before the first that a process of this machine may still open."""
         for number in [number for number in self.opened if number < before]:
             del self.opened[number]
             self.futures.pop(number, None)

@@ -43,7 +43,7 @@ def load_model(
 
 
 def build_processors(temperature: float, top_k: int, top_p: float, repetition_penalty: float) -> LogitsProcessorList:
-    """Build what turns the scores of the next token into those it is sampled by, in the order of `generate`.
+    """Build the processors from a next token's scores to those it is sampled by, in the order of `generate`.
 
     top_k 0, top_p 1 and repetition_penalty 1 change nothing. Raises `UserError` for a value out of range.
     """

@@ -62,7 +62,7 @@ class Totals(NamedTuple):
     nats: float
     num_tokens: int
     text_nats: float
-    num_bytes: int  # of text
+    num_bytes: int  # bytes of text
 
     def scores(self) -> dict[str, float]:
         """Return loss (nats per token), perplexity, and bits_per_byte of text."""

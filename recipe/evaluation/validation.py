@@ -19,9 +19,9 @@ from recipe.model.loss import IGNORE_INDEX
 
 # An evaluated row costs a third (estimated, GPU) to 0.40 (measured, two CPU cores) of a trained one: forward only.
 EVALUATED_ROW_COST = 0.4
-EVALUATION_SHARE = 0.02  # of the run's time, for all evaluations together, with `max_eval_samples auto`
+EVALUATION_SHARE = 0.02  # share of the run's time for all evaluations together, with `max_eval_samples auto`
 FEWEST_ROWS = 8
-GUESSED_STEPS = 1000  # of a run that only `max_minutes` limits
+GUESSED_STEPS = 1000  # assumed for a run that only `max_minutes` limits
 # Per task and evaluation, the first of a fixed random order: an accuracy has a standard error of 1.5 points. On a GPU
 # that sustains 37 TFLOP/s, scoring this many of HellaSwag (360 tokens each) takes 30 s with 1,558 M parameters, 2 s
 # with 124 M. scripts/evaluate_model.py scores all.
@@ -111,7 +111,7 @@ class Validation:
         if totals is None:
             return None
         results = totals.scores()
-        with self.accelerator.autocast():  # which the prepared module enters by itself, but its model does not
+        with self.accelerator.autocast():  # the prepared module does this by itself; its model does not
             for name, examples in self.tasks.items():
                 options = {"max_examples": TASK_EXAMPLES, "vocab_size": len(tokenizer), "must_stop": must_stop}
                 tokens_per_batch = batch_size * self.config.block_size

@@ -26,7 +26,7 @@ from recipe.hardware.processes import largest_of_processes, on_main_process
 from recipe.model.size import count_block_matrices, count_head, count_inner, count_parameters
 from recipe.optim.muon import STACK_COPIES, STACK_VALUES
 
-USABLE_SHARE = 0.92  # of a device: the rest is for fragmentation and for the error of the estimate
+USABLE_SHARE = 0.92  # of a device's memory; the rest covers fragmentation and errors of the estimate
 PROCESS_BYTES = 0.5e9  # the CUDA context with cuBLAS and cuDNN, or Python with torch and Transformers
 # Tokens per forward pass whose matmuls take as long as one pass over weights and gradients. Per parameter, a
 # micro-batch moves 20 bytes (fp32 weight read and cast, bf16 copy read, gradient written and accumulated) and computes
@@ -52,7 +52,7 @@ class MemoryPlan:
 
     @property
     def choices(self) -> dict[str, int]:
-        """The options without which a resumed run on as many processes may differ in the last bits."""
+        """The options that must match for a bit-exact resume on the same number of processes."""
         names = ("micro_batch_size", "activation_checkpointing", "loss_chunks")
         return {name: int(getattr(self, name)) for name in names}
 

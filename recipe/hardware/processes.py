@@ -39,7 +39,7 @@ LAUNCHER_DIED = signal.SIGUSR2
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 ONLY_DDP = (
-    "each size of GPT-2 fits on one device with --activation_checkpointing, and several devices use "
+    "every size of GPT-2 fits on one GPU with 40 GB, and several devices use "
     "DistributedDataParallel; use a file in accelerate_configs/, whose README.md says more"
 )
 

@@ -20,12 +20,12 @@ from transformers.pytorch_utils import Conv1D
 NUM_ITERATIONS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan et al.: the fastest, with singular values between 0.7 and 1.2
 FIRST_MOMENTUM, MOMENTUM, MOMENTUM_WARMUP_UPDATES = 0.85, 0.95, 300  # modded-nanogpt
-NEURON_BETA = 0.95  # of the mean squares of each neuron's updates (NorMuon)
+NEURON_BETA = 0.95  # decay of each neuron's running mean square update (NorMuon)
 ADAMW_RMS = 0.2  # root mean square of a typical AdamW update before the learning rate (Moonlight)
 STACK_VALUES = 2**26  # in a stack of matrices: bounds the temporary memory, and is more than enough work for a GPU
-STACK_COPIES = 5  # that an update holds at most, in fp32
+STACK_COPIES = 5  # most fp32 copies of a stack that an update holds at once
 
-Views = Sequence[torch.Tensor]  # of one matrix, or of one tensor of several matrices
+Views = Sequence[torch.Tensor]  # one matrix, or several views of one fused tensor
 
 
 class Muon(torch.optim.Optimizer):

@@ -44,7 +44,7 @@ def _build_8bit_adamw(groups: list[dict], options: dict, model: nn.Module) -> to
     from bitsandbytes.optim import AdamW8bit, GlobalOptimManager
 
     manager = GlobalOptimManager.get_instance()
-    manager.initialize()  # it would confuse new parameters with an earlier run's in this process (0.50)
+    manager.initialize()  # or it confuses new parameters with those of an earlier run in this process (0.50)
     for layer in model.modules():
         if isinstance(layer, nn.Embedding):
             manager.override_config(layer.weight, "optim_bits", 32)

@@ -16,7 +16,7 @@ LONGEST_WARMUP = 0.2  # share of a time-limited run: a slow machine may take few
 
 
 def learning_rate_scale(config: TrainConfig, step: int, progress: float) -> float:
-    """Return what the peak rate of every parameter group is multiplied by in the next update.
+    """Return the factor on the peak rate of every parameter group for the next update.
 
     step: updates so far. progress: from 0 to 1, of the whole run.
     """

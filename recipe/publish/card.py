@@ -148,7 +148,7 @@ def read_evaluation(run_dir: Path, step: int) -> dict[str, Any]:
     """
     folders = [run_dir / f"checkpoint-{step}"]
     if not any(event["step"] > step for event in read_events(run_dir)):
-        folders.append(run_dir)  # which holds the final model
+        folders.append(run_dir)  # this is the final model
     for folder in folders:
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # missing, or of another program
             content = json.loads((folder / EVALUATION_NAME).read_text(encoding="utf-8"))

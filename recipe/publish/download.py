@@ -114,5 +114,5 @@ def _download(repo_id: str, revision: str, output_dir: Path) -> Path:
     if (reason := why_damaged(partial)) is not None:
         shutil.rmtree(partial)
         raise UserError(f"revision {revision} of {repo_id} is damaged on the Hub: {reason}")
-    shutil.rmtree(partial / ".cache", ignore_errors=True)  # of the client
+    shutil.rmtree(partial / ".cache", ignore_errors=True)  # left by the client
     return partial.rename(final)

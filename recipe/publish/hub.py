@@ -42,7 +42,7 @@ TRAINING_FILES = (STATE_NAME, OPTIMIZER_NAME, RNG_NAME, MANIFEST_NAME)  # what o
 SPOOL_NAME, DOWNLOAD_NAME = ".hub", ".hub/resumed"  # in output_dir: what waits for its upload; a downloaded checkpoint
 BRANCH = re.compile(r"step-(\d{6,})-[\d.]+[kMBT](-[0-9a-f]{4})?")
 TIMEOUT_SECONDS = 60.0  # the client has none, so a dead connection would hold the end of a run forever
-MOST_RETRY_SECONDS = 60  # for which the client waits when a server asks it to; without a limit (2.4) a run could hang
+MOST_RETRY_SECONDS = 60  # the longest Retry-After that is obeyed; the client has no limit (2.4), so a run could hang
 TEMPORARY = (408, 409, 412, 429)  # refusals that a later attempt may not meet
 
 
@@ -206,7 +206,7 @@ def upload(config: TrainConfig, run_id: str, output_dir: Path, folder: Path, ste
     model, message = WRITTEN_FILES + MODEL_FILES, f"Step {step:,}"
     card = {"earlier": [name for name in own if step_of(name) < step], "hub_options": config.hub_options()}
     if not is_final:
-        branch = next((name for name in own if step_of(name) == step), None)  # of an earlier attempt
+        branch = next((name for name in own if step_of(name) == step), None)  # from an earlier attempt
         if branch is None:
             branch = branch_name(step, step * config.tokens_per_step)
             branch += f"-{run_id[:4]}" * (branch in branches)  # another run's, which stays

@@ -57,7 +57,7 @@ def last_part(name: str) -> str:
     path = name.removeprefix("file://")
     if path.rstrip("/") in (".", "..") or path.endswith("/.."):
         return Path(path).resolve().name
-    return PureWindowsPath(path).name or path.strip("/\\") or "folder"  # it also reads forward slashes
+    return PureWindowsPath(path).name or path.strip("/\\") or "folder"  # PureWindowsPath accepts both slashes
 
 
 def is_address(name: str) -> bool:

@@ -49,7 +49,7 @@ def _is_unused(directory: Path) -> bool:
         return False
     try:
         lock_output_dir(directory)
-    except UserError:  # it is in use
+    except UserError:  # another process uses it
         if not directory.is_dir():
             raise
         return False

@@ -178,7 +178,7 @@ class RunLog:
         if self.bar is None:
             layout = "{percentage:3.0f}%|{bar}| {desc} [{elapsed}<{remaining}{postfix}]"
             options = {"total": 1.0, "initial": state.progress, "bar_format": layout, "dynamic_ncols": True}
-            options["delay"] = 1e-9  # or it would show itself before its numbers are set
+            options["delay"] = 1e-9  # or the bar appears before its numbers are set
             self.bar = tqdm(disable=not self.enabled, smoothing=0.1, **options, **progress_target())
         self.bar.set_description_str(f"{state.step:,}{total}", refresh=False)
         self.bar.set_postfix_str(describe_progress(values), refresh=False)

@@ -54,16 +54,16 @@ class Run:
     output_dir: Path
     resume_dir: Path | None  # the checkpoint that it continues
     source: str | Path | None  # the model that sets shape and tokenizer
-    started_at: float  # of the program, from time.perf_counter
+    started_at: float  # time.perf_counter at the start of the program
 
     hardware: TrainConfig = None  # the config with every `auto` resolved for this machine
     choices: dict[str, Choice] = None  # the reasons, by label
     plan: MemoryPlan = None
     model_config: PreTrainedConfig = None
-    metadata: dict[str, Any] = None  # of the dataset
+    metadata: dict[str, Any] = None  # the dataset's
     vocab_size: int = 0  # without padding
     identity: dict[str, Any] = field(default_factory=dict)  # what a resumed run must share with its checkpoint
-    changes: dict[str, tuple] = field(default_factory=dict)  # of the checkpoint's schedule: {option: (before, now)}
+    changes: dict[str, tuple] = field(default_factory=dict)  # to the checkpoint's schedule: {option: (before, now)}
 
     @property
     def grad_accum(self) -> int:

@@ -79,6 +79,6 @@ def resumable(run: Run, saver: CheckpointSaver) -> Iterator[None]:
                 "out of memory; the same command with --resume_from_checkpoint auto continues from the newest "
                 f"checkpoint with micro-batches of {smaller[0]}"
             ) from error
-        if lost_a_process(error) and saver.has_saved:  # or the job would be queued again forever
+        if lost_a_process(error) and saver.has_saved:  # otherwise the job would be queued again forever
             (output_dir / RESUMABLE_NAME).touch()
         raise

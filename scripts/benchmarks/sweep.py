@@ -30,8 +30,8 @@ from recipe.publish.curve import label_point, open_chart
 TRAIN = Path(__file__).resolve().parents[2] / "recipe" / "train.py"
 EVALUATION = ["--max_eval_samples", "all", "--eval_steps", "0", "--save_steps", "0", "--logging_steps", "10"]
 KEPT = ("eval_loss", "tokens_seen", "tokens_per_second", "train_seconds", "finished_at", "environment")
-COLORS = ("orange", "blue", "muted", "text")  # of the chart's values, one after another
-DRAWN_FROM = 0.1  # of a run: the losses before would take most of the chart's height
+COLORS = ("orange", "blue", "muted", "text")  # of the chart's lines, in order
+DRAWN_FROM = 0.1  # share of a run to skip: the losses before it would take most of the chart's height
 
 
 def main() -> None:
