@@ -75,7 +75,7 @@ class TrainConfig:
 
     # --- run
     output_dir: str | None = _field(None, "Output folder. Default: the first unused of runs/NAME, runs/NAME-2, ...")
-    run_name: str | None = _field(None, "Name for trackers, the default output_dir and the model card.")
+    run_name: str | None = _field(None, "Name for trackers and the default output_dir.")
     seed: int = _field(1337, "Seed of the initial weights and of the data order.", at_least=0, below=2**31)
 
     # --- data

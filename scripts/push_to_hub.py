@@ -26,12 +26,15 @@ def main() -> None:
     for name, text in (
         ("hub_model_id", "repository, user/name"),
         ("hub_strategy", "end, every_save, checkpoint or all_checkpoints"),
-        ("hub_overwrite", "true publishes into a repository that holds another run, and replaces its model"),
-        ("hub_private_repo", "true creates the repository as private"),
         ("hub_license", "license on the card, e.g. mit"),
         ("hub_language", "language of the text on the card, e.g. en"),
     ):
         parser.add_argument(f"--{name}", default=argparse.SUPPRESS, help=f"{text}; default: the run's own")
+    for name, text in (
+        ("hub_overwrite", "publish into a repository that holds another run, and replace its model"),
+        ("hub_private_repo", "create the repository as private"),
+    ):
+        parser.add_argument(f"--{name}", nargs="?", const="true", default=argparse.SUPPRESS, help=text)
     given = vars(parser.parse_args())
     run_dir = given.pop("run_dir")
     check_local_path(str(run_dir))

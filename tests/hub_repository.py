@@ -141,12 +141,14 @@ class Repository:
 
 
 def check_card(content: str) -> dict:
-    """Accept a model card whose metadata is YAML. The Hub checks the values as well."""
+    """Accept a model card whose metadata is YAML with a lowercase license. The Hub checks the other values as well."""
     metadata = re.match(r"---\r?\n(.*?)\r?\n---", content, re.DOTALL)
     if metadata is None:
         return {"errors": [], "warnings": [{"message": "empty or missing yaml metadata in repo card"}]}
     try:
-        yaml.safe_load(metadata[1])
+        license_name = (yaml.safe_load(metadata[1]) or {}).get("license") or ""
     except yaml.YAMLError as error:
         raise Refused(400, "Invalid metadata", errors=[{"message": str(error)}]) from None
+    if not re.fullmatch(r"[a-z0-9.-]*", license_name):
+        raise Refused(400, "Invalid metadata", errors=[{"message": f'"license" is unknown: {license_name}'}])
     return {"errors": [], "warnings": []}

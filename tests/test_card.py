@@ -107,6 +107,8 @@ def test_a_branch_is_loaded_and_resumed_by_its_name(run):
     branch = "step-000002-0.3k"
     main = read_card(run, 4, earlier=[branch], resumable=branch)
     assert f"`{branch}`" in main and f"--resume_from_checkpoint hf://jo/tiny@{branch}" in main
+    assert "--max_steps 8" in main  # all four steps are done
+    assert "--max_steps" not in read_card(run, 2, resumable=branch).partition("To continue")[2]
     own = read_card(run, 2, revision=branch)
     assert f'model="jo/tiny", revision="{branch}")' in own and "--resume_from_checkpoint" not in own
 

@@ -17,6 +17,7 @@ from conftest import ROOT, read_events, run_script, sigterm_when
 from huggingface_hub import HfApi, constants
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from recipe.checkpoint import STATE_NAME
 from recipe.command_line import load_config
 from recipe.errors import UserError
 from recipe.publish import hub as hub_room
@@ -142,8 +143,10 @@ def test_a_branch_appears_when_it_is_complete(run, hub):
         assert not open_uploads(run).finish()
         assert not any(name.startswith("step-000002") for name in hub.branches(REPO))
         hub.heal()
-    hub.fail(r"DELETE .*/branch", 403, times=1)
-    assert not open_uploads(run).finish() and len(branches_of(hub)) == 3
+    hub.fail(r"DELETE .*/branch", 403, times=None)
+    assert not open_uploads(run).finish()
+    assert branches_of(hub) == ["incomplete-aaaaaaaaaaaa", *BRANCHES]  # which the next upload deletes
+    hub.heal()
     assert open_uploads(run).finish(4) and branches_of(hub) == BRANCHES
 
 
@@ -190,21 +193,32 @@ def test_a_second_run_is_refused(train, hub, tmp_path):
     assert hub.branches(REPO) == before and not (tmp_path / "second" / "model.safetensors").exists()
 
 
-def test_a_second_run_that_may_overwrite_changes_no_branch_of_the_first(run, hub, train, tmp_path):
-    """Both use the same steps. The second one's model is on main, and its state is the one that resumes."""
+def test_a_second_run_that_may_overwrite_changes_no_branch_of_the_first(run, hub, train, tmp_path, capsys):
+    """Both use the same steps. The second one's model is on main, and its state is the one that resumes.
+
+    The commands that continue it repeat the consent. With another schedule, a run from the Hub is a new one.
+    """
     assert open_uploads(run, "--hub_strategy", "all_checkpoints").finish(4)
     first = {name: commit for name, commit in hub.branches(REPO).items() if name != "main"}
     options = [*PUSH, *SAVE, "--seed", "1", "--hub_strategy", "checkpoint"]
     second = train(*options, "--hub_overwrite", output_dir=tmp_path / "second")
+    assert "--hub_overwrite" in capsys.readouterr().out.partition("continue ")[2]
+    assert open_uploads(run, "--hub_overwrite").repeat.endswith(" --hub_overwrite")
     found = hub.branches(REPO)
     assert first.items() <= found.items()
     assert hub.files(REPO)["model.safetensors"] == (second / "model.safetensors").read_bytes()
     (newest,) = [name for name in found if "optimizer.pt" in hub.files(REPO, name) and name not in first]
     assert newest.startswith(BRANCHES[1] + "-")
     assert not [name for name in first if f"`{name}`" in hub.files(REPO)["README.md"].decode()]
-    third = train(*options, "--resume_from_checkpoint", "auto", "--max_steps", "6", output_dir=tmp_path / "third")
+    third = train(*options, "--resume_from_checkpoint", "auto", output_dir=tmp_path / "third")
     assert read_events(third, "start")[-1]["step"] == 4
     assert read_events(third, "start")[-1]["run_id"] == read_events(second, "start")[-1]["run_id"]
+    before = hub.branches(REPO)
+    for address in ("auto", f"hf://{REPO}@{newest}"):
+        with pytest.raises(UserError, match="with another schedule, this is a new run, and .* holds another run"):
+            fork = ("--resume_from_checkpoint", address, "--max_steps", "6")
+            train(*options, *fork, output_dir=tmp_path / "fourth")
+    assert hub.branches(REPO) == before
 
 
 def test_an_upload_checks_the_owner_too(run, hub):
@@ -277,6 +291,10 @@ def test_a_damaged_checkpoint_on_the_hub(run, train, hub, tmp_path):
     with pytest.raises(UserError, match="is damaged on the Hub: rng.pt has 1 bytes"):
         train("--resume_from_checkpoint", f"hf://{REPO}", output_dir=tmp_path / "second")
     assert not list((tmp_path / "second").rglob("optimizer.pt"))
+    state = b'{"step": "x/../../../elsewhere"}'
+    HfApi().upload_file(path_or_fileobj=state, path_in_repo=STATE_NAME, repo_id=REPO, revision=BRANCHES[1])
+    with pytest.raises(UserError, match="cannot be read .*invalid literal for int"):
+        train("--resume_from_checkpoint", f"hf://{REPO}", output_dir=tmp_path / "second")
 
 
 # ---------------------------------------------------------------- faults
@@ -424,6 +442,11 @@ def test_a_private_run_does_not_become_public(train, hub):
     HfApi().create_repo(REPO)
     with pytest.raises(UserError, match="someone/tiny exists and is public"):
         train(*PUSH, "--hub_private_repo")
+
+
+def test_a_license_that_the_hub_does_not_know(train, hub):
+    with pytest.raises(UserError, match="refuses --hub_license or --hub_language .*MIT"):
+        train(*PUSH, "--hub_license", "MIT")
 
 
 @pytest.mark.parametrize("name", ["tiny", "a/b/c", "someone/ti ny", "someone/a--b", "someone/.."])

@@ -197,16 +197,20 @@ def test_branches_equal_runs_that_were_planned_so(train, stable, tmp_path, step,
     assert rates[0][step:] == rates[1]
 
 
-def test_the_command_that_a_finished_run_prints_extends_it(train, stable, tmp_path, capsys):
-    """Run as printed, it trains twice as long, from before the decay into another folder."""
+def test_the_command_that_a_finished_run_prints_extends_it(train, stable, hub, tmp_path, capsys):
+    """Run as printed, it trains twice as long, from before the decay into another folder and another repository."""
     run = shutil.copytree(stable, tmp_path / "run", ignore=shutil.ignore_patterns(".lock"))
-    train(*STABLE, "--max_steps", "20", "--save_steps", "7", "--resume_from_checkpoint", "auto", output_dir=run)
+    push = ["--push_to_hub", "--hub_model_id", "someone/tiny", "--hub_strategy", "end", "--save_steps", "7"]
+    train(*STABLE, "--max_steps", "20", *push, "--resume_from_checkpoint", "auto", output_dir=run)
     printed = capsys.readouterr().out.replace("\\\n", " ")
     (command,) = re.findall(r"--resume_from_checkpoint .* --max_steps 40", printed)
     assert f"{run}/checkpoint-16" in command and f"--output_dir {run}-40" in command
     extended = train(*shlex.split(command), output_dir=tmp_path / "run-40", alone=True)
     planned = train(*STABLE, "--max_steps", "40", output_dir=tmp_path / "planned")
-    assert (extended / "model.safetensors").read_bytes() == (planned / "model.safetensors").read_bytes()
+    weights = (planned / "model.safetensors").read_bytes()
+    assert (
+        (extended / "model.safetensors").read_bytes() == hub.files("someone/tiny-40")["model.safetensors"] == weights
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The start of a run: what may change when it resumes, and existing weights."""
 
+import json
 import re
 import shutil
 
@@ -11,6 +12,7 @@ from conftest import BLOCK_SIZE, read_events
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from recipe.checkpoint import seal_checkpoint
 from recipe.errors import UserError
 
 RESUME = ["--resume_from_checkpoint", "auto"]
@@ -60,6 +62,19 @@ def test_what_a_run_cannot_change(train, finished, typed, expected):
     with pytest.raises(UserError, match=expected):
         train(*RESUME, *typed.split())
     assert [e["step"] for e in read_events(finished, "train")] == [1, 2, 3, 4]
+
+
+def test_a_checkpoint_that_lacks_an_option_had_its_default(train, finished):
+    """A user who adds an option to `IDENTITY_OPTIONS` can resume earlier runs."""
+    checkpoint = finished / "checkpoint-4"
+    state = json.loads((checkpoint / "training_state.json").read_text())
+    del state["identity"]["label_smoothing_factor"]
+    (checkpoint / "training_state.json").write_text(json.dumps(state))
+    (checkpoint / "manifest.json").unlink()
+    seal_checkpoint(checkpoint)
+    train(*RESUME, "--max_steps", "5")
+    with pytest.raises(UserError, match="label_smoothing_factor 0.0 -> 0.1"):
+        train(*RESUME, "--max_steps", "6", "--label_smoothing_factor", "0.1")
 
 
 def test_a_typed_change_keeps_the_past_and_is_recorded(train, finished, capsys):

@@ -24,7 +24,7 @@ from recipe.environment import describe_machine
 from recipe.errors import short_reason
 from recipe.model.weights import WEIGHTS_NAME
 from recipe.publish.curve import save_loss_chart
-from recipe.publish.public import public_name, read_events, read_options, split_scores
+from recipe.publish.public import hub_id, public_name, read_events, read_options, split_scores
 
 CARD_NAME, CURVE_NAME = "README.md", "loss_curve.png"
 EVALUATION_NAME = "evaluation.json"  # written by scripts/evaluate_model.py
@@ -128,7 +128,7 @@ def write_model_card(
         "processes": plural(start.get("num_processes", 1), "process", "es"),
         "resumed_at": ", ".join(f"{event['step']:,}" for event in starts[1:]),
         "changes": list(_describe_changes(events)),
-        "resume_command": _resume_command(model_id, options, resumable) if resumable else None,
+        "resume_command": _resume_command(model_id, options, resumable, step) if resumable else None,
         "languages": ", ".join(code(language) for language in options["hub_language"] or []),
         "ratio": tokens / model["num_parameters"] if model else None,
         "epochs": epochs,
@@ -237,8 +237,9 @@ def _results(
 
 def _describe_rows(evaluations: list[dict[str, Any]], data: dict[str, Any]) -> str | None:
     known = data.get("splits", {}).get("validation", {}).get("rows")
-    used = evaluations[-1].get("num_rows") if evaluations else None
-    return None if used is None else f"{used:,} of {known:,}" if known else f"{used:,}"
+    counts = dict.fromkeys(evaluations[at].get("num_rows") for at in (0, -1)) if evaluations else {}
+    used = " and ".join(commas(count) for count in counts if count is not None)
+    return f"{used} of {known:,}" if used and known else used or None
 
 
 def _choose_samples(samples: list[dict[str, Any]]) -> list[tuple[int, str]]:
@@ -320,13 +321,18 @@ def _name_base_model(start: dict[str, Any], options: dict[str, Any]) -> str | No
     return plain(public_name(name)) if name else None
 
 
-def _resume_command(model_id: str, options: dict[str, Any], branch: str) -> str:
-    """Return the commands that continue from a published training state on any machine."""
-    data = next((f" --{name} {name.upper()}" for name in ("dataset_dir", "train_file") if options[name]), "")
+def _resume_command(model_id: str, options: dict[str, Any], branch: str, step: int) -> str:
+    """Return the commands that continue from a published training state on any machine. A finished run gets longer."""
+    local = [name for name in ("dataset_dir", "train_file", "validation_file") if options[name]]
+    more = "".join(f" --{name} {name.upper()}" for name in local)
+    if options["tokenizer_name"] and not options["dataset_dir"] and hub_id(options["tokenizer_name"]) is None:
+        more += f" --tokenizer_name {model_id}"
+    if step == options["max_steps"]:
+        more += f" --max_steps {2 * step}"
     return fence(
         f"hf download {model_id} training_config.yaml --revision {branch} --local-dir .\n"
         + _wrap_command(
-            f"accelerate launch recipe/train.py --config training_config.yaml{data} "
+            f"accelerate launch recipe/train.py --config training_config.yaml{more} "
             f"--resume_from_checkpoint hf://{model_id}@{branch} --output_dir runs/resumed"
         ),
         "bash",

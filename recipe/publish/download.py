@@ -104,7 +104,7 @@ def _download(repo_id: str, revision: str, output_dir: Path) -> Path:
     It is hidden, so if the run refuses the checkpoint, the folder is free for another run.
     """
     state, manifest = (Path(hf_hub_download(repo_id, name, revision=revision)) for name in (STATE_NAME, MANIFEST_NAME))
-    final = checkpoint_dir(output_dir / DOWNLOAD_NAME, json.loads(state.read_text())["step"])
+    final = checkpoint_dir(output_dir / DOWNLOAD_NAME, int(json.loads(state.read_text())["step"]))
     if why_damaged(final) is None and (final / MANIFEST_NAME).read_bytes() == manifest.read_bytes():
         return final  # an earlier attempt has downloaded it
     shutil.rmtree(final.parent, ignore_errors=True)

@@ -17,6 +17,7 @@ from huggingface_hub import (
     CommitOperationDelete,
     HfApi,
     ModelCard,
+    ModelCardData,
     constants,
     get_session,
     get_token,
@@ -84,6 +85,7 @@ def check_hub(config: TrainConfig) -> None:
         api.auth_check(repo_id, write=True)
         if config.hub_private_repo and not api.model_info(repo_id, timeout=TIMEOUT_SECONDS).private:
             raise UserError(f"{repo_id} exists and is public; make it private on the Hub, or omit --hub_private_repo")
+        _check_metadata(config)
     except UserError:
         raise
     except Exception as error:  # refused, unreachable, ...: the client passes on the errors of several libraries
@@ -93,8 +95,20 @@ def check_hub(config: TrainConfig) -> None:
         print(f"warning: the Hub cannot be used now ({hub_reason(error)}); uploads start when it can", flush=True)
 
 
-def check_owner(config: TrainConfig, run_id: str | None) -> None:
-    """Raise `UserError` if the repository holds another run. run_id: of this run; None if it is new."""
+def _check_metadata(config: TrainConfig) -> None:
+    """Raise `UserError` for a license or language that the Hub does not know: it would refuse every upload."""
+    card = ModelCardData(license=config.hub_license, language=config.hub_language)
+    try:
+        ModelCard(f"---\n{card.to_yaml()}\n---\n").validate()
+    except ValueError as error:
+        raise UserError(f"the Hub refuses --hub_license or --hub_language ({one_line(error)})") from error
+
+
+def check_owner(config: TrainConfig, run_id: str | None, note: str = "") -> None:
+    """Raise `UserError` if the repository holds another run. run_id: of this run; None if it is new.
+
+    note: begins the message.
+    """
     if not config.push_to_hub or config.hub_overwrite:
         return
     try:
@@ -102,13 +116,13 @@ def check_owner(config: TrainConfig, run_id: str | None) -> None:
     except Exception:  # the Hub cannot be used now, which `check_hub` has said; the upload checks again
         return
     if owner not in (None, run_id):
-        raise holds_another_run(config, step)
+        raise holds_another_run(config, step, note)
 
 
-def holds_another_run(config: TrainConfig, step: int) -> UserError:
+def holds_another_run(config: TrainConfig, step: int, note: str = "") -> UserError:
     return UserError(
-        f"{config.hub_model_id} holds another run, at step {step:,}; pass another --hub_model_id, or --hub_overwrite "
-        "to replace its model (the branches of its checkpoints stay)"
+        f"{note}{config.hub_model_id} holds another run, at step {step:,}; pass another --hub_model_id, or "
+        "--hub_overwrite to replace its model (the branches of its checkpoints stay)"
     )
 
 
@@ -198,6 +212,9 @@ def upload(config: TrainConfig, run_id: str, output_dir: Path, folder: Path, ste
     owner, newest_step = read_owner(repo_id, branches[main])
     if owner not in (None, run_id) and not config.hub_overwrite:
         raise holds_another_run(config, newest_step)
+    working = f"incomplete-{run_id}"
+    if working in branches:  # an upload was killed
+        api.delete_branch(repo_id, branch=working)
     own = branches_of_run(repo_id, run_id, branches)
     write_public_files(output_dir, folder, step)
     if evaluation := read_evaluation(output_dir, step):
@@ -213,7 +230,13 @@ def upload(config: TrainConfig, run_id: str, output_dir: Path, folder: Path, ste
         is_resumable = (folder / OPTIMIZER_NAME).exists()
         own = [*own, branch]
         write_model_card(output_dir, step, folder, revision=branch, resumable=branch if is_resumable else None, **card)
-        _publish_branch(api, repo_id, folder, model + TRAINING_FILES, branch, branches, message)
+        if branch in branches:
+            _commit(api, repo_id, folder, model + TRAINING_FILES, branch, message)
+        else:  # it appears when its commit is complete
+            api.create_branch(repo_id, branch=working)
+            commit = _commit(api, repo_id, folder, model + TRAINING_FILES, working, message)
+            api.create_branch(repo_id, branch=branch, revision=commit)
+            api.delete_branch(repo_id, branch=working)
         if config.hub_strategy == "checkpoint":
             _drop_older_states(api, repo_id, branch, [name for name in own if step_of(name) < step])
     if owner != run_id or step >= newest_step:
@@ -222,21 +245,6 @@ def upload(config: TrainConfig, run_id: str, output_dir: Path, folder: Path, ste
         _commit(api, repo_id, folder, model, main, message)
     shutil.rmtree(folder, ignore_errors=True)
     return str(url)
-
-
-def _publish_branch(
-    api: HfApi, repo_id: str, folder: Path, names: tuple[str, ...], branch: str, branches: dict[str, str], message: str
-) -> None:
-    """Commit to a branch. A new one appears when its commit is complete: the commit is made on another one."""
-    working = f"incomplete-{branch}"
-    if branch in branches:
-        _commit(api, repo_id, folder, names, branch, message)
-    else:
-        api.create_branch(repo_id, branch=working, exist_ok=True)
-        commit = _commit(api, repo_id, folder, names, working, message)
-        api.create_branch(repo_id, branch=branch, revision=commit)
-    if branch not in branches or working in branches:
-        api.delete_branch(repo_id, branch=working)
 
 
 def _commit(api: HfApi, repo_id: str, folder: Path, names: tuple[str, ...], revision: str, message: str) -> str:

@@ -54,7 +54,8 @@ class HubUploads:
         """say: prints a line. repeat: the command that repeats failed uploads. keeps_all: upload every checkpoint."""
         self.config, self.run_id, self.output_dir, self.say = config, run_id, output_dir, say
         self.enabled = config.push_to_hub and PartialState().is_main_process
-        self.repeat = repeat or f"python scripts/push_to_hub.py {shlex.quote(str(output_dir))}"
+        overwrite = " --hub_overwrite" if config.hub_overwrite else ""
+        self.repeat = repeat or f"python scripts/push_to_hub.py {shlex.quote(str(output_dir))}{overwrite}"
         self.keeps_all = keeps_all or config.hub_strategy == "all_checkpoints"
         self.spool, self.final_step = output_dir / SPOOL_NAME, None
         self.thread: threading.Thread | None = None

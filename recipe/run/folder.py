@@ -10,6 +10,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from recipe.arguments import typed_names
 from recipe.checkpoint import CONFIG_NAME, list_checkpoints, record_config, remove_partial_checkpoints
 from recipe.config import STANDARD_LIBRARY, TrainConfig
 from recipe.data.source import name_of_text
@@ -101,7 +102,9 @@ def resume_command(directory: Path, checkpoint: str | Path = "auto", output_dir:
     output_dir: where to, if not into the same folder.
     """
     folder, start, target = (shlex.quote(str(path)) for path in (directory, checkpoint, output_dir or directory))
-    return f"{launch_command()} --resume_from_checkpoint {start} --config {folder}/{CONFIG_NAME} --output_dir {target}"
+    command = f"{launch_command()} --resume_from_checkpoint {start} --config {folder}/{CONFIG_NAME}"
+    consent = " --hub_overwrite" if "hub_overwrite" in typed_names(sys.argv[1:]) else ""  # it is not recorded
+    return f"{command} --output_dir {target}{consent}"
 
 
 def launch_command() -> str:

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 
 from recipe.arguments import typed_names
 from recipe.checkpoint import list_checkpoints, read_state, step_of
-from recipe.config import IDENTITY_OPTIONS, SCHEDULE_OPTIONS, TrainConfig
+from recipe.config import IDENTITY_OPTIONS, OPTIONS, SCHEDULE_OPTIONS, TrainConfig
 from recipe.errors import UserError
 from recipe.model.build import model_options
 from recipe.optim.schedule import count_warmup_steps, learning_rate_scale
@@ -62,7 +62,8 @@ def check_identity(
     Raises `UserError` for other differences.
     """
     content = read_state(resume_dir)
-    saved = content["identity"]
+    # An option that was added since then had its default.
+    saved = {name: OPTIONS[name].default for name in IDENTITY_OPTIONS} | content["identity"]
     pairs = {key: (saved.get(key), identity.get(key)) for key in sorted({*saved, *identity})}
     changes = {key: (before, now) for key, (before, now) in pairs.items() if before != now}
     if refused := changes.keys() - find_consent(typed_names(sys.argv[1:])):
@@ -116,7 +117,8 @@ def extend_command(config: TrainConfig, output_dir: Path, decay_start: int | Non
         return None
     directory = output_dir.absolute() if output_dir.name == "" else output_dir  # "." has no name
     command = resume_command(output_dir, before, directory.with_name(f"{directory.name}-{2 * step}"))
-    return f"{command} --max_steps {2 * step}"
+    repository = f" --hub_model_id {config.hub_model_id}-{2 * step}" if config.push_to_hub else ""
+    return f"{command}{repository} --max_steps {2 * step}"
 
 
 def _short(value: object) -> str:

@@ -37,7 +37,7 @@ from recipe.model.size import count_parameters, count_training_flops, padded_voc
 from recipe.optim.guard import UpdateGuard
 from recipe.optim.optimizers import check_optimizer
 from recipe.publish.download import fetch_checkpoint
-from recipe.publish.hub import check_hub, check_owner
+from recipe.publish.hub import DOWNLOAD_NAME, check_hub, check_owner
 from recipe.run.folder import choose_output_dir
 from recipe.run.resume import check_identity, keep_warmup, resolve_length, run_identity
 
@@ -53,6 +53,7 @@ class Run:
     accelerator: Accelerator
     output_dir: Path
     resume_dir: Path | None  # the checkpoint that it continues
+    run_id: str | None  # the checkpoint's; None if this is a new run
     source: str | Path | None  # the model that sets shape and tokenizer
     started_at: float  # time.perf_counter at the start of the program
 
@@ -81,7 +82,7 @@ def open_run(config: TrainConfig, recipe: str, started_at: float) -> Run:
     on_main_process(lambda: check_hub(config))
     accelerator = build_accelerator(config, output_dir)
     resume_dir = on_main_process(lambda: find_checkpoint(output_dir, fetch_checkpoint(config, output_dir)))
-    run_id = read_state(resume_dir)["run_id"] if resume_dir and not branches_off(config, resume_dir) else None
+    run_id = read_state(resume_dir)["run_id"] if resume_dir and is_same_run(resume_dir, output_dir) else None
     on_main_process(lambda: check_owner(config, run_id))
     # A resumed run takes the shape from its checkpoint: the model that it started from may be gone.
     source = resume_dir if resume_dir and config.model_name_or_path else config.model_name_or_path
@@ -89,7 +90,7 @@ def open_run(config: TrainConfig, recipe: str, started_at: float) -> Run:
     check_optimizer(config, accelerator.device)
     build_model_config(config, 1, 0, source)
     load_tasks(config.eval_tasks)  # reports a wrong file before text is prepared
-    return Run(recipe, config, accelerator, output_dir, resume_dir, source, started_at)
+    return Run(recipe, config, accelerator, output_dir, resume_dir, run_id, source, started_at)
 
 
 def open_dataset(config: TrainConfig, source: str | Path | None) -> PackedDataset:
@@ -121,6 +122,9 @@ def plan_run(run: Run, dataset: Any) -> None:
     check_same_run(run.identity)
     if run.resume_dir is not None:
         run.changes = check_identity(config, run.identity, run.resume_dir, run.output_dir)
+        if run.run_id and not is_same_run(run.resume_dir, run.output_dir, run.changes):
+            run.run_id = None
+            on_main_process(lambda: check_owner(config, None, "with another schedule, this is a new run, and "))
     padded = copy.deepcopy(run.model_config)
     padded.vocab_size = padded_vocab_size(run.vocab_size, config.pad_vocab_to_multiple_of)
     total_flops = count_training_flops(config, padded, count_parameters(padded))
@@ -150,17 +154,15 @@ def load_state(run: Run, model: PreTrainedModel, optimizer: AcceleratedOptimizer
     if run.resume_dir is not None:
         parts = model, run.vocab_size, optimizer.optimizer, guard
         state = on_all_processes(lambda: load_checkpoint(run.accelerator, run.resume_dir, *parts))
-    if run.resume_dir is None or branches_off(run.config, run.resume_dir):
-        state.run_id = gather(uuid.uuid4().hex[:12])[0]
+    state.run_id = run.run_id or gather(uuid.uuid4().hex[:12])[0]
     state.memory = run.plan.choices
     return state
 
 
-def branches_off(config: TrainConfig, resume_dir: Path) -> bool:
-    """Return whether a run that starts from another run's checkpoint is a run of its own: in a folder of its own."""
-    resumed = config.resume_from_checkpoint
-    is_elsewhere = resume_dir.parent.absolute() != Path(config.output_dir or resume_dir.parent).absolute()
-    return resumed not in ("auto", "latest") and not resumed.startswith("hf://") and is_elsewhere
+def is_same_run(resume_dir: Path, output_dir: Path, changes: dict[str, tuple] | None = None) -> bool:
+    """Return whether a run continues that of a checkpoint: in its folder, or from the Hub with its schedule."""
+    found, folder = resume_dir.parent.absolute(), output_dir.absolute()
+    return found == folder or (found == folder / DOWNLOAD_NAME and not changes)
 
 
 def open_batches(run: Run, dataset: Any, state: RunState) -> TrainBatches:
