@@ -214,8 +214,8 @@ def test_a_second_run_that_may_overwrite_changes_no_branch_of_the_first(run, hub
     assert read_events(third, "start")[-1]["step"] == 4
     assert read_events(third, "start")[-1]["run_id"] == read_events(second, "start")[-1]["run_id"]
     before = hub.branches(REPO)
-    for address in ("auto", f"hf://{REPO}@{newest}"):
-        with pytest.raises(UserError, match="with another schedule, this is a new run, and .* holds another run"):
+    for address, remedy in (("auto", f"resume from hf://{REPO} and pass another"), (f"hf://{REPO}@{newest}", "pass")):
+        with pytest.raises(UserError, match=f"another run, .*; with another schedule, this is a new run: {remedy}"):
             fork = ("--resume_from_checkpoint", address, "--max_steps", "6")
             train(*options, *fork, output_dir=tmp_path / "fourth")
     assert hub.branches(REPO) == before

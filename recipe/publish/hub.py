@@ -107,7 +107,7 @@ def _check_metadata(config: TrainConfig) -> None:
 def check_owner(config: TrainConfig, run_id: str | None, note: str = "") -> None:
     """Raise `UserError` if the repository holds another run. run_id: of this run; None if it is new.
 
-    note: begins the message.
+    note: begins the remedy.
     """
     if not config.push_to_hub or config.hub_overwrite:
         return
@@ -121,7 +121,7 @@ def check_owner(config: TrainConfig, run_id: str | None, note: str = "") -> None
 
 def holds_another_run(config: TrainConfig, step: int, note: str = "") -> UserError:
     return UserError(
-        f"{note}{config.hub_model_id} holds another run, at step {step:,}; pass another --hub_model_id, or "
+        f"{config.hub_model_id} holds another run, at step {step:,}; {note}pass another --hub_model_id, or "
         "--hub_overwrite to replace its model (the branches of its checkpoints stay)"
     )
 

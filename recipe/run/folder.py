@@ -103,7 +103,8 @@ def resume_command(directory: Path, checkpoint: str | Path = "auto", output_dir:
     """
     folder, start, target = (shlex.quote(str(path)) for path in (directory, checkpoint, output_dir or directory))
     command = f"{launch_command()} --resume_from_checkpoint {start} --config {folder}/{CONFIG_NAME}"
-    consent = " --hub_overwrite" if "hub_overwrite" in typed_names(sys.argv[1:]) else ""  # it is not recorded
+    # The consent is for this run, and not recorded.
+    consent = " --hub_overwrite" * (output_dir is None and "hub_overwrite" in typed_names(sys.argv[1:]))
     return f"{command} --output_dir {target}{consent}"
 
 

@@ -124,7 +124,10 @@ def plan_run(run: Run, dataset: Any) -> None:
         run.changes = check_identity(config, run.identity, run.resume_dir, run.output_dir)
         if run.run_id and not is_same_run(run.resume_dir, run.output_dir, run.changes):
             run.run_id = None
-            on_main_process(lambda: check_owner(config, None, "with another schedule, this is a new run, and "))
+            note = "with another schedule, this is a new run: "
+            if config.resume_from_checkpoint == "auto":  # which starts over with --hub_overwrite
+                note += f"resume from hf://{config.hub_model_id} and "
+            on_main_process(lambda: check_owner(config, None, note))
     padded = copy.deepcopy(run.model_config)
     padded.vocab_size = padded_vocab_size(run.vocab_size, config.pad_vocab_to_multiple_of)
     total_flops = count_training_flops(config, padded, count_parameters(padded))
