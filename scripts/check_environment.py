@@ -10,6 +10,7 @@ report needs. Exits with 1 if a check fails.
 import argparse
 import dataclasses
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -38,6 +39,7 @@ from recipe.model.size import count_parameters, count_training_flops
 
 TRAIN = str(Path(__file__).resolve().parents[1] / "recipe" / "train.py")
 MEASURED_STEPS = 10
+MOST_CPU_FLOPS = 2e13  # of these steps, which take two minutes on two cores; a large batch is reduced
 GPT2_VOCAB_SIZE = 50257
 
 
@@ -162,17 +164,21 @@ def check_hub(config: TrainConfig) -> str:
 def measure(config_file: str | None, config: TrainConfig) -> str:
     """Train ten steps of the run with the launcher, and extrapolate to all of its steps. Nothing is published."""
     model_config = build_model_config(config, GPT2_VOCAB_SIZE, 0, config.model_name_or_path)
-    flops = count_training_flops(config, model_config, count_parameters(model_config))
+    num_parameters = count_parameters(model_config)
+    flops = count_training_flops(config, model_config, num_parameters)
     short = {"max_steps": MEASURED_STEPS, "num_train_epochs": None, "max_minutes": None, "profile": None}
     short |= {"eval_steps": 0, "max_eval_samples": 1, "eval_tasks": None, "save_steps": 0, "logging_steps": 2}
     short |= {"push_to_hub": False, "report_to": None, "resume_from_checkpoint": None, "expected_loss": None}
     short["dynamo_backend"] = choose_dynamo_backend(config, find_device(), flops).value  # of the whole run
     short["warmup_steps"] = min(config.warmup_steps, 1)
+    steps, most = dataclasses.replace(config, **short), MOST_CPU_FLOPS if find_device().type == "cpu" else math.inf
+    while steps.global_batch_size % 2 == 0 and count_training_flops(steps, model_config, num_parameters) > most:
+        steps = dataclasses.replace(steps, global_batch_size=steps.global_batch_size // 2)
     launcher = [sys.executable, "-m", "accelerate.commands.launch"]
     launcher += ["--config_file", config_file] if config_file else []
     with tempfile.TemporaryDirectory() as folder:
         recipe = Path(folder, "recipe.yaml")
-        save_config(dataclasses.replace(config, **short), recipe)
+        save_config(steps, recipe)
         command = [*launcher, TRAIN, "--config", str(recipe), "--output_dir", f"{folder}/run"]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode != 0:

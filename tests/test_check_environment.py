@@ -19,6 +19,16 @@ def program(monkeypatch):
     return load_program(SCRIPT)
 
 
+def test_ten_steps_take_minutes_on_a_cpu(program, monkeypatch):
+    """GPT-2 124M with its half a million tokens per step would take days; two rows of 1,024 do not."""
+    config = load_config(["--config", "gpt2_124m", "--dataset_dir", "data"])[0]
+    saved = mock.Mock(side_effect=UserError("saved"))
+    monkeypatch.setattr(program, "save_config", saved)
+    with pytest.raises(UserError, match="saved"):
+        program.measure(None, config)
+    assert saved.call_args.args[0].global_batch_size == 2 and saved.call_args.args[0].max_steps == 10
+
+
 def test_this_machine_and_ten_real_steps(dataset_dir, tmp_path, monkeypatch, capsys):
     """Every check passes; --measure trains the run's own model, extrapolates to all steps, and publishes nothing.
 
