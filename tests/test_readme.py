@@ -133,16 +133,16 @@ def test_the_ladder_is_what_was_measured():
         (row,) = rows_of(make_row(entry, entries))
         assert row[:4] in ladder or "not_run" in entry, row
         assert row[:3] in [cells[:3] for cells in shown] or entry not in (entries[0], entries[-1]), row
-    peers = measured("peers_cpu")["entries"]
-    speeds = {name: [entry["tokens_per_second"] for entry in peers if entry["what"] == name] for name in PEERS}
-    for name, cells in PEERS.items():
-        (row,) = (row for row in shown if row[0].startswith(cells))
-        assert is_rounded(row[1], fmean(speeds[name])), row
-    (ratio,) = (row[2] for row in shown if row[0].startswith(PEERS["recipe/train.py"]))
-    assert is_rounded(ratio, fmean(speeds["recipe/train.py"]) / fmean(speeds["nanoGPT"]))
+    for file in ("peers_cpu", "peers_bf16_cpu"):
+        speeds = {"nanoGPT": [], "recipe/train.py": []}
+        for entry in measured(file)["entries"]:
+            speeds[entry["what"]].append(entry["tokens_per_second"])
+        at = next(i for i, row in enumerate(shown) if f"{file}.json" in row[-1])
+        for row, rates in zip(shown[at : at + 2], speeds.values(), strict=True):
+            assert is_rounded(row[1], fmean(rates)), row
+            assert is_rounded(row[2], fmean(rates) / fmean(speeds["nanoGPT"])), row
 
 
-PEERS = {"recipe/train.py": "recipe/train.py, mean", "nanoGPT": "nanoGPT, mean"}
 SWEEPS = {"demo": "sweep_demo_cpu", "nanoGPT's Shakespeare": "sweep_shakespeare_cpu", "English": "sweep_english_cpu"}
 
 

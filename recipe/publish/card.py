@@ -136,7 +136,6 @@ def write_model_card(
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(loader=loader, trim_blocks=True, undefined=jinja2.ChainableUndefined)
     environment.filters |= {"plain": plain, "code": code, "fence": fence, "commas": commas, "quoted": quoted}
-    environment.globals["commas"] = commas
     text = environment.get_template("card.md.jinja").render(values)
     ModelCard(re.sub(r"\n{3,}", "\n\n", text)).save(directory / CARD_NAME)
 

@@ -97,7 +97,7 @@ def check_hub(config: TrainConfig) -> None:
 
 def _check_metadata(config: TrainConfig) -> None:
     """Raise `UserError` for a license or language that the Hub does not know: it would refuse every upload."""
-    card = ModelCardData(license=config.hub_license, language=config.hub_language)
+    card = ModelCardData(library_name="transformers", license=config.hub_license, language=config.hub_language)
     try:
         ModelCard(f"---\n{card.to_yaml()}\n---\n").validate()
     except ValueError as error:
