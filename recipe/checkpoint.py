@@ -11,14 +11,13 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils.operations import recursively_apply
 from huggingface_hub.utils.sha import sha_fileobj
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -31,6 +30,7 @@ from recipe.hardware.devices import get_rng_state, set_rng_state
 from recipe.hardware.processes import gather, on_main_process
 from recipe.model.weights import copy_weights, load_weights, write_model
 from recipe.optim.guard import UpdateGuard
+from recipe.optim.schedule import is_decaying
 
 CONFIG_NAME, MANIFEST_NAME = "training_config.yaml", "manifest.json"
 STATE_NAME, OPTIMIZER_NAME, RNG_NAME = "training_state.json", "optimizer.pt", "rng.pt"
@@ -53,8 +53,30 @@ class RunState:
     unlogged: dict[str, float] = field(default_factory=dict)  # sums since the last log line, see recipe/run/log.py
 
     def is_due(self, period: int) -> bool:
-        """Return whether something is due that happens every `period` steps and at the end of the run; 0: never."""
-        return bool(period) and (self.progress >= 1 or self.step % period == 0)
+        """Return whether something is due that happens every `period` steps and at the end; 0: only then."""
+        return self.progress >= 1 or (period > 0 and self.step % period == 0)
+
+
+@dataclass
+class Trained:
+    """What a run changes on its devices: what a checkpoint holds besides `RunState`."""
+
+    accelerator: Accelerator  # gradient scaler, random generators
+    model: PreTrainedModel  # padded, not wrapped
+    model_config: PreTrainedConfig  # not padded
+    tokenizer: PreTrainedTokenizerBase
+    optimizer: torch.optim.Optimizer
+    guard: UpdateGuard
+
+
+def mark_resumable(is_resumable: bool) -> None:
+    """Tell the job script, by a file that it names in RESUMABLE_FILE, whether its command would continue the run.
+
+    Launchers turn every exit code into 1. A complete checkpoint leaves the file, so that it is there however the
+    process ends, and a deliberate end removes it.
+    """
+    if path := os.environ.get("RESUMABLE_FILE"):
+        Path(path).touch() if is_resumable else Path(path).unlink(missing_ok=True)
 
 
 def checkpoint_dir(output_dir: Path, step: int) -> Path:
@@ -112,6 +134,8 @@ def _sha256(path: Path) -> str:
 
 def fsync(path: Path) -> None:
     """Wait until a file or folder is on disk."""
+    if path.is_dir() and os.name == "nt":  # Windows opens files only
+        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -149,7 +173,7 @@ def find_checkpoint(output_dir: Path, resume_from_checkpoint: str | None) -> Pat
 
 
 def read_state(directory: Path) -> dict[str, Any]:
-    """Return training_state.json: `RunState`'s fields, identity (see recipe/run/start.py), mixed_precision, scaler."""
+    """Return training_state.json: `RunState`'s fields, identity (recipe/run/resume.py), mixed_precision, scaler."""
     try:
         content = json.loads((directory / STATE_NAME).read_text())
         RunState(**{name: content[name] for name in RunState.__dataclass_fields__})
@@ -159,31 +183,24 @@ def read_state(directory: Path) -> dict[str, Any]:
     return content
 
 
-def load_checkpoint(
-    accelerator: Accelerator,
-    directory: Path,
-    model: PreTrainedModel,
-    vocab_size: int,
-    optimizer: torch.optim.Optimizer,
-    guard: UpdateGuard,
-) -> RunState:
-    """Load a checkpoint into model, optimizer, scaler and random generators. Returns the run's state."""
-    content = read_state(directory)
+def load_checkpoint(directory: Path, trained: Trained) -> RunState:
+    """Load a checkpoint into everything that changes. Returns the run's state."""
+    content, optimizer, device = read_state(directory), trained.optimizer, trained.accelerator.device
     try:
-        load_weights(model, directory, vocab_size)
+        load_weights(trained.model, directory, trained.model_config.vocab_size)
         # Mapped, because each process of a machine would hold a copy. On a CPU the optimizer keeps the tensors.
-        is_mapped = accelerator.device.type != "cpu"
+        is_mapped = device.type != "cpu"
         saved = torch.load(directory / OPTIMIZER_NAME, map_location="cpu", weights_only=True, mmap=is_mapped)
         rates = [group["initial_lr"] for group in optimizer.param_groups]
         optimizer.load_state_dict(saved["optimizer"])
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["initial_lr"] = rate  # this run's, not the checkpoint's
-        guard.counts = saved["guard"].to(accelerator.device)
-        if accelerator.scaler is not None and content["scaler"]:
-            accelerator.scaler.load_state_dict(content["scaler"])
+        trained.guard.counts = saved["guard"].to(device)
+        if trained.accelerator.scaler is not None and content["scaler"]:
+            trained.accelerator.scaler.load_state_dict(content["scaler"])
         rng = torch.load(directory / RNG_NAME, weights_only=True)
-        if accelerator.process_index in rng:  # additional processes keep their fresh seed
-            set_rng_state(rng[accelerator.process_index], accelerator.device)
+        if trained.accelerator.process_index in rng:  # additional processes keep their fresh seed
+            set_rng_state(rng[trained.accelerator.process_index], device)
     except Exception as error:  # a file of another version or shape: each reader raises its own
         raise _damaged(directory, error) from error
     return RunState(**{name: content[name] for name in RunState.__dataclass_fields__})
@@ -196,53 +213,67 @@ def _damaged(directory: Path, error: Exception) -> UserError:
 # ------------------------------------------------------------------ save
 
 
-@dataclass
 class CheckpointSaver:
     """Saves in the background: training waits only for the copy of its state in host memory (12 bytes per parameter).
 
     If the previous checkpoint is not on disk when the next one is due, training waits for it too.
     """
 
-    accelerator: Accelerator
-    output_dir: Path
-    config: TrainConfig
-    identity: dict  # what a resumed run must share with the checkpoint
-    model: PreTrainedModel
-    model_config: PreTrainedConfig
-    tokenizer: PreTrainedTokenizerBase
-    optimizer: AcceleratedOptimizer
-    guard: UpdateGuard
-    say: Callable[[str], None]
-    on_saved: Callable[[Path, int], None]  # gets each complete checkpoint and its step, before older ones are pruned
-    saved_step: int  # the newest checkpoint, maybe still being written; at first, the one resumed from
-    thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
-    writing: Future | None = None
-    has_saved: bool = False  # in this process
+    def __init__(
+        self,
+        output_dir: Path,
+        config: TrainConfig,
+        identity: dict,
+        trained: Trained,
+        resume_dir: Path | None,
+        say: Callable[[str], None],
+        on_saved: Callable[[Path, int], None],
+    ) -> None:
+        """identity: what a resumed run must share with the checkpoint. resume_dir: the checkpoint it resumes from.
+
+        say: prints a line. on_saved: gets each complete checkpoint and its step, before older ones are pruned.
+        """
+        self.output_dir, self.config, self.identity, self.trained = output_dir, config, identity, trained
+        self.say, self.on_saved = say, on_saved
+        # The step of the newest checkpoint in output_dir, maybe still being written: others need a copy here.
+        self.saved_step = step_of(resume_dir) if resume_dir in list_checkpoints(output_dir) else 0
+        self.thread, self.writing = ThreadPoolExecutor(1), None
+
+    def is_due(self, state: RunState, stop: bool) -> bool:
+        """Return whether to save before the next step: periodically, before the decay, at the end, and if it stops.
+
+        Notes in the state where the decay starts, from where the run can be extended. Reports a save that has failed.
+        """
+        if self.writing is not None and self.writing.done():
+            self.wait()
+        if not is_decaying(self.config, state.progress):
+            state.decay_start = None
+        elif state.decay_start is None:
+            state.decay_start = state.step
+        is_regular = self.config.save_steps and (
+            state.is_due(self.config.save_steps) or state.step == state.decay_start
+        )
+        return bool(is_regular or stop) and state.step not in (0, self.saved_step)
 
     def save(self, state: RunState) -> None:
         """Copy the state on all processes and start to write it on the main one."""
         self.wait()
         gc.collect()  # garbage collection is off during training
-        rng = dict(enumerate(gather(get_rng_state(self.accelerator.device))))
-        self.saved_step, self.has_saved = state.step, True
-        if self.accelerator.is_main_process:
-            scaler = self.accelerator.scaler
+        accelerator, model = self.trained.accelerator, self.trained.model
+        rng = dict(enumerate(gather(get_rng_state(accelerator.device))))
+        self.saved_step = state.step
+        if accelerator.is_main_process:
             content = {
                 **asdict(state),
-                "mixed_precision": self.accelerator.mixed_precision,
-                "num_processes": self.accelerator.num_processes,
-                "scaler": scaler.state_dict() if scaler is not None else None,
+                "mixed_precision": accelerator.mixed_precision,
+                "num_processes": accelerator.num_processes,
+                "scaler": accelerator.scaler.state_dict() if accelerator.scaler is not None else None,
                 "identity": self.identity,
             }
-            weights = copy_weights(self.model, self.model_config)
-            optimizer = {"optimizer": self.optimizer.optimizer.state_dict(), "guard": self.guard.counts}
+            weights = copy_weights(model, self.trained.model_config)
+            optimizer = {"optimizer": self.trained.optimizer.state_dict(), "guard": self.trained.guard.counts}
             optimizer = recursively_apply(lambda t: t.detach().to("cpu", copy=True), optimizer)
             self.writing = self.thread.submit(self._write, content, weights, optimizer, rng)
-
-    def report(self) -> None:
-        """Report a failed checkpoint as soon as it is known, instead of when the next one is due."""
-        if self.writing is not None and self.writing.done():
-            self.wait()
 
     def wait_on_all(self) -> bool:
         """Let all processes wait for the checkpoint that is in progress. Returns whether it is on disk."""
@@ -264,26 +295,28 @@ class CheckpointSaver:
 
     def _write(self, content: dict, weights: dict, optimizer: dict, rng: dict) -> str | None:
         """Write under a hidden name, seal, rename and prune. Returns a warning if only the last part failed."""
-        final = checkpoint_dir(self.output_dir, content["step"])
-        partial = final.with_name(f".{final.name}.partial")
+        final, trained = checkpoint_dir(self.output_dir, content["step"]), self.trained
+        partial, replaced = (final.with_name(f".{final.name}.{word}") for word in ("partial", "replaced"))
         try:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-            write_model(self.model, self.model_config, weights, partial)
-            save_tokenizer(self.tokenizer, partial, self.model_config.max_position_embeddings)
+            write_model(trained.model, trained.model_config, weights, partial)
+            save_tokenizer(trained.tokenizer, partial, trained.model_config.max_position_embeddings)
             for name, tensors in ((OPTIMIZER_NAME, optimizer), (RNG_NAME, rng)):
                 with open(partial / name, "wb") as file:  # its errors name the reason; torch's own writer's do not
                     torch.save(tensors, file)
             (partial / STATE_NAME).write_text(json.dumps(content, indent=2) + "\n")
             seal_checkpoint(partial)
-            remove_checkpoint(final)  # a run that resumed from an earlier checkpoint replaces its old ones
+            if final.exists():  # of the same step, damaged or of another schedule
+                os.rename(final, replaced)  # `clean_checkpoints` would restore it
             os.rename(partial, final)
             fsync(self.output_dir)
         except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
+            clean_checkpoints(self.output_dir)
             raise
         try:
-            record_config(self.output_dir, self.config)
+            mark_resumable(True)
+            shutil.rmtree(replaced, ignore_errors=True)
             self.on_saved(final, content["step"])
             if self.config.save_total_limit is not None:
                 # Newer checkpoints are from before a resume, and may be damaged. From the one before the decay, the
@@ -312,7 +345,10 @@ def remove_checkpoint(directory: Path) -> None:
         shutil.rmtree(hidden)
 
 
-def remove_partial_checkpoints(output_dir: Path) -> None:
-    """Remove what is left of a process that was killed while saving."""
-    for path in output_dir.glob(".checkpoint-*.partial"):
+def clean_checkpoints(output_dir: Path) -> None:
+    """Restore or remove what is left of a process that was killed while saving."""
+    for path in output_dir.glob(".checkpoint-*.replaced"):
+        if not (final := output_dir / path.stem[1:]).exists():
+            path.rename(final)
+    for path in (*output_dir.glob(".checkpoint-*.partial"), *output_dir.glob(".checkpoint-*.replaced")):
         shutil.rmtree(path, ignore_errors=True)

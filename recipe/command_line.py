@@ -123,6 +123,8 @@ def merge(recipe: dict[str, Any], typed: dict[str, Any]) -> dict[str, Any]:
             values.pop(name, None)
 
     if set(DATA_SOURCES) & typed.keys():
+        if set(DATA_SOURCES) & values.keys():
+            drop("max_eval_samples")  # chosen for the recipe's own text
         drop(*DATA_SOURCES, *TEXT_OPTIONS)
     if typed.get("lr_scheduler_type", values.get("lr_scheduler_type")) != values.get("lr_scheduler_type"):
         drop("lr_scheduler_kwargs")

@@ -161,7 +161,7 @@ class TrainConfig:
     eval_steps: int = _field(250, "Steps between evaluations; 0 evaluates only at the start and the end.", at_least=0)
     max_eval_samples: int | str | None = _field(
         "auto",
-        "Validation rows per evaluation; auto: as many as take 2%% of the run's time.",
+        "Validation rows per evaluation; auto: as many as take 2%% of the run's time, and the same when it resumes.",
         at_least=1,
         words=("auto", "all"),
     )

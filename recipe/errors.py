@@ -3,21 +3,14 @@
 import contextlib
 import difflib
 import errno
-import gc
 import json
 import os
 import re
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TypeVar
 
-T = TypeVar("T")
-
-HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # see recipe/run/stop.py
 # A full disk, an exceeded quota, a read-only file system, missing permission.
 FIXABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 LOST_PEER = r"connection (was )?(likely )?(closed|reset|refused)|broken pipe|timed out|remote process exited"
@@ -31,51 +24,49 @@ class ProcessError(UserError):
     """A `UserError` that may occur on one process only, so that process reports it whatever its rank."""
 
 
-def run_main(main: Callable[[], T], interrupted: str = "interrupted") -> T:
-    """Run a script's main function. A `UserError` or a full disk becomes one line on stderr and exit status 1.
+def run_main(main: Callable[[], int | None], interrupted: str = "interrupted") -> None:
+    """Run a script's main function, and exit with its status if that is not 0.
 
-    It restores the signal handlers that `main` replaces, because a notebook's kernel outlives the run.
-
-    interrupted: the message that Ctrl-C prints.
+    A `UserError` or a full disk becomes one line on stderr and exit status 1. interrupted: what Ctrl-C prints.
     """
-    handlers = {}
-    if threading.current_thread() is threading.main_thread():  # Python sets handlers nowhere else
-        handlers = {number: signal.getsignal(number) for number in HANDLED_SIGNALS}
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a character that the terminal cannot show must not end a run
             stream.reconfigure(errors="replace")
     try:
-        return main()
+        status = main()
     except BrokenPipeError:  # `--help | head` closes the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+        status = 1
     except (UserError, OSError, RuntimeError) as error:
-        if isinstance(error, RuntimeError):
-            if not lost_a_process(error):
-                raise
-            error = ProcessError(
-                f"the connection to another process of this run is lost; its own output says why it ended; the same "
-                f"command with --resume_from_checkpoint auto resumes from the newest checkpoint ({one_line(error)})"
-            )
-        if isinstance(error, OSError):
-            if error.errno not in FIXABLE:
-                raise
-            error = ProcessError(f"{error.strerror}: {error.filename}" if error.filename else error.strerror)
-        if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-            # torchrun ends its report with the message of the first process that failed, whichever that is
-            report = json.dumps({"message": f"error: {error}", "timestamp": int(time.time())})
-            with contextlib.suppress(OSError):  # the same disk may be full
-                Path(error_file).write_text(report)
-        if os.environ.get("RANK", "0") != "0" and not isinstance(error, ProcessError):
-            sys.exit(1)  # the main process prints it
-        sys.exit(f"error: {error}")
+        status = _report(error)
     except KeyboardInterrupt:
         print(f"\n{interrupted}", file=sys.stderr)
-        sys.exit(130)
-    finally:
-        gc.enable()
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        status = 130
+    if status:  # outside `except`: a notebook would keep the error, and with it the run's tensors
+        sys.exit(status)
+
+
+def _report(error: Exception) -> str | int:
+    """Return the exit status for an error that the user can fix: its message, or 1. Raises any other error again."""
+    if isinstance(error, RuntimeError):
+        if not lost_a_process(error):
+            raise error
+        error = ProcessError(
+            f"the connection to another process of this run is lost; its own output says why it ended; the same "
+            f"command with --resume_from_checkpoint auto resumes from the newest checkpoint ({one_line(error)})"
+        )
+    if isinstance(error, OSError):
+        if error.errno not in FIXABLE:
+            raise error
+        error = ProcessError(f"{error.strerror}: {error.filename}" if error.filename else error.strerror)
+    if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        # torchrun ends its report with the message of the first process that failed, whichever that is
+        report = json.dumps({"message": f"error: {error}", "timestamp": int(time.time())})
+        with contextlib.suppress(OSError):  # the same disk may be full
+            Path(error_file).write_text(report)
+    if os.environ.get("RANK", "0") != "0" and not isinstance(error, ProcessError):
+        return 1  # the main process prints it
+    return f"error: {error}"
 
 
 def lost_a_process(error: RuntimeError) -> bool:

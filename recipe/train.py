@@ -3,96 +3,80 @@
     accelerate launch recipe/train.py                                          a demo that needs nothing
     accelerate launch recipe/train.py --config gpt2_124m --dataset_dir DIR     GPT-2 124M on a packed dataset
 
-config -> accelerator -> data -> model -> optimizer -> resume -> loop -> export, summary, publish
+config -> processes, folder -> data -> plan -> model -> optimizer -> checkpoint -> loop -> export, summary, publish
 """
-
-import time
-
-STARTED_AT = time.perf_counter()
-
-from recipe.command_line import load_config
-from recipe.errors import run_main
-from recipe.hardware.host_memory import use_huge_pages
-
-if __name__ == "__main__":  # before torch is imported, which takes seconds
-    run_main(load_config)  # a mistyped option is reported at once
-    use_huge_pages()
 
 import math
 
-from recipe.checkpoint import CheckpointSaver
+from recipe.checkpoint import CheckpointSaver, Trained
+from recipe.command_line import load_config
+from recipe.errors import run_main
 from recipe.evaluation.validation import Validation
 from recipe.hardware.accelerator import compile_module
 from recipe.model.build import build_model
 from recipe.model.loss import LanguageModelingLoss
 from recipe.optim.guard import UpdateGuard
 from recipe.optim.optimizers import build_optimizer
-from recipe.optim.schedule import is_decaying, learning_rate_scale
+from recipe.optim.schedule import learning_rate_scale
 from recipe.publish.uploads import HubUploads
 from recipe.run.log import RunLog
-from recipe.run.profile import build_profiler
-from recipe.run.report import collect_facts, finish_run, show_start, stop_run
-from recipe.run.start import load_state, measure_progress, open_batches, open_dataset, open_run, plan_run, prepare
+from recipe.run.report import build_profiler, collect_facts, finish_run, show_start, stop_run
+from recipe.run.start import (
+    load_state,
+    measure_progress,
+    open_batches,
+    open_dataset,
+    open_run,
+    plan_run,
+    prepare,
+    restored_process,
+)
 from recipe.run.stop import StopSignals, resumable
 
 
-def main(started_at: float | None = None) -> None:
-    """started_at: of the program, from `time.perf_counter`. Default: now, since a notebook may train several times."""
+@restored_process()
+def main() -> int:
+    """Train. Returns the exit status: 0, or 75 if a signal stopped the run and the same command resumes it."""
     # ------------------------------------------------------------------ set-up
-    config, recipe = load_config()  # defaults < recipe < command line
-    run = open_run(config, recipe, started_at or time.perf_counter())  # processes, folder, hardware, checkpoint
-    dataset = open_dataset(config, run.source)  # the main process prepares text first
-    plan_run(run, dataset)  # the length of the run, and what every `auto` means on this machine
-    config, hardware, accelerator = run.config, run.hardware, run.accelerator
+    typed, recipe = load_config()  # defaults < recipe < command line
+    start = open_run(typed, recipe)  # processes, output folder, the checkpoint to resume from
+    dataset = open_dataset(typed, start.source)  # the main process prepares text first
+    run = plan_run(start, typed, recipe, dataset)  # length and memory: what every `auto` means on this machine
+    config, accelerator = run.config, run.accelerator
 
-    model = build_model(hardware, run.model_config, hardware.attn_implementation, run.source)  # a stock model
-    loss = LanguageModelingLoss(model, run.vocab_size, hardware.label_smoothing_factor, hardware.loss_chunks)
-    module, optimizer = compile_module(loss, hardware.dynamo_backend), build_optimizer(hardware, model)
-    module, optimizer = prepare(run, module, optimizer)  # DDP; on a GPU, a trial step confirms the micro-batch
+    model = build_model(config, run.model_config, run.source)  # a stock GPT2LMHeadModel
+    loss = LanguageModelingLoss(model, run.vocab_size, config.label_smoothing_factor, config.loss_chunks)
+    module, optimizer = compile_module(loss, config.dynamo_backend), build_optimizer(config, model)
+    run, module = prepare(run, module, optimizer)  # DDP; on a GPU, a trial step confirms the micro-batch
     guard = UpdateGuard(accelerator)
-    state = load_state(run, model, optimizer, guard)  # the checkpoint's, or a new one
-    validation = Validation(config, accelerator, module, dataset, run.plan.micro_batch_size)
+    trained = Trained(accelerator, model, run.model_config, dataset.tokenizer, optimizer, guard)
+    state = load_state(run, trained)  # the checkpoint's, or a new one
     batches = open_batches(run, dataset, state)
+    validation = Validation(config, accelerator, module, dataset, run.plan.micro_batch_size)
 
     facts = collect_facts(run, model)
-    log = RunLog(run, state, facts["flops_per_token"])
+    log = RunLog(run, state, facts, batches, optimizer, guard)
     uploads = HubUploads(config, state.run_id, run.output_dir, log.say)
-    parts = run.identity, model, run.model_config, dataset.tokenizer, optimizer, guard
-    saver = CheckpointSaver(accelerator, run.output_dir, config, *parts, log.say, uploads.add, state.step)
+    saver = CheckpointSaver(run.output_dir, config, run.identity, trained, run.resume_dir, log.say, uploads.add)
     show_start(log, facts, state, validation.num_rows)
-    if run.changes:  # save, so that the config on disk always matches the newest checkpoint
-        saver.save(state)
 
     # ------------------------------------------------------------------ loop: one turn is one optimizer step
-    grad_norm, grad_accum = None, run.grad_accum
-    profiling = build_profiler(config.profile, accelerator, run.output_dir, log.say)
-    with StopSignals() as signals, resumable(run, saver), profiling as profiler:
-        while True:  # evaluation and saving are at the top, so the last turn makes no step
+    grad_accum = accelerator.gradient_accumulation_steps = run.grad_accum
+    with StopSignals() as signals, resumable(run), build_profiler(run, log.say) as profiler:
+        while True:  # saving and evaluation are at the top, so the last turn makes no step
             stop, state.seconds = signals.agree(log.seconds())  # all processes at the same step
             state.progress = progress = measure_progress(config, state)
             last = progress >= 1
 
-            if log.lap_steps and (state.is_due(config.logging_steps) or state.step == 1):
-                log.train(state, batches, guard, grad_norm, optimizer)  # the one routine wait for the device
-                saver.report()
-
-            if not is_decaying(config, progress):
-                state.decay_start = None
-            elif state.decay_start is None:
-                state.decay_start = state.step  # the run can be extended from here
-            saving = config.save_steps and (state.is_due(config.save_steps) or state.decay_start == state.step)
-            if (saving or stop) and state.step != saver.saved_step:
+            if saver.is_due(state, stop):
                 with log.paused(state):
                     saver.save(state)  # in the background
-
-            evaluating = state.is_due(config.eval_steps) or last or state.step == 0
-            if evaluating and not stop and state.step not in log.evaluated:  # an earlier start may have made it
+            if log.owes_evaluation(state) and not stop:
                 with log.paused(state):
-                    evaluation = validation.run(lambda: signals.agree()[0] > 0)
+                    evaluation = validation.run(signals.must_stop)
                 if evaluation is None:
                     continue  # a signal has interrupted it: the next turn saves and stops
                 log.evaluation(state, evaluation)
-
             uploads.advance()  # in the background, after the evaluation that the card shows
             if last or stop:
                 break
@@ -108,24 +92,25 @@ def main(started_at: float | None = None) -> None:
             scale = learning_rate_scale(config, state.step, progress)
             for group in optimizer.param_groups:
                 group["lr"] = group["initial_lr"] * scale
-            guard.step(optimizer, means["loss"], grad_norm)  # skips the update, on the device, if it is not finite
+            if guard.allows(optimizer, means["loss"], grad_norm):  # not if it is NaN; a fused kernel checks by itself
+                optimizer.step()
             optimizer.zero_grad()
             state.step += 1
             state.position = batches.position
-            log.add(means)
+            log.add(means, grad_norm)
+            if log.is_due(state):
+                log.train(state)  # the one routine wait for the device
             if profiler:
                 profiler.step()
-        saved = saver.wait_on_all()  # no process leaves before the checkpoint is on disk
 
-    # ------------------------------------------------------------------ end
-    log.close()
-    batches.close()
-    if stop:
-        stop_run(log, uploads, state, stop, saved)
-    else:
-        finish_run(log, uploads, state, facts, model, dataset)
+        # -------------------------------------------------------------- end
+        log.close(state)
+        batches.close()
+        saved = saver.wait_on_all()  # no process leaves before the checkpoint is on disk
+        if stop:
+            return stop_run(log, uploads, state, signals, saved)
+        return finish_run(log, uploads, state, signals, facts, model, dataset)
 
 
 if __name__ == "__main__":
-    interrupted = "interrupted; --resume_from_checkpoint auto resumes from the newest checkpoint, or starts fresh"
-    run_main(lambda: main(STARTED_AT), interrupted)
+    run_main(main)

@@ -1,28 +1,23 @@
-"""GPT-2's training loop with nothing around it: the first file to read.
+"""GPT-2's training loop with nothing around it: the first file to read, and to copy. It imports nothing of recipe/.
 
-python scripts/bare_loop.py [DATASET_DIR]        default: the demo's text, packed at the first use
+python scripts/prepare_data.py --train_file a.txt --tokenizer_name openai-community/gpt2 --output_dir DIR
+python scripts/bare_loop.py DIR
 
-scripts/run_ladder.py shows what each optimization in it is worth. recipe/train.py is the same loop with several
-devices, checkpoints, evaluation, a log and publishing around it.
+DIR is any packed dataset. scripts/run_ladder.py shows what each optimization is worth. recipe/train.py is the same
+loop with several devices, checkpoints, evaluation, a log and publishing around it.
 """
 
+import json
 import math
 import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import torch
+from datasets import load_from_disk
 from torch.nn import functional as F
 from transformers import AttentionInterface, AutoModelForCausalLM, GPT2Config
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-from recipe.command_line import load_config
-from recipe.data.batches import example_rows
-from recipe.data.packed import open_packed_dataset
-from recipe.data.prepare import open_dataset_for
-from recipe.errors import run_main
-from recipe.hardware.devices import native_bf16
 
 N_LAYER, N_HEAD, N_EMBD = 4, 2, 128  # GPT-2 124M: 12, 12, 768
 MICRO_BATCH, GRAD_ACCUM = 8, 1  # rows per forward pass, forward passes per step; 124M: 64, 8 with rows of 1,024 tokens
@@ -33,32 +28,37 @@ LOG_STEPS, SEED = 100, 1337
 def learning_rate(step: int) -> float:
     """Rise linearly to the peak, then fall along a cosine to a tenth of it."""
     if step < WARMUP_STEPS:
-        return PEAK_LR * (step + 1) / WARMUP_STEPS
+        return PEAK_LR * step / WARMUP_STEPS
     progress = (step - WARMUP_STEPS) / max(1, MAX_STEPS - WARMUP_STEPS)
     return PEAK_LR * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
 def main() -> None:
+    torch.manual_seed(SEED)
+    torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in fp32
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    dataset = open_packed_dataset(Path(sys.argv[1])) if sys.argv[1:] else open_dataset_for(load_config([])[0])
-    rows = dataset.train  # memory-mapped; rows[indices]: int64 [batch, block_size + 1]
+    has_bf16 = device.type != "cpu" or torch.cpu.get_capabilities().get("avx512_bf16", False)
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    directory = Path(sys.argv[1])
+    metadata = json.loads((directory / "metadata.json").read_text())
+    rows = load_from_disk(str(directory / "train")).with_format("numpy")  # input_ids: [block_size + 1], memory-mapped
+    steps_per_epoch = len(rows) // (MICRO_BATCH * GRAD_ACCUM)
 
     # Stock "sdpa" builds an explicit causal mask, which rules out flash kernels. A name without a mask function gets
     # attention_mask=None and therefore is_causal=True (transformers#41856).
     AttentionInterface.register("sdpa_without_mask", sdpa_attention_forward)
-    torch.manual_seed(SEED)
-    torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in fp32
     model_config = GPT2Config(
-        vocab_size=-(-dataset.vocab_size // 128) * 128,  # 50257 -> 50304, a size with fast matmul kernels
-        n_positions=dataset.block_size,
+        vocab_size=-(-metadata["vocab_size"] // 128) * 128,  # 50257 -> 50304, a size with fast matmul kernels
+        n_positions=metadata["block_size"],
         n_layer=N_LAYER,
         n_head=N_HEAD,
         n_embd=N_EMBD,
         resid_pdrop=0.0,  # GPT2Config's default is 0.1
         embd_pdrop=0.0,
         attn_pdrop=0.0,
-        bos_token_id=dataset.metadata["eos_token_id"],
-        eos_token_id=dataset.metadata["eos_token_id"],
+        bos_token_id=metadata["eos_token_id"],
+        eos_token_id=metadata["eos_token_id"],
     )
     model = AutoModelForCausalLM.from_config(model_config, attn_implementation="sdpa_without_mask").to(device)
 
@@ -74,13 +74,16 @@ def main() -> None:
 
     started_at = time.perf_counter()
     for step in range(MAX_STEPS):
+        if step % steps_per_epoch == 0:
+            order = torch.randperm(len(rows))
         step_loss = torch.zeros((), device=device)
         for micro_step in range(GRAD_ACCUM):
-            first = (step * GRAD_ACCUM + micro_step) * MICRO_BATCH
-            batch = torch.from_numpy(rows[example_rows(np.arange(first, first + MICRO_BATCH), len(rows), SEED)])
+            first = (step % steps_per_epoch * GRAD_ACCUM + micro_step) * MICRO_BATCH
+            batch = torch.from_numpy(rows[order[first : first + MICRO_BATCH].tolist()]["input_ids"]).long()
             batch = batch.pin_memory() if device.type == "cuda" else batch
             batch = batch.to(device, non_blocking=True)  # from pinned memory, the host does not wait for the copy
-            with torch.autocast(device.type, torch.bfloat16, enabled=native_bf16(device) is not None):
+            # A GPU without bf16 units would need fp16 and a GradScaler.
+            with torch.autocast(device.type, torch.bfloat16, enabled=has_bf16):
                 loss = compute_loss(batch[:, :-1], batch[:, 1:]) / GRAD_ACCUM
             loss.backward()
             step_loss += loss.detach()
@@ -91,10 +94,10 @@ def main() -> None:
         optimizer.zero_grad()
         if (step + 1) % LOG_STEPS == 0:  # the only wait for the device
             loss, seconds = step_loss.item(), time.perf_counter() - started_at
-            tokens_per_second = LOG_STEPS * GRAD_ACCUM * MICRO_BATCH * dataset.block_size / seconds
+            tokens_per_second = LOG_STEPS * GRAD_ACCUM * MICRO_BATCH * metadata["block_size"] / seconds
             print(f"step {step + 1:>6,}: loss {loss:.4f}, {tokens_per_second:,.0f} tokens/s", flush=True)
             started_at = time.perf_counter()
 
 
 if __name__ == "__main__":
-    run_main(main)
+    main()

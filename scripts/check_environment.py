@@ -33,7 +33,7 @@ from recipe.environment import count_cpus, describe_device
 from recipe.errors import UserError, one_line, run_main, short_reason
 from recipe.hardware.accelerator import choose_dynamo_backend, choose_mixed_precision
 from recipe.hardware.devices import native_bf16, why_no_inductor
-from recipe.hardware.processes import ONLY_DDP, wants_cpu
+from recipe.hardware.processes import ONE_OF_SEVERAL, ONLY_DDP, started_one_of_several, wants_cpu
 from recipe.model.build import build_model_config
 from recipe.model.size import count_parameters, count_training_flops
 
@@ -88,7 +88,8 @@ def check_launch(config_file: str | None) -> str:
     typed = ["--config_file", config_file] if config_file else []
     try:
         args = launch._validate_launch_command(launch.launch_command_parser().parse_args([*typed, "train.py"]))[0]
-        if args.multi_gpu or args.use_fsdp or args.use_megatron_lm:
+        is_multi = args.multi_gpu or args.use_fsdp or args.use_megatron_lm
+        if is_multi:
             environment = environments.prepare_multi_gpu_env(args)
         else:
             environment = environments.prepare_simple_launcher_cmd_env(args)[1]
@@ -98,6 +99,8 @@ def check_launch(config_file: str | None) -> str:
     used = {"DeepSpeed": args.use_deepspeed, "FSDP": args.use_fsdp, "Megatron-LM": args.use_megatron_lm}
     if refused := [name for name, is_used in (used | {"TPU": args.tpu}).items() if is_used]:
         raise UserError(f"{refused[0]} is not supported: {ONLY_DDP}")
+    if not is_multi and started_one_of_several(environment):
+        raise UserError(ONE_OF_SEVERAL)
     names = ("ACCELERATE_USE_CPU", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND", "CUDA_VISIBLE_DEVICES")
     os.environ.update({name: environment[name] for name in names if name in environment})
     num_gpus, num_local = torch.cuda.device_count(), (args.num_processes or 1) // (args.num_machines or 1)

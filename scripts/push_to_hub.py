@@ -18,9 +18,10 @@ from recipe.publish.hub import check_hub, check_owner
 from recipe.publish.public import SUMMARY_NAME, read_events
 from recipe.publish.uploads import HubUploads
 from recipe.run.folder import lock_output_dir
+from recipe.run.stop import StopSignals
 
 
-def main() -> None:
+def main() -> int:
     parser = CommandLine(description="Upload a run to the Hub. Large files that are there already are not sent again.")
     parser.add_argument("run_dir", type=Path, help="output folder of a run")
     for name, text in (
@@ -56,7 +57,9 @@ def main() -> None:
             print(f"skipping {checkpoint}: {reason}")
     summary = run_dir / SUMMARY_NAME
     final_step = json.loads(summary.read_text())["step"] if summary.is_file() else None
-    sys.exit(not uploads.finish(final_step, seconds=math.inf))  # the user is waiting for it
+    with StopSignals("ending the upload") as signals:
+        is_complete = uploads.finish(final_step, math.inf, lambda: signals.count > 0)  # the user waits for it
+    return uploads.leave(0 if is_complete else 1)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,6 @@ from recipe.data.prepare import open_dataset_for
 from recipe.environment import count_cpus, describe_environment, describe_machine
 from recipe.errors import UserError, run_main, short_reason
 from recipe.hardware.devices import native_bf16, peak_memory_bytes, why_no_inductor
-from recipe.hardware.host_memory import use_huge_pages
 from recipe.publish.curve import label_point, open_chart
 
 TRAIN = Path(__file__).resolve().parents[1] / "recipe" / "train.py"
@@ -409,7 +408,6 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    use_huge_pages()  # inherited by the processes of the rungs
     setting = choose_setting(args)
     if args.peers:
         mode, plan = "peers", plan_comparison(setting, args.peers, args.rounds)

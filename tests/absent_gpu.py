@@ -24,14 +24,13 @@ if __name__ == "__main__":
     LIBRARY = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)  # before torch asks for the hooks of CUDA
 
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import recipe.train
-from recipe.run.folder import release_output_dir
 
 CUDA, RECIPE, aten = torch.device("cuda", 0), str(Path(recipe.train.__file__).parent) + "/", torch.ops.aten
 GB = 10**9
@@ -293,9 +292,6 @@ def rehearse(argv: list[str], free_bytes: float = 80 * GB, limit_bytes: float = 
             recipe.train.main()
         except BaseException:
             failed = traceback.format_exc()
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
-    release_output_dir(Path(argv[argv.index("--output_dir") + 1]))
     found = {"waits": gpu.waits, "peak_bytes": gpu.peak_bytes, "output": output.getvalue(), "failed": failed}
     return found | ({"calls": gpu.calls} if "inductor" in argv else {})
 

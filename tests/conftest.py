@@ -34,9 +34,6 @@ from recipe.data.packed import open_packed_dataset
 from recipe.data.prepare import prepare_dataset
 from recipe.data.source import TextSource
 from recipe.data.tokenizer import load_tokenizer, train_tokenizer
-from recipe.hardware.processes import LAUNCHER_DIED
-from recipe.run.folder import release_output_dir
-from recipe.run.stop import SIGNALS
 
 ROOT = Path(__file__).parent.parent
 BLOCK_SIZE = 32
@@ -192,7 +189,7 @@ def train(tmp_path, dataset_dir):
         real: bool = False,
     ) -> Path:
         defaults = [] if alone else default_arguments(dataset_dir, output_dir, TINY if shape is None else shape)
-        run_training([*defaults, *arguments], output_dir, real)
+        run_training([*defaults, *arguments], real)
         return output_dir
 
     return run
@@ -205,7 +202,7 @@ def train_shared(tmp_path_factory, dataset_dir):
     def run(*arguments: object, real: bool = False) -> Path:
         output_dir = tmp_path_factory.mktemp("shared") / "run"
         with mock.patch.dict(os.environ, CPU_ONLY):
-            run_training([*default_arguments(dataset_dir, output_dir, TINY), *arguments], output_dir, real)
+            run_training([*default_arguments(dataset_dir, output_dir, TINY), *arguments], real)
         return output_dir
 
     return run
@@ -235,31 +232,20 @@ def default_arguments(dataset_dir: Path, output_dir: Path, shape: list[str]) -> 
     return [*shape, *PLAIN, *(str(text) for key, value in options.items() for text in (f"--{key}", value))]
 
 
-def run_training(arguments: list[object], output_dir: Path, real: bool = False) -> None:
-    """Run recipe/train.py's main() and undo what it changes in this process.
+def run_training(arguments: list[object], real: bool = False) -> None:
+    """Run recipe/train.py's main(), which leaves this process as it was, and exit with its status if that is not 0.
 
     real: generate the samples and draw the loss curve, which take longer than all else in a small run.
     """
     from recipe.train import main
 
-    reset_accelerate()
-    num_threads = torch.get_num_threads()
-    handlers = {number: signal.getsignal(number) for number in (*SIGNALS, LAUNCHER_DIED)}
-    try:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(mock.patch.object(sys, "argv", ["recipe/train.py", *map(str, arguments)]))
-            stack.enter_context(mock.patch.dict(os.environ))
-            for name, stub in {} if real else STUBS.items():
-                stack.enter_context(mock.patch(name, stub))
-            main()
-    finally:
-        reset_accelerate()
-        torch.set_num_threads(num_threads)
-        torch.use_deterministic_algorithms(False)
-        torch.compiler.reset()
-        release_output_dir(output_dir)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(sys, "argv", ["recipe/train.py", *map(str, arguments)]))
+        for name, stub in {} if real else STUBS.items():
+            stack.enter_context(mock.patch(name, stub))
+        status = main()
+    if status:
+        sys.exit(status)
 
 
 def load_program(path: str) -> ModuleType:
@@ -271,14 +257,14 @@ def load_program(path: str) -> ModuleType:
 
 
 @contextlib.contextmanager
-def sigterm_when(condition: Callable[[], object]) -> Iterator[None]:
-    """Send this process SIGTERM within the block, as soon as a condition is true; a thread checks it."""
+def signal_when(condition: Callable[[], object], name: str = "SIGTERM") -> Iterator[None]:
+    """Send this process a signal within the block, as soon as a condition is true; a thread checks it."""
     left = threading.Event()
 
     def watch() -> None:
         while not left.wait(0.05):
             if condition():
-                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), signal.Signals[name])
                 return
 
     threading.Thread(target=watch, daemon=True).start()
@@ -293,16 +279,12 @@ def run_script(path: str, *arguments: object) -> str:
 
     path: relative to the repository. The program sees this process's working directory, and prints to its streams.
     """
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     argv = mock.patch.object(sys, "argv", [path, *map(str, arguments)])
     try:
         with argv, mock.patch.dict(os.environ):
             runpy.run_path(str(ROOT / path), run_name="__main__")
     except SystemExit as stop:
         return str(stop.code or "")
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
     return ""
 
 

@@ -33,8 +33,8 @@ def test_the_bare_loops_schedule():
     """Linear to the peak, then a cosine to a tenth of it."""
     program = load_program("scripts/bare_loop.py")
     rates = [program.learning_rate(step) for step in range(program.MAX_STEPS)]
-    assert max(rates) == pytest.approx(program.PEAK_LR) == pytest.approx(rates[program.WARMUP_STEPS - 1])
-    assert rates[0] == pytest.approx(program.PEAK_LR / program.WARMUP_STEPS)
+    assert max(rates) == pytest.approx(program.PEAK_LR) == pytest.approx(rates[program.WARMUP_STEPS])
+    assert rates[0] == 0 and rates[1] == pytest.approx(program.PEAK_LR / program.WARMUP_STEPS)
     assert rates[-1] == pytest.approx(program.PEAK_LR / 10, rel=1e-3)
 
 

@@ -1,12 +1,12 @@
 """Faults do not lose a run: damaged checkpoints, full disks, bad numbers, no memory, signals, locks, secrets."""
 
+import contextlib
 import fcntl
 import functools
 import json
 import math
 import multiprocessing
 import os
-import re
 import resource
 import shutil
 import signal
@@ -19,7 +19,6 @@ import types
 from pathlib import Path
 from unittest import mock
 
-import filelock
 import psutil
 import pytest
 import torch
@@ -32,15 +31,22 @@ import recipe.publish.export
 import recipe.run.folder
 import recipe.run.stop
 import recipe.train
-from recipe.checkpoint import CheckpointSaver, find_checkpoint, list_checkpoints, seal_checkpoint, why_damaged
+from recipe.checkpoint import (
+    CheckpointSaver,
+    clean_checkpoints,
+    find_checkpoint,
+    list_checkpoints,
+    seal_checkpoint,
+    why_damaged,
+)
 from recipe.command_line import load_config
 from recipe.errors import UserError, run_main
 from recipe.hardware import processes
 from recipe.model.loss import LanguageModelingLoss
-from recipe.optim.guard import MOST_BAD_STEPS, UpdateGuard
-from recipe.run.folder import choose_output_dir, lock_output_dir, release_output_dir
+from recipe.optim.guard import MOST_BAD_STEPS
+from recipe.run.folder import choose_output_dir, lock_output_dir, release_output_dirs
 from recipe.run.log import RunLog
-from recipe.run.stop import EXIT_STOPPED, SIGNALS, StopSignals, resumable
+from recipe.run.stop import EXIT_STOPPED, SIGNALS, StopSignals
 
 TRAIN = str(ROOT / "recipe" / "train.py")
 CHECKPOINT_FILES = ["config.json", "generation_config.json", "model.safetensors", "optimizer.pt", "rng.pt",
@@ -66,6 +72,13 @@ def no_ignored_signals():
 def two_checkpoints(train_shared):
     """The folder of a run of four steps, with checkpoint-2 and checkpoint-4."""
     return train_shared("--save_steps", 2)
+
+
+@pytest.fixture
+def job_file(tmp_path, monkeypatch):
+    """The file by which a job script is told that its command would continue the run."""
+    monkeypatch.setenv("RESUMABLE_FILE", str(tmp_path / "resumable"))
+    return tmp_path / "resumable"
 
 
 @pytest.fixture
@@ -218,6 +231,43 @@ def test_a_run_that_could_not_export_does_so_later(train, run_dir, monkeypatch):
     assert (run_dir / "model.safetensors").read_bytes() == before
 
 
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_kill_while_a_checkpoint_is_replaced_leaves_it(run_dir, monkeypatch, number):
+    """Of the same step, the old one or the new one is found again, whichever operation the kill precedes."""
+    trained = types.SimpleNamespace(model=None, model_config=mock.Mock(), tokenizer=None)
+    config = load_config(["--dataset_dir", "d", "--save_total_limit", "1"])[0]
+    for name in ("write_model", "save_tokenizer"):
+        monkeypatch.setattr(recipe.checkpoint, name, lambda *_: None)
+    saver = CheckpointSaver(run_dir, config, {}, trained, None, print, lambda *_: None)
+    state = json.loads((run_dir / "checkpoint-4" / "training_state.json").read_text())
+
+    def save_and_die():
+        operations, rename, rmtree = [], os.rename, shutil.rmtree
+
+        def counted(function, *args, **kwargs):
+            operations.append(function)
+            if len(operations) == number:
+                os._exit(9)
+            return function(*args, **kwargs)
+
+        recipe.checkpoint.os.rename = functools.partial(counted, rename)
+        saver.on_saved = lambda *_: None
+        seal_checkpoint(run_dir / "checkpoint-2")
+        recipe.checkpoint.shutil.rmtree = lambda path, **options: (
+            counted(rmtree, path, **options) if Path(path).exists() else None
+        )
+        saver._write({**state, "step": 4, "run_id": "new"}, {}, {}, {})
+
+    process = multiprocessing.get_context("fork").Process(target=save_and_die)
+    process.start()
+    process.join()
+    assert process.exitcode == 9
+    clean_checkpoints(run_dir)
+    found = find_checkpoint(run_dir, "auto")
+    assert found.name == "checkpoint-4" and not list(run_dir.glob(".checkpoint*"))
+    assert (json.loads((found / "training_state.json").read_text())["run_id"] == "new") == (number > 2)
+
+
 def test_pruning_ignores_newer_checkpoints(train, run_dir):
     """A damaged checkpoint of a later step does not push out a valid one."""
     shutil.copytree(run_dir / "checkpoint-4", run_dir / "checkpoint-9")
@@ -285,27 +335,27 @@ def test_a_failing_tracker_does_not_end_a_run(train, monkeypatch, capsys):
 
 def spoil(monkeypatch, values: dict[int, float]):
     """Add a number to the loss of some steps, without changing its gradients. values: {step: NaN or Inf}."""
-    spoiled, forward, update, steps = torch.zeros(()), LanguageModelingLoss._loss_sum, UpdateGuard.step, []
+    spoiled, forward, add, steps = torch.zeros(()), LanguageModelingLoss._loss_sum, RunLog.add, []
 
     def count(self, *args):
-        update(self, *args)
+        add(self, *args)
         steps.append(1)
         spoiled.fill_(values.get(len(steps) + 1, 0.0))
 
     monkeypatch.setattr(LanguageModelingLoss, "_loss_sum", lambda *args: forward(*args) + spoiled)
-    monkeypatch.setattr(UpdateGuard, "step", count)
+    monkeypatch.setattr(RunLog, "add", count)
 
 
 def test_a_bad_loss_does_not_change_the_weights(train, monkeypatch):
     """NaN and Inf skip the update, even if the gradients themselves are finite; test_nodes.py: compiled, too."""
     spoil(monkeypatch, {2: math.nan, 3: math.inf, 4: math.nan})
-    step, weights = UpdateGuard.step, []
+    add, weights = RunLog.add, []
 
-    def recorded(self, optimizer, *args):
-        step(self, optimizer, *args)
-        weights.append([p.detach().clone() for group in optimizer.param_groups for p in group["params"]])
+    def recorded(self, *args):
+        add(self, *args)
+        weights.append([p.detach().clone() for group in self.optimizer.param_groups for p in group["params"]])
 
-    monkeypatch.setattr(UpdateGuard, "step", recorded)
+    monkeypatch.setattr(RunLog, "add", recorded)
     output_dir = train("--max_steps", 6, "--lr_scheduler_type", "constant")
     changed = [not all(map(torch.equal, a, b)) for a, b in zip(weights, weights[1:], strict=False)]
     assert changed == [False, False, False, True, True]
@@ -329,7 +379,21 @@ def test_a_run_stops_if_its_numbers_stay_bad(train, monkeypatch, tmp_path):
 # ------------------------------------------------------------------ out of memory
 
 
-def test_out_of_memory_leaves_a_smaller_micro_batch(train, tmp_path, monkeypatch):
+def run_out_of_memory(monkeypatch, owner, name, call):
+    """Raise the error in a call of a method during training."""
+    original, calls = getattr(owner, name), []
+
+    def fails(self, *args, **kwargs):
+        if getattr(self, "training", True):
+            calls.append(1)
+        if len(calls) == call:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(owner, name, fails)
+
+
+def test_out_of_memory_leaves_a_smaller_micro_batch(train, tmp_path, monkeypatch, job_file, capsys):
     """The same command resumes with it, whatever raised the error, and the losses stay the same."""
     arguments = ["--max_steps", 6, "--global_batch_size", 8, "--save_steps", 2, *AUTO]
     expected = read_events(train(*arguments, output_dir=tmp_path / "plain"), "train")
@@ -339,26 +403,47 @@ def test_out_of_memory_leaves_a_smaller_micro_batch(train, tmp_path, monkeypatch
         (Accelerator, "backward", 6, "2"),  # in the second micro-batch of step 3
         (torch.optim.AdamW, "step", 2, "1"),
     ):
-        original, calls = getattr(owner, name), []
-
-        def fails(self, *args, original=original, calls=calls, call=call, **kwargs):
-            if getattr(self, "training", True):
-                calls.append(1)
-            if len(calls) == call:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
-            return original(self, *args, **kwargs)
-
         with monkeypatch.context() as patch:
-            patch.setattr(owner, name, fails)
+            run_out_of_memory(patch, owner, name, call)
             with pytest.raises(UserError, match=f"out of memory; the same command .*micro-batches of {left}"):
                 train(*arguments)
-        assert (run / ".micro_batch").read_text().strip() == left and (run / ".resumable").exists()
+        assert json.loads((run / ".micro_batch").read_text())["micro_batch_size"] == int(left) and job_file.exists()
         wait_until(lambda left=left: left == "4" or list_checkpoints(run))  # the checkpoint of a process that is gone
+    capsys.readouterr()
     found = read_events(train(*arguments), "train")
+    assert "micro-batch 1 after running out of memory" in " ".join(capsys.readouterr().out.split())
     assert json.loads((run / "summary.json").read_text())["per_device_train_batch_size"] == 1
-    assert not (run / ".resumable").exists()
+    assert not job_file.exists()
     for key in ("loss", "grad_norm"):
         assert [event[key] for event in found] == pytest.approx([event[key] for event in expected], abs=1e-5)
+
+
+def test_a_smaller_micro_batch_is_for_the_run_that_ran_out_of_memory(train, tmp_path, monkeypatch, job_file):
+    """A typed number wins, and the record goes with other options, so that another run does not inherit it."""
+
+    def size_of(*options):
+        shutil.rmtree(tmp_path / "run" / "checkpoint-4", ignore_errors=True)
+        for name in ("summary.json", "model.safetensors"):
+            (tmp_path / "run" / name).unlink(missing_ok=True)
+        train(*options, *AUTO)
+        return json.loads((tmp_path / "run" / "summary.json").read_text())["per_device_train_batch_size"]
+
+    def fail(message, *options, output_dir=tmp_path / "run"):
+        with monkeypatch.context() as patch:
+            run_out_of_memory(patch, LanguageModelingLoss, "forward", 2)
+            with pytest.raises(UserError, match=message):
+                train(*options, *AUTO, output_dir=output_dir)
+
+    typed, record = ["--per_device_train_batch_size", 4], tmp_path / "run" / ".micro_batch"
+    fail("out of memory; the same command")
+    assert size_of() == 2 and record.exists() and size_of(*typed) == 4 and not record.exists()
+    fail("out of memory; the same command", "--seed", 7, output_dir=tmp_path / "other")
+    shutil.copy(tmp_path / "other" / ".micro_batch", record)
+    assert size_of() == 2
+    assert size_of("--config_overrides", "n_layer=1,n_head=2,n_embd=32") == 4 and not record.exists()
+    job_file.unlink(missing_ok=True)
+    fail("out of memory; try .* a smaller micro-batch", *typed, output_dir=tmp_path / "typed")
+    assert not job_file.exists()
 
 
 # ------------------------------------------------------------------ a lost process
@@ -376,23 +461,37 @@ class DistBackendError(RuntimeError):
         ("NCCL error: invalid usage. Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 1000", False),
     ],
 )
-def test_a_lost_process_is_told_from_a_mistake(tmp_path, message, is_lost):
-    """The first is one sentence, and can be resumed after a checkpoint. The second keeps its traceback."""
+def test_a_lost_process_is_told_from_a_mistake(message, is_lost):
+    """The first is one sentence. The second keeps its traceback."""
 
-    config = load_config(["--dataset_dir", "d"])[0]
-    device = types.SimpleNamespace(num_processes=1, device=torch.device("cpu"))
-    plan = types.SimpleNamespace(micro_batch_size=1)
-    run = types.SimpleNamespace(output_dir=tmp_path, hardware=config, accelerator=device, plan=plan)
+    def fail():
+        raise DistBackendError(message)
 
-    def fail(has_saved):
-        with resumable(run, types.SimpleNamespace(has_saved=has_saved)):
-            raise DistBackendError(message)
+    expected = (SystemExit, "^error: the connection to another process") if is_lost else (DistBackendError, "Dup")
+    with pytest.raises(expected[0], match=expected[1]):
+        run_main(fail)
 
-    for has_saved in (False, True):
-        expected = (SystemExit, "^error: the connection to another process") if is_lost else (DistBackendError, "Dup")
-        with pytest.raises(expected[0], match=expected[1]):
-            run_main(functools.partial(fail, has_saved))
-        assert (tmp_path / ".resumable").exists() is (is_lost and has_saved)
+
+@pytest.mark.parametrize("error", [DistBackendError("gloo/transport: connection reset"), UserError("a mistake"), None])
+@pytest.mark.parametrize("has_saved", [True, False])
+def test_a_job_is_queued_again_if_that_helps(train, job_file, monkeypatch, error, has_saved):
+    """After a checkpoint, however the process ends, since even SIGKILL leaves the file; not after a deliberate end."""
+    seen = []
+
+    def fail(config, state, measure=recipe.train.measure_progress):
+        if state.step == 3:
+            seen.append(job_file.exists())
+            if error:
+                raise error
+        return measure(config, state)
+
+    save = CheckpointSaver.save
+    monkeypatch.setattr(recipe.train, "measure_progress", fail)
+    monkeypatch.setattr(CheckpointSaver, "save", lambda self, state: (save(self, state), self.wait()))
+    with pytest.raises(type(error)) if error else contextlib.nullcontext():
+        train("--save_steps", 2 if has_saved else 0)
+    assert seen == [has_saved]
+    assert job_file.exists() is (has_saved and isinstance(error, DistBackendError))
 
 
 # ------------------------------------------------------------------ signals
@@ -428,28 +527,28 @@ def send(name="SIGTERM"):
 
 def signal_this_process_after(last_step, name, monkeypatch):
     """Send a signal to this process within a training step."""
-    step, steps = UpdateGuard.step, []
+    add, steps = RunLog.add, []
 
     def signaled(self, *args):
-        step(self, *args)
+        add(self, *args)
         steps.append(1)
         if len(steps) == last_step:
             send(name)
 
-    monkeypatch.setattr(UpdateGuard, "step", signaled)
+    monkeypatch.setattr(RunLog, "add", signaled)
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
-def test_a_signal_saves_the_run_and_ends_it(train, short_run, monkeypatch, tmp_path, capfd, name):
+def test_a_signal_saves_the_run_and_ends_it(train, short_run, monkeypatch, tmp_path, job_file, capfd, name):
     """The exit code is the documented one, and the same command resumes the run without a trace in its log."""
     signal_this_process_after(19, name, monkeypatch)  # between log lines
     with pytest.raises(SystemExit) as stopped:
         train(*SHORT, *AUTO)
     printed, run = capfd.readouterr(), tmp_path / "run"
-    assert stopped.value.code == EXIT_STOPPED and (run / ".resumable").exists()
+    assert stopped.value.code == EXIT_STOPPED and job_file.exists()
     assert [path.name for path in list_checkpoints(run)] == ["checkpoint-19"]
-    assert f"stopped by {name} after step 19, saved in {run}/checkpoint-19; to resume:\n" in printed.out
-    assert re.search(r"train.py --resume_from_checkpoint auto --config \S*run/training_config.yaml", printed.out)
+    assert f"stopped by {name} after step 19, saved in {run}/checkpoint-19; to resume, repeat " in printed.out
+    assert f"\n    --output_dir {run} --resume_from_checkpoint auto\n" in printed.out
     assert "finishing this step" in printed.err and ("again to quit" in printed.err) is (name == "SIGINT")
     if name == "SIGTERM":
         check_equal(train(*SHORT, *AUTO), short_run)
@@ -459,9 +558,9 @@ def test_a_second_ctrl_c_exits_at_once(monkeypatch):
     """Two within a second count as one, and SIGTERM does not count."""
     exits = []
     monkeypatch.setattr(recipe.run.stop.os, "_exit", exits.append)
-    with StopSignals() as signals:
+    with StopSignals():
         for name, seconds in (("SIGINT", 0.0), ("SIGINT", 1.1), ("SIGTERM", 0.0), ("SIGINT", 0.0)):
-            assert exits == [] and signals.received in (0, signal.SIGINT)
+            assert exits == []
             send(name)
             time.sleep(seconds)
     assert exits == [128 + signal.SIGINT]
@@ -482,7 +581,7 @@ def test_a_launcher_that_is_killed_leaves_no_orphan(tmp_path, dataset_dir):
     output = launcher.communicate(timeout=120)[0]  # ends with the trainer's output, not just the launcher's
     assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
     (checkpoint,) = list_checkpoints(tmp_path / "run")
-    assert why_damaged(checkpoint) is None and f"saved in {checkpoint}; to resume:\n" in output
+    assert why_damaged(checkpoint) is None and f"saved in {checkpoint}; to resume, " in output
 
 
 def wait_until(condition, seconds=120):
@@ -493,7 +592,7 @@ def wait_until(condition, seconds=120):
 
 
 @pytest.mark.parametrize("step", [0, 10, 30])
-def test_a_signal_in_an_evaluation_is_served_at_once(train, short_run, monkeypatch, tmp_path, step):
+def test_a_signal_in_an_evaluation_is_served_at_once(train, short_run, monkeypatch, tmp_path, job_file, step):
     """The evaluation is given up, the checkpoint is saved, and the resumed run makes the evaluation."""
     iterate, batches = recipe.evaluation.validation.iterate_validation, []
 
@@ -510,7 +609,7 @@ def test_a_signal_in_an_evaluation_is_served_at_once(train, short_run, monkeypat
         with pytest.raises(SystemExit) as stopped:
             train(*options, *AUTO)
     run = tmp_path / "run"
-    assert stopped.value.code == EXIT_STOPPED and len(batches) == 8 * step // 10 + 3 and (run / ".resumable").exists()
+    assert stopped.value.code == EXIT_STOPPED and len(batches) == 8 * step // 10 + 3 and job_file.exists()
     assert [path.name for path in list_checkpoints(run)] == [f"checkpoint-{n}" for n in (10, 20, 30) if n <= step]
     assert [event["step"] for event in read_events(run, "eval")] == list(range(0, step, 10))
     check_equal(train(*options, *AUTO), short_run)
@@ -575,7 +674,6 @@ def test_a_folder_in_use(train, tmp_path, monkeypatch):
     fork = multiprocessing.get_context("fork")
     locked = fork.Event()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(recipe.run.folder, "_lock_of", functools.cache(filelock.FileLock))
 
     def hold_the_lock():
         for name in ("run", "runs/demo"):
@@ -594,8 +692,7 @@ def test_a_folder_in_use(train, tmp_path, monkeypatch):
     other.join()
     assert {p.name for p in (tmp_path / "run").iterdir()} == {".lock", "checkpoint-4"}
     assert choose_output_dir(load_config([])[0], "demo") == Path("runs/demo")  # it ended and left nothing
-    for name in ("demo", "demo-2"):
-        release_output_dir(Path("runs", name))
+    release_output_dirs()
 
 
 def test_a_file_system_without_locks(tmp_path, monkeypatch, capsys):
@@ -606,7 +703,7 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
     lock_output_dir(tmp_path / "run")
-    release_output_dir(tmp_path / "run")
+    release_output_dirs()
     assert "warning: " in (out := capsys.readouterr().out) and "Operation not supported" in out
 
 

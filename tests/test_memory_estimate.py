@@ -90,7 +90,7 @@ def test_the_activations_are_what_autograd_keeps(overrides, switches, precision,
     options += ["--attn_implementation", attention, "--mixed_precision", precision, "--dynamo_backend", "no"]
     config = config_of(*options)
     model_config = build_model_config(config, 640, 0)
-    module = LanguageModelingLoss(build_model(config, model_config, attention), 640).train()
+    module = LanguageModelingLoss(build_model(config, model_config), 640).train()
     saved, alive, weights = {}, [], {p.data_ptr() for p in module.parameters()}
 
     def pack(tensor):
@@ -250,7 +250,7 @@ class CpuWithATrial(str):
 
 
 class LimitedModule(torch.nn.Module):
-    """Draws random numbers, runs out of memory above 4 rows, and records each trial."""
+    """Runs out of memory above 4 rows, and records each trial."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -260,14 +260,13 @@ class LimitedModule(torch.nn.Module):
         self.tried.append(len(inputs))
         if len(inputs) > 4:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-        return {"loss": self.layer(torch.nn.functional.dropout(inputs.float())).mean()}
+        return {"loss": self.layer(inputs.float()).mean()}
 
 
 @pytest.fixture
-def trial(monkeypatch):
+def trial():
     """Try on a real Accelerator whose CPU does not look like one: `trial(module, optimizer)`, from 15 rows of 30."""
     reset_accelerate()
-    monkeypatch.setattr(torch, "get_device_module", lambda _: torch)  # whose generator is the CPU's
     accelerator = Accelerator(cpu=True)
     accelerator.state.device = CpuWithATrial("cpu")
     config = config_of("--block_size", "8", "--global_batch_size", "30")
@@ -280,11 +279,10 @@ def test_the_trial_changes_nothing_but_the_micro_batch(trial):
     module = LimitedModule()
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=0.5, fused=True)
     optimizer.param_groups[0]["initial_lr"] = 0.1
-    weights, random_state = [p.clone() for p in module.parameters()], torch.get_rng_state()
+    weights = [p.clone() for p in module.parameters()]
     assert trial(module, optimizer) == 3 and list(dict.fromkeys(module.tried)) == [15, 6, 3]
     assert all(map(torch.equal, module.parameters(), weights)) and all(p.grad is None for p in module.parameters())
     assert not optimizer.state and optimizer.param_groups[0]["lr"] == 0.1
-    assert torch.equal(torch.get_rng_state(), random_state)
 
 
 def test_other_errors_are_not_taken_for_a_lack_of_memory(trial):

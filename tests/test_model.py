@@ -46,10 +46,11 @@ def options_of(model_type, *changes):
 
 def tiny(model_type="gpt2", *changes, attention="sdpa", options=()):
     """Return the config, the model's config with 500 tokens, and the padded model."""
-    config = load_config(["--dataset_dir", "d", *options_of(model_type, *changes), *options])[0]
+    options = [*options_of(model_type, *changes), "--attn_implementation", attention, *options]
+    config = load_config(["--dataset_dir", "d", *options])[0]
     model_config = build_model_config(config, 500, EOS)
     torch.manual_seed(0)
-    return config, model_config, build_model(config, model_config, attention)
+    return config, model_config, build_model(config, model_config)
 
 
 def save(model, model_config, folder):

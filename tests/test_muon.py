@@ -171,18 +171,18 @@ def test_a_new_learning_rate_takes_effect(train, one, tmp_path):
 TWO_PROCESSES = """
 import hashlib, json, os
 from recipe.optim import muon
-from recipe.optim.guard import UpdateGuard
+from recipe.run.log import RunLog
 from recipe.train import main
 
 muon.STACK_VALUES = 3 * 32 * 32
-step, orthogonalize = UpdateGuard.step, muon.orthogonalize
+add, orthogonalize = RunLog.add, muon.orthogonalize
 
 def say(**values):
     os.write(1, ("MUON " + json.dumps({"rank": os.environ["RANK"], **values}) + "\\n").encode())
 
-def step_and_hash(self, optimizer, *numbers):
-    step(self, optimizer, *numbers)
-    groups = optimizer.param_groups
+def add_and_hash(self, *numbers):  # called after each update
+    add(self, *numbers)
+    groups = self.optimizer.param_groups
     content = b"".join(p.detach().numpy().tobytes() for group in groups for p in group["params"])
     say(weights=hashlib.sha256(content).hexdigest())
 
@@ -190,7 +190,7 @@ def count(matrices, dtype):
     say(count=len(matrices))
     return orthogonalize(matrices, dtype)
 
-UpdateGuard.step, muon.orthogonalize = step_and_hash, count
+RunLog.add, muon.orthogonalize = add_and_hash, count
 main()
 """
 

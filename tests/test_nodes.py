@@ -16,6 +16,7 @@ import pytest
 from conftest import ROOT, TINY, default_arguments, launch, read_events
 
 from recipe.checkpoint import list_checkpoints, why_damaged
+from recipe.hardware.processes import STEP_WAIT
 
 GLOBAL_BATCH = 8
 SPLITS = {"2x1x4": ("--per_device_train_batch_size", "4"), "2x2x2": ("--per_device_train_batch_size", "2"),
@@ -33,17 +34,17 @@ SHORT += ["--config_overrides", "n_layer=1,n_head=2,n_embd=32"]
 # Runs in both processes, all in one process group, because a second one in the same store may hang (torch 2.13):
 # importing torch takes longer than a tiny run.
 PROBE = """
-import json, math, os, signal, sys
+import json, math, os, signal, sys, time
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import PartialState
 from torch.profiler import ProfilerActivity, profile
 import recipe.train
 from recipe.errors import UserError
-from recipe.hardware.processes import check_same_run, on_all_processes
+from recipe.hardware.processes import check_same_run, on_all_processes, start_processes
 from recipe.model.loss import LanguageModelingLoss
-from recipe.optim.guard import UpdateGuard
+from recipe.run.log import RunLog
 
 PartialState.destroy_process_group = lambda self, group=None: None
 splits, arguments = json.loads(sys.argv[1]), sys.argv[2:]
@@ -51,34 +52,27 @@ SPLITS = ("2x1x4", "2x2x2", "2x4x1")  # the others would fill the trace
 found, rank = {}, int(os.environ["RANK"])
 
 # In the run "bad", the second process's loss of step 3 is infinite, but its gradients are not.
-added, loss_sum, update = torch.zeros(()), LanguageModelingLoss._loss_sum, UpdateGuard.step
+added, loss_sum, add = torch.zeros(()), LanguageModelingLoss._loss_sum, RunLog.add
 LanguageModelingLoss._loss_sum = lambda *args: loss_sum(*args) + added
 
-def count(self, optimizer, *args):
-    update(self, optimizer, *args)
-    weights.append(sum(p.double().sum().item() for group in optimizer.param_groups for p in group["params"]))
+def count(self, *args):  # after each update
+    add(self, *args)
+    parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+    weights.append(sum(p.double().sum().item() for p in parameters))
     added.fill_(math.inf if name == "bad" and rank == 1 and len(weights) == 2 else 0.0)
-
-UpdateGuard.step = count
-
-def signal_one(self, *args):
-    count(self, *args)
     if name == "signaled" and rank == 1 and len(weights) == 2:
         os.kill(os.getpid(), signal.SIGTERM)
 
-UpdateGuard.step = signal_one
+def end(self):  # on the main process: its tracker takes long
+    time.sleep(2 * (name == "signaled"))
+
+RunLog.add, RunLog.end = count, end
 for name, options in splits.items():
-    AcceleratorState._reset_state()
-    GradientState._reset_state()
     sys.argv[1:] = [*arguments, *options, "--output_dir", name]
     weights = []
     if name not in SPLITS:
-        try:
-            recipe.train.main()
-        except SystemExit as stopped:
-            found[name + " exit"] = stopped.code
-        found[name] = weights
-        torch.compiler.reset()
+        found[name + " exit"] = recipe.train.main()
+        found[name + " left at"], found[name] = time.time(), weights
         continue
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
         recipe.train.main()
@@ -94,6 +88,9 @@ def error_of(function):
     except UserError as error:
         return str(error)
 
+start_processes()
+timeout = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu")).options._timeout
+found["minutes"] = timeout.total_seconds() / 60
 found["options"] = error_of(lambda: check_same_run({"seed": 1, "learning_rate": 0.1 + rank}))
 found["same"] = error_of(lambda: check_same_run({"seed": 1}))
 
@@ -175,14 +172,23 @@ def test_a_bad_loss_on_one_process_of_two(probe, found):
 
 
 def test_a_signal_to_one_of_two_processes_stops_both(probe, found, train, one_process, tmp_path):
-    """After the same step, with a checkpoint. One process continues with it, and two continue a run of one."""
+    """After the same step, with a checkpoint. One process continues with it, and two continue a run of one.
+
+    All leave together: if one left earlier, the launcher would end the others.
+    """
     assert [process["signaled exit"] for process in found] == [75, 75]
+    assert abs(found[0]["signaled left at"] - found[1]["signaled left at"]) < 1
     shutil.copytree(probe / "signaled", tmp_path / "run")
     assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["checkpoint-2"]
     resumed = train(*SHORT, "--resume_from_checkpoint", "auto")
     expected = [event["loss"] for event in read_events(one_process[0], "train")]
     for run in (resumed, probe / "continued"):
         assert [event["loss"] for event in read_events(run, "train")] == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_process_that_hangs_ends_the_others_after_ten_minutes(found):
+    """As accelerate_configs/README.md says, on CPUs and GPUs: the group of the devices and that of the hosts."""
+    assert [process["minutes"] for process in found] == [STEP_WAIT.total_seconds() / 60] * 2 == [10, 10]
 
 
 def test_a_mistake_on_one_process_ends_all(found):
@@ -204,7 +210,7 @@ if [ "$1" = show ]; then echo 127.0.0.1; else echo "$@" >> "$SLURM_STAND_IN/requ
 # Runs a command on two "machines" and passes USR1 on to them. Unlike Slurm's, it does not end a machine when another
 # one fails, so that the processes must notice by themselves.
 SRUN = """#!/bin/bash
-shift
+while [[ "$1" = --* ]]; do echo "srun $1"; shift; done
 for node in 0 1; do SLURM_NODEID=$node "$@" & tasks+=($!); done
 trap 'kill -USR1 "${tasks[@]}"' USR1
 for task in "${tasks[@]}"; do
@@ -232,8 +238,14 @@ class Cluster:
             key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "OMP_", "SLURM"))
         }
         path = f"{self.folder}{os.pathsep}{kept['PATH']}"
-        slurm = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "1",
-                 "SLURM_JOB_NODELIST": "node[0-1]", "SLURM_STAND_IN": str(self.folder)}  # fmt: skip
+        slurm = {
+            "SLURM_JOB_ID": str(os.getpid()),
+            "SLURM_NNODES": "2",
+            "SLURM_GPUS_ON_NODE": "1",
+            "SLURM_CPUS_PER_TASK": "16",
+            "SLURM_JOB_NODELIST": "node[0-1]",
+            "SLURM_STAND_IN": str(self.folder),
+        }
         cpu = {"ACCELERATE_USE_CPU": "true", "OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "1"}
         return subprocess.Popen(
             ["bash", str(ROOT / "scripts" / "slurm" / file), *map(str, self.options)],
@@ -303,13 +315,24 @@ def test_two_machines_are_one_run(jobs, train_shared):
         assert len(losses) >= at_least and losses == pytest.approx(expected[: len(losses)], abs=1e-5)
 
 
-def test_a_job_on_one_machine_saves_and_is_queued_again(tmp_path, dataset_dir):
-    """On one GPU, where `accelerate launch` is no torchrun."""
+def test_a_job_that_branches_saves_and_continues_when_it_is_queued_again(tmp_path, dataset_dir, train_shared):
+    """On one GPU, where `accelerate launch` is no torchrun. The option of the folder may be spelled in any way."""
     if not shutil.which("pkill"):
         pytest.skip("the batch files need pkill")
+    options = ["--max_steps", NODE_STEPS, "--global_batch_size", GLOBAL_BATCH]
+    start = train_shared(*options, "--max_steps", 5, "--save_steps", 3) / "checkpoint-3"
     cluster = Cluster(tmp_path, dataset_dir)
-    job = cluster.submit("single_node.sbatch")
-    cluster.wait_for_step(job, 5)
-    os.kill(job.pid, signal.SIGUSR1)
-    output = job.communicate(timeout=120)[0]
-    assert job.returncode == 75 and "stopped by SIGUSR1" in output and (tmp_path / "requeued").is_file(), output
+    where = cluster.options.index("--output_dir")
+    cluster.options[where : where + 2] = [f"--output-dir={cluster.run}"]
+    cluster.options += [*options, "--resume_from_checkpoint", str(start)]
+    for number, least in enumerate((10, 50)):
+        job = cluster.submit("single_node.sbatch")
+        cluster.wait_for_step(job, least)
+        os.kill(job.pid, signal.SIGUSR1)
+        output = job.communicate(timeout=120)[0]
+        assert job.returncode == 75 and "stopped by SIGUSR1" in output, output
+        assert (tmp_path / "requeued").read_text().count("requeue") == number + 1
+    assert f"{cluster.run} continues {start} already" in " ".join(output.split())
+    steps = [event["step"] for event in read_events(cluster.run, "train")]
+    assert steps == list(range(4, steps[-1] + 1))
+    assert not list(ROOT.glob(".resumable*"))

@@ -1,8 +1,12 @@
-"""The start of a run: what may change when it resumes, and existing weights."""
+"""The start of a run: what may change when it resumes, where a branch starts, and existing weights."""
 
 import json
+import os
 import re
 import shutil
+import signal
+from contextlib import nullcontext
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,8 +16,10 @@ from conftest import BLOCK_SIZE, read_events
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+import recipe.train
 from recipe.checkpoint import seal_checkpoint
 from recipe.errors import UserError
+from recipe.run.log import RunLog
 
 RESUME = ["--resume_from_checkpoint", "auto"]
 
@@ -41,15 +47,6 @@ def own_recipe(run, **changes):
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "expected"),
-    [("learning_rate", 0.002, "0.003 -> 0.002"), ("max_steps", 8, "4 -> 8"), ("max_minutes", 9.0, "None -> 9.0")],
-)
-def test_a_changed_recipe_does_not_change_the_schedule(train, finished, option, value, expected):
-    with pytest.raises(UserError, match=f"{option} {expected}; type the option on the command line"):
-        train(*own_recipe(finished, **{option: value}), alone=True)
-
-
-@pytest.mark.parametrize(
     ("typed", "expected"),
     [
         ("--max_steps 8 --seed 1", "seed 1337 -> 1.*start a new run"),
@@ -65,11 +62,13 @@ def test_what_a_run_cannot_change(train, finished, typed, expected):
 
 
 def test_a_checkpoint_that_lacks_an_option_had_its_default(train, finished):
-    """A user who adds an option to `IDENTITY_OPTIONS` can resume earlier runs."""
+    """Runs from before an option was added, by a user here or by a later Transformers to a config, can be resumed."""
     checkpoint = finished / "checkpoint-4"
-    state = json.loads((checkpoint / "training_state.json").read_text())
+    state, config = (json.loads((checkpoint / f"{name}.json").read_text()) for name in ("training_state", "config"))
     del state["identity"]["label_smoothing_factor"]
+    del state["identity"]["scale_attn_by_inverse_layer_idx"], config["scale_attn_by_inverse_layer_idx"]
     (checkpoint / "training_state.json").write_text(json.dumps(state))
+    (checkpoint / "config.json").write_text(json.dumps(config))
     (checkpoint / "manifest.json").unlink()
     seal_checkpoint(checkpoint)
     train(*RESUME, "--max_steps", "5")
@@ -77,11 +76,11 @@ def test_a_checkpoint_that_lacks_an_option_had_its_default(train, finished):
         train(*RESUME, "--max_steps", "6", "--label_smoothing_factor", "0.1")
 
 
-def test_a_typed_change_keeps_the_past_and_is_recorded(train, finished, capsys):
-    """Only the steps after it follow the new schedule, and the folder records what changed."""
+def test_a_changed_schedule_keeps_the_past_and_is_recorded(train, finished, capsys):
+    """Whether typed or in a recipe. Only later steps follow the new schedule, and the folder records what changed."""
     before = [e["loss"] for e in read_events(finished, "train")]
     recipe = own_recipe(finished, learning_rate=0.002, save_steps=4)
-    train(*recipe, "--max_steps", "8", "--learning_rate", "0.002", alone=True)
+    train(*recipe, "--max_steps", "8", alone=True)
     assert "from step 5, learning_rate is 0.002 instead of 0.003" in capsys.readouterr().out
     events = read_events(finished, "train")
     assert [e["loss"] for e in events[:4]] == before
@@ -95,8 +94,8 @@ def test_a_typed_change_keeps_the_past_and_is_recorded(train, finished, capsys):
     assert read_events(finished, "train")[-1]["step"] == 8
 
 
-def test_typed_epochs_and_schedules_may_change_what_follows_from_them(train, finished, dataset):
-    """Epochs are consent to their number of steps, a schedule to other arguments of it. The config records steps."""
+def test_changed_epochs_are_recorded_as_steps(train, finished, dataset):
+    """With another schedule, which takes other arguments."""
     typed = ["--num_train_epochs", 8 / len(dataset.train) * 4, "--lr_scheduler_type", "cosine_with_min_lr"]
     recipe = own_recipe(finished, lr_scheduler_kwargs=None)
     train(*recipe, *typed, "--lr_scheduler_kwargs", "min_lr_rate=0.5", alone=True)
@@ -107,13 +106,75 @@ def test_typed_epochs_and_schedules_may_change_what_follows_from_them(train, fin
     assert content["max_steps"] == 8 and "num_train_epochs" not in content
 
 
-def test_a_branch_from_an_earlier_checkpoint_requires_its_own_folder(train, finished, tmp_path):
-    """Otherwise checkpoints of the old schedule would count as the run's newest."""
-    branch = ["--resume_from_checkpoint", finished / "checkpoint-2", "--max_steps", "3"]
-    with pytest.raises(UserError, match=r"\(checkpoint-4\)"):
-        train(*branch)
-    branched = train(*branch, output_dir=tmp_path / "branch")
-    assert [e["step"] for e in read_events(branched, "train")] == [3]
+def test_a_kill_before_the_first_checkpoint_of_a_changed_schedule(train, finished, monkeypatch):
+    """The folder's own config, in which the change is recorded, resumes the run from the checkpoint before."""
+    with monkeypatch.context() as patch:
+        patch.setattr(recipe.train, "StopSignals", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            train(*RESUME, "--max_steps", "8")
+    assert yaml.safe_load((finished / "training_config.yaml").read_text())["max_steps"] == 8
+    train(*own_recipe(finished), alone=True)
+    assert [e["step"] for e in read_events(finished, "train")] == list(range(1, 9))
+
+
+# ------------------------------------------------------------------ branches: a checkpoint of another folder
+
+
+def stop_before_the_first_step(patch):
+    """SIGTERM comes while the first step compiles, say."""
+    patch.setattr(recipe.train, "build_profiler", lambda *_: os.kill(os.getpid(), signal.SIGTERM) or nullcontext())
+
+
+def die_before_the_first_step(patch):
+    patch.setattr(RunLog, "owes_evaluation", mock.Mock(side_effect=KeyboardInterrupt))
+
+
+@pytest.mark.parametrize("end", [stop_before_the_first_step, die_before_the_first_step])
+@pytest.mark.parametrize("again", ["auto", "the same"])
+def test_a_branch_that_ends_before_its_first_step_continues(
+    train, finished, tmp_path, monkeypatch, capsys, end, again
+):
+    """It does not start over at step 0, whether `auto` or the same command resumes it, with the log of its own."""
+    branch, start = tmp_path / "branch", finished / "checkpoint-2"
+    with monkeypatch.context() as patch:
+        end(patch)
+        with pytest.raises((SystemExit, KeyboardInterrupt)):
+            train("--resume_from_checkpoint", start, output_dir=branch)
+    if end is stop_before_the_first_step:
+        assert f"saved in {branch}/checkpoint-2;" in capsys.readouterr().out and (branch / "checkpoint-2").is_dir()
+    train("--resume_from_checkpoint", "auto" if again == "auto" else start, output_dir=branch)
+    assert [e["step"] for e in read_events(branch, "train")] == [3, 4]
+    assert (branch / "model.safetensors").read_bytes() == (finished / "model.safetensors").read_bytes()
+    with pytest.raises(UserError, match="contains another run"):  # that of another start
+        train("--resume_from_checkpoint", finished / "checkpoint-4", output_dir=branch)
+
+
+def test_the_command_of_a_branch_continues_it(train, finished, tmp_path, capsys):
+    """A job is queued again with the same arguments. A checkpoint of a run's own does not lead back, either."""
+    branch = tmp_path / "branch"
+    command = ["--resume_from_checkpoint", finished / "checkpoint-2", "--save_steps", "1"]
+    train(*command, output_dir=branch)
+    first = read_events(branch, "start")[-1]["run_id"]
+    assert first != read_events(finished, "start")[-1]["run_id"]
+    capsys.readouterr()
+    train(*command, "--max_steps", "6", output_dir=branch)
+    assert f"{branch} continues {finished / 'checkpoint-2'} already" in " ".join(capsys.readouterr().out.split())
+    assert [e["step"] for e in read_events(branch, "train")] == [3, 4, 5, 6]
+    assert read_events(branch, "start")[-1]["run_id"] == first
+    train("--resume_from_checkpoint", branch / "checkpoint-3", "--max_steps", "7", output_dir=branch)
+    assert [e["step"] for e in read_events(branch, "train")] == [3, 4, 5, 6, 7]
+
+
+def test_a_new_run_forgets_where_an_earlier_one_came_from(train, finished, tmp_path, monkeypatch):
+    """That one left nothing else."""
+    branch = tmp_path / "branch"
+    with monkeypatch.context() as patch:
+        die_before_the_first_step(patch)
+        for options in (["--resume_from_checkpoint", finished / "checkpoint-2"], []):
+            with pytest.raises(KeyboardInterrupt):
+                train(*options, output_dir=branch)
+    train(*RESUME, output_dir=branch)
+    assert [e["step"] for e in read_events(branch, "train")] == [1, 2, 3, 4]
 
 
 def test_a_change_of_precision_is_reported(train, finished, capsys):

@@ -174,6 +174,7 @@ def iterate_validation(
 
 def survive_first_signal(_worker: int = 0) -> None:
     """Keep a worker alive when a signal goes to the whole process group: the last step still needs its data."""
-    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGUSR2):  # SIGUSR2: the launcher has died
-        signal.signal(number, signal.SIG_IGN)
+    for name in ("SIGINT", "SIGUSR1", "SIGHUP", "SIGUSR2"):  # SIGUSR2: the launcher has died
+        if number := getattr(signal, name, None):  # Windows lacks most of them
+            signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, _frame: signal.signal(number, signal.SIG_DFL))

@@ -183,8 +183,9 @@ class UnitWorkers:
 
 
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    for name in ("SIGINT", "SIGHUP"):
+        if number := getattr(signal, name, None):  # Windows has no SIGHUP
+            signal.signal(number, signal.SIG_IGN)
     fields = json.loads(sys.stdin.readline())
     tokenize = UnitTokenizer(Job(source=TextSource(**fields.pop("source")), **fields))
     with contextlib.suppress(BrokenPipeError):  # the owner has ended in the middle of a unit

@@ -21,7 +21,6 @@ from accelerate.utils import (
 from torch import nn
 
 from recipe.config import TrainConfig
-from recipe.environment import cache_dir
 from recipe.errors import UserError
 from recipe.hardware.devices import native_bf16, why_no_inductor
 from recipe.hardware.processes import use_all_cores
@@ -54,8 +53,13 @@ def build_accelerator(config: TrainConfig, output_dir: Path) -> Accelerator:
     state = PartialState()
     check_trackers(config)
     use_all_cores(state)
-    if config.deterministic or (state.device.type == "cpu" and "autotune" not in dynamo_mode()):
-        use_deterministic_algorithms()
+    # Results repeat bit for bit. On a CPU this is free and matters only to inductor (torch 2.13), whose threads
+    # otherwise add up the embeddings' gradient in any order. On CUDA, operators without a deterministic version raise
+    # an error, sdpa avoids cuDNN, and cuBLAS reads its setting at the first matrix product.
+    is_deterministic = config.deterministic or (state.device.type == "cpu" and "autotune" not in dynamo_mode())
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.utils.deterministic.fill_uninitialized_memory = False  # costs time, and nothing here reads such memory
     if state.device.type == "cuda":
         torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     # Accelerate 1.15 uses the name that torch 2.13 deprecates and does not know its successor `forward_sync_buffers`.
@@ -72,7 +76,7 @@ def build_accelerator(config: TrainConfig, output_dir: Path) -> Accelerator:
         log_with=config.report_to,
         project_dir=output_dir,
     )
-    set_seed(config.seed)
+    set_seed(config.seed, deterministic=is_deterministic)
     return accelerator
 
 
@@ -189,19 +193,6 @@ def choose_attention(config: TrainConfig, device: torch.device) -> Choice:
     return Choice("sdpa", "flash kernels, no mask")
 
 
-def use_deterministic_algorithms() -> None:
-    """Make results repeat bit for bit; CUDA operators without a deterministic version raise an error.
-
-    On a CPU it is free and matters only to inductor (torch 2.13), whose threads otherwise add up the embeddings'
-    gradient in any order. On CUDA it keeps sdpa off cuDNN, which PyTorch does not consider deterministic. Inductor no
-    longer chooses kernels by benchmark (torch >= 2.10). Call it before the first matrix product, when cuBLAS reads its
-    setting.
-    """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # costs time, and nothing here reads such memory
-
-
 def compile_module(module: nn.Module, backend: str) -> nn.Module:
     """Compile in place, as one graph with fixed shapes, unless backend is "no".
 
@@ -210,29 +201,6 @@ def compile_module(module: nn.Module, backend: str) -> nn.Module:
     Only inductor has modes.
     """
     if backend != "no":
-        persist_compile_cache()
-        cache_autocast()
         mode = dynamo_mode() if backend == "inductor" else None
         module.compile(backend=backend, mode=mode, fullgraph=True, dynamic=False)
     return module
-
-
-def cache_autocast() -> None:
-    """Let AOTAutograd cache graphs that enter autocast, so that a resumed run does not differentiate them again.
-
-    The arguments of these functions are part of the cache's key. Torch 2.13 refuses them by name (pytorch#191106).
-    """
-    from torch._inductor import config  # takes time, so only runs that compile import it
-
-    for name in ("_enter_autocast", "_exit_autocast"):
-        config.unsafe_marked_cacheable_functions[f"torch.amp.autocast_mode.{name}"] = torch.__version__
-
-
-def persist_compile_cache() -> None:
-    """Move inductor's cache out of /tmp, so that it survives a reboot."""
-    try:
-        folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or cache_dir() / "inductor")
-        folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # the home folder is missing or read-only
-        return
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)

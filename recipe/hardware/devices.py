@@ -3,12 +3,12 @@
 import importlib.util
 import os
 import re
-import resource
 import shutil
 import sys
 import sysconfig
 from pathlib import Path
 
+import psutil
 import torch
 
 from recipe.hardware.gpus import find_gpu
@@ -63,6 +63,10 @@ def peak_memory_bytes(device: torch.device) -> int:
     status = Path("/proc/self/status")
     if status.is_file():  # Linux, where ru_maxrss starts from the parent's value
         return int(re.search(r"VmHWM:\s+(\d+) kB", status.read_text())[1]) * 1024
+    if sys.platform == "win32":
+        return psutil.Process().memory_info().peak_wset
+    import resource  # Windows has none
+
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

@@ -1,28 +1,20 @@
-"""Memory of the process on a CPU: huge pages for large tensors, and freed memory returned to the system."""
+"""Memory of the process on a CPU: what it may use, and freed memory returned to the system."""
 
 import ctypes
 import gc
-import os
 import platform
 import re
 from pathlib import Path
+
+import psutil
 
 CGROUP_V1_LIMIT = Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _GROWTH, _SLACK_BYTES = 1.25, 256e6  # how far resident memory may grow before freed memory is returned
 
 
-def use_huge_pages() -> None:
-    """Let torch request huge pages for CPU tensors of 2 MB and more. Call it before importing torch.
-
-    Torch's allocator reads the variable once, at its first tensor (2.11 to 2.15). A value set by the user stays.
-    """
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-
-
-def resident_bytes() -> int | None:
-    """Return the physical memory of the process; None outside Linux."""
-    statm = Path("/proc/self/statm")
-    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGESIZE") if statm.is_file() else None
+def resident_bytes() -> int:
+    """Return the physical memory of the process."""
+    return psutil.Process().memory_info().rss
 
 
 def own_cgroups(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[Path]:
@@ -34,10 +26,7 @@ def own_cgroups(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/sel
 
 def available_bytes() -> int:
     """Return the physical memory that this process holds or could get without swapping, within its container."""
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.is_file():  # macOS: all of the memory
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE")
-    available = int(re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text())[1]) * 1024 + resident_bytes()
+    available = psutil.virtual_memory().available + resident_bytes()
     for path in (CGROUP_V1_LIMIT, *(folder / "memory.max" for folder in own_cgroups())):
         if path.is_file() and (limit := path.read_text().strip()).isdigit():  # else "max"
             available = min(available, int(limit))
@@ -64,11 +53,11 @@ class FreedMemory:
     """
 
     def __init__(self) -> None:
-        self.libc = ctypes.CDLL(None) if platform.libc_ver()[0] == "glibc" and resident_bytes() else None
+        self.libc = ctypes.CDLL(None) if platform.libc_ver()[0] == "glibc" else None
         self.in_use: int | None = None  # what a step needs, including what malloc reuses
 
     def give_back(self) -> bool:
-        """Return freed memory if much has accumulated, and say whether it did. Call it once per step (10 us)."""
+        """Return freed memory if much has accumulated, and say whether it did. Call it once per step."""
         if self.libc is None:
             return False
         if self.in_use is None:

@@ -7,9 +7,11 @@ pass).
 
 import dataclasses
 import itertools
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.utils.memory import should_reduce_batch_size
@@ -20,7 +22,6 @@ from recipe.config import TrainConfig
 from recipe.environment import count_local_processes
 from recipe.errors import ProcessError, UserError
 from recipe.hardware.accelerator import CUDA_GRAPH_MODES, choose_attention, dynamo_mode
-from recipe.hardware.devices import get_rng_state, set_rng_state
 from recipe.hardware.host_memory import available_bytes
 from recipe.hardware.processes import largest_of_processes, on_main_process
 from recipe.model.size import count_block_matrices, count_head, count_inner, count_parameters
@@ -36,8 +37,8 @@ TOKENS_TO_HIDE_WEIGHTS = 20 / 6 * 150
 # caches fill earlier.
 LARGEST_MICRO_BATCH_TOKENS = {"cpu": 4096, "accelerator": 65536}
 LOSS_CHUNKS = 8
-REMEDY = "try --activation_checkpointing, --optim adamw_bnb_8bit or a smaller recipe"
-SMALLER_NAME = ".micro_batch"  # in output_dir: the micro-batch to continue with after running out of memory
+REMEDY = "try --activation_checkpointing, a smaller micro-batch, --optim adamw_bnb_8bit or a smaller recipe"
+SMALLER_NAME = ".micro_batch"  # in output_dir: see `leave_smaller_micro_batch`
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class MemoryPlan:
     loss_chunks: int
     total_bytes: int = 0
     usable_bytes: int = 0
+    made_for: tuple[int, ...] = ()  # numbers that differ for other options and other devices
+    ran_out: bool = False  # of memory, in an earlier start with a larger micro-batch
 
     @property
     def choices(self) -> dict[str, int]:
@@ -65,7 +68,8 @@ class MemoryPlan:
         savings = ["activation checkpointing"] * self.activation_checkpointing
         savings += [f"the loss in {self.loss_chunks} chunks"] * (self.loss_chunks > 1)
         options = " and ".join(savings) or "no recomputation"
-        return f"{self.total_bytes / 1e9:.1f} of {self.usable_bytes / 1e9:.1f} GB, estimated, with {options}"
+        reason = f"; micro-batch {self.micro_batch_size} after running out of memory" * self.ran_out
+        return f"{self.total_bytes / 1e9:.1f} of {self.usable_bytes / 1e9:.1f} GB, estimated, with {options}{reason}"
 
 
 def micro_batch_sizes(config: TrainConfig, num_processes: int, device_type: str) -> list[int]:
@@ -111,10 +115,12 @@ def micro_batch_sizes(config: TrainConfig, num_processes: int, device_type: str)
 
 
 def smaller_micro_batches(config: TrainConfig, size: int, num_processes: int, device_type: str) -> list[int]:
-    """Return the sizes of at most half that divide the batch, largest first."""
+    """Return the sizes of at most half that divide the batch, largest first; none where the size is not `auto`."""
     share = config.global_batch_size // num_processes
-    graphs = uses_cuda_graphs(config, device_type)
-    return [] if graphs else [smaller for smaller in range(size // 2, 0, -1) if share % smaller == 0]
+    is_fixed = config.per_device_train_batch_size != "auto" or config.gradient_accumulation_steps is not None
+    if is_fixed or uses_cuda_graphs(config, device_type):
+        return []
+    return [smaller for smaller in range(size // 2, 0, -1) if share % smaller == 0]
 
 
 def uses_cuda_graphs(config: TrainConfig, device_type: str) -> bool:
@@ -155,8 +161,8 @@ def plan_device(
     """Return the plan for this run's device, the same on all processes.
 
     An estimate never refuses a run: if nothing fits, the options that take the least memory are tried. A run that has
-    run out of memory in output_dir continues with the micro-batch that it wrote there. earlier: `MemoryPlan.choices`
-    of the run's checkpoint, which are kept if they fit, since the free memory differs from one start to the next.
+    run out of memory in output_dir continues with a smaller micro-batch, if its size is `auto`. earlier:
+    `MemoryPlan.choices` of its checkpoint, which are kept if they fit, since the free memory differs between starts.
     data_bytes: of the training rows, if they are to lie on the device; raises `UserError` if they do not fit.
     """
     device, num_processes = accelerator.device, accelerator.num_processes
@@ -169,9 +175,13 @@ def plan_device(
     kept = [plan for plan in plans if plan.choices == earlier and plan.total_bytes <= usable]
     plan = kept[0] if kept else plan_memory(config, model_config, device.type, usable, num_processes)
     plan = plan or min(plans, key=lambda plan: plan.total_bytes)
-    left = on_main_process(lambda: read_smaller_micro_batch(output_dir))
-    is_smaller = left in smaller_micro_batches(config, plan.micro_batch_size, num_processes, device.type)
-    return dataclasses.replace(plan, micro_batch_size=left) if is_smaller else plan
+    least, memory = min(plan.total_bytes for plan in plans), psutil.virtual_memory().total
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+    plan = dataclasses.replace(plan, made_for=(least, memory))
+    left = on_main_process(lambda: read_smaller_micro_batch(output_dir, plan))
+    sizes = [plan.micro_batch_size, *smaller_micro_batches(config, plan.micro_batch_size, num_processes, device.type)]
+    return dataclasses.replace(plan, micro_batch_size=left, ran_out=True) if left in sizes else plan
 
 
 def measure_usable_bytes(device: torch.device, num_local_processes: int) -> int:
@@ -285,12 +295,12 @@ def try_micro_batch(
 ) -> int:
     """Run one trial step, halve the micro-batch until it fits on all processes, and return its size.
 
-    module: prepared, in train mode. optimizer: not wrapped. Neither weights, optimizer nor random state change. A CPU
+    module: prepared, in train mode. Neither weights nor optimizer change; the run seeds its generators later. A CPU
     swaps instead of raising an error, so the estimate is trusted there.
     """
     if accelerator.device.type == "cpu":
         return size
-    share, random_state = config.global_batch_size // accelerator.num_processes, get_rng_state(accelerator.device)
+    share = config.global_batch_size // accelerator.num_processes
     try:
         for group in optimizer.param_groups:
             group["lr"] = 0.0
@@ -312,7 +322,6 @@ def try_micro_batch(
         optimizer.state.clear()
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"]
-        set_rng_state(random_state, accelerator.device)
         if accelerator.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()  # the peak of a trial is not the run's
     return size
@@ -343,9 +352,22 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error)
 
 
-def read_smaller_micro_batch(output_dir: Path) -> int | None:
-    """Return the micro-batch that a run left when it ran out of memory, or None."""
+def leave_smaller_micro_batch(output_dir: Path, plan: MemoryPlan, size: int) -> None:
+    """Record the micro-batch with which the next start continues a run that has run out of memory."""
+    record = {"micro_batch_size": size, "made_for": plan.made_for}
+    (output_dir / SMALLER_NAME).write_text(json.dumps(record) + "\n")
+
+
+def read_smaller_micro_batch(output_dir: Path, plan: MemoryPlan) -> int | None:
+    """Return what `leave_smaller_micro_batch` recorded, or None if options or device are others by now.
+
+    plan: as estimated for this start.
+    """
     try:
-        return int((output_dir / SMALLER_NAME).read_text())
-    except (OSError, ValueError):
-        return None
+        record = json.loads((output_dir / SMALLER_NAME).read_text())
+        if tuple(record["made_for"]) == plan.made_for:
+            return record["micro_batch_size"]
+    except (OSError, ValueError, KeyError, TypeError):  # none, or of another version
+        pass
+    (output_dir / SMALLER_NAME).unlink(missing_ok=True)
+    return None

@@ -1,7 +1,7 @@
 """The processes of a run: the launcher, the host-side groups, and work that only the main process does.
 
-Everything that a host may wait for uses gloo groups of the hosts, because NCCL's watchdog ends processes that wait in
-a device's collective for ten minutes.
+Everything that a host may wait for uses gloo groups of the hosts, because NCCL's watchdog ends processes that wait
+long in a device's collective.
 """
 
 import ctypes
@@ -10,7 +10,7 @@ import os
 import platform
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
@@ -23,24 +23,22 @@ from accelerate.utils import DistributedType, is_torch_xla_available, str_to_boo
 from recipe.environment import count_cpus, count_local_processes
 from recipe.errors import ProcessError, UserError, one_line
 
-# A step's reductions: a machine that vanishes without closing its connections ends the others after this long.
-STEP_WAIT = timedelta(minutes=15)
+# A step's collectives, on devices and hosts: a process that hangs or vanishes ends the others after this long.
+STEP_WAIT = timedelta(minutes=10)
 PREPARATION_WAIT = timedelta(days=30)  # tokenizing a corpus or downloading a model
-LAUNCHERS = {  # as they appear in a process's command line, and as users type them
-    "accelerate": "accelerate",
-    "accelerate-launch": "accelerate launch",
-    "accelerate.commands.launch": "accelerate launch",
-    "accelerate.commands.accelerate_cli": "accelerate",
-    "torchrun": "torchrun",
-    "torch.distributed.run": "torchrun",
-    "torch.distributed.launch": "torchrun",
-}
-LAUNCHER_DIED = signal.SIGUSR2
+LAUNCHERS = ("accelerate", "accelerate-launch", "accelerate.commands.launch", "accelerate.commands.accelerate_cli")
+LAUNCHERS += ("torchrun", "torch.distributed.run", "torch.distributed.launch")  # words of a command line
+LAUNCHER_DIED = getattr(signal, "SIGUSR2", None)  # Windows has none
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 ONLY_DDP = (
     "every size of GPT-2 fits on one GPU with 40 GB, and several devices use "
     "DistributedDataParallel; use a file in accelerate_configs/, whose README.md says more"
+)
+
+ONE_OF_SEVERAL = (
+    "the launcher was asked for several processes, but starts only one of them with this distributed_type; use "
+    "accelerate_configs/multi_cpu.yaml or multi_gpu.yaml, or pass --num_processes 1"
 )
 
 T = TypeVar("T")
@@ -49,13 +47,16 @@ T = TypeVar("T")
 def start_processes() -> None:
     """Find the device and the other processes. Call it before anything that depends on the rank.
 
-    Raises `UserError` for a launcher's answer that is not supported, and if the launcher started several processes but
-    Accelerate sees one (1.15, without a GPU): each would train the whole run by itself.
+    Raises `UserError` for a launcher's answer that is not supported, if the launcher started several processes but
+    Accelerate sees one (1.15, without a GPU), because each would train the whole run by itself, and if the launcher
+    started one of several.
     """
     die_with_the_launcher()
+    if started_one_of_several(os.environ):
+        raise UserError(ONE_OF_SEVERAL)
     if is_torch_xla_available():
         raise UserError("TPUs are not supported; run pip uninstall torch_xla, and use a file in accelerate_configs/")
-    state = PartialState(cpu=wants_cpu())
+    state = PartialState(cpu=wants_cpu(), timeout=STEP_WAIT)
     for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"):  # on a CPU, Accelerate ignores some
         if str_to_bool(os.environ.get(f"ACCELERATE_USE_{name}", "false")):
             raise UserError(f"{name} is not supported: {ONLY_DDP}")
@@ -70,6 +71,17 @@ def start_processes() -> None:
             "accelerate_configs/multi_cpu.yaml"
         )
     host_group()  # now, while a broken network costs nothing yet
+
+
+def started_one_of_several(environment: Mapping[str, str]) -> bool:
+    """Return whether `accelerate launch` was asked for several processes on this machine and started one.
+
+    It does so for distributed_type MULTI_CPU without mpirun, and for "NO" (1.15). Of the number, only the address for
+    the others is left, which it sets for more than one process.
+    """
+    sizes = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")  # of torchrun and mpirun
+    is_alone = "ACCELERATE_MIXED_PRECISION" in environment and not any(name in environment for name in sizes)
+    return is_alone and environment.get("MASTER_ADDR") == "127.0.0.1"
 
 
 def wants_cpu() -> bool:

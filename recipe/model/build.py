@@ -126,16 +126,16 @@ def _load_config(source: str | Path, config: TrainConfig, vocab_size: int) -> Pr
 def build_model(
     config: TrainConfig,
     model_config: PreTrainedConfig,
-    attn_implementation: str = "sdpa",
     source: str | Path | None = None,
 ) -> PreTrainedModel:
     """Return an fp32 model with a padded vocabulary and random weights (Transformers does GPT-2's scaled init).
 
-    attn_implementation: the resolved value of config's option. source: folder or Hub id to load the weights from
-    instead; raises `UserError` if it lacks weights. The initial weights do not depend on the padding.
+    source: folder or Hub id to load the weights from instead; raises `UserError` if it lacks weights. The initial
+    weights do not depend on the padding.
     """
     is_gpt2 = config.model_type == "gpt2"  # other types keep their stock attention and masks
-    attention = SDPA_WITHOUT_MASK if is_gpt2 and attn_implementation == "sdpa" else attn_implementation
+    attention = config.attn_implementation if config.attn_implementation != "auto" else "sdpa"
+    attention = SDPA_WITHOUT_MASK if is_gpt2 and attention == "sdpa" else attention
     options = {"attn_implementation": attention, "dtype": torch.float32}
     if source is None:
         model = AutoModelForCausalLM.from_config(copy.deepcopy(model_config), **options)

@@ -8,7 +8,7 @@ from pathlib import Path
 from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
 from huggingface_hub.errors import RemoteEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 
-from recipe.checkpoint import MANIFEST_NAME, STATE_NAME, checkpoint_dir, list_checkpoints, why_damaged
+from recipe.checkpoint import MANIFEST_NAME, STATE_NAME, checkpoint_dir, why_damaged
 from recipe.config import TrainConfig
 from recipe.errors import UserError
 from recipe.publish.hub import (
@@ -29,25 +29,19 @@ from recipe.publish.public import METRICS_NAME
 ADDRESS = re.compile(r"hf://(?:models/)?([^@]+?)/?(?:@(.+))?")
 
 
-def fetch_checkpoint(config: TrainConfig, output_dir: Path) -> str | None:
+def fetch_checkpoint(config: TrainConfig, resume: str | None, output_dir: Path) -> str | None:
     """Download the checkpoint to resume from, if it is on the Hub, into a hidden folder of output_dir.
 
-    Returns the argument for `find_checkpoint`. `hf://user/name` is the newest checkpoint, of the run on main, that can
-    be resumed. `auto` looks on the Hub if output_dir has no checkpoint and the run publishes its training state there,
-    so a job that is submitted again to a fresh machine resumes; `hub_overwrite` makes that a new run. Raises
-    `UserError` if the checkpoint cannot be had.
+    resume: from `choose_start`. `hf://user/name` is the newest checkpoint, of the run on main, that can be resumed.
+    `auto`, which means that output_dir has none, looks on the Hub if the run publishes its training state there, so a
+    job that is submitted again to a fresh machine resumes; `hub_overwrite` makes that a new run. Returns the argument
+    for `find_checkpoint`. Raises `UserError` if the checkpoint cannot be had.
     """
-    resume = config.resume_from_checkpoint
     if resume is not None and resume.startswith("hf://"):
         if (address := ADDRESS.fullmatch(resume)) is None:
             raise UserError(f"{resume} is no address of a checkpoint; expected hf://user/name@step-000400-0.8M")
         repo_id, revision = address.groups()
-    elif (
-        resume == "auto"
-        and publishes_training_state(config)
-        and not config.hub_overwrite
-        and not list_checkpoints(output_dir)
-    ):
+    elif resume == "auto" and publishes_training_state(config) and not config.hub_overwrite:
         repo_id, revision = config.hub_model_id, None
     else:
         return resume

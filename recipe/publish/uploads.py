@@ -1,17 +1,14 @@
 """Uploads during a run: in the background, one at a time, and never in the way of training."""
 
-import contextlib
 import math
 import os
 import shlex
 import shutil
-import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
 
 from accelerate import PartialState
 
@@ -65,7 +62,7 @@ class HubUploads:
         self.num_failures, self.retry_at = 0, 0.0  # in a row
         self.url: str | None = None
         self.any_waiting = True  # an earlier process of the run may have left some
-        self.gives_up_at, self.signal = math.inf, 0
+        self.gives_up_at, self.interrupted = math.inf, lambda: False
 
     def add(self, checkpoint: Path, step: int) -> None:
         """Stage a complete checkpoint for its upload. Any thread can call this."""
@@ -80,15 +77,21 @@ class HubUploads:
         if self.enabled and self.any_waiting and is_idle and time.monotonic() >= self.retry_at:
             self._start()
 
-    def finish(self, final_step: int | None = None, seconds: float = FINISH_SECONDS) -> bool:
+    def finish(
+        self,
+        final_step: int | None = None,
+        seconds: float = FINISH_SECONDS,
+        interrupted: Callable[[], bool] = lambda: False,
+    ) -> bool:
         """Upload what is left, and say where it is, or how to repeat what failed. The end of a run waits for this.
 
         final_step: of the final model in output_dir, which is uploaded too; None if the run stopped before its end.
-        seconds: give up after this time; a signal gives up at once. Returns whether everything is on the Hub.
+        seconds: give up after this time, or when `interrupted` says that a signal has arrived. Returns whether
+        everything is on the Hub.
         """
         if not self.enabled:
             return True
-        self.gives_up_at = time.monotonic() + seconds
+        self.interrupted, self.gives_up_at = interrupted, time.monotonic() + seconds
         self.refused.clear()  # a new token, for example, may change that
         if final_step is not None:
             try:
@@ -96,18 +99,17 @@ class HubUploads:
                 self.final_step = final_step
             except OSError as error:  # a full disk, on a file system without links
                 self.failures[FINAL_NAME] = short_reason(error)
-        with self._give_up_on_signals():
-            if self._staged():
-                limit = "" if seconds == math.inf else f", for at most {seconds:.0f} s"
-                self.say(f"uploading to {self.config.hub_model_id}{limit}")
-            self._wait()  # for what is running
-            for pause in (0.0, *LAST_RETRY_SECONDS):
-                if self._staged().keys() <= self.refused:
-                    break
-                self._pause(pause)
-                if time.monotonic() < self.gives_up_at:
-                    self._start()
-                    self._wait()
+        if self._staged():
+            limit = "" if seconds == math.inf else f", for at most {seconds:.0f} s"
+            self.say(f"uploading to {self.config.hub_model_id}{limit}")
+        self._wait()  # for what is running
+        for pause in (0.0, *LAST_RETRY_SECONDS):
+            if self._staged().keys() <= self.refused:
+                break
+            self._pause(pause)
+            if not self._gives_up():
+                self._start()
+                self._wait()
         self._report(seconds)
         return not self.failures and not self.num_skipped
 
@@ -116,13 +118,13 @@ class HubUploads:
         """Whether an upload has not come back when it was given up."""
         return self.thread is not None and self.thread.is_alive()
 
-    def exit(self, code: int) -> NoReturn:
-        """End the process, also while an upload hangs: the threads of the Hub's client would keep it alive."""
+    def leave(self, code: int) -> int:
+        """Return the exit status, or end the process if an upload hangs: the client's threads would keep it alive."""
         if self.is_stuck:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
-        sys.exit(code)
+        return code
 
     def _staged(self) -> dict[str, tuple[Path, int]]:
         """Return the folders that wait for their upload, with their steps, oldest first, the final model last."""
@@ -167,34 +169,22 @@ class HubUploads:
                 self.num_failures += 1
                 self.any_waiting = True
 
+    def _gives_up(self) -> bool:
+        return time.monotonic() >= self.gives_up_at or self.interrupted()
+
     def _wait(self) -> None:
         """Wait for the uploads that are running, until it is time to give up."""
-        while self.is_stuck and time.monotonic() < self.gives_up_at:
+        while self.is_stuck and not self._gives_up():
             self.thread.join(0.1)  # in short turns, because a signal may arrive
 
     def _pause(self, seconds: float) -> None:
-        until = min(time.monotonic() + seconds, self.gives_up_at)
-        while (left := min(until, self.gives_up_at) - time.monotonic()) > 0:
-            time.sleep(min(0.1, left))
-
-    @contextlib.contextmanager
-    def _give_up_on_signals(self) -> Iterator[None]:
-        def give_up(number: int, _frame: object) -> None:
-            self.signal, self.gives_up_at = number, 0.0
-
-        numbers = (signal.SIGTERM, signal.SIGINT)
-        if threading.current_thread() is not threading.main_thread():  # Python sets handlers nowhere else
-            numbers = ()
-        handlers = {number: signal.signal(number, give_up) for number in numbers}
-        try:
-            yield
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not self._gives_up():
+            time.sleep(min(0.1, seconds))
 
     def _report(self, seconds: float) -> None:
         """Say where the uploads are, and how to repeat those that are missing."""
-        given_up = f"not finished when {signal.Signals(self.signal).name} arrived" if self.signal else ""
+        given_up = "interrupted by a signal" if self.interrupted() else ""
         for name in self._staged():
             self.failures.setdefault(name, given_up or f"not finished within {seconds:.0f} s")
         if self.url is not None:

@@ -1,27 +1,22 @@
-"""The output folder of a run: its name, its lock, and the command that resumes it."""
+"""The output folder of a run: its name, its lock, and what it may hold when the run starts."""
 
-import functools
 import itertools
-import os
-import shlex
 import shutil
-import sys
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from recipe.arguments import typed_names
-from recipe.checkpoint import CONFIG_NAME, list_checkpoints, record_config, remove_partial_checkpoints
+from recipe.checkpoint import CONFIG_NAME, clean_checkpoints, list_checkpoints, record_config
 from recipe.config import STANDARD_LIBRARY, TrainConfig
 from recipe.data.source import name_of_text
 from recipe.errors import UserError
-from recipe.hardware.processes import LAUNCHERS
 from recipe.publish.hub import DOWNLOAD_NAME
 from recipe.publish.public import METRICS_NAME, SUMMARY_NAME
+from recipe.run.resume import ORIGIN_NAME, choose_start, origin_of, read_origin
 
 LOCK_NAME = ".lock"
-RESUMABLE_NAME = ".resumable"  # exists while the run waits to be resumed: launchers turn every exit code into 1
 RESULTS = ("model.safetensors", SUMMARY_NAME)
+LOCKS: dict[Path, FileLock] = {}  # that this process holds; the system releases them however it ends
 
 
 def choose_output_dir(config: TrainConfig, recipe: str) -> Path:
@@ -40,6 +35,7 @@ def choose_output_dir(config: TrainConfig, recipe: str) -> Path:
     else:
         directory = Path(config.output_dir)
     lock_output_dir(directory)
+    clean_checkpoints(directory)
     _check_contents(directory, config)
     return directory
 
@@ -59,17 +55,14 @@ def _is_unused(directory: Path) -> bool:
 
 def _check_contents(directory: Path, config: TrainConfig) -> None:
     """Raise `UserError` if the folder holds another run, or other files that a run would replace."""
-    resumed, there = config.resume_from_checkpoint, directory.absolute()
-    resumes_here = bool(resumed) and there in (Path(resumed).absolute(), Path(resumed).absolute().parent)
-    if resumed == "latest":
-        resumes_here = True
-    elif resumed and resumed.startswith("hf://"):  # again, after it ended before its first checkpoint here
-        resumes_here = (directory / DOWNLOAD_NAME).is_dir() and not list_checkpoints(directory)
-    elif resumed == "auto":  # also if the run ended before its first checkpoint, but not if it finished
-        resumes_here = bool(list_checkpoints(directory)) or not any((directory / name).exists() for name in RESULTS)
+    named = config.resume_from_checkpoint
+    # Also a run that ended before its first checkpoint, but not one that finished: its model could be anyone's.
+    is_same = named is not None and (named == "auto" or read_origin(directory) == origin_of(config))
+    is_same = is_same and not any((directory / name).exists() for name in RESULTS)
     leftovers = files_of_a_run(directory)
-    if leftovers and not resumes_here:
-        resume = f"resume it ({resume_command(directory)}), " if list_checkpoints(directory) else ""
+    if leftovers and not is_same and choose_start(config, directory) != "latest":
+        resume = f"--config {directory}/{CONFIG_NAME} --output_dir {directory} --resume_from_checkpoint auto"
+        resume = f"resume it ({resume}), " if list_checkpoints(directory) else ""
         raise UserError(
             f"{directory} contains another run ({', '.join(path.name for path in leftovers[:3])}); {resume}"
             "delete the folder, or choose another --output_dir"
@@ -96,36 +89,12 @@ def files_of_a_run(directory: Path) -> list[Path]:
     return [*list_checkpoints(directory), *(p for name in RESULTS if (p := directory / name).exists()), *logged]
 
 
-def resume_command(directory: Path, checkpoint: str | Path = "auto", output_dir: Path | None = None) -> str:
-    """Return the command that resumes the run in a folder, with this process's launcher options.
-
-    output_dir: where to, if not into the same folder.
-    """
-    folder, start, target = (shlex.quote(str(path)) for path in (directory, checkpoint, output_dir or directory))
-    command = f"{launch_command()} --resume_from_checkpoint {start} --config {folder}/{CONFIG_NAME}"
-    # The consent is for this run, and not recorded.
-    consent = " --hub_overwrite" * (output_dir is None and "hub_overwrite" in typed_names(sys.argv[1:]))
-    return f"{command} --output_dir {target}{consent}"
-
-
-def launch_command() -> str:
-    """Return the command that started this process, without the script's own options."""
-    try:  # on Linux; only the parent's command line holds the launcher's options
-        words = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode().split("\0")[:-1]
-        launcher = next(i for i, word in enumerate(words) if Path(word).name in LAUNCHERS)
-        script = next(i for i in range(launcher, len(words)) if words[i].endswith("train.py"))
-        environment = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
-    except (OSError, ValueError, StopIteration):
-        has_launcher = not Path("/proc").is_dir() or "ACCELERATE_DYNAMO_BACKEND" in os.environ
-        return f"{'accelerate launch' if has_launcher else 'python'} {shlex.quote(sys.argv[0])}"
-    on_cpu = next((f"{text.decode()} " for text in environment if text.startswith(b"ACCELERATE_USE_CPU=")), "")
-    return on_cpu + shlex.join(LAUNCHERS[Path(words[launcher]).name].split() + words[launcher + 1 : script + 1])
-
-
 def open_output_dir(directory: Path, config: TrainConfig, resume_dir: Path | None) -> None:
-    """Prepare the output folder for the run, which has passed all checks."""
-    remove_partial_checkpoints(directory)
-    (directory / RESUMABLE_NAME).unlink(missing_ok=True)
+    """Prepare the output folder for the run, which has passed all checks. config: as typed."""
+    if resume_dir is None:
+        (directory / ORIGIN_NAME).unlink(missing_ok=True)
+    elif resume_dir not in list_checkpoints(directory) and config.resume_from_checkpoint != "auto":
+        (directory / ORIGIN_NAME).write_text(f"{origin_of(config)}\n")
     record_config(directory, config)
     if resume_dir is not None and (resume_dir / METRICS_NAME).is_file():  # a download brings the log of its run
         shutil.copyfile(resume_dir / METRICS_NAME, directory / METRICS_NAME)
@@ -133,19 +102,15 @@ def open_output_dir(directory: Path, config: TrainConfig, resume_dir: Path | Non
         shutil.rmtree(directory / DOWNLOAD_NAME, ignore_errors=True)
 
 
-@functools.cache
-def _lock_of(path: Path) -> FileLock:
-    return FileLock(path)  # the system releases it however the process ends
-
-
 def lock_output_dir(directory: Path) -> None:
-    """Create and lock the folder until this process ends. Raises `UserError` if another process holds it."""
+    """Create and lock the folder. Raises `UserError` if another process holds it."""
+    path = directory.absolute() / LOCK_NAME
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / LOCK_NAME).touch()
+        path.touch()
     except OSError as error:
         raise UserError(f"cannot write to output_dir {directory} ({error.strerror})") from error
-    lock = _lock_of(directory.absolute() / LOCK_NAME)
+    lock = LOCKS.setdefault(path, FileLock(path))
     try:
         if not lock.is_locked:
             lock.acquire(blocking=False)
@@ -156,6 +121,7 @@ def lock_output_dir(directory: Path) -> None:
         print(f"warning: {directory} cannot be locked ({error}); make sure that no other run uses it", flush=True)
 
 
-def release_output_dir(directory: Path) -> None:
-    """Release the folder before this process ends."""
-    _lock_of(directory.absolute() / LOCK_NAME).release(force=True)
+def release_output_dirs() -> None:
+    """Release the folders that this process holds."""
+    while LOCKS:
+        LOCKS.popitem()[1].release(force=True)

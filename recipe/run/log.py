@@ -4,9 +4,9 @@ On every process but the main one, a log only takes part in the means over the p
 """
 
 import contextlib
-import gc
 import json
 import math
+import os
 import shutil
 import sys
 import textwrap
@@ -27,23 +27,32 @@ from recipe.hardware.host_memory import FreedMemory, freeze_garbage
 from recipe.hardware.processes import gather, on_main_process
 from recipe.optim.guard import MOST_BAD_STEPS, UpdateGuard
 from recipe.progress import progress_target
-from recipe.publish.card import write_model_card
+from recipe.publish.card import CARD_NAME, CURVE_NAME, write_model_card
 from recipe.publish.public import METRICS_NAME, SUMMARY_NAME, read_events, split_scores
-from recipe.run.folder import RESUMABLE_NAME, open_output_dir
+from recipe.run.folder import open_output_dir
 from recipe.run.start import Run
 
-PROJECT = "gpt2-recipe"  # for trackers
+PROJECT = "gpt2-recipe"  # for trackers, unless WANDB_PROJECT is set
 
 
 class RunLog:
     """Records and shows the events of a run."""
 
-    def __init__(self, run: Run, state: RunState, flops_per_token: float) -> None:
-        """Open the output folder, and drop what an earlier start logged after the state."""
+    def __init__(
+        self,
+        run: Run,
+        state: RunState,
+        facts: dict[str, Any],
+        batches: TrainBatches,
+        optimizer: torch.optim.Optimizer,
+        guard: UpdateGuard,
+    ) -> None:
+        """Open the output folder, and drop what an earlier start logged after the state. facts: `collect_facts`."""
         self.run, self.config, self.accelerator, self.output_dir = run, run.config, run.accelerator, run.output_dir
         self.device, self.enabled = run.accelerator.device, run.accelerator.is_main_process
-        self.flops_per_token, self.previous_seconds = flops_per_token, state.seconds
-        on_main_process(lambda: open_output_dir(run.output_dir, run.config, run.resume_dir))
+        self.batches, self.optimizer, self.guard = batches, optimizer, guard  # log lines show their numbers
+        self.flops_per_token, self.previous_seconds = facts["flops_per_token"], state.seconds
+        on_main_process(lambda: open_output_dir(run.output_dir, run.typed, run.resume_dir))
         self.failures: set[str] = set()  # reported once each
         self.bar: tqdm | None = None  # from the first log line on: nothing before it shows the speed
         self.freed_memory = FreedMemory()
@@ -53,7 +62,7 @@ class RunLog:
         texts = {event["step"]: event["text"] for event in events if event["event"] == "sample"}
         evaluations = {event["step"]: event for event in events if event["event"] == "eval"}
         self.evaluated = {step: event | {"sample": texts.get(step)} for step, event in evaluations.items()}
-        self._tolerate("the tracker", lambda: self._init_trackers(state))
+        self._tolerate("the tracker", lambda: self._init_trackers(state, facts))
         # Sums over the steps since the last log line, which stay on the device, and their number.
         self.sums = {name: torch.tensor(value, device=self.device) for name, value in state.unlogged.items()}
         self.num_added = int(self.sums.pop("steps", torch.tensor(0)))
@@ -61,7 +70,7 @@ class RunLog:
         self.laps: list[tuple[int, float]] = []  # steps and seconds between log lines of this process
         self.loop_started_at, self.seconds_to_first_step = self.lap_started_at, None
 
-    def _init_trackers(self, state: RunState) -> None:
+    def _init_trackers(self, state: RunState, facts: dict[str, Any]) -> None:
         """Start the trackers. Names and ids identify the run, even after it resumes."""
         name = self.config.run_name or self.output_dir.name
         options = {
@@ -70,8 +79,10 @@ class RunLog:
             "trackio": {"name": name, "resume": "allow" if state.step else "never"},
             "mlflow": {"run_name": name},
         }
-        scalars = {k: value for k, value in asdict(self.config).items() if isinstance(value, (int, float, str, bool))}
-        self.accelerator.init_trackers(PROJECT, config=scalars, init_kwargs=options)
+        values = {**asdict(self.config), **facts, **facts["model"], "device": facts["environment"]["device"]}
+        scalars = {key: value for key, value in values.items() if isinstance(value, (int, float, str, bool))}
+        project = os.environ.get("WANDB_PROJECT") or PROJECT
+        self.accelerator.init_trackers(project, config=scalars, init_kwargs=options)
 
     # ------------------------------------------------------------------ lines
 
@@ -110,7 +121,7 @@ class RunLog:
 
     # ------------------------------------------------------------------ steps
 
-    def add(self, means: dict[str, torch.Tensor]) -> None:
+    def add(self, means: dict[str, torch.Tensor], grad_norm: torch.Tensor) -> None:
         """Add the scalars of one step, which stay on the device. Call it after every step."""
         for name, value in means.items():
             scalar = torch.as_tensor(value, device=self.device)
@@ -119,26 +130,25 @@ class RunLog:
                     f"the module returned {name} of shape {list(scalar.shape)}; it may return only scalars"
                 )
             self.sums[name] = self.sums.get(name, 0.0) + scalar
+        self.grad_norm = grad_norm
         self.num_added += 1
         self.lap_steps += 1
         self.freed_memory.give_back()
 
-    def train(
-        self,
-        state: RunState,
-        batches: TrainBatches,
-        guard: UpdateGuard,
-        grad_norm: torch.Tensor,
-        optimizer: torch.optim.Optimizer,
-    ) -> None:
+    def is_due(self, state: RunState) -> bool:
+        """Return whether the step that has just been made ends with a log line."""
+        return state.step % self.config.logging_steps == 0 or state.step in (1, self.config.max_steps)
+
+    def train(self, state: RunState) -> None:
         """Record and show the numbers since the last log line. The one routine wait for the device.
 
         Means are over steps and processes; waiting and memory are this process's. Raises `UserError` if too many
         updates in a row were bad.
         """
-        numbers = torch.stack([*(value / self.num_added for value in self.sums.values()), grad_norm, *guard.counts])
+        sums = [value / self.num_added for value in self.sums.values()]
+        numbers = torch.stack([*sums, self.grad_norm, *self.guard.counts])
         *means, norm, skipped, bad = self.accelerator.reduce(numbers, reduction="mean").tolist()
-        waited = batches.take_wait()  # after `tolist`, for which the device had to finish
+        waited = self.batches.take_wait()  # after `tolist`, for which the device had to finish
         means = dict(zip(self.sums, means, strict=True))
         self._stop_clock()
         seconds, num_tokens = self.lap_seconds, self.lap_steps * self.config.tokens_per_step
@@ -154,7 +164,7 @@ class RunLog:
         values = {
             "tokens_seen": state.step * self.config.tokens_per_step,
             **means,
-            **learning_rates(optimizer),
+            **learning_rates(self.optimizer),
             "grad_norm": norm,
             "tokens_per_second": num_tokens / seconds,
             "train_seconds": state.train_seconds,
@@ -174,15 +184,17 @@ class RunLog:
             )
 
     def _show_progress(self, state: RunState, values: dict[str, Any]) -> None:
-        total = f"/{self.config.max_steps:,}" if self.config.max_steps else ""
+        total, progress = f"/{self.config.max_steps:,}" if self.config.max_steps else "", state.progress
+        if self.config.max_steps:  # `progress` is from before the step
+            progress = max(progress, state.step / self.config.max_steps)
         if self.bar is None:
             layout = "{percentage:3.0f}%|{bar}| {desc} [{elapsed}<{remaining}{postfix}]"
-            options = {"total": 1.0, "initial": state.progress, "bar_format": layout, "dynamic_ncols": True}
+            options = {"total": 1.0, "initial": progress, "bar_format": layout, "dynamic_ncols": True}
             options["delay"] = 1e-9  # or the bar appears before its numbers are set
             self.bar = tqdm(disable=not self.enabled, smoothing=0.1, **options, **progress_target())
         self.bar.set_description_str(f"{state.step:,}{total}", refresh=False)
         self.bar.set_postfix_str(describe_progress(values), refresh=False)
-        self.bar.update(state.progress - self.bar.n)
+        self.bar.update(progress - self.bar.n)
 
     def _stop_clock(self) -> None:
         if self.device.type != "cpu":
@@ -222,6 +234,10 @@ class RunLog:
 
     # ------------------------------------------------------------------ events
 
+    def owes_evaluation(self, state: RunState) -> bool:
+        """Return whether the log lacks an evaluation that is due; an earlier start may have made it."""
+        return (state.step == 0 or state.is_due(self.config.eval_steps)) and state.step not in self.evaluated
+
     def evaluation(self, state: RunState, values: dict[str, Any]) -> None:
         step = state.step
         self.evaluated[step] = values
@@ -238,9 +254,10 @@ class RunLog:
         for key, (before, now) in changes.items():
             self.say(f"from step {step + 1:,}, {key} is {now} instead of {before}")
 
-    def close(self) -> None:
-        """Remove the progress bar."""
-        gc.enable()
+    def close(self, state: RunState) -> None:
+        """Log the last steps of a run that the time has ended, and remove the progress bar."""
+        if self.lap_steps and state.progress >= 1:
+            self.train(state)
         if self.bar is not None:
             self.bar.close()
             self.bar = None
@@ -248,21 +265,21 @@ class RunLog:
     def summary(self, values: dict[str, Any], step: int) -> dict[str, Any]:
         """Write summary.json, which appears only when it is complete, and the model card. Returns the summary.
 
-        A run that had no step left to do keeps the summary that it has.
+        A run that had no step left to do keeps what it has, and writes what an earlier start did not get to write.
         """
-        (self.output_dir / RESUMABLE_NAME).unlink(missing_ok=True)
-        if not self.laps and (self.output_dir / SUMMARY_NAME).exists():
-            return json.loads((self.output_dir / SUMMARY_NAME).read_text())
-        self.event("end", step)
-        written = self.output_dir / f".{SUMMARY_NAME}.new"
-        written.write_text(json.dumps(values, indent=2) + "\n")
-        written.replace(self.output_dir / SUMMARY_NAME)
-        self._tolerate("the model card", lambda: write_model_card(self.output_dir, step))
-        return values
+        if self.laps or not (self.output_dir / SUMMARY_NAME).exists():
+            self.event("end", step)
+            written = self.output_dir / f".{SUMMARY_NAME}.new"
+            written.write_text(json.dumps(values, indent=2) + "\n")
+            written.replace(self.output_dir / SUMMARY_NAME)
+        if self.laps or not all((self.output_dir / name).exists() for name in (CARD_NAME, CURVE_NAME)):
+            self._tolerate("the model card", lambda: write_model_card(self.output_dir, step))
+        return json.loads((self.output_dir / SUMMARY_NAME).read_text())
 
     def end(self) -> None:
-        """Let the trackers finish. Call it last: it disconnects the processes."""
-        self._tolerate("the tracker", self.accelerator.end_training)
+        """Let the trackers finish."""
+        for tracker in self.accelerator.trackers:
+            self._tolerate("the tracker", tracker.finish)
 
 
 def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:

@@ -1,41 +1,45 @@
 """What a run says about itself: the facts of its start event, the start table, summary.json and the closing lines."""
 
+import contextlib
 import math
 import re
 import shlex
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import ProfileKwargs
 from transformers import PreTrainedModel
 
-from recipe.checkpoint import RunState, checkpoint_dir, read_state
+from recipe.checkpoint import RunState, checkpoint_dir, mark_resumable, read_state
 from recipe.config import STANDARD_LIBRARY, TrainConfig
 from recipe.environment import describe_device, describe_environment, find_commit
 from recipe.hardware.devices import peak_memory_bytes
-from recipe.hardware.processes import on_main_process, wait_on_host
+from recipe.hardware.processes import on_main_process
 from recipe.model.size import count_exported_parameters, count_flops_per_token
 from recipe.optim.schedule import count_warmup_steps
 from recipe.publish.export import export_model
 from recipe.publish.public import describe_source, hub_id, public_command, public_name, split_scores
 from recipe.publish.uploads import HubUploads
-from recipe.run.folder import RESUMABLE_NAME, launch_command, resume_command
 from recipe.run.log import RunLog
-from recipe.run.resume import describe_jump, extend_command
+from recipe.run.resume import describe_rates
 from recipe.run.start import Run, measure_progress
-from recipe.run.stop import EXIT_STOPPED, describe_signal
+from recipe.run.stop import EXIT_STOPPED, StopSignals, describe_signal
 
 MANY_EPOCHS = 100
-STOP_SECONDS = 60.0  # for uploads after a signal: Slurm's batch files leave 120 s for all of the end
+STOP_SECONDS = 60.0  # for uploads after a signal: Slurm's batch files leave 300 s for all of the end
+PROFILED_STEPS = 3
+TRACE_NAME = "trace.json.gz"
 SAME_LENGTH = 0.05  # share of the tokens by which a run may differ from the one that it is compared with
 
 
 def collect_facts(run: Run, model: PreTrainedModel) -> dict[str, Any]:
     """Return what the run is, for the start event, summary.json and the model card. It contains no local path."""
-    config, metadata, environment = run.hardware, run.metadata, describe_environment(run.accelerator.device)
+    config, metadata, environment = run.config, run.metadata, describe_environment(run.accelerator.device)
     counts = ("documents", "tokens", "bytes", "rows")
     splits = {split: {key: found[key] for key in counts} for split, found in metadata["splits"].items()}
     source, shape, tokenizer = metadata["source"], model.config, metadata.get("tokenizer") or config.tokenizer_name
@@ -83,15 +87,12 @@ def show_start(log: RunLog, facts: dict[str, Any], state: RunState, eval_rows: i
 
     eval_rows: validation rows per evaluation.
     """
-    run, config, resume_dir = log.run, log.run.hardware, log.run.resume_dir
+    run, config = log.run, log.config
     log.table(start_table(run, facts, eval_rows))
     log.event("start", state.step, run_id=state.run_id, **facts)
-    if resume_dir is not None:
-        before = read_state(resume_dir)["mixed_precision"]
-        if before != config.mixed_precision:
-            log.say(f"warning: the precision changes from {before} to {config.mixed_precision} at step {state.step:,}")
-        if warning := describe_jump(log.config, resume_dir, measure_progress(log.config, state)):
-            log.say(warning)
+    before = read_state(run.resume_dir)["mixed_precision"] if run.resume_dir else config.mixed_precision
+    if before != config.mixed_precision:
+        log.say(f"warning: the precision changes from {before} to {config.mixed_precision} at step {state.step:,}")
     if config.hub_model_id and not config.push_to_hub:
         log.say("warning: --hub_model_id alone uploads nothing; add --push_to_hub")
     num_rows = facts["data"]["splits"].get("train", {}).get("rows", math.inf)
@@ -105,11 +106,12 @@ def show_start(log: RunLog, facts: dict[str, Any], state: RunState, eval_rows: i
     is_warm = state.step >= count_warmup_steps(config)
     if changes := {key: values for key, values in run.changes.items() if not (is_warm and key == "warmup_steps")}:
         log.schedule(state.step, changes)
+        log.say(describe_rates(config, run.resume_dir, measure_progress(config, state)))
 
 
 def start_table(run: Run, facts: dict[str, Any], eval_rows: int) -> dict[str, str]:
     """Return the table printed before the first step: {label: text}."""
-    config, device, num_processes, model = run.hardware, run.accelerator.device, facts["num_processes"], facts["model"]
+    config, device, num_processes, model = run.config, run.accelerator.device, facts["num_processes"], facts["model"]
     devices = describe_device(device)
     if device.type == "cpu":
         processes = f"{_plural(num_processes, 'process', 'es')} of " if num_processes > 1 else ""
@@ -165,35 +167,72 @@ def _describe_length(config: TrainConfig, num_train_rows: int | None) -> str:
     return text + warmup + (f"; fewer if they take longer than {limit}" if limit else "")
 
 
-def stop_run(log: RunLog, uploads: HubUploads, state: RunState, number: float, saved: bool) -> None:
-    """Say why the run stopped and how to resume it, and exit. number: of the signal."""
-    saved_in = checkpoint_dir(log.output_dir, state.step)
-    where = f"saved in {saved_in}" if saved else "but could not be saved"
-    how = f"to resume:\n{resume_command(log.output_dir)}"
-    if state.step == 0:
-        where, how = "with nothing to save", "the same command starts again"
-    log.say(f"stopped by {describe_signal(int(number))} after step {state.step:,}, {where}; {how}")
-    if log.enabled:
-        (log.output_dir / RESUMABLE_NAME).touch()
-    on_main_process(lambda: uploads.finish(seconds=STOP_SECONDS))
-    log.end()
-    uploads.exit(EXIT_STOPPED if saved else 1)
+def build_profiler(run: Run, say: Callable[[str], None]) -> contextlib.AbstractContextManager:
+    """Return a context manager whose value is None, or a profiler that wants its `step` called after every step.
+
+    It profiles three steps of the main process. Perfetto and chrome://tracing show the trace, which is in the run's
+    folder.
+    """
+    after, accelerator = run.config.profile, run.accelerator
+    if after is None or not accelerator.is_main_process:
+        return contextlib.nullcontext()
+
+    def show(found: torch.profiler.profile) -> None:
+        found.export_chrome_trace(str(run.output_dir / TRACE_NAME))
+        key = f"self_{'cuda' if accelerator.device.type == 'cuda' else 'cpu'}_time_total"
+        table = found.key_averages().table(sort_by=key, row_limit=15, max_name_column_width=30)
+        say(f"{table}\nat most {PROFILED_STEPS} steps; trace: {run.output_dir / TRACE_NAME}")
+
+    periods = {"wait": after - 1, "warmup": 1, "active": PROFILED_STEPS, "repeat": 1}
+    return accelerator.profile(ProfileKwargs(schedule_option=periods, on_trace_ready=show))
+
+
+def stop_run(log: RunLog, uploads: HubUploads, state: RunState, signals: StopSignals, saved: bool) -> int:
+    """Say why the run stopped and how to resume it. Returns the exit status, when all processes may leave."""
+
+    def stop() -> None:
+        options = f"--output_dir {shlex.quote(str(log.output_dir))} --resume_from_checkpoint auto"
+        how = f"to resume, repeat your command with\n    {options}"
+        saved_in = checkpoint_dir(log.output_dir, state.step)
+        where = f"saved in {saved_in}" if saved else "but could not be saved"
+        if state.step == 0:
+            where, how = "with nothing to save", "the same command starts again"
+            mark_resumable(True)
+        log.say(f"stopped by {describe_signal(signals.agreed)} after step {state.step:,}, {where}; {how}")
+        num_signals = signals.count
+        uploads.finish(None, STOP_SECONDS, lambda: signals.count > num_signals)
+        log.end()
+
+    on_main_process(stop)
+    return uploads.leave(EXIT_STOPPED if saved else 1)
 
 
 def finish_run(
-    log: RunLog, uploads: HubUploads, state: RunState, facts: dict[str, Any], model: PreTrainedModel, dataset: Any
-) -> None:
-    """Export the model, write summary and card, print the results, and publish."""
-    if log.enabled:
+    log: RunLog,
+    uploads: HubUploads,
+    state: RunState,
+    signals: StopSignals,
+    facts: dict[str, Any],
+    model: PreTrainedModel,
+    dataset: Any,
+) -> int:
+    """Export the model, write summary and card, print the results, and publish.
+
+    Returns the exit status, when all processes may leave.
+    """
+    signals.reaction = "writing the results, and ending the upload"
+
+    def finish() -> int:
         export_model(model, log.run.model_config, dataset.tokenizer, log.output_dir)
         evaluation = log.evaluated[state.step]
         summary = log.summary(build_summary(log, state, facts, evaluation), state.step)
+        mark_resumable(False)
         print(closing_lines(log.config, log.output_dir, summary, evaluation["sample"], facts, state), flush=True)
-        uploads.finish(state.step)
-    wait_on_host()
-    log.end()
-    if uploads.is_stuck or uploads.signal:
-        uploads.exit(128 + uploads.signal if uploads.signal else 0)
+        is_complete = uploads.finish(state.step, interrupted=lambda: signals.count > 0)
+        log.end()
+        return 128 + signals.newest if signals.count and not is_complete else 0
+
+    return uploads.leave(on_main_process(finish))
 
 
 def build_summary(log: RunLog, state: RunState, facts: dict[str, Any], evaluation: dict[str, Any]) -> dict[str, Any]:
@@ -254,12 +293,24 @@ def closing_lines(
     if sample is not None:
         lines += ["", f"A sample for the prompt {config.sample_prompt!r}:", textwrap.indent(sample, "    ")]
     lines += ["", *_wrap("generate", f"python scripts/generate_text.py --model {folder} --prompt {prompt}")]
-    if config.save_steps and (command := extend_command(config, output_dir, state.decay_start, state.step)):
-        lines += _wrap("continue", command)
+    if longer := extension_options(config, output_dir, state.decay_start, state.step):
+        lines += _wrap("longer", f"your command with {longer}")
     if config.dataset_name == STANDARD_LIBRARY:
-        lines += _wrap("your text", f"{launch_command()} --train_file TEXT.txt")
+        lines += _wrap("your text", "accelerate launch recipe/train.py --train_file TEXT.txt")
         lines += ["  GPT-2 124M see README.md, Where to start"]
     return "\n".join(lines)
+
+
+def extension_options(config: TrainConfig, output_dir: Path, decay_start: int | None, step: int) -> str | None:
+    """Return the options that make a finished run twice as long, from before its decay; None without a checkpoint."""
+    start = checkpoint_dir(output_dir, step if decay_start is None else decay_start)
+    if not start.is_dir():
+        return None
+    directory = output_dir.absolute() if output_dir.name == "" else output_dir  # "." has no name
+    longer = directory.with_name(f"{directory.name}-{2 * step}")
+    repository = f" --hub_model_id {config.hub_model_id}-{2 * step}" if config.push_to_hub else ""
+    start, longer = (shlex.quote(str(path)) for path in (start, longer))
+    return f"--max_steps {2 * step} --output_dir {longer} --resume_from_checkpoint {start}{repository}"
 
 
 def compare_with_expected(config: TrainConfig, source: str, num_tokens: int, loss: float) -> str | None:

@@ -1,20 +1,24 @@
 """The start of a run: its processes, folder, data and length, what `auto` means here, and its state."""
 
+import contextlib
 import copy
 import dataclasses
+import gc
+import time
 import uuid
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import set_seed
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
-from recipe.checkpoint import RunState, find_checkpoint, load_checkpoint, read_state
+from recipe.checkpoint import RunState, Trained, find_checkpoint, load_checkpoint, read_state
 from recipe.config import TrainConfig
 from recipe.data.batches import TrainBatches, TrainOrder, read_rows
 from recipe.data.packed import PackedDataset, metadata_of, open_packed_dataset
@@ -27,6 +31,7 @@ from recipe.hardware.memory import MemoryPlan, micro_batch_sizes, plan_device, t
 from recipe.hardware.processes import (
     check_same_run,
     gather,
+    host_group,
     on_all_processes,
     on_main_process,
     start_processes,
@@ -34,37 +39,69 @@ from recipe.hardware.processes import (
 )
 from recipe.model.build import build_model_config
 from recipe.model.size import count_parameters, count_training_flops, padded_vocab_size
-from recipe.optim.guard import UpdateGuard
 from recipe.optim.optimizers import check_optimizer
 from recipe.publish.download import fetch_checkpoint
 from recipe.publish.hub import DOWNLOAD_NAME, check_hub, check_owner
-from recipe.run.folder import choose_output_dir
-from recipe.run.resume import check_identity, keep_warmup, resolve_length, run_identity
+from recipe.run.folder import choose_output_dir, release_output_dirs
+from recipe.run.resume import check_identity, choose_start, keep_warmup, resolve_length, run_identity
 
 CLOSING_SECONDS = 3.0  # for the last checkpoint, the export and the curve
 
 
-@dataclass
-class Run:
-    """What is known of a run before its model is built. `open_run` sets the first part, `plan_run` the second."""
+@contextlib.contextmanager
+def restored_process() -> Iterator[None]:
+    """Leave the Python process as it was, also after an error: a notebook trains again with other options."""
+    deterministic, torch_options = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic
+    fill, num_threads = torch_options.fill_uninitialized_memory, torch.get_num_threads()
+    precision = torch.get_float32_matmul_precision()
+    try:
+        yield
+        PartialState().destroy_process_group()  # not after an error, when the other processes may not take part
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)  # Accelerate 1.15 has no public way
+        GradientState._reset_state()
+        host_group.cache_clear()
+        release_output_dirs()
+        torch.use_deterministic_algorithms(deterministic)
+        torch_options.fill_uninitialized_memory = fill
+        torch.set_num_threads(num_threads)
+        torch.set_float32_matmul_precision(precision)
+        torch.compiler.reset()  # frees the graphs, and with them the model
+        gc.unfreeze()
+        gc.enable()
+        gc.collect()
 
-    recipe: str
-    config: TrainConfig  # as the output folder records it
+
+@dataclass(frozen=True)
+class Start:
+    """What is known before the data: the processes, the folder, and the checkpoint to resume from."""
+
     accelerator: Accelerator
     output_dir: Path
-    resume_dir: Path | None  # the checkpoint that it continues
+    resume_dir: Path | None  # the checkpoint that the run continues
     run_id: str | None  # the checkpoint's; None if this is a new run
     source: str | Path | None  # the model that sets shape and tokenizer
-    started_at: float  # time.perf_counter at the start of the program
+    started_at: float  # time.perf_counter
 
-    hardware: TrainConfig = None  # the config with every `auto` resolved for this machine
-    choices: dict[str, Choice] = None  # the reasons, by label
-    plan: MemoryPlan = None
-    model_config: PreTrainedConfig = None
-    metadata: dict[str, Any] = None  # the dataset's
-    vocab_size: int = 0  # without padding
-    identity: dict[str, Any] = field(default_factory=dict)  # what a resumed run must share with its checkpoint
-    changes: dict[str, tuple] = field(default_factory=dict)  # to the checkpoint's schedule: {option: (before, now)}
+
+@dataclass(frozen=True)
+class Run(Start):
+    """All that is decided before the model is built."""
+
+    recipe: str
+    config: TrainConfig  # with every `auto` resolved for this machine, except the micro-batch, which `plan` has
+    typed: TrainConfig  # the same as typed, with the length in steps; the output folder records it
+    choices: dict[str, Choice]  # the reasons, by label
+    plan: MemoryPlan
+    model_config: PreTrainedConfig  # with the vocabulary that is saved, without padding
+    metadata: dict[str, Any]  # the dataset's
+    identity: dict[str, Any]  # what a resumed run must share with its checkpoint
+    changes: dict[str, tuple]  # to the checkpoint's schedule: {option: (before, now)}
+
+    @property
+    def vocab_size(self) -> int:
+        """Without padding."""
+        return self.model_config.vocab_size
 
     @property
     def grad_accum(self) -> int:
@@ -72,16 +109,17 @@ class Run:
         return self.config.global_batch_size // (self.plan.micro_batch_size * self.accelerator.num_processes)
 
 
-def open_run(config: TrainConfig, recipe: str, started_at: float) -> Run:
+def open_run(config: TrainConfig, recipe: str) -> Start:
     """Find the processes, lock the output folder, configure the hardware, and find the checkpoint to resume from.
 
     Raises `UserError` for options that cannot work, before text is prepared for hours.
     """
+    started_at = time.perf_counter()
     start_processes()
     output_dir = on_main_process(lambda: choose_output_dir(config, recipe))
     on_main_process(lambda: check_hub(config))
     accelerator = build_accelerator(config, output_dir)
-    resume_dir = on_main_process(lambda: find_checkpoint(output_dir, fetch_checkpoint(config, output_dir)))
+    resume_dir = on_main_process(lambda: find_start(config, output_dir))
     run_id = read_state(resume_dir)["run_id"] if resume_dir and is_same_run(resume_dir, output_dir) else None
     on_main_process(lambda: check_owner(config, run_id))
     # A resumed run takes the shape from its checkpoint: the model that it started from may be gone.
@@ -90,7 +128,16 @@ def open_run(config: TrainConfig, recipe: str, started_at: float) -> Run:
     check_optimizer(config, accelerator.device)
     build_model_config(config, 1, 0, source)
     load_tasks(config.eval_tasks)  # reports a wrong file before text is prepared
-    return Run(recipe, config, accelerator, output_dir, resume_dir, run_id, source, started_at)
+    return Start(accelerator, output_dir, resume_dir, run_id, source, started_at)
+
+
+def find_start(config: TrainConfig, output_dir: Path) -> Path | None:
+    """Return the checkpoint that the run resumes from, downloaded if it is on the Hub; None for a new run."""
+    named, start = config.resume_from_checkpoint, choose_start(config, output_dir)
+    resume_dir = find_checkpoint(output_dir, fetch_checkpoint(config, start, output_dir))
+    if start == "latest" and named not in ("auto", "latest") and Path(named).absolute() != resume_dir.absolute():
+        print(f"{output_dir} continues {named} already; to start from there again, choose another --output_dir")
+    return resume_dir
 
 
 def open_dataset(config: TrainConfig, source: str | Path | None) -> PackedDataset:
@@ -103,60 +150,73 @@ def open_dataset(config: TrainConfig, source: str | Path | None) -> PackedDatase
     return on_all_processes(lambda: open_packed_dataset(directory, config.block_size))
 
 
-def plan_run(run: Run, dataset: Any) -> None:
+def plan_run(start: Start, typed: TrainConfig, recipe: str, dataset: Any) -> Run:
     """Resolve the length of the run and every `auto`.
 
     Raises `UserError` if the processes, or the run and its checkpoint, do not belong together.
     """
-    config, earlier, accelerator = resolve_length(run.config, len(dataset.train)), None, run.accelerator
-    if not isinstance(dataset, PackedDataset) and (config.streaming or config.data_placement != "mmap"):
+    typed, accelerator, resume_dir = resolve_length(typed, len(dataset.train)), start.accelerator, start.resume_dir
+    if not isinstance(dataset, PackedDataset) and (typed.streaming or typed.data_placement != "mmap"):
         raise UserError("--streaming and --data_placement require a packed dataset")
-    if run.resume_dir is not None:
-        content = read_state(run.resume_dir)
-        config = keep_warmup(config, content)
+    earlier, changes, run_id = None, {}, start.run_id
+    if resume_dir is not None:
+        content = read_state(resume_dir)
+        typed = keep_warmup(typed, content)
         earlier = content["memory"] if content["num_processes"] == accelerator.num_processes else None
-    tokenizer, run.metadata = dataset.tokenizer, metadata_of(dataset)
-    run.config, run.vocab_size = config, len(tokenizer)
-    run.model_config = build_model_config(config, run.vocab_size, tokenizer.eos_token_id, run.source)
-    run.identity = run_identity(config, run.metadata, run.model_config)
-    check_same_run(run.identity)
-    if run.resume_dir is not None:
-        run.changes = check_identity(config, run.identity, run.resume_dir, run.output_dir)
-        if run.run_id and not is_same_run(run.resume_dir, run.output_dir, run.changes):
-            run.run_id = None
+    tokenizer, metadata = dataset.tokenizer, metadata_of(dataset)
+    model_config = build_model_config(typed, len(tokenizer), tokenizer.eos_token_id, start.source)
+    identity = run_identity(typed, metadata, model_config)
+    check_same_run(identity)
+    if resume_dir is not None:
+        changes = check_identity(typed, identity, resume_dir)
+        if run_id and not is_same_run(resume_dir, start.output_dir, changes):
+            run_id = None
             note = "with another schedule, this is a new run: "
-            if config.resume_from_checkpoint == "auto":  # which starts over with --hub_overwrite
-                note += f"resume from hf://{config.hub_model_id} and "
-            on_main_process(lambda: check_owner(config, None, note))
-    padded = copy.deepcopy(run.model_config)
-    padded.vocab_size = padded_vocab_size(run.vocab_size, config.pad_vocab_to_multiple_of)
-    total_flops = count_training_flops(config, padded, count_parameters(padded))
-    hardware, run.choices = resolve_hardware(config, accelerator.device, total_flops)
+            if typed.resume_from_checkpoint == "auto":  # which starts over with --hub_overwrite
+                note += f"resume from hf://{typed.hub_model_id} and "
+            on_main_process(lambda: check_owner(typed, None, note))
+    padded = copy.deepcopy(model_config)
+    padded.vocab_size = padded_vocab_size(model_config.vocab_size, typed.pad_vocab_to_multiple_of)
+    total_flops = count_training_flops(typed, padded, count_parameters(padded))
+    config, choices = resolve_hardware(typed, accelerator.device, total_flops)
+    if typed.max_eval_samples == "auto" and resume_dir is not None:  # an extended run evaluates the same rows
+        config = dataclasses.replace(config, max_eval_samples=content["untrained"].get("num_rows", "auto"))
     data_bytes = dataset.train.num_bytes if config.data_placement == "device" else 0
-    run.plan = plan_device(hardware, padded, accelerator, run.output_dir, earlier, data_bytes)
-    run.hardware = run.plan.apply(hardware)
+    plan = plan_device(config, padded, accelerator, start.output_dir, earlier, data_bytes)
+    return Run(
+        **vars(dataclasses.replace(start, run_id=run_id)),
+        recipe=recipe,
+        config=plan.apply(config),
+        typed=typed,
+        choices=choices,
+        plan=plan,
+        model_config=model_config,
+        metadata=metadata,
+        identity=identity,
+        changes=changes,
+    )
 
 
-def prepare(run: Run, module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, AcceleratedOptimizer]:
-    """Let Accelerate wrap module and optimizer. On a GPU, a trial step confirms that the plan's micro-batch fits."""
+def prepare(run: Run, module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Run, nn.Module]:
+    """Let Accelerate wrap the module. On a GPU, a trial step confirms that the plan's micro-batch fits.
+
+    The loop uses the optimizer itself. Accelerate's wrapper, which `prepare` registers, unscales gradients.
+    """
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]  # the schedule multiplies it
     wait_on_host()  # a machine may need long to download a model
-    module, optimizer = run.accelerator.prepare(module, optimizer)
+    module, _ = run.accelerator.prepare(module, optimizer)
     module.train()
-    size = try_micro_batch(run.accelerator, module, optimizer.optimizer, run.plan.micro_batch_size, run.hardware)
-    run.plan = dataclasses.replace(run.plan, micro_batch_size=size)
-    run.accelerator.gradient_accumulation_steps = run.grad_accum
-    return module, optimizer
+    size = try_micro_batch(run.accelerator, module, optimizer, run.plan.micro_batch_size, run.config)
+    return dataclasses.replace(run, plan=dataclasses.replace(run.plan, micro_batch_size=size)), module
 
 
-def load_state(run: Run, model: PreTrainedModel, optimizer: AcceleratedOptimizer, guard: UpdateGuard) -> RunState:
+def load_state(run: Run, trained: Trained) -> RunState:
     """Seed the random generators, and load the checkpoint into everything that changes; or start a new run."""
     set_seed(run.config.seed, device_specific=True)  # from here on, dropout differs between processes
     state = RunState()
     if run.resume_dir is not None:
-        parts = model, run.vocab_size, optimizer.optimizer, guard
-        state = on_all_processes(lambda: load_checkpoint(run.accelerator, run.resume_dir, *parts))
+        state = on_all_processes(lambda: load_checkpoint(run.resume_dir, trained))
     state.run_id = run.run_id or gather(uuid.uuid4().hex[:12])[0]
     state.memory = run.plan.choices
     return state

@@ -1,57 +1,67 @@
-"""How a run ends early: signals, the launcher's death, a lost machine, too little memory."""
+"""How a run ends early: signals, the launcher's death, too little memory."""
 
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from types import FrameType
 
-from recipe.checkpoint import CheckpointSaver
-from recipe.errors import ProcessError, lost_a_process
-from recipe.hardware.memory import REMEDY, SMALLER_NAME, is_out_of_memory, smaller_micro_batches
+from recipe.checkpoint import mark_resumable
+from recipe.errors import ProcessError, UserError
+from recipe.hardware.memory import REMEDY, is_out_of_memory, leave_smaller_micro_batch, smaller_micro_batches
 from recipe.hardware.processes import LAUNCHER_DIED, largest_of_processes
-from recipe.run.folder import RESUMABLE_NAME
 from recipe.run.start import Run
 
 EXIT_STOPPED = 75  # EX_TEMPFAIL in sysexits.h: the run was saved, and the same command resumes it
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+NAMES = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")
+SIGNALS = tuple(getattr(signal, name) for name in NAMES if hasattr(signal, name))  # Windows has two of them
 SAME_SIGNAL_SECONDS = 1.0  # two Ctrl-C within this time are one: the launcher forwards what the process also gets
 
 
 class StopSignals:
-    """Within a `with` block, signals only set `received`; the loop looks at it. A second Ctrl-C ends the process."""
+    """Within a `with` block, signals are only counted; the loop looks at them. A second Ctrl-C ends the process."""
 
-    def __init__(self) -> None:
-        self.received = 0  # the number of the first signal
-        self.received_at = 0.0
+    def __init__(self, reaction: str = "finishing this step and saving") -> None:
+        """reaction: what the first signal makes the program do, for the user."""
+        self.reaction = reaction
+        self.count, self.newest, self.first_at = 0, 0, 0.0  # number of signals, number of the signal, time
+        self.agreed = 0  # the signal on which the processes have agreed
         self.handlers: dict[int, object] = {}
 
     def __enter__(self) -> "StopSignals":
-        for number in (*SIGNALS, LAUNCHER_DIED):
-            if signal.getsignal(number) != signal.SIG_IGN:  # under nohup, SIGHUP stays ignored
-                self.handlers[number] = signal.signal(number, self._receive)
+        if threading.current_thread() is threading.main_thread():  # Python sets handlers nowhere else
+            for number in filter(None, (*SIGNALS, LAUNCHER_DIED)):
+                if signal.getsignal(number) != signal.SIG_IGN:  # under nohup, SIGHUP stays ignored
+                    self.handlers[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self.handlers.items():
-            # The launcher's death may follow any other signal.
-            signal.signal(number, signal.SIG_IGN if number == LAUNCHER_DIED else handler)
+            signal.signal(number, handler)
 
-    def agree(self, seconds: float = 0.0) -> tuple[int, float]:
-        """Return the signal to stop for, or 0, and the time, the same on all processes, which call it together."""
-        number, seconds = largest_of_processes(self.received, seconds)
-        return int(number), seconds
+    def agree(self, seconds: float = 0.0) -> tuple[bool, float]:
+        """Return whether to stop, and the time, the same on all processes, which call it together."""
+        number, seconds = largest_of_processes(self.newest, seconds)
+        self.agreed = int(number)
+        return self.agreed > 0, seconds
+
+    def must_stop(self) -> bool:
+        """Return whether to stop, as `agree` does."""
+        return self.agree()[0]
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
-        if not self.received:
-            self.received, self.received_at = number, time.monotonic()
+        now = time.monotonic()
+        if number == signal.SIGINT and self.count and now - self.first_at > SAME_SIGNAL_SECONDS:
+            os._exit(128 + number)
+        if not self.count:
+            self.first_at = now
             if os.environ.get("RANK", "0") == "0" and number != LAUNCHER_DIED:
                 again = " Press it again to quit without saving." if number == signal.SIGINT else ""
                 name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-                os.write(2, f"\n{name}: finishing this step and saving.{again}\n".encode())
-        elif number == signal.SIGINT and time.monotonic() - self.received_at > SAME_SIGNAL_SECONDS:
-            os._exit(128 + number)
+                os.write(2, f"\n{name}: {self.reaction}.{again}\n".encode())
+        self.count, self.newest = self.count + 1, number
 
 
 def describe_signal(number: int) -> str:
@@ -59,26 +69,27 @@ def describe_signal(number: int) -> str:
 
 
 @contextlib.contextmanager
-def resumable(run: Run, saver: CheckpointSaver) -> Iterator[None]:
-    """Leave a file for the job script if the same command can continue the run after an error.
+def resumable(run: Run) -> Iterator[None]:
+    """Let the same command continue a run that is out of memory, with half of the micro-batch if its size is `auto`.
 
-    That is so after a machine is lost, if this process had saved, and after running out of memory, with half of the
-    micro-batch: the examples of a step do not depend on it.
+    The examples of a step do not depend on it. After a mistake, it would only be met again.
     """
-    output_dir, size, accelerator = run.output_dir, run.plan.micro_batch_size, run.accelerator
-    smaller = smaller_micro_batches(run.hardware, size, accelerator.num_processes, accelerator.device.type)
+    size, accelerator = run.plan.micro_batch_size, run.accelerator
+    smaller = smaller_micro_batches(run.config, size, accelerator.num_processes, accelerator.device.type)
     try:
         yield
-    except RuntimeError as error:
-        if is_out_of_memory(error):
-            if not smaller:
-                raise ProcessError(f"out of memory; {REMEDY}") from error
-            (output_dir / SMALLER_NAME).write_text(f"{smaller[0]}\n")
-            (output_dir / RESUMABLE_NAME).touch()
-            raise ProcessError(
-                "out of memory; the same command with --resume_from_checkpoint auto continues from the newest "
-                f"checkpoint with micro-batches of {smaller[0]}"
-            ) from error
-        if lost_a_process(error) and saver.has_saved:  # otherwise the job would be queued again forever
-            (output_dir / RESUMABLE_NAME).touch()
+    except UserError:
+        mark_resumable(False)
         raise
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        if not smaller:
+            mark_resumable(False)
+            raise ProcessError(f"out of memory; {REMEDY}") from error
+        leave_smaller_micro_batch(run.output_dir, run.plan, smaller[0])
+        mark_resumable(True)
+        raise ProcessError(
+            "out of memory; the same command with --resume_from_checkpoint auto continues from the newest checkpoint "
+            f"with micro-batches of {smaller[0]}"
+        ) from error
