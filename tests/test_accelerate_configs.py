@@ -12,7 +12,7 @@ import yaml
 from accelerate.commands import launch as launch_module
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command, launch_command_parser
-from conftest import ROOT, read_events, reset_accelerate
+from conftest import ROOT, load_program, read_events, reset_accelerate
 
 from recipe.errors import UserError
 from recipe.hardware import processes
@@ -110,6 +110,18 @@ def test_answers_that_the_recipe_cannot_follow(answers, message, tmp_path, monke
     with pytest.raises(UserError, match=f"{message}.*accelerate_configs/") as caught:
         start(environment)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("answers", [{"distributed_type": "MULTI_CPU", "use_cpu": True}, {"distributed_type": "NO"}])
+def test_answers_that_start_one_of_several_processes(answers, tmp_path, monkeypatch, start):
+    """Accelerate starts one, and says nothing (1.15). The error names the files that start all."""
+    config = ONE_MACHINE | {"num_processes": 2} | answers
+    for name in ("WORLD_SIZE", "PMI_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(UserError, match="starts only one .*accelerate_configs/multi_cpu.yaml or multi_gpu.yaml"):
+        start(environment_of(config, tmp_path, monkeypatch))
+    with pytest.raises(UserError, match="starts only one"):
+        load_program("scripts/check_environment.py").check_launch(str(tmp_path / "config.yaml"))
 
 
 def test_tpus_are_refused(monkeypatch, start):

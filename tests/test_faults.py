@@ -29,6 +29,8 @@ import recipe.checkpoint
 import recipe.evaluation.validation
 import recipe.publish.export
 import recipe.run.folder
+import recipe.run.log
+import recipe.run.report
 import recipe.run.stop
 import recipe.train
 from recipe.checkpoint import (
@@ -664,6 +666,32 @@ def test_a_signal_while_saving(train, short_run, monkeypatch, tmp_path):
     assert stopped.value.code == EXIT_STOPPED and checkpoints[0].name == "checkpoint-10"
     assert not any(map(why_damaged, checkpoints))
     check_equal(train(*options, *AUTO), short_run)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGHUP"])
+def test_a_signal_in_the_export(train, monkeypatch, job_file, capfd, name):
+    """The results are written all the same; the run has ended, so nothing resumes it."""
+    export = recipe.run.report.export_model
+    monkeypatch.setattr(recipe.run.report, "export_model", lambda *args: (send(name), export(*args)))
+    run = train("--save_steps", 2)
+    assert (run / "summary.json").is_file() and (run / "README.md").is_file() and not job_file.exists()
+    assert f"{name}: writing the results" in capfd.readouterr().err
+
+
+def test_a_kill_between_the_summary_and_the_card(train, monkeypatch, tmp_path):
+    """The same command writes the card and the curve, and no other file."""
+    with monkeypatch.context() as patch:
+        patch.setattr(recipe.run.log, "write_model_card", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            train("--save_steps", 2)
+    run = tmp_path / "run"
+    summary = (run / "summary.json").read_text()
+    assert not (run / "README.md").exists()
+    train("--save_steps", 2, *AUTO)
+    assert (run / "README.md").is_file() and (run / "loss_curve.png").is_file()
+    (run / "README.md").write_text("my words")
+    train("--save_steps", 2, *AUTO)
+    assert (run / "README.md").read_text() == "my words" and (run / "summary.json").read_text() == summary
 
 
 # ------------------------------------------------------------------ one run per folder

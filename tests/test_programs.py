@@ -91,6 +91,31 @@ def test_from_own_text_to_a_sample(train, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.count("the cat") >= 2
 
 
+# What Windows lacks, deleted once Python's own modules, which are others there, are imported.
+WITHOUT_POSIX = """
+import asyncio, multiprocessing.util, os, runpy, signal, subprocess, sys, tempfile
+import torch, transformers, accelerate, datasets, evaluate, matplotlib.pyplot, psutil
+for name in ("SIGUSR1", "SIGUSR2", "SIGHUP", "SIGKILL", "SIGQUIT", "pthread_sigmask", "setitimer"):
+    delattr(signal, name)
+for name in ("sysconf", "fork", "getuid", "geteuid", "killpg", "getpgid", "sched_getaffinity"):
+    delattr(os, name)
+sys.modules.update(dict.fromkeys(("resource", "fcntl", "termios", "grp")))
+program = sys.argv.pop(1)
+runpy.run_path(program, run_name="__main__")
+"""
+
+
+def test_nothing_of_posix_is_used_before_it_is_looked_for(tmp_path, dataset_dir):
+    """A stand-in for Windows, on which nothing has been tried: the command line, and three steps on a CPU."""
+    (tmp_path / "without_posix.py").write_text(WITHOUT_POSIX)
+    arguments = [*default_arguments(dataset_dir, tmp_path / "run", TINY), "--max_steps", "3", "--save_steps", "2"]
+    for options in (["--help"], arguments):
+        command = [sys.executable, tmp_path / "without_posix.py", TRAIN, *options]
+        result = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, cwd=tmp_path)
+        assert result.returncode == 0, result.stderr
+    assert [event["step"] for event in read_events(tmp_path / "run", "train")] == [1, 2, 3]
+
+
 def test_a_missing_file_is_found_before_anything_is_prepared(train, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="^there is no file gone.txt$"):

@@ -41,18 +41,23 @@ def test_trackers_get_the_numbers_of_the_log(train):
 
 
 def test_trackers_identify_a_run_and_its_resumption(train, tmp_path, monkeypatch):
-    """A resumed run has the same id and name; another run has another id."""
+    """A resumed run has the same id and name; another run has another id. Their config says what was run on what."""
     calls = []
 
     def init_trackers(self, project_name, config=None, init_kwargs=None):
-        assert project_name == "gpt2-recipe"
+        assert project_name == ("mine" if len(calls) == 2 else "gpt2-recipe")
+        assert (config["n_layer"], config["n_embd"], config["num_parameters"] > 0) == (2, 32, True)
+        assert (config["mixed_precision"], config["dynamo_backend"]) in (("no", "no"), ("bf16", "no"))
+        assert config["device"] and config["per_device_train_batch_size"] == 4
         calls.append(init_kwargs)
 
     monkeypatch.setattr(Accelerator, "init_trackers", init_trackers)
     options = ["--report_to", "tensorboard", "--save_steps", "1", "--max_steps", "1"]
     train(*options, output_dir=tmp_path / "a")
     train(*options, "--resume_from_checkpoint", "auto", output_dir=tmp_path / "a")
-    train(*options, "--run_name", "second", output_dir=tmp_path / "b")
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    train(*options, "--mixed_precision", "auto", "--run_name", "second", output_dir=tmp_path / "b")
     a, b, c = calls
     assert a["wandb"] == b["wandb"] and (a["wandb"]["name"], a["wandb"]["resume"]) == ("a", "allow")
     assert c["wandb"]["id"] != a["wandb"]["id"] and c["wandb"]["name"] == "second"

@@ -207,6 +207,8 @@ def test_the_options_that_a_finished_run_prints_extend_it(train, stable, hub, tm
     assert f"{run}/checkpoint-16" in options and f"--output_dir {run}-40" in options
     train(*command, *shlex.split(options), output_dir=run)
     extended = tmp_path / "run-40"
+    rows = {event["num_rows"] for folder in (run, extended) for event in read_events(folder, "eval")}
+    assert len(rows) == 1, "of an extended run, `auto` would evaluate others"
     planned = train(*STABLE, "--max_steps", "40", output_dir=tmp_path / "planned")
     weights = (planned / "model.safetensors").read_bytes()
     assert (

@@ -127,7 +127,7 @@ def write_model_card(
         "is_changed": commit.endswith("+"),
         "processes": plural(start.get("num_processes", 1), "process", "es"),
         "resumed_at": ", ".join(f"{event['step']:,}" for event in starts[1:]),
-        "changes": list(_describe_changes(events)),
+        "changes": list(dict.fromkeys(_describe_changes(events))),  # a start that was killed recorded them, too
         "resume_command": _resume_command(model_id, options, resumable, step) if resumable else None,
         "languages": ", ".join(code(language) for language in options["hub_language"] or []),
         "ratio": tokens / model["num_parameters"] if model else None,
