@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,6 @@ class RunState:
     untrained: dict[str, Any] = field(default_factory=dict)  # the evaluation before the first step
     train_seconds: float = 0.0  # without evaluation and saving
     memory: dict[str, Any] = field(default_factory=dict)  # `MemoryPlan.choices`, which a resumed run keeps if they fit
-    unlogged: dict[str, float] = field(default_factory=dict)  # sums since the last log line, see recipe/run/log.py
 
     def is_due(self, period: int) -> bool:
         """Return whether something is due that happens every `period` steps and at the end; 0: only then."""
@@ -213,31 +212,26 @@ def _damaged(directory: Path, error: Exception) -> UserError:
 # ------------------------------------------------------------------ save
 
 
+@dataclass
 class CheckpointSaver:
     """Saves in the background: training waits only for the copy of its state in host memory (12 bytes per parameter).
 
     If the previous checkpoint is not on disk when the next one is due, training waits for it too.
     """
 
-    def __init__(
-        self,
-        output_dir: Path,
-        config: TrainConfig,
-        identity: dict,
-        trained: Trained,
-        resume_dir: Path | None,
-        say: Callable[[str], None],
-        on_saved: Callable[[Path, int], None],
-    ) -> None:
-        """identity: what a resumed run must share with the checkpoint. resume_dir: the checkpoint it resumes from.
+    output_dir: Path
+    config: TrainConfig
+    identity: dict  # what a resumed run must share with the checkpoint
+    trained: Trained
+    resume_dir: Path | None  # the checkpoint that the run resumes from
+    say: Callable[[str], None]
+    on_saved: Callable[[Path, int], None]  # gets each complete checkpoint and its step, before older ones are pruned
+    thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
+    writing: Future | None = None
 
-        say: prints a line. on_saved: gets each complete checkpoint and its step, before older ones are pruned.
-        """
-        self.output_dir, self.config, self.identity, self.trained = output_dir, config, identity, trained
-        self.say, self.on_saved = say, on_saved
+    def __post_init__(self) -> None:
         # The step of the newest checkpoint in output_dir, maybe still being written: others need a copy here.
-        self.saved_step = step_of(resume_dir) if resume_dir in list_checkpoints(output_dir) else 0
-        self.thread, self.writing = ThreadPoolExecutor(1), None
+        self.saved_step = step_of(self.resume_dir) if self.resume_dir in list_checkpoints(self.output_dir) else 0
 
     def is_due(self, state: RunState, stop: bool) -> bool:
         """Return whether to save before the next step: periodically, before the decay, at the end, and if it stops.
@@ -250,10 +244,9 @@ class CheckpointSaver:
             state.decay_start = None
         elif state.decay_start is None:
             state.decay_start = state.step
-        is_regular = self.config.save_steps and (
-            state.is_due(self.config.save_steps) or state.step == state.decay_start
-        )
-        return bool(is_regular or stop) and state.step not in (0, self.saved_step)
+        is_regular = state.is_due(self.config.save_steps) or state.step == state.decay_start
+        is_due = stop or (is_regular and self.config.save_steps > 0)
+        return is_due and state.step not in (0, self.saved_step)
 
     def save(self, state: RunState) -> None:
         """Copy the state on all processes and start to write it on the main one."""

@@ -69,10 +69,10 @@ def main() -> int:
             last = progress >= 1
 
             if saver.is_due(state, stop):
-                with log.paused(state):
+                with log.paused():
                     saver.save(state)  # in the background
             if log.owes_evaluation(state) and not stop:
-                with log.paused(state):
+                with log.paused():
                     evaluation = validation.run(signals.must_stop)
                 if evaluation is None:
                     continue  # a signal has interrupted it: the next turn saves and stops

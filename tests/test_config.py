@@ -4,13 +4,11 @@ import dataclasses
 import json
 import math
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
 import yaml
-from conftest import ROOT, run_script
+from conftest import run_script
 
 from recipe.arguments import OTHER_NAMES
 from recipe.command_line import CONFIGS_DIR, load_config

@@ -10,6 +10,7 @@ import os
 import resource
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import threading
@@ -504,7 +505,7 @@ SHORT = ["--max_steps", 30, *DROPOUT, "--logging_steps", 7, "--eval_steps", 10]
 @pytest.fixture(scope="module")
 def uninterrupted(train_shared):
     with mock.patch.object(recipe.evaluation.validation, "CPU_TOKENS", BLOCK_SIZE):
-        return train_shared(*SHORT)
+        return train_shared(*SHORT, "--logging_steps", 1)
 
 
 @pytest.fixture
@@ -514,13 +515,25 @@ def short_run(uninterrupted, monkeypatch):
     return uninterrupted
 
 
-def check_equal(run, expected):
-    """Assert that two runs have the same model, and logged the same numbers."""
+def check_equal(run, expected, killed_at=0):
+    """Assert that two runs have the same model, evaluations and samples, and that the log of the first lacks no step.
+
+    expected: logs every step. A line of the other has the mean loss of the steps since the line before, or, after a
+    kill, since the checkpoint.
+    """
     assert (run / "model.safetensors").read_bytes() == (expected / "model.safetensors").read_bytes()
-    for event in ("train", "eval", "sample"):
+    for event in ("eval", "sample"):
         logged = [[{key: value for key, value in line.items() if key not in MACHINE_NUMBERS}
                    for line in read_events(path, event)] for path in (run, expected)]  # fmt: skip
         assert logged[0] == logged[1]
+    each, before = read_events(expected, "train"), 0
+    for line in read_events(run, "train"):
+        before = killed_at if before < killed_at < line["step"] else before
+        losses = [step["loss"] for step in each[before : line["step"]]]
+        assert line["loss"] == pytest.approx(statistics.fmean(losses), abs=1e-6)
+        assert all(line[key] == each[line["step"] - 1][key] for key in ("grad_norm", "learning_rate", "tokens_seen"))
+        before = line["step"]
+    assert before == len(each)
 
 
 def send(name="SIGTERM"):
@@ -634,7 +647,7 @@ def test_a_run_killed_before_an_evaluation_makes_it_when_it_resumes(train, short
         with pytest.raises(KeyboardInterrupt):
             train(*options)
     assert [event["step"] for event in read_events(tmp_path / "run", "eval")] == [0]
-    check_equal(train(*options, *AUTO), short_run)
+    check_equal(train(*options, *AUTO), short_run, killed_at=10)
 
 
 def test_a_signal_in_the_last_step(train, short_run, monkeypatch, tmp_path):

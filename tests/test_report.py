@@ -90,7 +90,7 @@ def test_the_closing_lines_can_be_grepped(train, capsys):
         ("total_seconds", summary["wall_seconds"]),
         ("peak_memory_gb", summary["peak_memory_bytes"] / 1e9),
     ):
-        assert float(found[key]) == pytest.approx(value, rel=1e-3, abs=0.06), key
+        assert float(found[key]) == pytest.approx(value, rel=1e-3, abs=0.5 if "per_second" in key else 0.06), key
 
 
 def test_a_long_evaluation_shows_its_progress(train, monkeypatch, capsys):

@@ -63,9 +63,7 @@ class RunLog:
         evaluations = {event["step"]: event for event in events if event["event"] == "eval"}
         self.evaluated = {step: event | {"sample": texts.get(step)} for step, event in evaluations.items()}
         self._tolerate("the tracker", lambda: self._init_trackers(state, facts))
-        # Sums over the steps since the last log line, which stay on the device, and their number.
-        self.sums = {name: torch.tensor(value, device=self.device) for name, value in state.unlogged.items()}
-        self.num_added = int(self.sums.pop("steps", torch.tensor(0)))
+        self.sums: dict[str, torch.Tensor] = {}  # over the steps since the last log line, on the device
         self.lap_steps, self.lap_seconds, self.lap_started_at = 0, 0.0, time.perf_counter()
         self.laps: list[tuple[int, float]] = []  # steps and seconds between log lines of this process
         self.loop_started_at, self.seconds_to_first_step = self.lap_started_at, None
@@ -131,7 +129,6 @@ class RunLog:
                 )
             self.sums[name] = self.sums.get(name, 0.0) + scalar
         self.grad_norm = grad_norm
-        self.num_added += 1
         self.lap_steps += 1
         self.freed_memory.give_back()
 
@@ -145,7 +142,7 @@ class RunLog:
         Means are over steps and processes; waiting and memory are this process's. Raises `UserError` if too many
         updates in a row were bad.
         """
-        sums = [value / self.num_added for value in self.sums.values()]
+        sums = [value / self.lap_steps for value in self.sums.values()]
         numbers = torch.stack([*sums, self.grad_norm, *self.guard.counts])
         *means, norm, skipped, bad = self.accelerator.reduce(numbers, reduction="mean").tolist()
         waited = self.batches.take_wait()  # after `tolist`, for which the device had to finish
@@ -154,7 +151,7 @@ class RunLog:
         seconds, num_tokens = self.lap_seconds, self.lap_steps * self.config.tokens_per_step
         self.laps.append((self.lap_steps, seconds))
         state.train_seconds += seconds
-        self.sums, self.num_added, self.lap_steps, self.lap_seconds = {}, 0, 0, 0.0
+        self.sums, self.lap_steps, self.lap_seconds = {}, 0, 0.0
         self.lap_started_at = time.perf_counter()
         if self.seconds_to_first_step is None:
             self.seconds_to_first_step = self.lap_started_at - self.run.started_at
@@ -202,15 +199,9 @@ class RunLog:
         self.lap_seconds += time.perf_counter() - self.lap_started_at
 
     @contextlib.contextmanager
-    def paused(self, state: RunState) -> Iterator[None]:
-        """Keep evaluation and saving out of the speed, and put the unlogged sums into the state."""
+    def paused(self) -> Iterator[None]:
+        """Keep evaluation and saving out of the speed."""
         self._stop_clock()
-        if self.num_added:
-            sums = torch.stack([value for value in self.sums.values()])
-            sums = self.accelerator.reduce(sums, reduction="mean").tolist()
-            state.unlogged = dict(zip(self.sums, sums, strict=True)) | {"steps": self.num_added}
-        else:
-            state.unlogged = {}
         try:
             yield
         finally:
@@ -255,8 +246,8 @@ class RunLog:
             self.say(f"from step {step + 1:,}, {key} is {now} instead of {before}")
 
     def close(self, state: RunState) -> None:
-        """Log the last steps of a run that the time has ended, and remove the progress bar."""
-        if self.lap_steps and state.progress >= 1:
+        """Log the steps since the last log line, which a signal or the time has ended, and remove the progress bar."""
+        if self.lap_steps:
             self.train(state)
         if self.bar is not None:
             self.bar.close()

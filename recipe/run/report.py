@@ -292,11 +292,11 @@ def closing_lines(
         lines += ["", *textwrap.wrap(compared, 80, break_on_hyphens=False)]
     if sample is not None:
         lines += ["", f"A sample for the prompt {config.sample_prompt!r}:", textwrap.indent(sample, "    ")]
-    lines += ["", *_wrap("generate", f"python scripts/generate_text.py --model {folder} --prompt {prompt}")]
+    lines += ["", f"  generate   python scripts/generate_text.py --model {folder} --prompt {prompt}"]
     if longer := extension_options(config, output_dir, state.decay_start, state.step):
-        lines += _wrap("longer", f"your command with {longer}")
+        lines += [f"  longer     your command with {longer}"]
     if config.dataset_name == STANDARD_LIBRARY:
-        lines += _wrap("your text", "accelerate launch recipe/train.py --train_file TEXT.txt")
+        lines += ["  your text  accelerate launch recipe/train.py --train_file TEXT.txt"]
         lines += ["  GPT-2 124M see README.md, Where to start"]
     return "\n".join(lines)
 
@@ -310,7 +310,8 @@ def extension_options(config: TrainConfig, output_dir: Path, decay_start: int | 
     longer = directory.with_name(f"{directory.name}-{2 * step}")
     repository = f" --hub_model_id {config.hub_model_id}-{2 * step}" if config.push_to_hub else ""
     start, longer = (shlex.quote(str(path)) for path in (start, longer))
-    return f"--max_steps {2 * step} --output_dir {longer} --resume_from_checkpoint {start}{repository}"
+    start_from = f"--resume_from_checkpoint {start} \\\n            "
+    return f"{start_from} --output_dir {longer} --max_steps {2 * step}{repository}"
 
 
 def compare_with_expected(config: TrainConfig, source: str, num_tokens: int, loss: float) -> str | None:
@@ -334,15 +335,3 @@ def compare_with_expected(config: TrainConfig, source: str, num_tokens: int, los
 
 def _plural(count: int, word: str, ending: str = "s") -> str:
     return f"{count:,} {word}" + (ending if count != 1 else "")
-
-
-def _wrap(label: str, command: str) -> list[str]:
-    """Wrap a command at 80 columns, between options, so that a shell still reads it as one."""
-    first, *options = command.split(" --")
-    lines = [f"  {label:10} {first}"]
-    for option in options:
-        if len(lines[-1]) + len(option) > 74:
-            lines[-1] += " \\"
-            lines.append(" " * 14)
-        lines[-1] += f" --{option}"
-    return lines
