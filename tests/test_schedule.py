@@ -196,11 +196,10 @@ def test_branches_equal_runs_that_were_planned_so(train, stable, tmp_path, step,
     assert rates[0][step:] == rates[1]
 
 
-def test_the_options_that_a_finished_run_prints_extend_it(train, stable, hub, tmp_path, capsys):
-    """Added to its command, they train twice as long, from before the decay, into another folder and repository."""
+def test_the_options_that_a_finished_run_prints_extend_it(train, stable, tmp_path, capsys):
+    """Added to its command, they train twice as long, from before the decay, into another folder."""
     run = shutil.copytree(stable, tmp_path / "run", ignore=shutil.ignore_patterns(".lock"))
-    push = ["--push_to_hub", "--hub_model_id", "someone/tiny", "--hub_strategy", "end", "--save_steps", "7"]
-    command = [*STABLE, "--max_steps", "20", *push, "--resume_from_checkpoint", "auto"]
+    command = [*STABLE, "--max_steps", "20", "--save_steps", "7", "--resume_from_checkpoint", "auto"]
     train(*command, output_dir=run)
     printed = capsys.readouterr().out.replace("\\\n", " ")
     (options,) = re.findall(r"your command with (.*)", printed)
@@ -210,10 +209,7 @@ def test_the_options_that_a_finished_run_prints_extend_it(train, stable, hub, tm
     rows = {event["num_rows"] for folder in (run, extended) for event in read_events(folder, "eval")}
     assert len(rows) == 1, "of an extended run, `auto` would evaluate others"
     planned = train(*STABLE, "--max_steps", "40", output_dir=tmp_path / "planned")
-    weights = (planned / "model.safetensors").read_bytes()
-    assert (
-        (extended / "model.safetensors").read_bytes() == hub.files("someone/tiny-40")["model.safetensors"] == weights
-    )
+    assert (extended / "model.safetensors").read_bytes() == (planned / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize(

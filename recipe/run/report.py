@@ -293,25 +293,16 @@ def closing_lines(
     if sample is not None:
         lines += ["", f"A sample for the prompt {config.sample_prompt!r}:", textwrap.indent(sample, "    ")]
     lines += ["", f"  generate   python scripts/generate_text.py --model {folder} --prompt {prompt}"]
-    if longer := extension_options(config, output_dir, state.decay_start, state.step):
-        lines += [f"  longer     your command with {longer}"]
+    # Twice as long, from before the decay if there is one.
+    start = checkpoint_dir(output_dir, state.step if state.decay_start is None else state.decay_start)
+    if start.is_dir():
+        longer = f"--output_dir {shlex.quote(f'{output_dir}-{2 * state.step}')} --max_steps {2 * state.step}"
+        lines += [f"  longer     your command with --resume_from_checkpoint {shlex.quote(str(start))} \\"]
+        lines += [f"             {longer}"]
     if config.dataset_name == STANDARD_LIBRARY:
         lines += ["  your text  accelerate launch recipe/train.py --train_file TEXT.txt"]
         lines += ["  GPT-2 124M see README.md, Where to start"]
     return "\n".join(lines)
-
-
-def extension_options(config: TrainConfig, output_dir: Path, decay_start: int | None, step: int) -> str | None:
-    """Return the options that make a finished run twice as long, from before its decay; None without a checkpoint."""
-    start = checkpoint_dir(output_dir, step if decay_start is None else decay_start)
-    if not start.is_dir():
-        return None
-    directory = output_dir.absolute() if output_dir.name == "" else output_dir  # "." has no name
-    longer = directory.with_name(f"{directory.name}-{2 * step}")
-    repository = f" --hub_model_id {config.hub_model_id}-{2 * step}" if config.push_to_hub else ""
-    start, longer = (shlex.quote(str(path)) for path in (start, longer))
-    start_from = f"--resume_from_checkpoint {start} \\\n            "
-    return f"{start_from} --output_dir {longer} --max_steps {2 * step}{repository}"
 
 
 def compare_with_expected(config: TrainConfig, source: str, num_tokens: int, loss: float) -> str | None:
