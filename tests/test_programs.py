@@ -150,7 +150,7 @@ def test_a_killed_run_resumes_to_the_same_model(train, tmp_path, dataset_dir):
 def test_a_run_killed_again_and_again_ends_with_the_same_model(tmp_path):
     """The soak program kills a run at random moments and compares its end with that of an uninterrupted run."""
     (program,) = (ROOT / "scripts").rglob("soak.py")
-    command = [sys.executable, str(program), "--kills", "2", "--seed", "1", "--output_file", "soak.json"]
+    command = [sys.executable, str(program), "--kills", "2", "--moments", "1", "--output_file", "soak.json"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=900, check=False)
     assert result.returncode == 0, result.stderr
     results = json.loads((tmp_path / "soak.json").read_text())

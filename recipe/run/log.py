@@ -177,7 +177,7 @@ class RunLog:
             raise UserError(
                 f"stopped at step {state.step:,}: {bad:.0f} consecutive steps had a loss or gradients that are not "
                 f"finite (loss {means['loss']}, gradient norm {norm}) and were skipped; resume from an earlier "
-                "checkpoint or start a new run, with a lower --learning_rate"
+                "checkpoint into another --output_dir, or start a new run, with a lower --learning_rate"
             )
 
     def _show_progress(self, state: RunState, values: dict[str, Any]) -> None:

@@ -3,7 +3,8 @@
 python scripts/benchmarks/soak.py --kills 50 --output_file scripts/benchmarks/soak_cpu.json
 
 The run is recipe/train.py on the demo's text with dropout, a checkpoint every five steps, and always the same command
-with --resume_from_checkpoint auto. A fifth of the kills meet its start, the others come up to 1.5 s after a new step.
+with --resume_from_checkpoint auto, except that its schedule is changed once, at its end, to twice the length. A fifth
+of the kills meet its start, the others come up to 1.5 s after a new step. Other options are those of recipe/train.py.
 """
 
 import json
@@ -19,7 +20,7 @@ from recipe.checkpoint import find_checkpoint, list_checkpoints, why_damaged
 from recipe.errors import UserError, run_main
 
 TRAIN = Path(__file__).resolve().parents[2] / "recipe" / "train.py"
-STEPS_PER_KILL = 150  # more than fit between two kills, so that the last one comes before the end
+STEPS_PER_KILL = 150  # by default, more than fit between two kills, so that the last one comes before the end
 OPTIONS = (
     "--cache_dir data --resume_from_checkpoint auto --config_overrides n_layer=2,n_head=2,n_embd=64,resid_pdrop=0.1 "
     "--block_size 64 --global_batch_size 4 --warmup_steps 20 --logging_steps 1 --eval_steps 0 --save_steps 5 "
@@ -30,16 +31,22 @@ OPTIONS = (
 def main() -> None:
     parser = CommandLine(description="Kill and resume a run, and compare it with an uninterrupted one.")
     parser.add_argument("--kills", type=int, default=50, help="SIGKILLs at random moments (default: 50)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random moments (default: 0)")
+    parser.add_argument("--steps", type=int, help=f"steps in all (default: {STEPS_PER_KILL} per kill)")
+    parser.add_argument("--moments", type=int, default=0, help="seed of the random moments (default: 0)")
     parser.add_argument("--output_file", type=Path, help="JSON to write")
-    args = parser.parse_args()
+    args, options = parser.parse_with_run_options()
+    num_steps = args.steps or args.kills * STEPS_PER_KILL
+    met = {"during_a_save": 0, "steps_at_kills": []}
     with tempfile.TemporaryDirectory() as folder:
-        work, max_steps = Path(folder), str(args.kills * STEPS_PER_KILL)
-        finish(start(work, "through", max_steps), work / "through.log")
-        met = kill_and_resume(work, max_steps, args.kills, random.Random(args.seed))
+        work, rng = Path(folder), random.Random(args.moments)
+        for max_steps, num_kills in ((num_steps // 2, args.kills // 2), (num_steps, args.kills - args.kills // 2)):
+            length = [*options, "--max_steps", str(max_steps)]
+            finish(start(work, "through", length), work / "through.log")
+            kill_and_resume(work, length, num_kills, rng, met)
         differences = compare(work / "through", work / "killed")
         environment = json.loads((work / "through" / "summary.json").read_text())["environment"]
-    result = {"kills": args.kills, "seed": args.seed, **met, "differences": differences, "environment": environment}
+    result = {"kills": args.kills, "steps": num_steps, "options": options, "moments": args.moments, **met}
+    result |= {"differences": differences, "environment": environment}
     result["finished_at"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     if args.output_file:
         args.output_file.write_text(json.dumps(result, indent=2) + "\n")
@@ -48,9 +55,9 @@ def main() -> None:
     print(f"{args.kills} kills, {met['during_a_save']} of them during a save: identical weights, optimizer and losses")
 
 
-def start(work: Path, name: str, max_steps: str) -> subprocess.Popen:
+def start(work: Path, name: str, options: list[str]) -> subprocess.Popen:
     """Start or resume the run `name`; its output is appended to NAME.log."""
-    command = [sys.executable, str(TRAIN), *OPTIONS.split(), "--output_dir", name, "--max_steps", max_steps]
+    command = [sys.executable, str(TRAIN), *OPTIONS.split(), "--output_dir", name, *options]
     with open(work / f"{name}.log", "ab") as log:
         return subprocess.Popen(command, cwd=work, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
 
@@ -60,13 +67,12 @@ def finish(process: subprocess.Popen, log: Path) -> None:
         raise UserError(f"the run failed: {log.read_text()[-500:]}")
 
 
-def kill_and_resume(work: Path, max_steps: str, num_kills: int, rng: random.Random) -> dict:
-    """Kill the run this many times, then let it end. Returns what the kills met."""
+def kill_and_resume(work: Path, options: list[str], num_kills: int, rng: random.Random, met: dict) -> None:
+    """Kill the run this many times, then let it end. met: gets what the kills met."""
     run, log = work / "killed", work / "killed.log"
-    met = {"during_a_save": 0, "steps_at_kills": []}
     for number in range(1, num_kills + 1):
         step, partial = last_step(run), set(run.glob(".checkpoint-*.partial"))
-        process = start(work, "killed", max_steps)
+        process = start(work, "killed", options)
         if rng.random() < 0.2:
             time.sleep(rng.uniform(0, 4))
         else:
@@ -82,8 +88,7 @@ def kill_and_resume(work: Path, max_steps: str, num_kills: int, rng: random.Rand
         print(f"kill {number} at step {met['steps_at_kills'][-1]}", file=sys.stderr, flush=True)
         if damage := [reason for checkpoint in list_checkpoints(run) if (reason := why_damaged(checkpoint))]:
             raise UserError(f"a checkpoint is damaged: {damage}")
-    finish(start(work, "killed", max_steps), log)
-    return met
+    finish(start(work, "killed", options), log)
 
 
 def read_events(run: Path) -> list[dict]:
