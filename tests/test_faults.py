@@ -54,7 +54,7 @@ from recipe.run.stop import EXIT_STOPPED, SIGNALS, StopSignals
 TRAIN = str(ROOT / "recipe" / "train.py")
 CHECKPOINT_FILES = ["config.json", "generation_config.json", "model.safetensors", "optimizer.pt", "rng.pt",
                     "tokenizer.json", "tokenizer_config.json", "training_state.json"]  # fmt: skip
-MACHINE_NUMBERS = ("tokens_per_second", "mfu", "peak_memory_bytes", "share_outside_training", "seconds")
+MACHINE_NUMBERS = ("tokens_per_second", "mfu", "peak_memory_bytes", "seconds")
 MACHINE_NUMBERS += ("train_seconds", "share_waiting_for_data")
 AUTO = ["--resume_from_checkpoint", "auto"]
 DROPOUT = ["--config_overrides", f"{TINY[1]},resid_pdrop=0.1"]  # so that random state counts
@@ -648,6 +648,14 @@ def test_a_run_killed_before_an_evaluation_makes_it_when_it_resumes(train, short
             train(*options)
     assert [event["step"] for event in read_events(tmp_path / "run", "eval")] == [0]
     check_equal(train(*options, *AUTO), short_run, killed_at=10)
+
+
+def test_a_signal_to_a_resumed_run_that_has_made_no_step(train, run_dir, monkeypatch, job_file):
+    """It has nothing new to save, but its job is queued again."""
+    monkeypatch.setattr(recipe.train, "build_profiler", lambda *_: send("SIGUSR1") or contextlib.nullcontext())
+    with pytest.raises(SystemExit) as stopped:
+        train("--max_steps", 8, *AUTO)
+    assert stopped.value.code == EXIT_STOPPED and job_file.exists()
 
 
 def test_a_signal_in_the_last_step(train, short_run, monkeypatch, tmp_path):

@@ -113,7 +113,7 @@ def test_what_a_run_leaves(train):
     assert [e["step"] for e in events] == [1, 2, 4, 5]
     assert [e["tokens_seen"] for e in events] == [n * 4 * BLOCK_SIZE for n in (1, 2, 4, 5)]
     fields = {"event", "step", "tokens_seen", "loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu",
-              "train_seconds", "skipped_steps", "share_outside_training",
+              "train_seconds", "skipped_steps",
               "share_waiting_for_data", "peak_memory_bytes"}  # fmt: skip
     assert all(set(event) == fields for event in events)
     assert [e["step"] for e in read_events(output_dir, "eval")] == [0, 4, 5]
@@ -121,7 +121,7 @@ def test_what_a_run_leaves(train):
     assert (summary["step"], summary["tokens_seen"]) == (5, 5 * 4 * BLOCK_SIZE)
     assert summary["eval_loss"] == read_events(output_dir, "eval")[-1]["loss"]
     assert summary["tokens_per_second"] > 0 and summary["wall_seconds"] > summary["train_seconds"] > 0
-    assert summary["wall_seconds"] > summary["seconds_to_first_step"] > 0 and summary["peak_memory_bytes"] > 1e7
+    assert summary["peak_memory_bytes"] > 1e7
     assert summary["environment"]["torch"] == torch.__version__
     for name in ("training_config.yaml", "README.md", "loss_curve.png"):
         assert (output_dir / name).is_file()

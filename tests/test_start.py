@@ -150,7 +150,7 @@ def test_a_branch_that_ends_before_its_first_step_continues(
 
 
 def test_the_command_of_a_branch_continues_it(train, finished, tmp_path, capsys):
-    """A job is queued again with the same arguments. A checkpoint of a run's own does not lead back, either."""
+    """A job is queued again with the same arguments, also if they name a checkpoint of its own folder."""
     branch = tmp_path / "branch"
     command = ["--resume_from_checkpoint", finished / "checkpoint-2", "--save_steps", "1"]
     train(*command, output_dir=branch)
@@ -161,8 +161,27 @@ def test_the_command_of_a_branch_continues_it(train, finished, tmp_path, capsys)
     assert f"{branch} continues {finished / 'checkpoint-2'} already" in " ".join(capsys.readouterr().out.split())
     assert [e["step"] for e in read_events(branch, "train")] == [3, 4, 5, 6]
     assert read_events(branch, "start")[-1]["run_id"] == first
-    train("--resume_from_checkpoint", branch / "checkpoint-3", "--max_steps", "7", output_dir=branch)
-    assert [e["step"] for e in read_events(branch, "train")] == [3, 4, 5, 6, 7]
+    command = ["--resume_from_checkpoint", branch / "checkpoint-6", "--save_steps", "1"]
+    for max_steps in (7, 8):
+        train(*command, "--max_steps", max_steps, output_dir=branch)
+    assert [e["step"] for e in read_events(branch, "train")] == [3, 4, 5, 6, 7, 8]
+    with pytest.raises(UserError, match="newer checkpoints, up to checkpoint-8; pass auto .* another --output_dir"):
+        train("--resume_from_checkpoint", branch / "checkpoint-3", output_dir=branch)
+
+
+def test_a_branch_whose_origin_is_gone_does_not_start_over(train, finished, tmp_path, monkeypatch):
+    """It was killed before its data were prepared."""
+    branch = tmp_path / "branch"
+    with monkeypatch.context() as patch:
+        patch.setattr(recipe.train, "open_dataset", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            train("--resume_from_checkpoint", finished / "checkpoint-2", output_dir=branch)
+    (finished / "checkpoint-2").rename(finished / "elsewhere")
+    with pytest.raises(UserError, match="began with .*checkpoint-2, which is gone; restore it, or delete"):
+        train(*RESUME, output_dir=branch)
+    (finished / "elsewhere").rename(finished / "checkpoint-2")
+    train(*RESUME, output_dir=branch)
+    assert [e["step"] for e in read_events(branch, "train")] == [3, 4]
 
 
 def test_a_new_run_forgets_where_an_earlier_one_came_from(train, finished, tmp_path, monkeypatch):

@@ -37,8 +37,9 @@ ONLY_DDP = (
 )
 
 ONE_OF_SEVERAL = (
-    "the launcher was asked for several processes, but starts only one of them with this distributed_type; use "
-    "accelerate_configs/multi_cpu.yaml or multi_gpu.yaml, or for one process --num_processes 1 and no MASTER_ADDR"
+    "the launcher was asked for several processes, but starts only one with this distributed_type; use "
+    "accelerate_configs/multi_cpu.yaml or multi_gpu.yaml; for one process, pass --num_processes 1 and unset "
+    "MASTER_ADDR"
 )
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from recipe.data.source import name_of_text
 from recipe.errors import UserError
 from recipe.publish.hub import DOWNLOAD_NAME
 from recipe.publish.public import METRICS_NAME, SUMMARY_NAME
-from recipe.run.resume import ORIGIN_NAME, choose_start, origin_of, read_origin
+from recipe.run.resume import choose_start, origin_of, read_origin
 
 LOCK_NAME = ".lock"
 RESULTS = ("model.safetensors", SUMMARY_NAME)
@@ -91,10 +91,6 @@ def files_of_a_run(directory: Path) -> list[Path]:
 
 def open_output_dir(directory: Path, config: TrainConfig, resume_dir: Path | None) -> None:
     """Prepare the output folder for the run, which has passed all checks. config: as typed."""
-    if resume_dir is None:
-        (directory / ORIGIN_NAME).unlink(missing_ok=True)
-    elif resume_dir not in list_checkpoints(directory) and config.resume_from_checkpoint != "auto":
-        (directory / ORIGIN_NAME).write_text(f"{origin_of(config)}\n")
     record_config(directory, config)
     if resume_dir is not None and (resume_dir / METRICS_NAME).is_file():  # a download brings the log of its run
         shutil.copyfile(resume_dir / METRICS_NAME, directory / METRICS_NAME)

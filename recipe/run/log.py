@@ -66,7 +66,6 @@ class RunLog:
         self.sums: dict[str, torch.Tensor] = {}  # over the steps since the last log line, on the device
         self.lap_steps, self.lap_seconds, self.lap_started_at = 0, 0.0, time.perf_counter()
         self.laps: list[tuple[int, float]] = []  # steps and seconds between log lines of this process
-        self.loop_started_at, self.seconds_to_first_step = self.lap_started_at, None
 
     def _init_trackers(self, state: RunState, facts: dict[str, Any]) -> None:
         """Start the trackers. Names and ids identify the run, even after it resumes."""
@@ -153,8 +152,7 @@ class RunLog:
         state.train_seconds += seconds
         self.sums, self.lap_steps, self.lap_seconds = {}, 0, 0.0
         self.lap_started_at = time.perf_counter()
-        if self.seconds_to_first_step is None:
-            self.seconds_to_first_step = self.lap_started_at - self.run.started_at
+        if len(self.laps) == 1:
             freeze_garbage()  # what set-up and compilation have left
         peak = peak_flops_per_second(self.device)
         flops = num_tokens / seconds * self.flops_per_token / self.accelerator.num_processes
@@ -167,7 +165,6 @@ class RunLog:
             "train_seconds": state.train_seconds,
             "mfu": flops / peak if peak else None,
             "skipped_steps": int(skipped),
-            "share_outside_training": self.share_outside_training,
             "share_waiting_for_data": min(1.0, waited / seconds),
             "peak_memory_bytes": peak_memory_bytes(self.device),
         }
@@ -206,12 +203,6 @@ class RunLog:
             yield
         finally:
             self.lap_started_at = time.perf_counter()
-
-    @property
-    def share_outside_training(self) -> float:
-        """The share of the time since the start of the loop that evaluation and saving took."""
-        elapsed = time.perf_counter() - self.loop_started_at
-        return max(0.0, 1 - sum(seconds for _, seconds in self.laps) / elapsed)
 
     @property
     def tokens_per_second(self) -> float:

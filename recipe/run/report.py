@@ -26,7 +26,7 @@ from recipe.publish.export import export_model
 from recipe.publish.public import describe_source, hub_id, public_command, public_name, split_scores
 from recipe.publish.uploads import HubUploads
 from recipe.run.log import RunLog
-from recipe.run.resume import describe_rates
+from recipe.run.resume import describe_jump
 from recipe.run.start import Run, measure_progress
 from recipe.run.stop import EXIT_STOPPED, StopSignals, describe_signal
 
@@ -106,7 +106,8 @@ def show_start(log: RunLog, facts: dict[str, Any], state: RunState, eval_rows: i
     is_warm = state.step >= count_warmup_steps(config)
     if changes := {key: values for key, values in run.changes.items() if not (is_warm and key == "warmup_steps")}:
         log.schedule(state.step, changes)
-        log.say(describe_rates(config, run.resume_dir, measure_progress(config, state)))
+        if jump := describe_jump(config, run.resume_dir, measure_progress(config, state)):
+            log.say(jump)
 
 
 def start_table(run: Run, facts: dict[str, Any], eval_rows: int) -> dict[str, str]:
@@ -197,7 +198,7 @@ def stop_run(log: RunLog, uploads: HubUploads, state: RunState, signals: StopSig
         where = f"saved in {saved_in}" if saved else "but could not be saved"
         if state.step == 0:
             where, how = "with nothing to save", "the same command starts again"
-            mark_resumable(True)
+        mark_resumable(saved)  # also if the run had nothing new to save
         log.say(f"stopped by {describe_signal(signals.agreed)} after step {state.step:,}, {where}; {how}")
         num_signals = signals.count
         uploads.finish(None, STOP_SECONDS, lambda: signals.count > num_signals)
@@ -249,11 +250,9 @@ def build_summary(log: RunLog, state: RunState, facts: dict[str, Any], evaluatio
         "tasks": split_scores(evaluation),
         "untrained": {key: value for key, value in state.untrained.items() if key != "sample"},
         "tokens_per_second": log.tokens_per_second,
-        "seconds_to_first_step": log.seconds_to_first_step,
         "peak_memory_bytes": peak_memory_bytes(log.device),
         "train_seconds": state.train_seconds,
         "wall_seconds": log.seconds(),
-        "share_outside_training": log.share_outside_training,
         "num_parameters": facts["model"]["num_parameters"],
         "dataset_content_sha256": facts["data"]["content_sha256"],
         "command": shlex.join(sys.argv),

@@ -13,23 +13,31 @@ from recipe.errors import UserError
 from recipe.model.build import model_options
 from recipe.optim.schedule import count_warmup_steps, learning_rate_scale
 
-ORIGIN_NAME = ".resumed_from"  # in output_dir: the checkpoint in another place with which its run began
+ORIGIN_NAME = ".resumed_from"  # in output_dir: the checkpoint with which its run began
 
 
 def choose_start(config: TrainConfig, output_dir: Path) -> str | None:
     """Return where the run in output_dir starts: `latest` (of its own checkpoints), a folder, hf://..., or None.
 
-    The same command can be given again and again: a checkpoint in another place is where the run starts until it has
-    its own. `auto` comes back if neither is there.
+    The same command can be given again and again: the checkpoint that it names is where the run starts until it has
+    newer ones. `auto` comes back if there is nothing to start from. Raises `UserError` if the run cannot start there.
     """
-    named, has_own = config.resume_from_checkpoint, bool(list_checkpoints(output_dir))
+    named, own = config.resume_from_checkpoint, list_checkpoints(output_dir)
     if named in (None, "latest"):
         return named
     origin = read_origin(output_dir)
     if named == "auto":
-        return "latest" if has_own else origin or "auto"
-    is_own = output_dir.absolute() in (Path(named).absolute(), Path(named).absolute().parent)
-    return "latest" if has_own and (is_own or origin == origin_of(config)) else named
+        if not own and origin and not origin.startswith("hf://") and not Path(origin).exists():
+            remedy = f"restore it, or delete {output_dir / ORIGIN_NAME} to start at step 0"
+            raise UserError(f"the run in {output_dir} began with {origin}, which is gone; {remedy}")
+        return "latest" if own else origin or "auto"
+    found, here = Path(named).absolute(), output_dir.absolute()
+    if own and (origin == origin_of(config) or found in (here, own[-1].absolute())):
+        return "latest"
+    if own and found.parent == here:
+        remedy = f"pass auto to continue from there, or another --output_dir to start from {found.name}"
+        raise UserError(f"{output_dir} contains newer checkpoints, up to {own[-1].name}; {remedy}")
+    return named
 
 
 def origin_of(config: TrainConfig) -> str:
@@ -41,6 +49,14 @@ def origin_of(config: TrainConfig) -> str:
 def read_origin(output_dir: Path) -> str | None:
     path = output_dir / ORIGIN_NAME
     return path.read_text().strip() if path.is_file() else None
+
+
+def record_origin(config: TrainConfig, output_dir: Path, resume_dir: Path | None) -> None:
+    """Record the checkpoint that the command names, so that `auto` finds it; a new run has none."""
+    if resume_dir is None:
+        (output_dir / ORIGIN_NAME).unlink(missing_ok=True)
+    elif config.resume_from_checkpoint not in ("auto", "latest"):
+        (output_dir / ORIGIN_NAME).write_text(f"{origin_of(config)}\n")
 
 
 def resolve_length(config: TrainConfig, num_train_rows: int) -> TrainConfig:
@@ -98,16 +114,18 @@ def check_identity(config: TrainConfig, identity: dict[str, Any], resume_dir: Pa
         raise UserError(f"{resume_dir} belongs to a run with other options: {listed}; {remedy}")
     if config.max_steps is not None and config.max_steps < content["step"]:
         step = content["step"]
-        raise UserError(f"{resume_dir} is at step {step} already; pass a larger --max_steps, or an earlier checkpoint")
+        remedy = "pass a larger --max_steps, or an earlier checkpoint and another --output_dir"
+        raise UserError(f"{resume_dir} is at step {step} already; {remedy}")
     return changes
 
 
-def describe_rates(config: TrainConfig, resume_dir: Path, progress: float) -> str:
-    """Return what a changed schedule does to the next learning rate. progress: of this run, now."""
+def describe_jump(config: TrainConfig, resume_dir: Path, progress: float) -> str | None:
+    """Return what a changed schedule does to the next learning rate, if it does. progress: of this run, now."""
     content = read_state(resume_dir)
-    before = learning_rate_scale(_with_schedule_of(config, content), content["step"], content["progress"])
-    now = learning_rate_scale(config, content["step"], progress)
-    return f"the learning rate goes from {before:.3g} to {now:.3g} of its peak"
+    earlier = _with_schedule_of(config, content)
+    before = earlier.learning_rate * learning_rate_scale(earlier, content["step"], content["progress"])
+    now = config.learning_rate * learning_rate_scale(config, content["step"], progress)
+    return None if math.isclose(before, now) else f"the learning rate goes from {before:.3g} to {now:.3g}"
 
 
 def _short(value: object) -> str:

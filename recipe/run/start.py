@@ -43,7 +43,14 @@ from recipe.optim.optimizers import check_optimizer
 from recipe.publish.download import fetch_checkpoint
 from recipe.publish.hub import DOWNLOAD_NAME, check_hub, check_owner
 from recipe.run.folder import choose_output_dir, release_output_dirs
-from recipe.run.resume import check_identity, choose_start, keep_warmup, resolve_length, run_identity
+from recipe.run.resume import (
+    check_identity,
+    choose_start,
+    keep_warmup,
+    record_origin,
+    resolve_length,
+    run_identity,
+)
 
 CLOSING_SECONDS = 3.0  # for the last checkpoint, the export and the curve
 
@@ -51,6 +58,7 @@ CLOSING_SECONDS = 3.0  # for the last checkpoint, the export and the curve
 @contextlib.contextmanager
 def restored_process() -> Iterator[None]:
     """Leave the Python process as it was, also after an error: a notebook trains again with other options."""
+    gc.collect()  # what an earlier run has left; after an error there is no time for it before the launcher's SIGTERM
     deterministic, torch_options = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic
     fill, num_threads = torch_options.fill_uninitialized_memory, torch.get_num_threads()
     precision = torch.get_float32_matmul_precision()
@@ -69,7 +77,6 @@ def restored_process() -> Iterator[None]:
         torch.compiler.reset()  # frees the graphs, and with them the model
         gc.unfreeze()
         gc.enable()
-        gc.collect()
 
 
 @dataclass(frozen=True)
@@ -135,8 +142,11 @@ def find_start(config: TrainConfig, output_dir: Path) -> Path | None:
     """Return the checkpoint that the run resumes from, downloaded if it is on the Hub; None for a new run."""
     named, start = config.resume_from_checkpoint, choose_start(config, output_dir)
     resume_dir = find_checkpoint(output_dir, fetch_checkpoint(config, start, output_dir))
-    if start == "latest" and named not in ("auto", "latest") and Path(named).absolute() != resume_dir.absolute():
-        print(f"{output_dir} continues {named} already; to start from there again, choose another --output_dir")
+    record_origin(config, output_dir, resume_dir)
+    if start == "latest" and named not in ("auto", "latest"):
+        is_ahead = Path(named).absolute() not in (output_dir.absolute(), resume_dir.absolute())
+        again = f"{output_dir} continues {named} already; to start from there again, choose another --output_dir\n"
+        print(again * is_ahead, end="", flush=True)
     return resume_dir
 
 

@@ -58,7 +58,7 @@ class StopSignals:
         if not self.count:
             self.first_at = now
             if os.environ.get("RANK", "0") == "0" and number != LAUNCHER_DIED:
-                again = " Press it again to quit without saving." if number == signal.SIGINT else ""
+                again = " Press it again to quit at once." if number == signal.SIGINT else ""
                 name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
                 os.write(2, f"\n{name}: {self.reaction}.{again}\n".encode())
         self.count, self.newest = self.count + 1, number
