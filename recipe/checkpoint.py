@@ -160,10 +160,8 @@ def find_checkpoint(output_dir: Path, resume_from_checkpoint: str | None) -> Pat
             print(f"no checkpoint in {directory}: the run starts at step 0", flush=True)
             return None
         if not any((directory / name).is_file() for name in (STATE_NAME, MANIFEST_NAME)):
-            known = ", ".join(path.name for path in list_checkpoints(directory.parent))
-            raise UserError(
-                f"there is no checkpoint in {directory}" + f"; {directory.parent} has {known}" * bool(known)
-            )
+            known = ", ".join(path.name for path in list_checkpoints(directory.parent)) or "none"
+            raise UserError(f"there is no checkpoint in {directory}; {directory.parent} has {known}")
     reasons = []
     for candidate in reversed(candidates or [directory]):
         if (reason := why_damaged(candidate)) is None:

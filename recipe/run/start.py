@@ -47,6 +47,7 @@ from recipe.run.resume import (
     check_identity,
     choose_start,
     keep_warmup,
+    origin_of,
     record_origin,
     resolve_length,
     run_identity,
@@ -143,10 +144,9 @@ def find_start(config: TrainConfig, output_dir: Path) -> Path | None:
     named, start = config.resume_from_checkpoint, choose_start(config, output_dir)
     resume_dir = find_checkpoint(output_dir, fetch_checkpoint(config, start, output_dir))
     record_origin(config, output_dir, resume_dir)
-    if start == "latest" and named not in ("auto", "latest"):
-        is_ahead = Path(named).absolute() not in (output_dir.absolute(), resume_dir.absolute())
-        again = f"{output_dir} continues {named} already; to start from there again, choose another --output_dir\n"
-        print(again * is_ahead, end="", flush=True)
+    here = [str(path.absolute()) for path in (output_dir, resume_dir or output_dir)]
+    if start == "latest" and named not in ("auto", "latest") and origin_of(config) not in here:
+        print(f"{output_dir} continues {named} already; to start from there again, choose another --output_dir")
     return resume_dir
 
 
