@@ -198,7 +198,7 @@ def stop_run(log: RunLog, uploads: HubUploads, state: RunState, signals: StopSig
         where = f"saved in {saved_in}" if saved else "but could not be saved"
         if state.step == 0:
             where, how = "with nothing to save", "the same command starts again"
-        mark_resumable(saved)  # also if the run had nothing new to save
+        mark_resumable(True)  # also if the run had nothing new to save, or could not save it
         log.say(f"stopped by {describe_signal(signals.agreed)} after step {state.step:,}, {where}; {how}")
         num_signals = signals.count
         uploads.finish(None, STOP_SECONDS, lambda: signals.count > num_signals)

@@ -59,7 +59,7 @@ CLOSING_SECONDS = 3.0  # for the last checkpoint, the export and the curve
 @contextlib.contextmanager
 def restored_process() -> Iterator[None]:
     """Leave the Python process as it was, also after an error: a notebook trains again with other options."""
-    gc.collect()  # what an earlier run has left; after an error there is no time for it before the launcher's SIGTERM
+    gc.collect()  # what an earlier run has left after an error
     deterministic, torch_options = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic
     fill, num_threads = torch_options.fill_uninitialized_memory, torch.get_num_threads()
     precision = torch.get_float32_matmul_precision()
@@ -78,6 +78,7 @@ def restored_process() -> Iterator[None]:
         torch.compiler.reset()  # frees the graphs, and with them the model
         gc.unfreeze()
         gc.enable()
+    gc.collect()  # not after an error: the launcher's SIGTERM would come before it is reported
 
 
 @dataclass(frozen=True)
