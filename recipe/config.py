@@ -1,7 +1,7 @@
 """The options of a training run: their names, defaults, bounds and the rules between them.
 
 recipe/command_line.py fills a `TrainConfig` from a recipe file and the command line. This module does not import
-torch, so mistakes are reported at once.
+torch, so programs that do not need it start at once.
 """
 
 import contextlib

@@ -39,7 +39,7 @@ def main() -> None:
     torch.manual_seed(SEED)
     torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in fp32
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    has_bf16 = device.type != "cpu" or torch.cpu.get_capabilities().get("avx512_bf16", False)
+    has_bf16 = device.type == "cuda" or torch.cpu.get_capabilities().get("avx512_bf16", False)
     if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         sys.exit(__doc__)
     directory = Path(sys.argv[1])

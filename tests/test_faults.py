@@ -254,8 +254,6 @@ def test_a_kill_while_a_checkpoint_is_replaced_leaves_it(run_dir, monkeypatch, n
             return function(*args, **kwargs)
 
         recipe.checkpoint.os.rename = functools.partial(counted, rename)
-        saver.on_saved = lambda *_: None
-        seal_checkpoint(run_dir / "checkpoint-2")
         recipe.checkpoint.shutil.rmtree = lambda path, **options: (
             counted(rmtree, path, **options) if Path(path).exists() else None
         )

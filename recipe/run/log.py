@@ -178,9 +178,8 @@ class RunLog:
             )
 
     def _show_progress(self, state: RunState, values: dict[str, Any]) -> None:
-        total, progress = f"/{self.config.max_steps:,}" if self.config.max_steps else "", state.progress
-        if self.config.max_steps:  # `progress` is from before the step
-            progress = max(progress, state.step / self.config.max_steps)
+        total = f"/{self.config.max_steps:,}" if self.config.max_steps else ""
+        progress = max(state.progress, state.step / (self.config.max_steps or math.inf))  # the first: before the step
         if self.bar is None:
             layout = "{percentage:3.0f}%|{bar}| {desc} [{elapsed}<{remaining}{postfix}]"
             options = {"total": 1.0, "initial": progress, "bar_format": layout, "dynamic_ncols": True}
