@@ -1,6 +1,6 @@
 """Command line and recipe file -> `TrainConfig`.
 
-Defaults < recipe YAML < command line. This module does not import torch, so programs that do not need it start at once.
+Defaults < recipe YAML < command line. This module does not import torch, so programs without it start at once.
 """
 
 import argparse
