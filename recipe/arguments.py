@@ -5,7 +5,7 @@ import re
 import sys
 from typing import Any
 
-from recipe.config import OPTIONS
+from recipe.config import OPTIONS, TEXT_OPTIONS
 from recipe.errors import UserError, did_you_mean
 
 # Names of TrainingArguments, run_clm.py and nanoGPT that this program spells in another way.
@@ -53,6 +53,20 @@ class CommandLine(argparse.ArgumentParser):
         if unknown:
             raise UserError(unknown_option(unknown[0], [action.dest for action in self._actions]))
         return found
+
+    def add_source_arguments(self) -> None:
+        """Add the source options of recipe/train.py, with the same names and defaults."""
+        for name in ("train_file", "dataset_name", *TEXT_OPTIONS):
+            default, kind = OPTIONS[name].default, {}
+            if isinstance(default, bool):
+                kind = {"action": "store_true"}
+            elif name.endswith("_file"):
+                kind = {"nargs": "+"}
+            else:
+                kind = {"type": float if isinstance(default, float) else str}
+            self.add_argument(
+                f"--{name}", default=default, help=OPTIONS[name].metadata["help"].replace("%", "%%"), **kind
+            )
 
     def parse_with_run_options(self) -> tuple[argparse.Namespace, list[str]]:
         """Return the script's options, and recipe/train.py's as typed. Raises `UserError` for any other."""

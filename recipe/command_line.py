@@ -150,14 +150,10 @@ def merge(recipe: dict[str, Any], typed: dict[str, Any]) -> dict[str, Any]:
     if str(rows).isdigit() and times and "global_batch_size" not in typed:  # as every Trainer user expects
         values["global_batch_size"] = int(rows) * times * int(os.environ.get("WORLD_SIZE", "1"))
         values["gradient_accumulation_steps"] = None  # derived, also when the run resumes on other devices
-    if "block_size" not in typed:
-        default = int(_number("block_size", values))
-        if "dataset_dir" in typed:
-            values["block_size"] = _read_number(Path(typed["dataset_dir"], "metadata.json"), "block_size", default)
-        elif "model_name_or_path" in typed:
-            path = Path(typed["model_name_or_path"], "config.json")
-            positions = (_read_number(path, name, default) for name in ("n_positions", "max_position_embeddings"))
-            values["block_size"] = min(*positions, default)
+    if "model_name_or_path" in typed and "block_size" not in typed:
+        path, default = Path(typed["model_name_or_path"], "config.json"), int(_number("block_size", values))
+        positions = (_read_number(path, name, default) for name in ("n_positions", "max_position_embeddings"))
+        values["block_size"] = min(*positions, default)
     return values
 
 

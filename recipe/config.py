@@ -29,8 +29,8 @@ SECTIONS = {
 STANDARD_LIBRARY = "python_standard_library"  # the demo's corpus, a dataset_name that needs no download
 DATA_SOURCES = ("dataset_dir", "train_file", "dataset_name")
 TEXT_OPTIONS = (  # how train_file and dataset_name are read
-    *("validation_file", "dataset_config_name", "dataset_split", "text_column_name", "document_separator"),
-    *("validation_split_percentage", "skip_bad_files"),
+    *("validation_file", "dataset_config_name", "dataset_revision", "dataset_split", "text_column_name"),
+    *("document_separator", "validation_split_percentage", "skip_bad_files"),
 )
 MAPPINGS = {  # the options that are dictionaries, with an example for messages
     "config_overrides": "n_layer=4,n_embd=128",
@@ -86,9 +86,10 @@ class TrainConfig:
     validation_file: list[str] | None = _field(None, "Validation text. Default: part of the training documents.")
     dataset_name: str | None = _field(None, f"Hub id or local folder of a dataset to prepare, or {STANDARD_LIBRARY}.")
     dataset_config_name: str | None = _field(None, "Configuration of dataset_name.")
+    dataset_revision: str | None = _field(None, "Branch, tag or commit of a Hub dataset. Default: the newest.")
     dataset_split: str = _field("train", "Split of dataset_name that holds the training documents.")
     document_separator: str | None = _field(None, r"Separates documents within .txt files, e.g. '\n\n'.")
-    skip_bad_files: bool = _field(False, "Skip and count unreadable files instead of stopping at the first.")
+    skip_bad_files: bool = _field(False, "Skip and count documents that cannot be read instead of stopping.")
     preprocessing_num_workers: int | None = _field(None, "Processes that tokenize. Default: one per core.", at_least=1)
     text_column_name: str = _field("text", "Column that holds the text (jsonl, json, csv, parquet, dataset_name).")
     validation_split_percentage: float = _field(5.0, "Percentage of documents to hold out for validation.")
@@ -96,7 +97,7 @@ class TrainConfig:
     tokenizer_vocab_size: int | None = _field(None, "Size of the tokenizer to train, at least 257.", at_least=257)
     cache_dir: str = _field("runs/data", "Folder for datasets prepared from train_file or dataset_name.")
     streaming: bool = _field(False, "Tokenize and pack the text during training instead of preparing it first.")
-    block_size: int = _field(1024, "Tokens per row (sequence length). With dataset_dir: the dataset's.", at_least=1)
+    block_size: int = _field(1024, "Tokens per row (sequence length).", at_least=1)
     data_placement: Literal["mmap", "ram", "device"] = _field("mmap", "Read packed rows from file, RAM or device.")
     dataloader_num_workers: int = _field(0, "Processes that build batches; 0 uses the main process.", at_least=0)
 

@@ -40,7 +40,7 @@ def main() -> int:
     # ------------------------------------------------------------------ set-up
     typed, recipe = load_config()  # defaults < recipe < command line
     start = open_run(typed, recipe)  # processes, output folder, the checkpoint to resume from
-    dataset = open_dataset(typed, start.source)  # the main process prepares text first
+    dataset = open_dataset(typed, start)  # the main process prepares text first
     run = plan_run(start, typed, recipe, dataset)  # length and memory: what every `auto` means on this machine
     config, accelerator = run.config, run.accelerator
 

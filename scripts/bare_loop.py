@@ -14,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 from datasets import load_from_disk
 from torch.nn import functional as F
@@ -21,7 +22,8 @@ from transformers import AttentionInterface, AutoModelForCausalLM, GPT2Config
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 N_LAYER, N_HEAD, N_EMBD = 4, 2, 128  # GPT-2 124M: 12, 12, 768
-MICRO_BATCH, GRAD_ACCUM = 8, 1  # rows per forward pass, forward passes per step; 124M: 64, 8 with rows of 1,024 tokens
+BLOCK_SIZE = 256  # tokens per row; 124M: 1024
+MICRO_BATCH, GRAD_ACCUM = 8, 1  # rows per forward pass, forward passes per step; 124M: 64, 8
 MAX_STEPS, WARMUP_STEPS, PEAK_LR = 1200, 50, 2e-3  # 124M: 19,073, 715, 6e-4
 LOG_STEPS, SEED = 100, 1337
 
@@ -44,15 +46,16 @@ def main() -> None:
         sys.exit(__doc__)
     directory = Path(sys.argv[1])
     metadata = json.loads((directory / "metadata.json").read_text())
-    rows = load_from_disk(str(directory / "train")).with_format("numpy")  # input_ids: [block_size + 1], memory-mapped
-    steps_per_epoch = len(rows) // (MICRO_BATCH * GRAD_ACCUM)
+    tokens = load_from_disk(str(directory / "train")).data["input_ids"]  # memory-mapped
+    num_rows = (len(tokens) - 1) // BLOCK_SIZE
+    steps_per_epoch = num_rows // (MICRO_BATCH * GRAD_ACCUM)
 
     # Stock "sdpa" builds an explicit causal mask, which rules out flash kernels. A name without a mask function gets
     # attention_mask=None and therefore is_causal=True (transformers#41856).
     AttentionInterface.register("sdpa_without_mask", sdpa_attention_forward)
     model_config = GPT2Config(
         vocab_size=-(-metadata["vocab_size"] // 128) * 128,  # 50257 -> 50304, a size with fast matmul kernels
-        n_positions=metadata["block_size"],
+        n_positions=BLOCK_SIZE,
         n_layer=N_LAYER,
         n_head=N_HEAD,
         n_embd=N_EMBD,
@@ -77,11 +80,12 @@ def main() -> None:
     started_at = time.perf_counter()
     for step in range(MAX_STEPS):
         if step % steps_per_epoch == 0:
-            order = torch.randperm(len(rows))
+            order = torch.randperm(num_rows) * BLOCK_SIZE  # where each row starts
         step_loss = torch.zeros((), device=device)
         for micro_step in range(GRAD_ACCUM):
             first = (step % steps_per_epoch * GRAD_ACCUM + micro_step) * MICRO_BATCH
-            batch = torch.from_numpy(rows[order[first : first + MICRO_BATCH].tolist()]["input_ids"]).long()
+            rows = [tokens[i : i + BLOCK_SIZE + 1].to_numpy() for i in order[first : first + MICRO_BATCH].tolist()]
+            batch = torch.from_numpy(np.stack(rows)).long()
             batch = batch.pin_memory() if device.type == "cuda" else batch
             batch = batch.to(device, non_blocking=True)  # from pinned memory, the host does not wait for the copy
             # A GPU without bf16 units would need fp16 and a GradScaler.
@@ -96,7 +100,7 @@ def main() -> None:
         optimizer.zero_grad()
         if (step + 1) % LOG_STEPS == 0:  # the only wait for the device
             loss, seconds = step_loss.item(), time.perf_counter() - started_at
-            tokens_per_second = LOG_STEPS * GRAD_ACCUM * MICRO_BATCH * metadata["block_size"] / seconds
+            tokens_per_second = LOG_STEPS * GRAD_ACCUM * MICRO_BATCH * BLOCK_SIZE / seconds
             print(f"step {step + 1:>6,}: loss {loss:.4f}, {tokens_per_second:,.0f} tokens/s", flush=True)
             started_at = time.perf_counter()
 

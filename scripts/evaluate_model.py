@@ -16,7 +16,7 @@ from recipe.data.packed import open_packed_dataset
 from recipe.environment import describe_environment
 from recipe.errors import UserError, run_main
 from recipe.evaluation.generation import load_model
-from recipe.evaluation.report import describe_results, write_results
+from recipe.evaluation.report import describe_results, read_results, write_results
 from recipe.evaluation.scoring import CPU_TOKENS, GPU_TOKENS
 from recipe.evaluation.tasks import SOURCES, load_tasks, score_task
 from recipe.evaluation.text import evaluate_dataset, evaluate_text, read_text
@@ -43,8 +43,6 @@ def parse_arguments() -> argparse.Namespace:
             raise UserError(f"{name} must be at least 1, got {getattr(args, name)}")
     if not (args.dataset_dir or args.text_file or args.tasks):
         raise UserError("nothing to evaluate; pass --dataset_dir, --text_file or --tasks")
-    if args.output_file is None and Path(args.model).is_dir():
-        args.output_file = Path(args.model) / EVALUATION_NAME
     if args.output_file is not None and (args.output_file.is_dir() or not args.output_file.parent.is_dir()):
         raise UserError(f"cannot write {args.output_file}: pass a file in an existing folder as --output_file")
     parse_tasks(args.tasks)  # raises for an unknown one
@@ -58,6 +56,15 @@ def main() -> None:
     use_all_cores(state)
     model, tokenizer = load_model(args.model, state.device, args.revision)
     context = model.config.max_position_embeddings
+    # By which a model card, and the next evaluation, know the model. Transformers sets the commit of a Hub id.
+    identity = {
+        "weights_sha256": weights_sha256(Path(args.model)),
+        "commit": getattr(model.config, "_commit_hash", None),
+    }
+    output_file = args.output_file or (Path(args.model) / EVALUATION_NAME if Path(args.model).is_dir() else None)
+    earlier = read_results(output_file, identity) if output_file and output_file.is_file() else None
+    if args.output_file and args.output_file.is_file() and earlier is None:
+        raise UserError(f"{args.output_file} does not hold scores of this model; pass another --output_file")
     # Half: every token sees half of the context or more, at twice the cost of windows that do not overlap.
     stride = max(1, context // 2) if args.stride is None else args.stride
     if not 1 <= stride <= context:
@@ -69,7 +76,7 @@ def main() -> None:
     batch_size = args.batch_size or max(1, (CPU_TOKENS if state.device.type == "cpu" else GPU_TOKENS) // context)
     tokens_per_batch, found, scores = batch_size * context, [], {}
     if args.dataset_dir:
-        found.append(evaluate_dataset(model, tokenizer, open_packed_dataset(args.dataset_dir), batch_size))
+        found.append(evaluate_dataset(model, tokenizer, open_packed_dataset(args.dataset_dir, context), batch_size))
     for text in texts:
         found.append(evaluate_text(model, tokenizer, text, context, stride, tokens_per_batch))
     for name, examples in tasks.items():
@@ -81,8 +88,7 @@ def main() -> None:
     results = {
         "model": Path(args.model).absolute().name if Path(args.model).is_dir() else args.model,
         "revision": args.revision,
-        "weights_sha256": weights_sha256(Path(args.model)),  # by which a model card knows its scores
-        "commit": getattr(model.config, "_commit_hash", None),  # Transformers sets it for a Hub id
+        **identity,
         "num_parameters": model.num_parameters(),
         "texts": found,
         "tasks": scores,
@@ -93,11 +99,11 @@ def main() -> None:
     if state.is_main_process:
         print(describe_results(results))
         try:
-            if args.output_file is not None:
-                write_results(results, args.output_file)
-                print(f"\nwritten to {args.output_file}")
+            if output_file is not None:
+                write_results(results, earlier, output_file)
+                print(f"\nwritten to {output_file}")
         except OSError as error:  # the results are on the screen
-            print(f"\nwarning: could not write {args.output_file}: {error.strerror}; pass --output_file")
+            print(f"\nwarning: could not write {output_file}: {error.strerror}; pass --output_file")
     on_main_process(lambda: None)  # no process ends while another still needs it
     state.destroy_process_group()
 

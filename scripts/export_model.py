@@ -17,14 +17,14 @@ import torch
 from accelerate import PartialState
 from torch import nn
 from torch.nn.utils import prune
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from recipe.arguments import CommandLine
 from recipe.checkpoint import CONFIG_NAME
 from recipe.command_line import load_config
+from recipe.data.cache import open_dataset_for
 from recipe.data.packed import PackedDataset, open_packed_dataset
-from recipe.data.prepare import open_dataset_for
 from recipe.data.tokenizer import load_tokenizer, save_tokenizer
 from recipe.errors import UserError, run_main
 from recipe.evaluation.scoring import CPU_TOKENS
@@ -80,7 +80,8 @@ def find_text(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> T
     if args.text_file is not None:
         return read_text(args.text_file, tokenizer, max_characters=CHARACTERS_PER_TOKEN * MAX_TOKENS)
     if args.dataset_dir is not None:
-        return open_packed_dataset(args.dataset_dir)
+        context = AutoConfig.from_pretrained(args.model).max_position_embeddings
+        return open_packed_dataset(args.dataset_dir, context)
     if not (args.model / CONFIG_NAME).is_file():
         raise UserError(f"{args.model} is not the folder of a run; pass --text_file or --dataset_dir")
     return open_dataset_for(load_config(["--config", str(args.model / CONFIG_NAME)])[0])

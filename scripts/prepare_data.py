@@ -1,23 +1,26 @@
 """Text -> packed dataset on disk.
 
-python scripts/prepare_data.py --train_file a.txt --tokenizer_name DIR_OR_ID --block_size 256 --output_dir DIR
+python scripts/prepare_data.py --train_file a.txt --tokenizer_name DIR_OR_ID --output_dir DIR
 python scripts/prepare_data.py --inspect DIR
 """
 
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from recipe.arguments import CommandLine
-from recipe.data.packed import open_packed_dataset
-from recipe.data.prepare import add_source_arguments, prepare_dataset, print_contents, source_from
+from recipe.data.packed import id_dtype, read_metadata
+from recipe.data.prepare import prepare_dataset
+from recipe.data.source import SPLITS, source_from
 from recipe.data.tokenizer import read_tokenizer
 from recipe.errors import UserError, run_main
 
 
 def main() -> None:
     parser = CommandLine(description="Tokenize and pack text for recipe/train.py --dataset_dir.")
-    add_source_arguments(parser)
+    parser.add_source_arguments()
     parser.add_argument("--tokenizer_name", help="tokenizer folder or Hub id")
-    parser.add_argument("--block_size", type=int, default=1024, help="tokens per row (default: 1024)")
     parser.add_argument("--output_dir", type=Path, help="folder to create")
     parser.add_argument("--overwrite", action="store_true", help="replace the packed dataset in output_dir")
     parser.add_argument("--preprocessing_num_workers", type=int, help="processes (default: one per core)")
@@ -30,11 +33,11 @@ def main() -> None:
         for name, value in vars(args).items():
             if name != "inspect" and value != parser.get_default(name):
                 raise UserError(f"--inspect only reads a packed dataset, so --{name} has no effect; omit one of them")
-        print_contents(open_packed_dataset(args.inspect))
+        print_contents(args.inspect, read_metadata(args.inspect))
         return
     if args.output_dir is None:
         raise UserError("pass --output_dir, the folder to create, or --inspect with the folder of a packed dataset")
-    for name in ("block_size", "num_shards", "preprocessing_num_workers"):
+    for name in ("num_shards", "preprocessing_num_workers"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise UserError(f"{name} must be at least 1, got {getattr(args, name)}")
     is_array = args.num_shards > 1 or args.shard_index is not None
@@ -45,20 +48,41 @@ def main() -> None:
     if args.tokenizer_name is None:
         raise UserError("pass --tokenizer_name, a folder or Hub id; scripts/train_tokenizer.py creates one")
     source = source_from(args)
-    dataset = prepare_dataset(
+    metadata = prepare_dataset(
         source,
         args.output_dir.absolute(),
-        args.block_size,
         read_tokenizer(args.tokenizer_name),
         overwrite=args.overwrite,
         num_workers=args.preprocessing_num_workers,
         share=slice(0) if args.finish else slice(args.shard_index, None, args.num_shards),
     )
-    if dataset is not None:
-        print_contents(dataset)
+    if metadata is not None:
+        print_contents(args.output_dir, metadata)
         print(f"train on it with: accelerate launch recipe/train.py --dataset_dir {args.output_dir}")
     elif args.finish:
         raise UserError("run the jobs of the units that are not done, with the same options")
+
+
+def print_contents(directory: Path, metadata: dict[str, Any]) -> None:
+    """Print what a dataset holds, and the beginning of its training text."""
+    splits, vocab_size = metadata["splits"], metadata["vocab_size"]
+    rows = [("", *SPLITS)]
+    for label, value in (
+        ("documents", lambda of: f"{of['documents']:,}"),
+        ("tokens", lambda of: f"{of['tokens']:,}"),
+        ("bytes per token", lambda of: f"{of['bytes'] / max(1, of['tokens'] - of['documents']):.2f}"),
+        ("rows of 1,024 tokens", lambda of: f"{(of['tokens'] - 1) // 1024:,}"),
+        ("share of the vocabulary in use", lambda of: f"{of['used_ids'] / vocab_size:.1%}"),
+    ):
+        rows.append((label, *(value(splits[split]) for split in SPLITS)))
+    for label, *columns in rows:
+        print(f"{label:32}" + "".join(f"{column:>16}" for column in columns))
+    decode = read_tokenizer(str(directory / "tokenizer")).backend_tokenizer.decode
+    chunks = splits["train"]["chunks"]
+    for number in sorted({third * len(chunks) // 3 for third in range(3)}):
+        name, offset, num_ids = chunks[number]
+        ids = np.fromfile(directory / "train" / name, id_dtype(vocab_size), min(80, num_ids), offset=offset)
+        print(f"{name}: {decode(ids.tolist(), skip_special_tokens=False)!r}"[:80])
 
 
 if __name__ == "__main__":

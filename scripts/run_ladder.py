@@ -42,8 +42,8 @@ from recipe.arguments import CommandLine
 from recipe.command_line import load_config, names_data
 from recipe.config import STANDARD_LIBRARY
 from recipe.data.batches import example_rows, iterate_validation
+from recipe.data.cache import open_dataset_for
 from recipe.data.packed import open_packed_dataset
-from recipe.data.prepare import open_dataset_for
 from recipe.environment import count_cpus, describe_environment, describe_machine
 from recipe.errors import UserError, run_main, short_reason
 from recipe.hardware.devices import native_bf16, peak_memory_bytes, why_no_inductor
@@ -95,7 +95,7 @@ class Setting:
 def train(on: set[str], setting: Setting) -> dict[str, float]:
     """Train GPT-2 with the optimizations in `on`, a subset of `RUNGS`. Call it in a fresh process."""
     ends_at = psutil.Process().create_time() + (setting.seconds or 0)
-    device, dataset = torch.device(setting.device), open_packed_dataset(setting.dataset_dir)
+    device, dataset = torch.device(setting.device), open_packed_dataset(setting.dataset_dir, setting.block_size)
     rows, micro_batch, grad_accum = dataset.train, setting.micro_batch, setting.grad_accum
     if device.type == "cpu":
         torch.set_num_threads(count_cpus())
@@ -193,7 +193,7 @@ def train_recipe(setting: Setting) -> dict[str, float]:
     """Train the same with recipe/train.py."""
     length = {"max_steps": setting.num_steps} if setting.seconds is None else {"max_minutes": setting.seconds / 60}
     options = {
-        "dataset_dir": setting.dataset_dir,
+        **{"dataset_dir": setting.dataset_dir, "block_size": setting.block_size},
         "config_overrides": ",".join(f"{key}={value}" for key, value in setting.shape.items()),
         **length,
         **{"global_batch_size": setting.global_batch, "per_device_train_batch_size": setting.micro_batch},
@@ -212,7 +212,7 @@ def train_recipe(setting: Setting) -> dict[str, float]:
 
 def train_nanogpt(source: Path, setting: Setting) -> dict[str, float]:
     """Train the same with a copy of nanoGPT and our tokens. On a CPU it trains in fp32."""
-    dataset = open_packed_dataset(setting.dataset_dir)
+    dataset = open_packed_dataset(setting.dataset_dir, setting.block_size)
     if dataset.vocab_size > 2**16:
         raise UserError(f"nanoGPT reads 16-bit token ids, but this vocabulary has {dataset.vocab_size:,} tokens")
     options = {

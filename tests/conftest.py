@@ -29,11 +29,12 @@ from hub_stand_in import CLIENT, HubStandIn
 from huggingface_hub import constants, file_download, hf_api, set_client_factory
 from huggingface_hub.utils import _http
 
+from recipe.data import files as files_module
 from recipe.data import source as source_module
 from recipe.data.packed import open_packed_dataset
 from recipe.data.prepare import prepare_dataset
 from recipe.data.source import TextSource
-from recipe.data.tokenizer import load_tokenizer, train_tokenizer
+from recipe.data.tokenizer import read_tokenizer, train_tokenizer
 
 ROOT = Path(__file__).parent.parent
 BLOCK_SIZE = 32
@@ -129,7 +130,7 @@ def digests(tmp_path_factory):
     """Keep the digests of the tests' files out of the user's cache."""
     folder = tmp_path_factory.mktemp("digests")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(source_module, "cache_dir", lambda: folder)
+        patch.setattr(files_module, "cache_dir", lambda: folder)
         yield
 
 
@@ -162,15 +163,13 @@ def tokenizer_dir(tmp_path_factory, documents) -> Path:
 @pytest.fixture(scope="session")
 def dataset_dir(tmp_path_factory, jsonl_file, tokenizer_dir) -> Path:
     directory = tmp_path_factory.mktemp("packed") / "dataset"
-    prepare_dataset(
-        TextSource(train_files=(str(jsonl_file),)), directory, BLOCK_SIZE, load_tokenizer(str(tokenizer_dir))
-    )
+    prepare_dataset(TextSource(train_files=(str(jsonl_file),)), directory, read_tokenizer(str(tokenizer_dir)))
     return directory
 
 
 @pytest.fixture(scope="session")
 def dataset(dataset_dir):
-    return open_packed_dataset(dataset_dir)
+    return open_packed_dataset(dataset_dir, BLOCK_SIZE)
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """A stand-in for the Hugging Face Hub on loopback, for the real client: repositories in memory, faults on demand.
 
-It answers the requests of huggingface_hub 2.4 for model repositories, with the status codes and the headers from which
-the client chooses its exceptions. It has no Xet storage.
+It answers the requests of huggingface_hub 2.4 for model repositories, and those that read datasets (named datasets/...
+here), with the status codes and the headers from which the client chooses its exceptions. It has no Xet storage.
 """
 
 import contextlib
@@ -145,6 +145,13 @@ class HubStandIn:
                 return self.create_repository(self.role_of(headers), json.loads(body)), {}
             case "GET" | "HEAD", [owner, name, "resolve", revision, *path]:
                 return self.open(f"{owner}/{name}", self.role_of(headers)).read_file(revision, "/".join(path))
+            case "GET" | "HEAD", ["datasets", owner, name, "resolve", revision, *path]:
+                return self.open(f"datasets/{owner}/{name}", None).read_file(revision, "/".join(path))
+            case _, ["api", "datasets", owner, name, *rest]:
+                repo_id = f"datasets/{owner}/{name}"
+                return self.answer_api(
+                    repo_id, self.open(repo_id, None), [method, *rest], parse_qs(url.query), body
+                ), {}
             case "POST", [owner, name, "info", "lfs", "objects", action]:
                 repo_id = f"{owner}/{name.removesuffix('.git')}"
                 repository = self.open(repo_id, self.role_of(headers), write=True)
@@ -162,7 +169,10 @@ class HubStandIn:
                 return {}
             case ["GET"] | ["GET", "revision", _]:
                 revision = request[-1] if request[1:] else "main"
-                files = [{"rfilename": path} for path in repository.files(revision)]
+                files = [
+                    {"rfilename": path, "blobId": file.oid, "size": len(file.content)}
+                    for path, file in repository.files(revision).items()
+                ]
                 info = {"id": repo_id, "sha": repository.resolve(revision), "private": repository.private}
                 return {**info, "siblings": files, "tags": []}
             case ["GET", "refs"]:

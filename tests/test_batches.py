@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from recipe.data.batches import TrainBatches, TrainOrder, example_rows, iterate_validation, read_rows
-from recipe.data.packed import PackedSplit, RowsWriter
+from recipe.data.packed import PackedSplit, TokenWriter
 from recipe.errors import UserError
 
 CPU = torch.device("cpu")
@@ -69,10 +69,10 @@ def test_a_step_uses_the_same_examples_for_any_batch_shape(micro_batch_size, num
 
 @pytest.fixture(scope="module")
 def wide_split(tmp_path_factory):
-    """Rows of two units, with ids of 16 bits. No row continues from one unit into the next."""
+    """Rows of two units, with ids of 16 bits. One row begins in the first and ends in the second."""
     folder, chunks = tmp_path_factory.mktemp("wide"), []
     for name, seed in (("0.arrow", 0), ("1.arrow", 1)):
-        writer = RowsWriter(folder / name, 8, 65_536)
+        writer = TokenWriter(folder / name, 65_536)
         writer.write(np.random.default_rng(seed).integers(0, 65_536, 1001))
         writer.close()
         chunks += [[name, *chunk] for chunk in writer.chunks]

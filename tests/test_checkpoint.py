@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from recipe.checkpoint import find_checkpoint, list_checkpoints
 from recipe.data.prepare import prepare_dataset
 from recipe.data.source import TextSource
-from recipe.data.tokenizer import load_tokenizer
+from recipe.data.tokenizer import read_tokenizer
 from recipe.errors import UserError
 
 LATEST = ["--resume_from_checkpoint", "latest"]
@@ -135,7 +135,7 @@ def test_a_checkpoint_of_another_dataset_is_refused(train, run_dir, tmp_path, to
     """The message identifies the datasets by their hashes."""
     (tmp_path / "other.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in make_documents(99, seed=4)))
     source = TextSource(train_files=(str(tmp_path / "other.jsonl"),))
-    prepare_dataset(source, tmp_path / "other", BLOCK_SIZE, load_tokenizer(str(tokenizer_dir)))
+    prepare_dataset(source, tmp_path / "other", read_tokenizer(str(tokenizer_dir)))
     with pytest.raises(UserError, match="other options: dataset [0-9a-f]{12} -> "):
         train(*LATEST, dataset_dir=tmp_path / "other")
 

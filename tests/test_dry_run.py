@@ -20,7 +20,7 @@ from conftest import ROOT
 from recipe.command_line import load_config
 from recipe.data.prepare import prepare_dataset
 from recipe.data.source import TextSource
-from recipe.data.tokenizer import load_tokenizer
+from recipe.data.tokenizer import read_tokenizer
 from recipe.environment import describe_environment
 from recipe.hardware.memory import PROCESS_BYTES, MemoryPlan, estimate_bytes
 from recipe.model.build import build_model_config
@@ -39,8 +39,8 @@ VOCABULARY, LENGTH = 50304, 1024
 @pytest.fixture(scope="module")
 def rows_dir(tmp_path_factory, jsonl_file, tokenizer_dir) -> Path:
     """A dataset with rows of 1,024 tokens."""
-    directory, tokenizer = tmp_path_factory.mktemp("rows") / "dataset", load_tokenizer(str(tokenizer_dir))
-    prepare_dataset(TextSource(train_files=(str(jsonl_file),)), directory, LENGTH, tokenizer)
+    directory, tokenizer = tmp_path_factory.mktemp("rows") / "dataset", read_tokenizer(str(tokenizer_dir))
+    prepare_dataset(TextSource(train_files=(str(jsonl_file),)), directory, tokenizer)
     return directory
 
 

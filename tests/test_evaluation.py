@@ -11,6 +11,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from conftest import BLOCK_SIZE, ROOT, make_documents, read_events, reset_accelerate, run_script
+from safetensors.torch import load_file, save_file
 from small_model import save_small_model
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
@@ -167,7 +168,7 @@ def test_the_report_names_files_without_their_folders_beside_openais_scores(eval
 
 
 def test_results_beside_the_model_are_collected_until_it_changes(model_dir, tmp_path):
-    """A text evaluated again replaces its scores; those of older weights are dropped."""
+    """A text evaluated again replaces its scores; those of other weights are dropped, or not touched."""
     model = shutil.copytree(model_dir, tmp_path / "model")
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text("the cat sat on a mat")
@@ -180,7 +181,15 @@ def test_results_beside_the_model_are_collected_until_it_changes(model_dir, tmp_
     names_after("--text_file", tmp_path / "a.txt", "--tasks", f"lambada={LAMBADA}")
     assert names_after("--text_file", tmp_path / "b.txt") == ["lambada", "a.txt", "b.txt"]
     assert names_after("--text_file", tmp_path / "a.txt") == ["lambada", "b.txt", "a.txt"]
-    os.utime(model / "evaluation.json", (1, 1))
+    elsewhere = ["--text_file", tmp_path / "a.txt", "--output_file", tmp_path / "scores.json"]
+    shutil.copy(model / "evaluation.json", tmp_path / "scores.json")
+    assert not run_script(SCRIPT, "--model", model, *elsewhere)
+    weights = load_file(model / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in weights.items()}, model / "model.safetensors", {"format": "pt"})
+    os.utime(model / "model.safetensors", (1, 1))
+    before = (tmp_path / "scores.json").read_bytes()
+    assert "does not hold scores of this model" in run_script(SCRIPT, "--model", model, *elsewhere)
+    assert (tmp_path / "scores.json").read_bytes() == before and len(json.loads(before)["texts"]) == 2
     assert names_after("--text_file", tmp_path / "a.txt") == ["a.txt"]
 
 

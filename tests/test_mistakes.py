@@ -78,7 +78,6 @@ SWEEP = "scripts/benchmarks/sweep.py"
         (f"{EVALUATE} small --text_file a.txt --output_file no/f.json", "pass a file in an existing folder"),
         (f"{EVALUATE} small --dataset_dir gone", "there is no dataset gone"),
         (f"{EVALUATE} other --dataset_dir data", "was tokenized with another tokenizer than the model's"),
-        (f"{EVALUATE} short --dataset_dir data", "has rows of 32 tokens, but the model's context is 16"),
         (f"{EVALUATE} small --tasks lambda", "unknown task 'lambda'; did you mean lambada?"),
         (f"{EVALUATE} small --tasks hellaswag=rows.jsonl", "expected activity_label, ctx_a, ctx_b, endings, label"),
         (f"{EVALUATE} small --tasks hellaswag", "cannot download Rowan/hellaswag"),

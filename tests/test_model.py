@@ -216,7 +216,8 @@ def test_a_run_of_another_type_leaves_a_stock_model_with_the_loss_that_it_report
     first, last = read_events(run, "eval")[0], read_events(run, "eval")[-1]
     assert last["loss"] < first["loss"] - 0.5
     model = AutoModelForCausalLM.from_pretrained(run, attn_implementation="eager").eval()
-    rows = torch.tensor(load_from_disk(dataset_dir)["validation"]["input_ids"])
+    tokens = torch.tensor(load_from_disk(dataset_dir)["validation"]["input_ids"][:])
+    rows = tokens.unfold(0, BLOCK_SIZE + 1, BLOCK_SIZE)
     with torch.no_grad():
         logits = model(input_ids=rows[:, :-1]).logits
     assert F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()).item() == pytest.approx(last["loss"], rel=1e-5)

@@ -1,37 +1,40 @@
 """A packed dataset holds the rows of its units, and no kill, array or second command changes one of them."""
 
+import contextlib
 import dataclasses
 import errno
 import json
 import os
+import pickle
 import re
+import secrets
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import datasets
-import huggingface_hub
 import numpy as np
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import BLOCK_SIZE, ROOT, VOCAB_SIZE, make_documents, run_script
+from conftest import BLOCK_SIZE, PLAIN, ROOT, TINY, VOCAB_SIZE, make_documents, read_events, run_script
+from hub_repository import File, Repository
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from recipe.command_line import load_config
 from recipe.data import prepare
-from recipe.data.packed import PackedSplit, RowsWriter, open_packed_dataset
-from recipe.data.prepare import open_dataset_for, prepare_dataset
-from recipe.data.read import SPLITS, ReadReport, read_unit
-from recipe.data.source import TextSource
+from recipe.data.cache import open_dataset_for
+from recipe.data.packed import PackedSplit, TokenWriter, open_packed_dataset, read_metadata
+from recipe.data.prepare import prepare_dataset
+from recipe.data.read import ReadReport, read_unit
+from recipe.data.source import SPLITS, TextSource
 from recipe.data.tokenizer import (
-    TextTokenizer,
     count_token_bytes,
     load_tokenizer,
     read_tokenizer,
@@ -62,7 +65,7 @@ def expected(tmp_path_factory, jsonl_file, tokenizer):
         patch.setattr("recipe.data.source.SMALL_SOURCE", 1000)
         patch.setattr("recipe.data.source.SMALLEST_UNIT", 12_000)
         directory = tmp_path_factory.mktemp("expected") / "d"
-        return prepare_dataset(TextSource((str(jsonl_file),)), directory, 16, tokenizer, num_workers=1).metadata
+        return prepare_dataset(TextSource((str(jsonl_file),)), directory, tokenizer, num_workers=1)
 
 
 def write_jsonl(path: Path, texts: list, column: str = "text") -> str:
@@ -77,12 +80,12 @@ def all_rows(split: PackedSplit) -> np.ndarray:
 # ------------------------------------------------------------------ rows
 
 
-def encode_plainly(tokenizer_dir: Path, texts: list[tuple[str, bool]]) -> list[int]:
-    """Return the ids that tokenizers has for texts, with an end-of-text id after each document."""
+def encode_plainly(tokenizer_dir: Path, texts: list[str]) -> list[int]:
+    """Return the ids that tokenizers has for documents, each with an end-of-text id after it."""
     backend = Tokenizer.from_file(str(tokenizer_dir / "tokenizer.json"))
     backend.encode_special_tokens = True
     end = backend.token_to_id("<|endoftext|>")
-    return [i for text, ends in texts for i in [*backend.encode(text).ids, *[end] * ends]]
+    return [i for text in texts for i in [*backend.encode(text).ids, end]]
 
 
 CORPORA = {
@@ -99,46 +102,45 @@ def write_text(path: Path) -> str:
 
 @pytest.mark.parametrize("name", CORPORA)
 def test_rows_and_counts_are_those_of_a_plain_encoding(tmp_path, small_units, tokenizer_dir, tokenizer, name):
-    """Of each unit: row i holds tokens [i*T, i*T + T + 1). `datasets` opens the dataset and reads the same rows."""
+    """Row i holds tokens [i*T, i*T + T + 1) of the stream, whatever T is. `datasets` opens it and reads the stream."""
     source = CORPORA[name](tmp_path)
-    made = prepare_dataset(source, tmp_path / "d", BLOCK_SIZE, tokenizer)
+    metadata = prepare_dataset(source, tmp_path / "d", tokenizer)
     loaded = datasets.load_from_disk(str(tmp_path / "d"))
-    units = [list(read_unit(source, unit, ReadReport())) for unit in source.units()]
-    assert len(units) > 9
-    for split, opened in (("train", made.train), ("validation", made.validation)):
-        texts = [[(text, ends) for of, text, ends in unit if of == split] for unit in units]
-        streams = [encode_plainly(tokenizer_dir, of_unit) for of_unit in texts]
-        rows = [s[i : i + BLOCK_SIZE + 1] for s in streams for i in range(0, len(s) - BLOCK_SIZE, BLOCK_SIZE)]
-        np.testing.assert_array_equal(all_rows(opened), rows)
-        np.testing.assert_array_equal(loaded[split].with_format("numpy")["input_ids"][:], rows)
-        counts = made.metadata["splits"][split]
-        assert counts["documents"] == sum(ends for of_unit in texts for _, ends in of_unit)
-        assert counts["bytes"] == sum(len(text.encode()) for of_unit in texts for text, _ in of_unit)
-        assert (counts["tokens"], counts["rows"]) == (sum(map(len, streams)), len(rows))
-        assert counts["used_ids"] == len({i for stream in streams for i in stream})
-    feature = loaded["train"].features["input_ids"]
-    assert (feature.length, feature.feature.dtype) == (BLOCK_SIZE + 1, "uint16")
+    documents = [document for unit in source.units() for document in read_unit(source, unit, ReadReport())]
+    assert len(source.units()) > 9
+    for split in SPLITS:
+        texts = [text for of, text in documents if of == split]
+        stream = encode_plainly(tokenizer_dir, texts)
+        assert loaded[split].with_format("numpy")["input_ids"][:].tolist() == stream
+        for size in (1, 8, BLOCK_SIZE, len(stream) - 1):
+            rows = [stream[i : i + size + 1] for i in range(0, len(stream) - size, size)]
+            opened = PackedSplit(tmp_path / "d" / split, metadata["splits"][split]["chunks"], size, VOCAB_SIZE)
+            np.testing.assert_array_equal(all_rows(opened), rows)
+        counts = metadata["splits"][split]
+        assert counts["documents"] == len(texts) and counts["tokens"] == len(stream)
+        assert counts["bytes"] == len("".join(texts).encode())
+        assert counts["used_ids"] == len(set(stream))
+    assert loaded["train"].features["input_ids"].dtype == "uint16"
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 100, 10**6])
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(65_536, "uint16"), (65_537, "int32")])
 def test_every_token_is_a_target_exactly_once(tmp_path, monkeypatch, batch_tokens, vocab_size, dtype):
-    """In one batch of rows or many. Ids take two bytes if the vocabulary allows it."""
+    """In one chunk or many. Ids take two bytes if the vocabulary allows it."""
     monkeypatch.setattr("recipe.data.packed.BATCH_TOKENS", batch_tokens)
-    writer = RowsWriter(tmp_path / "a.arrow", 8, vocab_size)
+    writer = TokenWriter(tmp_path / "a.arrow", vocab_size)
     stream = np.arange(vocab_size - 1000, vocab_size)
     for piece in np.split(stream, [3, 4, 90, 500, 501]):
         writer.write(piece)
     writer.close()
     split = PackedSplit(tmp_path, [["a.arrow", *chunk] for chunk in writer.chunks], 8, vocab_size)
-    assert len(split) == 999 // 8 and split.chunk(0).dtype == dtype and (len(split.where) > 1) == (batch_tokens < 1000)
+    assert len(split) == 999 // 8 and split.chunks[0].dtype == dtype
+    assert (len(split.chunks) > 1) == (batch_tokens < 1000)
     np.testing.assert_array_equal(all_rows(split)[:, 1:].reshape(-1), stream[1 : 1 + 124 * 8])
     np.testing.assert_array_equal(all_rows(split)[:, :-1].reshape(-1), stream[: 124 * 8])
     np.testing.assert_array_equal(split.in_memory()[np.arange(124)], all_rows(split))
-    np.testing.assert_array_equal([split.read_row(i) for i in range(124)], all_rows(split))
     with pa.OSFile(str(tmp_path / "a.arrow")) as file:
-        read = pa.ipc.open_stream(file).read_all().column(0).to_pylist()
-    np.testing.assert_array_equal(all_rows(split), read)
+        np.testing.assert_array_equal(pa.ipc.open_stream(file).read_all().column(0), stream)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
@@ -153,12 +155,21 @@ def test_token_ids_are_packed_like_their_text(tmp_path, documents, tokenizer_dir
         f"{key}_files": (str(tmp_path / f"{name}.{kind}"),) for key, name in (("train", "a"), ("validation", "b"))
     }
     text, ids = (
-        prepare_dataset(TextSource(**files, text_column_name=c), tmp_path / c, 16, tokenizer).metadata
-        for c in ("text", "ids")
+        prepare_dataset(TextSource(**files, text_column_name=c), tmp_path / c, tokenizer) for c in ("text", "ids")
     )
     assert text["content_sha256"] == ids["content_sha256"] and text["splits"] == ids["splits"]
     with pytest.raises(UserError, match="column 'ids' is already tokenized; pass its --tokenizer_name"):
-        prepare_dataset(TextSource(**files, text_column_name="ids"), tmp_path / "d", 16, None, 300)
+        prepare_dataset(TextSource(**files, text_column_name="ids"), tmp_path / "d", None, 300)
+
+
+def test_a_document_ends_once(tmp_path, tokenizer):
+    """Also one whose ids already end with the end-of-text id."""
+    end = tokenizer.eos_token_id
+    rows = [[5, 6], [7, 8, end], [9, end, end], []]
+    source = TextSource((write_jsonl(tmp_path / "a.jsonl", rows),), (write_jsonl(tmp_path / "b.jsonl", [[1, 2]]),))
+    prepare_dataset(source, tmp_path / "d", tokenizer)
+    loaded = datasets.load_from_disk(str(tmp_path / "d"))["train"]
+    assert loaded["input_ids"][:] == [5, 6, end, 7, 8, end, 9, end, end, end]
 
 
 @pytest.mark.parametrize(
@@ -173,7 +184,7 @@ def test_token_ids_are_packed_like_their_text(tmp_path, documents, tokenizer_dir
 def test_bad_token_ids_are_errors(tmp_path, tokenizer, rows, expected):
     source = TextSource((write_jsonl(tmp_path / "a.jsonl", 20 * rows),), validation_split_percentage=50)
     with pytest.raises(UserError, match=expected):
-        prepare_dataset(source, tmp_path / "d", 1, tokenizer)
+        prepare_dataset(source, tmp_path / "d", tokenizer)
 
 
 # ------------------------------------------------------------------ once
@@ -185,10 +196,10 @@ def test_a_prepared_dataset_is_opened(tmp_path, jsonl_file, tokenizer, capsys):
     A strict run is one: it does not accept what a lenient run may have skipped.
     """
     lenient = TextSource((str(jsonl_file),), skip_bad_files=True)
-    prepare_dataset(lenient, tmp_path / "d", 16, tokenizer)
+    prepare_dataset(lenient, tmp_path / "d", tokenizer)
     with pytest.raises(UserError, match="was prepared from different text or options, .*; pass --overwrite"):
-        prepare_dataset(TextSource((str(jsonl_file),)), tmp_path / "d", 16, tokenizer)
-    made = prepare_dataset(TextSource((str(jsonl_file),)), tmp_path / "d", 16, tokenizer, overwrite=True)
+        prepare_dataset(TextSource((str(jsonl_file),)), tmp_path / "d", tokenizer)
+    made = prepare_dataset(TextSource((str(jsonl_file),)), tmp_path / "d", tokenizer, overwrite=True)
     written_at = (tmp_path / "d" / "metadata.json").stat().st_mtime_ns
     (tmp_path / "copy").mkdir()
     copy = Path(shutil.copy(jsonl_file, tmp_path / "copy"))
@@ -196,48 +207,97 @@ def test_a_prepared_dataset_is_opened(tmp_path, jsonl_file, tokenizer, capsys):
     source = TextSource((str(copy),))
     capsys.readouterr()
     for overwrite in (False, True):
-        assert prepare_dataset(source, tmp_path / "d", 16, tokenizer, overwrite=overwrite).metadata == made.metadata
+        assert prepare_dataset(source, tmp_path / "d", tokenizer, overwrite=overwrite) == made
     assert capsys.readouterr().out == 2 * f"{tmp_path / 'd'} is already prepared from this input\n"
     assert (tmp_path / "d" / "metadata.json").stat().st_mtime_ns == written_at
     content = copy.read_bytes()
     copy.write_bytes(content.replace(b"mat", b"hat", 1))
-    for other, block_size in ((TextSource((str(copy),)), 16), (lenient, 16), (TextSource((str(jsonl_file),)), 8)):
+    for other in (TextSource((str(copy),)), lenient):
         with pytest.raises(UserError, match="was prepared from different text or options, .*; pass --overwrite"):
-            prepare_dataset(other, tmp_path / "d", block_size, tokenizer)
-    assert prepare_dataset(source, tmp_path / "d", 8, tokenizer, overwrite=True).block_size == 8
+            prepare_dataset(other, tmp_path / "d", tokenizer)
 
 
-def test_a_hub_out_of_reach_does_not_prepare_again(tmp_path, tokenizer_dir, monkeypatch):
-    """The existing dataset is used; an edit of the README is the same dataset, other data are another."""
-    write_jsonl(tmp_path / "a.jsonl", make_documents(300))
-    files = {"README.md": "1", "a.jsonl": "1"}
+@pytest.fixture
+def hub_dataset(hub, tmp_path, monkeypatch):
+    """Write commits to a dataset with two configurations on a stand-in for the Hub."""
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", hub.endpoint)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    repository = hub.repositories["datasets/org/data"] = Repository(False)
+    card = "---\nconfigs:\n- config_name: a\n  data_files: a/*.jsonl\n- config_name: b\n  data_files: b/*.jsonl\n---\n"
 
-    def dataset_info(name, **_):
-        if not files:
-            raise OSError("no network")
-        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=n, blob_id=b, size=9) for n, b in files.items()])
+    def commit(**texts: list[str]) -> str:
+        files = {f"{name}/1.jsonl": "".join(json.dumps({"text": t}) + "\n" for t in of) for name, of in texts.items()}
+        files["README.md"] = card + secrets.token_hex(4)
+        return repository.write_commit("main", None, "", {n: File(t.encode(), False) for n, t in files.items()})
 
-    load, opened = datasets.load_dataset, []
+    return commit
 
-    def load_dataset(name, config, streaming):
-        opened.append(name)
-        return load("json", data_files=str(tmp_path / "a.jsonl"), streaming=streaming)
 
-    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: SimpleNamespace(dataset_info=dataset_info))
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    argv = ["--dataset_name", "org/data", "--tokenizer_name", str(tokenizer_dir), "--block_size", "16"]
-    config = load_config([*argv, "--cache_dir", str(tmp_path / "cache")])[0]
-    tokenizer = read_tokenizer(str(tokenizer_dir))
-    made = open_dataset_for(config)
-    prepare_dataset(TextSource(dataset_name="org/data"), tmp_path / "d", 16, tokenizer)
-    assert len(opened) == 2
-    for change in ({"README.md": "2"}, None):
-        files = files | change if change else {}
-        assert open_dataset_for(config).directory == made.directory
-        assert prepare_dataset(TextSource(dataset_name="org/data"), tmp_path / "d", 16, tokenizer)
-    assert len(opened) == 2
-    files = {"a.jsonl": "2"}
-    assert open_dataset_for(config).directory != made.directory and len(opened) == 3
+def test_a_hub_dataset_is_one_commit_and_the_files_of_its_configuration(tmp_path, tokenizer_dir, hub, hub_dataset):
+    """A push of other files is the same dataset; without the Hub, what is prepared is used."""
+    documents = make_documents(200)
+    first = hub_dataset(a=documents, b=["other"])
+    argv = ["--dataset_name", "org/data", "--dataset_config_name", "a", "--tokenizer_name", str(tokenizer_dir)]
+    argv += ["--cache_dir", str(tmp_path / "cache"), "--block_size", "16"]
+
+    def open_with(*options: str):
+        return open_dataset_for(load_config([*argv, *options])[0])
+
+    made, source = open_with(), TextSource(dataset_name="org/data", dataset_config_name="a")
+    assert made.metadata["source"]["dataset_revision"] == source.commit == first
+    assert made.metadata["splits"]["train"]["documents"] + made.metadata["splits"]["validation"]["documents"] == 200
+    second = hub_dataset(a=documents, b=["new", "files"])
+    assert open_with().directory == made.directory
+    third = hub_dataset(a=documents[:150], b=["new", "files"])
+    newest = open_with()
+    assert newest.metadata["source"]["dataset_revision"] == third and newest.directory != made.directory
+    assert open_with("--dataset_revision", second).directory == made.directory
+    sent = pickle.loads(pickle.dumps(source))  # to a process that tokenizes, after the pushes
+    assert sent.commit == first and len(list(read_unit(sent, sent.units()[0], ReadReport()))) == 200
+    hub.fail("api/datasets", 503, None)
+    assert open_with().directory == newest.directory
+    assert open_with("--dataset_revision", first).directory == made.directory
+    with pytest.raises(UserError, match="cannot open dataset org/data"):
+        open_with("--dataset_revision", "0" * 40)
+
+
+def test_a_resumed_run_reads_the_commit_that_it_began_with(tmp_path, tokenizer_dir, train, hub_dataset, monkeypatch):
+    """Also when the Hub has a newer one, and the prepared text is gone."""
+    monkeypatch.chdir(tmp_path)
+    hub_dataset(a=make_documents(200), b=["other"])
+    data = ["--dataset_name", "org/data", "--dataset_config_name", "a", "--tokenizer_name", tokenizer_dir]
+    run = [*data, *TINY, *PLAIN, "--global_batch_size", 4, "--output_dir", "run", "--resume_from_checkpoint", "auto"]
+    train(*run, "--max_steps", 1, alone=True)
+    hub_dataset(a=make_documents(200, seed=1), b=["other"])
+    shutil.rmtree("runs")
+    train(*run, "--max_steps", 2, alone=True)
+    assert [event["step"] for event in read_events(tmp_path / "run", "train")] == [1, 2]
+
+
+def test_runs_with_other_validation_files_do_not_share_a_dataset(tmp_path, jsonl_file, tokenizer_dir):
+    """Each is named by its fingerprint, and neither replaces the other."""
+    opened = []
+    for seed in range(2):
+        validation = write_jsonl(tmp_path / f"{seed}.jsonl", make_documents(30, seed=seed + 5))
+        argv = ["--train_file", str(jsonl_file), "--validation_file", validation, "--block_size", "16"]
+        argv += ["--tokenizer_name", str(tokenizer_dir), "--cache_dir", str(tmp_path / "cache")]
+        opened.append(open_dataset_for(load_config(argv)[0]))
+    assert all(of.directory.name.endswith(of.metadata["fingerprint"][:12]) for of in opened)
+    again = [open_packed_dataset(of.directory, 16) for of in opened]
+    for before, now in zip(opened, again, strict=True):
+        np.testing.assert_array_equal(all_rows(before.validation), all_rows(now.validation))
+    assert len({of.metadata["content_sha256"] for of in again}) == len({of.directory for of in again}) == 2
+
+
+def test_a_run_keeps_the_dataset_that_is_replaced(tmp_path, jsonl_file, tokenizer):
+    """Its rows stay what they were."""
+    prepare_dataset(TextSource((str(jsonl_file),)), tmp_path / "d", tokenizer)
+    opened = open_packed_dataset(tmp_path / "d", 16)
+    rows = all_rows(opened.train)
+    other = TextSource((write_jsonl(tmp_path / "a.jsonl", make_documents(300, seed=7)),))
+    prepare_dataset(other, tmp_path / "d", tokenizer, overwrite=True)
+    np.testing.assert_array_equal(all_rows(opened.train), rows)
+    assert not np.array_equal(all_rows(open_packed_dataset(tmp_path / "d", 16).train)[:50], rows[:50])
 
 
 def damage(directory: Path, how: str) -> None:
@@ -274,7 +334,7 @@ def test_damaged_datasets_do_not_open(tmp_path, dataset_dir, how, expected):
     shutil.copytree(dataset_dir, tmp_path / "copy")
     damage(tmp_path / "copy", how)
     with pytest.raises(UserError, match=expected):
-        opened = open_packed_dataset(tmp_path / "copy")
+        opened = open_packed_dataset(tmp_path / "copy", BLOCK_SIZE)
         assert opened.tokenizer
         all_rows(opened.train)
 
@@ -283,11 +343,11 @@ def test_damaged_datasets_do_not_open(tmp_path, dataset_dir, how, expected):
 def test_a_damaged_dataset_is_prepared_again(tmp_path, jsonl_file, tokenizer_dir, tokenizer, how):
     """The script does it on request, and recipe/train.py automatically in its cache."""
     source = TextSource((str(jsonl_file),))
-    made = prepare_dataset(source, tmp_path / "d", 16, tokenizer)
+    made = prepare_dataset(source, tmp_path / "d", tokenizer)
     damage(tmp_path / "d", how)
     with pytest.raises(UserError, match="--overwrite"):
-        prepare_dataset(source, tmp_path / "d", 16, tokenizer)
-    assert prepare_dataset(source, tmp_path / "d", 16, tokenizer, overwrite=True).metadata == made.metadata
+        prepare_dataset(source, tmp_path / "d", tokenizer)
+    assert prepare_dataset(source, tmp_path / "d", tokenizer, overwrite=True) == made
     argv = ["--train_file", str(jsonl_file), "--tokenizer_name", str(tokenizer_dir), "--block_size", "16"]
     config = load_config([*argv, "--cache_dir", str(tmp_path / "cache")])[0]
     cached = open_dataset_for(config)
@@ -301,20 +361,21 @@ def test_overwrite_replaces_packed_datasets_only(tmp_path, jsonl_file, tokenizer
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.txt").write_text("irreplaceable")
     with pytest.raises(UserError, match="is not a packed dataset; choose another folder"):
-        prepare_dataset(source, tmp_path / "home", 16, tokenizer, overwrite=True)
+        prepare_dataset(source, tmp_path / "home", tokenizer, overwrite=True)
     assert (tmp_path / "home" / "thesis.txt").exists()
     (tmp_path / "d").mkdir()
-    prepare_dataset(source, tmp_path / "d", 16, tokenizer)  # an empty folder is fine
+    prepare_dataset(source, tmp_path / "d", tokenizer)  # an empty folder is fine
+    (tmp_path / "one.jsonl").write_text('{"text": "a"}')
     with pytest.raises(UserError, match="fewer than one row"):
-        prepare_dataset(source, tmp_path / "d", 10**6, tokenizer, overwrite=True)
-    assert open_packed_dataset(tmp_path / "d").block_size == 16
+        prepare_dataset(TextSource((str(tmp_path / "one.jsonl"),)), tmp_path / "d", tokenizer, overwrite=True)
+    assert open_packed_dataset(tmp_path / "d", 16)
 
 
 @pytest.mark.parametrize("at", ["the first rename", "the last rename"])
 def test_an_interruption_at_the_end_loses_nothing(tmp_path, jsonl_file, tokenizer, monkeypatch, at):
     """The next run resumes where it ended, and replaces the older dataset."""
     source, rename = TextSource((str(jsonl_file),)), os.rename
-    old = prepare_dataset(source, tmp_path / "d", 8, tokenizer).metadata
+    old = prepare_dataset(dataclasses.replace(source, skip_bad_files=True), tmp_path / "d", tokenizer)
 
     def rename_until(a, b):
         if tmp_path / "d" == (a if at == "the first rename" else b):
@@ -323,12 +384,12 @@ def test_an_interruption_at_the_end_loses_nothing(tmp_path, jsonl_file, tokenize
 
     monkeypatch.setattr(os, "rename", rename_until)
     with pytest.raises(KeyboardInterrupt):
-        prepare_dataset(source, tmp_path / "d", 16, tokenizer, overwrite=True)
+        prepare_dataset(source, tmp_path / "d", tokenizer, overwrite=True)
     monkeypatch.setattr(os, "rename", rename)
     if at == "the first rename":
-        assert open_packed_dataset(tmp_path / "d").metadata == old
+        assert read_metadata(tmp_path / "d") == old
     monkeypatch.setattr(prepare, "tokenize_units", lambda *_: 1 / 0)  # all units are done
-    assert prepare_dataset(source, tmp_path / "d", 16, tokenizer, overwrite=True).block_size == 16
+    assert prepare_dataset(source, tmp_path / "d", tokenizer, overwrite=True)["fingerprint"] != old["fingerprint"]
     assert [path.name for path in tmp_path.iterdir()] == ["d"]
 
 
@@ -361,18 +422,18 @@ def test_every_way_to_prepare_gives_the_same_dataset(tmp_path, small_units, monk
     files = FORMATS[name](tmp_path / "text")
     source = TextSource(tuple(files if isinstance(files, list) else [files]), document_separator="<sep>")
     assert len(source.units()) > 3
-    expected = prepare_dataset(source, tmp_path / "one", 16, tokenizer, num_workers=1).metadata
-    assert prepare_dataset(source, tmp_path / "several", 16, tokenizer, num_workers=2).metadata == expected
+    expected = prepare_dataset(source, tmp_path / "one", tokenizer, num_workers=1)
+    assert prepare_dataset(source, tmp_path / "several", tokenizer, num_workers=2) == expected
     for index in (2, 0):
-        assert prepare_dataset(source, tmp_path / "array", 16, tokenizer, share=slice(index, None, 3)) is None
+        assert prepare_dataset(source, tmp_path / "array", tokenizer, share=slice(index, None, 3)) is None
         assert not (tmp_path / "array").exists()
-    assert prepare_dataset(source, tmp_path / "array", 16, tokenizer, share=slice(0)) is None  # --finish is too early
-    made = prepare_dataset(source, tmp_path / "array", 16, tokenizer, share=slice(1, None, 3))
-    assert made.metadata == expected
-    assert prepare_dataset(source, tmp_path / "cut", 16, tokenizer, share=slice(2)) is None
+    assert prepare_dataset(source, tmp_path / "array", tokenizer, share=slice(0)) is None  # --finish is too early
+    made = prepare_dataset(source, tmp_path / "array", tokenizer, share=slice(1, None, 3))
+    assert made == expected
+    assert prepare_dataset(source, tmp_path / "cut", tokenizer, share=slice(2)) is None
     (file,) = tmp_path.glob(".cut-*.partial/train/00001.arrow")
     file.write_bytes(file.read_bytes()[:1000])
-    assert prepare_dataset(source, tmp_path / "cut", 16, tokenizer).metadata == expected
+    assert prepare_dataset(source, tmp_path / "cut", tokenizer) == expected
     assert sorted(path.name for path in tmp_path.iterdir()) == ["array", "cut", "one", "several", "text"]
 
 
@@ -392,7 +453,7 @@ def test_a_killed_preparation_repeats_no_finished_unit(tmp_path, small_units, mo
     monkeypatch.setattr("recipe.data.source.SMALLEST_UNIT", 1_500_000)
     documents = make_documents(1000)
     file = write_jsonl(tmp_path / "a.jsonl", [f"{number} {text}" for number in range(30) for text in documents])
-    source, options = TextSource((file,)), {"train_file": file, "tokenizer_name": tokenizer_dir, "block_size": 64}
+    source, options = TextSource((file,)), {"train_file": file, "tokenizer_name": tokenizer_dir}
     owner = start_script(1_500_000, **options, output_dir=tmp_path / "d", preprocessing_num_workers=2)
     deadline = time.monotonic() + 60
     while not list(tmp_path.glob(".d-*.partial/units/*.json")) and time.monotonic() < deadline:
@@ -406,16 +467,16 @@ def test_a_killed_preparation_repeats_no_finished_unit(tmp_path, small_units, mo
     done = [f"{path.stem}.arrow" for path in (partial / "units").glob("*.json")]
     written_at = {name: (partial / "train" / name).stat().st_mtime_ns for name in done}
     assert 0 < len(done) < len(source.units())
-    made = prepare_dataset(source, tmp_path / "d", 64, tokenizer)
+    made = prepare_dataset(source, tmp_path / "d", tokenizer)
     assert {name: (tmp_path / "d" / "train" / name).stat().st_mtime_ns for name in done} == written_at
-    assert made.metadata == prepare_dataset(source, tmp_path / "e", 64, tokenizer).metadata
+    assert made == prepare_dataset(source, tmp_path / "e", tokenizer)
     left = {path.name for split in SPLITS for path in (tmp_path / "d" / split).glob(".*")}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "d", "e"] and not left
 
 
 def test_jobs_and_commands_run_at_once(tmp_path, jsonl_file, expected, tokenizer_dir):
     """Two jobs of an array give one dataset, and so does a command that runs twice."""
-    options = {"train_file": jsonl_file, "tokenizer_name": tokenizer_dir, "block_size": 16}
+    options = {"train_file": jsonl_file, "tokenizer_name": tokenizer_dir}
     options["preprocessing_num_workers"] = 1
     jobs = [
         start_script(12_000, **options, output_dir=tmp_path / "a", num_shards=2, shard_index=index)
@@ -426,7 +487,7 @@ def test_jobs_and_commands_run_at_once(tmp_path, jsonl_file, expected, tokenizer
         out, err = job.communicate(timeout=120)
         assert job.returncode == 0, out + err
     for name in "ab":
-        assert open_packed_dataset(tmp_path / name).metadata == expected
+        assert read_metadata(tmp_path / name) == expected
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
@@ -435,37 +496,60 @@ def test_another_command_finishes_first(tmp_path, source, tokenizer, expected, m
     """The dataset that it has made is used, and nothing remains beside it. Some units may be done before."""
     choose, others = prepare.choose_encoder, []
     for index in range(num_done):
-        assert prepare_dataset(source, tmp_path / "d", 16, tokenizer, share=slice(index, index + 1)) is None
+        assert prepare_dataset(source, tmp_path / "d", tokenizer, share=slice(index, index + 1)) is None
 
     def choose_later(*arguments):
         if not others:
             others.append(1)
-            prepare_dataset(source, tmp_path / "d", 16, tokenizer, num_workers=1)
+            prepare_dataset(source, tmp_path / "d", tokenizer, num_workers=1)
         return choose(*arguments)
 
     monkeypatch.setattr(prepare, "choose_encoder", choose_later)
-    made = prepare_dataset(source, tmp_path / "d", 16, tokenizer, num_workers=1, overwrite=overwrite)
-    assert made.metadata == expected and [path.name for path in tmp_path.iterdir()] == ["d"]
+    made = prepare_dataset(source, tmp_path / "d", tokenizer, num_workers=1, overwrite=overwrite)
+    assert made == expected and [path.name for path in tmp_path.iterdir()] == ["d"]
+
+
+def test_two_commands_replace_a_dataset_at_once(tmp_path, source, tokenizer, expected, monkeypatch):
+    """With all units done, both would move what has the name; the new dataset stays."""
+    rename, num_units = os.rename, len(source.units())
+
+    def rename_slowly(a, b):
+        time.sleep(0.02)
+        rename(a, b)
+        time.sleep(0.02)
+
+    monkeypatch.setattr(os, "rename", rename_slowly)
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        prepare_dataset(dataclasses.replace(source, skip_bad_files=True), folder / "d", tokenizer)
+        for index in range(num_units):
+            with monkeypatch.context() as patch, contextlib.suppress(ZeroDivisionError):
+                patch.setattr(prepare, "summarize", lambda *_: 1 / 0)
+                share = slice(index, index + 1)
+                prepare_dataset(source, folder / "d", tokenizer, overwrite=True, share=share, num_workers=1)
+        with ThreadPoolExecutor() as threads:
+            jobs = [threads.submit(prepare_dataset, source, folder / "d", tokenizer, overwrite=True) for _ in range(2)]
+            assert [job.result() for job in jobs] == [expected, expected]
+        assert read_metadata(folder / "d") == expected and [path.name for path in folder.iterdir()] == ["d"]
 
 
 def test_a_full_disk_is_one_sentence(tmp_path, source, tokenizer, expected, monkeypatch):
     """Nothing appears under the final name, and the same command resumes when there is space."""
-    num_units, write, written = len(source.units()), RowsWriter.write, []
+    num_units, write, written = len(source.units()), TokenWriter.write, []
     for index in range(num_units - 1):
-        assert prepare_dataset(source, tmp_path / "d", 16, tokenizer, share=slice(index, index + 1)) is None
+        assert prepare_dataset(source, tmp_path / "d", tokenizer, share=slice(index, index + 1)) is None
 
     def write_until_full(self, ids):
         written.append(self)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(RowsWriter, "write", write_until_full)
+        patch.setattr(TokenWriter, "write", write_until_full)
         with pytest.raises(UserError, match="No space left on device; the finished units are kept, .* resumes"):
-            prepare_dataset(source, tmp_path / "d", 16, tokenizer)
+            prepare_dataset(source, tmp_path / "d", tokenizer)
     assert written and not (tmp_path / "d").exists() and not list(tmp_path.glob(".d-*/train/.*"))
     patched = []
-    monkeypatch.setattr(RowsWriter, "write", lambda self, ids: patched.append(self.path) or write(self, ids))
-    assert prepare_dataset(source, tmp_path / "d", 16, tokenizer).metadata == expected
+    monkeypatch.setattr(TokenWriter, "write", lambda self, ids: patched.append(self.path) or write(self, ids))
+    assert prepare_dataset(source, tmp_path / "d", tokenizer) == expected
     assert {path.parent.parent for path in patched} and len(set(patched)) <= 2  # one unit, two splits
 
 
@@ -479,8 +563,12 @@ def test_a_full_disk_is_one_sentence(tmp_path, source, tokenizer, expected, monk
         ("rows.jsonl", '{"text": ""}\n{"text": null}\n', "there is no text in .*rows.jsonl"),
         ("none.csv", "text\n", "there is no text in .*none.csv"),
         ("a.jsonl", '{"body": "x", "id": 1}\n', "has no column 'text'; pass --text_column_name with one of body, id"),
-        ("a.jsonl", "{", "files that cannot be read: 1; the first: cannot read .*a.jsonl"),
-        ("one.jsonl", json.dumps({"text": "word " * 900}), "--validation_file or a --document_separator"),
+        ("a.jsonl", "{", "what cannot be read: 1; the first: cannot read .*a.jsonl"),
+        (
+            "one.jsonl",
+            json.dumps({"text": "word " * 900}),
+            "the validation text has 0 tokens.* --validation_file or a --document_sep",
+        ),
     ],
 )
 def test_text_that_makes_no_dataset_is_an_error(tmp_path, tokenizer, name, content, expected):
@@ -488,7 +576,7 @@ def test_text_that_makes_no_dataset_is_an_error(tmp_path, tokenizer, name, conte
     (tmp_path / name).write_text(content)
     source = TextSource((str(tmp_path / name),), skip_bad_files=True)
     with pytest.raises(UserError, match=expected):
-        prepare_dataset(source, tmp_path / "d", 16, tokenizer)
+        prepare_dataset(source, tmp_path / "d", tokenizer)
 
 
 @pytest.mark.parametrize("kind", ["a.txt", "a.jsonl"])
@@ -500,18 +588,23 @@ def test_the_options_advised_for_a_short_text_work(tmp_path, kind):
         write_jsonl(tmp_path / kind, documents)
     (tmp_path / "validation.txt").write_text("".join(make_documents(20, seed=4)))
     source = TextSource((str(tmp_path / kind),))
+
+    def prepare_and_open(source, name, block_size=256):
+        prepare_dataset(source, tmp_path / name, None, 2048)
+        return open_packed_dataset(tmp_path / name, block_size)
+
     with pytest.raises(UserError, match=r"the validation text has .* of block_size \+ 1 = 257.*; pass more") as caught:
-        prepare_dataset(source, tmp_path / "d", 256, None, 2048)
+        prepare_and_open(source, "d")
     block_size = re.search(r"--block_size (\d+)", str(caught.value))[1]
     assert "--validation_file" in str(caught.value) and "--validation_split_percentage" in str(caught.value)
     given = dataclasses.replace(source, validation_files=(str(tmp_path / "validation.txt"),))
     more = dataclasses.replace(source, validation_split_percentage=45.0)
-    assert prepare_dataset(source, tmp_path / "b", int(block_size), None, 2048)
-    assert prepare_dataset(given, tmp_path / "v", 256, None, 2048)
-    assert prepare_dataset(more, tmp_path / "p", 256, None, 2048)
+    assert prepare_and_open(source, "d", int(block_size))
+    assert prepare_and_open(given, "v")
+    assert prepare_and_open(more, "p")
     too_much = dataclasses.replace(source, validation_split_percentage=90.0)
     with pytest.raises(UserError, match="the train text has [0-9,]+ tokens, fewer than one row"):
-        prepare_dataset(too_much, tmp_path / "d", 256, None, 2048)
+        prepare_and_open(too_much, "t")
 
 
 def test_what_is_not_in_the_dataset_is_said(tmp_path, jsonl_file, tokenizer, capsys):
@@ -522,13 +615,13 @@ def test_what_is_not_in_the_dataset_is_said(tmp_path, jsonl_file, tokenizer, cap
     write_jsonl(tmp_path / "text" / "others.jsonl", ["x"] * 7, "body")
     write_jsonl(tmp_path / "text" / "zblank.jsonl", [None, " "])
     source = TextSource((str(tmp_path / "text"),), document_separator="<sep>")
-    made = prepare_dataset(source, tmp_path / "d", 16, tokenizer)
+    made = prepare_dataset(source, tmp_path / "d", tokenizer)
     out = capsys.readouterr().out
     for part in ("ignoring 1 .pdf", "null, empty or blank): 2\n", "column 'text': 7 (they have body)", "'<sep>'"):
         assert part in out
-    assert made.metadata["source"]["blank_rows"] == 2
+    assert made["source"]["blank_rows"] == 2
     (tmp_path / "text" / "c.txt").write_text("the end<sep>")
-    prepare_dataset(dataclasses.replace(source), tmp_path / "e", 16, tokenizer)
+    prepare_dataset(dataclasses.replace(source), tmp_path / "e", tokenizer)
     assert "<sep>" not in capsys.readouterr().out
 
 
@@ -537,14 +630,15 @@ def test_what_is_not_in_the_dataset_is_said(tmp_path, jsonl_file, tokenizer, cap
 
 def test_a_small_text_gets_a_smaller_vocabulary(tmp_path, source, monkeypatch, capsys):
     """A message says so, and an interrupted preparation resumes with the same tokenizer."""
-    made = prepare_dataset(source, tmp_path / "d", 16, None, 2048, num_workers=1)
-    assert 257 < made.vocab_size < 2048 and made.vocab_size == len(load_tokenizer(str(tmp_path / "d" / "tokenizer")))
-    assert f"trained a byte-level BPE of {made.vocab_size:,} tokens (the text is too small" in capsys.readouterr().out
-    prepare_dataset(source, tmp_path / "d", 16, None, 2048)
+    made = prepare_dataset(source, tmp_path / "d", None, 2048, num_workers=1)
+    vocab_size = made["vocab_size"]
+    assert 257 < vocab_size < 2048 and vocab_size == len(load_tokenizer(str(tmp_path / "d" / "tokenizer")))
+    assert f"trained a byte-level BPE of {vocab_size:,} tokens (the text is too small" in capsys.readouterr().out
+    prepare_dataset(source, tmp_path / "d", None, 2048)
     assert capsys.readouterr().out == f"{tmp_path / 'd'} is already prepared from this input\n"
-    assert prepare_dataset(source, tmp_path / "e", 16, None, 2048, share=slice(0, 1)) is None
+    assert prepare_dataset(source, tmp_path / "e", None, 2048, share=slice(0, 1)) is None
     monkeypatch.setattr(prepare, "train_tokenizer", lambda *_: 1 / 0)
-    assert prepare_dataset(source, tmp_path / "e", 16, None, 2048, num_workers=1).metadata == made.metadata
+    assert prepare_dataset(source, tmp_path / "e", None, 2048, num_workers=1) == made
 
 
 CONFIGS = {
@@ -566,8 +660,8 @@ def test_training_accepts_the_tokenizer_of_every_dataset(tmp_path, jsonl_file, t
     (folder / "config.json").write_text('{"model_type": "gpt2"}')
     tokenizer = read_tokenizer(str(folder))
     is_read = list(CONFIGS).index(name) < 3
-    assert isinstance(tokenizer, TextTokenizer) == is_read
-    made = prepare_dataset(TextSource((str(jsonl_file),)), tmp_path / "d", 16, tokenizer)
+    prepare_dataset(TextSource((str(jsonl_file),)), tmp_path / "d", tokenizer)
+    made = open_packed_dataset(tmp_path / "d", BLOCK_SIZE)
     loaded, expected = made.tokenizer, AutoTokenizer.from_pretrained(folder)
     assert loaded.eos_token_id == expected.eos_token_id == made.metadata["eos_token_id"]
     backend = Tokenizer.from_file(str(folder / "tokenizer.json")) if is_read else expected.backend_tokenizer
@@ -575,19 +669,20 @@ def test_training_accepts_the_tokenizer_of_every_dataset(tmp_path, jsonl_file, t
 
 
 def test_a_dataset_must_match_the_run(tmp_path, dataset_dir, tokenizer_dir):
-    """A different block size or tokenizer is an error."""
+    """A different tokenizer is an error. It has rows of any length up to that of its validation text."""
 
     def open_for(*argv):
         return open_dataset_for(load_config(["--dataset_dir", str(dataset_dir), *argv])[0])
 
-    with pytest.raises(UserError, match="has block_size 32, but the run requests 64; pass --block_size 32"):
-        open_for("--block_size", "64")
+    assert open_for("--block_size", "64").train.block_size == 64
+    with pytest.raises(UserError, match="the train text has .* fewer than one row"):
+        open_for("--block_size", "65536")
     train_tokenizer(make_documents(50, seed=9), 300).save_pretrained(tmp_path / "other")
     with pytest.raises(UserError, match="was made with another tokenizer"):
         open_for("--block_size", "32", "--tokenizer_name", str(tmp_path / "other"))
     assert open_for("--block_size", "32", "--tokenizer_name", str(tokenizer_dir)).vocab_size == VOCAB_SIZE
     with pytest.raises(UserError, match="there is no dataset"):
-        open_packed_dataset(tmp_path / "gone")
+        open_packed_dataset(tmp_path / "gone", 32)
 
 
 def test_unusable_tokenizers_are_errors(tmp_path, tokenizer_dir):
@@ -616,7 +711,7 @@ def test_the_bytes_of_the_ids_of_a_text_are_its_bytes(tokenizer, tokenizer_dir):
     """Special tokens have none."""
     text = "".join(make_documents(50)) + "Ünï \U0001d518 猫\x00\r\n<|endoftext|>"
     counts = count_token_bytes(tokenizer)
-    assert counts[encode_plainly(tokenizer_dir, [(text, True)])].sum() == len(text.encode())
+    assert counts[encode_plainly(tokenizer_dir, [text])].sum() == len(text.encode())
     assert len(counts) == VOCAB_SIZE and counts[tokenizer.eos_token_id] == 0
     np.testing.assert_array_equal(counts, count_token_bytes(load_tokenizer(str(tokenizer_dir))))
 
@@ -626,19 +721,19 @@ def test_the_bytes_of_the_ids_of_a_text_are_its_bytes(tokenizer, tokenizer_dir):
 
 def test_the_script_prepares_finishes_and_inspects(tmp_path, source, jsonl_file, tokenizer_dir, capsys, monkeypatch):
     """--finish fails while units are missing, and completes a dataset whose last job was killed."""
-    common = ["--train_file", jsonl_file, "--tokenizer_name", tokenizer_dir, "--block_size", 16]
+    common = ["--train_file", jsonl_file, "--tokenizer_name", tokenizer_dir]
     common += ["--output_dir", tmp_path / "d", "--num_shards", 2]
     assert not run_script("scripts/prepare_data.py", *common, "--shard_index", 1)
     error = run_script("scripts/prepare_data.py", *common, "--finish")
     assert error.startswith("error: ") and not (tmp_path / "d").exists()
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr(prepare, "finish", lambda *_: 1 / 0)
+        patch.setattr(prepare, "summarize", lambda *_: 1 / 0)
         run_script("scripts/prepare_data.py", *common, "--shard_index", 0)
     capsys.readouterr()
     assert not run_script("scripts/prepare_data.py", *common, "--finish")
     printed = capsys.readouterr().out
     assert not run_script("scripts/prepare_data.py", "--inspect", tmp_path / "d")
-    assert capsys.readouterr().out in printed and "rows of 16 tokens" in printed
+    assert capsys.readouterr().out in printed and "share of the vocabulary in use" in printed
 
 
 @pytest.mark.parametrize(
@@ -646,10 +741,10 @@ def test_the_script_prepares_finishes_and_inspects(tmp_path, source, jsonl_file,
     [
         ("--inspect gone", "there is no dataset gone; create it with"),
         ("--inspect .", ". is not a complete packed dataset"),
-        ("--inspect d --block_size 8", "--inspect only reads a packed dataset, so --block_size has no effect"),
+        ("--inspect d --num_shards 8", "--inspect only reads a packed dataset, so --num_shards has no effect"),
         ("--train_file a.txt --tokenizer_name t", "pass --output_dir, the folder to create, or --inspect"),
         ("--train_file a.txt --output_dir d", "pass --tokenizer_name"),
-        ("--train_file a.txt --output_dir d --block_size 0", "block_size must be at least 1, got 0"),
+        ("--train_file a.txt --output_dir d --num_shards 0", "num_shards must be at least 1, got 0"),
         ("--train_file a.txt --output_dir d --num_shards 2", "--shard_index 0 to N - 1"),
         ("--train_file a.txt --output_dir d --num_shards 2 --shard_index 2", "--shard_index 0 to N - 1"),
         ("--output_dir d --tokenizer_name t", "exactly one of --train_file and --dataset_name"),
@@ -673,7 +768,7 @@ def test_preparing_and_inspecting_start_fast(tmp_path, jsonl_file, tokenizer_dir
         "print({'torch', 'transformers', 'datasets'} & set(sys.modules))"
     )
     arguments = ["--train_file", jsonl_file, "--tokenizer_name", tokenizer_dir, "--output_dir", tmp_path / "d"]
-    for options in ([*arguments, "--block_size", "16"], ["--inspect", tmp_path / "d"]):
+    for options in (arguments, ["--inspect", tmp_path / "d"]):
         command = [sys.executable, "-c", code, *map(str, options)]
         result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
         assert result.stdout.endswith("\nset()\n"), result.stderr

@@ -76,7 +76,7 @@ def test_from_own_text_to_a_sample(train, tmp_path, monkeypatch, capsys):
     text = ["--train_file", "a.txt"]
     assert not run_script("scripts/train_tokenizer.py", *text, "--vocab_size", 400, "--output_dir", "tok")
     assert "trained a byte-level BPE of 400 tokens\n" in capsys.readouterr().out
-    prepare = [*text, "--tokenizer_name", "tok", "--block_size", 32, "--output_dir", "packed"]
+    prepare = [*text, "--tokenizer_name", "tok", "--output_dir", "packed"]
     assert not run_script("scripts/prepare_data.py", *prepare)
     command = capsys.readouterr().out.splitlines()[-1].partition("recipe/train.py ")[2].split()
     small = [*TINY, *PLAIN, "--max_steps", "1", "--global_batch_size", "4"]

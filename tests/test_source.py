@@ -9,6 +9,7 @@ import io
 import json
 import lzma
 import os
+import pickle
 import re
 import shutil
 from pathlib import Path
@@ -18,11 +19,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import make_documents, wet_record
+from conftest import PLAIN, ROOT, TINY, make_documents, wet_record
 
 from recipe.config import STANDARD_LIBRARY
+from recipe.data.files import describe_files
 from recipe.data.read import ReadReport, read_texts, read_unit
-from recipe.data.source import TextSource, Unit, describe_files, name_of_text
+from recipe.data.source import TextSource, name_of_text
 from recipe.errors import UserError
 
 GOOD = b'{"text": "good"}\n'
@@ -30,15 +32,8 @@ GOOD = b'{"text": "good"}\n'
 
 def read(source: TextSource, report: ReadReport | None = None) -> list[tuple[str, str]]:
     """Return the split and the text of each document of all units, in order."""
-    found, begun = [], []
-    for unit in source.units():
-        for split, text, ends in read_unit(source, unit, report or ReadReport()):
-            begun.append(text)
-            if ends:
-                found.append((split, "".join(begun)))
-                begun = []
-    assert not begun, "the last document does not end"
-    return found
+    report = report or ReadReport()
+    return [tuple(document) for unit in source.units() for document in read_unit(source, unit, report)]
 
 
 def texts_of(source: TextSource, split: str | None = None) -> list[str]:
@@ -155,17 +150,18 @@ WITHOUT_BEGINNING = ("none.jsonl.bz2", "half.parquet", "cut.wet")
 
 @pytest.mark.parametrize("name", BAD_FILES)
 def test_bad_files_are_named_or_skipped(tmp_path, name):
-    """The error names the file; skip_bad_files counts it, keeps what precedes the error, and reads the others."""
+    """The error names the file; skip_bad_files counts it, keeps what can be read, and reads the others."""
     content, expected = BAD_FILES[name]
     (tmp_path / name).write_bytes(content)
     write_jsonl(tmp_path / "zz.jsonl", ["other"])
     source = TextSource((str(tmp_path),), document_separator="<sep>")
     with pytest.raises(UserError, match=expected) as caught:
         read(source)
-    assert "\n" not in str(caught.value) and str(caught.value).endswith("--skip_bad_files skips such files")
+    assert "\n" not in str(caught.value) and str(caught.value).endswith("--skip_bad_files skips what cannot be read")
     report = ReadReport()
     texts = [text for _, text in read(dataclasses.replace(source, skip_bad_files=True), report)]
-    assert len(report.skipped) == 1 and name in report.skipped[0]
+    assert report.num_skipped == 1 + (name == "utf16.jsonl")  # whose line end has a zero byte after it
+    assert name in report.errors[0]
     assert set(texts) == ({"other"} if name in WITHOUT_BEGINNING else {"good", "other"})
 
 
@@ -178,6 +174,29 @@ def test_a_column_of_token_ids_is_read_as_ids(tmp_path, write):
     assert [ids.tolist() for ids in found] == rows and {ids.dtype for ids in found} == {np.dtype("int64")}
     with pytest.raises(UserError, match="column 'ids' holds token ids, not text"):
         list(read_texts(source.train_files, "ids", None))
+
+
+def test_token_ids_in_parquet_are_several_units(tmp_path, small_units):
+    """As many as their row groups permit."""
+    rows = [list(range(number, number + 50)) for number in range(100)]
+    source = TextSource((write_parquet(tmp_path / "a.parquet", rows, "ids", 5),), text_column_name="ids")
+    found = [document.text.tolist() for unit in source.units() for document in read_unit(source, unit, ReadReport())]
+    assert len(source.units()) > 5 and found == rows
+
+
+def test_a_bad_document_does_not_end_its_unit(tmp_path, small_units):
+    """Of each file and unit, skip_bad_files keeps what can be read, also after the first error."""
+    documents = make_documents(90)
+    rows = [json.dumps({"text": text}).encode() for text in documents]
+    rows[5], rows[50] = b'{"text": ', b'{"text": 3}'
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(rows))
+    texts = [text.encode() for text in documents]
+    texts[7] = b"Stra\xdfe"
+    (tmp_path / "b.txt").write_bytes(b"<sep>".join(texts))
+    source, report = TextSource((str(tmp_path),), document_separator="<sep>", skip_bad_files=True), ReadReport()
+    found = [text for _, text in read(source, report)]
+    left = [[text for number, text in enumerate(documents) if number not in bad] for bad in ((5, 50), (7,))]
+    assert len(source.units()) > 10 and found == left[0] + left[1] and report.num_skipped == 3
 
 
 # ------------------------------------------------------------------ units
@@ -205,22 +224,21 @@ CORPORA = {
 
 @pytest.mark.parametrize("name", CORPORA)
 def test_units_hold_each_document_once_in_order(tmp_path, small_units, name):
-    """Each unit can be read alone, in another process. The end of a text that is one document is held out."""
+    """Each unit can be read alone, in another process. A text that is one document is cut into one for each unit."""
     write, separator, expected = CORPORA[name]
     source = TextSource((write(tmp_path),), document_separator=separator)
     assert len(source.units()) > 10
     documents = read(source)
     if isinstance(expected, str):
-        assert [split for split, _ in documents] == ["train", "validation"]
+        splits = [split for split, _ in documents]
+        assert splits == sorted(splits) and set(splits) == {"train", "validation"}
         assert "".join(text for _, text in documents) == expected
     else:
         assert [text for _, text in documents] == expected
     alone = []
     for unit in reversed(source.units()):
-        sent = Unit(*json.loads(json.dumps(unit)))
-        alone = [*read_unit(dataclasses.replace(source), sent, ReadReport()), *alone]
-    assert "".join(text for _, text, _ in alone) == "".join(text for _, text in documents)
-    assert sum(ends for *_, ends in alone) == len(documents)
+        alone = [*read_unit(*pickle.loads(pickle.dumps((source, unit))), ReadReport()), *alone]
+    assert alone == documents
 
 
 def test_small_files_share_units(tmp_path, small_units):
@@ -276,8 +294,9 @@ def test_the_end_of_a_text_is_held_out(tmp_path, monkeypatch, text, expected, ki
         request.getfixturevalue("small_units")
     path = tmp_path / kind.replace("units", "a.txt")
     path.write_bytes(gzip.compress(text.encode()) if kind.endswith("gz") else text.encode())
-    (split, head), (held_out, tail) = read(TextSource((str(path),)))
-    assert (split, held_out) == ("train", "validation") and head + tail == text
+    source = TextSource((str(path),))
+    head, tail = ("".join(texts_of(source, split)) for split in ("train", "validation"))
+    assert head + tail == text
     assert 0.045 < len(tail.encode()) / len(text.encode()) < 0.08
 
     assert re.fullmatch(expected, tail)
@@ -359,6 +378,53 @@ def test_folders_and_patterns_stand_for_their_files(tmp_path):
         TextSource((str(tmp_path / "z.*"),)).units()
 
 
+def names_in(*given: str, **options) -> list[str]:
+    return TextSource(given, **options).files.paths
+
+
+def test_validation_files_are_not_trained_on(tmp_path, monkeypatch):
+    """However they are named. Each file is read once, and one line says what is ignored."""
+    monkeypatch.chdir(tmp_path)
+    Path("corpus").mkdir()
+    for name, seed in (("a", 0), ("b", 1), ("val", 2)):
+        write_jsonl(Path("corpus", f"{name}.jsonl"), make_documents(20, seed))
+    Path("link.jsonl").symlink_to("corpus/val.jsonl")
+    for validation in ("corpus/val.jsonl", str(tmp_path / "corpus/../corpus/val.jsonl"), "link.jsonl", "corpus/v*"):
+        source = TextSource(("corpus", "corpus/a.jsonl", "corpus/*.jsonl"), (validation,))
+        assert source.files.paths == ["corpus/a.jsonl", "corpus/b.jsonl"]
+        assert describe_files(source.files) == "reading 2 files; ignoring 2 named as validation text, 3 named twice"
+    assert texts_of(source, "train") == [*make_documents(20), *make_documents(20, seed=1)]
+    assert texts_of(source, "validation") == make_documents(20, seed=2)
+    with pytest.raises(UserError, match="all files of --train_file are named as --validation_file, too"):
+        _ = TextSource(("corpus/val.jsonl",), ("corpus",)).files
+
+
+def test_a_folder_that_holds_its_own_results_is_the_same_text(tmp_path, train, tokenizer_dir, monkeypatch):
+    """Runs and datasets in it, also with other names, a virtual environment, hidden files, and a clone of this."""
+    monkeypatch.chdir(tmp_path)
+    Path("books").mkdir()
+    write_jsonl(Path("books", "a.jsonl"), make_documents(200))
+    Path("runs").mkdir()
+    Path("runs", "ladder.json").write_text("{\n}")
+    run = ["--train_file", ".", "--tokenizer_name", tokenizer_dir, *TINY, *PLAIN, "--global_batch_size", 4]
+    train(*run, "--max_steps", 1, "--output_dir", "out", "--cache_dir", "cache", alone=True)
+    for name in ("env/pyvenv.cfg", "env/lib/top_level.txt", ".git/description.txt", "cache/notes.txt"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text("text")
+    shutil.copytree(ROOT, "clone", ignore=shutil.ignore_patterns(".*", "runs", "*.png"))
+    assert names_in(".") == ["./books/a.jsonl", "./cache/notes.txt"]
+    Path("cache/notes.txt").unlink()
+    assert "of runs, models or datasets" in describe_files(TextSource((".",)).files)
+    resume = ["--output_dir", "out", "--cache_dir", "cache", "--resume_from_checkpoint", "auto"]
+    train(*run, "--max_steps", 2, *resume, alone=True)
+    assert names_in("clone/README.md") == ["clone/README.md"]
+    Path("clone", "corpus.txt").write_text("text")
+    monkeypatch.chdir("clone")
+    assert names_in(".") == ["./corpus.txt"] and names_in("recipe/data") == ["recipe/data/README.md"]
+    with pytest.raises(UserError, match="it holds .* of runs, models or datasets"):
+        names_in("../*/metrics.jsonl")
+
+
 BAD_SOURCES = [
     ({"train_files": ("gone.txt",)}, "gone.txt"),
     ({"train_files": ("gone/*.txt",)}, "gone/"),
@@ -414,7 +480,7 @@ def test_the_standard_library_is_a_corpus():
 
 
 def content_of(*files: Path) -> str:
-    return TextSource(tuple(map(str, files))).content_id
+    return TextSource(tuple(map(str, files))).inputs["content"]
 
 
 def test_a_copy_has_the_identity_of_the_original(tmp_path):
@@ -427,7 +493,7 @@ def test_a_copy_has_the_identity_of_the_original(tmp_path):
     for path in (tmp_path / "b").rglob("*"):
         os.utime(path, (1e9, 1e9))
     a, b = ([content_of(tmp_path / name), TextSource(dataset_name=str(tmp_path / name / "data"))] for name in "ab")
-    assert (a[0], a[1].content_id, a[1].options_sha256) == (b[0], b[1].content_id, b[1].options_sha256)
+    assert (a[0], a[1].inputs) == (b[0], b[1].inputs)
 
 
 @pytest.mark.parametrize("size", [1_000_000, 10_000_000])
@@ -458,8 +524,7 @@ def test_the_identity_covers_every_option_and_file(tmp_path):
         dataclasses.replace(base, validation_split_percentage=7.0),
         dataclasses.replace(base, skip_bad_files=True),  # a strict run does not accept what a lenient one has made
     ]
-    identities = {(source.content_id, source.options_sha256) for source in sources}
-    assert len(identities) == len(sources)
     base = TextSource(dataset_name="org/data")
     options = [{}, {"dataset_name": "org/other"}, {"dataset_config_name": "c"}, {"dataset_split": "test"}]
-    assert len({dataclasses.replace(base, **changed).options_sha256 for changed in options}) == len(options)
+    sources += [dataclasses.replace(base, **changed) for changed in options]
+    assert len({json.dumps(source.inputs) for source in sources}) == len(sources)

@@ -20,9 +20,11 @@ import torch
 from conftest import BLOCK_SIZE, PLAIN, ROOT, launch, make_documents, read_events
 
 from recipe.command_line import load_config
-from recipe.data import prepare
+from recipe.data import cache
 from recipe.data.batches import TrainBatches, TrainOrder
-from recipe.data.prepare import open_dataset_for, prepare_dataset
+from recipe.data.cache import open_dataset_for
+from recipe.data.packed import PackedSplit
+from recipe.data.prepare import prepare_dataset
 from recipe.data.source import TextSource
 from recipe.data.stream import TextStream, open_stream, read_stream
 from recipe.data.tokenizer import read_tokenizer
@@ -58,20 +60,23 @@ def source(text, small_units):
 
 @pytest.fixture
 def unit_rows(tmp_path, source, tokenizer_dir):
-    """The training rows of each unit, as a preparation packs them."""
-    made = prepare_dataset(source, tmp_path / "d", BLOCK_SIZE, read_tokenizer(str(tokenizer_dir)), num_workers=1)
-    rows = {f"{number:05d}.arrow": [] for number in range(len(source.units()))}
-    for (name, *_), number in zip(made.train.where, range(len(made.train.where)), strict=True):
-        rows[name] += made.train.chunk(number).tolist()
-    counts = [len(of_unit) for of_unit in rows.values()]
+    """The training rows of each unit, as they would be alone."""
+    made = prepare_dataset(source, tmp_path / "d", read_tokenizer(str(tokenizer_dir)), num_workers=1)
+    rows, chunks = [], made["splits"]["train"]["chunks"]
+    for number in range(len(source.units())):
+        own = [chunk for chunk in chunks if chunk[0] == f"{number:05d}.arrow"]
+        split = PackedSplit(tmp_path / "d" / "train", own, BLOCK_SIZE, made["vocab_size"])
+        rows.append(split[np.arange(len(split))].tolist() if len(split) else [])
+    counts = list(map(len, rows))
     assert len(counts) > 10 and 0 in counts and max(counts) > 6
-    return list(rows.values())
+    return rows
 
 
 def open_streams(source, tokenizer_dir, count=1, seed=1, hosts=None) -> list[TextStream]:
     """Open the stream of each process of a run. The processes are threads, which gather from each other."""
     parts, barrier, here = [None] * count, threading.Barrier(count), threading.local()
-    job = Job(source, "", str(tokenizer_dir), BLOCK_SIZE, ("train",), is_temporary=True)
+    job = Job(source, "", str(tokenizer_dir), ("train",), is_temporary=True)
+    vocab_size = len(read_tokenizer(str(tokenizer_dir)))
 
     def open_on(rank):
         here.host = (hosts or "a" * count)[rank]
@@ -83,9 +88,7 @@ def open_streams(source, tokenizer_dir, count=1, seed=1, hosts=None) -> list[Tex
             barrier.wait(30)
             return found
 
-        return TextStream(
-            job, source.units(), "tokenizers", len(read_tokenizer(str(tokenizer_dir))), seed, rank, gather
-        )
+        return TextStream(job, source.units(), "tokenizers", BLOCK_SIZE, vocab_size, seed, rank, gather)
 
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(count) as threads:
         patch.setattr(socket, "gethostname", lambda: here.host)
@@ -186,8 +189,8 @@ from recipe.data.units import Job
 source = TextSource((sys.argv[1],))
 if sys.argv[3] == "idle":
     source_module.SMALL_SOURCE = source_module.SMALLEST_UNIT = 1500
-job = Job(source, "", sys.argv[2], 32, ("train",), is_temporary=True)
-stream = TextStream(job, source.units(), "tokenizers", 500, 1, 0, lambda part: [part])
+job = Job(source, "", sys.argv[2], ("train",), is_temporary=True)
+stream = TextStream(job, source.units(), "tokenizers", 32, 500, 1, 0, lambda part: [part])
 if sys.argv[3] == "idle":
     stream.window(0)
 else:
@@ -264,7 +267,7 @@ def test_a_full_disk_names_the_variable(source, tokenizer_dir, monkeypatch):
 @pytest.fixture
 def config(tmp_path, text, tokenizer_dir, small_units, monkeypatch):
     """A streamed run, of which about 6,000 bytes are prepared."""
-    monkeypatch.setattr(prepare, "HEAD_BYTES", 6_000)
+    monkeypatch.setattr(cache, "HEAD_BYTES", 6_000)
     argv = ["--streaming", "--train_file", str(text), "--tokenizer_name", str(tokenizer_dir)]
     argv += ["--cache_dir", str(tmp_path / "cache"), "--block_size", str(BLOCK_SIZE), "--seed", "1"]
     return load_config([*argv, "--validation_split_percentage", "20"])[0]

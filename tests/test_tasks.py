@@ -5,6 +5,7 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -115,7 +116,7 @@ def test_lambada_equals_a_plain_loop(model, tokenizer, tmp_path):
 def test_every_example_equals_lm_eval(model, tokenizer, tmp_path, monkeypatch):
     """The real lm-eval, its own HellaSwag and LAMBADA tasks, the same files: equal scores, and equal log-probabilities
     of each continuation but for the rounding of the matrix products."""
-    lm_eval = pytest.importorskip("lm_eval")
+    import lm_eval
     from lm_eval.models.huggingface import HFLM
 
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
@@ -252,3 +253,17 @@ def test_a_task_stops_between_chunks(model, tokenizer):
     answers = iter([False, True])
     examples = [Example("the cat sat", ["on a mat", "off"], 0)] * 150
     assert score_task(model, tokenizer, "hellaswag", examples, 300, must_stop=lambda: next(answers)) is None
+
+
+def test_a_process_may_get_no_example(model, tokenizer, monkeypatch):
+    """The last chunk may have fewer examples than there are processes."""
+    examples, parts, alone = load_tasks(GIVEN)["hellaswag"], [], {}
+    for processes in ([0], [0, 1]):
+        parts.clear()
+        monkeypatch.setattr(tasks_module, "gather", lambda found: parts.append(found) or list(parts))
+        for index in processes:
+            state = SimpleNamespace(num_processes=len(processes), process_index=index)
+            monkeypatch.setattr(tasks_module, "PartialState", lambda state=state: state)
+            found = score_task(model, tokenizer, "hellaswag", examples, 300, max_examples=1)
+        alone = alone or found
+    assert parts[1] == {} and found | {"seconds": 0} == alone | {"seconds": 0}

@@ -146,11 +146,12 @@ def build_loader(split: PackedSplit, order: TrainOrder, device: torch.device, nu
 
 
 def _index_on_device(split: PackedSplit, order: TrainOrder, device: torch.device) -> Iterator[torch.Tensor]:
-    """Load all rows onto the device (2 bytes per token for uint16 ids) and index them there."""
-    rows = split.in_memory().chunk(0)
-    split.check(rows)
-    is_uint16 = rows.dtype == np.uint16  # torch cannot index uint16 on every device: store the bits as int16
-    rows = torch.from_numpy(rows.view(np.int16) if is_uint16 else rows).to(device)
+    """Load all ids onto the device (2 bytes each for uint16) and index their rows there."""
+    ids = split.in_memory().chunks[0]
+    split.check(ids)
+    is_uint16 = ids.dtype == np.uint16  # torch cannot index uint16 on every device: store the bits as int16
+    ids = torch.from_numpy(ids.view(np.int16) if is_uint16 else ids).to(device)
+    rows = ids.unfold(0, split.block_size + 1, split.block_size)  # a view
     for indices in order:
         gathered = rows[to_device(torch.from_numpy(indices), device)].long()
         yield gathered & 0xFFFF if is_uint16 else gathered

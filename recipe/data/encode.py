@@ -127,6 +127,14 @@ def has_recent_characters(texts: Sequence[str]) -> bool:
     return bool(RECENT[codes[codes >= RECENT.argmax()]].any())
 
 
+def encode_documents(encode: Encode, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Encode texts of any length, the long ones in pieces. Returns the same as `encode`."""
+    pieces = [list(cut_text(text)) for text in texts]
+    ids, lengths = encode([piece for of_text in pieces for piece in of_text])
+    firsts = np.cumsum([0, *map(len, pieces[:-1])])
+    return ids, np.add.reduceat(lengths, firsts)
+
+
 def cut_text(text: str) -> Iterator[str]:
     """Cut a long text. For a byte-level BPE, encoding the pieces gives the same ids as encoding the whole text."""
     start = 0

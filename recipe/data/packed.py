@@ -1,18 +1,20 @@
-"""The packed dataset on disk: rows of block_size + 1 token ids, and metadata.
+"""The packed dataset on disk: a stream of token ids for each split, and metadata.
 
     DIR/dataset_dict.json, DIR/train/, DIR/validation/   a datasets.DatasetDict: datasets.load_from_disk(DIR) opens it
-    DIR/SPLIT/00012.arrow                                the rows of unit 12
-    DIR/tokenizer/                                       the tokenizer that made the ids
-    DIR/metadata.json                                    counts, hashes, and where the rows are; written last
+    DIR/SPLIT/00012.arrow                                the ids of unit 12, one per row
+    DIR/tokenizer/                                       the tokenizer that made them
+    DIR/metadata.json                                    counts, hashes, and where the ids are; written last
 
-Row i of a unit holds tokens [i*T, i*T + T + 1) of its token stream, T = block_size. Each row starts with the last
-token of the previous row, so every token but the first is a target exactly once. Up to T - 1 tokens at the end of each
-unit do not fill a row and are dropped.
+The stream of a split is that of its units, one after another. A run reads it in rows of its own block_size: row i
+holds tokens [i*T, i*T + T + 1), T = block_size. Each row starts with the last token of the previous row, so every
+token but the first is a target exactly once. Up to T - 1 tokens at the end of the stream fill no row.
 """
 
+import bisect
 import copy
 import functools
 import hashlib
+import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,29 +23,27 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from recipe.data.read import SPLITS
+from recipe.data.source import SPLITS
 from recipe.data.tokenizer import load_saved_tokenizer, tokenizer_sha256
 from recipe.errors import UserError, short_reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FORMAT_VERSION = 4
-BATCH_TOKENS = 2**22  # per batch of rows, so that a unit of any size takes little memory
+FORMAT_VERSION = 5
+BATCH_TOKENS = 2**22  # at a time, so that a unit of any size takes little memory
 
 
-class RowsWriter:
-    """Writes a stream of token ids as rows, in the Arrow file that `datasets.load_from_disk` reads.
+class TokenWriter:
+    """Writes a stream of token ids, one per row, to an Arrow file that `datasets.load_from_disk` reads.
 
-    `chunks` says where the rows are in the file: [offset of the ids, number of rows] of each batch.
+    `chunks` says where they are in the file: [offset, number of ids] of each batch.
     """
 
-    def __init__(self, path: Path, block_size: int, vocab_size: int) -> None:
-        self.path, self.block_size, self.dtype = path, block_size, id_dtype(vocab_size)
-        self.schema = pa.schema(
-            {"input_ids": pa.list_(pa.from_numpy_dtype(self.dtype), block_size + 1)},
-            {"huggingface": json.dumps({"info": dataset_info(block_size, vocab_size)})},
-        )
+    def __init__(self, path: Path, vocab_size: int) -> None:
+        self.path, self.dtype = path, id_dtype(vocab_size)
+        info = {"huggingface": json.dumps({"info": dataset_info(vocab_size)})}
+        self.schema = pa.schema({"input_ids": pa.from_numpy_dtype(self.dtype)}, info)
         self.chunks, self.digest = [], hashlib.sha256()
         self.pending, self.num_pending = [], 0
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,32 +55,27 @@ class RowsWriter:
         self.pending.append(ids.astype(self.dtype, copy=False))
         self.num_pending += len(ids)
         if self.num_pending >= BATCH_TOKENS:
-            self._write_rows()
+            self._write_batch()
 
-    def _write_rows(self) -> None:
+    def _write_batch(self) -> None:
         tokens = np.concatenate(self.pending)
-        rows = pack_rows(tokens, self.block_size)
-        self.pending = [tokens[len(rows) * self.block_size :]]  # starts with the last token written
-        self.num_pending = len(self.pending[0])
-        if len(rows):
-            self.digest.update(rows.data)
-            column = pa.FixedSizeListArray.from_arrays(rows.reshape(-1), self.block_size + 1)
-            self.stream.write_batch(pa.record_batch([column], schema=self.schema))
-            # Without nulls, the ids are the last buffer of the batch, padded to a multiple of 8 bytes.
-            self.chunks.append([self.file.tell() - -(-rows.nbytes // 8) * 8, len(rows)])
+        self.pending, self.num_pending = [], 0
+        self.digest.update(tokens)
+        self.stream.write_batch(pa.record_batch([pa.array(tokens)], schema=self.schema))
+        # Without nulls, the ids are the last buffer of the batch, padded to a multiple of 8 bytes.
+        self.chunks.append([self.file.tell() - -(-tokens.nbytes // 8) * 8, len(tokens)])
 
     def close(self) -> None:
-        """Write the rows that are left."""
-        if self.pending:
-            self._write_rows()
+        """Write the ids that are left."""
+        if self.num_pending:
+            self._write_batch()
         self.stream.close()
         self.file.close()
 
 
-def dataset_info(block_size: int, vocab_size: int) -> dict:
-    """Describe rows as `datasets` does a list of fixed length, without its import, which takes a second."""
-    feature = {"dtype": np.dtype(id_dtype(vocab_size)).name, "_type": "Value"}
-    return {"features": {"input_ids": {"feature": feature, "length": block_size + 1, "_type": "List"}}}
+def dataset_info(vocab_size: int) -> dict:
+    """Describe the column as `datasets` does, without its import, which takes a second."""
+    return {"features": {"input_ids": {"dtype": np.dtype(id_dtype(vocab_size)).name, "_type": "Value"}}}
 
 
 def id_dtype(vocab_size: int) -> type:
@@ -88,78 +83,60 @@ def id_dtype(vocab_size: int) -> type:
     return np.uint16 if vocab_size <= 2**16 else np.int32
 
 
-def pack_rows(stream: np.ndarray, block_size: int) -> np.ndarray:
-    """Return the rows that a stream fills: [tokens] -> [rows, block_size + 1], overlapping by one token."""
-    num_rows = max(0, len(stream) - 1) // block_size
-    strides = (block_size * stream.strides[0], stream.strides[0])
-    return np.lib.stride_tricks.as_strided(stream, (num_rows, block_size + 1), strides).copy()
-
-
 class PackedSplit:
-    """The rows of one split, memory-mapped: only pages that are read take up memory.
+    """The rows of a stream of token ids, memory-mapped: only pages that are read take up memory.
 
     torch maps the files, because pyarrow 26 makes a whole file resident and numpy keeps each file open.
     """
 
     def __init__(self, directory: Path, chunks: list[list], block_size: int, vocab_size: int) -> None:
-        """chunks: [file name, offset of the ids, number of rows] of each stretch of rows."""
-        self.directory, self.block_size, self.vocab_size = directory, block_size, vocab_size
-        self.where = [tuple(chunk) for chunk in chunks]
-        self.starts = np.cumsum([0, *(num_rows for *_, num_rows in self.where)])  # the first row of each chunk
-        self.mapped: dict[int, np.ndarray] = {}
+        """chunks: [file name, offset, number of ids] of each stretch of the stream."""
+        self.directory, self.where, self.block_size, self.vocab_size = directory, chunks, block_size, vocab_size
+        self.chunks = [self._map(*chunk) for chunk in chunks]  # readable also when the files are replaced
+        self.starts = [0, *itertools.accumulate(map(len, self.chunks))]  # of the chunks in the stream
 
     def __len__(self) -> int:
-        return int(self.starts[-1])
+        return max(0, self.starts[-1] - 1) // self.block_size
 
     @property
     def num_bytes(self) -> int:
-        """Size of the rows in memory."""
-        return len(self) * (self.block_size + 1) * np.dtype(id_dtype(self.vocab_size)).itemsize
+        """Size of the ids in memory."""
+        return self.starts[-1] * np.dtype(id_dtype(self.vocab_size)).itemsize
 
     def __getitem__(self, indices: np.ndarray) -> np.ndarray:
         """Return the rows with these indices (int64 [batch]) as int64 [batch, block_size + 1].
 
         Raises `UserError` for an id outside the vocabulary, which would be a device-side assert on CUDA.
         """
-        numbers = np.searchsorted(self.starts, indices, side="right") - 1
-        rows = np.stack([self.chunk(n)[i - self.starts[n]] for n, i in zip(numbers.tolist(), indices, strict=True)])
+        starts = (np.asarray(indices) * self.block_size).tolist()
+        rows = np.stack([self._tokens(start, start + self.block_size + 1) for start in starts])
         self.check(rows)
         return rows.astype(np.int64)
 
-    def check(self, rows: np.ndarray) -> None:
-        """Raise `UserError` if rows hold an id outside the vocabulary."""
-        if rows.max() >= self.vocab_size or rows.min() < 0:
-            beyond = f"token id {rows.max()}, beyond its vocabulary of {self.vocab_size}"
+    def _tokens(self, start: int, stop: int) -> np.ndarray:
+        number, pieces = bisect.bisect_right(self.starts, start) - 1, []
+        while start < stop:
+            pieces.append(self.chunks[number][start - self.starts[number] : stop - self.starts[number]])
+            start, number = self.starts[number + 1], number + 1
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def check(self, ids: np.ndarray) -> None:
+        """Raise `UserError` if there is an id outside the vocabulary."""
+        if ids.max() >= self.vocab_size or ids.min() < 0:
+            beyond = f"token id {ids.max()}, beyond its vocabulary of {self.vocab_size}"
             raise UserError(f"{self.directory} contains {beyond}; prepare it again")
 
-    def chunk(self, number: int) -> np.ndarray:
-        """Return the rows of a chunk: [rows, block_size + 1]."""
-        if number not in self.mapped:
-            self.mapped[number] = self._map(*self.where[number])
-        return self.mapped[number]
-
-    def _map(self, name: str, offset: int, num_rows: int) -> np.ndarray:
+    def _map(self, name: str, offset: int, num_ids: int) -> np.ndarray:
         import torch  # not at the top, because preparing data does not need it
 
-        dtype, width = np.dtype(id_dtype(self.vocab_size)), self.block_size + 1
-        num_bytes = num_rows * width * dtype.itemsize
-        path = self.directory / name
-        mapped = torch.from_file(str(path), size=offset + num_bytes, dtype=torch.uint8).numpy()
-        return mapped[offset:].view(dtype).reshape(num_rows, width)
-
-    def read_row(self, index: int) -> np.ndarray:
-        """Return one row without mapping its file: [block_size + 1]."""
-        number = int(np.searchsorted(self.starts, index, side="right")) - 1
-        name, offset, _ = self.where[number]
-        dtype, width = np.dtype(id_dtype(self.vocab_size)), self.block_size + 1
-        offset += int(index - self.starts[number]) * width * dtype.itemsize
-        return np.fromfile(self.directory / name, dtype, width, offset=offset)
+        dtype = np.dtype(id_dtype(self.vocab_size))
+        size = offset + num_ids * dtype.itemsize
+        return torch.from_file(str(self.directory / name), size=size, dtype=torch.uint8).numpy()[offset:].view(dtype)
 
     def in_memory(self) -> "PackedSplit":
-        """Load all rows into memory, as a single chunk."""
+        """Load all ids into memory, as a single chunk."""
         copied = copy.copy(self)
-        copied.mapped = {0: np.concatenate([self.chunk(number) for number in range(len(self.where))])}
-        copied.starts = np.array([0, len(self)])
+        copied.chunks, copied.starts = [np.concatenate(self.chunks)], [0, self.starts[-1]]
         return copied
 
     def __reduce__(self):  # a worker process maps the files itself
@@ -172,6 +149,7 @@ class PackedDataset:
 
     directory: Path
     metadata: dict
+    block_size: int
     train: PackedSplit
     validation: PackedSplit
 
@@ -181,22 +159,20 @@ class PackedDataset:
         return load_saved_tokenizer(self.directory / "tokenizer", self.metadata["tokenizer_sha256"])
 
     @property
-    def block_size(self) -> int:
-        return self.metadata["block_size"]
-
-    @property
     def vocab_size(self) -> int:
         return self.metadata["vocab_size"]
 
 
 def metadata_of(dataset: Any) -> dict[str, Any]:
-    """Return the metadata of a packed dataset, or what can be told of another: its rows, and hashes of the first.
+    """Return the metadata of a packed dataset with its rows, or what can be told of another, with a hash of the first.
 
     dataset: has `train` and `validation` (with a length, indexed by int64 [n] for int64 [n, block_size + 1]) and a
     `tokenizer`.
     """
     if isinstance(dataset, PackedDataset):
-        return dataset.metadata
+        found = dataset.metadata["splits"]
+        rows = {"train": len(dataset.train), "validation": len(dataset.validation)}
+        return dataset.metadata | {"splits": {name: found[name] | {"rows": rows[name]} for name in SPLITS}}
     splits, digest = {}, hashlib.sha256()
     for name in SPLITS:
         split = getattr(dataset, name)
@@ -214,8 +190,19 @@ def metadata_of(dataset: Any) -> dict[str, Any]:
     }
 
 
-def open_packed_dataset(directory: Path, block_size: int | None = None) -> PackedDataset:
-    """Open a complete dataset that has the run's block_size. Raises `UserError` for any other."""
+def open_packed_dataset(directory: Path, block_size: int) -> PackedDataset:
+    """Open a complete dataset in rows of block_size + 1 tokens. Raises `UserError` if it has none, or is damaged."""
+    metadata = read_metadata(directory)
+    check_splits(metadata, block_size)
+    splits = [
+        PackedSplit(directory / split, metadata["splits"][split]["chunks"], block_size, metadata["vocab_size"])
+        for split in SPLITS
+    ]
+    return PackedDataset(directory, metadata, block_size, *splits)
+
+
+def read_metadata(directory: Path) -> dict[str, Any]:
+    """Return the metadata of a complete packed dataset. Raises `UserError` for anything else."""
     if not directory.is_dir():
         raise UserError(f"there is no dataset {directory}; create it with scripts/prepare_data.py")
     if not (directory / "metadata.json").is_file():
@@ -225,20 +212,31 @@ def open_packed_dataset(directory: Path, block_size: int | None = None) -> Packe
         metadata = json.loads((directory / "metadata.json").read_text())
         if metadata["format_version"] != FORMAT_VERSION:
             raise UserError(f"it has format {metadata['format_version']}, not {FORMAT_VERSION}")
-        splits = [_open_split(directory / name, metadata, metadata["splits"][name]) for name in SPLITS]
-    except Exception as error:  # json and numpy raise various errors for damaged files
+        for split in SPLITS:
+            for file, size in metadata["splits"][split]["file_bytes"].items():
+                if (found := (directory / split / file).stat().st_size) != size:
+                    raise UserError(f"{split}/{file} has {found} bytes instead of {size}")
+    except Exception as error:  # json raises various errors for damaged files
         reason = error if isinstance(error, UserError) else short_reason(error)
         remedy = "prepare it again with scripts/prepare_data.py --overwrite"
         raise UserError(f"{directory} is not a complete packed dataset ({reason}); {remedy}") from error
-    if block_size not in (None, found := metadata["block_size"]):
-        remedy = f"pass --block_size {found}, or prepare it again with --block_size {block_size}"
-        raise UserError(f"{directory} has block_size {found}, but the run requests {block_size}; {remedy}")
-    return PackedDataset(directory, metadata, *splits)
+    return metadata
 
 
-def _open_split(directory: Path, metadata: dict, expected: dict) -> PackedSplit:
-    """Open a split. Raises `UserError` if its files do not have the sizes in the metadata."""
-    for file, size in expected["file_bytes"].items():
-        if (found := (directory / file).stat().st_size) != size:
-            raise UserError(f"{directory.name}/{file} has {found} bytes instead of {size}")
-    return PackedSplit(directory, expected["chunks"], metadata["block_size"], metadata["vocab_size"])
+def check_splits(metadata: dict[str, Any], block_size: int) -> None:
+    """Raise `UserError` if a split fills no row, naming the options that would provide some."""
+    counts, held_out = metadata["splits"], metadata["source"]["validation_split_percentage"]
+    short = next((split for split in SPLITS if counts[split]["tokens"] <= block_size), None)
+    if short is None:
+        return
+    tokens, documents = counts[short]["tokens"], counts["train"]["documents"]
+    found = f"the {short} text has {tokens:,} tokens, fewer than one row of block_size + 1 = {block_size + 1:,}"
+    remedies = ["more text"]
+    if tokens > 16:  # a model learns nothing from shorter rows
+        remedies.append(f"--block_size {2 ** ((tokens - 1).bit_length() - 1)}")
+    if held_out and short == "validation":
+        found += f" ({held_out:g}% of {documents + counts[short]['documents']:,} documents are held out)"
+        remedies += ["a larger --validation_split_percentage", "a --validation_file"]
+        if documents == 1:
+            remedies.append("a --document_separator that occurs in the text")
+    raise UserError(f"{found}; pass {' or '.join(remedies)}")

@@ -1,4 +1,4 @@
-"""A unit of text -> its documents, each assigned to train or validation."""
+"""A unit of text -> its documents, each in train or validation."""
 
 import codecs
 import csv
@@ -20,23 +20,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recipe.config import STANDARD_LIBRARY
-from recipe.data.source import (
-    BLOCK,
-    SMALL_SOURCE,
-    Part,
-    TextSource,
-    Unit,
-    compression_of,
-    kind_of,
-    read_standard_library,
-)
+from recipe.data.encode import SAMPLE_CHARACTERS
+from recipe.data.files import BLOCK, kind_of, open_stream, read_standard_library
+from recipe.data.source import SMALL_SOURCE, SPLITS, FilePart, ShardPart, TextSource, Unit
 from recipe.errors import UserError, one_line
 
-SPLITS = ("train", "validation")
+SHOWN_ERRORS = 10
+TOKENIZER_CHARACTERS = 2_000_000_000  # the most that a tokenizer is trained on
 HASHED_CHARACTERS = 100_000  # the part of a document that its hash covers
 ROWS_PER_READ = 100
-# A unit with no more documents is held in memory to hold some out exactly.
-MOST_HELD_BACK = 10_000
+MOST_HELD_BACK = 10_000  # documents: of no more, exactly the percentage is held out
 Text = str | np.ndarray  # or, if the source is already tokenized, token ids: int64 [tokens]
 READ_ERRORS = (UserError, OSError, EOFError, ValueError, RecursionError, csv.Error, lzma.LZMAError, pa.ArrowException)
 csv.field_size_limit(2**31 - 1)
@@ -44,11 +37,8 @@ NUL = "it contains NUL bytes, so it is binary, or text in UTF-16: convert it wit
 
 
 class Document(NamedTuple):
-    """A document, or a part of one that continues in the next unit."""
-
     split: str
     text: Text
-    ends: bool = True
 
 
 @dataclass
@@ -59,57 +49,108 @@ class ReadReport:
     num_without_column: int = 0  # rows
     columns: list[str] = field(default_factory=list)  # the columns found instead, up to 20
     num_separators: int = 0
-    skipped: list[str] = field(default_factory=list)  # the error of each skipped file
+    num_skipped: int = 0  # documents that cannot be read, and ends of files
+    errors: list[str] = field(default_factory=list)  # the errors of the first of them
 
     def add(self, other: "ReadReport") -> None:
         for name, value in vars(other).items():
             new = [item for item in value if item not in self.columns] if name == "columns" else value
             setattr(self, name, getattr(self, name) + new)
 
+    def skip(self, reason: str) -> None:
+        self.num_skipped += 1
+        if len(self.errors) < SHOWN_ERRORS:
+            self.errors.append(reason)
+
 
 def read_unit(source: TextSource, unit: Unit, report: ReadReport) -> Iterator[Document]:
     """Yield the documents of a unit that hold text. Raises `UserError` naming the file if it cannot be read."""
-    parts = (document for part in map(Part._make, unit.parts) for document in _read_part(source, part, report))
-    return assign_splits(parts, source.validation_split_percentage, unit.is_only)
+    found = _read_documents(source, unit, report)
+    threshold, head = math.floor(source.validation_split_percentage / 100 * 2**64), []
+    if threshold and any(part.rule == "few" for part in unit.parts):
+        head, threshold = _few(found, threshold)
+    for rule, text, is_end in itertools.chain(head, found):
+        yield Document(split_of(rule, text, is_end, threshold), text)
 
 
 def read_texts(paths: Iterable[str], text_column_name: str, document_separator: str | None) -> Iterator[str]:
     """Yield all documents of files, folders and patterns. Raises `UserError` if they cannot be read or hold ids."""
     options = {"text_column_name": text_column_name, "document_separator": document_separator}
     source = TextSource(tuple(paths), validation_split_percentage=0, **options)
-    parts: list[str] = []
     for unit in source.units():
         for document in read_unit(source, unit, ReadReport()):
             if not isinstance(document.text, str):
                 raise UserError(f"column '{text_column_name}' holds token ids, not text")
-            parts.append(document.text)
-            if document.ends:
-                yield "".join(parts)
-                parts = []
+            yield document.text
 
 
-def assign_splits(
-    documents: Iterable[tuple[str | None, Text, bool]], percentage: float, exact: bool
-) -> Iterator[Document]:
-    """Hold out a percentage of the documents by their hashes, so equal documents are never in both splits.
-
-    exact: hold out exactly this percentage if they are few (the smallest hashes; at least one document, never all).
-    """
-    documents, threshold = iter(documents), math.floor(percentage / 100 * 2**64)
-    head = []
-    if exact and percentage:
+def read_train_texts(source: TextSource, units: list[Unit]) -> Iterator[str]:
+    """Yield the training text, to train a tokenizer; of a large source, the beginning of each unit."""
+    read_sample(source, units)  # raises if there is no text
+    limit = TOKENIZER_CHARACTERS // len(units)
+    for unit in units:
         characters = 0
-        for document in documents:
-            head.append(document)
-            characters += len(document[1])
-            if len(head) >= MOST_HELD_BACK or characters >= SMALL_SOURCE:
+        for document in read_unit(source, unit, ReadReport()):
+            if not isinstance(document.text, str):
+                name = source.text_column_name
+                raise UserError(f"column '{name}' is already tokenized; pass its --tokenizer_name")
+            if document.split == "train":
+                yield document.text[: limit - characters]
+            characters += len(document.text)
+            if characters >= limit:
                 break
-        else:
-            ordered = sorted({hash64(text) for split, text, _ in head if split is None})
-            count = min(max(1, round(len(ordered) * percentage / 100)), len(ordered) - 1)
-            threshold = ordered[count - 1] + 1 if count > 0 else 0
-    for split, text, ends in itertools.chain(head, documents):
-        yield Document(split or ("validation" if hash64(text) < threshold else "train"), text, ends)
+
+
+def read_sample(source: TextSource, units: list[Unit]) -> list[str]:
+    """Return the first documents, to check the encoder. Raises `UserError` if the first units hold no text."""
+    texts: list[Text] = []
+    report = ReadReport()
+    for unit in units if len(units) < 4 else units[:: len(units) // 4]:
+        characters = 0
+        for document in read_unit(source, unit, report):
+            texts.append(document.text)
+            characters += len(document.text)
+            if characters >= SAMPLE_CHARACTERS:
+                break
+        if texts:
+            return [text for text in texts if isinstance(text, str)]
+    where = source.dataset_name or ", ".join(source.train_files[:3])
+    reason = "it is empty or contains only whitespace"
+    if report.num_skipped:
+        reason = f"what cannot be read: {report.num_skipped:,}; the first: {report.errors[0]}"
+    if report.columns:
+        reason = f"it has no column '{source.text_column_name}'; pass --text_column_name with one of "
+        reason += ", ".join(report.columns)
+    raise UserError(f"there is no text in {where}: {reason}")
+
+
+def split_of(rule: str, text: Text, is_end: bool, threshold: int) -> str:
+    """Return the split of a document.
+
+    rule: of its part: the split itself; "end": validation is the end of a file that is one document; "hash": documents
+    with a hash below the threshold, so that equal documents are never in both splits; "few": the same, with the
+    threshold that holds out exactly the percentage.
+    """
+    if rule in SPLITS:
+        return rule
+    is_validation = is_end if rule == "end" else hash64(text) < threshold
+    return "validation" if is_validation else "train"
+
+
+def _few(found: Iterator[tuple[str, Text, bool]], threshold: int) -> tuple[list, int]:
+    """Return documents taken from `found`, and the threshold that holds out exactly a share of them, if that is all.
+
+    It is the smallest hashes' of at least one document, and never of all. Many documents need no exact one.
+    """
+    head, characters = [], 0
+    for document in found:
+        head.append(document)
+        characters += len(document[1])
+        if len(head) >= MOST_HELD_BACK or characters >= SMALL_SOURCE:
+            return head, threshold
+    ordered = sorted({hash64(text) for rule, text, _ in head if rule == "few"})
+    count = min(max(1, round(len(ordered) * threshold / 2**64)), len(ordered) - 1)
+    return head, ordered[count - 1] + 1 if count > 0 else 0
 
 
 def hash64(text: Text) -> int:
@@ -122,51 +163,51 @@ def hash64(text: Text) -> int:
 # ------------------------------------------------------------------ files
 
 
-def _read_part(source: TextSource, part: Part, report: ReadReport) -> Iterator[tuple[str | None, Text, bool]]:
-    """Yield (split or None, text, whether the document ends) of a part."""
+def _read_documents(source: TextSource, unit: Unit, report: ReadReport) -> Iterator[tuple[str, Text, bool]]:
+    """Yield (rule, text, whether it is the end of its file that is held out), and count what cannot be read."""
+    for part in unit.parts:
+        where = f"dataset {source.dataset_name}" if source.dataset_name else part.path
+        for text, is_end in _read_part(source, part, where, report):
+            if not isinstance(text, Exception):
+                yield part.rule, text, is_end
+                continue
+            reason = str(text) if isinstance(text, UserError) else f"cannot read {where}: {one_line(text).rstrip('.')}"
+            if isinstance(text.__cause__ or text, UnicodeDecodeError):
+                remedy = "convert it, from Latin-1 for example with iconv -f LATIN1 -t UTF-8"
+                reason = f"{where} is not UTF-8 text; {remedy}"
+            if source.dataset_name or not source.skip_bad_files:
+                has_option = source.validation_split_percentage and not source.dataset_name  # not in `read_texts`
+                remedy = "; --skip_bad_files skips what cannot be read" if has_option else ""
+                raise UserError(reason + remedy) from text
+            report.skip(reason)
+
+
+def _read_part(
+    source: TextSource, part: FilePart | ShardPart, where: str, report: ReadReport
+) -> Iterator[tuple[Text | Exception, bool]]:
+    """Yield the same of a part, and in place of what cannot be read the error."""
     errors = (Exception,) if source.dataset_name else READ_ERRORS  # the network and datasets raise various errors
-    where = f"dataset {source.dataset_name}" if source.dataset_name else part.path
     try:
-        if source.dataset_name == STANDARD_LIBRARY:
+        if isinstance(part, ShardPart):
+            rows = _read_shards(source, part)
+        elif part.path == STANDARD_LIBRARY:
             rows = ({source.text_column_name: text} for text in read_standard_library())
-        elif source.dataset_name:
-            rows = _read_dataset(source, part)
-        else:
-            kind = kind_of(part.path)
+        elif (kind := kind_of(part.path)) in (".txt", ".md"):
             with open_stream(part.path) as stream:
-                if kind in (".txt", ".md"):
-                    yield from _read_text(stream, source, part, report)
-                    return
+                yield from _read_text(stream, source, part, report)
+            return
+        else:
             rows = _read_rows(kind, source, part)
-        for text in texts_of(rows, source.text_column_name, where, report):
-            yield part.split, text, True
+        yield from ((text, False) for text in texts_of(rows, source.text_column_name, where, report))
     except GeneratorExit:  # at interpreter exit, the names below may no longer exist
         raise
     except errors as error:
-        reason = str(error) if isinstance(error, UserError) else f"cannot read {where}: {one_line(error).rstrip('.')}"
-        if isinstance(error.__cause__ or error, UnicodeDecodeError):
-            reason = f"{where} is not UTF-8 text; convert it, from Latin-1 for example with iconv -f LATIN1 -t UTF-8"
-        if source.dataset_name or not source.skip_bad_files:
-            is_preparing = source.validation_split_percentage and not source.dataset_name  # `read_texts` has no option
-            raise UserError(reason + ("; --skip_bad_files skips such files" if is_preparing else "")) from error
-        report.skipped.append(reason)
-
-
-def open_stream(path: str) -> BinaryIO:
-    """Open a file as a buffered stream of decompressed bytes."""
-    match compression_of(path):
-        case None:
-            return open(path, "rb", BLOCK)
-        case ".xz":
-            return lzma.open(path)
-        case suffix:  # pyarrow recognizes lowercase suffixes only
-            name = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}[suffix]
-            return io.BufferedReader(pa.input_stream(path, compression=name), BLOCK)
+        yield error, False
 
 
 def _read_text(
-    stream: BinaryIO, source: TextSource, part: Part, report: ReadReport
-) -> Iterator[tuple[str | None, str, bool]]:
+    stream: BinaryIO, source: TextSource, part: FilePart, report: ReadReport
+) -> Iterator[tuple[str | Exception, bool]]:
     """Yield the documents of a text that begin in a part; without a separator, the lines that do, as one document."""
     pattern = separator_pattern(source.document_separator)
     size, start, stop = None, 0, None
@@ -180,23 +221,20 @@ def _read_text(
         for number, document in enumerate(_split(stream, stop and stop - start, pattern)):
             report.num_separators += number > 0
             text = _decode(document.removesuffix(before), is_first=start == number == 0)
-            if not text.isspace() and text:
-                yield part.split, text, True
+            if not isinstance(text, str) or (text and not text.isspace()):
+                yield text, False
         return
     content = stream.read() if stop is None else stream.read(stop - start)
-    file, size, limit = (io.BytesIO(content), len(content), 0) if size is None else (stream, size, 0)
-    if part.split == "tail":
+    file, size = (io.BytesIO(content), len(content)) if size is None else (stream, size)
+    limit = size
+    if part.rule == "end":
         limit = round(size * (1 - source.validation_split_percentage / 100))
-        limit = find_line(file, limit, size, reach=(size - limit) // 2)
-    head, tail = content[: max(0, limit - start)], content[max(0, limit - start) :]
-    for split, data, ends in (
-        ("train", head, start + len(content) >= limit),
-        ("validation" if part.split == "tail" else part.split, tail, start + len(content) == size),
-    ):
-        text = _decode(data, is_first=start == 0)
-        is_whole = start == 0 and ends
-        if text and not (is_whole and text.isspace()):  # blank lines at the end of a unit belong to its document
-            yield split, text, ends
+        limit = find_line(file, limit, size, reach=min(BLOCK, (size - limit) // 2))
+    cut, is_whole = max(0, limit - start), len(content) == size
+    for data, is_end in ((content[:cut], False), (content[cut:], True)):
+        text = _decode(data, is_first=start == 0 and not is_end)
+        if data and not (is_whole and isinstance(text, str) and text.isspace()):  # a text may have blank lines
+            yield text, is_end
 
 
 def separator_pattern(separator: str | None) -> re.Pattern:
@@ -252,17 +290,21 @@ def _split(stream: BinaryIO, num_bytes: int | None, pattern: re.Pattern) -> Iter
     yield rest
 
 
-def _decode(data: bytes, is_first: bool) -> str:
+def _decode(data: bytes, is_first: bool) -> str | ValueError:
+    """Return the text, or the error if it is none."""
     if b"\0" in data:
-        raise ValueError(NUL)
-    return (data.removeprefix(codecs.BOM_UTF8) if is_first else data).decode("utf-8")
+        return ValueError(NUL)
+    try:
+        return (data.removeprefix(codecs.BOM_UTF8) if is_first else data).decode("utf-8")
+    except UnicodeDecodeError as error:
+        return error
 
 
 # ------------------------------------------------------------------ rows
 
 
-def _read_rows(kind: str, source: TextSource, part: Part) -> Iterator[Any]:
-    """Yield the rows of a part of a file."""
+def _read_rows(kind: str, source: TextSource, part: FilePart) -> Iterator[Any]:
+    """Yield the rows of a part of a file, and the error in place of one that cannot be read."""
     if kind == ".parquet":
         file = pq.ParquetFile(part.path, pre_buffer=False)
         column = source.text_column_name
@@ -285,8 +327,8 @@ def _read_rows(kind: str, source: TextSource, part: Part) -> Iterator[Any]:
             yield from _read_jsonl(stream, part)
 
 
-def _read_jsonl(stream: BinaryIO, part: Part) -> Iterator[Any]:
-    """Yield the rows of the lines that begin in a part."""
+def _read_jsonl(stream: BinaryIO, part: FilePart) -> Iterator[Any]:
+    """Yield the rows of the lines that begin in a part, and the error in place of one that is not JSON."""
     from orjson import loads
 
     position, stop = 0, math.inf
@@ -303,12 +345,13 @@ def _read_jsonl(stream: BinaryIO, part: Part) -> Iterator[Any]:
         except ValueError:
             if not line.strip(codecs.BOM_UTF8 + b" \t\r\n"):
                 continue
-            if b"\0" in line:
-                raise ValueError(NUL) from None
             try:  # json accepts more: a byte order mark, NaN, half of a surrogate pair, deep nesting
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise ValueError(f"the line that ends at byte {position:,} is not JSON: {error}") from error
+                row = ValueError(NUL)
+                if b"\0" not in line:
+                    row = ValueError(f"the line that ends at byte {position:,} is not JSON: {error}")
+                    row.__cause__ = error
         yield row
 
 
@@ -329,20 +372,22 @@ def read_wet(stream: BinaryIO) -> Iterator[str]:
             yield payload.decode("utf-8")
 
 
-def _read_dataset(source: TextSource, part: Part) -> Iterator[dict]:
-    """Yield the rows of some shards of a split. part: the split, the number of this unit, the number of units."""
-    rows = source.opened_dataset[part.path].shard(part.stop, part.start)
+def _read_shards(source: TextSource, part: ShardPart) -> Iterator[dict]:
+    """Yield the rows of some shards of a dataset."""
+    rows = source.dataset.splits[part.split].shard(part.count, part.number)
     if source.text_column_name in (rows.column_names or ()):
         rows = rows.select_columns([source.text_column_name])
     for batch in rows.iter(ROWS_PER_READ):
         yield from (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
 
 
-def texts_of(rows: Iterable[Any], column: str, where: str, report: ReadReport) -> Iterator[Text]:
-    """Yield the text of each row, or its token ids, and count the rows without any."""
+def texts_of(rows: Iterable[Any], column: str, where: str, report: ReadReport) -> Iterator[Text | Exception]:
+    """Yield the text of each row, its token ids, or the error if it has neither, and count the rows without any."""
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, dict):
-            raise UserError(f"{where}, row {number} is a {type(row).__name__}, not an object with a text column")
+            found = f"{where}, row {number} is a {type(row).__name__}, not an object with a text column"
+            yield row if isinstance(row, Exception) else UserError(found)
+            continue
         text = row.get(column)
         if column not in row:
             report.num_without_column += 1
@@ -362,5 +407,6 @@ def texts_of(rows: Iterable[Any], column: str, where: str, report: ReadReport) -
             ids = np.asarray(text)
             if not isinstance(text, (list, np.ndarray)) or ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
                 found = f"column '{column}' holds {type(text).__name__}, neither text nor a list of token ids"
-                raise UserError(f"{where}, row {number}: {found}")
-            yield ids.astype(np.int64)
+                yield UserError(f"{where}, row {number}: {found}")
+            else:
+                yield ids.astype(np.int64)

@@ -1,62 +1,68 @@
-"""Paths or a dataset -> units of text, each of which can be read on its own (recipe/data/read.py).
+"""Options -> units of text, each of which can be read on its own (recipe/data/read.py), and what identifies the text.
 
 Unit k is a pure function of (source, k), so any process can read it, at any time, and gets the same documents.
 """
 
-import contextlib
+import dataclasses
 import functools
-import glob
 import hashlib
-import json
 import os
 import re
-import sysconfig
-from collections import Counter
+from argparse import Namespace
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from recipe.config import STANDARD_LIBRARY
-from recipe.environment import cache_dir
+from recipe.config import STANDARD_LIBRARY, TEXT_OPTIONS, TrainConfig
+from recipe.data.files import (
+    Files,
+    compression_of,
+    digest_files,
+    find_files,
+    identify_files,
+    identify_standard_library,
+    kind_of,
+)
 from recipe.errors import UserError, check_local_path, one_line
 
 if TYPE_CHECKING:
     import datasets
 
-KINDS = (".txt", ".md", ".jsonl", ".json", ".csv", ".parquet", ".wet")
-COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
+SPLITS = ("train", "validation")
 COMPRESSION_RATIO = 4  # bytes of text per byte of a compressed file, roughly
 # A source up to this size is one unit. Its documents are held out exactly, and one core prepares it in a second.
 SMALL_SOURCE = 32_000_000
 SMALLEST_UNIT, LARGEST_UNIT, NUM_UNITS = 8_000_000, 128_000_000, 256  # 256 units, if their size permits
 FEW_TEXTS = 40  # fewer text files have too few documents to hold some out, so the end of each is held out
-HASHED_WHOLE = 64 * 2**20  # bytes; of a larger file, this much is hashed in evenly spaced blocks
-BLOCK = 2**20
 
 
-class Part(NamedTuple):
-    """A stretch of a source: bytes of plain text or JSON lines, row groups of a Parquet file, shards of a dataset.
-
-    Other files are read as a whole.
-    """
+class FilePart(NamedTuple):
+    """A stretch of a file: bytes of plain text or JSON lines, row groups of Parquet; another file as a whole."""
 
     path: str
+    rule: str  # which documents are validation; see `split_of` in recipe/data/read.py
     start: int = 0
     stop: int | None = None  # None: to the end
-    split: str | None = None  # None: each document by its hash; "tail": the end of the text is validation
+
+
+class ShardPart(NamedTuple):
+    """Some shards of a dataset: the number-th of count equal shares of a split's."""
+
+    split: str  # the dataset's name for it
+    rule: str
+    number: int
+    count: int
 
 
 class Unit(NamedTuple):
     """What one process reads and tokenizes at a time."""
 
-    parts: list[Part]
+    parts: list[FilePart] | list[ShardPart]
     num_bytes: int  # bytes of text; 0 if unknown
-    is_only: bool = False  # whether it is all the training text
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,7 @@ class TextSource:
     """Where documents come from. Without validation text, a share of the training documents is held out.
 
     train_files, validation_files: files, folders (all supported files in them) and glob patterns.
+    dataset_revision: branch, tag or commit of a dataset on the Hub; by default the newest.
     document_separator: cuts text files into documents, for example a blank line; without it, a file is a document.
     """
 
@@ -71,6 +78,7 @@ class TextSource:
     validation_files: tuple[str, ...] = ()
     dataset_name: str | None = None
     dataset_config_name: str | None = None
+    dataset_revision: str | None = None
     dataset_split: str = "train"
     text_column_name: str = "text"
     document_separator: str | None = None
@@ -86,155 +94,192 @@ class TextSource:
             if not is_valid:
                 raise UserError(message)
 
-    @functools.cached_property
-    def files(self) -> "Files":
-        """The training files."""
-        return find_files(self.train_files)
+    def __reduce__(self):  # without what is cached; another process opens the dataset itself, at the same commit
+        options = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return TextSource, tuple((options | {"dataset_revision": self.commit}).values())
 
     @functools.cached_property
-    def held_out_files(self) -> "Files":
+    def held_out_files(self) -> Files:
         """The separate validation files."""
         return find_files(self.validation_files)
+
+    @functools.cached_property
+    def files(self) -> Files:
+        """The training files, which exclude the validation files."""
+        return find_files(self.train_files, self.held_out_files.paths)
 
     @property
     def has_validation(self) -> bool:
         """Whether the validation text is separate, not held out of the training documents."""
         if self.dataset_name in (None, STANDARD_LIBRARY):
             return bool(self.validation_files)
-        return self.dataset_split == "train" and "validation" in self.opened_dataset
+        return self.dataset_split == "train" and "validation" in self.dataset.splits
 
     def units(self) -> list[Unit]:
         """Return the units in reading order, separate validation text first. Raises `UserError` for bad input."""
         if self.dataset_name == STANDARD_LIBRARY:
-            return [Unit([Part(STANDARD_LIBRARY)], 0, is_only=True)]
+            return [Unit([FilePart(STANDARD_LIBRARY, "few")], 0)]
         if self.dataset_name:
             return self._units_of_dataset()
-        split = "train" if self.has_validation else None
-        train = group(self._stretches(self.files.paths, split))
-        if len(train) == 1:
-            train = [train[0]._replace(is_only=True)]
-        return group(self._stretches(self.held_out_files.paths, "validation")) + train
+        validation = group(self._stretches(self.held_out_files.paths, "validation"))
+        train = group(self._stretches(self.files.paths, "train" if self.has_validation else "hash"))
+        return validation + (exact(train) if len(train) == 1 else train)
 
-    def _stretches(self, paths: list[str], split: str | None) -> Iterator[tuple[Part, int]]:
+    def _stretches(self, paths: list[str], rule: str) -> Iterator[tuple[FilePart, int]]:
         """Yield (part, bytes of text) of files, none much larger than a unit where the kind allows it."""
         kinds = [".compressed" if compression_of(path) else kind_of(path) for path in paths]
         ratios = [COMPRESSION_RATIO if kind in (".compressed", ".parquet") else 1 for kind in kinds]
         sizes = [os.path.getsize(path) * ratio for path, ratio in zip(paths, ratios, strict=True)]
         unit_bytes = unit_size(sum(sizes))
+        has_many = len(paths) * self.validation_split_percentage >= FEW_TEXTS * 5.0
         for path, size in zip(paths, sizes, strict=True):
-            kind = kind_of(path)
+            kind, part = kind_of(path), FilePart(path, rule)
             if kind == ".parquet":
-                yield from self._row_groups(path, unit_bytes, split)
+                yield from self._row_groups(part, unit_bytes)
                 continue
-            part = Part(path, split=split)
             is_text = kind in (".txt", ".md")
-            if is_text and split is None and self.document_separator is None:
-                is_whole = len(paths) * self.validation_split_percentage >= FEW_TEXTS * 5.0 and size <= unit_bytes
-                part = part._replace(split=None if is_whole else "tail")
+            is_document = is_text and self.document_separator is None
+            if is_document and rule == "hash" and not (has_many and size <= unit_bytes):
+                part = part._replace(rule="end")
             if compression_of(path) or not (is_text or kind == ".jsonl"):
                 yield part, size
                 continue
             for start in range(0, max(1, size), unit_bytes):
                 yield part._replace(start=start, stop=min(start + unit_bytes, size)), min(unit_bytes, size - start)
 
-    def _row_groups(self, path: str, unit_bytes: int, split: str | None) -> Iterator[tuple[Part, int]]:
+    def _row_groups(self, part: FilePart, unit_bytes: int) -> Iterator[tuple[FilePart, int]]:
         """Yield the row groups of a Parquet file; a damaged file as a whole, whose reading says what is wrong."""
         try:
-            metadata = pq.ParquetFile(path).metadata
+            metadata = pq.ParquetFile(part.path).metadata
         except (OSError, pa.ArrowException):
             metadata = None
         if metadata is None or not metadata.num_row_groups:
-            yield Part(path, split=split), 0
+            yield part, 0
             return
-        columns = {metadata.schema.column(index).path: index for index in range(metadata.num_columns)}
-        column, start, num_bytes = columns.get(self.text_column_name), 0, 0
+        # A list's column is `ids.list.element`.
+        paths = [f"{metadata.schema.column(index).path}." for index in range(metadata.num_columns)]
+        columns = [index for index, path in enumerate(paths) if path.startswith(f"{self.text_column_name}.")]
+        start, num_bytes = 0, 0
         for number in range(metadata.num_row_groups):
-            group_of_rows = metadata.row_group(number)
-            num_bytes += 0 if column is None else group_of_rows.column(column).total_uncompressed_size
+            rows = metadata.row_group(number)
+            num_bytes += sum(rows.column(index).total_uncompressed_size for index in columns)
             if num_bytes >= unit_bytes or number + 1 == metadata.num_row_groups:
-                yield Part(path, start, number + 1, split), num_bytes
+                yield part._replace(start=start, stop=number + 1), num_bytes
                 start, num_bytes = number + 1, 0
 
     @functools.cached_property
-    def opened_dataset(self) -> "dict[str, datasets.IterableDataset]":
-        """The splits of a Hub dataset, a local one, or one written by `save_to_disk`, in as many shards as it has."""
-        import datasets  # imported here because it takes a second, which files do not need
-
-        folder = Path(self.dataset_name)
-        check_local_path(self.dataset_name)
-        try:
-            if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
-                loaded = datasets.load_from_disk(folder)
-                loaded = loaded if isinstance(loaded, dict) else {"train": loaded}
-                return {
-                    name: rows.with_format(None).to_iterable_dataset(
-                        num_shards=max(1, min(len(rows), NUM_UNITS, (rows.data.nbytes or 0) // SMALLEST_UNIT))
-                    )
-                    for name, rows in loaded.items()
-                }
-            loaded = datasets.load_dataset(self.dataset_name, self.dataset_config_name, streaming=True)
-        except Exception as error:  # the Hub client, datasets and the file system raise various errors
-            raise UserError(f"cannot open dataset {self.dataset_name}: {one_line(error)}") from error
-        loaded = loaded if isinstance(loaded, dict) else {"train": loaded}
-        return {name: rows.reshard() for name, rows in loaded.items()}
+    def dataset(self) -> "OpenedDataset":
+        return open_dataset(self.dataset_name, self.dataset_config_name, self.commit)
 
     def _units_of_dataset(self) -> list[Unit]:
-        if self.dataset_split not in self.opened_dataset:
-            missing = f"has no split '{self.dataset_split}' (it has {', '.join(self.opened_dataset)})"
+        splits, rule = self.dataset.splits, "train" if self.has_validation else "hash"
+        if self.dataset_split not in splits:
+            missing = f"has no split '{self.dataset_split}' (it has {', '.join(splits)})"
             raise UserError(f"dataset {self.dataset_name} {missing}; pass --dataset_split")
-        units, split = [], None
-        if self.has_validation:
-            units, split = [Unit([Part("validation", 0, 1, "validation")], 0)], "train"
         num_bytes = COMPRESSION_RATIO * sum(size for _, _, size in self.dataset_files or ())
-        num_shards = self.opened_dataset[self.dataset_split].num_shards
-        count = min(num_shards, -(-num_bytes // unit_size(num_bytes)) or NUM_UNITS)
-        is_only = count == 1 and split is None
-        return units + [Unit([Part(self.dataset_split, k, count, split)], 0, is_only) for k in range(count)]
+        count = min(splits[self.dataset_split].num_shards, -(-num_bytes // unit_size(num_bytes)) or NUM_UNITS)
+        units = [Unit([ShardPart(self.dataset_split, rule, number, count)], 0) for number in range(count)]
+        if self.has_validation:
+            return [Unit([ShardPart("validation", "validation", 0, 1)], 0), *units]
+        return exact(units) if count == 1 else units
 
     def describe(self) -> dict:
         """Return the source as the metadata of a prepared dataset records it."""
-        held_out = None if self.has_validation else self.validation_split_percentage
         names = ("dataset_name", "dataset_config_name") if self.dataset_name else ("train_files", "validation_files")
-        return {**{name: getattr(self, name) for name in names}, "validation_split_percentage": held_out}
+        held_out = None if self.has_validation else self.validation_split_percentage
+        described = {**{name: getattr(self, name) for name in names}, "validation_split_percentage": held_out}
+        return described | {"dataset_revision": self.commit}
 
     @functools.cached_property
-    def options_sha256(self) -> str:
-        """Hash of the options that, with the content, determine the documents."""
-        names = ("dataset_name", "dataset_config_name", "dataset_split") if self.dataset_name else ()
-        names += ("text_column_name", "document_separator", "validation_split_percentage", "skip_bad_files")
-        options = [getattr(self, name) for name in names]
-        if self.dataset_name and Path(self.dataset_name).exists():
-            options[0] = Path(self.dataset_name).name
-        return hashlib.sha256(repr(options).encode()).hexdigest()
+    def inputs(self) -> dict:
+        """All that determines the documents: options, and names, sizes and content of the files, as JSON.
 
-    @functools.cached_property
-    def content_id(self) -> str | None:
-        """Identify the content: names, sizes and content of the files. None for a dataset of a Hub out of reach."""
-        if self.dataset_name == STANDARD_LIBRARY:
-            return identify_files([*map(str, standard_library_files()), _topics_file()])
+        `content` is None for a dataset of a Hub out of reach.
+        """
+        names = ("text_column_name", "document_separator", "validation_split_percentage", "skip_bad_files")
         if self.dataset_name is None:
-            return identify_files(self.files.paths) + identify_files(self.held_out_files.paths)
-        if self.dataset_files is None:
-            return None
-        return hashlib.sha256(repr(sorted(self.dataset_files)).encode()).hexdigest()
+            content = [identify_files(files.paths) for files in (self.files, self.held_out_files)]
+            return {**{name: getattr(self, name) for name in names}, "content": content}
+        options = {name: getattr(self, name) for name in ("dataset_config_name", "dataset_split", *names)}
+        options["dataset_name"] = self.dataset_name if self.is_on_hub else Path(self.dataset_name).name
+        if self.dataset_name == STANDARD_LIBRARY:
+            return {**options, "content": identify_standard_library()}
+        files = self.dataset_files
+        return {**options, "content": files and hashlib.sha256(repr(sorted(files)).encode()).hexdigest()}
+
+    @property
+    def is_on_hub(self) -> bool:
+        return self.dataset_name not in (None, STANDARD_LIBRARY) and not Path(self.dataset_name).exists()
 
     @functools.cached_property
-    def dataset_files(self) -> list[tuple[str, str, int]] | None:
-        """The name, content hash and bytes of each data file of a dataset. None if the Hub does not say."""
-        if (folder := Path(self.dataset_name)).exists():
-            paths = [str(path) for path in folder.rglob("*") if path.is_file()]
-            names = [os.path.relpath(path, folder) for path in paths]
-            return list(zip(names, digest_files(paths), map(os.path.getsize, paths), strict=True))
+    def hub_files(self) -> tuple[str, dict[str, tuple[str, int]]] | None:
+        """The commit of a dataset on the Hub, and hash and bytes of its files. None if the Hub does not say."""
         from huggingface_hub import HfApi  # imported here because it takes 0.1 s, which files do not need
 
         try:
-            found = HfApi().dataset_info(self.dataset_name, files_metadata=True, timeout=30).siblings
+            options = {"revision": self.dataset_revision, "files_metadata": True, "timeout": 30}
+            found = HfApi().dataset_info(self.dataset_name, **options)
         except Exception:  # no network or no such dataset: opening it raises the error that says which
             return None
-        # An edit of the README makes a commit, but changes no data file.
-        return [
-            (f.rfilename, f.blob_id, f.size or 0) for f in found if not f.rfilename.endswith((".md", ".gitattributes"))
-        ]
+        return found.sha, {file.rfilename: (file.blob_id, file.size or 0) for file in found.siblings}
+
+    @property
+    def commit(self) -> str | None:
+        """The commit of a dataset on the Hub: the revision's when it was first asked for."""
+        if not self.is_on_hub:
+            return None
+        return self.hub_files[0] if self.hub_files else self.dataset_revision
+
+    @functools.cached_property
+    def dataset_files(self) -> list[tuple[str, str, int]] | None:
+        """The name, content hash and bytes of each file of the splits that are read. None if the Hub does not say."""
+        if self.is_on_hub and self.hub_files is None:
+            return None
+        read = {self.dataset_split, "validation" if self.has_validation else self.dataset_split}
+        paths = [path for split in sorted(read) for path in self.dataset.files.get(split, ())]
+        if self.is_on_hub:
+            names = [path.partition(f"@{self.commit}/")[2] for path in paths]
+            return [(name, *self.hub_files[1][name]) for name in names]
+        names = [os.path.relpath(path, self.dataset_name) for path in paths]
+        return list(zip(names, digest_files(paths), map(os.path.getsize, paths), strict=True))
+
+
+class OpenedDataset(NamedTuple):
+    """A dataset's splits, each in as many shards as it has, and the files of each."""
+
+    splits: "dict[str, datasets.IterableDataset]"
+    files: dict[str, list[str]]
+
+
+def open_dataset(name: str, config_name: str | None, commit: str | None) -> OpenedDataset:
+    """Open a Hub dataset, a local one, or one written by `save_to_disk`. Raises `UserError` if that fails."""
+    import datasets  # imported here because it takes a second, which files do not need
+
+    folder = Path(name)
+    check_local_path(name)
+    try:
+        if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
+            loaded = datasets.load_from_disk(folder)
+            loaded = loaded if isinstance(loaded, dict) else {"train": loaded}
+            splits = {
+                split: rows.with_format(None).to_iterable_dataset(
+                    num_shards=max(1, min(len(rows), NUM_UNITS, (rows.data.nbytes or 0) // SMALLEST_UNIT))
+                )
+                for split, rows in loaded.items()
+            }
+            files = {split: [file["filename"] for file in rows.cache_files] for split, rows in loaded.items()}
+            return OpenedDataset(splits, files)
+        builder = datasets.load_dataset_builder(name, config_name, revision=commit)
+        files = {str(split): list(paths) for split, paths in builder.config.data_files.items()}
+        return OpenedDataset({split: of.reshard() for split, of in builder.as_streaming_dataset().items()}, files)
+    except Exception as error:  # the Hub client, datasets and the file system raise various errors
+        raise UserError(f"cannot open dataset {name}: {one_line(error)}") from error
+
+
+def exact(units: list[Unit]) -> list[Unit]:
+    """Let the only unit of training text hold out exactly its percentage."""
+    parts = [part._replace(rule="few") if part.rule == "hash" else part for unit in units for part in unit.parts]
+    return [Unit(parts, units[0].num_bytes)]
 
 
 def unit_size(num_bytes: int) -> int:
@@ -243,7 +288,7 @@ def unit_size(num_bytes: int) -> int:
     return min(LARGEST_UNIT, max(SMALLEST_UNIT, num_bytes // NUM_UNITS))
 
 
-def group(stretches: Iterable[tuple[Part, int]]) -> list[Unit]:
+def group(stretches: Iterable[tuple[FilePart, int]]) -> list[Unit]:
     """Put consecutive parts together until they are a unit, so that small files share one."""
     stretches = list(stretches)
     unit_bytes, units, parts, num_bytes = unit_size(sum(size for _, size in stretches)), [], [], 0
@@ -256,146 +301,19 @@ def group(stretches: Iterable[tuple[Part, int]]) -> list[Unit]:
     return units + ([Unit(parts, num_bytes)] if parts else [])
 
 
-# ------------------------------------------------------------------ files
-
-
-@dataclass
-class Files:
-    """Files to read, and how many others the folders hold, by suffix."""
-
-    paths: list[str] = field(default_factory=list)
-    ignored: Counter = field(default_factory=Counter)
-
-
-def find_files(given: Iterable[str]) -> Files:
-    """Replace folders and patterns by the supported files in them, sorted. Raises `UserError` if there is none."""
-    found = Files()
-    for path in given:
-        if Path(path).is_file():
-            kind_of(path)  # raises for an unsupported one
-            found.paths.append(path)
-            continue
-        pattern = f"{glob.escape(path)}/**" if Path(path).is_dir() else path
-        before = len(found.paths)
-        for name in sorted(glob.glob(pattern, recursive=True)):
-            if not Path(name).is_file():
-                continue
-            if _suffix(name) not in KINDS:
-                found.ignored[Path(name).suffix or "no suffix"] += 1
-            elif os.path.getsize(name) == 0:
-                found.ignored["empty"] += 1
-            else:
-                found.paths.append(name)
-        if len(found.paths) == before:
-            if not found.ignored:
-                raise UserError(f"the folder {path} is empty" if Path(path).is_dir() else f"there is no file {path}")
-            kinds = f"it holds {_list(found.ignored)}, and not {', '.join(KINDS)}"
-            raise UserError(f"there is no file of a supported kind in {path}: {kinds}")
-    return found
-
-
-def describe_files(files: Files) -> str | None:
-    """Say how many files are read and which are not; None if that is evident."""
-    return f"reading {len(files.paths):,} files; ignoring {_list(files.ignored)}" if files.ignored else None
-
-
-def _list(ignored: Counter) -> str:
-    return ", ".join(f"{count:,} {kind}" for kind, count in sorted(ignored.items()))
-
-
-def compression_of(path: str) -> str | None:
-    return next((suffix for suffix in COMPRESSIONS if path.lower().endswith(suffix)), None)
-
-
-def _suffix(path: str) -> str:
-    name = Path(path.lower())
-    return (name.with_suffix("") if compression_of(path) else name).suffix
-
-
-def kind_of(path: str) -> str:
-    """Return a file's suffix, ignoring the compression's. Raises `UserError` for an unsupported one."""
-    if (kind := _suffix(path)) not in KINDS:
-        compressed = ", ".join(COMPRESSIONS)
-        raise UserError(f"cannot read {path}: use {', '.join(KINDS)} files, plain or compressed ({compressed})")
-    return kind
+def source_from(config: TrainConfig | Namespace) -> TextSource:
+    """Build the text source of a run's config or a script's arguments. Raises `UserError` if it does not exist."""
+    options = {name: getattr(config, name) for name in ("dataset_name", *TEXT_OPTIONS)}
+    if not 0 < (percentage := options["validation_split_percentage"]) < 100:
+        raise UserError(f"validation_split_percentage must be between 0 and 100, got {percentage}")
+    if options["document_separator"]:  # a shell passes \n as two characters
+        for escaped, character in (("\\n", "\n"), ("\\t", "\t"), ("\\r", "\r")):
+            options["document_separator"] = options["document_separator"].replace(escaped, character)
+    source = TextSource(tuple(config.train_file or ()), tuple(options.pop("validation_file") or ()), **options)
+    _ = source.files  # raises if they do not exist
+    return source
 
 
 def name_of_text(text: str) -> str:
     """Derive a folder name from a path, pattern or Hub id: its last part without suffixes and special characters."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(text).name.split(".")[0]).strip("-.") or "text"
-
-
-def standard_library_files() -> list[Path]:
-    """Return the sources of Python's standard library without tests.
-
-    Raises `UserError` if the interpreter ships without sources.
-    """
-    root = Path(sysconfig.get_path("stdlib"))
-    # `encodings` holds tables of character names.
-    skipped = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "pydoc_data", "encodings"}
-    sources = sorted(p for p in root.rglob("*.py") if not skipped & set(p.relative_to(root).parts))
-    if len(sources) < 50:
-        remedy = "pass --train_file TEXT.txt with a megabyte of text or more"
-        raise UserError(f"{root} holds no Python sources for the demo to train on; {remedy}")
-    return sources
-
-
-def read_standard_library() -> Iterator[str]:
-    """Yield the documents of Python's standard library: reference documentation, then sources without tests."""
-    with contextlib.suppress(ImportError):  # some distributions omit the documentation
-        from pydoc_data.topics import topics
-
-        yield from (text for _, text in sorted(topics.items()))
-    for path in standard_library_files():
-        with contextlib.suppress(UnicodeDecodeError, OSError):  # a few sources deliberately use another encoding
-            yield path.read_text(encoding="utf-8")
-
-
-def _topics_file() -> str:
-    return str(Path(sysconfig.get_path("stdlib")) / "pydoc_data" / "topics.py")
-
-
-# ------------------------------------------------------------------ identity
-
-
-def identify_files(paths: list[str]) -> str:
-    """Hash the names, sizes and content of files, wherever they are and whenever they were copied there."""
-    names = [(Path(path).name, digest) for path, digest in zip(paths, digest_files(paths), strict=True)]
-    return hashlib.sha256(repr(names).encode()).hexdigest()
-
-
-def digest_files(paths: list[str]) -> list[str]:
-    """Return size and hash of each file. They are cached by path, size and time, so that they are read once."""
-    cache_file, cached, keys = cache_dir() / "digests.json", {}, []
-    with contextlib.suppress(OSError, ValueError):
-        cached = json.loads(cache_file.read_text())
-    for path in paths:
-        status = os.stat(path)
-        keys.append(f"{os.path.abspath(path)} {status.st_size} {status.st_mtime_ns}")
-    new = {key: path for key, path in zip(keys, paths, strict=True) if key not in cached}
-    if new:
-        with ThreadPoolExecutor() as threads:  # hashing releases Python's lock
-            cached |= zip(new, threads.map(digest_file, new.values()), strict=True)
-        with contextlib.suppress(OSError):
-            cache_file.parent.mkdir(parents=True, exist_ok=True)
-            partial = cache_file.with_name(f"digests-{os.getpid()}.json")
-            partial.write_text(json.dumps(cached))
-            os.replace(partial, cache_file)
-    return [cached[key] for key in keys]
-
-
-def digest_file(path: str) -> str:
-    """Hash a file's size and content; of a large file, its first block, its last and evenly spaced ones."""
-    import xxhash  # not at the top, because training on a packed dataset does not need it
-
-    digest = xxhash.xxh3_128()
-    try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            count = -(-min(size, HASHED_WHOLE) // BLOCK)
-            for i in range(count):
-                file.seek(i * BLOCK if size <= HASHED_WHOLE else i * (size - BLOCK) // (count - 1))
-                digest.update(file.read(BLOCK))
-    except OSError as error:
-        return f"unreadable: {error.strerror}"
-    return f"{size} {digest.hexdigest()}"

@@ -24,8 +24,8 @@ from recipe.config import TrainConfig
 from recipe.data.batches import TrainOrder, example_rows
 from recipe.data.encode import choose_encoder
 from recipe.data.packed import PackedDataset, PackedSplit
-from recipe.data.prepare import read_sample, source_from
-from recipe.data.source import Unit
+from recipe.data.read import read_sample
+from recipe.data.source import Unit, source_from
 from recipe.data.tokenizer import read_tokenizer
 from recipe.data.units import Job, UnitWorkers
 from recipe.environment import count_cpus
@@ -44,11 +44,19 @@ class TextStream:
     """
 
     def __init__(
-        self, job: Job, units: list[Unit], encoder: str, vocab_size: int, seed: int, rank: int, gather: Gather
+        self,
+        job: Job,
+        units: list[Unit],
+        encoder: str,
+        block_size: int,
+        vocab_size: int,
+        seed: int,
+        rank: int,
+        gather: Gather,
     ) -> None:
         """job: its folder is replaced. gather: called by all processes of the run together."""
         self.units, self.encoder, self.seed = units, encoder, seed
-        self.block_size, self.vocab_size = job.block_size, vocab_size
+        self.block_size, self.vocab_size = block_size, vocab_size
         try:
             own, host = Path(tempfile.mkdtemp(prefix="gpt2-recipe-stream-")), socket.gethostname()
         except OSError as error:
@@ -86,8 +94,6 @@ class TextStream:
             time.sleep(POLL_SECONDS)
         chunks = json.loads(summary.read_text())["splits"]["train"]["chunks"]
         self.opened[number] = PackedSplit(self.folder / "train", chunks, self.block_size, self.vocab_size)
-        for chunk in range(len(chunks)):
-            self.opened[number].chunk(chunk)  # mapped files remain readable when they are deleted
         return self.opened[number]
 
     def _unit_of(self, number: int) -> int:
@@ -140,8 +146,10 @@ def read_stream(stream: TextStream, order: TrainOrder, position: Position) -> It
 
 def open_stream(config: TrainConfig, dataset: PackedDataset, rank: int, gather: Gather) -> TextStream:
     """Open the run's text. dataset: its prepared part, which has its tokenizer."""
-    source, tokenizer_dir = source_from(config), str(dataset.directory / "tokenizer")
-    units = [unit for unit in source.units() if unit.parts[0].split != "validation"]
+    revision = dataset.metadata["source"]["dataset_revision"]  # the commit that all processes read
+    source = source_from(dataclasses.replace(config, dataset_revision=revision))
+    tokenizer_dir = str(dataset.directory / "tokenizer")
+    units = [unit for unit in source.units() if unit.parts[0].rule != "validation"]
     encoder, _ = choose_encoder(read_tokenizer(tokenizer_dir), read_sample(source, units))
-    job = Job(source, "", tokenizer_dir, dataset.block_size, ("train",), is_temporary=True)
-    return TextStream(job, units, encoder, dataset.vocab_size, config.seed, rank, gather)
+    job = Job(source, "", tokenizer_dir, ("train",), is_temporary=True)
+    return TextStream(job, units, encoder, dataset.block_size, dataset.vocab_size, config.seed, rank, gather)

@@ -31,7 +31,6 @@ class TextTokenizer:
 
     backend_tokenizer: Tokenizer
     config: dict
-    model_max_length: int | None = None
 
     @property
     def eos_token(self) -> str | None:
@@ -53,11 +52,11 @@ class TextTokenizer:
         """Write both files."""
         directory.mkdir(parents=True, exist_ok=True)
         self.backend_tokenizer.save(str(directory / "tokenizer.json"))
-        config = self.config | {"model_max_length": self.model_max_length}
-        (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        text = json.dumps(self.config, indent=2, sort_keys=True)
+        (directory / "tokenizer_config.json").write_text(text + "\n")
 
 
-def read_tokenizer(name_or_path: str) -> "TextTokenizer | PreTrainedTokenizerBase":
+def read_tokenizer(name_or_path: str) -> TextTokenizer:
     """Read a tokenizer from a folder or the Hub, without transformers if its files say everything.
 
     Raises `UserError` if it lacks an end-of-text token.
@@ -81,7 +80,16 @@ def read_tokenizer(name_or_path: str) -> "TextTokenizer | PreTrainedTokenizerBas
             if not config.get("tokenizer_class", "GPT2Tokenizer").startswith("GPT2Tokenizer"):
                 config["tokenizer_class"] = "PreTrainedTokenizerFast"
             return TextTokenizer(backend, {"tokenizer_class": "GPT2Tokenizer", **config})
-    return load_tokenizer(name_or_path)
+    return _plain(load_tokenizer(name_or_path))
+
+
+def _plain(tokenizer: "PreTrainedTokenizerBase") -> TextTokenizer:
+    """Keep what determines the ids. Transformers 5 has classes that change the tokenizer.json that they load."""
+    config = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if name.endswith("_token")}
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if type(tokenizer).__name__.startswith("GPT2Tokenizer"):
+        config["tokenizer_class"] = "GPT2Tokenizer"
+    return TextTokenizer(tokenizer.backend_tokenizer, config)
 
 
 def _named_tokens(config: dict) -> set[str]:
@@ -128,7 +136,7 @@ def load_saved_tokenizer(directory: Path, sha256: str) -> "PreTrainedTokenizerBa
     return tokenizer
 
 
-def train_tokenizer(documents: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerBase":
+def train_tokenizer(documents: Iterable[str], vocab_size: int) -> TextTokenizer:
     """Train a byte-level BPE like GPT-2's: it encodes any text, and `<|endoftext|>` ends documents.
 
     A small text may yield fewer than vocab_size tokens, but at least 257.
@@ -137,10 +145,11 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> "PreTrainedTok
 
     size = 100_000  # slices long texts, because a single thread counts each
     slices = (text[start : start + size] for text in documents for start in range(0, len(text), size))
-    return GPT2Tokenizer().train_new_from_iterator(slices, vocab_size=vocab_size, show_progress=False)
+    trained = GPT2Tokenizer().train_new_from_iterator(slices, vocab_size=vocab_size, show_progress=False)
+    return _plain(trained)
 
 
-def describe_vocabulary(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> str:
+def describe_vocabulary(tokenizer: TextTokenizer, vocab_size: int) -> str:
     """Return the size of a newly trained tokenizer, and why it is not vocab_size."""
     if len(tokenizer) == vocab_size:
         return f"{vocab_size:,} tokens"
@@ -174,7 +183,7 @@ def count_token_bytes(tokenizer: "TextTokenizer | PreTrainedTokenizerBase") -> n
     return counts
 
 
-def save_tokenizer(tokenizer: "TextTokenizer | PreTrainedTokenizerBase", directory: Path, block_size: int) -> None:
+def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", directory: Path, block_size: int) -> None:
     """Save a tokenizer with the context length of its model."""
     tokenizer.model_max_length = block_size
     tokenizer.save_pretrained(directory)

@@ -1,7 +1,7 @@
-"""Tokenize units of text, in processes of their own: unit -> a file of rows for each split.
+"""Tokenize units of text, in processes of their own: unit -> a file of token ids for each split.
 
 A process imports no torch and serves one unit after another. It is started as `python -m recipe.data.units` and reads
-JSON lines: a `Job`, then [number, unit, encoder] for each unit; it answers each with the unit's summary or an error.
+pickles: a `Job`, then (number, unit, encoder) for each unit; it answers each with the unit's summary or an error.
 It ends when its input does, so none outlives its owner, however that ends.
 """
 
@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import pickle
 import queue
 import secrets
 import shutil
@@ -18,18 +19,19 @@ import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
-from recipe.data.encode import Encode, build_encoder, cut_text
-from recipe.data.packed import RowsWriter, id_dtype
-from recipe.data.read import SPLITS, Document, ReadReport, read_unit
-from recipe.data.source import TextSource, Unit
+from recipe.data.encode import Encode, build_encoder, encode_documents
+from recipe.data.packed import TokenWriter, id_dtype
+from recipe.data.read import ReadReport, Text, read_unit
+from recipe.data.source import SPLITS, TextSource, Unit
 from recipe.data.tokenizer import count_token_bytes, read_tokenizer
 from recipe.errors import UserError
 
 BATCH_CHARACTERS = 1_000_000  # encoded at a time
-COUNTS = ("documents", "tokens", "bytes", "rows")  # bytes: of the text of the tokens
+COUNTS = ("documents", "tokens", "bytes")  # bytes: of the text of the tokens
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,6 @@ class Job:
     source: TextSource
     folder: str  # holds SPLIT/NUMBER.arrow and units/NUMBER.json
     tokenizer_dir: str
-    block_size: int
     splits: tuple[str, ...] = SPLITS  # those to write
     is_temporary: bool = False  # the folder is removed when its owner has ended
 
@@ -47,38 +48,37 @@ class Job:
 class Batch:
     """Documents of one split, on their way to its file."""
 
-    def __init__(self, writer: RowsWriter, vocab_size: int) -> None:
-        self.writer, self.texts, self.ends, self.characters = writer, [], [], 0
+    def __init__(self, writer: TokenWriter, vocab_size: int) -> None:
+        self.writer, self.texts, self.characters = writer, [], 0
         self.counts, self.seen = dict.fromkeys(COUNTS, 0), np.zeros(vocab_size, bool)
 
-    def add(self, document: Document) -> bool:
+    def add(self, text: Text) -> bool:
         """Add a document, and return whether the batch is full."""
-        pieces = list(cut_text(document.text)) if isinstance(document.text, str) else [document.text]
-        self.texts += pieces
-        self.ends += [False] * (len(pieces) - 1) + [document.ends]
-        self.characters += len(document.text)
+        self.texts.append(text)
+        self.characters += len(text)
         return self.characters >= BATCH_CHARACTERS
 
     def encode(self, encode: Encode, token_bytes: np.ndarray, eos_token_id: int) -> None:
         """Write the tokens of the documents, each with an end-of-text id after it."""
         vocab_size = len(token_bytes)
         if all(isinstance(text, str) for text in self.texts):
-            ids, lengths = encode(self.texts)
+            ids, lengths = encode_documents(encode, self.texts)
         else:
             if any(isinstance(text, str) for text in self.texts):
                 raise UserError("some documents are text and some are token ids; prepare them separately")
-            ids, lengths = np.concatenate(self.texts), [len(text) for text in self.texts]
+            texts = [ids[:-1] if len(ids) and ids[-1] == eos_token_id else ids for ids in self.texts]
+            ids, lengths = np.concatenate(texts), [len(ids) for ids in texts]
         if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:  # as uint16, 70000 would silently become 4464
             found = f"the data contains token id {ids.max()}, but the tokenizer has {vocab_size:,} tokens"
             raise UserError(f"{found}; pass the tokenizer that made the data")
-        ends = np.cumsum(lengths)[self.ends]
+        ends = np.cumsum(lengths)
         self.counts["bytes"] += int(token_bytes[ids].sum())
         ids = np.insert(ids.astype(id_dtype(vocab_size)), ends, eos_token_id)
         self.seen[ids[~self.seen.take(ids)]] = True  # few ids are new, and take is faster than an assignment
         self.counts["documents"] += len(ends)
         self.counts["tokens"] += len(ids)
         self.writer.write(ids)
-        self.texts, self.ends, self.characters = [], [], 0
+        self.texts, self.characters = [], 0
 
 
 class UnitTokenizer:
@@ -93,7 +93,7 @@ class UnitTokenizer:
             self.encoders["gigatoken"] = build_encoder(self.tokenizer, "gigatoken")
 
     def __call__(self, number: int, unit: Unit, encoder: str) -> dict:
-        """Write the rows of a unit, and then its summary, which says that they are complete. Returns the summary.
+        """Write the ids of a unit, and then its summary, which says that they are complete. Returns the summary.
 
         Raises `UserError` if the text cannot be read or the disk is full.
         """
@@ -114,10 +114,10 @@ class UnitTokenizer:
     def _write(self, number: int, unit: Unit, partial: str, encode: Encode) -> dict:
         job, vocab_size, report = self.job, len(self.token_bytes), ReadReport()
         tools = encode, self.token_bytes, self.tokenizer.eos_token_id
-        writers = {s: RowsWriter(Path(job.folder, s, partial), job.block_size, vocab_size) for s in job.splits}
+        writers = {split: TokenWriter(Path(job.folder, split, partial), vocab_size) for split in job.splits}
         batches = {split: Batch(writer, vocab_size) for split, writer in writers.items()}
         for document in read_unit(job.source, unit, report):
-            if (batch := batches.get(document.split)) and batch.add(document):
+            if (batch := batches.get(document.split)) and batch.add(document.text):
                 batch.encode(*tools)
         summary = {"report": dataclasses.asdict(report), "splits": {}}
         for split, batch in batches.items():
@@ -125,11 +125,10 @@ class UnitTokenizer:
                 batch.encode(*tools)
             writer, name = writers[split], f"{number:05d}.arrow"
             writer.close()
-            batch.counts["rows"] = sum(num_rows for _, num_rows in writer.chunks)
             summary["splits"][split] = {
                 **batch.counts,
                 "file_bytes": {name: writer.path.stat().st_size},
-                "rows_sha256": writer.digest.hexdigest(),
+                "content_sha256": writer.digest.hexdigest(),
                 "chunks": [[name, *chunk] for chunk in writer.chunks],
                 "seen": np.packbits(batch.seen).tobytes().hex(),
             }
@@ -143,35 +142,33 @@ class UnitWorkers:
     def __init__(self, job: Job, num_workers: int) -> None:
         # A session of its own: a signal to the owner's group lets it finish its unit, unless the owner ends.
         environment = {**os.environ, "PYTHONSAFEPATH": "1", "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         command = [sys.executable, "-m", "recipe.data.units"]
         self.processes = [
             subprocess.Popen(command, env=environment, start_new_session=True, **pipes) for _ in range(num_workers)
         ]
         self.idle: queue.SimpleQueue = queue.SimpleQueue()
         for process in self.processes:
-            process.stdin.write(json.dumps(dataclasses.asdict(job)) + "\n")
-            process.stdin.flush()
+            _send(job, process.stdin)
             self.idle.put(process)
         self.threads = ThreadPoolExecutor(num_workers)
 
     def submit(self, number: int, unit: Unit, encoder: str) -> "Future[dict]":
         """Tokenize a unit as soon as a process is idle. The result is its summary."""
-        return self.threads.submit(self._run, [number, unit, encoder])
+        return self.threads.submit(self._run, (number, unit, encoder))
 
-    def _run(self, request: list) -> dict:
-        process, answer = self.idle.get(), ""
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(json.dumps(request) + "\n")
-            process.stdin.flush()
-            answer = process.stdout.readline()
+    def _run(self, request: tuple[int, Unit, str]) -> dict:
+        process, answer = self.idle.get(), None
+        with contextlib.suppress(BrokenPipeError, EOFError, pickle.UnpicklingError):
+            _send(request, process.stdin)
+            answer = pickle.load(process.stdout)
         self.idle.put(process)
-        if not answer:
+        if answer is None:
             why = "its own output says why, unless it was killed, for example when the memory was full"
             raise UserError(f"a process that tokenizes text has ended; {why}")
-        if "error" in (summary := json.loads(answer)):
-            raise UserError(summary["error"])
-        return summary
+        if isinstance(answer, UserError):
+            raise answer
+        return answer
 
     def close(self) -> None:
         """End the processes, even in the middle of a unit."""
@@ -182,20 +179,24 @@ class UnitWorkers:
             process.wait()
 
 
+def _send(message: object, pipe: BinaryIO) -> None:
+    pickle.dump(message, pipe)
+    pipe.flush()
+
+
 def main() -> None:
     for name in ("SIGINT", "SIGHUP"):
         if number := getattr(signal, name, None):  # Windows has no SIGHUP
             signal.signal(number, signal.SIG_IGN)
-    fields = json.loads(sys.stdin.readline())
-    tokenize = UnitTokenizer(Job(source=TextSource(**fields.pop("source")), **fields))
-    with contextlib.suppress(BrokenPipeError):  # the owner has ended in the middle of a unit
-        for line in sys.stdin:
-            number, unit, encoder = json.loads(line)
+    tokenize = UnitTokenizer(pickle.load(sys.stdin.buffer))
+    with contextlib.suppress(BrokenPipeError, EOFError):  # the owner has ended, perhaps in the middle of a unit
+        while True:
+            number, unit, encoder = pickle.load(sys.stdin.buffer)
             try:
-                answer = tokenize(number, Unit(*unit), encoder)
+                answer = tokenize(number, unit, encoder)
             except UserError as error:
-                answer = {"error": str(error)}
-            print(json.dumps(answer), flush=True)
+                answer = UserError(str(error))  # without its cause, which may not be picklable
+            _send(answer, sys.stdout.buffer)
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it at its exit
     if tokenize.job.is_temporary:
         shutil.rmtree(tokenize.job.folder, ignore_errors=True)

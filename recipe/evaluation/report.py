@@ -7,8 +7,6 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from recipe.model.weights import WEIGHTS_NAME
-
 SIZES = ("124M", "355M", "774M", "1558M")
 # Scores of OpenAI's GPT-2, zero-shot, by the same rules: {task: {score: values of SIZES}}. None: no source known.
 REFERENCES = {
@@ -64,17 +62,24 @@ def _number(value: float | None) -> str:
     return f"{value:.4f}" if abs(value) < 1 else f"{value:.2f}" if abs(value) < 10_000 else f"{value:.1e}"
 
 
-def write_results(results: dict[str, Any], path: Path) -> None:
-    """Write valid JSON: numbers that are not finite become null.
+def read_results(path: Path, identity: dict[str, str | None]) -> dict[str, Any] | None:
+    """Return the results in a file if they are of this model, else None.
 
-    Results that the file already has of the same model stay, unless these replace them.
+    identity: the SHA-256 of the model's weights, and its commit on the Hub.
     """
-    weights = path.with_name(WEIGHTS_NAME)
-    if path.is_file() and weights.is_file() and path.stat().st_mtime >= weights.stat().st_mtime:
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # not a file of this program
-            old, names = json.loads(path.read_text(encoding="utf-8")), [text["name"] for text in results["texts"]]
-            texts = [text for text in old["texts"] if text["name"] not in names] + results["texts"]
-            results = {**results, "tasks": old["tasks"] | results["tasks"], "texts": texts}
+    with contextlib.suppress(ValueError, KeyError, TypeError):  # not a file of this program
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if any(identity.values()) and {key: found[key] for key in identity} == identity:
+            return found
+    return None
+
+
+def write_results(results: dict[str, Any], earlier: dict[str, Any] | None, path: Path) -> None:
+    """Write valid JSON: numbers that are not finite become null. earlier: results that these add to, or replace."""
+    if earlier:
+        names = [text["name"] for text in results["texts"]]
+        texts = [text for text in earlier["texts"] if text["name"] not in names] + results["texts"]
+        results = {**results, "tasks": earlier["tasks"] | results["tasks"], "texts": texts}
     text = json.dumps(_finite(results), indent=2, allow_nan=False, ensure_ascii=False)
     path.write_text(text + "\n", encoding="utf-8")
 

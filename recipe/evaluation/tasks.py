@@ -169,6 +169,8 @@ def encode_pairs(tokenizer: PreTrainedTokenizerBase, pairs: Sequence[tuple[str, 
     the end of the context belongs to the continuation. An empty context is the token that begins a document. What
     does not fit into the model is cut off on the left.
     """
+    if not pairs:  # of the last chunk, a process may get no example
+        return []
     heads = [head.rstrip() for head, _ in pairs]
     heads_ids = tokenizer([head or " " for head in heads], verbose=False)["input_ids"]
     texts_ids = tokenizer([head + continuation for head, continuation in pairs], verbose=False)["input_ids"]

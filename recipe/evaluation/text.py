@@ -113,15 +113,11 @@ def evaluate_dataset(
     """Return the same of validation rows, each with at most block_size tokens of context, as in the training run.
 
     max_rows: rows spread evenly over the split; all by default. Raises `UserError` if another tokenizer made the
-    dataset, or the model's context is shorter than its rows.
+    dataset.
     """
-    context, block_size = model.config.max_position_embeddings, dataset.block_size
-    remedy = "evaluate the text itself with --text_file, or prepare the dataset for this model"
     if dataset.metadata["tokenizer_sha256"] != tokenizer_sha256(tokenizer):
+        remedy = "evaluate the text itself with --text_file, or prepare the dataset for this model"
         raise UserError(f"{dataset.directory} was tokenized with another tokenizer than the model's; {remedy}")
-    if block_size > context:
-        found = f"{dataset.directory} has rows of {block_size} tokens, but the model's context is {context}"
-        raise UserError(f"{found}; {remedy}")
     started_at, rows = time.perf_counter(), dataset.validation
     num_rows = min(len(rows), max_rows or len(rows))
     totals = evaluate_rows(*_scorer(model, tokenizer), rows, num_rows, batch_size)
@@ -129,8 +125,8 @@ def evaluate_dataset(
         "name": f"{dataset.directory.absolute().name} validation",
         **_scores(totals),
         "bits_per_character": None,
-        "context": block_size,
-        "stride": block_size,
+        "context": dataset.block_size,
+        "stride": dataset.block_size,
         "seconds": time.perf_counter() - started_at,
     }
 

@@ -84,6 +84,7 @@ def run_identity(config: TrainConfig, metadata: dict[str, Any], model_config: Pr
     """Return what a resumed run must share with its checkpoint: data (metadata: of the dataset), model and options."""
     return {
         "dataset": metadata["content_sha256"],
+        "dataset_revision": metadata["source"].get("dataset_revision"),
         "streamed_text": metadata["fingerprint"] if config.streaming else None,
         "tokenizer": metadata["tokenizer_sha256"],
         **{name: getattr(config, name) for name in IDENTITY_OPTIONS},
@@ -106,6 +107,7 @@ def check_identity(config: TrainConfig, identity: dict[str, Any], resume_dir: Pa
     model = _model_identity(AutoConfig.from_pretrained(resume_dir))
     saved = {name: OPTIONS[name].default for name in IDENTITY_OPTIONS} | content["identity"] | model
     changes = {key: (saved.get(key), now) for key, now in sorted(identity.items()) if saved.get(key) != now}
+    changes.pop("dataset_revision", None)  # its rows count
     if refused := changes.keys() - set(SCHEDULE_OPTIONS):
         listed = "; ".join(f"{key} {_short(changes[key][0])} -> {_short(changes[key][1])}" for key in sorted(refused))
         remedy = "pass the run's own options (--config training_config.yaml of its folder), or start a new run"

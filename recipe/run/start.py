@@ -21,8 +21,8 @@ from transformers import PreTrainedConfig
 from recipe.checkpoint import RunState, Trained, find_checkpoint, load_checkpoint, read_state
 from recipe.config import TrainConfig
 from recipe.data.batches import TrainBatches, TrainOrder, read_rows
+from recipe.data.cache import open_dataset_for
 from recipe.data.packed import PackedDataset, metadata_of, open_packed_dataset
-from recipe.data.prepare import open_dataset_for
 from recipe.data.stream import open_stream, read_stream
 from recipe.errors import UserError
 from recipe.evaluation.tasks import load_tasks
@@ -151,13 +151,16 @@ def find_start(config: TrainConfig, output_dir: Path) -> Path | None:
     return resume_dir
 
 
-def open_dataset(config: TrainConfig, source: str | Path | None) -> PackedDataset:
-    """Open the packed dataset; the main process prepares text first. source: the model whose tokenizer is used.
+def open_dataset(config: TrainConfig, start: Start) -> PackedDataset:
+    """Open the packed dataset; the main process prepares text first.
 
     To train on a dataset of your own, return it here. It needs `train` and `validation`, each with a length and
     indexed by int64 [n] for int64 [n, block_size + 1], and a `tokenizer` of Transformers.
     """
-    directory = on_main_process(lambda: open_dataset_for(config, source).directory)
+    if config.dataset_name and config.dataset_revision is None and start.resume_dir:  # the Hub may have a newer one
+        revision = read_state(start.resume_dir)["identity"].get("dataset_revision")
+        config = dataclasses.replace(config, dataset_revision=revision)
+    directory = on_main_process(lambda: open_dataset_for(config, start.source).directory)
     return on_all_processes(lambda: open_packed_dataset(directory, config.block_size))
 
 

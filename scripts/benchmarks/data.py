@@ -22,8 +22,8 @@ import torch
 
 from recipe.arguments import CommandLine
 from recipe.data.batches import TrainBatches, TrainOrder, read_rows
+from recipe.data.files import read_standard_library
 from recipe.data.packed import open_packed_dataset
-from recipe.data.source import read_standard_library
 from recipe.environment import count_cpus, describe_environment
 from recipe.errors import run_main
 
@@ -78,7 +78,7 @@ def main() -> None:
                 results[megabytes] |= {"tiktoken_seconds": theirs, "times_as_fast": min(theirs) / min(ours)}
             print(f"{megabytes} MB: {json.dumps(results[megabytes])}", flush=True)
             text.unlink()
-        split, cpu = open_packed_dataset(out).train, torch.device("cpu")
+        split, cpu = open_packed_dataset(out, 1024).train, torch.device("cpu")
         batches = TrainBatches(read_rows(split, TrainOrder(len(split), 1, 32, 32), cpu), cpu)
         batch_ms = statistics.median(timeit.repeat(batches.__next__, number=1, repeat=300)) * 1000
     print(f"a batch of 32 rows: {batch_ms:.2f} ms")

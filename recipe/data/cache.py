@@ -1,0 +1,61 @@
+"""A run's dataset: the folder that it names, or its text, prepared once for all runs."""
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+from recipe.config import TrainConfig
+from recipe.data.packed import PackedDataset, open_packed_dataset, read_metadata
+from recipe.data.prepare import fingerprint_of, inputs_of, is_made_from, prepare_dataset, say
+from recipe.data.source import TextSource, name_of_text, source_from
+from recipe.data.tokenizer import read_tokenizer, tokenizer_sha256
+from recipe.errors import UserError
+
+HEAD_BYTES = 50_000_000  # prepared before streaming, for the tokenizer and the validation rows
+
+
+def open_dataset_for(config: TrainConfig, model: str | Path | None = None) -> PackedDataset:
+    """Open the run's dataset: `dataset_dir`, or the text prepared once for all runs in `cache_dir`.
+
+    model: the one that the run starts from, which may be a checkpoint of `model_name_or_path`; it holds the same
+    tokenizer. Raises `UserError` if `tokenizer_name` is not the tokenizer that made the dataset.
+    """
+    if model is not None and config.tokenizer_name == config.model_name_or_path:
+        config = dataclasses.replace(config, tokenizer_name=str(model))
+    source = source_from(config) if config.dataset_dir is None else None
+    tokenizer = read_tokenizer(config.tokenizer_name) if config.tokenizer_name else None
+    if source is None:
+        directory = Path(config.dataset_dir)
+        if tokenizer is not None and tokenizer_sha256(tokenizer) != read_metadata(directory)["tokenizer_sha256"]:
+            remedy = "prepare it with that tokenizer, or omit --tokenizer_name"
+            if config.tokenizer_name == config.model_name_or_path:
+                remedy = f"prepare it with --tokenizer_name {config.tokenizer_name}, the model's tokenizer"
+            made = f"was made with another tokenizer than {config.tokenizer_name}"
+            raise UserError(f"{config.dataset_dir} {made}; {remedy}")
+        return open_packed_dataset(directory, config.block_size)
+    max_bytes = HEAD_BYTES if config.streaming else None
+    inputs = inputs_of(source, tokenizer, config.tokenizer_vocab_size, max_bytes)
+    directory = cached_directory(config, source, inputs)
+    if max_bytes:
+        say("streaming: preparing only a part of the text, for validation")
+    prepare_dataset(
+        source,
+        directory,
+        tokenizer,
+        config.tokenizer_vocab_size,
+        overwrite=True,  # the name says what it holds, so what cannot be opened is damaged
+        num_workers=config.preprocessing_num_workers,
+        max_bytes=max_bytes,
+    )
+    return open_packed_dataset(directory, config.block_size)
+
+
+def cached_directory(config: TrainConfig, source: TextSource, inputs: dict[str, Any]) -> Path:
+    """Return the folder of a text, which its fingerprint names; of a Hub out of reach, the newest that fits."""
+    cache, name = Path(config.cache_dir), name_of_text(config.dataset_name or config.train_file[0])
+    if inputs["content"] is None:
+        for path in sorted(cache.glob(f"{name}-*/metadata.json"), key=os.path.getmtime, reverse=True):
+            if is_made_from(path.parent, inputs, source):
+                return path.parent
+    return cache / f"{name}-{fingerprint_of(inputs)[:12]}"

@@ -1,0 +1,224 @@
+"""Paths -> files of text: which of them are text, how they are opened, and what identifies them."""
+
+import contextlib
+import functools
+import glob
+import hashlib
+import io
+import itertools
+import json
+import lzma
+import os
+import sysconfig
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+import pyarrow as pa
+
+from recipe.environment import cache_dir
+from recipe.errors import UserError
+
+KINDS = (".txt", ".md", ".jsonl", ".json", ".csv", ".parquet", ".wet")
+COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
+HASHED_WHOLE = 64 * 2**20  # bytes; of a larger file, this much is hashed in evenly spaced blocks
+BLOCK = 2**20
+# A folder with one of these holds a run, a model, a tokenizer, a dataset or a virtual environment. So does `runs`.
+RESULTS = (
+    *("training_config.yaml", "model.safetensors", "pytorch_model.bin", "tokenizer_config.json"),
+    *("dataset_dict.json", "pyvenv.cfg"),
+)
+RECIPE = (
+    "recipe",
+    "scripts",
+    "tests",
+    "accelerate_configs",
+    "build",
+    "gpt2_recipe.egg-info",
+    "README.md",
+)  # in a checkout of this project
+
+
+@dataclass
+class Files:
+    """Files to read, and how many others were found, by the reason for which they are ignored."""
+
+    paths: list[str] = field(default_factory=list)
+    ignored: Counter = field(default_factory=Counter)
+
+
+def find_files(given: Iterable[str], held_out: Iterable[str] = ()) -> Files:
+    """Replace folders and patterns by the supported files in them, sorted, each file once.
+
+    Ignored are hidden files, folders of results below a given one, this project's own files, and held_out, the files
+    of the validation text. Raises `UserError` if nothing is left.
+    """
+    found, seen = Files(), {os.path.realpath(path): "named as validation text" for path in held_out}
+    for path in given:
+        if is_file := Path(path).is_file():
+            kind_of(path)  # raises for an unsupported one
+        names = {path: None} if is_file else _expand(path)
+        if not names:
+            raise UserError(f"the folder {path} is empty" if Path(path).is_dir() else f"there is no file {path}")
+        if all(names.values()):
+            kinds = f"it holds {_list(Counter(names.values()))}, and not {', '.join(KINDS)}"
+            raise UserError(f"there is no file of a supported kind in {path}: {kinds}")
+        for name, ignored in names.items():
+            real = os.path.realpath(name)
+            if reason := ignored or seen.get(real):
+                found.ignored[reason] += 1
+            else:
+                found.paths.append(name)
+                seen[real] = "named twice"
+    if not found.paths and found.ignored:
+        raise UserError("all files of --train_file are named as --validation_file, too")
+    return found
+
+
+def _expand(path: str) -> dict[str, str | None]:
+    """Return the files of a folder or pattern, sorted, and for each the reason to ignore it, or None."""
+    is_folder, described = Path(path).is_dir(), functools.cache(_describe_folder)
+    fixed = itertools.takewhile(lambda part: not glob.has_magic(part), Path(path).parts)
+    base, found = Path(path) if is_folder else Path(*fixed), {}
+    for name in sorted(glob.glob(f"{glob.escape(path)}/**" if is_folder else path, recursive=True)):
+        if not Path(name).is_file():
+            continue
+        parts = Path(name).relative_to(base).parts
+        held = [described(base.joinpath(*parts[:depth])) for depth in range(len(parts))]
+        if _suffix(name) not in KINDS:
+            found[name] = Path(name).suffix or "no suffix"
+        elif os.path.getsize(name) == 0:
+            found[name] = "empty"
+        elif "results" in held[1:]:
+            found[name] = "of runs, models or datasets"
+        elif any(what == "recipe" and part in RECIPE for what, part in zip(held, parts, strict=True)):
+            found[name] = "of this program"
+        else:
+            found[name] = None
+    return found
+
+
+def _describe_folder(folder: Path) -> str | None:
+    """Return what a folder holds besides text: "results", "recipe" (a checkout of this project), or None."""
+    if folder.resolve() == Path("runs").resolve() or any((folder / name).exists() for name in RESULTS):
+        return "results"
+    return "recipe" if (folder / "recipe" / "train.py").is_file() else None
+
+
+def describe_files(files: Files) -> str | None:
+    """Say how many files are read and which are not; None if that is evident."""
+    return f"reading {len(files.paths):,} files; ignoring {_list(files.ignored)}" if files.ignored else None
+
+
+def _list(ignored: Counter) -> str:
+    return ", ".join(f"{count:,} {reason}" for reason, count in sorted(ignored.items()))
+
+
+def compression_of(path: str) -> str | None:
+    return next((suffix for suffix in COMPRESSIONS if path.lower().endswith(suffix)), None)
+
+
+def _suffix(path: str) -> str:
+    name = Path(path.lower())
+    return (name.with_suffix("") if compression_of(path) else name).suffix
+
+
+def kind_of(path: str) -> str:
+    """Return a file's suffix, ignoring the compression's. Raises `UserError` for an unsupported one."""
+    if (kind := _suffix(path)) not in KINDS:
+        compressed = ", ".join(COMPRESSIONS)
+        raise UserError(f"cannot read {path}: use {', '.join(KINDS)} files, plain or compressed ({compressed})")
+    return kind
+
+
+def standard_library_files() -> list[Path]:
+    """Return the sources of Python's standard library without tests.
+
+    Raises `UserError` if the interpreter ships without sources.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    # `encodings` holds tables of character names.
+    skipped = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "pydoc_data", "encodings"}
+    sources = sorted(p for p in root.rglob("*.py") if not skipped & set(p.relative_to(root).parts))
+    if len(sources) < 50:
+        remedy = "pass --train_file TEXT.txt with a megabyte of text or more"
+        raise UserError(f"{root} holds no Python sources for the demo to train on; {remedy}")
+    return sources
+
+
+def read_standard_library() -> Iterator[str]:
+    """Yield the documents of Python's standard library: reference documentation, then sources without tests."""
+    with contextlib.suppress(ImportError):  # some distributions omit the documentation
+        from pydoc_data.topics import topics
+
+        yield from (text for _, text in sorted(topics.items()))
+    for path in standard_library_files():
+        with contextlib.suppress(UnicodeDecodeError, OSError):  # a few sources deliberately use another encoding
+            yield path.read_text(encoding="utf-8")
+
+
+def open_stream(path: str) -> BinaryIO:
+    """Open a file as a buffered stream of decompressed bytes."""
+    match compression_of(path):
+        case None:
+            return open(path, "rb", BLOCK)
+        case ".xz":
+            return lzma.open(path)
+        case suffix:  # pyarrow recognizes lowercase suffixes only
+            name = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}[suffix]
+            return io.BufferedReader(pa.input_stream(path, compression=name), BLOCK)
+
+
+# ------------------------------------------------------------------ identity
+
+
+def identify_files(paths: list[str]) -> str:
+    """Hash the names, sizes and content of files, wherever they are and whenever they were copied there."""
+    names = [(Path(path).name, digest) for path, digest in zip(paths, digest_files(paths), strict=True)]
+    return hashlib.sha256(repr(names).encode()).hexdigest()
+
+
+def identify_standard_library() -> str:
+    """Hash the files of the demo's text."""
+    topics = Path(sysconfig.get_path("stdlib"), "pydoc_data", "topics.py")
+    return identify_files([*map(str, standard_library_files()), str(topics)])
+
+
+def digest_files(paths: list[str]) -> list[str]:
+    """Return size and hash of each file. They are cached by path, size and time, so that they are read once."""
+    cache_file, cached, keys = cache_dir() / "digests.json", {}, []
+    with contextlib.suppress(OSError, ValueError):
+        cached = json.loads(cache_file.read_text())
+    for path in paths:
+        status = os.stat(path)
+        keys.append(f"{os.path.abspath(path)} {status.st_size} {status.st_mtime_ns}")
+    new = {key: path for key, path in zip(keys, paths, strict=True) if key not in cached}
+    if new:
+        with ThreadPoolExecutor() as threads:  # hashing releases Python's lock
+            cached |= zip(new, threads.map(digest_file, new.values()), strict=True)
+        with contextlib.suppress(OSError):
+            cache_file.parent.mkdir(parents=True, exist_ok=True)
+            partial = cache_file.with_name(f"digests-{os.getpid()}.json")
+            partial.write_text(json.dumps(cached))
+            os.replace(partial, cache_file)
+    return [cached[key] for key in keys]
+
+
+def digest_file(path: str) -> str:
+    """Hash a file's size and content; of a large file, its first block, its last and evenly spaced ones."""
+    import xxhash  # not at the top, because training on a packed dataset does not need it
+
+    digest = xxhash.xxh3_128()
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            count = -(-min(size, HASHED_WHOLE) // BLOCK)
+            for i in range(count):
+                file.seek(i * BLOCK if size <= HASHED_WHOLE else i * (size - BLOCK) // (count - 1))
+                digest.update(file.read(BLOCK))
+    except OSError as error:
+        return f"unreadable: {error.strerror}"
+    return f"{size} {digest.hexdigest()}"
