@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -76,7 +77,7 @@ def open_streams(source, tokenizer_dir, count=1, seed=1, hosts=None) -> list[Tex
     """Open the stream of each process of a run. The processes are threads, which gather from each other."""
     parts, barrier, here = [None] * count, threading.Barrier(count), threading.local()
     job = Job(source, "", str(tokenizer_dir), ("train",), is_temporary=True)
-    vocab_size = len(read_tokenizer(str(tokenizer_dir)))
+    dataset = SimpleNamespace(block_size=BLOCK_SIZE, vocab_size=len(read_tokenizer(str(tokenizer_dir))))
 
     def open_on(rank):
         here.host = (hosts or "a" * count)[rank]
@@ -88,7 +89,7 @@ def open_streams(source, tokenizer_dir, count=1, seed=1, hosts=None) -> list[Tex
             barrier.wait(30)
             return found
 
-        return TextStream(job, source.units(), "tokenizers", BLOCK_SIZE, vocab_size, seed, rank, gather)
+        return TextStream(job, source.units(), "tokenizers", dataset, seed, rank, gather)
 
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(count) as threads:
         patch.setattr(socket, "gethostname", lambda: here.host)
@@ -182,6 +183,7 @@ def test_a_machine_tokenizes_once(source, tokenizer_dir, folders):
 
 OWNER = """
 import sys, time
+from types import SimpleNamespace
 from recipe.data import source as source_module
 from recipe.data.source import TextSource
 from recipe.data.stream import TextStream
@@ -190,7 +192,8 @@ source = TextSource((sys.argv[1],))
 if sys.argv[3] == "idle":
     source_module.SMALL_SOURCE = source_module.SMALLEST_UNIT = 1500
 job = Job(source, "", sys.argv[2], ("train",), is_temporary=True)
-stream = TextStream(job, source.units(), "tokenizers", 32, 500, 1, 0, lambda part: [part])
+dataset = SimpleNamespace(block_size=32, vocab_size=500)
+stream = TextStream(job, source.units(), "tokenizers", dataset, 1, 0, lambda part: [part])
 if sys.argv[3] == "idle":
     stream.window(0)
 else:

@@ -1,11 +1,9 @@
 """Paths -> files of text: which of them are text, how they are opened, and what identifies them."""
 
 import contextlib
-import functools
 import glob
 import hashlib
 import io
-import itertools
 import json
 import lzma
 import os
@@ -26,12 +24,9 @@ KINDS = (".txt", ".md", ".jsonl", ".json", ".csv", ".parquet", ".wet")
 COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
 HASHED_WHOLE = 64 * 2**20  # bytes; of a larger file, this much is hashed in evenly spaced blocks
 BLOCK = 2**20
-# A folder with one of these holds a run, a model, a tokenizer, a dataset or a virtual environment. So does `runs`.
-RESULTS = (
-    *("training_config.yaml", "model.safetensors", "pytorch_model.bin", "tokenizer_config.json"),
-    *("dataset_dict.json", "pyvenv.cfg"),
-)
-RECIPE = (
+# A folder with one of these holds a run, a model, a tokenizer, a dataset or a virtual environment.
+RESULTS = {"training_config.yaml", "model.safetensors", "tokenizer_config.json", "dataset_dict.json", "pyvenv.cfg"}
+CHECKOUT = {
     "recipe",
     "scripts",
     "tests",
@@ -39,7 +34,7 @@ RECIPE = (
     "build",
     "gpt2_recipe.egg-info",
     "README.md",
-)  # in a checkout of this project
+}  # of this
 
 
 @dataclass
@@ -53,14 +48,15 @@ class Files:
 def find_files(given: Iterable[str], held_out: Iterable[str] = ()) -> Files:
     """Replace folders and patterns by the supported files in them, sorted, each file once.
 
-    Ignored are hidden files, folders of results below a given one, this project's own files, and held_out, the files
-    of the validation text. Raises `UserError` if nothing is left.
+    held_out: files to ignore, because they are the validation text. Raises `UserError` if nothing is left.
     """
     found, seen = Files(), {os.path.realpath(path): "named as validation text" for path in held_out}
     for path in given:
-        if is_file := Path(path).is_file():
-            kind_of(path)  # raises for an unsupported one
-        names = {path: None} if is_file else _expand(path)
+        if Path(path).is_file():
+            names = {path: kind_of(path) and None}  # raises for an unsupported one
+        else:
+            listed = _walk(path) if Path(path).is_dir() else filter(os.path.isfile, glob.glob(path, recursive=True))
+            names = {name: _reason(name) for name in sorted(listed)}
         if not names:
             raise UserError(f"the folder {path} is empty" if Path(path).is_dir() else f"there is no file {path}")
         if all(names.values()):
@@ -78,34 +74,27 @@ def find_files(given: Iterable[str], held_out: Iterable[str] = ()) -> Files:
     return found
 
 
-def _expand(path: str) -> dict[str, str | None]:
-    """Return the files of a folder or pattern, sorted, and for each the reason to ignore it, or None."""
-    is_folder, described = Path(path).is_dir(), functools.cache(_describe_folder)
-    fixed = itertools.takewhile(lambda part: not glob.has_magic(part), Path(path).parts)
-    base, found = Path(path) if is_folder else Path(*fixed), {}
-    for name in sorted(glob.glob(f"{glob.escape(path)}/**" if is_folder else path, recursive=True)):
-        if not Path(name).is_file():
-            continue
-        parts = Path(name).relative_to(base).parts
-        held = [described(base.joinpath(*parts[:depth])) for depth in range(len(parts))]
-        if _suffix(name) not in KINDS:
-            found[name] = Path(name).suffix or "no suffix"
-        elif os.path.getsize(name) == 0:
-            found[name] = "empty"
-        elif "results" in held[1:]:
-            found[name] = "of runs, models or datasets"
-        elif any(what == "recipe" and part in RECIPE for what, part in zip(held, parts, strict=True)):
-            found[name] = "of this program"
-        else:
-            found[name] = None
-    return found
+def _walk(folder: str) -> Iterator[str]:
+    """Yield the files in a folder, and folders of results instead of their files; no hidden ones, and none of ours."""
+    for root, folders, names in os.walk(folder, followlinks=True):
+        own = CHECKOUT if Path(root, "recipe", "train.py").is_file() else ()
+        visible = [name for name in (*folders, *names) if name not in own and not name.startswith(".")]
+        results = [name for name in visible if name in folders and holds_results(Path(root, name))]
+        folders[:] = [name for name in folders if name in visible and name not in results]
+        yield from (os.path.join(root, name) for name in visible if name not in folders)
 
 
-def _describe_folder(folder: Path) -> str | None:
-    """Return what a folder holds besides text: "results", "recipe" (a checkout of this project), or None."""
-    if folder.resolve() == Path("runs").resolve() or any((folder / name).exists() for name in RESULTS):
-        return "results"
-    return "recipe" if (folder / "recipe" / "train.py").is_file() else None
+def _reason(name: str) -> str | None:
+    """Return why a file of a folder or pattern is not read, or None."""
+    if os.path.isdir(name):
+        return "folders of runs, models or datasets"
+    if _suffix(name) not in KINDS:
+        return Path(name).suffix or "no suffix"
+    return None if os.path.getsize(name) else "empty"
+
+
+def holds_results(folder: Path) -> bool:
+    return folder.resolve() == Path("runs").resolve() or any((folder / name).exists() for name in RESULTS)
 
 
 def describe_files(files: Files) -> str | None:

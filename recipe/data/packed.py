@@ -186,7 +186,6 @@ def metadata_of(dataset: Any) -> dict[str, Any]:
         "content_sha256": digest.hexdigest(),
         "tokenizer_sha256": tokenizer_sha256(dataset.tokenizer),
         "tokenizer": dataset.tokenizer.name_or_path or type(dataset.tokenizer).__name__,
-        "fingerprint": None,
     }
 
 

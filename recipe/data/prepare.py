@@ -87,25 +87,22 @@ def prepare_dataset(
             tokenize_units(job, tokenizer, units, mine, num_workers or count_cpus())
     except UserError as error:
         failure = error
-    if mine and (existing := _find_existing(source, directory, inputs, overwrite)) is not None:
-        # Another process has prepared the same dataset, and may have renamed the folder before this one wrote to it.
-        shutil.rmtree(partial, ignore_errors=True)
-        return existing
-    if failure:
-        raise failure
-    if (left := len(list(missing_units(partial, units)))) and partial.is_dir():
-        say(f"{left:,} of {len(units):,} units are not done yet")
-        return None
     try:
         with FileLock(partial / LOCK_NAME):
             if (existing := _find_existing(source, directory, inputs, overwrite)) is not None:
-                shutil.rmtree(partial, ignore_errors=True)  # another process was faster
+                # Another process was faster. It may have renamed the folder before this one wrote to it.
+                shutil.rmtree(partial, ignore_errors=True)
                 return existing
+            if failure:
+                raise failure
+            if left := len(list(missing_units(partial, units))):
+                say(f"{left:,} of {len(units):,} units are not done yet")
+                return None
             metadata = summarize(job, tokenizer, len(units), inputs)
             give_name(partial, directory)
     except OSError as error:
         if (existing := _find_existing(source, directory, inputs, overwrite)) is not None:
-            return existing  # another process has renamed the folder
+            return existing  # its folder was renamed before this process could lock it
         raise UserError(f"cannot write the dataset {directory}: {error.strerror or error}") from error
     seconds = time.perf_counter() - started_at
     documents, tokens, num_bytes = (sum(of[key] for of in metadata["splits"].values()) for key in COUNTS)

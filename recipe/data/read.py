@@ -374,7 +374,7 @@ def read_wet(stream: BinaryIO) -> Iterator[str]:
 
 def _read_shards(source: TextSource, part: ShardPart) -> Iterator[dict]:
     """Yield the rows of some shards of a dataset."""
-    rows = source.dataset.splits[part.split].shard(part.count, part.number)
+    rows = source.dataset[part.split].rows.shard(part.count, part.number)
     if source.text_column_name in (rows.column_names or ()):
         rows = rows.select_columns([source.text_column_name])
     for batch in rows.iter(ROWS_PER_READ):

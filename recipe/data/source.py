@@ -113,7 +113,7 @@ class TextSource:
         """Whether the validation text is separate, not held out of the training documents."""
         if self.dataset_name in (None, STANDARD_LIBRARY):
             return bool(self.validation_files)
-        return self.dataset_split == "train" and "validation" in self.dataset.splits
+        return self.dataset_split == "train" and "validation" in self.dataset
 
     def units(self) -> list[Unit]:
         """Return the units in reading order, separate validation text first. Raises `UserError` for bad input."""
@@ -168,16 +168,16 @@ class TextSource:
                 start, num_bytes = number + 1, 0
 
     @functools.cached_property
-    def dataset(self) -> "OpenedDataset":
+    def dataset(self) -> "dict[str, OpenedSplit]":
         return open_dataset(self.dataset_name, self.dataset_config_name, self.commit)
 
     def _units_of_dataset(self) -> list[Unit]:
-        splits, rule = self.dataset.splits, "train" if self.has_validation else "hash"
+        splits, rule = self.dataset, "train" if self.has_validation else "hash"
         if self.dataset_split not in splits:
             missing = f"has no split '{self.dataset_split}' (it has {', '.join(splits)})"
             raise UserError(f"dataset {self.dataset_name} {missing}; pass --dataset_split")
         num_bytes = COMPRESSION_RATIO * sum(size for _, _, size in self.dataset_files or ())
-        count = min(splits[self.dataset_split].num_shards, -(-num_bytes // unit_size(num_bytes)) or NUM_UNITS)
+        count = min(splits[self.dataset_split].rows.num_shards, -(-num_bytes // unit_size(num_bytes)) or NUM_UNITS)
         units = [Unit([ShardPart(self.dataset_split, rule, number, count)], 0) for number in range(count)]
         if self.has_validation:
             return [Unit([ShardPart("validation", "validation", 0, 1)], 0), *units]
@@ -236,7 +236,7 @@ class TextSource:
         if self.is_on_hub and self.hub_files is None:
             return None
         read = {self.dataset_split, "validation" if self.has_validation else self.dataset_split}
-        paths = [path for split in sorted(read) for path in self.dataset.files.get(split, ())]
+        paths = [path for split in sorted(read & set(self.dataset)) for path in self.dataset[split].files]
         if self.is_on_hub:
             names = [path.partition(f"@{self.commit}/")[2] for path in paths]
             return [(name, *self.hub_files[1][name]) for name in names]
@@ -244,34 +244,29 @@ class TextSource:
         return list(zip(names, digest_files(paths), map(os.path.getsize, paths), strict=True))
 
 
-class OpenedDataset(NamedTuple):
-    """A dataset's splits, each in as many shards as it has, and the files of each."""
-
-    splits: "dict[str, datasets.IterableDataset]"
-    files: dict[str, list[str]]
+class OpenedSplit(NamedTuple):
+    rows: "datasets.IterableDataset"  # in as many shards as it has
+    files: list[str]
 
 
-def open_dataset(name: str, config_name: str | None, commit: str | None) -> OpenedDataset:
+def open_dataset(name: str, config_name: str | None, commit: str | None) -> dict[str, OpenedSplit]:
     """Open a Hub dataset, a local one, or one written by `save_to_disk`. Raises `UserError` if that fails."""
     import datasets  # imported here because it takes a second, which files do not need
 
-    folder = Path(name)
+    folder, opened = Path(name), {}
     check_local_path(name)
     try:
         if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
             loaded = datasets.load_from_disk(folder)
-            loaded = loaded if isinstance(loaded, dict) else {"train": loaded}
-            splits = {
-                split: rows.with_format(None).to_iterable_dataset(
-                    num_shards=max(1, min(len(rows), NUM_UNITS, (rows.data.nbytes or 0) // SMALLEST_UNIT))
-                )
-                for split, rows in loaded.items()
-            }
-            files = {split: [file["filename"] for file in rows.cache_files] for split, rows in loaded.items()}
-            return OpenedDataset(splits, files)
+            for split, rows in (loaded if isinstance(loaded, dict) else {"train": loaded}).items():
+                num_shards = max(1, min(len(rows), NUM_UNITS, (rows.data.nbytes or 0) // SMALLEST_UNIT))
+                shards = rows.with_format(None).to_iterable_dataset(num_shards=num_shards)
+                opened[split] = OpenedSplit(shards, [file["filename"] for file in rows.cache_files])
+            return opened
         builder = datasets.load_dataset_builder(name, config_name, revision=commit)
-        files = {str(split): list(paths) for split, paths in builder.config.data_files.items()}
-        return OpenedDataset({split: of.reshard() for split, of in builder.as_streaming_dataset().items()}, files)
+        for split, rows in builder.as_streaming_dataset().items():
+            opened[split] = OpenedSplit(rows.reshard(), list(builder.config.data_files[split]))
+        return opened
     except Exception as error:  # the Hub client, datasets and the file system raise various errors
         raise UserError(f"cannot open dataset {name}: {one_line(error)}") from error
 

@@ -44,19 +44,11 @@ class TextStream:
     """
 
     def __init__(
-        self,
-        job: Job,
-        units: list[Unit],
-        encoder: str,
-        block_size: int,
-        vocab_size: int,
-        seed: int,
-        rank: int,
-        gather: Gather,
+        self, job: Job, units: list[Unit], encoder: str, dataset: PackedDataset, seed: int, rank: int, gather: Gather
     ) -> None:
-        """job: its folder is replaced. gather: called by all processes of the run together."""
+        """job: its folder is replaced. dataset: the prepared part. gather: called by all processes together."""
         self.units, self.encoder, self.seed = units, encoder, seed
-        self.block_size, self.vocab_size = block_size, vocab_size
+        self.block_size, self.vocab_size = dataset.block_size, dataset.vocab_size
         try:
             own, host = Path(tempfile.mkdtemp(prefix="gpt2-recipe-stream-")), socket.gethostname()
         except OSError as error:
@@ -152,4 +144,4 @@ def open_stream(config: TrainConfig, dataset: PackedDataset, rank: int, gather: 
     units = [unit for unit in source.units() if unit.parts[0].rule != "validation"]
     encoder, _ = choose_encoder(read_tokenizer(tokenizer_dir), read_sample(source, units))
     job = Job(source, "", tokenizer_dir, ("train",), is_temporary=True)
-    return TextStream(job, units, encoder, dataset.block_size, dataset.vocab_size, config.seed, rank, gather)
+    return TextStream(job, units, encoder, dataset, config.seed, rank, gather)
