@@ -58,7 +58,8 @@ def find_files(given: Iterable[str], held_out: Iterable[str] = ()) -> Files:
             listed = _walk(path) if Path(path).is_dir() else filter(os.path.isfile, glob.glob(path, recursive=True))
             names = {name: _reason(name) for name in sorted(listed)}
         if not names:
-            raise UserError(f"the folder {path} is empty" if Path(path).is_dir() else f"there is no file {path}")
+            missing = f"there is no file {path}" + "; download it first" * ("://" in path)
+            raise UserError(f"the folder {path} is empty" if Path(path).is_dir() else missing)
         if all(names.values()):
             kinds = f"it holds {_list(Counter(names.values()))}, and not {', '.join(KINDS)}"
             raise UserError(f"there is no file of a supported kind in {path}: {kinds}")

@@ -127,11 +127,6 @@ def load_saved_tokenizer(directory: Path, sha256: str) -> "PreTrainedTokenizerBa
     """Load the tokenizer of a packed dataset for a model. Raises `UserError` if its `tokenizer_sha256` is another."""
     tokenizer = load_tokenizer(str(directory))
     if tokenizer_sha256(tokenizer) != sha256:
-        # Some classes of transformers 5 rebuild the tokenizer differently (transformers#45920); this one does not.
-        from transformers import PreTrainedTokenizerFast
-
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
-    if tokenizer_sha256(tokenizer) != sha256:
         raise UserError(f"{directory} is not the tokenizer that made this dataset; prepare the dataset again")
     return tokenizer
 
