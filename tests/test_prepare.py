@@ -264,7 +264,7 @@ def test_a_hub_dataset_is_one_commit_and_the_files_of_its_configuration(tmp_path
 def test_a_resumed_run_reads_the_commit_that_it_began_with(tmp_path, tokenizer_dir, train, hub_dataset, monkeypatch):
     """Also when the Hub has a newer one, and the prepared text is gone."""
     monkeypatch.chdir(tmp_path)
-    hub_dataset(a=make_documents(200), b=["other"])
+    first = hub_dataset(a=make_documents(200), b=["other"])
     data = ["--dataset_name", "org/data", "--dataset_config_name", "a", "--tokenizer_name", tokenizer_dir]
     run = [*data, *TINY, *PLAIN, "--global_batch_size", 4, "--output_dir", "run", "--resume_from_checkpoint", "auto"]
     train(*run, "--max_steps", 1, alone=True)
@@ -272,6 +272,7 @@ def test_a_resumed_run_reads_the_commit_that_it_began_with(tmp_path, tokenizer_d
     shutil.rmtree("runs")
     train(*run, "--max_steps", 2, alone=True)
     assert [event["step"] for event in read_events(tmp_path / "run", "train")] == [1, 2]
+    assert f"dataset_revision: {first}\n" in (tmp_path / "run" / "training_config.yaml").read_text()
 
 
 def test_runs_with_other_validation_files_do_not_share_a_dataset(tmp_path, jsonl_file, tokenizer_dir):

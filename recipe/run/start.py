@@ -178,6 +178,8 @@ def plan_run(start: Start, typed: TrainConfig, recipe: str, dataset: Any) -> Run
         typed = keep_warmup(typed, content)
         earlier = content["memory"] if content["num_processes"] == accelerator.num_processes else None
     tokenizer, metadata = dataset.tokenizer, metadata_of(dataset)
+    if typed.dataset_name:  # training_config.yaml then names what was read
+        typed = dataclasses.replace(typed, dataset_revision=metadata["source"].get("dataset_revision"))
     model_config = build_model_config(typed, len(tokenizer), tokenizer.eos_token_id, start.source)
     identity = run_identity(typed, metadata, model_config)
     check_same_run(identity)
