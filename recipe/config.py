@@ -27,6 +27,7 @@ SECTIONS = {
     "sample_prompt": "Publishing",
 }
 STANDARD_LIBRARY = "python_standard_library"  # the demo's corpus, a dataset_name that needs no download
+SPLITS = ("train", "validation")
 DATA_SOURCES = ("dataset_dir", "train_file", "dataset_name")
 TEXT_OPTIONS = (  # how train_file and dataset_name are read
     *("validation_file", "dataset_config_name", "dataset_revision", "dataset_split", "text_column_name"),

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from recipe.arguments import CommandLine
+from recipe.config import SPLITS
 from recipe.data.packed import id_dtype, read_metadata
 from recipe.data.prepare import prepare_dataset
-from recipe.data.source import SPLITS, source_from
+from recipe.data.source import source_from
 from recipe.data.tokenizer import read_tokenizer
 from recipe.errors import UserError, run_main
 

@@ -28,12 +28,13 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from recipe.command_line import load_config
+from recipe.config import SPLITS
 from recipe.data import prepare
 from recipe.data.cache import open_dataset_for
 from recipe.data.packed import PackedSplit, TokenWriter, open_packed_dataset, read_metadata
 from recipe.data.prepare import prepare_dataset
 from recipe.data.read import ReadReport, read_unit
-from recipe.data.source import SPLITS, TextSource
+from recipe.data.source import TextSource
 from recipe.data.tokenizer import (
     count_token_bytes,
     load_tokenizer,

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from recipe.data.source import SPLITS
+from recipe.config import SPLITS
 from recipe.data.tokenizer import load_saved_tokenizer, tokenizer_sha256
 from recipe.errors import UserError, short_reason
 

@@ -23,11 +23,12 @@ import numpy as np
 from filelock import FileLock
 from tqdm import tqdm
 
+from recipe.config import SPLITS
 from recipe.data.encode import choose_encoder
 from recipe.data.files import describe_files
 from recipe.data.packed import FORMAT_VERSION, check_splits, dataset_info, read_metadata
 from recipe.data.read import ReadReport, read_sample, read_train_texts
-from recipe.data.source import SPLITS, TextSource, Unit
+from recipe.data.source import TextSource, Unit
 from recipe.data.tokenizer import (
     TextTokenizer,
     describe_vocabulary,

@@ -19,10 +19,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from recipe.config import STANDARD_LIBRARY
+from recipe.config import SPLITS, STANDARD_LIBRARY
 from recipe.data.encode import SAMPLE_CHARACTERS
 from recipe.data.files import BLOCK, kind_of, open_stream, read_standard_library
-from recipe.data.source import SMALL_SOURCE, SPLITS, FilePart, ShardPart, TextSource, Unit
+from recipe.data.source import SMALL_SOURCE, FilePart, ShardPart, TextSource, Unit
 from recipe.errors import UserError, one_line
 
 SHOWN_ERRORS = 10

@@ -32,7 +32,6 @@ from recipe.errors import UserError, check_local_path, one_line
 if TYPE_CHECKING:
     import datasets
 
-SPLITS = ("train", "validation")
 COMPRESSION_RATIO = 4  # bytes of text per byte of a compressed file, roughly
 # A source up to this size is one unit. Its documents are held out exactly, and one core prepares it in a second.
 SMALL_SOURCE = 32_000_000

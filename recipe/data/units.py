@@ -23,10 +23,11 @@ from typing import BinaryIO
 
 import numpy as np
 
+from recipe.config import SPLITS
 from recipe.data.encode import Encode, build_encoder, encode_documents
 from recipe.data.packed import TokenWriter, id_dtype
 from recipe.data.read import ReadReport, Text, read_unit
-from recipe.data.source import SPLITS, TextSource, Unit
+from recipe.data.source import TextSource, Unit
 from recipe.data.tokenizer import count_token_bytes, read_tokenizer
 from recipe.errors import UserError
 
