@@ -143,15 +143,6 @@ def test_a_tokenizer_that_is_not_bpe_encodes_itself():
     assert encode(["a b"])[0].tolist() == [0, 2]
 
 
-@pytest.mark.parametrize("character", ["\u088f", "\ua7f1", "\u1acf", "\U000323b0", "\U0001e6c0", "\u2b96"])
-def test_characters_that_are_new_in_unicode_17(tokenizer, character):
-    """gigatoken knows them and tokenizers does not; the ids are those of tokenizers."""
-    texts = ["the cat", f"{character}'s 1{character}2 a{character}b", "sat"]
-    encode, how = chosen(tokenizer)
-    assert how.startswith("gigatoken")
-    assert encode(texts)[0].tolist() == [i for ids in ids_of(tokenizer, texts) for i in ids]
-
-
 @pytest.mark.parametrize("piece_characters", [1, 20, 300])
 @pytest.mark.parametrize("change", [GPT2Tokenizer, use_split_pattern])
 def test_the_pieces_of_a_text_have_its_ids(tokenizer, monkeypatch, piece_characters, change):

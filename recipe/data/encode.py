@@ -21,20 +21,6 @@ PIECE_CHARACTERS = 1_000_000  # longer texts are encoded in pieces
 # word repeats. When the process has grown by this much, the tokenizer starts over, which takes 0.1 s.
 CACHE_BYTES, UNCHECKED_CHARACTERS = 256 * 2**20, 8_000_000
 
-# The characters that are new in Unicode 17, and a few around them. gigatoken 0.10 knows them and tokenizers 0.23 does
-# not, so they split "\ua7f1's" differently (gigatoken#43).
-RECENT = np.zeros(0x110000, dtype=bool)
-for _first, _last in (
-    *((0x088F, 0x088F), (0x0C5C, 0x0C5C), (0x0CDC, 0x0CDC), (0x1ACF, 0x1AEB), (0x20C1, 0x20C1), (0x2B96, 0x2B96)),
-    *((0xA7CE, 0xA7D4), (0xA7F1, 0xA7F1), (0xFBC3, 0xFBD2), (0xFD90, 0xFD91), (0xFDC8, 0xFDCE), (0x10940, 0x1095F)),
-    *((0x10EC5, 0x10EFB), (0x11B60, 0x11B67), (0x11DB0, 0x11DEF), (0x16EA0, 0x16EDF), (0x16FF2, 0x16FF6)),
-    *((0x187F8, 0x187FF), (0x18D09, 0x18DF2), (0x1CCFA, 0x1CCFC), (0x1CEBA, 0x1CEF0), (0x1E6C0, 0x1E6FF)),
-    *((0x1F6D8, 0x1F6D8), (0x1F777, 0x1F77A), (0x1F8D0, 0x1F8D8), (0x1FA54, 0x1FA57), (0x1FA8A, 0x1FA8F)),
-    *((0x1FAC7, 0x1FACD), (0x1FAEA, 0x1FAEF), (0x1FBFA, 0x1FBFA), (0x2B73A, 0x2B73F), (0x2CEA2, 0x2CEAF)),
-    (0x323B0, 0x3347F),
-):
-    RECENT[_first : _last + 1] = True
-
 # What tokenizers may disagree on: contractions, blanks, digits, other scripts, combining marks (whose order depends on
 # the version of Unicode), emoji, control characters, special tokens in text.
 PROBE = f"""
@@ -76,8 +62,7 @@ def build_encoder(tokenizer: TextTokenizer, name: str) -> Encode:
     backend.encode_special_tokens = True
     backend.no_truncation()
     backend.no_padding()
-    plain = functools.partial(_encode_plainly, backend)
-    return Gigatoken(backend.to_str(), plain) if name == "gigatoken" else plain
+    return Gigatoken(backend.to_str()) if name == "gigatoken" else functools.partial(_encode_plainly, backend)
 
 
 def _encode_plainly(backend: "Tokenizer", texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:  # noqa: F821
@@ -89,8 +74,8 @@ def _encode_plainly(backend: "Tokenizer", texts: Sequence[str]) -> tuple[np.ndar
 class Gigatoken:
     """An `Encode` whose memory is bounded. Not for several threads."""
 
-    def __init__(self, tokenizer_json: str, plain: Encode) -> None:
-        """plain: encodes texts with recent characters. Raises `RuntimeError` for a tokenizer without support."""
+    def __init__(self, tokenizer_json: str) -> None:
+        """Raises `RuntimeError` for a tokenizer without support."""
         import gigatoken  # not at the top, because training on a packed dataset needs neither
         import orjson
 
@@ -100,18 +85,12 @@ class Gigatoken:
         content["added_tokens"] = [token for token in content["added_tokens"] if not token["special"]]
         if any(token["single_word"] for token in content["added_tokens"]):  # gigatoken 0.10.0 ignores this, too
             raise RuntimeError("the tokenizer has added tokens that match single words only")
-        self.plain = plain
         self.start = functools.partial(gigatoken.Tokenizer.from_json, orjson.dumps(content).decode())
         self.tokenizer, self.unchecked = self.start(), 0
         self.process = psutil.Process()
         self.first_bytes = self.process.memory_info().rss
 
     def __call__(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        if has_recent_characters(texts):
-            if len(texts) == 1:
-                return self.plain(texts)
-            ids, lengths = zip(*(self([text]) for text in texts), strict=True)
-            return np.concatenate(ids), np.concatenate(lengths)
         rows = self.tokenizer.encode_batch(list(texts), parallel=False).layout
         self.unchecked += sum(map(len, texts))
         if self.unchecked > UNCHECKED_CHARACTERS:
@@ -119,12 +98,6 @@ class Gigatoken:
             if self.process.memory_info().rss - self.first_bytes > CACHE_BYTES:
                 self.tokenizer = self.start()
         return rows.content.data, np.diff(rows.offsets.data)
-
-
-def has_recent_characters(texts: Sequence[str]) -> bool:
-    """Return whether gigatoken may encode one of the texts differently."""
-    codes = np.frombuffer("".join(text for text in texts if not text.isascii()).encode("utf-32-le"), np.uint32)
-    return bool(RECENT[codes[codes >= RECENT.argmax()]].any())
 
 
 def encode_documents(encode: Encode, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:

@@ -26,15 +26,8 @@ HASHED_WHOLE = 64 * 2**20  # bytes; of a larger file, this much is hashed in eve
 BLOCK = 2**20
 # A folder with one of these holds a run, a model, a tokenizer, a dataset or a virtual environment.
 RESULTS = {"training_config.yaml", "model.safetensors", "tokenizer_config.json", "dataset_dict.json", "pyvenv.cfg"}
-CHECKOUT = {
-    "recipe",
-    "scripts",
-    "tests",
-    "accelerate_configs",
-    "build",
-    "gpt2_recipe.egg-info",
-    "README.md",
-}  # of this
+# A clone of this project holds these besides a user's files.
+CHECKOUT = {"recipe", "scripts", "tests", "accelerate_configs", "build", "gpt2_recipe.egg-info", "README.md"}
 
 
 @dataclass
