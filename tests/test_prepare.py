@@ -619,7 +619,7 @@ def test_what_is_not_in_the_dataset_is_said(tmp_path, jsonl_file, tokenizer, cap
     source = TextSource((str(tmp_path / "text"),), document_separator="<sep>")
     made = prepare_dataset(source, tmp_path / "d", tokenizer)
     out = capsys.readouterr().out
-    for part in ("ignoring 1 .pdf", "null, empty or blank): 2\n", "column 'text': 7 (they have body)", "'<sep>'"):
+    for part in ("ignored: .pdf (1)", "null, empty or blank): 2\n", "column 'text': 7 (they have body)", "'<sep>'"):
         assert part in out
     assert made["source"]["blank_rows"] == 2
     (tmp_path / "text" / "c.txt").write_text("the end<sep>")

@@ -371,10 +371,10 @@ def test_folders_and_patterns_stand_for_their_files(tmp_path):
     found = TextSource((str(tmp_path),)).files
     assert [os.path.relpath(path, tmp_path) for path in found.paths] == sorted([*names[:4], "deep/n.json"])
     assert sum(found.ignored.values()) == 6 and found.ignored["empty"] == 1
-    assert "5 files" in describe_files(found) and "2 .pdf" in describe_files(found)
+    assert "files read: 5;" in describe_files(found) and ".pdf (2)" in describe_files(found)
     for pattern, expected in (("*.txt", ["a.txt"]), ("**/c*", ["c.txt"])):
         assert [Path(p).name for p in TextSource((str(tmp_path / pattern),)).files.paths] == expected
-    with pytest.raises(UserError, match=r"no file of a supported kind in .*z\.\*.* 1 \.zip"):
+    with pytest.raises(UserError, match=r"no file of a supported kind in .*z\.\*.* \.zip .1."):
         TextSource((str(tmp_path / "z.*"),)).units()
 
 
@@ -392,7 +392,7 @@ def test_validation_files_are_not_trained_on(tmp_path, monkeypatch):
     for validation in ("corpus/val.jsonl", str(tmp_path / "corpus/../corpus/val.jsonl"), "link.jsonl", "corpus/v*"):
         source = TextSource(("corpus", "corpus/a.jsonl", "corpus/*.jsonl"), (validation,))
         assert source.files.paths == ["corpus/a.jsonl", "corpus/b.jsonl"]
-        assert describe_files(source.files) == "reading 2 files; ignoring 2 named as validation text, 3 named twice"
+        assert describe_files(source.files) == "files read: 2; ignored: named as validation text (2), named twice (3)"
     assert texts_of(source, "train") == [*make_documents(20), *make_documents(20, seed=1)]
     assert texts_of(source, "validation") == make_documents(20, seed=2)
     with pytest.raises(UserError, match="all files of --train_file are named as --validation_file, too"):

@@ -93,11 +93,11 @@ def holds_results(folder: Path) -> bool:
 
 def describe_files(files: Files) -> str | None:
     """Say how many files are read and which are not; None if that is evident."""
-    return f"reading {len(files.paths):,} files; ignoring {_list(files.ignored)}" if files.ignored else None
+    return f"files read: {len(files.paths):,}; ignored: {_list(files.ignored)}" if files.ignored else None
 
 
 def _list(ignored: Counter) -> str:
-    return ", ".join(f"{count:,} {reason}" for reason, count in sorted(ignored.items()))
+    return ", ".join(f"{reason} ({count:,})" for reason, count in sorted(ignored.items()))
 
 
 def compression_of(path: str) -> str | None:
