@@ -424,7 +424,7 @@ def test_a_folder_that_holds_its_own_results_is_the_same_text(tmp_path, train, t
     monkeypatch.chdir("clone")
     assert names_in(".") == ["./corpus.txt"] and names_in("recipe/data") == ["recipe/data/README.md"]
     Path("corpus.txt").unlink()
-    with pytest.raises(UserError, match="there is no file of a supported kind in .: it holds"):
+    with pytest.raises(UserError, match="there is no text in the folder ."):
         names_in(".")
 
 

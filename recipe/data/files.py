@@ -52,7 +52,7 @@ def find_files(given: Iterable[str], held_out: Iterable[str] = ()) -> Files:
             names = {name: _reason(name) for name in sorted(listed)}
         if not names:
             missing = f"there is no file {path}" + "; download it first" * ("://" in path)
-            raise UserError(f"the folder {path} is empty" if Path(path).is_dir() else missing)
+            raise UserError(f"there is no text in the folder {path}" if Path(path).is_dir() else missing)
         if all(names.values()):
             kinds = f"it holds {_list(Counter(names.values()))}, and not {', '.join(KINDS)}"
             raise UserError(f"there is no file of a supported kind in {path}: {kinds}")
