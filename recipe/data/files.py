@@ -4,6 +4,7 @@ import contextlib
 import glob
 import hashlib
 import io
+import itertools
 import json
 import lzma
 import os
@@ -27,7 +28,8 @@ BLOCK = 2**20
 # A folder with one of these holds a run, a model, a tokenizer, a dataset or a virtual environment.
 RESULTS = {"training_config.yaml", "model.safetensors", "tokenizer_config.json", "dataset_dict.json", "pyvenv.cfg"}
 # A clone of this project holds these besides a user's files.
-CHECKOUT = {"recipe", "scripts", "tests", "accelerate_configs", "build", "gpt2_recipe.egg-info", "README.md"}
+CHECKOUT = {"recipe", "scripts", "tests", "accelerate_configs", "build", "gpt2_recipe.egg-info"}
+CHECKOUT |= {"README.md", "LICENSE", "pyproject.toml"}
 
 
 @dataclass
@@ -47,9 +49,10 @@ def find_files(given: Iterable[str], held_out: Iterable[str] = ()) -> Files:
     for path in given:
         if Path(path).is_file():
             names = {path: kind_of(path) and None}  # raises for an unsupported one
+        elif Path(path).is_dir():
+            names = {name: _reason(name) for name in sorted(_walk(path))}
         else:
-            listed = _walk(path) if Path(path).is_dir() else filter(os.path.isfile, glob.glob(path, recursive=True))
-            names = {name: _reason(name) for name in sorted(listed)}
+            names = _match(path)
         if not names:
             missing = f"there is no file {path}" + "; download it first" * ("://" in path)
             raise UserError(f"there is no text in the folder {path}" if Path(path).is_dir() else missing)
@@ -70,18 +73,34 @@ def find_files(given: Iterable[str], held_out: Iterable[str] = ()) -> Files:
 
 def _walk(folder: str) -> Iterator[str]:
     """Yield the files in a folder, and folders of results instead of their files; no hidden ones, and none of ours."""
+    entered = {os.path.realpath(folder)}
     for root, folders, names in os.walk(folder, followlinks=True):
         own = CHECKOUT if Path(root, "recipe", "train.py").is_file() else ()
         visible = [name for name in (*folders, *names) if name not in own and not name.startswith(".")]
         results = [name for name in visible if name in folders and holds_results(Path(root, name))]
+        yield from (os.path.join(root, name) for name in visible if name in results or name not in folders)
         folders[:] = [name for name in folders if name in visible and name not in results]
-        yield from (os.path.join(root, name) for name in visible if name not in folders)
+        folders[:] = [
+            name for name in folders if os.path.realpath(Path(root, name)) not in entered
+        ]  # links in a circle
+        entered |= {os.path.realpath(Path(root, name)) for name in folders}
+
+
+def _match(pattern: str) -> dict[str, str | None]:
+    """Return the files that match a pattern, sorted, and why one is not read, or None; as in a folder."""
+    matched = [name for name in sorted(glob.glob(pattern, recursive=True)) if os.path.isfile(name)]
+    fixed = itertools.takewhile(lambda part: not glob.has_magic(part), Path(pattern).parts)
+    walked = {os.path.normpath(name) for name in _walk(str(Path(*fixed)))} if matched else ()
+    results = "of runs, models, datasets or this program"
+    return {name: _reason(name) if os.path.normpath(name) in walked else results for name in matched}
 
 
 def _reason(name: str) -> str | None:
     """Return why a file of a folder or pattern is not read, or None."""
     if os.path.isdir(name):
         return "folders of runs, models or datasets"
+    if not os.path.exists(name):
+        return "broken link"
     if _suffix(name) not in KINDS:
         return Path(name).suffix or "no suffix"
     return None if os.path.getsize(name) else "empty"
@@ -185,7 +204,7 @@ def digest_files(paths: list[str]) -> list[str]:
         with contextlib.suppress(OSError):
             cache_file.parent.mkdir(parents=True, exist_ok=True)
             partial = cache_file.with_name(f"digests-{os.getpid()}.json")
-            partial.write_text(json.dumps(cached))
+            partial.write_text(json.dumps({key: of for key, of in cached.items() if "unreadable" not in of}))
             os.replace(partial, cache_file)
     return [cached[key] for key in keys]
 

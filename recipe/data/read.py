@@ -404,7 +404,10 @@ def texts_of(rows: Iterable[Any], column: str, where: str, report: ReadReport) -
                     text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
             yield text
         else:
-            ids = np.asarray(text)
+            try:
+                ids = np.asarray(text)
+            except ValueError:  # lists of several lengths
+                ids = np.empty((0, 0))
             if not isinstance(text, (list, np.ndarray)) or ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
                 found = f"column '{column}' holds {type(text).__name__}, neither text nor a list of token ids"
                 yield UserError(f"{where}, row {number}: {found}")

@@ -70,7 +70,8 @@ class Batch:
             texts = [ids[:-1] if len(ids) and ids[-1] == eos_token_id else ids for ids in self.texts]
             ids, lengths = np.concatenate(texts), [len(ids) for ids in texts]
         if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:  # as uint16, 70000 would silently become 4464
-            found = f"the data contains token id {ids.max()}, but the tokenizer has {vocab_size:,} tokens"
+            bad = ids.min() if ids.min() < 0 else ids.max()
+            found = f"the data contains token id {bad}, but the tokenizer has {vocab_size:,} tokens"
             raise UserError(f"{found}; pass the tokenizer that made the data")
         ends = np.cumsum(lengths)
         self.counts["bytes"] += int(token_bytes[ids].sum())
