@@ -511,6 +511,17 @@ def test_another_command_finishes_first(tmp_path, source, tokenizer, expected, m
     assert made == expected and [path.name for path in tmp_path.iterdir()] == ["d"]
 
 
+def test_a_file_system_without_locks_is_enough(tmp_path, source, tokenizer, expected, monkeypatch):
+    """Two commands at once are rare; a preparation of hours must not fail at its end."""
+
+    def refuse(*_, **__):
+        raise NotImplementedError("FileSystem does not appear to support flock")
+
+    monkeypatch.setattr(prepare.FileLock, "acquire", refuse)
+    assert prepare_dataset(source, tmp_path / "d", tokenizer) == expected
+    assert [path.name for path in tmp_path.iterdir()] == ["d"]
+
+
 def test_two_commands_replace_a_dataset_at_once(tmp_path, source, tokenizer, expected, monkeypatch):
     """With all units done, both would move what has the name; the new dataset stays."""
     rename, num_units = os.rename, len(source.units())

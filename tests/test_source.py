@@ -22,6 +22,7 @@ import pytest
 from conftest import PLAIN, ROOT, TINY, make_documents, wet_record
 
 from recipe.config import STANDARD_LIBRARY
+from recipe.data import files
 from recipe.data.files import describe_files
 from recipe.data.read import ReadReport, read_texts, read_unit
 from recipe.data.source import TextSource, name_of_text
@@ -188,15 +189,15 @@ def test_a_bad_document_does_not_end_its_unit(tmp_path, small_units):
     """Of each file and unit, skip_bad_files keeps what can be read, also after the first error."""
     documents = make_documents(90)
     rows = [json.dumps({"text": text}).encode() for text in documents]
-    rows[5], rows[50] = b'{"text": ', b'{"text": 3}'
+    rows[5], rows[50], rows[60] = b'{"text": ', b'{"text": 3}', b'{"text": [[1, 2], [3]]}'
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(rows))
     texts = [text.encode() for text in documents]
     texts[7] = b"Stra\xdfe"
     (tmp_path / "b.txt").write_bytes(b"<sep>".join(texts))
     source, report = TextSource((str(tmp_path),), document_separator="<sep>", skip_bad_files=True), ReadReport()
     found = [text for _, text in read(source, report)]
-    left = [[text for number, text in enumerate(documents) if number not in bad] for bad in ((5, 50), (7,))]
-    assert len(source.units()) > 10 and found == left[0] + left[1] and report.num_skipped == 3
+    left = [[text for number, text in enumerate(documents) if number not in bad] for bad in ((5, 50, 60), (7,))]
+    assert len(source.units()) > 10 and found == left[0] + left[1] and report.num_skipped == 4
 
 
 # ------------------------------------------------------------------ units
@@ -428,6 +429,20 @@ def test_a_folder_that_holds_its_own_results_is_the_same_text(tmp_path, train, t
         names_in(".")
 
 
+def test_a_pattern_reads_no_results_and_links_do_no_harm(tmp_path, monkeypatch):
+    """Only of the folders that it leaves open: one that is named is read."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.jsonl", "books/b.jsonl", "out/metrics.jsonl"):
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_bytes(GOOD)
+    Path("out/training_config.yaml").touch()
+    Path("books/gone.jsonl").symlink_to("nowhere")
+    Path("books/loop").symlink_to("..")
+    assert names_in("*/*.jsonl") == ["books/b.jsonl"] and names_in("out/*.jsonl") == ["out/metrics.jsonl"]
+    assert names_in(".") == ["./a.jsonl", "./books/b.jsonl"]
+    assert dict(TextSource((".",)).files.ignored) == {"broken link": 1, "folders of runs, models or datasets": 1}
+
+
 BAD_SOURCES = [
     ({"train_files": ("gone.txt",)}, "gone.txt"),
     ({"train_files": ("gone/*.txt",)}, "gone/"),
@@ -497,6 +512,15 @@ def test_a_copy_has_the_identity_of_the_original(tmp_path):
         os.utime(path, (1e9, 1e9))
     a, b = ([content_of(tmp_path / name), TextSource(dataset_name=str(tmp_path / name / "data"))] for name in "ab")
     assert (a[0], a[1].inputs) == (b[0], b[1].inputs)
+
+
+def test_a_file_that_could_not_be_read_is_read_again(tmp_path, monkeypatch):
+    """An error is not remembered as the content of a file that has not changed since."""
+    path = Path(write_jsonl(tmp_path / "a.jsonl", ["x"]))
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "digest_file", lambda _: "unreadable: Permission denied")
+        failed = content_of(path)
+    assert content_of(path) != failed
 
 
 @pytest.mark.parametrize("size", [1_000_000, 10_000_000])

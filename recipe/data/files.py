@@ -1,6 +1,7 @@
 """Paths -> files of text: which of them are text, how they are opened, and what identifies them."""
 
 import contextlib
+import functools
 import glob
 import hashlib
 import io
@@ -73,26 +74,29 @@ def find_files(given: Iterable[str], held_out: Iterable[str] = ()) -> Files:
 
 def _walk(folder: str) -> Iterator[str]:
     """Yield the files in a folder, and folders of results instead of their files; no hidden ones, and none of ours."""
-    entered = {os.path.realpath(folder)}
+    entered = {os.path.realpath(folder)}  # links may lead in a circle
     for root, folders, names in os.walk(folder, followlinks=True):
         own = CHECKOUT if Path(root, "recipe", "train.py").is_file() else ()
-        visible = [name for name in (*folders, *names) if name not in own and not name.startswith(".")]
-        results = [name for name in visible if name in folders and holds_results(Path(root, name))]
-        yield from (os.path.join(root, name) for name in visible if name in results or name not in folders)
-        folders[:] = [name for name in folders if name in visible and name not in results]
-        folders[:] = [
-            name for name in folders if os.path.realpath(Path(root, name)) not in entered
-        ]  # links in a circle
-        entered |= {os.path.realpath(Path(root, name)) for name in folders}
+        listed = [name for name in folders if name not in own and not name.startswith(".")]
+        folders.clear()
+        for name in listed:
+            if holds_results(Path(root, name)):
+                yield os.path.join(root, name)
+            elif (real := os.path.realpath(Path(root, name))) not in entered:
+                entered.add(real)
+                folders.append(name)
+        yield from (os.path.join(root, name) for name in names if name not in own and not name.startswith("."))
 
 
 def _match(pattern: str) -> dict[str, str | None]:
-    """Return the files that match a pattern, sorted, and why one is not read, or None; as in a folder."""
-    matched = [name for name in sorted(glob.glob(pattern, recursive=True)) if os.path.isfile(name)]
-    fixed = itertools.takewhile(lambda part: not glob.has_magic(part), Path(pattern).parts)
-    walked = {os.path.normpath(name) for name in _walk(str(Path(*fixed)))} if matched else ()
-    results = "of runs, models, datasets or this program"
-    return {name: _reason(name) if os.path.normpath(name) in walked else results for name in matched}
+    """Return the files that match a pattern, sorted, and why one is not read, or None."""
+    base = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), Path(pattern).parts))
+    is_result, names = functools.cache(holds_results), {}
+    for name in sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True))):
+        *below, _ = Path(name).relative_to(base).parents
+        in_results = any(is_result(base / folder) for folder in below)
+        names[name] = "of runs, models or datasets" if in_results else _reason(name)
+    return names
 
 
 def _reason(name: str) -> str | None:

@@ -88,23 +88,25 @@ def prepare_dataset(
             tokenize_units(job, tokenizer, units, mine, num_workers or count_cpus())
     except UserError as error:
         failure = error
+    lock = FileLock(partial / LOCK_NAME)
+    with contextlib.suppress(NotImplementedError, OSError):  # some network file systems do not support locks
+        lock.acquire()
     try:
-        with FileLock(partial / LOCK_NAME):
-            if (existing := _find_existing(source, directory, inputs, overwrite)) is not None:
-                # Another process was faster. It may have renamed the folder before this one wrote to it.
-                shutil.rmtree(partial, ignore_errors=True)
-                return existing
-            if failure:
-                raise failure
-            if left := len(list(missing_units(partial, units))):
-                say(f"{left:,} of {len(units):,} units are not done yet")
-                return None
-            metadata = summarize(job, tokenizer, len(units), inputs)
-            give_name(partial, directory)
-    except OSError as error:
         if (existing := _find_existing(source, directory, inputs, overwrite)) is not None:
-            return existing  # its folder was renamed before this process could lock it
+            # Another process was faster. It may have renamed the folder before this one wrote to it.
+            shutil.rmtree(partial, ignore_errors=True)
+            return existing
+        if failure:
+            raise failure
+        if left := len(list(missing_units(partial, units))):
+            say(f"{left:,} of {len(units):,} units are not done yet")
+            return None
+        metadata = summarize(job, tokenizer, len(units), inputs)
+        give_name(partial, directory)
+    except OSError as error:
         raise UserError(f"cannot write the dataset {directory}: {error.strerror or error}") from error
+    finally:
+        lock.release()
     seconds = time.perf_counter() - started_at
     documents, tokens, num_bytes = (sum(of[key] for of in metadata["splits"].values()) for key in COUNTS)
     rate = f" ({num_bytes / 1e6 / seconds:.1f} MB/s)" if len(mine) == len(units) else ""
@@ -281,7 +283,7 @@ def give_name(partial: Path, directory: Path) -> None:
         os.rename(directory, replaced)
     os.rename(partial, directory)
     shutil.rmtree(directory / "units")
-    (directory / LOCK_NAME).unlink()
+    (directory / LOCK_NAME).unlink(missing_ok=True)
     for path in (*directory.parent.glob(f".{glob.escape(directory.name)}-{'[0-9a-f]' * 12}.partial"), replaced):
         shutil.rmtree(path, ignore_errors=True)
 
