@@ -5,7 +5,6 @@ python scripts/push_to_hub.py runs/demo --hub_model_id user/name
 
 import argparse
 import json
-import math
 import shlex
 import sys
 from pathlib import Path
@@ -58,7 +57,7 @@ def main() -> int:
     summary = run_dir / SUMMARY_NAME
     final_step = json.loads(summary.read_text())["step"] if summary.is_file() else None
     with StopSignals("ending the upload") as signals:
-        is_complete = uploads.finish(final_step, math.inf, lambda: signals.count > 0)  # the user waits for it
+        is_complete = uploads.finish(final_step, interrupted=lambda: signals.count > 0)
     return uploads.leave(0 if is_complete else 1)
 
 

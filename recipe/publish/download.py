@@ -1,4 +1,4 @@
-"""Resume from a checkpoint on the Hub: `hf://user/name@step-000400-0.8M`."""
+"""Resume from a checkpoint on the Hub: `hf://user/name@step-000400-0.8M-3f9a1c`."""
 
 import json
 import re
@@ -8,21 +8,20 @@ from pathlib import Path
 from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
 from huggingface_hub.errors import RemoteEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 
-from recipe.checkpoint import MANIFEST_NAME, STATE_NAME, checkpoint_dir, why_damaged
+from recipe.checkpoint import STATE_NAME, checkpoint_dir, why_damaged
 from recipe.config import TrainConfig
 from recipe.errors import UserError
 from recipe.publish.hub import (
     DOWNLOAD_NAME,
     MODEL_FILES,
     TRAINING_FILES,
-    branches_of_run,
     check_repo_id,
-    checkpoint_branches,
+    checkpoints_of,
     hub_reason,
     list_branches,
     prepare_client,
     publishes_training_state,
-    read_owner,
+    read_main,
 )
 from recipe.publish.public import METRICS_NAME
 
@@ -39,7 +38,7 @@ def fetch_checkpoint(config: TrainConfig, resume: str | None, output_dir: Path) 
     """
     if resume is not None and resume.startswith("hf://"):
         if (address := ADDRESS.fullmatch(resume)) is None:
-            raise UserError(f"{resume} is no address of a checkpoint; expected hf://user/name@step-000400-0.8M")
+            raise UserError(f"{resume} is no address of a checkpoint; expected hf://user/name@BRANCH")
         repo_id, revision = address.groups()
     elif resume == "auto" and publishes_training_state(config) and not config.hub_overwrite:
         repo_id, revision = config.hub_model_id, None
@@ -77,9 +76,7 @@ def _newest(repo_id: str) -> str | None:
 
     If main holds no run, as after a job that ended before it published a model there, any run's branch will do.
     """
-    branches = list_branches(repo_id)
-    run_id, _ = read_owner(repo_id, branches[constants.DEFAULT_REVISION])
-    found = checkpoint_branches(branches) if run_id is None else branches_of_run(repo_id, run_id, branches)
+    found = checkpoints_of(read_main(repo_id).run_id, list_branches(repo_id))
     return next((name for name in reversed(found) if HfApi().file_exists(repo_id, STATE_NAME, revision=name)), None)
 
 
@@ -93,20 +90,15 @@ def _known(repo_id: str) -> str:
 
 
 def _download(repo_id: str, revision: str, output_dir: Path) -> Path:
-    """Download a checkpoint and the run's log. Returns the folder, which appears when it is complete.
+    """Download a checkpoint and the run's log, or what an earlier attempt has not. Returns the folder.
 
     It is hidden, so if the run refuses the checkpoint, the folder is free for another run.
     """
-    state, manifest = (Path(hf_hub_download(repo_id, name, revision=revision)) for name in (STATE_NAME, MANIFEST_NAME))
-    final = checkpoint_dir(output_dir / DOWNLOAD_NAME, int(json.loads(state.read_text())["step"]))
-    if why_damaged(final) is None and (final / MANIFEST_NAME).read_bytes() == manifest.read_bytes():
-        return final  # an earlier attempt has downloaded it
-    shutil.rmtree(final.parent, ignore_errors=True)
-    partial = final.with_name(f".{final.name}.partial")
+    state = Path(hf_hub_download(repo_id, STATE_NAME, revision=revision))
+    folder = checkpoint_dir(output_dir / DOWNLOAD_NAME, int(json.loads(state.read_text())["step"]))
     names = [*MODEL_FILES, *TRAINING_FILES, METRICS_NAME]
-    snapshot_download(repo_id, revision=revision, allow_patterns=names, local_dir=partial)
-    if (reason := why_damaged(partial)) is not None:
-        shutil.rmtree(partial)
+    snapshot_download(repo_id, revision=revision, allow_patterns=names, local_dir=folder)
+    if (reason := why_damaged(folder)) is not None:
+        shutil.rmtree(folder)
         raise UserError(f"revision {revision} of {repo_id} is damaged on the Hub: {reason}")
-    shutil.rmtree(partial / ".cache", ignore_errors=True)  # left by the client
-    return partial.rename(final)
+    return folder

@@ -1,16 +1,15 @@
 """The Hub: what is published where, the check before training, and one upload.
 
-A repository holds one run, known by the random id that its checkpoints and cards carry. `main` is the newest model,
-and each published checkpoint a branch, `step-000400-0.8M` (steps and tokens). A run changes no branch of another run.
-Uploads are commits of listed files, so a reader sees a checkpoint completely or not at all.
+A repository holds one run, known by the random id on the card of its `main`, the newest model. Each published
+checkpoint is a branch named by steps, tokens and the beginning of that id, `step-000400-0.8M-3f9a1c`, so a run knows
+its own branches and never changes another's. A commit holds a checkpoint completely or not at all.
 """
 
-import functools
-import json
 import os
 import re
 import shutil
 from pathlib import Path
+from typing import NamedTuple
 
 from huggingface_hub import (
     CommitOperationAdd,
@@ -24,33 +23,43 @@ from huggingface_hub import (
     hf_hub_download,
     set_client_factory,
 )
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RemoteEntryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import disable_progress_bars, logging, validate_repo_id
 
 from recipe.checkpoint import CONFIG_NAME, MANIFEST_NAME, OPTIMIZER_NAME, RNG_NAME, STATE_NAME
 from recipe.config import TrainConfig
 from recipe.errors import UserError, one_line, short_reason
-from recipe.publish.card import CARD_NAME, CURVE_NAME, EVALUATION_NAME, read_evaluation, write_model_card
-from recipe.publish.public import METRICS_NAME, SUMMARY_NAME, public_value, write_public_files
+from recipe.publish.card import CARD_NAME, CURVE_NAME, write_model_card
+from recipe.publish.public import METRICS_NAME, write_public_files
 
-# Only these files are published. The first row is written for the Hub, without local paths.
-WRITTEN_FILES = (CARD_NAME, CURVE_NAME, CONFIG_NAME, METRICS_NAME, SUMMARY_NAME, EVALUATION_NAME)
+# Only these files are published. The first row is written for the Hub.
+WRITTEN_FILES = (CARD_NAME, CURVE_NAME, CONFIG_NAME, METRICS_NAME)
 MODEL_FILES = (
     *("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"),
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
 )
 TRAINING_FILES = (STATE_NAME, OPTIMIZER_NAME, RNG_NAME, MANIFEST_NAME)  # what only a resume needs
+WEIGHTS = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".gguf",
+    ".onnx",
+    ".h5",
+    ".msgpack",
+)  # a repository that holds a model
 SPOOL_NAME, DOWNLOAD_NAME = ".hub", ".hub/resumed"  # in output_dir: what waits for its upload; a downloaded checkpoint
-BRANCH = re.compile(r"step-(\d{6,})-[\d.]+[kMBT](-[0-9a-f]{4})?")
-TIMEOUT_SECONDS = 60.0  # the client has none, so a dead connection would hold the end of a run forever
-MOST_RETRY_SECONDS = 60  # the longest Retry-After that is obeyed; the client has no limit (2.4), so a run could hang
-TEMPORARY = (408, 409, 412, 429)  # refusals that a later attempt may not meet
+BRANCH = re.compile(r"step-\d{6,}-[\d.]+[kMB]-\w+")
+ID_LENGTH = 6  # of a run's id in the names of its branches
+TIMEOUT_SECONDS = 60.0  # without an answer; the client has none (2.4), so a dead connection would hold a run forever
+MAIN = constants.DEFAULT_REVISION
 
 
-def branch_name(step: int, num_tokens: int) -> str:
-    """Return the branch of a checkpoint: `step-000400-0.8M`. num_tokens: trained on so far."""
+def branch_name(step: int, num_tokens: int, run_id: str) -> str:
+    """Return the branch of a checkpoint: `step-000400-0.8M-3f9a1c`. num_tokens: trained on so far."""
     unit, name = next((u for u in ((1e9, "B"), (1e6, "M")) if num_tokens >= u[0] / 10), (1e3, "k"))
-    return f"step-{step:06d}-{num_tokens / unit:.1f}{name}"
+    return f"step-{step:06d}-{num_tokens / unit:.1f}{name}-{run_id[:ID_LENGTH]}"
 
 
 def step_of(branch: str) -> int:
@@ -78,67 +87,87 @@ def check_hub(config: TrainConfig) -> None:
         raise UserError("--push_to_hub needs the Hub, but offline mode is on; unset HF_HUB_OFFLINE")
     if get_token() is None:
         raise UserError("--push_to_hub needs a token of the Hub; log in with `hf auth login`, or set HF_TOKEN")
+    check_metadata(config)
     prepare_client()
     api = HfApi()
     try:
         api.create_repo(repo_id, private=config.hub_private_repo, exist_ok=True)
         api.auth_check(repo_id, write=True)
-        if config.hub_private_repo and not api.model_info(repo_id, timeout=TIMEOUT_SECONDS).private:
+        if config.hub_private_repo and not api.model_info(repo_id).private:
             raise UserError(f"{repo_id} exists and is public; make it private on the Hub, or omit --hub_private_repo")
-        _check_metadata(config)
     except UserError:
         raise
     except Exception as error:  # refused, unreachable, ...: the client passes on the errors of several libraries
-        if is_permanent(error):
+        if isinstance(error, HfHubHTTPError) and error.response.status_code in (400, 401, 403, 404):
             remedy = "log in with a token that may write to it (`hf auth login`), or pass another --hub_model_id"
             raise UserError(f"the Hub refuses uploads to {repo_id} ({hub_reason(error)}); {remedy}") from error
         print(f"warning: the Hub cannot be used now ({hub_reason(error)}); uploads start when it can", flush=True)
 
 
-def _check_metadata(config: TrainConfig) -> None:
+def check_metadata(config: TrainConfig) -> None:
     """Raise `UserError` for a license or language that the Hub does not know: it would refuse every upload."""
     card = ModelCardData(library_name="transformers", license=config.hub_license, language=config.hub_language)
     try:
         ModelCard(f"---\n{card.to_yaml()}\n---\n").validate()
     except ValueError as error:
         raise UserError(f"the Hub refuses --hub_license or --hub_language ({one_line(error)})") from error
+    except Exception:  # the Hub cannot be used now, which `check_hub` says
+        return
 
 
 def check_owner(config: TrainConfig, run_id: str | None, note: str = "") -> None:
-    """Raise `UserError` if the repository holds another run. run_id: of this run; None if it is new.
+    """Raise `UserError` if the repository holds another run or model. run_id: of this run; None if it is new.
 
     note: begins the remedy.
     """
     if not config.push_to_hub or config.hub_overwrite:
         return
     try:
-        owner, step = read_owner(config.hub_model_id, list_branches(config.hub_model_id)[constants.DEFAULT_REVISION])
+        held = read_main(config.hub_model_id)
     except Exception:  # the Hub cannot be used now, which `check_hub` has said; the upload checks again
         return
-    if owner not in (None, run_id):
-        raise holds_another_run(config, step, note)
+    refuse_another(config, held, run_id, note)
 
 
-def holds_another_run(config: TrainConfig, step: int, note: str = "") -> UserError:
-    return UserError(
-        f"{config.hub_model_id} holds another run, at step {step:,}; {note}pass another --hub_model_id, or "
-        "--hub_overwrite to replace its model (the branches of its checkpoints stay)"
+class Held(NamedTuple):
+    """What the main branch of a repository holds: the id of a run and its step, or None and 0; and its files."""
+
+    run_id: str | None
+    step: int
+    files: set[str]
+
+    @property
+    def is_model(self) -> bool:
+        return any(name.endswith(WEIGHTS) for name in self.files)
+
+
+def read_main(repo_id: str) -> Held:
+    info = HfApi().model_info(repo_id)
+    files = {file.rfilename for file in info.siblings or ()}
+    if CARD_NAME not in files:
+        return Held(None, 0, files)
+    data = ModelCard.load(hf_hub_download(repo_id, CARD_NAME, revision=info.sha), ignore_metadata_errors=True).data
+    return Held(data.get("run_id"), data.get("step") or 0, files)
+
+
+def refuse_another(config: TrainConfig, held: Held, run_id: str | None, note: str = "") -> None:
+    """Raise `UserError` if the main branch holds a model that is not this run's, unless it may be replaced."""
+    if config.hub_overwrite or held.run_id == run_id is not None or not (held.run_id or held.is_model):
+        return
+    found = f"another run, at step {held.step:,}" if held.run_id else "a model that no run of this recipe published"
+    raise UserError(
+        f"{config.hub_model_id} holds {found}; {note}pass another --hub_model_id, or --hub_overwrite to replace the "
+        "model on its main branch (other branches stay)"
     )
 
 
 def prepare_client() -> None:
     """Give all connections of the client a timeout, and turn its progress bars and warnings off."""
     session = get_session()
-    hooks = {"request": session.event_hooks["request"], "response": [_limit_retry_after]}
-    options = {"event_hooks": hooks, "follow_redirects": True, "timeout": TIMEOUT_SECONDS}
-    set_client_factory(functools.partial(type(session), **options))
+    hooks = {"request": session.event_hooks["request"]}
+    set_client_factory(lambda: type(session)(event_hooks=hooks, follow_redirects=True, timeout=TIMEOUT_SECONDS))
     disable_progress_bars()
     logging.set_verbosity_error()  # we say ourselves what failed
-
-
-def _limit_retry_after(response) -> None:
-    if (seconds := response.headers.get("Retry-After", "")).isdigit():
-        response.headers["Retry-After"] = str(min(int(seconds), MOST_RETRY_SECONDS))
 
 
 def check_repo_id(repo_id: str) -> None:
@@ -152,32 +181,14 @@ def check_repo_id(repo_id: str) -> None:
         raise UserError(f"'{repo_id}' cannot be the name of a Hub repository; expected user/name")
 
 
-# ------------------------------------------------------------------ what a repository holds
+def list_branches(repo_id: str) -> list[str]:
+    return [ref.name for ref in HfApi().list_repo_refs(repo_id).branches]
 
 
-def list_branches(repo_id: str) -> dict[str, str]:
-    """Return the commit of every branch."""
-    return {ref.name: ref.target_commit for ref in HfApi().list_repo_refs(repo_id).branches}
-
-
-@functools.cache  # a commit does not change
-def read_owner(repo_id: str, commit: str) -> tuple[str | None, int]:
-    """Return the id of the run that a commit holds, and its step; (None, 0) if it is not a run of this recipe."""
-    try:
-        card = ModelCard.load(hf_hub_download(repo_id, CARD_NAME, revision=commit), ignore_metadata_errors=True)
-    except RemoteEntryNotFoundError:
-        return None, 0
-    return card.data.get("run_id"), card.data.get("step") or 0
-
-
-def branches_of_run(repo_id: str, run_id: str, branches: dict[str, str]) -> list[str]:
-    """Return the branches that hold checkpoints of a run, oldest first. branches: from `list_branches`."""
-    return [name for name in checkpoint_branches(branches) if read_owner(repo_id, branches[name])[0] == run_id]
-
-
-def checkpoint_branches(branches: dict[str, str]) -> list[str]:
-    """Return the branches that are named like a checkpoint, of any run, oldest first."""
-    return sorted(filter(BRANCH.fullmatch, branches), key=step_of)
+def checkpoints_of(run_id: str | None, branches: list[str]) -> list[str]:
+    """Return the branches that hold checkpoints of a run, or, with None, of any, oldest first."""
+    ending = "" if run_id is None else f"-{run_id[:ID_LENGTH]}"
+    return sorted((name for name in branches if BRANCH.fullmatch(name) and name.endswith(ending)), key=step_of)
 
 
 # ------------------------------------------------------------------ one upload
@@ -204,91 +215,67 @@ def stage(source: Path, folder: Path, names: tuple[str, ...]) -> None:
 def upload(config: TrainConfig, run_id: str, output_dir: Path, folder: Path, step: int, is_final: bool) -> str:
     """Upload a staged folder, and delete it: a checkpoint to its branch, and the newest model also to main.
 
-    Returns the address. Raises `UserError` if the repository holds another run, and what the client raises.
+    Returns the address. Raises `UserError` if the repository holds another run or model, and what the client raises.
     """
-    api, repo_id, main = HfApi(), config.hub_model_id, constants.DEFAULT_REVISION
+    api, repo_id, message = HfApi(), config.hub_model_id, f"Step {step:,}"
     url = api.create_repo(repo_id, private=config.hub_private_repo, exist_ok=True)
-    branches = list_branches(repo_id)
-    owner, newest_step = read_owner(repo_id, branches[main])
-    if owner not in (None, run_id) and not config.hub_overwrite:
-        raise holds_another_run(config, newest_step)
-    working = f"incomplete-{run_id}"
-    if working in branches:  # an upload was killed
-        api.delete_branch(repo_id, branch=working)
-    own = branches_of_run(repo_id, run_id, branches)
+    held, branches = read_main(repo_id), list_branches(repo_id)
+    refuse_another(config, held, run_id)
+    own = checkpoints_of(run_id, branches)
     write_public_files(output_dir, folder, step)
-    if evaluation := read_evaluation(output_dir, step):
-        text = json.dumps(public_value(evaluation), indent=2) + "\n"
-        (folder / EVALUATION_NAME).write_text(text, encoding="utf-8")
-    model, message = WRITTEN_FILES + MODEL_FILES, f"Step {step:,}"
-    card = {"earlier": [name for name in own if step_of(name) < step], "hub_options": config.hub_options()}
+    card = {"hub_options": config.hub_options(), "earlier": [name for name in own if step_of(name) < step]}
     if not is_final:
-        branch = next((name for name in own if step_of(name) == step), None)  # from an earlier attempt
-        if branch is None:
-            branch = branch_name(step, step * config.tokens_per_step)
-            branch += f"-{run_id[:4]}" * (branch in branches)  # another run's, which stays
-        is_resumable = (folder / OPTIMIZER_NAME).exists()
-        own = [*own, branch]
-        write_model_card(output_dir, step, folder, revision=branch, resumable=branch if is_resumable else None, **card)
-        if branch in branches:
-            _commit(api, repo_id, folder, model + TRAINING_FILES, branch, message)
-        else:  # it appears when its commit is complete
-            api.create_branch(repo_id, branch=working)
-            commit = _commit(api, repo_id, folder, model + TRAINING_FILES, working, message)
-            api.create_branch(repo_id, branch=branch, revision=commit)
-            api.delete_branch(repo_id, branch=working)
+        branch = branch_name(step, step * config.tokens_per_step, run_id)
+        resumable = branch if (folder / OPTIMIZER_NAME).exists() else None
+        write_model_card(output_dir, step, folder, revision=branch, resumable=resumable, **card)
+        commit_branch(api, repo_id, folder, branch, branches, message)
         if config.hub_strategy == "checkpoint":
-            _drop_older_states(api, repo_id, branch, [name for name in own if step_of(name) < step])
-    if owner != run_id or step >= newest_step:
-        resumable = max(own, key=step_of, default=None) if publishes_training_state(config) else None
+            drop_older_states(api, repo_id, card["earlier"])
+        own = sorted({*own, branch}, key=step_of)
+    if held.run_id != run_id or step >= held.step:
+        resumable = own[-1] if own and publishes_training_state(config) else None
         write_model_card(output_dir, step, folder, resumable=resumable, **card)
-        _commit(api, repo_id, folder, model, main, message)
+        commit(api, repo_id, folder, WRITTEN_FILES + MODEL_FILES, MAIN, message)
     shutil.rmtree(folder, ignore_errors=True)
     return str(url)
 
 
-def _commit(api: HfApi, repo_id: str, folder: Path, names: tuple[str, ...], revision: str, message: str) -> str:
+def commit_branch(api: HfApi, repo_id: str, folder: Path, branch: str, branches: list[str], message: str) -> None:
+    """Make a branch of a folder's files. It appears when it is complete; one that exists is replaced in one commit."""
+    working = branch if branch in branches else f"incomplete-{branch.rpartition('-')[2]}"
+    if working in branches and working != branch:  # an upload was killed
+        api.delete_branch(repo_id, branch=working)
+    if working != branch:
+        api.create_branch(repo_id, branch=working)
+    found = commit(api, repo_id, folder, WRITTEN_FILES + MODEL_FILES + TRAINING_FILES, working, message)
+    if working != branch:
+        api.create_branch(repo_id, branch=branch, revision=found)
+        api.delete_branch(repo_id, branch=working)
+
+
+def commit(api: HfApi, repo_id: str, folder: Path, names: tuple[str, ...], revision: str, message: str) -> str:
     """Make a branch hold exactly the files of a folder that have these names; other files on it stay.
 
-    Returns the commit's id.
+    `upload_folder` could make several commits, between which a reader would see half of a checkpoint (2.4). Returns
+    the commit's id.
     """
-    files = [path for path in (folder / name for name in names) if path.is_file()]
-    gone = _list_files(api, repo_id, revision) & set(names) - {path.name for path in files}
-    operations = [CommitOperationAdd(path.name, path) for path in files]
+    files = {path.name: path for path in (folder / name for name in names) if path.is_file()}
+    gone = set(api.list_repo_files(repo_id, revision=revision)) & set(names) - files.keys()
+    operations = [CommitOperationAdd(name, path) for name, path in files.items()]
     operations += [CommitOperationDelete(name) for name in sorted(gone)]
     return api.create_commit(repo_id, operations, commit_message=message, revision=revision).oid
 
 
-def _list_files(api: HfApi, repo_id: str, revision: str) -> set[str]:
-    info = api.model_info(repo_id, revision=revision, timeout=TIMEOUT_SECONDS)
-    return {file.rfilename for file in info.siblings or ()}
-
-
-def _drop_older_states(api: HfApi, repo_id: str, newest: str, older: list[str]) -> None:
+def drop_older_states(api: HfApi, repo_id: str, older: list[str]) -> None:
     """Delete the training state of the run's older branches; the models stay."""
     for branch in reversed(older):
-        files = _list_files(api, repo_id, branch) & set(TRAINING_FILES)
+        files = set(api.list_repo_files(repo_id, revision=branch)) & set(TRAINING_FILES)
         if files:
             deletions = [CommitOperationDelete(name) for name in sorted(files)]
             api.create_commit(repo_id, deletions, commit_message="Delete the training state", revision=branch)
         api.super_squash_history(repo_id, branch=branch)  # without its history, the Hub can free the space
         if not files:
             break  # neither do the older ones have any; this squash repeats one that may have failed
-
-
-# ------------------------------------------------------------------ errors
-
-
-def is_permanent(error: Exception) -> bool:
-    """Return whether the Hub has refused a request in a way that another attempt would not change."""
-    status = error.response.status_code if isinstance(error, HfHubHTTPError) else 0
-    return isinstance(error, UserError) or (400 <= status < 500 and status not in TEMPORARY)
-
-
-def retry_after(error: Exception) -> float:
-    """Return the seconds for which the Hub asked to wait; 0 if it did not ask. The client ignores it for commits."""
-    text = error.response.headers.get("Retry-After", "") if isinstance(error, HfHubHTTPError) else ""
-    return float(text) if text.isdigit() else 0.0
 
 
 def hub_reason(error: BaseException) -> str:

@@ -19,16 +19,14 @@ from recipe.publish.hub import (
     SPOOL_NAME,
     TRAINING_FILES,
     hub_reason,
-    is_permanent,
     publishes_training_state,
-    retry_after,
     stage,
     upload,
 )
 
-RETRY_SECONDS = (60.0, 300.0, 900.0)  # after the first failure in a row, the second, and each later one
-LAST_RETRY_SECONDS = (5.0, 20.0)  # at the end of a run
-FINISH_SECONDS = 300.0  # for all uploads at the end of a run
+ATTEMPTS = 2  # at the end of a run
+PAUSE_SECONDS = 10.0  # between them
+REPORT_SECONDS = 60.0  # between the lines that say what the end of a run waits for
 FINAL_NAME = "final"  # the staging folder of the final model; those of checkpoints are named step-000400
 
 
@@ -56,82 +54,88 @@ class HubUploads:
         self.keeps_all = keeps_all or config.hub_strategy == "all_checkpoints"
         self.spool, self.final_step = output_dir / SPOOL_NAME, None
         self.thread: threading.Thread | None = None
+        self.is_new = True  # something has been staged since the last attempt, or by an earlier process of the run
         self.failures: dict[str, str] = {}  # staging folder -> why its last upload failed
-        self.refused: set[str] = set()  # those that another attempt would not change
         self.num_skipped = 0  # checkpoints that a newer one replaced
-        self.num_failures, self.retry_at = 0, 0.0  # in a row
         self.url: str | None = None
-        self.any_waiting = True  # an earlier process of the run may have left some
-        self.gives_up_at, self.interrupted = math.inf, lambda: False
 
     def add(self, checkpoint: Path, step: int) -> None:
         """Stage a complete checkpoint for its upload. Any thread can call this."""
         if self.enabled and self.config.hub_strategy != "end":
             names = MODEL_FILES + (TRAINING_FILES if publishes_training_state(self.config) else ())
             stage(checkpoint, self.spool / f"step-{step:06d}", names)
-            self.any_waiting = True
+            self.is_new = True
 
     def advance(self) -> None:
-        """Start to upload what is staged, unless uploads are running. Call it after each step; it never waits."""
-        is_idle = self.thread is None or not self.thread.is_alive()
-        if self.enabled and self.any_waiting and is_idle and time.monotonic() >= self.retry_at:
+        """Upload what is staged, and what failed before, if there is something new. Call it often; it never waits."""
+        if self.enabled and self.is_new and not self.is_running:
             self._start()
 
     def finish(
         self,
         final_step: int | None = None,
-        seconds: float = FINISH_SECONDS,
+        seconds: float = math.inf,
         interrupted: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Upload what is left, and say where it is, or how to repeat what failed. The end of a run waits for this.
+        """Upload what is left, the final model first, and say where it is, or how to upload what is missing.
 
-        final_step: of the final model in output_dir, which is uploaded too; None if the run stopped before its end.
-        seconds: give up after this time, or when `interrupted` says that a signal has arrived. Returns whether
-        everything is on the Hub.
+        final_step: of the final model in output_dir; None if the run stopped before its end. Waits until all is
+        uploaded or has failed twice, for at most `seconds`, or until `interrupted` says that a signal has arrived.
+        Returns whether all is on the Hub.
         """
         if not self.enabled:
             return True
-        self.interrupted, self.gives_up_at = interrupted, time.monotonic() + seconds
-        self.refused.clear()  # a new token, for example, may change that
+        until = time.monotonic() + seconds
         if final_step is not None:
             try:
                 stage(self.output_dir, self.spool / FINAL_NAME, MODEL_FILES)
                 self.final_step = final_step
             except OSError as error:  # a full disk, on a file system without links
                 self.failures[FINAL_NAME] = short_reason(error)
-        if self._staged():
-            limit = "" if seconds == math.inf else f", for at most {seconds:.0f} s"
-            self.say(f"uploading to {self.config.hub_model_id}{limit}")
-        self._wait()  # for what is running
-        for pause in (0.0, *LAST_RETRY_SECONDS):
-            if self._staged().keys() <= self.refused:
+
+        def wait(is_waiting: Callable[[], bool]) -> bool:
+            """Return whether it ended before a signal or the time did."""
+            report_at = time.monotonic() + REPORT_SECONDS
+            while is_waiting():
+                if interrupted() or time.monotonic() >= until:
+                    return False
+                if time.monotonic() >= report_at:
+                    self.say(f"still uploading to {self.config.hub_model_id}: {', '.join(self._staged())}")
+                    report_at += REPORT_SECONDS
+                time.sleep(0.1)
+            return True
+
+        goes_on = wait(lambda: self.is_running)  # what began during training
+        for attempt in range(ATTEMPTS):
+            if not goes_on or not self._staged():
                 break
-            self._pause(pause)
-            if not self._gives_up():
+            pause_ends = time.monotonic() + PAUSE_SECONDS * (attempt > 0)
+            goes_on = wait(lambda: time.monotonic() < pause_ends)  # noqa: B023 (called at once)
+            if goes_on:
+                self.say(f"uploading to {self.config.hub_model_id}: {', '.join(self._staged())}")
                 self._start()
-                self._wait()
-        self._report(seconds)
-        return not self.failures and not self.num_skipped
+                goes_on = wait(lambda: self.is_running)
+        self._report("interrupted by a signal" if interrupted() else "not finished in time")
+        return not self.failures
 
     @property
-    def is_stuck(self) -> bool:
-        """Whether an upload has not come back when it was given up."""
+    def is_running(self) -> bool:
         return self.thread is not None and self.thread.is_alive()
 
     def leave(self, code: int) -> int:
         """Return the exit status, or end the process if an upload hangs: the client's threads would keep it alive."""
-        if self.is_stuck:
+        if self.is_running:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
         return code
 
     def _staged(self) -> dict[str, tuple[Path, int]]:
-        """Return the folders that wait for their upload, with their steps, oldest first, the final model last."""
+        """Return the folders that wait for their upload, with their steps: the final model, then the oldest first."""
         folders = sorted(self.spool.glob("step-*"), key=lambda path: int(path.name[5:]))
         staged = {path.name: (path, int(path.name[5:])) for path in folders}
         if self.final_step is not None and (self.spool / FINAL_NAME).is_dir():
-            staged[FINAL_NAME] = self.spool / FINAL_NAME, self.final_step
+            staged = {FINAL_NAME: (self.spool / FINAL_NAME, self.final_step), **staged}
         return staged
 
     def _skip_replaced(self) -> None:
@@ -147,7 +151,7 @@ class HubUploads:
                     (folder / name).unlink(missing_ok=True)
 
     def _start(self) -> None:
-        self.any_waiting = False  # before the thread looks, because `add` may come in between
+        self.is_new = False  # before the thread looks, because `add` may come in between
         self.thread = threading.Thread(target=self._upload_staged, daemon=True)  # Python's end waits for no daemon
         self.thread.start()
 
@@ -155,48 +159,23 @@ class HubUploads:
         self._skip_replaced()
         for name, (folder, step) in self._staged().items():
             try:
-                is_final = name == FINAL_NAME
-                self.url = upload(self.config, self.run_id, self.output_dir, folder, step, is_final)
+                self.url = upload(self.config, self.run_id, self.output_dir, folder, step, name == FINAL_NAME)
                 self.failures.pop(name, None)
-                self.num_failures = 0
             except Exception as error:  # the client passes on the errors of several libraries
                 if not self.failures:
                     self.say(f"warning: the upload of {name} failed and will be repeated: {hub_reason(error)}")
                 self.failures[name] = hub_reason(error)
-                self.refused |= {name} if is_permanent(error) else set()
-                pause = RETRY_SECONDS[min(self.num_failures, len(RETRY_SECONDS) - 1)]
-                self.retry_at = time.monotonic() + max(pause, retry_after(error))
-                self.num_failures += 1
-                self.any_waiting = True
 
-    def _gives_up(self) -> bool:
-        return time.monotonic() >= self.gives_up_at or self.interrupted()
-
-    def _wait(self) -> None:
-        """Wait for the uploads that are running, until it is time to give up."""
-        while self.is_stuck and not self._gives_up():
-            self.thread.join(0.1)  # in short turns, because a signal may arrive
-
-    def _pause(self, seconds: float) -> None:
-        until = time.monotonic() + seconds
-        while time.monotonic() < until and not self._gives_up():
-            time.sleep(min(0.1, seconds))
-
-    def _report(self, seconds: float) -> None:
-        """Say where the uploads are, and how to repeat those that are missing."""
-        given_up = "interrupted by a signal" if self.interrupted() else ""
+    def _report(self, otherwise: str) -> None:
+        """Say where the uploads are, and how to upload what is missing. otherwise: why, if it has not failed."""
         for name in self._staged():
-            self.failures.setdefault(name, given_up or f"not finished within {seconds:.0f} s")
+            self.failures.setdefault(name, otherwise)
         if self.url is not None:
             self.say(f"{'partly ' * bool(self.failures)}published at {self.url}")
-        for reason in dict.fromkeys(self.failures.values()):
-            names = [name for name in self.failures if self.failures[name] == reason]
-            shown = names if len(names) < 5 else [*names[:2], f"{len(names) - 3} more", names[-1]]
-            self.say(f"not uploaded: {', '.join(shown)} ({reason})")
-            if "xet" in reason.lower():
-                self.say("HF_HUB_DISABLE_XET=1 uploads without Xet, which some networks block")
+        for name, reason in self.failures.items():
+            self.say(f"not uploaded: {name} ({reason})")
         if self.num_skipped:
-            reason = "replaced by newer ones before their upload; --hub_strategy all_checkpoints uploads all"
-            self.say(f"{self.num_skipped} checkpoint{'s were' if self.num_skipped > 1 else ' was'} {reason}")
-        if self.failures or self.num_skipped:
+            remedy = "--hub_strategy all_checkpoints uploads all"
+            self.say(f"replaced by newer ones before their upload: {self.num_skipped} checkpoints ({remedy})")
+        if self.failures:
             self.say(f"to upload what is missing:\n    {self.repeat}")

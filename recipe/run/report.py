@@ -23,7 +23,7 @@ from recipe.hardware.processes import on_main_process
 from recipe.model.size import count_exported_parameters, count_flops_per_token
 from recipe.optim.schedule import count_warmup_steps
 from recipe.publish.export import export_model
-from recipe.publish.public import describe_source, hub_id, public_command, public_name, split_scores
+from recipe.publish.public import hub_id, split_scores
 from recipe.publish.uploads import HubUploads
 from recipe.run.log import RunLog
 from recipe.run.resume import describe_jump
@@ -31,6 +31,7 @@ from recipe.run.start import Run, measure_progress
 from recipe.run.stop import EXIT_STOPPED, StopSignals, describe_signal
 
 MANY_EPOCHS = 100
+NAMED_FILES = 5  # a shell may expand a pattern to thousands
 STOP_SECONDS = 60.0  # for uploads after a signal: Slurm's batch files leave 300 s for all of the end
 PROFILED_STEPS = 3
 TRACE_NAME = "trace.json.gz"
@@ -38,7 +39,11 @@ SAME_LENGTH = 0.05  # share of the tokens by which a run may differ from the one
 
 
 def collect_facts(run: Run, model: PreTrainedModel) -> dict[str, Any]:
-    """Return what the run is, for the start event, summary.json and the model card. It contains no local path."""
+    """Return what the run is, for the start event, summary.json and the model card.
+
+    dataset_id, tokenizer_id and base_model_id are set if these are on the Hub; recipe/publish/public.py lists what is
+    published.
+    """
     config, metadata, environment = run.config, run.metadata, describe_environment(run.accelerator.device)
     counts = ("documents", "tokens", "bytes", "rows")
     splits = {split: {key: found[key] for key in counts} for split, found in metadata["splits"].items()}
@@ -47,18 +52,18 @@ def collect_facts(run: Run, model: PreTrainedModel) -> dict[str, Any]:
         splits.pop("train")
     return {
         "recipe": run.recipe,
-        "command": public_command(sys.argv),
+        "command": shlex.join(sys.argv),
         "commit": find_commit(),
         "seed": config.seed,
         "data": {
             "source": describe_source(source),
-            "dataset_id": hub_id(source.get("dataset_name")),
+            "dataset_id": hub_id(source.get("dataset_name")) if source.get("dataset_revision") else None,
             "dataset_config_name": source.get("dataset_config_name"),
             "validation_split_percentage": source.get("validation_split_percentage"),
             "splits": splits,
             "content_sha256": metadata["content_sha256"],
             "tokenizer_sha256": metadata["tokenizer_sha256"],
-            "tokenizer": public_name(tokenizer) if tokenizer else None,
+            "tokenizer_id": hub_id(tokenizer),
         },
         "model": {
             "architecture": type(model).__name__,
@@ -70,7 +75,7 @@ def collect_facts(run: Run, model: PreTrainedModel) -> dict[str, Any]:
             "vocab_size": run.vocab_size,
         },
         "flops_per_token": count_flops_per_token(shape, model.num_parameters(), config.block_size),
-        "base_model": public_name(config.model_name_or_path) if config.model_name_or_path else None,
+        "base_model": config.model_name_or_path,
         "base_model_id": hub_id(config.model_name_or_path),
         "num_processes": run.accelerator.num_processes,
         "mixed_precision": config.mixed_precision,
@@ -108,6 +113,15 @@ def show_start(log: RunLog, facts: dict[str, Any], state: RunState, eval_rows: i
         log.schedule(state.step, changes)
         if jump := describe_jump(config, run.resume_dir, measure_progress(config, state)):
             log.say(jump)
+
+
+def describe_source(source: dict[str, Any]) -> str:
+    """Return the dataset's name, or the names of its text files. source: of the metadata of a packed dataset."""
+    if name := source.get("dataset_name"):
+        return ", ".join(filter(None, [name, source.get("dataset_config_name")]))
+    files = [Path(file).name for file in source.get("train_files") or ["unknown"]]
+    more = [f"and {len(files) - NAMED_FILES:,} more files"] if len(files) > NAMED_FILES else []
+    return ", ".join(files[:NAMED_FILES] + more)
 
 
 def start_table(run: Run, facts: dict[str, Any], eval_rows: int) -> dict[str, str]:
@@ -231,7 +245,9 @@ def finish_run(
         print(closing_lines(log.config, log.output_dir, summary, evaluation["sample"], facts, state), flush=True)
         is_complete = uploads.finish(state.step, interrupted=lambda: signals.count > 0)
         log.end()
-        return 128 + signals.newest if signals.count and not is_complete else 0
+        if is_complete:
+            return 0
+        return 128 + signals.newest if signals.count else 1  # whoever deletes this disk now loses the model
 
     return uploads.leave(on_main_process(finish))
 
