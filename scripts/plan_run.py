@@ -1,28 +1,50 @@
-"""Plan a run before you rent a machine: batch, memory, FLOPs, hours and cost.
+"""Does a run work here, or on another machine: does it fit, how long does it take, and what does it cost?
 
+python scripts/plan_run.py --config gpt2_124m                 check this machine, and plan the run for it
+python scripts/plan_run.py --config gpt2_124m --measure       the same, with the speed of ten training steps
 python scripts/plan_run.py --config gpt2_774m --gpu a100-80gb --num_gpus 16 --price_per_hour 1.5
 python scripts/plan_run.py --table                            what fits: every recipe size on every class of memory
 
-All other options are options of recipe/train.py. It needs no dataset. Hours and cost assume the given MFU: GPT-2 124M
-reached 42% on one H200 (modded-nanogpt, 490,000 tokens/s) and 40% on one H100 (llm.c, 468,000).
+All other options are options of recipe/train.py; it needs no dataset. Exits with 1 if a check fails. Hours and cost on
+a GPU that is not there assume the given MFU: GPT-2 124M reached 42% on one H200 (modded-nanogpt, 490,000 tokens/s) and
+40% on one H100 (llm.c, 468,000).
 """
 
 import argparse
 import dataclasses
+import json
 import math
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from importlib.metadata import requires, version
+from pathlib import Path
 
+import psutil
+import torch
+from huggingface_hub import get_token, whoami
+from packaging.requirements import Requirement
 from transformers import PreTrainedConfig
 
 from recipe.arguments import CommandLine
 from recipe.command_line import load_config, names_data
-from recipe.config import TrainConfig
-from recipe.errors import UserError, run_main
-from recipe.hardware.gpus import load_gpu
-from recipe.hardware.memory import MemoryPlan, plan_memory
+from recipe.config import STANDARD_LIBRARY, TrainConfig, save_config
+from recipe.environment import count_cpus, describe_device
+from recipe.errors import UserError, run_main, short_reason
+from recipe.hardware.accelerator import choose_dynamo_backend, choose_mixed_precision
+from recipe.hardware.devices import native_bf16, why_no_inductor
+from recipe.hardware.gpus import find_gpu, load_gpu
+from recipe.hardware.memory import MemoryPlan, measure_usable_bytes, plan_memory
+from recipe.hardware.processes import wants_cpu
 from recipe.model.build import build_model_config
-from recipe.model.size import count_flops_per_token, count_parameters, padded_vocab_size
+from recipe.model.size import count_flops_per_token, count_parameters, count_training_flops, padded_vocab_size
 
+TRAIN = str(Path(__file__).resolve().parents[1] / "recipe" / "train.py")
 GPT2_VOCAB_SIZE = 50257
+MEASURED_STEPS = 10
+MOST_CPU_FLOPS = 2e13  # of these steps, which take two minutes on two cores; a large batch is reduced
 SIZES = {"124M": "gpt2_124m", "355M": "gpt2_355m", "774M": "gpt2_774m", "1558M": "gpt2_1558m"}
 # A card that stands for each class of memory. An L4, A10 and A10G have less than other cards of 24 GB.
 CLASSES = {"8 GB": "rtx3070", "12 GB": "rtx3060", "16 GB": "t4", "24 GB": "rtx4090"}
@@ -40,61 +62,192 @@ def main() -> None:
     if args.table:
         print(make_table(options))
         return
-    config, model_config = load_run(args.config, options)
-    gpu, num_parameters = load_gpu(args.gpu), count_parameters(model_config)
-    plan = plan_gpu(config, model_config, args.gpu, args.num_gpus)
+    config, model_config = load_run(args.config, options, needs_steps=bool(args.gpu))
+    if args.gpu:
+        gpu, plan = load_gpu(args.gpu), plan_gpu(config, model_config, args.gpu, args.num_gpus)
+        print(describe(args, config, model_config, plan, gpu.memory_bytes, gpu.name, gpu.flops_per_second))
+        return
+    failed = check_machine(config)
+    print(f"\n{plan_machine(args, config, model_config)}")
+    if args.measure:
+        print(f"\nmeasured: {measure(args.config_file, config)}")
+    if failed:
+        raise UserError(f"{failed} checks failed")
+
+
+# ------------------------------------------------------------------ this machine
+
+
+def check_machine(config: TrainConfig) -> int:
+    """Print a line for each check of this machine. Returns how many failed."""
+    checks: dict[str, Callable[[], str]] = {
+        "packages": check_packages,
+        "device": check_device,
+        "precision": lambda: check_precision(config),
+        "compiler": check_compiler,
+        "disk": lambda: check_disk(config),
+        "Hub": lambda: check_hub(config),
+    }
+    failed = 0
+    for name, check in checks.items():
+        try:
+            print(f"ok      {name:10} {check()}", flush=True)
+        except Exception as error:  # a broken installation fails in any way; the other checks still help
+            failed += 1
+            print(f"FAILED  {name:10} {error if isinstance(error, UserError) else short_reason(error)}", flush=True)
+    return failed
+
+
+def check_packages() -> str:
+    """Compare the versions of the required packages with the ranges in pyproject.toml."""
+    found = [need for need in map(Requirement, requires("gpt2-recipe")) if need.marker is None]
+    wrong = [f"{need.name} {version(need.name)} is not {need.specifier}" for need in found
+             if not need.specifier.contains(version(need.name), prereleases=True)]  # fmt: skip
+    if wrong:
+        raise UserError(f"{'; '.join(wrong)}; run pip install -e . in the folder that holds pyproject.toml")
+    return ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "accelerate", "datasets"))
+
+
+def find_device() -> torch.device:
+    found = None if wants_cpu() else torch.accelerator.current_accelerator(check_available=True)
+    return found or torch.device("cpu")
+
+
+def check_device() -> str:
+    """Name the device and run a kernel on it: a build of PyTorch may lack those for an old or a new GPU."""
+    device = find_device()
+    if device.type != "cuda":
+        return f"{describe_device(device)}, {count_cpus()} cores, {psutil.virtual_memory().total / 1e9:.0f} GB"
+    torch.ones(1, device=device)
+    memory, cudnn = torch.cuda.get_device_properties(device).total_memory, torch.backends.cudnn.version()
+    return f"{describe_device(device)}, {memory / 1e9:.0f} GB, CUDA {torch.version.cuda}, cuDNN {cudnn}"
+
+
+def check_precision(config: TrainConfig) -> str:
+    choice = choose_mixed_precision(config, find_device())
+    is_emulated = choice.value == "bf16" and native_bf16(find_device()) is None
+    return f"{choice.value}: {choice.reason}{'; emulated, so it is slow' * is_emulated}"
+
+
+def check_compiler() -> str:
+    """Compile one small function with inductor."""
+    device = find_device()
+    if reason := why_no_inductor(device):
+        raise UserError(f"{reason} (Debian: apt-get install g++ python3-dev); or train with --dynamo_backend no")
+    compiled = torch.compile(lambda x: (2 * x).sin() + 1)
+    compiled(torch.ones(8, device=device))
+    return f"inductor compiles for {device.type}"
+
+
+def check_disk(config: TrainConfig) -> str:
+    """Show the free space where the run writes; a folder that does not exist yet is on its parent's disk."""
+    found = []
+    for folder in dict.fromkeys([config.output_dir or "runs", config.cache_dir]):
+        existing = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.is_dir())
+        found.append(f"{shutil.disk_usage(existing).free / 1e9:,.0f} GB free for {folder}")
+    return f"{', '.join(found)}; a checkpoint takes 12 bytes per parameter, a packed token 2"
+
+
+def check_hub(config: TrainConfig) -> str:
+    if get_token() is None:
+        if config.push_to_hub:
+            raise UserError("--push_to_hub needs a token; run hf auth login, or set HF_TOKEN")
+        return "not logged in; only --push_to_hub and gated datasets need that"
+    try:
+        return f"logged in as {whoami()['name']}"
+    except Exception as error:  # of the HTTP client, which huggingface_hub chooses
+        if config.push_to_hub:
+            raise
+        return f"a token is stored, but the Hub did not accept it: {short_reason(error)}"
+
+
+def measure(config_file: str | None, config: TrainConfig) -> str:
+    """Train ten steps of the run with the launcher, and extrapolate to all of its steps. Nothing is published."""
+    model_config = build_model_config(config, GPT2_VOCAB_SIZE, 0, config.model_name_or_path)
+    num_parameters = count_parameters(model_config)
+    flops = count_training_flops(config, model_config, num_parameters)
+    short = {"max_steps": MEASURED_STEPS, "num_train_epochs": None, "max_minutes": None, "profile": None}
+    short |= {"eval_steps": 0, "max_eval_samples": 1, "eval_tasks": None, "save_steps": 0, "logging_steps": 2}
+    short |= {"push_to_hub": False, "report_to": None, "resume_from_checkpoint": None, "expected_loss": None}
+    short["dynamo_backend"] = choose_dynamo_backend(config, find_device(), flops).value  # of the whole run
+    short["warmup_steps"] = min(config.warmup_steps, 1)
+    if config.dataset_dir == "DIR":
+        short |= {"dataset_dir": None, "dataset_name": STANDARD_LIBRARY}
+        short |= {} if config.tokenizer_name else {"tokenizer_vocab_size": GPT2_VOCAB_SIZE}
+    steps, most = dataclasses.replace(config, **short), MOST_CPU_FLOPS if find_device().type == "cpu" else math.inf
+    while steps.global_batch_size % 2 == 0 and count_training_flops(steps, model_config, num_parameters) > most:
+        steps = dataclasses.replace(steps, global_batch_size=steps.global_batch_size // 2)
+    launcher = [sys.executable, "-m", "accelerate.commands.launch"]
+    launcher += ["--config_file", config_file] if config_file else []
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = Path(folder, "recipe.yaml")
+        save_config(steps, recipe)
+        command = [*launcher, TRAIN, "--config", str(recipe), "--output_dir", f"{folder}/run"]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        if result.returncode != 0:
+            lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+            raise UserError(f"training failed: {(lines or result.stderr.splitlines())[-1]}")
+        summary = json.loads(Path(folder, "run", "summary.json").read_text())
+    speed, memory = summary["tokens_per_second"], summary["peak_memory_bytes"] / 1e9
+    length = "the length of the run depends on its epochs or minutes"
+    if config.max_steps:
+        hours = config.max_steps * config.tokens_per_step / speed / 3600
+        length = f"{hours:,.2f} hours for {config.max_steps:,} steps"
+    launched = f"{summary['num_processes']} processes, {summary['mixed_precision']}, {summary['dynamo_backend']}"
+    rows = summary["per_device_train_batch_size"]
+    return f"{launched}: {memory:.1f} GB, {rows} rows per forward pass, {speed:,.0f} tokens/s: {length}"
+
+
+# ------------------------------------------------------------------ the plan
+
+
+def plan_machine(args: argparse.Namespace, config: TrainConfig, model_config: PreTrainedConfig) -> str:
+    """Return the plan for this machine. A CPU's time cannot be estimated, only measured."""
+    device = find_device()
+    gpu = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    memory_bytes = measure_usable_bytes(device, 1)
+    precision = choose_mixed_precision(config, device).value
+    plan = plan_device(config, model_config, device.type, precision, "inductor", memory_bytes, args.num_gpus)
+    name, speed = describe_device(device), gpu.flops_per_second if gpu else None
+    return describe(args, config, model_config, plan, memory_bytes, name, speed)
+
+
+def describe(
+    args: argparse.Namespace,
+    config: TrainConfig,
+    model_config: PreTrainedConfig,
+    plan: MemoryPlan | None,
+    memory_bytes: float,
+    device: str,
+    flops_per_second: float | None,
+) -> str:
+    """Return batch, memory, FLOPs, hours and cost. flops_per_second: of a device at its peak, if that is known."""
     if plan is None:
         remedy = "leave the memory options at auto, or use --optim adamw_bnb_8bit, more memory or a smaller recipe"
-        raise UserError(f"the model does not fit into {gpu.memory_bytes / 1e9:.1f} GB ({gpu.name}); {remedy}")
-    tokens_per_step = config.global_batch_size * config.block_size
+        raise UserError(f"the model does not fit into {memory_bytes / 1e9:.1f} GB ({device}); {remedy}")
+    num_parameters = count_parameters(model_config)
     flops = count_flops_per_token(model_config, num_parameters, config.block_size)
-    num_tokens = config.max_steps * tokens_per_step
-    gpu_hours = num_tokens * flops / (args.mfu * gpu.flops_per_second) / 3600
+    num_tokens = (config.max_steps or 0) * config.tokens_per_step
     accumulation = config.global_batch_size // (plan.micro_batch_size * args.num_gpus)
     lines = [
         ("parameters", f"{num_parameters:,} with the padded vocabulary", "exact"),
-        ("tokens per step", f"{tokens_per_step:,} in {config.global_batch_size:,} rows", "exact"),
-        ("tokens", f"{num_tokens:,} in {config.max_steps:,} steps", "exact"),
+        ("tokens per step", f"{config.tokens_per_step:,} in {config.global_batch_size:,} rows", "exact"),
         ("FLOPs", f"{flops / 1e6:,.0f} M per token, {num_tokens * flops:.2e} in all", "exact"),
-        ("micro-batch", f"{plan.micro_batch_size} rows x {accumulation} per step and GPU", "estimated"),
+        ("micro-batch", f"{plan.micro_batch_size} rows x {accumulation} per step and device", "estimated"),
         ("memory options", letters_of(plan) or "none needed", "estimated"),
-        ("memory per GPU", f"{plan.total_bytes / 1e9:.1f} of {gpu.memory_bytes / 1e9:.1f} GB", "estimated"),
-        ("time", f"{gpu_hours / args.num_gpus:,.1f} hours on {args.num_gpus} x {gpu.name}", "estimated"),
+        ("memory", f"{plan.total_bytes / 1e9:.1f} of {memory_bytes / 1e9:.1f} GB on each device", "estimated"),
     ]
-    if args.price_per_hour:
-        cost = f"${gpu_hours * args.price_per_hour:,.0f} for {gpu_hours:,.1f} GPU-hours"
-        lines.append(("cost", f"{cost} at ${args.price_per_hour:.2f}", "estimated"))
-    print(*(f"{label:17}{value:52}{source}" for label, value, source in lines), sep="\n")
-    print(f"\nTime and cost assume {args.mfu:.0%} MFU and perfect scaling, without evaluation and checkpoints.")
-
-
-def parse() -> tuple[argparse.Namespace, list[str]]:
-    parser = CommandLine(description="Plan a run. All other options are options of recipe/train.py.")
-    parser.add_argument("--config", default="gpt2_124m", help="recipe (default: gpt2_124m)")
-    parser.add_argument("--gpu", help="a100-80gb, h100, rtx4090, t4, ... (an unknown name lists all)")
-    parser.add_argument("--num_gpus", type=int, default=1, help="GPUs of the run (default: 1)")
-    parser.add_argument("--mfu", type=float, default=0.4, help="share of the peak FLOP/s (default: 0.4)")
-    parser.add_argument("--price_per_hour", type=float, help="dollars per GPU and hour")
-    parser.add_argument("--table", action="store_true", help="print what fits on every class of memory, as Markdown")
-    args, options = parser.parse_with_run_options()
-    for name in ("num_gpus", "mfu", "price_per_hour"):
-        if (value := getattr(args, name)) is not None and not 0 < value < math.inf:
-            raise UserError(f"{name} must be greater than 0, got {value}")
-    if not args.gpu and not args.table:
-        raise UserError("pass --gpu, for example --gpu a100-80gb, or --table for every class of memory")
-    return args, options
-
-
-def load_run(recipe: str, options: list[str]) -> tuple[TrainConfig, PreTrainedConfig]:
-    """Return the run's config and its model's, with the padded vocabulary."""
-    no_data = [] if names_data(recipe, options) else ["--dataset_dir", "DIR"]
-    config = load_config(["--config", recipe, *options, *no_data])[0]
-    if config.max_steps is None:
-        raise UserError("the number of steps depends on the dataset or the device; pass --max_steps")
-    vocab_size = config.tokenizer_vocab_size or GPT2_VOCAB_SIZE
-    model_config = build_model_config(config, vocab_size, 0, config.model_name_or_path)
-    model_config.vocab_size = padded_vocab_size(vocab_size, config.pad_vocab_to_multiple_of)
-    return config, model_config
+    if num_tokens:
+        lines.insert(2, ("tokens", f"{num_tokens:,} in {config.max_steps:,} steps", "exact"))
+    if num_tokens and flops_per_second:
+        hours = num_tokens * flops / (args.mfu * flops_per_second) / 3600
+        time = f"{hours / args.num_gpus:,.1f} hours on {args.num_gpus} x {device}, at {args.mfu:.0%} MFU"
+        lines.append(("time", time, "estimated"))
+        if args.price_per_hour:
+            cost = f"${hours * args.price_per_hour:,.0f} for {hours:,.1f} GPU-hours at ${args.price_per_hour:.2f}"
+            lines.append(("cost", cost, "estimated"))
+        lines.append(("", "without evaluation and checkpoints, with perfect scaling", ""))
+    return "\n".join(f"{label:17}{value:53}{source}".rstrip() for label, value, source in lines)
 
 
 def plan_gpu(config: TrainConfig, model_config: PreTrainedConfig, name: str, num_gpus: int = 1) -> MemoryPlan | None:
@@ -139,6 +292,40 @@ def make_cell(plan: MemoryPlan | None) -> str:
     if plan is None:
         return "-"
     return f"{' '.join(filter(None, (str(plan.micro_batch_size), letters_of(plan))))}: {plan.total_bytes / 1e9:.1f} GB"
+
+
+# ------------------------------------------------------------------ options
+
+
+def load_run(recipe: str, options: list[str], needs_steps: bool = True) -> tuple[TrainConfig, PreTrainedConfig]:
+    """Return the run's config, whose dataset is DIR if none was given, and its model's with the padded vocabulary."""
+    no_data = [] if names_data(recipe, options) else ["--dataset_dir", "DIR"]
+    config = load_config(["--config", recipe, *options, *no_data])[0]
+    if needs_steps and config.max_steps is None:
+        raise UserError("the number of steps depends on the dataset or the device; pass --max_steps")
+    vocab_size = config.tokenizer_vocab_size or GPT2_VOCAB_SIZE
+    model_config = build_model_config(config, vocab_size, 0, config.model_name_or_path)
+    model_config.vocab_size = padded_vocab_size(vocab_size, config.pad_vocab_to_multiple_of)
+    return config, model_config
+
+
+def parse() -> tuple[argparse.Namespace, list[str]]:
+    parser = CommandLine(description="Plan a run. All other options are options of recipe/train.py.")
+    parser.add_argument("--config", default="gpt2_124m", help="recipe (default: gpt2_124m)")
+    parser.add_argument("--measure", action="store_true", help="train ten steps here: memory, speed, hours to finish")
+    parser.add_argument(
+        "--config_file", help="Accelerate config for --measure (default: what accelerate config wrote)"
+    )
+    parser.add_argument("--gpu", help="plan for a100-80gb, h100, rtx4090, t4, ... (an unknown name lists all)")
+    parser.add_argument("--num_gpus", type=int, default=1, help="GPUs of the run (default: 1)")
+    parser.add_argument("--mfu", type=float, default=0.4, help="share of the peak FLOP/s (default: 0.4)")
+    parser.add_argument("--price_per_hour", type=float, help="dollars per GPU and hour")
+    parser.add_argument("--table", action="store_true", help="print what fits on every class of memory, as Markdown")
+    args, options = parser.parse_with_run_options()
+    for name in ("num_gpus", "mfu", "price_per_hour"):
+        if (value := getattr(args, name)) is not None and not 0 < value < math.inf:
+            raise UserError(f"{name} must be greater than 0, got {value}")
+    return args, options
 
 
 if __name__ == "__main__":

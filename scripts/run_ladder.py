@@ -2,7 +2,6 @@
 
 python scripts/run_ladder.py                            add one optimization after another
 python scripts/run_ladder.py --minutes 5                train for five minutes on each rung and compare the losses
-python scripts/run_ladder.py --ablate                   everything on, then one optimization off at a time
 git clone https://github.com/karpathy/nanoGPT runs/nanoGPT
 python scripts/run_ladder.py --peers runs/nanoGPT       recipe/train.py and nanoGPT, in turn
 
@@ -276,15 +275,6 @@ def plan_ladder(setting: Setting, names: list[str] | None) -> Plan:
     return [*plan, (RECIPE, partial(train_recipe, setting))]
 
 
-def plan_ablation(setting: Setting) -> Plan:
-    """Turn everything on, then one optimization off at a time, then everything on again, which shows the noise."""
-    everything = {rung for rung in RUNGS if why_skipped(rung, setting) is None}
-    top = partial(train, everything, setting)
-    switches = [rung for rung in RUNGS if rung in everything and rung != "fp32"]
-    without = [(f"- {RUNGS[rung]}", partial(train, everything - {rung}, setting)) for rung in switches]
-    return [("everything", top), *without, ("everything, again", top)]
-
-
 def plan_comparison(setting: Setting, nanogpt: Path, rounds: int) -> Plan:
     """Train with recipe/train.py and with nanoGPT, in turn."""
     if not (nanogpt / "train.py").is_file():
@@ -391,7 +381,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--config", help="recipe whose model to use (default: gpt2_124m; on a CPU, 30 M parameters)")
     parser.add_argument("--dataset_dir", help="packed dataset (default: the Python standard library's text)")
     parser.add_argument("--rungs", nargs="+", choices=RUNGS, metavar="RUNG", help=f"only these: {', '.join(RUNGS)}")
-    parser.add_argument("--ablate", action="store_true", help="turn one optimization off at a time")
     parser.add_argument("--peers", type=Path, metavar="DIR", help="a clone of nanoGPT to compare recipe/train.py with")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each program with --peers (default: 3)")
     parser.add_argument("--steps", type=int, default=12, help="timed steps per rung (default: 12)")
@@ -411,8 +400,6 @@ def main() -> None:
     setting = choose_setting(args)
     if args.peers:
         mode, plan = "peers", plan_comparison(setting, args.peers, args.rounds)
-    elif args.ablate:
-        mode, plan = "ablation", plan_ablation(setting)
     else:
         mode, plan = "ladder", plan_ladder(setting, args.rungs)
     path = args.output_file or Path("runs") / time.strftime(f"{mode}_{setting.device}_%Y%m%d-%H%M%S.json")

@@ -1,9 +1,10 @@
 """The launcher's configs, loaded as the launcher loads them, and what its other answers lead to.
 
-tests/test_check_environment.py launches cpu.yaml, and tests/test_nodes.py multi_cpu.yaml and multi_node.yaml.
+tests/test_plan_run.py launches cpu.yaml, and tests/test_nodes.py multi_cpu.yaml and multi_node.yaml.
 """
 
 import os
+import re
 from types import SimpleNamespace
 from unittest import mock
 
@@ -12,11 +13,13 @@ import yaml
 from accelerate.commands import launch as launch_module
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command, launch_command_parser
-from conftest import ROOT, load_program, read_events, reset_accelerate
+from conftest import ROOT, read_events, reset_accelerate
 
+from recipe.command_line import load_config
 from recipe.errors import UserError
 from recipe.hardware import processes
 from recipe.hardware.processes import start_processes, wants_cpu
+from recipe.publish.hub import publishes_training_state
 
 FILES = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 
@@ -120,8 +123,14 @@ def test_answers_that_start_one_of_several_processes(answers, tmp_path, monkeypa
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(UserError, match="starts only one .*accelerate_configs/multi_cpu.yaml or multi_gpu.yaml"):
         start(environment_of(config, tmp_path, monkeypatch))
-    with pytest.raises(UserError, match="starts only one"):
-        load_program("scripts/check_environment.py").check_launch(str(tmp_path / "config.yaml"))
+
+
+def test_the_job_resumes_from_the_hub():
+    """The options of the command for Hugging Face Jobs: its disk is lost, so its state is on the Hub."""
+    text = (ROOT / "accelerate_configs" / "README.md").read_text().replace("\\\n", " ")
+    (options,) = re.findall(r"hf jobs uv run .* python -m recipe.train (.*)", text)
+    config, _ = load_config(options.split())
+    assert publishes_training_state(config) and config.resume_from_checkpoint == "auto"
 
 
 def test_tpus_are_refused(monkeypatch, start):

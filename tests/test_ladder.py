@@ -85,13 +85,6 @@ def test_rungs_add_up_and_what_a_cpu_cannot_show_is_skipped_with_a_word(program,
     assert plan[-1][0] == "recipe/train.py" and [what for what, _ in plan[:-1]] == list(program.RUNGS.values())
 
 
-def test_an_ablation_turns_one_off_at_a_time(program, setting):
-    first, *middle, last = program.plan_ablation(setting)
-    everything = first[1].args[0]
-    assert last[1].args[0] == everything and "tf32" not in everything
-    assert sorted(min(everything - job.args[0]) for _, job in middle) == sorted(everything - {"fp32"})
-
-
 def test_the_whole_program(program, in_process, dataset_dir, tmp_path, monkeypatch, capsys):
     """Its table fits a terminal; the JSON, the table and both charts exist."""
     path = tmp_path / "ladder.json"

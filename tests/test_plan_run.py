@@ -1,10 +1,14 @@
-"""Plans for GPUs that are not there: the table of GPUs, arithmetic by hand, and the README's table."""
+"""The check of this machine, and plans: the table of GPUs, arithmetic by hand, and the README's table."""
 
 import re
+import subprocess
+from unittest import mock
 
 import pytest
 from conftest import ROOT, load_program, run_script
 
+from recipe.command_line import load_config
+from recipe.errors import UserError
 from recipe.hardware.gpus import GPUS, find_gpu, load_gpu
 
 SCRIPT = "scripts/plan_run.py"
@@ -38,7 +42,7 @@ def test_time_and_cost_by_hand(capsys):
     assert f"{hours:,.1f} hours on 8 x h100" in text and f"${8 * hours * 3:,.0f} for" in text
     assert "124,475,904 with the padded vocabulary" in text and "64 rows x 1 per step" in text
     assert max(map(len, text.splitlines())) <= 90
-    labels = [line.split()[-1] for line in text.splitlines()[:-2]]
+    labels = [line.split()[-1] for line in text.splitlines()[:-1]]
     assert labels.count("estimated") == 5 and labels.count("exact") == 4
 
 
@@ -66,3 +70,76 @@ def test_the_readme_shows_the_table_of_memory_classes(capsys):
     for row in table.splitlines()[2:]:
         limit = float(re.search(r"(\d+) GB", row)[1]) * 2**30 / 1e9
         assert all(float(found) < limit for found in re.findall(r": ([\d.]+) GB", row))
+
+
+# ---------------------------------------------------------------- this machine
+
+
+@pytest.fixture
+def program(monkeypatch):
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    return load_program(SCRIPT)
+
+
+def test_ten_steps_take_minutes_on_a_cpu(program, monkeypatch):
+    """GPT-2 124M with its half a million tokens per step would take days; two rows of 1,024 do not."""
+    config = program.load_run("gpt2_124m", [])[0]
+    saved = mock.Mock(side_effect=UserError("saved"))
+    monkeypatch.setattr(program, "save_config", saved)
+    with pytest.raises(UserError, match="saved"):
+        program.measure(None, config)
+    assert saved.call_args.args[0].global_batch_size == 2 and saved.call_args.args[0].max_steps == 10
+
+
+def test_this_machine_and_ten_real_steps(dataset_dir, tmp_path, monkeypatch, capsys):
+    """Every check passes; --measure trains the run's own model, extrapolates to all steps, and publishes nothing.
+
+    Accelerate's launcher and our config for a CPU start these steps.
+    """
+    (tmp_path / "data").symlink_to(dataset_dir)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: "hf_x")
+    monkeypatch.setattr("huggingface_hub.whoami", lambda: {"name": "ada"})
+    options = "--config_overrides n_layer=2,n_head=2,n_embd=32 --block_size 32 --global_batch_size 4 --max_steps 1000"
+    options += " --config demo --dataset_dir data --push_to_hub --hub_model_id ada/x --report_to tensorboard"
+    launcher = ["--config_file", ROOT / "accelerate_configs" / "cpu.yaml"]
+    assert run_script(SCRIPT, "--measure", *launcher, *options.split()) == ""
+    found = capsys.readouterr().out
+    measured = found.splitlines()[-1]
+    assert found.count("ok ") == 6 and "FAILED" not in found and "128,000 in 1,000 steps" in found
+    speed = float(measured.split(" tokens/s")[0].split()[-1].replace(",", ""))
+    assert f"{1000 * 4 * 32 / speed / 3600:,.2f} hours for 1,000 steps" in measured
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
+
+
+def test_a_failed_check_is_the_exit_status(program, monkeypatch, capsys):
+    """The other checks still run, and the run is planned."""
+    monkeypatch.setattr(program, "check_compiler", mock.Mock(side_effect=RuntimeError("g++ is broken")))
+    monkeypatch.setattr("sys.argv", [SCRIPT])
+    with pytest.raises(UserError, match="1 checks failed"):
+        program.main()
+    found = capsys.readouterr().out
+    assert "FAILED  compiler   RuntimeError: g++ is broken" in found and found.count("ok ") == 5
+    assert "124,475,904 with the padded vocabulary" in found
+
+
+def test_what_a_machine_may_lack(program, monkeypatch):
+    """Recent packages, a compiler, and a token, without which only publishing fails."""
+    monkeypatch.setattr(program, "version", lambda name: "0.1")
+    with pytest.raises(UserError, match="torch 0.1 is not .*pip install -e"):
+        program.check_packages()
+    monkeypatch.setattr(program, "why_no_inductor", lambda device: "no C++ compiler was found")
+    with pytest.raises(UserError, match="no C.. compiler was found .*--dynamo_backend no"):
+        program.check_compiler()
+    monkeypatch.setattr(program, "get_token", lambda: None)
+    assert "not logged in" in program.check_hub(mock.Mock(push_to_hub=False))
+    with pytest.raises(UserError, match="hf auth login"):
+        program.check_hub(mock.Mock(push_to_hub=True))
+
+
+def test_a_run_that_fails_is_quoted(program, monkeypatch):
+    """With the run's own sentence, not the launcher's traceback."""
+    failed = subprocess.CompletedProcess([], 1, "", "error: there is no dataset x\nTraceback\nCalledProcessError\n")
+    monkeypatch.setattr("subprocess.run", lambda *args, **kwargs: failed)
+    with pytest.raises(UserError, match="training failed: error: there is no dataset x$"):
+        program.measure(None, load_config([])[0])

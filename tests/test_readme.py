@@ -22,7 +22,7 @@ TEXT, EVERYTHING = PAGES["."], "\n".join(PAGES.values())
 OTHER_OPTIONS = {"config_file", "num_processes", "machine_rank", "num_machines", "main_process_ip", "dynamo_mode"}
 OTHER_OPTIONS |= {"flavor", "timeout", "secrets", "with", "dry_run", "detach", "no_deps", "wheel_dir", "index_url"}
 OTHER_OPTIONS |= {"repo_type", "include", "local_dir", "nodes", "array", "cpus_per_task", "wrap", "model_args"}
-OTHER_OPTIONS |= {"outfile", "task", "dist"}
+OTHER_OPTIONS |= {"outfile", "task", "dist", "multi_gpu"}
 
 
 def measured(name: str) -> dict:
@@ -74,9 +74,7 @@ def test_programs_options_and_recipes_exist(capsys):
         if program is None:
             continue
         options, allowed = words[program:], options_of(words[program])
-        if words[program].startswith(
-            ("scripts/benchmarks/sweep", "scripts/plan", "scripts/check", "scripts/train_on")
-        ):
+        if words[program].startswith(("scripts/benchmarks/sweep", "scripts/plan")):
             allowed = allowed | options_of("recipe/train.py")  # they accept the options of a run
         assert {word[2:].split("=")[0] for word in options if word.startswith("--")} <= allowed, words
         if "--config" in options:
