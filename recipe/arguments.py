@@ -10,12 +10,11 @@ from recipe.errors import UserError, did_you_mean
 
 # Names of TrainingArguments, run_clm.py and nanoGPT that this program spells in another way.
 OTHER_NAMES = {
-    "mixed_precision": "bf16 fp16 dtype",
+    "mixed_precision": "dtype",
     "eval_steps": "do_eval eval_strategy evaluation_strategy eval_interval",
     "max_eval_samples": "eval_iters",
     "save_steps": "save_strategy",
     "logging_steps": "log_interval",
-    "activation_checkpointing": "gradient_checkpointing",
     "dynamo_backend": "torch_compile torch_compile_backend compile",
     "max_steps": "max_iters max_train_samples do_train",
     "num_train_epochs": "num_epochs",

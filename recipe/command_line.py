@@ -30,6 +30,8 @@ from recipe.errors import UserError, did_you_mean, one_line
 
 CONFIGS_DIR = Path(__file__).parent / "configs"
 RECIPES = sorted(path.stem for path in CONFIGS_DIR.glob("*.yaml"))
+# Names of TrainingArguments, and the option that each sets.
+ALIASES = {"bf16": "mixed_precision", "fp16": "mixed_precision", "gradient_checkpointing": "activation_checkpointing"}
 # With another model, tokenizer or row length, losses do not compare with the recipe's.
 OTHER_LOSS = {"config_overrides", "model_type", "model_name_or_path", "tokenizer_name", "tokenizer_vocab_size"}
 OTHER_LOSS |= {"block_size"}
@@ -54,7 +56,17 @@ class TrainParser(CommandLine, HfArgumentParser):
             kwargs["type"] = str.lower  # Python's booleans, as YAML's arrive here, and the command line's
         elif name in OPTIONS and name not in LITERALS:
             kwargs.setdefault("metavar", "N" if kwargs.get("type") in (int, float) else "VALUE")
-        return self.section.add_argument(f"--{name}", **kwargs)  # without HfArgumentParser's second spelling
+        aliases = ["--gradient_checkpointing"] if name == "activation_checkpointing" else []
+        action = self.section.add_argument(f"--{name}", *aliases, **kwargs)  # without a second spelling of the name
+        for precision in ("bf16", "fp16") if name == "mixed_precision" else ():
+            values = {"true": precision, "false": "no"}
+            kwargs = {"nargs": "?", "const": precision, "metavar": "BOOL", "help": f"Short for --{name} {precision}."}
+            kwargs |= {
+                "default": argparse.SUPPRESS,
+                "type": lambda text, values=values: values.get(text.lower(), text),
+            }
+            self.section.add_argument(f"--{precision}", dest=name, **kwargs)
+        return action
 
 
 def load_config(argv: list[str] | None = None) -> tuple[TrainConfig, str]:
@@ -64,7 +76,7 @@ def load_config(argv: list[str] | None = None) -> tuple[TrainConfig, str]:
     config and the name of the recipe. Raises `UserError`. `--help` exits.
     """
     argv = underscored(sys.argv[1:] if argv is None else argv)
-    typed = typed_names(argv)
+    typed = {ALIASES.get(name, name) for name in typed_names(argv)}
     parser = TrainParser()
     given = parser.parse_known_args([text for text in argv if text not in ("-h", "--help")])[0]
     recipe = given.config or ("gpt2_finetune" if "model_name_or_path" in typed else "demo")

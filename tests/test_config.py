@@ -265,7 +265,7 @@ def test_a_value_means_what_it_says_and_survives_saving(tmp_path, recipe, conten
         ("--eval_tasks hellaswog", "unknown task 'hellaswog'; did you mean hellaswag?"),
         ("--eval_tasks lambada,lambada", "lambada is given twice"),
         # Names of other programs.
-        ("--bf16", "use --mixed_precision"),
+        ("--bf16 maybe", "mixed_precision: invalid choice: 'maybe'"),
         ("--lr=1", "use --learning_rate"),
         ("--batch-size=3", "use --per_device_train_batch_size"),
         ("--overwrite_output_dir", "pass another --output_dir"),
@@ -314,7 +314,7 @@ def test_help_lists_every_option_once_with_the_defaults_of_the_recipe(capsys, mo
     assert re.search(r"--learning_rate N [^-]*\(default: 0\.002\)", text)
     assert re.search(r"--max_steps N [^-]*\(default: 7820\)", text)
     listed = re.findall(r"^  --(\w+)", shown, re.MULTILINE)
-    assert [name for name in listed if name not in ("config", "no_tf32")] == OPTIONS.split()
+    assert [name for name in listed if name not in ("config", "no_tf32", "bf16", "fp16")] == OPTIONS.split()
     assert re.findall(r"^(\S.*):$", shown, re.MULTILINE) == ["options", *SECTIONS.values()]
 
 
@@ -388,3 +388,18 @@ def test_a_short_time_limit_does_not_pay_for_compiling():
     short, long = (load(*DATA, "--max_minutes", minutes) for minutes in ("2", "60"))
     found = [choose_dynamo_backend(config, torch.device("cpu"), math.inf).reason for config in (short, long)]
     assert ["too short to pay for compiling" in reason for reason in found] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("argv", "name", "value"),
+    [
+        ("--bf16", "mixed_precision", "bf16"),
+        ("--fp16 true", "mixed_precision", "fp16"),
+        ("--bf16=false", "mixed_precision", "no"),
+        ("--gradient_checkpointing", "activation_checkpointing", "true"),
+        ("--gradient-checkpointing false", "activation_checkpointing", "false"),
+    ],
+)
+def test_names_of_training_arguments(argv, name, value):
+    """They are typed options: a recipe's value does not win."""
+    assert getattr(load(*DATA, *argv.split()), name) == value
