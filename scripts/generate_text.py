@@ -4,7 +4,7 @@ python scripts/generate_text.py --model runs/demo --prompt "import "
 python scripts/generate_text.py --model runs/demo --interactive
 python scripts/generate_text.py --model runs/demo --prompts_file prompts.txt --output_file texts.jsonl
 
-One text appears token by token; with --num_samples, the texts of a prompt appear together when all are complete.
+One text appears word by word; with --num_samples, the texts of a prompt appear together when all are complete.
 Only text goes to stdout.
 """
 
@@ -16,10 +16,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from accelerate import PartialState
+from transformers import TextStreamer
 
 from recipe.arguments import CommandLine
 from recipe.errors import UserError, run_main
-from recipe.evaluation.generation import TokenStreamer, generate_texts, load_model
+from recipe.evaluation.generation import generate_texts, load_model
 
 SEPARATOR = "\n---\n\n"
 SAMPLING = ("max_new_tokens", "num_samples", "temperature", "top_k", "top_p", "repetition_penalty")
@@ -30,7 +31,7 @@ def main() -> None:
     prompts = ask() if args.interactive else read_prompts(args.prompts_file) if args.prompts_file else [args.prompt]
     sampling = {name: getattr(args, name) for name in SAMPLING}
     model, tokenizer = load_model(args.model_name_or_path, PartialState().device, args.revision)
-    streamer = TokenStreamer(tokenizer) if args.num_samples == 1 else None
+    streamer = TextStreamer(tokenizer, clean_up_tokenization_spaces=False) if args.num_samples == 1 else None
     with open_output(args.output_file) as output:
         for index, prompt in enumerate(prompts):
             if index > 0 and not args.interactive:
@@ -55,7 +56,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--model_name_or_path", "--model", required=True, help="folder of a run or of a checkpoint, or a Hub id"
     )
-    parser.add_argument("--revision", help="branch of a Hub model, such as step-000400-0.8M")
+    parser.add_argument("--revision", help="branch of a Hub model, such as step-000400-0.8M-3f9a1c")
     prompts = parser.add_mutually_exclusive_group()
     prompts.add_argument("--prompt", default="", help="text to continue; an empty prompt starts a new document")
     prompts.add_argument("--prompts_file", type=Path, help='one prompt per line; .jsonl: {"prompt": "..."} per line')

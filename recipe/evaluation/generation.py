@@ -12,7 +12,6 @@ from transformers import (
     PreTrainedTokenizerBase,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
-    TextStreamer,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
@@ -60,18 +59,6 @@ def build_processors(temperature: float, top_k: int, top_p: float, repetition_pe
     except ValueError as error:
         raise UserError(one_line(error)) from error
     return processors
-
-
-class TokenStreamer(TextStreamer):
-    """Prints each token as soon as its characters are complete; `TextStreamer` waits for the end of the word."""
-
-    def put(self, value: torch.Tensor) -> None:
-        """value: int64 [1], a token."""
-        self.token_cache.extend(value.tolist())
-        text = self.tokenizer.decode(self.token_cache, clean_up_tokenization_spaces=False)
-        if not text.endswith("\ufffd"):  # the first bytes of a character
-            self.on_finalized_text(text[self.print_len :])
-            self.print_len = len(text)
 
 
 @torch.no_grad()
