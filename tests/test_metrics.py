@@ -5,21 +5,31 @@ import sys
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
-from transformers.pytorch_utils import Conv1D
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
 
 from recipe.hardware.devices import peak_flops_per_second
 from recipe.model.size import count_flops_per_token
 
+GPT2 = {"n_layer": 3, "n_head": 2, "n_embd": 32, "n_positions": 16, "vocab_size": 500}
+LLAMA = {"num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 88, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "vocab_size": 500, "max_position_embeddings": 16}  # fmt: skip
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_flops_per_token_are_those_of_the_matmuls(tied):
-    """Six for each weight of a matmul, and attention's. Embedding lookups cost none."""
-    config = GPT2Config(n_layer=3, n_head=2, n_embd=32, n_positions=16, vocab_size=500, tie_word_embeddings=tied)
-    model = GPT2LMHeadModel(config)
-    modules = [m for m in model.modules() if isinstance(m, (Conv1D, torch.nn.Linear, torch.nn.LayerNorm))]
+
+@pytest.mark.parametrize(
+    ("config", "width"),
+    [
+        (GPT2Config(**GPT2), 32),
+        (GPT2Config(**GPT2, tie_word_embeddings=False), 32),
+        (LlamaConfig(**LLAMA, tie_word_embeddings=False), 32),
+        (Qwen3Config(**LLAMA, head_dim=16, tie_word_embeddings=True), 4 * 16),  # of the heads
+    ],
+)
+def test_flops_per_token_are_those_of_the_matmuls(config, width):
+    """Six for each weight that is not looked up, and attention's. A tied matrix counts as the output."""
+    model = AutoModelForCausalLM.from_config(config)
+    modules = [module for module in model.modules() if not isinstance(module, torch.nn.Embedding)]
     weights = sum(p.numel() for module in modules for p in module.parameters(recurse=False))
-    attention = 6 * 3 * (2 * 8 * 32)  # in each layer, each query multiplies 8 keys, and each weight 8 values
+    attention = 6 * 3 * (2 * 8 * width)  # in each layer, each query multiplies 8 keys, and each weight 8 values
     assert count_flops_per_token(config, model.num_parameters(), block_size=8) == 6 * weights + attention
 
 

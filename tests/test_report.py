@@ -103,7 +103,9 @@ def test_default_run_names(dataset_dir):
     """A run is named after the user's text, or else after its recipe."""
     names = {
         (): "demo",
-        ("--train_file", "my notes.txt"): "my-notes",
+        ("--train_file", "x/my notes.txt.gz"): "my-notes",
+        ("--train_file", "t/**/*.txt"): "text",
+        ("--train_file=-r.txt",): "r",
         ("--dataset_dir", str(dataset_dir)): dataset_dir.name,
         ("--config", "gpt2_124m", "--dataset_dir", str(dataset_dir)): "gpt2_124m",
         ("--dataset_name", "me/corpus"): "corpus",

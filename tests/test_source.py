@@ -25,7 +25,7 @@ from recipe.config import STANDARD_LIBRARY
 from recipe.data import files
 from recipe.data.files import describe_files
 from recipe.data.read import ReadReport, read_texts, read_unit
-from recipe.data.source import TextSource, name_of_text
+from recipe.data.source import TextSource
 from recipe.errors import UserError
 
 GOOD = b'{"text": "good"}\n'
@@ -167,22 +167,15 @@ def test_bad_files_are_named_or_skipped(tmp_path, name):
 
 
 @pytest.mark.parametrize("write", [write_jsonl, write_parquet])
-def test_a_column_of_token_ids_is_read_as_ids(tmp_path, write):
-    """One document per row, as int64."""
-    rows = [[5, 6, 0], [], [7]]
+def test_a_column_of_token_ids_is_read_as_ids(tmp_path, small_units, write):
+    """One document per row, as int64, in several units."""
+    rows = [[5, 6, 0], [], [7], *(list(range(number, number + 50)) for number in range(100))]
     source = TextSource((write(tmp_path / f"a.{write.__name__[6:]}", rows, "ids"),), text_column_name="ids")
     found = [document.text for unit in source.units() for document in read_unit(source, unit, ReadReport())]
     assert [ids.tolist() for ids in found] == rows and {ids.dtype for ids in found} == {np.dtype("int64")}
+    assert len(source.units()) > 5
     with pytest.raises(UserError, match="column 'ids' holds token ids, not text"):
         list(read_texts(source.train_files, "ids", None))
-
-
-def test_token_ids_in_parquet_are_several_units(tmp_path, small_units):
-    """As many as their row groups permit."""
-    rows = [list(range(number, number + 50)) for number in range(100)]
-    source = TextSource((write_parquet(tmp_path / "a.parquet", rows, "ids", 5),), text_column_name="ids")
-    found = [document.text.tolist() for unit in source.units() for document in read_unit(source, unit, ReadReport())]
-    assert len(source.units()) > 5 and found == rows
 
 
 def test_a_bad_document_does_not_end_its_unit(tmp_path, small_units):
@@ -466,21 +459,6 @@ def test_bad_sources_are_errors(tmp_path, monkeypatch, options, expected):
     Path("folder").mkdir()
     with pytest.raises(UserError, match=expected):
         TextSource(**options).units()
-
-
-@pytest.mark.parametrize(
-    ("path", "name"),
-    [
-        ("a/b.jsonl", "b"),
-        ("t/**/*.txt", "text"),
-        ("x/my text.txt.gz", "my-text"),
-        ("org/data", "data"),
-        ("-r.txt", "r"),
-    ],
-)
-def test_the_name_of_a_text_is_a_valid_folder_name(path, name):
-    """It holds no pattern or blank, and does not look like an option."""
-    assert name_of_text(path) == name
 
 
 # ------------------------------------------------------------------ the demo's corpus

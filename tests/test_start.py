@@ -49,7 +49,12 @@ def own_recipe(run, **changes):
 @pytest.mark.parametrize(
     ("typed", "expected"),
     [
-        ("--max_steps 8 --seed 1", "seed 1337 -> 1.*start a new run"),
+        ("--max_steps 8 --seed 1 --global_batch_size 8", "global_batch_size 4 -> 8; seed 1337 -> 1.*start a new run"),
+        ("--config_overrides n_layer=1", "n_layer 2 -> 1"),
+        (
+            "--config_overrides layer_norm_epsilon=0.5,scale_attn_weights=false",
+            "layer_norm_epsilon 1e-05 -> 0.5",
+        ),
         ("--max_steps 8 --optim muon", "optim.*start a new run"),
         ("--max_steps 8 --weight_decay 0", "weight_decay 0.1 -> 0.*start a new run"),
         ("--max_steps 3", "is at step 4 already"),

@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from conftest import ROOT, WORDS, read_events, run_script
@@ -53,64 +52,18 @@ def model(model_dir):
 # ------------------------------------------------------------------ the rules
 
 
-def score_alone(model, tokenizer, context: str, continuation: str) -> tuple[float, bool]:
-    """lm-eval 0.4's rules in a plain loop: one request, one token at a time, all logits."""
-    while context and context[-1].isspace():
-        context, continuation = context[:-1], context[-1] + continuation
-    if context:
-        ids = tokenizer.encode(context + continuation)
-        count = len(ids) - len(tokenizer.encode(context))
-    else:
-        ids = [tokenizer.bos_token_id, *tokenizer.encode(continuation)]
-        count = len(ids) - 1
-    total, greedy = 0.0, True
-    inputs = ids[-(CONTEXT + 1) :][:-1]
-    assert count <= len(inputs)
-    with torch.no_grad():
-        log_probs = model(torch.tensor([inputs])).logits[0].double().log_softmax(-1)
-    for position, token in zip(range(len(inputs) - count, len(inputs)), ids[-count:], strict=True):
-        total += log_probs[position, token].item()
-        greedy = greedy and int(log_probs[position].argmax()) == token
-    return total, greedy
-
-
-def clean(text: str) -> str:
-    """lm-eval's preprocessing of HellaSwag."""
-    return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
-
-
-def test_hellaswag_equals_a_plain_loop(model, tokenizer):
-    """acc takes the likeliest ending, acc_norm the likeliest per character of the cleaned ending."""
-    hits, hits_norm = [], []
-    for row in map(json.loads, HELLASWAG.read_text(encoding="utf-8").splitlines()):
-        context = clean(row["activity_label"] + ": " + row["ctx_a"] + " " + row["ctx_b"].capitalize())
-        endings = [clean(ending) for ending in row["endings"]]
-        found = [score_alone(model, tokenizer, context, " " + ending)[0] for ending in endings]
-        per_character = [score / len(ending) for score, ending in zip(found, endings, strict=True)]
-        hits.append(found.index(max(found)) == row["label"])
-        hits_norm.append(per_character.index(max(per_character)) == row["label"])
-    result = score_task(model, tokenizer, "hellaswag", read_examples("hellaswag", str(HELLASWAG)), 300)
-    assert result["acc"] == np.mean(hits) and result["acc_norm"] == np.mean(hits_norm)
-    assert 0 < result["acc"] < 1 and result["acc"] != result["acc_norm"] and result["num_examples"] == 20
-    p = result["acc"]
-    assert result["acc_stderr"] == pytest.approx(math.sqrt(p * (1 - p) / 19))
-
-
-def test_lambada_equals_a_plain_loop(model, tokenizer, tmp_path):
-    """acc counts the last words that greedy decoding writes; some of these are written on purpose."""
-    texts = [json.loads(line)["text"] for line in LAMBADA.read_text(encoding="utf-8").splitlines()]
-    assert "Hello" in texts  # one word, so its context is empty
+def write_greedy_examples(model, tokenizer, path: Path) -> None:
+    """Copy the sample of LAMBADA, and add texts whose last word is the one that greedy decoding writes."""
+    lines = LAMBADA.read_text(encoding="utf-8").splitlines()
+    assert any(json.loads(line)["text"] == "Hello" for line in lines)  # one word, so its context is empty
     for words in itertools.product(WORDS.split(), repeat=2):
         context = f"the {' '.join(words)}"
         with torch.no_grad():
             likeliest = model(tokenizer.encode(context, return_tensors="pt")).logits[0, -1].argmax()
-        texts += [context + word for word in [tokenizer.decode(likeliest)] if re.fullmatch(r" \S+", word)]
-    path = tmp_path / "lambada.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
-    scores = [score_alone(model, tokenizer, text.rpartition(" ")[0], " " + text.rpartition(" ")[2]) for text in texts]
-    result = score_task(model, tokenizer, "lambada", read_examples("lambada", str(path)), 300)
-    assert result["acc"] == np.mean([greedy for _, greedy in scores]) > 0
-    assert result["perplexity"] == pytest.approx(math.exp(-np.mean([total for total, _ in scores])), rel=1e-4)
+        word = tokenizer.decode(likeliest)
+        if re.fullmatch(r" \S+", word):
+            lines.append(json.dumps({"text": context + word}))
+    path.write_text("\n".join(lines), encoding="utf-8")
 
 
 def test_every_example_equals_lm_eval(model, tokenizer, tmp_path, monkeypatch):
@@ -121,7 +74,8 @@ def test_every_example_equals_lm_eval(model, tokenizer, tmp_path, monkeypatch):
 
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     files = {"hellaswag": ("hellaswag/hellaswag.yaml", "validation", HELLASWAG),
-             "lambada": ("lambada/lambada_openai.yaml", "test", LAMBADA)}  # fmt: skip
+             "lambada": ("lambada/lambada_openai.yaml", "test", tmp_path / "lambada.jsonl")}  # fmt: skip
+    write_greedy_examples(model, tokenizer, files["lambada"][2])
     for task, (config, split, path) in files.items():
         (tmp_path / f"{task}.yaml").write_text(
             f"include: {Path(lm_eval.__file__).parent / 'tasks' / config}\ntask: sample_{task}\ntag: null\n"
@@ -131,8 +85,12 @@ def test_every_example_equals_lm_eval(model, tokenizer, tmp_path, monkeypatch):
     lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=4)
     yamls = [str(tmp_path / f"{task}.yaml") for task in files]
     theirs = lm_eval.simple_evaluate(lm, tasks=yamls, log_samples=True, bootstrap_iters=0)
-    for name, examples in load_tasks(GIVEN).items():
+    for name, (_, _, path) in files.items():
+        examples = read_examples(name, str(path))
         ours = score_task(model, tokenizer, name, examples, 300)
+        assert 0 < ours["acc"] < 1 and ours["num_examples"] == len(examples)
+        p = ours["acc"]
+        assert ours["acc_stderr"] == pytest.approx(math.sqrt(p * (1 - p) / (len(examples) - 1)))
         for score, value in theirs["results"][f"sample_{name}"].items():
             if score.endswith(",none") and "stderr" not in score:
                 assert ours[score.removesuffix(",none")] == pytest.approx(value, rel=1e-4 * ("perp" in score))
