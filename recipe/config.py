@@ -186,7 +186,7 @@ class TrainConfig:
     )
 
     # --- publishing
-    sample_prompt: str = _field("The", "Prompt of the sample printed at the end.")
+    sample_prompt: str = _field("The", "Prompt of the samples, which are published with the model.")
     push_to_hub: bool = _field(False, "Upload the model to the Hub.")
     hub_model_id: str | None = _field(None, "Hub repository: user/name.")
     hub_strategy: Literal["end", "every_save", "checkpoint", "all_checkpoints"] = _field(
@@ -195,7 +195,7 @@ class TrainConfig:
         "newest (checkpoint) or of all (all_checkpoints).",
     )
     hub_overwrite: bool = _field(
-        False, "Publish into a repository that holds another run: its model on main is replaced, its branches stay."
+        False, "Publish into a repository that holds another run or model: main is replaced, other branches stay."
     )
     hub_private_repo: bool = _field(False, "Create the Hub repository as private.")
     hub_license: str | None = _field(None, "License of the model on its card: mit, apache-2.0, ...")
