@@ -1,6 +1,7 @@
 """The programs as users start them: with `accelerate launch`, from another folder, on one and two processes."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -48,6 +49,8 @@ def test_the_first_run_needs_no_arguments(first_run):
     assert "untrained" in out and "perplexity" in out
     assert "loss" in result.stderr and "tok/s" in result.stderr and "100%" in result.stderr  # the progress bar
     closing = out[out.index("\n---\n") :]
+    assert [line for line in closing.splitlines() if len(line) > 80] == []
+    assert re.search(r"^eval_loss: +\d\.\d{4}$", closing, re.MULTILINE)  # to be grepped
     resume = "--resume_from_checkpoint runs/demo/checkpoint-"  # the last one before the decay
     for part in ("scripts/generate_text.py --model runs/demo", resume, "--train_file TEXT.txt", "GPT-2 124M"):
         assert part in closing
