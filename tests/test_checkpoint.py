@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from conftest import BLOCK_SIZE, TINY, make_documents, read_events
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipe.checkpoint import find_checkpoint, list_checkpoints
+from recipe.checkpoint import CheckpointSaver, find_checkpoint, list_checkpoints
 from recipe.data.prepare import prepare_dataset
 from recipe.data.source import TextSource
 from recipe.data.tokenizer import read_tokenizer
@@ -42,6 +43,22 @@ def test_each_checkpoint_is_a_model_folder(saved):
         ids = model.generate(torch.ones(8, 1, dtype=torch.long), max_new_tokens=30, temperature=100.0, top_k=0)
         assert ids.max() < 500
         assert all(path.stat().st_mode & 0o044 for path in folder.iterdir())  # others may read
+
+
+def test_a_checkpoint_holds_the_state_of_its_own_step(train, tmp_path, monkeypatch):
+    """Training changes weights and moments while they are written."""
+    written = CheckpointSaver._write
+
+    def write_late(*arguments):
+        time.sleep(0.5)  # the two steps until the next save are made meanwhile
+        return written(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointSaver, "_write", write_late)
+        late = train("--save_steps", "2", output_dir=tmp_path / "late")
+    resume = ["--save_steps", "2", "--resume_from_checkpoint", late / "checkpoint-2"]
+    resumed = train(*resume, output_dir=tmp_path / "resumed")
+    assert (resumed / "model.safetensors").read_bytes() == (late / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The learning rate: Transformers' schedules, runs limited by time, and runs that are extended or branch."""
 
+import dataclasses
 import json
 import re
 import shlex
@@ -50,6 +51,13 @@ def test_the_schedules_are_those_of_transformers(kind, arguments, warmup):
     config = config_of("--lr_scheduler_type", kind, "--max_steps", 100, "--warmup_steps", warmup, *options)
     assert rates_of(config) == pytest.approx(rates_of_transformers(config), abs=1e-12)
     assert {kind for kind, _ in CASES} == set(SCHEDULES)
+
+
+def test_the_default_schedule_ends_at_a_tenth():
+    """As GPT-3's, whose cosine Transformers has only with an argument."""
+    config = config_of("--lr_scheduler_type", "cosine_with_min_lr", "--max_steps", 100, "--warmup_steps", 0)
+    bare = dataclasses.replace(config, lr_scheduler_kwargs=None)
+    assert learning_rate_scale(bare, 100, 1.0) == pytest.approx(0.1)
 
 
 def rates_of_transformers(config) -> list[float]:

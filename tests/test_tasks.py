@@ -225,3 +225,9 @@ def test_a_process_may_get_no_example(model, tokenizer, monkeypatch):
             found = score_task(model, tokenizer, "hellaswag", examples, 300, max_examples=1)
         alone = alone or found
     assert parts[1] == {} and found | {"seconds": 0} == alone | {"seconds": 0}
+
+
+def test_white_space_before_an_ending_belongs_to_it(tokenizer):
+    """As in lm-eval: the context is encoded without it."""
+    spaced, plain = encode_pairs(tokenizer, [("the cat ", "sat"), ("the cat", " sat")], CONTEXT)
+    assert spaced.ids.tolist() == plain.ids.tolist() and spaced.num_targets == plain.num_targets
