@@ -104,7 +104,11 @@ def test_nothing_private_is_in_any_request(train, hub, dataset_dir, tmp_path, mo
     folder = tmp_path / "canary-user" / "canary-project"
     shutil.copytree(dataset_dir, folder / "canary-data")
     metadata = json.loads((folder / "canary-data" / "metadata.json").read_text())
-    metadata["source"] |= {"train_files": ["/canary/a.txt"], "dataset_name": None}
+    metadata["source"] |= {
+        "train_files": ["/canary/a.txt"],
+        "dataset_name": "canary/x",
+        "dataset_config_name": "canary",
+    }
     metadata["tokenizer"] = "canary/tokenizer"
     shutil.copytree(dataset_dir / "tokenizer", folder / "canary" / "tokenizer")
     (folder / "canary-data" / "metadata.json").write_text(json.dumps(metadata))

@@ -242,15 +242,16 @@ def upload(config: TrainConfig, run_id: str, output_dir: Path, folder: Path, ste
 
 def commit_branch(api: HfApi, repo_id: str, folder: Path, branch: str, branches: list[str], message: str) -> None:
     """Make a branch of a folder's files. It appears when it is complete; one that exists is replaced in one commit."""
-    working = branch if branch in branches else f"incomplete-{branch.rpartition('-')[2]}"
-    if working in branches and working != branch:  # an upload was killed
+    names, working = WRITTEN_FILES + MODEL_FILES + TRAINING_FILES, f"incomplete-{branch.rpartition('-')[2]}"
+    if branch in branches:  # from an earlier attempt
+        commit(api, repo_id, folder, names, branch, message)
+        return
+    if working in branches:  # an upload was killed
         api.delete_branch(repo_id, branch=working)
-    if working != branch:
-        api.create_branch(repo_id, branch=working)
-    found = commit(api, repo_id, folder, WRITTEN_FILES + MODEL_FILES + TRAINING_FILES, working, message)
-    if working != branch:
-        api.create_branch(repo_id, branch=branch, revision=found)
-        api.delete_branch(repo_id, branch=working)
+    api.create_branch(repo_id, branch=working)
+    found = commit(api, repo_id, folder, names, working, message)
+    api.create_branch(repo_id, branch=branch, revision=found)
+    api.delete_branch(repo_id, branch=working)
 
 
 def commit(api: HfApi, repo_id: str, folder: Path, names: tuple[str, ...], revision: str, message: str) -> str:

@@ -48,6 +48,7 @@ def collect_facts(run: Run, model: PreTrainedModel) -> dict[str, Any]:
     counts = ("documents", "tokens", "bytes", "rows")
     splits = {split: {key: found[key] for key in counts} for split, found in metadata["splits"].items()}
     source, shape, tokenizer = metadata["source"], model.config, metadata.get("tokenizer") or config.tokenizer_name
+    is_on_hub = bool(source.get("dataset_revision"))  # and not a local folder with a name of the same form
     if config.streaming:  # only the head of the training text has been counted
         splits.pop("train")
     return {
@@ -57,8 +58,8 @@ def collect_facts(run: Run, model: PreTrainedModel) -> dict[str, Any]:
         "seed": config.seed,
         "data": {
             "source": describe_source(source),
-            "dataset_id": hub_id(source.get("dataset_name")) if source.get("dataset_revision") else None,
-            "dataset_config_name": source.get("dataset_config_name"),
+            "dataset_id": hub_id(source.get("dataset_name")) if is_on_hub else None,
+            "dataset_config_name": source.get("dataset_config_name") if is_on_hub else None,
             "validation_split_percentage": source.get("validation_split_percentage"),
             "splits": splits,
             "content_sha256": metadata["content_sha256"],
