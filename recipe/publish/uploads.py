@@ -112,7 +112,7 @@ class HubUploads:
             pause_ends = time.monotonic() + PAUSE_SECONDS * (attempt > 0)
             goes_on = wait(lambda: time.monotonic() < pause_ends)  # noqa: B023 (called at once)
             if goes_on:
-                self.say(f"uploading to {self.config.hub_model_id}: {', '.join(self._staged())}")
+                self.say(f"uploading to {self.config.hub_model_id}")
                 self._start()
                 goes_on = wait(lambda: self.is_running)
         self._report("interrupted by a signal" if interrupted() else "not finished in time")
