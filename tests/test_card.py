@@ -16,7 +16,7 @@ from huggingface_hub.repocard_data import model_index_to_eval_results
 from recipe.environment import find_commit
 from recipe.publish import card
 from recipe.publish.card import weights_sha256, write_model_card
-from recipe.publish.public import hub_id
+from recipe.publish.public import hub_id, write_public_files
 
 HUB = ["--hub_model_id", "jo/tiny", "--hub_license", "mit", "--hub_language", "en", "no"]
 
@@ -204,6 +204,16 @@ def test_only_ids_of_the_hub_are_public_names(tmp_path, monkeypatch):
     assert hub_id("jo/corpus") == "jo/corpus"
     (tmp_path / "jo" / "corpus").mkdir(parents=True)
     assert hub_id("jo/corpus") is None
+
+
+def test_a_later_start_does_not_decide_what_is_of_the_hub(run):
+    """A local model of the form a/b may be gone when the run resumes."""
+    start = read_events(run, "start")[0] | {"step": 2, "base_model_id": "canary/model"}
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(start | {"data": start["data"] | {"tokenizer_id": "canary/tokenizer"}}) + "\n")
+    write_public_files(run, run, 4)
+    published = (run / "metrics.jsonl").read_text()
+    assert published.count('"event": "start"') == 2 and "canary" not in published + read_card(run, 4)
 
 
 def test_the_commit_is_that_of_the_checkout():

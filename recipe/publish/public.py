@@ -87,9 +87,14 @@ def public_events(run_dir: Path, step: int) -> list[dict[str, Any]]:
     """
     events: list[dict[str, Any]] = []
     for event in read_events(run_dir):
-        is_later_start = event["event"] == "start" and events and event["step"] == step
-        if event["event"] in EVENTS and event["step"] <= step and not is_later_start:
-            events.append(listed(event, {"event": None, "step": None} | EVENTS[event["event"]]))
+        if event["event"] not in EVENTS or event["step"] > step:
+            continue
+        found = listed(event, {"event": None, "step": None} | EVENTS[event["event"]])
+        if event["event"] == "start" and events:
+            if event["step"] == step:
+                continue
+            found |= {"base_model_id": None, "data": {}}  # the first start knew which names are of the Hub
+        events.append(found)
     return events
 
 
