@@ -403,3 +403,9 @@ def test_a_short_time_limit_does_not_pay_for_compiling():
 def test_names_of_training_arguments(argv, name, value):
     """They are typed options: a recipe's value does not win."""
     assert getattr(load(*DATA, *argv.split()), name) == value
+
+
+def test_the_consent_to_overwrite_is_given_once(tmp_path):
+    """A later `--config training_config.yaml` does not repeat it."""
+    save_config(load(*DATA, "--hub_overwrite"), tmp_path / "training_config.yaml")
+    assert not load("--config", str(tmp_path / "training_config.yaml")).hub_overwrite
