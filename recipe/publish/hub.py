@@ -39,16 +39,7 @@ MODEL_FILES = (
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
 )
 TRAINING_FILES = (STATE_NAME, OPTIMIZER_NAME, RNG_NAME, MANIFEST_NAME)  # what only a resume needs
-WEIGHTS = (
-    ".safetensors",
-    ".bin",
-    ".pt",
-    ".pth",
-    ".gguf",
-    ".onnx",
-    ".h5",
-    ".msgpack",
-)  # a repository that holds a model
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")  # files of any model
 SPOOL_NAME, DOWNLOAD_NAME = ".hub", ".hub/resumed"  # in output_dir: what waits for its upload; a downloaded checkpoint
 BRANCH = re.compile(r"step-\d{6,}-[\d.]+[kMB]-\w+")
 ID_LENGTH = 6  # of a run's id in the names of its branches
@@ -87,8 +78,8 @@ def check_hub(config: TrainConfig) -> None:
         raise UserError("--push_to_hub needs the Hub, but offline mode is on; unset HF_HUB_OFFLINE")
     if get_token() is None:
         raise UserError("--push_to_hub needs a token of the Hub; log in with `hf auth login`, or set HF_TOKEN")
-    check_metadata(config)
     prepare_client()
+    check_metadata(config)
     api = HfApi()
     try:
         api.create_repo(repo_id, private=config.hub_private_repo, exist_ok=True)

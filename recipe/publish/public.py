@@ -19,7 +19,7 @@ from recipe.config import EVAL_TASKS, SCHEDULE_OPTIONS, STANDARD_LIBRARY
 METRICS_NAME, SUMMARY_NAME = "metrics.jsonl", "summary.json"
 
 # Numbers, booleans, choices, and mappings whose keys and values the model or the schedule has checked.
-OPTIONS = (
+PUBLIC_OPTIONS = (
     *("seed", "streaming", "block_size", "data_placement", "dataloader_num_workers", "preprocessing_num_workers"),
     *("skip_bad_files", "validation_split_percentage", "tokenizer_vocab_size"),
     *("model_type", "config_overrides", "pad_vocab_to_multiple_of", "attn_implementation", "activation_checkpointing"),
@@ -35,7 +35,7 @@ DATASET_OPTIONS = ("dataset_config_name", "dataset_revision", "dataset_split", "
 SCORES = ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "perplexity", "perplexity_stderr", "num_examples")
 COUNTS = dict.fromkeys(("documents", "tokens", "bytes", "rows"))
 # The public keys of each kind of event; a dictionary lists those of a dictionary.
-EVENTS: dict[str, dict[str, Any]] = {
+PUBLIC_KEYS: dict[str, dict[str, Any]] = {
     "start": {
         **dict.fromkeys(("run_id", "commit", "seed", "base_model_id", "mixed_precision", "dynamo_backend", "optim")),
         **dict.fromkeys(("num_processes", "per_device_train_batch_size", "gradient_accumulation_steps")),
@@ -58,7 +58,7 @@ EVENTS: dict[str, dict[str, Any]] = {
         + ("train_seconds", "skipped_steps", "share_waiting_for_data", "peak_memory_bytes")
     ),
     "eval": dict.fromkeys(
-        ("loss", "perplexity", "bits_per_byte", "num_rows", "num_tokens", "seconds")
+        ("loss", "perplexity", "bits_per_byte", "num_rows", "seconds")
         + tuple(f"{task}_{score}" for task in EVAL_TASKS for score in SCORES)
     ),
     "sample": {"prompt": None, "text": None},
@@ -70,14 +70,12 @@ EVENTS: dict[str, dict[str, Any]] = {
 def listed(values: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
     """Return the values with listed keys; a number that JSON does not have becomes None."""
     found = {}
-    for key in keys.keys() & values.keys():
-        value = values[key]
-        if isinstance(keys[key], dict):
-            value = listed(value or {}, keys[key])
-        elif isinstance(value, float) and not math.isfinite(value):
-            value = None
-        found[key] = value
-    return {key: found[key] for key in values if key in found}  # in the order of the log
+    for key, value in values.items():
+        if key in keys and isinstance(keys[key], dict):
+            found[key] = listed(value or {}, keys[key])
+        elif key in keys:
+            found[key] = None if isinstance(value, float) and not math.isfinite(value) else value
+    return found
 
 
 def public_events(run_dir: Path, step: int) -> list[dict[str, Any]]:
@@ -87,9 +85,9 @@ def public_events(run_dir: Path, step: int) -> list[dict[str, Any]]:
     """
     events: list[dict[str, Any]] = []
     for event in read_events(run_dir):
-        if event["event"] not in EVENTS or event["step"] > step:
+        if event["event"] not in PUBLIC_KEYS or event["step"] > step:
             continue
-        found = listed(event, {"event": None, "step": None} | EVENTS[event["event"]])
+        found = listed(event, {"event": None, "step": None} | PUBLIC_KEYS[event["event"]])
         if event["event"] == "start" and events:
             if event["step"] == step:
                 continue
@@ -104,7 +102,7 @@ def public_options(run_dir: Path, events: list[dict[str, Any]]) -> dict[str, Any
     events: from `public_events`; whether a name is an id of the Hub was decided when the run began.
     """
     options = read_options(run_dir)
-    shown = {name: value for name, value in options.items() if name in OPTIONS}
+    shown = {name: value for name, value in options.items() if name in PUBLIC_OPTIONS}
     start = next((event for event in events if event["event"] == "start"), {})
     data = start.get("data", {})
     names = {"model_name_or_path": start.get("base_model_id"), "tokenizer_name": data.get("tokenizer_id")}
