@@ -59,13 +59,16 @@ class TrainParser(CommandLine, HfArgumentParser):
         aliases = ["--gradient_checkpointing"] if name == "activation_checkpointing" else []
         action = self.section.add_argument(f"--{name}", *aliases, **kwargs)  # without a second spelling of the name
         for precision in ("bf16", "fp16") if name == "mixed_precision" else ():
-            values = {"true": precision, "false": "no"}
-            kwargs = {"nargs": "?", "const": precision, "metavar": "BOOL", "help": f"Short for --{name} {precision}."}
-            kwargs |= {
-                "default": argparse.SUPPRESS,
-                "type": lambda text, values=values: values.get(text.lower(), text),
-            }
-            self.section.add_argument(f"--{precision}", dest=name, **kwargs)
+            self.section.add_argument(
+                f"--{precision}",
+                dest=name,
+                nargs="?",
+                const=precision,
+                default=argparse.SUPPRESS,
+                type=lambda text, values={"true": precision, "false": "no"}: values.get(text.lower(), text),
+                metavar="BOOL",
+                help=f"Short for --{name} {precision}.",
+            )
         return action
 
 
@@ -201,8 +204,3 @@ def _read_number(path: Path, key: str, default: int) -> int:
         return int(json.loads(path.read_text(encoding="utf-8"))[key])
     except (OSError, ValueError, KeyError, TypeError):
         return default
-
-
-def names_data(recipe: str, options: list[str]) -> bool:
-    """Return whether the recipe or the typed options say what to train on."""
-    return bool((typed_names(options) | set(load_yaml(recipe))) & set(DATA_SOURCES))

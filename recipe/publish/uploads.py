@@ -24,8 +24,7 @@ from recipe.publish.hub import (
     upload,
 )
 
-ATTEMPTS = 2  # at the end of a run
-PAUSE_SECONDS = 10.0  # between them
+PAUSE_SECONDS = 10.0  # between the two attempts at the end of a run
 REPORT_SECONDS = 60.0  # between the lines that say what the end of a run waits for
 FINAL_NAME = "final"  # the staging folder of the final model; those of checkpoints are named step-000400
 
@@ -106,12 +105,9 @@ class HubUploads:
             return True
 
         goes_on = wait(lambda: self.is_running)  # what began during training
-        for attempt in range(ATTEMPTS):
-            if not goes_on or not self._staged():
-                break
-            pause_ends = time.monotonic() + PAUSE_SECONDS * (attempt > 0)
-            goes_on = wait(lambda: time.monotonic() < pause_ends)  # noqa: B023 (called at once)
-            if goes_on:
+        for pause in (0.0, PAUSE_SECONDS):
+            starts_at = time.monotonic() + pause
+            if goes_on and self._staged() and wait(lambda until=starts_at: time.monotonic() < until):
                 self.say(f"uploading to {self.config.hub_model_id}")
                 self._start()
                 goes_on = wait(lambda: self.is_running)
