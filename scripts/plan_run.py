@@ -28,9 +28,9 @@ from huggingface_hub import get_token, whoami
 from packaging.requirements import Requirement
 from transformers import PreTrainedConfig
 
-from recipe.arguments import CommandLine
-from recipe.command_line import load_config, names_data
-from recipe.config import STANDARD_LIBRARY, TrainConfig, save_config
+from recipe.arguments import CommandLine, typed_names
+from recipe.command_line import load_config, load_yaml
+from recipe.config import DATA_SOURCES, STANDARD_LIBRARY, TrainConfig, save_config
 from recipe.environment import count_cpus, describe_device
 from recipe.errors import UserError, run_main, short_reason
 from recipe.hardware.accelerator import choose_dynamo_backend, choose_mixed_precision
@@ -72,7 +72,7 @@ def main() -> None:
     if args.measure:
         print(f"\nmeasured: {measure(args.config_file, config)}")
     if failed:
-        raise UserError(f"{failed} checks failed")
+        raise UserError(f"failed checks: {failed}")
 
 
 # ------------------------------------------------------------------ this machine
@@ -161,19 +161,21 @@ def check_hub(config: TrainConfig) -> str:
         return f"a token is stored, but the Hub did not accept it: {short_reason(error)}"
 
 
+def choose_backend(config: TrainConfig, model_config: PreTrainedConfig) -> str:
+    """Return what compiles the whole run here: ten steps alone would not be worth it."""
+    flops = count_training_flops(config, model_config, count_parameters(model_config))
+    return choose_dynamo_backend(config, find_device(), flops).value
+
+
 def measure(config_file: str | None, config: TrainConfig) -> str:
     """Train ten steps of the run with the launcher, and extrapolate to all of its steps. Nothing is published."""
     model_config = build_model_config(config, GPT2_VOCAB_SIZE, 0, config.model_name_or_path)
     num_parameters = count_parameters(model_config)
-    flops = count_training_flops(config, model_config, num_parameters)
     short = {"max_steps": MEASURED_STEPS, "num_train_epochs": None, "max_minutes": None, "profile": None}
     short |= {"eval_steps": 0, "max_eval_samples": 1, "eval_tasks": None, "save_steps": 0, "logging_steps": 2}
     short |= {"push_to_hub": False, "report_to": None, "resume_from_checkpoint": None, "expected_loss": None}
-    short["dynamo_backend"] = choose_dynamo_backend(config, find_device(), flops).value  # of the whole run
+    short["dynamo_backend"] = choose_backend(config, model_config)
     short["warmup_steps"] = min(config.warmup_steps, 1)
-    if config.dataset_dir == "DIR":
-        short |= {"dataset_dir": None, "dataset_name": STANDARD_LIBRARY}
-        short |= {} if config.tokenizer_name else {"tokenizer_vocab_size": GPT2_VOCAB_SIZE}
     steps, most = dataclasses.replace(config, **short), MOST_CPU_FLOPS if find_device().type == "cpu" else math.inf
     while steps.global_batch_size % 2 == 0 and count_training_flops(steps, model_config, num_parameters) > most:
         steps = dataclasses.replace(steps, global_batch_size=steps.global_batch_size // 2)
@@ -206,8 +208,8 @@ def plan_machine(args: argparse.Namespace, config: TrainConfig, model_config: Pr
     device = find_device()
     gpu = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     memory_bytes = measure_usable_bytes(device, 1)
-    precision = choose_mixed_precision(config, device).value
-    plan = plan_device(config, model_config, device.type, precision, "inductor", memory_bytes, args.num_gpus)
+    precision, backend = choose_mixed_precision(config, device).value, choose_backend(config, model_config)
+    plan = plan_device(config, model_config, device.type, precision, backend, memory_bytes, args.num_gpus)
     name, speed = describe_device(device), gpu.flops_per_second if gpu else None
     return describe(args, config, model_config, plan, memory_bytes, name, speed)
 
@@ -229,10 +231,11 @@ def describe(
     flops = count_flops_per_token(model_config, num_parameters, config.block_size)
     num_tokens = (config.max_steps or 0) * config.tokens_per_step
     accumulation = config.global_batch_size // (plan.micro_batch_size * args.num_gpus)
+    in_all = f", {num_tokens * flops:.2e} in all" if num_tokens else ""
     lines = [
         ("parameters", f"{num_parameters:,} with the padded vocabulary", "exact"),
         ("tokens per step", f"{config.tokens_per_step:,} in {config.global_batch_size:,} rows", "exact"),
-        ("FLOPs", f"{flops / 1e6:,.0f} M per token, {num_tokens * flops:.2e} in all", "exact"),
+        ("FLOPs", f"{flops / 1e6:,.0f} M per token{in_all}", "exact"),
         ("micro-batch", f"{plan.micro_batch_size} rows x {accumulation} per step and device", "estimated"),
         ("memory options", letters_of(plan) or "none needed", "estimated"),
         ("memory", f"{plan.total_bytes / 1e9:.1f} of {memory_bytes / 1e9:.1f} GB on each device", "estimated"),
@@ -298,9 +301,12 @@ def make_cell(plan: MemoryPlan | None) -> str:
 
 
 def load_run(recipe: str, options: list[str], needs_steps: bool = True) -> tuple[TrainConfig, PreTrainedConfig]:
-    """Return the run's config, whose dataset is DIR if none was given, and its model's with the padded vocabulary."""
-    no_data = [] if names_data(recipe, options) else ["--dataset_dir", "DIR"]
-    config = load_config(["--config", recipe, *options, *no_data])[0]
+    """Return the run's config, with the demo's text if it has none, and its model's, with the padded vocabulary."""
+    named = typed_names(options) | set(load_yaml(recipe))
+    text = [] if named & set(DATA_SOURCES) else ["--dataset_name", STANDARD_LIBRARY]
+    if text and not named & {"tokenizer_name", "tokenizer_vocab_size"}:
+        text += ["--tokenizer_vocab_size", str(GPT2_VOCAB_SIZE)]
+    config = load_config(["--config", recipe, *options, *text])[0]
     if needs_steps and config.max_steps is None:
         raise UserError("the number of steps depends on the dataset or the device; pass --max_steps")
     vocab_size = config.tokenizer_vocab_size or GPT2_VOCAB_SIZE

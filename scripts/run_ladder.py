@@ -38,8 +38,8 @@ from transformers import AttentionInterface, AutoModelForCausalLM, GPT2Config
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from recipe.arguments import CommandLine
-from recipe.command_line import load_config, names_data
-from recipe.config import STANDARD_LIBRARY
+from recipe.command_line import load_config, load_yaml
+from recipe.config import DATA_SOURCES, STANDARD_LIBRARY
 from recipe.data.batches import example_rows, iterate_validation
 from recipe.data.cache import open_dataset_for
 from recipe.data.packed import open_packed_dataset
@@ -348,14 +348,9 @@ def choose_setting(args: argparse.Namespace) -> Setting:
     options = ["--config", recipe, *(CPU_SHAPE if small else [])]
     if args.dataset_dir:
         options += ["--dataset_dir", args.dataset_dir]
-    elif not names_data(recipe, []):  # the Python standard library's text, with a tokenizer of GPT-2's size
-        options += [
-            "--dataset_name",
-            STANDARD_LIBRARY,
-            "--tokenizer_vocab_size",
-            "50257",
-            *(CPU_ROWS if small else []),
-        ]
+    elif not set(load_yaml(recipe)) & set(DATA_SOURCES):  # the demo's text, with a tokenizer of GPT-2's size
+        options += ["--dataset_name", STANDARD_LIBRARY, "--tokenizer_vocab_size", "50257"]
+        options += CPU_ROWS if small else []
     config = load_config(options)[0]
     if config.model_type != "gpt2":
         raise UserError(f"the ladder measures GPT-2, but {recipe} trains a {config.model_type}")

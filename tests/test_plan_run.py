@@ -116,7 +116,7 @@ def test_a_failed_check_is_the_exit_status(program, monkeypatch, capsys):
     """The other checks still run, and the run is planned."""
     monkeypatch.setattr(program, "check_compiler", mock.Mock(side_effect=RuntimeError("g++ is broken")))
     monkeypatch.setattr("sys.argv", [SCRIPT])
-    with pytest.raises(UserError, match="1 checks failed"):
+    with pytest.raises(UserError, match="failed checks: 1"):
         program.main()
     found = capsys.readouterr().out
     assert "FAILED  compiler   RuntimeError: g++ is broken" in found and found.count("ok ") == 5
