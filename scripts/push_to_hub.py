@@ -14,7 +14,7 @@ from recipe.checkpoint import CONFIG_NAME, list_checkpoints, why_damaged
 from recipe.command_line import load_config
 from recipe.errors import UserError, check_local_path, run_main
 from recipe.publish.hub import check_hub, check_owner
-from recipe.publish.public import SUMMARY_NAME, read_events
+from recipe.publish.public import METRICS_NAME, SUMMARY_NAME, read_events
 from recipe.publish.uploads import HubUploads
 from recipe.run.folder import lock_output_dir
 from recipe.run.stop import StopSignals
@@ -38,17 +38,16 @@ def main() -> int:
     given = vars(parser.parse_args())
     run_dir = given.pop("run_dir")
     check_local_path(str(run_dir))
-    if not (run_dir / CONFIG_NAME).is_file():
-        raise UserError(
-            f"{run_dir} is not the folder of a run: it has no {CONFIG_NAME}; `hf upload` uploads any folder"
-        )
+    run_ids = [event["run_id"] for event in read_events(run_dir) if event["event"] == "start"]
+    if not run_ids or not (run_dir / CONFIG_NAME).is_file():
+        what = f"the folder of a run, with {CONFIG_NAME} and {METRICS_NAME}"
+        raise UserError(f"{run_dir} is not {what}; `hf upload` uploads any folder")
     options = [f"--{name}={value}" for name, value in given.items()]
     config, _ = load_config(["--config", str(run_dir / CONFIG_NAME), "--push_to_hub", *options])
     lock_output_dir(run_dir)  # a run that is still training uploads by itself
     check_hub(config)
-    run_id = next((event["run_id"] for event in reversed(read_events(run_dir)) if event["event"] == "start"), "")
-    check_owner(config, run_id)
-    uploads = HubUploads(config, run_id, run_dir, print, repeat=shlex.join(["python", *sys.argv]), keeps_all=True)
+    check_owner(config, run_ids[-1])
+    uploads = HubUploads(config, run_ids[-1], run_dir, print, repeat=shlex.join(["python", *sys.argv]), keeps_all=True)
     for checkpoint in list_checkpoints(run_dir):
         if (reason := why_damaged(checkpoint)) is None:
             uploads.add(checkpoint, int(checkpoint.name.rpartition("-")[2]))

@@ -332,8 +332,8 @@ def test_what_cannot_be_resumed(run, train, hub, tmp_path):
     """One sentence, before a model is built, that names a checkpoint that can be resumed. The folder stays free."""
     assert open_uploads(run, "--hub_strategy", "checkpoint").finish(4)
     for address, words in (
-        (f"hf://{REPO}@step-3", f"has no revision step-3; the newest .* hf://{REPO}@{BRANCHES[1]}"),
-        (f"hf://{REPO}@main", f"contains no training state .*{BRANCHES[1]}"),
+        (f"hf://{REPO}@step-3", f"revision step-3 of .* has no training state .* hf://{REPO}@{BRANCHES[1]}"),
+        (f"hf://{REPO}@main", f"revision main of .* has no training state .* hf://{REPO}@{BRANCHES[1]}"),
         ("hf://someone/other", "there is no repository someone/other"),
         ("hf://", "no address of a checkpoint"),
         ("hf://some one/tiny", "cannot be the name of a Hub repository"),

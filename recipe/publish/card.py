@@ -21,7 +21,7 @@ from recipe.environment import describe_machine
 from recipe.errors import short_reason
 from recipe.model.weights import WEIGHTS_NAME
 from recipe.publish.curve import save_loss_chart
-from recipe.publish.public import public_events, public_options, public_tasks, read_events, read_options, split_scores
+from recipe.publish.public import public_events, public_options, public_tasks, read_options, split_scores
 
 CARD_NAME, CURVE_NAME = "README.md", "loss_curve.png"
 EVALUATION_NAME = "evaluation.json"  # written by scripts/evaluate_model.py
@@ -31,8 +31,7 @@ TASKS = {
     "hellaswag": ("Rowan/hellaswag", "HellaSwag", 10_042),
     "lambada": ("EleutherAI/lambada_openai", "LAMBADA", 5_153),
 }
-SHOWN = ("acc", "acc_norm", "perplexity")  # of a task's scores
-LOSSES = {"loss": "Loss", "perplexity": "Perplexity", "bits_per_byte": "Bits per byte"}
+LOSSES = {"loss": "loss", "perplexity": "perplexity", "bits_per_byte": "bits per byte"}
 # Options that name what a reader has to have, if they are not public.
 NEEDED = ("dataset_dir", "train_file", "validation_file", "dataset_name", "document_separator")
 NEEDED += ("model_name_or_path", "tokenizer_name")
@@ -54,8 +53,9 @@ def write_model_card(
     checkpoints, oldest first. resumable: the branch of the newest published training state. hub_options: replace
     those of training_config.yaml.
     """
-    directory, values = directory or run_dir, read_run(run_dir, step, hub_options or {})
+    directory = directory or run_dir
     directory.mkdir(parents=True, exist_ok=True)
+    values = read_run(run_dir, step, directory, hub_options or {})
     draw_curve(values["events"], values["name"], directory / CURVE_NAME)
     values |= {"revision": revision, "earlier": earlier, "resumable": resumable}
     values["curve"] = CURVE_NAME if (directory / CURVE_NAME).is_file() else None
@@ -66,8 +66,8 @@ def write_model_card(
     ModelCard(re.sub(r"\n{3,}", "\n\n", text)).save(directory / CARD_NAME)
 
 
-def read_run(run_dir: Path, step: int, hub_options: dict[str, Any]) -> dict[str, Any]:
-    """Return what the template shows: the public part of the log and the options, and scores."""
+def read_run(run_dir: Path, step: int, directory: Path, hub_options: dict[str, Any]) -> dict[str, Any]:
+    """Return what the template shows: the public part of the log and the options, and the scores of this step."""
     events = public_events(run_dir, step)
     starts, laps, evaluations, samples, changes = (
         [event for event in events if event["event"] == kind]
@@ -75,12 +75,12 @@ def read_run(run_dir: Path, step: int, hub_options: dict[str, Any]) -> dict[str,
     )
     typed, shown = read_options(run_dir) | hub_options, public_options(run_dir, events)
     options = {name: option.default for name, option in OPTIONS.items()} | shown
-    evaluation = evaluations[-1] if evaluations and evaluations[-1]["step"] == step else {}
-    tasks = split_scores(evaluation) | public_tasks(read_evaluation(run_dir, step))
     start = starts[0] if starts else {}  # the first one describes the run; a resumed run starts again
     data, model_id = start.get("data", {}), typed.get("hub_model_id") or run_dir.absolute().name
     name, rows = model_id.rpartition("/")[2], data.get("splits", {}).get("train", {}).get("rows")
-    results = {"model_name": name, "eval_results": list(list_results(evaluation, data, tasks))}
+    evaluation = evaluations[-1] if evaluations and evaluations[-1]["step"] == step else {}
+    tasks = split_scores(evaluation) | public_tasks(read_evaluation(run_dir, step, directory))
+    results = [*list_losses(evaluation, data), *list_scores(tasks)]
     metadata = ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
@@ -89,7 +89,8 @@ def read_run(run_dir: Path, step: int, hub_options: dict[str, Any]) -> dict[str,
         datasets=[data["dataset_id"]] if data.get("dataset_id") else None,
         base_model=start.get("base_model_id"),
         tags=[options["model_type"], "gpt2-recipe"],
-        **(results if results["eval_results"] else {}),
+        model_name=name if results else None,
+        eval_results=results or None,
         # By these two a run recognizes what it has published, see recipe/publish/hub.py.
         run_id=starts[-1].get("run_id") if starts else None,
         step=step,
@@ -97,41 +98,33 @@ def read_run(run_dir: Path, step: int, hub_options: dict[str, Any]) -> dict[str,
     timed = laps[1:] or laps  # the first includes compilation
     return {
         **{"metadata": metadata.to_yaml(), "name": name, "model_id": model_id, "step": step, "options": options},
-        **{"events": events, "start": start, "starts": starts, "changes": changes, "data": data},
+        **{"events": events, "start": start, "starts": starts, "changes": changes, "data": data, "results": results},
         "is_published": bool(typed.get("hub_model_id")),
         "is_final": step == options["max_steps"] or {"event": "end", "step": step} in events,
         "is_demo": options["dataset_name"] == STANDARD_LIBRARY,
         "has_base": bool(typed.get("model_name_or_path")),
-        "languages": typed.get("hub_language"),
+        "evaluation": evaluation,
         "prompt": samples[-1]["prompt"] if samples else options["sample_prompt"],
         "samples": samples[-SHOWN_SAMPLES:],
         "needed": [option for option in NEEDED if typed.get(option) and option not in shown],
         "tokens": step * options["global_batch_size"] * options["block_size"],
         "epochs": step * options["global_batch_size"] / rows if rows else None,  # a streamed text has no rows
-        "losses": LOSSES,
-        "evaluated": bool(evaluation),
-        "columns": [evaluations[0], *evaluations[1:][-1:]] if evaluations else [],
-        "scores": [(*label_task(task, found), score, found[score]) for task, found in tasks.items() for score in SHOWN
-                   if found.get(score) is not None],
         "machine": describe_machine(starts[-1]["environment"]) if starts else None,
         "train_seconds": laps[-1]["train_seconds"] if laps else None,
         "tokens_per_second": statistics.median(lap["tokens_per_second"] for lap in timed) if timed else None,
         "mfu": statistics.median(lap["mfu"] or 0 for lap in timed) if timed else None,
-    }  # fmt: skip
+    }
 
 
-def read_evaluation(run_dir: Path, step: int) -> dict[str, Any]:
-    """Read evaluation.json of the model after `step` steps; {} if there is none.
+def read_evaluation(run_dir: Path, step: int, directory: Path) -> dict[str, Any]:
+    """Read the evaluation.json of the weights in `directory`; {} if there is none.
 
-    It belongs to the weights whose SHA-256 it holds, so a copied or extended run cannot lend its scores to others.
+    It holds their SHA-256, so a copied or extended run cannot lend its scores to others.
     """
-    folders = [run_dir / f"checkpoint-{step}"]
-    if not any(event["step"] > step for event in read_events(run_dir)):
-        folders.append(run_dir)  # this is the final model
-    for folder in folders:
+    for folder in (run_dir / f"checkpoint-{step}", run_dir):
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # missing, or of another program
             content = json.loads((folder / EVALUATION_NAME).read_text(encoding="utf-8"))
-            if content["weights_sha256"] == weights_sha256(folder):
+            if content["weights_sha256"] == weights_sha256(directory):
                 return content
     return {}
 
@@ -145,29 +138,26 @@ def weights_sha256(folder: Path) -> str | None:
         return sha_fileobj(file).hex()
 
 
-def list_results(
-    evaluation: dict[str, Any], data: dict[str, Any], tasks: dict[str, dict[str, Any]]
-) -> Iterator[EvalResult]:
-    """Yield the scores of this step, not those of earlier ones, for the model-index."""
-    split = {"dataset_config": data.get("dataset_config_name"), "dataset_split": "validation"}
-    dataset, label = data.get("dataset_id") or "text", f"{data.get('dataset_id') or 'held-out text'}, validation split"
+def list_losses(evaluation: dict[str, Any], data: dict[str, Any]) -> Iterator[EvalResult]:
+    """Yield the validation results of this step, for the model-index and the table."""
+    dataset, config_name = data.get("dataset_id") or "text", data.get("dataset_config_name")
+    label = f"{data.get('dataset_id') or 'held-out text'}, validation split"
     for key, metric in LOSSES.items():
         if evaluation.get(key) is not None:
+            split = {"dataset_config": config_name, "dataset_split": "validation"}
             value = round(evaluation[key], 4)
             yield EvalResult("text-generation", dataset, label, key, value, metric_name=metric, **split)
+
+
+def list_scores(tasks: dict[str, dict[str, Any]]) -> Iterator[EvalResult]:
+    """Yield the scores of the tasks. The label counts the examples: the score of a part is not that of the task."""
     for task, found in tasks.items():
-        label = " ".join(label_task(task, found))
-        for score in SHOWN:
+        dataset, name, size = TASKS[task]
+        label = f"{name} ({found['num_examples']:,} of {size:,} examples)"
+        for score in ("acc", "acc_norm", "perplexity"):
             if found.get(score) is not None:
                 value = round(found[score], 4)
-                yield EvalResult(
-                    "text-generation", TASKS[task][0], label, score, value, metric_name=f"{label} {score}"
-                )
-
-
-def label_task(task: str, found: dict[str, Any]) -> tuple[str, str]:
-    """Return the task's name, and the number of its examples: the score of a part is not that of the task."""
-    return TASKS[task][1], f"({found['num_examples']:,} of {TASKS[task][2]:,} examples)"
+                yield EvalResult("text-generation", dataset, label, score, value, metric_name=f"{name} {score}")
 
 
 def draw_curve(events: list[dict[str, Any]], name: str, path: Path) -> None:

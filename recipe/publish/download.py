@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
-from huggingface_hub.errors import RemoteEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.errors import RepositoryNotFoundError
 
 from recipe.checkpoint import STATE_NAME, checkpoint_dir, why_damaged
 from recipe.config import TrainConfig
@@ -49,15 +49,11 @@ def fetch_checkpoint(config: TrainConfig, resume: str | None, output_dir: Path) 
         raise UserError(f"{repo_id} cannot be reached in offline mode; unset HF_HUB_OFFLINE")
     prepare_client()
     try:
-        revision = revision or _newest(repo_id)
-        if revision is not None:
-            print(f"resuming from {repo_id}, revision {revision}, on the Hub", flush=True)
-            return str(_download(repo_id, revision, output_dir))
-    except RevisionNotFoundError as error:
-        raise UserError(f"{repo_id} on the Hub has no revision {revision}{_known(repo_id)}") from error
-    except RemoteEntryNotFoundError as error:
-        reason = "contains no training state (published with --hub_strategy checkpoint or all_checkpoints)"
-        raise UserError(f"revision {revision} of {repo_id} {reason}{_known(repo_id)}") from error
+        is_there = revision is not None and HfApi().file_exists(repo_id, STATE_NAME, revision=revision)
+        found = revision if is_there else _newest(repo_id)
+        if found is not None and revision in (None, found):
+            print(f"resuming from {repo_id}, revision {found}, on the Hub", flush=True)
+            return str(_download(repo_id, found, output_dir))
     except RepositoryNotFoundError as error:
         if resume != "auto":
             raise UserError(f"there is no repository {repo_id} on the Hub, or the token may not read it") from error
@@ -66,9 +62,11 @@ def fetch_checkpoint(config: TrainConfig, resume: str | None, output_dir: Path) 
     except Exception as error:  # no connection, a full disk, ...: the client passes on the errors of several libraries
         remedy = "run the same command again" if resume != "auto" else "run it again, or without --push_to_hub"
         raise UserError(f"the checkpoint on the Hub cannot be read ({hub_reason(error)}); {remedy}") from error
-    if resume != "auto":
-        raise UserError(f"no branch of {repo_id} on the Hub contains a training state of the run on its main branch")
-    return resume
+    if resume == "auto":
+        return resume
+    what = f"revision {revision} of {repo_id}" if revision else f"the run on the main branch of {repo_id}"
+    newest = f"; the newest that can be resumed is hf://{repo_id}@{found}" if found else ""
+    raise UserError(f"{what} has no training state on the Hub (--hub_strategy checkpoint publishes it){newest}")
 
 
 def _newest(repo_id: str) -> str | None:
@@ -78,15 +76,6 @@ def _newest(repo_id: str) -> str | None:
     """
     found = checkpoints_of(read_main(repo_id).run_id, list_branches(repo_id))
     return next((name for name in reversed(found) if HfApi().file_exists(repo_id, STATE_NAME, revision=name)), None)
-
-
-def _known(repo_id: str) -> str:
-    """Return the end of a message: the newest branch that can be resumed, if there is one."""
-    try:
-        newest = _newest(repo_id)
-    except Exception:  # the message does without
-        return ""
-    return f"; the newest that can be resumed is hf://{repo_id}@{newest}" if newest else ""
 
 
 def _download(repo_id: str, revision: str, output_dir: Path) -> Path:

@@ -33,48 +33,35 @@ PUBLIC_OPTIONS = (
 DATASET_OPTIONS = ("dataset_config_name", "dataset_revision", "dataset_split", "text_column_name")  # of the Hub's
 
 SCORES = ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "perplexity", "perplexity_stderr", "num_examples")
-COUNTS = dict.fromkeys(("documents", "tokens", "bytes", "rows"))
-# The public keys of each kind of event; a dictionary lists those of a dictionary.
-PUBLIC_KEYS: dict[str, dict[str, Any]] = {
-    "start": {
-        **dict.fromkeys(("run_id", "commit", "seed", "base_model_id", "mixed_precision", "dynamo_backend", "optim")),
-        **dict.fromkeys(("num_processes", "per_device_train_batch_size", "gradient_accumulation_steps")),
-        "flops_per_token": None,
-        "data": {
-            **dict.fromkeys(("dataset_id", "dataset_config_name", "tokenizer_id", "validation_split_percentage")),
-            **dict.fromkeys(("content_sha256", "tokenizer_sha256")),
-            "splits": {"train": COUNTS, "validation": COUNTS},
-        },
-        "model": dict.fromkeys(
-            ("architecture", "num_parameters", "n_layer", "n_head", "n_embd", "n_positions", "vocab_size")
-        ),
-        "environment": dict.fromkeys(
-            ("gpt2_recipe", "python", "torch", "transformers", "accelerate", "datasets", "tokenizers", "cuda", "cudnn")
-            + ("device", "num_cpus", "platform")
-        ),
-    },
-    "train": dict.fromkeys(
-        ("loss", "learning_rate", "learning_rate_group_0", "grad_norm", "tokens_seen", "tokens_per_second", "mfu")
-        + ("train_seconds", "skipped_steps", "share_waiting_for_data", "peak_memory_bytes")
-    ),
-    "eval": dict.fromkeys(
-        ("loss", "perplexity", "bits_per_byte", "num_rows", "seconds")
-        + tuple(f"{task}_{score}" for task in EVAL_TASKS for score in SCORES)
-    ),
-    "sample": {"prompt": None, "text": None},
-    "schedule": {"changes": dict.fromkeys(SCHEDULE_OPTIONS)},
-    "end": {},
+PUBLIC_EVENTS = ("start", "train", "eval", "sample", "schedule", "end")
+# Of these events, at any depth. Each is a number, a version, a hash, an id of the Hub, or holds such values.
+PUBLIC_KEYS = {
+    *("event", "step", "run_id", "commit", "seed", "base_model_id", "flops_per_token"),
+    *("mixed_precision", "dynamo_backend", "optim"),
+    *("num_processes", "per_device_train_batch_size", "gradient_accumulation_steps"),
+    *("data", "dataset_id", "dataset_config_name", "tokenizer_id", "validation_split_percentage"),
+    *("content_sha256", "tokenizer_sha256", "splits", "train", "validation", "documents", "tokens", "bytes", "rows"),
+    *("model", "architecture", "num_parameters", "n_layer", "n_head", "n_embd", "n_positions", "vocab_size"),
+    *("environment", "gpt2_recipe", "python", "torch", "transformers", "accelerate", "datasets", "tokenizers"),
+    *("cuda", "cudnn", "device", "num_cpus", "platform"),
+    *("loss", "learning_rate", "learning_rate_group_0", "grad_norm", "tokens_seen", "tokens_per_second", "mfu"),
+    *("train_seconds", "skipped_steps", "share_waiting_for_data", "peak_memory_bytes"),
+    *("perplexity", "bits_per_byte", "num_rows", "seconds"),
+    *SCORES,
+    *(f"{task}_{score}" for task in EVAL_TASKS for score in SCORES),
+    *("prompt", "text"),  # of a sample
+    *("changes", *SCHEDULE_OPTIONS),
 }
 
 
-def listed(values: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
-    """Return the values with listed keys; a number that JSON does not have becomes None."""
-    found = {}
-    for key, value in values.items():
-        if key in keys and isinstance(keys[key], dict):
-            found[key] = listed(value or {}, keys[key])
-        elif key in keys:
-            found[key] = None if isinstance(value, float) and not math.isfinite(value) else value
+def listed(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values with public keys; a number that JSON does not have becomes None."""
+    found = {key: value for key, value in values.items() if key in PUBLIC_KEYS}
+    for key, value in found.items():
+        if isinstance(value, dict):
+            found[key] = listed(value)
+        elif isinstance(value, float) and not math.isfinite(value):
+            found[key] = None
     return found
 
 
@@ -85,12 +72,11 @@ def public_events(run_dir: Path, step: int) -> list[dict[str, Any]]:
     """
     events: list[dict[str, Any]] = []
     for event in read_events(run_dir):
-        if event["event"] not in PUBLIC_KEYS or event["step"] > step:
+        is_later_start = event["event"] == "start" and bool(events)
+        if event["event"] not in PUBLIC_EVENTS or event["step"] > step - is_later_start:
             continue
-        found = listed(event, {"event": None, "step": None} | PUBLIC_KEYS[event["event"]])
-        if event["event"] == "start" and events:
-            if event["step"] == step:
-                continue
+        found = listed(event)
+        if is_later_start:
             found |= {"base_model_id": None, "data": {}}  # the first start knew which names are of the Hub
         events.append(found)
     return events
@@ -118,7 +104,7 @@ def public_options(run_dir: Path, events: list[dict[str, Any]]) -> dict[str, Any
 def public_tasks(evaluation: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the task scores in evaluation.json; the texts there are named after files."""
     tasks = evaluation.get("tasks", {})
-    return {task: listed(tasks[task], dict.fromkeys(SCORES)) for task in EVAL_TASKS if task in tasks}
+    return {task: listed(tasks[task]) for task in EVAL_TASKS if task in tasks}
 
 
 def write_public_files(run_dir: Path, directory: Path, step: int) -> None:
@@ -155,8 +141,8 @@ def read_options(run_dir: Path) -> dict[str, Any]:
 
 def split_scores(evaluation: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the scores of each task in an eval event, whose keys are TASK_SCORE and TASK_num_examples."""
-    tasks = [key.removesuffix("_num_examples") for key in evaluation if key.endswith("_num_examples")]
     return {
-        task: {key.removeprefix(f"{task}_"): value for key, value in evaluation.items() if key.startswith(f"{task}_")}
-        for task in sorted(tasks)
+        task: {score: evaluation[f"{task}_{score}"] for score in SCORES if f"{task}_{score}" in evaluation}
+        for task in sorted(EVAL_TASKS)
+        if f"{task}_num_examples" in evaluation
     }
