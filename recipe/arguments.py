@@ -3,9 +3,10 @@
 import argparse
 import re
 import sys
+from collections.abc import Iterable
 from typing import Any
 
-from recipe.config import OPTIONS, TEXT_OPTIONS
+from recipe.config import LISTS, OPTIONS
 from recipe.errors import UserError, did_you_mean
 
 # Names of TrainingArguments, run_clm.py and nanoGPT that this program spells in another way.
@@ -53,19 +54,16 @@ class CommandLine(argparse.ArgumentParser):
             raise UserError(unknown_option(unknown[0], [action.dest for action in self._actions]))
         return found
 
-    def add_source_arguments(self) -> None:
-        """Add the source options of recipe/train.py, with the same names and defaults."""
-        for name in ("train_file", "dataset_name", *TEXT_OPTIONS):
-            default, kind = OPTIONS[name].default, {}
-            if isinstance(default, bool):
-                kind = {"action": "store_true"}
-            elif name.endswith("_file"):
+    def add_run_options(self, names: Iterable[str], **kwargs: Any) -> None:
+        """Add options of recipe/train.py with their defaults and help. kwargs: of `add_argument`, replace these."""
+        for name in names:
+            default, text = OPTIONS[name].default, OPTIONS[name].metadata["help"].replace("%", "%%")
+            kind: dict[str, Any] = {"type": float if isinstance(default, float) else str}
+            if name in LISTS:
                 kind = {"nargs": "+"}
-            else:
-                kind = {"type": float if isinstance(default, float) else str}
-            self.add_argument(
-                f"--{name}", default=default, help=OPTIONS[name].metadata["help"].replace("%", "%%"), **kind
-            )
+            elif isinstance(default, bool):
+                kind = {"action": "store_true"}
+            self.add_argument(f"--{name}", **{"default": default, "help": text, **kind, **kwargs})
 
     def parse_with_run_options(self) -> tuple[argparse.Namespace, list[str]]:
         """Return the script's options, and recipe/train.py's as typed. Raises `UserError` for any other."""

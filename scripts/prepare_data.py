@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from recipe.arguments import CommandLine
-from recipe.config import SPLITS
+from recipe.config import SPLITS, TEXT_OPTIONS
 from recipe.data.packed import id_dtype, read_metadata
 from recipe.data.prepare import prepare_dataset
 from recipe.data.source import source_from
@@ -20,7 +20,7 @@ from recipe.errors import UserError, run_main
 
 def main() -> None:
     parser = CommandLine(description="Tokenize and pack text for recipe/train.py --dataset_dir.")
-    parser.add_source_arguments()
+    parser.add_run_options(("train_file", "dataset_name", *TEXT_OPTIONS))
     parser.add_argument("--tokenizer_name", help="tokenizer folder or Hub id")
     parser.add_argument("--output_dir", type=Path, help="folder to create")
     parser.add_argument("--overwrite", action="store_true", help="replace the packed dataset in output_dir")

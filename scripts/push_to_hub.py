@@ -12,6 +12,7 @@ from pathlib import Path
 from recipe.arguments import CommandLine
 from recipe.checkpoint import CONFIG_NAME, list_checkpoints, why_damaged
 from recipe.command_line import load_config
+from recipe.config import OPTIONS
 from recipe.errors import UserError, check_local_path, run_main
 from recipe.publish.hub import check_hub, check_owner
 from recipe.publish.public import METRICS_NAME, SUMMARY_NAME, read_events
@@ -22,19 +23,8 @@ from recipe.run.stop import StopSignals
 
 def main() -> int:
     parser = CommandLine(description="Upload a run to the Hub. Large files that are there already are not sent again.")
-    parser.add_argument("run_dir", type=Path, help="output folder of a run")
-    for name, text in (
-        ("hub_model_id", "repository, user/name"),
-        ("hub_strategy", "end, every_save, checkpoint or all_checkpoints"),
-        ("hub_license", "license on the card, e.g. mit"),
-        ("hub_language", "language of the text on the card, e.g. en"),
-    ):
-        parser.add_argument(f"--{name}", default=argparse.SUPPRESS, help=f"{text}; default: the run's own")
-    for name, text in (
-        ("hub_overwrite", "publish into a repository that holds another run, and replace its model"),
-        ("hub_private_repo", "create the repository as private"),
-    ):
-        parser.add_argument(f"--{name}", nargs="?", const="true", default=argparse.SUPPRESS, help=text)
+    parser.add_argument("run_dir", type=Path, help="output folder of a run; the options replace its own")
+    parser.add_run_options((name for name in OPTIONS if name.startswith("hub_")), default=argparse.SUPPRESS)
     given = vars(parser.parse_args())
     run_dir = given.pop("run_dir")
     check_local_path(str(run_dir))
@@ -42,7 +32,8 @@ def main() -> int:
     if not run_ids or not (run_dir / CONFIG_NAME).is_file():
         what = f"the folder of a run, with {CONFIG_NAME} and {METRICS_NAME}"
         raise UserError(f"{run_dir} is not {what}; `hf upload` uploads any folder")
-    options = [f"--{name}={value}" for name, value in given.items()]
+    listed = {name: value if isinstance(value, list) else [str(value)] for name, value in given.items()}
+    options = [text for name, values in listed.items() for text in (f"--{name}", *values)]
     config, _ = load_config(["--config", str(run_dir / CONFIG_NAME), "--push_to_hub", *options])
     lock_output_dir(run_dir)  # a run that is still training uploads by itself
     check_hub(config)

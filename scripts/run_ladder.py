@@ -6,7 +6,7 @@ git clone https://github.com/karpathy/nanoGPT runs/nanoGPT
 python scripts/run_ladder.py --peers runs/nanoGPT       recipe/train.py and nanoGPT, in turn
 
 Every rung trains stock GPT-2 on the same rows, in a fresh process. The last rung is recipe/train.py itself, whose
-minutes include its evaluations and export. Results: a JSON file, with a table (.md) and a chart (.png) beside it.
+minutes include its evaluations and export. Results: a JSON file, with a chart (.png) beside it.
 """
 
 import argparse
@@ -317,14 +317,6 @@ def make_row(entry: dict, entries: list[dict]) -> str:
     return f"| {' | '.join(cells)} |" + " |" * (6 - len(cells))
 
 
-def save(path: Path, about: dict, entries: list[dict]) -> None:
-    """Write what has been measured so far, as JSON and as a table."""
-    about = {**about, "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
-    path.write_text(json.dumps({**about, "entries": entries}, indent=2) + "\n")
-    table = "\n".join([HEADER, *(make_row(entry, entries) for entry in entries)])
-    path.with_suffix(".md").write_text(f"{about['what']}\n\n{table}\n")
-
-
 def draw(path: Path, machine: str, entries: list[dict], dark: bool) -> None:
     """Draw a bar per rung: its tokens per second, and its speedup over the first one."""
     timed = [entry for entry in entries if "not_run" not in entry]
@@ -411,7 +403,8 @@ def main() -> None:
     for what, job in plan:
         entries.append({"what": what, **measure(job)})
         print(make_row(entries[-1], entries), flush=True)
-        save(path, about, entries)
+        about["finished_at"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        path.write_text(json.dumps({**about, "entries": entries}, indent=2) + "\n")
     if all("not_run" in entry for entry in entries):
         raise UserError(f"nothing could be measured: {entries[0]['not_run']}")
     if args.peers:

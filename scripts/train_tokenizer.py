@@ -6,6 +6,7 @@ python scripts/train_tokenizer.py --train_file a.txt --vocab_size 8192 --output_
 from pathlib import Path
 
 from recipe.arguments import CommandLine
+from recipe.config import TEXT_OPTIONS
 from recipe.data.read import read_train_texts
 from recipe.data.source import source_from
 from recipe.data.tokenizer import describe_vocabulary, train_tokenizer
@@ -14,7 +15,7 @@ from recipe.errors import UserError, run_main
 
 def main() -> None:
     parser = CommandLine(description="Train a byte-level BPE on the training documents.")
-    parser.add_source_arguments()
+    parser.add_run_options(("train_file", "dataset_name", *TEXT_OPTIONS))
     parser.add_argument(
         "--vocab_size", type=int, default=50257, help="tokens, including <|endoftext|> (default: 50257)"
     )

@@ -92,13 +92,8 @@ def hub(tmp_path, monkeypatch):
         for name, value in {**read, "HUGGINGFACE_CO_URL_TEMPLATE": template}.items():
             monkeypatch.setattr(constants, name, value)
         monkeypatch.setattr(hf_api.api, "endpoint", stand_in.endpoint)  # huggingface_hub.create_repo() and the like
-
-        def sleep(seconds: float) -> None:
-            stand_in.waits.append(seconds)
-            time.sleep(0.01)
-
         for module in (_http, file_download):
-            monkeypatch.setattr(module, "time", SimpleNamespace(sleep=sleep))
+            monkeypatch.setattr(module, "time", SimpleNamespace(sleep=lambda _, sleep=time.sleep: sleep(0.01)))
         set_client_factory(_http.default_client_factory)  # the current one may know other proxies
         yield stand_in
         set_client_factory(_http.default_client_factory)

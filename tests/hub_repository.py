@@ -78,8 +78,6 @@ class Repository:
         if branch not in self.branches:
             raise Refused(404, f"Invalid rev id: {branch}", "RevisionNotFound")
         header, head = lines[0]["value"], self.branches[branch]
-        if not head.startswith(header.get("parentCommit", "")):
-            raise Refused(412, "A commit has happened since. Please refresh and try again.")
         files = dict(self.commits[head].files)
         for key, value in ((line["key"], line["value"]) for line in lines[1:]):
             path = value["path"]
@@ -89,11 +87,8 @@ class Repository:
                 if value["oid"] not in self.large_files:
                     raise Refused(400, f"LFS pointer pointed to a file that does not exist: {path}")
                 files[path] = File(self.large_files[value["oid"]], large=True)
-            else:  # deletedFile or deletedFolder, whose path ends in a slash
-                gone = [p for p in files if p == path or (key == "deletedFolder" and p.startswith(path))]
-                if not gone:
-                    raise Refused(404, f"A file with this name doesn't exist: {path}", "EntryNotFound")
-                files = {p: file for p, file in files.items() if p not in gone}
+            elif files.pop(path, None) is None:  # deletedFile
+                raise Refused(404, f"A file with this name doesn't exist: {path}", "EntryNotFound")
         return self.write_commit(branch, head, header["summary"], files)
 
     def choose_upload(self, revision: str, asked: dict) -> dict:
@@ -107,10 +102,6 @@ class Repository:
         if (hashlib.sha256(content).hexdigest(), len(content)) != (oid, self.uploads.get(oid)):
             raise Refused(400, "The content does not have the SHA-256 and the size that were agreed on")
         self.large_files[oid] = content
-
-    def verify_large_file(self, oid: str, size: int) -> None:
-        if len(self.large_files.get(oid, b"")) != size:
-            raise Refused(404, f"There is no object {oid} of {size} bytes")
 
     def list_tree(self, revision: str, folder: str, recursive: bool) -> list[dict]:
         prefix = f"{folder}/" if folder else ""

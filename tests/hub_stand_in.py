@@ -30,9 +30,8 @@ class HubStandIn:
 
     def __init__(self):
         self.user = "someone"
-        self.token, self.read_only_token = (f"hf_{secrets.token_hex(17)}" for _ in range(2))
+        self.token = f"hf_{secrets.token_hex(17)}"  # that may write
         self.requests: list[tuple[str, str, dict[str, str], bytes]] = []  # method, path, headers by lower case, body
-        self.waits: list[float] = []  # seconds that the client in this process would have waited before it retried
         self.errors: list[Exception] = []  # of the stand-in itself: a test must leave none
         self.repositories: dict[str, Repository] = {}
         self.faults: list[list] = []  # [regular expression, Fault, times left]
@@ -97,30 +96,26 @@ class HubStandIn:
                     return how
         return None
 
-    def role_of(self, headers: dict[str, str]) -> str | None:
-        """Return "write", "read", or None without a token."""
-        if "authorization" not in headers:
-            return None
-        roles = {f"Bearer {self.token}": "write", f"Bearer {self.read_only_token}": "read"}
-        if headers["authorization"] not in roles:
+    def is_owner(self, repo_id: str, headers: dict[str, str]) -> bool:
+        """Return whether a request carries the token of the repository's owner; a wrong token is an error."""
+        if headers.get("authorization") not in (None, f"Bearer {self.token}"):
             raise Refused(401, INVALID_TOKEN)
-        return roles[headers["authorization"]]
+        return "authorization" in headers and repo_id.startswith(f"{self.user}/")
 
-    def open(self, repo_id: str, role: str | None, write: bool = False) -> Repository:
-        """Return a repository that a role may read, or write."""
-        repository = self.repositories.get(repo_id)
-        own = role is not None and repo_id.startswith(f"{self.user}/")
-        if repository is None or (repository.private and not own):
-            raise Refused(401 if role is None else 404, "Repository not found", "RepoNotFound")
-        if write and (role != "write" or not own):
-            raise Refused(401 if role is None else 403, f"You don't have the rights to write to {repo_id}")
+    def open(self, repo_id: str, headers: dict[str, str], write: bool = False) -> Repository:
+        """Return a repository that a request may read, or write."""
+        repository, is_owner = self.repositories.get(repo_id), self.is_owner(repo_id, headers)
+        if repository is None or (repository.private and not is_owner):
+            raise Refused(404, "Repository not found", "RepoNotFound")
+        if write and not is_owner:
+            raise Refused(403, f"You don't have the rights to write to {repo_id}")
         return repository
 
-    def create_repository(self, role: str | None, asked: dict) -> dict:
+    def create_repository(self, headers: dict[str, str], asked: dict) -> dict:
         repo_id = f"{asked['organization'] or self.user}/{asked['name']}"
         answer = {"name": repo_id, "url": f"{self.endpoint}/{repo_id}"}
-        if role != "write" or not repo_id.startswith(f"{self.user}/"):
-            raise Refused(401 if role is None else 403, f"You don't have the rights to create the model {repo_id}")
+        if not self.is_owner(repo_id, headers):
+            raise Refused(403, f"You don't have the rights to create the model {repo_id}")
         if repo_id in self.repositories:
             raise Refused(409, "You already created this model repo", **answer)
         self.repositories[repo_id] = Repository(asked.get("visibility") == "private")
@@ -129,37 +124,27 @@ class HubStandIn:
     def answer(self, method: str, target: str, headers: dict[str, str], body: bytes) -> tuple[object, dict[str, str]]:
         """Return the payload and the headers of a successful answer."""
         url = urlsplit(target)
-        match method, [unquote(part) for part in url.path.strip("/").split("/")]:
+        parts = [unquote(part) for part in url.path.strip("/").split("/")]
+        prefix = "datasets/" * (parts[0] == "datasets" or parts[:2] == ["api", "datasets"])
+        match method, parts[1:] if parts[0] == "datasets" else parts:
             case "PUT", ["lfs-storage", owner, name, oid]:  # a signed address, which needs no token
                 return self.repositories[f"{owner}/{name}"].store_large_file(oid, body), {}
             case "GET", ["api", "agent-harnesses"]:
                 return {}, {}
-            case "GET", ["api", "whoami-v2"]:
-                role = self.role_of(headers)
-                if role is None:
-                    raise Refused(401, "Invalid username or password.")
-                return {"type": "user", "name": self.user, "orgs": [], "auth": {"accessToken": {"role": role}}}, {}
             case "POST", ["api", "validate-yaml"]:
                 return check_card(json.loads(body)["content"]), {}
             case "POST", ["api", "repos", "create"]:
-                return self.create_repository(self.role_of(headers), json.loads(body)), {}
+                return self.create_repository(headers, json.loads(body)), {}
             case "GET" | "HEAD", [owner, name, "resolve", revision, *path]:
-                return self.open(f"{owner}/{name}", self.role_of(headers)).read_file(revision, "/".join(path))
-            case "GET" | "HEAD", ["datasets", owner, name, "resolve", revision, *path]:
-                return self.open(f"datasets/{owner}/{name}", None).read_file(revision, "/".join(path))
-            case _, ["api", "datasets", owner, name, *rest]:
-                repo_id = f"datasets/{owner}/{name}"
-                return self.answer_api(
-                    repo_id, self.open(repo_id, None), [method, *rest], parse_qs(url.query), body
-                ), {}
-            case "POST", [owner, name, "info", "lfs", "objects", action]:
+                return self.open(f"{prefix}{owner}/{name}", headers).read_file(revision, "/".join(path))
+            case "POST", [owner, name, "info", "lfs", "objects", "batch"]:
                 repo_id = f"{owner}/{name.removesuffix('.git')}"
-                repository = self.open(repo_id, self.role_of(headers), write=True)
-                return self.answer_lfs(repo_id, repository, action, json.loads(body)), {}
-            case _, ["api", "models", owner, name, *rest]:
-                write = method != "GET" or rest == ["auth-check", "write"]
-                repository = self.open(f"{owner}/{name}", self.role_of(headers), write)
-                return self.answer_api(f"{owner}/{name}", repository, [method, *rest], parse_qs(url.query), body), {}
+                return self.answer_lfs(repo_id, self.open(repo_id, headers, write=True), json.loads(body)), {}
+            case _, ["api", "models" | "datasets", owner, name, *rest]:
+                write = (method != "GET" and rest[0] != "paths-info") or rest == ["auth-check", "write"]
+                repo_id = f"{prefix}{owner}/{name}"
+                repository = self.open(repo_id, headers, write)
+                return self.answer_api(repo_id, repository, [method, *rest], parse_qs(url.query), body), {}
         raise Refused(404, f"The stand-in does not know {method} {url.path}")
 
     def answer_api(self, repo_id: str, repository: Repository, request: list[str], query: dict, body: bytes) -> object:
@@ -196,17 +181,13 @@ class HubStandIn:
                 return {"commitOid": commit_id, "commitUrl": f"{self.endpoint}/{repo_id}/commit/{commit_id}"}
         raise Refused(404, f"The stand-in does not know {' '.join(request)}")  # such as xet-write-token
 
-    def answer_lfs(self, repo_id: str, repository: Repository, action: str, asked: dict) -> object:
-        """Say where to upload the large files that a repository lacks, each in one piece, or verify an upload."""
-        if action == "verify":
-            return repository.verify_large_file(asked["oid"], asked["size"])
+    def answer_lfs(self, repo_id: str, repository: Repository, asked: dict) -> object:
+        """Say where to upload the large files that a repository lacks, each in one piece."""
         objects = [{"oid": entry["oid"], "size": entry["size"]} for entry in asked["objects"]]
         for entry in objects:
             if entry["oid"] not in repository.large_files:
                 repository.uploads[entry["oid"]] = entry["size"]
-                upload = {"href": f"{self.endpoint}/lfs-storage/{repo_id}/{entry['oid']}"}
-                verify = {"href": f"{self.endpoint}/{repo_id}.git/info/lfs/objects/verify"}
-                entry["actions"] = {"upload": upload, "verify": verify}
+                entry["actions"] = {"upload": {"href": f"{self.endpoint}/lfs-storage/{repo_id}/{entry['oid']}"}}
         return {"transfer": "basic", "objects": objects}
 
 

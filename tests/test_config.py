@@ -12,7 +12,7 @@ from conftest import run_script
 
 from recipe.arguments import OTHER_NAMES
 from recipe.command_line import CONFIGS_DIR, load_config
-from recipe.config import SECTIONS, TrainConfig, save_config
+from recipe.config import OPTIONS, SECTIONS, TrainConfig, save_config
 from recipe.errors import UserError
 from recipe.evaluation.validation import count_eval_rows
 from recipe.hardware.accelerator import choose_dynamo_backend
@@ -23,23 +23,6 @@ from recipe.run.resume import resolve_length
 SIZES = ("124m", "124m_fast", "355m", "774m", "1558m")
 DATA = ["--dataset_dir", "some/folder"]
 RECIPES = sorted(path.stem for path in CONFIGS_DIR.glob("*.yaml"))
-# Before adding an option, look for one that it can replace.
-OPTIONS = """
-output_dir run_name seed
-dataset_dir train_file validation_file dataset_name dataset_config_name dataset_revision dataset_split
-document_separator skip_bad_files preprocessing_num_workers text_column_name validation_split_percentage tokenizer_name
-tokenizer_vocab_size cache_dir
-streaming block_size data_placement dataloader_num_workers
-model_name_or_path model_type config_overrides pad_vocab_to_multiple_of attn_implementation activation_checkpointing
-loss_chunks label_smoothing_factor
-global_batch_size per_device_train_batch_size gradient_accumulation_steps
-max_steps num_train_epochs max_minutes optim learning_rate lr_scheduler_type lr_scheduler_kwargs
-warmup_steps weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm
-mixed_precision tf32 dynamo_backend bf16_residual deterministic
-logging_steps eval_steps max_eval_samples expected_loss eval_tasks
-save_steps save_total_limit resume_from_checkpoint report_to profile
-sample_prompt push_to_hub hub_model_id hub_strategy hub_overwrite hub_private_repo hub_license hub_language
-"""
 
 
 def load(*argv: object) -> TrainConfig:
@@ -301,9 +284,9 @@ def test_a_mistake_in_a_recipe_is_one_sentence(recipe, content, expected):
 
 
 def test_the_answers_for_options_of_other_programs_name_existing_ones():
-    assert not set(OPTIONS.split()) & set(OTHER_NAMES)
+    assert not OPTIONS.keys() & OTHER_NAMES
     for answer in OTHER_NAMES.values():
-        assert set(re.findall(r"--([a-z_0-9]+)", answer)) <= {*OPTIONS.split(), "cpu", "dynamo_mode"}, answer
+        assert set(re.findall(r"--([a-z_0-9]+)", answer)) <= {*OPTIONS, "cpu", "dynamo_mode"}, answer
 
 
 def test_help_lists_every_option_once_with_the_defaults_of_the_recipe(capsys, monkeypatch):
@@ -314,7 +297,7 @@ def test_help_lists_every_option_once_with_the_defaults_of_the_recipe(capsys, mo
     assert re.search(r"--learning_rate N [^-]*\(default: 0\.002\)", text)
     assert re.search(r"--max_steps N [^-]*\(default: 7820\)", text)
     listed = re.findall(r"^  --(\w+)", shown, re.MULTILINE)
-    assert [name for name in listed if name not in ("config", "no_tf32", "bf16", "fp16")] == OPTIONS.split()
+    assert [name for name in listed if name not in ("config", "no_tf32", "bf16", "fp16")] == list(OPTIONS)
     assert re.findall(r"^(\S.*):$", shown, re.MULTILINE) == ["options", *SECTIONS.values()]
 
 
@@ -368,11 +351,6 @@ def test_evaluation_costs_two_percent_by_default(name):
     share = num_evaluations * rows * 0.4 / (config.max_steps * config.global_batch_size)
     assert (0.015 if config.max_eval_samples == "auto" else 0.009) < share <= 0.02
     assert config.max_eval_samples == ("auto" if name.startswith("demo") else 6000)
-
-
-def test_the_demo_evaluates_fixed_rows_of_its_own_text():
-    assert load("--config", "demo").max_eval_samples == 100
-    assert load("--config", "demo", "--train_file", "a.txt").max_eval_samples == "auto"
 
 
 @pytest.mark.parametrize(

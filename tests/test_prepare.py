@@ -276,21 +276,6 @@ def test_a_resumed_run_reads_the_commit_that_it_began_with(tmp_path, tokenizer_d
     assert f"dataset_revision: {first}\n" in (tmp_path / "run" / "training_config.yaml").read_text()
 
 
-def test_runs_with_other_validation_files_do_not_share_a_dataset(tmp_path, jsonl_file, tokenizer_dir):
-    """Each is named by its fingerprint, and neither replaces the other."""
-    opened = []
-    for seed in range(2):
-        validation = write_jsonl(tmp_path / f"{seed}.jsonl", make_documents(30, seed=seed + 5))
-        argv = ["--train_file", str(jsonl_file), "--validation_file", validation, "--block_size", "16"]
-        argv += ["--tokenizer_name", str(tokenizer_dir), "--cache_dir", str(tmp_path / "cache")]
-        opened.append(open_dataset_for(load_config(argv)[0]))
-    assert all(of.directory.name.endswith(of.metadata["fingerprint"][:12]) for of in opened)
-    again = [open_packed_dataset(of.directory, 16) for of in opened]
-    for before, now in zip(opened, again, strict=True):
-        np.testing.assert_array_equal(all_rows(before.validation), all_rows(now.validation))
-    assert len({of.metadata["content_sha256"] for of in again}) == len({of.directory for of in again}) == 2
-
-
 def test_a_run_keeps_the_dataset_that_is_replaced(tmp_path, jsonl_file, tokenizer):
     """Its rows stay what they were."""
     prepare_dataset(TextSource((str(jsonl_file),)), tmp_path / "d", tokenizer)
