@@ -175,6 +175,19 @@ def test_a_kill_during_a_save_leaves_nothing_that_counts(train, run_dir):
     assert [event["step"] for event in read_events(run_dir, "train")] == [1, 2, 3, 4]
 
 
+def test_a_checkpoint_is_on_disk_before_it_counts(train, monkeypatch):
+    """After a power cut, what has its name is whole: its files are flushed before they get it, and the folder after.
+
+    So are those of the final model.
+    """
+    flushed, at_rename, sync, rename = set(), {}, os.fsync, os.rename
+    monkeypatch.setattr(os, "fsync", lambda file: (flushed.add(os.fstat(file).st_ino), sync(file)))
+    monkeypatch.setattr(os, "rename", lambda a, b: (at_rename.update({Path(b).name: {*flushed}}), rename(a, b)))
+    run = train("--save_steps", 4)
+    assert {path.stat().st_ino for path in (run / "checkpoint-4").iterdir()} <= at_rename["checkpoint-4"]
+    assert {path.stat().st_ino for path in (run, run / "config.json", run / "model.safetensors")} <= flushed
+
+
 # ------------------------------------------------------------------ failing to save
 
 

@@ -1,5 +1,6 @@
 """Generate text: with a saved model, or with the model in training."""
 
+import inspect
 from pathlib import Path
 
 import torch
@@ -7,6 +8,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    DynamicCache,
     LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -88,13 +90,13 @@ def generate_texts(
     eos, context = tokenizer.eos_token_id, model.config.max_position_embeddings
     # Without special tokens, as in training. An empty prompt starts a new document.
     prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"] or [eos]
-    ids, cache = torch.tensor([prompt_ids] * num_samples, device=model.device), None
+    ids, cache = torch.tensor([prompt_ids] * num_samples, device=model.device), DynamicCache(config=model.config)
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"  # before 5.24
     ended = torch.zeros(num_samples, dtype=torch.bool, device=model.device)
     for _ in range(max_new_tokens):
         if ids.shape[1] <= context:
-            inputs = ids if cache is None else ids[:, -1:]
-            outputs = model(inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            cache = outputs.past_key_values
+            new = ids[:, cache.get_seq_length() :]
+            outputs = model(new, **{name: cache}, use_cache=True, logits_to_keep=1)
         else:  # the window slides, and with it the position of every token, so nothing cached is of use
             outputs = model(ids[:, -context:], use_cache=False, logits_to_keep=1)
         scores = processors(ids[:, -context:], outputs.logits[:, -1, :vocab_size].float())
