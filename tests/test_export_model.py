@@ -9,6 +9,7 @@ from small_model import save_small_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipe.errors import UserError
+from recipe.evaluation.generation import generate_texts, load_model
 
 SCRIPT = "scripts/export_model.py"
 needs_bitsandbytes = pytest.mark.skipif(
@@ -57,6 +58,9 @@ def test_int8_shrinks_the_matrices_of_the_blocks(model_dir, dataset_dir, tmp_pat
     assert AutoTokenizer.from_pretrained(tmp_path / "out").vocab_size > 0
     before, after = (float(row.split()[1].replace(",", "")) for row in capsys.readouterr().out.splitlines()[:2])
     assert after < before
+    model, tokenizer = load_model(tmp_path / "out", "cpu")
+    assert generate_texts(model, tokenizer, "the cat", max_new_tokens=40)[0].startswith("the cat")
+    assert run_script("scripts/evaluate_model.py", "--model", tmp_path / "out", "--dataset_dir", dataset_dir) == ""
 
 
 @needs_bitsandbytes

@@ -26,7 +26,9 @@ from recipe.model.weights import check_vocabulary, load_pretrained
 def load_model(
     model_name_or_path: str | Path, device: str | torch.device, revision: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a saved model in fp32, in evaluation mode, and its tokenizer. revision: branch, tag or commit of a Hub id.
+    """Load a saved model in fp32, or an int8 model as it is, in evaluation mode, and its tokenizer.
+
+    revision: branch, tag or commit of a Hub id.
 
     Raises `UserError` if that fails, or if the model lacks weights, which Transformers would replace by random ones.
     """
@@ -36,11 +38,12 @@ def load_model(
     config = load_pretrained(AutoConfig, model_name_or_path, **options)
     tokenizer = load_pretrained(AutoTokenizer, model_name_or_path, **options)
     check_vocabulary(len(tokenizer), config.vocab_size, model_name_or_path)
-    options |= {"dtype": torch.float32, "output_loading_info": True}
+    dtype = "auto" if getattr(config, "quantization_config", None) else torch.float32
+    options |= {"dtype": dtype, "device_map": {"": device}, "output_loading_info": True}
     model, loaded = load_pretrained(AutoModelForCausalLM, model_name_or_path, **options)
     if missing := sorted(loaded["missing_keys"]):
         raise UserError(f"the model in {model_name_or_path} lacks weights: {', '.join(missing[:3])}")
-    return model.to(device).eval(), tokenizer
+    return model.eval(), tokenizer
 
 
 def build_processors(temperature: float, top_k: int, top_p: float, repetition_penalty: float) -> LogitsProcessorList:
