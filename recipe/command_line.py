@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from transformers import HfArgumentParser  # this name does not import torch
 
-from recipe.arguments import CommandLine, typed_names, underscored
+from recipe.arguments import OTHER_NAMES, CommandLine, typed_names, underscored
 from recipe.config import (
     DATA_SOURCES,
     LISTS,
@@ -106,7 +106,8 @@ def load_yaml(recipe: str) -> dict[str, Any]:
         raise UserError(f"{path} must contain a mapping of options to values")
     for key, value in content.items():
         if key not in OPTIONS:
-            raise UserError(f"unknown key '{key}' in {recipe}; {did_you_mean(str(key), OPTIONS)}")
+            hint = OTHER_NAMES.get(key) or did_you_mean(str(key), OPTIONS)
+            raise UserError(f"unknown key '{key}' in {recipe}; {hint}")
         is_mapping = key in MAPPINGS and isinstance(value, dict)
         is_list = key in LISTS and isinstance(value, list) and all(isinstance(item, str) for item in value)
         if isinstance(value, (list, dict)) and not (is_mapping or is_list):

@@ -268,6 +268,8 @@ def test_a_mistake_on_the_command_line_is_one_sentence(argv, expected):
         ("a: " + "[" * 5000, "is not valid YAML"),
         ("lerning_rate: 1", "did you mean learning_rate?"),
         ("config: demo", "unknown key 'config'"),
+        ("bf16: true", "use --mixed_precision"),
+        ("1: 2", "unknown key '1'"),
         ("seed: 1.5", "seed: invalid int value: '1.5'"),
         ("tokenizer_vocab_size: 256", "at least 257"),  # the bytes and the end-of-text token
         ("tf32: sure", "tf32"),
