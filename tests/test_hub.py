@@ -175,11 +175,13 @@ def test_training_state_is_published(run, hub, strategy, resumable):
     hub.fail("super-squash", 500, times=1)  # it is repeated, or the deleted state would take up space forever
     assert open_uploads(run, "--hub_strategy", strategy).finish(4)
     assert branches_of(hub) == BRANCHES
+    stays = BRANCHES if strategy == "all_checkpoints" else []  # else the next checkpoint deletes it
     for step, branch in zip((2, 4), BRANCHES, strict=True):
         sent, saved = hub.files(REPO, branch), files_in(run / f"checkpoint-{step}")
         expected = set(saved) - {"training_config.yaml"} - (set() if branch in resumable else set(TRAINING_FILES))
         assert {name: sent.get(name) for name in expected} == {name: saved[name] for name in expected}
         assert set(sent) & set(TRAINING_FILES) == expected & set(TRAINING_FILES)
+        assert (b"To continue from" in sent["README.md"]) == (branch in stays)
         if branch not in resumable:  # no commit holds the deleted files
             assert len(hub.commits(REPO, branch)) == 1
 

@@ -217,7 +217,8 @@ def upload(config: TrainConfig, run_id: str, output_dir: Path, folder: Path, ste
     card = {"hub_options": config.hub_options(), "earlier": [name for name in own if step_of(name) < step]}
     if not is_final:
         branch = branch_name(step, step * config.tokens_per_step, run_id)
-        resumable = branch if (folder / OPTIMIZER_NAME).exists() else None
+        stays = config.hub_strategy == "all_checkpoints"  # else the next checkpoint deletes this state
+        resumable = branch if stays and (folder / OPTIMIZER_NAME).exists() else None
         write_model_card(output_dir, step, folder, revision=branch, resumable=resumable, **card)
         commit_branch(api, repo_id, folder, branch, branches, message)
         if config.hub_strategy == "checkpoint":
