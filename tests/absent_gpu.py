@@ -34,24 +34,7 @@ import recipe.train
 
 CUDA, RECIPE, aten = torch.device("cuda", 0), str(Path(recipe.train.__file__).parent) + "/", torch.ops.aten
 GB = 10**9
-H100 = SimpleNamespace(
-    name="NVIDIA H100 80GB HBM3",
-    total_memory=85 * GB,
-    major=9,
-    minor=0,
-    multi_processor_count=132,
-    regs_per_multiprocessor=65536,
-    max_threads_per_multi_processor=2048,
-    max_threads_per_block=1024,
-    warp_size=32,
-    L2_cache_size=50 * 2**20,
-    shared_memory_per_block=49152,
-    shared_memory_per_block_optin=232448,
-    gcnArchName="",
-    uuid="0",
-    is_integrated=False,
-    pci_bus_id=0,
-)
+H100 = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=85 * GB, major=9, minor=0)
 PINNED = weakref.WeakSet()  # storages on the CPU
 ALLOCATION = 512  # bytes: torch's allocator rounds up to a multiple
 
@@ -60,14 +43,13 @@ class AbsentGpu(TorchDispatchMode):
     """Tensors on the CPU are real, and those on the GPU are fake; what the host reads of them are ones.
 
     Counts the bytes of live storages on the GPU, and notes when the host waits for it. waits: (step, function of the
-    recipe, such as "run/log.py train"); step: optimizer steps done, or -1 before the loop. calls: (step, kernel, bytes
-    that it reads, bytes that it writes, shapes of what it reads); an operator counts as a kernel.
+    recipe, such as "run/log.py train"); step: optimizer steps done, or -1 before the loop.
     """
 
     def __init__(self, limit_bytes: float = float("inf")) -> None:
         super().__init__()
         self.limit_bytes, self.live_bytes, self.peak_bytes = limit_bytes, 0, 0
-        self.storages, self.step, self.waits, self.calls = weakref.WeakSet(), -1, [], []
+        self.storages, self.step, self.waits = weakref.WeakSet(), -1, []
         self.fake = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
 
     def __enter__(self):
@@ -90,7 +72,6 @@ class AbsentGpu(TorchDispatchMode):
             return function(*args, **kwargs)
         if function is aten._fused_adamw_.tensor_lr:  # has no fake version (torch 2.11 to 2.15)
             assert {t.device for t in tensors} == {CUDA}, "fused AdamW requires all tensors on the GPU"
-            self.record("_fused_adamw_", tensors, [*args[0], *args[2], *args[3]])  # weights and moments
             return None
         if self.host_waits(function, args, kwargs):
             self.wait()
@@ -100,12 +81,9 @@ class AbsentGpu(TorchDispatchMode):
             result = function(*args, **kwargs)
         if function is aten.copy_.default and not args[0].is_cuda:
             return args[0].copy_(read(args[1]))
-        results = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.is_cuda]
-        for tensor in results:
-            self.count(tensor)
-        if on_gpu and function.namespace == "aten" and not function.is_view:
-            # Operators in place on lists of tensors return nothing.
-            self.record(function.overloadpacket.__name__, tensors, args[0] if result is None else results)
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+                self.count(tensor)
         if isinstance(result, torch.Tensor) and on_gpu and not result.is_cuda:
             return read(result)
         return result
@@ -126,11 +104,6 @@ class AbsentGpu(TorchDispatchMode):
         if source.device.type == target.type:
             return False
         return source.is_cuda or not (non_blocking and source.untyped_storage() in PINNED)
-
-    def record(self, kernel: str, read: list, written: list, most_elements: float = float("inf")) -> None:
-        """most_elements: what the kernel touches of each tensor at most."""
-        num_bytes = [sum(min(t.numel(), most_elements) * t.element_size() for t in part) for part in (read, written)]
-        self.calls.append((self.step, kernel, *num_bytes, [tuple(t.shape) for t in read]))
 
     def wait(self, *_) -> None:
         self.waits.append((self.step, find_caller()))
@@ -266,7 +239,7 @@ ANSWERS = {
 def rehearse(argv: list[str], free_bytes: float = 80 * GB, limit_bytes: float = float("inf")) -> dict:
     """Run main() with the options argv. free_bytes: what the GPU reports; limit_bytes: where it runs out.
 
-    Returns waits and peak_bytes of `AbsentGpu`, the output, the traceback if the run failed, and, compiled, the calls.
+    Returns waits and peak_bytes of `AbsentGpu`, the output, and the traceback if the run failed.
     """
     gpu, output, failed = AbsentGpu(limit_bytes), io.StringIO(), None
     answers = {
@@ -283,17 +256,12 @@ def rehearse(argv: list[str], free_bytes: float = 80 * GB, limit_bytes: float = 
         stack.enter_context(mock.patch("sys.argv", ["recipe/train.py", *argv]))
         stack.enter_context(contextlib.redirect_stdout(output))
         stack.enter_context(contextlib.redirect_stderr(output))
-        if "inductor" in argv:
-            from dry_inductor import dry_inductor
-
-            stack.enter_context(dry_inductor(gpu.record, H100))
         stack.enter_context(gpu)
         try:
             recipe.train.main()
         except BaseException:
             failed = traceback.format_exc()
-    found = {"waits": gpu.waits, "peak_bytes": gpu.peak_bytes, "output": output.getvalue(), "failed": failed}
-    return found | ({"calls": gpu.calls} if "inductor" in argv else {})
+    return {"waits": gpu.waits, "peak_bytes": gpu.peak_bytes, "output": output.getvalue(), "failed": failed}
 
 
 def rehearse_as(rank: int, port: int, argv: list[str]) -> dict:

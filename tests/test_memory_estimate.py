@@ -1,14 +1,24 @@
 """Memory: micro-batches that divide the batch, the estimate and what it chooses, and the trial step."""
 
+import json
+import re
+
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import read_events, reset_accelerate
+from conftest import ROOT, read_events, reset_accelerate
 
 from recipe.command_line import load_config
 from recipe.errors import UserError
 from recipe.hardware import memory
-from recipe.hardware.memory import MemoryPlan, estimate_bytes, micro_batch_sizes, plan_memory, step_cost
+from recipe.hardware.memory import (
+    PROCESS_BYTES,
+    MemoryPlan,
+    estimate_bytes,
+    micro_batch_sizes,
+    plan_memory,
+    step_cost,
+)
 from recipe.model.build import build_model, build_model_config
 from recipe.model.loss import LanguageModelingLoss
 from recipe.model.size import count_block_matrices
@@ -140,6 +150,20 @@ def test_the_estimate_is_within_15_percent_of_measured_peaks(
     model_config = build_model_config(config, config.pad_vocab_to_multiple_of, 0)
     plan = MemoryPlan(rows, checkpointing, chunks)
     assert estimate_bytes(plan, config, model_config, "cpu", 1) == pytest.approx(peak_bytes, rel=0.15)
+
+
+DRY_RUNS = json.loads((ROOT / "scripts" / "benchmarks" / "memory_gpu.json").read_text())["entries"]
+
+
+@pytest.mark.parametrize("name", DRY_RUNS)
+def test_the_estimate_for_a_gpu_is_within_5_percent_of_dry_runs(name):
+    """Of two micro-batches on an H100 that was not there, with torch's compiled code for it; 1% without compiling."""
+    size, rows = re.match(r"gpt2_(\w+), (\d+) rows", name).groups()
+    options = ["--dynamo_backend", "inductor" if "compiled" in name else "no", "--global_batch_size", 2 * int(rows)]
+    plan = MemoryPlan(int(rows), "checkpointing" in name, 8 if "chunks" in name else 1)
+    estimate = estimate_bytes(plan, *recipe_of(size, *map(str, options)), "cuda", 1) - PROCESS_BYTES
+    tolerance = 0.05 if "compiled" in name else 0.01
+    assert estimate / 1e9 == pytest.approx(DRY_RUNS[name]["dry_run_gb"], rel=tolerance)
 
 
 # ------------------------------------------------------------------ what it chooses
