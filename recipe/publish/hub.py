@@ -121,24 +121,21 @@ def check_owner(config: TrainConfig, run_id: str | None, note: str = "") -> None
 
 
 class Held(NamedTuple):
-    """What the main branch of a repository holds: the id of a run and its step, or None and 0; and its files."""
+    """What the main branch of a repository holds: the id and the step on its card, and whether there is a model."""
 
     run_id: str | None
     step: int
-    files: set[str]
-
-    @property
-    def is_model(self) -> bool:
-        return any(name.endswith(WEIGHTS) for name in self.files)
+    is_model: bool
 
 
 def read_main(repo_id: str) -> Held:
     info = HfApi().model_info(repo_id)
     files = {file.rfilename for file in info.siblings or ()}
-    if CARD_NAME not in files:
-        return Held(None, 0, files)
-    data = ModelCard.load(hf_hub_download(repo_id, CARD_NAME, revision=info.sha), ignore_metadata_errors=True).data
-    return Held(data.get("run_id"), data.get("step") or 0, files)
+    data = {}
+    if CARD_NAME in files:
+        path = hf_hub_download(repo_id, CARD_NAME, revision=info.sha)
+        data = ModelCard.load(path, ignore_metadata_errors=True).data
+    return Held(data.get("run_id"), data.get("step") or 0, any(name.endswith(WEIGHTS) for name in files))
 
 
 def refuse_another(config: TrainConfig, held: Held, run_id: str | None, note: str = "") -> None:

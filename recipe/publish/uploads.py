@@ -84,7 +84,7 @@ class HubUploads:
         """
         if not self.enabled:
             return True
-        until = time.monotonic() + seconds
+        until, report_at = time.monotonic() + seconds, time.monotonic() + REPORT_SECONDS
         if final_step is not None:
             try:
                 stage(self.output_dir, self.spool / FINAL_NAME, MODEL_FILES)
@@ -92,25 +92,18 @@ class HubUploads:
             except OSError as error:  # a full disk, on a file system without links
                 self.failures[FINAL_NAME] = short_reason(error)
 
-        def wait(is_waiting: Callable[[], bool]) -> bool:
-            """Return whether it ended before a signal or the time did."""
-            report_at = time.monotonic() + REPORT_SECONDS
-            while is_waiting():
-                if interrupted() or time.monotonic() >= until:
-                    return False
-                if time.monotonic() >= report_at:
-                    self.say(f"still uploading to {self.config.hub_model_id}: {', '.join(self._staged())}")
-                    report_at += REPORT_SECONDS
-                time.sleep(0.1)
-            return True
-
-        goes_on = wait(lambda: self.is_running)  # what began during training
-        for pause in (0.0, PAUSE_SECONDS):
-            starts_at = time.monotonic() + pause
-            if goes_on and self._staged() and wait(lambda until=starts_at: time.monotonic() < until):
+        is_last = False  # first comes what began during training
+        while self.is_running or (self._staged() and not is_last):
+            if interrupted() or time.monotonic() >= until:
+                break
+            if not self.is_running:
                 self.say(f"uploading to {self.config.hub_model_id}")
-                self._start()
-                goes_on = wait(lambda: self.is_running)
+                self._start(num_attempts=2)
+                is_last = True
+            if time.monotonic() >= report_at:
+                self.say(f"still uploading to {self.config.hub_model_id}: {', '.join(self._staged())}")
+                report_at += REPORT_SECONDS
+            time.sleep(0.1)
         self._report("interrupted by a signal" if interrupted() else "not finished in time")
         return not self.failures
 
@@ -146,21 +139,25 @@ class HubUploads:
                 for name in TRAINING_FILES:
                     (folder / name).unlink(missing_ok=True)
 
-    def _start(self) -> None:
+    def _start(self, num_attempts: int = 1) -> None:
         self.is_new = False  # before the thread looks, because `add` may come in between
-        self.thread = threading.Thread(target=self._upload_staged, daemon=True)  # Python's end waits for no daemon
+        # Python's end does not wait for a daemon.
+        self.thread = threading.Thread(target=self._upload_staged, args=(num_attempts,), daemon=True)
         self.thread.start()
 
-    def _upload_staged(self) -> None:
-        self._skip_replaced()
-        for name, (folder, step) in self._staged().items():
-            try:
-                self.url = upload(self.config, self.run_id, self.output_dir, folder, step, name == FINAL_NAME)
-                self.failures.pop(name, None)
-            except Exception as error:  # the client passes on the errors of several libraries
-                if not self.failures:
-                    self.say(f"warning: the upload of {name} failed and will be repeated: {hub_reason(error)}")
-                self.failures[name] = hub_reason(error)
+    def _upload_staged(self, num_attempts: int) -> None:
+        for attempt in range(num_attempts):
+            if attempt > 0 and self._staged():
+                time.sleep(PAUSE_SECONDS)
+            self._skip_replaced()
+            for name, (folder, step) in self._staged().items():
+                try:
+                    self.url = upload(self.config, self.run_id, self.output_dir, folder, step, name == FINAL_NAME)
+                    self.failures.pop(name, None)
+                except Exception as error:  # the client passes on the errors of several libraries
+                    if not self.failures:
+                        self.say(f"warning: the upload of {name} failed and will be repeated: {hub_reason(error)}")
+                    self.failures[name] = hub_reason(error)
 
     def _report(self, otherwise: str) -> None:
         """Say where the uploads are, and how to upload what is missing. otherwise: why, if it has not failed."""
