@@ -17,7 +17,7 @@ OTHER_NAMES = {
     "save_steps": "save_strategy",
     "logging_steps": "log_interval",
     "dynamo_backend": "torch_compile torch_compile_backend compile",
-    "max_steps": "max_iters max_train_samples do_train",
+    "max_steps": "max_iters lr_decay_iters max_train_samples do_train",
     "num_train_epochs": "num_epochs",
     "warmup_steps": "warmup_ratio",
     "block_size": "max_seq_length seq_len",

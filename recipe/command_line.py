@@ -45,9 +45,11 @@ class TrainParser(CommandLine, HfArgumentParser):
         super().__init__(dataclass_types=TrainConfig, prog="recipe/train.py", usage=usage)
         self.add_argument("--config", metavar="NAME|FILE", help=f"Recipe: {', '.join(RECIPES)}, or a YAML file.")
 
-    def add_argument(self, *names: str, **kwargs: Any) -> argparse.Action:
+    def add_argument(self, *names: str, **kwargs: Any) -> argparse.Action | None:
         name = names[0].lstrip("-")
-        if name.removeprefix("no_") not in OPTIONS:
+        if name.startswith("no_"):  # which HfArgumentParser adds to every --name that is true by default
+            return None
+        if name not in OPTIONS:
             return super().add_argument(*names, **kwargs)
         if name in SECTIONS:  # the first option of one
             self.section = self.add_argument_group(SECTIONS[name])
@@ -55,7 +57,8 @@ class TrainParser(CommandLine, HfArgumentParser):
         if name == "activation_checkpointing":
             kwargs["type"] = str.lower  # Python's booleans, as YAML's arrive here, and the command line's
         elif name in OPTIONS and name not in LITERALS:
-            kwargs.setdefault("metavar", "N" if kwargs.get("type") in (int, float) else "VALUE")
+            value = "BOOL" if isinstance(OPTIONS[name].default, bool) else "VALUE"
+            kwargs.setdefault("metavar", "N" if kwargs.get("type") in (int, float) else value)
         aliases = ["--gradient_checkpointing"] if name == "activation_checkpointing" else []
         action = self.section.add_argument(f"--{name}", *aliases, **kwargs)  # without a second spelling of the name
         for precision in ("bf16", "fp16") if name == "mixed_precision" else ():

@@ -306,7 +306,8 @@ def check_rules(config: TrainConfig) -> None:
         require(not changed, f"--{', --'.join(changed)} {reason}")
         require(not config.streaming, "--streaming requires --train_file or --dataset_name, not --dataset_dir")
     elif not config.tokenizer_name and not config.tokenizer_vocab_size:
-        raise UserError("preparing text requires --tokenizer_name DIR_OR_ID, or --tokenizer_vocab_size N to train one")
+        how = "--tokenizer_name DIR_OR_ID (GPT-2's: openai-community/gpt2), or --tokenizer_vocab_size N to train one"
+        raise UserError(f"preparing text requires {how}")
     if config.streaming:
         default = config.data_placement == "mmap" and not config.dataloader_num_workers
         require(default, "--streaming builds batches itself; remove --data_placement and --dataloader_num_workers")

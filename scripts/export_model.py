@@ -8,6 +8,7 @@ smallest weights of each of these matrices become zero, which changes neither si
 """
 
 import argparse
+import importlib.util
 import logging
 import tempfile
 from pathlib import Path
@@ -114,6 +115,8 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args()
     if args.quantize is None and args.prune is None:
         raise UserError("nothing to do: pass --quantize int8, --prune 0.3, or both")
+    if args.quantize and importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError('--quantize needs bitsandbytes; run pip install -e ".[quantize]"')
     if args.prune is not None and not 0 < args.prune < 1:
         raise UserError(f"--prune is the fraction of weights to remove, between 0 and 1; got {args.prune}")
     if args.output_dir.exists() and any(args.output_dir.iterdir()):

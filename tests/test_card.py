@@ -88,6 +88,13 @@ def test_a_card_shows_the_numbers_of_the_run(run, dataset_dir):
     assert (run / "loss_curve.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_the_example_of_a_card_runs(run, capsys):
+    """Also with a context as short as this model's, if no end of text comes; its prompt is that of the samples."""
+    (example,) = re.findall(r"```python\n(.*?)```", read_card(run, 4), re.DOTALL)
+    exec(example.replace("jo/tiny", str(run)).replace("max_new", "suppress_tokens=[0], max_new"))
+    assert capsys.readouterr().out.startswith(read_events(run, "sample")[-1]["prompt"])
+
+
 def test_the_card_of_a_checkpoint_knows_nothing_of_later_steps(run):
     """It is the same while the run continues and after it."""
     later = read_card(run, 2)
@@ -95,7 +102,7 @@ def test_the_card_of_a_checkpoint_knows_nothing_of_later_steps(run):
     earlier = "".join(line for line in lines if json.loads(line)["step"] <= 2)
     (run / "metrics.jsonl").write_text(earlier + '{"event": "train", "st')  # a kill has cut a line off
     assert read_card(run, 2) == later
-    assert "after 2 of 4 steps" in later
+    assert "after 2 of 4 steps" in later and "Step 2:" in later and "Step 0:" not in later  # that model is untrained
 
 
 def test_a_checkpoint_that_was_not_evaluated_has_no_score_of_its_own(run):

@@ -299,7 +299,7 @@ def test_help_lists_every_option_once_with_the_defaults_of_the_recipe(capsys, mo
     assert re.search(r"--learning_rate N [^-]*\(default: 0\.002\)", text)
     assert re.search(r"--max_steps N [^-]*\(default: 7820\)", text)
     listed = re.findall(r"^  --(\w+)", shown, re.MULTILINE)
-    assert [name for name in listed if name not in ("config", "no_tf32", "bf16", "fp16")] == list(OPTIONS)
+    assert [name for name in listed if name not in ("config", "bf16", "fp16")] == list(OPTIONS)
     assert re.findall(r"^(\S.*):$", shown, re.MULTILINE) == ["options", *SECTIONS.values()]
 
 

@@ -1,6 +1,7 @@
 """Exported models: pruned and int8, as users load them."""
 
 import importlib.util
+import sys
 
 import pytest
 import torch
@@ -71,6 +72,12 @@ def test_a_converter_that_skips_layers_is_refused(model_dir, monkeypatch):
     monkeypatch.setattr(program, "BitsAndBytesConfig", lambda **_: skipping)
     with pytest.raises(UserError, match="only 6 of the 8 matrices"):
         program.load_as_int8(model_dir, torch.device("cpu"))
+
+
+def test_without_bitsandbytes_the_extra_is_named(model_dir, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    error = run_script(SCRIPT, "--model", model_dir, "--quantize", "int8", "--output_dir", tmp_path / "out")
+    assert error.endswith('run pip install -e ".[quantize]"')
 
 
 def test_a_runs_own_validation_text_is_measured(train_shared, tmp_path, capsys):

@@ -6,7 +6,7 @@ import types
 import numpy as np
 import pytest
 import torch
-from conftest import BLOCK_SIZE, read_events
+from conftest import BLOCK_SIZE, PLAIN, TINY, read_events
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import recipe.train
@@ -167,3 +167,7 @@ def test_a_dataset_of_ones_own(train, tmp_path, dataset, four_steps, monkeypatch
     own.train = rows[0][::-1].copy()
     with pytest.raises(UserError, match="other options: dataset "):
         train("--resume_from_checkpoint", "latest", output_dir=resumed)
+    in_place_of_the_demos = [*TINY, *PLAIN, "--max_steps", "1", "--tokenizer_name", dataset.directory / "tokenizer"]
+    shown = train(*in_place_of_the_demos, "--output_dir", tmp_path / "a", output_dir=tmp_path / "a", alone=True)
+    card = (shown / "README.md").read_text()
+    assert "tokens of text that is not published" in card and "was trained on the training text" not in card

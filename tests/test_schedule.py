@@ -134,8 +134,10 @@ def clock(monkeypatch):
 
 
 @pytest.mark.parametrize("step_seconds", [1.5, 4.0])
-def test_a_time_limited_run_ends_on_time_with_its_decay_complete(train, clock, dataset_dir, tmp_path, step_seconds):
-    """On a fast machine or a slow one; resumed, also with more time, it continues the seconds and the decay."""
+def test_a_time_limited_run_ends_on_time_with_its_decay_complete(
+    train, clock, dataset_dir, tmp_path, capsys, step_seconds
+):
+    """On a fast machine or a slow one; resumed, also with twice the time, as it suggests, it continues both."""
     clock.step_seconds = step_seconds
     options = [*TINY, *PLAIN, *LIMITED, *STABLE, "--dataset_dir", dataset_dir]
 
@@ -154,10 +156,11 @@ def test_a_time_limited_run_ends_on_time_with_its_decay_complete(train, clock, d
 
     whole = run("whole", "--max_minutes", 2)
     num_steps = len(check(whole, 120))
-    for name, minutes in (("resumed", 2), ("longer", 4)):
-        again = run(name, "--resume_from_checkpoint", whole / "checkpoint-8", "--max_minutes", minutes)
-        last = check(again, 60 * minutes)[-1]["step"]
-        assert last < num_steps if minutes == 2 else last > num_steps
+    (longer,) = re.findall(r"your command with (.*)", capsys.readouterr().out.replace("\\\n", " "))
+    again = run("resumed", "--resume_from_checkpoint", whole / "checkpoint-8", "--max_minutes", 2)
+    assert check(again, 120)[-1]["step"] < num_steps
+    again = run("longer", "--max_minutes", 2, *shlex.split(longer), "--output_dir", tmp_path / "longer")
+    assert check(again, 240)[-1]["step"] > num_steps
 
 
 def test_a_run_without_time_takes_one_step(train, clock, dataset_dir, tmp_path):

@@ -99,6 +99,15 @@ def test_a_changed_schedule_keeps_the_past_and_is_recorded(train, finished, caps
     assert read_events(finished, "train")[-1]["step"] == 8
 
 
+def test_a_changed_schedule_without_a_step_is_not_recorded(train, finished, capsys):
+    """The weights are those of the old one. What does not change them is recorded."""
+    before = yaml.safe_load((finished / "training_config.yaml").read_text())
+    train(*RESUME, "--save_steps", "2", "--learning_rate", "0.001", "--hub_model_id", "a/b")
+    assert "all 4 steps are done" in capsys.readouterr().out and not read_events(finished, "schedule")
+    after = yaml.safe_load((finished / "training_config.yaml").read_text())
+    assert after == before | {"hub_model_id": "a/b"}
+
+
 def test_changed_epochs_are_recorded_as_steps(train, finished, dataset):
     """With another schedule, which takes other arguments."""
     typed = ["--num_train_epochs", 8 / len(dataset.train) * 4, "--lr_scheduler_type", "cosine_with_min_lr"]

@@ -179,7 +179,7 @@ def metadata_of(dataset: Any) -> dict[str, Any]:
         first = np.asarray(split[np.arange(min(8, len(split)))])
         digest.update(first.astype(np.int64).tobytes())
         num_tokens = len(split) * (first.shape[1] - 1)
-        splits[name] = {"documents": 0, "tokens": num_tokens, "bytes": 0, "rows": len(split)}
+        splits[name] = {"documents": None, "tokens": num_tokens, "bytes": None, "rows": len(split)}
     return {
         "source": {"dataset_name": type(dataset).__name__},
         "splits": splits,

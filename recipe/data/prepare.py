@@ -41,6 +41,7 @@ from recipe.environment import count_cpus
 from recipe.errors import UserError
 from recipe.progress import progress_target
 
+TRAINED = "bpe "  # begins what stands for the tokenizer among the inputs if it is trained on the text
 LOCK_NAME = ".lock"
 say = functools.partial(print, flush=True)
 
@@ -118,7 +119,7 @@ def inputs_of(
     source: TextSource, tokenizer: TextTokenizer | None, tokenizer_vocab_size: int | None, max_bytes: int | None
 ) -> dict[str, Any]:
     """Return all that determines a prepared dataset."""
-    made_with = tokenizer_sha256(tokenizer) if tokenizer else f"bpe {tokenizer_vocab_size}"
+    made_with = tokenizer_sha256(tokenizer) if tokenizer else f"{TRAINED}{tokenizer_vocab_size}"
     return {"format_version": FORMAT_VERSION, "tokenizer": made_with, "max_bytes": max_bytes, **source.inputs}
 
 

@@ -78,6 +78,7 @@ def read_run(run_dir: Path, step: int, directory: Path, hub_options: dict[str, A
     start = starts[0] if starts else {}  # the first one describes the run; a resumed run starts again
     data, model_id = start.get("data", {}), typed.get("hub_model_id") or run_dir.absolute().name
     name, rows = model_id.rpartition("/")[2], data.get("splits", {}).get("train", {}).get("rows")
+    samples = [sample for sample in samples if sample["step"] > 0]  # the first is of the untrained model
     evaluation = evaluations[-1] if evaluations and evaluations[-1]["step"] == step else {}
     tasks = split_scores(evaluation) | public_tasks(read_evaluation(run_dir, step, directory))
     results = [*list_losses(evaluation, data), *list_scores(tasks)]
@@ -86,7 +87,7 @@ def read_run(run_dir: Path, step: int, directory: Path, hub_options: dict[str, A
         pipeline_tag="text-generation",
         license=typed.get("hub_license"),
         language=typed.get("hub_language"),
-        datasets=[data["dataset_id"]] if data.get("dataset_id") else None,
+        datasets=[data["dataset_id"]] if data.get("dataset_id") not in (None, STANDARD_LIBRARY) else None,
         base_model=start.get("base_model_id"),
         tags=[options["model_type"], "gpt2-recipe"],
         model_name=name if results else None,
@@ -101,7 +102,8 @@ def read_run(run_dir: Path, step: int, directory: Path, hub_options: dict[str, A
         **{"events": events, "start": start, "starts": starts, "changes": changes, "data": data, "results": results},
         "is_published": bool(typed.get("hub_model_id")),
         "is_final": step == options["max_steps"] or {"event": "end", "step": step} in events,
-        "is_demo": options["dataset_name"] == STANDARD_LIBRARY,
+        "is_demo": data.get("dataset_id") == STANDARD_LIBRARY,
+        "resumes": [start["step"] for start in starts if start["step"] > 0],
         "has_base": bool(typed.get("model_name_or_path")),
         "evaluation": evaluation,
         "prompt": samples[-1]["prompt"] if samples else options["sample_prompt"],
@@ -177,7 +179,8 @@ def draw_curve(events: list[dict[str, Any]], name: str, path: Path) -> None:
 
 def plain(text: object) -> str:
     """Return a text that Markdown shows as it is, in one line."""
-    return re.sub(r"([\\`*_{}\[\]<>|#~&$])", r"\\\1", " ".join(str(text).split()))
+    text = "not set" if text is None else " ".join(str(text).split())
+    return re.sub(r"([\\`*_{}\[\]<>|#~&$])", r"\\\1", text)
 
 
 def fence(text: str) -> str:

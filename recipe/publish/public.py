@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from recipe.checkpoint import CONFIG_NAME
-from recipe.config import EVAL_TASKS, SCHEDULE_OPTIONS, STANDARD_LIBRARY
+from recipe.config import EVAL_TASKS, SCHEDULE_OPTIONS
 
 METRICS_NAME, SUMMARY_NAME = "metrics.jsonl", "summary.json"
 
@@ -39,7 +39,7 @@ PUBLIC_KEYS = {
     *("event", "step", "run_id", "commit", "seed", "base_model_id", "flops_per_token"),
     *("mixed_precision", "dynamo_backend", "optim"),
     *("num_processes", "per_device_train_batch_size", "gradient_accumulation_steps"),
-    *("data", "dataset_id", "dataset_config_name", "tokenizer_id", "validation_split_percentage"),
+    *("data", "dataset_id", "dataset_config_name", "tokenizer_id", "is_own_tokenizer", "validation_split_percentage"),
     *("content_sha256", "tokenizer_sha256", "splits", "train", "validation", "documents", "tokens", "bytes", "rows"),
     *("model", "architecture", "num_parameters", "n_layer", "n_head", "n_embd", "n_positions", "vocab_size"),
     *("environment", "gpt2_recipe", "python", "torch", "transformers", "accelerate", "datasets", "tokenizers"),
@@ -93,8 +93,6 @@ def public_options(run_dir: Path, events: list[dict[str, Any]]) -> dict[str, Any
     data = start.get("data", {})
     names = {"model_name_or_path": start.get("base_model_id"), "tokenizer_name": data.get("tokenizer_id")}
     names["dataset_name"] = data.get("dataset_id")
-    if options.get("dataset_name") == STANDARD_LIBRARY:
-        names["dataset_name"] = STANDARD_LIBRARY
     shown |= {name: value for name, value in names.items() if value and value == options.get(name)}
     if "dataset_name" in shown:
         shown |= {name: options[name] for name in DATASET_OPTIONS if name in options}

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from recipe.checkpoint import RunState
+from recipe.checkpoint import RunState, read_state
 from recipe.data.batches import TrainBatches
 from recipe.errors import UserError, short_reason
 from recipe.hardware.devices import peak_flops_per_second, peak_memory_bytes
@@ -30,7 +30,8 @@ from recipe.progress import progress_target
 from recipe.publish.card import CARD_NAME, CURVE_NAME, write_model_card
 from recipe.publish.public import METRICS_NAME, SUMMARY_NAME, read_events, split_scores
 from recipe.run.folder import open_output_dir
-from recipe.run.start import Run
+from recipe.run.resume import with_schedule_of
+from recipe.run.start import Run, measure_progress
 
 PROJECT = "gpt2-recipe"  # for trackers, unless WANDB_PROJECT is set
 
@@ -52,7 +53,10 @@ class RunLog:
         self.device, self.enabled = run.accelerator.device, run.accelerator.is_main_process
         self.batches, self.optimizer, self.guard = batches, optimizer, guard  # log lines show their numbers
         self.flops_per_token, self.previous_seconds = facts["flops_per_token"], state.seconds
-        on_main_process(lambda: open_output_dir(run.output_dir, run.typed, run.resume_dir))
+        self.is_over = state.step > 0 and measure_progress(run.config, state) >= 1  # no step is left to make
+        # Another schedule without a step of its own is not that of these weights.
+        typed = with_schedule_of(run.typed, read_state(run.resume_dir)) if self.is_over else run.typed
+        on_main_process(lambda: open_output_dir(run.output_dir, typed, run.resume_dir))
         self.failures: set[str] = set()  # reported once each
         self.bar: tqdm | None = None  # from the first log line on: nothing before it shows the speed
         self.freed_memory = FreedMemory()

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from recipe.checkpoint import RunState, checkpoint_dir, mark_resumable, read_state
 from recipe.config import STANDARD_LIBRARY, TrainConfig
+from recipe.data.prepare import TRAINED
 from recipe.environment import describe_device, describe_environment, find_commit
 from recipe.hardware.devices import peak_memory_bytes
 from recipe.hardware.processes import on_main_process
@@ -41,14 +42,17 @@ SAME_LENGTH = 0.05  # share of the tokens by which a run may differ from the one
 def collect_facts(run: Run, model: PreTrainedModel) -> dict[str, Any]:
     """Return what the run is, for the start event, summary.json and the model card.
 
-    dataset_id, tokenizer_id and base_model_id are set if these are on the Hub; recipe/publish/public.py lists what is
-    published.
+    dataset_id, tokenizer_id and base_model_id are set if these are on the Hub, or the dataset is the demo's;
+    recipe/publish/public.py lists what is published.
     """
     config, metadata, environment = run.config, run.metadata, describe_environment(run.accelerator.device)
     counts = ("documents", "tokens", "bytes", "rows")
     splits = {split: {key: found[key] for key in counts} for split, found in metadata["splits"].items()}
     source, shape, tokenizer = metadata["source"], model.config, metadata.get("tokenizer") or config.tokenizer_name
     is_on_hub = bool(source.get("dataset_revision"))  # and not a local folder with a name of the same form
+    dataset_id = hub_id(source.get("dataset_name")) if is_on_hub else None
+    if source.get("dataset_name") == STANDARD_LIBRARY:
+        dataset_id = STANDARD_LIBRARY
     if config.streaming:  # only the head of the training text has been counted
         splits.pop("train")
     return {
@@ -58,13 +62,14 @@ def collect_facts(run: Run, model: PreTrainedModel) -> dict[str, Any]:
         "seed": config.seed,
         "data": {
             "source": describe_source(source),
-            "dataset_id": hub_id(source.get("dataset_name")) if is_on_hub else None,
+            "dataset_id": dataset_id,
             "dataset_config_name": source.get("dataset_config_name") if is_on_hub else None,
             "validation_split_percentage": source.get("validation_split_percentage"),
             "splits": splits,
             "content_sha256": metadata["content_sha256"],
             "tokenizer_sha256": metadata["tokenizer_sha256"],
             "tokenizer_id": hub_id(tokenizer),
+            "is_own_tokenizer": metadata.get("inputs", {}).get("tokenizer", "").startswith(TRAINED),
         },
         "model": {
             "architecture": type(model).__name__,
@@ -105,9 +110,10 @@ def show_start(log: RunLog, facts: dict[str, Any], state: RunState, eval_rows: i
     epochs = (config.max_steps or 0) * config.global_batch_size / num_rows
     if epochs > MANY_EPOCHS:
         log.say(f"warning: {epochs:,.0f} epochs over so little text: the model will memorize it")
-    if state.step == config.max_steps:
+    if log.is_over:
         log.say(f"all {state.step:,} steps are done")
-    elif config.dynamo_backend == "inductor":
+        return
+    if config.dynamo_backend == "inductor":
         log.say("compiling; the first step takes a minute or more")
     is_warm = state.step >= count_warmup_steps(config)
     if changes := {key: values for key, values in run.changes.items() if not (is_warm and key == "warmup_steps")}:
@@ -312,7 +318,10 @@ def closing_lines(
     # Twice as long, from before the decay if there is one.
     start = checkpoint_dir(output_dir, state.step if state.decay_start is None else state.decay_start)
     if start.is_dir():
-        longer = f"--output_dir {shlex.quote(f'{output_dir}-{2 * state.step}')} --max_steps {2 * state.step}"
+        limits = {"max_steps": 2 * state.step} if config.max_steps else {}
+        limits |= {"max_minutes": f"{2 * config.max_minutes:g}"} if config.max_minutes else {}
+        longer = f"--output_dir {shlex.quote(f'{output_dir}-{2 * state.step}')}"
+        longer += "".join(f" --{name} {value}" for name, value in limits.items())
         lines += [f"  longer     your command with --resume_from_checkpoint {shlex.quote(str(start))} \\"]
         lines += [f"             {longer}"]
     if config.dataset_name == STANDARD_LIBRARY:

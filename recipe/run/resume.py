@@ -69,13 +69,14 @@ def resolve_length(config: TrainConfig, num_train_rows: int) -> TrainConfig:
 
 def keep_warmup(config: TrainConfig, content: dict[str, Any]) -> TrainConfig:
     """Keep a warm-up that is over: a share of a new length would repeat it. content: from `read_state`."""
-    num_steps = count_warmup_steps(_with_schedule_of(config, content))
+    num_steps = count_warmup_steps(with_schedule_of(config, content))
     if config.warmup_steps < 1 and num_steps <= content["step"] and count_warmup_steps(config) != num_steps:
         return dataclasses.replace(config, warmup_steps=num_steps)
     return config
 
 
-def _with_schedule_of(config: TrainConfig, content: dict[str, Any]) -> TrainConfig:
+def with_schedule_of(config: TrainConfig, content: dict[str, Any]) -> TrainConfig:
+    """Return the config with the schedule of a checkpoint. content: from `read_state`."""
     schedule = {name: content["identity"][name] for name in SCHEDULE_OPTIONS}
     return dataclasses.replace(config, **schedule, num_train_epochs=None)
 
@@ -124,7 +125,7 @@ def check_identity(config: TrainConfig, identity: dict[str, Any], resume_dir: Pa
 def describe_jump(config: TrainConfig, resume_dir: Path, progress: float) -> str | None:
     """Return what a changed schedule does to the next learning rate, if it does. progress: of this run, now."""
     content = read_state(resume_dir)
-    earlier = _with_schedule_of(config, content)
+    earlier = with_schedule_of(config, content)
     before = earlier.learning_rate * learning_rate_scale(earlier, content["step"], content["progress"])
     now = config.learning_rate * learning_rate_scale(config, content["step"], progress)
     return None if math.isclose(before, now) else f"the learning rate goes from {before:.3g} to {now:.3g}"
