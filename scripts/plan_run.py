@@ -195,7 +195,8 @@ def measure(config_file: str | None, config: TrainConfig) -> str:
     if config.max_steps:
         hours = config.max_steps * config.tokens_per_step / speed / 3600
         length = f"{hours:,.2f} hours for {config.max_steps:,} steps"
-    launched = f"{summary['num_processes']} process(es), {summary['mixed_precision']}, {summary['dynamo_backend']}"
+    processes = f"{summary['num_processes']} process{'es' * (summary['num_processes'] > 1)}"
+    launched = f"{processes}, {summary['mixed_precision']}, {summary['dynamo_backend']}"
     rows = summary["per_device_train_batch_size"]
     return f"{launched}: {memory:.1f} GB, {rows} rows per forward pass, {speed:,.0f} tokens/s: {length}"
 
