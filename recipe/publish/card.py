@@ -81,13 +81,15 @@ def read_run(run_dir: Path, step: int, directory: Path, hub_options: dict[str, A
     samples = [sample for sample in samples if sample["step"] > 0]  # the first is of the untrained model
     evaluation = evaluations[-1] if evaluations and evaluations[-1]["step"] == step else {}
     tasks = split_scores(evaluation) | public_tasks(read_evaluation(run_dir, step, directory))
-    results = [*list_losses(evaluation, data), *list_scores(tasks)]
+    is_demo = data.get("dataset_id") == STANDARD_LIBRARY
+    dataset_id = None if is_demo else data.get("dataset_id")
+    results = [*list_losses(evaluation, dataset_id, data.get("dataset_config_name")), *list_scores(tasks)]
     metadata = ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
         license=typed.get("hub_license"),
         language=typed.get("hub_language"),
-        datasets=[data["dataset_id"]] if data.get("dataset_id") not in (None, STANDARD_LIBRARY) else None,
+        datasets=[dataset_id] if dataset_id else None,
         base_model=start.get("base_model_id"),
         tags=[options["model_type"], "gpt2-recipe"],
         model_name=name if results else None,
@@ -102,7 +104,7 @@ def read_run(run_dir: Path, step: int, directory: Path, hub_options: dict[str, A
         **{"events": events, "start": start, "starts": starts, "changes": changes, "data": data, "results": results},
         "is_published": bool(typed.get("hub_model_id")),
         "is_final": step == options["max_steps"] or {"event": "end", "step": step} in events,
-        "is_demo": data.get("dataset_id") == STANDARD_LIBRARY,
+        "is_demo": is_demo,
         "resumes": [start["step"] for start in starts if start["step"] > 0],
         "has_base": bool(typed.get("model_name_or_path")),
         "evaluation": evaluation,
@@ -140,10 +142,9 @@ def weights_sha256(folder: Path) -> str | None:
         return sha_fileobj(file).hex()
 
 
-def list_losses(evaluation: dict[str, Any], data: dict[str, Any]) -> Iterator[EvalResult]:
-    """Yield the validation results of this step, for the model-index and the table."""
-    dataset, config_name = data.get("dataset_id") or "text", data.get("dataset_config_name")
-    label = f"{data.get('dataset_id') or 'held-out text'}, validation split"
+def list_losses(evaluation: dict[str, Any], dataset_id: str | None, config_name: str | None) -> Iterator[EvalResult]:
+    """Yield the validation results of this step, for the model-index and the table. dataset_id: on the Hub."""
+    dataset, label = dataset_id or "text", f"{dataset_id or 'held-out text'}, validation split"
     for key, metric in LOSSES.items():
         if evaluation.get(key) is not None:
             split = {"dataset_config": config_name, "dataset_split": "validation"}

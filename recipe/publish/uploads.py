@@ -92,14 +92,14 @@ class HubUploads:
             except OSError as error:  # a full disk, on a file system without links
                 self.failures[FINAL_NAME] = short_reason(error)
 
-        is_last = False  # first comes what began during training
-        while self.is_running or (self._staged() and not is_last):
+        has_started = False  # the upload at the end: what began during training comes first
+        while self.is_running or (self._staged() and not has_started):
             if interrupted() or time.monotonic() >= until:
                 break
             if not self.is_running:
                 self.say(f"uploading to {self.config.hub_model_id}")
                 self._start(num_attempts=2)
-                is_last = True
+                has_started = True
             if time.monotonic() >= report_at:
                 self.say(f"still uploading to {self.config.hub_model_id}: {', '.join(self._staged())}")
                 report_at += REPORT_SECONDS
