@@ -77,9 +77,9 @@ def main() -> int:
                 if evaluation is None:
                     continue  # a signal has interrupted it: the next turn saves and stops
                 log.evaluation(state, evaluation)
-            uploads.advance()  # in the background, after the evaluation that the card shows
             if last or stop:
                 break
+            uploads.advance()  # in the background, after the evaluation that the card shows
 
             means = {}  # over the micro-batches: the loss, and any other scalar that the module returns
             for _ in range(grad_accum):

@@ -585,11 +585,11 @@ def test_a_signal_saves_the_run_and_ends_it(train, short_run, monkeypatch, tmp_p
 
 
 def test_a_second_ctrl_c_exits_at_once(monkeypatch):
-    """Two within a second count as one, and SIGTERM does not count."""
+    """Two within a second count as one, and another signal does not count."""
     exits = []
     monkeypatch.setattr(recipe.run.stop.os, "_exit", exits.append)
     with StopSignals():
-        for name, seconds in (("SIGINT", 0.0), ("SIGINT", 1.1), ("SIGTERM", 0.0), ("SIGINT", 0.0)):
+        for name, seconds in (("SIGTERM", 1.1), ("SIGINT", 0.0), ("SIGINT", 1.1), ("SIGTERM", 0.0), ("SIGINT", 0.0)):
             assert exits == []
             send(name)
             time.sleep(seconds)

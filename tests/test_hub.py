@@ -17,7 +17,7 @@ from conftest import read_events, run_script, signal_when
 from huggingface_hub import HfApi, constants
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipe.checkpoint import STATE_NAME
+from recipe.checkpoint import STATE_NAME, CheckpointSaver
 from recipe.command_line import load_config
 from recipe.config import IDENTITY_OPTIONS, OPTIONS
 from recipe.errors import UserError
@@ -206,6 +206,15 @@ def test_a_branch_appears_when_it_is_complete(run, hub):
     assert open_uploads(run).finish(4) and branches_of(hub) == BRANCHES
 
 
+@pytest.mark.parametrize(("pattern", "fault"), [("POST .*/step-000004", "lose"), ("DELETE .*/branch", 500)])
+def test_no_branch_of_an_upload_remains(run, hub, pattern, fault):
+    """Also if the branch of the last checkpoint appeared, but that request or the next one failed."""
+    uploads = open_uploads(run)
+    shutil.rmtree(run / ".hub" / "step-000002")
+    hub.fail(pattern, fault)
+    assert uploads.finish(4) and branches_of(hub) == BRANCHES[1:]
+
+
 def test_main_keeps_the_newest_model(run, hub):
     """A checkpoint that an earlier process left behind gets its branch, but main does not go back."""
     assert open_uploads(run).finish(4)
@@ -234,7 +243,7 @@ def test_another_model_is_not_replaced_without_consent(run, train, hub, tmp_path
     HfApi().create_repo(REPO)
     HfApi().upload_file(path_or_fileobj=b"# Mine", path_in_repo="README.md", repo_id=REPO)
     assert open_uploads(run).finish(4)
-    for name in ("README.md", "model.safetensors", "vocab.json"):
+    for name in ("README.md", "model.safetensors", "vocab.json", "adapter_config.json", "notes.txt"):
         HfApi().upload_file(path_or_fileobj=b"mine", path_in_repo=name, repo_id=REPO)
     before = hub.branches(REPO)
     with pytest.raises(UserError, match="holds a model that no run .*--hub_overwrite"):
@@ -242,6 +251,7 @@ def test_another_model_is_not_replaced_without_consent(run, train, hub, tmp_path
     assert not open_uploads(run).finish(4) and hub.branches(REPO) == before
     assert open_uploads(run, "--hub_overwrite").finish(4)
     assert hub.files(REPO)["model.safetensors"] == (run / "model.safetensors").read_bytes()
+    assert {"vocab.json", "adapter_config.json", "notes.txt"} & set(hub.files(REPO)) == {"notes.txt"}
 
 
 def test_a_second_run_is_refused(train, hub, tmp_path):
@@ -396,6 +406,15 @@ def test_the_final_model_goes_first(run, hub):
     assert hub.files(REPO)["model.safetensors"] == (run / "model.safetensors").read_bytes()
 
 
+def test_the_checkpoint_of_the_last_step_waits_for_the_final_model(train, hub, monkeypatch):
+    """Also if it is on disk before the loop ends."""
+    save = CheckpointSaver.save
+    monkeypatch.setattr(CheckpointSaver, "save", lambda self, state: (save(self, state), self.wait()))
+    train(*PUSH, "--save_steps", "4", "--hub_strategy", "checkpoint")
+    commits = [path for method, path, _, _ in hub.requests if "/commit/" in path]
+    assert len(commits) > 1 and commits[0].endswith("/commit/main")
+
+
 def test_a_normal_end_has_no_deadline(run, hub, monkeypatch, capsys):
     """It says what it waits for."""
     monkeypatch.setattr(uploads_room, "REPORT_SECONDS", 0.3)
@@ -459,19 +478,21 @@ def test_an_upload_that_hangs_is_given_up(run, hub, monkeypatch, capsys, ending)
     assert f"({reason})" in printed and "to upload what is missing:\n" in printed
 
 
-def test_a_server_that_hangs_is_a_failure(run, hub, monkeypatch):
-    """The client itself would wait forever."""
+@pytest.mark.parametrize("pattern", ["POST .*/commit/", f"GET /api/models/{REPO}$"])
+def test_a_server_that_hangs_is_a_failure(run, hub, monkeypatch, pattern):
+    """The client itself would wait forever; for some requests, it asks for that (2.4)."""
     monkeypatch.setattr(hub_room, "TIMEOUT_SECONDS", 1.5)
     hub_room.prepare_client()
-    hub.fail("POST .*/commit/", 60.0, times=1)
+    hub.fail(pattern, 60.0, times=1)
     started_at = time.monotonic()
     assert open_uploads(run).finish() and time.monotonic() - started_at < 20
 
 
-def test_a_server_that_hangs_does_not_hold_the_start(train, hub, monkeypatch, capsys):
-    """Also the first request, which checks the license."""
+@pytest.mark.parametrize("pattern", ["POST /api/validate-yaml", f"GET /api/models/{REPO}$"])
+def test_a_server_that_hangs_does_not_hold_the_start(train, hub, monkeypatch, pattern):
+    """From the first request, which checks the license, to the one that asks whose the repository is."""
     monkeypatch.setattr(hub_room, "TIMEOUT_SECONDS", 0.5)
-    hub.fail("POST /api/validate-yaml", 60.0)
+    hub.fail(pattern, 60.0)
     started_at = time.monotonic()
     train(*PUSH)
     assert time.monotonic() - started_at < 30 and "model.safetensors" in hub.files(REPO)

@@ -254,6 +254,19 @@ def test_training_starts_from_existing_weights(fine_tune, base, tmp_path, datase
     assert (resumed / "model.safetensors").read_bytes() == (tuned / "model.safetensors").read_bytes()
 
 
+def test_a_local_model_that_is_gone_is_not_of_the_hub(fine_tune, base, tmp_path, monkeypatch):
+    """Its name may look so, and would be published."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "some").mkdir()
+    base.rename("some/base")
+    tuned = fine_tune("--save_steps", "2", source="some/base")
+    (tmp_path / "some").rename("gone")
+    arguments = ["--resume_from_checkpoint", tuned / "checkpoint-2"]
+    for run in (tuned, fine_tune(*arguments, source="some/base", output_dir=tmp_path / "branch")):
+        (start,) = read_events(run, "start")
+        assert start["base_model_id"] is start["data"]["tokenizer_id"] is None
+
+
 def test_models_of_other_trainers(fine_tune, base, tmp_path):
     """More rows than the tokenizer has tokens are dropped, and half-precision weights train in fp32."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float16)

@@ -79,7 +79,7 @@ def _newest(repo_id: str) -> str | None:
 
 
 def _download(repo_id: str, revision: str, output_dir: Path) -> Path:
-    """Download a checkpoint and the run's log, or what an earlier attempt has not. Returns the folder.
+    """Download a checkpoint and the run's log, or the files that an earlier attempt has not. Returns the folder.
 
     It is hidden, so if the run refuses the checkpoint, the folder is free for another run.
     """

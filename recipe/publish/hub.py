@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from huggingface_hub import (
     CommitOperationAdd,
@@ -39,7 +39,9 @@ MODEL_FILES = (
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
 )
 TRAINING_FILES = (STATE_NAME, OPTIMIZER_NAME, RNG_NAME, MANIFEST_NAME)  # what only a resume needs
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")  # files of any model
+# How the names of files of any model end.
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
+WEIGHTS += (".index.json", "adapter_config.json")
 SPOOL_NAME, DOWNLOAD_NAME = ".hub", ".hub/resumed"  # in output_dir: what waits for its upload; a downloaded checkpoint
 BRANCH = re.compile(r"step-\d{6,}-[\d.]+[kMB]-\w+")
 ID_LENGTH = 6  # of a run's id in the names of its branches
@@ -121,11 +123,11 @@ def check_owner(config: TrainConfig, run_id: str | None, note: str = "") -> None
 
 
 class Held(NamedTuple):
-    """What the main branch of a repository holds: the id and the step on its card, and whether there is a model."""
+    """What the main branch of a repository holds: the id and the step on its card, and the files of a model."""
 
     run_id: str | None
     step: int
-    is_model: bool
+    weights: tuple[str, ...]
 
 
 def read_main(repo_id: str) -> Held:
@@ -135,12 +137,13 @@ def read_main(repo_id: str) -> Held:
     if CARD_NAME in files:
         path = hf_hub_download(repo_id, CARD_NAME, revision=info.sha)
         data = ModelCard.load(path, ignore_metadata_errors=True).data
-    return Held(data.get("run_id"), data.get("step") or 0, any(name.endswith(WEIGHTS) for name in files))
+    weights = (name for name in files if name.endswith(WEIGHTS))
+    return Held(data.get("run_id"), data.get("step") or 0, tuple(weights))
 
 
 def refuse_another(config: TrainConfig, held: Held, run_id: str | None, note: str = "") -> None:
     """Raise `UserError` if the main branch holds a model that is not this run's, unless it may be replaced."""
-    if config.hub_overwrite or held.run_id == run_id is not None or not (held.run_id or held.is_model):
+    if config.hub_overwrite or held.run_id == run_id is not None or not (held.run_id or held.weights):
         return
     found = f"another run, at step {held.step:,}" if held.run_id else "a model that no run of this recipe published"
     raise UserError(
@@ -150,12 +153,18 @@ def refuse_another(config: TrainConfig, held: Held, run_id: str | None, note: st
 
 
 def prepare_client() -> None:
-    """Give all connections of the client a timeout, and turn its progress bars and warnings off."""
+    """Give all requests of the client a timeout, and turn its progress bars and warnings off."""
     session = get_session()
-    hooks = {"request": session.event_hooks["request"]}
-    set_client_factory(lambda: type(session)(event_hooks=hooks, follow_redirects=True, timeout=TIMEOUT_SECONDS))
+    hooks = {"request": [*(hook for hook in session.event_hooks["request"] if hook != limit_time), limit_time]}
+    set_client_factory(lambda: type(session)(event_hooks=hooks, follow_redirects=True, timeout=None))
     disable_progress_bars()
     logging.set_verbosity_error()  # we say ourselves what failed
+
+
+def limit_time(request: Any) -> None:
+    """Give a request a timeout, also one that asks for none, as those of `HfApi.model_info` do (2.4)."""
+    limits = request.extensions["timeout"]  # for connect, read, write and pool
+    request.extensions["timeout"] = {what: limit or TIMEOUT_SECONDS for what, limit in limits.items()}
 
 
 def check_repo_id(repo_id: str) -> None:
@@ -224,7 +233,8 @@ def upload(config: TrainConfig, run_id: str, output_dir: Path, folder: Path, ste
     if held.run_id != run_id or step >= held.step:
         resumable = own[-1] if own and publishes_training_state(config) else None
         write_model_card(output_dir, step, folder, resumable=resumable, **card)
-        commit(api, repo_id, folder, WRITTEN_FILES + MODEL_FILES, MAIN, message)
+        names = WRITTEN_FILES + MODEL_FILES
+        commit(api, repo_id, folder, names if held.run_id == run_id else names + held.weights, MAIN, message)
     shutil.rmtree(folder, ignore_errors=True)
     return str(url)
 
@@ -234,13 +244,13 @@ def commit_branch(api: HfApi, repo_id: str, folder: Path, branch: str, branches:
     names, working = WRITTEN_FILES + MODEL_FILES + TRAINING_FILES, f"incomplete-{branch.rpartition('-')[2]}"
     if branch in branches:  # from an earlier attempt
         commit(api, repo_id, folder, names, branch, message)
-        return
-    if working in branches:  # an upload was killed
+    else:
+        api.create_branch(repo_id, branch=working, exist_ok=True)  # it exists if an upload was killed
+        found = commit(api, repo_id, folder, names, working, message)
+        api.create_branch(repo_id, branch=branch, revision=found)
+        branches = [*branches, working]
+    if working in branches:
         api.delete_branch(repo_id, branch=working)
-    api.create_branch(repo_id, branch=working)
-    found = commit(api, repo_id, folder, names, working, message)
-    api.create_branch(repo_id, branch=branch, revision=found)
-    api.delete_branch(repo_id, branch=working)
 
 
 def commit(api: HfApi, repo_id: str, folder: Path, names: tuple[str, ...], revision: str, message: str) -> str:

@@ -24,7 +24,7 @@ from recipe.hardware.processes import on_main_process
 from recipe.model.size import count_exported_parameters, count_flops_per_token
 from recipe.optim.schedule import count_warmup_steps
 from recipe.publish.export import export_model
-from recipe.publish.public import hub_id, split_scores
+from recipe.publish.public import hub_id, read_events, split_scores
 from recipe.publish.uploads import HubUploads
 from recipe.run.log import RunLog
 from recipe.run.resume import describe_jump
@@ -49,6 +49,10 @@ def collect_facts(run: Run, model: PreTrainedModel) -> dict[str, Any]:
     counts = ("documents", "tokens", "bytes", "rows")
     splits = {split: {key: found[key] for key in counts} for split, found in metadata["splits"].items()}
     source, shape, tokenizer = metadata["source"], model.config, metadata.get("tokenizer") or config.tokenizer_name
+    base_model_id, tokenizer_id = hub_id(config.model_name_or_path), hub_id(tokenizer)
+    if run.resume_dir:  # a local model may be gone by now; the run of the checkpoint knew it when it began
+        first = next((event for event in read_events(run.resume_dir.parent) if event["event"] == "start"), {})
+        base_model_id, tokenizer_id = first.get("base_model_id"), first.get("data", {}).get("tokenizer_id")
     is_on_hub = bool(source.get("dataset_revision"))  # and not a local folder with a name of the same form
     dataset_id = hub_id(source.get("dataset_name")) if is_on_hub else None
     if source.get("dataset_name") == STANDARD_LIBRARY:
@@ -68,7 +72,7 @@ def collect_facts(run: Run, model: PreTrainedModel) -> dict[str, Any]:
             "splits": splits,
             "content_sha256": metadata["content_sha256"],
             "tokenizer_sha256": metadata["tokenizer_sha256"],
-            "tokenizer_id": hub_id(tokenizer),
+            "tokenizer_id": tokenizer_id,
             "is_own_tokenizer": metadata.get("inputs", {}).get("tokenizer", "").startswith(TRAINED),
         },
         "model": {
@@ -82,7 +86,7 @@ def collect_facts(run: Run, model: PreTrainedModel) -> dict[str, Any]:
         },
         "flops_per_token": count_flops_per_token(shape, model.num_parameters(), config.block_size),
         "base_model": config.model_name_or_path,
-        "base_model_id": hub_id(config.model_name_or_path),
+        "base_model_id": base_model_id,
         "num_processes": run.accelerator.num_processes,
         "mixed_precision": config.mixed_precision,
         "dynamo_backend": config.dynamo_backend,
@@ -221,7 +225,7 @@ def stop_run(log: RunLog, uploads: HubUploads, state: RunState, signals: StopSig
             where, how = "with nothing to save", "the same command starts again"
         mark_resumable(True)  # also if the run had nothing new to save, or could not save it
         log.say(f"stopped by {describe_signal(signals.agreed)} after step {state.step:,}, {where}; {how}")
-        num_signals = signals.count
+        num_signals, signals.interrupted_at = signals.count, None  # the next Ctrl-C only ends the uploads
         uploads.finish(None, STOP_SECONDS, lambda: signals.count > num_signals)
         log.end()
 

@@ -26,7 +26,8 @@ class StopSignals:
     def __init__(self, reaction: str = "finishing this step and saving") -> None:
         """reaction: what the first signal makes the program do, for the user."""
         self.reaction = reaction
-        self.count, self.newest, self.first_at = 0, 0, 0.0  # number of signals, number of the signal, time
+        self.count, self.newest = 0, 0  # number of signals, number of the signal
+        self.interrupted_at: float | None = None  # the first Ctrl-C
         self.agreed = 0  # the signal on which the processes have agreed
         self.handlers: dict[int, object] = {}
 
@@ -53,14 +54,14 @@ class StopSignals:
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()
-        if number == signal.SIGINT and self.count and now - self.first_at > SAME_SIGNAL_SECONDS:
-            os._exit(128 + number)
-        if not self.count:
-            self.first_at = now
-            if os.environ.get("RANK", "0") == "0" and number != LAUNCHER_DIED:
-                again = " Press it again to quit at once." if number == signal.SIGINT else ""
-                name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-                os.write(2, f"\n{name}: {self.reaction}.{again}\n".encode())
+        if number == signal.SIGINT:
+            if self.interrupted_at is not None and now - self.interrupted_at > SAME_SIGNAL_SECONDS:
+                os._exit(128 + number)
+            self.interrupted_at = self.interrupted_at or now
+        if not self.count and os.environ.get("RANK", "0") == "0" and number != LAUNCHER_DIED:
+            again = " Press it again to quit at once." if number == signal.SIGINT else ""
+            name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+            os.write(2, f"\n{name}: {self.reaction}.{again}\n".encode())
         self.count, self.newest = self.count + 1, number
 
 
