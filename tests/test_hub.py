@@ -314,8 +314,8 @@ def test_another_machine_resumes_from_the_hub(train, hub, tmp_path, how):
     assert branches_of(hub) == branches
 
 
-def test_a_download_goes_on_where_it_was_cut(run, train, hub, tmp_path):
-    """What has arrived is not downloaded again."""
+def test_files_that_have_arrived_are_not_downloaded_again(run, train, hub, tmp_path):
+    """By the same command, after a download that was cut off."""
     assert open_uploads(run, "--hub_strategy", "checkpoint").finish(4)
     hub.fail("GET .*/resolve/.*/optimizer.pt", 500, times=None)
     resume = ["--resume_from_checkpoint", f"hf://{REPO}", "--output_dir", tmp_path / "second"]
