@@ -82,7 +82,11 @@ def load_config(argv: list[str] | None = None) -> tuple[TrainConfig, str]:
     config and the name of the recipe. Raises `UserError`. `--help` exits.
     """
     argv = underscored(sys.argv[1:] if argv is None else argv)
-    typed = {ALIASES.get(name, name) for name in typed_names(argv)}
+    spelled = typed_names(argv)
+    typed = {ALIASES.get(name, name) for name in spelled}
+    for option in typed:
+        if len(names := sorted(name for name in spelled if ALIASES.get(name, name) == option)) > 1:
+            raise UserError(f"--{' and --'.join(names)} set the same option; pass only one of them")
     parser = TrainParser()
     given = parser.parse_known_args([text for text in argv if text not in ("-h", "--help")])[0]
     recipe = given.config or ("gpt2_finetune" if "model_name_or_path" in typed else "demo")

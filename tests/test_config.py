@@ -249,6 +249,7 @@ def test_a_value_means_what_it_says_and_survives_saving(tmp_path, recipe, conten
         ("--eval_tasks lambada,lambada", "lambada is given twice"),
         # Names of other programs.
         ("--bf16 maybe", "mixed_precision: invalid choice: 'maybe'"),
+        ("--fp16 --mixed_precision bf16", "--fp16 and --mixed_precision set the same option; pass only one of them"),
         ("--lr=1", "use --learning_rate"),
         ("--batch-size=3", "use --per_device_train_batch_size"),
         ("--overwrite_output_dir", "pass another --output_dir"),
