@@ -56,7 +56,7 @@ class TrainParser(CommandLine, HfArgumentParser):
         kwargs = {key: value for key, value in kwargs.items() if key not in ("at_least", "above", "below", "words")}
         if name == "activation_checkpointing":
             kwargs["type"] = str.lower  # Python's booleans, as YAML's arrive here, and the command line's
-        elif name in OPTIONS and name not in LITERALS:
+        elif name not in LITERALS:
             value = "BOOL" if isinstance(OPTIONS[name].default, bool) else "VALUE"
             kwargs.setdefault("metavar", "N" if kwargs.get("type") in (int, float) else value)
         aliases = ["--gradient_checkpointing"] if name == "activation_checkpointing" else []

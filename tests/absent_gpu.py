@@ -34,7 +34,7 @@ import recipe.train
 
 CUDA, RECIPE, aten = torch.device("cuda", 0), str(Path(recipe.train.__file__).parent) + "/", torch.ops.aten
 GB = 10**9
-H100 = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=85 * GB, major=9, minor=0)
+H100 = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=85 * GB)
 PINNED = weakref.WeakSet()  # storages on the CPU
 ALLOCATION = 512  # bytes: torch's allocator rounds up to a multiple
 

@@ -243,15 +243,18 @@ def test_another_model_is_not_replaced_without_consent(run, train, hub, tmp_path
     HfApi().create_repo(REPO)
     HfApi().upload_file(path_or_fileobj=b"# Mine", path_in_repo="README.md", repo_id=REPO)
     assert open_uploads(run).finish(4)
-    for name in ("README.md", "model.safetensors", "vocab.json", "adapter_config.json", "notes.txt"):
+    for name in ("README.md", "model.safetensors", "vocab.json", "adapter_config.json", "optimizer.pt", "notes.txt"):
         HfApi().upload_file(path_or_fileobj=b"mine", path_in_repo=name, repo_id=REPO)
     before = hub.branches(REPO)
     with pytest.raises(UserError, match="holds a model that no run .*--hub_overwrite"):
         train(*PUSH, output_dir=tmp_path / "second")
     assert not open_uploads(run).finish(4) and hub.branches(REPO) == before
-    assert open_uploads(run, "--hub_overwrite").finish(4)
+    uploads = open_uploads(run, "--hub_overwrite", "--hub_strategy", "checkpoint")
+    shutil.rmtree(run / ".hub" / "step-000002")
+    assert uploads.finish()  # of a checkpoint with its training state
     assert hub.files(REPO)["model.safetensors"] == (run / "model.safetensors").read_bytes()
-    assert {"vocab.json", "adapter_config.json", "notes.txt"} & set(hub.files(REPO)) == {"notes.txt"}
+    left = {"vocab.json", "adapter_config.json", "optimizer.pt", "notes.txt"} & set(hub.files(REPO))
+    assert left == {"notes.txt"}
 
 
 def test_a_second_run_is_refused(train, hub, tmp_path):

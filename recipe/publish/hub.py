@@ -233,8 +233,8 @@ def upload(config: TrainConfig, run_id: str, output_dir: Path, folder: Path, ste
     if held.run_id != run_id or step >= held.step:
         resumable = own[-1] if own and publishes_training_state(config) else None
         write_model_card(output_dir, step, folder, resumable=resumable, **card)
-        names = WRITTEN_FILES + MODEL_FILES
-        commit(api, repo_id, folder, names if held.run_id == run_id else names + held.weights, MAIN, message)
+        replaced = () if held.run_id == run_id else held.weights
+        commit(api, repo_id, folder, WRITTEN_FILES + MODEL_FILES, MAIN, message, replaced)
     shutil.rmtree(folder, ignore_errors=True)
     return str(url)
 
@@ -253,14 +253,22 @@ def commit_branch(api: HfApi, repo_id: str, folder: Path, branch: str, branches:
         api.delete_branch(repo_id, branch=working)
 
 
-def commit(api: HfApi, repo_id: str, folder: Path, names: tuple[str, ...], revision: str, message: str) -> str:
-    """Make a branch hold exactly the files of a folder that have these names; other files on it stay.
+def commit(
+    api: HfApi,
+    repo_id: str,
+    folder: Path,
+    names: tuple[str, ...],
+    revision: str,
+    message: str,
+    replaced: tuple[str, ...] = (),
+) -> str:
+    """Make a branch hold exactly the files of a folder that have these names, and none of `replaced`; others stay.
 
     `upload_folder` could make several commits, between which a reader would see half of a checkpoint (2.4). Returns
     the commit's id.
     """
     files = {path.name: path for path in (folder / name for name in names) if path.is_file()}
-    gone = set(api.list_repo_files(repo_id, revision=revision)) & set(names) - files.keys()
+    gone = set(api.list_repo_files(repo_id, revision=revision)) & ({*names, *replaced} - files.keys())
     operations = [CommitOperationAdd(name, path) for name, path in files.items()]
     operations += [CommitOperationDelete(name) for name in sorted(gone)]
     return api.create_commit(repo_id, operations, commit_message=message, revision=revision).oid
