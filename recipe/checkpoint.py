@@ -20,6 +20,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils.operations import recursively_apply
 from huggingface_hub.utils.sha import sha_fileobj
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from recipe.config import TrainConfig, save_config
@@ -28,7 +29,7 @@ from recipe.environment import describe_environment
 from recipe.errors import UserError, short_reason
 from recipe.hardware.devices import get_rng_state, set_rng_state
 from recipe.hardware.processes import gather, on_main_process
-from recipe.model.weights import copy_weights, load_weights, write_model
+from recipe.model.weights import copy_weights, like, load_weights, whole, write_model
 from recipe.optim.guard import UpdateGuard
 from recipe.optim.schedule import is_decaying
 
@@ -186,11 +187,16 @@ def read_state(directory: Path) -> dict[str, Any]:
 def load_checkpoint(directory: Path, trained: Trained) -> RunState:
     """Load a checkpoint into everything that changes. Returns the run's state."""
     content, optimizer, device = read_state(directory), trained.optimizer, trained.accelerator.device
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     try:
         load_weights(trained.model, directory, trained.model_config.vocab_size)
-        # Mapped, because each process of a machine would hold a copy. On a CPU the optimizer keeps the tensors.
-        is_mapped = device.type != "cpu"
+        # Mapped, because each process of a machine would hold a copy. On a CPU, an optimizer without shards keeps it.
+        is_mapped = device.type != "cpu" or isinstance(parameters[0], DTensor)
         saved = torch.load(directory / OPTIMIZER_NAME, map_location="cpu", weights_only=True, mmap=is_mapped)
+        for index, values in saved["optimizer"]["state"].items():
+            for key, value in values.items():
+                if isinstance(value, torch.Tensor) and value.shape == parameters[index].shape:
+                    values[key] = like(parameters[index], value)
         rates = [group["initial_lr"] for group in optimizer.param_groups]
         optimizer.load_state_dict(saved["optimizer"])
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -253,9 +259,13 @@ class CheckpointSaver:
         """Copy the state on all processes and start to write it on the main one."""
         self.wait()
         gc.collect()  # garbage collection is off during training
-        accelerator, model = self.trained.accelerator, self.trained.model
+        accelerator, trained = self.trained.accelerator, self.trained
         rng = dict(enumerate(gather(get_rng_state(accelerator.device))))
         self.saved_step = state.step
+        # Tensor by tensor, so that no device holds more than one whole tensor at a time.
+        weights = copy_weights(trained.model, trained.model_config, accelerator.is_main_process)
+        optimizer = {"optimizer": trained.optimizer.state_dict(), "guard": trained.guard.counts}
+        optimizer = recursively_apply(self._copy, optimizer)
         if accelerator.is_main_process:
             content = {
                 **asdict(state),
@@ -264,10 +274,12 @@ class CheckpointSaver:
                 "scaler": accelerator.scaler.state_dict() if accelerator.scaler is not None else None,
                 "identity": self.identity,
             }
-            weights = copy_weights(model, self.trained.model_config)
-            optimizer = {"optimizer": self.trained.optimizer.state_dict(), "guard": self.trained.guard.counts}
-            optimizer = recursively_apply(lambda t: t.detach().to("cpu", copy=True), optimizer)
             self.writing = self.thread.submit(self._write, content, weights, optimizer, rng)
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Copy a tensor, of which each process may have a shard, into the host memory of the main process."""
+        tensor = whole(tensor.detach())
+        return tensor.to("cpu", copy=True) if self.trained.accelerator.is_main_process else None
 
     def wait_on_all(self) -> bool:
         """Let all processes wait for the checkpoint that is in progress. Returns whether it is on disk."""

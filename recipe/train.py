@@ -12,9 +12,9 @@ from recipe.checkpoint import CheckpointSaver, Trained
 from recipe.command_line import load_config
 from recipe.errors import run_main
 from recipe.evaluation.validation import Validation
-from recipe.hardware.accelerator import compile_module
 from recipe.model.build import build_model
 from recipe.model.loss import LanguageModelingLoss
+from recipe.model.weights import whole
 from recipe.optim.guard import UpdateGuard
 from recipe.optim.optimizers import build_optimizer
 from recipe.optim.schedule import learning_rate_scale
@@ -22,6 +22,7 @@ from recipe.publish.uploads import HubUploads
 from recipe.run.log import RunLog
 from recipe.run.report import build_profiler, collect_facts, finish_run, show_start, stop_run
 from recipe.run.start import (
+    confirm_plan,
     load_state,
     measure_progress,
     open_batches,
@@ -46,8 +47,9 @@ def main() -> int:
 
     model = build_model(config, run.model_config, run.source)  # a stock GPT2LMHeadModel
     loss = LanguageModelingLoss(model, run.vocab_size, config.label_smoothing_factor, config.loss_chunks)
-    module, optimizer = compile_module(loss, config.dynamo_backend), build_optimizer(config, model)
-    run, module = prepare(run, module, optimizer)  # DDP; on a GPU, a trial step confirms the micro-batch
+    module = prepare(run, loss)  # compiled; on several devices DDP, or FSDP, which replaces the parameters
+    optimizer = build_optimizer(config, model)
+    run = confirm_plan(run, module, optimizer)  # on a GPU, a trial step
     guard = UpdateGuard(accelerator)
     trained = Trained(accelerator, model, run.model_config, dataset.tokenizer, optimizer, guard)
     state = load_state(run, trained)  # the checkpoint's, or a new one
@@ -88,7 +90,7 @@ def main() -> int:
                     accelerator.backward(outputs["loss"])  # divides by grad_accum
                 for name, value in outputs.items():
                     means[name] = means.get(name, 0.0) + value.detach() / grad_accum
-            grad_norm = accelerator.clip_grad_norm_(module.parameters(), config.max_grad_norm or math.inf)
+            grad_norm = whole(accelerator.clip_grad_norm_(module.parameters(), config.max_grad_norm or math.inf))
             scale = learning_rate_scale(config, state.step, progress)
             for group in optimizer.param_groups:
                 group["lr"] = group["initial_lr"] * scale

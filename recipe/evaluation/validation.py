@@ -15,6 +15,7 @@ from recipe.errors import short_reason
 from recipe.evaluation.generation import sample_text
 from recipe.evaluation.scoring import CPU_TOKENS, Totals, sum_losses
 from recipe.evaluation.tasks import load_tasks, score_task
+from recipe.hardware.sharding import gathered
 from recipe.model.loss import IGNORE_INDEX
 
 # An evaluated row costs a third (estimated, GPU) to 0.40 (measured, two CPU cores) of a trained one: forward only.
@@ -84,7 +85,6 @@ class Validation:
         self.config, self.accelerator, self.module, self.dataset = config, accelerator, module, dataset
         on_cpu = accelerator.device.type == "cpu"
         self.batch_size = max(1, CPU_TOKENS // config.block_size) if on_cpu else micro_batch_size
-        # Not compiled: texts of all lengths would compile it again and again.
         self.model = accelerator.unwrap_model(module).model
         self.tasks = load_tasks(config.eval_tasks)
         self.num_rows = count_eval_rows(config, len(dataset.validation))
@@ -100,7 +100,8 @@ class Validation:
         """
         self.module.eval()
         try:
-            return self._run(must_stop)
+            with gathered(self.module):
+                return self._run(must_stop)
         finally:
             self.module.train()
 
@@ -111,7 +112,9 @@ class Validation:
         if totals is None:
             return None
         results = totals.scores()
-        with self.accelerator.autocast():  # the prepared module does this by itself; its model does not
+        # The prepared module casts by itself, its model does not. Not compiled: texts of all lengths would compile the
+        # blocks of a sharded model again and again.
+        with self.accelerator.autocast(), torch.compiler.set_stance("force_eager"):
             for name, examples in self.tasks.items():
                 options = {"max_examples": TASK_EXAMPLES, "vocab_size": len(tokenizer), "must_stop": must_stop}
                 tokens_per_batch = batch_size * self.config.block_size

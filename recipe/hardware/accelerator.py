@@ -24,6 +24,8 @@ from recipe.config import TrainConfig
 from recipe.errors import UserError
 from recipe.hardware.devices import native_bf16, why_no_inductor
 from recipe.hardware.processes import use_all_cores
+from recipe.hardware.sharding import Sharding, list_blocks, shard
+from recipe.model.loss import LanguageModelingLoss
 
 # FLOPs of a CPU run above which compilation pays. Two cores with avx512_bf16, empty cache: the demo compiles for 26 s
 # and its steps become 1.10 times as fast; a 16 M-parameter model with GPT-2's vocabulary becomes 1.22 times as fast in
@@ -66,7 +68,7 @@ def build_accelerator(config: TrainConfig, output_dir: Path) -> Accelerator:
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
     accelerator = Accelerator(
         mixed_precision=choose_mixed_precision(config, state.device).value,
-        dynamo_plugin=TorchDynamoPlugin(backend="no"),  # compile_module compiles before prepare()
+        dynamo_plugin=TorchDynamoPlugin(backend="no"),  # `parallelize` compiles
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
         kwargs_handlers=[
             DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
@@ -92,11 +94,11 @@ def check_trackers(config: TrainConfig) -> None:
 
 
 def resolve_hardware(
-    config: TrainConfig, device: torch.device, total_flops: float
+    config: TrainConfig, device: torch.device, total_flops: float, sharding: Sharding | None = None
 ) -> tuple[TrainConfig, dict[str, Choice]]:
     """Replace the `auto` of precision, compilation and attention. Returns the config and each choice by its label.
 
-    total_flops: of the run; infinite if only its time is limited.
+    total_flops: of the run; infinite if only its time is limited. Raises `UserError` for choices that cannot work.
     """
     choices = {
         "precision": choose_mixed_precision(config, device),
@@ -116,7 +118,23 @@ def resolve_hardware(
         dynamo_backend=choices["dynamo"].value,
         attn_implementation=choices["attention"].value,
     )
+    if sharding is not None:
+        check_sharded(resolved)
+        choices = {"layout": Choice("FSDP", sharding.describe()), **choices}
+        if sharding.activation_checkpointing and config.activation_checkpointing == "auto":
+            resolved = dataclasses.replace(resolved, activation_checkpointing="true")
     return resolved, choices
+
+
+def check_sharded(config: TrainConfig) -> None:
+    """Raise `UserError` for what does not work with shards. config: with every `auto` of the hardware resolved."""
+    if config.mixed_precision == "fp16":
+        raise UserError("FSDP does not work with fp16 and its gradient scaler; use --mixed_precision bf16 or no")
+    if config.optim == "adamw_bnb_8bit":
+        raise UserError("FSDP does not work with --optim adamw_bnb_8bit; use adamw_torch_fused or muon")
+    if config.dynamo_backend == "inductor" and dynamo_mode() in CUDA_GRAPH_MODES:
+        found = f"FSDP does not work with dynamo_mode {dynamo_mode()}, because gathered parameters move in memory"
+        raise UserError(f"{found}; launch with --dynamo_mode default")
 
 
 def choose_mixed_precision(config: TrainConfig, device: torch.device) -> Choice:
@@ -193,14 +211,20 @@ def choose_attention(config: TrainConfig, device: torch.device) -> Choice:
     return Choice("sdpa", "flash kernels, no mask")
 
 
-def compile_module(module: nn.Module, backend: str) -> nn.Module:
-    """Compile in place, as one graph with fixed shapes, unless backend is "no".
+def parallelize(
+    module: LanguageModelingLoss, config: TrainConfig, accelerator: Accelerator, sharding: Sharding | None
+) -> nn.Module:
+    """Compile the module in place and let all processes train it: with DistributedDataParallel, or sharded.
 
-    This happens before `accelerator.prepare` because Accelerate compiles outside DistributedDataParallel, where
-    fullgraph fails (accelerate 1.15, torch 2.13), and in place because a wrapper would prefix every weight's name.
-    Only inductor has modes.
+    It is compiled first because Accelerate compiles outside DistributedDataParallel, where fullgraph fails (accelerate
+    1.15, torch 2.13), and in place because a wrapper would prefix every weight's name. Shapes are fixed, and no graph
+    breaks. Only inductor has modes.
     """
-    if backend != "no":
+    if (backend := config.dynamo_backend) != "no":
         mode = dynamo_mode() if backend == "inductor" else None
-        module.compile(backend=backend, mode=mode, fullgraph=True, dynamic=False)
-    return module
+        blocks = list_blocks(module) if sharding else ()
+        module.compile(blocks, backend=backend, mode=mode, fullgraph=True, dynamic=False)
+    if sharding is None:
+        return accelerator.prepare(module)
+    shard(module, sharding, accelerator.device.type)
+    return accelerator.prepare_model(module, evaluation_mode=True)  # autocast, without DistributedDataParallel

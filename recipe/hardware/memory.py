@@ -24,6 +24,7 @@ from recipe.errors import ProcessError, UserError
 from recipe.hardware.accelerator import CUDA_GRAPH_MODES, choose_attention, dynamo_mode
 from recipe.hardware.host_memory import available_bytes
 from recipe.hardware.processes import largest_of_processes, on_main_process
+from recipe.hardware.sharding import reset
 from recipe.model.size import count_block_matrices, count_head, count_inner, count_parameters
 from recipe.optim.muon import STACK_COPIES, STACK_VALUES
 
@@ -341,6 +342,7 @@ def _fits(accelerator: Accelerator, module: nn.Module, size: int, share: int, bl
         if not is_out_of_memory(error):
             raise
         fits = False
+        reset(module)
     module.zero_grad(set_to_none=True)
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()

@@ -22,6 +22,7 @@ from accelerate.utils import DistributedType, is_torch_xla_available, str_to_boo
 
 from recipe.environment import count_cpus, count_local_processes
 from recipe.errors import ProcessError, UserError, one_line
+from recipe.hardware.sharding import Sharding, take_sharding
 
 # A step's collectives, on devices and hosts: a process that hangs or vanishes ends the others after this long.
 STEP_WAIT = timedelta(minutes=10)
@@ -31,10 +32,7 @@ LAUNCHERS += ("torchrun", "torch.distributed.run", "torch.distributed.launch")  
 LAUNCHER_DIED = getattr(signal, "SIGUSR2", None)  # Windows has none
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
-ONLY_DDP = (
-    "every size of GPT-2 fits on one GPU with 40 GB, and several devices use "
-    "DistributedDataParallel; use a file in accelerate_configs/, whose README.md says more"
-)
+OTHERS = "use multi_gpu.yaml, or for a model that one GPU cannot hold fsdp.yaml, in accelerate_configs/"
 
 ONE_OF_SEVERAL = (
     "the launcher was asked for several processes, but starts only one with this distributed_type; use "
@@ -45,25 +43,26 @@ ONE_OF_SEVERAL = (
 T = TypeVar("T")
 
 
-def start_processes() -> None:
+def start_processes() -> Sharding | None:
     """Find the device and the other processes. Call it before anything that depends on the rank.
 
-    Raises `UserError` for a launcher's answer that is not supported, if the launcher started several processes but
-    Accelerate sees one (1.15, without a GPU), because each would train the whole run by itself, and if the launcher
-    started one of several.
+    Returns how they divide the state of the run; None if each holds all of it. Raises `UserError` for a launcher's
+    answer that is not supported, if the launcher started several processes but Accelerate sees one (1.15, without a
+    GPU), because each would train the whole run by itself, and if the launcher started one of several.
     """
     die_with_the_launcher()
     if started_one_of_several(os.environ):
         raise UserError(ONE_OF_SEVERAL)
     if is_torch_xla_available():
         raise UserError("TPUs are not supported; run pip uninstall torch_xla, and use a file in accelerate_configs/")
-    state = PartialState(cpu=wants_cpu(), timeout=STEP_WAIT)
-    for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"):  # on a CPU, Accelerate ignores some
+    for name in ("DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"):  # on a CPU, Accelerate ignores some
         if str_to_bool(os.environ.get(f"ACCELERATE_USE_{name}", "false")):
-            raise UserError(f"{name} is not supported: {ONLY_DDP}")
+            raise UserError(f"{name} is not supported; {OTHERS}")
+    sharding = take_sharding(os.environ)
+    state = PartialState(cpu=wants_cpu(), timeout=STEP_WAIT)
     known = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
     if state.distributed_type not in known:
-        raise UserError(f"{state.distributed_type.value} is not supported: {ONLY_DDP}")
+        raise UserError(f"{state.distributed_type.value} is not supported; {OTHERS}")
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if state.num_processes != world_size:
         raise UserError(
@@ -72,6 +71,7 @@ def start_processes() -> None:
             "accelerate_configs/multi_cpu.yaml"
         )
     host_group()  # now, while a broken network costs nothing yet
+    return sharding
 
 
 def started_one_of_several(environment: Mapping[str, str]) -> bool:

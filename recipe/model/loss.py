@@ -1,9 +1,10 @@
-"""The module that a run trains: model and loss, compiled as one graph that returns no logits.
+"""The module that a run trains: model and loss in one, which returns no logits.
 
 Returning the logits costs tens of GB at 64 x 1024 x 50304: Accelerate's autocast wrapper copies every output to fp32
 (accelerate#2638, #3477) and autograd creates a gradient for each copy.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ class LanguageModelingLoss(nn.Module):
         num_targets = (targets != IGNORE_INDEX).sum().clamp(min=1)
         chunks = zip(hidden.chunk(self.num_chunks), targets.chunk(self.num_chunks), strict=True)
         if not self.training:
-            losses = torch.cat([cross_entropy(self._logits(rows), some) for rows, some in chunks])
+            losses = torch.cat([self._losses(rows, some) for rows, some in chunks])
             return {"loss": losses.sum() / num_targets, "losses": losses.view(shape)}
         if self.num_chunks == 1:
             loss_sum = self._loss_sum(hidden, targets)
@@ -65,16 +66,21 @@ class LanguageModelingLoss(nn.Module):
         # makes them NaN on all processes, and all skip the update. Inductor would simplify 1 + 0 * loss to 1.
         return {"loss": loss * torch.where(torch.isfinite(loss.detach()), 1.0, torch.nan)}
 
-    def compile(self, **options: Any) -> None:
+    def compile(self, blocks: Iterable[nn.Module] = (), **options: Any) -> None:
         """Compile `forward` as one graph; with chunks, the model as one and the loss of a chunk as another.
 
         In one graph, inductor fuses the chunks for CUDA: all logits live together, and memory grows (torch 2.15).
+        blocks: if given, each is compiled by itself instead of the model, because the hooks that gather its shards
+        would break a graph of several.
         """
-        if self.num_chunks == 1:
+        if self.num_chunks == 1 and not blocks:
             super().compile(**options)
-        else:
-            self._hidden = torch.compile(self._hidden, **options)
-            self._loss_sum = torch.compile(self._loss_sum, **options)
+            return
+        for block in blocks:
+            block.compile(**options)
+        names = ("_losses", "_loss_sum") if blocks else ("_hidden", "_losses", "_loss_sum")
+        for name in names:
+            setattr(self, name, torch.compile(getattr(self, name), **options))
 
     def _hidden(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Return the last hidden states, [tokens, hidden_size]."""
@@ -85,6 +91,10 @@ class LanguageModelingLoss(nn.Module):
         logits = self.model.get_output_embeddings()(hidden)
         # The fp32 bias makes bf16 logits fp32.
         return logits.float() if self.num_logits == self.vocab_size else logits + self.logit_bias
+
+    def _losses(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """hidden: [tokens, hidden_size]; targets: int64 [tokens]. Returns fp32 [tokens]."""
+        return cross_entropy(self._logits(hidden), targets)
 
     def _loss_sum(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """hidden: [tokens, hidden_size]; targets: int64 [tokens]. Returns the sum over counted targets, fp32."""

@@ -71,7 +71,8 @@ def count_head(model_config: PreTrainedConfig) -> int:
 
 def count_exported_parameters(model: PreTrainedModel, vocab_size: int) -> int:
     """Return the number of parameters of the saved model, without the padding; tied parameters count once."""
-    return sum(p[:vocab_size].numel() if is_vocabulary(model, p) else p.numel() for p in model.parameters())
+    rows = {p: vocab_size if is_vocabulary(model, p) else len(p) for p in model.parameters()}
+    return sum(p.numel() // len(p) * num_rows for p, num_rows in rows.items())
 
 
 def padded_vocab_size(vocab_size: int, multiple: int) -> int:

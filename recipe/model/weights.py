@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn import functional as F
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
@@ -37,14 +39,31 @@ def check_vocabulary(num_tokens: int, vocab_size: int, source: str | Path) -> No
         raise UserError(f"{found}; save the model's own tokenizer beside it")
 
 
-def copy_weights(model: PreTrainedModel, model_config: PreTrainedConfig) -> dict[str, torch.Tensor]:
-    """Copy the weights as they are exported, without padding and with tied weights once, into host memory."""
-    weights = {
-        name: tensor[: model_config.vocab_size] if is_vocabulary(model, tensor) else tensor
-        for name, tensor in model.state_dict(keep_vars=True).items()
-        if name not in model.all_tied_weights_keys
-    }
-    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in weights.items()}
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of which each process may have a shard. All processes call it together."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def like(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a whole tensor of a parameter's shape as the parameter is: this process's shard of it, or all of it."""
+    if not isinstance(parameter, DTensor):
+        return tensor
+    return distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+def copy_weights(model: PreTrainedModel, model_config: PreTrainedConfig, keep: bool = True) -> dict[str, torch.Tensor]:
+    """Copy the weights as they are exported, without padding and with tied weights once, into host memory.
+
+    All processes call it together. Without keep, a process only sends its shards, one parameter after the other.
+    """
+    weights = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if name not in model.all_tied_weights_keys:
+            values = whole(tensor.detach())
+            if keep:
+                values = values[: model_config.vocab_size] if is_vocabulary(model, tensor) else values
+                weights[name] = values.to("cpu", copy=True).contiguous()
+    return weights
 
 
 def write_model(
@@ -67,7 +86,7 @@ def write_model(
 
 
 def load_weights(model: PreTrainedModel, directory: Path, vocab_size: int) -> None:
-    """Load what `write_model` wrote into a padded model. The padding does not change.
+    """Load what `write_model` wrote into a padded model. The padding, which nothing reads, becomes zero.
 
     Raises `ValueError` for missing or unknown tensors.
     """
@@ -78,7 +97,10 @@ def load_weights(model: PreTrainedModel, directory: Path, vocab_size: int) -> No
         raise ValueError(f"{WEIGHTS_NAME} has missing or unknown tensors: {', '.join(differing)}")
     with torch.no_grad():
         for name, tensor in expected.items():
-            (tensor[:vocab_size] if is_vocabulary(model, tensor) else tensor).copy_(weights[name])
+            values = weights[name]
+            if is_vocabulary(model, tensor):
+                values = F.pad(values, (0, 0) * (values.dim() - 1) + (0, len(tensor) - vocab_size))
+            tensor.copy_(like(tensor, values))
 
 
 def is_vocabulary(model: PreTrainedModel, tensor: torch.Tensor) -> bool:

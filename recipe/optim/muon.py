@@ -6,12 +6,15 @@ neurons whose recent updates were large then move less, and the others more (Nor
 a whole moves about as far as with AdamW (Moonlight, arXiv 2502.16982).
 """
 
+import functools
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.optim.adamw import adamw
 from transformers import PreTrainedModel
@@ -32,7 +35,8 @@ class Muon(torch.optim.Optimizer):
     """Muon with Nesterov momentum and decoupled weight decay for groups with `num_matrices`; AdamW for the others.
 
     It never waits for the device. If `found_inf`, an fp32 scalar on the device, is 1, a step changes nothing. With
-    several processes, each orthogonalizes its share of the matrices, and all of them apply the same updates.
+    several processes, each orthogonalizes its share of the matrices. If every process holds all weights, all of them
+    apply the same updates; if it holds shards (`DTensor`, cut along the first dimension), each updates its own.
     """
 
     def __init__(
@@ -59,10 +63,11 @@ class Muon(torch.optim.Optimizer):
                 (self._step_muon if num_matrices else self._step_adamw)(group, parameters, *states)
 
     def _new_state(self, p: nn.Parameter, num_matrices: int | None) -> dict[str, torch.Tensor]:
+        zeros = functools.partial(torch.zeros, dtype=p.dtype, device=p.device)  # whole on every process
         if num_matrices is None:
-            return {"step": p.new_zeros(()), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-        squares = p.new_zeros(num_matrices, 1, max(p.shape[0], p.shape[1] // num_matrices))
-        return {"step": p.new_zeros(()), "momentum_buffer": torch.zeros_like(p), "neuron_squares": squares}
+            return {"step": zeros(()), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        squares = zeros((num_matrices, 1, max(p.shape[0], p.shape[1] // num_matrices)))
+        return {"step": zeros(()), "momentum_buffer": torch.zeros_like(p), "neuron_squares": squares}
 
     def _step_adamw(self, group: dict, parameters: list, steps: list, means: list, squares: list) -> None:
         options = {"lr": group["lr"], "weight_decay": group["weight_decay"], "eps": group["eps"]}
@@ -74,50 +79,105 @@ class Muon(torch.optim.Optimizer):
         """Update stacks of matrices of equal shape, with the longer side as columns."""
         stacks = defaultdict(list)
         for p, momentum, squares in zip(parameters, momenta, neurons, strict=True):
-            pieces = (x.chunk(len(squares), dim=1) for x in (p, p.grad, momentum))
+            rows, columns = p.shape[0], p.shape[1] // len(squares)
+            pieces = (_local(x).chunk(len(squares), dim=1) for x in (p, p.grad, momentum))
             for *views, square in zip(*pieces, squares, strict=True):
-                wide = views if views[0].shape[0] <= views[0].shape[1] else [view.mT for view in views]
-                stacks[wide[0].shape].append([*wide, square])
+                wide = views if rows <= columns else [view.mT for view in views]
+                stacks[rows, columns].append([*wide, square])
         found_inf = torch.zeros_like(steps[0]) if self.found_inf is None else self.found_inf
         warmed_up = (steps[0] / MOMENTUM_WARMUP_UPDATES).clamp(max=1.0)
         coefficient = FIRST_MOMENTUM + (MOMENTUM - FIRST_MOMENTUM) * warmed_up
-        for shape, matrices in stacks.items():
-            size = max(_num_processes(), STACK_VALUES // shape.numel())
+        for (rows, columns), matrices in stacks.items():
+            cut, num_values = None, rows * columns
+            if isinstance(p, DTensor):
+                cut = Cut(p.device_mesh.get_group(p.device_mesh.ndim - 1), 1 if rows <= columns else 2, rows)
+                num_values = cut.part * columns
+            size = max(_num_processes(), STACK_VALUES // num_values)
             for start in range(0, len(matrices), size):
-                self._update_stack(matrices[start : start + size], group, coefficient, found_inf)
+                self._update_stack(matrices[start : start + size], cut, group, coefficient, found_inf)
         # Without alpha, torch (2.11 to 2.15) takes the overload for a number and waits for the device to read it.
         torch._foreach_add_(steps, 1 - found_inf, alpha=1)
 
     def _update_stack(
-        self, matrices: list[Views], group: dict, coefficient: torch.Tensor, found_inf: torch.Tensor
+        self,
+        matrices: list[Views],
+        cut: "Cut | None",
+        group: dict,
+        coefficient: torch.Tensor,
+        found_inf: torch.Tensor,
     ) -> None:
-        """matrices: of equal shape, each as its weight, gradient, momentum and the mean squares of its neurons."""
+        """matrices: of equal shape, each as its weight, gradient, momentum and the mean squares of its neurons.
+
+        cut: of weights, gradients and momenta; None if they are whole.
+        """
         weights, gradients, momenta, squares = zip(*matrices, strict=True)
         stack, before = torch.stack(gradients), torch.stack(momenta)
         after = torch.addcmul(stack, before, coefficient)
         _copy_unless(found_inf, momenta, before, after)
         stack.addcmul_(after, coefficient)  # Nesterov: where the momenta would be one step later
         del before, after  # the products need the memory
-        updates = self._orthogonalize(stack).float()
+        updates = self._orthogonalize(stack, cut).float()
         before = torch.stack(squares)
-        scales, after = even_out_neurons(updates, before)
+        scales, after = even_out_neurons(updates, before, cut)
         _copy_unless(found_inf, squares, before, after)
-        updates.mul_(ADAMW_RMS * stack.shape[2] ** 0.5 * scales)
+        updates.mul_(ADAMW_RMS * before.shape[2] ** 0.5 * scales)
         stack = torch.stack(weights)
         updates.add_(stack, alpha=group["weight_decay"]).mul_(group["lr"])
         _copy_unless(found_inf, weights, stack, stack - updates)
 
-    def _orthogonalize(self, matrices: torch.Tensor) -> torch.Tensor:
+    def _orthogonalize(self, matrices: torch.Tensor, cut: "Cut | None") -> torch.Tensor:
         """Orthogonalize this process's share of [n, rows, columns], and exchange the results."""
         num_processes, num_matrices = _num_processes(), len(matrices)
         if num_processes == 1:
             return orthogonalize(matrices, self.dtype)
+        if cut is not None:
+            return cut.to_parts(orthogonalize(cut.to_whole(matrices), self.dtype), matrices.shape)
         matrices = F.pad(matrices, (0, 0, 0, 0, 0, -num_matrices % num_processes))  # equal shares
         mine = orthogonalize(matrices.chunk(num_processes)[dist.get_rank()], self.dtype)
         gathered = mine.new_empty(matrices.shape)
         # torch 2.13 deprecates the old name; 2.11 has no other.
         getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(gathered, mine)
         return gathered[:num_matrices]
+
+
+class Cut(NamedTuple):
+    """How a stack of matrices, [n, rows, columns], is cut: each process of a group holds a part of one dimension.
+
+    FSDP cuts the first dimension of a parameter: the rows of a stack, or the columns if its matrices are transposed.
+    The last parts may be smaller, or empty.
+    """
+
+    group: dist.ProcessGroup
+    dim: int  # 1: rows, 2: columns
+    length: int  # of the dimension
+
+    @property
+    def part(self) -> int:
+        return -(-self.length // self.group.size())
+
+    @property
+    def mine(self) -> slice:
+        """The part of this process."""
+        start = self.part * self.group.rank()
+        return slice(start, start + self.part)
+
+    def to_whole(self, parts: torch.Tensor) -> torch.Tensor:
+        """Exchange parts of all matrices for this process's share of whole ones, with zeros where nothing is left."""
+        parts, num_processes = parts.transpose(1, self.dim), self.group.size()
+        padding = (0, 0, 0, self.part - parts.shape[1], 0, -len(parts) % num_processes)
+        whole = self._exchange(F.pad(parts, padding)).unflatten(0, (num_processes, -1))
+        return whole.transpose(0, 1).flatten(1, 2).transpose(1, self.dim)
+
+    def to_parts(self, whole: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """Do the reverse. shape: of the parts."""
+        parts = whole.transpose(1, self.dim).unflatten(1, (-1, self.part)).transpose(0, 1)
+        parts = self._exchange(parts.flatten(0, 1)).transpose(1, self.dim)
+        return parts[: shape[0], : shape[1], : shape[2]]
+
+    def _exchange(self, matrices: torch.Tensor) -> torch.Tensor:
+        received = torch.empty_like(matrices, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, matrices.contiguous(), group=self.group)
+        return received
 
 
 def orthogonalize(matrices: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -135,18 +195,25 @@ def orthogonalize(matrices: torch.Tensor, dtype: torch.dtype = torch.float32) ->
     return x
 
 
-def even_out_neurons(updates: torch.Tensor, squares: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def even_out_neurons(
+    updates: torch.Tensor, squares: torch.Tensor, cut: Cut | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return factors that give every neuron updates of the same size over time, and preserve each matrix's norm.
 
     updates: fp32 [n, rows, columns], a neuron per column: an index of the longer side, and an output where both sides
     of a Conv1D are equal. squares: fp32 [n, 1, columns], the running means of the neurons' mean squares. Returns the
-    factors, of the same shape, and the new means.
+    factors, of the same shape, and the new means. cut: of the updates, and of the factors; the means are whole.
     """
-    sums = torch.linalg.vector_norm(updates, dim=1, keepdim=True).square()
-    squares = squares.lerp(sums / updates.shape[1], 1 - NEURON_BETA)
+    sums, num_rows = torch.linalg.vector_norm(updates, dim=1, keepdim=True).square(), updates.shape[1]
+    if cut is not None:
+        parts, sums, num_rows = sums, torch.zeros_like(squares), cut.length if cut.dim == 1 else num_rows
+        (sums if cut.dim == 1 else sums[:, :, cut.mine]).copy_(parts)
+        dist.all_reduce(sums, group=cut.group)
+    squares = squares.lerp(sums / num_rows, 1 - NEURON_BETA)
     scales = squares.clamp(min=1e-10).rsqrt()
     norms = (sums * scales.square()).sum(dim=2, keepdim=True)
-    return scales * (sums.sum(dim=2, keepdim=True) / norms.clamp(min=1e-10)).sqrt(), squares
+    scales = scales * (sums.sum(dim=2, keepdim=True) / norms.clamp(min=1e-10)).sqrt()
+    return scales if cut is None or cut.dim == 1 else scales[:, :, cut.mine], squares
 
 
 def find_matrices(model: nn.Module) -> dict[nn.Parameter, int]:
@@ -167,6 +234,11 @@ def find_matrices(model: nn.Module) -> dict[nn.Parameter, int]:
 def _copy_unless(found_inf: torch.Tensor, tensors: Views, before: torch.Tensor, after: torch.Tensor) -> None:
     """Copy `after` into the tensors, or `before` if found_inf is 1, even if `after` is NaN. Both are stacks."""
     torch._foreach_copy_(tensors, torch.where(found_inf > 0, before, after).unbind())
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this process holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _num_processes() -> int:

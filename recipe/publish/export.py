@@ -4,23 +4,31 @@ import os
 import shutil
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from recipe.checkpoint import fsync
 from recipe.data.tokenizer import save_tokenizer
 from recipe.errors import UserError, short_reason
-from recipe.model.weights import copy_weights, write_model
+from recipe.model.weights import write_model
 
 
 def export_model(
-    model: PreTrainedModel, model_config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, output_dir: Path
+    model: PreTrainedModel,
+    model_config: PreTrainedConfig,
+    weights: dict[str, torch.Tensor],
+    tokenizer: PreTrainedTokenizerBase,
+    output_dir: Path,
 ) -> None:
-    """Write the final model; each file appears only when it is complete. Raises `UserError` if that fails."""
+    """Write the final model; each file appears only when it is complete. Raises `UserError` if that fails.
+
+    model, model_config, weights: as for `write_model`.
+    """
     partial = output_dir / ".checkpoint-final.partial"
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
-        write_model(model, model_config, copy_weights(model, model_config), partial)
+        write_model(model, model_config, weights, partial)
         save_tokenizer(tokenizer, partial, model_config.max_position_embeddings)
         for path in partial.iterdir():
             fsync(path)

@@ -22,6 +22,7 @@ from recipe.environment import describe_device, describe_environment, find_commi
 from recipe.hardware.devices import peak_memory_bytes
 from recipe.hardware.processes import on_main_process
 from recipe.model.size import count_exported_parameters, count_flops_per_token
+from recipe.model.weights import copy_weights
 from recipe.optim.schedule import count_warmup_steps
 from recipe.publish.export import export_model
 from recipe.publish.public import hub_id, read_events, split_scores
@@ -247,9 +248,10 @@ def finish_run(
     Returns the exit status, when all processes may leave.
     """
     signals.reaction = "writing the results, and ending the upload"
+    weights = copy_weights(model, log.run.model_config, keep=log.enabled)
 
     def finish() -> int:
-        export_model(model, log.run.model_config, dataset.tokenizer, log.output_dir)
+        export_model(model, log.run.model_config, weights, dataset.tokenizer, log.output_dir)
         evaluation = log.evaluated[state.step]
         summary = log.summary(build_summary(log, state, facts, evaluation), state.step)
         mark_resumable(False)

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import gc
+import os
 import time
 import uuid
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ from recipe.data.packed import PackedDataset, metadata_of, open_packed_dataset
 from recipe.data.stream import open_stream, read_stream
 from recipe.errors import UserError
 from recipe.evaluation.tasks import load_tasks
-from recipe.hardware.accelerator import Choice, build_accelerator, resolve_hardware
+from recipe.hardware.accelerator import Choice, build_accelerator, parallelize, resolve_hardware
 from recipe.hardware.memory import MemoryPlan, micro_batch_sizes, plan_device, try_micro_batch
 from recipe.hardware.processes import (
     check_same_run,
@@ -37,7 +38,9 @@ from recipe.hardware.processes import (
     start_processes,
     wait_on_host,
 )
+from recipe.hardware.sharding import USE_FSDP, Sharding
 from recipe.model.build import build_model_config
+from recipe.model.loss import LanguageModelingLoss
 from recipe.model.size import count_parameters, count_training_flops, padded_vocab_size
 from recipe.optim.optimizers import check_optimizer
 from recipe.publish.download import fetch_checkpoint
@@ -62,11 +65,13 @@ def restored_process() -> Iterator[None]:
     gc.collect()  # what an earlier run has left after an error
     deterministic, torch_options = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic
     fill, num_threads = torch_options.fill_uninitialized_memory, torch.get_num_threads()
-    precision = torch.get_float32_matmul_precision()
+    precision, fsdp = torch.get_float32_matmul_precision(), os.environ.get(USE_FSDP)
     try:
         yield
         PartialState().destroy_process_group()  # not after an error, when the other processes may not take part
     finally:
+        if fsdp is not None:
+            os.environ[USE_FSDP] = fsdp
         AcceleratorState._reset_state(reset_partial_state=True)  # Accelerate 1.15 has no public way
         GradientState._reset_state()
         host_group.cache_clear()
@@ -86,6 +91,7 @@ class Start:
     """What is known before the data: the processes, the folder, and the checkpoint to resume from."""
 
     accelerator: Accelerator
+    sharding: Sharding | None  # None: every process has the whole model
     output_dir: Path
     resume_dir: Path | None  # the checkpoint that the run continues
     run_id: str | None  # the checkpoint's; None if this is a new run
@@ -124,7 +130,7 @@ def open_run(config: TrainConfig, recipe: str) -> Start:
     Raises `UserError` for options that cannot work, before text is prepared for hours.
     """
     started_at = time.perf_counter()
-    start_processes()
+    sharding = start_processes()
     output_dir = on_main_process(lambda: choose_output_dir(config, recipe))
     on_main_process(lambda: check_hub(config))
     accelerator = build_accelerator(config, output_dir)
@@ -137,7 +143,7 @@ def open_run(config: TrainConfig, recipe: str) -> Start:
     check_optimizer(config, accelerator.device)
     build_model_config(config, 1, 0, source)
     load_tasks(config.eval_tasks)  # reports a wrong file before text is prepared
-    return Start(accelerator, output_dir, resume_dir, run_id, source, started_at)
+    return Start(accelerator, sharding, output_dir, resume_dir, run_id, source, started_at)
 
 
 def find_start(config: TrainConfig, output_dir: Path) -> Path | None:
@@ -194,7 +200,7 @@ def plan_run(start: Start, typed: TrainConfig, recipe: str, dataset: Any) -> Run
     padded = copy.deepcopy(model_config)
     padded.vocab_size = padded_vocab_size(model_config.vocab_size, typed.pad_vocab_to_multiple_of)
     total_flops = count_training_flops(typed, padded, count_parameters(padded))
-    config, choices = resolve_hardware(typed, accelerator.device, total_flops)
+    config, choices = resolve_hardware(typed, accelerator.device, total_flops, start.sharding)
     if typed.max_eval_samples == "auto" and resume_dir is not None:  # an extended run evaluates the same rows
         config = dataclasses.replace(config, max_eval_samples=content["untrained"].get("num_rows", "auto"))
     data_bytes = dataset.train.num_bytes if config.data_placement == "device" else 0
@@ -213,18 +219,22 @@ def plan_run(start: Start, typed: TrainConfig, recipe: str, dataset: Any) -> Run
     )
 
 
-def prepare(run: Run, module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Run, nn.Module]:
-    """Let Accelerate wrap the module. On a GPU, a trial step confirms that the plan's micro-batch fits.
+def prepare(run: Run, loss: LanguageModelingLoss) -> nn.Module:
+    """Return the module to train: compiled, with autocast, and in all processes the same."""
+    wait_on_host()  # a machine may need long to download a model
+    return parallelize(loss, run.config, run.accelerator, run.sharding).train()
+
+
+def confirm_plan(run: Run, module: nn.Module, optimizer: torch.optim.Optimizer) -> Run:
+    """Register the optimizer. On a GPU, a trial step confirms that the plan's micro-batch fits, or makes it smaller.
 
     The loop uses the optimizer itself. Accelerate's wrapper, which `prepare` registers, unscales gradients.
     """
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]  # the schedule multiplies it
-    wait_on_host()  # a machine may need long to download a model
-    module, _ = run.accelerator.prepare(module, optimizer)
-    module.train()
+    run.accelerator.prepare(optimizer)
     size = try_micro_batch(run.accelerator, module, optimizer, run.plan.micro_batch_size, run.config)
-    return dataclasses.replace(run, plan=dataclasses.replace(run.plan, micro_batch_size=size)), module
+    return dataclasses.replace(run, plan=dataclasses.replace(run.plan, micro_batch_size=size))
 
 
 def load_state(run: Run, trained: Trained) -> RunState:

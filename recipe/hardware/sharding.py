@@ -1,0 +1,112 @@
+"""Fully sharded data parallelism with torch's FSDP2: each process keeps a part of parameters, gradients and optimizer.
+
+The launcher's answers for FSDP 1 and 2 are followed. Accelerate's own FSDP is not used, because it ignores a CPU,
+applies no autocast, and rounds the loss to bf16 (1.15).
+"""
+
+import contextlib
+from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass
+
+import torch
+from accelerate.utils import str_to_bool
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from recipe.environment import count_local_processes
+from recipe.errors import UserError
+
+USE_FSDP = "ACCELERATE_USE_FSDP"
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")  # FSDP 1's order
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How the state of a run is divided over its processes."""
+
+    num_shards: int
+    num_replicas: int = 1  # of all shards, on a machine each
+    reshard_after_forward: bool = True  # else, the gathered parameters of all blocks stay until backward
+    activation_checkpointing: bool = False  # where the run's options leave it to `auto`
+
+    def describe(self) -> str:
+        where = f"on each of {self.num_replicas} machines" if self.num_replicas > 1 else "over all processes"
+        kept = "" if self.reshard_after_forward else "; parameters are gathered once per micro-batch"
+        return f"parameters, gradients and optimizer in {self.num_shards} shards {where}{kept}"
+
+
+def take_sharding(environment: MutableMapping[str, str]) -> Sharding | None:
+    """Return the launcher's answer, and hide it from Accelerate and Transformers, which would act on it as well.
+
+    None: every process keeps everything. Raises `UserError` for an answer that is not supported.
+    """
+    if not str_to_bool(environment.pop(USE_FSDP, "false")):
+        return None
+    if not hasattr(FSDPModule, "reset_iter_state"):
+        raise UserError(f"FSDP requires torch 2.13 or newer; this is {torch.__version__}")
+    if str_to_bool(environment.get("FSDP_OFFLOAD_PARAMS", "false")):
+        raise UserError("FSDP with offload to the CPU is not supported; use accelerate_configs/fsdp.yaml")
+    strategy = environment.get("FSDP_RESHARD_AFTER_FORWARD", "true").upper()
+    if strategy in ("TRUE", "FALSE"):  # FSDP 2's answer, and the launcher's default for FSDP 1
+        strategy = "FULL_SHARD" if strategy == "TRUE" else "SHARD_GRAD_OP"
+        if environment.get("FSDP_VERSION", "1") == "1":
+            strategy = environment.get("FSDP_SHARDING_STRATEGY", strategy).upper()
+    if strategy in map(str, range(1, 1 + len(STRATEGIES))):
+        strategy = STRATEGIES[int(strategy) - 1]
+    if strategy not in STRATEGIES:
+        raise UserError(f"unknown FSDP sharding strategy '{strategy}'; use one of {', '.join(STRATEGIES)}")
+    num_processes = int(environment.get("WORLD_SIZE", "1"))
+    num_shards = count_local_processes(num_processes) if strategy.startswith("HYBRID") else num_processes
+    if strategy == "NO_SHARD" or num_shards == 1:
+        return None
+    resharded = strategy in ("FULL_SHARD", "HYBRID_SHARD")
+    checkpointing = bool(str_to_bool(environment.get("FSDP_ACTIVATION_CHECKPOINTING", "false")))
+    return Sharding(num_shards, num_processes // num_shards, resharded, checkpointing)
+
+
+def list_blocks(module: nn.Module) -> list[nn.Module]:
+    """Return the blocks of a Transformers model of any type."""
+    return [layer for layer in module.modules() if isinstance(layer, GradientCheckpointingLayer)]
+
+
+def shard(module: nn.Module, sharding: Sharding, device_type: str) -> None:
+    """Shard a module in place: each block of its model by itself, and the rest, with the tied embeddings, together.
+
+    The parameters are replaced. On a GPU, the shards are moved there. Every backward averages the gradients over the
+    processes and adds each shard to its process's.
+    """
+    shape, names = (sharding.num_replicas, sharding.num_shards), ("replicas", "shards")
+    if sharding.num_replicas == 1:
+        shape, names = shape[1:], names[1:]
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
+    for block in list_blocks(module):
+        fully_shard(block, mesh=mesh, reshard_after_forward=sharding.reshard_after_forward)
+    fully_shard(module, mesh=mesh, reshard_after_forward=False)
+    module.sharding = sharding
+
+
+def reset(module: nn.Module) -> None:
+    """Make a sharded module usable after an exception in its forward or backward pass."""
+    if isinstance(module, FSDPModule):
+        module.reset_iter_state()
+
+
+@contextlib.contextmanager
+def gathered(module: nn.Module) -> Iterator[None]:
+    """Keep whole parameters on each process, so that it can call the module, or a part of it, without the others.
+
+    For evaluation: nothing is trained. All processes enter and leave together. Does nothing without shards.
+    """
+    groups = [layer for layer in module.modules() if isinstance(layer, FSDPModule)]
+    for layer in groups:
+        layer.set_reshard_after_forward(False, recurse=False)
+        layer.unshard()
+    try:
+        yield
+    finally:
+        reset(module)
+        for layer in groups:
+            layer.reshard()
+            layer.set_reshard_after_forward(layer is not module and module.sharding.reshard_after_forward, False)
