@@ -3,6 +3,7 @@
 python scripts/plan_run.py --config gpt2_124m                 check this machine, and plan the run for it
 python scripts/plan_run.py --config gpt2_124m --measure       the same, with the speed of ten training steps
 python scripts/plan_run.py --config gpt2_774m --gpu a100-80gb --num_gpus 16 --price_per_hour 1.5
+python scripts/plan_run.py --config gpt2_1558m --gpu rtx4090 --num_gpus 8 --sharded     with FSDP
 python scripts/plan_run.py --table                            what fits: every recipe size on every class of memory
 
 All other options are options of recipe/train.py; it needs no dataset. Exits with 1 if a check fails. Hours and cost on
@@ -38,6 +39,7 @@ from recipe.hardware.devices import native_bf16, why_no_inductor
 from recipe.hardware.gpus import find_gpu, load_gpu
 from recipe.hardware.memory import MemoryPlan, measure_usable_bytes, plan_memory
 from recipe.hardware.processes import wants_cpu
+from recipe.hardware.sharding import Sharding
 from recipe.model.build import build_model_config
 from recipe.model.size import count_flops_per_token, count_parameters, count_training_flops, padded_vocab_size
 
@@ -49,6 +51,7 @@ SIZES = {"124M": "gpt2_124m", "355M": "gpt2_355m", "774M": "gpt2_774m", "1558M":
 # A card that stands for each class of memory. An L4, A10 and A10G have less than other cards of 24 GB.
 CLASSES = {"8 GB": "rtx3070", "12 GB": "rtx3060", "16 GB": "t4", "24 GB": "rtx4090"}
 CLASSES |= {"40 GB": "a100-40gb", "80 GB": "a100-80gb", "141 GB": "h200"}
+SHARDED_CLASSES, NUM_SHARDS = ("24 GB", "40 GB"), 8  # the rows with FSDP
 # Metal recommends a process to use two thirds of 16 GB of unified memory, and three quarters of larger ones.
 OTHER_DEVICES = {
     "Apple, 16 GB": ("mps", "no", "no", 16 * 2**30 * 2 / 3),
@@ -64,7 +67,7 @@ def main() -> None:
         return
     config, model_config = load_run(args.config, options, needs_steps=bool(args.gpu))
     if args.gpu:
-        gpu, plan = load_gpu(args.gpu), plan_gpu(config, model_config, args.gpu, args.num_gpus)
+        gpu, plan = load_gpu(args.gpu), plan_gpu(config, model_config, args.gpu, args.num_gpus, args.sharded)
         print(describe(args, config, model_config, plan, gpu.memory_bytes, gpu.name, gpu.flops_per_second))
         return
     failed = check_machine(config)
@@ -210,7 +213,8 @@ def plan_machine(args: argparse.Namespace, config: TrainConfig, model_config: Pr
     gpu = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     memory_bytes = measure_usable_bytes(device, 1)
     precision, backend = choose_mixed_precision(config, device).value, choose_backend(config, model_config)
-    plan = plan_device(config, model_config, device.type, precision, backend, memory_bytes, args.num_gpus)
+    options = precision, backend, memory_bytes, args.num_gpus, args.sharded
+    plan = plan_device(config, model_config, device.type, *options)
     name, speed = describe_device(device), gpu.flops_per_second if gpu else None
     return describe(args, config, model_config, plan, memory_bytes, name, speed)
 
@@ -226,7 +230,7 @@ def describe(
 ) -> str:
     """Return batch, memory, FLOPs, hours and cost. flops_per_second: of a device at its peak, if that is known."""
     if plan is None:
-        remedy = "leave the memory options at auto, or use --optim adamw_bnb_8bit, more memory or a smaller recipe"
+        remedy = "leave the memory options at auto, use more memory, several GPUs with --sharded, or a smaller recipe"
         raise UserError(f"the model does not fit into {memory_bytes / 1e9:.1f} GB ({device}); {remedy}")
     num_parameters = count_parameters(model_config)
     flops = count_flops_per_token(model_config, num_parameters, config.block_size)
@@ -254,11 +258,13 @@ def describe(
     return "\n".join(f"{label:17}{value:53}{source}".rstrip() for label, value, source in lines)
 
 
-def plan_gpu(config: TrainConfig, model_config: PreTrainedConfig, name: str, num_gpus: int = 1) -> MemoryPlan | None:
+def plan_gpu(
+    config: TrainConfig, model_config: PreTrainedConfig, name: str, num_gpus: int = 1, sharded: bool = False
+) -> MemoryPlan | None:
     """Return what `auto` resolves to on a GPU that is not there, or None if nothing fits."""
     gpu = load_gpu(name)
-    precision = "bf16" if gpu.bf16 else "fp16"
-    return plan_device(config, model_config, "cuda", precision, "inductor", gpu.memory_bytes, num_gpus)
+    precision = "bf16" if gpu.bf16 else "no" if sharded else "fp16"
+    return plan_device(config, model_config, "cuda", precision, "inductor", gpu.memory_bytes, num_gpus, sharded)
 
 
 def plan_device(
@@ -269,11 +275,13 @@ def plan_device(
     backend: str,
     memory_bytes: float,
     num_devices: int = 1,
+    sharded: bool = False,
 ) -> MemoryPlan | None:
-    """precision, backend: what `auto` resolves to on the device."""
+    """precision, backend: what `auto` resolves to on the device. sharded: over all devices."""
     usual = {"mixed_precision": precision, "dynamo_backend": backend}
     auto = {name: value for name, value in usual.items() if getattr(config, name) == "auto"}
-    return plan_memory(dataclasses.replace(config, **auto), model_config, device_type, memory_bytes, num_devices)
+    config, sharding = dataclasses.replace(config, **auto), Sharding(num_devices) if sharded else None
+    return plan_memory(config, model_config, device_type, memory_bytes, num_devices, sharding)
 
 
 def letters_of(plan: MemoryPlan) -> str:
@@ -286,6 +294,8 @@ def make_table(options: list[str]) -> str:
     """Return the README's table: a row per class of memory, a column per size of GPT-2."""
     runs = [load_run(recipe, options) for recipe in SIZES.values()]
     plans = {memory: [plan_gpu(*run, name) for run in runs] for memory, name in CLASSES.items()}
+    for memory in SHARDED_CLASSES:
+        plans[f"{NUM_SHARDS} x {memory}, FSDP"] = [plan_gpu(*run, CLASSES[memory], NUM_SHARDS, True) for run in runs]
     plans |= {memory: [plan_device(*run, *device) for run in runs] for memory, device in OTHER_DEVICES.items()}
     rows = [["memory", *SIZES], ["---"] * (1 + len(SIZES))]
     rows += [[memory, *map(make_cell, of_memory)] for memory, of_memory in plans.items()]
@@ -325,6 +335,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--gpu", help="plan for a100-80gb, h100, rtx4090, t4, ... (an unknown name lists all)")
     parser.add_argument("--num_gpus", type=int, default=1, help="GPUs of the run (default: 1)")
+    parser.add_argument("--sharded", action="store_true", help="divide the state of the run over the GPUs (FSDP)")
     parser.add_argument("--mfu", type=float, default=0.4, help="share of the peak FLOP/s (default: 0.4)")
     parser.add_argument("--price_per_hour", type=float, help="dollars per GPU and hour")
     parser.add_argument("--table", action="store_true", help="print what fits on every class of memory, as Markdown")
@@ -332,6 +343,8 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     for name in ("num_gpus", "mfu", "price_per_hour"):
         if (value := getattr(args, name)) is not None and not 0 < value < math.inf:
             raise UserError(f"{name} must be greater than 0, got {value}")
+    if args.sharded and args.num_gpus == 1:
+        raise UserError("--sharded needs several GPUs; pass their number with --num_gpus")
     return args, options
 
 

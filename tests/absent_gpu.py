@@ -9,6 +9,7 @@ error, as on a GPU.
 
 import contextlib
 import ctypes
+import functools
 import io
 import json
 import multiprocessing
@@ -24,9 +25,12 @@ if __name__ == "__main__":
     LIBRARY = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)  # before torch asks for the hooks of CUDA
 
 import torch
+import torch.distributed as dist
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -49,7 +53,7 @@ class AbsentGpu(TorchDispatchMode):
     def __init__(self, limit_bytes: float = float("inf")) -> None:
         super().__init__()
         self.limit_bytes, self.live_bytes, self.peak_bytes = limit_bytes, 0, 0
-        self.storages, self.step, self.waits = weakref.WeakSet(), -1, []
+        self.sizes, self.step, self.waits = weakref.WeakKeyDictionary(), -1, []  # sizes: of storages, in bytes
         self.fake = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
 
     def __enter__(self):
@@ -67,6 +71,8 @@ class AbsentGpu(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        if any(isinstance(t, DTensor) for t in tensors):
+            return NotImplemented  # it calls the operators on what it holds
         on_gpu = any(t.is_cuda for t in tensors)
         if not on_gpu and torch.device(kwargs.get("device") or "cpu").type != "cuda":
             return function(*args, **kwargs)
@@ -116,18 +122,29 @@ class AbsentGpu(TorchDispatchMode):
     def count(self, tensor: torch.Tensor) -> None:
         """Count the storage of a tensor, once."""
         storage = tensor.untyped_storage()
-        if storage in self.storages:
-            return
-        size = -(-storage.nbytes() // ALLOCATION) * ALLOCATION
-        if self.live_bytes + size > self.limit_bytes:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        self.storages.add(storage)
-        self.live_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        weakref.finalize(storage, self.free, size)
+        if storage not in self.sizes:
+            self.sizes[storage] = size = [0]
+            weakref.finalize(storage, self.resize, size, 0)
+            self.resize(size, storage.nbytes())
 
-    def free(self, size: int) -> None:
-        self.live_bytes -= size
+    def resize(self, size: list[int], num_bytes: int) -> None:
+        """size: the only item is what is counted of a storage."""
+        rounded = -(-num_bytes // ALLOCATION) * ALLOCATION
+        if self.live_bytes + rounded - size[0] > self.limit_bytes:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        self.live_bytes += rounded - size[0]
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        size[0] = rounded
+
+    def reset_peak(self, *_) -> None:
+        """Forget set-up and trial step: the model is built on the GPU, whole."""
+        self.peak_bytes = self.live_bytes
+
+    def resize_storage(self, storage, num_bytes: int, resize=torch.UntypedStorage.resize_):
+        """Stand for `UntypedStorage.resize_`, with which FSDP frees what it has gathered."""
+        if storage in self.sizes:
+            self.resize(self.sizes[storage], num_bytes)
+        return resize(storage, num_bytes)
 
 
 def read(tensor: torch.Tensor) -> torch.Tensor:
@@ -169,12 +186,13 @@ def on_the_gpu(function):
     return build
 
 
-def start_on_the_gpu(start_processes=recipe.run.start.start_processes) -> None:
-    start_processes()
+def start_on_the_gpu(start_processes=recipe.run.start.start_processes) -> object:
+    sharding = start_processes()
     os.environ.pop("ACCELERATE_USE_CPU", None)  # which has connected the processes by gloo
     PartialState().device = CUDA
     if PartialState().num_processes > 1:
         PartialState().distributed_type = DistributedType.MULTI_GPU
+    return sharding
 
 
 class DataParallel(torch.nn.parallel.DistributedDataParallel):
@@ -208,7 +226,24 @@ class Generator(torch.Generator):
         return super().__new__(cls)
 
 
+class Stream(contextlib.nullcontext):
+    """A stream or an event of the GPU. Everything happens in order."""
+
+    def __init__(self, *_, **__) -> None:
+        super().__init__(self)
+
+    def nothing(self, *_) -> None: ...
+
+    wait_event = wait_stream = record = record_event = nothing
+
+
 ANSWERS = {
+    "torch.cuda.set_device": lambda *_: None,
+    "torch.cuda.current_device": lambda: 0,
+    "torch.cuda.Stream": Stream,
+    "torch.cuda.Event": Stream,
+    "torch.cuda.stream": lambda stream: stream,
+    "torch.cuda.current_stream": Stream,
     "recipe.run.start.start_processes": start_on_the_gpu,
     "recipe.train.build_model": on_the_gpu(recipe.train.build_model),
     "recipe.train.LanguageModelingLoss": on_the_gpu(recipe.train.LanguageModelingLoss),
@@ -229,7 +264,6 @@ ANSWERS = {
     "torch.cuda.get_device_properties": lambda *_: H100,
     "torch.cuda.memory_reserved": lambda *_: 0,
     "torch.cuda.max_memory_allocated": lambda *_: GB,
-    "torch.cuda.reset_peak_memory_stats": lambda *_: None,
     "torch._subclasses.fake_tensor.FakeTensor.tolist": lambda self: self.cpu().tolist(),  # its own: item by item
     "torch.accelerator.empty_cache": lambda *_: None,
     "torch.accelerator.is_available": lambda: True,
@@ -246,6 +280,8 @@ def rehearse(argv: list[str], free_bytes: float = 80 * GB, limit_bytes: float = 
         **ANSWERS,
         "recipe.train.measure_progress": gpu.measure_progress,
         "torch.cuda.mem_get_info": lambda *_: (free_bytes, free_bytes),
+        "torch.UntypedStorage.resize_": lambda storage, num_bytes: gpu.resize_storage(storage, num_bytes),  # noqa: PLW0108
+        "torch.cuda.reset_peak_memory_stats": gpu.reset_peak,
         "torch.cuda.synchronize": gpu.wait,
         "torch.accelerator.synchronize": gpu.wait,
     }
@@ -264,6 +300,21 @@ def rehearse(argv: list[str], free_bytes: float = 80 * GB, limit_bytes: float = 
     return {"waits": gpu.waits, "peak_bytes": gpu.peak_bytes, "output": output.getvalue(), "failed": failed}
 
 
+def rehearse_sharded(argv: list[str], num_processes: int, **limits: float) -> dict:
+    """Rehearse the first of the processes of an FSDP run. The others are not there, nor are their hosts."""
+    launched = {
+        "WORLD_SIZE": str(num_processes),
+        "LOCAL_WORLD_SIZE": str(num_processes),
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+    }
+    launched |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    dist.init_process_group("fake", rank=0, world_size=num_processes, store=FakeStore())
+    alone = functools.cache(lambda *_: None)
+    with mock.patch.dict(os.environ, launched), mock.patch("recipe.hardware.processes.host_group", alone):
+        return rehearse(argv, **limits)
+
+
 def rehearse_as(rank: int, port: int, argv: list[str]) -> dict:
     """Rehearse the run of one of two machines, whose hosts are connected."""
     os.environ.update(WORLD_SIZE="2", RANK=str(rank), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
@@ -278,7 +329,9 @@ if __name__ == "__main__":
         case = json.loads(line)
         if "port" in case:  # the first run: a fork cannot use autograd if its parent has
             with multiprocessing.get_context("fork").Pool(2) as pool:
-                result = pool.starmap(rehearse_as, [(rank, *case.values()) for rank in range(2)])
+                result = pool.map(functools.partial(rehearse_as, **case), range(2))
+        elif "num_processes" in case:
+            result = rehearse_sharded(**case)
         else:
             result = rehearse(**case)
         print(json.dumps(result), flush=True)

@@ -24,7 +24,7 @@ from recipe.errors import ProcessError, UserError
 from recipe.hardware.accelerator import CUDA_GRAPH_MODES, choose_attention, dynamo_mode
 from recipe.hardware.host_memory import available_bytes
 from recipe.hardware.processes import largest_of_processes, on_main_process
-from recipe.hardware.sharding import reset
+from recipe.hardware.sharding import Sharding, reset
 from recipe.model.size import count_block_matrices, count_head, count_inner, count_parameters
 from recipe.optim.muon import STACK_COPIES, STACK_VALUES
 
@@ -34,6 +34,10 @@ PROCESS_BYTES = 0.5e9  # the CUDA context with cuBLAS and cuDNN, or Python with 
 # micro-batch moves 20 bytes (fp32 weight read and cast, bf16 copy read, gradient written and accumulated) and computes
 # 6 FLOPs per token; a GPU computes about 150 FLOPs in the time that it moves a byte (H100: 450 TFLOP/s, 3.35 TB/s).
 TOKENS_TO_HIDE_WEIGHTS = 20 / 6 * 150
+# The same with shards: a micro-batch exchanges 12 bytes per parameter, to gather it for forward and backward and to
+# reduce its gradient. A GPU computes about 1,500 FLOPs in the time that it exchanges a byte over NVLink (H100: 450
+# TFLOP/s, 300 GB/s), and 4,000 over PCIe (RTX 4090: 80 TFLOP/s, 20 GB/s). Not measured.
+TOKENS_TO_HIDE_SHARDS = 12 / 6 * 3000
 # More tokens per forward pass should not increase throughput: 64 rows of 1,024 already saturate a GPU, and a CPU's
 # caches fill earlier.
 LARGEST_MICRO_BATCH_TOKENS = {"cpu": 4096, "accelerator": 65536}
@@ -140,15 +144,16 @@ def plan_memory(
     device_type: str,
     usable_bytes: float,
     num_processes: int = 1,
+    sharding: Sharding | None = None,
 ) -> MemoryPlan | None:
     """Return the fastest options that fit into `usable_bytes`, by estimate, or None if none do.
 
     config: from `resolve_hardware`; what is not `auto` in it is kept. model_config: with the padded vocabulary.
     usable_bytes: of the device, without what other programs use; a margin is left.
     """
-    plans = list_plans(config, model_config, device_type, usable_bytes, num_processes)
+    plans = list_plans(config, model_config, device_type, usable_bytes, num_processes, sharding)
     fitting = [plan for plan in plans if plan.total_bytes <= USABLE_SHARE * usable_bytes]
-    return min(fitting, key=lambda plan: step_cost(plan, config, model_config), default=None)
+    return min(fitting, key=lambda plan: step_cost(plan, config, model_config, sharding), default=None)
 
 
 def plan_device(
@@ -158,6 +163,7 @@ def plan_device(
     output_dir: Path,
     earlier: dict[str, int] | None = None,
     data_bytes: int = 0,
+    sharding: Sharding | None = None,
 ) -> MemoryPlan:
     """Return the plan for this run's device, the same on all processes.
 
@@ -172,9 +178,9 @@ def plan_device(
         found = f"the training rows take {data_bytes / 1e9:.1f} GB, and the device has {usable / 1e9:.1f} GB free"
         raise UserError(f"--data_placement device: {found}; use ram or mmap")
     usable -= data_bytes
-    plans = list_plans(config, model_config, device.type, usable, num_processes)
+    plans = list_plans(config, model_config, device.type, usable, num_processes, sharding)
     kept = [plan for plan in plans if plan.choices == earlier and plan.total_bytes <= usable]
-    plan = kept[0] if kept else plan_memory(config, model_config, device.type, usable, num_processes)
+    plan = kept[0] if kept else plan_memory(config, model_config, device.type, usable, num_processes, sharding)
     plan = plan or min(plans, key=lambda plan: plan.total_bytes)
     least, memory = min(plan.total_bytes for plan in plans), psutil.virtual_memory().total
     if device.type == "cuda":
@@ -196,7 +202,12 @@ def measure_usable_bytes(device: torch.device, num_local_processes: int) -> int:
 
 
 def list_plans(
-    config: TrainConfig, model_config: PreTrainedConfig, device_type: str, usable_bytes: float, num_processes: int
+    config: TrainConfig,
+    model_config: PreTrainedConfig,
+    device_type: str,
+    usable_bytes: float,
+    num_processes: int,
+    sharding: Sharding | None,
 ) -> list[MemoryPlan]:
     """Return every combination of options that the config leaves open, with its estimate."""
     checkpointing, chunks = [False, True], [1, LOSS_CHUNKS]
@@ -206,14 +217,16 @@ def list_plans(
         chunks = [config.loss_chunks]
     sizes = micro_batch_sizes(config, num_processes, device_type)
     plans = [MemoryPlan(*options) for options in itertools.product(sizes, checkpointing, chunks)]
-    estimates = [estimate_bytes(plan, config, model_config, device_type, num_processes) for plan in plans]
+    estimates = [estimate_bytes(plan, config, model_config, device_type, num_processes, sharding) for plan in plans]
     return [
         dataclasses.replace(plan, total_bytes=total, usable_bytes=int(usable_bytes))
         for plan, total in zip(plans, estimates, strict=True)
     ]
 
 
-def step_cost(plan: MemoryPlan, config: TrainConfig, model_config: PreTrainedConfig) -> float:
+def step_cost(
+    plan: MemoryPlan, config: TrainConfig, model_config: PreTrainedConfig, sharding: Sharding | None = None
+) -> float:
     """Return the time of a step relative to one without recomputation and with very large micro-batches.
 
     Forward is a third of a step's FLOPs. Checkpointing repeats it for the blocks, chunks repeat it for the logits.
@@ -221,12 +234,17 @@ def step_cost(plan: MemoryPlan, config: TrainConfig, model_config: PreTrainedCon
     blocks, head = count_block_matrices(model_config) * model_config.num_hidden_layers, count_head(model_config)
     blocks += model_config.num_hidden_layers * model_config.hidden_size * config.block_size  # attention
     repeated = blocks * plan.activation_checkpointing + head * (plan.loss_chunks > 1)
-    tokens = plan.micro_batch_size * config.block_size
-    return (1 + repeated / (blocks + head) / 3) * (1 + TOKENS_TO_HIDE_WEIGHTS / tokens)
+    hidden = TOKENS_TO_HIDE_SHARDS if sharding else TOKENS_TO_HIDE_WEIGHTS
+    return (1 + repeated / (blocks + head) / 3) * (1 + hidden / (plan.micro_batch_size * config.block_size))
 
 
 def estimate_bytes(
-    plan: MemoryPlan, config: TrainConfig, model_config: PreTrainedConfig, device_type: str, num_processes: int
+    plan: MemoryPlan,
+    config: TrainConfig,
+    model_config: PreTrainedConfig,
+    device_type: str,
+    num_processes: int,
+    sharding: Sharding | None = None,
 ) -> int:
     """Estimate the peak of a step: the largest of its moments, besides weights and optimizer.
 
@@ -257,26 +275,37 @@ def estimate_bytes(
     # add up the gradient of the output matrix in fp32: the sums before and after, and the chunk's gradient.
     logits = tokens // chunks * model_config.vocab_size * (operand if compiled else 12) + (operand + 2) * head
     logits = logits if chunks == 1 else max(logits + 4 * head, 12 * head)
-    # A compiled backward returns all gradients at once, next to earlier micro-batches' gradients or DDP's buckets.
-    kept = 4 * num_parameters if num_processes > 1 or plan.micro_batch_size < config.global_batch_size else 0
-    new = 4 * num_parameters if compiled or not kept else 0
     again = temporary + (block + weights if plan.activation_checkpointing else 0)
+    if sharding is None:
+        # A compiled backward returns all gradients at once, next to earlier micro-batches' gradients or DDP's buckets.
+        num_shards, root, parts = 1, 0, 0
+        kept = 4 * num_parameters if num_processes > 1 or plan.micro_batch_size < config.global_batch_size else 0
+        new = 4 * num_parameters if compiled or not kept else 0
+    else:
+        # Whole are the parameters outside the blocks, at the end twice their gradients, and in a block's backward its
+        # parameters, those of the next block, its gradients, and those of the block before, which are being reduced.
+        num_shards, matrices = sharding.num_shards, count_block_matrices(model_config)
+        root = 4 * (num_parameters - num_layers * matrices)
+        parts = 4 * matrices * (4 if sharding.reshard_after_forward else 3 + num_layers)
+        kept, new = 4 * num_parameters / num_shards, 2 * root
+    update = update_bytes(model_config, config.optim, device_type, num_shards)
     moments = {
-        "start of backward": kept + activations + final + logits,
-        "last block": kept + activations + again + 4 * head,
-        "end of backward": kept + new + block + weights + temporary,
-        "optimizer": 4 * num_parameters + update_bytes(model_config, config.optim, device_type),
+        "start of backward": kept + root + activations + final + logits,
+        "last block": kept + root + parts + activations + again + 4 * head,
+        "end of backward": kept + root + new + block + weights + temporary,
+        "optimizer": 4 * num_parameters / num_shards + update,
+        "evaluation": 4 * num_parameters if sharding else 0,
     }
-    states = optimizer_bytes(model_config, config.optim)
-    return int(4 * num_parameters + states + max(moments.values()) + PROCESS_BYTES)
+    states = (4 * num_parameters + optimizer_bytes(model_config, config.optim)) / num_shards
+    return int(states + max(moments.values()) + PROCESS_BYTES)
 
 
-def update_bytes(model_config: PreTrainedConfig, optim: str, device_type: str) -> int:
+def update_bytes(model_config: PreTrainedConfig, optim: str, device_type: str, num_shards: int = 1) -> int:
     """Return the temporary memory of an optimizer's update."""
     if optim == "muon":
         blocks = model_config.num_hidden_layers * count_block_matrices(model_config)
-        return STACK_COPIES * 4 * min(STACK_VALUES, blocks)
-    return 4 * count_parameters(model_config) if optim == "adamw_torch" and device_type == "cuda" else 0
+        return STACK_COPIES * 4 * min(STACK_VALUES, blocks // num_shards)
+    return 4 * count_parameters(model_config) // num_shards if optim == "adamw_torch" and device_type == "cuda" else 0
 
 
 def optimizer_bytes(model_config: PreTrainedConfig, optim: str) -> int:

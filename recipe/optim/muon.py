@@ -80,18 +80,16 @@ class Muon(torch.optim.Optimizer):
         stacks = defaultdict(list)
         for p, momentum, squares in zip(parameters, momenta, neurons, strict=True):
             rows, columns = p.shape[0], p.shape[1] // len(squares)
+            cut = Cut.of(p, dim=1 if rows <= columns else 2)
             pieces = (_local(x).chunk(len(squares), dim=1) for x in (p, p.grad, momentum))
             for *views, square in zip(*pieces, squares, strict=True):
                 wide = views if rows <= columns else [view.mT for view in views]
-                stacks[rows, columns].append([*wide, square])
+                stacks[min(rows, columns), max(rows, columns), cut].append([*wide, square])
         found_inf = torch.zeros_like(steps[0]) if self.found_inf is None else self.found_inf
         warmed_up = (steps[0] / MOMENTUM_WARMUP_UPDATES).clamp(max=1.0)
         coefficient = FIRST_MOMENTUM + (MOMENTUM - FIRST_MOMENTUM) * warmed_up
-        for (rows, columns), matrices in stacks.items():
-            cut, num_values = None, rows * columns
-            if isinstance(p, DTensor):
-                cut = Cut(p.device_mesh.get_group(p.device_mesh.ndim - 1), 1 if rows <= columns else 2, rows)
-                num_values = cut.part * columns
+        for (rows, columns, cut), matrices in stacks.items():
+            num_values = rows * columns // (cut.group.size() if cut else 1)
             size = max(_num_processes(), STACK_VALUES // num_values)
             for start in range(0, len(matrices), size):
                 self._update_stack(matrices[start : start + size], cut, group, coefficient, found_inf)
@@ -116,8 +114,12 @@ class Muon(torch.optim.Optimizer):
         _copy_unless(found_inf, momenta, before, after)
         stack.addcmul_(after, coefficient)  # Nesterov: where the momenta would be one step later
         del before, after  # the products need the memory
-        updates = self._orthogonalize(stack, cut).float()
-        before = torch.stack(squares)
+        if cut is None:
+            updates = self._orthogonalize(stack)
+        else:
+            shape, stack = stack.shape, cut.to_whole(stack)
+            updates = cut.to_parts(orthogonalize(stack, self.dtype), shape)
+        updates, before = updates.float(), torch.stack(squares)
         scales, after = even_out_neurons(updates, before, cut)
         _copy_unless(found_inf, squares, before, after)
         updates.mul_(ADAMW_RMS * before.shape[2] ** 0.5 * scales)
@@ -125,13 +127,11 @@ class Muon(torch.optim.Optimizer):
         updates.add_(stack, alpha=group["weight_decay"]).mul_(group["lr"])
         _copy_unless(found_inf, weights, stack, stack - updates)
 
-    def _orthogonalize(self, matrices: torch.Tensor, cut: "Cut | None") -> torch.Tensor:
+    def _orthogonalize(self, matrices: torch.Tensor) -> torch.Tensor:
         """Orthogonalize this process's share of [n, rows, columns], and exchange the results."""
         num_processes, num_matrices = _num_processes(), len(matrices)
         if num_processes == 1:
             return orthogonalize(matrices, self.dtype)
-        if cut is not None:
-            return cut.to_parts(orthogonalize(cut.to_whole(matrices), self.dtype), matrices.shape)
         matrices = F.pad(matrices, (0, 0, 0, 0, 0, -num_matrices % num_processes))  # equal shares
         mine = orthogonalize(matrices.chunk(num_processes)[dist.get_rank()], self.dtype)
         gathered = mine.new_empty(matrices.shape)
@@ -151,15 +151,22 @@ class Cut(NamedTuple):
     dim: int  # 1: rows, 2: columns
     length: int  # of the dimension
 
+    @classmethod
+    def of(cls, p: torch.Tensor, dim: int) -> "Cut | None":
+        """Return how the matrices of a parameter are cut; None if it is whole."""
+        if not isinstance(p, DTensor):
+            return None
+        return cls(p.device_mesh.get_group(p.device_mesh.ndim - 1), dim, p.shape[0])
+
     @property
     def part(self) -> int:
         return -(-self.length // self.group.size())
 
     @property
-    def mine(self) -> slice:
-        """The part of this process."""
+    def columns(self) -> slice:
+        """The columns of this process's parts."""
         start = self.part * self.group.rank()
-        return slice(start, start + self.part)
+        return slice(None) if self.dim == 1 else slice(start, start + self.part)
 
     def to_whole(self, parts: torch.Tensor) -> torch.Tensor:
         """Exchange parts of all matrices for this process's share of whole ones, with zeros where nothing is left."""
@@ -173,6 +180,13 @@ class Cut(NamedTuple):
         parts = whole.transpose(1, self.dim).unflatten(1, (-1, self.part)).transpose(0, 1)
         parts = self._exchange(parts.flatten(0, 1)).transpose(1, self.dim)
         return parts[: shape[0], : shape[1], : shape[2]]
+
+    def add_up(self, sums: torch.Tensor, num_columns: int) -> torch.Tensor:
+        """Add up [n, 1, columns of the parts] to [n, 1, num_columns]."""
+        whole = sums.new_zeros(len(sums), 1, num_columns)
+        whole[:, :, self.columns] = sums
+        dist.all_reduce(whole, group=self.group)
+        return whole
 
     def _exchange(self, matrices: torch.Tensor) -> torch.Tensor:
         received = torch.empty_like(matrices, memory_format=torch.contiguous_format)
@@ -206,14 +220,12 @@ def even_out_neurons(
     """
     sums, num_rows = torch.linalg.vector_norm(updates, dim=1, keepdim=True).square(), updates.shape[1]
     if cut is not None:
-        parts, sums, num_rows = sums, torch.zeros_like(squares), cut.length if cut.dim == 1 else num_rows
-        (sums if cut.dim == 1 else sums[:, :, cut.mine]).copy_(parts)
-        dist.all_reduce(sums, group=cut.group)
+        sums, num_rows = cut.add_up(sums, squares.shape[2]), cut.length if cut.dim == 1 else num_rows
     squares = squares.lerp(sums / num_rows, 1 - NEURON_BETA)
     scales = squares.clamp(min=1e-10).rsqrt()
     norms = (sums * scales.square()).sum(dim=2, keepdim=True)
     scales = scales * (sums.sum(dim=2, keepdim=True) / norms.clamp(min=1e-10)).sqrt()
-    return scales if cut is None or cut.dim == 1 else scales[:, :, cut.mine], squares
+    return scales if cut is None else scales[:, :, cut.columns], squares
 
 
 def find_matrices(model: nn.Module) -> dict[nn.Parameter, int]:

@@ -204,7 +204,7 @@ def plan_run(start: Start, typed: TrainConfig, recipe: str, dataset: Any) -> Run
     if typed.max_eval_samples == "auto" and resume_dir is not None:  # an extended run evaluates the same rows
         config = dataclasses.replace(config, max_eval_samples=content["untrained"].get("num_rows", "auto"))
     data_bytes = dataset.train.num_bytes if config.data_placement == "device" else 0
-    plan = plan_device(config, padded, accelerator, start.output_dir, earlier, data_bytes)
+    plan = plan_device(config, padded, accelerator, start.output_dir, earlier, data_bytes, start.sharding)
     return Run(
         **vars(dataclasses.replace(start, run_id=run_id)),
         recipe=recipe,
