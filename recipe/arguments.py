@@ -37,7 +37,7 @@ OTHER_NAMES = {name: f"use --{option}" for option, names in OTHER_NAMES.items() 
 OTHER_NAMES |= dict.fromkeys(("eval_only", "do_predict"), "use scripts/evaluate_model.py")
 OTHER_NAMES |= dict.fromkeys(("no_cuda", "use_cpu", "device"), "the launcher decides: accelerate launch --cpu")
 OTHER_NAMES |= dict.fromkeys(("torch_compile_mode", "dynamo_mode"), "pass --dynamo_mode to accelerate launch")
-OTHER_NAMES |= dict.fromkeys(("fsdp", "deepspeed"), "several devices use DistributedDataParallel")
+OTHER_NAMES |= dict.fromkeys(("fsdp", "deepspeed"), "the launcher decides: see accelerate_configs/fsdp.yaml")
 OTHER_NAMES |= dict.fromkeys(("overwrite", "overwrite_output_dir"), "delete the folder, or pass another --output_dir")
 OTHER_NAMES["hub_token"] = "log in with `hf auth login` or set HF_TOKEN; never put a token on a command line"
 

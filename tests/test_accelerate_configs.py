@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import torch
 import yaml
 from accelerate.commands import launch as launch_module
 from accelerate.commands.config.config_args import load_config_from_file
@@ -18,7 +19,9 @@ from conftest import ROOT, read_events, reset_accelerate
 from recipe.command_line import load_config
 from recipe.errors import UserError
 from recipe.hardware import processes
+from recipe.hardware.accelerator import resolve_hardware
 from recipe.hardware.processes import start_processes, wants_cpu
+from recipe.hardware.sharding import USE_FSDP, Sharding, take_sharding
 from recipe.publish.hub import publishes_training_state
 
 FILES = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
@@ -32,6 +35,7 @@ FILES = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
         ("single_gpu_fp16", "NO", "fp16", {"dynamo_backend": "INDUCTOR"}, False),
         ("multi_gpu", "MULTI_GPU", "bf16", {"dynamo_backend": "INDUCTOR"}, False),
         ("multi_node", "MULTI_GPU", "bf16", {"dynamo_backend": "INDUCTOR"}, False),
+        ("fsdp", "FSDP", "bf16", {"dynamo_backend": "INDUCTOR"}, False),
         ("multi_cpu", "MULTI_GPU", "no", {}, True),
         ("mps", "NO", "no", {}, False),
     ],
@@ -86,7 +90,7 @@ def start(monkeypatch):
 def test_our_configs_on_a_cpu_and_elsewhere(path, tmp_path, monkeypatch, start):
     """Only those for the CPU ask for it, multi_cpu by hiding the GPUs; those for one process start here."""
     environment = environment_of(path, tmp_path, monkeypatch)
-    is_multi = path.stem.startswith("multi")
+    is_multi = path.stem.startswith(("multi", "fsdp"))
     assert ("LOCAL_RANK" in environment) == is_multi
     with mock.patch.dict(os.environ, environment, clear=True):
         assert wants_cpu() == path.stem.endswith("cpu")
@@ -97,7 +101,7 @@ def test_our_configs_on_a_cpu_and_elsewhere(path, tmp_path, monkeypatch, start):
 @pytest.mark.parametrize(
     ("answers", "message"),
     [
-        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}, "FSDP is not supported"),
+        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_offload_params": True}}, "offload to the CPU is not"),
         ({"distributed_type": "MEGATRON_LM", "megatron_lm_config": {}}, "MEGATRON_LM is not supported"),
         (
             {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}
@@ -113,6 +117,50 @@ def test_answers_that_the_recipe_cannot_follow(answers, message, tmp_path, monke
     with pytest.raises(UserError, match=f"{message}.*accelerate_configs/") as caught:
         start(environment)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        ({"fsdp_version": 2}, Sharding(4)),
+        ({"fsdp_version": 2, "fsdp_reshard_after_forward": False}, Sharding(4, reshard_after_forward=False)),
+        ({"fsdp_version": 1}, Sharding(4)),
+        ({"fsdp_version": 1, "fsdp_reshard_after_forward": "SHARD_GRAD_OP"}, Sharding(4, 1, False)),
+        ({"fsdp_version": 1, "fsdp_sharding_strategy": "SHARD_GRAD_OP"}, Sharding(4, 1, False)),
+        ({"fsdp_version": 1, "fsdp_sharding_strategy": 4}, Sharding(2, 2)),
+        ({"fsdp_version": 1, "fsdp_reshard_after_forward": "HYBRID_SHARD_ZERO2"}, Sharding(2, 2, False)),
+        ({"fsdp_version": 1, "fsdp_reshard_after_forward": "NO_SHARD"}, None),
+        ({"fsdp_version": 2, "fsdp_activation_checkpointing": True}, Sharding(4, activation_checkpointing=True)),
+    ],
+)
+def test_answers_about_fsdp(answers, expected, tmp_path, monkeypatch):
+    """Of FSDP 1 and 2, on two machines with two processes each. Accelerate and Transformers no longer see them."""
+    config = GPUS | {"distributed_type": "FSDP", "fsdp_config": answers}
+    environment = environment_of(config, tmp_path, monkeypatch) | {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+    assert environment[USE_FSDP] == "true"
+    assert take_sharding(environment) == expected
+    assert USE_FSDP not in environment and take_sharding(environment) is None
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_one_process_has_nothing_to_shard(version):
+    assert take_sharding({USE_FSDP: "true", "FSDP_VERSION": str(version), "WORLD_SIZE": "1"}) is None
+
+
+@pytest.mark.parametrize(
+    ("argv", "mode", "message"),
+    [
+        (["--mixed_precision", "fp16"], "default", "fp16"),
+        (["--optim", "adamw_bnb_8bit"], "default", "adamw_bnb_8bit"),
+        (["--dynamo_backend", "inductor"], "reduce-overhead", "dynamo_mode reduce-overhead"),
+    ],
+)
+def test_options_that_do_not_work_with_shards(argv, mode, message, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", mode)
+    monkeypatch.setattr("recipe.hardware.accelerator.why_no_inductor", lambda device: None)
+    config = load_config(["--dataset_dir", "d", "--mixed_precision", "bf16", *argv])[0]
+    with pytest.raises(UserError, match=f"FSDP does not work with .*{message}"):
+        resolve_hardware(config, torch.device("cuda"), 1e20, Sharding(2))
 
 
 @pytest.mark.parametrize("answers", [{"distributed_type": "MULTI_CPU", "use_cpu": True}, {"distributed_type": "NO"}])

@@ -4,28 +4,24 @@ import copy
 
 import pytest
 import torch
-from conftest import read_events
+from accelerate import Accelerator
+from conftest import read_events, reset_accelerate
 from torch._inductor import list_mode_options
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from recipe.command_line import load_config
 from recipe.errors import UserError
 from recipe.hardware import accelerator
-from recipe.hardware.accelerator import CUDA_GRAPH_MODES, DYNAMO_MODES, compile_module, resolve_hardware
+from recipe.hardware.accelerator import CUDA_GRAPH_MODES, DYNAMO_MODES, parallelize, resolve_hardware
 from recipe.hardware.devices import has_compiler
 from recipe.hardware.memory import micro_batch_sizes, smaller_micro_batches
+from recipe.model.loss import LanguageModelingLoss
+
+NO_DROPOUT = ("attn_pdrop", "embd_pdrop", "resid_pdrop")
 
 
 def config_of(*argv):
     return load_config(["--dataset_dir", "d", "--global_batch_size", "64", "--block_size", "1024", *argv])[0]
-
-
-class Layers(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner, self.outer = torch.nn.Linear(8, 16), torch.nn.Linear(16, 1)
-
-    def forward(self, inputs):
-        return self.outer(torch.nn.functional.gelu(self.inner(inputs)))
 
 
 @pytest.fixture
@@ -96,12 +92,14 @@ def test_cuda_graphs_use_one_micro_batch(launch_with, mode, argv, device_type, e
 def test_each_mode_compiles_to_the_same_function(launch_with, mode):
     """Loss and gradients equal those of the module that is not compiled."""
     launch_with(mode)
+    reset_accelerate()
     torch.manual_seed(0)
-    module = Layers()
-    compiled, inputs = copy.deepcopy(module), torch.randn(4, 8)
-    compile_module(compiled, "inductor")
+    shape = {"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 64, "n_positions": 8}
+    module = LanguageModelingLoss(GPT2LMHeadModel(GPT2Config(**shape, **dict.fromkeys(NO_DROPOUT, 0.0))), 64)
+    config = config_of("--dynamo_backend", "inductor")
+    compiled, rows = parallelize(copy.deepcopy(module), config, Accelerator(cpu=True), None), torch.randint(64, (4, 9))
     for m in (module, compiled):
-        m(inputs).mean().backward()
+        m(rows[:, :-1], rows[:, 1:])["loss"].backward()
     for found, expected in zip(compiled.parameters(), module.parameters(), strict=True):
         torch.testing.assert_close(found.grad, expected.grad)
     torch.compiler.reset()

@@ -42,7 +42,10 @@ TOKENS_TO_HIDE_SHARDS = 12 / 6 * 3000
 # caches fill earlier.
 LARGEST_MICRO_BATCH_TOKENS = {"cpu": 4096, "accelerator": 65536}
 LOSS_CHUNKS = 8
-REMEDY = "try --activation_checkpointing, a smaller micro-batch, --optim adamw_bnb_8bit or a smaller recipe"
+REMEDY = (
+    "try --activation_checkpointing, a smaller micro-batch, --optim adamw_bnb_8bit, several GPUs with "
+    "accelerate_configs/fsdp.yaml, or a smaller recipe"
+)
 SMALLER_NAME = ".micro_batch"  # in output_dir: see `leave_smaller_micro_batch`
 
 
@@ -273,12 +276,13 @@ def estimate_bytes(
 
     # Compiled, the logits' gradient overwrites them. Otherwise backward holds three fp32 tensors of that size. Chunks
     # add up the gradient of the output matrix in fp32: the sums before and after, and the chunk's gradient.
-    logits = tokens // chunks * model_config.vocab_size * (operand if compiled else 12) + (operand + 2) * head
+    num_logits = tokens // chunks * model_config.vocab_size
+    logits = num_logits * (operand if compiled else 12) + (operand + 2) * head
     logits = logits if chunks == 1 else max(logits + 4 * head, 12 * head)
     again = temporary + (block + weights if plan.activation_checkpointing else 0)
     if sharding is None:
         # A compiled backward returns all gradients at once, next to earlier micro-batches' gradients or DDP's buckets.
-        num_shards, root, parts = 1, 0, 0
+        num_shards, root, gathered, parts = 1, 0, 0, 0
         kept = 4 * num_parameters if num_processes > 1 or plan.micro_batch_size < config.global_batch_size else 0
         new = 4 * num_parameters if compiled or not kept else 0
     else:
@@ -286,15 +290,16 @@ def estimate_bytes(
         # parameters, those of the next block, its gradients, and those of the block before, which are being reduced.
         num_shards, matrices = sharding.num_shards, count_block_matrices(model_config)
         root = 4 * (num_parameters - num_layers * matrices)
-        parts = 4 * matrices * (4 if sharding.reshard_after_forward else 3 + num_layers)
+        resharded = sharding.reshard_after_forward
+        gathered, parts = (root, 16 * matrices) if resharded else (4 * num_parameters, 8 * matrices)
         kept, new = 4 * num_parameters / num_shards, 2 * root
     update = update_bytes(model_config, config.optim, device_type, num_shards)
     moments = {
-        "start of backward": kept + root + activations + final + logits,
-        "last block": kept + root + parts + activations + again + 4 * head,
+        "start of backward": kept + gathered + activations + final + logits,
+        "last block": kept + gathered + parts + activations + again + 4 * head,
         "end of backward": kept + root + new + block + weights + temporary,
         "optimizer": 4 * num_parameters / num_shards + update,
-        "evaluation": 4 * num_parameters if sharding else 0,
+        "evaluation": 4 * num_parameters + num_logits * (operand if compiled else 8) if sharding else 0,  # `gathered`
     }
     states = (4 * num_parameters + optimizer_bytes(model_config, config.optim)) / num_shards
     return int(states + max(moments.values()) + PROCESS_BYTES)

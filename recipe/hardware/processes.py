@@ -32,7 +32,7 @@ LAUNCHERS += ("torchrun", "torch.distributed.run", "torch.distributed.launch")  
 LAUNCHER_DIED = getattr(signal, "SIGUSR2", None)  # Windows has none
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
-OTHERS = "use multi_gpu.yaml, or for a model that one GPU cannot hold fsdp.yaml, in accelerate_configs/"
+OTHERS = "use accelerate_configs/multi_gpu.yaml, or fsdp.yaml for a model that one GPU cannot hold"
 
 ONE_OF_SEVERAL = (
     "the launcher was asked for several processes, but starts only one with this distributed_type; use "

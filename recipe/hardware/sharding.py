@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from recipe.environment import count_local_processes
 from recipe.errors import UserError
 
 USE_FSDP = "ACCELERATE_USE_FSDP"
@@ -57,8 +56,9 @@ def take_sharding(environment: MutableMapping[str, str]) -> Sharding | None:
         strategy = STRATEGIES[int(strategy) - 1]
     if strategy not in STRATEGIES:
         raise UserError(f"unknown FSDP sharding strategy '{strategy}'; use one of {', '.join(STRATEGIES)}")
-    num_processes = int(environment.get("WORLD_SIZE", "1"))
-    num_shards = count_local_processes(num_processes) if strategy.startswith("HYBRID") else num_processes
+    num_processes = num_shards = int(environment.get("WORLD_SIZE", "1"))
+    if strategy.startswith("HYBRID"):
+        num_shards = int(environment.get("LOCAL_WORLD_SIZE", num_processes))
     if strategy == "NO_SHARD" or num_shards == 1:
         return None
     resharded = strategy in ("FULL_SHARD", "HYBRID_SHARD")
