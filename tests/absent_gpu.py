@@ -311,8 +311,12 @@ def rehearse_sharded(argv: list[str], num_processes: int, **limits: float) -> di
     launched |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
     dist.init_process_group("fake", rank=0, world_size=num_processes, store=FakeStore())
     alone = functools.cache(lambda *_: None)
-    with mock.patch.dict(os.environ, launched), mock.patch("recipe.hardware.processes.host_group", alone):
-        return rehearse(argv, **limits)
+    try:
+        with mock.patch.dict(os.environ, launched), mock.patch("recipe.hardware.processes.host_group", alone):
+            return rehearse(argv, **limits)
+    finally:
+        if dist.is_initialized():  # after an error
+            dist.destroy_process_group()
 
 
 def rehearse_as(rank: int, port: int, argv: list[str]) -> dict:

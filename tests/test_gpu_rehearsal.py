@@ -11,6 +11,7 @@ from conftest import default_arguments
 
 from recipe.command_line import load_config
 from recipe.hardware.memory import PROCESS_BYTES, MemoryPlan, estimate_bytes
+from recipe.hardware.sharding import Sharding
 from recipe.model.build import build_model_config
 from recipe.model.size import count_parameters
 
@@ -21,7 +22,7 @@ RUN += ["--max_eval_samples", "16", "--per_device_train_batch_size", "2"]
 LOG_LINES, EVALUATIONS, QUIET = 2, 2, {1, 2}  # counted at the top of the turns
 LOUD = {"run/log.py train", "run/log.py paused", "run/log.py _stop_clock"}
 LOUD |= {"evaluation/scoring.py sum_losses", "evaluation/generation.py generate_texts"}
-LOUD |= {"checkpoint.py save", "model/weights.py copy_weights"}
+LOUD |= {"checkpoint.py save", "checkpoint.py _copy", "model/weights.py copy_weights"}
 PADDED = 8192
 # Of this model, weights and optimizer, activations, and logits each take a good part of the memory.
 WIDE = ["--config_overrides", "n_layer=4,n_head=4,n_embd=256", "--block_size", "32"]
@@ -107,6 +108,14 @@ def test_two_machines_make_their_hosts_wait_no_more(gpu):
         check_waits(found)
 
 
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "muon"])
+def test_shards_make_the_host_wait_no_more(rehearse, optim):
+    """Neither do gathering and reducing, the norm of all shards, and the matrices that Muon exchanges."""
+    found = rehearse(*RUN, "--optim", optim, "--save_steps", "4", num_processes=2)
+    check_waits(found)
+    assert "FSDP" in found.output and "2 processes x" in found.output
+
+
 def test_an_optimizer_that_is_not_fused_waits_once_in_every_step(rehearse):
     """The tests above can fail."""
     found = rehearse(*RUN, "--optim", "adamw_torch")
@@ -158,3 +167,31 @@ def test_what_cannot_fit_ends_with_one_sentence(rehearse, step, bytes_per_parame
     """Weights, gradients and two moments fit without any activation, or do not even do that."""
     found = rehearse(*LARGE, shape=WIDE, limit_bytes=bytes_per_parameter * step.num_parameters)
     assert message in found.failed.splitlines()[-1]
+
+
+# ------------------------------------------------------------------ memory, with shards
+
+
+def estimate_of(*options: object, num_shards: int) -> float:
+    config = load_config(["--dataset_dir", "-", "--output_dir", "-", *default_arguments("-", "-", WIDE), *options])[0]
+    plan = MemoryPlan(config.per_device_train_batch_size, config.activation_checkpointing == "true", 1)
+    model_config = build_model_config(config, PADDED, 0)
+    return estimate_bytes(plan, config, model_config, "cuda", num_shards, Sharding(num_shards)) - PROCESS_BYTES
+
+
+@pytest.mark.parametrize("num_shards", [2, 8])
+@pytest.mark.parametrize("options", [["--optim", "muon"], ["--activation_checkpointing"]], ids=" ".join)
+def test_the_estimate_is_what_a_step_with_shards_takes(rehearse, num_shards, options):
+    """Blocks that are gathered, and the gradients that are being reduced, among it."""
+    options = [*LARGE, "--global_batch_size", "256", *options]
+    found = rehearse(*options, shape=WIDE, num_processes=num_shards)
+    assert found.failed is None
+    assert found.peak_bytes == pytest.approx(estimate_of(*options, num_shards=num_shards), rel=0.1)
+
+
+def test_the_trial_step_with_shards_halves_the_micro_batch(rehearse):
+    """Though it runs out of memory with blocks gathered, and gradients reduced."""
+    options = [*LARGE, "--global_batch_size", "128"]
+    limit = 0.9 * estimate_of(*options, num_shards=2)
+    found = rehearse(*options, "--per_device_train_batch_size", "auto", shape=WIDE, num_processes=2, limit_bytes=limit)
+    assert found.failed is None and "x 8 sequences" in found.output
