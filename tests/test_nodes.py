@@ -13,9 +13,12 @@ import time
 
 import psutil
 import pytest
+import torch
 from conftest import ROOT, TINY, default_arguments, launch, read_events
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
-from recipe.checkpoint import list_checkpoints, why_damaged
+from recipe.checkpoint import OPTIMIZER_NAME, list_checkpoints, why_damaged
 from recipe.hardware.processes import STEP_WAIT
 
 GLOBAL_BATCH = 8
@@ -27,6 +30,24 @@ COMPILED = {"inductor": INDUCTOR, "inductor, less memory": (*INDUCTOR, *LESS_MEM
 BAD = {"bad": (*INDUCTOR, "--lr_scheduler_type", "constant")}
 # The first is stopped by a signal to the second process, the second continues a run of one process.
 STOPPED = {"signaled": (), "continued": ("--resume_from_checkpoint", "auto")}
+# With shards: of a width that two processes cut unevenly, with an odd number of examples to score.
+ODD = (
+    "--config_overrides",
+    "n_layer=1,n_head=3,n_embd=33",
+    "--save_steps",
+    "2",
+    "--eval_tasks",
+    "hellaswag=task.jsonl",
+)
+FROM_FSDP = ("--resume_from_checkpoint", "fsdp muon/checkpoint-2")
+SHARDED = {
+    "fsdp muon": (*ODD, "--optim", "muon"),
+    "fsdp adamw": (*ODD, "--optim", "adamw_torch"),  # not fused
+    "fsdp continued": (*ODD, "--optim", "muon", "--resume_from_checkpoint", "auto"),  # one process began
+    "ddp continued": (*ODD, "--optim", "muon", *FROM_FSDP),
+    "fsdp compiled": (*INDUCTOR, *LESS_MEMORY),
+    "fsdp kept": (*INDUCTOR, "--label_smoothing_factor", "0.1"),  # the gathered blocks, until backward
+}
 STEPS = 5
 SHORT = ["--max_steps", STEPS, "--eval_steps", "3", "--global_batch_size", GLOBAL_BATCH]
 SHORT += ["--config_overrides", "n_layer=1,n_head=2,n_embd=32"]
@@ -44,6 +65,7 @@ import recipe.train
 from recipe.errors import UserError
 from recipe.hardware.processes import check_same_run, on_all_processes, start_processes
 from recipe.model.loss import LanguageModelingLoss
+from recipe.model.weights import whole
 from recipe.run.log import RunLog
 
 PartialState.destroy_process_group = lambda self, group=None: None
@@ -58,7 +80,7 @@ LanguageModelingLoss._loss_sum = lambda *args: loss_sum(*args) + added
 def count(self, *args):  # after each update
     add(self, *args)
     parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-    weights.append(sum(p.double().sum().item() for p in parameters))
+    weights.append(sum(whole(p).double().sum().item() for p in parameters))
     added.fill_(math.inf if name == "bad" and rank == 1 and len(weights) == 2 else 0.0)
     if name == "signaled" and rank == 1 and len(weights) == 2:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -70,6 +92,12 @@ RunLog.add, RunLog.end = count, end
 for name, options in splits.items():
     sys.argv[1:] = [*arguments, *options, "--output_dir", name]
     weights = []
+    if "fsdp" in name:
+        reshard = str("kept" not in name)
+        os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": reshard}
+        found[name + " exit"] = recipe.train.main()
+        assert os.environ.pop("ACCELERATE_USE_FSDP") == "true"  # main() leaves it as it was
+        continue
     if name not in SPLITS:
         found[name + " exit"] = recipe.train.main()
         found[name + " left at"], found[name] = time.time(), weights
@@ -105,9 +133,27 @@ dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def probe(tmp_path_factory, dataset_dir, train_shared):
+def task(tmp_path_factory):
+    """Three examples for two processes."""
+    path = tmp_path_factory.mktemp("task") / "task.jsonl"
+    lines = (ROOT / "tests" / "hellaswag_sample.jsonl").read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:3]))
+    return path
+
+
+@pytest.fixture(scope="module")
+def odd(train_shared, task):
+    """Runs of one process with the options of `ODD`, by their optimizer."""
+    options = [*SHORT, *ODD[:-1], f"hellaswag={task}", "--optim"]
+    return {optim: train_shared(*options, optim, real=True) for optim in ("muon", "adamw_torch")}
+
+
+@pytest.fixture(scope="module")
+def probe(tmp_path_factory, dataset_dir, train_shared, task, odd):
     """Two processes, started by accelerate_configs/multi_cpu.yaml and nothing else. Returns the folder."""
     folder = tmp_path_factory.mktemp("probe")
+    shutil.copy(task, folder)
+    shutil.copytree(odd["muon"] / "checkpoint-2", folder / "fsdp continued" / "checkpoint-2")
     before = train_shared(*SHORT, "--save_steps", "2")
     shutil.copytree(before / "checkpoint-2", folder / "continued" / "checkpoint-2")
     shutil.copy(before / "metrics.jsonl", folder / "continued")
@@ -115,7 +161,7 @@ def probe(tmp_path_factory, dataset_dir, train_shared):
     options = [*default_arguments(dataset_dir, folder / "unused", TINY), *SHORT]
     environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     result = launch(
-        [json.dumps(SPLITS | COMPILED | BAD | STOPPED), *options],
+        [json.dumps(SPLITS | COMPILED | BAD | STOPPED | SHARDED), *options],
         cwd=folder,
         launcher=("--config_file", str(ROOT / "accelerate_configs" / "multi_cpu.yaml")),
         program=folder / "probe.py",
@@ -184,6 +230,42 @@ def test_a_signal_to_one_of_two_processes_stops_both(probe, found, train, one_pr
     expected = [event["loss"] for event in read_events(one_process[0], "train")]
     for run in (resumed, probe / "continued"):
         assert [event["loss"] for event in read_events(run, "train")] == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["fsdp muon", "fsdp adamw", "fsdp continued", "ddp continued"])
+def test_shards_are_one_run(probe, odd, name):
+    """Losses, scores and the sample are those of one process, also if a run goes on with shards, or without."""
+    expected, resumed_at = odd["adamw_torch" if "adamw" in name else "muon"], 2 * ("continued" in name)
+    for event in ("train", "eval"):
+        found, events = (
+            [e for e in read_events(run, event) if e["step"] > resumed_at] for run in (probe / name, expected)
+        )
+        assert [e["loss"] for e in found] == pytest.approx([e["loss"] for e in events], abs=1e-5)
+        assert [e["step"] for e in found] == [e["step"] for e in events]
+    scores = [{key: value for key, value in e.items() if "hellaswag_acc" in key} for e in (found[-1], events[-1])]
+    assert len(scores[0]) == 4 and scores[0] == scores[1]
+    assert read_events(probe / name, "sample")[-1] == read_events(expected, "sample")[-1]
+
+
+def test_compiled_shards_are_one_run(probe, one_process, train_shared):
+    """Each block is a graph, and so is the loss; whether blocks are gathered again for backward or kept."""
+    smoothed = train_shared(*SHORT, "--label_smoothing_factor", "0.1")
+    for name, expected in (("fsdp compiled", one_process[0]), ("fsdp kept", smoothed)):
+        for event in ("train", "eval"):
+            losses, others = ([e["loss"] for e in read_events(run, event)] for run in (probe / name, expected))
+            assert losses == pytest.approx(others, abs=1e-5)
+
+
+def test_a_checkpoint_does_not_tell_who_wrote_it(probe, odd, train, tmp_path):
+    """Shards are saved as whole tensors, which one process continues."""
+    checkpoints = [run / "checkpoint-2" for run in (probe / "fsdp muon", odd["muon"])]
+    for name, load in (("model.safetensors", load_file), (OPTIMIZER_NAME, torch.load)):
+        found, expected = (load(checkpoint / name) for checkpoint in checkpoints)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert AutoModelForCausalLM.from_pretrained(checkpoints[0]).config.vocab_size == 500
+    resumed = train(*SHORT, *ODD[:4], "--optim", "muon", "--resume_from_checkpoint", checkpoints[0])
+    losses, expected = ([e["loss"] for e in read_events(run, "train")] for run in (resumed, odd["muon"]))
+    assert losses == pytest.approx(expected[2:], abs=1e-5)
 
 
 def test_a_process_that_hangs_ends_the_others_after_ten_minutes(found):
