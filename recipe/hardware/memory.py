@@ -60,12 +60,14 @@ class MemoryPlan:
     usable_bytes: int = 0
     made_for: tuple[int, ...] = ()  # numbers that differ for other options and other devices
     ran_out: bool = False  # of memory, in an earlier start with a larger micro-batch
+    num_shards: int = 1
 
     @property
     def choices(self) -> dict[str, int]:
         """The options that must match for a bit-exact resume on the same number of processes."""
         names = ("micro_batch_size", "activation_checkpointing", "loss_chunks")
-        return {name: int(getattr(self, name)) for name in names}
+        shards = {"num_shards": self.num_shards} if self.num_shards > 1 else {}
+        return {name: int(getattr(self, name)) for name in names} | shards
 
     def apply(self, config: TrainConfig) -> TrainConfig:
         """Return the config with these options in place of `auto`."""
@@ -219,7 +221,8 @@ def list_plans(
     if config.loss_chunks != "auto":
         chunks = [config.loss_chunks]
     sizes = micro_batch_sizes(config, num_processes, device_type)
-    plans = [MemoryPlan(*options) for options in itertools.product(sizes, checkpointing, chunks)]
+    shards = {"num_shards": sharding.num_shards if sharding else 1}
+    plans = [MemoryPlan(*options, **shards) for options in itertools.product(sizes, checkpointing, chunks)]
     estimates = [estimate_bytes(plan, config, model_config, device_type, num_processes, sharding) for plan in plans]
     return [
         dataclasses.replace(plan, total_bytes=total, usable_bytes=int(usable_bytes))

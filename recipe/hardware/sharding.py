@@ -33,7 +33,7 @@ class Sharding:
     def describe(self) -> str:
         where = f"on each of {self.num_replicas} machines" if self.num_replicas > 1 else "over all processes"
         kept = "" if self.reshard_after_forward else "; parameters are gathered once per micro-batch"
-        return f"parameters, gradients and optimizer in {self.num_shards} shards {where}{kept}"
+        return f"parameters, gradients and optimizer state in {self.num_shards} shards {where}{kept}"
 
 
 def take_sharding(environment: MutableMapping[str, str]) -> Sharding | None:

@@ -151,7 +151,8 @@ def start_table(run: Run, facts: dict[str, Any], eval_rows: int) -> dict[str, st
         data += f"streamed in rows of {config.block_size:,} tokens"
     else:
         data += f"{rows['train']:,} training rows of {config.block_size:,} tokens"
-    shown = {label: f"{choice.value}: {choice.reason}" for label, choice in run.choices.items()}
+    shown = {"layout": "DDP: every process holds the whole model and its state"} if num_processes > 1 else {}
+    shown |= {label: f"{choice.value}: {choice.reason}" for label, choice in run.choices.items()}
     if device.type == "cuda" and config.tf32:
         shown["precision"] += "; TF32 for fp32 matmuls"
     if config.deterministic:
