@@ -172,8 +172,8 @@ def test_what_cannot_fit_ends_with_one_sentence(rehearse, step, bytes_per_parame
 # ------------------------------------------------------------------ memory, with shards
 
 
-def estimate_of(*options: object, num_shards: int) -> float:
-    config = load_config(["--dataset_dir", "-", "--output_dir", "-", *default_arguments("-", "-", WIDE), *options])[0]
+def estimate_of(*options: object, num_shards: int, shape: list[str] = WIDE) -> float:
+    config = load_config(["--dataset_dir", "-", *default_arguments("-", "-", shape), *options])[0]
     plan = MemoryPlan(config.per_device_train_batch_size, config.activation_checkpointing == "true", 1)
     model_config = build_model_config(config, PADDED, 0)
     return estimate_bytes(plan, config, model_config, "cuda", num_shards, Sharding(num_shards)) - PROCESS_BYTES
@@ -190,8 +190,10 @@ def test_the_estimate_is_what_a_step_with_shards_takes(rehearse, num_shards, opt
 
 
 def test_the_trial_step_with_shards_halves_the_micro_batch(rehearse):
-    """Though it runs out of memory with blocks gathered, and gradients reduced."""
-    options = [*LARGE, "--global_batch_size", "128"]
-    limit = 0.9 * estimate_of(*options, num_shards=2)
-    found = rehearse(*options, "--per_device_train_batch_size", "auto", shape=WIDE, num_processes=2, limit_bytes=limit)
-    assert found.failed is None and "x 8 sequences" in found.output
+    """It runs out of memory in the middle of backward, and leaves nothing of that: no gathered block, no gradient."""
+    shape = ["--config_overrides", "n_layer=8,n_head=4,n_embd=512", "--block_size", "128"]
+    options = [*LARGE, "--global_batch_size", "64", "--per_device_train_batch_size"]
+    whole, half = (estimate_of(*options, rows, num_shards=2, shape=shape) for rows in ("32", "16"))
+    found = rehearse(*options, "auto", shape=shape, num_processes=2, limit_bytes=0.9 * whole)
+    assert found.failed is None and "2 micro-batches x 16" in found.output
+    assert found.peak_bytes == pytest.approx(half, rel=0.1)
