@@ -34,7 +34,7 @@ from recipe.command_line import load_config, load_yaml
 from recipe.config import DATA_SOURCES, STANDARD_LIBRARY, TrainConfig, save_config
 from recipe.environment import count_cpus, describe_device
 from recipe.errors import UserError, run_main, short_reason
-from recipe.hardware.accelerator import choose_dynamo_backend, choose_mixed_precision
+from recipe.hardware.accelerator import check_sharded, choose_dynamo_backend, choose_mixed_precision
 from recipe.hardware.devices import native_bf16, why_no_inductor
 from recipe.hardware.gpus import find_gpu, load_gpu
 from recipe.hardware.memory import MemoryPlan, measure_usable_bytes, plan_memory
@@ -263,7 +263,7 @@ def plan_gpu(
 ) -> MemoryPlan | None:
     """Return what `auto` resolves to on a GPU that is not there, or None if nothing fits."""
     gpu = load_gpu(name)
-    precision = "bf16" if gpu.bf16 else "no" if sharded else "fp16"
+    precision = "bf16" if gpu.bf16 else "fp16"
     return plan_device(config, model_config, "cuda", precision, "inductor", gpu.memory_bytes, num_gpus, sharded)
 
 
@@ -281,6 +281,8 @@ def plan_device(
     usual = {"mixed_precision": precision, "dynamo_backend": backend}
     auto = {name: value for name, value in usual.items() if getattr(config, name) == "auto"}
     config, sharding = dataclasses.replace(config, **auto), Sharding(num_devices) if sharded else None
+    if sharded:
+        check_sharded(config, torch.device(device_type))
     return plan_memory(config, model_config, device_type, memory_bytes, num_devices, sharding)
 
 

@@ -19,7 +19,7 @@ from conftest import ROOT, read_events, reset_accelerate
 from recipe.command_line import load_config
 from recipe.errors import UserError
 from recipe.hardware import processes
-from recipe.hardware.accelerator import resolve_hardware
+from recipe.hardware.accelerator import check_sharded
 from recipe.hardware.processes import start_processes, wants_cpu
 from recipe.hardware.sharding import USE_FSDP, Sharding, take_sharding
 from recipe.publish.hub import publishes_training_state
@@ -157,10 +157,9 @@ def test_one_process_has_nothing_to_shard(version):
 )
 def test_options_that_do_not_work_with_shards(argv, mode, message, monkeypatch):
     monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", mode)
-    monkeypatch.setattr("recipe.hardware.accelerator.why_no_inductor", lambda device: None)
     config = load_config(["--dataset_dir", "d", "--mixed_precision", "bf16", *argv])[0]
     with pytest.raises(UserError, match=f"FSDP does not work with .*{message}"):
-        resolve_hardware(config, torch.device("cuda"), 1e20, Sharding(2))
+        check_sharded(config, torch.device("cuda"))
 
 
 @pytest.mark.parametrize("answers", [{"distributed_type": "MULTI_CPU", "use_cpu": True}, {"distributed_type": "NO"}])

@@ -98,7 +98,7 @@ def resolve_hardware(
 ) -> tuple[TrainConfig, dict[str, Choice]]:
     """Replace the `auto` of precision, compilation and attention. Returns the config and each choice by its label.
 
-    total_flops: of the run; infinite if only its time is limited. Raises `UserError` for choices that cannot work.
+    total_flops: of the run; infinite if only its time is limited.
     """
     choices = {
         "precision": choose_mixed_precision(config, device),
@@ -119,20 +119,19 @@ def resolve_hardware(
         attn_implementation=choices["attention"].value,
     )
     if sharding is not None:
-        check_sharded(resolved)
         choices = {"layout": Choice("FSDP", sharding.describe()), **choices}
         if sharding.activation_checkpointing and config.activation_checkpointing == "auto":
             resolved = dataclasses.replace(resolved, activation_checkpointing="true")
     return resolved, choices
 
 
-def check_sharded(config: TrainConfig) -> None:
-    """Raise `UserError` for what does not work with shards. config: with every `auto` of the hardware resolved."""
-    if config.mixed_precision == "fp16":
+def check_sharded(config: TrainConfig, device: torch.device) -> None:
+    """Raise `UserError` for what does not work with shards."""
+    if choose_mixed_precision(config, device).value == "fp16":
         raise UserError("FSDP does not work with fp16 and its gradient scaler; use --mixed_precision bf16 or no")
     if config.optim == "adamw_bnb_8bit":
         raise UserError("FSDP does not work with --optim adamw_bnb_8bit; use adamw_torch_fused or muon")
-    if config.dynamo_backend == "inductor" and dynamo_mode() in CUDA_GRAPH_MODES:
+    if config.dynamo_backend in ("auto", "inductor") and dynamo_mode() in CUDA_GRAPH_MODES:
         found = f"FSDP does not work with dynamo_mode {dynamo_mode()}, because gathered parameters move in memory"
         raise UserError(f"{found}; launch with --dynamo_mode default")
 

@@ -55,7 +55,7 @@ def take_sharding(environment: MutableMapping[str, str]) -> Sharding | None:
     if strategy in map(str, range(1, 1 + len(STRATEGIES))):
         strategy = STRATEGIES[int(strategy) - 1]
     if strategy not in STRATEGIES:
-        raise UserError(f"unknown FSDP sharding strategy '{strategy}'; use one of {', '.join(STRATEGIES)}")
+        raise UserError(f"fsdp_reshard_after_forward is '{strategy}'; use true, false or {', '.join(STRATEGIES)}")
     num_processes = num_shards = int(environment.get("WORLD_SIZE", "1"))
     if strategy.startswith("HYBRID"):
         num_shards = int(environment.get("LOCAL_WORLD_SIZE", num_processes))

@@ -27,7 +27,7 @@ from recipe.data.packed import PackedDataset, metadata_of, open_packed_dataset
 from recipe.data.stream import open_stream, read_stream
 from recipe.errors import UserError
 from recipe.evaluation.tasks import load_tasks
-from recipe.hardware.accelerator import Choice, build_accelerator, parallelize, resolve_hardware
+from recipe.hardware.accelerator import Choice, build_accelerator, check_sharded, parallelize, resolve_hardware
 from recipe.hardware.memory import MemoryPlan, micro_batch_sizes, plan_device, try_micro_batch
 from recipe.hardware.processes import (
     check_same_run,
@@ -140,6 +140,8 @@ def open_run(config: TrainConfig, recipe: str) -> Start:
     # A resumed run takes the shape from its checkpoint: the model that it started from may be gone.
     source = resume_dir if resume_dir and config.model_name_or_path else config.model_name_or_path
     micro_batch_sizes(config, accelerator.num_processes, accelerator.device.type)
+    if sharding is not None:
+        check_sharded(config, accelerator.device)
     check_optimizer(config, accelerator.device)
     build_model_config(config, 1, 0, source)
     load_tasks(config.eval_tasks)  # reports a wrong file before text is prepared
