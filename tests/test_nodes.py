@@ -88,7 +88,12 @@ def count(self, *args):  # after each update
 def end(self):  # on the main process: its tracker takes long
     time.sleep(2 * (name == "signaled"))
 
+def measure(config, state):  # at the top of each turn
+    found["evaluation seconds"] = found.get("evaluation seconds", []) + [state.untrained.get("seconds")]
+    return measure_progress(config, state)
+
 RunLog.add, RunLog.end = count, end
+measure_progress, recipe.train.measure_progress = recipe.train.measure_progress, measure
 for name, options in splits.items():
     sys.argv[1:] = [*arguments, *options, "--output_dir", name]
     weights = []
@@ -266,6 +271,12 @@ def test_a_checkpoint_does_not_tell_who_wrote_it(probe, odd, train, tmp_path):
     resumed = train(*SHORT, *ODD[:4], "--optim", "muon", "--resume_from_checkpoint", checkpoints[0])
     losses, expected = ([e["loss"] for e in read_events(run, "train")] for run in (resumed, odd["muon"]))
     assert losses == pytest.approx(expected[2:], abs=1e-5)
+
+
+def test_time_passes_alike_on_all_processes(found):
+    """Progress follows from it, and from progress the learning rate and when to save; one process makes the sample."""
+    seconds, others = (process["evaluation seconds"] for process in found)
+    assert seconds == others and any(seconds)
 
 
 def test_a_process_that_hangs_ends_the_others_after_ten_minutes(found):

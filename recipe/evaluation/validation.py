@@ -15,6 +15,7 @@ from recipe.errors import short_reason
 from recipe.evaluation.generation import sample_text
 from recipe.evaluation.scoring import CPU_TOKENS, Totals, sum_losses
 from recipe.evaluation.tasks import load_tasks, score_task
+from recipe.hardware.processes import largest_of_processes
 from recipe.hardware.sharding import gathered
 from recipe.model.loss import IGNORE_INDEX
 
@@ -123,7 +124,9 @@ class Validation:
                     return None
                 results |= {f"{name}_{key}": value for key, value in scores.items()}
             sample = self._sample()
-        return {**results, "num_rows": self.num_rows, "seconds": time.perf_counter() - started_at, "sample": sample}
+        # The same on all processes, because a time-limited run computes its progress from it; only one makes a sample.
+        (seconds,) = largest_of_processes(time.perf_counter() - started_at)
+        return {**results, "num_rows": self.num_rows, "seconds": seconds, "sample": sample}
 
     def _sample(self) -> str | None:
         """Return a continuation of `sample_prompt`, the same for the same weights. A failure must not end the run."""
