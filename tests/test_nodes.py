@@ -239,7 +239,7 @@ def test_a_signal_to_one_of_two_processes_stops_both(probe, found, train, one_pr
 
 @pytest.mark.parametrize("name", ["fsdp muon", "fsdp adamw", "fsdp continued", "ddp continued"])
 def test_shards_are_one_run(probe, odd, name):
-    """Losses, scores and the sample are those of one process, also if a run goes on with shards, or without."""
+    """Losses, scores and the sample match one process, also when a run resumes in another layout."""
     expected, resumed_at = odd["adamw_torch" if "adamw" in name else "muon"], 2 * ("continued" in name)
     for event in ("train", "eval"):
         found, events = (

@@ -169,14 +169,14 @@ class Cut(NamedTuple):
         return slice(None) if self.dim == 1 else slice(start, start + self.part)
 
     def to_whole(self, parts: torch.Tensor) -> torch.Tensor:
-        """Exchange parts of all matrices for this process's share of whole ones, with zeros where nothing is left."""
+        """Return this process's share of the matrices, whole. Zeros pad uneven parts and shares."""
         parts, num_processes = parts.transpose(1, self.dim), self.group.size()
         padding = (0, 0, 0, self.part - parts.shape[1], 0, -len(parts) % num_processes)
         whole = self._exchange(F.pad(parts, padding)).unflatten(0, (num_processes, -1))
         return whole.transpose(0, 1).flatten(1, 2).transpose(1, self.dim)
 
     def to_parts(self, whole: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Do the reverse. shape: of the parts."""
+        """Undo `to_whole`. shape: of the parts."""
         parts = whole.transpose(1, self.dim).unflatten(1, (-1, self.part)).transpose(0, 1)
         parts = self._exchange(parts.flatten(0, 1)).transpose(1, self.dim)
         return parts[: shape[0], : shape[1], : shape[2]]
