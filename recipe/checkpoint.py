@@ -43,6 +43,7 @@ class RunState:
 
     run_id: str = ""  # random; the run keeps it when it resumes; trackers and the Hub know the run by it
     step: int = 0  # optimizer steps done
+    examples: int = 0  # trained on; the position in a packed dataset
     seconds: float = 0.0  # wall time over all starts; `max_minutes` limits it
     setup_seconds: float = 0.0  # the part of it before the first step
     progress: float = 0.0  # from 0 to 1
@@ -177,6 +178,8 @@ def read_state(directory: Path) -> dict[str, Any]:
     """Return training_state.json: `RunState`'s fields, identity (recipe/run/resume.py), mixed_precision, scaler."""
     try:
         content = json.loads((directory / STATE_NAME).read_text())
+        # A checkpoint of an older version lacks them; its run could not change its batch.
+        content.setdefault("examples", content["step"] * content["identity"]["global_batch_size"])
         RunState(**{name: content[name] for name in RunState.__dataclass_fields__})
         content["identity"]["max_steps"]
     except Exception as error:  # missing, not JSON, or of another version

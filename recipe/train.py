@@ -98,6 +98,7 @@ def main() -> int:
                 optimizer.step()
             optimizer.zero_grad()
             state.step += 1
+            state.examples += config.global_batch_size
             state.position = batches.position
             log.add(means, grad_norm)
             if log.is_due(state):

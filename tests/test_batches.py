@@ -52,19 +52,31 @@ def test_example_rows_is_pure():
 @pytest.mark.parametrize(
     ("micro_batch_size", "num_processes"), [(12, 1), (4, 1), (1, 1), (6, 2), (2, 2), (1, 3), (4, 3)]
 )
-@pytest.mark.parametrize("first_step", [0, 3])
-def test_a_step_uses_the_same_examples_for_any_batch_shape(micro_batch_size, num_processes, first_step):
-    """Step s is examples [s*G, (s+1)*G) for any micro-batch, number of processes and first step."""
+@pytest.mark.parametrize("first", [0, 31])
+def test_a_step_uses_the_same_examples_for_any_batch_shape(micro_batch_size, num_processes, first):
+    """A step is the next G examples for any micro-batch, number of processes and first example."""
     seen = []
     for process in range(num_processes):
-        order = iter(TrainOrder(50, 5, 12, micro_batch_size, first_step, process, num_processes))
+        order = iter(TrainOrder(50, 5, 12, micro_batch_size, first, process, num_processes))
         per_step = 12 // micro_batch_size // num_processes
         seen.append([np.concatenate([next(order) for _ in range(per_step)]) for _ in range(4)])
     for step in range(4):
-        start = (first_step + step) * 12
+        start = first + step * 12
         expected = example_rows(np.arange(start, start + 12), 50, 5)
         found = np.concatenate([process_steps[step] for process_steps in seen])
         assert sorted(found.tolist()) == sorted(expected.tolist())
+
+
+def test_a_run_that_loses_and_regains_devices_uses_each_example_once():
+    """From 8 processes to 6 and back: batches of 512, 510 and 512, each for three steps."""
+    seen, first = [], 0
+    for num_processes, batch, size in ((8, 512, 16), (6, 510, 17), (8, 512, 32)):
+        orders = [
+            iter(TrainOrder(5000, 1, batch, size, first, p, num_processes).examples()) for p in range(num_processes)
+        ]
+        seen += [next(order) for order in orders for _ in range(3 * batch // (size * num_processes))]
+        first += 3 * batch
+    assert sorted(np.concatenate(seen).tolist()) == list(range(first))
 
 
 @pytest.fixture(scope="module")

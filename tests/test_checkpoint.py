@@ -6,17 +6,25 @@ import shlex
 import shutil
 import time
 from pathlib import Path
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
+import yaml
 from conftest import BLOCK_SIZE, TINY, make_documents, read_events
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipe.checkpoint import CheckpointSaver, find_checkpoint, list_checkpoints
+from recipe.command_line import load_config
+from recipe.data import batches
+from recipe.data.batches import example_rows
 from recipe.data.prepare import prepare_dataset
 from recipe.data.source import TextSource
 from recipe.data.tokenizer import read_tokenizer
 from recipe.errors import UserError
+from recipe.publish.public import count_tokens
+from recipe.run.resume import resolve_length
 
 LATEST = ["--resume_from_checkpoint", "latest"]
 
@@ -140,6 +148,32 @@ def test_what_may_change_on_resume(train, run_dir):
     shutil.rmtree(run_dir / "checkpoint-4")
     train("--save_steps", "1", "--per_device_train_batch_size", "1", "--logging_steps", "2", *LATEST)
     assert [p.name for p in list_checkpoints(run_dir)] == ["checkpoint-2", "checkpoint-3", "checkpoint-4"]
+
+
+def test_a_typed_global_batch_size_changes_the_batch(train, run_dir, tmp_path, capsys):
+    """The run continues with the next examples and records the change; without consent, it names the option."""
+    shutil.rmtree(run_dir / "checkpoint-4")
+    options = yaml.safe_load((run_dir / "training_config.yaml").read_text()) | {"global_batch_size": 6}
+    (tmp_path / "six.yaml").write_text(yaml.safe_dump(options))
+    with pytest.raises(UserError, match="global_batch_size 4 -> 6; pass --global_batch_size 6 to continue"):
+        train("--config", tmp_path / "six.yaml", "--output_dir", run_dir, *LATEST, alone=True)
+    fetched = []
+    with mock.patch.object(batches, "example_rows", lambda k, n, seed: fetched.append(k) or example_rows(k, n, seed)):
+        train(*LATEST, "--global_batch_size", 6, "--eval_steps", 3)
+    assert np.concatenate(fetched)[:12].tolist() == list(range(8, 20))
+    assert "from step 3, global_batch_size is 6 instead of 4" in capsys.readouterr().out
+    assert [e["changes"] for e in read_events(run_dir, "schedule")] == [{"global_batch_size": [4, 6]}]
+    for kind, expected in (("train", [4, 8, 14, 20]), ("eval", [0, 14, 20])):
+        assert [e["tokens_seen"] / BLOCK_SIZE for e in read_events(run_dir, kind)] == expected
+    tokens = [count_tokens(step, read_events(run_dir, "start"), BLOCK_SIZE) for step in range(5)]
+    assert tokens == [BLOCK_SIZE * n for n in (0, 4, 8, 14, 20)]
+    assert f"Length: 4 steps, {20 * BLOCK_SIZE:,} tokens" in (run_dir / "README.md").read_text()
+
+
+def test_epochs_are_counted_in_examples():
+    """10 epochs of 100 rows in batches of 10 are 100 steps; of 25 from step 40 on, 40 + 600 / 25."""
+    config = load_config(["--dataset_dir", "d", "--num_train_epochs", "10", "--global_batch_size", "25"])[0]
+    assert resolve_length(config, 100, {"step": 40, "examples": 400}).max_steps == 64
 
 
 def test_a_folder_with_another_run_is_refused(train, run_dir):

@@ -62,8 +62,8 @@ def test_micro_batches_divide_the_global_batch(argv, num_processes, device, expe
 @pytest.mark.parametrize(
     ("argv", "num_processes", "expected"),
     [
-        ([], 3, "512 is not divisible by 3 processes; use a global batch of 510 or 513"),
-        (["--global_batch_size", "2"], 4, "2 is not divisible by 4 processes; use a global batch of 4"),
+        ([], 3, "512 is not divisible by 3 processes; pass --global_batch_size 510 or 513"),
+        (["--global_batch_size", "2"], 4, "2 is not divisible by 4 processes; pass --global_batch_size 4"),
         (["--per_device_train_batch_size", "12"], 8, "use one of 1, 2, 4, 8, 16, 32, 64, or --global_batch_size 96"),
         (["--gradient_accumulation_steps", "3"], 1, "gradient_accumulation_steps 3 does not divide"),
         (["--gradient_accumulation_steps", "2", "--per_device_train_batch_size", "8"], 1, "remove one of them"),

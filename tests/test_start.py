@@ -49,7 +49,7 @@ def own_recipe(run, **changes):
 @pytest.mark.parametrize(
     ("typed", "expected"),
     [
-        ("--max_steps 8 --seed 1 --global_batch_size 8", "global_batch_size 4 -> 8; seed 1337 -> 1.*start a new run"),
+        ("--max_steps 8 --seed 1 --optim muon", "optim .* seed 1337 -> 1.*start a new run"),
         ("--config_overrides n_layer=1", "n_layer 2 -> 1"),
         (
             "--config_overrides layer_norm_epsilon=0.5,scale_attn_weights=false",

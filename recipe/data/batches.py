@@ -1,8 +1,8 @@
 """Build batches from packed rows, in an order that is a pure function of (seed, dataset).
 
 Training example k, counted from the start of the run, is row `example_rows(k)`: a permutation without replacement of
-all rows in each epoch k // rows. Step s uses examples [s*G, (s+1)*G), G = global_batch_size, for any micro-batch,
-accumulation and number of processes, so a single integer is the position of a run.
+all rows in each epoch k // rows. A step uses the next G = global_batch_size examples, for any micro-batch,
+accumulation and number of processes, so a single integer, the number of examples so far, is the position of a run.
 """
 
 import itertools
@@ -55,14 +55,14 @@ def _mix(values: np.ndarray) -> np.ndarray:
 class TrainOrder:
     """Sampler of one process: yields the row numbers of its micro-batches without end.
 
-    Micro-batch m of step s on process p holds examples s*G + (m*P + p)*B + [0, B), P processes, B = micro-batch.
+    Micro-batch m of process p holds examples first_example + (m*P + p)*B + [0, B), P processes, B = micro-batch.
     """
 
     num_rows: int
     seed: int
     global_batch_size: int
     micro_batch_size: int
-    first_step: int = 0
+    first_example: int = 0
     process_index: int = 0
     num_processes: int = 1
 
@@ -71,7 +71,7 @@ class TrainOrder:
 
     def examples(self) -> Iterator[np.ndarray]:
         """Yield the example numbers of each micro-batch of this process."""
-        first = self.first_step * self.global_batch_size + self.process_index * self.micro_batch_size
+        first = self.first_example + self.process_index * self.micro_batch_size
         for start in itertools.count(first, self.num_processes * self.micro_batch_size):
             yield np.arange(start, start + self.micro_batch_size)
 

@@ -93,7 +93,7 @@ def micro_batch_sizes(config: TrainConfig, num_processes: int, device_type: str)
         below = config.global_batch_size - rest
         raise UserError(
             f"global_batch_size {config.global_batch_size} is not divisible by {num_processes} processes; "
-            f"use a global batch of {f'{below} or ' if below else ''}{below + num_processes}"
+            f"pass --global_batch_size {f'{below} or ' if below else ''}{below + num_processes}"
         )
     divisors = [size for size in range(share, 0, -1) if share % size == 0]
     accumulation, wanted = config.gradient_accumulation_steps, config.per_device_train_batch_size

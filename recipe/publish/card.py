@@ -21,7 +21,14 @@ from recipe.environment import describe_machine
 from recipe.errors import short_reason
 from recipe.model.weights import WEIGHTS_NAME
 from recipe.publish.curve import save_loss_chart
-from recipe.publish.public import public_events, public_options, public_tasks, read_options, split_scores
+from recipe.publish.public import (
+    count_tokens,
+    public_events,
+    public_options,
+    public_tasks,
+    read_options,
+    split_scores,
+)
 
 CARD_NAME, CURVE_NAME = "README.md", "loss_curve.png"
 EVALUATION_NAME = "evaluation.json"  # written by scripts/evaluate_model.py
@@ -99,6 +106,7 @@ def read_run(run_dir: Path, step: int, directory: Path, hub_options: dict[str, A
         step=step,
     )
     timed = laps[1:] or laps  # the first includes compilation
+    num_tokens = count_tokens(step, events, options["block_size"])
     return {
         **{"metadata": metadata.to_yaml(), "name": name, "model_id": model_id, "step": step, "options": options},
         **{"events": events, "start": start, "starts": starts, "changes": changes, "data": data, "results": results},
@@ -111,8 +119,8 @@ def read_run(run_dir: Path, step: int, directory: Path, hub_options: dict[str, A
         "prompt": samples[-1]["prompt"] if samples else options["sample_prompt"],
         "samples": samples[-SHOWN_SAMPLES:],
         "needed": [option for option in NEEDED if typed.get(option) and option not in shown],
-        "tokens": step * options["global_batch_size"] * options["block_size"],
-        "epochs": step * options["global_batch_size"] / rows if rows else None,  # a streamed text has no rows
+        "tokens": num_tokens,
+        "epochs": num_tokens / options["block_size"] / rows if rows else None,  # a streamed text has no rows
         "machine": describe_machine(starts[-1]["environment"]) if starts else None,
         "train_seconds": laps[-1]["train_seconds"] if laps else None,
         "tokens_per_second": statistics.median(lap["tokens_per_second"] for lap in timed) if timed else None,

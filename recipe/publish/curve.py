@@ -24,7 +24,11 @@ def save_loss_chart(events: list[dict[str, Any]], path: Path, title: str, dark: 
     """
     tokens_per_step = max((e["tokens_seen"] / e["step"] for e in events if e["event"] == "train"), default=1)
     train, validation = (
-        [(e["step"] * tokens_per_step, e["loss"]) for e in events if e["event"] == name and e["loss"] is not None]
+        [
+            (e.get("tokens_seen", e["step"] * tokens_per_step), e["loss"])  # version 0.1.0 wrote none for evaluations
+            for e in events
+            if e["event"] == name and e["loss"] is not None
+        ]
         for name in ("train", "eval")
     )
     dots = {"marker": "o", "markersize": max(4, min(13, 260 / max(1, len(validation)))), "linestyle": ""}

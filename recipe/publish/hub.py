@@ -30,7 +30,7 @@ from recipe.checkpoint import CONFIG_NAME, MANIFEST_NAME, OPTIMIZER_NAME, RNG_NA
 from recipe.config import TrainConfig
 from recipe.errors import UserError, one_line, short_reason
 from recipe.publish.card import CARD_NAME, CURVE_NAME, write_model_card
-from recipe.publish.public import METRICS_NAME, write_public_files
+from recipe.publish.public import METRICS_NAME, count_tokens, public_events, write_public_files
 
 # Only these files are published. The first row is written for the Hub.
 WRITTEN_FILES = (CARD_NAME, CURVE_NAME, CONFIG_NAME, METRICS_NAME)
@@ -222,7 +222,7 @@ def upload(config: TrainConfig, run_id: str, output_dir: Path, folder: Path, ste
     write_public_files(output_dir, folder, step)
     card = {"hub_options": config.hub_options(), "earlier": [name for name in own if step_of(name) < step]}
     if not is_final:
-        branch = branch_name(step, step * config.tokens_per_step, run_id)
+        branch = branch_name(step, count_tokens(step, public_events(output_dir, step), config.block_size), run_id)
         stays = config.hub_strategy == "all_checkpoints"  # else the next checkpoint deletes this state
         resumable = branch if stays and (folder / OPTIMIZER_NAME).exists() else None
         write_model_card(output_dir, step, folder, revision=branch, resumable=resumable, **card)

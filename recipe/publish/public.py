@@ -50,7 +50,7 @@ PUBLIC_KEYS = {
     *SCORES,
     *(f"{task}_{score}" for task in EVAL_TASKS for score in SCORES),
     *("prompt", "text"),  # of a sample
-    *("changes", *SCHEDULE_OPTIONS),
+    *("changes", "global_batch_size", *SCHEDULE_OPTIONS),
 }
 
 
@@ -63,6 +63,16 @@ def listed(values: dict[str, Any]) -> dict[str, Any]:
         elif isinstance(value, float) and not math.isfinite(value):
             found[key] = None
     return found
+
+
+def count_tokens(step: int, events: list[dict[str, Any]], block_size: int) -> int:
+    """Return the tokens seen after `step` steps. A run that resumes may change its batch."""
+    starts = [event for event in events if event["event"] == "start" and event["step"] <= step]
+    start = starts[-1] if starts else {}
+    sizes = ("num_processes", "gradient_accumulation_steps", "per_device_train_batch_size")
+    per_step = math.prod(start.get(size, 0) for size in sizes) * block_size
+    earlier = start.get("step", 0)
+    return start.get("tokens_seen", earlier * per_step) + (step - earlier) * per_step
 
 
 def public_events(run_dir: Path, step: int) -> list[dict[str, Any]]:

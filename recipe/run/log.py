@@ -161,7 +161,7 @@ class RunLog:
         peak = peak_flops_per_second(self.device)
         flops = num_tokens / seconds * self.flops_per_token / self.accelerator.num_processes
         values = {
-            "tokens_seen": state.step * self.config.tokens_per_step,
+            "tokens_seen": state.examples * self.config.block_size,
             **means,
             **learning_rates(self.optimizer),
             "grad_norm": norm,
@@ -228,7 +228,8 @@ class RunLog:
         self.evaluated[step] = values
         if step == 0:
             state.untrained = {key: value for key, value in values.items() if key != "sample"}
-        self.event("eval", step, **{key: value for key, value in values.items() if key != "sample"})
+        num_tokens = state.examples * self.config.block_size
+        self.event("eval", step, tokens_seen=num_tokens, **{k: v for k, v in values.items() if k != "sample"})
         if values["sample"] is not None:
             self.event("sample", step, prompt=self.config.sample_prompt, text=values["sample"])
         self.say(describe_evaluation(f"step {step:>6,}", values))

@@ -105,7 +105,7 @@ def show_start(log: RunLog, facts: dict[str, Any], state: RunState, eval_rows: i
     """
     run, config = log.run, log.config
     log.table(start_table(run, facts, eval_rows))
-    log.event("start", state.step, run_id=state.run_id, **facts)
+    log.event("start", state.step, run_id=state.run_id, tokens_seen=state.examples * config.block_size, **facts)
     before = read_state(run.resume_dir)["mixed_precision"] if run.resume_dir else config.mixed_precision
     if before != config.mixed_precision:
         log.say(f"warning: the precision changes from {before} to {config.mixed_precision} at step {state.step:,}")
@@ -272,7 +272,7 @@ def build_summary(log: RunLog, state: RunState, facts: dict[str, Any], evaluatio
     return {
         "run_id": state.run_id,
         "step": state.step,
-        "tokens_seen": state.step * log.config.tokens_per_step,
+        "tokens_seen": state.examples * log.config.block_size,
         "eval_loss": evaluation["loss"],
         "perplexity": evaluation["perplexity"],
         "bits_per_byte": evaluation["bits_per_byte"],

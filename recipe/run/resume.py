@@ -2,11 +2,13 @@
 
 import dataclasses
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
+from recipe.arguments import typed_names
 from recipe.checkpoint import list_checkpoints, read_state
 from recipe.config import IDENTITY_OPTIONS, OPTIONS, SCHEDULE_OPTIONS, TrainConfig
 from recipe.errors import UserError
@@ -59,11 +61,17 @@ def record_origin(config: TrainConfig, output_dir: Path, resume_dir: Path | None
         (output_dir / ORIGIN_NAME).write_text(f"{origin_of(config)}\n")
 
 
-def resolve_length(config: TrainConfig, num_train_rows: int) -> TrainConfig:
-    """Turn `num_train_epochs` into steps; a last, partial step counts as one."""
+def resolve_length(config: TrainConfig, num_train_rows: int, content: dict[str, Any] | None = None) -> TrainConfig:
+    """Turn `num_train_epochs` into steps; a last, partial step counts as one.
+
+    content: from `read_state`; the steps so far may have had another batch.
+    """
     if config.num_train_epochs is None:
         return config
-    max_steps = max(1, math.ceil(config.num_train_epochs * num_train_rows / config.global_batch_size))
+    num_examples = config.num_train_epochs * num_train_rows
+    if content is not None:
+        num_examples += content["step"] * config.global_batch_size - content["examples"]
+    max_steps = max(1, math.ceil(num_examples / config.global_batch_size))
     return dataclasses.replace(config, max_steps=max_steps, num_train_epochs=None)
 
 
@@ -99,7 +107,7 @@ def _model_identity(model_config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def check_identity(config: TrainConfig, identity: dict[str, Any], resume_dir: Path) -> dict[str, tuple]:
-    """Return what a resumed run changes in its schedule: {option: (before, now)}.
+    """Return what a resumed run changes: {option: (before, now)} of the schedule, and the global batch if it is typed.
 
     Raises `UserError` for other differences.
     """
@@ -109,17 +117,27 @@ def check_identity(config: TrainConfig, identity: dict[str, Any], resume_dir: Pa
     saved = {name: OPTIONS[name].default for name in IDENTITY_OPTIONS} | content["identity"] | model
     changes = {key: (saved.get(key), now) for key, now in sorted(identity.items()) if saved.get(key) != now}
     changes.pop("dataset_revision", None)  # its rows count
-    if refused := changes.keys() - set(SCHEDULE_OPTIONS):
+    if refused := changes.keys() - {*SCHEDULE_OPTIONS, *typed_batch()}:
         listed = "; ".join(f"{key} {_short(changes[key][0])} -> {_short(changes[key][1])}" for key in sorted(refused))
         remedy = "pass the run's own options (--config training_config.yaml of its folder), or start a new run"
         if refused <= {"dataset", "streamed_text"}:
             remedy = "its text has changed; pass the text as it was, or start a new run"
+        if refused == {"global_batch_size"}:
+            remedy = f"pass --global_batch_size {changes['global_batch_size'][1]} to continue with another batch"
         raise UserError(f"{resume_dir} belongs to a run with other options: {listed}; {remedy}")
     if config.max_steps is not None and config.max_steps < content["step"]:
         step = content["step"]
         remedy = "pass a larger --max_steps, or an earlier checkpoint and another --output_dir"
         raise UserError(f"{resume_dir} is at step {step} already; {remedy}")
     return changes
+
+
+def typed_batch() -> set[str]:
+    """Return {"global_batch_size"} if the command line sets it, which is consent to change it in a resumed run."""
+    typed = typed_names(sys.argv[1:])
+    is_typed = "global_batch_size" in typed
+    is_typed |= {"per_device_train_batch_size", "gradient_accumulation_steps"} <= typed
+    return {"global_batch_size"} if is_typed else set()
 
 
 def describe_jump(config: TrainConfig, resume_dir: Path, progress: float) -> str | None:

@@ -177,12 +177,13 @@ def plan_run(start: Start, typed: TrainConfig, recipe: str, dataset: Any) -> Run
 
     Raises `UserError` if the processes, or the run and its checkpoint, do not belong together.
     """
-    typed, accelerator, resume_dir = resolve_length(typed, len(dataset.train)), start.accelerator, start.resume_dir
+    accelerator, resume_dir = start.accelerator, start.resume_dir
+    content = read_state(resume_dir) if resume_dir is not None else None
+    typed = resolve_length(typed, len(dataset.train), content)
     if not isinstance(dataset, PackedDataset) and (typed.streaming or typed.data_placement != "mmap"):
         raise UserError("--streaming and --data_placement require a packed dataset")
     earlier, changes, run_id = None, {}, start.run_id
-    if resume_dir is not None:
-        content = read_state(resume_dir)
+    if content is not None:
         typed = keep_warmup(typed, content)
         earlier = content["memory"] if content["num_processes"] == accelerator.num_processes else None
     tokenizer, metadata = dataset.tokenizer, metadata_of(dataset)
@@ -264,7 +265,7 @@ def open_batches(run: Run, dataset: Any, state: RunState) -> TrainBatches:
         seed=config.seed,
         global_batch_size=config.global_batch_size,
         micro_batch_size=size,
-        first_step=0 if config.streaming else state.step,  # a stream's position already points to the next step
+        first_example=0 if config.streaming else state.examples,  # a stream's position is `state.position`
         process_index=accelerator.process_index,
         num_processes=accelerator.num_processes,
     )
