@@ -50,12 +50,20 @@ class RunState:
     decay_start: int | None = None  # the step before which `warmup_stable_decay` did not decay yet
     position: Sequence | None = None  # in streamed text, see `Position` in recipe/data/stream.py
     untrained: dict[str, Any] = field(default_factory=dict)  # the evaluation before the first step
+    losses: dict[str, float] = field(
+        default_factory=dict
+    )  # step -> loss of each later evaluation; JSON's keys are texts
     train_seconds: float = 0.0  # without evaluation and saving
     memory: dict[str, Any] = field(default_factory=dict)  # `MemoryPlan.choices`, which a resumed run keeps if they fit
 
     def is_due(self, period: int) -> bool:
         """Return whether something is due that happens every `period` steps and at the end; 0: only then."""
         return self.progress >= 1 or (period > 0 and self.step % period == 0)
+
+    def num_worse(self) -> int:
+        """Return the number of evaluations since the one with the lowest loss."""
+        losses = list(self.losses.values())
+        return len(losses) - 1 - losses.index(min(losses)) if losses else 0
 
 
 @dataclass
@@ -92,6 +100,12 @@ def list_checkpoints(output_dir: Path) -> list[Path]:
 
 def step_of(directory: Path) -> int:
     return int(directory.name.rpartition("-")[2])
+
+
+def best_of(checkpoints: list[Path], losses: dict[str, float]) -> Path | None:
+    """Return the checkpoint with the lowest validation loss, the first of several. losses: of `RunState`."""
+    known = [path for path in checkpoints if str(step_of(path)) in losses]
+    return min(known, key=lambda path: losses[str(step_of(path))], default=None)
 
 
 # ------------------------------------------------------------------ verify
@@ -180,6 +194,7 @@ def read_state(directory: Path) -> dict[str, Any]:
         content = json.loads((directory / STATE_NAME).read_text())
         # A checkpoint of an older version lacks them; its run could not change its batch.
         content.setdefault("examples", content["step"] * content["identity"]["global_batch_size"])
+        content.setdefault("losses", {})
         RunState(**{name: content[name] for name in RunState.__dataclass_fields__})
         content["identity"]["max_steps"]
     except Exception as error:  # missing, not JSON, or of another version
@@ -331,7 +346,10 @@ class CheckpointSaver:
                 # Newer checkpoints are from before a resume, and may be damaged. From the one before the decay, the
                 # run can be extended.
                 checkpoints = list_checkpoints(self.output_dir)
-                older = [p for p in checkpoints[: checkpoints.index(final)] if step_of(p) != content["decay_start"]]
+                kept = [checkpoint_dir(self.output_dir, content["decay_start"] or 0)]
+                if self.config.load_best_model_at_end:
+                    kept += [best_of(checkpoints, content["losses"])]
+                older = [path for path in checkpoints[: checkpoints.index(final)] if path not in kept]
                 for old in older[: -(self.config.save_total_limit - 1) or None]:
                     remove_checkpoint(old)
         except OSError as error:

@@ -173,7 +173,13 @@ class TrainConfig:
     )
     save_steps: int = _field(1000, "Steps between checkpoints; 0 saves none.", at_least=0)
     save_total_limit: int | None = _field(
-        None, "Keep the newest N checkpoints, and the one before the decay. Default: all.", at_least=1
+        None, "Keep the newest N checkpoints, the one before the decay and the best. Default: all.", at_least=1
+    )
+    load_best_model_at_end: bool = _field(
+        False, "Evaluate each checkpoint, keep the best one, and export its weights at the end."
+    )
+    early_stopping_patience: int | None = _field(
+        None, "End the run after this many evaluations in a row without a new lowest validation loss.", at_least=1
     )
     resume_from_checkpoint: str | None = _field(
         None,
@@ -320,6 +326,8 @@ def check_rules(config: TrainConfig) -> None:
     resumes = config.resume_from_checkpoint
     message = f"--resume_from_checkpoint {resumes} requires the --output_dir of the run to resume"
     require(resumes not in ("latest", "auto") or config.output_dir is not None, message)
+    evaluates = config.early_stopping_patience is None or config.eval_steps > 0
+    require(evaluates, "--early_stopping_patience requires --eval_steps greater than 0")
     parse_tasks(config.eval_tasks)
     if (found := config.expected_loss) is not None:
         is_valid = set(found) == set(EXPECTED_LOSS) and isinstance(found["dataset"], str)

@@ -76,9 +76,9 @@ def main() -> int:
             if log.owes_evaluation(state) and not stop:
                 with log.paused():
                     evaluation = validation.run(signals.must_stop)
-                if evaluation is None:
-                    continue  # a signal has interrupted it: the next turn saves and stops
-                log.evaluation(state, evaluation)
+                if evaluation is not None:
+                    log.evaluation(state, evaluation)
+                continue  # a signal may have interrupted it, or its loss ends the run: the next turn saves and stops
             if last or stop:
                 break
             uploads.advance()  # in the background, after the evaluation that the card shows

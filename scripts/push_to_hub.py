@@ -45,7 +45,8 @@ def main() -> int:
         else:
             print(f"skipping {checkpoint}: {reason}")
     summary = run_dir / SUMMARY_NAME
-    final_step = json.loads(summary.read_text())["step"] if summary.is_file() else None
+    content = json.loads(summary.read_text()) if summary.is_file() else {}
+    final_step = content.get("exported_step", content.get("step"))  # version 0.1.0 always exported the last step
     with StopSignals("ending the upload") as signals:
         is_complete = uploads.finish(final_step, interrupted=lambda: signals.count > 0)
     return uploads.leave(0 if is_complete else 1)

@@ -239,7 +239,7 @@ def test_training_starts_from_existing_weights(fine_tune, base, tmp_path, datase
     """At step 0 the model has the loss of the stock model; the run resumes bit for bit without its source."""
     arguments = ["--save_steps", "2", "--max_eval_samples", "all"]
     tuned = fine_tune(*arguments)
-    first, last = (e["loss"] for e in read_events(tuned, "eval"))
+    first, _, last = (e["loss"] for e in read_events(tuned, "eval"))
     model = AutoModelForCausalLM.from_pretrained(base).eval()
     rows = torch.from_numpy(dataset.validation[np.arange(len(dataset.validation))])
     with torch.no_grad():

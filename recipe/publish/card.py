@@ -88,6 +88,7 @@ def read_run(run_dir: Path, step: int, directory: Path, hub_options: dict[str, A
     samples = [sample for sample in samples if sample["step"] > 0]  # the first is of the untrained model
     evaluation = evaluations[-1] if evaluations and evaluations[-1]["step"] == step else {}
     tasks = split_scores(evaluation) | public_tasks(read_evaluation(run_dir, step, directory))
+    ends = [event for event in events if event["event"] == "end" and event["step"] == step]
     is_demo = data.get("dataset_id") == STANDARD_LIBRARY
     dataset_id = None if is_demo else data.get("dataset_id")
     results = [*list_losses(evaluation, dataset_id, data.get("dataset_config_name")), *list_scores(tasks)]
@@ -111,7 +112,8 @@ def read_run(run_dir: Path, step: int, directory: Path, hub_options: dict[str, A
         **{"metadata": metadata.to_yaml(), "name": name, "model_id": model_id, "step": step, "options": options},
         **{"events": events, "start": start, "starts": starts, "changes": changes, "data": data, "results": results},
         "is_published": bool(typed.get("hub_model_id")),
-        "is_final": step == options["max_steps"] or {"event": "end", "step": step} in events,
+        "is_final": step == options["max_steps"] or bool(ends),
+        "last_step": ends[-1].get("last_step", step) if ends else step,
         "is_demo": is_demo,
         "resumes": [start["step"] for start in starts if start["step"] > 0],
         "has_base": bool(typed.get("model_name_or_path")),

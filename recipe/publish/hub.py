@@ -209,8 +209,12 @@ def stage(source: Path, folder: Path, names: tuple[str, ...]) -> None:
     partial.rename(folder)
 
 
-def upload(config: TrainConfig, run_id: str, output_dir: Path, folder: Path, step: int, is_final: bool) -> str:
-    """Upload a staged folder, and delete it: a checkpoint to its branch, and the newest model also to main.
+def upload(
+    config: TrainConfig, run_id: str, output_dir: Path, folder: Path, step: int, is_final: bool, has_final: bool
+) -> str:
+    """Upload a staged folder, and delete it: a checkpoint to its branch, and the final or newest model also to main.
+
+    has_final: the run has a final model, which may be that of an earlier step than the newest checkpoint.
 
     Returns the address. Raises `UserError` if the repository holds another run or model, and what the client raises.
     """
@@ -230,7 +234,7 @@ def upload(config: TrainConfig, run_id: str, output_dir: Path, folder: Path, ste
         if config.hub_strategy == "checkpoint":
             drop_older_states(api, repo_id, card["earlier"])
         own = sorted({*own, branch}, key=step_of)
-    if held.run_id != run_id or step >= held.step:
+    if is_final or (not has_final and (held.run_id != run_id or step >= held.step)):
         resumable = own[-1] if own and publishes_training_state(config) else None
         write_model_card(output_dir, step, folder, resumable=resumable, **card)
         replaced = () if held.run_id == run_id else held.weights

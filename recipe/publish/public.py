@@ -29,6 +29,7 @@ PUBLIC_OPTIONS = (
     *SCHEDULE_OPTIONS,
     *("mixed_precision", "tf32", "dynamo_backend", "bf16_residual", "deterministic"),
     *("logging_steps", "eval_steps", "max_eval_samples", "save_steps", "save_total_limit"),
+    *("load_best_model_at_end", "early_stopping_patience"),
 )
 DATASET_OPTIONS = ("dataset_config_name", "dataset_revision", "dataset_split", "text_column_name")  # of the Hub's
 
@@ -50,6 +51,7 @@ PUBLIC_KEYS = {
     *SCORES,
     *(f"{task}_{score}" for task in EVAL_TASKS for score in SCORES),
     *("prompt", "text"),  # of a sample
+    "last_step",  # of the run, whose final model may be of an earlier one
     *("changes", "global_batch_size", *SCHEDULE_OPTIONS),
 }
 

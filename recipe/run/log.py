@@ -66,6 +66,9 @@ class RunLog:
         texts = {event["step"]: event["text"] for event in events if event["event"] == "sample"}
         evaluations = {event["step"]: event for event in events if event["event"] == "eval"}
         self.evaluated = {step: event | {"sample": texts.get(step)} for step, event in evaluations.items()}
+        if state.step in evaluations:  # made after the checkpoint was saved
+            note_loss(state, evaluations[state.step])
+            self.is_over = measure_progress(run.config, state) >= 1
         self._tolerate("the tracker", lambda: self._init_trackers(state, facts))
         self.sums: dict[str, torch.Tensor] = {}  # over the steps since the last log line, on the device
         self.lap_steps, self.lap_seconds, self.lap_started_at = 0, 0.0, time.perf_counter()
@@ -221,18 +224,24 @@ class RunLog:
 
     def owes_evaluation(self, state: RunState) -> bool:
         """Return whether the log lacks an evaluation that is due; an earlier start may have made it."""
-        return (state.step == 0 or state.is_due(self.config.eval_steps)) and state.step not in self.evaluated
+        is_due = state.step == 0 or state.is_due(self.config.eval_steps)
+        is_due |= self.config.load_best_model_at_end and state.is_due(self.config.save_steps)
+        return is_due and state.step not in self.evaluated
 
     def evaluation(self, state: RunState, values: dict[str, Any]) -> None:
         step = state.step
         self.evaluated[step] = values
         if step == 0:
             state.untrained = {key: value for key, value in values.items() if key != "sample"}
+        else:
+            note_loss(state, values)
         num_tokens = state.examples * self.config.block_size
         self.event("eval", step, tokens_seen=num_tokens, **{k: v for k, v in values.items() if k != "sample"})
         if values["sample"] is not None:
             self.event("sample", step, prompt=self.config.sample_prompt, text=values["sample"])
         self.say(describe_evaluation(f"step {step:>6,}", values))
+        if self.config.early_stopping_patience and state.num_worse() >= self.config.early_stopping_patience:
+            self.say(f"stopping early: {state.num_worse()} evaluations without a new lowest validation loss")
 
     def schedule(self, step: int, changes: dict[str, tuple]) -> None:
         """Record that later steps follow another schedule. changes: {option: (old, new)}."""
@@ -248,24 +257,30 @@ class RunLog:
             self.bar.close()
             self.bar = None
 
-    def summary(self, values: dict[str, Any], step: int) -> dict[str, Any]:
+    def summary(self, values: dict[str, Any]) -> dict[str, Any]:
         """Write summary.json, which appears only when it is complete, and the model card. Returns the summary.
 
         A run that had no step left to do keeps what it has, and writes what an earlier start did not get to write.
         """
         if self.laps or not (self.output_dir / SUMMARY_NAME).exists():
-            self.event("end", step)
+            self.event("end", values["exported_step"], last_step=values["step"])
             written = self.output_dir / f".{SUMMARY_NAME}.new"
             written.write_text(json.dumps(values, indent=2) + "\n")
             written.replace(self.output_dir / SUMMARY_NAME)
         if self.laps or not all((self.output_dir / name).exists() for name in (CARD_NAME, CURVE_NAME)):
-            self._tolerate("the model card", lambda: write_model_card(self.output_dir, step))
+            self._tolerate("the model card", lambda: write_model_card(self.output_dir, values["exported_step"]))
         return json.loads((self.output_dir / SUMMARY_NAME).read_text())
 
     def end(self) -> None:
         """Let the trackers finish."""
         for tracker in self.accelerator.trackers:
             self._tolerate("the tracker", tracker.finish)
+
+
+def note_loss(state: RunState, values: dict[str, Any]) -> None:
+    """Add the loss of an evaluation to the state. In the log, a loss that was not finite is None."""
+    loss = values["loss"]
+    state.losses[str(state.step)] = loss if loss is not None and math.isfinite(loss) else math.inf
 
 
 def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:

@@ -13,16 +13,26 @@ from typing import Any
 
 import torch
 from accelerate.utils import ProfileKwargs
+from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from recipe.checkpoint import RunState, checkpoint_dir, mark_resumable, read_state
+from recipe.checkpoint import (
+    RunState,
+    best_of,
+    checkpoint_dir,
+    list_checkpoints,
+    mark_resumable,
+    read_state,
+    step_of,
+    why_damaged,
+)
 from recipe.config import STANDARD_LIBRARY, TrainConfig
 from recipe.data.prepare import TRAINED
 from recipe.environment import describe_device, describe_environment, find_commit
 from recipe.hardware.devices import peak_memory_bytes
 from recipe.hardware.processes import on_main_process
 from recipe.model.size import count_exported_parameters, count_flops_per_token
-from recipe.model.weights import copy_weights
+from recipe.model.weights import WEIGHTS_NAME, copy_weights
 from recipe.optim.schedule import count_warmup_steps
 from recipe.publish.export import export_model
 from recipe.publish.public import hub_id, read_events, split_scores
@@ -252,12 +262,15 @@ def finish_run(
     weights = copy_weights(model, log.run.model_config, keep=log.enabled)
 
     def finish() -> int:
-        export_model(model, log.run.model_config, weights, dataset.tokenizer, log.output_dir)
-        evaluation = log.evaluated[state.step]
-        summary = log.summary(build_summary(log, state, facts, evaluation), state.step)
+        best = find_best(log, state) if log.config.load_best_model_at_end else None
+        step = step_of(best) if best else state.step
+        exported = load_file(best / WEIGHTS_NAME) if best else weights
+        export_model(model, log.run.model_config, exported, dataset.tokenizer, log.output_dir)
+        evaluation = log.evaluated[step]
+        summary = log.summary(build_summary(log, state, facts, evaluation, step))
         mark_resumable(False)
         print(closing_lines(log.config, log.output_dir, summary, evaluation["sample"], facts, state), flush=True)
-        is_complete = uploads.finish(state.step, interrupted=lambda: signals.count > 0)
+        is_complete = uploads.finish(step, interrupted=lambda: signals.count > 0)
         log.end()
         if is_complete:
             return 0
@@ -266,12 +279,29 @@ def finish_run(
     return uploads.leave(on_main_process(finish))
 
 
-def build_summary(log: RunLog, state: RunState, facts: dict[str, Any], evaluation: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of summary.json."""
+def find_best(log: RunLog, state: RunState) -> Path | None:
+    """Return the run's valid checkpoint with the lowest validation loss. Says if a better one is not there."""
+    candidates = [path for path in list_checkpoints(log.output_dir) if step_of(path) in log.evaluated]
+    while (best := best_of(candidates, state.losses)) is not None and (reason := why_damaged(best)) is not None:
+        log.say(f"warning: {best} had the lowest validation loss, but is damaged ({reason})")
+        candidates.remove(best)
+    period = log.config.save_steps or math.inf
+    saved = {step: loss for step, loss in state.losses.items() if int(step) % period == 0}
+    lowest = min(saved, key=saved.get, default=None)
+    if lowest is not None and best is not None and saved[lowest] < state.losses[str(step_of(best))]:
+        log.say(f"warning: checkpoint-{lowest}, whose loss was the lowest, is not in {log.output_dir}")
+    return best
+
+
+def build_summary(
+    log: RunLog, state: RunState, facts: dict[str, Any], evaluation: dict[str, Any], exported_step: int
+) -> dict[str, Any]:
+    """Return the content of summary.json. evaluation: of the exported model."""
     same = ("num_processes", "mixed_precision", "dynamo_backend", "per_device_train_batch_size", "environment")
     return {
         "run_id": state.run_id,
         "step": state.step,
+        "exported_step": exported_step,
         "tokens_seen": state.examples * log.config.block_size,
         "eval_loss": evaluation["loss"],
         "perplexity": evaluation["perplexity"],
@@ -307,6 +337,7 @@ def closing_lines(
         "eval_loss": f"{summary['eval_loss']:.4f}",
         "perplexity": f"{summary['perplexity']:.2f}",
         "bits_per_byte": f"{summary['bits_per_byte']:.4f}",
+        **({"best_step": summary["exported_step"]} if config.load_best_model_at_end else {}),
         "steps": summary["step"],
         "tokens": summary["tokens_seen"],
         "tokens_per_second": f"{speed:.0f}",
@@ -324,7 +355,8 @@ def closing_lines(
     lines += ["", f"  generate   python scripts/generate_text.py --model {folder} --prompt {prompt}"]
     # Twice as long, from before the decay if there is one.
     start = checkpoint_dir(output_dir, state.step if state.decay_start is None else state.decay_start)
-    if start.is_dir():
+    is_early = config.early_stopping_patience and state.num_worse() >= config.early_stopping_patience
+    if start.is_dir() and not is_early:
         limits = {"max_steps": 2 * state.step} if config.max_steps else {}
         limits |= {"max_minutes": f"{2 * config.max_minutes:g}"} if config.max_minutes else {}
         longer = f"--output_dir {shlex.quote(f'{output_dir}-{2 * state.step}')}"

@@ -1,0 +1,95 @@
+"""The best checkpoint is kept and exported, and a run whose loss no longer falls ends as a finished run."""
+
+import json
+from unittest import mock
+
+import pytest
+from conftest import read_events
+
+from recipe.checkpoint import list_checkpoints
+from recipe.errors import UserError
+from recipe.run.log import RunLog
+
+RESULTS = ("model.safetensors", "summary.json", "README.md")
+LOSSES = {0: 9.0, 2: 3.0, 4: 2.0, 6: 2.5, 8: 2.25, 10: 2.0, 12: 1.0}
+OVERFITS = [*("--max_steps", 12, "--eval_steps", 2, "--save_steps", 2, "--save_total_limit", 1)]
+OVERFITS += ["--load_best_model_at_end", "true", "--early_stopping_patience", 3]
+
+
+@pytest.fixture(autouse=True)
+def losses(monkeypatch):
+    """Let each evaluation return the loss of LOSSES for its step."""
+    evaluation = RunLog.evaluation
+
+    def record(log, state, values):
+        evaluation(log, state, values | {"loss": LOSSES[state.step]})
+
+    monkeypatch.setattr(RunLog, "evaluation", record)
+
+
+def check(output_dir, printed):
+    assert [path.name for path in list_checkpoints(output_dir)] == ["checkpoint-4", "checkpoint-10"]
+    exported, best, last = (output_dir / name / "model.safetensors" for name in ("", "checkpoint-4", "checkpoint-10"))
+    assert exported.read_bytes() == best.read_bytes() != last.read_bytes()
+    summary = json.loads((output_dir / "summary.json").read_text())
+    assert (summary["step"], summary["exported_step"], summary["eval_loss"]) == (10, 4, 2.0)
+    assert "best_step:         4\n" in printed and "stopping early: 3 evaluations" in printed
+    card = (output_dir / "README.md").read_text()
+    assert "The run had 10 steps. This is its checkpoint with the lowest validation loss, after 4." in card
+    assert "intermediate checkpoint" not in card
+    assert [event["step"] for event in read_events(output_dir, "eval")] == [0, 2, 4, 6, 8, 10]
+
+
+def test_the_best_checkpoint_is_kept_and_exported(train, capsys):
+    """An equal loss is no new lowest one. The same command again changes nothing."""
+    output_dir = train(*OVERFITS)
+    check(output_dir, capsys.readouterr().out)
+    before = {path: path.read_bytes() for path in output_dir.glob("*") if path.name in RESULTS}
+    train(*OVERFITS, "--resume_from_checkpoint", "auto")
+    assert {path: path.read_bytes() for path in before} == before
+
+
+@pytest.mark.parametrize("killed_at", [5, 7, 9])
+def test_a_resumed_run_remembers_the_best_one(train, capsys, killed_at):
+    log_train = RunLog.train
+
+    def die(log, state):
+        log_train(log, state)
+        if state.step == killed_at:
+            raise UserError("killed")
+
+    with mock.patch.object(RunLog, "train", die), pytest.raises(UserError, match="killed"):
+        train(*OVERFITS)
+    check(train(*OVERFITS, "--resume_from_checkpoint", "auto"), capsys.readouterr().out)
+
+
+def test_a_better_checkpoint_that_is_damaged_is_named(train, capsys):
+    options = [*OVERFITS, "--early_stopping_patience", 2]
+    output_dir = train(*options)
+    (output_dir / "checkpoint-4" / "optimizer.pt").write_bytes(b"")
+    (output_dir / "summary.json").unlink()
+    train(*options, "--resume_from_checkpoint", "auto")
+    assert "checkpoint-4 had the lowest validation loss, but is damaged" in " ".join(capsys.readouterr().out.split())
+    assert json.loads((output_dir / "summary.json").read_text())["exported_step"] == 8
+
+
+def test_every_checkpoint_is_evaluated(train):
+    """Also between the evaluations, so that it can be the best one; without any, the last model is exported."""
+    options = ["--max_steps", 6, "--load_best_model_at_end", "true"]
+    output_dir = train(*options, "--save_steps", 2, "--eval_steps", 6)
+    assert [event["step"] for event in read_events(output_dir, "eval")] == [0, 2, 4, 6]
+    assert json.loads((output_dir / "summary.json").read_text())["exported_step"] == 4
+    output_dir = train(*options, "--eval_steps", 2, output_dir=output_dir.with_name("other"))
+    assert json.loads((output_dir / "summary.json").read_text())["exported_step"] == 6
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("--early_stopping_patience 2", "requires --eval_steps"),
+        ("--early_stopping_patience 0", "at least 1"),
+    ],
+)
+def test_options_that_cannot_work(train, options, expected):
+    with pytest.raises(UserError, match=expected):
+        train(*options.split())
