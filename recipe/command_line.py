@@ -116,9 +116,11 @@ def load_yaml(recipe: str) -> dict[str, Any]:
             hint = OTHER_NAMES.get(key) or did_you_mean(str(key), OPTIONS)
             raise UserError(f"unknown key '{key}' in {recipe}; {hint}")
         is_mapping = key in MAPPINGS and isinstance(value, dict)
-        is_list = key in LISTS and isinstance(value, list) and all(isinstance(item, str) for item in value)
+        kind = (int, float) if key == "dataset_weights" else str
+        is_list = key in LISTS and isinstance(value, list) and all(isinstance(item, kind) for item in value)
         if isinstance(value, (list, dict)) and not (is_mapping or is_list):
-            raise UserError(f"{key} in {recipe} must be a single value, or a list of texts, got {value}")
+            what = f"a list of {'texts' if kind is str else 'numbers'}" if key in LISTS else "a single value"
+            raise UserError(f"{key} in {recipe} must be {what}, got {value}")
     return content
 
 
@@ -133,7 +135,7 @@ def as_typed(content: dict[str, Any]) -> dict[str, Any]:
         elif value is False and key in ("mixed_precision", "dynamo_backend"):  # YAML 1.1 reads `no` as false
             values[key] = "no"
         else:
-            values[key] = [str(value)] if key in LISTS else str(value)
+            values[key] = [value if key == "dataset_weights" else str(value)] if key in LISTS else str(value)
     return values
 
 
@@ -148,7 +150,7 @@ def merge(recipe: dict[str, Any], typed: dict[str, Any]) -> dict[str, Any]:
     if set(DATA_SOURCES) & typed.keys():
         if set(DATA_SOURCES) & values.keys():
             drop("max_eval_samples")  # chosen for the recipe's own text
-        drop(*DATA_SOURCES, *TEXT_OPTIONS)
+        drop(*DATA_SOURCES, *TEXT_OPTIONS, "dataset_weights")
     if typed.get("lr_scheduler_type", values.get("lr_scheduler_type")) != values.get("lr_scheduler_type"):
         drop("lr_scheduler_kwargs")
     if OTHER_LOSS & typed.keys():

@@ -53,7 +53,7 @@ SCHEDULE_OPTIONS = (
 )
 # These options and the schedule's must match when a run resumes. Hardware, logging and saving may differ.
 IDENTITY_OPTIONS = (
-    *("seed", "block_size", "global_batch_size", "streaming", "pad_vocab_to_multiple_of"),
+    *("seed", "block_size", "dataset_weights", "global_batch_size", "streaming", "pad_vocab_to_multiple_of"),
     *("optim", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
     *("label_smoothing_factor", *SCHEDULE_OPTIONS),
 )
@@ -80,7 +80,12 @@ class TrainConfig:
     seed: int = _field(1337, "Seed of the initial weights and of the data order.", at_least=0, below=2**31)
 
     # --- data
-    dataset_dir: str | None = _field(None, "Packed dataset written by scripts/prepare_data.py.")
+    dataset_dir: list[str] | None = _field(
+        None, "Packed dataset written by scripts/prepare_data.py, or several to mix."
+    )
+    dataset_weights: list[float] | None = _field(
+        None, "Shares of the training examples of each dataset_dir. Default: their numbers of rows."
+    )
     train_file: list[str] | None = _field(
         None, "Text: .txt, .md, .jsonl, .json, .csv, .parquet, .wet (also .gz, .zst, .bz2, .xz), folders, globs."
     )
@@ -163,7 +168,8 @@ class TrainConfig:
     eval_steps: int = _field(250, "Steps between evaluations; 0 evaluates only at the start and the end.", at_least=0)
     max_eval_samples: int | str | None = _field(
         "auto",
-        "Validation rows per evaluation; auto: as many as take 2%% of the run's time, and the same when it resumes.",
+        "Validation rows per evaluation, of each dataset; auto: as many as take 2%% of the run's time, and the same "
+        "when it resumes.",
         at_least=1,
         words=("auto", "all"),
     )
@@ -314,6 +320,11 @@ def check_rules(config: TrainConfig) -> None:
     elif not config.tokenizer_name and not config.tokenizer_vocab_size:
         how = "--tokenizer_name DIR_OR_ID (GPT-2's: openai-community/gpt2), or --tokenizer_vocab_size N to train one"
         raise UserError(f"preparing text requires {how}")
+    if (weights := config.dataset_weights) is not None:
+        count = len(config.dataset_dir or ())
+        is_valid = len(weights) == count and all(0 <= weight < math.inf for weight in weights) and sum(weights) > 0
+        expected = f"one number of at least 0 for each --dataset_dir ({count}), not all of them 0"
+        require(is_valid, f"--dataset_weights must be {expected}; got {' '.join(map(str, weights))}")
     if config.streaming:
         default = config.data_placement == "mmap" and not config.dataloader_num_workers
         require(default, "--streaming builds batches itself; remove --data_placement and --dataloader_num_workers")

@@ -48,7 +48,7 @@ def test_the_command_line_overrides_the_recipe_which_overrides_the_defaults(reci
     options = recipe("dataset_dir: from_file\nlearning_rate: 1.0e-3\nmax_steps: 7\n")
     config, name = load_config([*options, "--max_steps", "9"])
     found = config.dataset_dir, config.learning_rate, config.max_steps, config.adam_beta2, name
-    assert found == ("from_file", 1e-3, 9, 0.95, "mine")
+    assert found == (["from_file"], 1e-3, 9, 0.95, "mine")
 
 
 def test_own_text_keeps_the_demos_shape_and_batch():
@@ -213,7 +213,7 @@ def test_a_value_means_what_it_says_and_survives_saving(tmp_path, recipe, conten
     [
         ("--lerning_rate 1", "did you mean --learning_rate?"),
         ("--zzzz", "--help lists all options"),
-        ("stray", "unexpected argument 'stray'"),
+        ("--seed 1 stray", "unexpected argument 'stray'"),
         ("--config_overrides n_layer=2 n_head=2", "join several values with commas"),
         ("--learning_rate", "expected one argument"),
         ("--learning_rate nan", "learning_rate must be greater than 0, got nan"),

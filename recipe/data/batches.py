@@ -16,6 +16,7 @@ import torch
 from torch.profiler import record_function
 from torch.utils.data import DataLoader
 
+from recipe.data.mixture import split_examples
 from recipe.data.packed import PackedSplit
 
 FEISTEL_ROUNDS = 6
@@ -65,9 +66,21 @@ class TrainOrder:
     first_example: int = 0
     process_index: int = 0
     num_processes: int = 1
+    parts: tuple[tuple[int, int], ...] = ()  # of a mixture: the rows and the share of each dataset
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        return (example_rows(examples, self.num_rows, self.seed) for examples in self.examples())
+        return map(self.rows, self.examples())
+
+    def rows(self, examples: np.ndarray) -> np.ndarray:
+        """Return the row of each training example. A dataset of a mixture keeps its own order."""
+        if not self.parts:
+            return example_rows(examples, self.num_rows, self.seed)
+        datasets, numbers = split_examples(examples, [share for _, share in self.parts])
+        rows, first = np.empty_like(examples), 0
+        for index, (num_rows, _) in enumerate(self.parts):
+            rows[datasets == index] = first + example_rows(numbers[datasets == index], num_rows, self.seed)
+            first += num_rows
+        return rows
 
     def examples(self) -> Iterator[np.ndarray]:
         """Yield the example numbers of each micro-batch of this process."""
@@ -151,9 +164,9 @@ def _index_on_device(split: PackedSplit, order: TrainOrder, device: torch.device
     split.check(ids)
     is_uint16 = ids.dtype == np.uint16  # torch cannot index uint16 on every device: store the bits as int16
     ids = torch.from_numpy(ids.view(np.int16) if is_uint16 else ids).to(device)
-    rows = ids.unfold(0, split.block_size + 1, split.block_size)  # a view
+    rows = ids.unfold(0, split.block_size + 1, 1)  # a view
     for indices in order:
-        gathered = rows[to_device(torch.from_numpy(indices), device)].long()
+        gathered = rows[to_device(torch.from_numpy(split.row_starts(indices)), device)].long()
         yield gathered & 0xFFFF if is_uint16 else gathered
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from recipe.config import TrainConfig
-from recipe.data.packed import PackedDataset, open_packed_dataset, read_metadata
+from recipe.data.mixture import open_datasets
+from recipe.data.packed import PackedDataset, read_metadata
 from recipe.data.prepare import fingerprint_of, inputs_of, is_made_from, prepare_dataset, say
 from recipe.data.source import TextSource, name_of_text, source_from
 from recipe.data.tokenizer import read_tokenizer, tokenizer_sha256
@@ -16,7 +17,12 @@ HEAD_BYTES = 50_000_000  # prepared before streaming, for the tokenizer and the 
 
 
 def open_dataset_for(config: TrainConfig, model: str | Path | None = None) -> PackedDataset:
-    """Open the run's dataset: `dataset_dir`, or the text prepared once for all runs in `cache_dir`.
+    """Open the run's dataset; text is prepared first. Arguments and errors: as for `prepare_text`."""
+    return open_datasets(prepare_text(config, model), config.block_size, config.dataset_weights)
+
+
+def prepare_text(config: TrainConfig, model: str | Path | None = None) -> list[Path]:
+    """Return the run's datasets: those of `dataset_dir`, or the text prepared once for all runs in `cache_dir`.
 
     model: the one that the run starts from, which may be a checkpoint of `model_name_or_path`; it holds the same
     tokenizer. Raises `UserError` if `tokenizer_name` is not the tokenizer that made the dataset.
@@ -26,14 +32,14 @@ def open_dataset_for(config: TrainConfig, model: str | Path | None = None) -> Pa
     source = source_from(config) if config.dataset_dir is None else None
     tokenizer = read_tokenizer(config.tokenizer_name) if config.tokenizer_name else None
     if source is None:
-        directory = Path(config.dataset_dir)
-        if tokenizer is not None and tokenizer_sha256(tokenizer) != read_metadata(directory)["tokenizer_sha256"]:
-            remedy = "prepare it with that tokenizer, or omit --tokenizer_name"
-            if config.tokenizer_name == config.model_name_or_path:
-                remedy = f"prepare it with --tokenizer_name {config.tokenizer_name}, the model's tokenizer"
-            made = f"was made with another tokenizer than {config.tokenizer_name}"
-            raise UserError(f"{config.dataset_dir} {made}; {remedy}")
-        return open_packed_dataset(directory, config.block_size)
+        for directory in config.dataset_dir if tokenizer is not None else ():
+            if tokenizer_sha256(tokenizer) != read_metadata(Path(directory))["tokenizer_sha256"]:
+                remedy = "prepare it with that tokenizer, or omit --tokenizer_name"
+                if config.tokenizer_name == config.model_name_or_path:
+                    remedy = f"prepare it with --tokenizer_name {config.tokenizer_name}, the model's tokenizer"
+                made = f"was made with another tokenizer than {config.tokenizer_name}"
+                raise UserError(f"{directory} {made}; {remedy}")
+        return [Path(directory) for directory in config.dataset_dir]
     max_bytes = HEAD_BYTES if config.streaming else None
     inputs = inputs_of(source, tokenizer, config.tokenizer_vocab_size, max_bytes)
     directory = cached_directory(config, source, inputs)
@@ -48,7 +54,7 @@ def open_dataset_for(config: TrainConfig, model: str | Path | None = None) -> Pa
         num_workers=config.preprocessing_num_workers,
         max_bytes=max_bytes,
     )
-    return open_packed_dataset(directory, config.block_size)
+    return [directory]
 
 
 def cached_directory(config: TrainConfig, source: TextSource, inputs: dict[str, Any]) -> Path:

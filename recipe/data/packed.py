@@ -16,7 +16,7 @@ import functools
 import hashlib
 import itertools
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,14 +89,35 @@ class PackedSplit:
     torch maps the files, because pyarrow 26 makes a whole file resident and numpy keeps each file open.
     """
 
-    def __init__(self, directory: Path, chunks: list[list], block_size: int, vocab_size: int) -> None:
-        """chunks: [file name, offset, number of ids] of each stretch of the stream."""
+    def __init__(
+        self, directory: Path, chunks: list[list], block_size: int, vocab_size: int, sizes: list[int] | None = None
+    ) -> None:
+        """chunks: [file name, offset, number of ids] of each stretch of the stream.
+
+        sizes: of the streams of several datasets, which follow one another; no row has ids of two of them.
+        """
         self.directory, self.where, self.block_size, self.vocab_size = directory, chunks, block_size, vocab_size
         self.chunks = [self._map(*chunk) for chunk in chunks]  # readable also when the files are replaced
         self.starts = [0, *itertools.accumulate(map(len, self.chunks))]  # of the chunks in the stream
+        self.sizes = sizes or [self.starts[-1]]
+        self.first_tokens = np.cumsum([0, *self.sizes])
+        self.first_rows = np.cumsum([0, *(max(0, size - 1) // block_size for size in self.sizes)])
+
+    @classmethod
+    def joined(cls, splits: list["PackedSplit"]) -> "PackedSplit":
+        """Return the rows of several datasets, one after another."""
+        first = splits[0]
+        where = [[str(split.directory.absolute() / name), *place] for split in splits for name, *place in split.where]
+        names = Path(", ".join(str(split.directory) for split in splits))  # for messages; the paths in it are absolute
+        return cls(names, where, first.block_size, first.vocab_size, [split.starts[-1] for split in splits])
 
     def __len__(self) -> int:
-        return max(0, self.starts[-1] - 1) // self.block_size
+        return int(self.first_rows[-1])
+
+    def row_starts(self, indices: np.ndarray) -> np.ndarray:
+        """Return where rows begin in the stream. indices, and the result: int64 [batch]."""
+        part = np.searchsorted(self.first_rows, indices, side="right") - 1
+        return (indices - self.first_rows[part]) * self.block_size + self.first_tokens[part]
 
     @property
     def num_bytes(self) -> int:
@@ -108,7 +129,7 @@ class PackedSplit:
 
         Raises `UserError` for an id outside the vocabulary, which would be a device-side assert on CUDA.
         """
-        starts = (np.asarray(indices) * self.block_size).tolist()
+        starts = self.row_starts(np.asarray(indices)).tolist()
         rows = np.stack([self._tokens(start, start + self.block_size + 1) for start in starts])
         self.check(rows)
         return rows.astype(np.int64)
@@ -140,18 +161,20 @@ class PackedSplit:
         return copied
 
     def __reduce__(self):  # a worker process maps the files itself
-        return PackedSplit, (self.directory, self.where, self.block_size, self.vocab_size)
+        return PackedSplit, (self.directory, self.where, self.block_size, self.vocab_size, self.sizes)
 
 
 @dataclass(frozen=True)
 class PackedDataset:
-    """An open packed dataset, whose splits are indexed by row numbers."""
+    """An open packed dataset, whose splits are indexed by row numbers, or a mixture (recipe/data/mixture.py)."""
 
-    directory: Path
+    directory: Path  # of a mixture, the first one's
     metadata: dict
     block_size: int
     train: PackedSplit
     validation: PackedSplit
+    parts: dict[str, "PackedDataset"] = field(default_factory=dict)  # of a mixture, by name
+    shares: dict[str, float] = field(default_factory=dict)  # of the training examples, which add up to 1
 
     @functools.cached_property
     def tokenizer(self) -> "PreTrainedTokenizerBase":

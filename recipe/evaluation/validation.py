@@ -13,7 +13,7 @@ from recipe.data.batches import iterate_validation, to_device
 from recipe.data.tokenizer import count_token_bytes
 from recipe.errors import short_reason
 from recipe.evaluation.generation import sample_text
-from recipe.evaluation.scoring import CPU_TOKENS, Totals, sum_losses
+from recipe.evaluation.scoring import CPU_TOKENS, Totals, exp_or_inf, sum_losses
 from recipe.evaluation.tasks import load_tasks, score_task
 from recipe.hardware.processes import largest_of_processes
 from recipe.hardware.sharding import gathered
@@ -30,8 +30,8 @@ GUESSED_STEPS = 1000  # assumed for a run that only `max_minutes` limits
 TASK_EXAMPLES = 1000
 
 
-def count_eval_rows(config: TrainConfig, num_validation_rows: int) -> int:
-    """Return how many validation rows an evaluation uses; `auto`: `EVALUATION_SHARE` of the run for all of them.
+def count_eval_rows(config: TrainConfig, num_validation_rows: int, num_datasets: int = 1) -> int:
+    """Return how many validation rows of a dataset an evaluation uses; `auto`: `EVALUATION_SHARE` of the run for all.
 
     The number depends on the options alone, so that a run evaluates the same rows on any hardware.
     """
@@ -42,7 +42,7 @@ def count_eval_rows(config: TrainConfig, num_validation_rows: int) -> int:
         num_steps = config.max_steps or GUESSED_STEPS
         num_evaluations = 1 + (-(-num_steps // config.eval_steps) if config.eval_steps else 1)  # one before the first
         budget = EVALUATION_SHARE * num_steps * config.global_batch_size / EVALUATED_ROW_COST / num_evaluations
-        num_rows = max(FEWEST_ROWS, int(budget))
+        num_rows = max(FEWEST_ROWS, int(budget / num_datasets))
     return min(num_rows, num_validation_rows)
 
 
@@ -73,6 +73,12 @@ def evaluate_rows(
     return sum_losses(module, token_bytes, read_batches(), num_batches, "evaluating", must_stop)
 
 
+def mean_scores(datasets: dict[str, dict[str, float]], shares: dict[str, float]) -> dict[str, Any]:
+    """Return the scores of a mixture, and those of each dataset."""
+    loss, bits = (sum(shares[name] * of[key] for name, of in datasets.items()) for key in ("loss", "bits_per_byte"))
+    return {"loss": loss, "perplexity": exp_or_inf(loss), "bits_per_byte": bits, "datasets": datasets}
+
+
 class Validation:
     """Evaluates the model on the validation rows, and the tasks, that the options choose.
 
@@ -88,7 +94,11 @@ class Validation:
         self.batch_size = max(1, CPU_TOKENS // config.block_size) if on_cpu else micro_batch_size
         self.model = accelerator.unwrap_model(module).model
         self.tasks = load_tasks(config.eval_tasks)
-        self.num_rows = count_eval_rows(config, len(dataset.validation))
+        self.parts = getattr(dataset, "parts", None) or {None: dataset}
+        self.rows = {
+            name: count_eval_rows(config, len(of.validation), len(self.parts)) for name, of in self.parts.items()
+        }
+        self.num_rows = sum(self.rows.values())
         self.token_bytes = torch.from_numpy(count_token_bytes(dataset.tokenizer)).to(accelerator.device)
 
     def run(self, must_stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
@@ -97,7 +107,8 @@ class Validation:
         must_stop: asked between batches, with the same answer on all processes; if it is true, the evaluation is
         given up and the result is None. Returns loss (nats per token), perplexity, bits_per_byte, num_rows and
         seconds; for each task its scores under flat names: hellaswag_acc, hellaswag_acc_stderr,
-        hellaswag_num_examples, ...; and a sample of the model's text.
+        hellaswag_num_examples, ...; and a sample of the model's text. Of a mixture, loss and bits_per_byte are means
+        weighted by the shares, and `datasets` has those of each.
         """
         self.module.eval()
         try:
@@ -108,11 +119,14 @@ class Validation:
 
     def _run(self, must_stop: Callable[[], bool]) -> dict[str, Any] | None:
         started_at, tokenizer = time.perf_counter(), self.dataset.tokenizer
-        rows, batch_size = self.dataset.validation, self.batch_size
-        totals = evaluate_rows(self.module, self.token_bytes, rows, self.num_rows, batch_size, must_stop)
-        if totals is None:
-            return None
-        results = totals.scores()
+        batch_size, datasets = self.batch_size, {}
+        for name, part in self.parts.items():
+            options = self.rows[name], batch_size, must_stop
+            totals = evaluate_rows(self.module, self.token_bytes, part.validation, *options)
+            if totals is None:
+                return None
+            datasets[name] = totals.scores() | {"num_rows": self.rows[name]}
+        results = mean_scores(datasets, self.dataset.shares) if len(datasets) > 1 else totals.scores()
         # The prepared module casts by itself, its model does not. Not compiled: texts of all lengths would compile the
         # blocks of a sharded model again and again.
         with self.accelerator.autocast(), torch.compiler.set_stance("force_eager"):

@@ -78,7 +78,7 @@ def _default_name(config: TrainConfig, recipe: str) -> str:
     """Name a run after the user's text, or else after its recipe."""
     text = config.train_file[0] if config.train_file else config.dataset_name
     if text is None and recipe == "demo":  # the demo's options on a packed dataset are not the demo
-        text = Path(config.dataset_dir).absolute().name
+        text = "-".join(Path(directory).absolute().name for directory in config.dataset_dir)
     return recipe if text in (None, STANDARD_LIBRARY) else name_of_text(text)
 
 

@@ -108,7 +108,10 @@ class RunLog:
         finite = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in values.items()}
         if self.enabled:
             self._tolerate(METRICS_NAME, lambda: self._append({"event": event, "step": step, **finite}))
-        numbers = {f"{event}/{key}": value for key, value in finite.items() if isinstance(value, (int, float))}
+        flat = finite | {
+            f"{name}/{key}": v for name, of in finite.get("datasets", {}).items() for key, v in of.items()
+        }
+        numbers = {f"{event}/{key}": value for key, value in flat.items() if isinstance(value, (int, float))}
         self._tolerate("the tracker", lambda: self.accelerator.log(numbers, step=step))
 
     def _append(self, values: dict[str, Any]) -> None:
@@ -232,7 +235,9 @@ class RunLog:
         step = state.step
         self.evaluated[step] = values
         if step == 0:
-            state.untrained = {key: value for key, value in values.items() if key != "sample"}
+            state.untrained = {key: value for key, value in values.items() if key not in ("sample", "datasets")}
+            # Of each dataset of a mixture. Their names are not in checkpoints, which may be published.
+            state.untrained["num_rows"] = max(of["num_rows"] for of in values.get("datasets", {"": values}).values())
         else:
             note_loss(state, values)
         num_tokens = state.examples * self.config.block_size
@@ -304,6 +309,8 @@ def describe_evaluation(what: str, values: dict[str, Any]) -> str:
         f"{what}: validation loss {values['loss']:.4f}, perplexity {values['perplexity']:,.2f}, "
         f"{values['bits_per_byte']:.4f} bits per byte"
     )
+    for name, of in values.get("datasets", {}).items():
+        line += f"\n  {name}: validation loss {of['loss']:.4f}, {of['bits_per_byte']:.4f} bits per byte"
     for task, scores in split_scores(values).items():
         names = [name for name in ("acc", "acc_norm", "perplexity") if name in scores]
         shown = ", ".join(f"{name} {scores[name]:{'.4g' if scores[name] > 1 else '.4f'}}" for name in names)

@@ -22,8 +22,9 @@ from transformers import PreTrainedConfig
 from recipe.checkpoint import RunState, Trained, find_checkpoint, load_checkpoint, read_state
 from recipe.config import TrainConfig
 from recipe.data.batches import TrainBatches, TrainOrder, read_rows
-from recipe.data.cache import open_dataset_for
-from recipe.data.packed import PackedDataset, metadata_of, open_packed_dataset
+from recipe.data.cache import prepare_text
+from recipe.data.mixture import open_datasets, order_of
+from recipe.data.packed import PackedDataset, metadata_of
 from recipe.data.stream import open_stream, read_stream
 from recipe.errors import UserError
 from recipe.evaluation.tasks import load_tasks
@@ -168,8 +169,8 @@ def open_dataset(config: TrainConfig, start: Start) -> PackedDataset:
     if config.dataset_name and config.dataset_revision is None and start.resume_dir:  # the Hub may have a newer one
         revision = read_state(start.resume_dir)["identity"].get("dataset_revision")
         config = dataclasses.replace(config, dataset_revision=revision)
-    directory = on_main_process(lambda: open_dataset_for(config, start.source).directory)
-    return on_all_processes(lambda: open_packed_dataset(directory, config.block_size))
+    directories = on_main_process(lambda: prepare_text(config, start.source))
+    return on_all_processes(lambda: open_datasets(directories, config.block_size, config.dataset_weights))
 
 
 def plan_run(start: Start, typed: TrainConfig, recipe: str, dataset: Any) -> Run:
@@ -268,6 +269,7 @@ def open_batches(run: Run, dataset: Any, state: RunState) -> TrainBatches:
         first_example=0 if config.streaming else state.examples,  # a stream's position is `state.position`
         process_index=accelerator.process_index,
         num_processes=accelerator.num_processes,
+        parts=order_of(dataset) if isinstance(dataset, PackedDataset) else (),
     )
     if config.streaming:
         stream = open_stream(config, dataset, accelerator.process_index, gather)

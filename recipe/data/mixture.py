@@ -1,0 +1,95 @@
+"""Mix packed datasets: training example k is a pure function of (seed, weights, datasets).
+
+Each dataset keeps its own order without replacement (`example_rows`), and starts its next epoch when it ends. The
+datasets are interleaved evenly: the first takes every example with which its share of the examples so far, rounded,
+grows by one; the next does the same with the rest. With two datasets, the number of examples of each never differs
+from its share by more than one half.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from recipe.config import SPLITS
+from recipe.data.packed import PackedDataset, PackedSplit, open_packed_dataset
+from recipe.errors import UserError
+
+WHOLE = 2**24  # shares are integers that add up to this, so that int64 arithmetic is exact for 2**39 examples
+
+
+def open_datasets(directories: Sequence[Path], block_size: int, weights: Sequence[float] | None) -> PackedDataset:
+    """Open a packed dataset, or several as one, whose `parts` they are. weights: default, their numbers of rows.
+
+    A dataset of weight 0 only provides validation rows. Raises `UserError` if one cannot be opened, is given twice, or
+    was made with another tokenizer.
+    """
+    opened = [open_packed_dataset(directory, block_size) for directory in directories]
+    if len(opened) == 1:
+        return opened[0]
+    if len({directory.resolve() for directory in directories}) < len(directories):
+        raise UserError("--dataset_dir names the same dataset twice; pass it once, with a larger --dataset_weights")
+    first = opened[0]
+    for other in opened[1:]:
+        if other.metadata["tokenizer_sha256"] != first.metadata["tokenizer_sha256"]:
+            remedy = "prepare both with the same --tokenizer_name"
+            raise UserError(f"{first.directory} and {other.directory} were made with different tokenizers; {remedy}")
+    names = [directory.absolute().name for directory in directories]
+    if len(set(names)) < len(names):
+        names = [str(directory) for directory in directories]
+    weights = [len(dataset.train) for dataset in opened] if weights is None else weights
+    shares = dict(zip(names, [weight / sum(weights) for weight in weights], strict=True))
+    parts = dict(zip(names, opened, strict=True))
+    trained = [dataset for name, dataset in parts.items() if shares[name] > 0]
+    return dataclasses.replace(
+        first,
+        metadata=mix_metadata(parts),
+        train=PackedSplit.joined([dataset.train for dataset in trained]),
+        validation=PackedSplit.joined([dataset.validation for dataset in opened]),
+        parts=parts,
+        shares=shares,
+    )
+
+
+def mix_metadata(parts: dict[str, PackedDataset]) -> dict:
+    """Return the metadata of a mixture: the sums of the counts, and a hash of the hashes."""
+    found = [dataset.metadata for dataset in parts.values()]
+    counts = ("documents", "tokens", "bytes")
+    splits = {split: {key: sum(of["splits"][split][key] for of in found) for key in counts} for split in SPLITS}
+    hashes = json.dumps([of["content_sha256"] for of in found])
+    same = {key: found[0].get(key) for key in ("tokenizer_sha256", "tokenizer", "vocab_size", "eos_token_id")}
+    return same | {"source": {}, "splits": splits, "content_sha256": hashlib.sha256(hashes.encode()).hexdigest()}
+
+
+def order_of(dataset: PackedDataset) -> tuple[tuple[int, int], ...]:
+    """Return the rows and the integer share of each dataset of a mixture that has training examples; else ()."""
+    trained = [name for name, share in dataset.shares.items() if share > 0]
+    shares = whole_shares([dataset.shares[name] for name in trained])
+    return tuple((len(dataset.parts[name].train), share) for name, share in zip(trained, shares, strict=True))
+
+
+def whole_shares(shares: Sequence[float]) -> list[int]:
+    """Return integers in the proportion of the shares that add up to WHOLE."""
+    edges = np.round(np.cumsum(shares) / np.sum(shares) * WHOLE).astype(np.int64)
+    return np.diff(edges, prepend=0).tolist()
+
+
+def split_examples(examples: np.ndarray, shares: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the dataset of each example, and the number of earlier examples of this dataset.
+
+    examples: int64 [n], counted from the start of the run. shares: integers, greater than 0.
+    """
+    datasets, numbers, left = np.full_like(examples, -1), examples.copy(), sum(shares)
+    for index, share in enumerate(shares):
+        rest = datasets < 0  # no earlier dataset takes them; `numbers` counts only these
+        before = (numbers * share + left // 2) // left  # of them, rounded
+        is_own = rest & (((numbers + 1) * share + left // 2) // left > before)
+        datasets[is_own] = index
+        numbers[is_own] = before[is_own]
+        rest &= ~is_own
+        numbers[rest] -= before[rest]
+        left -= share
+    return datasets, numbers
