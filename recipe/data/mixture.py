@@ -11,14 +11,16 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from recipe.config import SPLITS
-from recipe.data.packed import PackedDataset, PackedSplit, open_packed_dataset
+from recipe.data.packed import PackedDataset, PackedSplit, metadata_of, open_packed_dataset
 from recipe.errors import UserError
 
-WHOLE = 2**24  # shares are integers that add up to this, so that int64 arithmetic is exact for 2**39 examples
+WHOLE = 2**24  # shares are integers that add up to this: int64 arithmetic is exact for 2**39 examples
+COUNTS = ("documents", "tokens", "bytes")
 
 
 def open_datasets(directories: Sequence[Path], block_size: int, weights: Sequence[float] | None) -> PackedDataset:
@@ -46,7 +48,7 @@ def open_datasets(directories: Sequence[Path], block_size: int, weights: Sequenc
     trained = [dataset for name, dataset in parts.items() if shares[name] > 0]
     return dataclasses.replace(
         first,
-        metadata=mix_metadata(parts),
+        metadata=mix_metadata(parts, shares),
         train=PackedSplit.joined([dataset.train for dataset in trained]),
         validation=PackedSplit.joined([dataset.validation for dataset in opened]),
         parts=parts,
@@ -54,14 +56,16 @@ def open_datasets(directories: Sequence[Path], block_size: int, weights: Sequenc
     )
 
 
-def mix_metadata(parts: dict[str, PackedDataset]) -> dict:
-    """Return the metadata of a mixture: the sums of the counts, and a hash of the hashes."""
-    found = [dataset.metadata for dataset in parts.values()]
-    counts = ("documents", "tokens", "bytes")
-    splits = {split: {key: sum(of["splits"][split][key] for of in found) for key in counts} for split in SPLITS}
+def mix_metadata(parts: dict[str, PackedDataset], shares: dict[str, float]) -> dict[str, Any]:
+    """Return the metadata of a mixture: that of each dataset, the sums of the counts, and a hash of the hashes."""
+    mixture = {name: metadata_of(dataset) | {"share": shares[name]} for name, dataset in parts.items()}
+    found = list(mixture.values())
+    used = {"train": [of for of in found if of["share"] > 0], "validation": found}
+    splits = {name: {key: sum(of["splits"][name][key] for of in used[name]) for key in COUNTS} for name in SPLITS}
     hashes = json.dumps([of["content_sha256"] for of in found])
-    same = {key: found[0].get(key) for key in ("tokenizer_sha256", "tokenizer", "vocab_size", "eos_token_id")}
-    return same | {"source": {}, "splits": splits, "content_sha256": hashlib.sha256(hashes.encode()).hexdigest()}
+    same = {key: found[0][key] for key in ("tokenizer_sha256", "vocab_size", "eos_token_id")}
+    same |= {"source": {}, "splits": splits, "mixture": mixture}
+    return same | {"content_sha256": hashlib.sha256(hashes.encode()).hexdigest()}
 
 
 def order_of(dataset: PackedDataset) -> tuple[tuple[int, int], ...]:
@@ -72,9 +76,9 @@ def order_of(dataset: PackedDataset) -> tuple[tuple[int, int], ...]:
 
 
 def whole_shares(shares: Sequence[float]) -> list[int]:
-    """Return integers in the proportion of the shares that add up to WHOLE."""
+    """Return integers of at least 1 in the proportion of the shares, which add up to about WHOLE."""
     edges = np.round(np.cumsum(shares) / np.sum(shares) * WHOLE).astype(np.int64)
-    return np.diff(edges, prepend=0).tolist()
+    return np.maximum(1, np.diff(edges, prepend=0)).tolist()
 
 
 def split_examples(examples: np.ndarray, shares: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:

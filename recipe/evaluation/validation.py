@@ -76,7 +76,7 @@ def evaluate_rows(
 def mean_scores(datasets: dict[str, dict[str, float]], shares: dict[str, float]) -> dict[str, Any]:
     """Return the scores of a mixture, and those of each dataset."""
     loss, bits = (sum(shares[name] * of[key] for name, of in datasets.items()) for key in ("loss", "bits_per_byte"))
-    return {"loss": loss, "perplexity": exp_or_inf(loss), "bits_per_byte": bits, "datasets": datasets}
+    return {"loss": loss, "perplexity": exp_or_inf(loss), "bits_per_byte": bits, "mixture": datasets}
 
 
 class Validation:
@@ -108,7 +108,7 @@ class Validation:
         given up and the result is None. Returns loss (nats per token), perplexity, bits_per_byte, num_rows and
         seconds; for each task its scores under flat names: hellaswag_acc, hellaswag_acc_stderr,
         hellaswag_num_examples, ...; and a sample of the model's text. Of a mixture, loss and bits_per_byte are means
-        weighted by the shares, and `datasets` has those of each.
+        weighted by the shares, and `mixture` has those of each.
         """
         self.module.eval()
         try:

@@ -20,7 +20,7 @@ from recipe.config import OPTIONS, STANDARD_LIBRARY
 from recipe.environment import describe_machine
 from recipe.errors import short_reason
 from recipe.model.weights import WEIGHTS_NAME
-from recipe.publish.curve import save_loss_chart
+from recipe.publish.curve import name_parts, save_loss_chart
 from recipe.publish.public import (
     count_tokens,
     public_events,
@@ -91,13 +91,17 @@ def read_run(run_dir: Path, step: int, directory: Path, hub_options: dict[str, A
     ends = [event for event in events if event["event"] == "end" and event["step"] == step]
     is_demo = data.get("dataset_id") == STANDARD_LIBRARY
     dataset_id = None if is_demo else data.get("dataset_id")
-    results = [*list_losses(evaluation, dataset_id, data.get("dataset_config_name")), *list_scores(tasks)]
+    parts = name_parts(events)
+    results = list(list_losses(evaluation, dataset_id, data.get("dataset_config_name")))
+    for part, name_of_part, scores in zip(data.get("mixture", ()), parts, evaluation.get("mixture", ()), strict=False):
+        results += list_losses(scores, part["dataset_id"], part["dataset_config_name"], name_of_part)
+    results += list_scores(tasks)
     metadata = ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
         license=typed.get("hub_license"),
         language=typed.get("hub_language"),
-        datasets=[dataset_id] if dataset_id else None,
+        datasets=[of["dataset_id"] for of in data.get("mixture", [data]) if is_of_the_hub(of)] or None,
         base_model=start.get("base_model_id"),
         tags=[options["model_type"], "gpt2-recipe"],
         model_name=name if results else None,
@@ -122,6 +126,7 @@ def read_run(run_dir: Path, step: int, directory: Path, hub_options: dict[str, A
         "samples": samples[-SHOWN_SAMPLES:],
         "needed": [option for option in NEEDED if typed.get(option) and option not in shown],
         "tokens": num_tokens,
+        "parts": list(zip(parts, data.get("mixture", ()), strict=True)),
         "epochs": num_tokens / options["block_size"] / rows if rows else None,  # a streamed text has no rows
         "machine": describe_machine(starts[-1]["environment"]) if starts else None,
         "train_seconds": laps[-1]["train_seconds"] if laps else None,
@@ -152,9 +157,19 @@ def weights_sha256(folder: Path) -> str | None:
         return sha_fileobj(file).hex()
 
 
-def list_losses(evaluation: dict[str, Any], dataset_id: str | None, config_name: str | None) -> Iterator[EvalResult]:
-    """Yield the validation results of this step, for the model-index and the table. dataset_id: on the Hub."""
-    dataset, label = dataset_id or "text", f"{dataset_id or 'held-out text'}, validation split"
+def is_of_the_hub(data: dict[str, Any]) -> bool:
+    """Return whether the text is a dataset of the Hub. data: of a start event, or of one dataset of its mixture."""
+    return bool(data.get("dataset_id")) and data["dataset_id"] != STANDARD_LIBRARY
+
+
+def list_losses(
+    evaluation: dict[str, Any], dataset_id: str | None, config_name: str | None, name: str | None = None
+) -> Iterator[EvalResult]:
+    """Yield the validation results of this step, for the model-index and the table. dataset_id: on the Hub.
+
+    name: of one dataset of a mixture.
+    """
+    dataset, label = dataset_id or "text", f"{name or dataset_id or 'held-out text'}, validation split"
     for key, metric in LOSSES.items():
         if evaluation.get(key) is not None:
             split = {"dataset_config": config_name, "dataset_split": "validation"}

@@ -17,6 +17,13 @@ DARK = {"page": "#0d1117", "text": "#f0f6fc", "muted": "#9198a1", "grid": "#262c
 DARK |= {"blue": "#4493f8", "orange": "#f0883e", "gray": "#8b949e"}
 
 
+def name_parts(events: list[dict[str, Any]]) -> list[str]:
+    """Return the public names of the datasets of a mixture: their ids, or numbers. events: from `public_events`."""
+    start = next((event for event in events if event["event"] == "start"), {})
+    parts = start.get("data", {}).get("mixture", ())
+    return [of.get("dataset_id") or f"dataset {number}" for number, of in enumerate(parts, 1)]
+
+
 def save_loss_chart(events: list[dict[str, Any]], path: Path, title: str, dark: bool = False) -> None:
     """Draw training and validation loss over the tokens seen. events: the lines of a run's metrics.jsonl.
 
@@ -47,6 +54,11 @@ def save_loss_chart(events: list[dict[str, Any]], path: Path, title: str, dark: 
             axes.plot(
                 *(zip(*points, strict=True) if points else ((), ())), label=name, clip_on=False, zorder=3, **style
             )
+        for number, name in enumerate(name_parts(events)):
+            found = [(e["tokens_seen"], e["mixture"][number]["loss"]) for e in events if e.get("mixture")]
+            points = [(tokens, loss) for tokens, loss in found if loss is not None and loss <= axes.get_ylim()[1]]
+            style = {"color": colors["gray"], "linestyle": ("-", "--", ":", "-.")[number % 4], "linewidth": 2}
+            axes.plot(*zip(*points, strict=True), label=name.rpartition("/")[2], **style) if points else None
         for tokens, loss in (validation or train)[-1:]:
             label_point(axes, f"{loss:.2f}", tokens, loss)
         axes.set_xlim(0, 1.12 * last)  # room for the label

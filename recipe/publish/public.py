@@ -20,7 +20,15 @@ METRICS_NAME, SUMMARY_NAME = "metrics.jsonl", "summary.json"
 
 # Numbers, booleans, choices, and mappings whose keys and values the model or the schedule has checked.
 PUBLIC_OPTIONS = (
-    *("seed", "streaming", "block_size", "data_placement", "dataloader_num_workers", "preprocessing_num_workers"),
+    *(
+        "seed",
+        "dataset_weights",
+        "streaming",
+        "block_size",
+        "data_placement",
+        "dataloader_num_workers",
+        "preprocessing_num_workers",
+    ),
     *("skip_bad_files", "validation_split_percentage", "tokenizer_vocab_size"),
     *("model_type", "config_overrides", "pad_vocab_to_multiple_of", "attn_implementation", "activation_checkpointing"),
     *("loss_chunks", "label_smoothing_factor"),
@@ -48,6 +56,7 @@ PUBLIC_KEYS = {
     *("loss", "learning_rate", "learning_rate_group_0", "grad_norm", "tokens_seen", "tokens_per_second", "mfu"),
     *("train_seconds", "skipped_steps", "share_waiting_for_data", "peak_memory_bytes"),
     *("perplexity", "bits_per_byte", "num_rows", "seconds"),
+    *("mixture", "share"),
     *SCORES,
     *(f"{task}_{score}" for task in EVAL_TASKS for score in SCORES),
     *("prompt", "text"),  # of a sample
@@ -60,7 +69,9 @@ def listed(values: dict[str, Any]) -> dict[str, Any]:
     """Return the values with public keys; a number that JSON does not have becomes None."""
     found = {key: value for key, value in values.items() if key in PUBLIC_KEYS}
     for key, value in found.items():
-        if isinstance(value, dict):
+        if key == "mixture":  # by names of folders
+            found[key] = [listed(part) for part in (value.values() if isinstance(value, dict) else value)]
+        elif isinstance(value, dict):
             found[key] = listed(value)
         elif isinstance(value, float) and not math.isfinite(value):
             found[key] = None

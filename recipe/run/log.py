@@ -105,12 +105,10 @@ class RunLog:
 
     def event(self, event: str, step: int, **values: Any) -> None:
         """Append a line to metrics.jsonl and send the numbers to the trackers. A failure does not end the run."""
-        finite = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in values.items()}
+        finite = without_nan(values)
         if self.enabled:
             self._tolerate(METRICS_NAME, lambda: self._append({"event": event, "step": step, **finite}))
-        flat = finite | {
-            f"{name}/{key}": v for name, of in finite.get("datasets", {}).items() for key, v in of.items()
-        }
+        flat = finite | {f"{name}/{key}": v for name, of in finite.get("mixture", {}).items() for key, v in of.items()}
         numbers = {f"{event}/{key}": value for key, value in flat.items() if isinstance(value, (int, float))}
         self._tolerate("the tracker", lambda: self.accelerator.log(numbers, step=step))
 
@@ -235,9 +233,9 @@ class RunLog:
         step = state.step
         self.evaluated[step] = values
         if step == 0:
-            state.untrained = {key: value for key, value in values.items() if key not in ("sample", "datasets")}
+            state.untrained = {key: value for key, value in values.items() if key not in ("sample", "mixture")}
             # Of each dataset of a mixture. Their names are not in checkpoints, which may be published.
-            state.untrained["num_rows"] = max(of["num_rows"] for of in values.get("datasets", {"": values}).values())
+            state.untrained["num_rows"] = max(of["num_rows"] for of in values.get("mixture", {"": values}).values())
         else:
             note_loss(state, values)
         num_tokens = state.examples * self.config.block_size
@@ -282,6 +280,12 @@ class RunLog:
             self._tolerate("the tracker", tracker.finish)
 
 
+def without_nan(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values as JSON has them: a number that is not finite becomes None, at any depth."""
+    finite = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in values.items()}
+    return {key: without_nan(v) if isinstance(v, dict) else v for key, v in finite.items()}
+
+
 def note_loss(state: RunState, values: dict[str, Any]) -> None:
     """Add the loss of an evaluation to the state. In the log, a loss that was not finite is None."""
     loss = values["loss"]
@@ -309,7 +313,7 @@ def describe_evaluation(what: str, values: dict[str, Any]) -> str:
         f"{what}: validation loss {values['loss']:.4f}, perplexity {values['perplexity']:,.2f}, "
         f"{values['bits_per_byte']:.4f} bits per byte"
     )
-    for name, of in values.get("datasets", {}).items():
+    for name, of in values.get("mixture", {}).items():
         line += f"\n  {name}: validation loss {of['loss']:.4f}, {of['bits_per_byte']:.4f} bits per byte"
     for task, scores in split_scores(values).items():
         names = [name for name in ("acc", "acc_norm", "perplexity") if name in scores]

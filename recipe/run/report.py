@@ -57,31 +57,20 @@ def collect_facts(run: Run, model: PreTrainedModel) -> dict[str, Any]:
     recipe/publish/public.py lists what is published.
     """
     config, metadata, environment = run.config, run.metadata, describe_environment(run.accelerator.device)
-    counts = ("documents", "tokens", "bytes", "rows")
-    splits = {split: {key: found[key] for key in counts} for split, found in metadata["splits"].items()}
-    source, shape, tokenizer = metadata["source"], model.config, metadata.get("tokenizer") or config.tokenizer_name
+    shape, tokenizer, data = model.config, metadata.get("tokenizer") or config.tokenizer_name, describe_data(metadata)
     base_model_id, tokenizer_id = hub_id(config.model_name_or_path), hub_id(tokenizer)
     if run.resume_dir:  # a local model may be gone by now; the run of the checkpoint knew it when it began
         first = next((event for event in read_events(run.resume_dir.parent) if event["event"] == "start"), {})
         base_model_id, tokenizer_id = first.get("base_model_id"), first.get("data", {}).get("tokenizer_id")
-    is_on_hub = bool(source.get("dataset_revision"))  # and not a local folder with a name of the same form
-    dataset_id = hub_id(source.get("dataset_name")) if is_on_hub else None
-    if source.get("dataset_name") == STANDARD_LIBRARY:
-        dataset_id = STANDARD_LIBRARY
     if config.streaming:  # only the head of the training text has been counted
-        splits.pop("train")
+        data["splits"].pop("train")
     return {
         "recipe": run.recipe,
         "command": shlex.join(sys.argv),
         "commit": find_commit(),
         "seed": config.seed,
         "data": {
-            "source": describe_source(source),
-            "dataset_id": dataset_id,
-            "dataset_config_name": source.get("dataset_config_name") if is_on_hub else None,
-            "validation_split_percentage": source.get("validation_split_percentage"),
-            "splits": splits,
-            "content_sha256": metadata["content_sha256"],
+            **data,
             "tokenizer_sha256": metadata["tokenizer_sha256"],
             "tokenizer_id": tokenizer_id,
             "is_own_tokenizer": metadata.get("inputs", {}).get("tokenizer", "").startswith(TRAINED),
@@ -121,10 +110,10 @@ def show_start(log: RunLog, facts: dict[str, Any], state: RunState, eval_rows: i
         log.say(f"warning: the precision changes from {before} to {config.mixed_precision} at step {state.step:,}")
     if config.hub_model_id and not config.push_to_hub:
         log.say("warning: --hub_model_id alone uploads nothing; add --push_to_hub")
-    num_rows = facts["data"]["splits"].get("train", {}).get("rows", math.inf)
-    epochs = (config.max_steps or 0) * config.global_batch_size / num_rows
-    if epochs > MANY_EPOCHS:
-        log.say(f"warning: {epochs:,.0f} epochs over so little text: the model will memorize it")
+    for name, epochs in count_epochs(config, facts["data"]).items():
+        if epochs > MANY_EPOCHS:
+            text = f"so little text ({name})" if name else "so little text"
+            log.say(f"warning: {epochs:,.0f} epochs over {text}: the model will memorize it")
     if log.is_over:
         log.say(f"all {state.step:,} steps are done")
         return
@@ -135,6 +124,40 @@ def show_start(log: RunLog, facts: dict[str, Any], state: RunState, eval_rows: i
         log.schedule(state.step, changes)
         if jump := describe_jump(config, run.resume_dir, measure_progress(config, state)):
             log.say(jump)
+
+
+def describe_data(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Return where a dataset comes from, and its counts and hash; for a mixture, also of each of its datasets."""
+    counts, source = ("documents", "tokens", "bytes", "rows"), metadata["source"]
+    is_on_hub = bool(source.get("dataset_revision"))  # and not a local folder with a name of the same form
+    dataset_id = hub_id(source.get("dataset_name")) if is_on_hub else None
+    if source.get("dataset_name") == STANDARD_LIBRARY:
+        dataset_id = STANDARD_LIBRARY
+    found = {
+        "source": describe_source(source),
+        "dataset_id": dataset_id,
+        "dataset_config_name": source.get("dataset_config_name") if is_on_hub else None,
+        "validation_split_percentage": source.get("validation_split_percentage"),
+        "splits": {split: {key: of[key] for key in counts} for split, of in metadata["splits"].items()},
+        "content_sha256": metadata["content_sha256"],
+    }
+    if mixture := metadata.get("mixture"):
+        parts = {name: describe_data(of) | {"share": of["share"]} for name, of in mixture.items()}
+        found |= {"source": ", ".join(f"{100 * of['share']:.3g}% {name}" for name, of in parts.items())}
+        found |= {"mixture": parts}
+    return found
+
+
+def count_epochs(config: TrainConfig, data: dict[str, Any]) -> dict[str, float]:
+    """Return how often the run passes over its training rows, of a mixture those of each dataset, by name.
+
+    data: from `describe_data`. {} if it is not known: of a stream, or a run that only its minutes limit.
+    """
+    num_examples = (config.max_steps or 0) * config.global_batch_size
+    parts = {name: of for name, of in data.get("mixture", {"": data | {"share": 1.0}}).items() if of["share"] > 0}
+    if not num_examples or config.streaming:
+        return {}
+    return {name: of["share"] * num_examples / of["splits"]["train"]["rows"] for name, of in parts.items()}
 
 
 def describe_source(source: dict[str, Any]) -> str:
@@ -187,12 +210,12 @@ def start_table(run: Run, facts: dict[str, Any], eval_rows: int) -> dict[str, st
         f"{_plural(facts['gradient_accumulation_steps'], 'micro-batch', 'es')} x "
         f"{_plural(run.plan.micro_batch_size, 'sequence')}",
         "optimizer": rate,
-        "run": _describe_length(config, None if config.streaming else rows["train"]),
+        "run": _describe_length(config, count_epochs(config, facts["data"])),
     }
     return table | ({"hub": f"{config.hub_model_id}, {config.hub_strategy}"} if config.push_to_hub else {})
 
 
-def _describe_length(config: TrainConfig, num_train_rows: int | None) -> str:
+def _describe_length(config: TrainConfig, epochs: dict[str, float]) -> str:
     limit = "" if config.max_minutes is None else f"{config.max_minutes:g} minute{'s' * (config.max_minutes != 1)}"
     warmup = _plural(count_warmup_steps(config), "warm-up step")
     if config.warmup_steps < 1:
@@ -200,8 +223,7 @@ def _describe_length(config: TrainConfig, num_train_rows: int | None) -> str:
     if config.max_steps is None:
         return f"as many steps as fit into {limit}, {warmup}"
     text = f"{_plural(config.max_steps, 'step')} = {config.max_steps * config.tokens_per_step:,} tokens, "
-    if num_train_rows:
-        text += f"{config.max_steps * config.global_batch_size / num_train_rows:.2f} epochs, "
+    text += "".join(f"{count:.2f} epochs{f' of {name}' if name else ''}, " for name, count in epochs.items())
     return text + warmup + (f"; fewer if they take longer than {limit}" if limit else "")
 
 
@@ -307,6 +329,7 @@ def build_summary(
         "perplexity": evaluation["perplexity"],
         "bits_per_byte": evaluation["bits_per_byte"],
         "eval_rows": evaluation["num_rows"],
+        **({"mixture": evaluation["mixture"]} if "mixture" in evaluation else {}),
         "tasks": split_scores(evaluation),
         "untrained": {key: value for key, value in state.untrained.items() if key != "sample"},
         "tokens_per_second": log.tokens_per_second,
@@ -335,6 +358,7 @@ def closing_lines(
     block = {"untrained_loss": f"{summary['untrained']['loss']:.4f}"} if summary["untrained"] else {}
     block |= {
         "eval_loss": f"{summary['eval_loss']:.4f}",
+        **{f"eval_loss/{name}": f"{of['loss']:.4f}" for name, of in summary.get("mixture", {}).items()},
         "perplexity": f"{summary['perplexity']:.2f}",
         "bits_per_byte": f"{summary['bits_per_byte']:.4f}",
         **({"best_step": summary["exported_step"]} if config.load_best_model_at_end else {}),
@@ -346,7 +370,8 @@ def closing_lines(
         "peak_memory_gb": f"{memory:.2f}",
         "model": output_dir,
     }
-    lines = ["---", *(f"{key + ':':19}{value}" for key, value in block.items())]
+    width = max(19, *(len(key) + 2 for key in block))
+    lines = ["---", *(f"{key + ':':{width}}{value}" for key, value in block.items())]
     results = summary["tokens_seen"], summary["eval_loss"]
     if compared := compare_with_expected(config, facts["data"]["source"], *results):
         lines += ["", *textwrap.wrap(compared, 80, break_on_hyphens=False)]
