@@ -163,6 +163,15 @@ def dataset_dir(tmp_path_factory, jsonl_file, tokenizer_dir) -> Path:
 
 
 @pytest.fixture(scope="session")
+def other(tmp_path_factory, tokenizer_dir) -> Path:
+    """A second, smaller dataset of the same tokenizer, whose text is in a.jsonl beside it."""
+    folder = tmp_path_factory.mktemp("other")
+    (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in make_documents(60, seed=7)))
+    prepare_dataset(TextSource((str(folder / "a.jsonl"),)), folder / "other", read_tokenizer(str(tokenizer_dir)))
+    return folder / "other"
+
+
+@pytest.fixture(scope="session")
 def dataset(dataset_dir):
     return open_packed_dataset(dataset_dir, BLOCK_SIZE)
 

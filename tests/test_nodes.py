@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -137,6 +138,10 @@ dist.destroy_process_group()
 """
 
 
+def mixed(*folders: Path) -> list[str]:
+    return ["--dataset_dir", *map(str, folders), "--dataset_weights", "0.3", "0.7"]
+
+
 @pytest.fixture(scope="module")
 def task(tmp_path_factory):
     """Three examples for two processes."""
@@ -154,7 +159,7 @@ def odd(train_shared, task):
 
 
 @pytest.fixture(scope="module")
-def probe(tmp_path_factory, dataset_dir, train_shared, task, odd):
+def probe(tmp_path_factory, dataset_dir, other, train_shared, task, odd):
     """Two processes, started by accelerate_configs/multi_cpu.yaml and nothing else. Returns the folder."""
     folder = tmp_path_factory.mktemp("probe")
     shutil.copy(task, folder)
@@ -166,7 +171,7 @@ def probe(tmp_path_factory, dataset_dir, train_shared, task, odd):
     options = [*default_arguments(dataset_dir, folder / "unused", TINY), *SHORT]
     environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     result = launch(
-        [json.dumps(SPLITS | COMPILED | BAD | STOPPED | SHARDED), *options],
+        [json.dumps(SPLITS | COMPILED | BAD | STOPPED | SHARDED | {"mixture": mixed(dataset_dir, other)}), *options],
         cwd=folder,
         launcher=("--config_file", str(ROOT / "accelerate_configs" / "multi_cpu.yaml")),
         program=folder / "probe.py",
@@ -202,6 +207,16 @@ def test_every_split_of_a_global_batch_is_one_run(probe, one_process, split):
 
 
 @pytest.mark.parametrize("split", SPLITS)
+def test_a_mixture_is_one_run(probe, train, dataset_dir, other):
+    """Its order and its validation losses do not depend on the number of processes."""
+    expected = train(*SHORT, *mixed(dataset_dir, other))
+    for event in ("train", "eval"):
+        losses, others = ([e["loss"] for e in read_events(run, event)] for run in (probe / "mixture", expected))
+        assert losses == pytest.approx(others, abs=1e-5)
+    found, others = (read_events(run, "eval")[-1]["mixture"] for run in (probe / "mixture", expected))
+    assert [of["loss"] for of in found.values()] == pytest.approx([of["loss"] for of in others.values()], abs=1e-5)
+
+
 def test_gradients_are_synchronized_once_per_step(probe, found, split):
     """However many micro-batches a step has, each process sends every gradient once, in fp32."""
     shape = json.loads((probe / split / "config.json").read_text())
