@@ -11,7 +11,7 @@ from recipe.errors import UserError, did_you_mean
 
 # Names of TrainingArguments, run_clm.py and nanoGPT that this program spells in another way.
 OTHER_NAMES = {
-    "mixed_precision": "dtype bf16 fp16",  # the last two in a recipe; on the command line, they work
+    "mixed_precision": "dtype",
     "eval_steps": "do_eval eval_strategy evaluation_strategy eval_interval",
     "max_eval_samples": "eval_iters",
     "save_steps": "save_strategy",

@@ -15,10 +15,12 @@ from transformers import HfArgumentParser  # this name does not import torch
 
 from recipe.arguments import OTHER_NAMES, CommandLine, typed_names, underscored
 from recipe.config import (
+    ADDRESS,
     DATA_SOURCES,
     LISTS,
     LITERALS,
     MAPPINGS,
+    MISSING,
     OPTIONS,
     SECTIONS,
     TEXT_OPTIONS,
@@ -26,7 +28,7 @@ from recipe.config import (
     as_numbers,
     parse_mapping,
 )
-from recipe.errors import UserError, did_you_mean, one_line
+from recipe.errors import UserError, did_you_mean, one_line, short_reason
 
 CONFIGS_DIR = Path(__file__).parent / "configs"
 RECIPES = sorted(path.stem for path in CONFIGS_DIR.glob("*.yaml"))
@@ -43,7 +45,11 @@ class TrainParser(CommandLine, HfArgumentParser):
     def __init__(self) -> None:
         usage = "accelerate launch recipe/train.py [--config NAME|FILE] [--OPTION VALUE]"
         super().__init__(dataclass_types=TrainConfig, prog="recipe/train.py", usage=usage)
-        self.add_argument("--config", metavar="NAME|FILE", help=f"Recipe: {', '.join(RECIPES)}, or a YAML file.")
+        self.add_argument(
+            "--config",
+            metavar="NAME|FILE|hf://ID",
+            help=f"Recipe: {', '.join(RECIPES)}, a YAML file, or a published run: hf://user/name.",
+        )
 
     def add_argument(self, *names: str, **kwargs: Any) -> argparse.Action | None:
         name = names[0].lstrip("-")
@@ -76,7 +82,7 @@ class TrainParser(CommandLine, HfArgumentParser):
 
 
 def load_config(argv: list[str] | None = None) -> tuple[TrainConfig, str]:
-    """Parse the command line on top of the recipe that `--config NAME|FILE.yaml` names.
+    """Parse the command line on top of the recipe that `--config NAME|FILE.yaml|hf://user/name` names.
 
     The default recipe is gpt2_finetune for a model of one's own (`--model_name_or_path`), else demo. Returns the
     config and the name of the recipe. Raises `UserError`. `--help` exits.
@@ -91,17 +97,27 @@ def load_config(argv: list[str] | None = None) -> tuple[TrainConfig, str]:
     given = parser.parse_known_args([text for text in argv if text not in ("-h", "--help")])[0]
     recipe = given.config or ("gpt2_finetune" if "model_name_or_path" in typed else "demo")
     values = merge(as_typed(load_yaml(recipe)), {name: getattr(given, name) for name in typed & OPTIONS.keys()})
+    if missing := [f"--{name}" for name, value in values.items() if is_missing(value)]:
+        raise UserError(f"the author of {recipe} had this only locally; pass your own {', '.join(missing)}")
     parser.set_defaults(config=recipe, **{name: value for name, value in values.items() if name not in typed})
     args = vars(parser.parse_args(argv))
     args |= {name: values[name] for name in typed & OPTIONS.keys() & values.keys()}
-    path = Path(args.pop("config"))  # training_config.yaml represents the run in its folder
+    path = Path(args.pop("config"))
+    if address := ADDRESS.fullmatch(recipe):
+        return TrainConfig(**args), address[1].rpartition("/")[2]
+    # training_config.yaml represents the run in its folder
     return TrainConfig(**args), path.absolute().parent.name if path.name == "training_config.yaml" else path.stem
 
 
 def load_yaml(recipe: str) -> dict[str, Any]:
-    """Read a recipe by name (`gpt2_124m`) or path. Raises `UserError` if it is not a mapping of known options."""
+    """Read a recipe by name (`gpt2_124m`), path, or address of a published run (`hf://user/name`).
+
+    Raises `UserError` if it is not a mapping of known options.
+    """
     is_file = recipe.lower().endswith((".yaml", ".yml"))
     path = Path(recipe) if is_file else CONFIGS_DIR / f"{recipe}.yaml"
+    if address := ADDRESS.fullmatch(recipe):
+        path = fetch_recipe(*address.groups())
     if not path.is_file():
         hint = did_you_mean(recipe, RECIPES, otherwise="pass a .yaml file, or a recipe")
         raise UserError(f"there is no recipe {'file ' * is_file}'{recipe}'; {hint} (recipes: {', '.join(RECIPES)})")
@@ -111,6 +127,10 @@ def load_yaml(recipe: str) -> dict[str, Any]:
         raise UserError(f"{path} is not valid YAML: {one_line(error)}") from error
     if not isinstance(content, dict):
         raise UserError(f"{path} must contain a mapping of options to values")
+    for name in ALIASES.keys() & content.keys():
+        if (option := ALIASES[name]) in content:
+            raise UserError(f"{name} in {recipe} sets {option}, which is set there, too; remove one of them")
+        content[option] = getattr(TrainParser().parse_known_args([f"--{name}={content.pop(name)}"])[0], option)
     for key, value in content.items():
         if key not in OPTIONS:
             hint = OTHER_NAMES.get(key) or did_you_mean(str(key), OPTIONS)
@@ -122,6 +142,23 @@ def load_yaml(recipe: str) -> dict[str, Any]:
             what = f"a list of {'texts' if kind is str else 'numbers'}" if key in LISTS else "a single value"
             raise UserError(f"{key} in {recipe} must be {what}, got {value}")
     return content
+
+
+def fetch_recipe(repo_id: str, revision: str | None) -> Path:
+    """Download the recipe of a published run. Raises `UserError` if that fails."""
+    from huggingface_hub import hf_hub_download  # no other recipe needs it
+
+    try:
+        return Path(hf_hub_download(repo_id, "training_config.yaml", revision=revision))
+    except Exception as error:  # no such repository or file, no connection, ...: each library raises its own
+        where = f"{repo_id}, revision {revision}," if revision else repo_id
+        raise UserError(
+            f"cannot read the training_config.yaml of {where} on the Hub: {short_reason(error)}"
+        ) from error
+
+
+def is_missing(value: object) -> bool:
+    return value in (MISSING, [MISSING])
 
 
 def as_typed(content: dict[str, Any]) -> dict[str, Any]:
@@ -147,13 +184,14 @@ def merge(recipe: dict[str, Any], typed: dict[str, Any]) -> dict[str, Any]:
         for name in names:
             values.pop(name, None)
 
-    if set(DATA_SOURCES) & typed.keys():
+    sources = set(DATA_SOURCES) & typed.keys()
+    if sources and not any(is_missing(values.get(name)) for name in sources):  # else it is the recipe's own text
         if set(DATA_SOURCES) & values.keys():
             drop("max_eval_samples")  # chosen for the recipe's own text
         drop(*DATA_SOURCES, *TEXT_OPTIONS, "dataset_weights")
     if typed.get("lr_scheduler_type", values.get("lr_scheduler_type")) != values.get("lr_scheduler_type"):
         drop("lr_scheduler_kwargs")
-    if OTHER_LOSS & typed.keys():
+    if any(name in typed and not is_missing(values.get(name)) for name in OTHER_LOSS):
         drop("expected_loss")
     if typed.get("optim", "muon") != "muon" and values.get("optim") == "muon":
         drop("learning_rate", "weight_decay")  # chosen for Muon

@@ -7,6 +7,7 @@ torch, so programs that do not need it start at once.
 import contextlib
 import dataclasses
 import math
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -59,6 +60,11 @@ IDENTITY_OPTIONS = (
 )
 EVAL_TASKS = ("hellaswag", "lambada")
 EXPECTED_LOSS = ("value", "tolerance", "tokens", "dataset", "source")  # nats, nats, number, Hub id, text
+# Options that name what someone who repeats a run has to have. A published recipe has MISSING (OmegaConf's mark) where
+# its author's value is not public.
+NEEDED = (*DATA_SOURCES, "validation_file", "document_separator", "model_name_or_path", "tokenizer_name")
+MISSING = "???"
+ADDRESS = re.compile(r"hf://(?:models/)?([^@]+?)/?(?:@(.+))?")  # of a run on the Hub: hf://user/name@BRANCH
 
 
 def _field(default: Any, text: str, **metadata: Any) -> Any:
@@ -341,7 +347,7 @@ def check_rules(config: TrainConfig) -> None:
     require(evaluates, "--early_stopping_patience requires --eval_steps greater than 0")
     parse_tasks(config.eval_tasks)
     if (found := config.expected_loss) is not None:
-        is_valid = set(found) == set(EXPECTED_LOSS) and isinstance(found["dataset"], str)
+        is_valid = set(found) - {"content_sha256"} == set(EXPECTED_LOSS) and isinstance(found["dataset"], str)
         numbers = [found.get(key) for key in EXPECTED_LOSS[:3]]
         is_valid = is_valid and all(isinstance(number, (int, float)) and number > 0 for number in numbers)
         expected = f"{', '.join(EXPECTED_LOSS)}, of which the first three are positive numbers"

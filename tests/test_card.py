@@ -81,7 +81,7 @@ def test_a_card_shows_the_numbers_of_the_run(run, dataset_dir):
         f"gpt2-recipe {start['environment']['gpt2_recipe']}",
         'model="jo/tiny")',
         "![Training and validation loss](loss_curve.png)",
-        "accelerate launch recipe/train.py --config training_config.yaml --dataset_dir DATASET_DIR\n",
+        "accelerate launch recipe/train.py --config hf://jo/tiny --dataset_dir DATASET_DIR\n",
     ):
         assert expected in text, expected
     assert results_of(text)["text", "loss"] == round(last["loss"], 4)
@@ -209,7 +209,7 @@ def test_a_later_start_does_not_decide_what_is_of_the_hub(run):
     start = read_events(run, "start")[0] | {"step": 2, "base_model_id": "canary/model"}
     with open(run / "metrics.jsonl", "a") as file:
         file.write(json.dumps(start | {"data": start["data"] | {"tokenizer_id": "canary/tokenizer"}}) + "\n")
-    write_public_files(run, run, 4)
+    write_public_files(run, run, 4, "jo/tiny")
     published = (run / "metrics.jsonl").read_text()
     assert published.count('"event": "start"') == 2 and "canary" not in published + read_card(run, 4)
 

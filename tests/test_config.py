@@ -269,7 +269,8 @@ def test_a_mistake_on_the_command_line_is_one_sentence(argv, expected):
         ("a: " + "[" * 5000, "is not valid YAML"),
         ("lerning_rate: 1", "did you mean learning_rate?"),
         ("config: demo", "unknown key 'config'"),
-        ("bf16: true", "use --mixed_precision"),
+        ("bf16: true\nmixed_precision: fp16", "bf16 in .* sets mixed_precision, which is set there, too"),
+        ("dataset_weights: [a]", "must be a list of numbers"),
         ("1: 2", "unknown key '1'"),
         ("seed: 1.5", "seed: invalid int value: '1.5'"),
         ("tokenizer_vocab_size: 256", "at least 257"),  # the bytes and the end-of-text token
@@ -381,9 +382,13 @@ def test_a_short_time_limit_does_not_pay_for_compiling():
         ("--gradient-checkpointing false", "activation_checkpointing", "false"),
     ],
 )
-def test_names_of_training_arguments(argv, name, value):
-    """They are typed options: a recipe's value does not win."""
+def test_names_of_training_arguments(recipe, argv, name, value):
+    """They are typed options: a recipe's value does not win. In a recipe, they are options as well."""
     assert getattr(load(*DATA, *argv.split()), name) == value
+    key, _, text = argv.lstrip("-").replace("=", " ").partition(" ")
+    written = recipe(f"{key.replace('-', '_')}: {text or 'true'}\n")
+    assert getattr(load(*written, *DATA), name) == value
+    assert getattr(load(*written, *DATA, f"--{name}", "auto"), name) == "auto"
 
 
 def test_the_consent_to_overwrite_is_given_once(tmp_path):

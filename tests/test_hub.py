@@ -9,17 +9,18 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import yaml
-from conftest import read_events, run_script, signal_when
+from conftest import TINY, read_events, run_script, signal_when
 from huggingface_hub import HfApi, constants
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipe.checkpoint import STATE_NAME, CheckpointSaver
 from recipe.command_line import load_config
-from recipe.config import IDENTITY_OPTIONS, OPTIONS
+from recipe.config import IDENTITY_OPTIONS, MISSING, OPTIONS
 from recipe.errors import UserError
 from recipe.publish import hub as hub_room
 from recipe.publish import public
@@ -115,7 +116,16 @@ def test_nothing_private_is_in_any_request(train, hub, dataset_dir, tmp_path, mo
     for name in ("HF_CANARY", "WANDB_PROJECT", "USER", "HOSTNAME", "SLURM_JOB_NAME"):
         monkeypatch.setenv(name, "canary")
     monkeypatch.chdir(folder)
-    options = ["--dataset_dir", folder / "canary-data", "--run_name", "canary", "--cache_dir", "/canary/cache"]
+    shutil.copytree(folder / "canary-data", folder / "more" / "canary-2")
+    options = [
+        "--dataset_dir",
+        folder / "canary-data",
+        folder / "more" / "canary-2",
+        "--run_name",
+        "canary",
+        "--cache_dir",
+        "/canary/cache",
+    ]
     options += ["--report_to", "tensorboard", "--save_steps", "2", "--tokenizer_name", "canary/tokenizer"]
     options += ["--hub_strategy", "all_checkpoints"]
     monkeypatch.setattr(
@@ -146,11 +156,48 @@ def test_published_options_repeat_the_run(run, hub):
     assert open_uploads(run).finish(4)
     found = yaml.safe_load(hub.files(REPO)["training_config.yaml"])
     own = yaml.safe_load((run / "training_config.yaml").read_text())
-    assert set(IDENTITY_OPTIONS) <= set(public.PUBLIC_OPTIONS) and found.items() <= own.items()
+    assert set(IDENTITY_OPTIONS) <= set(public.PUBLIC_OPTIONS)
+    assert found.pop("dataset_dir") == MISSING and found.pop("expected_loss")["tokens"] == 4 * 4 * 32
+    assert found.items() <= own.items()
     (run / "public.yaml").write_bytes(hub.files(REPO)["training_config.yaml"])
-    config, _ = load_config(["--config", str(run / "public.yaml"), "--dataset_dir", own["dataset_dir"]])
+    config, _ = load_config(["--config", str(run / "public.yaml"), "--dataset_dir", *own["dataset_dir"]])
     first, _ = load_config(["--config", str(run / "training_config.yaml")])
     assert all(getattr(config, name) == getattr(first, name) for name in IDENTITY_OPTIONS)
+
+
+def test_a_published_run_is_a_recipe(train, hub, jsonl_file, tokenizer_dir, tmp_path, capsys):
+    """Its address repeats it, with the author's text but not its name, and the end says that the loss is as expected.
+
+    The card has the command; without the text, one sentence asks for it; other text does not compare.
+    """
+    options = ["--config", "demo", "--max_minutes", "5", *PUSH, "--train_file", jsonl_file, "--cache_dir", tmp_path]
+    options += ["--tokenizer_name", tokenizer_dir, *TINY, "--global_batch_size", "4", "--warmup_steps", "0"]
+    with mock.patch("recipe.train.measure_progress", lambda config, state: state.step / 6):
+        train(*options, "--output_dir", tmp_path / "first", alone=True)
+    card = hub.files(REPO)["README.md"].decode()
+    assert f"accelerate launch recipe/train.py --config hf://{REPO} --train_file TRAIN_FILE\n" in card
+    assert "To repeat the run with its own train_file" in card
+    command = ["--config", f"hf://{REPO}", "--cache_dir", tmp_path / "cache"]
+    with pytest.raises(
+        UserError, match=f"the author of hf://{REPO} had this only locally; pass your own --train_file"
+    ):
+        train(*command, alone=True)
+    moved = Path(shutil.copy(jsonl_file, tmp_path / "mine.jsonl"))
+    capsys.readouterr()
+    train(*command, "--train_file", moved, "--output_dir", tmp_path / "again", alone=True)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"(hf://{REPO}). This run: " in printed and ", as expected." in printed
+    summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("first", "again")]
+    assert [summary["step"] for summary in summaries] == [6, 6]
+    (tmp_path / "mine.jsonl").write_text(jsonl_file.read_text() * 2)
+    train(*command, "--train_file", moved, "--output_dir", tmp_path / "other", alone=True)
+    assert "after other text, so the two do not compare" in " ".join(capsys.readouterr().out.split())
+    for address, expected in (
+        (f"hf://{REPO}@gone", "revision gone"),
+        ("hf://someone/gone", "of someone/gone on the Hub"),
+    ):
+        with pytest.raises(UserError, match=f"cannot read the training_config.yaml .*{expected}"):
+            train("--config", address, alone=True)
 
 
 @pytest.mark.usefixtures("all_arrive")

@@ -206,7 +206,6 @@ def test_every_split_of_a_global_batch_is_one_run(probe, one_process, split):
             assert curve == pytest.approx(other, abs=1e-5)
 
 
-@pytest.mark.parametrize("split", SPLITS)
 def test_a_mixture_is_one_run(probe, train, dataset_dir, other):
     """Its order and its validation losses do not depend on the number of processes."""
     expected = train(*SHORT, *mixed(dataset_dir, other))
@@ -217,6 +216,7 @@ def test_a_mixture_is_one_run(probe, train, dataset_dir, other):
     assert [of["loss"] for of in found.values()] == pytest.approx([of["loss"] for of in others.values()], abs=1e-5)
 
 
+@pytest.mark.parametrize("split", SPLITS)
 def test_gradients_are_synchronized_once_per_step(probe, found, split):
     """However many micro-batches a step has, each process sends every gradient once, in fp32."""
     shape = json.loads((probe / split / "config.json").read_text())

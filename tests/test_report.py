@@ -135,20 +135,30 @@ EXPECTED = {"value": 3.28, "tolerance": 0.15, "tokens": 3200, "dataset": "me/cor
 
 
 @pytest.mark.parametrize(
-    ("loss", "num_tokens", "source", "verdict"),
+    ("loss", "num_tokens", "source", "more", "verdict"),
     [
-        (3.42, 3200, "data/corpus/a.txt", "3.420, as expected."),
-        (3.5, 3200, "me/corpus", "3.500, 0.22 higher."),
-        (3.0, 3100, "me/corpus", "3.000, 0.28 lower."),
-        (3.42, 3200, "me/corpus-2", None),
-        (3.42, 3520, "me/corpus", None),
+        (3.42, 3200, "data/corpus/a.txt", {}, "3.420, as expected."),
+        (3.5, 3200, "me/corpus", {}, "3.500, 0.22 higher."),
+        (3.0, 3100, "me/corpus", {}, "3.000, 0.28 lower."),
+        (3.42, 3200, "me/corpus-2", {}, None),
+        (3.42, 3520, "me/corpus", {}, None),
+        (3.42, 3200, "my/text", {"content_sha256": "abc"}, "3.420, as expected."),
+        (3.42, 3200, "me/corpus", {"content_sha256": "d"}, "3.420, after other text, so the two do not compare."),
+        (
+            3.42,
+            3520,
+            "my/text",
+            {"content_sha256": "abc"},
+            "3.420, after 3,520 instead of 3,200 tokens, so the two do",
+        ),
     ],
 )
-def test_the_loss_is_compared_with_the_recipes(loss, num_tokens, source, verdict):
-    """If dataset and length are the recipe's."""
-    config = types.SimpleNamespace(expected_loss=EXPECTED)
+def test_the_loss_is_compared_with_the_recipes(loss, num_tokens, source, more, verdict):
+    """If dataset and length are the recipe's. The recipe of a published run always gets an answer."""
+    config = types.SimpleNamespace(expected_loss=EXPECTED | more)
+    found = compare_with_expected(config, {"source": source, "content_sha256": "abc"}, num_tokens, loss)
     known = "Expected validation loss on me/corpus: 3.28 +/- 0.15 (three seeds). This run: "
-    assert compare_with_expected(config, source, num_tokens, loss) == (verdict and known + verdict)
+    assert found is None if verdict is None else found.startswith(known + verdict)
 
 
 def test_another_model_has_no_expected_loss(tmp_path):

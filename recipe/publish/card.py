@@ -16,7 +16,7 @@ import jinja2
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.utils.sha import sha_fileobj
 
-from recipe.config import OPTIONS, STANDARD_LIBRARY
+from recipe.config import MISSING, OPTIONS, STANDARD_LIBRARY
 from recipe.environment import describe_machine
 from recipe.errors import short_reason
 from recipe.model.weights import WEIGHTS_NAME
@@ -39,9 +39,6 @@ TASKS = {
     "lambada": ("EleutherAI/lambada_openai", "LAMBADA", 5_153),
 }
 LOSSES = {"loss": "loss", "perplexity": "perplexity", "bits_per_byte": "bits per byte"}
-# Options that name what a reader has to have, if they are not public.
-NEEDED = ("dataset_dir", "train_file", "validation_file", "dataset_name", "document_separator")
-NEEDED += ("model_name_or_path", "tokenizer_name")
 
 
 def write_model_card(
@@ -80,7 +77,8 @@ def read_run(run_dir: Path, step: int, directory: Path, hub_options: dict[str, A
         [event for event in events if event["event"] == kind]
         for kind in ("start", "train", "eval", "sample", "schedule")
     )
-    typed, shown = read_options(run_dir) | hub_options, public_options(run_dir, events)
+    typed = read_options(run_dir) | hub_options
+    shown = public_options(run_dir, events, step, typed.get("hub_model_id"))
     options = {name: option.default for name, option in OPTIONS.items()} | shown
     start = starts[0] if starts else {}  # the first one describes the run; a resumed run starts again
     data, model_id = start.get("data", {}), typed.get("hub_model_id") or run_dir.absolute().name
@@ -124,7 +122,7 @@ def read_run(run_dir: Path, step: int, directory: Path, hub_options: dict[str, A
         "evaluation": evaluation,
         "prompt": samples[-1]["prompt"] if samples else options["sample_prompt"],
         "samples": samples[-SHOWN_SAMPLES:],
-        "needed": [option for option in NEEDED if typed.get(option) and option not in shown],
+        "needed": [name for name, value in shown.items() if value == MISSING],
         "tokens": num_tokens,
         "parts": list(zip(parts, data.get("mixture", ()), strict=True)),
         "epochs": num_tokens / options["block_size"] / rows if rows else None,  # a streamed text has no rows

@@ -1,7 +1,6 @@
 """Resume from a checkpoint on the Hub: `hf://user/name@step-000400-0.8M-3f9a1c`."""
 
 import json
-import re
 import shutil
 from pathlib import Path
 
@@ -9,7 +8,7 @@ from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
 from huggingface_hub.errors import RepositoryNotFoundError
 
 from recipe.checkpoint import STATE_NAME, checkpoint_dir, why_damaged
-from recipe.config import TrainConfig
+from recipe.config import ADDRESS, TrainConfig
 from recipe.errors import UserError
 from recipe.publish.hub import (
     DOWNLOAD_NAME,
@@ -24,8 +23,6 @@ from recipe.publish.hub import (
     read_main,
 )
 from recipe.publish.public import METRICS_NAME
-
-ADDRESS = re.compile(r"hf://(?:models/)?([^@]+?)/?(?:@(.+))?")
 
 
 def fetch_checkpoint(config: TrainConfig, resume: str | None, output_dir: Path) -> str | None:

@@ -223,7 +223,7 @@ def upload(
     held, branches = read_main(repo_id), list_branches(repo_id)
     refuse_another(config, held, run_id)
     own = checkpoints_of(run_id, branches)
-    write_public_files(output_dir, folder, step)
+    write_public_files(output_dir, folder, step, repo_id)
     card = {"hub_options": config.hub_options(), "earlier": [name for name in own if step_of(name) < step]}
     if not is_final:
         branch = branch_name(step, count_tokens(step, public_events(output_dir, step), config.block_size), run_id)

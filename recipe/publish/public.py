@@ -14,9 +14,10 @@ from typing import Any
 import yaml
 
 from recipe.checkpoint import CONFIG_NAME
-from recipe.config import EVAL_TASKS, SCHEDULE_OPTIONS
+from recipe.config import EVAL_TASKS, MISSING, NEEDED, SCHEDULE_OPTIONS
 
 METRICS_NAME, SUMMARY_NAME = "metrics.jsonl", "summary.json"
+REPEAT_TOLERANCE = 0.05  # nats: three standard deviations of the difference between two seeds, where they were largest
 
 # Numbers, booleans, choices, and mappings whose keys and values the model or the schedule has checked.
 PUBLIC_OPTIONS = (
@@ -105,10 +106,13 @@ def public_events(run_dir: Path, step: int) -> list[dict[str, Any]]:
     return events
 
 
-def public_options(run_dir: Path, events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the public options of a run: a recipe that repeats it, if its text and tokenizer are on the Hub.
+def public_options(
+    run_dir: Path, events: list[dict[str, Any]], step: int, repo_id: str | None = None
+) -> dict[str, Any]:
+    """Return the public options of a run: a recipe that repeats it, with MISSING for what is not public.
 
-    events: from `public_events`; whether a name is an id of the Hub was decided when the run began.
+    events: from `public_events`; whether a name is an id of the Hub was decided when the run began. step: of the
+    model; the recipe of a final one holds the loss to expect. repo_id: the repository, which has the tokenizer.
     """
     options = read_options(run_dir)
     shown = {name: value for name, value in options.items() if name in PUBLIC_OPTIONS}
@@ -119,6 +123,24 @@ def public_options(run_dir: Path, events: list[dict[str, Any]]) -> dict[str, Any
     shown |= {name: value for name, value in names.items() if value and value == options.get(name)}
     if "dataset_name" in shown:
         shown |= {name: options[name] for name in DATASET_OPTIONS if name in options}
+    shown |= {name: MISSING for name in NEEDED if options.get(name) and name not in shown}
+    if repo_id and shown.get("tokenizer_name") == MISSING:
+        shown["tokenizer_name"] = repo_id
+    end, evaluation = (
+        next((event for event in reversed(events) if event["event"] == kind and event["step"] == step), {})
+        for kind in ("end", "eval")
+    )
+    if "tokens_seen" in end and evaluation.get("loss") is not None:
+        if shown.pop("max_minutes", None):  # another machine would make other steps in the same time
+            shown["max_steps"] = end["last_step"]
+        shown["expected_loss"] = {
+            "value": round(evaluation["loss"], 4),
+            "tolerance": REPEAT_TOLERANCE,
+            "tokens": end["tokens_seen"],
+            "dataset": data.get("dataset_id") or "the text of its author",
+            "source": f"hf://{repo_id}" if repo_id else "the run itself",
+            "content_sha256": data.get("content_sha256"),
+        }
     return shown
 
 
@@ -128,10 +150,10 @@ def public_tasks(evaluation: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {task: listed(tasks[task]) for task in EVAL_TASKS if task in tasks}
 
 
-def write_public_files(run_dir: Path, directory: Path, step: int) -> None:
+def write_public_files(run_dir: Path, directory: Path, step: int, repo_id: str) -> None:
     """Write the public training_config.yaml and metrics.jsonl of the model after `step` steps."""
     events = public_events(run_dir, step)
-    text = yaml.safe_dump(public_options(run_dir, events), sort_keys=False)
+    text = yaml.safe_dump(public_options(run_dir, events, step, repo_id), sort_keys=False)
     (directory / CONFIG_NAME).write_text(text, encoding="utf-8")
     lines = (json.dumps(event, allow_nan=False) + "\n" for event in events)
     (directory / METRICS_NAME).write_text("".join(lines), encoding="utf-8")

@@ -266,7 +266,7 @@ class RunLog:
         A run that had no step left to do keeps what it has, and writes what an earlier start did not get to write.
         """
         if self.laps or not (self.output_dir / SUMMARY_NAME).exists():
-            self.event("end", values["exported_step"], last_step=values["step"])
+            self.event("end", values["exported_step"], last_step=values["step"], tokens_seen=values["tokens_seen"])
             written = self.output_dir / f".{SUMMARY_NAME}.new"
             written.write_text(json.dumps(values, indent=2) + "\n")
             written.replace(self.output_dir / SUMMARY_NAME)

@@ -373,7 +373,7 @@ def closing_lines(
     width = max(19, *(len(key) + 2 for key in block))
     lines = ["---", *(f"{key + ':':{width}}{value}" for key, value in block.items())]
     results = summary["tokens_seen"], summary["eval_loss"]
-    if compared := compare_with_expected(config, facts["data"]["source"], *results):
+    if compared := compare_with_expected(config, facts["data"], *results):
         lines += ["", *textwrap.wrap(compared, 80, break_on_hyphens=False)]
     if sample is not None:
         lines += ["", f"A sample for the prompt {config.sample_prompt!r}:", textwrap.indent(sample, "    ")]
@@ -394,21 +394,26 @@ def closing_lines(
     return "\n".join(lines)
 
 
-def compare_with_expected(config: TrainConfig, source: str, num_tokens: int, loss: float) -> str | None:
+def compare_with_expected(config: TrainConfig, data: dict[str, Any], num_tokens: int, loss: float) -> str | None:
     """Return a sentence that compares the final loss with the recipe's, or None if the run is another one.
 
-    source: names of the text; the dataset is the expected one if the last part of its name is among them.
+    data: from `describe_data`. The recipe of a published run knows the hash of its text; for others, the dataset is
+    the expected one if the last part of its name is among the names of the text.
     """
     if (expected := config.expected_loss) is None:
-        return None
-    name = re.escape(expected["dataset"].rpartition("/")[2])
-    if not re.search(rf"{name}(?![\w-])", source):  # fineweb-edu is not fineweb
-        return None
-    if abs(num_tokens / expected["tokens"] - 1) > SAME_LENGTH:
         return None
     difference, tolerance = loss - expected["value"], expected["tolerance"]
     verdict = f"{abs(difference):.2f} " + ("lower" if difference < 0 else "higher")
     verdict = "as expected" if abs(difference) <= tolerance else verdict
+    name = re.escape(expected["dataset"].rpartition("/")[2])
+    is_other = not re.search(rf"{name}(?![\w-])", data["source"])  # fineweb-edu is not fineweb
+    if "content_sha256" in expected:
+        is_other = data["content_sha256"] != expected["content_sha256"]
+    if is_other or abs(num_tokens / expected["tokens"] - 1) > SAME_LENGTH:
+        if "content_sha256" not in expected:
+            return None
+        found = "other text" if is_other else f"{num_tokens:,} instead of {expected['tokens']:,} tokens"
+        verdict = f"after {found}, so the two do not compare"
     known = f"{expected['value']:g} +/- {tolerance:g} ({expected['source']})"
     return f"Expected validation loss on {expected['dataset']}: {known}. This run: {loss:.3f}, {verdict}."
 
