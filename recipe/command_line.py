@@ -147,14 +147,16 @@ def load_yaml(recipe: str) -> dict[str, Any]:
 def fetch_recipe(repo_id: str, revision: str | None) -> Path:
     """Download the recipe of a published run. Raises `UserError` if that fails."""
     from huggingface_hub import hf_hub_download  # no other recipe needs it
+    from huggingface_hub.errors import HfHubHTTPError
 
+    where = f"{repo_id}, revision {revision}" if revision else repo_id
     try:
         return Path(hf_hub_download(repo_id, "training_config.yaml", revision=revision))
-    except Exception as error:  # no such repository or file, no connection, ...: each library raises its own
-        where = f"{repo_id}, revision {revision}," if revision else repo_id
-        raise UserError(
-            f"cannot read the training_config.yaml of {where} on the Hub: {short_reason(error)}"
-        ) from error
+    except HfHubHTTPError as error:
+        reason = f"the Hub has none, or your token may not read it (status {error.response.status_code})"
+        raise UserError(f"cannot read the training_config.yaml of {where}: {reason}") from error
+    except Exception as error:  # no connection, offline mode, a bad name, ...: each library raises its own
+        raise UserError(f"cannot read the training_config.yaml of {where}: {short_reason(error)}") from error
 
 
 def is_missing(value: object) -> bool:

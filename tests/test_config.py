@@ -269,7 +269,7 @@ def test_a_mistake_on_the_command_line_is_one_sentence(argv, expected):
         ("a: " + "[" * 5000, "is not valid YAML"),
         ("lerning_rate: 1", "did you mean learning_rate?"),
         ("config: demo", "unknown key 'config'"),
-        ("bf16: true\nmixed_precision: fp16", "bf16 in .* sets mixed_precision, which is set there, too"),
+        ("bf16: true\nmixed_precision: fp16", "sets mixed_precision, which is set there, too"),
         ("dataset_weights: [a]", "must be a list of numbers"),
         ("1: 2", "unknown key '1'"),
         ("seed: 1.5", "seed: invalid int value: '1.5'"),

@@ -194,7 +194,7 @@ def test_a_published_run_is_a_recipe(train, hub, jsonl_file, tokenizer_dir, tmp_
     assert "after other text, so the two do not compare" in " ".join(capsys.readouterr().out.split())
     for address, expected in (
         (f"hf://{REPO}@gone", "revision gone"),
-        ("hf://someone/gone", "of someone/gone on the Hub"),
+        ("hf://someone/gone", "someone/gone: the Hub has none"),
     ):
         with pytest.raises(UserError, match=f"cannot read the training_config.yaml .*{expected}"):
             train("--config", address, alone=True)
