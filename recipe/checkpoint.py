@@ -50,9 +50,7 @@ class RunState:
     decay_start: int | None = None  # the step before which `warmup_stable_decay` did not decay yet
     position: Sequence | None = None  # in streamed text, see `Position` in recipe/data/stream.py
     untrained: dict[str, Any] = field(default_factory=dict)  # the evaluation before the first step
-    losses: dict[str, float] = field(
-        default_factory=dict
-    )  # step -> loss of each later evaluation; JSON's keys are texts
+    losses: dict[str, float] = field(default_factory=dict)  # of the later evaluations, by step, a text as in JSON
     train_seconds: float = 0.0  # without evaluation and saving
     memory: dict[str, Any] = field(default_factory=dict)  # `MemoryPlan.choices`, which a resumed run keeps if they fit
 
@@ -60,10 +58,10 @@ class RunState:
         """Return whether something is due that happens every `period` steps and at the end; 0: only then."""
         return self.progress >= 1 or (period > 0 and self.step % period == 0)
 
-    def num_worse(self) -> int:
-        """Return the number of evaluations since the one with the lowest loss."""
+    def has_stalled(self, patience: int | None) -> bool:
+        """Return whether none of the last `patience` evaluations had a new lowest loss."""
         losses = list(self.losses.values())
-        return len(losses) - 1 - losses.index(min(losses)) if losses else 0
+        return bool(patience and losses) and len(losses) - 1 - losses.index(min(losses)) >= patience
 
 
 @dataclass

@@ -112,15 +112,6 @@ def test_a_run_that_fails_is_a_row(sweep):
         start("learning_rate", 1000, "--seeds", 0)
 
 
-def test_the_benchmark_of_data(tokenizer_dir, tmp_path):
-    """On a small text; the comparison with tiktoken needs 200 MB."""
-    path = tmp_path / "data.json"
-    arguments = ["--tokenizer_name", tokenizer_dir, "--megabytes", 1, "--output_file", path]
-    assert run_script("scripts/benchmarks/data.py", *arguments) == ""
-    found = json.loads(path.read_text())
-    assert found["sizes"]["1"]["peak_megabytes"] > 50 and found["batch_of_32_rows_ms"] > 0
-
-
 def test_a_stage_that_fails_or_hangs_does_not_stop_the_next(tmp_path, monkeypatch):
     """Two programs may run side by side. What does not fit into the time any more is recorded as not run."""
     program = load_program("scripts/benchmarks/first_gpu.py")

@@ -210,12 +210,11 @@ def stage(source: Path, folder: Path, names: tuple[str, ...]) -> None:
 
 
 def upload(
-    config: TrainConfig, run_id: str, output_dir: Path, folder: Path, step: int, is_final: bool, has_final: bool
+    config: TrainConfig, run_id: str, output_dir: Path, folder: Path, step: int, is_final: bool, final_step: int | None
 ) -> str:
-    """Upload a staged folder, and delete it: a checkpoint to its branch, and the final or newest model also to main.
+    """Upload a staged folder, and delete it: a checkpoint to its branch, and the newest model also to main.
 
-    has_final: the run has a final model, which may be that of an earlier step than the newest checkpoint.
-
+    final_step: of the run's final model, which replaces newer checkpoints on main, because it may be the best one.
     Returns the address. Raises `UserError` if the repository holds another run or model, and what the client raises.
     """
     api, repo_id, message = HfApi(), config.hub_model_id, f"Step {step:,}"
@@ -224,9 +223,10 @@ def upload(
     refuse_another(config, held, run_id)
     own = checkpoints_of(run_id, branches)
     write_public_files(output_dir, folder, step, repo_id)
+    events = public_events(output_dir, step)
     card = {"hub_options": config.hub_options(), "earlier": [name for name in own if step_of(name) < step]}
     if not is_final:
-        branch = branch_name(step, count_tokens(step, public_events(output_dir, step), config.block_size), run_id)
+        branch = branch_name(step, count_tokens(step, events, config.block_size), run_id)
         stays = config.hub_strategy == "all_checkpoints"  # else the next checkpoint deletes this state
         resumable = branch if stays and (folder / OPTIMIZER_NAME).exists() else None
         write_model_card(output_dir, step, folder, revision=branch, resumable=resumable, **card)
@@ -234,7 +234,9 @@ def upload(
         if config.hub_strategy == "checkpoint":
             drop_older_states(api, repo_id, card["earlier"])
         own = sorted({*own, branch}, key=step_of)
-    if is_final or (not has_final and (held.run_id != run_id or step >= held.step)):
+    last_step = max([step, *(event.get("last_step", step) for event in events if is_final)])
+    is_newest = held.run_id != run_id or last_step >= held.step
+    if is_newest and (final_step is None or step <= final_step):
         resumable = own[-1] if own and publishes_training_state(config) else None
         write_model_card(output_dir, step, folder, resumable=resumable, **card)
         replaced = () if held.run_id == run_id else held.weights

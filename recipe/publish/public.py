@@ -21,16 +21,8 @@ REPEAT_TOLERANCE = 0.05  # nats: three standard deviations of the difference bet
 
 # Numbers, booleans, choices, and mappings whose keys and values the model or the schedule has checked.
 PUBLIC_OPTIONS = (
-    *(
-        "seed",
-        "dataset_weights",
-        "streaming",
-        "block_size",
-        "data_placement",
-        "dataloader_num_workers",
-        "preprocessing_num_workers",
-    ),
-    *("skip_bad_files", "validation_split_percentage", "tokenizer_vocab_size"),
+    *("seed", "streaming", "block_size", "data_placement", "dataloader_num_workers", "preprocessing_num_workers"),
+    *("dataset_weights", "skip_bad_files", "validation_split_percentage", "tokenizer_vocab_size"),
     *("model_type", "config_overrides", "pad_vocab_to_multiple_of", "attn_implementation", "activation_checkpointing"),
     *("loss_chunks", "label_smoothing_factor"),
     *("global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps"),
@@ -56,8 +48,7 @@ PUBLIC_KEYS = {
     *("cuda", "cudnn", "device", "num_cpus", "platform"),
     *("loss", "learning_rate", "learning_rate_group_0", "grad_norm", "tokens_seen", "tokens_per_second", "mfu"),
     *("train_seconds", "skipped_steps", "share_waiting_for_data", "peak_memory_bytes"),
-    *("perplexity", "bits_per_byte", "num_rows", "seconds"),
-    *("mixture", "share"),
+    *("perplexity", "bits_per_byte", "num_rows", "seconds", "mixture", "share"),
     *SCORES,
     *(f"{task}_{score}" for task in EVAL_TASKS for score in SCORES),
     *("prompt", "text"),  # of a sample

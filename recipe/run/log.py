@@ -243,8 +243,8 @@ class RunLog:
         if values["sample"] is not None:
             self.event("sample", step, prompt=self.config.sample_prompt, text=values["sample"])
         self.say(describe_evaluation(f"step {step:>6,}", values))
-        if self.config.early_stopping_patience and state.num_worse() >= self.config.early_stopping_patience:
-            self.say(f"stopping early: {state.num_worse()} evaluations without a new lowest validation loss")
+        if state.has_stalled(patience := self.config.early_stopping_patience):
+            self.say(f"stopping early: {patience} evaluations without a new lowest validation loss")
 
     def schedule(self, step: int, changes: dict[str, tuple]) -> None:
         """Record that later steps follow another schedule. changes: {option: (old, new)}."""

@@ -380,8 +380,7 @@ def closing_lines(
     lines += ["", f"  generate   python scripts/generate_text.py --model {folder} --prompt {prompt}"]
     # Twice as long, from before the decay if there is one.
     start = checkpoint_dir(output_dir, state.step if state.decay_start is None else state.decay_start)
-    is_early = config.early_stopping_patience and state.num_worse() >= config.early_stopping_patience
-    if start.is_dir() and not is_early:
+    if start.is_dir() and not state.has_stalled(config.early_stopping_patience):
         limits = {"max_steps": 2 * state.step} if config.max_steps else {}
         limits |= {"max_minutes": f"{2 * config.max_minutes:g}"} if config.max_minutes else {}
         longer = f"--output_dir {shlex.quote(f'{output_dir}-{2 * state.step}')}"

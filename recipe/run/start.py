@@ -285,7 +285,7 @@ def measure_progress(config: TrainConfig, state: RunState) -> float:
     if state.step == 0:
         state.setup_seconds = state.seconds
         return 0.0
-    if config.early_stopping_patience and state.num_worse() >= config.early_stopping_patience:
+    if state.has_stalled(config.early_stopping_patience):
         return 1.0
     shares = [state.step / config.max_steps] if config.max_steps else []
     if config.max_minutes:
