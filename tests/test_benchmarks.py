@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import load_program, run_script
+from conftest import load_program
 
 from recipe.errors import UserError
 
