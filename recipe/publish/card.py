@@ -88,18 +88,16 @@ def read_run(run_dir: Path, step: int, directory: Path, hub_options: dict[str, A
     tasks = split_scores(evaluation) | public_tasks(read_evaluation(run_dir, step, directory))
     ends = [event for event in events if event["event"] == "end" and event["step"] == step]
     is_demo = data.get("dataset_id") == STANDARD_LIBRARY
-    dataset_id = None if is_demo else data.get("dataset_id")
-    parts = name_parts(events)
-    results = list(list_losses(evaluation, dataset_id, data.get("dataset_config_name")))
-    for part, name_of_part, scores in zip(data.get("mixture", ()), parts, evaluation.get("mixture", ()), strict=False):
-        results += list_losses(scores, part["dataset_id"], part["dataset_config_name"], name_of_part)
+    results, names, mixture = list(list_losses(evaluation, data)), name_parts(events), data.get("mixture", {})
+    for key, part in mixture.items():
+        results += list_losses(evaluation.get("mixture", {}).get(key, {}), part, names[key])
     results += list_scores(tasks)
     metadata = ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
         license=typed.get("hub_license"),
         language=typed.get("hub_language"),
-        datasets=[of["dataset_id"] for of in data.get("mixture", [data]) if is_of_the_hub(of)] or None,
+        datasets=[found for of in (data, *mixture.values()) if (found := id_on_the_hub(of))] or None,
         base_model=start.get("base_model_id"),
         tags=[options["model_type"], "gpt2-recipe"],
         model_name=name if results else None,
@@ -124,7 +122,7 @@ def read_run(run_dir: Path, step: int, directory: Path, hub_options: dict[str, A
         "samples": samples[-SHOWN_SAMPLES:],
         "needed": [name for name, value in shown.items() if value == MISSING],
         "tokens": num_tokens,
-        "parts": list(zip(parts, data.get("mixture", ()), strict=True)),
+        "parts": [(names[key], part) for key, part in mixture.items()],
         "epochs": num_tokens / options["block_size"] / rows if rows else None,  # a streamed text has no rows
         "machine": describe_machine(starts[-1]["environment"]) if starts else None,
         "train_seconds": laps[-1]["train_seconds"] if laps else None,
@@ -155,24 +153,22 @@ def weights_sha256(folder: Path) -> str | None:
         return sha_fileobj(file).hex()
 
 
-def is_of_the_hub(data: dict[str, Any]) -> bool:
-    """Return whether the text is a dataset of the Hub. data: of a start event, or of one dataset of its mixture."""
-    return bool(data.get("dataset_id")) and data["dataset_id"] != STANDARD_LIBRARY
+def id_on_the_hub(data: dict[str, Any]) -> str | None:
+    """Return the text's dataset of the Hub. data: of a start event, or of one dataset of its mixture."""
+    return None if data.get("dataset_id") == STANDARD_LIBRARY else data.get("dataset_id")
 
 
-def list_losses(
-    evaluation: dict[str, Any], dataset_id: str | None, config_name: str | None, name: str | None = None
-) -> Iterator[EvalResult]:
-    """Yield the validation results of this step, for the model-index and the table. dataset_id: on the Hub.
+def list_losses(evaluation: dict[str, Any], data: dict[str, Any], name: str | None = None) -> Iterator[EvalResult]:
+    """Yield the validation results of this step, for the model-index and the table.
 
-    name: of one dataset of a mixture.
+    data: of the start event, or of one dataset of its mixture, which has this name.
     """
-    dataset, label = dataset_id or "text", f"{name or dataset_id or 'held-out text'}, validation split"
+    dataset, label = id_on_the_hub(data), f"{name or id_on_the_hub(data) or 'held-out text'}, validation split"
     for key, metric in LOSSES.items():
         if evaluation.get(key) is not None:
-            split = {"dataset_config": config_name, "dataset_split": "validation"}
+            split = {"dataset_config": data.get("dataset_config_name"), "dataset_split": "validation"}
             value = round(evaluation[key], 4)
-            yield EvalResult("text-generation", dataset, label, key, value, metric_name=metric, **split)
+            yield EvalResult("text-generation", dataset or "text", label, key, value, metric_name=metric, **split)
 
 
 def list_scores(tasks: dict[str, dict[str, Any]]) -> Iterator[EvalResult]:

@@ -17,11 +17,10 @@ DARK = {"page": "#0d1117", "text": "#f0f6fc", "muted": "#9198a1", "grid": "#262c
 DARK |= {"blue": "#4493f8", "orange": "#f0883e", "gray": "#8b949e"}
 
 
-def name_parts(events: list[dict[str, Any]]) -> list[str]:
-    """Return the public names of the datasets of a mixture: their ids, or numbers. events: from `public_events`."""
+def name_parts(events: list[dict[str, Any]]) -> dict[str, str]:
+    """Return the ids of the datasets of a mixture, or their keys, by their keys in the events of the run."""
     start = next((event for event in events if event["event"] == "start"), {})
-    parts = start.get("data", {}).get("mixture", ())
-    return [of.get("dataset_id") or f"dataset {number}" for number, of in enumerate(parts, 1)]
+    return {key: of.get("dataset_id") or key for key, of in start.get("data", {}).get("mixture", {}).items()}
 
 
 def save_loss_chart(events: list[dict[str, Any]], path: Path, title: str, dark: bool = False) -> None:
@@ -54,8 +53,8 @@ def save_loss_chart(events: list[dict[str, Any]], path: Path, title: str, dark: 
             axes.plot(
                 *(zip(*points, strict=True) if points else ((), ())), label=name, clip_on=False, zorder=3, **style
             )
-        for number, name in enumerate(name_parts(events)):
-            found = [(e["tokens_seen"], e["mixture"][number]["loss"]) for e in events if e.get("mixture")]
+        for number, (key, name) in enumerate(name_parts(events).items()):
+            found = [(e["tokens_seen"], e["mixture"][key]["loss"]) for e in events if e.get("mixture")]
             points = [(tokens, loss) for tokens, loss in found if loss is not None and loss <= axes.get_ylim()[1]]
             style = {"color": colors["gray"], "linestyle": ("-", "--", ":", "-.")[number % 4], "linewidth": 2}
             axes.plot(*zip(*points, strict=True), label=name.rpartition("/")[2], **style) if points else None

@@ -61,8 +61,8 @@ def listed(values: dict[str, Any]) -> dict[str, Any]:
     """Return the values with public keys; a number that JSON does not have becomes None."""
     found = {key: value for key, value in values.items() if key in PUBLIC_KEYS}
     for key, value in found.items():
-        if key == "mixture":  # by names of folders
-            found[key] = [listed(part) for part in (value.values() if isinstance(value, dict) else value)]
+        if key == "mixture":  # its keys are names of folders
+            found[key] = {f"dataset {number}": listed(part) for number, part in enumerate(value.values(), 1)}
         elif isinstance(value, dict):
             found[key] = listed(value)
         elif isinstance(value, float) and not math.isfinite(value):

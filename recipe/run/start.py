@@ -197,7 +197,7 @@ def plan_run(start: Start, typed: TrainConfig, recipe: str, dataset: Any) -> Run
         changes = check_identity(typed, identity, resume_dir)
         if run_id and not is_same_run(resume_dir, start.output_dir, changes):
             run_id = None
-            note = "with another schedule, this is a new run: "
+            note = "with another schedule or batch, this is a new run: "
             if typed.resume_from_checkpoint == "auto":  # which starts over with --hub_overwrite
                 note += f"resume from hf://{typed.hub_model_id} and "
             on_main_process(lambda: check_owner(typed, None, note))
