@@ -97,8 +97,10 @@ def load_config(argv: list[str] | None = None) -> tuple[TrainConfig, str]:
     given = parser.parse_known_args([text for text in argv if text not in ("-h", "--help")])[0]
     recipe = given.config or ("gpt2_finetune" if "model_name_or_path" in typed else "demo")
     values = merge(as_typed(load_yaml(recipe)), {name: getattr(given, name) for name in typed & OPTIONS.keys()})
-    if missing := [f"--{name}" for name, value in values.items() if is_missing(value)]:
-        raise UserError(f"the author of {recipe} had this only locally; pass your own {', '.join(missing)}")
+    if missing := [name for name, value in values.items() if is_missing(value)]:
+        count = len(values["dataset_dir"]) if "dataset_dir" in missing else 1
+        how = f" ({count} datasets, in the order of its card)" if count > 1 else ""
+        raise UserError(f"the author of {recipe} had this only locally; pass your own --{', --'.join(missing)}{how}")
     parser.set_defaults(config=recipe, **{name: value for name, value in values.items() if name not in typed})
     args = vars(parser.parse_args(argv))
     args |= {name: values[name] for name in typed & OPTIONS.keys() & values.keys()}
@@ -160,7 +162,7 @@ def fetch_recipe(repo_id: str, revision: str | None) -> Path:
 
 
 def is_missing(value: object) -> bool:
-    return value in (MISSING, [MISSING])
+    return value == MISSING or (isinstance(value, list) and MISSING in value)
 
 
 def as_typed(content: dict[str, Any]) -> dict[str, Any]:

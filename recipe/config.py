@@ -64,7 +64,7 @@ EXPECTED_LOSS = ("value", "tolerance", "tokens", "dataset", "source")  # nats, n
 # its author's value is not public.
 NEEDED = (*DATA_SOURCES, "validation_file", "document_separator", "model_name_or_path", "tokenizer_name")
 MISSING = "???"
-ADDRESS = re.compile(r"hf://(?:models/)?([^@]+?)/?(?:@(.+))?")  # of a run on the Hub: hf://user/name@BRANCH
+ADDRESS = re.compile(r"hf://(?:models/)?([^@/]+/[^@/]+)/?(?:@(.+))?")  # of a run on the Hub: hf://user/name@BRANCH
 
 
 def _field(default: Any, text: str, **metadata: Any) -> Any:
@@ -329,6 +329,7 @@ def check_rules(config: TrainConfig) -> None:
     if (weights := config.dataset_weights) is not None:
         count = len(config.dataset_dir or ())
         is_valid = len(weights) == count and all(0 <= weight < math.inf for weight in weights) and sum(weights) > 0
+        require(count, "--dataset_weights requires --dataset_dir")
         expected = f"one number of at least 0 for each --dataset_dir ({count}), not all of them 0"
         require(is_valid, f"--dataset_weights must be {expected}; got {' '.join(map(str, weights))}")
     if config.streaming:

@@ -159,7 +159,7 @@ def test_a_typed_global_batch_size_changes_the_batch(train, run_dir, tmp_path, c
         train("--config", tmp_path / "six.yaml", "--output_dir", run_dir, *LATEST, alone=True)
     fetched = []
     with mock.patch.object(batches, "example_rows", lambda k, n, seed: fetched.append(k) or example_rows(k, n, seed)):
-        train(*LATEST, "--global_batch_size", 6, "--eval_steps", 3)
+        train(*LATEST, "--global_batch_size", 6, "--eval_steps", 3, "--save_steps", 2)
     assert np.concatenate(fetched)[:12].tolist() == list(range(8, 20))
     assert "from step 3, global_batch_size is 6 instead of 4" in capsys.readouterr().out
     assert [e["changes"] for e in read_events(run_dir, "schedule")] == [{"global_batch_size": [4, 6]}]
@@ -168,6 +168,10 @@ def test_a_typed_global_batch_size_changes_the_batch(train, run_dir, tmp_path, c
     tokens = [count_tokens(step, read_events(run_dir, "start"), BLOCK_SIZE) for step in range(5)]
     assert tokens == [BLOCK_SIZE * n for n in (0, 4, 8, 14, 20)]
     assert f"Length: 4 steps, {20 * BLOCK_SIZE:,} tokens" in (run_dir / "README.md").read_text()
+    train(*LATEST, "--global_batch_size", 8)  # too late: no step has this batch
+    assert "global_batch_size: 6\n" in (run_dir / "training_config.yaml").read_text()
+    printed = capsys.readouterr().out
+    assert "all 4 steps are done" in printed and f"4 steps = {20 * BLOCK_SIZE} tokens" in printed
 
 
 def test_epochs_are_counted_in_examples():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import BLOCK_SIZE, make_documents, read_events, train_tokenizer
+from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
 from recipe.data.batches import TrainOrder, example_rows
@@ -113,6 +114,9 @@ def test_a_mixture_is_one_run_wherever_its_rows_are(train, tmp_path, both, capsy
         assert [e["loss"] for e in read_events(run, "eval")] == [e["loss"] for e in read_events(expected, "eval")]
     with pytest.raises(UserError, match=r"dataset_weights \[0.3, 0.7\] -> \[0.5, 0.5\]"):
         train(*RUN, *both, "--dataset_weights", 0.5, 0.5, "--resume_from_checkpoint", "latest")
+    with pytest.raises(UserError, match="or the order of its datasets, has changed"):
+        train(*RUN, *both[::2], both[1], "--dataset_weights", 0.3, 0.7, "--resume_from_checkpoint", "latest")
+    train(*RUN, *both, "--dataset_weights", 3, 7, "--resume_from_checkpoint", "latest")  # the same shares
 
 
 def test_validation_reports_each_dataset(train, both, dataset_dir, other, capsys):
@@ -136,7 +140,14 @@ def test_validation_reports_each_dataset(train, both, dataset_dir, other, capsys
     assert (
         "tokens of a mixture of 2 datasets" in card and f"| dataset 2, validation split | loss | {loss:.4f} |" in card
     )
-    assert "| dataset 2 | 70% |" in card and "other" not in [word.strip("`|") for word in card.split()]
+    results = {(result.dataset_config, result.metric_type): result for result in ModelCard(card).data.eval_results}
+    assert results["dataset 2", "loss"].metric_value == round(loss, 4) and len(results) == 9
+    command = "--config training_config.yaml --dataset_dir DATASET_1 DATASET_2\n"
+    assert (
+        command in card
+        and "| dataset 2 | 70% |" in card
+        and "other" not in [word.strip("`|") for word in card.split()]
+    )
     save_loss_chart(public_events(run, 8), run / "chart.png", "mixture")
     assert (run / "chart.png").stat().st_size > 10_000
 

@@ -16,7 +16,7 @@ import jinja2
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.utils.sha import sha_fileobj
 
-from recipe.config import MISSING, OPTIONS, STANDARD_LIBRARY
+from recipe.config import MISSING, NEEDED, OPTIONS, STANDARD_LIBRARY
 from recipe.environment import describe_machine
 from recipe.errors import short_reason
 from recipe.model.weights import WEIGHTS_NAME
@@ -60,7 +60,8 @@ def write_model_card(
     directory = directory or run_dir
     directory.mkdir(parents=True, exist_ok=True)
     values = read_run(run_dir, step, directory, hub_options or {})
-    draw_curve(values["events"], values["name"], directory / CURVE_NAME)
+    # All of the run, of which the best model may be an earlier step.
+    draw_curve(public_events(run_dir, values["last_step"]), values["name"], directory / CURVE_NAME)
     values |= {"revision": revision, "earlier": earlier, "resumable": resumable}
     values["curve"] = CURVE_NAME if (directory / CURVE_NAME).is_file() else None
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
@@ -88,7 +89,8 @@ def read_run(run_dir: Path, step: int, directory: Path, hub_options: dict[str, A
     tasks = split_scores(evaluation) | public_tasks(read_evaluation(run_dir, step, directory))
     ends = [event for event in events if event["event"] == "end" and event["step"] == step]
     is_demo = data.get("dataset_id") == STANDARD_LIBRARY
-    results, names, mixture = list(list_losses(evaluation, data)), name_parts(events), data.get("mixture", {})
+    names, mixture = name_parts(events), data.get("mixture", {})
+    results = list(list_losses(evaluation, data, "the mixture" if mixture else None))
     for key, part in mixture.items():
         results += list_losses(evaluation.get("mixture", {}).get(key, {}), part, names[key])
     results += list_scores(tasks)
@@ -120,10 +122,11 @@ def read_run(run_dir: Path, step: int, directory: Path, hub_options: dict[str, A
         "evaluation": evaluation,
         "prompt": samples[-1]["prompt"] if samples else options["sample_prompt"],
         "samples": samples[-SHOWN_SAMPLES:],
-        "needed": [name for name, value in shown.items() if value == MISSING],
+        "needed": [name for name in NEEDED if MISSING in shown.get(name, ())],
         "tokens": num_tokens,
         "parts": [(names[key], part) for key, part in mixture.items()],
-        "epochs": num_tokens / options["block_size"] / rows if rows else None,  # a streamed text has no rows
+        # A streamed text has no rows, and each dataset of a mixture has its own epochs.
+        "epochs": num_tokens / options["block_size"] / rows if rows and not mixture else None,
         "machine": describe_machine(starts[-1]["environment"]) if starts else None,
         "train_seconds": laps[-1]["train_seconds"] if laps else None,
         "tokens_per_second": statistics.median(lap["tokens_per_second"] for lap in timed) if timed else None,
@@ -164,9 +167,10 @@ def list_losses(evaluation: dict[str, Any], data: dict[str, Any], name: str | No
     data: of the start event, or of one dataset of its mixture, which has this name.
     """
     dataset, label = id_on_the_hub(data), f"{name or id_on_the_hub(data) or 'held-out text'}, validation split"
+    config_name = data.get("dataset_config_name") or (None if dataset else name)  # results of one config are one entry
     for key, metric in LOSSES.items():
         if evaluation.get(key) is not None:
-            split = {"dataset_config": data.get("dataset_config_name"), "dataset_split": "validation"}
+            split = {"dataset_config": config_name, "dataset_split": "validation"}
             value = round(evaluation[key], 4)
             yield EvalResult("text-generation", dataset or "text", label, key, value, metric_name=metric, **split)
 

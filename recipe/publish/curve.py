@@ -29,14 +29,14 @@ def save_loss_chart(events: list[dict[str, Any]], path: Path, title: str, dark: 
     The first 2% of the tokens are cut off where they would take more than half of the height.
     """
     tokens_per_step = max((e["tokens_seen"] / e["step"] for e in events if e["event"] == "train"), default=1)
-    train, validation = (
-        [
-            (e.get("tokens_seen", e["step"] * tokens_per_step), e["loss"])  # version 0.1.0 wrote none for evaluations
-            for e in events
-            if e["event"] == name and e["loss"] is not None
-        ]
-        for name in ("train", "eval")
-    )
+
+    def points_of(
+        found: list[dict[str, Any]],
+    ) -> list[tuple[float, float]]:  # version 0.1.0 has evaluations without tokens
+        return [(e.get("tokens_seen", e["step"] * tokens_per_step), e["loss"]) for e in found if e["loss"] is not None]
+
+    evaluations = [event for event in events if event["event"] == "eval"]
+    train, validation = points_of([event for event in events if event["event"] == "train"]), points_of(evaluations)
     dots = {"marker": "o", "markersize": max(4, min(13, 260 / max(1, len(validation)))), "linestyle": ""}
     last = max(train + validation, default=(1, 0))[0]
     losses = [loss for _, loss in train + validation]
@@ -54,12 +54,15 @@ def save_loss_chart(events: list[dict[str, Any]], path: Path, title: str, dark: 
                 *(zip(*points, strict=True) if points else ((), ())), label=name, clip_on=False, zorder=3, **style
             )
         for number, (key, name) in enumerate(name_parts(events).items()):
-            found = [(e["tokens_seen"], e["mixture"][key]["loss"]) for e in events if e.get("mixture")]
-            points = [(tokens, loss) for tokens, loss in found if loss is not None and loss <= axes.get_ylim()[1]]
-            style = {"color": colors["gray"], "linestyle": ("-", "--", ":", "-.")[number % 4], "linewidth": 2}
+            points = points_of([e | {"loss": e["mixture"][key]["loss"]} for e in evaluations if "mixture" in e])
+            points = [point for point in points if point[1] <= axes.get_ylim()[1]]
+            style = {"color": colors["muted"], "linestyle": ("-", "--", ":", "-.")[number % 4], "linewidth": 2}
             axes.plot(*zip(*points, strict=True), label=name.rpartition("/")[2], **style) if points else None
-        for tokens, loss in (validation or train)[-1:]:
-            label_point(axes, f"{loss:.2f}", tokens, loss)
+        end = events[-1]["step"] if events[-1]["event"] == "end" else None  # of the best model, if that is earlier
+        best = points_of([event for event in evaluations if event["step"] == end])
+        newest = (validation or train)[-1:]
+        for tokens, loss in best or newest:
+            label_point(axes, f"{loss:.2f}", tokens, loss, (11, 0) if best in ([], newest) else (-18, 20))
         axes.set_xlim(0, 1.12 * last)  # room for the label
         axes.grid(axis="y")
         axes.legend(frameon=False, labelcolor="linecolor", handlelength=0.8)
@@ -94,10 +97,10 @@ def open_chart(
         figure.savefig(path, format="png", pil_kwargs={"optimize": True})
 
 
-def label_point(axes: Any, text: str, x: float, y: float) -> None:
-    """Write to the right of a point, on top of the grid."""
+def label_point(axes: Any, text: str, x: float, y: float, offset: tuple[int, int] = (11, 0)) -> None:
+    """Write beside a point, on top of the grid. offset: in points."""
     box = {"facecolor": axes.get_facecolor(), "edgecolor": "none", "pad": 1}
-    axes.annotate(text, (x, y), (11, 0), textcoords="offset points", weight="bold", va="center_baseline", bbox=box)
+    axes.annotate(text, (x, y), offset, textcoords="offset points", weight="bold", va="center_baseline", bbox=box)
 
 
 def _short(number: float, _position: int) -> str:

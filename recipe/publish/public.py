@@ -115,20 +115,24 @@ def public_options(
     if "dataset_name" in shown:
         shown |= {name: options[name] for name in DATASET_OPTIONS if name in options}
     shown |= {name: MISSING for name in NEEDED if options.get(name) and name not in shown}
-    if repo_id and shown.get("tokenizer_name") == MISSING:
+    if "dataset_dir" in shown:
+        shown["dataset_dir"] = [MISSING] * len(options["dataset_dir"])
+        shown.pop("tokenizer_vocab_size", None)  # the datasets have their tokenizer
+    if repo_id and (shown.get("tokenizer_name") == MISSING or "dataset_dir" in shown):
         shown["tokenizer_name"] = repo_id
     end, evaluation = (
         next((event for event in reversed(events) if event["event"] == kind and event["step"] == step), {})
         for kind in ("end", "eval")
     )
-    if "tokens_seen" in end and evaluation.get("loss") is not None:
+    is_one_run = all(event["event"] != "schedule" for event in events)  # else no options repeat it
+    if is_one_run and "tokens_seen" in end and evaluation.get("loss") is not None:
         if shown.pop("max_minutes", None):  # another machine would make other steps in the same time
             shown["max_steps"] = end["last_step"]
         shown["expected_loss"] = {
-            "value": round(evaluation["loss"], 4),
+            "value": round(evaluation["loss"], 3),
             "tolerance": REPEAT_TOLERANCE,
             "tokens": end["tokens_seen"],
-            "dataset": data.get("dataset_id") or "the text of its author",
+            "dataset": data.get("dataset_id") or "the author's text",
             "source": f"hf://{repo_id}" if repo_id else "the run itself",
             "content_sha256": data.get("content_sha256"),
         }

@@ -103,14 +103,15 @@ def show_start(log: RunLog, facts: dict[str, Any], state: RunState, eval_rows: i
     eval_rows: validation rows per evaluation.
     """
     run, config = log.run, log.config
-    log.table(start_table(run, facts, eval_rows))
+    num_examples = state.examples + max(0, (config.max_steps or state.step) - state.step) * config.global_batch_size
+    log.table(start_table(run, facts, eval_rows, num_examples))
     log.event("start", state.step, run_id=state.run_id, tokens_seen=state.examples * config.block_size, **facts)
     before = read_state(run.resume_dir)["mixed_precision"] if run.resume_dir else config.mixed_precision
     if before != config.mixed_precision:
         log.say(f"warning: the precision changes from {before} to {config.mixed_precision} at step {state.step:,}")
     if config.hub_model_id and not config.push_to_hub:
         log.say("warning: --hub_model_id alone uploads nothing; add --push_to_hub")
-    for name, epochs in count_epochs(config, facts["data"]).items():
+    for name, epochs in count_epochs(config, facts["data"], num_examples).items():
         if epochs > MANY_EPOCHS:
             text = f"so little text ({name})" if name else "so little text"
             log.say(f"warning: {epochs:,.0f} epochs over {text}: the model will memorize it")
@@ -148,14 +149,13 @@ def describe_data(metadata: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def count_epochs(config: TrainConfig, data: dict[str, Any]) -> dict[str, float]:
+def count_epochs(config: TrainConfig, data: dict[str, Any], num_examples: int) -> dict[str, float]:
     """Return how often the run passes over its training rows, of a mixture those of each dataset, by name.
 
     data: from `describe_data`. {} if it is not known: of a stream, or a run that only its minutes limit.
     """
-    num_examples = (config.max_steps or 0) * config.global_batch_size
     parts = {name: of for name, of in data.get("mixture", {"": data | {"share": 1.0}}).items() if of["share"] > 0}
-    if not num_examples or config.streaming:
+    if config.max_steps is None or config.streaming:
         return {}
     return {name: of["share"] * num_examples / of["splits"]["train"]["rows"] for name, of in parts.items()}
 
@@ -169,8 +169,8 @@ def describe_source(source: dict[str, Any]) -> str:
     return ", ".join(files[:NAMED_FILES] + more)
 
 
-def start_table(run: Run, facts: dict[str, Any], eval_rows: int) -> dict[str, str]:
-    """Return the table printed before the first step: {label: text}."""
+def start_table(run: Run, facts: dict[str, Any], eval_rows: int, num_examples: int) -> dict[str, str]:
+    """Return the table printed before the first step: {label: text}. num_examples: of the whole run."""
     config, device, num_processes, model = run.config, run.accelerator.device, facts["num_processes"], facts["model"]
     devices = describe_device(device)
     if device.type == "cpu":
@@ -210,19 +210,19 @@ def start_table(run: Run, facts: dict[str, Any], eval_rows: int) -> dict[str, st
         f"{_plural(facts['gradient_accumulation_steps'], 'micro-batch', 'es')} x "
         f"{_plural(run.plan.micro_batch_size, 'sequence')}",
         "optimizer": rate,
-        "run": _describe_length(config, count_epochs(config, facts["data"])),
+        "run": _describe_length(config, num_examples, count_epochs(config, facts["data"], num_examples)),
     }
     return table | ({"hub": f"{config.hub_model_id}, {config.hub_strategy}"} if config.push_to_hub else {})
 
 
-def _describe_length(config: TrainConfig, epochs: dict[str, float]) -> str:
+def _describe_length(config: TrainConfig, num_examples: int, epochs: dict[str, float]) -> str:
     limit = "" if config.max_minutes is None else f"{config.max_minutes:g} minute{'s' * (config.max_minutes != 1)}"
     warmup = _plural(count_warmup_steps(config), "warm-up step")
     if config.warmup_steps < 1:
         warmup = f"{config.warmup_steps:.0%} of it warm-up"
     if config.max_steps is None:
         return f"as many steps as fit into {limit}, {warmup}"
-    text = f"{_plural(config.max_steps, 'step')} = {config.max_steps * config.tokens_per_step:,} tokens, "
+    text = f"{_plural(config.max_steps, 'step')} = {num_examples * config.block_size:,} tokens, "
     text += "".join(f"{count:.2f} epochs{f' of {name}' if name else ''}, " for name, count in epochs.items())
     return text + warmup + (f"; fewer if they take longer than {limit}" if limit else "")
 

@@ -84,8 +84,8 @@ def keep_warmup(config: TrainConfig, content: dict[str, Any]) -> TrainConfig:
 
 
 def with_schedule_of(config: TrainConfig, content: dict[str, Any]) -> TrainConfig:
-    """Return the config with the schedule of a checkpoint. content: from `read_state`."""
-    schedule = {name: content["identity"][name] for name in SCHEDULE_OPTIONS}
+    """Return the config with the schedule and the batch of a checkpoint. content: from `read_state`."""
+    schedule = {name: content["identity"][name] for name in ("global_batch_size", *SCHEDULE_OPTIONS)}
     return dataclasses.replace(config, **schedule, num_train_epochs=None)
 
 
@@ -97,6 +97,7 @@ def run_identity(config: TrainConfig, metadata: dict[str, Any], model_config: Pr
         "streamed_text": metadata["fingerprint"] if config.streaming else None,
         "tokenizer": metadata["tokenizer_sha256"],
         **{name: getattr(config, name) for name in IDENTITY_OPTIONS},
+        "dataset_weights": [round(of["share"], 9) for of in metadata.get("mixture", {}).values()] or None,
         **_model_identity(model_config),
     }
 
@@ -121,7 +122,7 @@ def check_identity(config: TrainConfig, identity: dict[str, Any], resume_dir: Pa
         listed = "; ".join(f"{key} {_short(changes[key][0])} -> {_short(changes[key][1])}" for key in sorted(refused))
         remedy = "pass the run's own options (--config training_config.yaml of its folder), or start a new run"
         if refused <= {"dataset", "streamed_text"}:
-            remedy = "its text has changed; pass the text as it was, or start a new run"
+            remedy = "its text, or the order of its datasets, has changed; pass them as they were, or start a new run"
         if refused == {"global_batch_size"}:
             remedy = f"pass --global_batch_size {changes['global_batch_size'][1]} to continue with another batch"
         raise UserError(f"{resume_dir} belongs to a run with other options: {listed}; {remedy}")
