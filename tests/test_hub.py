@@ -27,6 +27,7 @@ from recipe.publish import public
 from recipe.publish import uploads as uploads_room
 from recipe.publish.hub import TRAINING_FILES, branch_name
 from recipe.publish.uploads import HubUploads
+from recipe.run.log import RunLog
 from recipe.run.report import collect_facts
 from recipe.run.stop import StopSignals
 
@@ -176,6 +177,7 @@ def test_a_published_run_is_a_recipe(train, hub, jsonl_file, tokenizer_dir, tmp_
     """
     options = ["--config", "demo", "--max_minutes", "5", *PUSH, "--train_file", jsonl_file, "--cache_dir", tmp_path]
     options += ["--tokenizer_name", tokenizer_dir, *TINY, "--global_batch_size", "4", "--warmup_steps", "0"]
+    options += ["--validation_split_percentage", "20", "--max_eval_samples", "3"]  # needed to repeat it
     with mock.patch("recipe.train.measure_progress", lambda config, state: state.step / 6):
         train(*options, "--output_dir", tmp_path / "first", alone=True)
     card = hub.files(REPO)["README.md"].decode()
@@ -202,6 +204,22 @@ def test_a_published_run_is_a_recipe(train, hub, jsonl_file, tokenizer_dir, tmp_
     ):
         with pytest.raises(UserError, match=f"cannot read the training_config.yaml .*{expected}"):
             train("--config", address, alone=True)
+
+
+@pytest.mark.usefixtures("all_arrive")
+def test_the_best_model_is_on_main(train, hub, monkeypatch):
+    """Also if newer checkpoints are uploaded before it or after it."""
+    evaluation, losses = RunLog.evaluation, {0: 9.0, 2: 1.0, 4: 2.0}
+    monkeypatch.setattr(RunLog, "evaluation", lambda log, state, values: evaluation(
+        log, state, values | {"loss": losses[state.step]}))  # fmt: skip
+    run = train(*PUSH, *SAVE, "--load_best_model_at_end", "true")
+    assert steps_of(hub) == STEPS
+    for _ in range(2):
+        assert hub.files(REPO)["model.safetensors"] == (run / "checkpoint-2" / "model.safetensors").read_bytes()
+        card = hub.files(REPO)["README.md"].decode()
+        assert "The run had 4 steps. This is its checkpoint with the lowest validation loss, after 2." in card
+        assert yaml.safe_load(hub.files(REPO)["training_config.yaml"])["expected_loss"]["value"] == 1.0
+        assert not run_script("scripts/push_to_hub.py", run, "--hub_model_id", REPO)
 
 
 @pytest.mark.usefixtures("all_arrive")
