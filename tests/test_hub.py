@@ -210,8 +210,11 @@ def test_a_published_run_is_a_recipe(train, hub, jsonl_file, tokenizer_dir, tmp_
 def test_the_best_model_is_on_main(train, hub, monkeypatch):
     """Also if newer checkpoints are uploaded before it or after it."""
     evaluation, losses = RunLog.evaluation, {0: 9.0, 2: 1.0, 4: 2.0}
-    monkeypatch.setattr(RunLog, "evaluation", lambda log, state, values: evaluation(
-        log, state, values | {"loss": losses[state.step]}))  # fmt: skip
+
+    def record(log, state, values):
+        evaluation(log, state, values | {"loss": losses[state.step]})
+
+    monkeypatch.setattr(RunLog, "evaluation", record)
     run = train(*PUSH, *SAVE, "--load_best_model_at_end", "true")
     assert steps_of(hub) == STEPS
     for _ in range(2):

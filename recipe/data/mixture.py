@@ -16,11 +16,10 @@ from typing import Any
 import numpy as np
 
 from recipe.config import SPLITS
-from recipe.data.packed import PackedDataset, PackedSplit, metadata_of, open_packed_dataset
+from recipe.data.packed import COUNTS, PackedDataset, PackedSplit, metadata_of, open_packed_dataset
 from recipe.errors import UserError
 
 WHOLE = 2**24  # shares are integers that add up to this: int64 arithmetic is exact for 2**39 examples
-COUNTS = ("documents", "tokens", "bytes")
 
 
 def open_datasets(directories: Sequence[Path], block_size: int, weights: Sequence[float] | None) -> PackedDataset:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FORMAT_VERSION = 5
+COUNTS = ("documents", "tokens", "bytes")  # of a split; bytes: of the text of the tokens
 BATCH_TOKENS = 2**22  # at a time, so that a unit of any size takes little memory
 
 

@@ -26,7 +26,7 @@ from tqdm import tqdm
 from recipe.config import SPLITS
 from recipe.data.encode import choose_encoder
 from recipe.data.files import describe_files
-from recipe.data.packed import FORMAT_VERSION, check_splits, dataset_info, read_metadata
+from recipe.data.packed import COUNTS, FORMAT_VERSION, check_splits, dataset_info, read_metadata
 from recipe.data.read import ReadReport, read_sample, read_train_texts
 from recipe.data.source import TextSource, Unit
 from recipe.data.tokenizer import (
@@ -36,7 +36,7 @@ from recipe.data.tokenizer import (
     tokenizer_sha256,
     train_tokenizer,
 )
-from recipe.data.units import COUNTS, Job, UnitTokenizer, UnitWorkers
+from recipe.data.units import Job, UnitTokenizer, UnitWorkers
 from recipe.environment import count_cpus
 from recipe.errors import UserError
 from recipe.progress import progress_target

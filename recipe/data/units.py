@@ -25,14 +25,13 @@ import numpy as np
 
 from recipe.config import SPLITS
 from recipe.data.encode import Encode, build_encoder, encode_documents
-from recipe.data.packed import TokenWriter, id_dtype
+from recipe.data.packed import COUNTS, TokenWriter, id_dtype
 from recipe.data.read import ReadReport, Text, read_unit
 from recipe.data.source import TextSource, Unit
 from recipe.data.tokenizer import count_token_bytes, read_tokenizer
 from recipe.errors import UserError
 
 BATCH_CHARACTERS = 1_000_000  # encoded at a time
-COUNTS = ("documents", "tokens", "bytes")  # bytes: of the text of the tokens
 
 
 @dataclass(frozen=True)

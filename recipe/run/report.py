@@ -27,6 +27,7 @@ from recipe.checkpoint import (
     why_damaged,
 )
 from recipe.config import STANDARD_LIBRARY, TrainConfig
+from recipe.data.packed import COUNTS
 from recipe.data.prepare import TRAINED
 from recipe.environment import describe_device, describe_environment, find_commit
 from recipe.hardware.devices import peak_memory_bytes
@@ -129,7 +130,7 @@ def show_start(log: RunLog, facts: dict[str, Any], state: RunState, eval_rows: i
 
 def describe_data(metadata: dict[str, Any]) -> dict[str, Any]:
     """Return where a dataset comes from, and its counts and hash; for a mixture, also of each of its datasets."""
-    counts, source = ("documents", "tokens", "bytes", "rows"), metadata["source"]
+    source = metadata["source"]
     is_on_hub = bool(source.get("dataset_revision"))  # and not a local folder with a name of the same form
     dataset_id = hub_id(source.get("dataset_name")) if is_on_hub else None
     if source.get("dataset_name") == STANDARD_LIBRARY:
@@ -139,7 +140,7 @@ def describe_data(metadata: dict[str, Any]) -> dict[str, Any]:
         "dataset_id": dataset_id,
         "dataset_config_name": source.get("dataset_config_name") if is_on_hub else None,
         "validation_split_percentage": source.get("validation_split_percentage"),
-        "splits": {split: {key: of[key] for key in counts} for split, of in metadata["splits"].items()},
+        "splits": {split: {key: of[key] for key in (*COUNTS, "rows")} for split, of in metadata["splits"].items()},
         "content_sha256": metadata["content_sha256"],
     }
     if mixture := metadata.get("mixture"):
