@@ -53,6 +53,7 @@ class RunState:
     losses: dict[str, float] = field(default_factory=dict)  # of the later evaluations, by step, a text as in JSON
     train_seconds: float = 0.0  # without evaluation and saving
     memory: dict[str, Any] = field(default_factory=dict)  # `MemoryPlan.choices`, which a resumed run keeps if they fit
+    hardware: dict[str, Any] = field(default_factory=dict)  # `describe_choices` of recipe/hardware/choices.py
 
     def is_due(self, period: int) -> bool:
         """Return whether something is due that happens every `period` steps and at the end; 0: only then."""
@@ -193,6 +194,7 @@ def read_state(directory: Path) -> dict[str, Any]:
         # A checkpoint of an older version lacks them; its run could not change its batch.
         content.setdefault("examples", content["step"] * content["identity"]["global_batch_size"])
         content.setdefault("losses", {})
+        content.setdefault("hardware", {})  # its run chose anew whenever it started
         RunState(**{name: content[name] for name in RunState.__dataclass_fields__})
         content["identity"]["max_steps"]
     except Exception as error:  # missing, not JSON, or of another version

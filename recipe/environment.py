@@ -1,6 +1,7 @@
 """The versions and hardware that every measurement records."""
 
 import functools
+import math
 import os
 import platform
 import re
@@ -14,12 +15,53 @@ import recipe
 if TYPE_CHECKING:
     import torch  # the functions that need it import it: preparing data does not
 
+CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "evaluate", "tokenizers", "gigatoken")
 
 
+def list_cpus() -> list[int]:
+    """Return the numbers of the CPUs on which the system lets this process run."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
 def count_cpus() -> int:
-    """Count the CPUs that this process may use; a container or scheduler may allow fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Count the CPUs that this process may use: of a container with a quota of 1.5 CPUs, two."""
+    return max(1, min([len(list_cpus()), *map(math.ceil, read_cpu_quotas())]))
+
+
+def count_cores() -> int:
+    """Count the cores behind these CPUs: two hyper-threads share one."""
+    siblings = [Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") for cpu in list_cpus()]
+    if not all(path.is_file() for path in siblings):  # no Linux, or a system that does not tell
+        return count_cpus()
+    return min(count_cpus(), len({path.read_text() for path in siblings}))
+
+
+def read_cpu_quotas(root: Path = CGROUPS, own: Path = OWN_CGROUPS) -> list[float]:
+    """Return the limits of CPU time of this process's control groups, in CPUs."""
+    quotas = []
+    for text in read_cgroups("cpu", "cpu.max", root, own):  # v2: "200000 100000", or "max 100000"
+        quota, _, period = text.partition(" ")
+        quotas += [float(quota) / float(period)] if quota.isdigit() else []
+    periods = read_cgroups("cpu", "cpu.cfs_period_us", root, own)
+    for quota, period in zip(read_cgroups("cpu", "cpu.cfs_quota_us", root, own), periods, strict=True):  # v1; -1: none
+        quotas += [float(quota) / float(period)] if quota.isdigit() else []
+    return quotas
+
+
+def read_cgroups(controller: str, name: str, root: Path = CGROUPS, own: Path = OWN_CGROUPS) -> list[str]:
+    """Return what a file says in this process's control groups, v1 or v2, the innermost first: container, job, ..."""
+    found = []
+    for line in own.read_text().splitlines() if own.is_file() else ():
+        number, controllers, group = line.split(":", 2)  # "4:cpu,cpuacct:/docker/1f", or "0::/user.slice/x.scope" (v2)
+        if number == "0" or controller in controllers.split(","):
+            top = root if number == "0" else root / controllers
+            top = top if top.is_dir() else root / controller
+            # A container may see the name that its group has outside, and itself as the top.
+            folders = [top / group.lstrip("/"), *(top / group.lstrip("/")).parents]
+            folders = folders[: folders.index(top) + 1]
+            found += [path.read_text().strip() for folder in folders if (path := folder / name).is_file()]
+    return found
 
 
 def count_local_processes(num_processes: int) -> int:

@@ -34,8 +34,9 @@ from recipe.command_line import load_config, load_yaml
 from recipe.config import DATA_SOURCES, MISSING, STANDARD_LIBRARY, TrainConfig, save_config
 from recipe.environment import count_cpus, describe_device
 from recipe.errors import UserError, run_main, short_reason
-from recipe.hardware.accelerator import check_sharded, choose_dynamo_backend, choose_mixed_precision
-from recipe.hardware.devices import native_bf16, why_no_inductor
+from recipe.hardware.accelerator import find_facts, measure_open
+from recipe.hardware.choices import Choice, Facts, apply_choices, check_sharded, choose
+from recipe.hardware.devices import why_no_inductor
 from recipe.hardware.gpus import find_gpu, load_gpu
 from recipe.hardware.memory import MemoryPlan, measure_usable_bytes, plan_memory
 from recipe.hardware.processes import wants_cpu
@@ -54,9 +55,9 @@ CLASSES |= {"40 GB": "a100-40gb", "80 GB": "a100-80gb", "141 GB": "h200"}
 SHARDED_CLASSES, NUM_SHARDS = ("24 GB", "40 GB"), 8  # the rows with FSDP
 # Metal recommends a process to use two thirds of 16 GB of unified memory, and three quarters of larger ones.
 OTHER_DEVICES = {
-    "Apple, 16 GB": ("mps", "no", "no", 16 * 2**30 * 2 / 3),
-    "Apple, 64 GB": ("mps", "no", "no", 64 * 2**30 * 3 / 4),
-    "CPU, 32 GB": ("cpu", "bf16", "inductor", 32 * 2**30),
+    "Apple, 16 GB": ("mps", "no", "no", "sdpa", 16 * 2**30 * 2 / 3),
+    "Apple, 64 GB": ("mps", "no", "no", "sdpa", 64 * 2**30 * 3 / 4),
+    "CPU, 32 GB": ("cpu", "bf16", "inductor", "sdpa", 32 * 2**30),
 }
 
 
@@ -70,10 +71,11 @@ def main() -> None:
         gpu, plan = load_gpu(args.gpu), plan_gpu(config, model_config, args.gpu, args.num_gpus, args.sharded)
         print(describe(args, config, model_config, plan, gpu.memory_bytes, gpu.name, gpu.flops_per_second))
         return
-    failed = check_machine(config)
-    print(f"\n{plan_machine(args, config, model_config)}")
+    choices = choose_here(config, model_config)
+    failed = check_machine(config, choices)
+    print(f"\n{plan_machine(args, apply_choices(config, choices), model_config)}")
     if args.measure:
-        print(f"\nmeasured: {measure(args.config_file, config)}")
+        print(f"\nmeasured: {measure(args.config_file, config, choices)}")
     if failed:
         raise UserError(f"failed checks: {failed}")
 
@@ -81,12 +83,19 @@ def main() -> None:
 # ------------------------------------------------------------------ this machine
 
 
-def check_machine(config: TrainConfig) -> int:
+def choose_here(config: TrainConfig, model_config: PreTrainedConfig) -> dict[str, Choice]:
+    """Return what `auto` becomes for the whole run on this machine; ten steps alone would not pay for compiling."""
+    device, flops = find_device(), count_training_flops(config, model_config, count_parameters(model_config))
+    facts = find_facts(device, total_flops=flops)
+    return choose(config, facts, measure_open(config, facts, device, model_config))
+
+
+def check_machine(config: TrainConfig, choices: dict[str, Choice]) -> int:
     """Print a line for each check of this machine. Returns how many failed."""
     checks: dict[str, Callable[[], str]] = {
         "packages": check_packages,
         "device": check_device,
-        "precision": lambda: check_precision(config),
+        "precision": lambda: f"{choices['precision'].value}: {choices['precision'].reason}",
         "compiler": check_compiler,
         "disk": lambda: check_disk(config),
         "Hub": lambda: check_hub(config),
@@ -126,12 +135,6 @@ def check_device() -> str:
     return f"{describe_device(device)}, {memory / 1e9:.0f} GB, CUDA {torch.version.cuda}, cuDNN {cudnn}"
 
 
-def check_precision(config: TrainConfig) -> str:
-    choice = choose_mixed_precision(config, find_device())
-    is_emulated = choice.value == "bf16" and native_bf16(find_device()) is None
-    return f"{choice.value}: {choice.reason}{'; emulated, so it is slow' * is_emulated}"
-
-
 def check_compiler() -> str:
     """Compile one small function with inductor."""
     device = find_device()
@@ -164,20 +167,14 @@ def check_hub(config: TrainConfig) -> str:
         return f"a token is stored, but the Hub did not accept it: {short_reason(error)}"
 
 
-def choose_backend(config: TrainConfig, model_config: PreTrainedConfig) -> str:
-    """Return what compiles the whole run here: ten steps alone would not be worth it."""
-    flops = count_training_flops(config, model_config, count_parameters(model_config))
-    return choose_dynamo_backend(config, find_device(), flops).value
-
-
-def measure(config_file: str | None, config: TrainConfig) -> str:
+def measure(config_file: str | None, config: TrainConfig, choices: dict[str, Choice]) -> str:
     """Train ten steps of the run with the launcher, and extrapolate to all of its steps. Nothing is published."""
     model_config = build_model_config(config, GPT2_VOCAB_SIZE, 0, config.model_name_or_path)
     num_parameters = count_parameters(model_config)
     short = {"max_steps": MEASURED_STEPS, "num_train_epochs": None, "max_minutes": None, "profile": None}
     short |= {"eval_steps": 0, "max_eval_samples": 1, "eval_tasks": None, "save_steps": 0, "logging_steps": 2}
     short |= {"push_to_hub": False, "report_to": None, "resume_from_checkpoint": None, "expected_loss": None}
-    short["dynamo_backend"] = choose_backend(config, model_config)
+    short["dynamo_backend"] = choices["dynamo"].value
     short["warmup_steps"] = min(config.warmup_steps, 1)
     steps, most = dataclasses.replace(config, **short), MOST_CPU_FLOPS if find_device().type == "cpu" else math.inf
     while steps.global_batch_size % 2 == 0 and count_training_flops(steps, model_config, num_parameters) > most:
@@ -212,9 +209,8 @@ def plan_machine(args: argparse.Namespace, config: TrainConfig, model_config: Pr
     device = find_device()
     gpu = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     memory_bytes = measure_usable_bytes(device, 1)
-    precision, backend = choose_mixed_precision(config, device).value, choose_backend(config, model_config)
-    options = precision, backend, memory_bytes, args.num_gpus, args.sharded
-    plan = plan_device(config, model_config, device.type, *options)
+    chosen = config.mixed_precision, config.dynamo_backend, config.attn_implementation
+    plan = plan_device(config, model_config, device.type, *chosen, memory_bytes, args.num_gpus, args.sharded)
     name, speed = describe_device(device), gpu.flops_per_second if gpu else None
     return describe(args, config, model_config, plan, memory_bytes, name, speed)
 
@@ -264,7 +260,8 @@ def plan_gpu(
     """Return what `auto` resolves to on a GPU that is not there, or None if nothing fits."""
     gpu = load_gpu(name)
     precision = "bf16" if gpu.bf16 else "fp16"
-    return plan_device(config, model_config, "cuda", precision, "inductor", gpu.memory_bytes, num_gpus, sharded)
+    chosen = precision, "inductor", "sdpa"
+    return plan_device(config, model_config, "cuda", *chosen, gpu.memory_bytes, num_gpus, sharded)
 
 
 def plan_device(
@@ -273,16 +270,17 @@ def plan_device(
     device_type: str,
     precision: str,
     backend: str,
+    attention: str,
     memory_bytes: float,
     num_devices: int = 1,
     sharded: bool = False,
 ) -> MemoryPlan | None:
-    """precision, backend: what `auto` resolves to on the device. sharded: over all devices."""
-    usual = {"mixed_precision": precision, "dynamo_backend": backend}
+    """precision, backend, attention: what `auto` resolves to on the device. sharded: over all devices."""
+    usual = {"mixed_precision": precision, "dynamo_backend": backend, "attn_implementation": attention}
     auto = {name: value for name, value in usual.items() if getattr(config, name) == "auto"}
     config, sharding = dataclasses.replace(config, **auto), Sharding(num_devices) if sharded else None
     if sharded:
-        check_sharded(config, torch.device(device_type))
+        check_sharded(config, Facts(device_type))
     return plan_memory(config, model_config, device_type, memory_bytes, num_devices, sharding)
 
 

@@ -1,4 +1,4 @@
-"""Capabilities of the devices: bf16 units, inductor, peak rates, memory in use."""
+"""Capabilities of the devices: bf16 units of a GPU, inductor, peak rates, memory in use."""
 
 import importlib.util
 import os
@@ -40,12 +40,9 @@ def why_no_inductor(device: torch.device) -> str | None:
     return None
 
 
-def native_bf16(device: torch.device) -> str | None:
-    """Return the name of the device's bf16 matrix units, or None."""
-    if device.type == "cuda":
-        return "bf16 matrix units" if torch.cuda.is_bf16_supported(including_emulation=False) else None
-    capabilities = torch.cpu.get_capabilities() if device.type == "cpu" else {}
-    return next((name for name in ("amx_bf16", "avx512_bf16", "sve_bf16") if capabilities.get(name, False)), None)
+def has_bf16_units(device: torch.device) -> bool:
+    """Return whether a CUDA device multiplies bf16 natively. Of other devices, it has to be measured."""
+    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def peak_flops_per_second(device: torch.device) -> float | None:

@@ -3,12 +3,11 @@
 import ctypes
 import gc
 import platform
-import re
-from pathlib import Path
 
 import psutil
 
-CGROUP_V1_LIMIT = Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")
+from recipe.environment import read_cgroups
+
 _GROWTH, _SLACK_BYTES = 1.25, 256e6  # how far resident memory may grow before freed memory is returned
 
 
@@ -17,20 +16,11 @@ def resident_bytes() -> int:
     return psutil.Process().memory_info().rss
 
 
-def own_cgroups(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[Path]:
-    """Return the folders of the control groups (v2) of this process, the innermost first: container, job, user, ..."""
-    found = re.search(r"^0::/(.*)$", own.read_text(), re.MULTILINE) if own.is_file() else None
-    group = root / (found[1] if found else "")
-    return [group, *group.parents]
-
-
 def available_bytes() -> int:
     """Return the physical memory that this process holds or could get without swapping, within its container."""
+    limits = [*read_cgroups("memory", "memory.max"), *read_cgroups("memory", "memory.limit_in_bytes")]
     available = psutil.virtual_memory().available + resident_bytes()
-    for path in (CGROUP_V1_LIMIT, *(folder / "memory.max" for folder in own_cgroups())):
-        if path.is_file() and (limit := path.read_text().strip()).isdigit():  # else "max"
-            available = min(available, int(limit))
-    return available
+    return min([available, *(int(limit) for limit in limits if limit.isdigit())])  # else "max"
 
 
 def freeze_garbage() -> None:

@@ -21,7 +21,8 @@ from transformers import PreTrainedConfig
 from recipe.config import TrainConfig
 from recipe.environment import count_local_processes
 from recipe.errors import ProcessError, UserError
-from recipe.hardware.accelerator import CUDA_GRAPH_MODES, choose_attention, dynamo_mode
+from recipe.hardware.accelerator import dynamo_mode
+from recipe.hardware.choices import CUDA_GRAPH_MODES
 from recipe.hardware.host_memory import available_bytes
 from recipe.hardware.processes import largest_of_processes, on_main_process
 from recipe.hardware.sharding import Sharding, reset
@@ -153,7 +154,7 @@ def plan_memory(
 ) -> MemoryPlan | None:
     """Return the fastest options that fit into `usable_bytes`, by estimate, or None if none do.
 
-    config: from `resolve_hardware`; what is not `auto` in it is kept. model_config: with the padded vocabulary.
+    config: from `apply_choices`; what is not `auto` in it is kept. model_config: with the padded vocabulary.
     usable_bytes: of the device, without what other programs use; a margin is left.
     """
     plans = list_plans(config, model_config, device_type, usable_bytes, num_processes, sharding)
@@ -269,7 +270,7 @@ def estimate_bytes(
     fused = compiled or getattr(model_config, "activation_function", None) == "gelu_pytorch_tanh"
     gelu = 2 * operand if fused else 16 if device_type == "cuda" and operand == 2 else 5 * operand
     block = width * (2 * residual + 6 * operand) + inner * gelu
-    if choose_attention(config, torch.device(device_type)).value == "eager":  # fp32 softmax, and its cast
+    if config.attn_implementation == "eager":  # fp32 softmax, and its cast
         block += model_config.num_attention_heads * config.block_size * (4 if operand == 4 else 6)
     block *= tokens
     weights = 2 * count_block_matrices(model_config) if operand == 2 else 0  # their casts

@@ -4,6 +4,7 @@ Everything that a host may wait for uses gloo groups of the hosts, because NCCL'
 long in a device's collective.
 """
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import DistributedType, is_torch_xla_available, str_to_bool
 
-from recipe.environment import count_cpus, count_local_processes
+from recipe.environment import count_cores, count_cpus, count_local_processes
 from recipe.errors import ProcessError, UserError, one_line
 from recipe.hardware.sharding import Sharding, take_sharding
 
@@ -29,6 +30,7 @@ STEP_WAIT = timedelta(minutes=10)
 PREPARATION_WAIT = timedelta(days=30)  # tokenizing a corpus or downloading a model
 LAUNCHERS = ("accelerate", "accelerate-launch", "accelerate.commands.launch", "accelerate.commands.accelerate_cli")
 LAUNCHERS += ("torchrun", "torch.distributed.run", "torch.distributed.launch")  # words of a command line
+LAUNCHED = {"ACCELERATE_DYNAMO_BACKEND", "TORCHELASTIC_RUN_ID"}  # one of them is in the environment of what they start
 LAUNCHER_DIED = getattr(signal, "SIGUSR2", None)  # Windows has none
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -178,14 +180,39 @@ def _attempt(function: Callable[[], T]) -> tuple[T | None, str | None]:
         return None, f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
 
 
-def use_all_cores(state: PartialState) -> None:
-    """Divide the CPUs between the local processes, unless OMP_NUM_THREADS is set to more than 1.
+def list_thread_counts(num_processes: int) -> tuple[int, ...]:
+    """Return how many threads a process may use on a CPU: one per core and, with hyper-threads, one per CPU."""
+    local = count_local_processes(num_processes)
+    return tuple(sorted({max(1, count // local) for count in (count_cores(), count_cpus())}))
 
-    `accelerate launch` without a config sets OMP_NUM_THREADS=1 (accelerate 1.15), so a 1 says nothing about the
-    user's intention.
-    """
-    if state.device.type == "cpu" and os.environ.get("OMP_NUM_THREADS", "1") == "1":
-        torch.set_num_threads(max(1, count_cpus() // count_local_processes(state.num_processes)))
+
+def use_all_cores(state: PartialState) -> None:
+    """Divide the CPUs between the local processes, unless the user has set OMP_NUM_THREADS."""
+    if state.device.type == "cpu":
+        torch.set_num_threads(find_typed_threads() or list_thread_counts(state.num_processes)[-1])
+
+
+def find_typed_threads() -> int | None:
+    """Return the user's OMP_NUM_THREADS, or None: launchers set it to 1 themselves (accelerate 1.15, torch 2.13)."""
+    parent = Path(f"/proc/{os.getppid()}/environ")
+    with contextlib.suppress(OSError):  # another system than Linux, or a parent of another user
+        words = parent.read_bytes().split(b"\0") if is_launcher(os.getppid()) else []
+        return choose_typed_threads(os.environ, any(word.startswith(b"OMP_NUM_THREADS=") for word in words))
+    return choose_typed_threads(os.environ, False)
+
+
+def choose_typed_threads(environment: Mapping[str, str], launcher_had_it: bool) -> int | None:
+    """Return the number of threads that the user has set. launcher_had_it: OMP_NUM_THREADS, when it was started."""
+    text = environment.get("OMP_NUM_THREADS", "").split(",")[0]  # OpenMP also takes a list, one per nested level
+    by_launcher = text == "1" and not launcher_had_it and LAUNCHED & set(environment)
+    return int(text) if text.isdigit() and int(text) > 0 and not by_launcher else None
+
+
+def is_launcher(pid: int) -> bool:
+    """Return whether a process is a launcher, on Linux."""
+    path = Path(f"/proc/{pid}/cmdline")
+    words = path.read_text(errors="replace").split("\0") if path.is_file() else []
+    return any(Path(word).name in LAUNCHERS for word in words)
 
 
 def die_with_the_launcher() -> None:
@@ -194,9 +221,8 @@ def die_with_the_launcher() -> None:
     Runs started without a launcher may outlive their shell. Raises `UserError` if the launcher ended during the
     seconds that importing torch takes.
     """
-    parent = Path(f"/proc/{os.getppid()}/cmdline")
-    if platform.system() == "Linux" and parent.is_file():
-        if any(Path(word).name in LAUNCHERS for word in parent.read_text(errors="replace").split("\0")):
+    if platform.system() == "Linux" and Path("/proc/self/cmdline").is_file():
+        if is_launcher(os.getppid()):
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, LAUNCHER_DIED)
-        elif os.getppid() == 1 and {"ACCELERATE_DYNAMO_BACKEND", "TORCHELASTIC_RUN_ID"} & set(os.environ):
+        elif os.getppid() == 1 and LAUNCHED & set(os.environ):
             raise UserError("the launcher ended before the run began")

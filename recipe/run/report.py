@@ -30,6 +30,7 @@ from recipe.config import STANDARD_LIBRARY, TrainConfig
 from recipe.data.packed import COUNTS
 from recipe.data.prepare import TRAINED
 from recipe.environment import describe_device, describe_environment, find_commit
+from recipe.hardware.choices import ONE_PER_CPU
 from recipe.hardware.devices import peak_memory_bytes
 from recipe.hardware.processes import on_main_process
 from recipe.model.size import count_exported_parameters, count_flops_per_token
@@ -186,7 +187,11 @@ def start_table(run: Run, facts: dict[str, Any], eval_rows: int, num_examples: i
     else:
         data += f"{rows['train']:,} training rows of {config.block_size:,} tokens"
     shown = {"layout": "DDP: every process holds the whole model and its state"} if num_processes > 1 else {}
-    shown |= {label: f"{choice.value}: {choice.reason}" for label, choice in run.choices.items()}
+    shown |= {
+        label: f"{choice.value}: {choice.reason}"
+        for label, choice in run.choices.items()
+        if choice.reason != ONE_PER_CPU
+    }
     if device.type == "cuda" and config.tf32:
         shown["precision"] += "; TF32 for fp32 matmuls"
     if config.deterministic:

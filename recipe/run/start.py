@@ -28,7 +28,15 @@ from recipe.data.packed import PackedDataset, metadata_of
 from recipe.data.stream import open_stream, read_stream
 from recipe.errors import UserError
 from recipe.evaluation.tasks import load_tasks
-from recipe.hardware.accelerator import Choice, build_accelerator, check_sharded, parallelize, resolve_hardware
+from recipe.hardware.accelerator import build_accelerator, check_trackers, find_facts, measure_open, parallelize
+from recipe.hardware.choices import (
+    Choice,
+    apply_choices,
+    check_sharded,
+    choose,
+    describe_choices,
+    settle,
+)
 from recipe.hardware.memory import MemoryPlan, micro_batch_sizes, plan_device, try_micro_batch
 from recipe.hardware.processes import (
     check_same_run,
@@ -91,7 +99,7 @@ def restored_process() -> Iterator[None]:
 class Start:
     """What is known before the data: the processes, the folder, and the checkpoint to resume from."""
 
-    accelerator: Accelerator
+    processes: PartialState
     sharding: Sharding | None  # None: every process has the whole model
     output_dir: Path
     resume_dir: Path | None  # the checkpoint that the run continues
@@ -104,6 +112,7 @@ class Start:
 class Run(Start):
     """All that is decided before the model is built."""
 
+    accelerator: Accelerator
     recipe: str
     config: TrainConfig  # with every `auto` resolved for this machine, except the micro-batch, which `plan` has
     typed: TrainConfig  # the same as typed, with the length in steps; the output folder records it
@@ -126,7 +135,7 @@ class Run(Start):
 
 
 def open_run(config: TrainConfig, recipe: str) -> Start:
-    """Find the processes, lock the output folder, configure the hardware, and find the checkpoint to resume from.
+    """Find the processes, lock the output folder, and find the checkpoint to resume from.
 
     Raises `UserError` for options that cannot work, before text is prepared for hours.
     """
@@ -134,19 +143,22 @@ def open_run(config: TrainConfig, recipe: str) -> Start:
     sharding = start_processes()
     output_dir = on_main_process(lambda: choose_output_dir(config, recipe))
     on_main_process(lambda: check_hub(config))
-    accelerator = build_accelerator(config, output_dir)
+    check_trackers(config)
     resume_dir = on_main_process(lambda: find_start(config, output_dir))
     run_id = read_state(resume_dir)["run_id"] if resume_dir and is_same_run(resume_dir, output_dir) else None
     on_main_process(lambda: check_owner(config, run_id))
     # A resumed run takes the shape from its checkpoint: the model that it started from may be gone.
     source = resume_dir if resume_dir and config.model_name_or_path else config.model_name_or_path
-    micro_batch_sizes(config, accelerator.num_processes, accelerator.device.type)
+    processes = PartialState()
+    micro_batch_sizes(config, processes.num_processes, processes.device.type)
+    facts = find_facts(processes.device, processes.num_processes)
+    settle(config, facts)
     if sharding is not None:
-        check_sharded(config, accelerator.device)
-    check_optimizer(config, accelerator.device)
+        check_sharded(config, facts)
+    check_optimizer(config, processes.device)
     build_model_config(config, 1, 0, source)
     load_tasks(config.eval_tasks)  # reports a wrong file before text is prepared
-    return Start(accelerator, sharding, output_dir, resume_dir, run_id, source, started_at)
+    return Start(processes, sharding, output_dir, resume_dir, run_id, source, started_at)
 
 
 def find_start(config: TrainConfig, output_dir: Path) -> Path | None:
@@ -178,7 +190,7 @@ def plan_run(start: Start, typed: TrainConfig, recipe: str, dataset: Any) -> Run
 
     Raises `UserError` if the processes, or the run and its checkpoint, do not belong together.
     """
-    accelerator, resume_dir = start.accelerator, start.resume_dir
+    device, num_processes, resume_dir = start.processes.device, start.processes.num_processes, start.resume_dir
     content = read_state(resume_dir) if resume_dir is not None else None
     typed = resolve_length(typed, len(dataset.train), content)
     if not isinstance(dataset, PackedDataset) and (typed.streaming or typed.data_placement != "mmap"):
@@ -186,7 +198,7 @@ def plan_run(start: Start, typed: TrainConfig, recipe: str, dataset: Any) -> Run
     earlier, changes, run_id = None, {}, start.run_id
     if content is not None:
         typed = keep_warmup(typed, content)
-        earlier = content["memory"] if content["num_processes"] == accelerator.num_processes else None
+        earlier = content["memory"] if content["num_processes"] == num_processes else None
     tokenizer, metadata = dataset.tokenizer, metadata_of(dataset)
     if typed.dataset_name:  # training_config.yaml then names what was read
         typed = dataclasses.replace(typed, dataset_revision=metadata["source"].get("dataset_revision"))
@@ -204,13 +216,17 @@ def plan_run(start: Start, typed: TrainConfig, recipe: str, dataset: Any) -> Run
     padded = copy.deepcopy(model_config)
     padded.vocab_size = padded_vocab_size(model_config.vocab_size, typed.pad_vocab_to_multiple_of)
     total_flops = count_training_flops(typed, padded, count_parameters(padded))
-    config, choices = resolve_hardware(typed, accelerator.device, total_flops, start.sharding)
+    facts = find_facts(device, num_processes, total_flops=total_flops, kept=content["hardware"] if content else {})
+    choices = choose(typed, facts, on_main_process(lambda: measure_open(typed, facts, device, padded)))
+    config = apply_choices(typed, choices, start.sharding)
+    accelerator = build_accelerator(config, start.output_dir, choices)
     if typed.max_eval_samples == "auto" and resume_dir is not None:  # an extended run evaluates the same rows
         config = dataclasses.replace(config, max_eval_samples=content["untrained"].get("num_rows", "auto"))
     data_bytes = dataset.train.num_bytes if config.data_placement == "device" else 0
     plan = plan_device(config, padded, accelerator, start.output_dir, earlier, data_bytes, start.sharding)
     return Run(
         **vars(dataclasses.replace(start, run_id=run_id)),
+        accelerator=accelerator,
         recipe=recipe,
         config=plan.apply(config),
         typed=typed,
@@ -249,6 +265,7 @@ def load_state(run: Run, trained: Trained) -> RunState:
         state = on_all_processes(lambda: load_checkpoint(run.resume_dir, trained))
     state.run_id = run.run_id or gather(uuid.uuid4().hex[:12])[0]
     state.memory = run.plan.choices
+    state.hardware = describe_choices(run.choices, run.accelerator.device.type)
     return state
 
 

@@ -1,0 +1,208 @@
+"""What every `auto` of precision, compilation, attention and threads becomes: pure functions of facts.
+
+The order: the option, the launcher, the checkpoint that the run continues, what the kind of device decides. What is
+still open is measured (recipe/hardware/probe.py). Noise in a measurement must not change the numbers of a run, so a
+resumed run keeps what was measured for it.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from recipe.config import TrainConfig
+from recipe.errors import UserError
+from recipe.hardware.probe import Measured
+from recipe.hardware.sharding import Sharding
+
+# bf16 has to win by this factor, because fp32 is the more exact of two equals; plain attention too, because it takes
+# more memory.
+MARGIN = 1.1
+# What compiling takes and saves does depend on the machine, but both grow with its speed, so the time that a run's
+# products take at the measured rate tells whether compiling pays. Checked with 16 M parameters and GPT-2's vocabulary
+# on two EPYC cores with avx512_bf16, where it pays after 6e13 FLOPs (about 90 s of products).
+COMPILE_PAYS_SECONDS = 90.0
+PRODUCTS_SHARE = 0.4  # of the time of a step that is not compiled, for a run of which only the minutes are known
+ONE_PER_CPU = "one per CPU"  # nothing to choose
+DYNAMO_MODES = ("default", "lite", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A resolved value and the reason for it."""
+
+    value: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the choices depend on besides the options and the measurement."""
+
+    device_type: str
+    launcher_precision: str = "no"
+    launcher_backend: str = "no"
+    launcher_mode: str = "default"
+    has_bf16: bool = True  # a CUDA device: in its matrix units
+    why_no_inductor: str | None = None
+    typed_threads: int | None = None  # of a process on a CPU
+    thread_counts: tuple[int, ...] = (1,)  # that make sense for a process: one per core, one per CPU
+    total_flops: float = math.inf  # of the run; infinite if only its time is limited
+    kept: Mapping[str, Any] = field(default_factory=dict)  # `describe_choices` of the checkpoint
+
+
+def settle(config: TrainConfig, facts: Facts) -> dict[str, Choice]:
+    """Return the choices that take no measurement, by label. Raises `UserError` for those that cannot work."""
+    is_cpu, is_cuda = facts.device_type == "cpu", facts.device_type == "cuda"
+    kept = facts.kept if facts.kept.get("device_type") == facts.device_type else {}
+    same = "as in the checkpoint"
+    settled = {}
+
+    if config.mixed_precision != "auto":
+        settled["precision"] = Choice(config.mixed_precision, "requested by --mixed_precision")
+    elif facts.launcher_precision != "no":
+        settled["precision"] = Choice(facts.launcher_precision, "set by the launcher")
+    elif "mixed_precision" in kept:
+        settled["precision"] = Choice(kept["mixed_precision"], same)
+    elif is_cuda and facts.has_bf16:
+        settled["precision"] = Choice("bf16", "the GPU has bf16 matrix units")
+    elif is_cuda:
+        settled["precision"] = Choice("fp16", "the GPU has no bf16 matrix units; gradients are scaled")
+
+    if config.dynamo_backend != "auto":
+        settled["dynamo"] = Choice(config.dynamo_backend, "requested by --dynamo_backend")
+    elif facts.launcher_backend != "no":
+        settled["dynamo"] = Choice(facts.launcher_backend, "set by the launcher")
+    elif facts.why_no_inductor is not None:
+        settled["dynamo"] = Choice("no", facts.why_no_inductor)
+    elif "dynamo_backend" in kept:
+        settled["dynamo"] = Choice(kept["dynamo_backend"], same)
+    elif is_cuda:
+        settled["dynamo"] = Choice("inductor", "the default on CUDA")
+    elif not is_cpu:
+        settled["dynamo"] = Choice("no", f"not tried on {facts.device_type}")
+
+    if config.attn_implementation != "auto":
+        settled["attention"] = Choice(config.attn_implementation, "requested by --attn_implementation")
+    elif "attn_implementation" in kept:
+        settled["attention"] = Choice(kept["attn_implementation"], same)
+    elif not is_cpu:
+        settled["attention"] = Choice("sdpa", "flash kernels, no mask")
+
+    if is_cpu and facts.typed_threads is not None:
+        settled["threads"] = Choice(str(facts.typed_threads), "set by OMP_NUM_THREADS")
+    elif is_cpu and kept.get("num_threads") in facts.thread_counts:
+        settled["threads"] = Choice(str(kept["num_threads"]), same)
+    elif is_cpu and len(facts.thread_counts) == 1:
+        settled["threads"] = Choice(str(facts.thread_counts[0]), ONE_PER_CPU)
+    _check(settled, facts)
+    return settled
+
+
+def choose(config: TrainConfig, facts: Facts, measured: Measured | None) -> dict[str, Choice]:
+    """Return all choices by label. measured: what decides those that `settle` leaves open; None if it leaves none."""
+    choices = settle(config, facts)
+    if "precision" not in choices:
+        rates = measured.flops_per_second
+        ratio, where = rates["bf16"] / rates["no"], "on this device" if facts.device_type != "cpu" else "here"
+        if ratio >= MARGIN:
+            choices["precision"] = Choice("bf16", f"bf16 products are {ratio:.1f} times as fast as fp32 {where}")
+        elif ratio >= 1:
+            choices["precision"] = Choice("no", f"bf16 products are only {ratio:.2f} times as fast as fp32 {where}")
+        else:
+            choices["precision"] = Choice("no", f"fp32 products are {1 / ratio:.1f} times as fast as bf16 {where}")
+    if "dynamo" not in choices:
+        seconds = facts.total_flops / measured.flops_per_second[choices["precision"].value]
+        if config.max_minutes is not None:
+            seconds = min(seconds, PRODUCTS_SHARE * 60 * config.max_minutes)
+        if seconds < COMPILE_PAYS_SECONDS:
+            found = f"{seconds:.0f} s of products, and {COMPILE_PAYS_SECONDS:.0f} would pay for compiling"
+            choices["dynamo"] = Choice("no", f"this run is short: {found}")
+        else:
+            choices["dynamo"] = Choice("inductor", "this run is long enough to pay for compiling")
+    if "attention" not in choices:
+        found, rows = measured.attention_seconds, f"rows of {config.block_size:,} tokens"
+        ratio = found["sdpa"] / found["eager"] if found else 0.0
+        if ratio >= MARGIN:
+            choices["attention"] = Choice("eager", f"{ratio:.1f} times as fast as sdpa here, for {rows}")
+        elif found:
+            choices["attention"] = Choice("sdpa", f"{1 / ratio:.1f} times as fast as plain attention here, for {rows}")
+        else:
+            choices["attention"] = Choice("sdpa", f"plain attention takes too much memory for {rows}")
+    if facts.device_type == "cpu" and "threads" not in choices:
+        number = min(measured.num_threads, max(facts.thread_counts))  # another machine of the run may have fewer
+        which = "core" if number == min(facts.thread_counts) else "CPU"
+        choices["threads"] = Choice(str(number), f"one per {which} is fastest here")
+    if choices["dynamo"].value == "inductor" and facts.launcher_mode != "default":
+        choices["mode"] = Choice(facts.launcher_mode, "set by the launcher")
+    if config.bf16_residual:
+        if choices["precision"].value != "bf16":
+            found = f"{choices['precision'].value}: {choices['precision'].reason}"
+            raise UserError(f"--bf16_residual requires bf16 mixed precision, but this run uses {found}")
+        choices["residual"] = Choice("bf16", "requested by --bf16_residual")
+    return choices
+
+
+def apply_choices(config: TrainConfig, choices: dict[str, Choice], sharding: Sharding | None = None) -> TrainConfig:
+    """Return the config with the choices in place of `auto`."""
+    if sharding is not None and sharding.activation_checkpointing and config.activation_checkpointing == "auto":
+        config = dataclasses.replace(config, activation_checkpointing="true")
+    return dataclasses.replace(
+        config,
+        mixed_precision=choices["precision"].value,
+        dynamo_backend=choices["dynamo"].value,
+        attn_implementation=choices["attention"].value,
+    )
+
+
+def describe_choices(choices: dict[str, Choice], device_type: str) -> dict[str, Any]:
+    """Return what a resumed run keeps on the same type of device, because it changes the bits."""
+    return {
+        "device_type": device_type,
+        "mixed_precision": choices["precision"].value,
+        "dynamo_backend": choices["dynamo"].value,
+        "attn_implementation": choices["attention"].value,
+        "num_threads": int(choices["threads"].value) if "threads" in choices else None,
+    }
+
+
+def to_measure(settled: dict[str, Choice], facts: Facts) -> list[str]:
+    """Return the precisions to measure for what is still open; [] if nothing is."""
+    labels = {"precision", "dynamo", "attention"} | ({"threads"} if facts.device_type == "cpu" else set())
+    if labels <= settled.keys():
+        return []
+    return [settled["precision"].value] if "precision" in settled else ["no", "bf16"]
+
+
+def check_sharded(config: TrainConfig, facts: Facts) -> None:
+    """Raise `UserError` for what does not work with shards."""
+    if (precision := settle(config, facts).get("precision")) and precision.value == "fp16":
+        raise UserError("FSDP does not work with fp16 and its gradient scaler; use --mixed_precision bf16 or no")
+    if config.optim == "adamw_bnb_8bit":
+        raise UserError("FSDP does not work with --optim adamw_bnb_8bit; use adamw_torch_fused or muon")
+    if config.dynamo_backend in ("auto", "inductor") and facts.launcher_mode in CUDA_GRAPH_MODES:
+        found = f"FSDP does not work with dynamo_mode {facts.launcher_mode}, because gathered weights move in memory"
+        raise UserError(f"{found}; launch with --dynamo_mode default")
+
+
+def _check(settled: dict[str, Choice], facts: Facts) -> None:
+    """Raise `UserError` for a precision or backend that does not work here, before the first step fails."""
+    precision, dynamo = settled.get("precision"), settled.get("dynamo")
+    if precision and precision.value not in ("no", "bf16", "fp16"):
+        raise UserError(
+            f"mixed_precision {precision.value} is not supported: its converters skip GPT-2's Conv1D layers; use "
+            "bf16, as accelerate_configs/single_gpu.yaml does"
+        )
+    if precision and precision.value == "fp16" and facts.device_type != "cuda":
+        raise UserError(
+            f"fp16 requires a CUDA device, but this run uses {facts.device_type}; use bf16 or no, or "
+            "accelerate_configs/cpu.yaml, which lets the script choose"
+        )
+    if dynamo and dynamo.value not in ("no", "inductor", "aot_eager", "eager"):
+        raise UserError(f"the launcher's dynamo_backend {dynamo.value} does not work here; use inductor or no")
+    if dynamo and dynamo.value == "inductor" and facts.why_no_inductor is not None:
+        raise UserError(f"dynamo_backend inductor ({dynamo.reason}) cannot compile: {facts.why_no_inductor}; use no")
+    if facts.launcher_mode not in DYNAMO_MODES:
+        raise UserError(f"the launcher's dynamo_mode is '{facts.launcher_mode}'; use one of {', '.join(DYNAMO_MODES)}")
