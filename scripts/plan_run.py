@@ -75,7 +75,7 @@ def main() -> None:
     failed = check_machine(config, choices)
     print(f"\n{plan_machine(args, apply_choices(config, choices), model_config)}")
     if args.measure:
-        print(f"\nmeasured: {measure(args.config_file, config, choices)}")
+        print(f"\nmeasured: {measure(args.config_file, config, choices['dynamo'].value)}")
     if failed:
         raise UserError(f"failed checks: {failed}")
 
@@ -167,14 +167,17 @@ def check_hub(config: TrainConfig) -> str:
         return f"a token is stored, but the Hub did not accept it: {short_reason(error)}"
 
 
-def measure(config_file: str | None, config: TrainConfig, choices: dict[str, Choice]) -> str:
-    """Train ten steps of the run with the launcher, and extrapolate to all of its steps. Nothing is published."""
+def measure(config_file: str | None, config: TrainConfig, backend: str) -> str:
+    """Train ten steps of the run with the launcher, and extrapolate to all of its steps. Nothing is published.
+
+    backend: what compiles the whole run here; ten steps alone would not pay for it.
+    """
     model_config = build_model_config(config, GPT2_VOCAB_SIZE, 0, config.model_name_or_path)
     num_parameters = count_parameters(model_config)
     short = {"max_steps": MEASURED_STEPS, "num_train_epochs": None, "max_minutes": None, "profile": None}
     short |= {"eval_steps": 0, "max_eval_samples": 1, "eval_tasks": None, "save_steps": 0, "logging_steps": 2}
     short |= {"push_to_hub": False, "report_to": None, "resume_from_checkpoint": None, "expected_loss": None}
-    short["dynamo_backend"] = choices["dynamo"].value
+    short["dynamo_backend"] = backend
     short["warmup_steps"] = min(config.warmup_steps, 1)
     steps, most = dataclasses.replace(config, **short), MOST_CPU_FLOPS if find_device().type == "cpu" else math.inf
     while steps.global_batch_size % 2 == 0 and count_training_flops(steps, model_config, num_parameters) > most:

@@ -12,7 +12,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from recipe.command_line import load_config
 from recipe.errors import UserError
 from recipe.hardware import accelerator
-from recipe.hardware.accelerator import CUDA_GRAPH_MODES, DYNAMO_MODES, parallelize, resolve_hardware
+from recipe.hardware.accelerator import find_facts, parallelize
+from recipe.hardware.choices import CUDA_GRAPH_MODES, DYNAMO_MODES, choose, settle
 from recipe.hardware.devices import has_compiler
 from recipe.hardware.memory import micro_batch_sizes, smaller_micro_batches
 from recipe.model.loss import LanguageModelingLoss
@@ -40,13 +41,14 @@ def test_the_modes_are_those_of_torch():
 def test_the_mode_is_the_launchers(monkeypatch, launch_with):
     """The start table shows it where inductor compiles; one of another version of torch is refused."""
     monkeypatch.setattr(accelerator, "why_no_inductor", lambda device: None)
+    typed = ["--mixed_precision", "no", "--attn_implementation", "sdpa"]
     for backend, mode, expected in (("inductor", "lite", "lite"), ("inductor", "default", None), ("no", "lite", None)):
         launch_with(mode)
-        choices = resolve_hardware(config_of("--dynamo_backend", backend), torch.device("cpu"), 0.0)[1]
+        choices = choose(config_of("--dynamo_backend", backend, *typed), find_facts(torch.device("cpu")), None)
         assert (choices["mode"].value if "mode" in choices else None) == expected
     launch_with("fastest")
     with pytest.raises(UserError, match="the launcher's dynamo_mode is 'fastest'; use one of default, lite, "):
-        resolve_hardware(config_of("--dynamo_backend", "inductor"), torch.device("cpu"), 0.0)
+        settle(config_of(), find_facts(torch.device("cpu")))
 
 
 @pytest.mark.parametrize("mode", CUDA_GRAPH_MODES)

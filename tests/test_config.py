@@ -2,11 +2,9 @@
 
 import dataclasses
 import json
-import math
 import re
 
 import pytest
-import torch
 import yaml
 from conftest import run_script
 
@@ -15,7 +13,6 @@ from recipe.command_line import CONFIGS_DIR, load_config
 from recipe.config import OPTIONS, SECTIONS, TrainConfig, save_config
 from recipe.errors import UserError
 from recipe.evaluation.validation import count_eval_rows
-from recipe.hardware.accelerator import choose_dynamo_backend
 from recipe.hardware.memory import micro_batch_sizes
 from recipe.run.folder import choose_output_dir
 from recipe.run.resume import resolve_length
@@ -363,13 +360,6 @@ def test_evaluation_costs_two_percent_by_default(name):
 )
 def test_an_evaluation_has_a_few_rows_and_never_more_than_there_are(typed, num_rows, expected):
     assert count_eval_rows(load(*DATA, "--max_steps", "1", "--max_eval_samples", typed), num_rows) == expected
-
-
-def test_a_short_time_limit_does_not_pay_for_compiling():
-    """With a limit of time alone, the number of steps is not known."""
-    short, long = (load(*DATA, "--max_minutes", minutes) for minutes in ("2", "60"))
-    found = [choose_dynamo_backend(config, torch.device("cpu"), math.inf).reason for config in (short, long)]
-    assert ["too short to pay for compiling" in reason for reason in found] == [True, False]
 
 
 @pytest.mark.parametrize(

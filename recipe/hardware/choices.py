@@ -55,48 +55,41 @@ class Facts:
 
 def settle(config: TrainConfig, facts: Facts) -> dict[str, Choice]:
     """Return the choices that take no measurement, by label. Raises `UserError` for those that cannot work."""
-    is_cpu, is_cuda = facts.device_type == "cpu", facts.device_type == "cuda"
+    is_cpu, is_cuda, same = facts.device_type == "cpu", facts.device_type == "cuda", "as in the checkpoint"
     kept = facts.kept if facts.kept.get("device_type") == facts.device_type else {}
-    same = "as in the checkpoint"
+    names = ("mixed_precision", "dynamo_backend", "attn_implementation", "num_threads")
+    precision, backend, attention, num_threads = (kept.get(name) for name in names)
+    units = "the GPU has bf16 matrix units" if facts.has_bf16 else "the GPU has no bf16 units; gradients are scaled"
+    first_that_holds = {
+        "precision": (
+            (config.mixed_precision != "auto", config.mixed_precision, "requested by --mixed_precision"),
+            (facts.launcher_precision != "no", facts.launcher_precision, "set by the launcher"),
+            (precision, precision, same),
+            (is_cuda, "bf16" if facts.has_bf16 else "fp16", units),
+        ),
+        "dynamo": (
+            (config.dynamo_backend != "auto", config.dynamo_backend, "requested by --dynamo_backend"),
+            (facts.launcher_backend != "no", facts.launcher_backend, "set by the launcher"),
+            (facts.why_no_inductor, "no", facts.why_no_inductor),
+            (backend, backend, same),
+            (is_cuda, "inductor", "the default on CUDA"),
+            (not is_cpu, "no", f"not tried on {facts.device_type}"),
+        ),
+        "attention": (
+            (config.attn_implementation != "auto", config.attn_implementation, "requested by --attn_implementation"),
+            (attention, attention, same),
+            (not is_cpu, "sdpa", "flash kernels, no mask"),
+        ),
+        "threads": (
+            (is_cpu and facts.typed_threads, str(facts.typed_threads), "set by OMP_NUM_THREADS"),
+            (is_cpu and num_threads in facts.thread_counts, str(num_threads), same),
+            (is_cpu and len(facts.thread_counts) == 1, str(facts.thread_counts[0]), ONE_PER_CPU),
+        ),
+    }
     settled = {}
-
-    if config.mixed_precision != "auto":
-        settled["precision"] = Choice(config.mixed_precision, "requested by --mixed_precision")
-    elif facts.launcher_precision != "no":
-        settled["precision"] = Choice(facts.launcher_precision, "set by the launcher")
-    elif "mixed_precision" in kept:
-        settled["precision"] = Choice(kept["mixed_precision"], same)
-    elif is_cuda and facts.has_bf16:
-        settled["precision"] = Choice("bf16", "the GPU has bf16 matrix units")
-    elif is_cuda:
-        settled["precision"] = Choice("fp16", "the GPU has no bf16 matrix units; gradients are scaled")
-
-    if config.dynamo_backend != "auto":
-        settled["dynamo"] = Choice(config.dynamo_backend, "requested by --dynamo_backend")
-    elif facts.launcher_backend != "no":
-        settled["dynamo"] = Choice(facts.launcher_backend, "set by the launcher")
-    elif facts.why_no_inductor is not None:
-        settled["dynamo"] = Choice("no", facts.why_no_inductor)
-    elif "dynamo_backend" in kept:
-        settled["dynamo"] = Choice(kept["dynamo_backend"], same)
-    elif is_cuda:
-        settled["dynamo"] = Choice("inductor", "the default on CUDA")
-    elif not is_cpu:
-        settled["dynamo"] = Choice("no", f"not tried on {facts.device_type}")
-
-    if config.attn_implementation != "auto":
-        settled["attention"] = Choice(config.attn_implementation, "requested by --attn_implementation")
-    elif "attn_implementation" in kept:
-        settled["attention"] = Choice(kept["attn_implementation"], same)
-    elif not is_cpu:
-        settled["attention"] = Choice("sdpa", "flash kernels, no mask")
-
-    if is_cpu and facts.typed_threads is not None:
-        settled["threads"] = Choice(str(facts.typed_threads), "set by OMP_NUM_THREADS")
-    elif is_cpu and kept.get("num_threads") in facts.thread_counts:
-        settled["threads"] = Choice(str(kept["num_threads"]), same)
-    elif is_cpu and len(facts.thread_counts) == 1:
-        settled["threads"] = Choice(str(facts.thread_counts[0]), ONE_PER_CPU)
+    for label, rules in first_that_holds.items():
+        if found := [Choice(value, reason) for holds, value, reason in rules if holds]:
+            settled[label] = found[0]
     _check(settled, facts)
     return settled
 

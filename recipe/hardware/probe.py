@@ -88,14 +88,14 @@ def time_products(device: torch.device, model_config: PreTrainedConfig, precisio
     }
     seconds = best_in_turn(products, device, PRODUCT_SECONDS)
 
-    rates = {name: 2 * 64 * 256 * 256 / small[name] for name in precisions}
+    rates = {}
     for name in names:
         per_flop = {
             sides: sum(seconds[name, sides, number] for number in range(3)) / (6 * math.prod(sides))
             for sides in set(cut.values())
         }
         rates[name] = flops.total() / sum(flops[shape] * per_flop[cut[shape]] for shape in flops)
-    return rates
+    return {name: rates.get(name, rates[fastest] * small[fastest] / small[name]) for name in precisions}
 
 
 def multiply(device: torch.device, precision: str, rows: int, width: int, columns: int) -> list[Callable]:

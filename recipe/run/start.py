@@ -220,6 +220,8 @@ def plan_run(start: Start, typed: TrainConfig, recipe: str, dataset: Any) -> Run
     choices = choose(typed, facts, on_main_process(lambda: measure_open(typed, facts, device, padded)))
     config = apply_choices(typed, choices, start.sharding)
     accelerator = build_accelerator(config, start.output_dir, choices)
+    if start.sharding is not None:
+        choices = {"layout": Choice("FSDP", start.sharding.describe()), **choices}
     if typed.max_eval_samples == "auto" and resume_dir is not None:  # an extended run evaluates the same rows
         config = dataclasses.replace(config, max_eval_samples=content["untrained"].get("num_rows", "auto"))
     data_bytes = dataset.train.num_bytes if config.data_placement == "device" else 0
