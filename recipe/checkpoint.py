@@ -25,6 +25,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from recipe.config import TrainConfig, save_config
 from recipe.data.tokenizer import save_tokenizer
+from recipe.disk import can_map, flush, remove
 from recipe.environment import describe_environment
 from recipe.errors import UserError, short_reason
 from recipe.hardware.devices import get_rng_state, set_rng_state
@@ -114,12 +115,12 @@ def seal_checkpoint(directory: Path) -> None:
     """Write the manifest that `why_damaged` checks, and flush every file to disk."""
     files = {}
     for path in sorted(directory.iterdir()):
-        fsync(path)
+        flush(path)
         files[path.name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
     manifest = {"environment": describe_environment(torch.device("cpu")), "files": files}
     (directory / MANIFEST_NAME).write_text(json.dumps(manifest, indent=2) + "\n")
-    fsync(directory / MANIFEST_NAME)
-    fsync(directory)
+    flush(directory / MANIFEST_NAME)
+    flush(directory)
 
 
 def why_damaged(directory: Path) -> str | None:
@@ -144,17 +145,6 @@ def why_damaged(directory: Path) -> str | None:
 def _sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return sha_fileobj(file).hex()
-
-
-def fsync(path: Path) -> None:
-    """Wait until a file or folder is on disk."""
-    if path.is_dir() and os.name == "nt":  # Windows opens files only
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # ------------------------------------------------------------------ find and load
@@ -210,6 +200,7 @@ def load_checkpoint(directory: Path, trained: Trained) -> RunState:
         load_weights(trained.model, directory, trained.model_config.vocab_size)
         # Mapped, because each process of a machine would hold a copy. On a CPU, an optimizer without shards keeps it.
         is_mapped = device.type != "cpu" or isinstance(parameters[0], DTensor)
+        is_mapped = is_mapped and can_map(directory / OPTIMIZER_NAME)
         saved = torch.load(directory / OPTIMIZER_NAME, map_location="cpu", weights_only=True, mmap=is_mapped)
         for index, values in saved["optimizer"]["state"].items():
             for key, value in values.items():
@@ -334,7 +325,7 @@ class CheckpointSaver:
             if final.exists():  # of the same step, damaged or of another schedule
                 os.rename(final, replaced)  # `clean_checkpoints` would restore it
             os.rename(partial, final)
-            fsync(self.output_dir)
+            flush(self.output_dir)
         except BaseException:
             clean_checkpoints(self.output_dir)
             raise
@@ -368,8 +359,7 @@ def remove_checkpoint(directory: Path) -> None:
     if directory.exists():
         hidden = directory.with_name(f".{directory.name}.removed.partial")
         shutil.rmtree(hidden, ignore_errors=True)
-        os.rename(directory, hidden)
-        shutil.rmtree(hidden)
+        remove(directory, hidden)
 
 
 def clean_checkpoints(output_dir: Path) -> None:

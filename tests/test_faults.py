@@ -1,7 +1,6 @@
 """Faults do not lose a run: damaged checkpoints, full disks, bad numbers, no memory, signals, locks, secrets."""
 
 import contextlib
-import fcntl
 import functools
 import json
 import math
@@ -757,18 +756,6 @@ def test_a_folder_in_use(train, tmp_path, monkeypatch):
     assert {p.name for p in (tmp_path / "run").iterdir()} == {".lock", "checkpoint-4"}
     assert choose_output_dir(load_config([])[0], "demo") == Path("runs/demo")  # it ended and left nothing
     release_output_dirs()
-
-
-def test_a_file_system_without_locks(tmp_path, monkeypatch, capsys):
-    """The run only prints a warning."""
-
-    def unsupported(*args):
-        raise OSError(95, "Operation not supported")
-
-    monkeypatch.setattr(fcntl, "flock", unsupported)
-    lock_output_dir(tmp_path / "run")
-    release_output_dirs()
-    assert "warning: " in (out := capsys.readouterr().out) and "Operation not supported" in out
 
 
 # ------------------------------------------------------------------ secrets

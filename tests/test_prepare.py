@@ -69,6 +69,9 @@ def expected(tmp_path_factory, jsonl_file, tokenizer):
         return prepare_dataset(TextSource((str(jsonl_file),)), directory, tokenizer, num_workers=1)
 
 
+DATASET = ["dataset_dict.json", "metadata.json", "tokenizer", "train", "validation"]
+
+
 def write_jsonl(path: Path, texts: list, column: str = "text") -> str:
     path.write_text("".join(json.dumps({column: text}) + "\n" for text in texts), encoding="utf-8")
     return str(path)
@@ -358,25 +361,47 @@ def test_overwrite_replaces_packed_datasets_only(tmp_path, jsonl_file, tokenizer
     assert open_packed_dataset(tmp_path / "d", 16)
 
 
-@pytest.mark.parametrize("at", ["the first rename", "the last rename"])
-def test_an_interruption_at_the_end_loses_nothing(tmp_path, jsonl_file, tokenizer, monkeypatch, at):
-    """The next run resumes where it ended, and replaces the older dataset."""
-    source, rename = TextSource((str(jsonl_file),)), os.rename
-    old = prepare_dataset(dataclasses.replace(source, skip_bad_files=True), tmp_path / "d", tokenizer)
+@pytest.mark.parametrize("number", range(6))
+def test_an_interruption_at_the_end_loses_nothing(tmp_path, jsonl_file, tokenizer, monkeypatch, number):
+    """Whatever it precedes: the folder holds the older dataset or none, and the next run completes the newer one."""
+    source, directory = TextSource((str(jsonl_file),)), tmp_path / "d"
+    old = prepare_dataset(dataclasses.replace(source, skip_bad_files=True), directory, tokenizer)
+    calls, originals = [], {name: getattr(prepare, name) for name in ("replace_dataset", "move")}
 
-    def rename_until(a, b):
-        if tmp_path / "d" == (a if at == "the first rename" else b):
-            raise KeyboardInterrupt
-        rename(a, b)
+    def interrupted(name):
+        def call(*arguments):
+            calls.append(name)
+            if len(calls) > number:
+                raise KeyboardInterrupt
+            return originals[name](*arguments)
 
-    monkeypatch.setattr(os, "rename", rename_until)
-    with pytest.raises(KeyboardInterrupt):
-        prepare_dataset(source, tmp_path / "d", tokenizer, overwrite=True)
-    monkeypatch.setattr(os, "rename", rename)
-    if at == "the first rename":
-        assert read_metadata(tmp_path / "d") == old
+        return call
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        for name in originals:
+            patch.setattr(prepare, name, interrupted(name))
+        prepare_dataset(source, directory, tokenizer, overwrite=True)
+    if number == 0:
+        assert read_metadata(directory) == old
+    else:
+        with pytest.raises(UserError, match="it has no metadata.json"):
+            read_metadata(directory)
     monkeypatch.setattr(prepare, "tokenize_units", lambda *_: 1 / 0)  # all units are done
-    assert prepare_dataset(source, tmp_path / "d", tokenizer, overwrite=True)["fingerprint"] != old["fingerprint"]
+    made = prepare_dataset(source, directory, tokenizer, overwrite=number == 0)
+    assert made["fingerprint"] != old["fingerprint"] and len(all_rows(open_packed_dataset(directory, 16).train))
+    assert sorted(path.name for path in directory.iterdir()) == DATASET
+    assert [path.name for path in tmp_path.iterdir()] == ["d"]
+
+
+def test_what_an_earlier_version_began_is_completed(tmp_path, source, tokenizer, expected, monkeypatch):
+    """It worked in a folder beside the dataset."""
+    assert prepare_dataset(source, tmp_path / "d", tokenizer, share=slice(1, None)) is None
+    (partial,) = (tmp_path / "d").glob(".*.partial")
+    partial.rename(tmp_path / f".d-{partial.name[1:]}")
+    (tmp_path / "d").rmdir()
+    tokenize, numbers = prepare.tokenize_units, []
+    monkeypatch.setattr(prepare, "tokenize_units", lambda *args: numbers.extend(args[3]) or tokenize(*args))
+    assert prepare_dataset(source, tmp_path / "d", tokenizer) == expected and numbers == [0]
     assert [path.name for path in tmp_path.iterdir()] == ["d"]
 
 
@@ -413,12 +438,12 @@ def test_every_way_to_prepare_gives_the_same_dataset(tmp_path, small_units, monk
     assert prepare_dataset(source, tmp_path / "several", tokenizer, num_workers=2) == expected
     for index in (2, 0):
         assert prepare_dataset(source, tmp_path / "array", tokenizer, share=slice(index, None, 3)) is None
-        assert not (tmp_path / "array").exists()
+        assert not (tmp_path / "array" / "metadata.json").exists()
     assert prepare_dataset(source, tmp_path / "array", tokenizer, share=slice(0)) is None  # --finish is too early
     made = prepare_dataset(source, tmp_path / "array", tokenizer, share=slice(1, None, 3))
     assert made == expected
     assert prepare_dataset(source, tmp_path / "cut", tokenizer, share=slice(2)) is None
-    (file,) = tmp_path.glob(".cut-*.partial/train/00001.arrow")
+    (file,) = tmp_path.glob("cut/.*.partial/train/00001.arrow")
     file.write_bytes(file.read_bytes()[:1000])
     assert prepare_dataset(source, tmp_path / "cut", tokenizer) == expected
     assert sorted(path.name for path in tmp_path.iterdir()) == ["array", "cut", "one", "several", "text"]
@@ -443,14 +468,13 @@ def test_a_killed_preparation_repeats_no_finished_unit(tmp_path, small_units, mo
     source, options = TextSource((file,)), {"train_file": file, "tokenizer_name": tokenizer_dir}
     owner = start_script(1_500_000, **options, output_dir=tmp_path / "d", preprocessing_num_workers=2)
     deadline = time.monotonic() + 60
-    while not list(tmp_path.glob(".d-*.partial/units/*.json")) and time.monotonic() < deadline:
+    while not list(tmp_path.glob("d/.*.partial/units/*.json")) and time.monotonic() < deadline:
         time.sleep(0.005)
     workers = psutil.Process(owner.pid).children()
     owner.send_signal(signal.SIGKILL)
     _, err = owner.communicate()  # and its processes
     assert len(workers) == 2 and not psutil.wait_procs(workers, timeout=20)[1] and "Traceback" not in err
-    assert not (tmp_path / "d").exists()
-    (partial,) = tmp_path.glob(".d-*.partial")
+    (partial,) = (tmp_path / "d").iterdir()
     done = [f"{path.stem}.arrow" for path in (partial / "units").glob("*.json")]
     written_at = {name: (partial / "train" / name).stat().st_mtime_ns for name in done}
     assert 0 < len(done) < len(source.units())
@@ -458,7 +482,7 @@ def test_a_killed_preparation_repeats_no_finished_unit(tmp_path, small_units, mo
     assert {name: (tmp_path / "d" / "train" / name).stat().st_mtime_ns for name in done} == written_at
     assert made == prepare_dataset(source, tmp_path / "e", tokenizer)
     left = {path.name for split in SPLITS for path in (tmp_path / "d" / split).glob(".*")}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "d", "e"] and not left
+    assert sorted(path.name for path in (tmp_path / "d").iterdir()) == DATASET and not left
 
 
 def test_jobs_and_commands_run_at_once(tmp_path, jsonl_file, expected, tokenizer_dir):
@@ -494,17 +518,6 @@ def test_another_command_finishes_first(tmp_path, source, tokenizer, expected, m
     monkeypatch.setattr(prepare, "choose_encoder", choose_later)
     made = prepare_dataset(source, tmp_path / "d", tokenizer, num_workers=1, overwrite=overwrite)
     assert made == expected and [path.name for path in tmp_path.iterdir()] == ["d"]
-
-
-def test_a_file_system_without_locks_is_enough(tmp_path, source, tokenizer, expected, monkeypatch):
-    """Two commands at once are rare; a preparation of hours must not fail at its end."""
-
-    def refuse(*_, **__):
-        raise NotImplementedError("FileSystem does not appear to support flock")
-
-    monkeypatch.setattr(prepare.FileLock, "acquire", refuse)
-    assert prepare_dataset(source, tmp_path / "d", tokenizer) == expected
-    assert [path.name for path in tmp_path.iterdir()] == ["d"]
 
 
 def test_two_commands_replace_a_dataset_at_once(tmp_path, source, tokenizer, expected, monkeypatch):
@@ -544,7 +557,7 @@ def test_a_full_disk_is_one_sentence(tmp_path, source, tokenizer, expected, monk
         patch.setattr(TokenWriter, "write", write_until_full)
         with pytest.raises(UserError, match="No space left on device; the finished units are kept, .* resumes"):
             prepare_dataset(source, tmp_path / "d", tokenizer)
-    assert written and not (tmp_path / "d").exists() and not list(tmp_path.glob(".d-*/train/.*"))
+    assert written and not list((tmp_path / "d").glob("[!.]*")) and not list(tmp_path.glob("d/.*/train/.*"))
     patched = []
     monkeypatch.setattr(TokenWriter, "write", lambda self, ids: patched.append(self.path) or write(self, ids))
     assert prepare_dataset(source, tmp_path / "d", tokenizer) == expected
@@ -723,7 +736,7 @@ def test_the_script_prepares_finishes_and_inspects(tmp_path, source, jsonl_file,
     common += ["--output_dir", tmp_path / "d", "--num_shards", 2]
     assert not run_script("scripts/prepare_data.py", *common, "--shard_index", 1)
     error = run_script("scripts/prepare_data.py", *common, "--finish")
-    assert error.startswith("error: ") and not (tmp_path / "d").exists()
+    assert error.startswith("error: ") and not (tmp_path / "d" / "metadata.json").exists()
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr(prepare, "summarize", lambda *_: 1 / 0)
         run_script("scripts/prepare_data.py", *common, "--shard_index", 0)

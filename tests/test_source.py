@@ -495,6 +495,7 @@ def test_a_copy_has_the_identity_of_the_original(tmp_path):
 def test_a_file_that_could_not_be_read_is_read_again(tmp_path, monkeypatch):
     """An error is not remembered as the content of a file that has not changed since."""
     path = Path(write_jsonl(tmp_path / "a.jsonl", ["x"]))
+    os.utime(path, (1e9, 1e9))
     with monkeypatch.context() as patch:
         patch.setattr(files, "digest_file", lambda _: "unreadable: Permission denied")
         failed = content_of(path)

@@ -19,6 +19,7 @@ from typing import BinaryIO
 
 import pyarrow as pa
 
+from recipe.disk import has_settled, identify
 from recipe.environment import cache_dir
 from recipe.errors import UserError
 
@@ -46,7 +47,7 @@ def find_files(given: Iterable[str], held_out: Iterable[str] = ()) -> Files:
 
     held_out: files to ignore, because they are the validation text. Raises `UserError` if nothing is left.
     """
-    found, seen = Files(), {os.path.realpath(path): "named as validation text" for path in held_out}
+    found, seen = Files(), {identify(path): "named as validation text" for path in held_out}
     for path in given:
         if Path(path).is_file():
             names = {path: kind_of(path) and None}  # raises for an unsupported one
@@ -61,12 +62,11 @@ def find_files(given: Iterable[str], held_out: Iterable[str] = ()) -> Files:
             kinds = f"it holds {_list(Counter(names.values()))}, and not {', '.join(KINDS)}"
             raise UserError(f"there is no file of a supported kind in {path}: {kinds}")
         for name, ignored in names.items():
-            real = os.path.realpath(name)
-            if reason := ignored or seen.get(real):
+            if reason := ignored or seen.get(identify(name)):
                 found.ignored[reason] += 1
             else:
                 found.paths.append(name)
-                seen[real] = "named twice"
+                seen[identify(name)] = "named twice"
     if not found.paths and found.ignored:
         raise UserError("all files of --train_file are named as --validation_file, too")
     return found
@@ -194,21 +194,27 @@ def identify_standard_library() -> str:
 
 
 def digest_files(paths: list[str]) -> list[str]:
-    """Return size and hash of each file. They are cached by path, size and time, so that they are read once."""
-    cache_file, cached, keys = cache_dir() / "digests.json", {}, []
+    """Return size and hash of each file. They are cached by path, size and time, so that they are read once.
+
+    Not of a file that has just changed, because another change may show the same time.
+    """
+    cache_file, cached, keys, fresh = cache_dir() / "digests.json", {}, [], set()
     with contextlib.suppress(OSError, ValueError):
         cached = json.loads(cache_file.read_text())
     for path in paths:
         status = os.stat(path)
         keys.append(f"{os.path.abspath(path)} {status.st_size} {status.st_mtime_ns}")
-    new = {key: path for key, path in zip(keys, paths, strict=True) if key not in cached}
+        if not has_settled(status):
+            fresh.add(keys[-1])
+    new = {key: path for key, path in zip(keys, paths, strict=True) if key not in cached or key in fresh}
     if new:
         with ThreadPoolExecutor() as threads:  # hashing releases Python's lock
             cached |= zip(new, threads.map(digest_file, new.values()), strict=True)
         with contextlib.suppress(OSError):
             cache_file.parent.mkdir(parents=True, exist_ok=True)
             partial = cache_file.with_name(f"digests-{os.getpid()}.json")
-            partial.write_text(json.dumps({key: of for key, of in cached.items() if "unreadable" not in of}))
+            kept = {key: of for key, of in cached.items() if key not in fresh and "unreadable" not in of}
+            partial.write_text(json.dumps(kept))
             os.replace(partial, cache_file)
     return [cached[key] for key in keys]
 

@@ -25,6 +25,7 @@ import pyarrow as pa
 
 from recipe.config import SPLITS
 from recipe.data.tokenizer import load_saved_tokenizer, tokenizer_sha256
+from recipe.disk import can_map
 from recipe.errors import UserError, short_reason
 
 if TYPE_CHECKING:
@@ -151,9 +152,11 @@ class PackedSplit:
     def _map(self, name: str, offset: int, num_ids: int) -> np.ndarray:
         import torch  # not at the top, because preparing data does not need it
 
-        dtype = np.dtype(id_dtype(self.vocab_size))
+        path, dtype = self.directory / name, np.dtype(id_dtype(self.vocab_size))
+        if not can_map(path):
+            return np.fromfile(path, dtype, num_ids, offset=offset)
         size = offset + num_ids * dtype.itemsize
-        return torch.from_file(str(self.directory / name), size=size, dtype=torch.uint8).numpy()[offset:].view(dtype)
+        return torch.from_file(str(path), size=size, dtype=torch.uint8).numpy()[offset:].view(dtype)
 
     def in_memory(self) -> "PackedSplit":
         """Load all ids into memory, as a single chunk."""

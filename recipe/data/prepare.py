@@ -1,8 +1,8 @@
 """Prepare a packed dataset from a text source.
 
-Units are tokenized in parallel into a hidden folder beside the dataset, which takes the dataset's name when all are
-done. What is finished is never repeated: a killed preparation loses one unit per process, and the jobs of an array
-write to the same folder.
+Units are tokenized in parallel into a hidden folder inside the dataset's. When all are done, its files move up,
+metadata.json last. What is finished is never repeated: a killed preparation loses one unit per process, and the jobs
+of an array write to the same folder.
 """
 
 import contextlib
@@ -11,8 +11,8 @@ import glob
 import hashlib
 import json
 import os
+import secrets
 import shutil
-import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import as_completed
@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from filelock import FileLock
 from tqdm import tqdm
 
 from recipe.config import SPLITS
@@ -37,12 +36,15 @@ from recipe.data.tokenizer import (
     train_tokenizer,
 )
 from recipe.data.units import Job, UnitTokenizer, UnitWorkers
+from recipe.disk import lock, move
 from recipe.environment import count_cpus
 from recipe.errors import UserError
 from recipe.progress import progress_target
 
 TRAINED = "bpe "  # begins what stands for the tokenizer among the inputs if it is trained on the text
-LOCK_NAME = ".lock"
+LOCK_NAME, METADATA_NAME = ".lock", "metadata.json"
+PARTS = (*SPLITS, "tokenizer", "dataset_dict.json", METADATA_NAME)  # in the order in which they take their place
+HASH = "[0-9a-f]" * 12
 say = functools.partial(print, flush=True)
 
 
@@ -64,6 +66,9 @@ def prepare_dataset(
     packed dataset, and nothing else.
     """
     inputs = inputs_of(source, tokenizer, tokenizer_vocab_size, max_bytes)
+    if partial_folders(directory) and not (directory / METADATA_NAME).exists():
+        with locked(directory):
+            finish_move(directory)
     if (existing := _find_existing(source, directory, inputs, overwrite)) is not None:
         return existing
     started_at = time.perf_counter()
@@ -73,7 +78,7 @@ def prepare_dataset(
     if source.commit:
         say(f"{source.dataset_name} at commit {source.commit}")
     units = select_units(source.units(), max_bytes)
-    partial = directory.with_name(f".{directory.name}-{fingerprint_of(inputs)[:12]}.partial")
+    partial = partial_folder(directory, inputs)
     try:
         tokenizer = save_once(partial, source, units, tokenizer, tokenizer_vocab_size)
     except OSError as error:
@@ -89,12 +94,10 @@ def prepare_dataset(
             tokenize_units(job, tokenizer, units, mine, num_workers or count_cpus())
     except UserError as error:
         failure = error
-    lock = FileLock(partial / LOCK_NAME)
-    with contextlib.suppress(NotImplementedError, OSError):  # some network file systems do not support locks
-        lock.acquire()
-    try:
+    with locked(directory):
+        finish_move(directory)
         if (existing := _find_existing(source, directory, inputs, overwrite)) is not None:
-            # Another process was faster. It may have renamed the folder before this one wrote to it.
+            # Another process was faster. It may have moved the files before this one wrote its own.
             shutil.rmtree(partial, ignore_errors=True)
             return existing
         if failure:
@@ -103,11 +106,9 @@ def prepare_dataset(
             say(f"{left:,} of {len(units):,} units are not done yet")
             return None
         metadata = summarize(job, tokenizer, len(units), inputs)
-        give_name(partial, directory)
-    except OSError as error:
-        raise UserError(f"cannot write the dataset {directory}: {error.strerror or error}") from error
-    finally:
-        lock.release()
+        replace_dataset(partial, directory)
+        for path in (*partial_folders(directory), directory.with_name(f".{directory.name}.replaced")):
+            shutil.rmtree(path, ignore_errors=True)  # what was interrupted before
     seconds = time.perf_counter() - started_at
     documents, tokens, num_bytes = (sum(of[key] for of in metadata["splits"].values()) for key in COUNTS)
     rate = f" ({num_bytes / 1e6 / seconds:.1f} MB/s)" if len(mine) == len(units) else ""
@@ -132,7 +133,7 @@ def is_made_from(directory: Path, inputs: dict[str, Any], source: TextSource) ->
     """Return whether a dataset was prepared from these inputs; of a Hub out of reach, the content is not known."""
     metadata = {}
     with contextlib.suppress(OSError, ValueError):
-        metadata = json.loads((directory / "metadata.json").read_text())
+        metadata = json.loads((directory / METADATA_NAME).read_text())
     if inputs["content"] is not None:
         return metadata.get("fingerprint") == fingerprint_of(inputs)
     has_revision = source.dataset_revision in (None, metadata.get("source", {}).get("dataset_revision"))
@@ -143,10 +144,11 @@ def _find_existing(
     source: TextSource, directory: Path, inputs: dict[str, Any], overwrite: bool
 ) -> dict[str, Any] | None:
     """Return the metadata of a dataset that is prepared. Raises `UserError` for what must not be replaced."""
-    if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
+    if not (directory / METADATA_NAME).is_file():
+        others = [path for path in directory.glob("[!.]*") if path.name != "lost+found"]  # of a disk's own
+        if others or directory.is_file():
+            raise UserError(f"{directory} exists and is not a packed dataset; choose another folder")
         return None
-    if not (directory / "metadata.json").is_file():
-        raise UserError(f"{directory} exists and is not a packed dataset; choose another folder")
     if is_made_from(directory, inputs, source):
         with contextlib.suppress(UserError) if overwrite else contextlib.nullcontext():  # it may be damaged
             metadata = read_metadata(directory)
@@ -191,13 +193,14 @@ def save_once(
         tokenizer = train_tokenizer(read_train_texts(source, units), tokenizer_vocab_size)
         size = describe_vocabulary(tokenizer, tokenizer_vocab_size)
         say(f"trained a byte-level BPE of {size} in {time.perf_counter() - started_at:.1f} s")
-    scratch = Path(tempfile.mkdtemp(prefix=".tokenizer-", dir=partial))
+    scratch = partial / f".tokenizer-{secrets.token_hex(4)}"
     tokenizer.save_pretrained(scratch)
-    scratch.chmod(partial.stat().st_mode)
     try:
         os.rename(scratch, folder)
-    except OSError:  # another job of the array was faster
-        shutil.rmtree(scratch)
+    except OSError:
+        if not folder.is_dir():
+            raise
+        shutil.rmtree(scratch)  # another job of the array was faster
     return tokenizer
 
 
@@ -272,21 +275,10 @@ def summarize(job: Job, tokenizer: TextTokenizer, num_units: int, inputs: dict[s
     (partial / "dataset_dict.json").write_text(json.dumps({"splits": list(SPLITS)}))
     for path in partial.glob(".tokenizer-*"):
         shutil.rmtree(path)
-    (partial / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
+    written = partial / f".{METADATA_NAME}"
+    written.write_text(json.dumps(metadata, indent=2) + "\n")
+    written.replace(partial / METADATA_NAME)
     return metadata
-
-
-def give_name(partial: Path, directory: Path) -> None:
-    """Rename a complete dataset to its final name, and remove what had it, and what was interrupted before."""
-    replaced = directory.with_name(f".{directory.name}.replaced")
-    if directory.is_dir():
-        shutil.rmtree(replaced, ignore_errors=True)
-        os.rename(directory, replaced)
-    os.rename(partial, directory)
-    shutil.rmtree(directory / "units")
-    (directory / LOCK_NAME).unlink(missing_ok=True)
-    for path in (*directory.parent.glob(f".{glob.escape(directory.name)}-{'[0-9a-f]' * 12}.partial"), replaced):
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def add_up(units: list[dict]) -> dict:
@@ -329,3 +321,58 @@ def print_report(source: TextSource, report: ReadReport) -> None:
 
 def sha256_of(hexdigests: Iterable[str]) -> str:
     return hashlib.sha256("".join(hexdigests).encode()).hexdigest()
+
+
+# ------------------------------------------------------------------ the folder of a dataset
+
+
+def partial_folder(directory: Path, inputs: dict[str, Any]) -> Path:
+    """Return the folder in which a dataset is prepared.
+
+    It is in the dataset's own, which may be a mount point: what is beside it could be on a small disk, or read-only.
+    """
+    digest = fingerprint_of(inputs)[:12]
+    older = directory.with_name(f".{directory.name}-{digest}.partial")  # what version 0.1 has begun
+    return older if os.path.isdir(older) else directory / f".{digest}.partial"
+
+
+def partial_folders(directory: Path) -> list[Path]:
+    """Return the folders of preparations of a dataset that were interrupted, or that other processes are at."""
+    beside = directory.parent.glob(f".{glob.escape(directory.name)}-{HASH}.partial")
+    return [*directory.glob(f".{HASH}.partial"), *beside]
+
+
+@contextlib.contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Let one process at a time change the dataset in a folder. Raises `UserError` if the folder cannot be written."""
+    try:
+        held = lock(directory / LOCK_NAME)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):  # Windows keeps it
+                (directory / LOCK_NAME).unlink()  # whoever waits for it notices, and locks another
+            if held is not None:
+                held.release()
+    except OSError as error:
+        raise UserError(f"cannot write the dataset {directory}: {error.strerror or error}") from error
+
+
+def replace_dataset(partial: Path, directory: Path) -> None:
+    """Move a complete dataset to its place. An older one loses metadata.json first, so none is ever a mixture."""
+    (directory / METADATA_NAME).unlink(missing_ok=True)
+    for name in PARTS:
+        if (partial / name).exists():  # else it has been moved, and the process was killed
+            if (directory / name).is_dir():
+                shutil.rmtree(directory / name)
+            move(partial / name, directory / name)
+    shutil.rmtree(partial, ignore_errors=True)
+
+
+def finish_move(directory: Path) -> None:
+    """Move a complete dataset to its place if a process was killed before it had done so."""
+    if not (directory / METADATA_NAME).exists():
+        for path in partial_folders(directory):
+            if (path / METADATA_NAME).exists():
+                replace_dataset(path, directory)
+                return

@@ -309,5 +309,8 @@ def source_from(config: TrainConfig | Namespace) -> TextSource:
 
 
 def name_of_text(text: str) -> str:
-    """Derive a folder name from a path, pattern or Hub id: its last part without suffixes and special characters."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(text).name.split(".")[0]).strip("-.") or "text"
+    """Derive a folder name from a path, pattern or Hub id: its last part without suffixes and special characters.
+
+    It leaves room for additions, because a name may have 255 characters, and 143 on an encrypted disk (eCryptfs).
+    """
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(text).name.split(".")[0])[:100].strip("-.") or "text"

@@ -4,12 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
+from recipe.disk import can_map, share
 from recipe.environment import only_cached
 from recipe.errors import UserError, check_local_path, short_reason
 
@@ -82,7 +83,7 @@ def write_model(
     generation_config = GenerationConfig(bos_token_id=eos, eos_token_id=eos, pad_token_id=eos, do_sample=True)
     generation_config.save_pretrained(directory)
     save_file(weights, directory / WEIGHTS_NAME, metadata={"format": "pt"})
-    (directory / WEIGHTS_NAME).chmod(directory.stat().st_mode & 0o666)  # safetensors 0.8 makes its files private
+    share(directory / WEIGHTS_NAME)  # safetensors 0.8 makes its files private
 
 
 def load_weights(model: PreTrainedModel, directory: Path, vocab_size: int) -> None:
@@ -90,7 +91,8 @@ def load_weights(model: PreTrainedModel, directory: Path, vocab_size: int) -> No
 
     Raises `ValueError` for missing or unknown tensors.
     """
-    weights = load_file(directory / WEIGHTS_NAME)
+    path = directory / WEIGHTS_NAME
+    weights = load_file(path) if can_map(path) else load(path.read_bytes())
     state = model.state_dict(keep_vars=True)
     expected = {name: tensor for name, tensor in state.items() if name not in model.all_tied_weights_keys}
     if differing := weights.keys() ^ expected.keys():

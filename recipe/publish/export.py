@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from recipe.checkpoint import fsync
 from recipe.data.tokenizer import save_tokenizer
+from recipe.disk import flush
 from recipe.errors import UserError, short_reason
 from recipe.model.weights import write_model
 
@@ -31,7 +31,7 @@ def export_model(
         write_model(model, model_config, weights, partial)
         save_tokenizer(tokenizer, partial, model_config.max_position_embeddings)
         for path in partial.iterdir():
-            fsync(path)
+            flush(path)
             os.replace(path, output_dir / path.name)
         partial.rmdir()
     except Exception as error:  # a full disk: safetensors, tokenizers and the file system each raise their own

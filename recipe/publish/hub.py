@@ -5,7 +5,6 @@ checkpoint is a branch named by steps, tokens and the beginning of that id, `ste
 its own branches and never changes another's. A commit holds a checkpoint completely or not at all.
 """
 
-import os
 import re
 import shutil
 from pathlib import Path
@@ -28,6 +27,7 @@ from huggingface_hub.utils import disable_progress_bars, logging, validate_repo_
 
 from recipe.checkpoint import CONFIG_NAME, MANIFEST_NAME, OPTIMIZER_NAME, RNG_NAME, STATE_NAME
 from recipe.config import TrainConfig
+from recipe.disk import link_or_copy
 from recipe.errors import UserError, one_line, short_reason
 from recipe.publish.card import CARD_NAME, CURVE_NAME, write_model_card
 from recipe.publish.public import METRICS_NAME, count_tokens, public_events, write_public_files
@@ -202,10 +202,7 @@ def stage(source: Path, folder: Path, names: tuple[str, ...]) -> None:
     partial.mkdir(parents=True)
     for path in (source / name for name in names):
         if path.is_file():
-            try:
-                os.link(path, partial / path.name)
-            except OSError:  # the file system has no hard links
-                shutil.copy2(path, partial / path.name)
+            link_or_copy(path, partial / path.name)
     partial.rename(folder)
 
 

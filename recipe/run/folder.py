@@ -9,6 +9,7 @@ from filelock import FileLock, Timeout
 from recipe.checkpoint import CONFIG_NAME, clean_checkpoints, list_checkpoints, record_config
 from recipe.config import STANDARD_LIBRARY, TrainConfig
 from recipe.data.source import name_of_text
+from recipe.disk import lock
 from recipe.errors import UserError
 from recipe.publish.hub import DOWNLOAD_NAME
 from recipe.publish.public import METRICS_NAME, SUMMARY_NAME
@@ -101,20 +102,18 @@ def open_output_dir(directory: Path, config: TrainConfig, resume_dir: Path | Non
 def lock_output_dir(directory: Path) -> None:
     """Create and lock the folder. Raises `UserError` if another process holds it."""
     path = directory.absolute() / LOCK_NAME
+    if path in LOCKS:
+        return
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        path.touch()
-    except OSError as error:
-        raise UserError(f"cannot write to output_dir {directory} ({error.strerror})") from error
-    lock = LOCKS.setdefault(path, FileLock(path))
-    try:
-        if not lock.is_locked:
-            lock.acquire(blocking=False)
+        held = lock(path, blocking=False)
     except Timeout as error:
         remedy = "wait for it to end, or choose another --output_dir"
         raise UserError(f"{directory} is in use by another process; {remedy}") from error
-    except (NotImplementedError, OSError) as error:  # some network file systems do not support locks
-        print(f"warning: {directory} cannot be locked ({error}); make sure that no other run uses it", flush=True)
+    except OSError as error:
+        raise UserError(f"cannot write to output_dir {directory} ({error.strerror})") from error
+    if held is not None:
+        LOCKS[path] = held
 
 
 def release_output_dirs() -> None:

@@ -1,0 +1,124 @@
+"""What some file systems cannot do: each call is tried, and where it is not supported, the program goes on.
+
+Lustre and FUSE may have no locks, network shares no flushes, exFAT and CIFS neither modes nor hard links. One line per
+process and file system says what is missing. A real error, such as a full disk, is raised as ever.
+"""
+
+import errno
+import mmap
+import os
+import shutil
+import time
+from pathlib import Path
+
+from filelock import FileLock
+
+UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
+SETTLED_SECONDS = 10  # FAT counts in steps of two seconds, and the clock of a file server may differ
+WARNED: set[tuple[str, int]] = set()  # what this process has said, and of which file system
+
+
+def _go_on(error: OSError, expected: set[int], path: Path, what: str, so: str) -> None:
+    """Say once what the file system of a path cannot do. Raises the error if it is not one of the expected kinds."""
+    if error.errno not in expected:
+        raise error
+    folder = path if path.is_dir() else path.parent
+    if (key := (what, folder.stat().st_dev)) not in WARNED:
+        WARNED.add(key)
+        print(f"warning: the file system of {folder} {what} ({error.strerror}); {so}", flush=True)
+
+
+def lock(path: Path, blocking: bool = True) -> FileLock | None:
+    """Create and lock a file, or return None if it cannot be locked. The system unlocks it however the process ends.
+
+    Raises `filelock.Timeout`, unless `blocking`, if another process holds it.
+    """
+    held = FileLock(path, fallback_to_soft=False)  # a lock by existence would outlive a SIGKILL
+    try:
+        held.acquire(blocking=blocking)
+    except OSError as error:
+        _go_on(error, UNSUPPORTED | {errno.ENOLCK}, path, "has no locks", "make sure that nothing else writes there")
+        return None
+    return held
+
+
+def flush(path: Path) -> None:
+    """Wait until a file or folder is on disk."""
+    is_folder = path.is_dir()
+    if is_folder and os.name == "nt":  # Windows opens files only
+        return
+    descriptor = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)  # SMB flushes what is open for writing
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        _go_on(error, UNSUPPORTED, path, "cannot flush", "a power cut may damage what was written last")
+    finally:
+        os.close(descriptor)
+
+
+def share(path: Path) -> None:
+    """Let everyone read and write a file who may read and write its folder."""
+    mode = path.parent.stat().st_mode & 0o666
+    if path.stat().st_mode & mode == mode:  # as where all modes are the mount's
+        return
+    try:
+        path.chmod(mode)
+    except OSError as error:
+        _go_on(error, UNSUPPORTED | {errno.EPERM}, path, "has no modes", "other users may be unable to read its files")
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Make a hard link to a file, or a copy of it."""
+    try:
+        os.link(source, target)
+    except OSError:  # a real error is the copy's, too
+        shutil.copyfile(source, target)
+
+
+def move(source: Path, target: Path) -> None:
+    """Rename a file or folder, or copy it to another file system, which leaves the source."""
+    try:
+        os.rename(source, target)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        if source.is_dir():
+            shutil.copytree(source, target, copy_function=shutil.copyfile)
+        else:
+            shutil.copyfile(source, target)
+
+
+def remove(folder: Path, hidden: Path) -> None:
+    """Remove a folder. Rename it first, so that a process killed in between does not leave half of it."""
+    try:
+        os.rename(folder, hidden)
+    except OSError as error:
+        if error.errno != errno.EXDEV:  # an overlay renames no folder of its lower layers, a container's image
+            raise
+        hidden = folder
+    shutil.rmtree(hidden)
+
+
+def can_map(path: Path) -> bool:
+    """Return whether a file, which is not empty, can be mapped into memory, as torch and safetensors do: privately."""
+    with open(path, "rb") as file:
+        try:
+            mmap.mmap(file.fileno(), 1, access=mmap.ACCESS_COPY).close()
+        except OSError as error:
+            expected = UNSUPPORTED | {errno.ENODEV}
+            _go_on(error, expected, path, "cannot map files", "they are read into memory instead")
+            return False
+    return True
+
+
+def identify(path: str | Path) -> tuple[str, int]:
+    """Return what two names of one file share: links to it, or different case where that makes no difference.
+
+    The number alone is not enough, because some file systems give all files the same.
+    """
+    return os.path.realpath(path).casefold(), os.stat(path).st_ino
+
+
+def has_settled(status: os.stat_result) -> bool:
+    """Return whether the time of a file would tell a later change from the one that it shows."""
+    return time.time() - status.st_mtime > SETTLED_SECONDS
