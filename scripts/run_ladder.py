@@ -3,13 +3,15 @@
 python scripts/run_ladder.py                            add one optimization after another
 python scripts/run_ladder.py --minutes 5                train for five minutes on each rung and compare the losses
 git clone https://github.com/karpathy/nanoGPT runs/nanoGPT
-python scripts/run_ladder.py --peers runs/nanoGPT       recipe/train.py and nanoGPT, in turn
+python scripts/run_ladder.py --peers runs/nanoGPT runs/run_clm.py       recipe/train.py and other programs, in turn
 
 Every rung trains stock GPT-2 on the same rows, in a fresh process. The last rung is recipe/train.py itself, whose
-minutes include its evaluations and export. Results: a JSON file, with a chart (.png) beside it.
+minutes include its evaluations and export. Of other programs, it knows nanoGPT and examples/pytorch/language-modeling/
+run_clm.py of Transformers' repository. Results: a JSON file, and the ladder's chart (.png) beside it.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import pickle
@@ -29,12 +31,13 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
 import torch
 from torch.nn import functional as F
-from transformers import AttentionInterface, AutoModelForCausalLM, GPT2Config
+from transformers import AttentionInterface, AutoModelForCausalLM, GPT2Config, PreTrainedTokenizerBase
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from recipe.arguments import CommandLine
@@ -42,11 +45,21 @@ from recipe.command_line import load_config, load_yaml
 from recipe.config import DATA_SOURCES, STANDARD_LIBRARY
 from recipe.data.batches import example_rows, iterate_validation
 from recipe.data.cache import open_dataset_for
-from recipe.data.packed import open_packed_dataset
+from recipe.data.packed import PackedSplit, open_packed_dataset
 from recipe.environment import count_cpus, describe_environment, describe_machine
 from recipe.errors import UserError, run_main, short_reason
-from recipe.hardware.devices import native_bf16, peak_memory_bytes, why_no_inductor
+from recipe.hardware.accelerator import find_facts, measure_open
+from recipe.hardware.choices import choose
+from recipe.hardware.devices import peak_memory_bytes, why_no_inductor
+from recipe.model.build import build_model_config
+from recipe.model.size import count_parameters, padded_vocab_size
 from recipe.publish.curve import label_point, open_chart
+from recipe.publish.public import read_events
+
+# Rungs and peers start in the environment that the user had, without what recipe/__init__.py adds to it on Linux.
+if __name__ in ("__main__", "__mp_main__") and sys.platform == "linux":  # the second is the process of a rung
+    for name in os.environ.keys() - psutil.Process().environ().keys():
+        del os.environ[name]
 
 TRAIN = Path(__file__).resolve().parents[1] / "recipe" / "train.py"
 RUNGS = {  # in the order in which they are added
@@ -61,13 +74,22 @@ RUNGS = {  # in the order in which they are added
     "packed": "packed rows, read at once",
     "no_sync": "no synchronization",
     "loss_in_graph": "loss in the graph",
+    "huge_pages": "huge pages",
 }
 RECIPE = "recipe/train.py"
 SEED, LEARNING_RATE = 1337, 3e-4
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
+# Why nanoGPT has no half precision on a CPU, and what replaces it where bf16 is faster.
+NANOGPT_CONTEXT = (
+    "nullcontext() if device_type == 'cpu' else torch.amp.autocast(device_type=device_type, dtype=ptdtype)"
+)
+NANOGPT_AUTOCAST = "torch.amp.autocast(device_type=torch.device(device).type, dtype=ptdtype)"
 LAP = 4  # steps; the first lap warms up, and the median of the others counts
 EVAL_ROWS = 64  # validation rows for the final loss
+ROWS_PER_TEXT = 8  # run_clm.py refuses a text of fewer tokens than a row has
 GPT2_SHAPE = {"n_layer": 12, "n_head": 12, "n_embd": 768}
-# Without a GPU: 30 M parameters, because GPT-2 124M takes minutes per step.
+# Without a GPU: 30 M parameters with tied embeddings, because GPT-2 124M takes minutes per step.
 CPU_SHAPE = ["--config_overrides", "n_layer=6,n_head=6,n_embd=384"]
 CPU_ROWS = ["--block_size", "256"]
 
@@ -77,7 +99,9 @@ class Setting:
     """What all rungs share. seconds: time limit of a rung, from the start of its process; None: num_steps decides."""
 
     device: str
+    precision: str  # that recipe/train.py takes on this device: fp32, bf16 or fp16
     dataset_dir: Path
+    vocab_size: int
     shape: dict[str, int]  # n_layer, n_head, n_embd
     block_size: int
     micro_batch: int
@@ -91,12 +115,14 @@ class Setting:
         return self.micro_batch * self.grad_accum
 
 
-def train(on: set[str], setting: Setting) -> dict[str, float]:
+def train(on: set[str], setting: Setting) -> dict[str, Any]:
     """Train GPT-2 with the optimizations in `on`, a subset of `RUNGS`. Call it in a fresh process."""
+    if "huge_pages" in on:  # of 2 MB instead of 4 KB; torch's allocator reads this once, at its first tensor
+        os.environ[HUGE_PAGES] = "1"
     ends_at = psutil.Process().create_time() + (setting.seconds or 0)
     device, dataset = torch.device(setting.device), open_packed_dataset(setting.dataset_dir, setting.block_size)
     rows, micro_batch, grad_accum = dataset.train, setting.micro_batch, setting.grad_accum
-    if device.type == "cpu":
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(count_cpus())
     torch.manual_seed(SEED)
     torch.set_float32_matmul_precision("high" if "tf32" in on else "highest")
@@ -121,11 +147,9 @@ def train(on: set[str], setting: Setting) -> dict[str, float]:
         model.resize_token_embeddings(pad_to_multiple_of=128, mean_resizing=False)
     model.to(device)
 
-    dtype = torch.float32
-    if "half" in on:  # fp16 on GPUs without bf16 units: small gradients would be zero without a scale
-        dtype = torch.bfloat16 if native_bf16(device) else torch.float16
-    autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
-    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+    precision = setting.precision if "half" in on else "fp32"
+    autocast = torch.autocast(device.type, DTYPES[precision], enabled=precision != "fp32")
+    scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")  # small gradients would be zero in fp16
 
     def compute_logits(input_ids: torch.Tensor) -> torch.Tensor:
         return model(input_ids, use_cache=False).logits
@@ -185,13 +209,16 @@ def train(on: set[str], setting: Setting) -> dict[str, float]:
         "tokens_per_second": tokens_per_second,
         "peak_memory_bytes": peak,
         "loss": statistics.fmean(losses),
+        "precision": precision,
+        "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
     }
 
 
-def train_recipe(setting: Setting) -> dict[str, float]:
+def train_recipe(setting: Setting) -> dict[str, Any]:
     """Train the same with recipe/train.py."""
     length = {"max_steps": setting.num_steps} if setting.seconds is None else {"max_minutes": setting.seconds / 60}
     options = {
+        **{"config": "gpt2_124m", "attn_implementation": "auto"},  # GPT-2 as OpenAI built it, without dropout
         **{"dataset_dir": setting.dataset_dir, "block_size": setting.block_size},
         "config_overrides": ",".join(f"{key}={value}" for key, value in setting.shape.items()),
         **length,
@@ -205,26 +232,41 @@ def train_recipe(setting: Setting) -> dict[str, float]:
         arguments = [text for key, value in options.items() for text in (f"--{key}", str(value))]
         run_program([str(TRAIN), *arguments, "--output_dir", f"{folder}/run"])
         found = json.loads(Path(folder, "run", "summary.json").read_text())
-    names = {"steps": "step", "loss": "eval_loss"}
-    return {name: found[names.get(name, name)] for name in ("steps", "tokens_per_second", "peak_memory_bytes", "loss")}
+        laps = [event["tokens_per_second"] for event in read_events(Path(folder, "run")) if event["event"] == "train"]
+    return {
+        "steps": found["step"],
+        "tokens_per_second": statistics.median(laps[1:] or laps),
+        "peak_memory_bytes": found["peak_memory_bytes"],
+        "loss": found["eval_loss"],
+        "precision": {"no": "fp32"}.get(found["mixed_precision"], found["mixed_precision"]),
+        "num_parameters": found["num_parameters"],
+    }
 
 
-def train_nanogpt(source: Path, setting: Setting) -> dict[str, float]:
-    """Train the same with a copy of nanoGPT and our tokens. On a CPU it trains in fp32."""
-    dataset = open_packed_dataset(setting.dataset_dir, setting.block_size)
+def train_nanogpt(source: Path, setting: Setting) -> dict[str, Any]:
+    """Train the same with a copy of nanoGPT and our tokens. Raises `UserError` if that fails."""
+    device, dataset = torch.device(setting.device), open_packed_dataset(setting.dataset_dir, setting.block_size)
     if dataset.vocab_size > 2**16:
         raise UserError(f"nanoGPT reads 16-bit token ids, but this vocabulary has {dataset.vocab_size:,} tokens")
+    precision, program, change = setting.precision, source / "train.py", {}
+    code = program.read_text(encoding="utf-8")
+    if device.type != "cuda" and precision != "fp32":
+        if NANOGPT_CONTEXT not in code:
+            raise UserError(f"its train.py has no `{NANOGPT_CONTEXT}` to replace for {precision}")
+        code = code.replace(NANOGPT_CONTEXT, NANOGPT_AUTOCAST)
+        change = {"change": f"`{NANOGPT_AUTOCAST}` instead of `{NANOGPT_CONTEXT}`"}
     options = {
         **{"dataset": "ladder", "device": setting.device, "bias": True, "dropout": 0.0, **setting.shape},
         **{"block_size": dataset.block_size, "batch_size": setting.micro_batch},
         **{"gradient_accumulation_steps": setting.grad_accum, "max_iters": setting.num_steps, "log_interval": 1},
         **{"eval_interval": 10**6, "eval_iters": 1, "decay_lr": False, "learning_rate": LEARNING_RATE},
-        **({"dtype": "float32"} if setting.device == "cpu" else {}),
+        **{"dtype": str(DTYPES[precision]).removeprefix("torch."), "compile": why_no_inductor(device) is None},
     }
     with tempfile.TemporaryDirectory() as folder:
         copy, data = Path(folder, "nanoGPT"), Path(folder, "nanoGPT", "data", "ladder")
         shutil.copytree(source, copy, ignore=shutil.ignore_patterns(".git", "*.bin"))
-        data.mkdir()
+        (copy / "train.py").write_text(code, encoding="utf-8")
+        data.mkdir(parents=True)
         for split, name in (("train", "train.bin"), ("validation", "val.bin")):
             num_rows = min(
                 len(getattr(dataset, split)), setting.num_steps * setting.global_batch
@@ -233,18 +275,88 @@ def train_nanogpt(source: Path, setting: Setting) -> dict[str, float]:
         vocab_size = -(-dataset.vocab_size // 128) * 128
         (data / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": vocab_size}))  # else it uses GPT-2's
         output = run_program(["train.py", *(f"--{key}={value}" for key, value in options.items())], copy)
-    step_ms = [float(text) for text in re.findall(r"^iter \d+:.* time ([\d.]+)ms", output, re.MULTILINE)]
-    return {"tokens_per_second": setting.global_batch * dataset.block_size / statistics.median(step_ms[LAP:]) * 1e3}
+    seconds = [ms / 1e3 for ms in find_numbers(r"^iter \d+:.* time ([\d.]+)ms", output)]
+    num_parameters = find_numbers(r"decayed parameter tensors: \d+, with ([\d,]+) parameters", output)
+    return describe_peer(setting, seconds[LAP:], precision, num_parameters, program) | change
 
 
-def run_program(command: list[str], cwd: Path | None = None) -> str:
-    """Run a Python program on all cores. Returns its output. Raises `UserError` with its last line if it fails."""
-    environment = {**os.environ, "OMP_NUM_THREADS": str(count_cpus())}
-    command = [sys.executable, *command]
-    result = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
-    if result.returncode != 0:
-        raise UserError(((result.stderr or result.stdout).strip().splitlines() or ["it printed nothing"])[-1])
-    return result.stdout
+def train_run_clm(source: Path, setting: Setting) -> dict[str, Any]:
+    """Train the same with Transformers' run_clm.py and our text. Raises `UserError` if that fails."""
+    device, dataset = torch.device(setting.device), open_packed_dataset(setting.dataset_dir, setting.block_size)
+    precision, end = setting.precision, dataset.metadata["eos_token_id"]
+    overrides = {**setting.shape, "n_positions": dataset.block_size, "vocab_size": dataset.vocab_size}
+    overrides |= {"bos_token_id": end, "eos_token_id": end, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    options = {
+        **{"model_type": "gpt2", "config_overrides": ",".join(f"{key}={value}" for key, value in overrides.items())},
+        **{"tokenizer_name": dataset.directory.absolute() / "tokenizer", "block_size": dataset.block_size},
+        **{"do_train": True, "max_steps": setting.num_steps, "dataloader_drop_last": True},
+        **{"per_device_train_batch_size": setting.micro_batch, "gradient_accumulation_steps": setting.grad_accum},
+        **{"optim": "adamw_torch_fused", "learning_rate": LEARNING_RATE, "lr_scheduler_type": "constant"},
+        **{"torch_compile": why_no_inductor(device) is None, "use_cpu": device.type == "cpu"},
+        **({precision: True} if precision != "fp32" else {}),
+        **{"logging_steps": LAP, "disable_tqdm": True, "save_strategy": "no", "report_to": "none"},
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        for name, split, num_rows in (
+            ("train_file", dataset.train, setting.num_steps * setting.global_batch * 9 // 8),  # the ends are lost
+            ("validation_file", dataset.validation, ROWS_PER_TEXT),  # never evaluated; else it splits the text
+        ):
+            options[name] = Path(folder, f"{name}.json")
+            write_texts(options[name], split, num_rows, dataset.tokenizer)
+        options |= {"output_dir": f"{folder}/run", "cache_dir": f"{folder}/cache"}
+        arguments = [text for key, value in options.items() for text in (f"--{key}", str(value))]
+        output = run_program([str(source.absolute()), *arguments], Path(folder))
+    arrived_at = [seconds for seconds, line in output if line.startswith("{'loss'")]  # a line per lap
+    step_seconds = (np.diff(arrived_at) / LAP).tolist()
+    num_parameters = find_numbers(r"trainable parameters = ([\d,]+)", output)
+    return describe_peer(setting, step_seconds, precision, num_parameters, source)
+
+
+def write_texts(path: Path, split: PackedSplit, num_rows: int, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write rows of a dataset as JSON Lines, several in each text."""
+    with path.open("w", encoding="utf-8") as file:
+        for first in range(0, num_rows, ROWS_PER_TEXT):
+            rows = split[np.arange(first, first + ROWS_PER_TEXT) % len(split)]
+            file.write(json.dumps({"text": tokenizer.decode(rows[:, :-1].ravel().tolist())}) + "\n")
+
+
+def find_numbers(pattern: str, output: list[tuple[float, str]]) -> list[float]:
+    """Return the numbers that a program has printed, such as 1,234,567."""
+    found = (re.search(pattern, line) for _, line in output)
+    return [float(match[1].replace(",", "")) for match in found if match]
+
+
+def describe_peer(
+    setting: Setting, step_seconds: list[float], precision: str, num_parameters: list[float], program: Path
+) -> dict[str, Any]:
+    """Return the result of another program. num_parameters: of each of its groups of parameters."""
+    if not step_seconds:
+        raise UserError("it printed no line per step that this program can read")
+    return {
+        "tokens_per_second": setting.global_batch * setting.block_size / statistics.median(step_seconds),
+        "precision": precision,
+        "num_parameters": int(sum(num_parameters)),
+        "program_sha256": hashlib.sha256(program.read_bytes()).hexdigest(),
+    }
+
+
+def run_program(command: list[str], cwd: Path | None = None) -> list[tuple[float, str]]:
+    """Run a Python program. Returns its lines, each with the time at which it came (`perf_counter`).
+
+    Raises `UserError` with the last line if the program fails.
+    """
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]  # Trainer would take all
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": gpu}
+    with subprocess.Popen([sys.executable, *command], cwd=cwd, env=environment, **options) as process:
+        try:
+            lines = [(time.perf_counter(), line.rstrip()) for line in process.stdout]
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode != 0:
+        raise UserError(next((line for _, line in reversed(lines) if line), "it printed nothing"))
+    return lines
 
 
 def why_skipped(rung: str, setting: Setting) -> str | None:
@@ -252,8 +364,12 @@ def why_skipped(rung: str, setting: Setting) -> str | None:
     device = torch.device(setting.device)
     if rung == "tf32" and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)):
         return "this device has no TF32"
-    if rung == "half" and device.type != "cuda" and not native_bf16(device):
-        return "this device has no bf16 units"
+    if rung == "half" and setting.precision == "fp32":
+        return "fp32 is faster than bf16 here"
+    if rung == "huge_pages" and (device.type != "cpu" or sys.platform != "linux"):
+        return "for CPUs with Linux only"
+    if rung == "huge_pages" and HUGE_PAGES in os.environ:
+        return f"your environment sets {HUGE_PAGES}"
     return why_no_inductor(device) if rung in ("compile", "loss_in_graph") else None
 
 
@@ -275,11 +391,18 @@ def plan_ladder(setting: Setting, names: list[str] | None) -> Plan:
     return [*plan, (RECIPE, partial(train_recipe, setting))]
 
 
-def plan_comparison(setting: Setting, nanogpt: Path, rounds: int) -> Plan:
-    """Train with recipe/train.py and with nanoGPT, in turn."""
-    if not (nanogpt / "train.py").is_file():
-        raise UserError(f"{nanogpt} has no train.py; run git clone https://github.com/karpathy/nanoGPT {nanogpt}")
-    return [(RECIPE, partial(train_recipe, setting)), ("nanoGPT", partial(train_nanogpt, nanogpt, setting))] * rounds
+def plan_comparison(setting: Setting, peers: list[Path], rounds: int) -> Plan:
+    """Train with recipe/train.py and with other programs, in turn. Raises `UserError` for an unknown program."""
+    plan: Plan = [(RECIPE, partial(train_recipe, setting))]
+    for path in peers:
+        if (path / "train.py").is_file():
+            plan.append(("nanoGPT", partial(train_nanogpt, path, setting)))
+        elif path.is_file():
+            plan.append(("run_clm.py", partial(train_run_clm, path, setting)))
+        else:
+            clone = f"a clone of nanoGPT (git clone https://github.com/karpathy/nanoGPT {path})"
+            raise UserError(f"{path} is neither {clone} nor a copy of run_clm.py")
+    return plan * rounds
 
 
 def measure(job: Callable[[], dict] | str) -> dict:
@@ -317,6 +440,22 @@ def make_row(entry: dict, entries: list[dict]) -> str:
     return f"| {' | '.join(cells)} |" + " |" * (6 - len(cells))
 
 
+def compare(entries: list[dict], rounds: int) -> list[str]:
+    """Say how fast recipe/train.py is compared with each peer: the median of the rounds, and their range."""
+    num_programs, lines = len(entries) // rounds, []
+    for number in range(1, num_programs):
+        pairs = zip(entries[::num_programs], entries[number::num_programs], strict=True)
+        pairs = [(ours, peer) for ours, peer in pairs if "not_run" not in ours and "not_run" not in peer]
+        ratios = sorted(ours["tokens_per_second"] / peer["tokens_per_second"] for ours, peer in pairs)
+        if ratios:
+            ours, peer = (entry["what"] for entry in pairs[0])
+            median, spread = statistics.median(ratios), f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
+            lines.append(f"{ours} is {median:.2f} times as fast as {peer}: {spread}")
+            if change := pairs[0][1].get("change"):
+                lines.append(textwrap.fill(f"{peer} {change}", 80))
+    return lines
+
+
 def draw(path: Path, machine: str, entries: list[dict], dark: bool) -> None:
     """Draw a bar per rung: its tokens per second, and its speedup over the first one."""
     timed = [entry for entry in entries if "not_run" not in entry]
@@ -330,6 +469,13 @@ def draw(path: Path, machine: str, entries: list[dict], dark: bool) -> None:
         axes.set_ylim(len(timed) - 0.4, -0.6)
         axes.set_xlim(0, 1.28 * max(entry["tokens_per_second"] for entry in timed))  # room for the labels
         axes.grid(axis="x")
+
+
+def describe_size(setting: Setting, tied: bool) -> str:
+    """Say how many parameters GPT-2 has, without padding."""
+    options = {"vocab_size": setting.vocab_size, "n_positions": setting.block_size, "tie_word_embeddings": tied}
+    config = GPT2Config(**options, **setting.shape, bos_token_id=None, eos_token_id=None)
+    return f"{count_parameters(config) / 1e6:.1f} M"
 
 
 def choose_setting(args: argparse.Namespace) -> Setting:
@@ -350,9 +496,14 @@ def choose_setting(args: argparse.Namespace) -> Setting:
     eval_rows = min(EVAL_ROWS, len(dataset.validation)) // micro_batch * micro_batch
     if eval_rows == 0 and not args.peers:
         raise UserError(f"the validation split has fewer rows than micro_batch {micro_batch}; pass a smaller one")
+    model_config = build_model_config(config, padded_vocab_size(dataset.vocab_size, 128), 0)
+    facts = find_facts(device)
+    precision = choose(config, facts, measure_open(config, facts, device, model_config))["precision"].value
     return Setting(
         device.type,
+        {"no": "fp32"}.get(precision, precision),
         dataset.directory,
+        dataset.vocab_size,
         {key: (config.config_overrides or {}).get(key, value) for key, value in GPT2_SHAPE.items()},
         dataset.block_size,
         micro_batch,
@@ -365,10 +516,11 @@ def choose_setting(args: argparse.Namespace) -> Setting:
 
 def parse() -> argparse.Namespace:
     parser = CommandLine(description="What is each optimization worth on this machine?")
+    peers = "compare recipe/train.py with these: a clone of nanoGPT, a copy of Transformers' run_clm.py"
     parser.add_argument("--config", help="recipe whose model to use (default: gpt2_124m; on a CPU, 30 M parameters)")
     parser.add_argument("--dataset_dir", help="packed dataset (default: the Python standard library's text)")
     parser.add_argument("--rungs", nargs="+", choices=RUNGS, metavar="RUNG", help=f"only these: {', '.join(RUNGS)}")
-    parser.add_argument("--peers", type=Path, metavar="DIR", help="a clone of nanoGPT to compare recipe/train.py with")
+    parser.add_argument("--peers", type=Path, nargs="+", metavar="PATH", help=peers)
     parser.add_argument("--rounds", type=int, default=3, help="runs of each program with --peers (default: 3)")
     parser.add_argument("--steps", type=int, default=12, help="timed steps per rung (default: 12)")
     parser.add_argument("--minutes", type=float, help="train this long on each rung instead, counted from its start")
@@ -391,27 +543,30 @@ def main() -> None:
         mode, plan = "ladder", plan_ladder(setting, args.rungs)
     path = args.output_file or Path("runs") / time.strftime(f"{mode}_{setting.device}_%Y%m%d-%H%M%S.json")
     path.parent.mkdir(parents=True, exist_ok=True)
+    untied, tied = describe_size(setting, False), describe_size(setting, True)
+    size = f"{tied} parameters" if args.peers else f"{untied} parameters, {tied} with tied embeddings"
     environment, entries = describe_environment(torch.device(setting.device)), []
     limit = f"{setting.num_steps} steps" if setting.seconds is None else f"{setting.seconds / 60:g} minutes"
     about = {
-        "what": f"{describe_machine(environment)}; GPT-2, {json.dumps(setting.shape)}; {setting.global_batch} rows of "
-        f"{setting.block_size} tokens per step, {setting.micro_batch} at a time; {limit} per row",
+        "what": f"{describe_machine(environment)}; GPT-2, {json.dumps(setting.shape)}, {size}; "
+        f"{setting.global_batch} rows of {setting.block_size} tokens per step, {setting.micro_batch} at a time; "
+        f"{limit} per row",
         "command": shlex.join(["python", *sys.argv]),
         "environment": environment,
     }
     print(f"{textwrap.fill(about['what'], 80)}\n\n{HEADER}", flush=True)
     for what, job in plan:
-        entries.append({"what": what, **measure(job)})
+        entry = {"what": what, **measure(job)}
+        if args.peers and "precision" in entry:
+            entry["what"] += f" ({entry['precision']})"
+        entries.append(entry)
         print(make_row(entries[-1], entries), flush=True)
         about["finished_at"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         path.write_text(json.dumps({**about, "entries": entries}, indent=2) + "\n")
     if all("not_run" in entry for entry in entries):
         raise UserError(f"nothing could be measured: {entries[0]['not_run']}")
     if args.peers:
-        speeds = [entry.get("tokens_per_second", float("nan")) for entry in entries]
-        ratios = sorted(ours / theirs for ours, theirs in zip(speeds[::2], speeds[1::2], strict=True))
-        median, spread = statistics.median(ratios), f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
-        print(f"\nrecipe/train.py is {median:.2f} times as fast as nanoGPT ({spread})")
+        print("", *compare(entries, args.rounds), sep="\n")
     if mode == "ladder":
         draw(path.with_suffix(".png"), describe_machine(environment), entries, dark=False)
         draw(path.with_name(f"{path.stem}_dark.png"), describe_machine(environment), entries, dark=True)

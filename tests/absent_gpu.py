@@ -226,24 +226,14 @@ class Generator(torch.Generator):
         return super().__new__(cls)
 
 
-class Stream(contextlib.nullcontext):
-    """A stream or an event of the GPU. Everything happens in order."""
-
-    def __init__(self, *_, **__) -> None:
-        super().__init__(self)
-
-    def nothing(self, *_) -> None: ...
-
-    wait_event = wait_stream = record = record_event = nothing
-
-
 ANSWERS = {
     "torch.cuda.set_device": lambda *_: None,
     "torch.cuda.current_device": lambda: 0,
-    "torch.cuda.Stream": Stream,
-    "torch.cuda.Event": Stream,
+    # Streams and events of any accelerator, which ask the device of no_gpu.cpp. A stream is its own context.
+    "torch.cuda.Stream": torch.Stream,
+    "torch.cuda.Event": torch.Event,
     "torch.cuda.stream": lambda stream: stream,
-    "torch.cuda.current_stream": Stream,
+    "torch.cuda.current_stream": torch.accelerator.current_stream,
     "recipe.run.start.start_processes": start_on_the_gpu,
     "recipe.train.build_model": on_the_gpu(recipe.train.build_model),
     "recipe.train.LanguageModelingLoss": on_the_gpu(recipe.train.LanguageModelingLoss),

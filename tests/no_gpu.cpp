@@ -5,12 +5,18 @@
 
 using c10::Device, c10::DeviceIndex, c10::DeviceType, c10::Stream;
 
-// The autograd engine starts a thread for the device and asks for its stream: one device, one stream.
+// What PyTorch asks of any accelerator, such as for the streams of the autograd engine and of torch.Stream.
+// There is one device with one stream, on which everything has happened.
 struct Guard : c10::impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
   Device getDevice() const override { return {DeviceType::CUDA, 0}; }
   Device exchangeDevice(Device) const override { return getDevice(); }
   Stream getStream(Device) const noexcept override { return Stream(Stream::DEFAULT, getDevice()); }
+  Stream getNewStream(Device, int) const override { return getStream(getDevice()); }
   Stream exchangeStream(Stream) const noexcept override { return getStream(getDevice()); }
+  void record(void** event, const Stream&, DeviceIndex, c10::EventFlag) const override { *event = event; }
+  void block(void*, const Stream&) const override {}
+  bool queryEvent(void*) const override { return true; }
+  void synchronizeEvent(void*) const override {}
 };
 
 struct Hooks : at::CUDAHooksInterface {
