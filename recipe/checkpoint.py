@@ -6,6 +6,8 @@ holds JSON, safetensors and what `torch.load(weights_only=True)` reads.
 """
 
 import gc
+import hashlib
+import io
 import json
 import os
 import re
@@ -30,7 +32,7 @@ from recipe.environment import describe_environment
 from recipe.errors import UserError, short_reason
 from recipe.hardware.devices import get_rng_state, set_rng_state
 from recipe.hardware.processes import gather, on_main_process
-from recipe.model.weights import copy_weights, like, load_weights, whole, write_model
+from recipe.model.weights import WEIGHTS_NAME, copy_weights, like, load_weights, whole, write_model
 from recipe.optim.guard import UpdateGuard
 from recipe.optim.schedule import is_decaying
 
@@ -111,12 +113,12 @@ def best_of(checkpoints: list[Path], losses: dict[str, float]) -> Path | None:
 # ------------------------------------------------------------------ verify
 
 
-def seal_checkpoint(directory: Path) -> None:
-    """Write the manifest that `why_damaged` checks, and flush every file to disk."""
+def seal_checkpoint(directory: Path, known: dict[str, str] | None = None) -> None:
+    """Write the manifest that `why_damaged` checks, and flush every file to disk. known: hashes of some, by name."""
     files = {}
     for path in sorted(directory.iterdir()):
         flush(path)
-        files[path.name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        files[path.name] = {"bytes": path.stat().st_size, "sha256": (known or {}).get(path.name) or _sha256(path)}
     manifest = {"environment": describe_environment(torch.device("cpu")), "files": files}
     (directory / MANIFEST_NAME).write_text(json.dumps(manifest, indent=2) + "\n")
     flush(directory / MANIFEST_NAME)
@@ -142,9 +144,35 @@ def why_damaged(directory: Path) -> str | None:
     return None
 
 
+def _flush_and_hash(path: Path) -> str:
+    flush(path)
+    return _sha256(path)
+
+
 def _sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return sha_fileobj(file).hex()
+
+
+class HashingFile(io.BufferedWriter):
+    """Hashes what `torch.save` writes, which is every byte once, in order (torch 2.13), and flushes it meanwhile."""
+
+    def __init__(self, path: Path, helper: ThreadPoolExecutor, flushing: Future) -> None:
+        """helper: flushes again and again, as soon as `flushing` is done."""
+        super().__init__(io.FileIO(path, "w"))
+        self.path, self.helper, self.flushing, self.sha256 = path, helper, flushing, hashlib.sha256()
+
+    def write(self, data: memoryview) -> int:
+        written = super().write(data)
+        if self.flushing.done():
+            self.flushing.result()  # Linux reports a failed write to one flush only
+            self.flushing = self.helper.submit(flush, self.path)
+        self.sha256.update(data)
+        return written
+
+    def hash(self) -> str:
+        self.flushing.result()
+        return self.sha256.hexdigest()
 
 
 # ------------------------------------------------------------------ find and load
@@ -266,7 +294,7 @@ class CheckpointSaver:
 
     def save(self, state: RunState) -> None:
         """Copy the state on all processes and start to write it on the main one."""
-        self.wait()
+        self.wait_on_all()  # in a group without the limit of a step's collectives, such as those below
         gc.collect()  # garbage collection is off during training
         accelerator, trained = self.trained.accelerator, self.trained
         rng = dict(enumerate(gather(get_rng_state(accelerator.device))))
@@ -315,13 +343,18 @@ class CheckpointSaver:
         try:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-            write_model(trained.model, trained.model_config, weights, partial)
-            save_tokenizer(trained.tokenizer, partial, trained.model_config.max_position_embeddings)
-            for name, tensors in ((OPTIMIZER_NAME, optimizer), (RNG_NAME, rng)):
-                with open(partial / name, "wb") as file:  # its errors name the reason; torch's own writer's do not
-                    torch.save(tensors, file)
-            (partial / STATE_NAME).write_text(json.dumps(content, indent=2) + "\n")
-            seal_checkpoint(partial)
+            with ThreadPoolExecutor(1) as helper:  # keeps the disk busy
+                write_model(trained.model, trained.model_config, weights, partial)
+                hashing = helper.submit(_flush_and_hash, partial / WEIGHTS_NAME)
+                save_tokenizer(trained.tokenizer, partial, trained.model_config.max_position_embeddings)
+                hashes = {}
+                for name, tensors in ((OPTIMIZER_NAME, optimizer), (RNG_NAME, rng)):
+                    # A file of Python's, whose errors name the reason; those of torch's own writer do not.
+                    with HashingFile(partial / name, helper, hashing) as file:
+                        torch.save(tensors, file)
+                    hashes[name] = file.hash()
+                (partial / STATE_NAME).write_text(json.dumps(content, indent=2) + "\n")
+                seal_checkpoint(partial, {WEIGHTS_NAME: hashing.result(), **hashes})
             if final.exists():  # of the same step, damaged or of another schedule
                 os.rename(final, replaced)  # `clean_checkpoints` would restore it
             os.rename(partial, final)

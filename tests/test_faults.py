@@ -1,11 +1,14 @@
 """Faults do not lose a run: damaged checkpoints, full disks, bad numbers, no memory, signals, locks, secrets."""
 
 import contextlib
+import errno
 import functools
+import hashlib
 import json
 import math
 import multiprocessing
 import os
+import re
 import resource
 import shutil
 import signal
@@ -16,6 +19,7 @@ import threading
 import time
 import traceback
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
@@ -35,6 +39,7 @@ import recipe.run.stop
 import recipe.train
 from recipe.checkpoint import (
     CheckpointSaver,
+    HashingFile,
     clean_checkpoints,
     find_checkpoint,
     list_checkpoints,
@@ -45,10 +50,11 @@ from recipe.command_line import load_config
 from recipe.errors import UserError, run_main
 from recipe.hardware import processes
 from recipe.model.loss import LanguageModelingLoss
+from recipe.model.weights import WEIGHTS_NAME
 from recipe.optim.guard import MOST_BAD_STEPS
 from recipe.run.folder import choose_output_dir, lock_output_dir, release_output_dirs
 from recipe.run.log import RunLog
-from recipe.run.stop import EXIT_STOPPED, SIGNALS, StopSignals
+from recipe.run.stop import EXIT_STOPPED, SIGNALS, StopSignals, kill_warning, measure_disk
 
 TRAIN = str(ROOT / "recipe" / "train.py")
 CHECKPOINT_FILES = ["config.json", "generation_config.json", "model.safetensors", "optimizer.pt", "rng.pt",
@@ -187,6 +193,27 @@ def test_a_checkpoint_is_on_disk_before_it_counts(train, monkeypatch):
     assert {path.stat().st_ino for path in (run, run / "config.json", run / "model.safetensors")} <= flushed
 
 
+def test_what_is_written_is_not_read_again(train, monkeypatch):
+    """The optimizer's state, two thirds of a checkpoint, is hashed on its way to the disk, as a reader hashes it."""
+    opened, read = [], recipe.checkpoint._sha256
+    monkeypatch.setattr(recipe.checkpoint, "_sha256", lambda path: opened.append(path.name) or read(path))
+    run = train("--save_steps", 4)
+    assert "model.safetensors" in opened and "optimizer.pt" not in opened
+    known = json.loads((run / "checkpoint-4" / "manifest.json").read_text())["files"]["optimizer.pt"]["sha256"]
+    assert known == hashlib.sha256((run / "checkpoint-4" / "optimizer.pt").read_bytes()).hexdigest()
+
+
+def test_a_failed_flush_in_the_background_fails_the_save(tmp_path, monkeypatch):
+    """Linux reports a failed write to one flush only, so a later one would succeed."""
+    monkeypatch.setattr(os, "fsync", mock.Mock(side_effect=[OSError(errno.EIO, "Input/output error"), None]))
+    with ThreadPoolExecutor(1) as helper:
+        (earlier := helper.submit(int)).result()
+        with pytest.raises(OSError, match="Input/output error"):
+            with HashingFile(tmp_path / "optimizer.pt", helper, earlier) as file:
+                file.write(b"state")
+            file.hash()
+
+
 # ------------------------------------------------------------------ failing to save
 
 
@@ -251,8 +278,8 @@ def test_a_kill_while_a_checkpoint_is_replaced_leaves_it(run_dir, monkeypatch, n
     """Of the same step, the old one or the new one is found again, whichever operation the kill precedes."""
     trained = types.SimpleNamespace(model=None, model_config=mock.Mock(), tokenizer=None)
     config = load_config(["--dataset_dir", "d", "--save_total_limit", "1"])[0]
-    for name in ("write_model", "save_tokenizer"):
-        monkeypatch.setattr(recipe.checkpoint, name, lambda *_: None)
+    monkeypatch.setattr(recipe.checkpoint, "write_model", lambda *args: (args[-1] / WEIGHTS_NAME).touch())
+    monkeypatch.setattr(recipe.checkpoint, "save_tokenizer", lambda *_: None)
     saver = CheckpointSaver(run_dir, config, {}, trained, None, print, lambda *_: None)
     state = json.loads((run_dir / "checkpoint-4" / "training_state.json").read_text())
 
@@ -294,9 +321,9 @@ def test_pruning_waits_for_the_new_checkpoint(train, monkeypatch):
     """With a limit of one, the old checkpoint goes when the new one is sealed, and not before."""
     seen = []
 
-    def sealed(directory):
+    def sealed(directory, known):
         seen.append(sorted(p.name for p in directory.parent.glob("*checkpoint-*")))
-        seal_checkpoint(directory)
+        seal_checkpoint(directory, known)
 
     monkeypatch.setattr(recipe.checkpoint, "seal_checkpoint", sealed)
     train("--max_steps", 3, "--save_steps", 1, "--save_total_limit", 1)
@@ -593,6 +620,48 @@ def test_a_second_ctrl_c_exits_at_once(monkeypatch):
             send(name)
             time.sleep(seconds)
     assert exits == [128 + signal.SIGINT]
+
+
+@pytest.mark.parametrize(
+    ("typed", "gigabytes", "megabytes_per_second", "expected"),
+    [
+        (None, 1.5, 80, None),  # 19 of 30 seconds
+        (None, 1.5, 70, ("30 seconds", " 21 ", "1.5 GB", "70 MB/s", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600")),
+        ("60", 1.5, 15, ("60 seconds", " 100 ")),
+        ("60", 1.5, 70, None),
+        ("600", 18.7, 50, None),  # 374 of 600 seconds
+        ("600", 18.7, 40, ("600 seconds", " 468 ", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=1200")),
+        ("1200", 18.7, 40, None),
+    ],
+)
+def test_a_launcher_that_kills_before_a_checkpoint_is_written(typed, gigabytes, megabytes_per_second, expected):
+    """The warning has the numbers, and its advice is enough to silence it. Without torchrun's agent, nobody kills."""
+    variable = {} if typed is None else {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": typed}
+    facts = gigabytes * 1e9, megabytes_per_second * 1e6
+    found = kill_warning({"TORCHELASTIC_RUN_ID": "none", **variable}, *facts)
+    assert all(text in found for text in expected) if expected else found is None
+    assert kill_warning(variable, *facts) is None
+
+
+def test_a_run_that_its_launcher_would_kill_warns_at_its_start(train, tmp_path, monkeypatch, capsys):
+    """It knows the size of its checkpoints. Without torchrun's agent, it does not measure the disk."""
+    measured = []
+    monkeypatch.setattr(recipe.run.stop, "measure_disk", lambda directory: measured.append(directory) or 1000)
+    monkeypatch.setattr(recipe.run.stop, "SLOWEST_DISK", 1000)
+    train("--max_steps", 1)
+    assert "launcher kills" not in capsys.readouterr().out and measured == []
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    run = train("--save_steps", 4, output_dir=tmp_path / "agent")
+    (seconds,) = re.findall(r"launcher kills this run in 30 seconds, .* takes ([\d,]+)", capsys.readouterr().out)
+    size = sum((run / "checkpoint-4" / name).stat().st_size for name in ("model.safetensors", "optimizer.pt"))
+    assert 1000 * int(seconds.replace(",", "")) == pytest.approx(size, rel=0.1) and measured == [run]
+
+
+def test_measuring_the_disk_leaves_nothing(tmp_path, monkeypatch):
+    """A full disk is no reason to warn of a slow one."""
+    assert 1e5 < measure_disk(tmp_path) < 1e11
+    monkeypatch.setattr(recipe.run.stop, "flush", lambda _: Path("/dev/full").write_text("x"))
+    assert measure_disk(tmp_path) == math.inf and not list(tmp_path.iterdir())
 
 
 def test_a_launcher_that_is_killed_leaves_no_orphan(tmp_path, dataset_dir):

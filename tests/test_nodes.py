@@ -49,6 +49,7 @@ SHARDED = {
     "fsdp compiled": (*INDUCTOR, *LESS_MEMORY),
     "fsdp kept": (*INDUCTOR, "--label_smoothing_factor", "0.1"),  # the gathered blocks, until backward
 }
+SLOW = {"slow disk": ("--save_steps", "2")}  # the second checkpoint is due while the first is being written
 STEPS = 5
 SHORT = ["--max_steps", STEPS, "--eval_steps", "3", "--global_batch_size", GLOBAL_BATCH]
 SHORT += ["--config_overrides", "n_layer=1,n_head=2,n_embd=32"]
@@ -60,11 +61,13 @@ import json, math, os, signal, sys, time
 from pathlib import Path
 import torch
 import torch.distributed as dist
+from datetime import timedelta
 from accelerate.state import PartialState
 from torch.profiler import ProfilerActivity, profile
 import recipe.train
+from recipe.checkpoint import CheckpointSaver
 from recipe.errors import UserError
-from recipe.hardware.processes import check_same_run, on_all_processes, start_processes
+from recipe.hardware.processes import STEP_WAIT, check_same_run, host_group, on_all_processes, start_processes
 from recipe.model.loss import LanguageModelingLoss
 from recipe.model.weights import whole
 from recipe.run.log import RunLog
@@ -93,6 +96,20 @@ def measure(config, state):  # at the top of each turn
     found["evaluation seconds"] = found.get("evaluation seconds", []) + [state.untrained.get("seconds")]
     return measure_progress(config, state)
 
+# In the run "slow disk", a step's collectives wait for one second while a process saves, and the disk takes longer.
+save, write = CheckpointSaver.save, CheckpointSaver._write
+
+def save_in_a_hurry(self, state):
+    limit = timedelta(seconds=1) if name == "slow disk" else STEP_WAIT
+    dist.distributed_c10d._set_pg_timeout(limit, host_group())
+    save(self, state)
+    dist.distributed_c10d._set_pg_timeout(STEP_WAIT, host_group())
+
+def write_slowly(self, content, *args):
+    time.sleep(3 * (name == "slow disk" and content["step"] == 2))
+    return write(self, content, *args)
+
+CheckpointSaver.save, CheckpointSaver._write = save_in_a_hurry, write_slowly
 RunLog.add, RunLog.end = count, end
 measure_progress, recipe.train.measure_progress = recipe.train.measure_progress, measure
 for name, options in splits.items():
@@ -105,7 +122,10 @@ for name, options in splits.items():
         assert os.environ.pop("ACCELERATE_USE_FSDP") == "true"  # main() leaves it as it was
         continue
     if name not in SPLITS:
-        found[name + " exit"] = recipe.train.main()
+        try:
+            found[name + " exit"] = recipe.train.main()
+        except Exception as error:
+            found[name + " exit"] = repr(error)
         found[name + " left at"], found[name] = time.time(), weights
         continue
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
@@ -170,8 +190,9 @@ def probe(tmp_path_factory, dataset_dir, other, train_shared, task, odd):
     (folder / "probe.py").write_text(PROBE)
     options = [*default_arguments(dataset_dir, folder / "unused", TINY), *SHORT]
     environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    runs = SPLITS | COMPILED | BAD | STOPPED | SHARDED | {"mixture": mixed(dataset_dir, other)} | SLOW
     result = launch(
-        [json.dumps(SPLITS | COMPILED | BAD | STOPPED | SHARDED | {"mixture": mixed(dataset_dir, other)}), *options],
+        [json.dumps(runs), *options],
         cwd=folder,
         launcher=("--config_file", str(ROOT / "accelerate_configs" / "multi_cpu.yaml")),
         program=folder / "probe.py",
@@ -299,6 +320,12 @@ def test_a_process_that_hangs_ends_the_others_after_ten_minutes(found):
     assert [process["minutes"] for process in found] == [STEP_WAIT.total_seconds() / 60] * 2 == [10, 10]
 
 
+def test_a_slow_disk_does_not_end_a_run(probe, found):
+    """If a checkpoint is due before the previous one is on disk, all processes wait, longer than for a step."""
+    assert [process["slow disk exit"] for process in found] == [0, 0]
+    assert [path.name for path in list_checkpoints(probe / "slow disk")] == [f"checkpoint-{n}" for n in (2, 4, 5)]
+
+
 def test_a_mistake_on_one_process_ends_all(found):
     """Different options, and data that one machine lacks, are reported by every process alike."""
     for process in found:
@@ -334,7 +361,8 @@ class Cluster:
 
     def __init__(self, folder, dataset_dir):
         self.folder, self.run = folder, folder / "run"
-        accelerate = f'#!/bin/bash\nexec {sys.executable} -m accelerate.commands.accelerate_cli "$@"\n'
+        accelerate = '#!/bin/bash\necho "the launcher gives ${TORCH_ELASTIC_SHUTDOWN_TIMEOUT-30} seconds"\n'
+        accelerate += f'exec {sys.executable} -m accelerate.commands.accelerate_cli "$@"\n'
         for name, text in (("scontrol", SCONTROL), ("srun", SRUN), ("accelerate", accelerate)):
             (folder / name).write_text(text)
             (folder / name).chmod(0o755)
@@ -410,6 +438,7 @@ def test_a_preempted_job_saves_and_is_queued_again(jobs):
     step = read_events(cluster.run, "train")[-1]["step"]
     assert status == 75 and f"stopped by SIGUSR1 after step {step}, saved" in output, output
     assert (cluster.folder / "requeued").read_text() == 2 * f"requeue {os.getpid()}\n"
+    assert output.count("the launcher gives 600 seconds") == 2
     assert why_damaged(cluster.run / f"checkpoint-{step}") is None
 
 

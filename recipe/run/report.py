@@ -32,6 +32,7 @@ from recipe.data.prepare import TRAINED
 from recipe.environment import describe_device, describe_environment, find_commit
 from recipe.hardware.choices import ONE_PER_CPU
 from recipe.hardware.devices import peak_memory_bytes
+from recipe.hardware.memory import optimizer_bytes
 from recipe.hardware.processes import on_main_process
 from recipe.model.size import count_exported_parameters, count_flops_per_token
 from recipe.model.weights import WEIGHTS_NAME, copy_weights
@@ -42,7 +43,7 @@ from recipe.publish.uploads import HubUploads
 from recipe.run.log import RunLog
 from recipe.run.resume import describe_jump
 from recipe.run.start import Run, measure_progress
-from recipe.run.stop import EXIT_STOPPED, StopSignals, describe_signal
+from recipe.run.stop import EXIT_STOPPED, StopSignals, describe_signal, find_kill_warning
 
 MANY_EPOCHS = 100
 NAMED_FILES = 5  # a shell may expand a pattern to thousands
@@ -120,6 +121,9 @@ def show_start(log: RunLog, facts: dict[str, Any], state: RunState, eval_rows: i
     if log.is_over:
         log.say(f"all {state.step:,} steps are done")
         return
+    state_bytes = 4 * facts["model"]["num_parameters"] + optimizer_bytes(run.model_config, config.optim)
+    if warning := on_main_process(lambda: find_kill_warning(run.output_dir, state_bytes)):
+        log.say(f"warning: {warning}")
     if config.dynamo_backend == "inductor":
         log.say("compiling; the first step takes a minute or more")
     is_warm = state.step >= count_warmup_steps(config)

@@ -1,14 +1,18 @@
-"""How a run ends early: signals, the launcher's death, too little memory."""
+"""How a run ends early: signals, the launcher's death or impatience, too little memory."""
 
 import contextlib
+import math
 import os
+import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import FrameType
 
 from recipe.checkpoint import mark_resumable
+from recipe.disk import flush
 from recipe.errors import ProcessError, UserError
 from recipe.hardware.memory import REMEDY, is_out_of_memory, leave_smaller_micro_batch, smaller_micro_batches
 from recipe.hardware.processes import LAUNCHER_DIED, largest_of_processes
@@ -18,6 +22,9 @@ EXIT_STOPPED = 75  # EX_TEMPFAIL in sysexits.h: the run was saved, and the same 
 NAMES = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")
 SIGNALS = tuple(getattr(signal, name) for name in NAMES if hasattr(signal, name))  # Windows has two of them
 SAME_SIGNAL_SECONDS = 1.0  # two Ctrl-C within this time are one: the launcher forwards what the process also gets
+
+SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+SLOWEST_DISK = 10e6  # bytes per second; a state that even this one takes in time needs no measurement
 
 
 class StopSignals:
@@ -63,6 +70,47 @@ class StopSignals:
             name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
             os.write(2, f"\n{name}: {self.reaction}.{again}\n".encode())
         self.count, self.newest = self.count + 1, number
+
+
+def find_kill_warning(output_dir: Path, state_bytes: float) -> str | None:
+    """Return `kill_warning` for the disk of the run, whose speed is measured only if it matters."""
+    if kill_warning(os.environ, state_bytes, SLOWEST_DISK) is None:
+        return None
+    return kill_warning(os.environ, state_bytes, measure_disk(output_dir))
+
+
+def kill_warning(environment: Mapping[str, str], state_bytes: float, bytes_per_second: float) -> str | None:
+    """Return why a signal may lose what has not been saved, and the remedy; None if a checkpoint is written in time.
+
+    torchrun's agent, which `accelerate launch` becomes for several processes, kills them 30 seconds after a signal to
+    it, unless a variable in its environment says otherwise (torch 2.13, distributed/launcher/api.py).
+    """
+    typed = environment.get(SHUTDOWN_TIMEOUT, "")
+    limit, seconds = int(typed) if typed.isdigit() else 30, state_bytes / bytes_per_second
+    if "TORCHELASTIC_RUN_ID" not in environment or 1.5 * seconds <= limit:  # half again: a step comes first
+        return None
+    return (
+        f"after Ctrl-C or SIGTERM, the launcher kills this run in {limit} seconds, but a checkpoint takes "
+        f"{seconds:,.0f} ({state_bytes / 1e9:.1f} GB at {bytes_per_second / 1e6:,.0f} MB/s); put "
+        f"{SHUTDOWN_TIMEOUT}={600 * math.ceil(1.5 * seconds / 600)} before your command"
+    )
+
+
+def measure_disk(directory: Path) -> float:
+    """Return the bytes per second at which 64 MB reach the disk; infinity if it is full, as a save will say."""
+    folder, block = directory / ".checkpoint-speed.partial", os.urandom(10**6)
+    started_at = time.perf_counter()
+    try:
+        folder.mkdir(exist_ok=True)
+        with open(folder / "data", "wb") as file:
+            for _ in range(64):
+                file.write(block)
+        flush(folder / "data")
+        return 64e6 / (time.perf_counter() - started_at)
+    except OSError:
+        return math.inf
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)  # after a kill, `clean_checkpoints` does it
 
 
 def describe_signal(number: int) -> str:
