@@ -76,16 +76,17 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 
 def move(source: Path, target: Path) -> None:
-    """Rename a file or folder, or copy it to another file system, which leaves the source."""
+    """Rename a folder, also to another file system. It appears under the new name when it is complete."""
     try:
         os.rename(source, target)
     except OSError as error:
         if error.errno != errno.EXDEV:
             raise
-        if source.is_dir():
-            shutil.copytree(source, target, copy_function=shutil.copyfile)
-        else:
-            shutil.copyfile(source, target)
+        partial = target.with_name(f"{target.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.copytree(source, partial, copy_function=shutil.copyfile)
+        os.rename(partial, target)
+        shutil.rmtree(source)
 
 
 def remove(folder: Path, hidden: Path) -> None:

@@ -152,11 +152,13 @@ def test_a_dataset_in_a_mount_point(tmp_path, jsonl_file, tokenizer, monkeypatch
 def test_a_preparation_begun_on_another_disk(tmp_path, jsonl_file, tokenizer, monkeypatch):
     """What an earlier version has prepared beside a mount point is copied into it."""
     source = TextSource((str(jsonl_file),))
-    expected = prepare_dataset(source, tmp_path / "other", tokenizer)
-    (tmp_path / "d").mkdir()
-    beside = tmp_path / f".d-{expected['fingerprint'][:12]}.partial"
-    shutil.move(tmp_path / "other", beside)
-    fail_renames(monkeypatch, lambda a, b: beside in a.parents and beside not in b.parents, errno.EXDEV)
+    expected = prepare_dataset(source, tmp_path / "expected", tokenizer)
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr("recipe.data.prepare.summarize", lambda *_: 1 / 0)
+        prepare_dataset(source, tmp_path / "d", tokenizer)
+    (partial,) = (tmp_path / "d").iterdir()
+    beside = partial.rename(tmp_path / f".d-{partial.name[1:]}")
+    fail_renames(monkeypatch, lambda a, b: beside in (a, *a.parents) and beside not in b.parents, errno.EXDEV)
     monkeypatch.setattr("recipe.data.prepare.tokenize_units", lambda *_: 1 / 0)
     assert prepare_dataset(source, tmp_path / "d", tokenizer) == expected
     assert open_packed_dataset(tmp_path / "d", BLOCK_SIZE).tokenizer and not beside.exists()

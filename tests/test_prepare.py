@@ -366,21 +366,22 @@ def test_an_interruption_at_the_end_loses_nothing(tmp_path, jsonl_file, tokenize
     """Whatever it precedes: the folder holds the older dataset or none, and the next run completes the newer one."""
     source, directory = TextSource((str(jsonl_file),)), tmp_path / "d"
     old = prepare_dataset(dataclasses.replace(source, skip_bad_files=True), directory, tokenizer)
-    calls, originals = [], {name: getattr(prepare, name) for name in ("replace_dataset", "move")}
+    rename, replace, renamed = os.rename, prepare.replace_dataset, []
 
-    def interrupted(name):
-        def call(*arguments):
-            calls.append(name)
-            if len(calls) > number:
-                raise KeyboardInterrupt
-            return originals[name](*arguments)
+    def rename_until(a, b):
+        if len(renamed) == number:
+            raise KeyboardInterrupt
+        renamed.append(b)
+        rename(a, b)
 
-        return call
+    def replace_until(*arguments):
+        monkeypatch.setattr(os, "rename", rename_until)
+        replace(*arguments)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        for name in originals:
-            patch.setattr(prepare, name, interrupted(name))
+        patch.setattr(prepare, "replace_dataset", replace_until)
         prepare_dataset(source, directory, tokenizer, overwrite=True)
+    monkeypatch.setattr(os, "rename", rename)
     if number == 0:
         assert read_metadata(directory) == old
     else:

@@ -42,7 +42,7 @@ from recipe.errors import UserError
 from recipe.progress import progress_target
 
 TRAINED = "bpe "  # begins what stands for the tokenizer among the inputs if it is trained on the text
-LOCK_NAME, METADATA_NAME = ".lock", "metadata.json"
+LOCK_NAME, COMPLETE_NAME, METADATA_NAME = ".lock", ".complete", "metadata.json"
 PARTS = (*SPLITS, "tokenizer", "dataset_dict.json", METADATA_NAME)  # in the order in which they take their place
 HASH = "[0-9a-f]" * 12
 say = functools.partial(print, flush=True)
@@ -66,9 +66,9 @@ def prepare_dataset(
     packed dataset, and nothing else.
     """
     inputs = inputs_of(source, tokenizer, tokenizer_vocab_size, max_bytes)
-    if partial_folders(directory) and not (directory / METADATA_NAME).exists():
+    if (directory / COMPLETE_NAME).exists():  # a process was killed, or is at it
         with locked(directory):
-            finish_move(directory)
+            finish_replacement(directory)
     if (existing := _find_existing(source, directory, inputs, overwrite)) is not None:
         return existing
     started_at = time.perf_counter()
@@ -95,7 +95,7 @@ def prepare_dataset(
     except UserError as error:
         failure = error
     with locked(directory):
-        finish_move(directory)
+        finish_replacement(directory)
         if (existing := _find_existing(source, directory, inputs, overwrite)) is not None:
             # Another process was faster. It may have moved the files before this one wrote its own.
             shutil.rmtree(partial, ignore_errors=True)
@@ -107,8 +107,6 @@ def prepare_dataset(
             return None
         metadata = summarize(job, tokenizer, len(units), inputs)
         replace_dataset(partial, directory)
-        for path in (*partial_folders(directory), directory.with_name(f".{directory.name}.replaced")):
-            shutil.rmtree(path, ignore_errors=True)  # what was interrupted before
     seconds = time.perf_counter() - started_at
     documents, tokens, num_bytes = (sum(of[key] for of in metadata["splits"].values()) for key in COUNTS)
     rate = f" ({num_bytes / 1e6 / seconds:.1f} MB/s)" if len(mine) == len(units) else ""
@@ -146,7 +144,7 @@ def _find_existing(
     """Return the metadata of a dataset that is prepared. Raises `UserError` for what must not be replaced."""
     if not (directory / METADATA_NAME).is_file():
         others = [path for path in directory.glob("[!.]*") if path.name != "lost+found"]  # of a disk's own
-        if others or directory.is_file():
+        if directory.is_file() or (others and not (directory / COMPLETE_NAME).exists()):
             raise UserError(f"{directory} exists and is not a packed dataset; choose another folder")
         return None
     if is_made_from(directory, inputs, source):
@@ -275,9 +273,7 @@ def summarize(job: Job, tokenizer: TextTokenizer, num_units: int, inputs: dict[s
     (partial / "dataset_dict.json").write_text(json.dumps({"splits": list(SPLITS)}))
     for path in partial.glob(".tokenizer-*"):
         shutil.rmtree(path)
-    written = partial / f".{METADATA_NAME}"
-    written.write_text(json.dumps(metadata, indent=2) + "\n")
-    written.replace(partial / METADATA_NAME)
+    (partial / METADATA_NAME).write_text(json.dumps(metadata, indent=2) + "\n")
     return metadata
 
 
@@ -336,12 +332,6 @@ def partial_folder(directory: Path, inputs: dict[str, Any]) -> Path:
     return older if os.path.isdir(older) else directory / f".{digest}.partial"
 
 
-def partial_folders(directory: Path) -> list[Path]:
-    """Return the folders of preparations of a dataset that were interrupted, or that other processes are at."""
-    beside = directory.parent.glob(f".{glob.escape(directory.name)}-{HASH}.partial")
-    return [*directory.glob(f".{HASH}.partial"), *beside]
-
-
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
     """Let one process at a time change the dataset in a folder. Raises `UserError` if the folder cannot be written."""
@@ -359,20 +349,22 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def replace_dataset(partial: Path, directory: Path) -> None:
-    """Move a complete dataset to its place. An older one loses metadata.json first, so none is ever a mixture."""
-    (directory / METADATA_NAME).unlink(missing_ok=True)
-    for name in PARTS:
-        if (partial / name).exists():  # else it has been moved, and the process was killed
-            if (directory / name).is_dir():
-                shutil.rmtree(directory / name)
-            move(partial / name, directory / name)
-    shutil.rmtree(partial, ignore_errors=True)
+    """Move a complete dataset to its place, and remove what was there, and what was interrupted before."""
+    move(partial, directory / COMPLETE_NAME)  # only one process can, even where there are no locks
+    finish_replacement(directory)
+    others = directory.parent.glob(f".{glob.escape(directory.name)}-{HASH}.partial")  # of version 0.1, as the next
+    for path in (*directory.glob(f".{HASH}.partial"), *others, directory.with_name(f".{directory.name}.replaced")):
+        shutil.rmtree(path, ignore_errors=True)
 
 
-def finish_move(directory: Path) -> None:
-    """Move a complete dataset to its place if a process was killed before it had done so."""
-    if not (directory / METADATA_NAME).exists():
-        for path in partial_folders(directory):
-            if (path / METADATA_NAME).exists():
-                replace_dataset(path, directory)
-                return
+def finish_replacement(directory: Path) -> None:
+    """Move the files of a complete dataset up, if there is one. The older one loses its metadata.json first."""
+    complete = directory / COMPLETE_NAME
+    if (complete / METADATA_NAME).exists():
+        (directory / METADATA_NAME).unlink(missing_ok=True)
+        for name in PARTS:
+            if (complete / name).exists():  # else a process that was killed has moved it
+                if (directory / name).is_dir():
+                    shutil.rmtree(directory / name)
+                os.rename(complete / name, directory / name)
+    shutil.rmtree(complete, ignore_errors=True)
