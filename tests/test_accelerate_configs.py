@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-import torch
 import yaml
 from accelerate.commands import launch as launch_module
 from accelerate.commands.config.config_args import load_config_from_file
@@ -19,7 +18,7 @@ from conftest import ROOT, read_events, reset_accelerate
 from recipe.command_line import load_config
 from recipe.errors import UserError
 from recipe.hardware import processes
-from recipe.hardware.accelerator import check_sharded
+from recipe.hardware.choices import Facts, check_sharded
 from recipe.hardware.processes import start_processes, wants_cpu
 from recipe.hardware.sharding import USE_FSDP, Sharding, take_sharding
 from recipe.publish.hub import publishes_training_state
@@ -155,11 +154,10 @@ def test_one_process_has_nothing_to_shard(version):
         (["--dynamo_backend", "inductor"], "reduce-overhead", "dynamo_mode reduce-overhead"),
     ],
 )
-def test_options_that_do_not_work_with_shards(argv, mode, message, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", mode)
+def test_options_that_do_not_work_with_shards(argv, mode, message):
     config = load_config(["--dataset_dir", "d", "--mixed_precision", "bf16", *argv])[0]
     with pytest.raises(UserError, match=f"FSDP does not work with .*{message}"):
-        check_sharded(config, torch.device("cuda"))
+        check_sharded(config, Facts("cuda", launcher_mode=mode))
 
 
 @pytest.mark.parametrize("answers", [{"distributed_type": "MULTI_CPU", "use_cpu": True}, {"distributed_type": "NO"}])
