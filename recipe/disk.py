@@ -1,4 +1,4 @@
-"""What some file systems cannot do: each call is tried, and where it is not supported, the program goes on.
+"""File operations that some file systems do not support. Each is tried; if it is not supported, the program continues.
 
 Lustre and FUSE may have no locks, network shares no flushes, exFAT and CIFS neither modes nor hard links. One line per
 process and file system says what is missing. A real error, such as a full disk, is raised as ever.
@@ -18,8 +18,8 @@ SETTLED_SECONDS = 10  # FAT counts in steps of two seconds, and the clock of a f
 WARNED: set[tuple[str, int]] = set()  # what this process has said, and of which file system
 
 
-def _go_on(error: OSError, expected: set[int], path: Path, what: str, so: str) -> None:
-    """Say once what the file system of a path cannot do. Raises the error if it is not one of the expected kinds."""
+def _warn(error: OSError, expected: set[int], path: Path, what: str, so: str) -> None:
+    """Warn once of what the file system of a path cannot do. Raises the error if it is not one of the expected kinds."""
     if error.errno not in expected:
         raise error
     folder = path if path.is_dir() else path.parent
@@ -37,7 +37,7 @@ def lock(path: Path, blocking: bool = True) -> FileLock | None:
     try:
         held.acquire(blocking=blocking)
     except OSError as error:
-        _go_on(error, UNSUPPORTED | {errno.ENOLCK}, path, "has no locks", "make sure that nothing else writes there")
+        _warn(error, UNSUPPORTED | {errno.ENOLCK}, path, "has no locks", "make sure that nothing else writes there")
         return None
     return held
 
@@ -51,7 +51,7 @@ def flush(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        _go_on(error, UNSUPPORTED, path, "cannot flush", "a power cut may damage what was written last")
+        _warn(error, UNSUPPORTED, path, "cannot flush", "a power cut may damage what was written last")
     finally:
         os.close(descriptor)
 
@@ -64,7 +64,7 @@ def share(path: Path) -> None:
     try:
         path.chmod(mode)
     except OSError as error:
-        _go_on(error, UNSUPPORTED | {errno.EPERM}, path, "has no modes", "other users may be unable to read its files")
+        _warn(error, UNSUPPORTED | {errno.EPERM}, path, "has no modes", "other users may be unable to read its files")
 
 
 def link_or_copy(source: Path, target: Path) -> None:
@@ -107,7 +107,7 @@ def can_map(path: Path) -> bool:
             mmap.mmap(file.fileno(), 1, access=mmap.ACCESS_COPY).close()
         except OSError as error:
             expected = UNSUPPORTED | {errno.ENODEV}
-            _go_on(error, expected, path, "cannot map files", "they are read into memory instead")
+            _warn(error, expected, path, "cannot map files", "they are read into memory instead")
             return False
     return True
 

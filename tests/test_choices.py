@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import ROOT
 
+from recipe import environment
 from recipe.checkpoint import read_state
 from recipe.command_line import load_config
 from recipe.environment import count_cores, count_cpus, read_cpu_quotas
@@ -265,8 +266,15 @@ def test_a_quota_of_one_cpu(tmp_path):
     assert found.stdout.split() == ["1"]
 
 
-def test_cores_and_cpus():
-    assert 1 <= count_cores() <= count_cpus()
+def test_two_hyper_threads_share_a_core(tmp_path, monkeypatch):
+    for cpu, siblings in enumerate(("0-1", "0-1", "2-3", "2-3")):
+        path = tmp_path / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+        path.parent.mkdir(parents=True)
+        path.write_text(siblings + "\n")
+    monkeypatch.setattr(environment, "list_cpus", lambda: [0, 1, 2, 3])
+    monkeypatch.setattr(environment, "Path", lambda text: tmp_path / text.lstrip("/"))
+    monkeypatch.setattr(environment, "read_cpu_quotas", lambda: [])
+    assert (count_cpus(), count_cores()) == (4, 2)
 
 
 @pytest.mark.parametrize(

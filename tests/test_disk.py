@@ -1,4 +1,4 @@
-"""Disks that lack something: the program goes on and says so once, and a real error stays one."""
+"""Disks that lack an operation: the program continues with one warning, and real errors are still raised."""
 
 import errno
 import fcntl

@@ -19,9 +19,9 @@ from recipe.hardware.sharding import Sharding
 # bf16 has to win by this factor, because fp32 is the more exact of two equals; plain attention too, because it takes
 # more memory.
 MARGIN = 1.1
-# What compiling takes and saves does depend on the machine, but both grow with its speed, so the time that a run's
-# products take at the measured rate tells whether compiling pays. Checked with 16 M parameters and GPT-2's vocabulary
-# on two EPYC cores with avx512_bf16, where it pays after 6e13 FLOPs (about 90 s of products).
+# Compiling pays in runs whose products take this long at the measured rate: a faster machine also compiles faster.
+# Derived from 6e13 FLOPs, after which 16 M parameters with GPT-2's vocabulary broke even on two EPYC cores with
+# avx512_bf16; not checked on other processors. Neither is the share below.
 COMPILE_PAYS_SECONDS = 90.0
 PRODUCTS_SHARE = 0.4  # of the time of a step that is not compiled, for a run of which only the minutes are known
 ONE_PER_CPU = "one per CPU"  # nothing to choose

@@ -66,7 +66,7 @@ def measure(
 def time_products(device: torch.device, model_config: PreTrainedConfig, precisions: Sequence[str]) -> dict[str, float]:
     """Return the FLOPs per second of a model's products, by precision: of their forward and both backward ones.
 
-    Of each matrix, as many columns count as there are rows: a whole one of a large model would take too long.
+    Each matrix is cut to as many columns as there are rows, because whole matrices of a large model take too long.
     """
     width, inner, num_layers = model_config.hidden_size, count_inner(model_config), model_config.num_hidden_layers
     flops = Counter()  # of a token, by (width, columns)
