@@ -19,7 +19,7 @@ WARNED: set[tuple[str, int]] = set()  # what this process has said, and of which
 
 
 def _warn(error: OSError, expected: set[int], path: Path, what: str, so: str) -> None:
-    """Warn once of what the file system of a path cannot do. Raises the error if it is not one of the expected kinds."""
+    """Warn once of what the file system of a path cannot do. Raises an error that is not of the expected kinds."""
     if error.errno not in expected:
         raise error
     folder = path if path.is_dir() else path.parent
