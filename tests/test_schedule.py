@@ -107,10 +107,15 @@ LIMITED = ["--global_batch_size", 4, "--logging_steps", 1, "--learning_rate", 0.
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that only set-up, steps, evaluations and the export advance. Set `clock.step_seconds`."""
+    """A clock that set-up, steps, evaluations and the export advance; a look at it, by 1 µs. Set `step_seconds`."""
 
     class Clock:
         now, step_seconds = 1000.0, 1.0
+
+        @classmethod
+        def read(cls):
+            cls.now += 1e-6
+            return cls.now
 
     def slow(function, seconds):
         def run(*args):
@@ -126,7 +131,7 @@ def clock(monkeypatch):
         extra = seconds_left.pop() if module.training and seconds_left else 0.0
         return Clock.step_seconds + extra if module.training else EVALUATION
 
-    monkeypatch.setattr(time, "perf_counter", lambda: Clock.now)
+    monkeypatch.setattr(time, "perf_counter", Clock.read)
     monkeypatch.setattr(recipe.train, "build_model", slow(recipe.train.build_model, lambda *_: SETUP))
     monkeypatch.setattr(LanguageModelingLoss, "forward", slow(LanguageModelingLoss.forward, seconds_of))
     monkeypatch.setattr(recipe.run.report, "export_model", slow(recipe.run.report.export_model, lambda *_: EXPORT))
