@@ -239,6 +239,7 @@ def train_recipe(setting: Setting) -> dict[str, Any]:
         "peak_memory_bytes": found["peak_memory_bytes"],
         "loss": found["eval_loss"],
         "precision": {"no": "fp32"}.get(found["mixed_precision"], found["mixed_precision"]),
+        "attention": found["attn_implementation"],
         "num_parameters": found["num_parameters"],
     }
 

@@ -43,8 +43,6 @@ def take_sharding(environment: MutableMapping[str, str]) -> Sharding | None:
     """
     if not str_to_bool(environment.pop(USE_FSDP, "false")):
         return None
-    if not hasattr(FSDPModule, "reset_iter_state"):
-        raise UserError(f"FSDP requires torch 2.13 or newer; this is {torch.__version__}")
     if str_to_bool(environment.get("FSDP_OFFLOAD_PARAMS", "false")):
         raise UserError("FSDP with offload to the CPU is not supported; use accelerate_configs/fsdp.yaml")
     strategy = environment.get("FSDP_RESHARD_AFTER_FORWARD", "true").upper()
@@ -61,6 +59,8 @@ def take_sharding(environment: MutableMapping[str, str]) -> Sharding | None:
         num_shards = int(environment.get("LOCAL_WORLD_SIZE", num_processes))
     if strategy == "NO_SHARD" or num_shards == 1:
         return None
+    if not hasattr(FSDPModule, "reset_iter_state"):
+        raise UserError(f"FSDP requires torch 2.13 or newer; this is {torch.__version__}")
     resharded = strategy in ("FULL_SHARD", "HYBRID_SHARD")
     checkpointing = bool(str_to_bool(environment.get("FSDP_ACTIVATION_CHECKPOINTING", "false")))
     return Sharding(num_shards, num_processes // num_shards, resharded, checkpointing)

@@ -39,7 +39,7 @@ PUBLIC_EVENTS = ("start", "train", "eval", "sample", "schedule", "end")
 # Of these events, at any depth. Each is a number, a version, a hash, an id of the Hub, or holds such values.
 PUBLIC_KEYS = {
     *("event", "step", "run_id", "commit", "seed", "base_model_id", "flops_per_token"),
-    *("mixed_precision", "dynamo_backend", "optim"),
+    *("mixed_precision", "dynamo_backend", "attn_implementation", "optim"),
     *("num_processes", "per_device_train_batch_size", "gradient_accumulation_steps"),
     *("data", "dataset_id", "dataset_config_name", "tokenizer_id", "is_own_tokenizer", "validation_split_percentage"),
     *("content_sha256", "tokenizer_sha256", "splits", "train", "validation", "documents", "tokens", "bytes", "rows"),

@@ -93,6 +93,7 @@ def collect_facts(run: Run, model: PreTrainedModel) -> dict[str, Any]:
         "num_processes": run.accelerator.num_processes,
         "mixed_precision": config.mixed_precision,
         "dynamo_backend": config.dynamo_backend,
+        "attn_implementation": config.attn_implementation,
         "optim": config.optim,
         "per_device_train_batch_size": run.plan.micro_batch_size,
         "gradient_accumulation_steps": run.grad_accum,
@@ -329,7 +330,8 @@ def build_summary(
     log: RunLog, state: RunState, facts: dict[str, Any], evaluation: dict[str, Any], exported_step: int
 ) -> dict[str, Any]:
     """Return the content of summary.json. evaluation: of the exported model."""
-    same = ("num_processes", "mixed_precision", "dynamo_backend", "per_device_train_batch_size", "environment")
+    same = ("num_processes", "mixed_precision", "dynamo_backend", "attn_implementation")
+    same += ("per_device_train_batch_size", "environment")
     return {
         "run_id": state.run_id,
         "step": state.step,
