@@ -22,7 +22,7 @@ from recipe.model.size import count_inner
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16}  # by the names of mixed_precision
 SIDE_SECONDS = 0.002  # rows and columns double until a product takes this long, so none takes more than 10 ms
 ROUNDS = (3, 12)  # at least and at most; in between, until the time is up:
-PRODUCT_SECONDS, ATTENTION_SECONDS = 0.25, 0.15
+PRODUCT_SECONDS, ATTENTION_SECONDS = 0.2, 0.1
 MOST_ROWS = 4096  # of a product
 LONGEST_PLAIN = 2048  # tokens: a head's scores are 16 MB then, and the time grows with the square
 HOPELESS = 4.0  # how many times as long a small product takes in a type that is not worth the rest of the probe
