@@ -8,9 +8,11 @@ import functools
 import time
 from pathlib import Path
 
+from recipe.arguments import CommandLine  # first: it sets up OpenMP's threads, before torch is loaded
+
+# isort: split
 from accelerate import PartialState
 
-from recipe.arguments import CommandLine
 from recipe.config import EVAL_TASKS, parse_tasks
 from recipe.data.packed import open_packed_dataset
 from recipe.environment import describe_environment

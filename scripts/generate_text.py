@@ -15,10 +15,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from recipe.arguments import CommandLine  # first: it sets up OpenMP's threads, before torch is loaded
+
+# isort: split
 from accelerate import PartialState
 from transformers import TextStreamer
 
-from recipe.arguments import CommandLine
 from recipe.errors import UserError, run_main
 from recipe.evaluation.generation import generate_texts, load_model
 

@@ -23,13 +23,15 @@ from collections.abc import Callable
 from importlib.metadata import requires, version
 from pathlib import Path
 
+from recipe.arguments import CommandLine, typed_names  # first: it sets up OpenMP's threads, before torch is loaded
+
+# isort: split
 import psutil
 import torch
 from huggingface_hub import get_token, whoami
 from packaging.requirements import Requirement
 from transformers import PreTrainedConfig
 
-from recipe.arguments import CommandLine, typed_names
 from recipe.command_line import load_config, load_yaml
 from recipe.config import DATA_SOURCES, MISSING, STANDARD_LIBRARY, TrainConfig, save_config
 from recipe.environment import count_cpus, describe_device

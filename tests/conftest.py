@@ -28,7 +28,6 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from hub_stand_in import CLIENT, HubStandIn
 from huggingface_hub import constants, file_download, hf_api, set_client_factory
 from huggingface_hub.utils import _http
-from torch.distributed.fsdp import FSDPModule
 
 from recipe.data import files as files_module
 from recipe.data import source as source_module
@@ -43,8 +42,6 @@ VOCAB_SIZE = 500  # padded to 512
 WORDS = "the cat sat on a mat while rain fell über den Fluß and naïve 猫 slept; then what? nothing, again."
 TINY = ["--config_overrides", "n_layer=2,n_head=2,n_embd=32", "--block_size", str(BLOCK_SIZE)]
 PLAIN = ["--mixed_precision", "no", "--dynamo_backend", "no", "--attn_implementation", "eager"]  # nothing to measure
-HAS_FSDP = hasattr(FSDPModule, "reset_iter_state")  # torch 2.13; older ones are refused
-needs_fsdp = pytest.mark.skipif(not HAS_FSDP, reason="FSDP requires torch 2.13")
 # The first hides GPUs from this process, which may have initialized CUDA, the second from the processes it starts.
 CPU_ONLY = {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
 

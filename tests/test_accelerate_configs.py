@@ -13,7 +13,7 @@ import yaml
 from accelerate.commands import launch as launch_module
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command, launch_command_parser
-from conftest import ROOT, needs_fsdp, read_events, reset_accelerate
+from conftest import ROOT, read_events, reset_accelerate
 
 from recipe.command_line import load_config
 from recipe.errors import UserError
@@ -118,7 +118,6 @@ def test_answers_that_the_recipe_cannot_follow(answers, message, tmp_path, monke
     assert "\n" not in str(caught.value)
 
 
-@needs_fsdp
 @pytest.mark.parametrize(
     ("answers", "expected"),
     [

@@ -643,13 +643,6 @@ def test_a_launcher_that_kills_before_a_checkpoint_is_written(typed, gigabytes, 
     assert kill_warning(variable, *facts) is None
 
 
-def test_a_torch_that_does_not_read_the_variable():
-    """It kills after 30 seconds whatever is typed, so the advice is another."""
-    environment = {"TORCHELASTIC_RUN_ID": "none", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}
-    found = kill_warning(environment, 1.5e9, 70e6, is_settable=False)
-    assert "30 seconds" in found and "2.12" in found and "=600" not in found
-
-
 def test_a_run_that_its_launcher_would_kill_warns_at_its_start(train, tmp_path, monkeypatch, capsys):
     """It knows the size of its checkpoints. Without torchrun's agent, it does not measure the disk."""
     measured = []

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
-from conftest import default_arguments, needs_fsdp
+from conftest import default_arguments
 
 from recipe.command_line import load_config
 from recipe.hardware.memory import PROCESS_BYTES, MemoryPlan, estimate_bytes
@@ -108,7 +108,6 @@ def test_two_machines_make_their_hosts_wait_no_more(gpu):
         check_waits(found)
 
 
-@needs_fsdp
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "muon"])
 def test_shards_make_the_host_wait_no_more(rehearse, optim):
     """Neither do gathering and reducing, the norm of all shards, and the matrices that Muon exchanges."""
@@ -180,7 +179,6 @@ def estimate_of(*options: object, num_shards: int, shape: list[str] = WIDE) -> f
     return estimate_bytes(plan, config, model_config, "cuda", num_shards, Sharding(num_shards)) - PROCESS_BYTES
 
 
-@needs_fsdp
 @pytest.mark.parametrize("num_shards", [2, 8])
 @pytest.mark.parametrize("options", [["--optim", "muon"], ["--activation_checkpointing"]], ids=" ".join)
 def test_the_estimate_is_what_a_step_with_shards_takes(rehearse, num_shards, options):
@@ -191,7 +189,6 @@ def test_the_estimate_is_what_a_step_with_shards_takes(rehearse, num_shards, opt
     assert found.peak_bytes == pytest.approx(estimate_of(*options, num_shards=num_shards), rel=0.1)
 
 
-@needs_fsdp
 def test_the_trial_step_with_shards_halves_the_micro_batch(rehearse):
     """It runs out of memory in the middle of backward, and leaves nothing of that: no gathered block, no gradient."""
     shape = ["--config_overrides", "n_layer=8,n_head=4,n_embd=512", "--block_size", "128"]

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from conftest import HAS_FSDP, ROOT, TINY, default_arguments, launch, needs_fsdp, read_events
+from conftest import ROOT, TINY, default_arguments, launch, read_events
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -190,8 +190,7 @@ def probe(tmp_path_factory, dataset_dir, other, train_shared, task, odd):
     (folder / "probe.py").write_text(PROBE)
     options = [*default_arguments(dataset_dir, folder / "unused", TINY), *SHORT]
     environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    runs = SPLITS | COMPILED | BAD | STOPPED | {"mixture": mixed(dataset_dir, other)} | SLOW
-    runs |= SHARDED if HAS_FSDP else {}
+    runs = SPLITS | COMPILED | BAD | STOPPED | SHARDED | {"mixture": mixed(dataset_dir, other)} | SLOW
     result = launch(
         [json.dumps(runs), *options],
         cwd=folder,
@@ -274,7 +273,6 @@ def test_a_signal_to_one_of_two_processes_stops_both(probe, found, train, one_pr
         assert [event["loss"] for event in read_events(run, "train")] == pytest.approx(expected, abs=1e-5)
 
 
-@needs_fsdp
 @pytest.mark.parametrize("name", ["fsdp muon", "fsdp adamw", "fsdp continued", "ddp continued"])
 def test_shards_are_one_run(probe, odd, name):
     """Losses, scores and the sample match one process, also when a run resumes in another layout."""
@@ -290,7 +288,6 @@ def test_shards_are_one_run(probe, odd, name):
     assert read_events(probe / name, "sample")[-1] == read_events(expected, "sample")[-1]
 
 
-@needs_fsdp
 def test_compiled_shards_are_one_run(probe, one_process, train_shared):
     """Each block is a graph, and so is the loss; whether blocks are gathered again for backward or kept."""
     smoothed = train_shared(*SHORT, "--label_smoothing_factor", "0.1")
@@ -300,7 +297,6 @@ def test_compiled_shards_are_one_run(probe, one_process, train_shared):
             assert losses == pytest.approx(others, abs=1e-5)
 
 
-@needs_fsdp
 def test_a_checkpoint_does_not_tell_who_wrote_it(probe, odd, train, tmp_path):
     """Shards are saved as whole tensors, which one process continues."""
     checkpoints = [run / "checkpoint-2" for run in (probe / "fsdp muon", odd["muon"])]

@@ -111,7 +111,7 @@ def choose(config: TrainConfig, facts: Facts, measured: Measured | None) -> dict
         if config.max_minutes is not None:
             seconds = min(seconds, PRODUCTS_SHARE * 60 * config.max_minutes)
         if seconds < COMPILE_PAYS_SECONDS:
-            found = f"{seconds:.0f} s of products, and {COMPILE_PAYS_SECONDS:.0f} would pay for compiling"
+            found = f"{seconds:.0f} s of matrix products, and {COMPILE_PAYS_SECONDS:.0f} would pay for compiling"
             choices["dynamo"] = Choice("no", f"this run is short: {found}")
         else:
             choices["dynamo"] = Choice("inductor", "this run is long enough to pay for compiling")

@@ -8,7 +8,6 @@ import contextlib
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 
-import torch
 from accelerate.utils import str_to_bool
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -59,8 +58,6 @@ def take_sharding(environment: MutableMapping[str, str]) -> Sharding | None:
         num_shards = int(environment.get("LOCAL_WORLD_SIZE", num_processes))
     if strategy == "NO_SHARD" or num_shards == 1:
         return None
-    if not hasattr(FSDPModule, "reset_iter_state"):
-        raise UserError(f"FSDP requires torch 2.13 or newer; this is {torch.__version__}")
     resharded = strategy in ("FULL_SHARD", "HYBRID_SHARD")
     checkpointing = bool(str_to_bool(environment.get("FSDP_ACTIVATION_CHECKPOINTING", "false")))
     return Sharding(num_shards, num_processes // num_shards, resharded, checkpointing)

@@ -135,8 +135,7 @@ class Muon(torch.optim.Optimizer):
         matrices = F.pad(matrices, (0, 0, 0, 0, 0, -num_matrices % num_processes))  # equal shares
         mine = orthogonalize(matrices.chunk(num_processes)[dist.get_rank()], self.dtype)
         gathered = mine.new_empty(matrices.shape)
-        # torch 2.13 deprecates the old name; 2.11 has no other.
-        getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(gathered, mine)
+        dist.all_gather_single(gathered, mine)
         return gathered[:num_matrices]
 
 

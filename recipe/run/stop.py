@@ -11,8 +11,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 
-from torch.distributed.launcher.api import LaunchConfig
-
 from recipe.checkpoint import mark_resumable
 from recipe.disk import flush
 from recipe.errors import ProcessError, UserError
@@ -76,30 +74,25 @@ class StopSignals:
 
 def find_kill_warning(output_dir: Path, state_bytes: float) -> str | None:
     """Return `kill_warning` for the disk of the run, whose speed is measured only if it matters."""
-    is_settable = hasattr(LaunchConfig, "shutdown_timeout")  # torch 2.12
-    if kill_warning(os.environ, state_bytes, SLOWEST_DISK, is_settable) is None:
+    if kill_warning(os.environ, state_bytes, SLOWEST_DISK) is None:
         return None
-    return kill_warning(os.environ, state_bytes, measure_disk(output_dir), is_settable)
+    return kill_warning(os.environ, state_bytes, measure_disk(output_dir))
 
 
-def kill_warning(
-    environment: Mapping[str, str], state_bytes: float, bytes_per_second: float, is_settable: bool = True
-) -> str | None:
+def kill_warning(environment: Mapping[str, str], state_bytes: float, bytes_per_second: float) -> str | None:
     """Return why a signal may lose what has not been saved, and the remedy; None if a checkpoint is written in time.
 
     torchrun's agent, which `accelerate launch` becomes for several processes, kills them 30 seconds after a signal to
-    it, unless a variable in its environment says otherwise (torch 2.13, distributed/launcher/api.py). is_settable:
-    whether this torch reads the variable.
+    it, unless a variable in its environment says otherwise (torch 2.13, distributed/launcher/api.py).
     """
-    typed = environment.get(SHUTDOWN_TIMEOUT, "") if is_settable else ""
+    typed = environment.get(SHUTDOWN_TIMEOUT, "")
     limit, seconds = int(typed) if typed.isdigit() else 30, state_bytes / bytes_per_second
     if "TORCHELASTIC_RUN_ID" not in environment or 1.5 * seconds <= limit:  # half again: a step comes first
         return None
-    variable = f"put {SHUTDOWN_TIMEOUT}={600 * math.ceil(1.5 * seconds / 600)} before your command"
     return (
         f"after Ctrl-C or SIGTERM, the launcher kills this run in {limit} seconds, but a checkpoint takes "
-        f"{seconds:,.0f} ({state_bytes / 1e9:.1f} GB at {bytes_per_second / 1e6:,.0f} MB/s); "
-        + (variable if is_settable else f"update torch: from 2.12 on, {SHUTDOWN_TIMEOUT} allows more")
+        f"{seconds:,.0f} ({state_bytes / 1e9:.1f} GB at {bytes_per_second / 1e6:,.0f} MB/s); put "
+        f"{SHUTDOWN_TIMEOUT}={600 * math.ceil(1.5 * seconds / 600)} before your command"
     )
 
 
