@@ -41,7 +41,7 @@ BLOCK_SIZE = 32
 VOCAB_SIZE = 500  # padded to 512
 WORDS = "the cat sat on a mat while rain fell über den Fluß and naïve 猫 slept; then what? nothing, again."
 TINY = ["--config_overrides", "n_layer=2,n_head=2,n_embd=32", "--block_size", str(BLOCK_SIZE)]
-PLAIN = ["--mixed_precision", "no", "--dynamo_backend", "no", "--attn_implementation", "eager"]  # nothing to measure
+PLAIN = ["--mixed_precision", "no", "--dynamo_backend", "no", "--attn_implementation", "sdpa"]  # nothing to measure
 # The first hides GPUs from this process, which may have initialized CUDA, the second from the processes it starts.
 CPU_ONLY = {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
 
