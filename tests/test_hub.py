@@ -16,6 +16,7 @@ import torch
 import yaml
 from conftest import TINY, read_events, run_script, signal_when
 from huggingface_hub import HfApi, constants
+from huggingface_hub import __version__ as hub_version
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipe.checkpoint import STATE_NAME, CheckpointSaver
@@ -620,6 +621,8 @@ def test_a_run_that_could_not_publish_does_not_start(train, hub, monkeypatch, tm
     ],
 )
 def test_options_that_the_hub_would_refuse(train, hub, options, words):
+    if "--hub_license" in options and hub_version.startswith("1."):
+        pytest.skip("before version 2, the client asks huggingface.co about licenses, whatever the endpoint")
     HfApi().create_repo(REPO)
     with pytest.raises(UserError, match=words):
         train(*PUSH, *options)
