@@ -147,14 +147,19 @@ def test_a_bf16_residual_stream_changes_the_losses_by_rounding(train, tmp_path):
     assert losses[0] == pytest.approx(losses[1], abs=0.02)
 
 
-def test_tf32_is_a_switch(train, tmp_path):
+def test_tf32_is_a_switch(train, before_each_step, tmp_path):
     a, b = (torch.randn(1024, 1024, device="cuda") for _ in range(2))
-    exact = a.double() @ b.double()
+    exact, found = a.double() @ b.double(), []
+
+    def look(_):
+        found.append((torch.get_float32_matmul_precision(), (a @ b - exact).abs().max().item()))
+
+    before_each_step(look)
     for switch, expected in (("true", "high"), ("false", "highest")):
         train("--tf32", switch, "--max_steps", "1", output_dir=tmp_path / switch)
-        assert torch.get_float32_matmul_precision() == expected
-        error = (a @ b - exact).abs().max().item()  # of sums of 1,024 products: 10 bits of mantissa, or 23
-        has_tf32 = torch.cuda.get_device_capability() >= (8, 0)
+        precision, error = found[-1]
+        assert precision == expected
+        has_tf32 = torch.cuda.get_device_capability() >= (8, 0)  # sums of 1,024 products: 10 bits of mantissa, or 23
         assert (error > 2e-3) == (switch == "true" and has_tf32), error
 
 
