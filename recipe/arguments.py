@@ -63,6 +63,7 @@ class CommandLine(argparse.ArgumentParser):
                 kind = {"nargs": "+"}
             elif isinstance(default, bool):
                 kind = {"action": "store_true"}
+            kind |= {key: value for key, value in OPTIONS[name].metadata.items() if key in ("nargs", "const")}
             self.add_argument(f"--{name}", **{"default": default, "help": text, **kind, **kwargs})
 
     def parse_with_run_options(self) -> tuple[argparse.Namespace, list[str]]:

@@ -25,7 +25,7 @@ from huggingface_hub.utils.sha import sha_fileobj
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from recipe.config import TrainConfig, save_config
+from recipe.config import CONFIG_NAME, TrainConfig, save_config
 from recipe.data.tokenizer import save_tokenizer
 from recipe.disk import can_map, flush, remove
 from recipe.environment import describe_environment
@@ -36,8 +36,8 @@ from recipe.model.weights import WEIGHTS_NAME, copy_weights, like, load_weights,
 from recipe.optim.guard import UpdateGuard
 from recipe.optim.schedule import is_decaying
 
-CONFIG_NAME, MANIFEST_NAME = "training_config.yaml", "manifest.json"
-STATE_NAME, OPTIMIZER_NAME, RNG_NAME = "training_state.json", "optimizer.pt", "rng.pt"
+STATE_NAME, OPTIMIZER_NAME = "training_state.json", "optimizer.pt"
+RNG_NAME, MANIFEST_NAME = "rng.pt", "manifest.json"
 
 
 @dataclass

@@ -16,16 +16,18 @@ from transformers import HfArgumentParser  # this name does not import torch
 from recipe.arguments import OTHER_NAMES, CommandLine, typed_names, underscored
 from recipe.config import (
     ADDRESS,
+    CONFIG_NAME,
     DATA_SOURCES,
     LISTS,
     LITERALS,
     MAPPINGS,
-    MISSING,
     OPTIONS,
     SECTIONS,
     TEXT_OPTIONS,
     TrainConfig,
     as_numbers,
+    is_missing,
+    may_come_from_hub,
     parse_mapping,
 )
 from recipe.errors import UserError, did_you_mean, one_line, short_reason
@@ -63,7 +65,7 @@ class TrainParser(CommandLine, HfArgumentParser):
         if name == "activation_checkpointing":
             kwargs["type"] = str.lower  # Python's booleans, as YAML's arrive here, and the command line's
         elif name not in LITERALS:
-            value = "BOOL" if isinstance(OPTIONS[name].default, bool) else "VALUE"
+            value = "BOOL" if kwargs.get("const") is True else "VALUE"
             kwargs.setdefault("metavar", "N" if kwargs.get("type") in (int, float) else value)
         aliases = ["--gradient_checkpointing"] if name == "activation_checkpointing" else []
         action = self.section.add_argument(f"--{name}", *aliases, **kwargs)  # without a second spelling of the name
@@ -107,8 +109,8 @@ def load_config(argv: list[str] | None = None) -> tuple[TrainConfig, str]:
     path = Path(args.pop("config"))
     if address := ADDRESS.fullmatch(recipe):
         return TrainConfig(**args), address[1].rpartition("/")[2]
-    # training_config.yaml represents the run in its folder
-    return TrainConfig(**args), path.absolute().parent.name if path.name == "training_config.yaml" else path.stem
+    # It represents the run in its folder.
+    return TrainConfig(**args), path.absolute().parent.name if path.name == CONFIG_NAME else path.stem
 
 
 def load_yaml(recipe: str) -> dict[str, Any]:
@@ -143,6 +145,11 @@ def load_yaml(recipe: str) -> dict[str, Any]:
         if isinstance(value, (list, dict)) and not (is_mapping or is_list):
             what = f"a list of {'texts' if kind is str else 'numbers'}" if key in LISTS else "a single value"
             raise UserError(f"{key} in {recipe} must be {what}, got {value}")
+    if address and (refused := [name for name, value in content.items() if not may_come_from_hub(name, value)]):
+        remedy = f"if you trust it, download its {CONFIG_NAME} and pass that file as --config"
+        raise UserError(f"{recipe} sets {', '.join(refused)}, which a recipe from the Hub may not; {remedy}")
+    if path.name == CONFIG_NAME and content.get("hub_private_repo") is False:
+        del content["hub_private_repo"]  # written by runs whose option had this default
     return content
 
 
@@ -153,16 +160,12 @@ def fetch_recipe(repo_id: str, revision: str | None) -> Path:
 
     where = f"{repo_id}, revision {revision}" if revision else repo_id
     try:
-        return Path(hf_hub_download(repo_id, "training_config.yaml", revision=revision))
+        return Path(hf_hub_download(repo_id, CONFIG_NAME, revision=revision))
     except HfHubHTTPError as error:
         reason = f"the Hub has none, or your token may not read it (status {error.response.status_code})"
         raise UserError(f"cannot read the training_config.yaml of {where}: {reason}") from error
     except Exception as error:  # no connection, offline mode, a bad name, ...: each library raises its own
         raise UserError(f"cannot read the training_config.yaml of {where}: {short_reason(error)}") from error
-
-
-def is_missing(value: object) -> bool:
-    return value == MISSING or (isinstance(value, list) and MISSING in value)
 
 
 def as_typed(content: dict[str, Any]) -> dict[str, Any]:

@@ -60,10 +60,36 @@ IDENTITY_OPTIONS = (
 )
 EVAL_TASKS = ("hellaswag", "lambada")
 EXPECTED_LOSS = ("value", "tolerance", "tokens", "dataset", "source")  # nats, nats, number, Hub id, text
-# Options that name what someone who repeats a run has to have. A published recipe has MISSING (OmegaConf's mark) where
-# its author's value is not public.
-NEEDED = (*DATA_SOURCES, "validation_file", "document_separator", "model_name_or_path", "tokenizer_name")
-MISSING = "???"
+CONFIG_NAME = "training_config.yaml"  # the options of a run, in its folder; of a published one, on the Hub
+# What a published recipe holds of an option, and what a recipe from the Hub may set. Every other option is private: it
+# stays here, and a stranger's recipe may not set it.
+PUBLIC = "public"  # numbers, booleans, choices, and mappings that the model or the schedule checks
+OF_HUB = "of the Hub"  # says how to read a dataset; published beside one of the Hub only
+NEEDED = "needed"  # what someone who repeats the run has to have: an id of the Hub, or MISSING, but never a path
+RESULT = "result"  # what the run has measured, not what its author had typed
+VISIBILITY = {
+    name: visibility
+    for visibility, names in {
+        NEEDED: (*DATA_SOURCES, "validation_file", "document_separator", "model_name_or_path", "tokenizer_name"),
+        OF_HUB: ("dataset_config_name", "dataset_revision", "dataset_split", "text_column_name"),
+        RESULT: ("expected_loss",),
+        PUBLIC: (
+            *("seed", "streaming", "block_size", "data_placement", "dataloader_num_workers"),
+            *("preprocessing_num_workers", "dataset_weights", "skip_bad_files", "validation_split_percentage"),
+            *("tokenizer_vocab_size", "model_type", "config_overrides", "pad_vocab_to_multiple_of"),
+            *("attn_implementation", "activation_checkpointing", "loss_chunks", "label_smoothing_factor"),
+            *("global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps"),
+            *("num_train_epochs", *SCHEDULE_OPTIONS, "optim", "weight_decay"),
+            *("adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
+            *("mixed_precision", "tf32", "dynamo_backend", "bf16_residual", "deterministic"),
+            *("logging_steps", "eval_steps", "max_eval_samples", "save_steps", "save_total_limit"),
+            *("load_best_model_at_end", "early_stopping_patience"),
+        ),
+    }.items()
+    for name in names
+}
+MISSING = "???"  # OmegaConf's mark
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 ADDRESS = re.compile(r"hf://(?:models/)?([^@/]+/[^@/]+)/?(?:@(.+))?")  # of a run on the Hub: hf://user/name@BRANCH
 
 
@@ -215,7 +241,9 @@ class TrainConfig:
     hub_overwrite: bool = _field(
         False, "Publish into a repository that holds another run or model: main is replaced, other branches stay."
     )
-    hub_private_repo: bool = _field(False, "Create the Hub repository as private.")
+    hub_private_repo: bool | None = _field(
+        None, "Whether the Hub repository is private. Default: as its owner's settings say.", nargs="?", const=True
+    )
     hub_license: str | None = _field(None, "License of the model on its card: mit, apache-2.0, ...")
     hub_language: list[str] | None = _field(None, "Languages of the text on the card, as ISO 639 codes: en de ...")
 
@@ -252,6 +280,24 @@ LITERALS = {name for name, option in OPTIONS.items() if "Literal" in str(option.
 OPTIONAL = {name for name, option in OPTIONS.items() if "None" in str(option.type)}
 BOUNDS = {"at_least": -math.inf, "below": math.inf, "above": -math.inf}
 LISTS = {name for name, option in OPTIONS.items() if "list" in str(option.type)}
+
+
+def hub_id(name: str | None) -> str | None:
+    """Return the id of a dataset or model of the Hub, user/name, or None for a local folder or anything else."""
+    return name if name and HUB_ID.fullmatch(name) and not Path(name).exists() else None
+
+
+def is_missing(value: object) -> bool:
+    """Return whether a published recipe lacks its author's value, or that of one of several datasets."""
+    return value == MISSING or (isinstance(value, list) and MISSING in value)
+
+
+def may_come_from_hub(name: str, value: Any) -> bool:
+    """Return whether a stranger's recipe may set an option to this value."""
+    if VISIBILITY.get(name) != NEEDED:
+        return name in VISIBILITY
+    is_public = isinstance(value, str) and name not in LISTS and (value == STANDARD_LIBRARY or hub_id(value))
+    return bool(is_public) or {MISSING} == {*(value if isinstance(value, list) else [value])}
 
 
 def save_config(config: TrainConfig, path: Path) -> None:
@@ -348,7 +394,8 @@ def check_rules(config: TrainConfig) -> None:
     require(evaluates, "--early_stopping_patience requires --eval_steps greater than 0")
     parse_tasks(config.eval_tasks)
     if (found := config.expected_loss) is not None:
-        is_valid = set(found) - {"content_sha256"} == set(EXPECTED_LOSS) and isinstance(found["dataset"], str)
+        texts = [str(found.get(key, "")) for key in EXPECTED_LOSS[3:]]  # the end of the run prints them
+        is_valid = set(found) - {"content_sha256"} == set(EXPECTED_LOSS) and all(map(str.isprintable, texts))
         numbers = [found.get(key) for key in EXPECTED_LOSS[:3]]
         is_valid = is_valid and all(isinstance(number, (int, float)) and number > 0 for number in numbers)
         expected = f"{', '.join(EXPECTED_LOSS)}, of which the first three are positive numbers"

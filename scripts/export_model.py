@@ -22,8 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, P
 from transformers.pytorch_utils import Conv1D
 
 from recipe.arguments import CommandLine
-from recipe.checkpoint import CONFIG_NAME
 from recipe.command_line import load_config
+from recipe.config import CONFIG_NAME
 from recipe.data.cache import open_dataset_for
 from recipe.data.packed import PackedDataset, open_packed_dataset
 from recipe.data.tokenizer import load_tokenizer, save_tokenizer

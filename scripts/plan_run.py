@@ -33,7 +33,7 @@ from packaging.requirements import Requirement
 from transformers import PreTrainedConfig
 
 from recipe.command_line import load_config, load_yaml
-from recipe.config import DATA_SOURCES, MISSING, STANDARD_LIBRARY, TrainConfig, save_config
+from recipe.config import DATA_SOURCES, STANDARD_LIBRARY, TrainConfig, is_missing, save_config
 from recipe.environment import count_cpus, describe_device
 from recipe.errors import UserError, run_main, short_reason
 from recipe.hardware.accelerator import find_facts, measure_open
@@ -318,7 +318,7 @@ def make_cell(plan: MemoryPlan | None) -> str:
 
 def load_run(recipe: str, options: list[str], needs_steps: bool = True) -> tuple[TrainConfig, PreTrainedConfig]:
     """Return the run's config, with the demo's text if it has none, and its model's, with the padded vocabulary."""
-    named = typed_names(options) | {name for name, value in load_yaml(recipe).items() if value != MISSING}
+    named = typed_names(options) | {name for name, value in load_yaml(recipe).items() if not is_missing(value)}
     text = [] if named & set(DATA_SOURCES) else ["--dataset_name", STANDARD_LIBRARY]
     if text and not named & {"tokenizer_name", "tokenizer_vocab_size"}:
         text += ["--tokenizer_vocab_size", str(GPT2_VOCAB_SIZE)]

@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 from recipe.arguments import CommandLine
-from recipe.checkpoint import CONFIG_NAME, list_checkpoints, why_damaged
+from recipe.checkpoint import list_checkpoints, why_damaged
 from recipe.command_line import load_config
-from recipe.config import OPTIONS
+from recipe.config import CONFIG_NAME, OPTIONS
 from recipe.errors import UserError, check_local_path, run_main
 from recipe.publish.hub import check_hub, check_owner
 from recipe.publish.public import METRICS_NAME, SUMMARY_NAME, read_events
@@ -45,8 +45,7 @@ def main() -> int:
         else:
             print(f"skipping {checkpoint}: {reason}")
     summary = run_dir / SUMMARY_NAME
-    content = json.loads(summary.read_text()) if summary.is_file() else {}
-    final_step = content.get("exported_step", content.get("step"))  # version 0.1.0 always exported the last step
+    final_step = json.loads(summary.read_text())["exported_step"] if summary.is_file() else None
     with StopSignals("ending the upload") as signals:
         is_complete = uploads.finish(final_step, interrupted=lambda: signals.count > 0)
     return uploads.leave(0 if is_complete else 1)

@@ -16,7 +16,7 @@ import jinja2
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.utils.sha import sha_fileobj
 
-from recipe.config import MISSING, NEEDED, OPTIONS, STANDARD_LIBRARY
+from recipe.config import OPTIONS, STANDARD_LIBRARY, is_missing
 from recipe.environment import describe_machine
 from recipe.errors import short_reason
 from recipe.model.weights import WEIGHTS_NAME
@@ -122,7 +122,7 @@ def read_run(run_dir: Path, step: int, directory: Path, hub_options: dict[str, A
         "evaluation": evaluation,
         "prompt": samples[-1]["prompt"] if samples else options["sample_prompt"],
         "samples": samples[-SHOWN_SAMPLES:],
-        "needed": [name for name in NEEDED if MISSING in shown.get(name, ())],
+        "needed": [name for name, value in shown.items() if is_missing(value)],
         "tokens": num_tokens,
         "parts": [(names[key], part) for key, part in mixture.items()],
         # A streamed text has no rows, and each dataset of a mixture has its own epochs.

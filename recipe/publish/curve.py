@@ -28,12 +28,9 @@ def save_loss_chart(events: list[dict[str, Any]], path: Path, title: str, dark: 
 
     The first 2% of the tokens are cut off where they would take more than half of the height.
     """
-    tokens_per_step = max((e["tokens_seen"] / e["step"] for e in events if e["event"] == "train"), default=1)
 
-    def points_of(
-        found: list[dict[str, Any]],
-    ) -> list[tuple[float, float]]:  # version 0.1.0 has evaluations without tokens
-        return [(e.get("tokens_seen", e["step"] * tokens_per_step), e["loss"]) for e in found if e["loss"] is not None]
+    def points_of(found: list[dict[str, Any]]) -> list[tuple[float, float]]:
+        return [(event["tokens_seen"], event["loss"]) for event in found if event["loss"] is not None]
 
     evaluations = [event for event in events if event["event"] == "eval"]
     train, validation = points_of([event for event in events if event["event"] == "train"]), points_of(evaluations)

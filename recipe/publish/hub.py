@@ -7,6 +7,7 @@ its own branches and never changes another's. A commit holds a checkpoint comple
 
 import re
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,8 +26,8 @@ from huggingface_hub import (
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import disable_progress_bars, logging, validate_repo_id
 
-from recipe.checkpoint import CONFIG_NAME, MANIFEST_NAME, OPTIMIZER_NAME, RNG_NAME, STATE_NAME
-from recipe.config import TrainConfig
+from recipe.checkpoint import MANIFEST_NAME, OPTIMIZER_NAME, RNG_NAME, STATE_NAME
+from recipe.config import CONFIG_NAME, TrainConfig
 from recipe.disk import link_or_copy
 from recipe.errors import UserError, one_line, short_reason
 from recipe.publish.card import CARD_NAME, CURVE_NAME, write_model_card
@@ -86,10 +87,6 @@ def check_hub(config: TrainConfig) -> None:
     try:
         api.create_repo(repo_id, private=config.hub_private_repo, exist_ok=True)
         api.auth_check(repo_id, write=True)
-        if config.hub_private_repo and not api.model_info(repo_id).private:
-            raise UserError(f"{repo_id} exists and is public; make it private on the Hub, or omit --hub_private_repo")
-    except UserError:
-        raise
     except Exception as error:  # refused, unreachable, ...: the client passes on the errors of several libraries
         if isinstance(error, HfHubHTTPError) and error.response.status_code in (400, 401, 403, 404):
             remedy = "log in with a token that may write to it (`hf auth login`), or pass another --hub_model_id"
@@ -109,56 +106,76 @@ def check_metadata(config: TrainConfig) -> None:
 
 
 def check_owner(config: TrainConfig, run_id: str | None, note: str = "") -> None:
-    """Raise `UserError` if the repository holds another run or model. run_id: of this run; None if it is new.
+    """Raise `UserError` if the run could not publish into its repository. run_id: of this run; None if it is new.
 
     note: begins the remedy.
     """
-    if not config.push_to_hub or config.hub_overwrite:
-        return
-    try:
-        held = read_main(config.hub_model_id)
-    except Exception:  # the Hub cannot be used now, which `check_hub` has said; the upload checks again
-        return
-    refuse_another(config, held, run_id, note)
+    if config.push_to_hub:
+        try:
+            held = read_main(config.hub_model_id)
+        except Exception:  # the Hub cannot be used now, which `check_hub` has said; the upload checks again
+            return
+        refuse_another(config, held, run_id, note)
 
 
 class Held(NamedTuple):
-    """What the main branch of a repository holds: the id and the step on its card, and the files of a model."""
+    """What the main branch of a repository holds. run_id, step: on its card."""
 
     run_id: str | None
     step: int
-    weights: tuple[str, ...]
+    files: tuple[str, ...]  # that a model's upload would replace or delete
+    is_private: bool
 
 
 def read_main(repo_id: str) -> Held:
     info = HfApi().model_info(repo_id)
-    files = {file.rfilename for file in info.siblings or ()}
-    data = {}
+    names, data = {file.rfilename for file in info.siblings or ()}, {}
+    files = {name for name in names if name in WRITTEN_FILES + MODEL_FILES or name.endswith(WEIGHTS)}
     if CARD_NAME in files:
         path = hf_hub_download(repo_id, CARD_NAME, revision=info.sha)
-        data = ModelCard.load(path, ignore_metadata_errors=True).data
-    weights = (name for name in files if name.endswith(WEIGHTS))
-    return Held(data.get("run_id"), data.get("step") or 0, tuple(weights))
+        card = ModelCard.load(path, ignore_metadata_errors=True)
+        data = card.data
+        if not card.text.strip():  # the Hub's own form makes a card of metadata alone
+            files.remove(CARD_NAME)
+    return Held(data.get("run_id"), data.get("step") or 0, tuple(sorted(files)), bool(info.private))
+
+
+def decide_main(held: Held, run_id: str | None, step: int, final_step: int | None, may_overwrite: bool) -> str:
+    """Return what becomes of a main branch: it is "refused" to this run, it is "kept", or the model is "published" on it.
+
+    run_id: of this run; None if it is new. step: of the model. final_step: of the run's final model, which may be the
+    best one; None before its end, when the newest model counts.
+    """
+    is_own = held.run_id is not None and held.run_id == run_id
+    if not is_own and (held.run_id or held.files) and not may_overwrite:
+        return "refused"
+    if final_step is not None:
+        return "published" if step == final_step else "kept"
+    return "kept" if is_own and step < held.step else "published"
 
 
 def refuse_another(config: TrainConfig, held: Held, run_id: str | None, note: str = "") -> None:
-    """Raise `UserError` if the main branch holds a model that is not this run's, unless it may be replaced."""
-    if config.hub_overwrite or held.run_id == run_id is not None or not (held.run_id or held.weights):
-        return
-    found = f"another run, at step {held.step:,}" if held.run_id else "a model that no run of this recipe published"
-    raise UserError(
-        f"{config.hub_model_id} holds {found}; {note}pass another --hub_model_id, or --hub_overwrite to replace the "
-        "model on its main branch (other branches stay)"
-    )
+    """Raise `UserError` if main holds what is not this run's, unless it may be replaced, or if all could read it."""
+    repo_id = config.hub_model_id
+    if config.hub_private_repo and not held.is_private:
+        raise UserError(f"{repo_id} is public; make it private on the Hub, or omit --hub_private_repo")
+    if decide_main(held, run_id, 0, None, config.hub_overwrite) == "refused":
+        names = ", ".join(held.files[:3]) + ", ..." * (len(held.files) > 3)
+        found = f"another run, at step {held.step:,}" if held.run_id else f"what no run of this recipe published ({names})"
+        raise UserError(
+            f"{repo_id} holds {found}; {note}pass another --hub_model_id, or --hub_overwrite to replace the model and "
+            "its card on the main branch (other branches stay)"
+        )
 
 
 def prepare_client() -> None:
-    """Give all requests of the client a timeout, and turn its progress bars and warnings off."""
+    """Give all requests of the client a timeout, and turn its progress bars and warnings off: we say what failed."""
     session = get_session()
     hooks = {"request": [*(hook for hook in session.event_hooks["request"] if hook != limit_time), limit_time]}
     set_client_factory(lambda: type(session)(event_hooks=hooks, follow_redirects=True, timeout=None))
     disable_progress_bars()
-    logging.set_verbosity_error()  # we say ourselves what failed
+    logging.set_verbosity_error()
+    warnings.filterwarnings("ignore", "Warnings while validating metadata", UserWarning)  # a card without a license
 
 
 def limit_time(request: Any) -> None:
@@ -207,12 +224,12 @@ def stage(source: Path, folder: Path, names: tuple[str, ...]) -> None:
 
 
 def upload(
-    config: TrainConfig, run_id: str, output_dir: Path, folder: Path, step: int, is_final: bool, final_step: int | None
+    config: TrainConfig, run_id: str, output_dir: Path, folder: Path, step: int, final_step: int | None, is_final: bool
 ) -> str:
-    """Upload a staged folder, and delete it: a checkpoint to its branch, and the newest model also to main.
+    """Upload a staged folder, and delete it: a checkpoint to its branch, and the model that belongs there to main.
 
-    final_step: of the run's final model, which replaces newer checkpoints on main, because it may be the best one.
-    Returns the address. Raises `UserError` if the repository holds another run or model, and what the client raises.
+    final_step: as for `decide_main`. is_final: the folder holds the final model, which has no branch. Returns the
+    address. Raises `UserError` if the repository holds another run or model, and what the client raises.
     """
     api, repo_id, message = HfApi(), config.hub_model_id, f"Step {step:,}"
     url = api.create_repo(repo_id, private=config.hub_private_repo, exist_ok=True)
@@ -220,10 +237,10 @@ def upload(
     refuse_another(config, held, run_id)
     own = checkpoints_of(run_id, branches)
     write_public_files(output_dir, folder, step, repo_id)
-    events = public_events(output_dir, step)
     card = {"hub_options": config.hub_options(), "earlier": [name for name in own if step_of(name) < step]}
     if not is_final:
-        branch = branch_name(step, count_tokens(step, events, config.block_size), run_id)
+        num_tokens = count_tokens(step, public_events(output_dir, step), config.block_size)
+        branch = branch_name(step, num_tokens, run_id)
         stays = config.hub_strategy == "all_checkpoints"  # else the next checkpoint deletes this state
         resumable = branch if stays and (folder / OPTIMIZER_NAME).exists() else None
         write_model_card(output_dir, step, folder, revision=branch, resumable=resumable, **card)
@@ -231,12 +248,10 @@ def upload(
         if config.hub_strategy == "checkpoint":
             drop_older_states(api, repo_id, card["earlier"])
         own = sorted({*own, branch}, key=step_of)
-    last_step = max([step, *(event.get("last_step", step) for event in events if is_final)])
-    is_newest = held.run_id != run_id or last_step >= held.step
-    if is_newest and (final_step is None or step <= final_step):
+    if decide_main(held, run_id, step, final_step, config.hub_overwrite) == "published":
         resumable = own[-1] if own and publishes_training_state(config) else None
         write_model_card(output_dir, step, folder, resumable=resumable, **card)
-        replaced = () if held.run_id == run_id else held.weights
+        replaced = () if held.run_id == run_id else held.files
         commit(api, repo_id, folder, WRITTEN_FILES + MODEL_FILES, MAIN, message, replaced)
     shutil.rmtree(folder, ignore_errors=True)
     return str(url)

@@ -1,4 +1,4 @@
-"""What of a run is public: listed options, and listed keys of its log. Whatever is not listed here stays private.
+"""What of a run is public: options listed in recipe/config.py, and keys of its log listed here. The rest stays private.
 
 The model card, training_config.yaml and metrics.jsonl on the Hub are made of what these functions return, and of
 nothing else. Texts are public only where they cannot be a path or a name of the user's: versions, hashes, ids of the
@@ -13,26 +13,10 @@ from typing import Any
 
 import yaml
 
-from recipe.checkpoint import CONFIG_NAME
-from recipe.config import EVAL_TASKS, MISSING, NEEDED, SCHEDULE_OPTIONS
+from recipe.config import CONFIG_NAME, EVAL_TASKS, MISSING, NEEDED, OF_HUB, PUBLIC, SCHEDULE_OPTIONS, VISIBILITY
 
 METRICS_NAME, SUMMARY_NAME = "metrics.jsonl", "summary.json"
 REPEAT_TOLERANCE = 0.05  # nats: three standard deviations of the difference between two seeds, where they were largest
-
-# Numbers, booleans, choices, and mappings whose keys and values the model or the schedule has checked.
-PUBLIC_OPTIONS = (
-    *("seed", "streaming", "block_size", "data_placement", "dataloader_num_workers", "preprocessing_num_workers"),
-    *("dataset_weights", "skip_bad_files", "validation_split_percentage", "tokenizer_vocab_size"),
-    *("model_type", "config_overrides", "pad_vocab_to_multiple_of", "attn_implementation", "activation_checkpointing"),
-    *("loss_chunks", "label_smoothing_factor"),
-    *("global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps"),
-    *("num_train_epochs", "optim", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
-    *SCHEDULE_OPTIONS,
-    *("mixed_precision", "tf32", "dynamo_backend", "bf16_residual", "deterministic"),
-    *("logging_steps", "eval_steps", "max_eval_samples", "save_steps", "save_total_limit"),
-    *("load_best_model_at_end", "early_stopping_patience"),
-)
-DATASET_OPTIONS = ("dataset_config_name", "dataset_revision", "dataset_split", "text_column_name")  # of the Hub's
 
 SCORES = ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "perplexity", "perplexity_stderr", "num_examples")
 PUBLIC_EVENTS = ("start", "train", "eval", "sample", "schedule", "end")
@@ -106,15 +90,16 @@ def public_options(
     model; the recipe of a final one holds the loss to expect. repo_id: the repository, which has the tokenizer.
     """
     options = read_options(run_dir)
-    shown = {name: value for name, value in options.items() if name in PUBLIC_OPTIONS}
+    shown = {name: value for name, value in options.items() if VISIBILITY.get(name) == PUBLIC}
     start = next((event for event in events if event["event"] == "start"), {})
     data = start.get("data", {})
     names = {"model_name_or_path": start.get("base_model_id"), "tokenizer_name": data.get("tokenizer_id")}
     names["dataset_name"] = data.get("dataset_id")
     shown |= {name: value for name, value in names.items() if value and value == options.get(name)}
     if "dataset_name" in shown:
-        shown |= {name: options[name] for name in DATASET_OPTIONS if name in options}
-    shown |= {name: MISSING for name in NEEDED if options.get(name) and name not in shown}
+        shown |= {name: value for name, value in options.items() if VISIBILITY.get(name) == OF_HUB}
+    needed = [name for name, visibility in VISIBILITY.items() if visibility == NEEDED]
+    shown |= {name: MISSING for name in needed if options.get(name) and name not in shown}
     if "dataset_dir" in shown:
         shown["dataset_dir"] = [MISSING] * len(options["dataset_dir"])
         shown.pop("tokenizer_vocab_size", None)  # the datasets have their tokenizer
@@ -152,11 +137,6 @@ def write_public_files(run_dir: Path, directory: Path, step: int, repo_id: str) 
     (directory / CONFIG_NAME).write_text(text, encoding="utf-8")
     lines = (json.dumps(event, allow_nan=False) + "\n" for event in events)
     (directory / METRICS_NAME).write_text("".join(lines), encoding="utf-8")
-
-
-def hub_id(name: str | None) -> str | None:
-    """Return the id of a dataset or model of the Hub, user/name, or None for a local folder or anything else."""
-    return name if name and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) and not Path(name).exists() else None
 
 
 def read_events(run_dir: Path) -> list[dict[str, Any]]:

@@ -152,7 +152,7 @@ class HubUploads:
             self._skip_replaced()
             for name, (folder, step) in self._staged().items():
                 try:
-                    kind = name == FINAL_NAME, self.final_step
+                    kind = self.final_step, name == FINAL_NAME
                     self.url = upload(self.config, self.run_id, self.output_dir, folder, step, *kind)
                     self.failures.pop(name, None)
                 except Exception as error:  # the client passes on the errors of several libraries

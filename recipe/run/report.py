@@ -26,7 +26,7 @@ from recipe.checkpoint import (
     step_of,
     why_damaged,
 )
-from recipe.config import STANDARD_LIBRARY, TrainConfig
+from recipe.config import STANDARD_LIBRARY, TrainConfig, hub_id
 from recipe.data.packed import COUNTS
 from recipe.data.prepare import TRAINED
 from recipe.environment import describe_device, describe_environment, find_commit
@@ -38,7 +38,7 @@ from recipe.model.size import count_exported_parameters, count_flops_per_token
 from recipe.model.weights import WEIGHTS_NAME, copy_weights
 from recipe.optim.schedule import count_warmup_steps
 from recipe.publish.export import export_model
-from recipe.publish.public import hub_id, read_events, split_scores
+from recipe.publish.public import read_events, split_scores
 from recipe.publish.uploads import HubUploads
 from recipe.run.log import RunLog
 from recipe.run.resume import describe_jump
