@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import shlex
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -81,6 +82,14 @@ class CommandLine(argparse.ArgumentParser):
 def underscored(argv: list[str]) -> list[str]:
     """`--max-steps=5` -> `--max_steps=5`; values stay as they are."""
     return [re.sub(r"^--[\w-]+(?==|$)", lambda name: "--" + name[0][2:].replace("-", "_"), text) for text in argv]
+
+
+def shell_command(*words: object, **options: object) -> str:
+    """Return a command, or the end of one, as a shell reads it. options: {name: value}; True is the option alone."""
+    for name, value in options.items():
+        joined = value is True or str(value).startswith("-")  # argparse takes such a value for an option
+        words += (f"--{name}" + f"={value}" * (value is not True),) if joined else (f"--{name}", value)
+    return shlex.join(map(str, words))
 
 
 def typed_names(argv: list[str]) -> set[str]:

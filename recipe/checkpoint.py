@@ -52,7 +52,7 @@ class RunState:
     progress: float = 0.0  # from 0 to 1
     decay_start: int | None = None  # the step before which `warmup_stable_decay` did not decay yet
     position: Sequence | None = None  # in streamed text, see `Position` in recipe/data/stream.py
-    untrained: dict[str, Any] = field(default_factory=dict)  # the evaluation before the first step
+    initial: dict[str, Any] = field(default_factory=dict)  # the evaluation before the first step
     losses: dict[str, float] = field(default_factory=dict)  # of the later evaluations, by step, a text as in JSON
     train_seconds: float = 0.0  # without evaluation and saving
     memory: dict[str, Any] = field(default_factory=dict)  # `MemoryPlan.choices`, which a resumed run keeps if they fit
@@ -212,6 +212,7 @@ def read_state(directory: Path) -> dict[str, Any]:
         # A checkpoint of an older version lacks them; its run could not change its batch.
         content.setdefault("examples", content["step"] * content["identity"]["global_batch_size"])
         content.setdefault("losses", {})
+        content.setdefault("initial", content.pop("untrained", {}))  # its earlier name
         content.setdefault("hardware", {})  # its run chose anew whenever it started
         RunState(**{name: content[name] for name in RunState.__dataclass_fields__})
         content["identity"]["max_steps"]

@@ -13,7 +13,8 @@ from recipe.arguments import CommandLine  # first: it sets up OpenMP's threads, 
 # isort: split
 from accelerate import PartialState
 
-from recipe.config import EVAL_TASKS, parse_tasks
+from recipe.checkpoint import STATE_NAME
+from recipe.config import CONFIG_NAME, EVAL_TASKS, parse_tasks
 from recipe.data.packed import open_packed_dataset
 from recipe.environment import describe_environment
 from recipe.errors import UserError, run_main
@@ -38,7 +39,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tasks", nargs="+", help=f"{', '.join(EVAL_TASKS)} (from the Hub), or hellaswag=FILE.jsonl")
     parser.add_argument("--max_task_examples", type=int, help="score only the first N of a fixed random order")
     parser.add_argument("--batch_size", type=int, help="sequences of full length per forward pass")
-    parser.add_argument("--output_file", type=Path, help="JSON file (default: evaluation.json in the model's folder)")
+    parser.add_argument("--output_file", type=Path, help="JSON file (default: evaluation.json in the folder of a run)")
     args = parser.parse_args()
     for name in ("batch_size", "max_task_examples"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
@@ -63,7 +64,9 @@ def main() -> None:
         "weights_sha256": weights_sha256(Path(args.model)),
         "commit": getattr(model.config, "_commit_hash", None),
     }
-    output_file = args.output_file or (Path(args.model) / EVALUATION_NAME if Path(args.model).is_dir() else None)
+    # Beside a model of this recipe, whose card shows the scores; the folders of others stay as they are.
+    is_own = any((Path(args.model) / name).is_file() for name in (CONFIG_NAME, STATE_NAME))
+    output_file = args.output_file or (Path(args.model) / EVALUATION_NAME if is_own else None)
     earlier = read_results(output_file, identity) if output_file and output_file.is_file() else None
     if args.output_file and args.output_file.is_file() and earlier is None:
         raise UserError(f"{args.output_file} does not hold scores of this model; pass another --output_file")

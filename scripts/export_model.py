@@ -18,7 +18,7 @@ import torch
 from accelerate import PartialState
 from torch import nn
 from torch.nn.utils import prune
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from recipe.arguments import CommandLine
@@ -30,7 +30,7 @@ from recipe.data.tokenizer import load_tokenizer, save_tokenizer
 from recipe.errors import UserError, run_main
 from recipe.evaluation.scoring import CPU_TOKENS
 from recipe.evaluation.text import Text, evaluate_dataset, evaluate_text, read_text
-from recipe.model.weights import load_pretrained
+from recipe.model.weights import load_model_weights
 
 MAX_TOKENS = 16_384  # 40 seconds per model for GPT-2 124M on one CPU core
 CHARACTERS_PER_TOKEN = 4  # of English, roughly
@@ -40,7 +40,7 @@ def main() -> None:
     args = parse()
     tokenizer, device = load_tokenizer(str(args.model)), PartialState().device
     text = find_text(args, tokenizer)
-    model = load_pretrained(AutoModelForCausalLM, args.model, device_map={"": device}).eval()
+    model = load_model_weights(args.model, device_map={"": device}).eval()
     print_row(args.model, model, tokenizer, text)
     if args.prune is not None:
         for matrix in find_matrices(model):
@@ -52,7 +52,7 @@ def main() -> None:
             model = load_as_int8(Path(folder), device)
     model.save_pretrained(args.output_dir)
     save_tokenizer(tokenizer, args.output_dir, model.config.max_position_embeddings)
-    exported = load_pretrained(AutoModelForCausalLM, args.output_dir, device_map={"": device}).eval()  # as users do
+    exported = load_model_weights(args.output_dir, device_map={"": device}).eval()  # as users do
     measured = print_row(args.output_dir, exported, tokenizer, text)
     print(f"\nPerplexity on {measured['num_tokens']:,} tokens of {measured['name']}.")
 
@@ -69,7 +69,7 @@ def load_as_int8(source: Path, device: torch.device) -> PreTrainedModel:
     """
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # 0.50 warns about a 4-bit kernel on CPUs
     options = {"quantization_config": BitsAndBytesConfig(load_in_8bit=True), "dtype": torch.float16}
-    model = load_pretrained(AutoModelForCausalLM, source, **options, device_map={"": device}).eval()
+    model = load_model_weights(source, **options, device_map={"": device}).eval()
     sizes = [matrix.weight.element_size() for matrix in find_matrices(model)]
     if set(sizes) != {1}:
         raise UserError(f"only {sizes.count(1)} of the {len(sizes)} matrices in {source} became int8")

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from recipe.arguments import CommandLine
+from recipe.arguments import CommandLine, shell_command
 from recipe.config import SPLITS, TEXT_OPTIONS
 from recipe.data.packed import id_dtype, read_metadata
 from recipe.data.prepare import prepare_dataset
@@ -59,7 +59,8 @@ def main() -> None:
     )
     if metadata is not None:
         print_contents(args.output_dir, metadata)
-        print(f"train on it with: accelerate launch recipe/train.py --dataset_dir {args.output_dir}")
+        command = shell_command("accelerate", "launch", "recipe/train.py", dataset_dir=args.output_dir)
+        print(f"train on it with: {command}")
     elif args.finish:
         raise UserError("run the jobs of the units that are not done, with the same options")
 

@@ -5,11 +5,10 @@ python scripts/push_to_hub.py runs/demo --hub_model_id user/name
 
 import argparse
 import json
-import shlex
 import sys
 from pathlib import Path
 
-from recipe.arguments import CommandLine
+from recipe.arguments import CommandLine, shell_command
 from recipe.checkpoint import list_checkpoints, why_damaged
 from recipe.command_line import load_config
 from recipe.config import CONFIG_NAME, OPTIONS
@@ -38,7 +37,9 @@ def main() -> int:
     lock_output_dir(run_dir)  # a run that is still training uploads by itself
     check_hub(config)
     check_owner(config, run_ids[-1])
-    uploads = HubUploads(config, run_ids[-1], run_dir, print, repeat=shlex.join(["python", *sys.argv]), keeps_all=True)
+    uploads = HubUploads(
+        config, run_ids[-1], run_dir, print, repeat=shell_command("python", *sys.argv), keeps_all=True
+    )
     for checkpoint in list_checkpoints(run_dir):
         if (reason := why_damaged(checkpoint)) is None:
             uploads.add(checkpoint, int(checkpoint.name.rpartition("-")[2]))

@@ -493,6 +493,8 @@ def choose_setting(args: argparse.Namespace) -> Setting:
     config = load_config(options)[0]
     if config.model_type != "gpt2":
         raise UserError(f"the ladder measures GPT-2, but {recipe} trains a {config.model_type}")
+    if len(config.dataset_dir or ()) > 1:
+        raise UserError(f"the ladder trains on one dataset, but {recipe} mixes several; pass one as --dataset_dir")
     dataset, micro_batch = open_dataset_for(config), args.micro_batch or (4 if device.type == "cpu" else 16)
     eval_rows = min(EVAL_ROWS, len(dataset.validation)) // micro_batch * micro_batch
     if eval_rows == 0 and not args.peers:

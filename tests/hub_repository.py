@@ -142,4 +142,5 @@ def check_card(content: str) -> dict:
         raise Refused(400, "Invalid metadata", errors=[{"message": str(error)}]) from None
     if not re.fullmatch(r"[a-z0-9.-]*", license_name):
         raise Refused(400, "Invalid metadata", errors=[{"message": f'"license" is unknown: {license_name}'}])
-    return {"errors": [], "warnings": []}
+    lacks_license = {"message": 'empty or missing "license" metadata in repo card'}
+    return {"errors": [], "warnings": [] if license_name else [lacks_license]}

@@ -13,10 +13,11 @@ from conftest import BLOCK_SIZE, ROOT, read_events
 from huggingface_hub import ModelCard
 from huggingface_hub.repocard_data import model_index_to_eval_results
 
+from recipe.config import hub_id
 from recipe.environment import find_commit
 from recipe.publish import card
 from recipe.publish.card import weights_sha256, write_model_card
-from recipe.publish.public import hub_id, write_public_files
+from recipe.publish.public import write_public_files
 
 HUB = ["--hub_model_id", "jo/tiny", "--hub_license", "mit", "--hub_language", "en", "no"]
 

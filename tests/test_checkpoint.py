@@ -93,11 +93,11 @@ def test_resume_is_exact(train, tmp_path, dataset, extra):
         assert (whole / "model.safetensors").read_bytes() == (resumed / "model.safetensors").read_bytes()
         found = torch.load(resumed / "checkpoint-10" / "optimizer.pt", weights_only=True)
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
-        assert read_untrained(resumed) == read_untrained(whole)
+        assert read_initial(resumed) == read_initial(whole)
 
 
-def read_untrained(output_dir):
-    return json.loads((output_dir / "summary.json").read_text())["untrained"]
+def read_initial(output_dir):
+    return json.loads((output_dir / "summary.json").read_text())["initial"]
 
 
 def test_resume_in_another_folder_and_of_a_finished_run(train, tmp_path, run_dir, capsys):

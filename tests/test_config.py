@@ -1,16 +1,19 @@
 """Options: defaults < recipe < command line, and one sentence for each mistake."""
 
+import argparse
 import dataclasses
 import json
 import re
+import shlex
 
 import pytest
 import yaml
 from conftest import run_script
 
-from recipe.arguments import OTHER_NAMES
+from recipe import command_line
+from recipe.arguments import OTHER_NAMES, shell_command
 from recipe.command_line import CONFIGS_DIR, load_config
-from recipe.config import OPTIONS, SECTIONS, TrainConfig, save_config
+from recipe.config import MISSING, OPTIONS, SECTIONS, VISIBILITY, TrainConfig, may_come_from_hub, save_config
 from recipe.errors import UserError
 from recipe.evaluation.validation import count_eval_rows
 from recipe.hardware.memory import micro_batch_sizes
@@ -385,3 +388,106 @@ def test_the_consent_to_overwrite_is_given_once(tmp_path):
     """A later `--config training_config.yaml` does not repeat it."""
     save_config(load(*DATA, "--hub_overwrite"), tmp_path / "training_config.yaml")
     assert not load("--config", str(tmp_path / "training_config.yaml")).hub_overwrite
+
+
+# ------------------------------------------------------------------ recipes from the Hub
+
+
+HARMLESS = {  # what every published recipe may hold, and what a run understands
+    **{"seed": 7, "block_size": 64, "config_overrides": {"n_layer": 3}, "max_steps": 9, "learning_rate": 1.0e-3},
+    **{"dataset_name": "jo/corpus", "dataset_split": "train", "tokenizer_name": "jo/tokenizer"},
+    "expected_loss": {"value": 3.0, "tolerance": 0.1, "tokens": 100, "dataset": "jo/corpus", "source": "three seeds"},
+}
+
+
+@pytest.fixture
+def published(tmp_path, monkeypatch):
+    """Publish a recipe, and return the options that use it."""
+
+    def publish(**content: object) -> list[str]:
+        (tmp_path / "training_config.yaml").write_text(yaml.safe_dump(content))
+        monkeypatch.setattr(command_line, "fetch_recipe", lambda *_: tmp_path / "training_config.yaml")
+        return ["--config", "hf://jo/run"]
+
+    return publish
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_recipe_from_the_hub_cannot_set_what_is_private(published, name):
+    """It is refused by name, whatever its value. The same file on one's own disk may."""
+    if name in VISIBILITY:
+        assert may_come_from_hub(name, MISSING)
+        return
+    value = {"push_to_hub": True, "hub_overwrite": True, "profile": 3}.get(name, "mine/precious")
+    hostile = published(**HARMLESS, **{name: value})
+    with pytest.raises(UserError, match=rf"hf://jo/run sets {name}, which a recipe from the Hub may not"):
+        load(*hostile)
+
+
+def test_all_that_is_refused_is_named_at_once(published):
+    hostile = published(**HARMLESS, push_to_hub=True, hub_model_id="me/precious", train_file="/etc/passwd")
+    with pytest.raises(UserError, match="sets hub_model_id, push_to_hub, train_file, which"):
+        load(*hostile, "--train_file", "a.txt")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "is_taken"),
+    [
+        ("train_file", "/etc/passwd", False),
+        ("train_file", ["a/b"], False),
+        ("train_file", [MISSING], True),
+        ("dataset_dir", [MISSING, "runs/data"], False),
+        ("dataset_dir", [MISSING, MISSING], True),
+        ("dataset_name", "../private", False),
+        ("dataset_name", "jo/corpus", True),
+        ("dataset_name", "python_standard_library", True),
+        ("model_name_or_path", "runs/base/checkpoint-4", False),
+        ("model_name_or_path", "here/model", False),  # a folder on this machine
+        ("model_name_or_path", "jo/model", True),
+        ("tokenizer_name", MISSING, True),
+        ("document_separator", "---", False),
+        ("validation_file", [MISSING], True),
+    ],
+)
+def test_a_needed_option_is_an_id_of_the_hub_or_missing(tmp_path, monkeypatch, name, value, is_taken):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here" / "model").mkdir(parents=True)
+    assert may_come_from_hub(name, value) == is_taken
+
+
+def test_a_recipe_from_the_hub_is_obeyed_in_what_is_public(published):
+    config = load(*published(**HARMLESS))
+    assert {name: getattr(config, name) for name in HARMLESS} == HARMLESS
+    for missing, option in ((MISSING, "dataset_name"), ([MISSING], "dataset_dir")):
+        with pytest.raises(UserError, match=f"had this only locally; pass your own --{option}"):
+            load(*published(seed=7, **{option: missing}))
+    with pytest.raises(UserError, match="expected_loss must have"):  # the end of a run prints it
+        load(*published(**HARMLESS | {"expected_loss": HARMLESS["expected_loss"] | {"source": "\x1b[2J"}}))
+
+
+@pytest.mark.parametrize(
+    ("written", "typed", "expected"),
+    [
+        (None, [], None),
+        (False, [], None),  # of a run whose option had this default
+        (True, [], True),
+        (True, ["--hub_private_repo", "false"], False),
+        (False, ["--hub_private_repo"], True),
+    ],
+)
+def test_a_private_repository_is_yes_no_or_what_its_owner_has_set(tmp_path, written, typed, expected):
+    save_config(load(*DATA), tmp_path / "training_config.yaml")
+    content = yaml.safe_load((tmp_path / "training_config.yaml").read_text())
+    content |= {} if written is None else {"hub_private_repo": written}
+    (tmp_path / "training_config.yaml").write_text(yaml.safe_dump(content))
+    assert load("--config", tmp_path / "training_config.yaml", *typed).hub_private_repo is expected
+
+
+@pytest.mark.parametrize("value", ["a b", "-Hello", "it's", "$HOME", "*.txt", "", "ü"])
+def test_a_printed_command_is_read_as_it_was_meant(value):
+    words = shlex.split(shell_command("python", "a.py", value, dataset_dir=value, overwrite=True))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--dataset_dir")
+    parser.add_argument("--overwrite", action="store_true")
+    assert words[:3] == ["python", "a.py", value]
+    assert vars(parser.parse_args(words[3:])) == {"dataset_dir": value, "overwrite": True}

@@ -170,6 +170,7 @@ def test_the_report_names_files_without_their_folders_beside_openais_scores(eval
 def test_results_beside_the_model_are_collected_until_it_changes(model_dir, tmp_path):
     """A text evaluated again replaces its scores; those of other weights are dropped, or not touched."""
     model = shutil.copytree(model_dir, tmp_path / "model")
+    (model / "training_config.yaml").touch()
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text("the cat sat on a mat")
 
@@ -193,13 +194,24 @@ def test_results_beside_the_model_are_collected_until_it_changes(model_dir, tmp_
     assert names_after("--text_file", tmp_path / "a.txt") == ["a.txt"]
 
 
-def test_a_folder_that_cannot_be_written_does_not_lose_the_results(model_dir, text_file, capsys, monkeypatch):
+def test_nothing_is_written_into_the_folder_of_another_model(model_dir, text_file, tmp_path):
+    before = sorted(model_dir.iterdir())
+    assert not run_script(SCRIPT, "--model", model_dir, "--text_file", text_file)
+    assert sorted(model_dir.iterdir()) == before
+    assert not run_script(SCRIPT, "--model", model_dir, "--text_file", text_file, "--output_file", tmp_path / "a.json")
+    assert (tmp_path / "a.json").exists() and sorted(model_dir.iterdir()) == before
+
+
+def test_a_folder_that_cannot_be_written_does_not_lose_the_results(
+    model_dir, text_file, tmp_path, capsys, monkeypatch
+):
     """The table is printed with a warning."""
 
     def refuse(*_):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("recipe.evaluation.report.write_results", refuse)
-    assert not run_script(SCRIPT, "--model", model_dir, "--text_file", text_file)
+    options = ["--model", model_dir, "--text_file", text_file, "--output_file", tmp_path / "a.json"]
+    assert not run_script(SCRIPT, *options)
     printed = capsys.readouterr().out
     assert "bits/byte" in printed and "warning: could not write" in printed

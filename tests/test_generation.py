@@ -125,7 +125,8 @@ def test_a_revision_of_a_model_on_the_hub_is_that_of_all_its_files(model_dir, mo
         loaded_from.append((auto_class.__name__, source, revision))
         return auto_class.from_pretrained(model_dir, **options)
 
-    monkeypatch.setattr("recipe.evaluation.generation.load_pretrained", load)
+    for room in ("recipe.evaluation.generation", "recipe.model.weights"):
+        monkeypatch.setattr(f"{room}.load_pretrained", load)
     load_model("user/name", "cpu", "step-001000-0.5B")
     classes = ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer")
     assert sorted(loaded_from) == [(name, "user/name", "step-001000-0.5B") for name in classes]

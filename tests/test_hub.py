@@ -14,19 +14,18 @@ from unittest import mock
 import pytest
 import torch
 import yaml
-from conftest import TINY, read_events, run_script, signal_when
+from conftest import TINY, default_arguments, launch, read_events, run_script, signal_when
 from huggingface_hub import HfApi, constants
 from huggingface_hub import __version__ as hub_version
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipe.checkpoint import STATE_NAME, CheckpointSaver
 from recipe.command_line import load_config
-from recipe.config import IDENTITY_OPTIONS, MISSING, OPTIONS
+from recipe.config import IDENTITY_OPTIONS, MISSING, OPTIONS, PUBLIC, VISIBILITY
 from recipe.errors import UserError
 from recipe.publish import hub as hub_room
-from recipe.publish import public
 from recipe.publish import uploads as uploads_room
-from recipe.publish.hub import TRAINING_FILES, branch_name
+from recipe.publish.hub import TRAINING_FILES, Held, branch_name, decide_main
 from recipe.publish.uploads import HubUploads
 from recipe.run.log import RunLog
 from recipe.run.report import collect_facts
@@ -138,7 +137,8 @@ def test_nothing_private_is_in_any_request(train, hub, dataset_dir, tmp_path, mo
     assert "canary" in (run / "metrics.jsonl").read_text() and "canary" in (run / "training_config.yaml").read_text()
     text = yaml.safe_load((run / "training_config.yaml").read_text())
     for name, option in OPTIONS.items():  # as if the run had been started with them
-        if "str" in str(option.type) and name not in public.PUBLIC_OPTIONS and not name.startswith(("hub_", "sample")):
+        is_public = VISIBILITY.get(name) == PUBLIC or name.startswith(("hub_", "sample"))
+        if "str" in str(option.type) and not is_public:
             text[name] = ["canary"] if "list" in str(option.type) else "canary/canary"
     (run / "training_config.yaml").write_text(yaml.safe_dump(text))
     (run / "notes-canary.txt").write_text("canary")
@@ -158,7 +158,7 @@ def test_published_options_repeat_the_run(run, hub):
     assert open_uploads(run).finish(4)
     found = yaml.safe_load(hub.files(REPO)["training_config.yaml"])
     own = yaml.safe_load((run / "training_config.yaml").read_text())
-    assert set(IDENTITY_OPTIONS) <= set(public.PUBLIC_OPTIONS)
+    assert all(VISIBILITY[name] == PUBLIC for name in IDENTITY_OPTIONS)
     assert (
         found.pop("dataset_dir") == [MISSING]
         and found.pop("tokenizer_name") == REPO
@@ -311,15 +311,105 @@ def test_files_that_a_model_no_longer_has_leave_main(run, hub):
 # ---------------------------------------------------------------- two runs and one repository
 
 
-def test_another_model_is_not_replaced_without_consent(run, train, hub, tmp_path):
-    """A repository that holds a model and no run is refused before training and by the upload; a README is none."""
+@pytest.mark.parametrize(
+    ("held", "run_id", "step", "final_step", "expected"),
+    [
+        # The repository is empty, or holds what no run published, another run or this one. This run still trains.
+        ((None, 0, ()), "a", 2, None, "published"),
+        ((None, 0, ("README.md",)), "a", 2, None, "refused"),
+        ((None, 0, ("README.md",)), None, 0, None, "refused"),
+        (("b", 2, ("README.md",)), "a", 4, None, "refused"),
+        (("b", 2, ("README.md",)), None, 0, None, "refused"),
+        (("b", 9, ()), "a", 4, None, "refused"),
+        (("a", 2, ("README.md",)), "a", 4, None, "published"),
+        (("a", 4, ("README.md",)), "a", 4, None, "published"),  # its card may name more branches
+        (("a", 4, ("README.md",)), "a", 2, None, "kept"),
+        # It has ended: its final model belongs on main, however old, and no other.
+        ((None, 0, ()), "a", 2, 4, "kept"),
+        ((None, 0, ()), "a", 4, 4, "published"),
+        (("a", 4, ("README.md",)), "a", 2, 2, "published"),
+        (("a", 2, ("README.md",)), "a", 4, 2, "kept"),
+        (("b", 2, ("README.md",)), "a", 4, 4, "refused"),
+    ],
+)
+def test_who_owns_main(held, run_id, step, final_step, expected):
+    """Consent changes what is refused only: another's main is as if it were empty."""
+    found = Held(*held, is_private=False)
+    assert decide_main(found, run_id, step, final_step, may_overwrite=False) == expected
+    empty = Held(None, 0, (), is_private=False)
+    agreed = decide_main(empty, run_id, step, final_step, False) if expected == "refused" else expected
+    assert decide_main(found, run_id, step, final_step, may_overwrite=True) == agreed
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "is_taken"),
+    [
+        ("README.md", b"# Mine", False),
+        ("README.md", b"---\nlicense: mit\n---\nNotes", False),
+        ("README.md", b"---\nlicense: mit\n---\n", True),  # the Hub's own form makes one
+        ("tokenizer.json", b"{}", False),
+        ("config.json", b"{}", False),
+        ("model.gguf", b"x", False),
+        ("notes.txt", b"x", True),  # no upload touches it
+    ],
+)
+def test_files_of_others_are_not_replaced_without_consent(run, train, hub, tmp_path, name, content, is_taken):
     HfApi().create_repo(REPO)
-    HfApi().upload_file(path_or_fileobj=b"# Mine", path_in_repo="README.md", repo_id=REPO)
-    assert open_uploads(run).finish(4)
+    HfApi().upload_file(path_or_fileobj=content, path_in_repo=name, repo_id=REPO)
+    before = hub.files(REPO)
+    if is_taken:
+        assert open_uploads(run).finish(4) and "model.safetensors" in hub.files(REPO)
+        return
+    with pytest.raises(UserError, match=f"holds files that no run .*{name}.*--hub_overwrite"):
+        train(*PUSH, output_dir=tmp_path / "second")
+    assert not open_uploads(run).finish(4) and hub.files(REPO) == before
+    assert open_uploads(run, "--hub_overwrite").finish(4) and hub.files(REPO).get(name) != content
+
+
+def test_a_private_model_is_never_uploaded_to_a_public_repository(run, train, hub, tmp_path, capsys):
+    """Also if the Hub was away at the start, and if the repository was made public since."""
+    HfApi().create_repo(REPO, private=False)
+    hub.fail("POST /api/repos/create", 503, times=1)
+    hub.fail(f"GET /api/models/{REPO}$", 503, times=1)
+    with pytest.raises(SystemExit):
+        train(*PUSH, *SAVE, "--hub_private_repo", output_dir=tmp_path / "private")
+    assert f"{REPO} is public; make it private" in capsys.readouterr().out
+    assert set(hub.files(REPO)) == set() and branches_of(hub) == []
+    hub.repositories[REPO].private = True
+    assert open_uploads(run, "--hub_private_repo").finish(4)
+    before, hub.repositories[REPO].private = hub.branches(REPO), False
+    assert not open_uploads(run, "--hub_private_repo").finish(4) and hub.branches(REPO) == before
+
+
+def test_an_organization_decides_whether_new_repositories_are_private(train, hub):
+    """Without the option, nothing is sent, so its own default counts."""
+    train(*PUSH)
+    (created,) = {body for method, path, _, body in hub.requests if path.endswith("/repos/create")}
+    assert not {"private", "visibility"} & {key for key, value in json.loads(created).items() if value is not None}
+
+
+def test_every_line_of_a_published_run_is_ours(hub, dataset_dir, tmp_path):
+    """The client, Transformers and Python's warnings print nothing, and lines fit into 80 columns."""
+    options = default_arguments(dataset_dir, tmp_path / "run", TINY)
+    options += ["--optim", "muon", *SAVE, "--hub_strategy", "checkpoint"]
+    result = launch([*options, *PUSH, "--save_steps", "2"], tmp_path, COLUMNS="80")
+    assert result.returncode == 0, result.stderr
+    labels = "recipe|device|precision|dynamo|attention|memory|model|data|batch|optimizer|run|hub"
+    ours = rf"({labels}) +\S| {{11}}\S|---|\w+: |step +\d|A sample for|    .*|  (generate|longer) |             --|$"
+    ours += "|published at |uploading to |checkpoints replaced before"
+    printed = result.stdout.replace(str(tmp_path), "x").replace(str(dataset_dir), "y")
+    assert [line for line in printed.splitlines() if not re.match(ours, line)] == []
+    assert [line for line in printed.splitlines() if len(line) > 80] == []
+    assert [line for line in result.stderr.splitlines() if "tok/s" not in line] == []
+
+
+def test_another_model_is_not_replaced_without_consent(run, train, hub, tmp_path):
+    """A repository that holds a model and no run is refused before training and by the upload."""
+    HfApi().create_repo(REPO)
     for name in ("README.md", "model.safetensors", "vocab.json", "adapter_config.json", "optimizer.pt", "notes.txt"):
         HfApi().upload_file(path_or_fileobj=b"mine", path_in_repo=name, repo_id=REPO)
     before = hub.branches(REPO)
-    with pytest.raises(UserError, match="holds a model that no run .*--hub_overwrite"):
+    with pytest.raises(UserError, match="holds files that no run .*--hub_overwrite"):
         train(*PUSH, output_dir=tmp_path / "second")
     assert not open_uploads(run).finish(4) and hub.branches(REPO) == before
     uploads = open_uploads(run, "--hub_overwrite", "--hub_strategy", "checkpoint")
@@ -523,7 +613,7 @@ def test_uploads_do_not_hold_up_training(train, hub, capsys):
     assert seconds[-1] < 3.0
     found = branches_of(hub)
     assert found[-1].startswith("step-000012") and 2 <= len(found) < 12  # the first began during training
-    assert f"before their upload: {12 - len(found)} checkpoints" in capsys.readouterr().out
+    assert f"replaced before upload: {12 - len(found)} (all: " in capsys.readouterr().out
 
 
 def test_a_failed_upload_is_tried_again_at_the_next_save(run, hub):
@@ -615,7 +705,7 @@ def test_a_run_that_could_not_publish_does_not_start(train, hub, monkeypatch, tm
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--hub_private_repo"], "someone/tiny exists and is public"),
+        (["--hub_private_repo"], "someone/tiny is public; make it private"),
         (["--hub_license", "MIT"], "refuses --hub_license or --hub_language .*MIT"),
         *((["--hub_model_id", name], "cannot be the name of") for name in ("tiny", "a/b/c", "a/ti ny", "a/..")),
     ],

@@ -93,7 +93,7 @@ def end(self):  # on the main process: its tracker takes long
     time.sleep(2 * (name == "signaled"))
 
 def measure(config, state):  # at the top of each turn
-    found["evaluation seconds"] = found.get("evaluation seconds", []) + [state.untrained.get("seconds")]
+    found["evaluation seconds"] = found.get("evaluation seconds", []) + [state.initial.get("seconds")]
     return measure_progress(config, state)
 
 # In the run "slow disk", a step's collectives wait for one second while a process saves, and the disk takes longer.

@@ -574,7 +574,9 @@ def test_a_full_disk_is_one_sentence(tmp_path, source, tokenizer, expected, monk
         ("blank.txt", " \n\t\r\n", "there is no text in .*blank.txt"),
         ("rows.jsonl", '{"text": ""}\n{"text": null}\n', "there is no text in .*rows.jsonl"),
         ("none.csv", "text\n", "there is no text in .*none.csv"),
-        ("a.jsonl", '{"body": "x", "id": 1}\n', "has no column 'text'; pass --text_column_name with one of body, id"),
+        ("a.jsonl", '{"body": "x", "id": 1}\n', "has no column 'text'; pass --text_column_name with one of body"),
+        ("b.jsonl", '{"messages": [{"role": "user"}], "id": 1}\n', "no column 'text', and no other column holds text"),
+        ("c.csv", f"{'a sentence ' * 10},2\n1,2\n", "its first line is text; insert a line that names the columns"),
         ("a.jsonl", "{", "what cannot be read: 1; the first: cannot read .*a.jsonl"),
         (
             "one.jsonl",

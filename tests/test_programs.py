@@ -46,7 +46,7 @@ def test_the_first_run_needs_no_arguments(first_run):
     assert result.returncode == 0, result.stderr
     out, output_dir = result.stdout, folder / "runs" / "demo"
     assert "trained a byte-level BPE" in out and "packed into" in out
-    assert "untrained" in out and "perplexity" in out
+    assert "initial_loss" in out and "perplexity" in out
     assert "loss" in result.stderr and "tok/s" in result.stderr and "100%" in result.stderr  # the progress bar
     closing = out[out.index("\n---\n") :]
     assert [line for line in closing.splitlines() if len(line) > 80] == []
@@ -55,7 +55,7 @@ def test_the_first_run_needs_no_arguments(first_run):
     for part in ("scripts/generate_text.py --model runs/demo", resume, "--train_file TEXT.txt", "GPT-2 124M"):
         assert part in closing
     summary = json.loads((output_dir / "summary.json").read_text())
-    assert summary["eval_loss"] < summary["untrained"]["loss"] - 1.3
+    assert summary["eval_loss"] < summary["initial"]["loss"] - 1.3
     model = AutoModelForCausalLM.from_pretrained(output_dir)
     assert model.config.vocab_size == len(AutoTokenizer.from_pretrained(output_dir))
 

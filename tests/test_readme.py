@@ -91,5 +91,5 @@ def test_the_examples_of_changes_apply_and_train(tmp_path, tokenizer_dir):
     environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(tmp_path), "HOME": str(tmp_path), **CPU_ONLY}
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    assert "nadam" in result.stdout and "SimpleNamespace: 100 training rows" in result.stdout
+    assert "nadam" in result.stdout and "a dataset of your own: 100 training rows" in result.stdout
     assert (tmp_path / "run" / "model.safetensors").is_file()

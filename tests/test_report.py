@@ -81,7 +81,7 @@ def test_the_closing_lines_can_be_grepped(train, capsys):
     summary = json.loads((output_dir / "summary.json").read_text())
     assert (int(found["steps"]), int(found["tokens"])) == (2, 2 * 4 * 32) and found["model"] == str(output_dir)
     for key, value in (
-        ("untrained_loss", summary["untrained"]["loss"]),
+        ("initial_loss", summary["initial"]["loss"]),
         ("eval_loss", summary["eval_loss"]),
         ("perplexity", summary["perplexity"]),
         ("bits_per_byte", summary["bits_per_byte"]),

@@ -19,13 +19,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from recipe.arguments import shell_command
 from recipe.config import SPLITS, STANDARD_LIBRARY
 from recipe.data.encode import SAMPLE_CHARACTERS
 from recipe.data.files import BLOCK, kind_of, open_stream, read_standard_library
 from recipe.data.source import SMALL_SOURCE, FilePart, ShardPart, TextSource, Unit
 from recipe.errors import UserError, one_line
 
-SHOWN_ERRORS = 10
+SHOWN_ERRORS, MOST_COLUMNS = 10, 20
+LONGEST_NAME = 60  # characters; a longer name of a column is the first row of a CSV file without names
 TOKENIZER_CHARACTERS = 2_000_000_000  # the most that a tokenizer is trained on
 HASHED_CHARACTERS = 100_000  # the part of a document that its hash covers
 ROWS_PER_READ = 100
@@ -47,7 +49,7 @@ class ReadReport:
 
     num_blank: int = 0  # rows whose text is null, empty or blank
     num_without_column: int = 0  # rows
-    columns: list[str] = field(default_factory=list)  # the columns found instead, up to 20
+    columns: list[str] = field(default_factory=list)  # the columns found instead that hold text or ids, up to 20
     num_separators: int = 0
     num_skipped: int = 0  # documents that cannot be read, and ends of files
     errors: list[str] = field(default_factory=list)  # the errors of the first of them
@@ -118,9 +120,14 @@ def read_sample(source: TextSource, units: list[Unit]) -> list[str]:
     reason = "it is empty or contains only whitespace"
     if report.num_skipped:
         reason = f"what cannot be read: {report.num_skipped:,}; the first: {report.errors[0]}"
-    if report.columns:
-        reason = f"it has no column '{source.text_column_name}'; pass --text_column_name with one of "
-        reason += ", ".join(report.columns)
+    if report.num_without_column:
+        reason = f"it has no column '{source.text_column_name}'"
+        if any(len(name) > LONGEST_NAME for name in report.columns):
+            reason += ", because its first line is text; insert a line that names the columns"
+        elif report.columns:
+            reason += f"; pass --text_column_name with one of {', '.join(report.columns)}"
+        else:
+            reason += ", and no other column holds text; write each conversation or record as one text"
     raise UserError(f"there is no text in {where}: {reason}")
 
 
@@ -175,6 +182,9 @@ def _read_documents(source: TextSource, unit: Unit, report: ReadReport) -> Itera
             if isinstance(text.__cause__ or text, UnicodeDecodeError):
                 remedy = "convert it, from Latin-1 for example with iconv -f LATIN1 -t UTF-8"
                 reason = f"{where} is not UTF-8 text; {remedy}"
+            if "too much memory for decoding" in str(text):  # pyarrow takes windows of 128 MB
+                command = shell_command("zstd", "-d", "--long=31", where)
+                raise UserError(f"{where} was compressed with a long window; unpack it: {command}") from text
             if source.dataset_name or not source.skip_bad_files:
                 has_option = source.validation_split_percentage and not source.dataset_name  # not in `read_texts`
                 remedy = "; --skip_bad_files skips what cannot be read" if has_option else ""
@@ -311,7 +321,8 @@ def _read_rows(kind: str, source: TextSource, part: FilePart) -> Iterator[Any]:
         groups = range(file.num_row_groups) if part.stop is None else range(part.start, part.stop)
         if column not in file.schema_arrow.names:
             num_rows = sum(file.metadata.row_group(number).num_rows for number in groups)
-            yield from itertools.repeat(dict.fromkeys(file.schema_arrow.names), num_rows)
+            empty = dict(zip(file.schema_arrow.names, map(_empty_value, file.schema_arrow.types), strict=True))
+            yield from itertools.repeat(empty, num_rows)
             return
         for batch in file.iter_batches(ROWS_PER_READ, groups, [column], use_threads=False):
             yield from ({column: text} for text in batch.column(0).to_pylist())
@@ -325,6 +336,14 @@ def _read_rows(kind: str, source: TextSource, part: FilePart) -> Iterator[Any]:
             yield from json.load(stream)
         else:
             yield from _read_jsonl(stream, part)
+
+
+def _empty_value(kind: pa.DataType) -> str | list | None:
+    """Return a value for a column that is not read: text, token ids, or None for a type that holds neither."""
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        return ""
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    return [] if is_list and pa.types.is_integer(kind.value_type) else None
 
 
 def _read_jsonl(stream: BinaryIO, part: FilePart) -> Iterator[Any]:
@@ -391,9 +410,9 @@ def texts_of(rows: Iterable[Any], column: str, where: str, report: ReadReport) -
         text = row.get(column)
         if column not in row:
             report.num_without_column += 1
-            report.columns += [str(name) for name in row if str(name) not in report.columns][
-                : 20 - len(report.columns)
-            ]
+            names = [str(name) for name, of in row.items() if isinstance(of, str) or token_ids(of) is not None]
+            names = [name for name in names if name not in report.columns]
+            report.columns += names[: MOST_COLUMNS - len(report.columns)]
         elif text is None or (isinstance(text, str) and (not text or text.isspace())):
             report.num_blank += 1
         elif isinstance(text, str):
@@ -403,13 +422,19 @@ def texts_of(rows: Iterable[Any], column: str, where: str, report: ReadReport) -
                 except UnicodeEncodeError:  # JSON can escape half a surrogate pair, which is not a character
                     text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
             yield text
+        elif (ids := token_ids(text)) is not None:
+            yield ids
         else:
-            try:
-                ids = np.asarray(text)
-            except ValueError:  # lists of several lengths
-                ids = np.empty((0, 0))
-            if not isinstance(text, (list, np.ndarray)) or ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
-                found = f"column '{column}' holds {type(text).__name__}, neither text nor a list of token ids"
-                yield UserError(f"{where}, row {number}: {found}")
-            else:
-                yield ids.astype(np.int64)
+            found = f"column '{column}' holds {type(text).__name__}, neither text nor a list of token ids"
+            yield UserError(f"{where}, row {number}: {found}")
+
+
+def token_ids(value: Any) -> np.ndarray | None:
+    """Return a list of token ids as int64 [tokens], or None for anything else."""
+    if not isinstance(value, (list, np.ndarray)):
+        return None
+    try:
+        ids = np.asarray(value)
+    except ValueError:  # lists of several lengths
+        return None
+    return ids.astype(np.int64) if ids.ndim == 1 and (len(ids) == 0 or ids.dtype.kind in "iu") else None

@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     DynamicCache,
     LogitsProcessorList,
@@ -20,7 +19,7 @@ from transformers import (
 from transformers.generation import BaseStreamer
 
 from recipe.errors import UserError, one_line
-from recipe.model.weights import check_vocabulary, load_pretrained
+from recipe.model.weights import check_vocabulary, load_model_weights, load_pretrained
 
 
 def load_model(
@@ -30,7 +29,7 @@ def load_model(
 
     revision: branch, tag or commit of a Hub id.
 
-    Raises `UserError` if that fails, or if the model lacks weights, which Transformers would replace by random ones.
+    Raises `UserError` if that fails, or if the model lacks weights.
     """
     if revision is not None and Path(model_name_or_path).is_dir():
         raise UserError(f"--revision selects a branch of a Hub model, but {model_name_or_path} is a folder")
@@ -39,10 +38,7 @@ def load_model(
     tokenizer = load_pretrained(AutoTokenizer, model_name_or_path, **options)
     check_vocabulary(len(tokenizer), config.vocab_size, model_name_or_path)
     dtype = "auto" if getattr(config, "quantization_config", None) else torch.float32
-    options |= {"dtype": dtype, "device_map": {"": device}, "output_loading_info": True}
-    model, loaded = load_pretrained(AutoModelForCausalLM, model_name_or_path, **options)
-    if missing := sorted(loaded["missing_keys"]):
-        raise UserError(f"the model in {model_name_or_path} lacks weights: {', '.join(missing[:3])}")
+    model = load_model_weights(model_name_or_path, dtype=dtype, device_map={"": device}, **options)
     return model.eval(), tokenizer
 
 

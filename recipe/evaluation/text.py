@@ -122,7 +122,7 @@ def evaluate_dataset(
     num_rows = min(len(rows), max_rows or len(rows))
     totals = evaluate_rows(*_scorer(model, tokenizer), rows, num_rows, batch_size)
     return {
-        "name": f"{dataset.directory.absolute().name} validation",
+        "name": f"{', '.join(dataset.parts or [dataset.directory.absolute().name])} validation",
         **_scores(totals),
         "bits_per_character": None,
         "context": dataset.block_size,

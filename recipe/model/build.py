@@ -27,7 +27,7 @@ from transformers.models.auto.modeling_auto import (
 from recipe.config import TrainConfig
 from recipe.errors import UserError, did_you_mean, short_reason
 from recipe.model.size import count_flops_per_token, count_parameters, padded_vocab_size
-from recipe.model.weights import load_pretrained
+from recipe.model.weights import load_model_weights, load_pretrained
 
 # Stock "sdpa" builds an explicit causal mask under torch.compile, and in eager mode asks the device whether it may
 # skip the mask. Both keep attention off the flash kernels (transformers#41856). Under a name without a mask function,
@@ -141,9 +141,7 @@ def build_model(
         model = AutoModelForCausalLM.from_config(copy.deepcopy(model_config), **options)
     else:
         options |= {key: getattr(model_config, key) for key in ("pad_token_id", *_no_dropout(config.model_type))}
-        model, loaded = load_pretrained(AutoModelForCausalLM, source, output_loading_info=True, **options)
-        if missing := sorted(loaded["missing_keys"]):
-            raise UserError(f"the model in {source} lacks weights: {', '.join(missing[:3])}")
+        model = load_model_weights(source, **options)
         model.train()  # `from_pretrained` returns a model in eval mode, in which a trial step would use less memory
     padded = padded_vocab_size(model_config.vocab_size, config.pad_vocab_to_multiple_of)
     if padded != model.config.vocab_size:

@@ -1,5 +1,6 @@
 """Load pretrained models, and copy, write and load weights without the padding of the vocabulary."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 from safetensors.torch import load, load_file, save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from recipe.disk import can_map, share
@@ -31,6 +32,16 @@ def load_pretrained(auto_class: type, source: str | Path, **options) -> Any:
         return auto_class.from_pretrained(source, **options)
     except Exception as error:  # the Hub, the file system, safetensors and Transformers each raise their own
         raise UserError(f"cannot load a model from '{source}': {short_reason(error)}") from error
+
+
+def load_model_weights(source: str | Path, **options) -> PreTrainedModel:
+    """Load a causal language model. Raises `UserError` if it lacks weights; Transformers would draw random ones."""
+    # Its report of weights that no model of this type has, such as the masks of old GPT-2 files, needs no answer.
+    logging.getLogger("transformers.modeling_utils").setLevel(logging.ERROR)
+    model, loaded = load_pretrained(AutoModelForCausalLM, source, output_loading_info=True, **options)
+    if missing := sorted(loaded["missing_keys"]):
+        raise UserError(f"the model in {source} lacks weights: {', '.join(missing[:3])}")
+    return model
 
 
 def check_vocabulary(num_tokens: int, vocab_size: int, source: str | Path) -> None:

@@ -7,8 +7,7 @@ public of metrics.jsonl and training_config.yaml (recipe/publish/public.py), and
 import contextlib
 import json
 import re
-import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +107,6 @@ def read_run(run_dir: Path, step: int, directory: Path, hub_options: dict[str, A
         run_id=starts[-1].get("run_id") if starts else None,
         step=step,
     )
-    timed = laps[1:] or laps  # the first includes compilation
     num_tokens = count_tokens(step, events, options["block_size"])
     return {
         **{"metadata": metadata.to_yaml(), "name": name, "model_id": model_id, "step": step, "options": options},
@@ -127,11 +125,62 @@ def read_run(run_dir: Path, step: int, directory: Path, hub_options: dict[str, A
         "parts": [(names[key], part) for key, part in mixture.items()],
         # A streamed text has no rows, and each dataset of a mixture has its own epochs.
         "epochs": num_tokens / options["block_size"] / rows if rows and not mixture else None,
-        "machine": describe_machine(starts[-1]["environment"]) if starts else None,
+        "phases": {label: describe_phases(starts, describe) for label, describe in PHASES.items()},
         "train_seconds": laps[-1]["train_seconds"] if laps else None,
-        "tokens_per_second": statistics.median(lap["tokens_per_second"] for lap in timed) if timed else None,
-        "mfu": statistics.median(lap["mfu"] or 0 for lap in timed) if timed else None,
+        "speed": (speed := measure_speed(events)),
+        "mfu": speed / laps[-1]["tokens_per_second"] * (laps[-1]["mfu"] or 0) if laps else None,
     }
+
+
+def describe_hardware(start: dict[str, Any]) -> str:
+    processes = f"{start['num_processes']} x " * bool(start["environment"].get("cuda"))
+    return processes + describe_machine(start["environment"])
+
+
+def describe_precision(start: dict[str, Any]) -> str:
+    precision, backend = start["mixed_precision"], start["dynamo_backend"]
+    compiled = "not compiled" if backend == "no" else f"compiled with {backend}"
+    return f"{'fp32' if precision == 'no' else f'{precision} autocast of fp32 weights'}, {compiled}"
+
+
+def describe_step(start: dict[str, Any]) -> str:
+    sizes = ("num_processes", "gradient_accumulation_steps", "per_device_train_batch_size")
+    return f"{' x '.join(str(start[size]) for size in sizes)} (processes, micro-batches, sequences)"
+
+
+def describe_versions(start: dict[str, Any]) -> str:
+    names = ("torch", "transformers", "accelerate", "python")
+    return ", ".join(f"{name} {start['environment'].get(name)}" for name in names)
+
+
+PHASES = {
+    "Hardware": describe_hardware,
+    "Precision": describe_precision,
+    "Each step": describe_step,
+    "Versions": describe_versions,
+}
+
+
+def describe_phases(starts: list[dict[str, Any]], describe: Callable[[dict[str, Any]], str]) -> str:
+    """Return what was so when the run started, and whenever it resumed and something else was."""
+    found: dict[int, str] = {start["step"]: describe(start) for start in starts}
+    steps = [step for step, before in zip(found, [None, *found], strict=False) if found[step] != found.get(before)]
+    return "; ".join((f"from step {step + 1:,} on, " if step else "") + found[step] for step in steps)
+
+
+def measure_speed(events: list[dict[str, Any]]) -> float | None:
+    """Return the tokens per second of all laps but the first of each start, which includes its compilation."""
+    tokens = seconds = 0.0
+    before = only = None
+    for event in events:
+        if event["event"] == "start":
+            before = None
+        elif event["event"] == "train":
+            if before is not None:
+                tokens += event["tokens_seen"] - before["tokens_seen"]
+                seconds += event["train_seconds"] - before["train_seconds"]
+            before = only = event
+    return tokens / seconds if seconds else only and only["tokens_per_second"]
 
 
 def read_evaluation(run_dir: Path, step: int, directory: Path) -> dict[str, Any]:

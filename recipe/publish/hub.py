@@ -141,7 +141,7 @@ def read_main(repo_id: str) -> Held:
 
 
 def decide_main(held: Held, run_id: str | None, step: int, final_step: int | None, may_overwrite: bool) -> str:
-    """Return what becomes of a main branch: it is "refused" to this run, it is "kept", or the model is "published" on it.
+    """Return what becomes of a main branch: "refused" to this run, "kept" as it is, or the model is "published" there.
 
     run_id: of this run; None if it is new. step: of the model. final_step: of the run's final model, which may be the
     best one; None before its end, when the newest model counts.
@@ -160,8 +160,8 @@ def refuse_another(config: TrainConfig, held: Held, run_id: str | None, note: st
     if config.hub_private_repo and not held.is_private:
         raise UserError(f"{repo_id} is public; make it private on the Hub, or omit --hub_private_repo")
     if decide_main(held, run_id, 0, None, config.hub_overwrite) == "refused":
-        names = ", ".join(held.files[:3]) + ", ..." * (len(held.files) > 3)
-        found = f"another run, at step {held.step:,}" if held.run_id else f"what no run of this recipe published ({names})"
+        found = f"files that no run of this recipe published ({', '.join(held.files[:3])})"
+        found = f"another run, at step {held.step:,}" if held.run_id else found
         raise UserError(
             f"{repo_id} holds {found}; {note}pass another --hub_model_id, or --hub_overwrite to replace the model and "
             "its card on the main branch (other branches stay)"

@@ -1,4 +1,4 @@
-"""What of a run is public: options listed in recipe/config.py, and keys of its log listed here. The rest stays private.
+"""What of a run is public: options listed in recipe/config.py, keys of its log listed here. The rest stays private.
 
 The model card, training_config.yaml and metrics.jsonl on the Hub are made of what these functions return, and of
 nothing else. Texts are public only where they cannot be a path or a name of the user's: versions, hashes, ids of the
@@ -7,7 +7,6 @@ Hub, and the samples with their prompt.
 
 import json
 import math
-import re
 from pathlib import Path
 from typing import Any
 

@@ -2,7 +2,6 @@
 
 import math
 import os
-import shlex
 import shutil
 import sys
 import threading
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from accelerate import PartialState
 
+from recipe.arguments import shell_command
 from recipe.config import TrainConfig
 from recipe.errors import short_reason
 from recipe.publish.hub import (
@@ -48,8 +48,8 @@ class HubUploads:
         """say: prints a line. repeat: the command that repeats failed uploads. keeps_all: upload every checkpoint."""
         self.config, self.run_id, self.output_dir, self.say = config, run_id, output_dir, say
         self.enabled = config.push_to_hub and PartialState().is_main_process
-        overwrite = " --hub_overwrite" if config.hub_overwrite else ""
-        self.repeat = repeat or f"python scripts/push_to_hub.py {shlex.quote(str(output_dir))}{overwrite}"
+        consent = {"hub_overwrite": True} if config.hub_overwrite else {}
+        self.repeat = repeat or shell_command("python", "scripts/push_to_hub.py", output_dir, **consent)
         self.keeps_all = keeps_all or config.hub_strategy == "all_checkpoints"
         self.spool, self.final_step = output_dir / SPOOL_NAME, None
         self.thread: threading.Thread | None = None
@@ -169,7 +169,7 @@ class HubUploads:
         for name, reason in self.failures.items():
             self.say(f"not uploaded: {name} ({reason})")
         if self.num_skipped:
-            remedy = "--hub_strategy all_checkpoints uploads all"
-            self.say(f"replaced by newer ones before their upload: {self.num_skipped} checkpoints ({remedy})")
+            remedy = "all: --hub_strategy all_checkpoints"
+            self.say(f"checkpoints replaced before upload: {self.num_skipped} ({remedy})")
         if self.failures:
             self.say(f"to upload what is missing:\n    {self.repeat}")

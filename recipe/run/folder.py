@@ -6,8 +6,9 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from recipe.checkpoint import CONFIG_NAME, clean_checkpoints, list_checkpoints, record_config
-from recipe.config import STANDARD_LIBRARY, TrainConfig
+from recipe.arguments import shell_command
+from recipe.checkpoint import clean_checkpoints, list_checkpoints, record_config
+from recipe.config import CONFIG_NAME, STANDARD_LIBRARY, TrainConfig
 from recipe.data.source import name_of_text
 from recipe.disk import lock
 from recipe.errors import UserError
@@ -62,7 +63,8 @@ def _check_contents(directory: Path, config: TrainConfig) -> None:
     is_same = is_same and not any((directory / name).exists() for name in RESULTS)
     leftovers = files_of_a_run(directory)
     if leftovers and not is_same and choose_start(config, directory) != "latest":
-        resume = f"--config {directory}/{CONFIG_NAME} --output_dir {directory} --resume_from_checkpoint auto"
+        options = {"config": directory / CONFIG_NAME, "output_dir": directory, "resume_from_checkpoint": "auto"}
+        resume = shell_command(**options)
         resume = f"resume it ({resume}), " if list_checkpoints(directory) else ""
         raise UserError(
             f"{directory} contains another run ({', '.join(path.name for path in leftovers[:3])}); {resume}"

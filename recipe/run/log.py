@@ -64,7 +64,7 @@ class RunLog:
             drop_events_after(run.output_dir / METRICS_NAME, state.step or -1)
         events = gather(read_events(run.output_dir) if self.enabled else [])[0]
         texts = {event["step"]: event["text"] for event in events if event["event"] == "sample"}
-        evaluations = {event["step"]: event for event in events if event["event"] == "eval"}
+        evaluations = {event["step"]: with_nan(event) for event in events if event["event"] == "eval"}
         self.evaluated = {step: event | {"sample": texts.get(step)} for step, event in evaluations.items()}
         if state.step in evaluations:  # made after the checkpoint was saved
             note_loss(state, evaluations[state.step])
@@ -233,9 +233,9 @@ class RunLog:
         step = state.step
         self.evaluated[step] = values
         if step == 0:
-            state.untrained = {key: value for key, value in values.items() if key not in ("sample", "mixture")}
+            state.initial = {key: value for key, value in values.items() if key not in ("sample", "mixture")}
             # Of each dataset of a mixture. Their names are not in checkpoints, which may be published.
-            state.untrained["num_rows"] = max(of["num_rows"] for of in values.get("mixture", {"": values}).values())
+            state.initial["num_rows"] = max(of["num_rows"] for of in values.get("mixture", {"": values}).values())
         else:
             note_loss(state, values)
         num_tokens = state.examples * self.config.block_size
@@ -268,11 +268,13 @@ class RunLog:
         if self.laps or not (self.output_dir / SUMMARY_NAME).exists():
             self.event("end", values["exported_step"], last_step=values["step"], tokens_seen=values["tokens_seen"])
             written = self.output_dir / f".{SUMMARY_NAME}.new"
-            written.write_text(json.dumps(values, indent=2) + "\n")
+            written.write_text(json.dumps(without_nan(values), indent=2, allow_nan=False) + "\n")
             written.replace(self.output_dir / SUMMARY_NAME)
         if self.laps or not all((self.output_dir / name).exists() for name in (CARD_NAME, CURVE_NAME)):
             self._tolerate("the model card", lambda: write_model_card(self.output_dir, values["exported_step"]))
-        return json.loads((self.output_dir / SUMMARY_NAME).read_text())
+        found = with_nan(json.loads((self.output_dir / SUMMARY_NAME).read_text()))
+        found.setdefault("initial", found.pop("untrained", {}))  # its earlier name
+        return found
 
     def end(self) -> None:
         """Let the trackers finish."""
@@ -286,10 +288,17 @@ def without_nan(values: dict[str, Any]) -> dict[str, Any]:
     return {key: without_nan(v) if isinstance(v, dict) else v for key, v in finite.items()}
 
 
+def with_nan(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of `without_nan` as numbers again, at any depth: its None is NaN."""
+    return {
+        key: with_nan(value) if isinstance(value, dict) else math.nan if value is None else value
+        for key, value in values.items()
+    }
+
+
 def note_loss(state: RunState, values: dict[str, Any]) -> None:
-    """Add the loss of an evaluation to the state. In the log, a loss that was not finite is None."""
-    loss = values["loss"]
-    state.losses[str(state.step)] = loss if loss is not None and math.isfinite(loss) else math.inf
+    """Add the loss of an evaluation to the state; one that is not finite is the highest."""
+    state.losses[str(state.step)] = values["loss"] if math.isfinite(values["loss"]) else math.inf
 
 
 def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:

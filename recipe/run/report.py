@@ -16,6 +16,7 @@ from accelerate.utils import ProfileKwargs
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
+from recipe.arguments import shell_command
 from recipe.checkpoint import (
     RunState,
     best_of,
@@ -262,7 +263,7 @@ def stop_run(log: RunLog, uploads: HubUploads, state: RunState, signals: StopSig
     """Say why the run stopped and how to resume it. Returns the exit status, when all processes may leave."""
 
     def stop() -> None:
-        options = f"--output_dir {shlex.quote(str(log.output_dir))} --resume_from_checkpoint auto"
+        options = shell_command(output_dir=log.output_dir, resume_from_checkpoint="auto")
         how = f"to resume, repeat your command with\n    {options}"
         saved_in = checkpoint_dir(log.output_dir, state.step)
         where = f"saved in {saved_in}" if saved else "but could not be saved"
@@ -302,7 +303,7 @@ def finish_run(
         evaluation = log.evaluated[step]
         summary = log.summary(build_summary(log, state, facts, evaluation, step))
         mark_resumable(False)
-        print(closing_lines(log.config, log.output_dir, summary, evaluation["sample"], facts, state), flush=True)
+        print(closing_lines(log.run, summary, evaluation["sample"], state), flush=True)
         is_complete = uploads.finish(step, interrupted=lambda: signals.count > 0)
         log.end()
         if is_complete:
@@ -343,7 +344,7 @@ def build_summary(
         "eval_rows": evaluation["num_rows"],
         **({"mixture": evaluation["mixture"]} if "mixture" in evaluation else {}),
         "tasks": split_scores(evaluation),
-        "untrained": {key: value for key, value in state.untrained.items() if key != "sample"},
+        "initial": {key: value for key, value in state.initial.items() if key != "sample"},
         "tokens_per_second": log.tokens_per_second,
         "peak_memory_bytes": peak_memory_bytes(log.device),
         "train_seconds": state.train_seconds,
@@ -356,18 +357,11 @@ def build_summary(
     }
 
 
-def closing_lines(
-    config: TrainConfig,
-    output_dir: Path,
-    summary: dict[str, Any],
-    sample: str | None,
-    facts: dict[str, Any],
-    state: RunState,
-) -> str:
+def closing_lines(run: Run, summary: dict[str, Any], sample: str | None, state: RunState) -> str:
     """Return the results as lines to grep, a sample, and the commands that may come next."""
-    folder, prompt = shlex.quote(str(output_dir)), shlex.quote(config.sample_prompt)
+    config, output_dir = run.config, run.output_dir
     speed, memory = summary["tokens_per_second"], summary["peak_memory_bytes"] / 1e9
-    block = {"untrained_loss": f"{summary['untrained']['loss']:.4f}"} if summary["untrained"] else {}
+    block = {"initial_loss": f"{summary['initial']['loss']:.4f}"} if summary["initial"] else {}
     block |= {
         "eval_loss": f"{summary['eval_loss']:.4f}",
         **{f"eval_loss/{name}": f"{of['loss']:.4f}" for name, of in summary.get("mixture", {}).items()},
@@ -385,19 +379,21 @@ def closing_lines(
     width = max(19, *(len(key) + 2 for key in block))
     lines = ["---", *(f"{key + ':':{width}}{value}" for key, value in block.items())]
     results = summary["tokens_seen"], summary["eval_loss"]
-    if compared := compare_with_expected(config, facts["data"], *results):
+    if compared := compare_with_expected(config, run.metadata, *results):
         lines += ["", *textwrap.wrap(compared, 80, break_on_hyphens=False)]
     if sample is not None:
         lines += ["", f"A sample for the prompt {config.sample_prompt!r}:", textwrap.indent(sample, "    ")]
-    lines += ["", f"  generate   python scripts/generate_text.py --model {folder} --prompt {prompt}"]
+    generate = shell_command("python", "scripts/generate_text.py", model=output_dir, prompt=config.sample_prompt)
+    lines += ["", f"  generate   {generate}"]
     # Twice as long, from before the decay if there is one.
     start = checkpoint_dir(output_dir, state.step if state.decay_start is None else state.decay_start)
     if start.is_dir() and not state.has_stalled(config.early_stopping_patience):
-        limits = {"max_steps": 2 * state.step} if config.max_steps else {}
-        limits |= {"max_minutes": f"{2 * config.max_minutes:g}"} if config.max_minutes else {}
-        longer = f"--output_dir {shlex.quote(f'{output_dir}-{2 * state.step}')}"
-        longer += "".join(f" --{name} {value}" for name, value in limits.items())
-        lines += [f"  longer     your command with --resume_from_checkpoint {shlex.quote(str(start))} \\"]
+        length = {"num_train_epochs": run.num_train_epochs, "max_minutes": config.max_minutes}
+        length = {name: f"{2 * value:g}" for name, value in length.items() if value}
+        if config.max_steps and not run.num_train_epochs:
+            length["max_steps"] = 2 * state.step
+        longer = shell_command(output_dir=f"{output_dir}-{2 * state.step}", **length)
+        lines += [f"  longer     your command with {shell_command(resume_from_checkpoint=start)} \\"]
         lines += [f"             {longer}"]
     if config.dataset_name == STANDARD_LIBRARY:
         lines += ["  your text  accelerate launch recipe/train.py --train_file TEXT.txt"]
@@ -405,21 +401,22 @@ def closing_lines(
     return "\n".join(lines)
 
 
-def compare_with_expected(config: TrainConfig, data: dict[str, Any], num_tokens: int, loss: float) -> str | None:
+def compare_with_expected(config: TrainConfig, metadata: dict[str, Any], num_tokens: int, loss: float) -> str | None:
     """Return a sentence that compares the final loss with the recipe's, or None if the run is another one.
 
-    data: from `describe_data`. The recipe of a published run knows the hash of its text; for others, the dataset is
-    the expected one if the last part of its name is among the names of the text.
+    metadata: the dataset's. The recipe of a published run knows the hash of its text; for others, the dataset is the
+    expected one if the last part of its name is in the name of the text, or in its path as it was typed.
     """
     if (expected := config.expected_loss) is None:
         return None
     difference, tolerance = loss - expected["value"], expected["tolerance"]
     verdict = f"{abs(difference):.2f} " + ("lower" if difference < 0 else "higher")
-    verdict = "as expected" if abs(difference) <= tolerance else verdict
-    name = re.escape(expected["dataset"].rpartition("/")[2])
-    is_other = not re.search(rf"{name}(?![\w-])", data["source"])  # fineweb-edu is not fineweb
+    verdict = "as expected" if abs(difference) <= tolerance else verdict if math.isfinite(loss) else "not finite"
+    name, source = re.escape(expected["dataset"].rpartition("/")[2]), metadata["source"]
+    texts = [source.get("dataset_name") or "", *(source.get("train_files") or ())]  # a mixture is no known dataset
+    is_other = not any(re.search(rf"(?<![\w-]){name}(?![\w-])", text) for text in texts)  # fineweb-edu is not fineweb
     if "content_sha256" in expected:
-        is_other = data["content_sha256"] != expected["content_sha256"]
+        is_other = metadata["content_sha256"] != expected["content_sha256"]
     if is_other or abs(num_tokens / expected["tokens"] - 1) > SAME_LENGTH:
         if "content_sha256" not in expected:
             return None

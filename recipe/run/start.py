@@ -116,6 +116,7 @@ class Run(Start):
     recipe: str
     config: TrainConfig  # with every `auto` resolved for this machine, except the micro-batch, which `plan` has
     typed: TrainConfig  # the same as typed, with the length in steps; the output folder records it
+    num_train_epochs: float | None  # as typed
     choices: dict[str, Choice]  # the reasons, by label
     plan: MemoryPlan
     model_config: PreTrainedConfig  # with the vocabulary that is saved, without padding
@@ -192,6 +193,7 @@ def plan_run(start: Start, typed: TrainConfig, recipe: str, dataset: Any) -> Run
     """
     device, num_processes, resume_dir = start.processes.device, start.processes.num_processes, start.resume_dir
     content = read_state(resume_dir) if resume_dir is not None else None
+    num_train_epochs = typed.num_train_epochs
     typed = resolve_length(typed, len(dataset.train), content)
     if not isinstance(dataset, PackedDataset) and (typed.streaming or typed.data_placement != "mmap"):
         raise UserError("--streaming and --data_placement require a packed dataset")
@@ -223,7 +225,7 @@ def plan_run(start: Start, typed: TrainConfig, recipe: str, dataset: Any) -> Run
     if start.sharding is not None:
         choices = {"layout": Choice("FSDP", start.sharding.describe()), **choices}
     if typed.max_eval_samples == "auto" and resume_dir is not None:  # an extended run evaluates the same rows
-        config = dataclasses.replace(config, max_eval_samples=content["untrained"].get("num_rows", "auto"))
+        config = dataclasses.replace(config, max_eval_samples=content["initial"].get("num_rows", "auto"))
     data_bytes = dataset.train.num_bytes if config.data_placement == "device" else 0
     plan = plan_device(config, padded, accelerator, start.output_dir, earlier, data_bytes, start.sharding)
     return Run(
@@ -232,6 +234,7 @@ def plan_run(start: Start, typed: TrainConfig, recipe: str, dataset: Any) -> Run
         recipe=recipe,
         config=plan.apply(config),
         typed=typed,
+        num_train_epochs=num_train_epochs,
         choices=choices,
         plan=plan,
         model_config=model_config,
@@ -308,7 +311,7 @@ def measure_progress(config: TrainConfig, state: RunState) -> float:
         return 1.0
     shares = [state.step / config.max_steps] if config.max_steps else []
     if config.max_minutes:
-        reserved = CLOSING_SECONDS + 2 * state.untrained.get("seconds", 0.0)  # save, evaluate, export
+        reserved = CLOSING_SECONDS + 2 * state.initial.get("seconds", 0.0)  # save, evaluate, export
         available = 60 * config.max_minutes - reserved - state.setup_seconds
         shares.append((state.seconds - state.setup_seconds) / max(1.0, available))
     return min(1.0, max(shares))
