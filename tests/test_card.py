@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import yaml
@@ -14,7 +15,7 @@ from huggingface_hub import ModelCard
 from huggingface_hub.repocard_data import model_index_to_eval_results
 
 from recipe.config import hub_id
-from recipe.environment import find_commit
+from recipe.environment import describe_machine, find_commit
 from recipe.publish import card
 from recipe.publish.card import weights_sha256, write_model_card
 from recipe.publish.public import write_public_files
@@ -87,6 +88,34 @@ def test_a_card_shows_the_numbers_of_the_run(run, dataset_dir):
         assert expected in text, expected
     assert results_of(text)["text", "loss"] == round(last["loss"], 4)
     assert (run / "loss_curve.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_card_states_what_the_config_the_record_and_the_measurements_say(train, run, tmp_path):
+    """Of a model that was fine-tuned on shorter rows than it has positions, and resumed in another precision."""
+    base = tmp_path / "base"
+    options = ["--model_name_or_path", run, "--block_size", 16, "--save_steps", 2, "--logging_steps", 1, *HUB[2:]]
+    shape = ["--config_overrides", "resid_pdrop=0.0"]
+    with pytest.raises(KeyboardInterrupt), mock.patch("recipe.train.finish_run", side_effect=KeyboardInterrupt):
+        train(*options, "--max_steps", 4, output_dir=base, shape=shape)
+    tuned = ["--resume_from_checkpoint", "auto", "--mixed_precision", "bf16", "--max_steps", 9]
+    train(*options, *tuned, output_dir=base, shape=shape)
+    text = read_card(base, 9)
+    config = json.loads((base / "config.json").read_text())
+    assert config["n_positions"] == BLOCK_SIZE > 16
+    assert f"a context of {config['n_positions']} tokens" in text
+    assert f"at most {config['n_positions']} tokens of context; it was trained on rows of 16." in text
+    assert "It is a base model" not in text and "It was fine-tuned to continue text" in text
+    assert "Precision: fp32, not compiled; from step 5 on, bf16 autocast of fp32 weights, not compiled" in text
+    assert f"max\\_new\\_tokens={config['n_positions'] // 2}" in text.replace("_", "\\_")
+    laps = read_events(base, "train")
+    timed = [lap for lap in laps if lap["step"] not in (1, 5)]  # the first of each start
+    speed = sum(16 * 4 for _ in timed) / sum(16 * 4 / lap["tokens_per_second"] for lap in timed)
+    assert f"{laps[-1]['train_seconds']:,.0f} s, {speed:,.0f} tokens per second" in text
+    once = json.loads((run / "summary.json").read_text())
+    assert f", {once['tokens_per_second']:,.0f} tokens per second" in read_card(run, 4)
+    environment = read_events(base, "start")[-1]["environment"]
+    assert f"Versions: torch {environment['torch']}, transformers {environment['transformers']}" in text
+    assert f"Hardware: {describe_machine(environment)}" in text.replace("\\", "")
 
 
 def test_the_example_of_a_card_runs(run, capsys):

@@ -15,7 +15,7 @@ import yaml
 from conftest import BLOCK_SIZE, TINY, make_documents, read_events
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipe.checkpoint import CheckpointSaver, find_checkpoint, list_checkpoints
+from recipe.checkpoint import STATE_NAME, CheckpointSaver, find_checkpoint, list_checkpoints, seal_checkpoint
 from recipe.command_line import load_config
 from recipe.data import batches
 from recipe.data.batches import example_rows
@@ -94,6 +94,21 @@ def test_resume_is_exact(train, tmp_path, dataset, extra):
         found = torch.load(resumed / "checkpoint-10" / "optimizer.pt", weights_only=True)
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
         assert read_initial(resumed) == read_initial(whole)
+
+
+def test_a_checkpoint_with_the_earlier_name_of_the_first_evaluation(train, run_dir):
+    """Its run resumes, and so does one whose summary has that name."""
+    for path in (run_dir / "checkpoint-2" / STATE_NAME, run_dir / "summary.json"):
+        content = json.loads(path.read_text())
+        expected = content["initial"]["loss"]
+        content["untrained"] = content.pop("initial")
+        path.write_text(json.dumps(content))
+    (run_dir / "checkpoint-2" / "manifest.json").unlink()
+    seal_checkpoint(run_dir / "checkpoint-2")
+    train("--save_steps", "2", "--resume_from_checkpoint", run_dir)  # only prints its results again
+    shutil.rmtree(run_dir / "checkpoint-4")
+    train("--save_steps", "2", "--resume_from_checkpoint", run_dir)
+    assert read_initial(run_dir)["loss"] == expected
 
 
 def read_initial(output_dir):

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import yaml
-from conftest import TINY, default_arguments, launch, read_events, run_script, signal_when
+from conftest import ROOT, TINY, default_arguments, launch, read_events, run_script, signal_when
 from huggingface_hub import HfApi, constants
 from huggingface_hub import __version__ as hub_version
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -392,9 +392,10 @@ def test_every_line_of_a_published_run_is_ours(hub, dataset_dir, tmp_path):
     """The client, Transformers and Python's warnings print nothing, and lines fit into 80 columns."""
     options = default_arguments(dataset_dir, tmp_path / "run", TINY)
     options += ["--optim", "muon", *SAVE, "--hub_strategy", "checkpoint"]
-    result = launch([*options, *PUSH, "--save_steps", "2"], tmp_path, COLUMNS="80")
+    launcher = ("--config_file", str(ROOT / "accelerate_configs" / "cpu.yaml"))
+    result = launch([*options, *PUSH], tmp_path, launcher, COLUMNS="80")
     assert result.returncode == 0, result.stderr
-    labels = "recipe|device|precision|dynamo|attention|memory|model|data|batch|optimizer|run|hub"
+    labels = "recipe|device|threads|precision|dynamo|attention|memory|model|data|batch|optimizer|run|hub"
     ours = rf"({labels}) +\S| {{11}}\S|---|\w+: |step +\d|A sample for|    .*|  (generate|longer) |             --|$"
     ours += "|published at |uploading to |checkpoints replaced before"
     printed = result.stdout.replace(str(tmp_path), "x").replace(str(dataset_dir), "y")

@@ -7,7 +7,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from conftest import BLOCK_SIZE, make_documents, read_events, train_tokenizer
+from conftest import BLOCK_SIZE, make_documents, read_events, run_script, train_tokenizer
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
@@ -177,3 +177,13 @@ def test_datasets_that_cannot_be_mixed(train, tmp_path, dataset_dir, other):
     shutil.copytree(other, tmp_path / "same" / "other")
     run = train("--dataset_dir", other, tmp_path / "same" / "other")  # named by their paths
     assert list(read_events(run, "eval")[-1]["mixture"]) == [str(other), str(tmp_path / "same" / "other")]
+
+
+def test_programs_that_take_a_run_name_all_of_its_datasets(train, both, dataset_dir, other, tmp_path, capsys):
+    """export_model.py scores the rows of all; the ladder, which would take the first only, refuses."""
+    run = train(*both, "--max_steps", 1)
+    capsys.readouterr()
+    assert not run_script("scripts/export_model.py", "--model", run, "--prune", 0.5, "--output_dir", tmp_path / "out")
+    assert f"tokens of {dataset_dir.name}, {other.name} validation." in capsys.readouterr().out
+    error = run_script("scripts/run_ladder.py", "--config", run / "training_config.yaml")
+    assert "trains on one dataset" in error and "pass one as --dataset_dir" in error

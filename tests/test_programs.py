@@ -1,10 +1,14 @@
 """The programs as users start them: with `accelerate launch`, from another folder, on one and two processes."""
 
 import json
+import os
 import re
+import shlex
+import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -89,6 +93,59 @@ def test_from_own_text_to_a_sample(train, tmp_path, monkeypatch, capsys):
     sample = ["--model", "run", "--prompt", "the cat", "--num_samples", 2, "--max_new_tokens", 9]
     assert not run_script("scripts/generate_text.py", *sample)
     assert capsys.readouterr().out.count("the cat") >= 2
+
+
+@pytest.mark.parametrize(
+    "length",
+    [
+        ["--max_steps", 4],
+        ["--num_train_epochs", 0.03],
+        ["--max_minutes", 5],
+        ["--num_train_epochs", 0.03, "--max_minutes", 5],
+    ],
+)
+def test_printed_commands_run_as_printed(train, tmp_path, monkeypatch, capsys, dataset_dir, length):
+    """Those of a run, in a folder whose name a shell would split, with a prompt that looks like an option."""
+    monkeypatch.chdir(tmp_path)
+    options = ["--dataset_dir", dataset_dir, "--output_dir", "my [v2] run", "--sample_prompt=-x $HOME", *TINY, *PLAIN]
+    options += ["--global_batch_size", 4, "--warmup_steps", 1, "--save_steps", 1, "--max_eval_samples", 4, *length]
+    with mock.patch("recipe.train.measure_progress", lambda config, state: state.step / (config.max_steps or 4)):
+        train(*options, alone=True)
+        printed = capsys.readouterr().out
+        (generate,) = re.findall(r"^  generate   python (.*)$", printed, re.MULTILINE)
+        assert not run_script(*shlex.split(generate), "--max_new_tokens", 4)
+        assert capsys.readouterr().out.startswith("-x $HOME")
+        longer = re.search(r"^  longer     your command with (.*) \\\n +(.*)$", printed, re.MULTILINE)
+        names = {text for text in shlex.split(longer[2]) if text.startswith("--")}
+        assert names - {"--output_dir"} == {text for text in length if str(text).startswith("--")}
+        train(*options, *shlex.split(f"{longer[1]} {longer[2]}"), alone=True)
+        summaries = sorted(Path().glob("my*/summary.json"), key=os.path.getmtime)
+        before, after = (json.loads(path.read_text()) for path in summaries)
+        times = 1 if length[0] == "--max_minutes" else 2
+        assert abs(after["step"] - times * before["step"]) <= 1  # epochs end with a part of a step
+        with pytest.raises(UserError, match="contains another run") as refused:
+            train(*options, alone=True)
+        (resume,) = re.findall(r"resume it \((.*?auto)\)", str(refused.value))
+        train(*shlex.split(resume), alone=True)
+    assert [e["step"] for e in read_events(Path("my [v2] run"), "end")] == [before["step"]]
+
+
+def test_the_printed_way_to_resume_resumes(train, tmp_path, monkeypatch, capsys, dataset_dir):
+    """The command that a signal stopped, with the options that it printed."""
+    monkeypatch.chdir(tmp_path)
+    options = ["--dataset_dir", dataset_dir, *TINY, *PLAIN, "--global_batch_size", 4, "--warmup_steps", 1]
+    options += ["--run_name", "my run", "--max_eval_samples", 4, "--max_steps", 6, "--logging_steps", 1]
+
+    def stop_after_two(config, state):
+        if state.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return state.step / 6
+
+    with mock.patch("recipe.train.measure_progress", stop_after_two), pytest.raises(SystemExit):
+        train(*options, alone=True)
+    resume = capsys.readouterr().out.partition("repeat your command with\n")[2].splitlines()[0]
+    train(*options, *shlex.split(resume), alone=True)
+    assert [e["step"] for e in read_events(Path("runs", "my run"), "train")] == [1, 2, 3, 4, 5, 6]
 
 
 # What Windows lacks, deleted once Python's own modules, which are others there, are imported.

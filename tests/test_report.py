@@ -2,22 +2,28 @@
 
 import io
 import json
+import math
 import re
 import types
+from unittest import mock
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 from accelerate import Accelerator
-from conftest import read_events
+from conftest import make_documents, read_events, run_script
 
 import recipe.evaluation.generation
 import recipe.evaluation.scoring
 import recipe.run.log
 import recipe.train
-from recipe.command_line import load_config
+from recipe.command_line import CONFIGS_DIR, load_config
 from recipe.errors import UserError
 from recipe.progress import LineStream
+from recipe.publish.public import write_public_files
 from recipe.run.folder import _default_name
+from recipe.run.log import RunLog
 from recipe.run.report import compare_with_expected
 
 
@@ -140,6 +146,10 @@ EXPECTED = {"value": 3.28, "tolerance": 0.15, "tokens": 3200, "dataset": "me/cor
         (3.42, 3200, "data/corpus/a.txt", {}, "3.420, as expected."),
         (3.5, 3200, "me/corpus", {}, "3.500, 0.22 higher."),
         (3.0, 3100, "me/corpus", {}, "3.000, 0.28 lower."),
+        (3.42, 3200, "runs/corpus/sample/10BT", {}, "3.420, as expected."),  # a part of the path that was typed
+        (3.42, 3200, "runs/corpus/sample/*.parquet", {}, "3.420, as expected."),
+        (3.42, 3200, "runs/my-corpus/10BT", {}, None),
+        (math.nan, 3200, "me/corpus", {}, "nan, not finite."),
         (3.42, 3200, "me/corpus-2", {}, None),
         (3.42, 3520, "me/corpus", {}, None),
         (3.42, 3200, "my/text", {"content_sha256": "abc"}, "3.420, as expected."),
@@ -156,9 +166,47 @@ EXPECTED = {"value": 3.28, "tolerance": 0.15, "tokens": 3200, "dataset": "me/cor
 def test_the_loss_is_compared_with_the_recipes(loss, num_tokens, source, more, verdict):
     """If dataset and length are the recipe's. The recipe of a published run always gets an answer."""
     config = types.SimpleNamespace(expected_loss=EXPECTED | more)
-    found = compare_with_expected(config, {"source": source, "content_sha256": "abc"}, num_tokens, loss)
+    text = {"train_files": [source]} if source.startswith(("data/", "runs/")) else {"dataset_name": source}
+    found = compare_with_expected(config, {"source": text, "content_sha256": "abc"}, num_tokens, loss)
     known = "Expected validation loss on me/corpus: 3.28 +/- 0.15 (three seeds). This run: "
     assert found is None if verdict is None else found.startswith(known + verdict)
+
+
+def test_the_flagship_run_compares_its_loss(train, tmp_path, tokenizer_dir, capsys):
+    """The README prepares its text from a folder below one with the dataset's name; the path is not public."""
+    folder = tmp_path / "runs" / "fineweb-edu" / "sample" / "10BT"
+    folder.mkdir(parents=True)
+    pq.write_table(pa.table({"text": make_documents(300)}), folder / "000_00000.parquet")
+    packed = tmp_path / "packed"
+    assert not run_script(
+        "scripts/prepare_data.py", "--train_file", folder, "--tokenizer_name", tokenizer_dir, "--output_dir", packed
+    )
+    known = yaml.safe_load((CONFIGS_DIR / "gpt2_124m.yaml").read_text())["expected_loss"] | {"tokens": 4 * 4 * 32}
+    expected = ",".join(f"{key}={value}" for key, value in known.items())
+    run = train("--expected_loss", expected, dataset_dir=packed)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "Expected validation loss on HuggingFaceFW/fineweb-edu: 3.06 +/- 0.05" in printed
+    write_public_files(run, run, 4, "jo/tiny")
+    assert "10BT" not in (run / "metrics.jsonl").read_text() + (run / "training_config.yaml").read_text()
+
+
+def test_a_run_that_diverged_ends_with_its_results(train, monkeypatch, capsys):
+    """Also if it was killed after its last evaluation, whose loss the log cannot hold, and when it is repeated."""
+    evaluation = RunLog.evaluation
+
+    def diverge(log, state, values):
+        evaluation(log, state, values | {"loss": math.nan, "perplexity": math.nan} if state.step == 4 else values)
+
+    monkeypatch.setattr(RunLog, "evaluation", diverge)
+    options = ["--save_steps", "2", "--resume_from_checkpoint", "auto"]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(recipe.train, "finish_run", mock.Mock(side_effect=KeyboardInterrupt))
+        train(*options)
+    for _ in range(2):
+        run = train(*options)
+        assert re.search(r"^eval_loss: +nan$", capsys.readouterr().out, re.MULTILINE)
+    summary = json.loads((run / "summary.json").read_text(), parse_constant=pytest.fail)
+    assert summary["eval_loss"] is None and summary["initial"]["loss"] > 0
 
 
 def test_another_model_has_no_expected_loss(tmp_path):
