@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 from conftest import read_events
 
-from recipe.checkpoint import list_checkpoints
+from recipe.checkpoint import CheckpointSaver, list_checkpoints
 from recipe.errors import UserError
 from recipe.run.log import RunLog
 
@@ -58,7 +58,9 @@ def test_a_resumed_run_remembers_the_best_one(train, capsys, killed_at):
         if state.step == killed_at:
             raise UserError("killed")
 
-    with mock.patch.object(RunLog, "train", die), pytest.raises(UserError, match="killed"):
+    save = CheckpointSaver.save  # a real kill ends the thread that writes and prunes, too
+    at_once = mock.patch.object(CheckpointSaver, "save", lambda self, state: (save(self, state), self.wait()))
+    with at_once, mock.patch.object(RunLog, "train", die), pytest.raises(UserError, match="killed"):
         train(*OVERFITS)
     check(train(*OVERFITS, "--resume_from_checkpoint", "auto"), capsys.readouterr().out)
 

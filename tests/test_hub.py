@@ -392,7 +392,7 @@ def test_every_line_of_a_published_run_is_ours(hub, dataset_dir, tmp_path):
     """The client, Transformers and Python's warnings print nothing, and lines fit into 80 columns."""
     options = default_arguments(dataset_dir, tmp_path / "run", TINY)
     options += ["--optim", "muon", *SAVE, "--hub_strategy", "checkpoint"]
-    launcher = ("--config_file", str(ROOT / "accelerate_configs" / "cpu.yaml"))
+    launcher = ("--config_file", str(ROOT / "accelerate_configs" / "cpu.yaml"), "--num_cpu_threads_per_process", "2")
     result = launch([*options, *PUSH], tmp_path, launcher, COLUMNS="80")
     assert result.returncode == 0, result.stderr
     labels = "recipe|device|threads|precision|dynamo|attention|memory|model|data|batch|optimizer|run|hub"

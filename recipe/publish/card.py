@@ -5,9 +5,10 @@ public of metrics.jsonl and training_config.yaml (recipe/publish/public.py), and
 """
 
 import contextlib
+import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,16 @@ import jinja2
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.utils.sha import sha_fileobj
 
-from recipe.config import OPTIONS, STANDARD_LIBRARY, is_missing
+from recipe.config import EVAL_TASKS, OPTIONS, STANDARD_LIBRARY, is_missing
 from recipe.environment import describe_machine
 from recipe.errors import short_reason
 from recipe.model.weights import WEIGHTS_NAME
 from recipe.publish.curve import name_parts, save_loss_chart
 from recipe.publish.public import (
     count_tokens,
+    listed,
     public_events,
     public_options,
-    public_tasks,
     read_options,
     split_scores,
 )
@@ -85,7 +86,8 @@ def read_run(run_dir: Path, step: int, directory: Path, hub_options: dict[str, A
     name, rows = model_id.rpartition("/")[2], data.get("splits", {}).get("train", {}).get("rows")
     samples = [sample for sample in samples if sample["step"] > 0]  # the first is of the untrained model
     evaluation = evaluations[-1] if evaluations and evaluations[-1]["step"] == step else {}
-    tasks = split_scores(evaluation) | public_tasks(read_evaluation(run_dir, step, directory))
+    measured = read_evaluation(run_dir, step, directory).get("tasks", {})  # the texts there are named after files
+    tasks = split_scores(evaluation) | {task: listed(measured[task]) for task in EVAL_TASKS if task in measured}
     ends = [event for event in events if event["event"] == "end" and event["step"] == step]
     is_demo = data.get("dataset_id") == STANDARD_LIBRARY
     names, mixture = name_parts(events), data.get("mixture", {})
@@ -125,62 +127,44 @@ def read_run(run_dir: Path, step: int, directory: Path, hub_options: dict[str, A
         "parts": [(names[key], part) for key, part in mixture.items()],
         # A streamed text has no rows, and each dataset of a mixture has its own epochs.
         "epochs": num_tokens / options["block_size"] / rows if rows and not mixture else None,
-        "phases": {label: describe_phases(starts, describe) for label, describe in PHASES.items()},
+        "about": describe_starts(starts),
         "train_seconds": laps[-1]["train_seconds"] if laps else None,
         "speed": (speed := measure_speed(events)),
         "mfu": speed / laps[-1]["tokens_per_second"] * (laps[-1]["mfu"] or 0) if laps else None,
     }
 
 
-def describe_hardware(start: dict[str, Any]) -> str:
-    processes = f"{start['num_processes']} x " * bool(start["environment"].get("cuda"))
-    return processes + describe_machine(start["environment"])
-
-
-def describe_precision(start: dict[str, Any]) -> str:
-    precision, backend = start["mixed_precision"], start["dynamo_backend"]
-    compiled = "not compiled" if backend == "no" else f"compiled with {backend}"
-    return f"{'fp32' if precision == 'no' else f'{precision} autocast of fp32 weights'}, {compiled}"
-
-
-def describe_step(start: dict[str, Any]) -> str:
+def describe_start(start: dict[str, Any]) -> dict[str, str]:
+    """Return lines about the machine and how a start of the run used it: {label: text}."""
+    environment, precision, backend = start["environment"], start["mixed_precision"], start["dynamo_backend"]
     sizes = ("num_processes", "gradient_accumulation_steps", "per_device_train_batch_size")
-    return f"{' x '.join(str(start[size]) for size in sizes)} (processes, micro-batches, sequences)"
+    packages = ("torch", "transformers", "accelerate", "python")
+    autocast = "fp32" if precision == "no" else f"{precision} autocast of fp32 weights"
+    return {
+        "Hardware": f"{start['num_processes']} x " * ("cuda" in environment) + describe_machine(environment),
+        "Precision": f"{autocast}, {'not compiled' if backend == 'no' else f'compiled with {backend}'}",
+        "Each step": " x ".join(str(start[size]) for size in sizes) + " (processes, micro-batches, sequences)",
+        "Versions": ", ".join(f"{name} {environment.get(name)}" for name in packages),
+    }
 
 
-def describe_versions(start: dict[str, Any]) -> str:
-    names = ("torch", "transformers", "accelerate", "python")
-    return ", ".join(f"{name} {start['environment'].get(name)}" for name in names)
-
-
-PHASES = {
-    "Hardware": describe_hardware,
-    "Precision": describe_precision,
-    "Each step": describe_step,
-    "Versions": describe_versions,
-}
-
-
-def describe_phases(starts: list[dict[str, Any]], describe: Callable[[dict[str, Any]], str]) -> str:
-    """Return what was so when the run started, and whenever it resumed and something else was."""
-    found: dict[int, str] = {start["step"]: describe(start) for start in starts}
-    steps = [step for step, before in zip(found, [None, *found], strict=False) if found[step] != found.get(before)]
-    return "; ".join((f"from step {step + 1:,} on, " if step else "") + found[step] for step in steps)
+def describe_starts(starts: list[dict[str, Any]]) -> dict[str, str]:
+    """Return the lines of the first start, each with what has changed later, and from which step on."""
+    told = {start["step"]: describe_start(start) for start in starts}
+    lines: dict[str, str] = {}
+    for before, (step, texts) in zip([{}, *told.values()], told.items(), strict=False):
+        changed = {label: text for label, text in texts.items() if text != before.get(label)}
+        later = f"; from step {step + 1:,} on, "
+        lines |= {label: lines[label] + later + text if label in lines else text for label, text in changed.items()}
+    return lines
 
 
 def measure_speed(events: list[dict[str, Any]]) -> float | None:
     """Return the tokens per second of all laps but the first of each start, which includes its compilation."""
-    tokens = seconds = 0.0
-    before = only = None
-    for event in events:
-        if event["event"] == "start":
-            before = None
-        elif event["event"] == "train":
-            if before is not None:
-                tokens += event["tokens_seen"] - before["tokens_seen"]
-                seconds += event["train_seconds"] - before["train_seconds"]
-            before = only = event
-    return tokens / seconds if seconds else only and only["tokens_per_second"]
+    laps = [event for event in events if event["event"] in ("start", "train")]
+    pairs = [pair for pair in itertools.pairwise(laps) if all(event["event"] == "train" for event in pair)]
+    tokens, seconds = (sum(b[key] - a[key] for a, b in pairs) for key in ("tokens_seen", "train_seconds"))
+    return tokens / seconds if seconds else laps[-1].get("tokens_per_second") if laps else None
 
 
 def read_evaluation(run_dir: Path, step: int, directory: Path) -> dict[str, Any]:

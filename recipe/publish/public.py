@@ -123,12 +123,6 @@ def public_options(
     return shown
 
 
-def public_tasks(evaluation: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the task scores in evaluation.json; the texts there are named after files."""
-    tasks = evaluation.get("tasks", {})
-    return {task: listed(tasks[task]) for task in EVAL_TASKS if task in tasks}
-
-
 def write_public_files(run_dir: Path, directory: Path, step: int, repo_id: str) -> None:
     """Write the public training_config.yaml and metrics.jsonl of the model after `step` steps."""
     events = public_events(run_dir, step)
