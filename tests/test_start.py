@@ -273,8 +273,6 @@ def test_models_of_other_trainers(fine_tune, base, tmp_path, monkeypatch):
 
     Tensors that no model of today has, as in old GPT-2 files, are dropped without a report.
     """
-    reported, logger = [], logging.getLogger("transformers.modeling_utils")
-    monkeypatch.setattr(logger, "handlers", [mock.Mock(level=0, handle=reported.append)])
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float16)
     model.resize_token_embeddings(640)
     model.save_pretrained(tmp_path / "other")
@@ -283,6 +281,8 @@ def test_models_of_other_trainers(fine_tune, base, tmp_path, monkeypatch):
     weights = load_file(tmp_path / "other" / "model.safetensors")
     weights["transformer.h.0.attn.masked_bias"] = torch.tensor(-1e4)
     save_file(weights, tmp_path / "other" / "model.safetensors", metadata={"format": "pt"})
+    reported, logger = [], logging.getLogger("transformers.modeling_utils")
+    monkeypatch.setattr(logger, "handlers", [mock.Mock(level=0, handle=reported.append)])
     tuned = fine_tune("--max_steps", "1", source=tmp_path / "other")
     assert reported == []
     assert AutoModelForCausalLM.from_pretrained(tuned).config.vocab_size == 500
