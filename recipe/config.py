@@ -394,8 +394,9 @@ def check_rules(config: TrainConfig) -> None:
     require(evaluates, "--early_stopping_patience requires --eval_steps greater than 0")
     parse_tasks(config.eval_tasks)
     if (found := config.expected_loss) is not None:
-        texts = [str(found.get(key, "")) for key in EXPECTED_LOSS[3:]]  # the end of the run prints them
-        is_valid = set(found) - {"content_sha256"} == set(EXPECTED_LOSS) and all(map(str.isprintable, texts))
+        texts = [found.get(key) for key in EXPECTED_LOSS[3:]]  # the end of the run prints them
+        is_valid = all(isinstance(text, str) and text.isprintable() for text in texts)
+        is_valid = is_valid and set(found) - {"content_sha256"} == set(EXPECTED_LOSS)
         numbers = [found.get(key) for key in EXPECTED_LOSS[:3]]
         is_valid = is_valid and all(isinstance(number, (int, float)) and number > 0 for number in numbers)
         expected = f"{', '.join(EXPECTED_LOSS)}, of which the first three are positive numbers"

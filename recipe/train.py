@@ -64,7 +64,7 @@ def main() -> int:
 
     # ------------------------------------------------------------------ loop: one turn is one optimizer step
     grad_accum = accelerator.gradient_accumulation_steps = run.grad_accum
-    with StopSignals() as signals, resumable(run), build_profiler(run, log.say) as profiler:
+    with StopSignals() as signals, resumable(run), build_profiler(run, log) as profiler:
         while True:  # saving and evaluation are at the top, so the last turn makes no step
             stop, state.seconds = signals.agree(log.seconds())  # all processes at the same step
             state.progress = progress = measure_progress(config, state)

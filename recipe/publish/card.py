@@ -67,6 +67,7 @@ def write_model_card(
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(loader=loader, trim_blocks=True, undefined=jinja2.ChainableUndefined)
     environment.filters |= {"plain": plain, "fence": fence, "number": number, "json": json.dumps}
+    environment.filters["machine"] = describe_machine
     text = environment.get_template("card.md.jinja").render(values)
     ModelCard(re.sub(r"\n{3,}", "\n\n", text)).save(directory / CARD_NAME)
 
@@ -78,6 +79,7 @@ def read_run(run_dir: Path, step: int, directory: Path, hub_options: dict[str, A
         [event for event in events if event["event"] == kind]
         for kind in ("start", "train", "eval", "sample", "schedule")
     )
+    starts = [*{start["step"]: start for start in starts}.values()]  # a start may have ended before its first step
     typed = read_options(run_dir) | hub_options
     shown = public_options(run_dir, events, step, typed.get("hub_model_id"))
     options = {name: option.default for name, option in OPTIONS.items()} | shown
@@ -127,36 +129,10 @@ def read_run(run_dir: Path, step: int, directory: Path, hub_options: dict[str, A
         "parts": [(names[key], part) for key, part in mixture.items()],
         # A streamed text has no rows, and each dataset of a mixture has its own epochs.
         "epochs": num_tokens / options["block_size"] / rows if rows and not mixture else None,
-        "about": describe_starts(starts),
         "train_seconds": laps[-1]["train_seconds"] if laps else None,
         "speed": (speed := measure_speed(events)),
         "mfu": speed / laps[-1]["tokens_per_second"] * (laps[-1]["mfu"] or 0) if laps else None,
     }
-
-
-def describe_start(start: dict[str, Any]) -> dict[str, str]:
-    """Return lines about the machine and how a start of the run used it: {label: text}."""
-    environment, precision, backend = start["environment"], start["mixed_precision"], start["dynamo_backend"]
-    sizes = ("num_processes", "gradient_accumulation_steps", "per_device_train_batch_size")
-    packages = ("torch", "transformers", "accelerate", "python")
-    autocast = "fp32" if precision == "no" else f"{precision} autocast of fp32 weights"
-    return {
-        "Hardware": f"{start['num_processes']} x " * ("cuda" in environment) + describe_machine(environment),
-        "Precision": f"{autocast}, {'not compiled' if backend == 'no' else f'compiled with {backend}'}",
-        "Each step": " x ".join(str(start[size]) for size in sizes) + " (processes, micro-batches, sequences)",
-        "Versions": ", ".join(f"{name} {environment.get(name)}" for name in packages),
-    }
-
-
-def describe_starts(starts: list[dict[str, Any]]) -> dict[str, str]:
-    """Return the lines of the first start, each with what has changed later, and from which step on."""
-    told = {start["step"]: describe_start(start) for start in starts}
-    lines: dict[str, str] = {}
-    for before, (step, texts) in zip([{}, *told.values()], told.items(), strict=False):
-        changed = {label: text for label, text in texts.items() if text != before.get(label)}
-        later = f"; from step {step + 1:,} on, "
-        lines |= {label: lines[label] + later + text if label in lines else text for label, text in changed.items()}
-    return lines
 
 
 def measure_speed(events: list[dict[str, Any]]) -> float | None:

@@ -7,7 +7,6 @@ import shlex
 import sys
 import textwrap
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -239,21 +238,22 @@ def _describe_length(config: TrainConfig, num_examples: int, epochs: dict[str, f
     return text + warmup + (f"; fewer if they take longer than {limit}" if limit else "")
 
 
-def build_profiler(run: Run, say: Callable[[str], None]) -> contextlib.AbstractContextManager:
+def build_profiler(run: Run, log: RunLog) -> contextlib.AbstractContextManager:
     """Return a context manager whose value is None, or a profiler that wants its `step` called after every step.
 
     It profiles three steps of the main process. Perfetto and chrome://tracing show the trace, which is in the run's
-    folder.
+    folder. Writing it, which takes seconds, is kept out of the speed.
     """
     after, accelerator = run.config.profile, run.accelerator
     if after is None or not accelerator.is_main_process:
         return contextlib.nullcontext()
 
     def show(found: torch.profiler.profile) -> None:
-        found.export_chrome_trace(str(run.output_dir / TRACE_NAME))
-        key = f"self_{'cuda' if accelerator.device.type == 'cuda' else 'cpu'}_time_total"
-        table = found.key_averages().table(sort_by=key, row_limit=15, max_name_column_width=30)
-        say(f"{table}\nat most {PROFILED_STEPS} steps; trace: {run.output_dir / TRACE_NAME}")
+        with log.paused():
+            found.export_chrome_trace(str(run.output_dir / TRACE_NAME))
+            key = f"self_{'cuda' if accelerator.device.type == 'cuda' else 'cpu'}_time_total"
+            table = found.key_averages().table(sort_by=key, row_limit=15, max_name_column_width=30)
+            log.say(f"{table}\nat most {PROFILED_STEPS} steps; trace: {run.output_dir / TRACE_NAME}")
 
     periods = {"wait": after - 1, "warmup": 1, "active": PROFILED_STEPS, "repeat": 1}
     return accelerator.profile(ProfileKwargs(schedule_option=periods, on_trace_ready=show))

@@ -116,7 +116,7 @@ class Run(Start):
     recipe: str
     config: TrainConfig  # with every `auto` resolved for this machine, except the micro-batch, which `plan` has
     typed: TrainConfig  # the same as typed, with the length in steps; the output folder records it
-    num_train_epochs: float | None  # as typed
+    num_train_epochs: float | None  # as given, instead of a number of steps
     choices: dict[str, Choice]  # the reasons, by label
     plan: MemoryPlan
     model_config: PreTrainedConfig  # with the vocabulary that is saved, without padding
