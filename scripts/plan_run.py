@@ -7,8 +7,8 @@ python scripts/plan_run.py --config gpt2_1558m --gpu rtx4090 --num_gpus 8 --shar
 python scripts/plan_run.py --table                            what fits: every recipe size on every class of memory
 
 All other options are options of recipe/train.py; it needs no dataset. Exits with 1 if a check fails. Hours and cost on
-a GPU that is not there assume the given MFU: GPT-2 124M reached 42% on one H200 (modded-nanogpt, 490,000 tokens/s) and
-40% on one H100 (llm.c, 468,000).
+a GPU that is not there assume the given MFU: GPT-2 124M reached 45% on one H200 (scripts/benchmarks/first_gpu.json,
+525,000 tokens/s), and others 42% on one H200 (modded-nanogpt, 490,000) and 40% on one H100 (llm.c, 468,000).
 """
 
 import argparse
