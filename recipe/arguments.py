@@ -62,9 +62,8 @@ class CommandLine(argparse.ArgumentParser):
             kind: dict[str, Any] = {"type": float if isinstance(default, float) else str}
             if name in LISTS:
                 kind = {"nargs": "+"}
-            elif isinstance(default, bool):
+            elif isinstance(default, bool) or OPTIONS[name].metadata.get("const") is True:
                 kind = {"action": "store_true"}
-            kind |= {key: value for key, value in OPTIONS[name].metadata.items() if key in ("nargs", "const")}
             self.add_argument(f"--{name}", **{"default": default, "help": text, **kind, **kwargs})
 
     def parse_with_run_options(self) -> tuple[argparse.Namespace, list[str]]:

@@ -128,9 +128,9 @@ def load_yaml(recipe: str) -> dict[str, Any]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise UserError(f"{path} is not valid YAML: {one_line(error)}") from error
+        raise UserError(f"{recipe} is not valid YAML: {one_line(error)!r}") from error
     if not isinstance(content, dict):
-        raise UserError(f"{path} must contain a mapping of options to values")
+        raise UserError(f"{recipe} must contain a mapping of options to values")
     for name in ALIASES.keys() & content.keys():
         if (option := ALIASES[name]) in content:
             raise UserError(f"{name} in {recipe} sets {option}, which is set there, too; remove one of them")
@@ -138,16 +138,19 @@ def load_yaml(recipe: str) -> dict[str, Any]:
     for key, value in content.items():
         if key not in OPTIONS:
             hint = OTHER_NAMES.get(key) or did_you_mean(str(key), OPTIONS)
-            raise UserError(f"unknown key '{key}' in {recipe}; {hint}")
-        is_mapping = key in MAPPINGS and isinstance(value, dict)
+            raise UserError(f"unknown key {str(key)!r} in {recipe}; {hint}")
+        is_mapping = key in MAPPINGS and isinstance(value, dict) and all(isinstance(name, str) for name in value)
         kind = (int, float) if key == "dataset_weights" else str
         is_list = key in LISTS and isinstance(value, list) and all(isinstance(item, kind) for item in value)
-        if isinstance(value, (list, dict)) and not (is_mapping or is_list):
+        if isinstance(value, (list, dict, set)) and not (is_mapping or is_list):
             what = f"a list of {'texts' if kind is str else 'numbers'}" if key in LISTS else "a single value"
+            what = f"a mapping such as {MAPPINGS[key]}" if key in MAPPINGS else what
             raise UserError(f"{key} in {recipe} must be {what}, got {value}")
     if address and (refused := [name for name, value in content.items() if not may_come_from_hub(name, value)]):
-        remedy = f"if you trust it, download its {CONFIG_NAME} and pass that file as --config"
-        raise UserError(f"{recipe} sets {', '.join(refused)}, which a recipe from the Hub may not; {remedy}")
+        raise UserError(
+            f"{recipe} sets {', '.join(refused)}; a recipe from the Hub may set neither what is private nor a path (a "
+            f"folder here with the name of a Hub id is one); to obey it, read its {CONFIG_NAME} and pass your copy"
+        )
     if path.name == CONFIG_NAME and content.get("hub_private_repo") is False:
         del content["hub_private_repo"]  # written by runs whose option had this default
     return content

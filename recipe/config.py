@@ -296,8 +296,9 @@ def may_come_from_hub(name: str, value: Any) -> bool:
     """Return whether a stranger's recipe may set an option to this value."""
     if VISIBILITY.get(name) != NEEDED:
         return name in VISIBILITY
-    is_public = isinstance(value, str) and name not in LISTS and (value == STANDARD_LIBRARY or hub_id(value))
-    return bool(is_public) or {MISSING} == {*(value if isinstance(value, list) else [value])}
+    if name in LISTS:
+        return all(item == MISSING for item in (value if isinstance(value, list) else [value]))
+    return value in (MISSING, STANDARD_LIBRARY) or (isinstance(value, str) and hub_id(value) is not None)
 
 
 def save_config(config: TrainConfig, path: Path) -> None:
@@ -308,6 +309,8 @@ def save_config(config: TrainConfig, path: Path) -> None:
     values = {key: value for key, value in dataclasses.asdict(config).items() if value is not None}
     for key in ("output_dir", "resume_from_checkpoint", "hub_overwrite"):
         values.pop(key, None)
+    if config.hub_private_repo is False:
+        values["hub_private_repo"] = "false"  # a text, because earlier files hold false where nothing was typed
     path.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
 
 

@@ -118,6 +118,23 @@ def test_a_card_states_what_the_config_the_record_and_the_measurements_say(train
     assert f"Hardware: {describe_machine(environment)}" in text.replace("\\", "")
 
 
+def test_a_checkpoint_before_the_first_log_line_of_a_start_has_a_card(train, tmp_path):
+    """With the speed that is known so far, and of a branch, what the steps of its origin were made with."""
+    options = ["--logging_steps", 4, "--save_steps", 2, "--max_steps", 8, "--lr_scheduler_type", "constant"]
+    with pytest.raises(KeyboardInterrupt), mock.patch("recipe.train.finish_run", side_effect=KeyboardInterrupt):
+        train(*options, output_dir=tmp_path / "first")
+    resume = ["--resume_from_checkpoint", tmp_path / "first" / "checkpoint-6", "--mixed_precision", "bf16"]
+    branch = train(*options, *resume, "--max_steps", 10, output_dir=tmp_path / "branch")
+    lines = (branch / "metrics.jsonl").read_text().splitlines()
+    start, *_, lap = (line for line in lines if json.loads(line)["event"] in ("start", "train"))
+    others = [line for line in lines if json.loads(line)["event"] not in ("start", "train")]
+    for known in ([start], [start, start], [start, lap, start], [start, start, lap]):
+        (branch / "metrics.jsonl").write_text("".join(f"{line}\n" for line in (*known, *others)))
+        text = read_card(branch, 10)
+        assert "Precision: fp32; from step 7 on, bf16 autocast of fp32 weights, not compiled\n" in text
+        assert ("tokens per second" in text) == (lap in known) and "| train |" in text
+
+
 def test_the_example_of_a_card_runs(run, capsys):
     """Also with a context as short as this model's, if no end of text comes; its prompt is that of the samples."""
     (example,) = re.findall(r"```python\n(.*?)```", read_card(run, 4), re.DOTALL)

@@ -17,6 +17,7 @@ from recipe.config import MISSING, OPTIONS, SECTIONS, VISIBILITY, TrainConfig, m
 from recipe.errors import UserError
 from recipe.evaluation.validation import count_eval_rows
 from recipe.hardware.memory import micro_batch_sizes
+from recipe.model.build import build_model_config
 from recipe.run.folder import choose_output_dir
 from recipe.run.resume import resolve_length
 
@@ -400,6 +401,13 @@ HARMLESS = {  # what every published recipe may hold, and what a run understands
 }
 
 
+PRIVATE = {
+    *("output_dir", "run_name", "cache_dir", "eval_tasks", "resume_from_checkpoint", "report_to", "profile"),
+    *("sample_prompt", "push_to_hub", "hub_model_id", "hub_strategy", "hub_overwrite", "hub_private_repo"),
+    *("hub_license", "hub_language"),
+}
+
+
 @pytest.fixture
 def published(tmp_path, monkeypatch):
     """Publish a recipe, and return the options that use it."""
@@ -414,19 +422,22 @@ def published(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_recipe_from_the_hub_cannot_set_what_is_private(published, name):
-    """It is refused by name, whatever its value. The same file on one's own disk may."""
-    if name in VISIBILITY:
+    """It is refused by name, whatever its value. Everything else may be set, or left to whoever runs it."""
+    assert (name in PRIVATE) == (name not in VISIBILITY)
+    if name not in PRIVATE:
         assert may_come_from_hub(name, MISSING)
         return
     value = {"push_to_hub": True, "hub_overwrite": True, "profile": 3}.get(name, "mine/precious")
     hostile = published(**HARMLESS, **{name: value})
-    with pytest.raises(UserError, match=rf"hf://jo/run sets {name}, which a recipe from the Hub may not"):
+    with pytest.raises(
+        UserError, match=rf"hf://jo/run sets {name}; a recipe from the Hub may set neither what is private"
+    ):
         load(*hostile)
 
 
 def test_all_that_is_refused_is_named_at_once(published):
     hostile = published(**HARMLESS, push_to_hub=True, hub_model_id="me/precious", train_file="/etc/passwd")
-    with pytest.raises(UserError, match="sets hub_model_id, push_to_hub, train_file, which"):
+    with pytest.raises(UserError, match="sets hub_model_id, push_to_hub, train_file; a recipe"):
         load(*hostile, "--train_file", "a.txt")
 
 
@@ -466,19 +477,40 @@ def test_a_recipe_from_the_hub_is_obeyed_in_what_is_public(published):
 
 
 @pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("train_file: !!set {a, b}", "train_file in hf://jo/run must be a list of texts"),
+        ("config_overrides: {1: 2}", "config_overrides in hf://jo/run must be a mapping such as n_layer"),
+        ('"\\e[2J": 1', "unknown key '\\\\x1b"),
+        ('config_overrides: {"\\e[2J": 1}\ndataset_name: jo/a\ntokenizer_name: jo/a', None),
+        ("seed: [", "hf://jo/run is not valid YAML"),
+        ("[1]", "hf://jo/run must contain a mapping"),
+    ],
+)
+def test_a_hostile_file_is_one_sentence_without_escapes(tmp_path, monkeypatch, text, expected):
+    (tmp_path / "training_config.yaml").write_text(text)
+    monkeypatch.setattr(command_line, "fetch_recipe", lambda *_: tmp_path / "training_config.yaml")
+    with pytest.raises(UserError, match=expected or "config_overrides cannot set '\\\\x1b") as refused:
+        build_model_config(load("--config", "hf://jo/run"), 10, 0)
+    assert str(refused.value).isprintable()
+
+
+@pytest.mark.parametrize(
     ("written", "typed", "expected"),
     [
         (None, [], None),
         (False, [], None),  # of a run whose option had this default
         (True, [], True),
+        ("typed", [], False),  # of a run of this version
         (True, ["--hub_private_repo", "false"], False),
         (False, ["--hub_private_repo"], True),
     ],
 )
 def test_a_private_repository_is_yes_no_or_what_its_owner_has_set(tmp_path, written, typed, expected):
-    save_config(load(*DATA), tmp_path / "training_config.yaml")
+    own = ["--hub_private_repo", "false"] if written == "typed" else []
+    save_config(load(*DATA, *own), tmp_path / "training_config.yaml")
     content = yaml.safe_load((tmp_path / "training_config.yaml").read_text())
-    content |= {} if written is None else {"hub_private_repo": written}
+    content |= {"hub_private_repo": written} if isinstance(written, bool) else {}
     (tmp_path / "training_config.yaml").write_text(yaml.safe_dump(content))
     assert load("--config", tmp_path / "training_config.yaml", *typed).hub_private_repo is expected
 

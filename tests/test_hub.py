@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 from conftest import ROOT, TINY, default_arguments, launch, read_events, run_script, signal_when
+from hub_repository import File
 from huggingface_hub import HfApi, constants
 from huggingface_hub import __version__ as hub_version
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -347,6 +348,7 @@ def test_who_owns_main(held, run_id, step, final_step, expected):
         ("README.md", b"# Mine", False),
         ("README.md", b"---\nlicense: mit\n---\nNotes", False),
         ("README.md", b"---\nlicense: mit\n---\n", True),  # the Hub's own form makes one
+        ("README.md", b"---\nrun_id: [a]\nstep: many\n---\n", True),
         ("tokenizer.json", b"{}", False),
         ("config.json", b"{}", False),
         ("model.gguf", b"x", False),
@@ -364,6 +366,16 @@ def test_files_of_others_are_not_replaced_without_consent(run, train, hub, tmp_p
         train(*PUSH, output_dir=tmp_path / "second")
     assert not open_uploads(run).finish(4) and hub.files(REPO) == before
     assert open_uploads(run, "--hub_overwrite").finish(4) and hub.files(REPO).get(name) != content
+
+
+@pytest.mark.parametrize("card", [b"---\nlicense: [mit\n---\n", b"---\n- a\n---\nhello"])
+def test_a_card_that_cannot_be_read_is_a_file_of_others(run, train, hub, tmp_path, card):
+    """Git may have pushed it unchecked. It is refused at the start, and replaced with consent."""
+    HfApi().create_repo(REPO)
+    hub.repositories[REPO].commits[hub.branches(REPO)["main"]].files["README.md"] = File(card, False)
+    with pytest.raises(UserError, match="holds files that no run .*README.md"):
+        train(*PUSH, output_dir=tmp_path / "second")
+    assert open_uploads(run, "--hub_overwrite").finish(4) and "model.safetensors" in hub.files(REPO)
 
 
 def test_a_private_model_is_never_uploaded_to_a_public_repository(run, train, hub, tmp_path, capsys):

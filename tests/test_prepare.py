@@ -576,7 +576,8 @@ def test_a_full_disk_is_one_sentence(tmp_path, source, tokenizer, expected, monk
         ("none.csv", "text\n", "there is no text in .*none.csv"),
         ("a.jsonl", '{"body": "x", "id": 1}\n', "has no column 'text'; pass --text_column_name with one of body"),
         ("b.jsonl", '{"messages": [{"role": "user"}], "id": 1}\n', "no column 'text', and no other column holds text"),
-        ("c.csv", f"{'a sentence ' * 10},2\n1,2\n", "its first line is text; insert a line that names the columns"),
+        ("c.csv", f"{'a sentence ' * 10},2\n1,2\n", "; if that is text, insert a first line that names the columns"),
+        ("d.csv", "a,b\nhello,2\n", "pass --text_column_name with one of a, b; if that is text, insert"),
         ("a.jsonl", "{", "what cannot be read: 1; the first: cannot read .*a.jsonl"),
         (
             "one.jsonl",
@@ -705,6 +706,11 @@ def test_unusable_tokenizers_are_errors(tmp_path, tokenizer_dir):
         load_tokenizer("nowhere")
     with pytest.raises(UserError, match="there is no folder .*gone"):
         load_tokenizer(str(tmp_path / "gone"))
+    (tmp_path / "old").mkdir()
+    for name in ("vocab.json", "merges.txt"):  # what remains of a GPT-2 tokenizer of old
+        (tmp_path / "old" / name).write_text("{}")
+    with pytest.raises(UserError, match="no tokenizer_config.json in .*old; .*create it with .*GPT2Tokenizer"):
+        load_tokenizer(str(tmp_path / "old"))
     load_tokenizer(str(tokenizer_dir)).save_pretrained(tmp_path / "no_eos")
     config = json.loads((tmp_path / "no_eos" / "tokenizer_config.json").read_text())
     config |= {"eos_token": None, "tokenizer_class": "PreTrainedTokenizerFast"}

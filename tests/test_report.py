@@ -204,7 +204,9 @@ def test_a_run_that_diverged_ends_with_its_results(train, monkeypatch, capsys):
         train(*options)
     for _ in range(2):
         run = train(*options)
-        assert re.search(r"^eval_loss: +nan$", capsys.readouterr().out, re.MULTILINE)
+        printed = capsys.readouterr().out
+        assert re.search(r"^eval_loss: +nan$", printed, re.MULTILINE) and "The loss is not finite: start" in printed
+        assert "  generate " not in printed and "  longer " not in printed
     summary = json.loads((run / "summary.json").read_text(), parse_constant=pytest.fail)
     assert summary["eval_loss"] is None and summary["initial"]["loss"] > 0
 

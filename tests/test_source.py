@@ -136,6 +136,11 @@ BAD_FILES = {
     "broken.jsonl": (GOOD + b'{"text": \n', "broken.jsonl: the line that ends at byte 27 is not JSON"),
     "deep.jsonl": (GOOD + b'{"n": ' + b"[" * 10**5 + b"\n", "deep.jsonl: the line that ends .* is not JSON"),
     "list.jsonl": (GOOD + b"[1]\n", "list.jsonl, row 2 is a list, not an object"),
+    # A frame with a window of 2 GB, as of zstd --long=31: magic number, no sizes, window, one block of raw bytes.
+    "long.txt.zst": (
+        b"\x28\xb5\x2f\xfd\x00\xa8\x19\x00\x00abc",
+        "with a long window; unpack it: zstd -d --rm --long=31 ",
+    ),
     "number.jsonl": (GOOD + b'{"text": 3}\n', "row 2: column 'text' holds int, neither text nor a list of token ids"),
     "nested.jsonl": (GOOD + b'{"text": [[1], [2]]}\n', "row 2: column 'text' holds list, neither"),
     "words.jsonl": (GOOD + b'{"text": ["a"]}\n', "row 2: column 'text' holds list, neither"),
@@ -146,7 +151,7 @@ BAD_FILES = {
     "cut.wet": (WET[:-9], "cut.wet: a WARC record is incomplete"),
     "none.wet": (WET + GOOD, "none.wet: expected a WARC record, found"),
 }
-WITHOUT_BEGINNING = ("none.jsonl.bz2", "half.parquet", "cut.wet")
+WITHOUT_BEGINNING = ("long.txt.zst", "none.jsonl.bz2", "half.parquet", "cut.wet")
 
 
 @pytest.mark.parametrize("name", BAD_FILES)
@@ -158,7 +163,8 @@ def test_bad_files_are_named_or_skipped(tmp_path, name):
     source = TextSource((str(tmp_path),), document_separator="<sep>")
     with pytest.raises(UserError, match=expected) as caught:
         read(source)
-    assert "\n" not in str(caught.value) and str(caught.value).endswith("--skip_bad_files skips what cannot be read")
+    advises_to_skip = str(caught.value).endswith("--skip_bad_files skips what cannot be read")
+    assert "\n" not in str(caught.value) and advises_to_skip == (name != "long.txt.zst")  # which can be unpacked
     report = ReadReport()
     texts = [text for _, text in read(dataclasses.replace(source, skip_bad_files=True), report)]
     assert report.num_skipped == 1 + (name == "utf16.jsonl")  # whose line end has a zero byte after it

@@ -225,7 +225,7 @@ def tokenize_units(
     workers = UnitWorkers(job, num_workers) if len(numbers) > 1 else None  # they start during the check below
     with contextlib.closing(workers) if workers else contextlib.nullcontext():
         encoder, how = choose_encoder(tokenizer, read_sample(job.source, units))
-        say(f"token ids: {how}; units: {len(numbers):,}, processes: {num_workers}")
+        say(f"token ids: {how}\nunits: {len(numbers):,}, processes: {num_workers}")
         if workers is None:
             UnitTokenizer(job)(numbers[0], units[numbers[0]], encoder)
             return

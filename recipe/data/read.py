@@ -27,7 +27,7 @@ from recipe.data.source import SMALL_SOURCE, FilePart, ShardPart, TextSource, Un
 from recipe.errors import UserError, one_line
 
 SHOWN_ERRORS, MOST_COLUMNS = 10, 20
-LONGEST_NAME = 60  # characters; a longer name of a column is the first row of a CSV file without names
+LONGEST_NAME = 60  # characters that are shown of a column's name, which is text in a CSV file without names
 TOKENIZER_CHARACTERS = 2_000_000_000  # the most that a tokenizer is trained on
 HASHED_CHARACTERS = 100_000  # the part of a document that its hash covers
 ROWS_PER_READ = 100
@@ -122,10 +122,13 @@ def read_sample(source: TextSource, units: list[Unit]) -> list[str]:
         reason = f"what cannot be read: {report.num_skipped:,}; the first: {report.errors[0]}"
     if report.num_without_column:
         reason = f"it has no column '{source.text_column_name}'"
-        if any(len(name) > LONGEST_NAME for name in report.columns):
-            reason += ", because its first line is text; insert a line that names the columns"
-        elif report.columns:
-            reason += f"; pass --text_column_name with one of {', '.join(report.columns)}"
+        if report.columns:
+            names = [name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..." for name in report.columns]
+            reason += f"; pass --text_column_name with one of {', '.join(names)}"
+            if any(
+                isinstance(part, FilePart) and kind_of(part.path) == ".csv" for unit in units for part in unit.parts
+            ):
+                reason += "; if that is text, insert a first line that names the columns"
         else:
             reason += ", and no other column holds text; write each conversation or record as one text"
     raise UserError(f"there is no text in {where}: {reason}")
@@ -182,11 +185,11 @@ def _read_documents(source: TextSource, unit: Unit, report: ReadReport) -> Itera
             if isinstance(text.__cause__ or text, UnicodeDecodeError):
                 remedy = "convert it, from Latin-1 for example with iconv -f LATIN1 -t UTF-8"
                 reason = f"{where} is not UTF-8 text; {remedy}"
+            has_option = source.validation_split_percentage and not source.dataset_name  # not in `read_texts`
             if "too much memory for decoding" in str(text):  # pyarrow takes windows of 128 MB
-                command = shell_command("zstd", "-d", "--long=31", where)
-                raise UserError(f"{where} was compressed with a long window; unpack it: {command}") from text
+                has_option, command = False, shell_command("zstd", "-d", "--rm", "--long=31", where)
+                reason = f"{where} was compressed with a long window; unpack it: {command}"
             if source.dataset_name or not source.skip_bad_files:
-                has_option = source.validation_split_percentage and not source.dataset_name  # not in `read_texts`
                 remedy = "; --skip_bad_files skips what cannot be read" if has_option else ""
                 raise UserError(reason + remedy) from text
             report.skip(reason)
@@ -340,10 +343,9 @@ def _read_rows(kind: str, source: TextSource, part: FilePart) -> Iterator[Any]:
 
 def _empty_value(kind: pa.DataType) -> str | list | None:
     """Return a value for a column that is not read: text, token ids, or None for a type that holds neither."""
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        return ""
-    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    return [] if is_list and pa.types.is_integer(kind.value_type) else None
+    if (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and pa.types.is_integer(kind.value_type):
+        return []
+    return None if pa.types.is_nested(kind) or pa.types.is_primitive(kind) else ""
 
 
 def _read_jsonl(stream: BinaryIO, part: FilePart) -> Iterator[Any]:

@@ -114,8 +114,8 @@ def load_tokenizer(name_or_path: str, revision: str | None = None) -> "PreTraine
         where = f"'{name_or_path}' (neither a folder with tokenizer.json nor a Hub id that can be reached)"
         files, folder = ("vocab.json", "merges.txt"), Path(name_or_path)
         if all((folder / name).is_file() for name in files) and not (folder / "tokenizer_config.json").exists():
-            remedy = 'for a tokenizer like GPT-2\'s, write {"tokenizer_class": "GPT2Tokenizer"} into it'
-            raise UserError(f"{name_or_path} has no tokenizer_config.json; {remedy}") from error
+            remedy = 'for a tokenizer like GPT-2\'s, create it with {"tokenizer_class": "GPT2Tokenizer"}'
+            raise UserError(f"there is no tokenizer_config.json in {name_or_path}; {remedy}") from error
         raise UserError(f"no tokenizer at {where}: {one_line(error)}") from error
     # Transformers 5 creates an empty tokenizer for a folder that holds a GPT-2 model without a tokenizer.
     if not tokenizer.is_fast or len(tokenizer) <= len(tokenizer.all_special_ids):

@@ -80,7 +80,7 @@ def build_model_config(
     for key in overrides:
         if key not in options:
             nearest = did_you_mean(key, options, otherwise=f"it can set {', '.join(options)}")
-            raise UserError(f"config_overrides cannot set '{key}'; {MANAGED.get(key, nearest)}")
+            raise UserError(f"config_overrides cannot set {key!r}; {MANAGED.get(key, nearest)}")
     missing = [key for key in SHAPE if key in options and key not in overrides]
     if missing and source is None and model_type != "gpt2":
         raise UserError(f"model_type {model_type} requires {', '.join(missing)} in config_overrides")
@@ -119,7 +119,9 @@ def _load_config(source: str | Path, config: TrainConfig, vocab_size: int) -> Pr
         raise UserError(f"{found}; {remedy} with --block_size {most}")
     if vocab_size > model_config.vocab_size:
         found = f"the tokenizer has {vocab_size:,} tokens, more than the {model_config.vocab_size:,} of the model"
-        raise UserError(f"{found} in {source}; use the model's own tokenizer")
+        raise UserError(
+            f"{found} in {source}; pass a smaller --tokenizer_name, or enlarge the model's embeddings first"
+        )
     return model_config
 
 

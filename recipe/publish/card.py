@@ -79,7 +79,6 @@ def read_run(run_dir: Path, step: int, directory: Path, hub_options: dict[str, A
         [event for event in events if event["event"] == kind]
         for kind in ("start", "train", "eval", "sample", "schedule")
     )
-    starts = [*{start["step"]: start for start in starts}.values()]  # a start may have ended before its first step
     typed = read_options(run_dir) | hub_options
     shown = public_options(run_dir, events, step, typed.get("hub_model_id"))
     options = {name: option.default for name, option in OPTIONS.items()} | shown
@@ -119,7 +118,10 @@ def read_run(run_dir: Path, step: int, directory: Path, hub_options: dict[str, A
         "is_final": step == options["max_steps"] or bool(ends),
         "last_step": ends[-1].get("last_step", step) if ends else step,
         "is_demo": is_demo,
-        "resumes": [start["step"] for start in starts if start["step"] > 0],
+        "phases": (
+            phases := {start["step"]: start for start in starts}
+        ).values(),  # some ended before their first step
+        "resumes": [step for step in phases if step > 0],
         "has_base": bool(typed.get("model_name_or_path")),
         "evaluation": evaluation,
         "prompt": samples[-1]["prompt"] if samples else options["sample_prompt"],
@@ -140,7 +142,8 @@ def measure_speed(events: list[dict[str, Any]]) -> float | None:
     laps = [event for event in events if event["event"] in ("start", "train")]
     pairs = [pair for pair in itertools.pairwise(laps) if all(event["event"] == "train" for event in pair)]
     tokens, seconds = (sum(b[key] - a[key] for a, b in pairs) for key in ("tokens_seen", "train_seconds"))
-    return tokens / seconds if seconds else laps[-1].get("tokens_per_second") if laps else None
+    only = [lap["tokens_per_second"] for lap in laps if lap["event"] == "train"]
+    return tokens / seconds if seconds else only[-1] if only else None
 
 
 def read_evaluation(run_dir: Path, step: int, directory: Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ checkpoint is a branch named by steps, tokens and the beginning of that id, `ste
 its own branches and never changes another's. A commit holds a checkpoint completely or not at all.
 """
 
+import contextlib
 import re
 import shutil
 import warnings
@@ -25,6 +26,7 @@ from huggingface_hub import (
 )
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import disable_progress_bars, logging, validate_repo_id
+from yaml import YAMLError
 
 from recipe.checkpoint import MANIFEST_NAME, OPTIMIZER_NAME, RNG_NAME, STATE_NAME
 from recipe.config import CONFIG_NAME, TrainConfig
@@ -106,10 +108,7 @@ def check_metadata(config: TrainConfig) -> None:
 
 
 def check_owner(config: TrainConfig, run_id: str | None, note: str = "") -> None:
-    """Raise `UserError` if the run could not publish into its repository. run_id: of this run; None if it is new.
-
-    note: begins the remedy.
-    """
+    """Raise `UserError` as `refuse_another` does, if the Hub can be asked. run_id: of this run; None if it is new."""
     if config.push_to_hub:
         try:
             held = read_main(config.hub_model_id)
@@ -133,11 +132,14 @@ def read_main(repo_id: str) -> Held:
     files = {name for name in names if name in WRITTEN_FILES + MODEL_FILES or name.endswith(WEIGHTS)}
     if CARD_NAME in files:
         path = hf_hub_download(repo_id, CARD_NAME, revision=info.sha)
-        card = ModelCard.load(path, ignore_metadata_errors=True)
-        data = card.data
-        if not card.text.strip():  # the Hub's own form makes a card of metadata alone
-            files.remove(CARD_NAME)
-    return Held(data.get("run_id"), data.get("step") or 0, tuple(sorted(files)), bool(info.private))
+        with contextlib.suppress(ValueError, TypeError, AttributeError, YAMLError):  # front matter that is no mapping
+            card = ModelCard.load(path, ignore_metadata_errors=True)
+            data = card.data.to_dict()
+            if not card.text.strip():  # the Hub's own form makes a card of metadata alone
+                files.remove(CARD_NAME)
+    run_id, step = data.get("run_id"), data.get("step")
+    run_id, step = run_id if isinstance(run_id, str) else None, step if isinstance(step, int) else 0
+    return Held(run_id, step, tuple(sorted(files)), bool(info.private))
 
 
 def decide_main(held: Held, run_id: str | None, step: int, final_step: int | None, may_overwrite: bool) -> str:
@@ -155,7 +157,10 @@ def decide_main(held: Held, run_id: str | None, step: int, final_step: int | Non
 
 
 def refuse_another(config: TrainConfig, held: Held, run_id: str | None, note: str = "") -> None:
-    """Raise `UserError` if main holds what is not this run's, unless it may be replaced, or if all could read it."""
+    """Raise `UserError` if main holds what is not this run's, unless it may be replaced, or if all could read it.
+
+    note: begins the remedy.
+    """
     repo_id = config.hub_model_id
     if config.hub_private_repo and not held.is_private:
         raise UserError(f"{repo_id} is public; make it private on the Hub, or omit --hub_private_repo")

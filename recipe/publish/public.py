@@ -22,7 +22,7 @@ PUBLIC_EVENTS = ("start", "train", "eval", "sample", "schedule", "end")
 # Of these events, at any depth. Each is a number, a version, a hash, an id of the Hub, or holds such values.
 PUBLIC_KEYS = {
     *("event", "step", "run_id", "commit", "seed", "base_model_id", "flops_per_token"),
-    *("mixed_precision", "dynamo_backend", "attn_implementation", "optim"),
+    *("mixed_precision", "precision_before", "dynamo_backend", "attn_implementation", "optim"),
     *("num_processes", "per_device_train_batch_size", "gradient_accumulation_steps"),
     *("data", "dataset_id", "dataset_config_name", "tokenizer_id", "is_own_tokenizer", "validation_split_percentage"),
     *("content_sha256", "tokenizer_sha256", "splits", "train", "validation", "documents", "tokens", "bytes", "rows"),
@@ -59,8 +59,7 @@ def count_tokens(step: int, events: list[dict[str, Any]], block_size: int) -> in
     start = starts[-1] if starts else {}
     sizes = ("num_processes", "gradient_accumulation_steps", "per_device_train_batch_size")
     per_step = math.prod(start.get(size, 0) for size in sizes) * block_size
-    earlier = start.get("step", 0)
-    return start.get("tokens_seen", earlier * per_step) + (step - earlier) * per_step
+    return start.get("tokens_seen", 0) + (step - start.get("step", 0)) * per_step
 
 
 def public_events(run_dir: Path, step: int) -> list[dict[str, Any]]:

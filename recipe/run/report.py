@@ -109,9 +109,10 @@ def show_start(log: RunLog, facts: dict[str, Any], state: RunState, eval_rows: i
     run, config = log.run, log.config
     num_examples = state.examples + max(0, (config.max_steps or state.step) - state.step) * config.global_batch_size
     log.table(start_table(run, facts, eval_rows, num_examples))
+    before = read_state(run.resume_dir)["mixed_precision"] if run.resume_dir else None
+    facts = {"precision_before": before, **facts}
     log.event("start", state.step, run_id=state.run_id, tokens_seen=state.examples * config.block_size, **facts)
-    before = read_state(run.resume_dir)["mixed_precision"] if run.resume_dir else config.mixed_precision
-    if before != config.mixed_precision:
+    if before not in (None, config.mixed_precision):
         log.say(f"warning: the precision changes from {before} to {config.mixed_precision} at step {state.step:,}")
     if config.hub_model_id and not config.push_to_hub:
         log.say("warning: --hub_model_id alone uploads nothing; add --push_to_hub")
@@ -383,6 +384,9 @@ def closing_lines(run: Run, summary: dict[str, Any], sample: str | None, state: 
         lines += ["", *textwrap.wrap(compared, 80, break_on_hyphens=False)]
     if sample is not None:
         lines += ["", f"A sample for the prompt {config.sample_prompt!r}:", textwrap.indent(sample, "    ")]
+    if not math.isfinite(summary["eval_loss"]):
+        remedy = "start a new run, or resume from an earlier checkpoint, with a lower --learning_rate"
+        return "\n".join([*lines, "", *textwrap.wrap(f"The loss is not finite: {remedy}.", 80)])
     generate = shell_command("python", "scripts/generate_text.py", model=output_dir, prompt=config.sample_prompt)
     lines += ["", f"  generate   {generate}"]
     # Twice as long, from before the decay if there is one.
@@ -414,7 +418,8 @@ def compare_with_expected(config: TrainConfig, metadata: dict[str, Any], num_tok
     verdict = "as expected" if abs(difference) <= tolerance else verdict if math.isfinite(loss) else "not finite"
     name, source = re.escape(expected["dataset"].rpartition("/")[2]), metadata["source"]
     texts = [source.get("dataset_name") or "", *(source.get("train_files") or ())]  # a mixture is no known dataset
-    is_other = not any(re.search(rf"(?<![\w-]){name}(?![\w-])", text) for text in texts)  # fineweb-edu is not fineweb
+    pattern = re.compile(rf"(?<![\w-]){name}(?![\w-])", re.IGNORECASE)  # fineweb-edu is not fineweb
+    is_other = not any(map(pattern.search, texts))
     if "content_sha256" in expected:
         is_other = metadata["content_sha256"] != expected["content_sha256"]
     if is_other or abs(num_tokens / expected["tokens"] - 1) > SAME_LENGTH:
