@@ -212,7 +212,7 @@ def test_a_prepared_dataset_is_opened(tmp_path, jsonl_file, tokenizer, capsys):
     capsys.readouterr()
     for overwrite in (False, True):
         assert prepare_dataset(source, tmp_path / "d", tokenizer, overwrite=overwrite) == made
-    assert capsys.readouterr().out == 2 * f"{tmp_path / 'd'} is already prepared from this input\n"
+    assert capsys.readouterr().out == 2 * f"{tmp_path / 'd'} is already prepared\n"
     assert (tmp_path / "d" / "metadata.json").stat().st_mtime_ns == written_at
     content = copy.read_bytes()
     copy.write_bytes(content.replace(b"mat", b"hat", 1))
@@ -650,7 +650,7 @@ def test_a_small_text_gets_a_smaller_vocabulary(tmp_path, source, monkeypatch, c
     assert 257 < vocab_size < 2048 and vocab_size == len(load_tokenizer(str(tmp_path / "d" / "tokenizer")))
     assert f"trained a byte-level BPE of {vocab_size:,} tokens (the text is too small" in capsys.readouterr().out
     prepare_dataset(source, tmp_path / "d", None, 2048)
-    assert capsys.readouterr().out == f"{tmp_path / 'd'} is already prepared from this input\n"
+    assert capsys.readouterr().out == f"{tmp_path / 'd'} is already prepared\n"
     assert prepare_dataset(source, tmp_path / "e", None, 2048, share=slice(0, 1)) is None
     monkeypatch.setattr(prepare, "train_tokenizer", lambda *_: 1 / 0)
     assert prepare_dataset(source, tmp_path / "e", None, 2048, num_workers=1) == made

@@ -115,7 +115,7 @@ def test_printed_commands_run_as_printed(train, tmp_path, monkeypatch, capsys, d
         (generate,) = re.findall(r"^  generate   python (.*)$", printed, re.MULTILINE)
         assert not run_script(*shlex.split(generate), "--max_new_tokens", 4)
         assert capsys.readouterr().out.startswith("-x $HOME")
-        longer = re.search(r"^  longer     your command with (.*) \\\n +(.*)$", printed, re.MULTILINE)
+        longer = re.search(r"^  longer     repeat your command with\n +(.*) \\\n +(.*)$", printed, re.MULTILINE)
         names = {text for text in shlex.split(longer[2]) if text.startswith("--")}
         assert names - {"--output_dir"} == {text for text in length if str(text).startswith("--")}
         train(*options, *shlex.split(f"{longer[1]} {longer[2]}"), alone=True)

@@ -161,7 +161,7 @@ def test_a_time_limited_run_ends_on_time_with_its_decay_complete(
 
     whole = run("whole", "--max_minutes", 2)
     num_steps = len(check(whole, 120))
-    (longer,) = re.findall(r"your command with (.*)", capsys.readouterr().out.replace("\\\n", " "))
+    (longer,) = re.findall(r"your command with\n +(.*)", capsys.readouterr().out.replace("\\\n", " "))
     again = run("resumed", "--resume_from_checkpoint", whole / "checkpoint-8", "--max_minutes", 2)
     assert check(again, 120)[-1]["step"] < num_steps
     again = run("longer", "--max_minutes", 2, *shlex.split(longer), "--output_dir", tmp_path / "longer")
@@ -218,7 +218,7 @@ def test_the_options_that_a_finished_run_prints_extend_it(train, stable, tmp_pat
     command = [*STABLE, "--max_steps", "20", "--save_steps", "7", "--resume_from_checkpoint", "auto"]
     train(*command, output_dir=run)
     printed = capsys.readouterr().out.replace("\\\n", " ")
-    (options,) = re.findall(r"your command with (.*)", printed)
+    (options,) = re.findall(r"your command with\n +(.*)", printed)
     assert f"{run}/checkpoint-16" in options and f"--output_dir {run}-40" in options
     train(*command, *shlex.split(options), output_dir=run)
     extended = tmp_path / "run-40"

@@ -151,7 +151,7 @@ def _find_existing(
         with contextlib.suppress(UserError) if overwrite else contextlib.nullcontext():  # it may be damaged
             metadata = read_metadata(directory)
             unknown = " (the Hub does not say whether its files have changed)" * (inputs["content"] is None)
-            say(f"{directory} is already prepared from this input{unknown}")
+            say(f"{directory} is already prepared{unknown}")
             return metadata
     elif not overwrite:
         different = "was prepared from different text or options, or with a different tokenizer"

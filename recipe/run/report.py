@@ -397,8 +397,8 @@ def closing_lines(run: Run, summary: dict[str, Any], sample: str | None, state: 
         if config.max_steps and not run.num_train_epochs:
             length["max_steps"] = 2 * state.step
         longer = shell_command(output_dir=f"{output_dir}-{2 * state.step}", **length)
-        lines += [f"  longer     your command with {shell_command(resume_from_checkpoint=start)} \\"]
-        lines += [f"             {longer}"]
+        lines += ["  longer     repeat your command with"]
+        lines += [f"             {shell_command(resume_from_checkpoint=start)} \\", f"             {longer}"]
     if config.dataset_name == STANDARD_LIBRARY:
         lines += ["  your text  accelerate launch recipe/train.py --train_file TEXT.txt"]
         lines += ["  GPT-2 124M see README.md, Where to start"]
