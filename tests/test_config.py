@@ -430,7 +430,7 @@ def test_a_recipe_from_the_hub_cannot_set_what_is_private(published, name):
     value = {"push_to_hub": True, "hub_overwrite": True, "profile": 3}.get(name, "mine/precious")
     hostile = published(**HARMLESS, **{name: value})
     with pytest.raises(
-        UserError, match=rf"hf://jo/run sets {name}; a recipe from the Hub may set neither what is private"
+        UserError, match=rf"hf://jo/run sets {name}; a recipe from the Hub may set neither private options"
     ):
         load(*hostile)
 
