@@ -148,8 +148,8 @@ def load_yaml(recipe: str) -> dict[str, Any]:
             raise UserError(f"{key} in {recipe} must be {what}, got {value}")
     if address and (refused := [name for name, value in content.items() if not may_come_from_hub(name, value)]):
         raise UserError(
-            f"{recipe} sets {', '.join(refused)}; a recipe from the Hub may set neither private options nor paths, nor "
-            f"names of the Hub that are folders here; read its {CONFIG_NAME}, and pass a copy of it as --config"
+            f"{recipe} sets {', '.join(refused)}; a recipe from the Hub may set neither private options nor paths "
+            f"(nor names that are folders here); read its {CONFIG_NAME}, and pass a copy of it as --config"
         )
     if path.name == CONFIG_NAME and content.get("hub_private_repo") is False:
         del content["hub_private_repo"]  # written by runs whose option had this default
