@@ -125,9 +125,8 @@ def read_sample(source: TextSource, units: list[Unit]) -> list[str]:
         if report.columns:
             names = [name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..." for name in report.columns]
             reason += f"; pass --text_column_name with one of {', '.join(names)}"
-            if any(
-                isinstance(part, FilePart) and kind_of(part.path) == ".csv" for unit in units for part in unit.parts
-            ):
+            paths = [part.path for unit in units for part in unit.parts if isinstance(part, FilePart)]
+            if any(kind_of(path) == ".csv" for path in paths):
                 reason += "; if that is text, insert a first line that names the columns"
         else:
             reason += ", and no other column holds text; write each conversation or record as one text"

@@ -110,7 +110,8 @@ def read_run(run_dir: Path, step: int, directory: Path, hub_options: dict[str, A
         run_id=starts[-1].get("run_id") if starts else None,
         step=step,
     )
-    num_tokens = count_tokens(step, events, options["block_size"])
+    num_tokens, speed = count_tokens(step, events, options["block_size"]), measure_speed(events)
+    phases = {start["step"]: start for start in starts}  # a start may have ended before its first step
     return {
         **{"metadata": metadata.to_yaml(), "name": name, "model_id": model_id, "step": step, "options": options},
         **{"events": events, "start": start, "starts": starts, "changes": changes, "data": data, "results": results},
@@ -118,9 +119,7 @@ def read_run(run_dir: Path, step: int, directory: Path, hub_options: dict[str, A
         "is_final": step == options["max_steps"] or bool(ends),
         "last_step": ends[-1].get("last_step", step) if ends else step,
         "is_demo": is_demo,
-        "phases": (
-            phases := {start["step"]: start for start in starts}
-        ).values(),  # some ended before their first step
+        "phases": phases.values(),
         "resumes": [step for step in phases if step > 0],
         "has_base": bool(typed.get("model_name_or_path")),
         "evaluation": evaluation,
@@ -132,7 +131,7 @@ def read_run(run_dir: Path, step: int, directory: Path, hub_options: dict[str, A
         # A streamed text has no rows, and each dataset of a mixture has its own epochs.
         "epochs": num_tokens / options["block_size"] / rows if rows and not mixture else None,
         "train_seconds": laps[-1]["train_seconds"] if laps else None,
-        "speed": (speed := measure_speed(events)),
+        "speed": speed,
         "mfu": speed / laps[-1]["tokens_per_second"] * (laps[-1]["mfu"] or 0) if laps else None,
     }
 
