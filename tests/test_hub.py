@@ -652,8 +652,9 @@ def test_an_upload_that_hangs_is_given_up(run, hub, monkeypatch, capsys, ending)
     seconds, name = (1.0, "SIGTERM") if ending == "seconds" else (60.0, ending)
     with StopSignals() as signals, signal_when(lambda: time.monotonic() > started_at + 1, name):
         assert not uploads.finish(4, seconds, lambda: ending != "seconds" and signals.count > 0)
-    healed.set()
     assert time.monotonic() - started_at < 20
+    healed.set()
+    uploads.thread.join()  # or it would go on in the next test
     printed = capsys.readouterr().out
     reason = "not finished in time" if ending == "seconds" else "interrupted by a signal"
     assert f"({reason})" in printed and "to upload what is missing:\n" in printed
