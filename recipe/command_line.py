@@ -109,7 +109,7 @@ def load_config(argv: list[str] | None = None) -> tuple[TrainConfig, str]:
     path = Path(args.pop("config"))
     if address := ADDRESS.fullmatch(recipe):
         return TrainConfig(**args), address[1].rpartition("/")[2]
-    # It represents the run in its folder.
+    # training_config.yaml represents the run in its folder.
     return TrainConfig(**args), path.absolute().parent.name if path.name == CONFIG_NAME else path.stem
 
 

@@ -402,7 +402,7 @@ def check_rules(config: TrainConfig) -> None:
         is_valid = is_valid and set(found) - {"content_sha256"} == set(EXPECTED_LOSS)
         numbers = [found.get(key) for key in EXPECTED_LOSS[:3]]
         is_valid = is_valid and all(isinstance(number, (int, float)) and number > 0 for number in numbers)
-        expected = f"{', '.join(EXPECTED_LOSS)}, of which the first three are positive numbers"
+        expected = f"{', '.join(EXPECTED_LOSS)}: three positive numbers, and two printable texts"
         require(is_valid, f"expected_loss must have {expected}; got {found}")
     require(config.hub_model_id or not config.push_to_hub, "--push_to_hub requires --hub_model_id user/name")
     try:
