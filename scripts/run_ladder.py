@@ -16,7 +16,6 @@ import json
 import os
 import pickle
 import re
-import shlex
 import shutil
 import statistics
 import subprocess
@@ -40,7 +39,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AutoModelForCausalLM, GPT2Config, PreTrainedTokenizerBase
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from recipe.arguments import CommandLine
+from recipe.arguments import CommandLine, shell_command
 from recipe.command_line import load_config, load_yaml
 from recipe.config import DATA_SOURCES, STANDARD_LIBRARY
 from recipe.data.batches import example_rows, iterate_validation
@@ -554,7 +553,7 @@ def main() -> None:
         "what": f"{describe_machine(environment)}; GPT-2, {json.dumps(setting.shape)}, {size}; "
         f"{setting.global_batch} rows of {setting.block_size} tokens per step, {setting.micro_batch} at a time; "
         f"{limit} per row",
-        "command": shlex.join(["python", *sys.argv]),
+        "command": shell_command("python", *sys.argv),
         "environment": environment,
     }
     print(f"{textwrap.fill(about['what'], 80)}\n\n{HEADER}", flush=True)

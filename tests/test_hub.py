@@ -416,15 +416,11 @@ def test_every_line_of_a_published_run_is_ours(hub, dataset_dir, tmp_path):
     assert [line for line in result.stderr.splitlines() if "tok/s" not in line] == []
 
 
-def test_another_model_is_not_replaced_without_consent(run, train, hub, tmp_path):
-    """A repository that holds a model and no run is refused before training and by the upload."""
+def test_consent_replaces_all_files_of_another_model(run, hub):
+    """Also those that this one does not have; files that are no part of a model stay."""
     HfApi().create_repo(REPO)
     for name in ("README.md", "model.safetensors", "vocab.json", "adapter_config.json", "optimizer.pt", "notes.txt"):
         HfApi().upload_file(path_or_fileobj=b"mine", path_in_repo=name, repo_id=REPO)
-    before = hub.branches(REPO)
-    with pytest.raises(UserError, match="holds files that no run .*--hub_overwrite"):
-        train(*PUSH, output_dir=tmp_path / "second")
-    assert not open_uploads(run).finish(4) and hub.branches(REPO) == before
     uploads = open_uploads(run, "--hub_overwrite", "--hub_strategy", "checkpoint")
     shutil.rmtree(run / ".hub" / "step-000002")
     assert uploads.finish()  # of a checkpoint with its training state

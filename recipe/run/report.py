@@ -3,7 +3,6 @@
 import contextlib
 import math
 import re
-import shlex
 import sys
 import textwrap
 import time
@@ -69,7 +68,7 @@ def collect_facts(run: Run, model: PreTrainedModel) -> dict[str, Any]:
         data["splits"].pop("train")
     return {
         "recipe": run.recipe,
-        "command": shlex.join(sys.argv),
+        "command": shell_command(*sys.argv),
         "commit": find_commit(),
         "seed": config.seed,
         "data": {
@@ -352,7 +351,7 @@ def build_summary(
         "wall_seconds": log.seconds(),
         "num_parameters": facts["model"]["num_parameters"],
         "dataset_content_sha256": facts["data"]["content_sha256"],
-        "command": shlex.join(sys.argv),
+        "command": shell_command(*sys.argv),
         "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         **{key: facts[key] for key in same},
     }
