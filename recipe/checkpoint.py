@@ -23,15 +23,15 @@ from accelerate import Accelerator
 from accelerate.utils.operations import recursively_apply
 from huggingface_hub.utils.sha import sha_fileobj
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from recipe.config import CONFIG_NAME, TrainConfig, save_config
-from recipe.data.tokenizer import save_tokenizer
 from recipe.disk import can_map, flush, remove
 from recipe.environment import describe_environment
 from recipe.errors import UserError, short_reason
 from recipe.hardware.devices import get_rng_state, set_rng_state
 from recipe.hardware.processes import gather, on_main_process
+from recipe.model.files import write_files
 from recipe.model.weights import WEIGHTS_NAME, copy_weights, like, load_weights, whole, write_model
 from recipe.optim.guard import UpdateGuard
 from recipe.optim.schedule import is_decaying
@@ -75,7 +75,7 @@ class Trained:
     accelerator: Accelerator  # gradient scaler, random generators
     model: PreTrainedModel  # padded, not wrapped
     model_config: PreTrainedConfig  # not padded
-    tokenizer: PreTrainedTokenizerBase
+    files: dict[str, bytes]  # of the model's folder, besides config and weights
     optimizer: torch.optim.Optimizer
     guard: UpdateGuard
 
@@ -347,7 +347,7 @@ class CheckpointSaver:
             with ThreadPoolExecutor(1) as helper:  # keeps the disk busy
                 write_model(trained.model, trained.model_config, weights, partial)
                 hashing = helper.submit(_flush_and_hash, partial / WEIGHTS_NAME)
-                save_tokenizer(trained.tokenizer, partial, trained.model_config.max_position_embeddings)
+                write_files(trained.files, partial)
                 hashes = {}
                 for name, tensors in ((OPTIMIZER_NAME, optimizer), (RNG_NAME, rng)):
                     # A file of Python's, whose errors name the reason; those of torch's own writer do not.

@@ -205,7 +205,8 @@ def merge(recipe: dict[str, Any], typed: dict[str, Any]) -> dict[str, Any]:
         drop("expected_loss")
     if typed.get("optim", "muon") != "muon" and values.get("optim") == "muon":
         drop("learning_rate", "weight_decay")  # chosen for Muon
-    if typed.get("model_type", values.get("model_type", "gpt2")) != values.get("model_type", "gpt2"):
+    model_type = values.get("model_type", "gpt2")
+    if typed.get("model_type", model_type) != model_type and "model_name_or_path" not in typed:
         drop("config_overrides")  # they were for another model type
     _merge_length(values, typed)
     overrides = values.get("config_overrides") or {}

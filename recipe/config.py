@@ -32,7 +32,7 @@ SPLITS = ("train", "validation")
 DATA_SOURCES = ("dataset_dir", "train_file", "dataset_name")
 TEXT_OPTIONS = (  # how train_file and dataset_name are read
     *("validation_file", "dataset_config_name", "dataset_revision", "dataset_split", "text_column_name"),
-    *("document_separator", "validation_split_percentage", "skip_bad_files"),
+    *("document_separator", "validation_split_percentage", "skip_bad_files", "parse_special_tokens"),
 )
 MAPPINGS = {  # the options that are dictionaries, with an example for messages
     "config_overrides": "n_layer=4,n_embd=128",
@@ -75,7 +75,8 @@ VISIBILITY = {
         RESULT: ("expected_loss",),
         PUBLIC: (
             *("seed", "streaming", "block_size", "data_placement", "dataloader_num_workers"),
-            *("preprocessing_num_workers", "dataset_weights", "skip_bad_files", "validation_split_percentage"),
+            *("preprocessing_num_workers", "dataset_weights", "skip_bad_files", "parse_special_tokens"),
+            "validation_split_percentage",
             *("tokenizer_vocab_size", "model_type", "config_overrides", "pad_vocab_to_multiple_of"),
             *("attn_implementation", "activation_checkpointing", "loss_chunks", "label_smoothing_factor"),
             *("global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps"),
@@ -119,7 +120,9 @@ class TrainConfig:
         None, "Shares of the training examples of each dataset_dir. Default: their numbers of rows."
     )
     train_file: list[str] | None = _field(
-        None, "Text: .txt, .md, .jsonl, .json, .csv, .parquet, .wet (also .gz, .zst, .bz2, .xz), folders, globs."
+        None,
+        "Text: .txt, .md, .jsonl, .json, .csv, .parquet, .wet (also .gz, .zst, .bz2, .xz), folders, globs; or packed "
+        "tokens: .bin of nanoGPT and llm.c.",
     )
     validation_file: list[str] | None = _field(None, "Validation text. Default: part of the training documents.")
     dataset_name: str | None = _field(None, f"Hub id or local folder of a dataset to prepare, or {STANDARD_LIBRARY}.")
@@ -127,9 +130,12 @@ class TrainConfig:
     dataset_revision: str | None = _field(None, "Branch, tag or commit of a Hub dataset. Default: the newest.")
     dataset_split: str = _field("train", "Split of dataset_name that holds the training documents.")
     document_separator: str | None = _field(None, r"Separates documents within .txt files, e.g. '\n\n'.")
-    skip_bad_files: bool = _field(False, "Skip and count documents that cannot be read instead of stopping.")
+    skip_bad_files: bool = _field(False, "Skip and count lines and rows that cannot be read instead of stopping.")
+    parse_special_tokens: bool = _field(False, "Encode the tokenizer's special tokens in a text as their ids.")
     preprocessing_num_workers: int | None = _field(None, "Processes that tokenize. Default: one per core.", at_least=1)
-    text_column_name: str = _field("text", "Column that holds the text (jsonl, json, csv, parquet, dataset_name).")
+    text_column_name: list[str] | None = _field(
+        None, "Column that holds the text, or one for each kind of file: csv=body jsonl=content. Default: text."
+    )
     validation_split_percentage: float = _field(5.0, "Percentage of documents to hold out for validation.")
     tokenizer_name: str | None = _field(None, "Tokenizer folder or Hub id. Default: train one on the training text.")
     tokenizer_vocab_size: int | None = _field(None, "Size of the tokenizer to train, at least 257.", at_least=257)
@@ -141,7 +147,9 @@ class TrainConfig:
 
     # --- model
     model_name_or_path: str | None = _field(None, "Model to start from (folder or Hub id). Default: random weights.")
-    model_type: str = _field("gpt2", "Transformers model type: gpt2, or another dense causal decoder.")
+    model_type: str | None = _field(
+        None, "Transformers model type, a dense causal decoder. Default: that of model_name_or_path, or gpt2."
+    )
     config_overrides: dict | str | None = _field(None, "Model config: n_layer=4,n_embd=128, or JSON.")
     pad_vocab_to_multiple_of: int = _field(128, "Pad the vocabulary to a multiple, in training only.", at_least=1)
     attn_implementation: Literal["auto", "sdpa", "eager"] = _field("auto", "sdpa: flash kernels; eager: matmuls.")
@@ -257,8 +265,9 @@ class TrainConfig:
                 object.__setattr__(self, name, int(value))
             elif value is None:
                 object.__setattr__(self, name, "all" if name == "max_eval_samples" else "auto")
-        if self.report_to == ["none"]:  # Hugging Face's spelling
-            object.__setattr__(self, "report_to", None)
+        for name, default in (("report_to", "none"), ("text_column_name", "text")):  # "none": Hugging Face's spelling
+            if getattr(self, name) == [default]:
+                object.__setattr__(self, name, None)
         if self.model_name_or_path and self.tokenizer_name is None:
             object.__setattr__(self, "tokenizer_name", self.model_name_or_path)
         for option in dataclasses.fields(self):

@@ -51,7 +51,7 @@ def main() -> int:
     optimizer = build_optimizer(config, model)
     run = confirm_plan(run, module, optimizer)  # on a GPU, a trial step
     guard = UpdateGuard(accelerator)
-    trained = Trained(accelerator, model, run.model_config, dataset.tokenizer, optimizer, guard)
+    trained = Trained(accelerator, model, run.model_config, run.files, optimizer, guard)
     state = load_state(run, trained)  # the checkpoint's, or a new one
     batches = open_batches(run, dataset, state)
     validation = Validation(config, accelerator, module, dataset, run.plan.micro_batch_size)

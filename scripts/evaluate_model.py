@@ -33,8 +33,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--revision", help="branch, tag or commit of a Hub id")
     parser.add_argument("--dataset_dir", type=Path, help="packed dataset, whose validation rows are evaluated")
     parser.add_argument("--text_file", nargs="+", default=[], help="text files, folders or globs: one result for each")
-    parser.add_argument("--text_column_name", default="text", help="column of the text (default: text)")
-    parser.add_argument("--document_separator", help="separates documents within .txt files")
+    parser.add_run_options(("text_column_name", "document_separator"))
     parser.add_argument("--stride", type=int, help="new tokens per window of text (default: half of the context)")
     parser.add_argument("--tasks", nargs="+", help=f"{', '.join(EVAL_TASKS)} (from the Hub), or hellaswag=FILE.jsonl")
     parser.add_argument("--max_task_examples", type=int, help="score only the first N of a fixed random order")
@@ -74,7 +73,8 @@ def main() -> None:
     stride = max(1, context // 2) if args.stride is None else args.stride
     if not 1 <= stride <= context:
         raise UserError(f"stride must be from 1 to {context}, the context of {args.model}, got {stride}")
-    options = {"text_column_name": args.text_column_name, "document_separator": args.document_separator}
+    columns = tuple(args.text_column_name or ["text"])
+    options = {"text_column_name": columns, "document_separator": args.document_separator}
     readers = [functools.partial(read_text, given, tokenizer, **options) for given in args.text_file]
     texts = [on_main_process(reader) for reader in readers]
     tasks = load_tasks(args.tasks)

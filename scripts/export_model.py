@@ -26,10 +26,11 @@ from recipe.command_line import load_config
 from recipe.config import CONFIG_NAME
 from recipe.data.cache import open_dataset_for
 from recipe.data.packed import PackedDataset, open_packed_dataset
-from recipe.data.tokenizer import load_tokenizer, save_tokenizer
+from recipe.data.tokenizer import load_tokenizer
 from recipe.errors import UserError, run_main
 from recipe.evaluation.scoring import CPU_TOKENS
 from recipe.evaluation.text import Text, evaluate_dataset, evaluate_text, read_text
+from recipe.model.files import TOKENIZER_FILES, own_files, write_files
 from recipe.model.weights import load_model_weights
 
 MAX_TOKENS = 16_384  # 40 seconds per model for GPT-2 124M on one CPU core
@@ -51,7 +52,7 @@ def main() -> None:
             model.save_pretrained(folder)
             model = load_as_int8(Path(folder), device)
     model.save_pretrained(args.output_dir)
-    save_tokenizer(tokenizer, args.output_dir, model.config.max_position_embeddings)
+    write_files(own_files(args.model, TOKENIZER_FILES), args.output_dir)
     exported = load_model_weights(args.output_dir, device_map={"": device}).eval()  # as users do
     measured = print_row(args.output_dir, exported, tokenizer, text)
     print(f"\nPerplexity on {measured['num_tokens']:,} tokens of {measured['name']}.")

@@ -4,6 +4,7 @@ python scripts/prepare_data.py --train_file a.txt --tokenizer_name DIR_OR_ID --o
 python scripts/prepare_data.py --inspect DIR
 """
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,15 @@ from recipe.config import SPLITS, TEXT_OPTIONS
 from recipe.data.packed import id_dtype, read_metadata
 from recipe.data.prepare import prepare_dataset
 from recipe.data.source import source_from
-from recipe.data.tokenizer import read_tokenizer
+from recipe.data.tokenizer import TextTokenizer, read_tokenizer, special_tokens, without_template
 from recipe.errors import UserError, run_main
 
 
 def main() -> None:
     parser = CommandLine(description="Tokenize and pack text for recipe/train.py --dataset_dir.")
     parser.add_run_options(("train_file", "dataset_name", *TEXT_OPTIONS))
-    parser.add_argument("--tokenizer_name", help="tokenizer folder or Hub id")
+    parser.add_argument("--tokenizer_name", help="tokenizer folder or Hub id, for a new model")
+    parser.add_argument("--model_name_or_path", help="model to fine-tune: its tokenizer, and what that puts in front")
     parser.add_argument("--output_dir", type=Path, help="folder to create")
     parser.add_argument("--overwrite", action="store_true", help="replace the packed dataset in output_dir")
     parser.add_argument("--preprocessing_num_workers", type=int, help="processes (default: one per core)")
@@ -46,20 +48,23 @@ def main() -> None:
         raise UserError(
             f"the jobs of an array need --num_shards N and --shard_index 0 to N - 1; got {args.shard_index}"
         )
-    if args.tokenizer_name is None:
-        raise UserError("pass --tokenizer_name, a folder or Hub id; scripts/train_tokenizer.py creates one")
+    if (args.tokenizer_name is None) == (args.model_name_or_path is None):
+        how = "for a new model (scripts/train_tokenizer.py creates one), or --model_name_or_path to fine-tune one"
+        raise UserError(f"pass --tokenizer_name, a folder or Hub id, {how}")
     source = source_from(args)
+    tokenizer = read_tokenizer(args.tokenizer_name or args.model_name_or_path)
     metadata = prepare_dataset(
         source,
         args.output_dir.absolute(),
-        read_tokenizer(args.tokenizer_name),
+        without_template(tokenizer) if args.tokenizer_name else tokenizer,
         overwrite=args.overwrite,
         num_workers=args.preprocessing_num_workers,
         share=slice(0) if args.finish else slice(args.shard_index, None, args.num_shards),
     )
     if metadata is not None:
         print_contents(args.output_dir, metadata)
-        command = shell_command("accelerate", "launch", "recipe/train.py", dataset_dir=args.output_dir)
+        model = {"model_name_or_path": args.model_name_or_path} if args.model_name_or_path else {}
+        command = shell_command("accelerate", "launch", "recipe/train.py", dataset_dir=args.output_dir, **model)
         print(f"train on it with: {command}")
     elif args.finish:
         raise UserError("run the jobs of the units that are not done, with the same options")
@@ -72,19 +77,35 @@ def print_contents(directory: Path, metadata: dict[str, Any]) -> None:
     for label, value in (
         ("documents", lambda of: f"{of['documents']:,}"),
         ("tokens", lambda of: f"{of['tokens']:,}"),
-        ("bytes per token", lambda of: f"{of['bytes'] / max(1, of['tokens'] - of['documents']):.2f}"),
+        ("bytes per token", describe_bytes),
+        ("unknown tokens", lambda of: f"{of.get('unknown', 0) / of['tokens']:.2%}"),
         ("rows of 1,024 tokens", lambda of: f"{(of['tokens'] - 1) // 1024:,}"),
         ("share of the vocabulary in use", lambda of: f"{of['used_ids'] / vocab_size:.1%}"),
     ):
         rows.append((label, *(value(splits[split]) for split in SPLITS)))
     for label, *columns in rows:
         print(f"{label:32}" + "".join(f"{column:>16}" for column in columns))
-    decode = read_tokenizer(str(directory / "tokenizer")).backend_tokenizer.decode
+    tokenizer = read_tokenizer(str(directory / "tokenizer"))
     chunks = splits["train"]["chunks"]
     for number in sorted({third * len(chunks) // 3 for third in range(3)}):
         name, offset, num_ids = chunks[number]
         ids = np.fromfile(directory / "train" / name, id_dtype(vocab_size), min(80, num_ids), offset=offset)
-        print(f"{name}: {decode(ids.tolist(), skip_special_tokens=False)!r}"[:80])
+        print(f"{name}: {show_ids(tokenizer, ids.tolist())}"[:80])
+
+
+def describe_bytes(counts: dict[str, Any]) -> str:
+    if counts["bytes"] is None:
+        return "-"
+    return f"{counts['bytes'] / max(1, counts['tokens'] - counts['documents']):.2f}"
+
+
+def show_ids(tokenizer: TextTokenizer, ids: list[int]) -> str:
+    """Return text in quotes, and special tokens, which are ids of their own, outside of them."""
+    decode, special = tokenizer.backend_tokenizer.decode, special_tokens(tokenizer)
+    special_ids = {tokenizer.backend_tokenizer.token_to_id(token) for token in special}
+    parts = [(key, list(group)) for key, group in itertools.groupby(ids, special_ids.__contains__)]
+    shown = [decode(part, skip_special_tokens=False) for _, part in parts]
+    return " ".join(text if key else repr(text) for (key, _), text in zip(parts, shown, strict=True))
 
 
 if __name__ == "__main__":

@@ -490,7 +490,7 @@ def choose_setting(args: argparse.Namespace) -> Setting:
         options += ["--dataset_name", STANDARD_LIBRARY, "--tokenizer_vocab_size", "50257"]
         options += CPU_ROWS if small else []
     config = load_config(options)[0]
-    if config.model_type != "gpt2":
+    if config.model_type not in (None, "gpt2"):
         raise UserError(f"the ladder measures GPT-2, but {recipe} trains a {config.model_type}")
     if len(config.dataset_dir or ()) > 1:
         raise UserError(f"the ladder trains on one dataset, but {recipe} mixes several; pass one as --dataset_dir")

@@ -29,6 +29,7 @@ from hub_stand_in import CLIENT, HubStandIn
 from huggingface_hub import constants, file_download, hf_api, set_client_factory
 from huggingface_hub.utils import _http
 
+from recipe.data import cut as cut_module
 from recipe.data import files as files_module
 from recipe.data import source as source_module
 from recipe.data.packed import open_packed_dataset
@@ -132,8 +133,9 @@ def digests(tmp_path_factory):
 @pytest.fixture
 def small_units(monkeypatch):
     """Let a unit hold about 1,500 bytes of text."""
-    monkeypatch.setattr(source_module, "SMALL_SOURCE", 1000)
-    monkeypatch.setattr(source_module, "SMALLEST_UNIT", 1500)
+    monkeypatch.setattr(cut_module, "SMALL_SOURCE", 1000)
+    for module in (cut_module, source_module):
+        monkeypatch.setattr(module, "SMALLEST_UNIT", 1500)
 
 
 @pytest.fixture(scope="session")

@@ -33,7 +33,7 @@ from recipe.data import prepare
 from recipe.data.cache import open_dataset_for
 from recipe.data.packed import PackedSplit, TokenWriter, open_packed_dataset, read_metadata
 from recipe.data.prepare import prepare_dataset
-from recipe.data.read import ReadReport, read_unit
+from recipe.data.read import ReadReport, list_units, read_unit
 from recipe.data.source import TextSource
 from recipe.data.tokenizer import (
     count_token_bytes,
@@ -53,9 +53,9 @@ def tokenizer(tokenizer_dir):
 @pytest.fixture
 def source(jsonl_file, small_units, monkeypatch):
     """A source of several units."""
-    monkeypatch.setattr("recipe.data.source.SMALLEST_UNIT", 12_000)
+    monkeypatch.setattr("recipe.data.cut.SMALLEST_UNIT", 12_000)
     source = TextSource((str(jsonl_file),))
-    assert 4 < len(source.units()) < 12
+    assert 4 < len(list_units(source)) < 12
     return source
 
 
@@ -63,8 +63,8 @@ def source(jsonl_file, small_units, monkeypatch):
 def expected(tmp_path_factory, jsonl_file, tokenizer):
     """The metadata of that source, prepared by one process."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("recipe.data.source.SMALL_SOURCE", 1000)
-        patch.setattr("recipe.data.source.SMALLEST_UNIT", 12_000)
+        patch.setattr("recipe.data.cut.SMALL_SOURCE", 1000)
+        patch.setattr("recipe.data.cut.SMALLEST_UNIT", 12_000)
         directory = tmp_path_factory.mktemp("expected") / "d"
         return prepare_dataset(TextSource((str(jsonl_file),)), directory, tokenizer, num_workers=1)
 
@@ -110,8 +110,8 @@ def test_rows_and_counts_are_those_of_a_plain_encoding(tmp_path, small_units, to
     source = CORPORA[name](tmp_path)
     metadata = prepare_dataset(source, tmp_path / "d", tokenizer)
     loaded = datasets.load_from_disk(str(tmp_path / "d"))
-    documents = [document for unit in source.units() for document in read_unit(source, unit, ReadReport())]
-    assert len(source.units()) > 9
+    documents = [document for unit in list_units(source) for document in read_unit(source, unit, ReadReport())]
+    assert len(list_units(source)) > 9
     for split in SPLITS:
         texts = [text for of, text in documents if of == split]
         stream = encode_plainly(tokenizer_dir, texts)
@@ -162,7 +162,7 @@ def test_token_ids_are_packed_like_their_text(tmp_path, documents, tokenizer_dir
         prepare_dataset(TextSource(**files, text_column_name=c), tmp_path / c, tokenizer) for c in ("text", "ids")
     )
     assert text["content_sha256"] == ids["content_sha256"] and text["splits"] == ids["splits"]
-    with pytest.raises(UserError, match="column 'ids' is already tokenized; pass its --tokenizer_name"):
+    with pytest.raises(UserError, match="is already tokenized; pass its --tokenizer_name"):
         prepare_dataset(TextSource(**files, text_column_name="ids"), tmp_path / "d", None, 300)
 
 
@@ -179,9 +179,9 @@ def test_a_document_ends_once(tmp_path, tokenizer):
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [
-        ([[7, VOCAB_SIZE]], f"contains token id {VOCAB_SIZE}, but the tokenizer has {VOCAB_SIZE} tokens"),
-        ([[7, 70_000]], "contains token id 70000, "),  # as uint16 it would be 4464
-        ([[7, -5]], "token id"),
+        ([[7], [7, VOCAB_SIZE]], f"contains token id {VOCAB_SIZE}, but the tokenizer has {VOCAB_SIZE} tokens"),
+        ([[7], [7, 70_000]], "contains token id 70000, "),  # as uint16 it would be 4464
+        ([[7], [7, -5]], "token id"),
         ([[7], [8], [9], "a", "b", "c"], "some documents are text and some are token ids"),
     ],
 )
@@ -257,7 +257,7 @@ def test_a_hub_dataset_is_one_commit_and_the_files_of_its_configuration(tmp_path
     assert newest.metadata["source"]["dataset_revision"] == third and newest.directory != made.directory
     assert open_with("--dataset_revision", second).directory == made.directory
     sent = pickle.loads(pickle.dumps(source))  # to a process that tokenizes, after the pushes
-    assert sent.commit == first and len(list(read_unit(sent, sent.units()[0], ReadReport()))) == 200
+    assert sent.commit == first and len(list(read_unit(sent, list_units(sent)[0], ReadReport()))) == 200
     hub.fail("api/datasets", 503, None)
     assert open_with().directory == newest.directory
     assert open_with("--dataset_revision", first).directory == made.directory
@@ -356,7 +356,7 @@ def test_overwrite_replaces_packed_datasets_only(tmp_path, jsonl_file, tokenizer
     (tmp_path / "d").mkdir()
     prepare_dataset(source, tmp_path / "d", tokenizer)  # an empty folder is fine
     (tmp_path / "one.jsonl").write_text('{"text": "a"}')
-    with pytest.raises(UserError, match="fewer than one row"):
+    with pytest.raises(UserError, match="no two different documents"):
         prepare_dataset(TextSource((str(tmp_path / "one.jsonl"),)), tmp_path / "d", tokenizer, overwrite=True)
     assert open_packed_dataset(tmp_path / "d", 16)
 
@@ -430,11 +430,11 @@ FORMATS = {
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_way_to_prepare_gives_the_same_dataset(tmp_path, small_units, monkeypatch, tokenizer, name):
     """By one process, by several, by the jobs of an array in any order, and after a power cut shortened a unit."""
-    monkeypatch.setattr("recipe.data.source.SMALLEST_UNIT", 12_000)
+    monkeypatch.setattr("recipe.data.cut.SMALLEST_UNIT", 12_000)
     (tmp_path / "text").mkdir()
     files = FORMATS[name](tmp_path / "text")
     source = TextSource(tuple(files if isinstance(files, list) else [files]), document_separator="<sep>")
-    assert len(source.units()) > 3
+    assert len(list_units(source)) > 3
     expected = prepare_dataset(source, tmp_path / "one", tokenizer, num_workers=1)
     assert prepare_dataset(source, tmp_path / "several", tokenizer, num_workers=2) == expected
     for index in (2, 0):
@@ -453,7 +453,7 @@ def test_every_way_to_prepare_gives_the_same_dataset(tmp_path, small_units, monk
 def start_script(unit_bytes: int, **options: object) -> subprocess.Popen:
     """Run scripts/prepare_data.py with small units."""
     code = (
-        "import runpy, sys; from recipe.data import source; source.SMALL_SOURCE = source.SMALLEST_UNIT = "
+        "import runpy, sys; from recipe.data import cut; cut.SMALL_SOURCE = cut.SMALLEST_UNIT = "
         f"{unit_bytes}; runpy.run_path('{ROOT}/scripts/prepare_data.py', run_name='__main__')"
     )
     arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
@@ -463,7 +463,7 @@ def start_script(unit_bytes: int, **options: object) -> subprocess.Popen:
 
 def test_a_killed_preparation_repeats_no_finished_unit(tmp_path, small_units, monkeypatch, tokenizer_dir, tokenizer):
     """Its processes end with it, and the same command gives the dataset of an uninterrupted one."""
-    monkeypatch.setattr("recipe.data.source.SMALLEST_UNIT", 1_500_000)
+    monkeypatch.setattr("recipe.data.cut.SMALLEST_UNIT", 1_500_000)
     documents = make_documents(1000)
     file = write_jsonl(tmp_path / "a.jsonl", [f"{number} {text}" for number in range(30) for text in documents])
     source, options = TextSource((file,)), {"train_file": file, "tokenizer_name": tokenizer_dir}
@@ -478,7 +478,7 @@ def test_a_killed_preparation_repeats_no_finished_unit(tmp_path, small_units, mo
     (partial,) = (tmp_path / "d").iterdir()
     done = [f"{path.stem}.arrow" for path in (partial / "units").glob("*.json")]
     written_at = {name: (partial / "train" / name).stat().st_mtime_ns for name in done}
-    assert 0 < len(done) < len(source.units())
+    assert 0 < len(done) < len(list_units(source))
     made = prepare_dataset(source, tmp_path / "d", tokenizer)
     assert {name: (tmp_path / "d" / "train" / name).stat().st_mtime_ns for name in done} == written_at
     assert made == prepare_dataset(source, tmp_path / "e", tokenizer)
@@ -523,7 +523,7 @@ def test_another_command_finishes_first(tmp_path, source, tokenizer, expected, m
 
 def test_two_commands_replace_a_dataset_at_once(tmp_path, source, tokenizer, expected, monkeypatch):
     """With all units done, both would move what has the name; the new dataset stays."""
-    rename, num_units = os.rename, len(source.units())
+    rename, num_units = os.rename, len(list_units(source))
 
     def rename_slowly(a, b):
         time.sleep(0.02)
@@ -546,7 +546,7 @@ def test_two_commands_replace_a_dataset_at_once(tmp_path, source, tokenizer, exp
 
 def test_a_full_disk_is_one_sentence(tmp_path, source, tokenizer, expected, monkeypatch):
     """Nothing appears under the final name, and the same command resumes when there is space."""
-    num_units, write, written = len(source.units()), TokenWriter.write, []
+    num_units, write, written = len(list_units(source)), TokenWriter.write, []
     for index in range(num_units - 1):
         assert prepare_dataset(source, tmp_path / "d", tokenizer, share=slice(index, index + 1)) is None
 
@@ -582,7 +582,7 @@ def test_a_full_disk_is_one_sentence(tmp_path, source, tokenizer, expected, monk
         (
             "one.jsonl",
             json.dumps({"text": "word " * 900}),
-            "the validation text has 0 tokens.* --validation_file or a --document_sep",
+            "no two different documents, .* pass a --validation_file, or a --document_sep",
         ),
     ],
 )

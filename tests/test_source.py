@@ -24,7 +24,7 @@ from conftest import PLAIN, ROOT, TINY, make_documents, wet_record
 from recipe.config import STANDARD_LIBRARY
 from recipe.data import files
 from recipe.data.files import describe_files
-from recipe.data.read import ReadReport, read_texts, read_unit
+from recipe.data.read import ReadReport, list_units, read_texts, read_unit
 from recipe.data.source import TextSource
 from recipe.errors import UserError
 
@@ -34,7 +34,7 @@ GOOD = b'{"text": "good"}\n'
 def read(source: TextSource, report: ReadReport | None = None) -> list[tuple[str, str]]:
     """Return the split and the text of each document of all units, in order."""
     report = report or ReadReport()
-    return [tuple(document) for unit in source.units() for document in read_unit(source, unit, report)]
+    return [tuple(document) for unit in list_units(source) for document in read_unit(source, unit, report)]
 
 
 def texts_of(source: TextSource, split: str | None = None) -> list[str]:
@@ -130,7 +130,7 @@ pq.write_table(pa.table({"text": ["good"] * 99}), PARQUET)
 BAD_FILES = {
     "latin.txt": ("good<sep>Stra\xdfe".encode("latin-1"), "latin.txt is not UTF-8 text; .* iconv -f LATIN1"),
     "latin.jsonl": (GOOD + GOOD.replace(b"oo", b"\xf6"), "latin.jsonl is not UTF-8 text"),
-    "latin.csv": (b"text\n" + b"good\n" * 99_999 + b"\xdf", "latin.csv is not UTF-8 text"),
+    "latin.csv": (b"text\n" + b"good\n" * 99_999 + b"\xdf", "latin.csv, line 100,001, is not UTF-8 text"),
     "program.txt": (b"good<sep>\x7fELF\x02\x01\x01\x00", "cannot read .*program.txt: it contains NUL bytes"),
     "utf16.jsonl": (GOOD + GOOD.decode().encode("utf-16-le"), "cannot read .*utf16.jsonl: it contains NUL bytes"),
     "broken.jsonl": (GOOD + b'{"text": \n', "broken.jsonl: the line that ends at byte 27 is not JSON"),
@@ -177,10 +177,10 @@ def test_a_column_of_token_ids_is_read_as_ids(tmp_path, small_units, write):
     """One document per row, as int64, in several units."""
     rows = [[5, 6, 0], [], [7], *(list(range(number, number + 50)) for number in range(100))]
     source = TextSource((write(tmp_path / f"a.{write.__name__[6:]}", rows, "ids"),), text_column_name="ids")
-    found = [document.text for unit in source.units() for document in read_unit(source, unit, ReadReport())]
+    found = [document.text for unit in list_units(source) for document in read_unit(source, unit, ReadReport())]
     assert [ids.tolist() for ids in found] == rows and {ids.dtype for ids in found} == {np.dtype("int64")}
-    assert len(source.units()) > 5
-    with pytest.raises(UserError, match="column 'ids' holds token ids, not text"):
+    assert len(list_units(source)) > 5
+    with pytest.raises(UserError, match="holds token ids, not text"):
         list(read_texts(source.train_files, "ids", None))
 
 
@@ -196,7 +196,7 @@ def test_a_bad_document_does_not_end_its_unit(tmp_path, small_units):
     source, report = TextSource((str(tmp_path),), document_separator="<sep>", skip_bad_files=True), ReadReport()
     found = [text for _, text in read(source, report)]
     left = [[text for number, text in enumerate(documents) if number not in bad] for bad in ((5, 50, 60), (7,))]
-    assert len(source.units()) > 10 and found == left[0] + left[1] and report.num_skipped == 4
+    assert len(list_units(source)) > 10 and found == left[0] + left[1] and report.num_skipped == 4
 
 
 # ------------------------------------------------------------------ units
@@ -227,7 +227,7 @@ def test_units_hold_each_document_once_in_order(tmp_path, small_units, name):
     """Each unit can be read alone, in another process. A text that is one document is cut into one for each unit."""
     write, separator, expected = CORPORA[name]
     source = TextSource((write(tmp_path),), document_separator=separator)
-    assert len(source.units()) > 10
+    assert len(list_units(source)) > 10
     documents = read(source)
     if isinstance(expected, str):
         splits = [split for split, _ in documents]
@@ -236,7 +236,7 @@ def test_units_hold_each_document_once_in_order(tmp_path, small_units, name):
     else:
         assert [text for _, text in documents] == expected
     alone = []
-    for unit in reversed(source.units()):
+    for unit in reversed(list_units(source)):
         alone = [*read_unit(*pickle.loads(pickle.dumps((source, unit))), ReadReport()), *alone]
     assert alone == documents
 
@@ -247,7 +247,7 @@ def test_small_files_share_units(tmp_path, small_units):
         kind = list(KINDS)[number % len(KINDS)]
         (tmp_path / f"{number:03}.{kind}.gz").write_bytes(gzip.compress(KINDS[kind]([text], "text")))
     source = TextSource((str(tmp_path),), document_separator="<sep>")
-    assert 3 < len(source.units()) < 60
+    assert 3 < len(list_units(source)) < 60
     assert texts_of(source) == DOCUMENTS
 
 
@@ -272,7 +272,7 @@ def test_duplicates_are_in_one_split(tmp_path, small_units):
     write_parquet(tmp_path / "b.parquet", texts, row_group_size=20)
     source = TextSource((str(tmp_path),), validation_split_percentage=20.0)
     train, validation = (texts_of(source, split) for split in ("train", "validation"))
-    assert len(source.units()) > 10 and not set(train) & set(validation)
+    assert len(list_units(source)) > 10 and not set(train) & set(validation)
     assert len(train) + len(validation) == 3 * len(texts)
     assert 0.13 < len(set(validation)) / len(texts) < 0.27
     write_jsonl(tmp_path / "c.jsonl", make_documents(500, seed=2))
@@ -343,13 +343,13 @@ def test_local_datasets_keep_their_splits(tmp_path, small_units, kind):
     folder = write_dataset(tmp_path / "data", kind, {"train": train, "validation": validation})
     source = TextSource(dataset_name=folder)
     assert read(source) == [("validation", text) for text in validation] + [("train", text) for text in train]
-    assert len(source.units()) > 3
+    assert len(list_units(source)) > 3
     other = dataclasses.replace(source, dataset_split="validation", validation_split_percentage=40)
     assert texts_of(other) == validation
     with pytest.raises(UserError, match="has no split 'test' .it has"):
-        dataclasses.replace(source, dataset_split="test").units()
+        list_units(dataclasses.replace(source, dataset_split="test"))
     source = TextSource(dataset_name=write_dataset(tmp_path / "one", kind, {"train": train}))
-    assert texts_of(source) == train and len(source.units()) > 2
+    assert texts_of(source) == train and len(list_units(source)) > 2
 
 
 def test_a_dataset_written_without_splits_is_read(tmp_path):
@@ -375,7 +375,7 @@ def test_folders_and_patterns_stand_for_their_files(tmp_path):
     for pattern, expected in (("*.txt", ["a.txt"]), ("**/c*", ["c.txt"])):
         assert [Path(p).name for p in TextSource((str(tmp_path / pattern),)).files.paths] == expected
     with pytest.raises(UserError, match=r"no file of a supported kind in .*z\.\*.* \.zip .1."):
-        TextSource((str(tmp_path / "z.*"),)).units()
+        list_units(TextSource((str(tmp_path / "z.*"),)))
 
 
 def names_in(*given: str, **options) -> list[str]:
@@ -464,7 +464,7 @@ def test_bad_sources_are_errors(tmp_path, monkeypatch, options, expected):
         Path(name).write_text("text")
     Path("folder").mkdir()
     with pytest.raises(UserError, match=expected):
-        TextSource(**options).units()
+        list_units(TextSource(**options))
 
 
 # ------------------------------------------------------------------ the demo's corpus

@@ -26,6 +26,7 @@ from recipe.data.batches import TrainBatches, TrainOrder
 from recipe.data.cache import open_dataset_for
 from recipe.data.packed import PackedSplit
 from recipe.data.prepare import prepare_dataset
+from recipe.data.read import list_units
 from recipe.data.source import TextSource
 from recipe.data.stream import TextStream, open_stream, read_stream
 from recipe.data.tokenizer import read_tokenizer
@@ -64,7 +65,7 @@ def unit_rows(tmp_path, source, tokenizer_dir):
     """The training rows of each unit, as they would be alone."""
     made = prepare_dataset(source, tmp_path / "d", read_tokenizer(str(tokenizer_dir)), num_workers=1)
     rows, chunks = [], made["splits"]["train"]["chunks"]
-    for number in range(len(source.units())):
+    for number in range(len(list_units(source))):
         own = [chunk for chunk in chunks if chunk[0] == f"{number:05d}.arrow"]
         split = PackedSplit(tmp_path / "d" / "train", own, BLOCK_SIZE, made["vocab_size"])
         rows.append(split[np.arange(len(split))].tolist() if len(split) else [])
@@ -89,7 +90,7 @@ def open_streams(source, tokenizer_dir, count=1, seed=1, hosts=None) -> list[Tex
             barrier.wait(30)
             return found
 
-        return TextStream(job, source.units(), "tokenizers", dataset, seed, rank, gather)
+        return TextStream(job, list_units(source), "tokenizers", dataset, seed, rank, gather)
 
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(count) as threads:
         patch.setattr(socket, "gethostname", lambda: here.host)
@@ -184,16 +185,17 @@ def test_a_machine_tokenizes_once(source, tokenizer_dir, folders):
 OWNER = """
 import sys, time
 from types import SimpleNamespace
-from recipe.data import source as source_module
+from recipe.data import cut as cut_module
+from recipe.data.read import list_units
 from recipe.data.source import TextSource
 from recipe.data.stream import TextStream
 from recipe.data.units import Job
 source = TextSource((sys.argv[1],))
 if sys.argv[3] == "idle":
-    source_module.SMALL_SOURCE = source_module.SMALLEST_UNIT = 1500
+    cut_module.SMALL_SOURCE = cut_module.SMALLEST_UNIT = 1500
 job = Job(source, "", sys.argv[2], ("train",), is_temporary=True)
 dataset = SimpleNamespace(block_size=32, vocab_size=500)
-stream = TextStream(job, source.units(), "tokenizers", dataset, 1, 0, lambda part: [part])
+stream = TextStream(job, list_units(source), "tokenizers", dataset, 1, 0, lambda part: [part])
 if sys.argv[3] == "idle":
     stream.window(0)
 else:

@@ -7,10 +7,10 @@ from typing import Any
 
 from recipe.config import TrainConfig
 from recipe.data.mixture import open_datasets
-from recipe.data.packed import PackedDataset, read_metadata
+from recipe.data.packed import PackedDataset, encoding_of, read_metadata
 from recipe.data.prepare import fingerprint_of, inputs_of, is_made_from, prepare_dataset, say
 from recipe.data.source import TextSource, name_of_text, source_from
-from recipe.data.tokenizer import read_tokenizer, tokenizer_sha256
+from recipe.data.tokenizer import added_ids, read_tokenizer, tokenizer_sha256, without_template
 from recipe.errors import UserError
 
 HEAD_BYTES = 50_000_000  # prepared before streaming, for the tokenizer and the validation rows
@@ -33,13 +33,19 @@ def prepare_text(config: TrainConfig, model: str | Path | None = None) -> list[P
     tokenizer = read_tokenizer(config.tokenizer_name) if config.tokenizer_name else None
     if source is None:
         for directory in config.dataset_dir if tokenizer is not None else ():
-            if tokenizer_sha256(tokenizer) != read_metadata(Path(directory))["tokenizer_sha256"]:
+            metadata = read_metadata(Path(directory))
+            if tokenizer_sha256(tokenizer) != metadata["tokenizer_sha256"]:
                 remedy = "prepare it with that tokenizer, or omit --tokenizer_name"
                 if config.tokenizer_name == config.model_name_or_path:
                     remedy = f"prepare it with --tokenizer_name {config.tokenizer_name}, the model's tokenizer"
                 made = f"was made with another tokenizer than {config.tokenizer_name}"
                 raise UserError(f"{directory} {made}; {remedy}")
+            if model is not None and added_ids(tokenizer)[0] != encoding_of(metadata)["document_prefix"]:
+                remedy = f"prepare it with --model_name_or_path {config.model_name_or_path}"
+                say(f"warning: {directory} does not begin its documents as the model expects; {remedy}")
         return [Path(directory) for directory in config.dataset_dir]
+    if tokenizer is not None and model is None:
+        tokenizer = without_template(tokenizer)
     max_bytes = HEAD_BYTES if config.streaming else None
     inputs = inputs_of(source, tokenizer, config.tokenizer_vocab_size, max_bytes)
     directory = cached_directory(config, source, inputs)
@@ -58,10 +64,12 @@ def prepare_text(config: TrainConfig, model: str | Path | None = None) -> list[P
 
 
 def cached_directory(config: TrainConfig, source: TextSource, inputs: dict[str, Any]) -> Path:
-    """Return the folder of a text, which its fingerprint names; of a Hub out of reach, the newest that fits."""
+    """Return the folder of a text, which its fingerprint names, or the newest one that holds the same text.
+
+    That is one of an earlier version, whose fingerprint differs, or of a Hub that is out of reach.
+    """
     cache, name = Path(config.cache_dir), name_of_text(config.dataset_name or config.train_file[0])
-    if inputs["content"] is None:
-        for path in sorted(cache.glob(f"{name}-*/metadata.json"), key=os.path.getmtime, reverse=True):
-            if is_made_from(path.parent, inputs, source):
-                return path.parent
-    return cache / f"{name}-{fingerprint_of(inputs)[:12]}"
+    directory = cache / f"{name}-{fingerprint_of(inputs)[:12]}"
+    others = () if directory.is_dir() else cache.glob(f"{name}-*/metadata.json")
+    others = sorted(others, key=os.path.getmtime, reverse=True)
+    return next((path.parent for path in others if is_made_from(path.parent, inputs, source)), directory)

@@ -32,16 +32,18 @@ e\u0301 x\u0301\u0c3c na\u00efve \u0130\u0131 \ufb01 \u212b \U0001f469\u200d\U00
 \ufeff\x00\x07\x1b\x7f\x85 {" " * 300}{"ab" * 200}
 last line"""
 
-# Maps texts to their ids, one after the other (uint32 [tokens]), and the number of ids of each (int64 [texts]). It
-# never returns a special token: `<|endoftext|>` in a text is encoded as characters.
+# Maps texts to their ids, one after the other (uint32 [tokens]), and the number of ids of each (int64 [texts]). Unless
+# it parses special tokens, it never returns one: `<|endoftext|>` in a text is encoded as characters.
 Encode = Callable[[Sequence[str]], tuple[np.ndarray, np.ndarray]]
 
 
-def choose_encoder(tokenizer: TextTokenizer, sample: Sequence[str]) -> tuple[str, str]:
+def choose_encoder(
+    tokenizer: TextTokenizer, sample: Sequence[str], parse_special_tokens: bool = False
+) -> tuple[str, str]:
     """Choose the fastest encoder that returns the tokenizer's ids on a sample: (name for `build_encoder`, reason)."""
-    plain = build_encoder(tokenizer, "tokenizers")
+    plain = build_encoder(tokenizer, "tokenizers", parse_special_tokens)
     try:
-        encode = build_encoder(tokenizer, "gigatoken")
+        encode = build_encoder(tokenizer, "gigatoken", parse_special_tokens)
     except (RuntimeError, ImportError) as error:
         reason = one_line(error).partition(" Location:")[0]
         return "tokenizers", f"tokenizers (gigatoken cannot be used: {reason})"
@@ -56,13 +58,15 @@ def choose_encoder(tokenizer: TextTokenizer, sample: Sequence[str]) -> tuple[str
     return "gigatoken", f"gigatoken (equal to tokenizers on the first {characters / 1e6:.1f} M characters)"
 
 
-def build_encoder(tokenizer: TextTokenizer, name: str) -> Encode:
+def build_encoder(tokenizer: TextTokenizer, name: str, parse_special_tokens: bool = False) -> Encode:
     """Return an encoder, "gigatoken" or "tokenizers". Raises `RuntimeError` or `ImportError` if it cannot be used."""
     backend = tokenizer.backend_tokenizer
-    backend.encode_special_tokens = True
+    backend.encode_special_tokens = not parse_special_tokens
     backend.no_truncation()
     backend.no_padding()
-    return Gigatoken(backend.to_str()) if name == "gigatoken" else functools.partial(_encode_plainly, backend)
+    if name == "gigatoken":
+        return Gigatoken(backend.to_str(), parse_special_tokens)
+    return functools.partial(_encode_plainly, backend)
 
 
 def _encode_plainly(backend: "Tokenizer", texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:  # noqa: F821
@@ -74,7 +78,7 @@ def _encode_plainly(backend: "Tokenizer", texts: Sequence[str]) -> tuple[np.ndar
 class Gigatoken:
     """An `Encode` whose memory is bounded. Not for several threads."""
 
-    def __init__(self, tokenizer_json: str) -> None:
+    def __init__(self, tokenizer_json: str, parse_special_tokens: bool) -> None:
         """Raises `RuntimeError` for a tokenizer without support."""
         import gigatoken  # not at the top, because training on a packed dataset needs neither
         import orjson
@@ -82,7 +86,8 @@ class Gigatoken:
         content = orjson.loads(tokenizer_json)
         if (content["pre_tokenizer"] or {}).get("use_regex") is False:  # gigatoken 0.10.0 ignores it
             raise RuntimeError("the tokenizer does not split text into words")
-        content["added_tokens"] = [token for token in content["added_tokens"] if not token["special"]]
+        added = content["added_tokens"]
+        content["added_tokens"] = [token for token in added if parse_special_tokens or not token["special"]]
         if any(token["single_word"] for token in content["added_tokens"]):  # gigatoken 0.10.0 ignores this, too
             raise RuntimeError("the tokenizer has added tokens that match single words only")
         self.start = functools.partial(gigatoken.Tokenizer.from_json, orjson.dumps(content).decode())

@@ -11,21 +11,26 @@ import lzma
 import os
 import sysconfig
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
 import pyarrow as pa
+from tqdm import tqdm
 
 from recipe.disk import has_settled, identify
 from recipe.environment import cache_dir
 from recipe.errors import UserError
+from recipe.progress import progress_target
 
 KINDS = (".txt", ".md", ".jsonl", ".json", ".csv", ".parquet", ".wet")
+TOKENS = (
+    ".bin"  # token ids, see recipe/data/tokens.py; only read if they are named, because other programs use it, too
+)
 COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
-HASHED_WHOLE = 64 * 2**20  # bytes; of a larger file, this much is hashed in evenly spaced blocks
+SAMPLED_BYTES = 64 * 2**20  # earlier versions hashed this much of a larger file, in evenly spaced blocks
 BLOCK = 2**20
 # A folder with one of these holds a run, a model, a tokenizer, a dataset or a virtual environment.
 RESULTS = {"training_config.yaml", "model.safetensors", "tokenizer_config.json", "dataset_dict.json", "pyvenv.cfg"}
@@ -60,7 +65,8 @@ def find_files(given: Iterable[str], held_out: Iterable[str] = ()) -> Files:
             raise UserError(f"there is no text in the folder {path}" if Path(path).is_dir() else missing)
         if all(names.values()):
             kinds = f"it holds {_list(Counter(names.values()))}, and not {', '.join(KINDS)}"
-            raise UserError(f"there is no file of a supported kind in {path}: {kinds}")
+            hint = f"; name token ids by a pattern, such as '{Path(path, '*.bin')}'" * (TOKENS in names.values())
+            raise UserError(f"there is no file of a supported kind in {path}: {kinds}{hint}")
         for name, ignored in names.items():
             if reason := ignored or seen.get(identify(name)):
                 found.ignored[reason] += 1
@@ -95,17 +101,18 @@ def _match(pattern: str) -> dict[str, str | None]:
     for name in sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True))):
         *below, _ = Path(name).relative_to(base).parents
         in_results = any(is_result(base / folder) for folder in below)
-        names[name] = "of runs, models or datasets" if in_results else _reason(name)
+        kinds = (TOKENS,) if pattern.endswith(TOKENS) else KINDS
+        names[name] = "of runs, models or datasets" if in_results else _reason(name, kinds)
     return names
 
 
-def _reason(name: str) -> str | None:
+def _reason(name: str, kinds: Sequence[str] = KINDS) -> str | None:
     """Return why a file of a folder or pattern is not read, or None."""
     if os.path.isdir(name):
         return "folders of runs, models or datasets"
     if not os.path.exists(name):
         return "broken link"
-    if _suffix(name) not in KINDS:
+    if _suffix(name) not in kinds:
         return Path(name).suffix or "no suffix"
     return None if os.path.getsize(name) else "empty"
 
@@ -134,9 +141,10 @@ def _suffix(path: str) -> str:
 
 def kind_of(path: str) -> str:
     """Return a file's suffix, ignoring the compression's. Raises `UserError` for an unsupported one."""
-    if (kind := _suffix(path)) not in KINDS:
+    if (kind := _suffix(path)) not in KINDS and (kind != TOKENS or compression_of(path)):
         compressed = ", ".join(COMPRESSIONS)
-        raise UserError(f"cannot read {path}: use {', '.join(KINDS)} files, plain or compressed ({compressed})")
+        known = f"{', '.join(KINDS)} files, plain or compressed ({compressed}), or token ids in {TOKENS} files"
+        raise UserError(f"cannot read {path}: use {known}")
     return kind
 
 
@@ -181,9 +189,13 @@ def open_stream(path: str) -> BinaryIO:
 # ------------------------------------------------------------------ identity
 
 
-def identify_files(paths: list[str]) -> str:
-    """Hash the names, sizes and content of files, wherever they are and whenever they were copied there."""
-    names = [(Path(path).name, digest) for path, digest in zip(paths, digest_files(paths), strict=True)]
+def identify_files(paths: list[str], sampled: bool = False) -> str:
+    """Hash the names, sizes and content of files, wherever they are and whenever they were copied there.
+
+    sampled: as earlier versions did.
+    """
+    digests = [digest_file(path, sampled) for path in paths] if sampled else digest_files(paths)
+    names = [(Path(path).name, digest) for path, digest in zip(paths, digests, strict=True)]
     return hashlib.sha256(repr(names).encode()).hexdigest()
 
 
@@ -198,7 +210,7 @@ def digest_files(paths: list[str]) -> list[str]:
 
     Not of a file that has just changed, because another change may show the same time.
     """
-    cache_file, cached, keys, fresh = cache_dir() / "digests.json", {}, [], set()
+    cache_file, cached, keys, fresh = cache_dir() / "file_digests.json", {}, [], set()
     with contextlib.suppress(OSError, ValueError):
         cached = json.loads(cache_file.read_text())
     for path in paths:
@@ -209,27 +221,29 @@ def digest_files(paths: list[str]) -> list[str]:
     new = {key: path for key, path in zip(keys, paths, strict=True) if key not in cached or key in fresh}
     if new:
         with ThreadPoolExecutor() as threads:  # hashing releases Python's lock
-            cached |= zip(new, threads.map(digest_file, new.values()), strict=True)
+            options = {"total": len(new), "desc": "hash", "unit": "file", "delay": 2, **progress_target()}
+            cached |= zip(new, tqdm(threads.map(digest_file, new.values()), **options), strict=True)
         with contextlib.suppress(OSError):
             cache_file.parent.mkdir(parents=True, exist_ok=True)
-            partial = cache_file.with_name(f"digests-{os.getpid()}.json")
+            partial = cache_file.with_name(f"{cache_file.stem}-{os.getpid()}.json")
             kept = {key: of for key, of in cached.items() if key not in fresh and "unreadable" not in of}
             partial.write_text(json.dumps(kept))
             os.replace(partial, cache_file)
     return [cached[key] for key in keys]
 
 
-def digest_file(path: str) -> str:
-    """Hash a file's size and content; of a large file, its first block, its last and evenly spaced ones."""
+def digest_file(path: str, sampled: bool = False) -> str:
+    """Hash a file's size and content. sampled: of a large file only some blocks, among them the first and the last."""
     import xxhash  # not at the top, because training on a packed dataset does not need it
 
     digest = xxhash.xxh3_128()
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
-            count = -(-min(size, HASHED_WHOLE) // BLOCK)
+            count = -(-(min(size, SAMPLED_BYTES) if sampled else size) // BLOCK)
             for i in range(count):
-                file.seek(i * BLOCK if size <= HASHED_WHOLE else i * (size - BLOCK) // (count - 1))
+                if sampled and size > SAMPLED_BYTES:
+                    file.seek(i * (size - BLOCK) // (count - 1))
                 digest.update(file.read(BLOCK))
     except OSError as error:
         return f"unreadable: {error.strerror}"

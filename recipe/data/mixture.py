@@ -9,14 +9,14 @@ from its share by more than one half.
 import dataclasses
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from recipe.config import SPLITS
-from recipe.data.packed import COUNTS, PackedDataset, PackedSplit, metadata_of, open_packed_dataset
+from recipe.data.packed import COUNTS, PackedDataset, PackedSplit, encoding_of, metadata_of, open_packed_dataset
 from recipe.disk import identify
 from recipe.errors import UserError
 
@@ -39,6 +39,9 @@ def open_datasets(directories: Sequence[Path], block_size: int, weights: Sequenc
         if other.metadata["tokenizer_sha256"] != first.metadata["tokenizer_sha256"]:
             remedy = "prepare both with the same --tokenizer_name"
             raise UserError(f"{first.directory} and {other.directory} were made with different tokenizers; {remedy}")
+        if encoding_of(other.metadata) != encoding_of(first.metadata):
+            remedy = "prepare both with the same --model_name_or_path and --parse_special_tokens"
+            raise UserError(f"{first.directory} and {other.directory} have other special tokens in the text; {remedy}")
     names = [directory.absolute().name for directory in directories]
     if len(set(names)) < len(names):
         names = [str(directory) for directory in directories]
@@ -61,11 +64,16 @@ def mix_metadata(parts: dict[str, PackedDataset], shares: dict[str, float]) -> d
     mixture = {name: metadata_of(dataset) | {"share": shares[name]} for name, dataset in parts.items()}
     found = list(mixture.values())
     used = {"train": [of for of in found if of["share"] > 0], "validation": found}
-    splits = {name: {key: sum(of["splits"][name][key] for of in used[name]) for key in COUNTS} for name in SPLITS}
+    splits = {name: {key: _sum(of["splits"][name][key] for of in used[name]) for key in COUNTS} for name in SPLITS}
     hashes = json.dumps([of["content_sha256"] for of in found])
     same = {key: found[0][key] for key in ("tokenizer_sha256", "vocab_size", "eos_token_id")}
-    same |= {"source": {}, "splits": splits, "mixture": mixture}
+    same |= {"source": {}, "splits": splits, "mixture": mixture, "inputs": encoding_of(found[0])}
     return same | {"content_sha256": hashlib.sha256(hashes.encode()).hexdigest()}
+
+
+def _sum(counts: Iterable[int | None]) -> int | None:
+    counts = list(counts)
+    return None if None in counts else sum(counts)
 
 
 def order_of(dataset: PackedDataset) -> tuple[tuple[int, int], ...]:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FORMAT_VERSION = 5
-COUNTS = ("documents", "tokens", "bytes")  # of a split; bytes: of the text of the tokens
+COUNTS = ("documents", "tokens", "bytes")  # of a split; bytes: of the text of the tokens, None if not known
 BATCH_TOKENS = 2**22  # at a time, so that a unit of any size takes little memory
 
 
@@ -183,11 +183,19 @@ class PackedDataset:
     @functools.cached_property
     def tokenizer(self) -> "PreTrainedTokenizerBase":
         """Load the tokenizer that made the ids. Raises `UserError` if its files have changed."""
-        return load_saved_tokenizer(self.directory / "tokenizer", self.metadata["tokenizer_sha256"])
+        directory, sha256 = self.directory / "tokenizer", self.metadata["tokenizer_sha256"]
+        return load_saved_tokenizer(directory, sha256, **encoding_of(self.metadata))
 
     @property
     def vocab_size(self) -> int:
         return self.metadata["vocab_size"]
+
+
+def encoding_of(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Return how the text of a packed dataset was encoded, besides its tokenizer."""
+    inputs = metadata.get("inputs", {})
+    defaults = {"document_prefix": [], "parse_special_tokens": False}
+    return {name: inputs.get(name, default) for name, default in defaults.items()}
 
 
 def metadata_of(dataset: Any) -> dict[str, Any]:

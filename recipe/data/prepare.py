@@ -14,26 +14,35 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import as_completed
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
+from recipe.arguments import shell_command
 from recipe.config import SPLITS
-from recipe.data.encode import choose_encoder
-from recipe.data.files import describe_files
+from recipe.data.cut import TRAIN, Unit
+from recipe.data.encode import SAMPLE_CHARACTERS, choose_encoder
+from recipe.data.files import describe_files, kind_of
 from recipe.data.packed import COUNTS, FORMAT_VERSION, check_splits, dataset_info, read_metadata
-from recipe.data.read import ReadReport, read_sample, read_train_texts
-from recipe.data.source import TextSource, Unit
+from recipe.data.read import ReadReport, has_mask, list_units, read_sample, read_train_texts
+from recipe.data.source import TextSource
 from recipe.data.tokenizer import (
     TextTokenizer,
+    added_ids,
+    count_lost,
+    count_token_bytes,
     describe_vocabulary,
     read_tokenizer,
+    special_tokens,
     tokenizer_sha256,
     train_tokenizer,
+    unknown_id,
 )
 from recipe.data.units import Job, UnitTokenizer, UnitWorkers
 from recipe.disk import lock, move
@@ -45,7 +54,29 @@ TRAINED = "bpe "  # begins what stands for the tokenizer among the inputs if it 
 LOCK_NAME, COMPLETE_NAME, METADATA_NAME = ".lock", ".complete", "metadata.json"
 PARTS = (*SPLITS, "tokenizer", "dataset_dict.json", METADATA_NAME)  # in the order in which they take their place
 HASH = "[0-9a-f]" * 12
+MOST_LOST = 0.01  # share of tokens or characters, from which on a warning says what the tokenizer cannot spell
 say = functools.partial(print, flush=True)
+
+
+@dataclass(frozen=True)
+class Target:
+    """The dataset to prepare."""
+
+    source: TextSource
+    directory: Path
+    inputs: dict[str, Any]  # from `inputs_of`
+    overwrite: bool  # whether it may replace another packed dataset
+
+    @property
+    def partial(self) -> Path:
+        """The folder in which it is prepared.
+
+        It is in the dataset's own, which may be a mount point: what is beside it could be on a small disk, or
+        read-only.
+        """
+        digest = fingerprint_of(self.inputs)[:12]
+        older = self.directory.with_name(f".{self.directory.name}-{digest}.partial")  # what version 0.1 has begun
+        return older if os.path.isdir(older) else self.directory / f".{digest}.partial"
 
 
 def prepare_dataset(
@@ -60,58 +91,31 @@ def prepare_dataset(
 ) -> dict[str, Any] | None:
     """Prepare `directory`, unless it was prepared from the same inputs. Returns its metadata.
 
-    Without a tokenizer, trains a byte-level BPE of up to tokenizer_vocab_size tokens. share: the units to prepare
-    here; the result is None while others are missing. max_bytes: prepare about this much text, from units spread over
-    the source. Raises `UserError` for bad input, and if `directory` holds anything else; `overwrite` replaces another
-    packed dataset, and nothing else.
+    tokenizer: what its template puts in front of a text is put in front of each document (`without_template`). Without
+    one, trains a byte-level BPE of up to tokenizer_vocab_size tokens. share: the units to prepare here; the result is
+    None while others are missing. max_bytes: prepare about this much text, from units spread over the source. Raises
+    `UserError` for bad input, and if `directory` holds anything else; `overwrite` replaces another packed dataset, and
+    nothing else.
     """
     inputs = inputs_of(source, tokenizer, tokenizer_vocab_size, max_bytes)
-    if (directory / COMPLETE_NAME).exists():  # a process was killed, or is at it
-        with locked(directory):
-            finish_replacement(directory)
-    if (existing := _find_existing(source, directory, inputs, overwrite)) is not None:
+    target = Target(source, directory, inputs, overwrite)
+    if (existing := _find_existing(target)) is not None:
         return existing
-    started_at = time.perf_counter()
-    for files in (source.files, source.held_out_files):
-        if text := describe_files(files):
-            say(text)
-    if source.commit:
-        say(f"{source.dataset_name} at commit {source.commit}")
-    units = select_units(source.units(), max_bytes)
-    partial = partial_folder(directory, inputs)
-    try:
-        tokenizer = save_once(partial, source, units, tokenizer, tokenizer_vocab_size)
-    except OSError as error:
-        raise UserError(f"cannot write the dataset {directory}: {error.strerror or error}") from error
-    missing = set(missing_units(partial, units))
-    mine = [number for number in range(len(units))[share] if number in missing]
-    if len(missing) < len(units):
-        say(f"{len(units) - len(missing):,} of {len(units):,} units are done")
-    job = Job(source, str(partial), str(partial / "tokenizer"))
-    failure = None
-    try:
-        if mine:
-            tokenize_units(job, tokenizer, units, mine, num_workers or count_cpus())
-    except UserError as error:
-        failure = error
-    with locked(directory):
-        finish_replacement(directory)
-        if (existing := _find_existing(source, directory, inputs, overwrite)) is not None:
-            # Another process was faster. It may have moved the files before this one wrote its own.
-            shutil.rmtree(partial, ignore_errors=True)
-            return existing
-        if failure:
-            raise failure
-        if left := len(list(missing_units(partial, units))):
-            say(f"{left:,} of {len(units):,} units are not done yet")
-            return None
-        metadata = summarize(job, tokenizer, len(units), inputs)
-        replace_dataset(partial, directory)
-    seconds = time.perf_counter() - started_at
-    documents, tokens, num_bytes = (sum(of[key] for of in metadata["splits"].values()) for key in COUNTS)
-    rate = f" ({num_bytes / 1e6 / seconds:.1f} MB/s)" if len(mine) == len(units) else ""
-    say(f"packed into {directory} in {seconds:.1f} s{rate}: {documents:,} documents, {tokens:,} tokens")
-    return read_metadata(directory)
+    started_at, num_units, num_tokenized, failure = time.perf_counter(), 0, 0, None
+    if not is_made_from(directory / COMPLETE_NAME, inputs, source):  # else a killed process has left only the moving
+        tokenizer, units = claim(target, tokenizer, tokenizer_vocab_size, max_bytes)
+        num_units = len(units)
+        try:
+            num_tokenized = tokenize(target, tokenizer, units, share, num_workers or count_cpus())
+        except UserError as error:  # meanwhile, another process may have completed the dataset
+            failure = error
+    metadata, is_new = finish(target, tokenizer, num_units, failure)
+    if is_new:
+        seconds = time.perf_counter() - started_at
+        documents, tokens, num_bytes = (sum(of[key] or 0 for of in metadata["splits"].values()) for key in COUNTS)
+        rate = f" ({num_bytes / 1e6 / seconds:.1f} MB/s)" if num_tokenized == num_units else ""
+        say(f"packed into {directory} in {seconds:.1f} s{rate}: {documents:,} documents, {tokens:,} tokens")
+    return metadata
 
 
 def inputs_of(
@@ -119,7 +123,23 @@ def inputs_of(
 ) -> dict[str, Any]:
     """Return all that determines a prepared dataset."""
     made_with = tokenizer_sha256(tokenizer) if tokenizer else f"{TRAINED}{tokenizer_vocab_size}"
-    return {"format_version": FORMAT_VERSION, "tokenizer": made_with, "max_bytes": max_bytes, **source.inputs}
+    inputs = {"format_version": FORMAT_VERSION, "tokenizer": made_with, "max_bytes": max_bytes, **source.inputs}
+    if tokenizer and (prefix := added_ids(tokenizer)[0]):
+        inputs["document_prefix"] = prefix
+    if inputs["content"] is not None and (rules := rules_of(source)):
+        inputs["rules"] = rules
+    return inputs
+
+
+def rules_of(source: TextSource) -> list[str]:
+    """Return what applies to this text and not to that of earlier versions: the same options gave other documents."""
+    rules = {
+        "lines": source.skip_bad_files and not source.dataset_name,  # bad lines are skipped, not documents
+        "csv": source.dataset_name is None
+        and any(kind_of(path) == ".csv" for path in source.local_paths),  # rows have as many fields as the header
+        "mask": has_mask(source),  # of tokenized rows, the padding is not read
+    }
+    return [name for name, applies in rules.items() if applies]
 
 
 def fingerprint_of(inputs: dict[str, Any]) -> str:
@@ -129,44 +149,78 @@ def fingerprint_of(inputs: dict[str, Any]) -> str:
 
 def is_made_from(directory: Path, inputs: dict[str, Any], source: TextSource) -> bool:
     """Return whether a dataset was prepared from these inputs; of a Hub out of reach, the content is not known."""
-    metadata = {}
+    metadata, path = {}, directory / METADATA_NAME
     with contextlib.suppress(OSError, ValueError):
-        metadata = json.loads((directory / METADATA_NAME).read_text())
-    if inputs["content"] is not None:
-        return metadata.get("fingerprint") == fingerprint_of(inputs)
-    has_revision = source.dataset_revision in (None, metadata.get("source", {}).get("dataset_revision"))
-    return has_revision and metadata.get("inputs", {}) | {"content": None} == inputs
+        metadata = json.loads(path.read_text())
+    if not metadata:
+        return False
+    if metadata.get("fingerprint") == fingerprint_of(inputs):
+        return True
+    found, same = ({**of, "content": None, "rules": None} for of in (metadata.get("inputs", {}), inputs))
+    if found != same:
+        return False
+    if inputs["content"] is None:
+        return source.dataset_revision in (None, metadata.get("source", {}).get("dataset_revision"))
+    # An earlier version made it. It hashed large files in part, so none may have changed since.
+    rules = set(inputs.get("rules", ()))
+    if not metadata["source"].get("skipped_documents") and inputs["max_bytes"] is None:
+        rules.discard("lines")
+    if rules or any(os.path.getmtime(file) > path.stat().st_mtime for file in source.local_paths):
+        return False
+    earlier = {key: value for key, value in inputs.items() if key != "rules"}
+    return metadata.get("fingerprint") == fingerprint_of(earlier | {"content": source.identify(sampled=True)})
 
 
-def _find_existing(
-    source: TextSource, directory: Path, inputs: dict[str, Any], overwrite: bool
-) -> dict[str, Any] | None:
+def _find_existing(target: Target) -> dict[str, Any] | None:
     """Return the metadata of a dataset that is prepared. Raises `UserError` for what must not be replaced."""
+    directory, inputs = target.directory, target.inputs
     if not (directory / METADATA_NAME).is_file():
         others = [path for path in directory.glob("[!.]*") if path.name != "lost+found"]  # of a disk's own
         if directory.is_file() or (others and not (directory / COMPLETE_NAME).exists()):
             raise UserError(f"{directory} exists and is not a packed dataset; choose another folder")
         return None
-    if is_made_from(directory, inputs, source):
-        with contextlib.suppress(UserError) if overwrite else contextlib.nullcontext():  # it may be damaged
+    if is_made_from(directory, inputs, target.source):
+        with contextlib.suppress(UserError) if target.overwrite else contextlib.nullcontext():  # it may be damaged
             metadata = read_metadata(directory)
             unknown = " (the Hub does not say whether its files have changed)" * (inputs["content"] is None)
             say(f"{directory} is already prepared{unknown}")
             return metadata
-    elif not overwrite:
+    elif not target.overwrite:
         different = "was prepared from different text or options, or with a different tokenizer"
         raise UserError(f"{directory} {different}; pass --overwrite to replace it or choose another folder")
     return None
 
 
-# ------------------------------------------------------------------ the steps of a preparation
+# ------------------------------------------------------------------ claim: say what is read, keep the tokenizer
+
+
+def claim(
+    target: Target, tokenizer: TextTokenizer | None, tokenizer_vocab_size: int | None, max_bytes: int | None
+) -> tuple[TextTokenizer, list[Unit]]:
+    """Create the folder of the preparation, with its tokenizer. Returns the tokenizer and the units."""
+    source = target.source
+    for files in (source.files, source.held_out_files):
+        if text := describe_files(files):
+            say(text)
+    if source.commit:
+        say(f"{source.dataset_name} at commit {source.commit}")
+    units = list_units(source)
+    if all(part.hold_out == TRAIN for unit in units for part in unit.parts):
+        read_sample(source, units)  # raises if there is no text
+        remedy = "pass a --validation_file, or a --document_separator that occurs in the text"
+        raise UserError(f"{source.name} has no two different documents, one of them for validation; {remedy}")
+    units = select_units(units, max_bytes)
+    try:
+        return save_once(target.partial, source, units, tokenizer, tokenizer_vocab_size), units
+    except OSError as error:
+        raise UserError(f"cannot write the dataset {target.directory}: {error.strerror or error}") from error
 
 
 def select_units(units: list[Unit], max_bytes: int | None) -> list[Unit]:
     """Return all units; with max_bytes, some of each split, spread evenly, with about that much text."""
     if max_bytes is None:
         return units
-    separate = [unit for unit in units if unit.parts[0].rule == "validation"]
+    separate = [unit for unit in units if unit.is_validation]
     selected = []
     for some in (separate, [unit for unit in units if unit not in separate]):
         mean = sum(unit.num_bytes for unit in some) / max(1, len(some)) or max_bytes / 4  # unknown on the Hub
@@ -188,6 +242,7 @@ def save_once(
         return tokenizer or read_tokenizer(str(folder))
     partial.mkdir(parents=True, exist_ok=True)
     if tokenizer is None:
+        say("training a tokenizer on the text; the minutes of --max_minutes begin when the text is prepared")
         tokenizer = train_tokenizer(read_train_texts(source, units), tokenizer_vocab_size)
         size = describe_vocabulary(tokenizer, tokenizer_vocab_size)
         say(f"trained a byte-level BPE of {size} in {time.perf_counter() - started_at:.1f} s")
@@ -202,9 +257,24 @@ def save_once(
     return tokenizer
 
 
-def missing_units(partial: Path, units: list[Unit]) -> Iterator[int]:
+# ------------------------------------------------------------------ tokenize: units into files
+
+
+def tokenize(target: Target, tokenizer: TextTokenizer, units: list[Unit], share: slice, num_workers: int) -> int:
+    """Tokenize the units of a share that are missing. Returns how many these are."""
+    missing = set(missing_units(target.partial, len(units)))
+    mine = [number for number in range(len(units))[share] if number in missing]
+    if len(missing) < len(units):
+        say(f"{len(units) - len(missing):,} of {len(units):,} units are done")
+    if mine:
+        job = Job(target.source, str(target.partial), str(target.partial / "tokenizer"))
+        tokenize_units(job, tokenizer, units, mine, num_workers)
+    return len(mine)
+
+
+def missing_units(partial: Path, num_units: int) -> Iterator[int]:
     """Yield the numbers of the units that are not finished, or whose files a power cut has shortened."""
-    for number in range(len(units)):
+    for number in range(num_units):
         try:
             splits = json.loads((partial / "units" / f"{number:05d}.json").read_text())["splits"]
             sizes = {
@@ -224,7 +294,12 @@ def tokenize_units(
     num_workers = min(num_workers, len(numbers))
     workers = UnitWorkers(job, num_workers) if len(numbers) > 1 else None  # they start during the check below
     with contextlib.closing(workers) if workers else contextlib.nullcontext():
-        encoder, how = choose_encoder(tokenizer, read_sample(job.source, units))
+        sample = read_sample(job.source, units)
+        for line in look_for_special_tokens(tokenizer, job.source, sample):
+            say(line)
+        if (lost := count_lost(tokenizer, sample)) > MOST_LOST:
+            say(f"warning: the tokenizer has no tokens for {lost:.1%} of the characters of the text, which are lost")
+        encoder, how = choose_encoder(tokenizer, sample, job.source.parse_special_tokens)
         say(f"token ids: {how}\nunits: {len(numbers):,}, processes: {num_workers}")
         if workers is None:
             UnitTokenizer(job)(numbers[0], units[numbers[0]], encoder)
@@ -238,36 +313,77 @@ def tokenize_units(
                 progress.update(submitted[future].num_bytes or sum(of["bytes"] for of in splits))
 
 
-def summarize(job: Job, tokenizer: TextTokenizer, num_units: int, inputs: dict[str, Any]) -> dict[str, Any]:
+def look_for_special_tokens(tokenizer: TextTokenizer, source: TextSource, sample: Sequence[str]) -> Iterator[str]:
+    """Yield what to say of special tokens that the text contains."""
+    text = "\n".join(sample)[:SAMPLE_CHARACTERS]
+    found = {token: count for token in sorted(special_tokens(tokenizer)) if (count := text.count(token))}
+    place = f"in the first {len(text) / 1e6:.1f} M characters"
+    if not source.parse_special_tokens and (count := found.pop(tokenizer.eos_token, 0)):
+        option = shell_command(document_separator=tokenizer.eos_token)
+        if source.document_separator or not any(kind_of(path) in (".txt", ".md") for path in source.files.paths):
+            option = "--parse_special_tokens"  # rows have no separator
+        count = f"{tokenizer.eos_token} ({count:,} times {place})"
+        yield f"warning: the text contains {count}, packed as characters; if it ends documents, pass {option}"
+    if found:
+        listed = ", ".join(f"{token} ({count:,})" for token, count in Counter(found).most_common(5))
+        what = "packed as characters; --parse_special_tokens makes ids of them"
+        yield f"special tokens {place}: {listed}, {'made ids' if source.parse_special_tokens else what}"
+
+
+# ------------------------------------------------------------------ finish: one dataset
+
+
+def finish(
+    target: Target, tokenizer: TextTokenizer | None, num_units: int, failure: UserError | None
+) -> tuple[dict[str, Any] | None, bool]:
+    """Complete the dataset if all its units are done. Returns its metadata, or None, and whether this process made it.
+
+    failure: raised unless another process has completed the dataset.
+    """
+    directory, partial = target.directory, target.partial
+    with locked(directory):
+        finish_replacement(directory)
+        if (existing := _find_existing(target)) is not None:
+            # Another process was faster. It may have moved the files before this one wrote its own.
+            shutil.rmtree(partial, ignore_errors=True)
+            return existing, False
+        if failure:
+            raise failure
+        if left := len(list(missing_units(partial, num_units))):
+            say(f"{left:,} of {num_units:,} units are not done yet")
+            return None, False
+        summarize(target, tokenizer, num_units)
+        replace_dataset(partial, directory)
+    return read_metadata(directory), True
+
+
+def summarize(target: Target, tokenizer: TextTokenizer, num_units: int) -> dict[str, Any]:
     """Write the metadata of finished units, and the files by which `datasets` finds them. Returns the metadata.
 
     Raises `UserError` if a split is empty.
     """
-    partial, source = Path(job.folder), job.source.describe()
+    partial, token_bytes = target.partial, count_token_bytes(tokenizer)
     summaries = [json.loads((partial / "units" / f"{k:05d}.json").read_text()) for k in range(num_units)]
     report = ReadReport()
     for summary in summaries:
         report.add(ReadReport(**summary["report"]))
-    splits = {split: add_up([summary["splits"][split] for summary in summaries]) for split in SPLITS}
-    print_report(job.source, report)
+    splits = {split: add_up([summary["splits"][split] for summary in summaries], token_bytes) for split in SPLITS}
+    print_report(target.source, report)
+    print_unknown(tokenizer, splits)
     metadata = {
         "format_version": FORMAT_VERSION,
         "vocab_size": len(tokenizer),
         "eos_token_id": tokenizer.eos_token_id,
         "tokenizer_sha256": tokenizer_sha256(tokenizer),
         "content_sha256": sha256_of(splits[split]["content_sha256"] for split in SPLITS),
-        "fingerprint": fingerprint_of(inputs),
-        "inputs": inputs,
-        "source": source
-        | {"skipped_documents": report.num_skipped, "blank_rows": report.num_blank}
-        | {"rows_without_column": report.num_without_column},
+        "fingerprint": fingerprint_of(target.inputs),
+        "inputs": target.inputs,
+        "source": target.source.describe()
+        | {"skipped_documents": report.num_skipped, "skipped_bytes": report.skipped_bytes}
+        | {"blank_rows": report.num_blank, "rows_without_column": report.num_without_column},
         "splits": splits,
     }
-    try:
-        check_splits(metadata, 1)
-    except UserError:
-        shutil.rmtree(partial)
-        raise
+    check_splits(metadata, 1)
     for split in SPLITS:
         write_index(partial / split, split, splits[split], len(tokenizer))
     (partial / "dataset_dict.json").write_text(json.dumps({"splits": list(SPLITS)}))
@@ -277,12 +393,17 @@ def summarize(job: Job, tokenizer: TextTokenizer, num_units: int, inputs: dict[s
     return metadata
 
 
-def add_up(units: list[dict]) -> dict:
-    """Add up the counts of the units of a split; join their chunks, hashes and files."""
+def add_up(units: list[dict], token_bytes: np.ndarray) -> dict:
+    """Add up the counts of the units of a split; join their chunks, hashes and files.
+
+    token_bytes: from `count_token_bytes`. If those of a used id are not known, neither are the bytes of the split.
+    """
     seen = functools.reduce(np.bitwise_or, (np.frombuffer(bytes.fromhex(unit["seen"]), np.uint8) for unit in units))
+    is_used = np.unpackbits(seen)[: len(token_bytes)].astype(bool)
+    counts = {key: sum(unit.get(key, 0) for unit in units) for key in (*COUNTS, "unknown")}
     return {
-        **{key: sum(unit[key] for unit in units) for key in COUNTS},
-        "used_ids": int(np.unpackbits(seen).sum()),
+        **(counts if (token_bytes[is_used] >= 0).all() else counts | {"bytes": None}),
+        "used_ids": int(is_used.sum()),
         "content_sha256": sha256_of(unit["content_sha256"] for unit in units),
         "file_bytes": {name: size for unit in units for name, size in unit["file_bytes"].items()},
         "chunks": [chunk for unit in units for chunk in unit["chunks"]],
@@ -305,14 +426,31 @@ def print_report(source: TextSource, report: ReadReport) -> None:
     for reason in report.errors[:10]:
         say(f"skipped: {reason}")
     if report.num_skipped:
-        say(f"documents, or ends of files, that cannot be read: {report.num_skipped:,}")
+        size = f" ({report.skipped_bytes:,} bytes)" * (report.skipped_bytes > 0)
+        say(f"lines, rows, or ends of files, that cannot be read: {report.num_skipped:,}{size}")
     if report.num_blank:
         say(f"rows without text (null, empty or blank): {report.num_blank:,}")
     if report.num_without_column:
         missing, names = f"{report.num_without_column:,}", ", ".join(report.columns)
-        say(f"warning: rows without a column '{source.text_column_name}': {missing} (they have {names})")
+        column = source.text_column_name
+        column = column if isinstance(column, str) else " ".join(column)
+        say(f"warning: rows without a column '{column}': {missing} (they have {names})")
+    if report.num_padding > MOST_LOST * report.num_row_ids:
+        found = f"{report.num_padding:,} of {report.num_row_ids:,} token ids are runs of one id at the ends of rows"
+        say(f"warning: {found}, as padding is; mark it by 0 in a column attention_mask, or remove it")
     if source.document_separator is not None and not report.num_separators:
         say(f"warning: --document_separator {source.document_separator!r} has no effect: no text file contains it")
+
+
+def print_unknown(tokenizer: TextTokenizer, splits: dict[str, dict]) -> None:
+    """Say how much of the text the tokenizer cannot spell."""
+    unknown, tokens = (sum(splits[split][key] for split in SPLITS) for key in ("unknown", "tokens"))
+    if unknown:
+        token = tokenizer.backend_tokenizer.id_to_token(unknown_id(tokenizer))
+        warning = "warning: " * (unknown > MOST_LOST * tokens)
+        say(f"{warning}{unknown / tokens:.1%} of the tokens are {token}, text that the tokenizer cannot spell")
+    if any(splits[split]["bytes"] is None for split in SPLITS):
+        say("this tokenizer does not keep all bytes of the text, so there will be no bits per byte")
 
 
 def sha256_of(hexdigests: Iterable[str]) -> str:
@@ -320,16 +458,6 @@ def sha256_of(hexdigests: Iterable[str]) -> str:
 
 
 # ------------------------------------------------------------------ the folder of a dataset
-
-
-def partial_folder(directory: Path, inputs: dict[str, Any]) -> Path:
-    """Return the folder in which a dataset is prepared.
-
-    It is in the dataset's own, which may be a mount point: what is beside it could be on a small disk, or read-only.
-    """
-    digest = fingerprint_of(inputs)[:12]
-    older = directory.with_name(f".{directory.name}-{digest}.partial")  # what version 0.1 has begun
-    return older if os.path.isdir(older) else directory / f".{digest}.partial"
 
 
 @contextlib.contextmanager

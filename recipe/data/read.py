@@ -1,9 +1,11 @@
-"""A unit of text -> its documents, each in train or validation."""
+"""A unit of text -> its documents, each in train or validation.
+
+What cannot be read goes to one function, `bad`: it raises, or counts what is skipped.
+"""
 
 import codecs
 import csv
 import functools
-import hashlib
 import io
 import itertools
 import json
@@ -11,7 +13,8 @@ import lzma
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, NamedTuple
 
@@ -20,22 +23,25 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recipe.arguments import shell_command
-from recipe.config import SPLITS, STANDARD_LIBRARY
+from recipe.config import STANDARD_LIBRARY
+from recipe.data.cut import SMALL_SOURCE, FilePart, HoldOut, ShardPart, Unit, cut, hash64
 from recipe.data.encode import SAMPLE_CHARACTERS
-from recipe.data.files import BLOCK, kind_of, open_stream, read_standard_library
-from recipe.data.source import SMALL_SOURCE, FilePart, ShardPart, TextSource, Unit
+from recipe.data.files import BLOCK, TOKENS, kind_of, open_stream, read_standard_library
+from recipe.data.source import TextSource
+from recipe.data.tokens import ID_BYTES, TokenStream, find_tokens, read_tokens
 from recipe.errors import UserError, one_line
 
 SHOWN_ERRORS, MOST_COLUMNS = 10, 20
 LONGEST_NAME = 60  # characters that are shown of a column's name, which is text in a CSV file without names
 TOKENIZER_CHARACTERS = 2_000_000_000  # the most that a tokenizer is trained on
-HASHED_CHARACTERS = 100_000  # the part of a document that its hash covers
 ROWS_PER_READ = 100
-MOST_HELD_BACK = 10_000  # documents: of no more, exactly the percentage is held out
-Text = str | np.ndarray  # or, if the source is already tokenized, token ids: int64 [tokens]
-READ_ERRORS = (UserError, OSError, EOFError, ValueError, RecursionError, csv.Error, lzma.LZMAError, pa.ArrowException)
+MOST_COUNTED = 10_000  # documents: of no more, exactly the percentage is held out
+MASK = "attention_mask"  # a column beside token ids: 0 for padding
+PADDING = 8  # ids: so many equal ones at the end of a row are rarely anything else
+Text = str | np.ndarray | TokenStream  # or, if the source is already tokenized, token ids: int64 [tokens]
+Bad = Callable[[str, int], None]  # gets what cannot be read, and its size in bytes, or 0 if that is not known
+READ_ERRORS = (OSError, EOFError, ValueError, RecursionError, csv.Error, lzma.LZMAError, pa.ArrowException)
 csv.field_size_limit(2**31 - 1)
-NUL = "it contains NUL bytes, so it is binary, or text in UTF-16: convert it with iconv -f UTF-16 -t UTF-8"
 
 
 class Document(NamedTuple):
@@ -51,38 +57,116 @@ class ReadReport:
     num_without_column: int = 0  # rows
     columns: list[str] = field(default_factory=list)  # the columns found instead that hold text or ids, up to 20
     num_separators: int = 0
-    num_skipped: int = 0  # documents that cannot be read, and ends of files
-    errors: list[str] = field(default_factory=list)  # the errors of the first of them
+    num_skipped: int = 0  # lines and rows that cannot be read, and ends of files
+    skipped_bytes: int = 0  # of those whose size is known
+    num_row_ids: int = 0  # token ids in rows without a mask
+    num_padding: int = 0  # of these, in runs of one id at the end of a row
+    errors: list[str] = field(default_factory=list)  # the first reasons for skipping something
 
     def add(self, other: "ReadReport") -> None:
         for name, value in vars(other).items():
             new = [item for item in value if item not in self.columns] if name == "columns" else value
             setattr(self, name, getattr(self, name) + new)
 
-    def skip(self, reason: str) -> None:
+    def skip(self, reason: str, num_bytes: int) -> None:
         self.num_skipped += 1
+        self.skipped_bytes += num_bytes
         if len(self.errors) < SHOWN_ERRORS:
             self.errors.append(reason)
 
 
+def list_units(source: TextSource) -> list[Unit]:
+    """Return the units of a source (see `cut`), of which at least one document is held out, and never all.
+
+    Raises `UserError` for bad input.
+    """
+    units = cut(source)
+    parts = [part for unit in units for part in unit.parts]
+    if not any(part.hold_out.by_hash for part in parts):
+        return units
+    threshold = _choose_threshold(source, [unit for unit in units if not unit.is_validation])
+
+    def adjusted(part: FilePart | ShardPart) -> FilePart | ShardPart:
+        held_out = part.hold_out
+        return part._replace(hold_out=HoldOut(threshold)) if held_out.by_hash else part
+
+    return [unit._replace(parts=list(map(adjusted, unit.parts))) for unit in units]
+
+
+def _choose_threshold(source: TextSource, units: list[Unit]) -> int:
+    """Return the threshold of the hash below which documents are held out.
+
+    In a small source it holds out exactly the percentage of the different documents. In another it does so on average,
+    and a few documents are read to make sure that both splits get some.
+    """
+    usual = next(part.hold_out.threshold for unit in units for part in unit.parts if part.hold_out.by_hash)
+    hashes, is_exact, count, characters = set(), len(units) == 1, 0, 0
+    for part in itertools.chain.from_iterable(unit.parts for unit in units):
+        if part.hold_out.tail and kind_of(part.path) == TOKENS:
+            continue
+        for _, text in read_unit(source, Unit([part], 0), ReadReport()):
+            if part.hold_out.by_hash:
+                hashes.add(hash64(text))
+            count += 1
+            characters += len(text)
+            is_exact = is_exact and count < MOST_COUNTED and characters < SMALL_SOURCE
+            if not is_exact and hashes and min(hashes) < usual <= max(hashes):
+                return usual
+    ordered = sorted(hashes)
+    share = usual / 2**64 * len(ordered) if is_exact else sum(found < usual for found in ordered)
+    num_held_out = min(max(1, round(share)), len(ordered) - 1)
+    return ordered[num_held_out - 1] + 1 if num_held_out > 0 else 0
+
+
 def read_unit(source: TextSource, unit: Unit, report: ReadReport) -> Iterator[Document]:
     """Yield the documents of a unit that hold text. Raises `UserError` naming the file if it cannot be read."""
-    found = _read_documents(source, unit, report)
-    threshold, head = math.floor(source.validation_split_percentage / 100 * 2**64), []
-    if threshold and any(part.rule == "few" for part in unit.parts):
-        head, threshold = _few(found, threshold)
-    for rule, text, is_end in itertools.chain(head, found):
-        yield Document(split_of(rule, text, is_end, threshold), text)
+    errors = (Exception,) if source.dataset_name else READ_ERRORS  # the network and datasets raise various errors
+    for part in unit.parts:
+        where = f"dataset {source.dataset_name}" if source.dataset_name else part.path
+        bad = report.skip if source.skip_bad_files and not source.dataset_name else functools.partial(_refuse, source)
+        try:
+            yield from _read_part(source, part, where, report, bad)
+        except (GeneratorExit, UserError):  # at interpreter exit, the names below may no longer exist
+            raise
+        except errors as error:
+            bad(_describe(error, where), 0)
 
 
-def read_texts(paths: Iterable[str], text_column_name: str, document_separator: str | None) -> Iterator[str]:
+def _refuse(source: TextSource, reason: str, _: int) -> None:
+    """Raise the `UserError` of a source that skips nothing."""
+    has_option = source.validation_split_percentage and not source.dataset_name  # not in `read_texts`
+    has_option = has_option and "; unpack it" not in reason
+    raise UserError(reason + "; --skip_bad_files skips what cannot be read" * bool(has_option))
+
+
+def _describe(error: Exception, where: str) -> str:
+    if isinstance(error.__cause__ or error, UnicodeDecodeError):
+        return not_utf8(where)
+    if "too much memory for decoding" in str(error):  # pyarrow takes windows of 128 MB
+        command = shell_command("zstd", "-d", "--rm", "--long=31", where)
+        return f"{where} was compressed with a long window; unpack it: {command}"
+    return f"cannot read {where}: {one_line(error).rstrip('.')}"
+
+
+def not_utf8(where: str) -> str:
+    return f"{where} is not UTF-8 text; convert it, from Latin-1 for example with iconv -f LATIN1 -t UTF-8"
+
+
+def not_text(where: str) -> str:
+    how = "it contains NUL bytes, so it is binary, or text in UTF-16: convert it with iconv -f UTF-16 -t UTF-8"
+    return f"cannot read {where}: {how}"
+
+
+def read_texts(
+    paths: Iterable[str], text_column_name: str | tuple[str, ...], document_separator: str | None
+) -> Iterator[str]:
     """Yield all documents of files, folders and patterns. Raises `UserError` if they cannot be read or hold ids."""
     options = {"text_column_name": text_column_name, "document_separator": document_separator}
     source = TextSource(tuple(paths), validation_split_percentage=0, **options)
-    for unit in source.units():
+    for unit in list_units(source):
         for document in read_unit(source, unit, ReadReport()):
             if not isinstance(document.text, str):
-                raise UserError(f"column '{text_column_name}' holds token ids, not text")
+                raise UserError(f"{source.name} holds token ids, not text")
             yield document.text
 
 
@@ -94,8 +178,7 @@ def read_train_texts(source: TextSource, units: list[Unit]) -> Iterator[str]:
         characters = 0
         for document in read_unit(source, unit, ReadReport()):
             if not isinstance(document.text, str):
-                name = source.text_column_name
-                raise UserError(f"column '{name}' is already tokenized; pass its --tokenizer_name")
+                raise UserError(f"{source.name} is already tokenized; pass its --tokenizer_name")
             if document.split == "train":
                 yield document.text[: limit - characters]
             characters += len(document.text)
@@ -112,141 +195,115 @@ def read_sample(source: TextSource, units: list[Unit]) -> list[str]:
         for document in read_unit(source, unit, report):
             texts.append(document.text)
             characters += len(document.text)
-            if characters >= SAMPLE_CHARACTERS:
+            if characters >= SAMPLE_CHARACTERS or isinstance(document.text, TokenStream):
                 break
         if texts:
             return [text for text in texts if isinstance(text, str)]
-    where = source.dataset_name or ", ".join(source.train_files[:3])
     reason = "it is empty or contains only whitespace"
     if report.num_skipped:
         reason = f"what cannot be read: {report.num_skipped:,}; the first: {report.errors[0]}"
     if report.num_without_column:
-        reason = f"it has no column '{source.text_column_name}'"
+        paths = [part.path for unit in units for part in unit.parts if isinstance(part, FilePart)]
+        reason = f"it has no column '{source.column_of(paths[0] if paths else None)}'"
         if report.columns:
             names = [name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..." for name in report.columns]
             reason += f"; pass --text_column_name with one of {', '.join(names)}"
-            paths = [part.path for unit in units for part in unit.parts if isinstance(part, FilePart)]
             if any(kind_of(path) == ".csv" for path in paths):
                 reason += "; if that is text, insert a first line that names the columns"
         else:
             reason += ", and no other column holds text; write each conversation or record as one text"
-    raise UserError(f"there is no text in {where}: {reason}")
+    raise UserError(f"there is no text in {source.name}: {reason}")
 
 
-def split_of(rule: str, text: Text, is_end: bool, threshold: int) -> str:
-    """Return the split of a document.
-
-    rule: of its part: the split itself; "end": validation is the end of a file that is one document; "hash": documents
-    with a hash below the threshold, so that equal documents are never in both splits; "few": the same, with the
-    threshold that holds out exactly the percentage.
-    """
-    if rule in SPLITS:
-        return rule
-    is_validation = is_end if rule == "end" else hash64(text) < threshold
-    return "validation" if is_validation else "train"
-
-
-def _few(found: Iterator[tuple[str, Text, bool]], threshold: int) -> tuple[list, int]:
-    """Return documents taken from `found`, and the threshold that holds out exactly a share of them, if that is all.
-
-    It is the smallest hashes' of at least one document, and never of all. Many documents need no exact one.
-    """
-    head, characters = [], 0
-    for document in found:
-        head.append(document)
-        characters += len(document[1])
-        if len(head) >= MOST_HELD_BACK or characters >= SMALL_SOURCE:
-            return head, threshold
-    ordered = sorted({hash64(text) for rule, text, _ in head if rule == "few"})
-    count = min(max(1, round(len(ordered) * threshold / 2**64)), len(ordered) - 1)
-    return head, ordered[count - 1] + 1 if count > 0 else 0
-
-
-def hash64(text: Text) -> int:
-    """Hash the start of a document."""
-    head = text[:HASHED_CHARACTERS]
-    content = head.encode("utf-8") if isinstance(head, str) else head.tobytes()
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
-
-
-# ------------------------------------------------------------------ files
-
-
-def _read_documents(source: TextSource, unit: Unit, report: ReadReport) -> Iterator[tuple[str, Text, bool]]:
-    """Yield (rule, text, whether it is the end of its file that is held out), and count what cannot be read."""
-    for part in unit.parts:
-        where = f"dataset {source.dataset_name}" if source.dataset_name else part.path
-        for text, is_end in _read_part(source, part, where, report):
-            if not isinstance(text, Exception):
-                yield part.rule, text, is_end
+def has_mask(source: TextSource) -> bool:
+    """Return whether token ids have a column beside them that marks padding: in the first row of each kind of file."""
+    seen = {}
+    for unit in cut(source):
+        for part in unit.parts:
+            seen.setdefault(kind_of(part.path) if isinstance(part, FilePart) else part.split, part)
+    for kind, part in seen.items():
+        if kind not in (".txt", ".md", ".csv", ".wet", TOKENS):
+            report = ReadReport()
+            try:
+                row = next(_read_rows(source, part, source.name, report.skip), None)
+            except Exception:  # reading it will say what is wrong
                 continue
-            reason = str(text) if isinstance(text, UserError) else f"cannot read {where}: {one_line(text).rstrip('.')}"
-            if isinstance(text.__cause__ or text, UnicodeDecodeError):
-                remedy = "convert it, from Latin-1 for example with iconv -f LATIN1 -t UTF-8"
-                reason = f"{where} is not UTF-8 text; {remedy}"
-            has_option = source.validation_split_percentage and not source.dataset_name  # not in `read_texts`
-            if "too much memory for decoding" in str(text):  # pyarrow takes windows of 128 MB
-                has_option, command = False, shell_command("zstd", "-d", "--rm", "--long=31", where)
-                reason = f"{where} was compressed with a long window; unpack it: {command}"
-            if source.dataset_name or not source.skip_bad_files:
-                remedy = "; --skip_bad_files skips what cannot be read" if has_option else ""
-                raise UserError(reason + remedy) from text
-            report.skip(reason)
+            column = source.column_of(part.path if isinstance(part, FilePart) else None)
+            if isinstance(row, dict) and MASK in row and token_ids(row.get(column)) is not None:
+                return True
+    return False
+
+
+# ------------------------------------------------------------------ text
 
 
 def _read_part(
-    source: TextSource, part: FilePart | ShardPart, where: str, report: ReadReport
-) -> Iterator[tuple[Text | Exception, bool]]:
-    """Yield the same of a part, and in place of what cannot be read the error."""
-    errors = (Exception,) if source.dataset_name else READ_ERRORS  # the network and datasets raise various errors
-    try:
-        if isinstance(part, ShardPart):
-            rows = _read_shards(source, part)
-        elif part.path == STANDARD_LIBRARY:
-            rows = ({source.text_column_name: text} for text in read_standard_library())
-        elif (kind := kind_of(part.path)) in (".txt", ".md"):
-            with open_stream(part.path) as stream:
-                yield from _read_text(stream, source, part, report)
-            return
-        else:
-            rows = _read_rows(kind, source, part)
-        yield from ((text, False) for text in texts_of(rows, source.text_column_name, where, report))
-    except GeneratorExit:  # at interpreter exit, the names below may no longer exist
-        raise
-    except errors as error:
-        yield error, False
+    source: TextSource, part: FilePart | ShardPart, where: str, report: ReadReport, bad: Bad
+) -> Iterator[Document]:
+    kind = kind_of(part.path) if isinstance(part, FilePart) and part.path != STANDARD_LIBRARY else None
+    if isinstance(part, FilePart) and kind is None:
+        for text in read_standard_library():
+            yield Document(part.hold_out.split_of(text), text)
+    elif kind == TOKENS:
+        yield from _read_token_file(part)
+    elif kind in (".txt", ".md"):
+        with open_stream(part.path) as stream:
+            if source.document_separator is not None:
+                yield from _read_separated(stream, source.document_separator, part, report, bad)
+            elif part.stop is None:  # it is compressed
+                content = stream.read()
+                whole = part._replace(stop=len(content))
+                yield from _read_stretch(io.BytesIO(content), len(content), whole, bad)
+            else:
+                yield from _read_stretch(stream, os.path.getsize(part.path), part, bad)
+    else:
+        column = source.column_of(part.path if isinstance(part, FilePart) else None)
+        for text in texts_of(_read_rows(source, part, where, bad), column, where, report, bad):
+            yield Document(part.hold_out.split_of(text), text)
 
 
-def _read_text(
-    stream: BinaryIO, source: TextSource, part: FilePart, report: ReadReport
-) -> Iterator[tuple[str | Exception, bool]]:
-    """Yield the documents of a text that begin in a part; without a separator, the lines that do, as one document."""
-    pattern = separator_pattern(source.document_separator)
-    size, start, stop = None, 0, None
+def _read_token_file(part: FilePart) -> Iterator[Document]:
+    """Yield the ids of a part of a file of token ids, of which the last may be held out."""
+    start, stop = find_tokens(part.path)
+    limit = stop - ID_BYTES * round((stop - start) // ID_BYTES * part.hold_out.tail)
+    cut_at = min(max(part.start, limit), part.stop)
+    with open(part.path, "rb") as file:
+        for tokens in read_tokens(file, part.start, cut_at):
+            yield Document(part.hold_out.split_of(tokens.ids), tokens)
+        for tokens in read_tokens(file, cut_at, part.stop):
+            yield Document("validation", tokens)
+
+
+def _read_separated(
+    stream: BinaryIO, separator: str, part: FilePart, report: ReadReport, bad: Bad
+) -> Iterator[Document]:
+    """Yield the documents between separators that begin in a part of a text."""
+    pattern, start, num_bytes = separator_pattern(separator), 0, None
     if part.stop is not None:
         size = os.path.getsize(part.path)
-        find = find_line if source.document_separator is None else functools.partial(find_start, pattern=pattern)
-        start, stop = (find(stream, position, size) for position in (part.start, part.stop))
+        start, stop = (find_start(stream, position, size, pattern) for position in (part.start, part.stop))
+        num_bytes = stop - start
         stream.seek(start)
-    if source.document_separator is not None:
-        before = b"\r" if source.document_separator.startswith("\n") else b""
-        for number, document in enumerate(_split(stream, stop and stop - start, pattern)):
-            report.num_separators += number > 0
-            text = _decode(document.removesuffix(before), is_first=start == number == 0)
-            if not isinstance(text, str) or (text and not text.isspace()):
-                yield text, False
-        return
-    content = stream.read() if stop is None else stream.read(stop - start)
-    file, size = (io.BytesIO(content), len(content)) if size is None else (stream, size)
-    limit = size
-    if part.rule == "end":
-        limit = round(size * (1 - source.validation_split_percentage / 100))
-        limit = find_line(file, limit, size, reach=min(BLOCK, (size - limit) // 2))
-    cut, is_whole = max(0, limit - start), len(content) == size
-    for data, is_end in ((content[:cut], False), (content[cut:], True)):
-        text = _decode(data, is_first=start == 0 and not is_end)
-        if data and not (is_whole and isinstance(text, str) and text.isspace()):  # a text may have blank lines
-            yield text, is_end
+    before = b"\r" if separator.startswith("\n") else b""
+    for number, data in enumerate(_split(stream, num_bytes, pattern)):
+        report.num_separators += number > 0
+        text = decode(data.removesuffix(before), part.path, bad, is_first=start == number == 0)
+        if text and not text.isspace():
+            yield Document(part.hold_out.split_of(text), text)
+
+
+def _read_stretch(file: BinaryIO, size: int, part: FilePart, bad: Bad) -> Iterator[Document]:
+    """Yield the lines that begin in a part of a text, as one document; two if a part of them is held out."""
+    start, stop = (find_line(file, position, size) for position in (part.start, part.stop))
+    limit = round(size * (1 - part.hold_out.tail))
+    limit = find_line(file, limit, size, reach=min(BLOCK, (size - limit) // 2))
+    cut_at = min(max(start, limit), stop)
+    file.seek(start)
+    for num_bytes, is_end in ((cut_at - start, False), (stop - cut_at, True)):
+        if data := file.read(num_bytes):
+            text = decode(data, part.path, bad, is_first=start == 0 and not is_end)
+            if text and not (text.isspace() and stop - start == size):  # a text may have blank lines
+                yield Document("validation" if is_end else part.hold_out.split_of(text), text)
 
 
 def separator_pattern(separator: str | None) -> re.Pattern:
@@ -302,42 +359,66 @@ def _split(stream: BinaryIO, num_bytes: int | None, pattern: re.Pattern) -> Iter
     yield rest
 
 
-def _decode(data: bytes, is_first: bool) -> str | ValueError:
-    """Return the text, or the error if it is none."""
-    if b"\0" in data:
-        return ValueError(NUL)
+def decode(data: bytes, where: str, bad: Bad, is_first: bool = False) -> str:
+    """Return the text, without lines that are not UTF-8 or contain NUL bytes."""
+    data = data.removeprefix(codecs.BOM_UTF8) if is_first else data
     try:
-        return (data.removeprefix(codecs.BOM_UTF8) if is_first else data).decode("utf-8")
-    except UnicodeDecodeError as error:
-        return error
+        if b"\0" not in data:
+            return data.decode()
+    except UnicodeDecodeError:
+        pass
+    lines = []
+    for line in data.splitlines(keepends=True):
+        try:
+            lines.append(line.decode())
+            if b"\0" in line:
+                bad(not_text(where), len(line))
+                lines.pop()
+        except UnicodeDecodeError:
+            bad(not_utf8(where), len(line))
+    return "".join(lines)
 
 
 # ------------------------------------------------------------------ rows
 
 
-def _read_rows(kind: str, source: TextSource, part: FilePart) -> Iterator[Any]:
-    """Yield the rows of a part of a file, and the error in place of one that cannot be read."""
+def _read_rows(source: TextSource, part: FilePart | ShardPart, where: str, bad: Bad) -> Iterator[Any]:
+    """Yield the rows of a part."""
+    if isinstance(part, ShardPart):
+        yield from _read_shards(source, part)
+        return
+    kind, column = kind_of(part.path), source.column_of(part.path)
     if kind == ".parquet":
-        file = pq.ParquetFile(part.path, pre_buffer=False)
-        column = source.text_column_name
-        groups = range(file.num_row_groups) if part.stop is None else range(part.start, part.stop)
-        if column not in file.schema_arrow.names:
-            num_rows = sum(file.metadata.row_group(number).num_rows for number in groups)
-            empty = dict(zip(file.schema_arrow.names, map(_empty_value, file.schema_arrow.types), strict=True))
-            yield from itertools.repeat(empty, num_rows)
-            return
-        for batch in file.iter_batches(ROWS_PER_READ, groups, [column], use_threads=False):
-            yield from ({column: text} for text in batch.column(0).to_pylist())
+        yield from _read_parquet(part, column, bad)
         return
     with open_stream(part.path) as stream:
         if kind == ".csv":
-            yield from csv.DictReader(io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""))
+            yield from _read_csv(stream, column, where, bad)
         elif kind == ".wet":
-            yield from ({source.text_column_name: text} for text in read_wet(stream))
+            yield from ({column: decode(page, where, bad)} for page in read_wet(stream))
         elif kind == ".json" and stream.peek(64).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
             yield from json.load(stream)
         else:
-            yield from _read_jsonl(stream, part)
+            yield from _read_jsonl(stream, part, bad)
+
+
+def _read_parquet(part: FilePart, column: str, bad: Bad) -> Iterator[dict]:
+    file = pq.ParquetFile(part.path, pre_buffer=False)
+    schema = file.schema_arrow
+    groups = range(file.num_row_groups) if part.stop is None else range(part.start, part.stop)
+    if column not in schema.names:
+        num_rows = sum(file.metadata.row_group(number).num_rows for number in groups)
+        empty = dict(zip(schema.names, map(_empty_value, schema.types), strict=True))
+        yield from itertools.repeat(empty, num_rows)
+        return
+    names = [column] + [MASK] * (MASK in schema.names and _empty_value(schema.field(column).type) == [])
+    for batch in file.iter_batches(ROWS_PER_READ, groups, names, use_threads=False):
+        try:
+            columns = [batch.column(name).to_pylist() for name in names]
+        except UnicodeDecodeError:
+            texts = batch.column(column).cast(pa.binary()).to_pylist()
+            columns = [[text and decode(text, part.path, bad) for text in texts]]
+        yield from (dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True))
 
 
 def _empty_value(kind: pa.DataType) -> str | list | None:
@@ -347,8 +428,57 @@ def _empty_value(kind: pa.DataType) -> str | list | None:
     return None if pa.types.is_nested(kind) or pa.types.is_primitive(kind) else ""
 
 
-def _read_jsonl(stream: BinaryIO, part: FilePart) -> Iterator[Any]:
-    """Yield the rows of the lines that begin in a part, and the error in place of one that is not JSON."""
+def _read_csv(stream: BinaryIO, column: str, where: str, bad: Bad) -> Iterator[dict]:
+    """Yield the rows that have the fields that the first row names. A row that has not loses its first line only."""
+    lines = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
+    of_row, again, names, number = [], deque(), None, 0  # lines of the row; those to read again; lines before the row
+
+    def feed() -> Iterator[str]:
+        while line := again.popleft() if again else lines.readline():
+            of_row.append(line)
+            yield line
+
+    reader = csv.reader(feed(), strict=True)
+    while True:
+        of_row.clear()
+        try:
+            fields = next(reader, None)
+        except csv.Error:  # the error may be a thousand lines after the quote
+            reason = f"cannot read {where}: line {number + 1:,} has a quote that is not closed, or text after a quote"
+            bad(reason, len(of_row[0]))
+            again.extendleft(reversed(of_row[1:]))
+            reader, number = csv.reader(feed(), strict=True), number + 1
+            continue
+        if fields is None:
+            return
+        line, number = number + 1, number + len(of_row)
+        if names is None:
+            names = fields
+            if not is_utf8("".join(names)):
+                bad(not_utf8(where), os.path.getsize(where))
+                return
+            continue
+        # pandas writes an index without a name as the first column. Other columns without a name hold cut text.
+        is_cut = any(text and not name for name, text in zip(names[1:], fields[1:], strict=False))
+        if fields and (len(fields) != len(names) or is_cut):
+            count = f"{len(fields)} fields, the header {len(names) - names[1:].count('')}"
+            reason = f"cannot read {where}: line {line:,} has {count}; put text that contains commas in quotes"
+            bad(reason, sum(map(len, of_row)))
+            continue
+        row = dict(zip(names, fields, strict=False))
+        if not is_utf8(row.get(column, "")):
+            bad(not_utf8(f"{where}, line {line:,},"), sum(map(len, of_row)))
+        elif fields:
+            yield row
+
+
+def is_utf8(text: str) -> bool:
+    """Return whether a text read with `surrogateescape` was UTF-8."""
+    return text.isascii() or not re.search("[\udc80-\udcff]", text)
+
+
+def _read_jsonl(stream: BinaryIO, part: FilePart, bad: Bad) -> Iterator[Any]:
+    """Yield the rows of the lines that begin in a part."""
     from orjson import loads
 
     position, stop = 0, math.inf
@@ -367,15 +497,17 @@ def _read_jsonl(stream: BinaryIO, part: FilePart) -> Iterator[Any]:
                 continue
             try:  # json accepts more: a byte order mark, NaN, half of a surrogate pair, deep nesting
                 row = json.loads(line)
+            except UnicodeDecodeError:
+                bad(not_text(part.path) if b"\0" in line else not_utf8(part.path), len(line))
+                continue
             except (ValueError, RecursionError) as error:
-                row = ValueError(NUL)
-                if b"\0" not in line:
-                    row = ValueError(f"the line that ends at byte {position:,} is not JSON: {error}")
-                    row.__cause__ = error
+                reason = f"cannot read {part.path}: the line that ends at byte {position:,} is not JSON: {error}"
+                bad(not_text(part.path) if b"\0" in line else reason, len(line))
+                continue
         yield row
 
 
-def read_wet(stream: BinaryIO) -> Iterator[str]:
+def read_wet(stream: BinaryIO) -> Iterator[bytes]:
     """Yield the text of each page in Common Crawl's extracted text: the "conversion" records of a WARC 1.0 file."""
     while version := stream.readline():
         lines = [version]
@@ -389,24 +521,23 @@ def read_wet(stream: BinaryIO) -> Iterator[str]:
         if stream.read(4) != b"\r\n\r\n":
             raise ValueError("a WARC record is incomplete or of another length")
         if header.get(b"warc-type") == b"conversion":
-            yield payload.decode("utf-8")
+            yield payload
 
 
 def _read_shards(source: TextSource, part: ShardPart) -> Iterator[dict]:
     """Yield the rows of some shards of a dataset."""
-    rows = source.dataset[part.split].rows.shard(part.count, part.number)
-    if source.text_column_name in (rows.column_names or ()):
-        rows = rows.select_columns([source.text_column_name])
+    rows, column = source.dataset[part.split].rows.shard(part.count, part.number), source.column_of()
+    if column in (names := rows.column_names or ()):
+        rows = rows.select_columns([name for name in (column, MASK) if name in names])
     for batch in rows.iter(ROWS_PER_READ):
         yield from (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
 
 
-def texts_of(rows: Iterable[Any], column: str, where: str, report: ReadReport) -> Iterator[Text | Exception]:
-    """Yield the text of each row, its token ids, or the error if it has neither, and count the rows without any."""
+def texts_of(rows: Iterable[Any], column: str, where: str, report: ReadReport, bad: Bad) -> Iterator[str | np.ndarray]:
+    """Yield the text of each row, or its token ids, and count the rows without any."""
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, dict):
-            found = f"{where}, row {number} is a {type(row).__name__}, not an object with a text column"
-            yield row if isinstance(row, Exception) else UserError(found)
+            bad(f"{where}, row {number} is a {type(row).__name__}, not an object with a text column", 0)
             continue
         text = row.get(column)
         if column not in row:
@@ -423,11 +554,19 @@ def texts_of(rows: Iterable[Any], column: str, where: str, report: ReadReport) -
                 except UnicodeEncodeError:  # JSON can escape half a surrogate pair, which is not a character
                     text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
             yield text
-        elif (ids := token_ids(text)) is not None:
-            yield ids
-        else:
+        elif (ids := token_ids(text)) is None:
             found = f"column '{column}' holds {type(text).__name__}, neither text nor a list of token ids"
-            yield UserError(f"{where}, row {number}: {found}")
+            bad(f"{where}, row {number}: {found}", 0)
+        elif (mask := row.get(MASK)) is None:
+            report.num_row_ids += len(ids)
+            report.num_padding += count_padding(ids)
+            yield ids
+        elif (mask := token_ids(mask)) is None or len(mask) != len(ids):
+            bad(f"{where}, row {number}: {MASK} is not a list with one number for each id in column '{column}'", 0)
+        elif mask.any():
+            yield ids[mask != 0]
+        else:
+            report.num_blank += 1
 
 
 def token_ids(value: Any) -> np.ndarray | None:
@@ -439,3 +578,10 @@ def token_ids(value: Any) -> np.ndarray | None:
     except ValueError:  # lists of several lengths
         return None
     return ids.astype(np.int64) if ids.ndim == 1 and (len(ids) == 0 or ids.dtype.kind in "iu") else None
+
+
+def count_padding(ids: np.ndarray) -> int:
+    """Return the length of a run of one id at the end of a row, if it is so long that it may be padding."""
+    others = np.flatnonzero(ids != ids[-1]) if len(ids) else ids
+    length = len(ids) - (int(others[-1]) + 1 if len(others) else 0)
+    return length if length >= PADDING else 0

@@ -1,7 +1,4 @@
-"""Options -> units of text, each of which can be read on its own (recipe/data/read.py), and what identifies the text.
-
-Unit k is a pure function of (source, k), so any process can read it, at any time, and gets the same documents.
-"""
+"""Options -> a source of text, and what identifies it: its files, or a dataset of the Hub at one commit."""
 
 import dataclasses
 import functools
@@ -9,18 +6,15 @@ import hashlib
 import os
 import re
 from argparse import Namespace
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from recipe.config import STANDARD_LIBRARY, TEXT_OPTIONS, TrainConfig
 from recipe.data.files import (
+    KINDS,
     Files,
-    compression_of,
+    digest_file,
     digest_files,
     find_files,
     identify_files,
@@ -32,36 +26,7 @@ from recipe.errors import UserError, check_local_path, one_line
 if TYPE_CHECKING:
     import datasets
 
-COMPRESSION_RATIO = 4  # bytes of text per byte of a compressed file, roughly
-# A source up to this size is one unit. Its documents are held out exactly, and one core prepares it in a second.
-SMALL_SOURCE = 32_000_000
-SMALLEST_UNIT, LARGEST_UNIT, NUM_UNITS = 8_000_000, 128_000_000, 256  # 256 units, if their size permits
-FEW_TEXTS = 40  # fewer text files have too few documents to hold some out, so the end of each is held out
-
-
-class FilePart(NamedTuple):
-    """A stretch of a file: bytes of plain text or JSON lines, row groups of Parquet; another file as a whole."""
-
-    path: str
-    rule: str  # which documents are validation; see `split_of` in recipe/data/read.py
-    start: int = 0
-    stop: int | None = None  # None: to the end
-
-
-class ShardPart(NamedTuple):
-    """Some shards of a dataset: the number-th of count equal shares of a split's."""
-
-    split: str  # the dataset's name for it
-    rule: str
-    number: int
-    count: int
-
-
-class Unit(NamedTuple):
-    """What one process reads and tokenizes at a time."""
-
-    parts: list[FilePart] | list[ShardPart]
-    num_bytes: int  # bytes of text; 0 if unknown
+NUM_UNITS, SMALLEST_UNIT = 256, 8_000_000  # see recipe/data/cut.py
 
 
 @dataclass(frozen=True)
@@ -70,7 +35,9 @@ class TextSource:
 
     train_files, validation_files: files, folders (all supported files in them) and glob patterns.
     dataset_revision: branch, tag or commit of a dataset on the Hub; by default the newest.
+    text_column_name: of all files, or KIND=NAME for those of one kind.
     document_separator: cuts text files into documents, for example a blank line; without it, a file is a document.
+    parse_special_tokens: whether special tokens of the tokenizer in a text become their ids.
     """
 
     train_files: tuple[str, ...] = ()
@@ -79,10 +46,11 @@ class TextSource:
     dataset_config_name: str | None = None
     dataset_revision: str | None = None
     dataset_split: str = "train"
-    text_column_name: str = "text"
+    text_column_name: str | tuple[str, ...] = "text"
     document_separator: str | None = None
     validation_split_percentage: float = 5.0
     skip_bad_files: bool = False
+    parse_special_tokens: bool = False
 
     def __post_init__(self):
         for is_valid, message in (
@@ -92,6 +60,10 @@ class TextSource:
         ):
             if not is_valid:
                 raise UserError(message)
+        if separator := self.document_separator:  # a shell passes \n as two characters
+            for escaped, character in (("\\n", "\n"), ("\\t", "\t"), ("\\r", "\r")):
+                separator = separator.replace(escaped, character)
+            object.__setattr__(self, "document_separator", separator)
 
     def __reduce__(self):  # without what is cached; another process opens the dataset itself, at the same commit
         options = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -114,73 +86,22 @@ class TextSource:
             return bool(self.validation_files)
         return self.dataset_split == "train" and "validation" in self.dataset
 
-    def units(self) -> list[Unit]:
-        """Return the units in reading order, separate validation text first. Raises `UserError` for bad input."""
-        if self.dataset_name == STANDARD_LIBRARY:
-            return [Unit([FilePart(STANDARD_LIBRARY, "few")], 0)]
-        if self.dataset_name:
-            return self._units_of_dataset()
-        validation = group(self._stretches(self.held_out_files.paths, "validation"))
-        train = group(self._stretches(self.files.paths, "train" if self.has_validation else "hash"))
-        return validation + (exact(train) if len(train) == 1 else train)
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return self.dataset_name or ", ".join(self.train_files[:3])
 
-    def _stretches(self, paths: list[str], rule: str) -> Iterator[tuple[FilePart, int]]:
-        """Yield (part, bytes of text) of files, none much larger than a unit where the kind allows it."""
-        kinds = [".compressed" if compression_of(path) else kind_of(path) for path in paths]
-        ratios = [COMPRESSION_RATIO if kind in (".compressed", ".parquet") else 1 for kind in kinds]
-        sizes = [os.path.getsize(path) * ratio for path, ratio in zip(paths, ratios, strict=True)]
-        unit_bytes = unit_size(sum(sizes))
-        has_many = len(paths) * self.validation_split_percentage >= FEW_TEXTS * 5.0
-        for path, size in zip(paths, sizes, strict=True):
-            kind, part = kind_of(path), FilePart(path, rule)
-            if kind == ".parquet":
-                yield from self._row_groups(part, unit_bytes)
-                continue
-            is_text = kind in (".txt", ".md")
-            is_document = is_text and self.document_separator is None
-            if is_document and rule == "hash" and not (has_many and size <= unit_bytes):
-                part = part._replace(rule="end")
-            if compression_of(path) or not (is_text or kind == ".jsonl"):
-                yield part, size
-                continue
-            for start in range(0, max(1, size), unit_bytes):
-                yield part._replace(start=start, stop=min(start + unit_bytes, size)), min(unit_bytes, size - start)
-
-    def _row_groups(self, part: FilePart, unit_bytes: int) -> Iterator[tuple[FilePart, int]]:
-        """Yield the row groups of a Parquet file; a damaged file as a whole, whose reading says what is wrong."""
-        try:
-            metadata = pq.ParquetFile(part.path).metadata
-        except (OSError, pa.ArrowException):
-            metadata = None
-        if metadata is None or not metadata.num_row_groups:
-            yield part, 0
-            return
-        # A list's column is `ids.list.element`.
-        paths = [f"{metadata.schema.column(index).path}." for index in range(metadata.num_columns)]
-        columns = [index for index, path in enumerate(paths) if path.startswith(f"{self.text_column_name}.")]
-        start, num_bytes = 0, 0
-        for number in range(metadata.num_row_groups):
-            rows = metadata.row_group(number)
-            num_bytes += sum(rows.column(index).total_uncompressed_size for index in columns)
-            if num_bytes >= unit_bytes or number + 1 == metadata.num_row_groups:
-                yield part._replace(start=start, stop=number + 1), num_bytes
-                start, num_bytes = number + 1, 0
+    def column_of(self, path: str | None = None) -> str:
+        """Return the name of the text column in a file, or in a dataset."""
+        given = [self.text_column_name] if isinstance(self.text_column_name, str) else self.text_column_name
+        pairs = [name.partition("=") for name in given]
+        by_kind = {f".{kind}": name for kind, equals, name in pairs if equals and f".{kind}" in KINDS}
+        others = [name for name, (kind, _, _) in zip(given, pairs, strict=True) if f".{kind}" not in by_kind]
+        return by_kind.get(kind_of(path) if path else "", others[0] if others else "text")
 
     @functools.cached_property
     def dataset(self) -> "dict[str, OpenedSplit]":
         return open_dataset(self.dataset_name, self.dataset_config_name, self.commit)
-
-    def _units_of_dataset(self) -> list[Unit]:
-        splits, rule = self.dataset, "train" if self.has_validation else "hash"
-        if self.dataset_split not in splits:
-            missing = f"has no split '{self.dataset_split}' (it has {', '.join(splits)})"
-            raise UserError(f"dataset {self.dataset_name} {missing}; pass --dataset_split")
-        num_bytes = COMPRESSION_RATIO * sum(size for _, _, size in self.dataset_files or ())
-        count = min(splits[self.dataset_split].rows.num_shards, -(-num_bytes // unit_size(num_bytes)) or NUM_UNITS)
-        units = [Unit([ShardPart(self.dataset_split, rule, number, count)], 0) for number in range(count)]
-        if self.has_validation:
-            return [Unit([ShardPart("validation", "validation", 0, 1)], 0), *units]
-        return exact(units) if count == 1 else units
 
     def describe(self) -> dict:
         """Return the source as the metadata of a prepared dataset records it."""
@@ -189,22 +110,57 @@ class TextSource:
         described = {**{name: getattr(self, name) for name in names}, "validation_split_percentage": held_out}
         return described | {"dataset_revision": self.commit}
 
+    # -------------------------------------------------------------- identity
+
     @functools.cached_property
     def inputs(self) -> dict:
-        """All that determines the documents: options, and names, sizes and content of the files, as JSON.
+        """What determines the text: options, and names, sizes and content of the files, as JSON.
 
         `content` is None for a dataset of a Hub out of reach.
         """
         names = ("text_column_name", "document_separator", "validation_split_percentage", "skip_bad_files")
+        options = {name: getattr(self, name) for name in names}
+        if self.parse_special_tokens:
+            options["parse_special_tokens"] = True
+        if self.dataset_name is not None:
+            options |= {name: getattr(self, name) for name in ("dataset_config_name", "dataset_split")}
+            options["dataset_name"] = self.dataset_name if self.is_on_hub else Path(self.dataset_name).name
+        return {**options, "content": self.identify()}
+
+    def identify(self, sampled: bool = False) -> list[str] | str | None:
+        """Return what identifies the content. sampled: as earlier versions did, which read parts of large files."""
         if self.dataset_name is None:
-            content = [identify_files(files.paths) for files in (self.files, self.held_out_files)]
-            return {**{name: getattr(self, name) for name in names}, "content": content}
-        options = {name: getattr(self, name) for name in ("dataset_config_name", "dataset_split", *names)}
-        options["dataset_name"] = self.dataset_name if self.is_on_hub else Path(self.dataset_name).name
+            return [identify_files(files.paths, sampled) for files in (self.files, self.held_out_files)]
         if self.dataset_name == STANDARD_LIBRARY:
-            return {**options, "content": identify_standard_library()}
-        files = self.dataset_files
-        return {**options, "content": files and hashlib.sha256(repr(sorted(files)).encode()).hexdigest()}
+            return identify_standard_library()
+        if (paths := self.dataset_paths) is None:
+            return None
+        if self.is_on_hub:
+            names = [path.partition(f"@{self.commit}/")[2] for path in paths]
+            files = [(name, *self.hub_files[1][name]) for name in names]
+        else:
+            names = [os.path.relpath(path, self.dataset_name) for path in paths]
+            digests = [digest_file(path, sampled) for path in paths] if sampled else digest_files(paths)
+            files = list(zip(names, digests, map(os.path.getsize, paths), strict=True))
+        return hashlib.sha256(repr(sorted(files)).encode()).hexdigest()
+
+    @property
+    def local_paths(self) -> list[str]:
+        """The files that are read, if they are here."""
+        if self.dataset_name is None:
+            return self.files.paths + self.held_out_files.paths
+        return [] if self.is_on_hub or self.dataset_name == STANDARD_LIBRARY else self.dataset_paths
+
+    @property
+    def num_dataset_bytes(self) -> int:
+        """The size of the files of the dataset that are read; 0 if the Hub does not say."""
+        if (paths := self.dataset_paths) is None:
+            return 0
+        if self.is_on_hub:
+            return sum(self.hub_files[1][path.partition(f"@{self.commit}/")[2]][1] for path in paths)
+        return sum(map(os.path.getsize, paths))
+
+    # -------------------------------------------------------------- the Hub
 
     @property
     def is_on_hub(self) -> bool:
@@ -230,17 +186,12 @@ class TextSource:
         return self.hub_files[0] if self.hub_files else self.dataset_revision
 
     @functools.cached_property
-    def dataset_files(self) -> list[tuple[str, str, int]] | None:
-        """The name, content hash and bytes of each file of the splits that are read. None if the Hub does not say."""
+    def dataset_paths(self) -> list[str] | None:
+        """The files of the splits that are read. None if the Hub does not say what they hold."""
         if self.is_on_hub and self.hub_files is None:
             return None
         read = {self.dataset_split, "validation" if self.has_validation else self.dataset_split}
-        paths = [path for split in sorted(read & set(self.dataset)) for path in self.dataset[split].files]
-        if self.is_on_hub:
-            names = [path.partition(f"@{self.commit}/")[2] for path in paths]
-            return [(name, *self.hub_files[1][name]) for name in names]
-        names = [os.path.relpath(path, self.dataset_name) for path in paths]
-        return list(zip(names, digest_files(paths), map(os.path.getsize, paths), strict=True))
+        return [path for split in sorted(read & set(self.dataset)) for path in self.dataset[split].files]
 
 
 class OpenedSplit(NamedTuple):
@@ -270,39 +221,13 @@ def open_dataset(name: str, config_name: str | None, commit: str | None) -> dict
         raise UserError(f"cannot open dataset {name}: {one_line(error)}") from error
 
 
-def exact(units: list[Unit]) -> list[Unit]:
-    """Let the only unit of training text hold out exactly its percentage."""
-    parts = [part._replace(rule="few") if part.rule == "hash" else part for unit in units for part in unit.parts]
-    return [Unit(parts, units[0].num_bytes)]
-
-
-def unit_size(num_bytes: int) -> int:
-    if num_bytes <= SMALL_SOURCE:
-        return max(1, num_bytes)
-    return min(LARGEST_UNIT, max(SMALLEST_UNIT, num_bytes // NUM_UNITS))
-
-
-def group(stretches: Iterable[tuple[FilePart, int]]) -> list[Unit]:
-    """Put consecutive parts together until they are a unit, so that small files share one."""
-    stretches = list(stretches)
-    unit_bytes, units, parts, num_bytes = unit_size(sum(size for _, size in stretches)), [], [], 0
-    for part, size in stretches:
-        parts.append(part)
-        num_bytes += size
-        if num_bytes >= unit_bytes:
-            units.append(Unit(parts, num_bytes))
-            parts, num_bytes = [], 0
-    return units + ([Unit(parts, num_bytes)] if parts else [])
-
-
 def source_from(config: TrainConfig | Namespace) -> TextSource:
     """Build the text source of a run's config or a script's arguments. Raises `UserError` if it does not exist."""
     options = {name: getattr(config, name) for name in ("dataset_name", *TEXT_OPTIONS)}
     if not 0 < (percentage := options["validation_split_percentage"]) < 100:
         raise UserError(f"validation_split_percentage must be between 0 and 100, got {percentage}")
-    if options["document_separator"]:  # a shell passes \n as two characters
-        for escaped, character in (("\\n", "\n"), ("\\t", "\t"), ("\\r", "\r")):
-            options["document_separator"] = options["document_separator"].replace(escaped, character)
+    columns = options["text_column_name"] or ["text"]
+    options["text_column_name"] = columns[0] if len(columns) == 1 else tuple(columns)
     source = TextSource(tuple(config.train_file or ()), tuple(options.pop("validation_file") or ()), **options)
     _ = source.files  # raises if they do not exist
     return source

@@ -22,10 +22,11 @@ import torch
 
 from recipe.config import TrainConfig
 from recipe.data.batches import TrainOrder, example_rows
+from recipe.data.cut import Unit
 from recipe.data.encode import choose_encoder
 from recipe.data.packed import PackedDataset, PackedSplit
-from recipe.data.read import read_sample
-from recipe.data.source import Unit, source_from
+from recipe.data.read import list_units, read_sample
+from recipe.data.source import source_from
 from recipe.data.tokenizer import read_tokenizer
 from recipe.data.units import Job, UnitWorkers
 from recipe.environment import count_cpus
@@ -141,7 +142,8 @@ def open_stream(config: TrainConfig, dataset: PackedDataset, rank: int, gather: 
     revision = dataset.metadata["source"]["dataset_revision"]  # the commit that all processes read
     source = source_from(dataclasses.replace(config, dataset_revision=revision))
     tokenizer_dir = str(dataset.directory / "tokenizer")
-    units = [unit for unit in source.units() if unit.parts[0].rule != "validation"]
-    encoder, _ = choose_encoder(read_tokenizer(tokenizer_dir), read_sample(source, units))
+    units = [unit for unit in list_units(source) if not unit.is_validation]
+    sample = read_sample(source, units)
+    encoder, _ = choose_encoder(read_tokenizer(tokenizer_dir), sample, source.parse_special_tokens)
     job = Job(source, "", tokenizer_dir, ("train",), is_temporary=True)
     return TextStream(job, units, encoder, dataset, config.seed, rank, gather)

@@ -9,20 +9,25 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from tokenizers import Tokenizer
-from tokenizers.pre_tokenizers import ByteLevel
+from tqdm import tqdm
 
 from recipe.environment import only_cached
 from recipe.errors import UserError, check_local_path, one_line
+from recipe.progress import progress_target
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+DROP_SPACES = {"Whitespace", "WhitespaceSplit", "BertPreTokenizer", "CharDelimiterSplit"}  # pre-tokenizers
+SPELL_BYTES, ADD_TOKENS = {"ByteLevel"}, {"TemplateProcessing", "BertProcessing", "RobertaProcessing"}
+LONG_WORD = re.compile(r"\S{1000}(?=\S)")
 
 
 @dataclass
@@ -42,7 +47,11 @@ class TextTokenizer:
         return self.backend_tokenizer.token_to_id(self.eos_token) if self.eos_token else None
 
     def __len__(self) -> int:
-        return self.backend_tokenizer.get_vocab_size()
+        return self.vocab_size
+
+    @functools.cached_property
+    def vocab_size(self) -> int:
+        return count_ids(self)
 
     @functools.cached_property
     def sha256(self) -> str:
@@ -127,11 +136,21 @@ def load_tokenizer(name_or_path: str, revision: str | None = None) -> "PreTraine
     return tokenizer
 
 
-def load_saved_tokenizer(directory: Path, sha256: str) -> "PreTrainedTokenizerBase":
-    """Load the tokenizer of a packed dataset for a model. Raises `UserError` if its `tokenizer_sha256` is another."""
+def load_saved_tokenizer(
+    directory: Path, sha256: str, document_prefix: list[int], parse_special_tokens: bool
+) -> "PreTrainedTokenizerBase":
+    """Load the tokenizer of a packed dataset for a model, which encodes text as it was packed.
+
+    Raises `UserError` if its `tokenizer_sha256` is another.
+    """
     tokenizer = load_tokenizer(str(directory))
     if tokenizer_sha256(tokenizer) != sha256:
         raise UserError(f"{directory} is not the tokenizer that made this dataset; prepare the dataset again")
+    if added_ids(tokenizer) != ([], []) and not document_prefix:
+        tokenizer.backend_tokenizer.post_processor = None
+    if not document_prefix:
+        tokenizer.bos_token = tokenizer.eos_token  # what is in front of a document
+    tokenizer.split_special_tokens = tokenizer.init_kwargs["split_special_tokens"] = not parse_special_tokens
     return tokenizer
 
 
@@ -144,8 +163,25 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> TextTokenizer:
 
     size = 100_000  # slices long texts, because a single thread counts each
     slices = (text[start : start + size] for text in documents for start in range(0, len(text), size))
-    trained = GPT2Tokenizer().train_new_from_iterator(slices, vocab_size=vocab_size, show_progress=False)
+    options = {"unit": "char", "unit_scale": True, "dynamic_ncols": True, **progress_target()}
+    with tqdm(desc="train tokenizer", **options) as progress:
+
+        def words() -> Iterator[str]:
+            for text in slices:
+                yield from cut_words(text)
+                progress.update(len(text))
+
+        trained = GPT2Tokenizer().train_new_from_iterator(words(), vocab_size=vocab_size, show_progress=False)
     return _plain(trained)
+
+
+def cut_words(text: str) -> Iterator[str]:
+    """Cut stretches without white space every 1,000 characters: training takes quadratic time in a word's length."""
+    start = 0
+    for word in LONG_WORD.finditer(text):
+        yield text[start : word.end()]
+        start = word.end()
+    yield text[start:]
 
 
 def describe_vocabulary(tokenizer: TextTokenizer, vocab_size: int) -> str:
@@ -167,22 +203,129 @@ def _sha256(tokenizer: "TextTokenizer | PreTrainedTokenizerBase") -> str:
     return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()
 
 
+def count_ids(tokenizer: "TextTokenizer | PreTrainedTokenizerBase", with_added_tokens: bool = True) -> int:
+    """Return the largest id + 1, which is more than the number of tokens if there are gaps."""
+    return 1 + max(tokenizer.backend_tokenizer.get_vocab(with_added_tokens).values(), default=-1)
+
+
+def special_tokens(tokenizer: TextTokenizer) -> set[str]:
+    """Return the tokens that stand for no text."""
+    added = tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
+    return {tokenizer.eos_token, *(token.content for token in added if token.special)}
+
+
+def unknown_id(tokenizer: "TextTokenizer | PreTrainedTokenizerBase") -> int | None:
+    """Return the id that stands for text that the tokenizer cannot spell; None if it spells all bytes, or has none."""
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    token, index = content["model"].get("unk_token"), content["model"].get("unk_id")
+    if types_of(content["pre_tokenizer"], content["decoder"]) & SPELL_BYTES:
+        return None
+    return index if token is None else tokenizer.backend_tokenizer.token_to_id(token)
+
+
+def types_of(*parts: dict | None) -> set[str]:
+    """Return the types of parts of a tokenizer.json, which may be sequences of others."""
+    found = set()
+    for part in filter(None, parts):
+        found.add("Removed" if part.get("behavior") == "Removed" else part["type"])
+        found |= types_of(*(part.get("pretokenizers") or part.get("decoders") or part.get("processors") or ()))
+    return found
+
+
 def count_token_bytes(tokenizer: "TextTokenizer | PreTrainedTokenizerBase") -> np.ndarray:
-    """Count the bytes of text of each id, int64 [vocabulary]; special tokens have none."""
-    characters, backend = set(ByteLevel.alphabet()), tokenizer.backend_tokenizer
-    special = {tokenizer.eos_token, *(t.content for t in backend.get_added_tokens_decoder().values() if t.special)}
-    vocabulary = {token: index for token, index in backend.get_vocab().items() if token not in special}
-    is_byte_level = characters.issuperset("".join(vocabulary))
-    counts = np.zeros(len(tokenizer), np.int64)
-    for token, index in vocabulary.items():
-        if is_byte_level or re.fullmatch("<0x[0-9A-F]{2}>", token):
-            counts[index] = len(token) if is_byte_level else 1
-        else:  # SentencePiece's mark of a space
-            counts[index] = len(token.replace("\u2581", " ").encode())
+    """Count the bytes of text of each id, int64 [vocabulary].
+
+    Special tokens have none. -1 where they are not known: of a token for unknown text, and of all tokens of a
+    tokenizer that drops white space.
+    """
+    backend = tokenizer.backend_tokenizer
+    content = json.loads(backend.to_str())
+    types = types_of(content["pre_tokenizer"], content["decoder"])
+    counts = np.zeros(count_ids(tokenizer), np.int64)
+    count_bytes = functools.partial(_count_spelled, has_bytes=bool(content["model"].get("byte_fallback")))
+    if types & SPELL_BYTES:
+        count_bytes = len  # each character of such a token stands for a byte
+    for token, index in backend.get_vocab(with_added_tokens=False).items():
+        counts[index] = count_bytes(token)
+    if types & {*DROP_SPACES, "Removed"} or content["model"]["type"] == "WordPiece":
+        counts[:] = -1
+    for index, token in backend.get_added_tokens_decoder().items():  # as they are in the text
+        counts[index] = 0 if token.special else len(token.content.encode())
+    if (unknown := unknown_id(tokenizer)) is not None:
+        counts[unknown] = -1
+    counts[tokenizer.eos_token_id] = 0
     return counts
 
 
-def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", directory: Path, block_size: int) -> None:
-    """Save a tokenizer with the context length of its model."""
-    tokenizer.model_max_length = block_size
-    tokenizer.save_pretrained(directory)
+def _count_spelled(token: str, has_bytes: bool) -> int:
+    """Count the bytes of a token that spells its text, as SentencePiece's do."""
+    if has_bytes and re.fullmatch("<0x[0-9A-F]{2}>", token):
+        return 1
+    return len(token.replace("\u2581", " ").encode())
+
+
+def count_lost(tokenizer: TextTokenizer, sample: Sequence[str]) -> float:
+    """Return the share of the characters of a sample, without white space, for which there is no token at all."""
+    num_characters = num_lost = 0
+    for text in sample[:100]:
+        left = bytearray(not character.isspace() for character in text[:1000])
+        num_characters += sum(left)
+        for start, stop in tokenizer.backend_tokenizer.encode(text[:1000], add_special_tokens=False).offsets:
+            left[start:stop] = bytes(stop - start)
+        num_lost += sum(left)
+    return num_lost / max(1, num_characters)
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What packing needs to know about the ids of a tokenizer."""
+
+    token_bytes: np.ndarray  # int64 [vocabulary]: bytes of text of each id; 0 where they are not known
+    unknown_id: int | None
+    prefix: list[int]  # in front of each document
+    eos_token_id: int  # after it
+
+    @property
+    def size(self) -> int:
+        return len(self.token_bytes)
+
+
+def vocabulary_of(tokenizer: TextTokenizer) -> Vocabulary:
+    token_bytes = np.maximum(count_token_bytes(tokenizer), 0)
+    return Vocabulary(token_bytes, unknown_id(tokenizer), added_ids(tokenizer)[0], tokenizer.eos_token_id)
+
+
+# ------------------------------------------------------------------ what is put around a text
+
+
+def added_ids(tokenizer: "TextTokenizer | PreTrainedTokenizerBase") -> tuple[list[int], list[int]]:
+    """Return the ids that the tokenizer's template puts before and after each text."""
+    backend = tokenizer.backend_tokenizer
+    text, whole = (backend.encode("a", add_special_tokens=added).ids for added in (False, True))
+    start = next(i for i in range(len(whole)) if whole[i : i + len(text)] == text)
+    return whole[:start], whole[start + len(text) :]
+
+
+def document_start(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+    """Return the ids after which a document begins, as in training: a template's, or the end of the one before."""
+    return added_ids(tokenizer)[0] or [tokenizer.eos_token_id]
+
+
+def without_template(tokenizer: TextTokenizer) -> TextTokenizer:
+    """Return a tokenizer that puts nothing around a text, as a new model is trained."""
+    if not any(added_ids(tokenizer)):
+        return tokenizer
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    content["post_processor"] = drop_template(content["post_processor"])
+    config = {key: value for key, value in tokenizer.config.items() if key not in ("add_bos_token", "add_eos_token")}
+    return TextTokenizer(Tokenizer.from_str(json.dumps(content)), config)
+
+
+def drop_template(processor: dict | None) -> dict | None:
+    """Return the post-processor of a tokenizer.json without what adds tokens."""
+    if processor is None or processor["type"] in ADD_TOKENS:
+        return None
+    if processor["type"] == "Sequence":
+        kept = [part for part in map(drop_template, processor["processors"]) if part]
+        return {**processor, "processors": kept} if kept else None
+    return processor

@@ -24,11 +24,13 @@ from typing import BinaryIO
 import numpy as np
 
 from recipe.config import SPLITS
+from recipe.data.cut import Unit
 from recipe.data.encode import Encode, build_encoder, encode_documents
 from recipe.data.packed import COUNTS, TokenWriter, id_dtype
 from recipe.data.read import ReadReport, Text, read_unit
-from recipe.data.source import TextSource, Unit
-from recipe.data.tokenizer import count_token_bytes, read_tokenizer
+from recipe.data.source import TextSource
+from recipe.data.tokenizer import Vocabulary, read_tokenizer, vocabulary_of
+from recipe.data.tokens import TokenStream
 from recipe.errors import UserError
 
 BATCH_CHARACTERS = 1_000_000  # encoded at a time
@@ -45,41 +47,60 @@ class Job:
     is_temporary: bool = False  # the folder is removed when its owner has ended
 
 
-class Batch:
-    """Documents of one split, on their way to its file."""
+class Packer:
+    """Writes the documents of one split to its file, and counts what they hold."""
 
-    def __init__(self, writer: TokenWriter, vocab_size: int) -> None:
-        self.writer, self.texts, self.characters = writer, [], 0
-        self.counts, self.seen = dict.fromkeys(COUNTS, 0), np.zeros(vocab_size, bool)
+    def __init__(self, writer: TokenWriter, encode: Encode, vocabulary: Vocabulary) -> None:
+        self.writer, self.encode, self.vocabulary = writer, encode, vocabulary
+        self.texts, self.characters = [], 0
+        self.counts, self.seen = dict.fromkeys((*COUNTS, "unknown"), 0), np.zeros(vocabulary.size, bool)
 
-    def add(self, text: Text) -> bool:
-        """Add a document, and return whether the batch is full."""
+    def add(self, text: Text) -> None:
+        """Add a document, or a stretch of a token stream."""
+        if isinstance(text, TokenStream):
+            self.write(text.ids, int((text.ids == self.vocabulary.eos_token_id).sum()))
+            return
         self.texts.append(text)
         self.characters += len(text)
-        return self.characters >= BATCH_CHARACTERS
+        if self.characters >= BATCH_CHARACTERS:
+            self.flush()
 
-    def encode(self, encode: Encode, token_bytes: np.ndarray, eos_token_id: int) -> None:
-        """Write the tokens of the documents, each with an end-of-text id after it."""
-        vocab_size = len(token_bytes)
+    def flush(self) -> None:
+        """Write the tokens of the documents that wait, each with an end-of-text id after it."""
+        if not self.texts:
+            return
         if all(isinstance(text, str) for text in self.texts):
-            ids, lengths = encode_documents(encode, self.texts)
+            ids, lengths = encode_documents(self.encode, self.texts)
         else:
             if any(isinstance(text, str) for text in self.texts):
                 raise UserError("some documents are text and some are token ids; prepare them separately")
-            texts = [ids[:-1] if len(ids) and ids[-1] == eos_token_id else ids for ids in self.texts]
-            ids, lengths = np.concatenate(texts), [len(ids) for ids in texts]
-        if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:  # as uint16, 70000 would silently become 4464
-            bad = ids.min() if ids.min() < 0 else ids.max()
-            found = f"the data contains token id {bad}, but the tokenizer has {vocab_size:,} tokens"
-            raise UserError(f"{found}; pass the tokenizer that made the data")
-        ends = np.cumsum(lengths)
-        self.counts["bytes"] += int(token_bytes[ids].sum())
-        ids = np.insert(ids.astype(id_dtype(vocab_size)), ends, eos_token_id)
-        self.seen[ids[~self.seen.take(ids)]] = True  # few ids are new, and take is faster than an assignment
-        self.counts["documents"] += len(ends)
-        self.counts["tokens"] += len(ids)
-        self.writer.write(ids)
+            texts = [self._without_ends(ids) for ids in self.texts]
+            ids, lengths = np.concatenate(texts), np.array(list(map(len, texts)))
+        prefix, eos, ends = self.vocabulary.prefix, self.vocabulary.eos_token_id, np.cumsum(lengths)
+        places = np.stack([ends - lengths] * len(prefix) + [ends], axis=1).reshape(-1)
+        self.write(np.insert(ids, places, np.tile([*prefix, eos], len(ends))), len(ends))
         self.texts, self.characters = [], 0
+
+    def _without_ends(self, ids: np.ndarray) -> np.ndarray:
+        """Return the ids of a document without those that `flush` adds."""
+        prefix, eos = self.vocabulary.prefix, self.vocabulary.eos_token_id
+        ids = ids[len(prefix) :] if ids[: len(prefix)].tolist() == prefix else ids
+        return ids[:-1] if len(ids) and ids[-1] == eos else ids
+
+    def write(self, ids: np.ndarray, num_documents: int) -> None:
+        """Write ids that are complete. Raises `UserError` for one that the tokenizer does not have."""
+        size, token_bytes, unknown = self.vocabulary.size, self.vocabulary.token_bytes, self.vocabulary.unknown_id
+        if len(ids) and not 0 <= ids.min() <= ids.max() < size:  # as uint16, 70000 would silently become 4464
+            bad = ids.min() if ids.min() < 0 else ids.max()
+            found = f"the data contains token id {bad}, but the tokenizer has {size:,} tokens"
+            raise UserError(f"{found}; pass the tokenizer that made the data")
+        ids = ids.astype(id_dtype(size), copy=False)
+        self.seen[ids[~self.seen.take(ids)]] = True  # few ids are new, and take is faster than an assignment
+        self.counts["documents"] += num_documents
+        self.counts["tokens"] += len(ids)
+        self.counts["bytes"] += int(token_bytes.take(ids).sum())
+        self.counts["unknown"] += 0 if unknown is None else int((ids == unknown).sum())
+        self.writer.write(ids)
 
 
 class UnitTokenizer:
@@ -88,10 +109,10 @@ class UnitTokenizer:
     def __init__(self, job: Job) -> None:
         self.job, self.tokenizer = job, read_tokenizer(job.tokenizer_dir)
         self.mark = secrets.token_hex(4)  # other jobs of an array write to the same folder
-        self.token_bytes = count_token_bytes(self.tokenizer)
-        self.encoders = {"tokenizers": build_encoder(self.tokenizer, "tokenizers")}
+        self.vocabulary, parse = vocabulary_of(self.tokenizer), job.source.parse_special_tokens
+        self.encoders = {"tokenizers": build_encoder(self.tokenizer, "tokenizers", parse)}
         with contextlib.suppress(RuntimeError, ImportError):  # `choose_encoder` says so
-            self.encoders["gigatoken"] = build_encoder(self.tokenizer, "gigatoken")
+            self.encoders["gigatoken"] = build_encoder(self.tokenizer, "gigatoken", parse)
 
     def __call__(self, number: int, unit: Unit, encoder: str) -> dict:
         """Write the ids of a unit, and then its summary, which says that they are complete. Returns the summary.
@@ -113,25 +134,23 @@ class UnitTokenizer:
         return summary
 
     def _write(self, number: int, unit: Unit, partial: str, encode: Encode) -> dict:
-        job, vocab_size, report = self.job, len(self.token_bytes), ReadReport()
-        tools = encode, self.token_bytes, self.tokenizer.eos_token_id
-        writers = {split: TokenWriter(Path(job.folder, split, partial), vocab_size) for split in job.splits}
-        batches = {split: Batch(writer, vocab_size) for split, writer in writers.items()}
+        job, vocabulary, report, name = self.job, self.vocabulary, ReadReport(), f"{number:05d}.arrow"
+        writers = {split: TokenWriter(Path(job.folder, split, partial), vocabulary.size) for split in job.splits}
+        packers = {split: Packer(writer, encode, vocabulary) for split, writer in writers.items()}
         for document in read_unit(job.source, unit, report):
-            if (batch := batches.get(document.split)) and batch.add(document.text):
-                batch.encode(*tools)
+            if packer := packers.get(document.split):
+                packer.add(document.text)
         summary = {"report": dataclasses.asdict(report), "splits": {}}
-        for split, batch in batches.items():
-            if batch.texts:
-                batch.encode(*tools)
-            writer, name = writers[split], f"{number:05d}.arrow"
+        for split, packer in packers.items():
+            packer.flush()
+            writer = writers[split]
             writer.close()
             summary["splits"][split] = {
-                **batch.counts,
+                **packer.counts,
                 "file_bytes": {name: writer.path.stat().st_size},
                 "content_sha256": writer.digest.hexdigest(),
                 "chunks": [[name, *chunk] for chunk in writer.chunks],
-                "seen": np.packbits(batch.seen).tobytes().hex(),
+                "seen": np.packbits(packer.seen).tobytes().hex(),
             }
             os.replace(writer.path, writer.path.with_name(name))
         return summary

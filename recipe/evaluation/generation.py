@@ -18,6 +18,7 @@ from transformers import (
 )
 from transformers.generation import BaseStreamer
 
+from recipe.data.tokenizer import added_ids, count_ids
 from recipe.errors import UserError, one_line
 from recipe.model.weights import check_vocabulary, load_model_weights, load_pretrained
 
@@ -36,7 +37,7 @@ def load_model(
     options = {} if revision is None else {"revision": revision}
     config = load_pretrained(AutoConfig, model_name_or_path, **options)
     tokenizer = load_pretrained(AutoTokenizer, model_name_or_path, **options)
-    check_vocabulary(len(tokenizer), config.vocab_size, model_name_or_path)
+    check_vocabulary(count_ids(tokenizer), config.vocab_size, model_name_or_path)
     dtype = "auto" if getattr(config, "quantization_config", None) else torch.float32
     model = load_model_weights(model_name_or_path, dtype=dtype, device_map={"": device}, **options)
     return model.eval(), tokenizer
@@ -87,8 +88,8 @@ def generate_texts(
     processors = build_processors(temperature, top_k, top_p, repetition_penalty)
     generator = torch.Generator(model.device).manual_seed(seed)
     eos, context = tokenizer.eos_token_id, model.config.max_position_embeddings
-    # Without special tokens, as in training. An empty prompt starts a new document.
-    prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"] or [eos]
+    # As in training: after what a template puts in front of a document. An empty prompt starts a new one.
+    prompt_ids = added_ids(tokenizer)[0] + tokenizer(prompt, add_special_tokens=False)["input_ids"] or [eos]
     ids, cache = torch.tensor([prompt_ids] * num_samples, device=model.device), DynamicCache(config=model.config)
     name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"  # before 5.24
     ended = torch.zeros(num_samples, dtype=torch.bool, device=model.device)

@@ -30,11 +30,9 @@ def describe_results(results: dict[str, Any]) -> str:
         lines += ["", f"{'text':24}{'tokens':>12}{'loss':>9}{'perplexity':>13}{'bits/byte':>11}{'bits/char':>11}"]
         for text in texts:
             name = text["name"] if len(text["name"]) < 24 else f"{text['name'][:20]}..."
-            bits = text["bits_per_character"]
-            lines.append(
-                f"{name:24}{text['num_tokens']:>12,}{text['loss']:>9.4f}{text['perplexity']:>13,.2f}"
-                f"{text['bits_per_byte']:>11.4f}{'-' if bits is None else f'{bits:.4f}':>11}"
-            )
+            bits = [text["bits_per_byte"], text["bits_per_character"]]
+            shown = "".join(f"{'-' if value is None else f'{value:.4f}':>11}" for value in bits)
+            lines.append(f"{name:24}{text['num_tokens']:>12,}{text['loss']:>9.4f}{text['perplexity']:>13,.2f}{shown}")
         windows = sorted({(text["context"], text["stride"]) for text in texts})
         lines += [f"context {context:,} tokens, stride {stride:,}" for context, stride in windows]
     if tasks := results["tasks"]:

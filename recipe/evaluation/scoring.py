@@ -63,11 +63,13 @@ class Totals(NamedTuple):
     num_tokens: int
     text_nats: float
     num_bytes: int  # bytes of text
+    num_unknown: int = 0  # targets whose bytes are not known
 
-    def scores(self) -> dict[str, float]:
-        """Return loss (nats per token), perplexity, and bits_per_byte of text."""
+    def scores(self) -> dict[str, float | None]:
+        """Return loss (nats per token), perplexity, and bits_per_byte of text, None if its bytes are not known."""
         loss, bits = self.nats / self.num_tokens, self.text_nats / math.log(2)
-        return {"loss": loss, "perplexity": exp_or_inf(loss), "bits_per_byte": bits / max(1, self.num_bytes)}
+        bits_per_byte = None if self.num_unknown else bits / max(1, self.num_bytes)
+        return {"loss": loss, "perplexity": exp_or_inf(loss), "bits_per_byte": bits_per_byte}
 
 
 def exp_or_inf(nats: float) -> float:
@@ -85,13 +87,13 @@ def sum_losses(
 ) -> Totals | None:
     """Sum over the batches of all processes; None if must_stop, asked before each batch, is true.
 
-    module: a `LanguageModelingLoss` in evaluation mode. token_bytes: int64 [vocabulary] on the device, 0 for special
-    tokens. batches: (input_ids, targets) on the device, as the module takes them. name: of the progress bar. The host
-    waits for the device only at the end.
+    module: a `LanguageModelingLoss` in evaluation mode. token_bytes: from `count_token_bytes`, on the device. batches:
+    (input_ids, targets) on the device, as the module takes them. name: of the progress bar. The host waits for the
+    device only at the end.
     """
     device = token_bytes.device
     nats = torch.zeros(num_batches, 2, device=device)  # added up on the host, because not every device has float64
-    counts = torch.zeros(2, dtype=torch.int64, device=device)
+    counts = torch.zeros(3, dtype=torch.int64, device=device)
     for i, (input_ids, targets) in enumerate(show_progress(batches, name, num_batches)):
         if must_stop():
             return None
@@ -99,9 +101,9 @@ def sum_losses(
         is_target = targets != IGNORE_INDEX
         num_bytes = token_bytes[targets.where(is_target, 0)] * is_target
         nats[i, 0], nats[i, 1] = losses.sum(), (losses * (num_bytes > 0)).sum()
-        counts += torch.stack([is_target.sum(), num_bytes.sum()])
-    sums, (num_tokens, num_bytes) = nats.cpu().double().sum(dim=0).tolist(), counts.tolist()
-    parts = gather(Totals(sums[0], num_tokens, sums[1], num_bytes))
+        counts += torch.stack([is_target.sum(), num_bytes.clamp(min=0).sum(), (num_bytes < 0).sum()])
+    sums, (num_tokens, num_bytes, num_unknown) = nats.cpu().double().sum(dim=0).tolist(), counts.tolist()
+    parts = gather(Totals(sums[0], num_tokens, sums[1], num_bytes, num_unknown))
     return Totals(*map(sum, zip(*parts, strict=True)))
 
 

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from recipe.config import parse_tasks
 from recipe.data.batches import example_rows
+from recipe.data.tokenizer import document_start
 from recipe.errors import UserError, one_line, short_reason
 from recipe.evaluation.scoring import Window, batch_windows, exp_or_inf, pad_windows, show_progress
 from recipe.hardware.processes import gather, on_main_process
@@ -174,7 +175,7 @@ def encode_pairs(tokenizer: PreTrainedTokenizerBase, pairs: Sequence[tuple[str, 
     heads = [head.rstrip() for head, _ in pairs]
     heads_ids = tokenizer([head or " " for head in heads], verbose=False)["input_ids"]
     texts_ids = tokenizer([head + continuation for head, continuation in pairs], verbose=False)["input_ids"]
-    first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    first = document_start(tokenizer)[-1]
     windows = []
     for head, head_ids, text_ids in zip(heads, heads_ids, texts_ids, strict=True):
         ids, num_targets = text_ids, len(text_ids) - len(head_ids)

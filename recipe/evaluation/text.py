@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from recipe.data.packed import PackedDataset
 from recipe.data.read import read_texts
-from recipe.data.tokenizer import count_token_bytes, tokenizer_sha256
+from recipe.data.tokenizer import count_token_bytes, document_start, tokenizer_sha256
 from recipe.errors import UserError
 from recipe.evaluation.scoring import Totals, Window, batch_windows, pad_windows, sum_losses
 from recipe.evaluation.validation import evaluate_rows
@@ -30,7 +30,10 @@ ENCODED_DOCUMENTS = 1000  # at a time, because tokenizers needs hundreds of byte
 
 @dataclass(frozen=True)
 class Text:
-    """Documents as token ids, int64 [tokens], each after an end-of-text token, which is context and never scored."""
+    """Documents as token ids, int64 [tokens].
+
+    Before each is the id after which documents began in training. It is context and never scored.
+    """
 
     name: str
     documents: list[np.ndarray]
@@ -40,7 +43,7 @@ class Text:
 def read_text(
     given: str,
     tokenizer: PreTrainedTokenizerBase,
-    text_column_name: str = "text",
+    text_column_name: str | tuple[str, ...] = "text",
     document_separator: str | None = None,
     max_characters: int | None = None,
 ) -> Text:
@@ -56,11 +59,13 @@ def read_text(
             break
     if not texts:
         raise UserError(f"there is no text in {given}")
-    documents, eos = [], tokenizer.eos_token_id
-    for start in range(0, len(texts), ENCODED_DOCUMENTS):  # `<|endoftext|>` in a text is encoded as characters
-        options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
-        encoded = tokenizer(texts[start : start + ENCODED_DOCUMENTS], **options)["input_ids"]
-        documents += [np.array([eos, *ids]) for ids in encoded]
+    documents, before = [], document_start(tokenizer)[-1]
+    # Special tokens in a text are characters, unless the model was trained with --parse_special_tokens.
+    options = {"split_special_tokens": tokenizer.init_kwargs.get("split_special_tokens", True)}
+    for start in range(0, len(texts), ENCODED_DOCUMENTS):
+        batch = texts[start : start + ENCODED_DOCUMENTS]
+        encoded = tokenizer(batch, add_special_tokens=False, verbose=False, **options)["input_ids"]
+        documents += [np.array([before, *ids]) for ids in encoded]
     return Text(Path(given).name, documents, num_characters)
 
 
@@ -91,10 +96,11 @@ def evaluate_text(
     mine = batches[state.process_index :: state.num_processes]
     padded = (pad_windows([windows[i] for i in batch], model.device) for batch in mine)
     totals = sum_losses(*_scorer(model, tokenizer), padded, len(mine), text.name)
+    bits = totals.text_nats / math.log(2)
     return {
         "name": text.name,
         **_scores(totals),
-        "bits_per_character": totals.text_nats / math.log(2) / text.num_characters,
+        "bits_per_character": None if totals.num_unknown else bits / text.num_characters,
         "num_characters": text.num_characters,
         "num_documents": len(text.documents),
         "context": context,
@@ -145,5 +151,7 @@ def _scores(totals: Totals) -> dict[str, Any]:
         references=[totals.num_tokens],
         text_nats=totals.text_nats,
         num_bytes=totals.num_bytes,
+        num_unknown=totals.num_unknown,
     )
-    return {**scores, "num_tokens": totals.num_tokens, "num_bytes": totals.num_bytes}
+    num_bytes = None if totals.num_unknown else totals.num_bytes
+    return {**scores, "num_tokens": totals.num_tokens, "num_bytes": num_bytes}

@@ -73,9 +73,11 @@ def evaluate_rows(
     return sum_losses(module, token_bytes, read_batches(), num_batches, "evaluating", must_stop)
 
 
-def mean_scores(datasets: dict[str, dict[str, float]], shares: dict[str, float]) -> dict[str, Any]:
+def mean_scores(datasets: dict[str, dict[str, float | None]], shares: dict[str, float]) -> dict[str, Any]:
     """Return the scores of a mixture, and those of each dataset."""
-    loss, bits = (sum(shares[name] * of[key] for name, of in datasets.items()) for key in ("loss", "bits_per_byte"))
+    loss, bits = sum(shares[name] * of["loss"] for name, of in datasets.items()), None
+    if all(of["bits_per_byte"] is not None for of in datasets.values()):
+        bits = sum(shares[name] * of["bits_per_byte"] for name, of in datasets.items())
     return {"loss": loss, "perplexity": exp_or_inf(loss), "bits_per_byte": bits, "mixture": datasets}
 
 
@@ -100,6 +102,7 @@ class Validation:
         }
         self.num_rows = sum(self.rows.values())
         self.token_bytes = torch.from_numpy(count_token_bytes(dataset.tokenizer)).to(accelerator.device)
+        self.vocab_size = len(self.token_bytes)
 
     def run(self, must_stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
         """Evaluate.
@@ -131,7 +134,7 @@ class Validation:
         # blocks of a sharded model again and again.
         with self.accelerator.autocast(), torch.compiler.set_stance("force_eager"):
             for name, examples in self.tasks.items():
-                options = {"max_examples": TASK_EXAMPLES, "vocab_size": len(tokenizer), "must_stop": must_stop}
+                options = {"max_examples": TASK_EXAMPLES, "vocab_size": self.vocab_size, "must_stop": must_stop}
                 tokens_per_batch = batch_size * self.config.block_size
                 scores = score_task(self.model, tokenizer, name, examples, tokens_per_batch, **options)
                 if scores is None:
@@ -148,7 +151,7 @@ class Validation:
             return None
         prompt, tokenizer = self.config.sample_prompt, self.dataset.tokenizer
         try:
-            return sample_text(self.model, tokenizer, prompt, self.config.seed, len(tokenizer))
+            return sample_text(self.model, tokenizer, prompt, self.config.seed, self.vocab_size)
         except Exception as error:  # for example out of memory
             print(f"warning: no sample could be generated: {short_reason(error)}", flush=True)
             return None

@@ -7,7 +7,9 @@ sample them, and GPT-2's vocabulary results in GPT-2's own shapes.
 
 import copy
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
@@ -27,7 +29,7 @@ from transformers.models.auto.modeling_auto import (
 from recipe.config import TrainConfig
 from recipe.errors import UserError, did_you_mean, short_reason
 from recipe.model.size import count_flops_per_token, count_parameters, padded_vocab_size
-from recipe.model.weights import load_model_weights, load_pretrained
+from recipe.model.weights import is_vocabulary, load_model_weights, load_pretrained
 
 # Stock "sdpa" builds an explicit causal mask under torch.compile, and in eager mode asks the device whether it may
 # skip the mask. Both keep attention off the flash kernels (transformers#41856). Under a name without a mask function,
@@ -40,6 +42,8 @@ MANAGED = dict.fromkeys(("n_positions", "max_position_embeddings"), "set block_s
 MANAGED |= dict.fromkeys(("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id"), "it follows the tokenizer")
 # What config_overrides must set for types other than GPT-2, whose defaults are models of 7B parameters.
 SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "num_key_value_heads")
+# GPT-2's dropout, which recipes name, in other types.
+DROPOUT = {"attn_pdrop": "attention_dropout", "resid_pdrop": "hidden_dropout", "embd_pdrop": "embedding_dropout"}
 # If set, logits are more than the output matrix times the hidden state (in cohere, granite, gemma2, falcon_h1).
 LOGIT_SCALES = ("logit_scale", "logits_scaling", "final_logit_softcapping", "lm_head_multiplier")
 
@@ -68,15 +72,38 @@ def _no_dropout(model_type: str) -> dict[str, float]:
     return {name: 0.0 for name in model_options(model_type) if name.endswith(("_pdrop", "dropout"))}
 
 
+def translate_dropout(overrides: dict[str, Any], options: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return config_overrides with the names of another model type's dropout, and the names of GPT-2's that it lacks.
+
+    options: from `model_options`.
+    """
+    found, missing = {}, []
+    for key, value in overrides.items():
+        name = key if key in options else DROPOUT.get(key, key)
+        if key in DROPOUT and name not in options:
+            missing.append(key)
+        else:
+            found[name] = value
+    return found, missing
+
+
 def build_model_config(
-    config: TrainConfig, vocab_size: int, eos_token_id: int, source: str | Path | None = None
+    config: TrainConfig,
+    vocab_size: int,
+    eos_token_id: int,
+    source: str | Path | None = None,
+    num_base_tokens: int = 0,
 ) -> PreTrainedConfig:
     """Return the model's config with its real vocabulary, as saved; `build_model` pads it.
 
-    source: folder or Hub id of a model that sets the shape. Raises `UserError` if that model cannot be used, or
+    source: folder or Hub id of a model that sets the shape and the special ids. num_base_tokens: of the vocabulary,
+    without tokens that were added later, which the model may lack. Raises `UserError` if that model cannot be used, or
     if config_overrides has an unknown name or describes a model that cannot be built.
     """
-    model_type, overrides, options = config.model_type, config.config_overrides or {}, model_options(config.model_type)
+    model_config = None if source is None else load_pretrained(AutoConfig, source)
+    model_type = config.model_type or (model_config.model_type if model_config else "gpt2")
+    options = model_options(model_type)
+    overrides, _ = translate_dropout(config.config_overrides or {}, options)
     for key in overrides:
         if key not in options:
             nearest = did_you_mean(key, options, otherwise=f"it can set {', '.join(options)}")
@@ -84,16 +111,17 @@ def build_model_config(
     missing = [key for key in SHAPE if key in options and key not in overrides]
     if missing and source is None and model_type != "gpt2":
         raise UserError(f"model_type {model_type} requires {', '.join(missing)} in config_overrides")
-    values = {"vocab_size": vocab_size, "bos_token_id": eos_token_id, "eos_token_id": eos_token_id}
+    values = {"vocab_size": vocab_size, **_no_dropout(model_type), **overrides}
+    ids = {"bos_token_id": eos_token_id, "eos_token_id": eos_token_id}
     if model_type != "gpt2":
-        values["pad_token_id"] = None  # its embedding would get no gradient
-    values |= {**_no_dropout(model_type), **overrides}
-    model_config = None if source is None else _load_config(source, config, vocab_size)
+        ids["pad_token_id"] = None  # its embedding would get no gradient
+    if model_config is not None:
+        _check_source(model_config, model_type, overrides, source, config, num_base_tokens)
     try:
         if model_config is None:
-            model_config = AutoConfig.for_model(model_type, max_position_embeddings=config.block_size, **values)
+            model_config = AutoConfig.for_model(model_type, max_position_embeddings=config.block_size, **values, **ids)
         else:
-            model_config.update(values)
+            model_config.update(values | (ids if model_config.eos_token_id is None else {}))
         # On the meta device, before text is prepared for hours. Each type reports a bad shape with its own exception.
         count_flops_per_token(model_config, count_parameters(model_config), config.block_size)
     except Exception as error:
@@ -104,25 +132,27 @@ def build_model_config(
     return model_config
 
 
-def _load_config(source: str | Path, config: TrainConfig, vocab_size: int) -> PreTrainedConfig:
-    """Return an existing model's config. Raises `UserError` if it does not fit the run's options and vocabulary."""
-    model_config = load_pretrained(AutoConfig, source)
-    if (found := model_config.model_type) != config.model_type:
-        raise UserError(f"the model in {source} has type {found}; pass --model_type {found}")
-    no_dropout, most = _no_dropout(config.model_type), model_config.max_position_embeddings
-    for key, value in (config.config_overrides or {}).items():
+def _check_source(
+    model_config: PreTrainedConfig,
+    model_type: str,
+    overrides: dict[str, Any],
+    source: str | Path,
+    config: TrainConfig,
+    num_tokens: int,
+) -> None:
+    """Raise `UserError` if an existing model does not fit the run's options and the tokens that were not added."""
+    if (found := model_config.model_type) != model_type:
+        raise UserError(f"the model in {source} has type {found}; omit --model_type {model_type}")
+    no_dropout, most = _no_dropout(model_type), model_config.max_position_embeddings
+    for key, value in overrides.items():
         if key not in no_dropout and getattr(model_config, key) != value:
             raise UserError(f"config_overrides: {key} cannot differ from the model in {source}; only dropout can")
     if config.block_size > most:
-        remedy = "prepare the data" if config.dataset_dir else "start the run"
         found = f"the model in {source} has {most} positions, fewer than block_size {config.block_size}"
-        raise UserError(f"{found}; {remedy} with --block_size {most}")
-    if vocab_size > model_config.vocab_size:
-        found = f"the tokenizer has {vocab_size:,} tokens, more than the {model_config.vocab_size:,} of the model"
-        raise UserError(
-            f"{found} in {source}; pass a smaller --tokenizer_name, or enlarge the model's embeddings first"
-        )
-    return model_config
+        raise UserError(f"{found}; pass --block_size {most}")
+    if num_tokens > model_config.vocab_size:
+        found = f"the tokenizer has {num_tokens:,} tokens, more than the {model_config.vocab_size:,} of the model"
+        raise UserError(f"{found} in {source}; pass the model's own --tokenizer_name, to which tokens may be added")
 
 
 def build_model(
@@ -135,19 +165,26 @@ def build_model(
     source: folder or Hub id to load the weights from instead; raises `UserError` if it lacks weights. The initial
     weights do not depend on the padding.
     """
-    is_gpt2 = config.model_type == "gpt2"  # other types keep their stock attention and masks
+    is_gpt2 = model_config.model_type == "gpt2"  # other types keep their stock attention and masks
     attention = config.attn_implementation if config.attn_implementation != "auto" else "sdpa"
     attention = SDPA_WITHOUT_MASK if is_gpt2 and attention == "sdpa" else attention
     options = {"attn_implementation": attention, "dtype": torch.float32}
     if source is None:
         model = AutoModelForCausalLM.from_config(copy.deepcopy(model_config), **options)
     else:
-        options |= {key: getattr(model_config, key) for key in ("pad_token_id", *_no_dropout(config.model_type))}
+        options |= {key: getattr(model_config, key) for key in _no_dropout(model_config.model_type)}
+        options |= {} if is_gpt2 else {"pad_token_id": None}  # its embedding would get no gradient
         model = load_model_weights(source, **options)
         model.train()  # `from_pretrained` returns a model in eval mode, in which a trial step would use less memory
-    padded = padded_vocab_size(model_config.vocab_size, config.pad_vocab_to_multiple_of)
+    padded, num_known = (
+        padded_vocab_size(model_config.vocab_size, config.pad_vocab_to_multiple_of),
+        model.config.vocab_size,
+    )
     if padded != model.config.vocab_size:
         model.resize_token_embeddings(padded, mean_resizing=False)
+    for tensor in model.parameters() if model_config.vocab_size > num_known else ():  # tokens that were added
+        if is_vocabulary(model, tensor):  # Transformers draws rows around the mean, which no run could repeat
+            tensor.data[num_known : model_config.vocab_size] = tensor.data[:num_known].mean(dim=0)
     if config.bf16_residual:  # under autocast the blocks add bf16 to the residual stream, but fp32 + bf16 is fp32
         into_first_block = model.base_model.drop if is_gpt2 else model.get_input_embeddings()
         into_first_block.register_forward_hook(lambda module, inputs, output: output.bfloat16())

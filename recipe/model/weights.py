@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load, load_file, save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from recipe.disk import can_map, share
@@ -85,7 +85,7 @@ def copy_weights(model: PreTrainedModel, model_config: PreTrainedConfig, keep: b
 def write_model(
     model: PreTrainedModel, model_config: PreTrainedConfig, weights: dict[str, torch.Tensor], directory: Path
 ) -> None:
-    """Write config, generation config and weights of the unpadded model as a folder that `from_pretrained` loads.
+    """Write config and weights of the unpadded model as a folder that `from_pretrained` loads.
 
     model: the padded model, unwrapped. model_config: from `build_model_config`. weights: from `copy_weights`.
     """
@@ -94,9 +94,6 @@ def write_model(
     if model_config.model_type == "gpt2":
         model_config.n_ctx = model_config.n_positions  # llama.cpp's converter reads it; Transformers 5 does not
     model_config.save_pretrained(directory)
-    eos = model_config.eos_token_id
-    generation_config = GenerationConfig(bos_token_id=eos, eos_token_id=eos, pad_token_id=eos, do_sample=True)
-    generation_config.save_pretrained(directory)
     save_file(weights, directory / WEIGHTS_NAME, metadata={"format": "pt"})
     share(directory / WEIGHTS_NAME)  # safetensors 0.8 makes its files private
 

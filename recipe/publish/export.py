@@ -5,11 +5,11 @@ import shutil
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from recipe.data.tokenizer import save_tokenizer
 from recipe.disk import flush
 from recipe.errors import UserError, short_reason
+from recipe.model.files import write_files
 from recipe.model.weights import write_model
 
 
@@ -17,19 +17,19 @@ def export_model(
     model: PreTrainedModel,
     model_config: PreTrainedConfig,
     weights: dict[str, torch.Tensor],
-    tokenizer: PreTrainedTokenizerBase,
+    files: dict[str, bytes],
     output_dir: Path,
 ) -> None:
     """Write the final model; each file appears only when it is complete. Raises `UserError` if that fails.
 
-    model, model_config, weights: as for `write_model`.
+    model, model_config, weights: as for `write_model`. files: the others, by name.
     """
     partial = output_dir / ".checkpoint-final.partial"
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         write_model(model, model_config, weights, partial)
-        save_tokenizer(tokenizer, partial, model_config.max_position_embeddings)
+        write_files(files, partial)
         for path in partial.iterdir():
             flush(path)
             os.replace(path, output_dir / path.name)

@@ -32,15 +32,14 @@ from recipe.checkpoint import MANIFEST_NAME, OPTIMIZER_NAME, RNG_NAME, STATE_NAM
 from recipe.config import CONFIG_NAME, TrainConfig
 from recipe.disk import link_or_copy
 from recipe.errors import UserError, one_line, short_reason
+from recipe.model.files import GENERATION, TOKENIZER_FILES
+from recipe.model.weights import WEIGHTS_NAME
 from recipe.publish.card import CARD_NAME, CURVE_NAME, write_model_card
 from recipe.publish.public import METRICS_NAME, count_tokens, public_events, write_public_files
 
 # Only these files are published. The first row is written for the Hub.
 WRITTEN_FILES = (CARD_NAME, CURVE_NAME, CONFIG_NAME, METRICS_NAME)
-MODEL_FILES = (
-    *("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"),
-    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
-)
+MODEL_FILES = ("config.json", GENERATION, WEIGHTS_NAME, *TOKENIZER_FILES)
 TRAINING_FILES = (STATE_NAME, OPTIMIZER_NAME, RNG_NAME, MANIFEST_NAME)  # what only a resume needs
 # How the names of files of any model end.
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")

@@ -316,14 +316,19 @@ def describe_progress(values: dict[str, Any]) -> str:
     return ", ".join([*parts, f"{gigabytes:.{0 if gigabytes > 10 else 1}f} GB"])
 
 
+def describe_bits(bits_per_byte: float | None) -> str:
+    """Return a number, or a dash where the bytes of the text are not known."""
+    return "-" if bits_per_byte is None or math.isnan(bits_per_byte) else f"{bits_per_byte:.4f}"
+
+
 def describe_evaluation(what: str, values: dict[str, Any]) -> str:
     """Return one line with the results of an evaluation, and one more for each task."""
     line = (
         f"{what}: validation loss {values['loss']:.4f}, perplexity {values['perplexity']:,.2f}, "
-        f"{values['bits_per_byte']:.4f} bits per byte"
+        f"{describe_bits(values['bits_per_byte'])} bits per byte"
     )
     for name, of in values.get("mixture", {}).items():
-        line += f"\n  {name}: validation loss {of['loss']:.4f}, {of['bits_per_byte']:.4f} bits per byte"
+        line += f"\n  {name}: validation loss {of['loss']:.4f}, {describe_bits(of['bits_per_byte'])} bits per byte"
     for task, scores in split_scores(values).items():
         names = [name for name in ("acc", "acc_norm", "perplexity") if name in scores]
         shown = ", ".join(f"{name} {scores[name]:{'.4g' if scores[name] > 1 else '.4f'}}" for name in names)

@@ -39,7 +39,7 @@ from recipe.optim.schedule import count_warmup_steps
 from recipe.publish.export import export_model
 from recipe.publish.public import read_events, split_scores
 from recipe.publish.uploads import HubUploads
-from recipe.run.log import RunLog
+from recipe.run.log import RunLog, describe_bits
 from recipe.run.resume import describe_jump
 from recipe.run.start import Run, measure_progress
 from recipe.run.stop import EXIT_STOPPED, StopSignals, describe_signal, find_kill_warning
@@ -108,6 +108,8 @@ def show_start(log: RunLog, facts: dict[str, Any], state: RunState, eval_rows: i
     run, config = log.run, log.config
     num_examples = state.examples + max(0, (config.max_steps or state.step) - state.step) * config.global_batch_size
     log.table(start_table(run, facts, eval_rows, num_examples))
+    for note in run.notes:
+        log.say(note)
     before = read_state(run.resume_dir)["mixed_precision"] if run.resume_dir else None
     facts = {"precision_before": before, **facts}
     log.event("start", state.step, run_id=state.run_id, tokens_seen=state.examples * config.block_size, **facts)
@@ -299,7 +301,7 @@ def finish_run(
         best = find_best(log, state) if log.config.load_best_model_at_end else None
         step = step_of(best) if best else state.step
         exported = load_file(best / WEIGHTS_NAME) if best else weights
-        export_model(model, log.run.model_config, exported, dataset.tokenizer, log.output_dir)
+        export_model(model, log.run.model_config, exported, log.run.files, log.output_dir)
         evaluation = log.evaluated[step]
         summary = log.summary(build_summary(log, state, facts, evaluation, step))
         mark_resumable(False)
@@ -366,7 +368,7 @@ def closing_lines(run: Run, summary: dict[str, Any], sample: str | None, state: 
         "eval_loss": f"{summary['eval_loss']:.4f}",
         **{f"eval_loss/{name}": f"{of['loss']:.4f}" for name, of in summary.get("mixture", {}).items()},
         "perplexity": f"{summary['perplexity']:.2f}",
-        "bits_per_byte": f"{summary['bits_per_byte']:.4f}",
+        "bits_per_byte": describe_bits(summary["bits_per_byte"]),
         **({"best_step": summary["exported_step"]} if config.load_best_model_at_end else {}),
         "steps": summary["step"],
         "tokens": summary["tokens_seen"],

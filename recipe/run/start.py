@@ -17,15 +17,16 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import set_seed
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from recipe.checkpoint import RunState, Trained, find_checkpoint, load_checkpoint, read_state
 from recipe.config import TrainConfig
 from recipe.data.batches import TrainBatches, TrainOrder, read_rows
 from recipe.data.cache import prepare_text
 from recipe.data.mixture import open_datasets, order_of
-from recipe.data.packed import PackedDataset, metadata_of
+from recipe.data.packed import PackedDataset, encoding_of, metadata_of
 from recipe.data.stream import open_stream, read_stream
+from recipe.data.tokenizer import count_ids
 from recipe.errors import UserError
 from recipe.evaluation.tasks import load_tasks
 from recipe.hardware.accelerator import build_accelerator, check_trackers, find_facts, measure_open, parallelize
@@ -48,9 +49,11 @@ from recipe.hardware.processes import (
     wait_on_host,
 )
 from recipe.hardware.sharding import USE_FSDP, Sharding
-from recipe.model.build import build_model_config
+from recipe.model.build import build_model_config, model_options, translate_dropout
+from recipe.model.files import new_files, tuned_files
 from recipe.model.loss import LanguageModelingLoss
 from recipe.model.size import count_parameters, count_training_flops, padded_vocab_size
+from recipe.model.weights import load_pretrained
 from recipe.optim.optimizers import check_optimizer
 from recipe.publish.download import fetch_checkpoint
 from recipe.publish.hub import DOWNLOAD_NAME, check_hub, check_owner
@@ -105,13 +108,13 @@ class Start:
     resume_dir: Path | None  # the checkpoint that the run continues
     run_id: str | None  # the checkpoint's; None if this is a new run
     source: str | Path | None  # the model that sets shape and tokenizer
-    started_at: float  # time.perf_counter
 
 
 @dataclass(frozen=True)
 class Run(Start):
     """All that is decided before the model is built."""
 
+    started_at: float  # time.perf_counter, when the text is prepared, from where `max_minutes` counts
     accelerator: Accelerator
     recipe: str
     config: TrainConfig  # with every `auto` resolved for this machine, except the micro-batch, which `plan` has
@@ -123,6 +126,8 @@ class Run(Start):
     metadata: dict[str, Any]  # the dataset's
     identity: dict[str, Any]  # what a resumed run must share with its checkpoint
     changes: dict[str, tuple]  # to the checkpoint's schedule: {option: (before, now)}
+    files: dict[str, bytes]  # of the exported model, besides config and weights
+    notes: list[str]  # what the run changes in the model that it starts from
 
     @property
     def vocab_size(self) -> int:
@@ -140,7 +145,6 @@ def open_run(config: TrainConfig, recipe: str) -> Start:
 
     Raises `UserError` for options that cannot work, before text is prepared for hours.
     """
-    started_at = time.perf_counter()
     sharding = start_processes()
     output_dir = on_main_process(lambda: choose_output_dir(config, recipe))
     on_main_process(lambda: check_hub(config))
@@ -159,7 +163,7 @@ def open_run(config: TrainConfig, recipe: str) -> Start:
     check_optimizer(config, processes.device)
     build_model_config(config, 1, 0, source)
     load_tasks(config.eval_tasks)  # reports a wrong file before text is prepared
-    return Start(processes, sharding, output_dir, resume_dir, run_id, source, started_at)
+    return Start(processes, sharding, output_dir, resume_dir, run_id, source)
 
 
 def find_start(config: TrainConfig, output_dir: Path) -> Path | None:
@@ -191,6 +195,7 @@ def plan_run(start: Start, typed: TrainConfig, recipe: str, dataset: Any) -> Run
 
     Raises `UserError` if the processes, or the run and its checkpoint, do not belong together.
     """
+    started_at = time.perf_counter()
     device, num_processes, resume_dir = start.processes.device, start.processes.num_processes, start.resume_dir
     content = read_state(resume_dir) if resume_dir is not None else None
     num_train_epochs = typed.num_train_epochs
@@ -204,7 +209,10 @@ def plan_run(start: Start, typed: TrainConfig, recipe: str, dataset: Any) -> Run
     tokenizer, metadata = dataset.tokenizer, metadata_of(dataset)
     if typed.dataset_name:  # training_config.yaml then names what was read
         typed = dataclasses.replace(typed, dataset_revision=metadata["source"].get("dataset_revision"))
-    model_config = build_model_config(typed, len(tokenizer), tokenizer.eos_token_id, start.source)
+    vocab_size, num_base = count_ids(tokenizer), count_ids(tokenizer, with_added_tokens=False)
+    model_config = build_model_config(typed, vocab_size, tokenizer.eos_token_id, start.source, num_base)
+    files, notes = collect_files(start, typed, tokenizer, metadata, model_config)
+    typed = dataclasses.replace(typed, model_type=model_config.model_type)
     identity = run_identity(typed, metadata, model_config)
     check_same_run(identity)
     if resume_dir is not None:
@@ -230,6 +238,7 @@ def plan_run(start: Start, typed: TrainConfig, recipe: str, dataset: Any) -> Run
     plan = plan_device(config, padded, accelerator, start.output_dir, earlier, data_bytes, start.sharding)
     return Run(
         **vars(dataclasses.replace(start, run_id=run_id)),
+        started_at=started_at,
         accelerator=accelerator,
         recipe=recipe,
         config=plan.apply(config),
@@ -241,7 +250,31 @@ def plan_run(start: Start, typed: TrainConfig, recipe: str, dataset: Any) -> Run
         metadata=metadata,
         identity=identity,
         changes=changes,
+        files=files,
+        notes=notes,
     )
+
+
+def collect_files(
+    start: Start, config: TrainConfig, tokenizer: Any, metadata: dict[str, Any], model_config: PreTrainedConfig
+) -> tuple[dict[str, bytes], list[str]]:
+    """Return the files of the exported model, and what the run changes in the model that it starts from."""
+    if start.source is None:
+        return new_files(tokenizer, model_config), []
+    own_tokenizer = start.resume_dir or config.tokenizer_name == config.model_name_or_path
+    tokenizer_source = start.source if own_tokenizer else config.tokenizer_name
+    files, notes = tuned_files(start.source, tokenizer_source, **encoding_of(metadata))
+    num_known = load_pretrained(AutoConfig, start.source).vocab_size
+    if (num_new := model_config.vocab_size - num_known) > 0:
+        notes.append(f"the vocabulary grows from {num_known:,} by {num_new:,} tokens, which start as the mean of all")
+    elif num_new < 0:
+        notes.append(
+            f"the vocabulary shrinks from {num_known:,} to the tokenizer's {model_config.vocab_size:,} tokens"
+        )
+    overrides = config.config_overrides or {}
+    if missing := translate_dropout(overrides, model_options(model_config.model_type))[1]:
+        notes.append(f"{model_config.model_type} has no counterpart of {', '.join(missing)}, which have no effect")
+    return files, notes
 
 
 def prepare(run: Run, loss: LanguageModelingLoss) -> nn.Module:

@@ -1,0 +1,180 @@
+"""A source -> units of text, each of which can be read on its own (recipe/data/read.py).
+
+Unit k is a pure function of (source, k), so any process can read it, at any time, and gets the same documents.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from recipe.config import STANDARD_LIBRARY
+from recipe.data.files import TOKENS, compression_of, kind_of
+from recipe.data.source import NUM_UNITS, SMALLEST_UNIT, TextSource
+from recipe.data.tokens import ID_BYTES, find_tokens
+from recipe.errors import UserError
+
+COMPRESSION_RATIO = 4  # bytes of text per byte of a compressed file, roughly
+SMALL_SOURCE = 32_000_000  # a source up to this size is one unit, which one core prepares in a second
+LARGEST_UNIT = 128_000_000  # else there are `NUM_UNITS`, if their size permits
+FEW_TEXTS = 40  # fewer text files have too few documents to hold some out, so the end of each is held out
+HASHED_CHARACTERS = 100_000  # the part of a document that its hash covers
+EVERY_HASH = 2**64  # greater than any
+
+
+class HoldOut(NamedTuple):
+    """Which text of a part is validation.
+
+    Documents with a hash below the threshold, so that equal documents are never in both splits; or, of a file that is
+    one document or a stream of tokens, the end.
+    """
+
+    threshold: int = 0  # 0: none; `EVERY_HASH`: all
+    tail: float = 0.0  # share of the file
+
+    @property
+    def by_hash(self) -> bool:
+        return 0 < self.threshold < EVERY_HASH
+
+    def split_of(self, text: str | np.ndarray) -> str:
+        """Return the split of a document."""
+        is_validation = hash64(text) < self.threshold if self.by_hash else self.threshold > 0
+        return "validation" if is_validation else "train"
+
+
+TRAIN, VALIDATION = HoldOut(), HoldOut(EVERY_HASH)
+
+
+class FilePart(NamedTuple):
+    """A stretch of a file: bytes of text, JSON lines or token ids, row groups of Parquet; another file as a whole."""
+
+    path: str
+    hold_out: HoldOut
+    start: int = 0
+    stop: int | None = None  # None: to the end
+
+
+class ShardPart(NamedTuple):
+    """Some shards of a dataset: the number-th of count equal shares of a split's."""
+
+    split: str  # the dataset's name for it
+    hold_out: HoldOut
+    number: int
+    count: int
+
+
+class Unit(NamedTuple):
+    """What one process reads and tokenizes at a time."""
+
+    parts: list[FilePart] | list[ShardPart]
+    num_bytes: int  # bytes of text; 0 if unknown
+
+    @property
+    def is_validation(self) -> bool:
+        """Whether it holds separate validation text."""
+        return self.parts[0].hold_out == VALIDATION
+
+
+def hash64(text: str | np.ndarray) -> int:
+    """Hash the start of a document."""
+    head = text[:HASHED_CHARACTERS]
+    content = head.encode("utf-8") if isinstance(head, str) else head.tobytes()
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
+
+
+def cut(source: TextSource) -> list[Unit]:
+    """Return the units in reading order, separate validation text first. Raises `UserError` for bad input.
+
+    `list_units` of recipe/data/read.py adjusts the threshold of their hold-out where there are few documents.
+    """
+    share = source.validation_split_percentage / 100
+    held_out = HoldOut(int(share * EVERY_HASH), share)
+    if source.dataset_name == STANDARD_LIBRARY:
+        return [Unit([FilePart(STANDARD_LIBRARY, held_out._replace(tail=0.0))], 0)]
+    if source.dataset_name:
+        return _cut_dataset(source, held_out._replace(tail=0.0))
+    validation = group(_stretches(source, source.held_out_files.paths, VALIDATION))
+    return validation + group(_stretches(source, source.files.paths, TRAIN if source.has_validation else held_out))
+
+
+def _stretches(source: TextSource, paths: list[str], hold_out: HoldOut) -> Iterator[tuple[FilePart, int]]:
+    """Yield (part, bytes of text) of files, none much larger than a unit where the kind allows it."""
+    kinds = [".compressed" if compression_of(path) else kind_of(path) for path in paths]
+    ratios = [COMPRESSION_RATIO if kind in (".compressed", ".parquet") else 1 for kind in kinds]
+    sizes = [os.path.getsize(path) * ratio for path, ratio in zip(paths, ratios, strict=True)]
+    unit_bytes = unit_size(sum(sizes))
+    has_many = len(paths) * source.validation_split_percentage >= FEW_TEXTS * 5.0
+    for path, size in zip(paths, sizes, strict=True):
+        kind, part = kind_of(path), FilePart(path, hold_out._replace(tail=0.0))
+        if kind == ".parquet":
+            yield from _row_groups(part, source.column_of(path), unit_bytes)
+            continue
+        is_text, start, stop = kind in (".txt", ".md"), 0, size
+        is_document = is_text and source.document_separator is None
+        if kind == TOKENS:
+            start, stop = find_tokens(path)
+        if kind == TOKENS or (is_document and not (has_many and size <= unit_bytes)):
+            part = part._replace(hold_out=HoldOut(tail=hold_out.tail) if hold_out.by_hash else hold_out)
+        if compression_of(path) or not (is_text or kind in (".jsonl", TOKENS)):
+            yield part, size
+            continue
+        step = unit_bytes + unit_bytes % ID_BYTES if kind == TOKENS else unit_bytes
+        for begin in range(start, max(start + 1, stop), step):
+            end = min(begin + step, stop)
+            yield part._replace(start=begin, stop=end), end - begin
+
+
+def _row_groups(part: FilePart, column: str, unit_bytes: int) -> Iterator[tuple[FilePart, int]]:
+    """Yield the row groups of a Parquet file; a damaged file as a whole, whose reading says what is wrong."""
+    try:
+        metadata = pq.ParquetFile(part.path).metadata
+    except (OSError, pa.ArrowException):
+        metadata = None
+    if metadata is None or not metadata.num_row_groups:
+        yield part, 0
+        return
+    # A list's column is `ids.list.element`.
+    paths = [f"{metadata.schema.column(index).path}." for index in range(metadata.num_columns)]
+    columns = [index for index, path in enumerate(paths) if path.startswith(f"{column}.")]
+    start, num_bytes = 0, 0
+    for number in range(metadata.num_row_groups):
+        rows = metadata.row_group(number)
+        num_bytes += sum(rows.column(index).total_uncompressed_size for index in columns)
+        if num_bytes >= unit_bytes or number + 1 == metadata.num_row_groups:
+            yield part._replace(start=start, stop=number + 1), num_bytes
+            start, num_bytes = number + 1, 0
+
+
+def _cut_dataset(source: TextSource, hold_out: HoldOut) -> list[Unit]:
+    splits, name = source.dataset, source.dataset_split
+    if name not in splits:
+        missing = f"has no split '{name}' (it has {', '.join(splits)})"
+        raise UserError(f"dataset {source.dataset_name} {missing}; pass --dataset_split")
+    num_bytes = COMPRESSION_RATIO * source.num_dataset_bytes
+    count = min(splits[name].rows.num_shards, -(-num_bytes // unit_size(num_bytes)) or NUM_UNITS)
+    held_out = TRAIN if source.has_validation else hold_out
+    separate = [Unit([ShardPart("validation", VALIDATION, 0, 1)], 0)] if source.has_validation else []
+    return separate + [Unit([ShardPart(name, held_out, number, count)], 0) for number in range(count)]
+
+
+def unit_size(num_bytes: int) -> int:
+    if num_bytes <= SMALL_SOURCE:
+        return max(1, num_bytes)
+    return min(LARGEST_UNIT, max(SMALLEST_UNIT, num_bytes // NUM_UNITS))
+
+
+def group(stretches: Iterable[tuple[FilePart, int]]) -> list[Unit]:
+    """Put consecutive parts together until they are a unit, so that small files share one."""
+    stretches = list(stretches)
+    unit_bytes, units, parts, num_bytes = unit_size(sum(size for _, size in stretches)), [], [], 0
+    for part, size in stretches:
+        parts.append(part)
+        num_bytes += size
+        if num_bytes >= unit_bytes:
+            units.append(Unit(parts, num_bytes))
+            parts, num_bytes = [], 0
+    return units + ([Unit(parts, num_bytes)] if parts else [])

@@ -1,0 +1,79 @@
+"""The small files beside a model's weights: its tokenizer's, and generation_config.json.
+
+A new model gets those of the tokenizer that it is trained with. A model that is fine-tuned keeps its own, byte for
+byte, among them a chat template; what the run has to change in them is returned as lines to print.
+"""
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
+
+from recipe.data.tokenizer import added_ids, drop_template, load_tokenizer
+from recipe.environment import only_cached
+from recipe.errors import UserError, short_reason
+
+GENERATION = "generation_config.json"
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+    *("merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", "chat_template.json"),
+)
+
+
+def new_files(tokenizer: PreTrainedTokenizerBase, model_config: PreTrainedConfig) -> dict[str, bytes]:
+    """Return the files of a new model, by name."""
+    eos = model_config.eos_token_id
+    tokenizer.model_max_length = model_config.max_position_embeddings
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        GenerationConfig(bos_token_id=eos, eos_token_id=eos, pad_token_id=eos, do_sample=True).save_pretrained(folder)
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
+def own_files(source: str | Path, names: tuple[str, ...] = (*TOKENIZER_FILES, GENERATION)) -> dict[str, bytes]:
+    """Return the files of an existing model or tokenizer, a folder or Hub id. Raises `UserError` if that fails."""
+    folder = Path(source)
+    try:
+        if not folder.is_dir():
+            options = {"allow_patterns": list(names), "local_files_only": only_cached(str(source))}
+            folder = Path(snapshot_download(str(source), **options))
+        return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+    except Exception as error:  # the Hub client and the file system raise various errors
+        raise UserError(f"cannot read the tokenizer of '{source}': {short_reason(error)}") from error
+
+
+def tuned_files(
+    source: str | Path, tokenizer_source: str | Path, document_prefix: list[int], parse_special_tokens: bool
+) -> tuple[dict[str, bytes], list[str]]:
+    """Return the files of a model that is fine-tuned, and what differs from its own.
+
+    source, tokenizer_source: what is fine-tuned, and its tokenizer, folders or Hub ids. document_prefix,
+    parse_special_tokens: how the text of the dataset was encoded.
+    """
+    files, notes = own_files(tokenizer_source, TOKENIZER_FILES) | own_files(source, (GENERATION,)), []
+    config, changes = json.loads(files.get("tokenizer_config.json", b"{}")), {}
+    if parse_special_tokens and config.get("split_special_tokens"):
+        changes["split_special_tokens"] = False
+        notes.append("the tokenizer parses special tokens in a text from now on, as in the training text")
+    tokenizer = load_tokenizer(str(tokenizer_source))
+    if not document_prefix and any(added_ids(tokenizer)) and "tokenizer.json" in files:
+        content = json.loads(files["tokenizer.json"])
+        content["post_processor"] = drop_template(content["post_processor"])
+        files["tokenizer.json"] = _as_json(content)
+        changes |= {key: False for key in ("add_bos_token", "add_eos_token") if key in config}
+        notes.append("the tokenizer adds no special tokens to a text from now on, as in the training text")
+    if changes:
+        files["tokenizer_config.json"] = _as_json(config | changes)
+    return files, notes
+
+
+def _as_json(content: dict[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def write_files(files: dict[str, bytes], directory: Path) -> None:
+    for name, content in files.items():
+        (directory / name).write_bytes(content)
