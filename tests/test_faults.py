@@ -279,7 +279,7 @@ def test_a_kill_while_a_checkpoint_is_replaced_leaves_it(run_dir, monkeypatch, n
     trained = types.SimpleNamespace(model=None, model_config=mock.Mock(), tokenizer=None)
     config = load_config(["--dataset_dir", "d", "--save_total_limit", "1"])[0]
     monkeypatch.setattr(recipe.checkpoint, "write_model", lambda *args: (args[-1] / WEIGHTS_NAME).touch())
-    monkeypatch.setattr(recipe.checkpoint, "save_tokenizer", lambda *_: None)
+    monkeypatch.setattr(recipe.checkpoint, "write_files", lambda *_: None)
     saver = CheckpointSaver(run_dir, config, {}, trained, None, print, lambda *_: None)
     state = json.loads((run_dir / "checkpoint-4" / "training_state.json").read_text())
 

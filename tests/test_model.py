@@ -224,14 +224,14 @@ def test_a_run_of_another_type_resumes_exactly(train, tmp_path, model_type):
 
 
 def test_a_run_continues_a_saved_model_of_another_type(train, tmp_path, jsonl_file):
-    """The type must be named; the weights are the starting point, the block size that of the positions."""
+    """Its type is read; the weights are the starting point, the block size that of the positions."""
     first = train("--max_steps", "2", shape=options_of("llama"), output_dir=tmp_path / "first")
     start = ["--model_name_or_path", first, "--max_steps", "1", "--learning_rate", "1e-9"]
-    second = train(*start, shape=["--model_type", "llama"], output_dir=tmp_path / "second")
+    second = train(*start, shape=[], output_dir=tmp_path / "second")
     before, after = (load_file(run / "model.safetensors") for run in (first, second))
     torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-7)
-    with pytest.raises(UserError, match=f"the model in {first} has type llama; pass --model_type llama"):
-        train(*start, shape=[], output_dir=tmp_path / "third")
+    with pytest.raises(UserError, match=f"the model in {first} has type llama; omit --model_type gpt2"):
+        train(*start, shape=["--model_type", "gpt2"], output_dir=tmp_path / "third")
     assert not run_script("scripts/evaluate_model.py", "--model", first, "--text_file", jsonl_file)
 
 

@@ -24,6 +24,7 @@ from conftest import PLAIN, ROOT, TINY, make_documents, wet_record
 from recipe.config import STANDARD_LIBRARY
 from recipe.data import files
 from recipe.data.files import describe_files
+from recipe.data.prepare import rules_of
 from recipe.data.read import ReadReport, list_units, read_texts, read_unit
 from recipe.data.source import TextSource
 from recipe.errors import UserError
@@ -199,6 +200,99 @@ def test_a_bad_document_does_not_end_its_unit(tmp_path, small_units):
     assert len(list_units(source)) > 10 and found == left[0] + left[1] and report.num_skipped == 4
 
 
+@pytest.mark.parametrize("kind", ["a.txt", "a.md.gz", "a.warc.wet", "a.csv", "a.parquet"])
+@pytest.mark.parametrize("separator", [None, "<sep>"])
+def test_bytes_that_are_no_text_cost_their_line(tmp_path, kind, separator):
+    """Of a text, a page or a field; the size of what is skipped is counted."""
+    good, bad = "".join(make_documents(30)).encode(), b"Stra\xdfe\n"
+    half = good.index(b"\n", len(good) // 2) + 1
+    content = good[:half] + bad + good[half:] + b"<sep>" + bad * 2 + b"the end\n"
+    path, expected = tmp_path / kind, [good.decode(), "the end\n"]
+    if kind == "a.csv":
+        rows = [b'"' + text.replace(b'"', b'""') + b'"\n' for text in good.splitlines(keepends=True)]
+        path.write_bytes(b"text\n" + b"".join([*rows, bad, *rows[:2]]))
+        expected = [text.decode() for text in [*good.splitlines(keepends=True), *good.splitlines(keepends=True)[:2]]]
+    elif kind == "a.warc.wet":
+        path.write_bytes(b"".join(wet_record("conversion", page) for page in content.split(b"<sep>")))
+    elif kind == "a.parquet":
+        pages = pa.array(content.split(b"<sep>"), pa.binary()).view(pa.string())
+        pq.write_table(pa.table({"text": pages}), path)
+    else:
+        path.write_bytes(gzip.compress(content) if kind.endswith("gz") else content)
+    source = TextSource((str(path),), document_separator=separator, skip_bad_files=True)
+    report = ReadReport()
+    found = [text for _, text in read(source, report)]
+    if separator is None and kind in ("a.txt", "a.md.gz"):
+        found, expected = ["".join(found)], ["<sep>".join(expected[:1]) + "<sep>the end\n"]
+        expected = [good.decode() + "the end\n"]  # the separator is in a line that is lost
+        found = [found[0].replace("<sep>", "")]
+    assert found == [text for text in expected if text]
+    assert 0 < report.num_skipped <= 3 and len(bad) <= report.skipped_bytes <= 3 * len(bad) + 5
+    with pytest.raises(UserError, match="is not UTF-8 text; convert it"):
+        read(dataclasses.replace(source, skip_bad_files=False))
+
+
+CSV_TABLES = {  # content -> the texts, and the number of lines that are skipped
+    "commas": ("text\none, two\nthree\n", ["three"], 1),
+    "missing field": ("id,text\n1,one\n2\n3,three\n", ["one", "three"], 1),
+    "open quote": ('text\none\n"two\n' + "more\n" * 90, ["one", *["more"] * 90], 1),
+    "two open quotes": ('text\n"one\ntwo\n"three\nfour\n', ["two", "four"], 2),
+    "text after a quote": ('text\n"one" two\nthree\n', ["three"], 1),
+    "header padded by a program": ("text,,\none, two,three\nfour,,\n", ["four"], 1),
+    "index of pandas": (",text\n0,one\n1,two\n", ["one", "two"], 0),
+    "quoted": ('text\n"one, ""two""\nthree"\n\nfour\n', ['one, "two"\nthree', "four"], 0),
+    "one line": ("text\n", [], 0),
+}
+
+
+@pytest.mark.parametrize("name", CSV_TABLES)
+def test_a_row_of_csv_has_the_fields_of_its_header(tmp_path, name):
+    """Another row is an error that names its line; skip_bad_files loses one line for it."""
+    content, expected, num_skipped = CSV_TABLES[name]
+    (tmp_path / "a.csv").write_text(content)
+    source, report = TextSource((str(tmp_path / "a.csv"),), skip_bad_files=True), ReadReport()
+    assert [text for _, text in read(source, report)] == expected
+    assert report.num_skipped == num_skipped and (report.skipped_bytes > 0) == (num_skipped > 0)
+    if num_skipped:
+        with pytest.raises(UserError, match=r"a\.csv: line \d "):
+            read(dataclasses.replace(source, skip_bad_files=False))
+
+
+def test_the_text_column_by_kind_of_file(tmp_path):
+    """Files of other kinds have the one without a kind, or `text`."""
+    for name, column in (("a.csv", "body"), ("b.jsonl", "content"), ("c.json", "text"), ("d.parquet", "my text")):
+        texts = [f"{name} {number}" for number in range(3)]
+        if name == "a.csv":
+            (tmp_path / name).write_bytes(as_csv(texts, column))
+        elif name == "d.parquet":
+            write_parquet(tmp_path / name, texts, column)
+        else:
+            write_jsonl(tmp_path / name, texts, column)
+    (tmp_path / "e.txt").write_text("e.txt")
+    given = ("csv=body", "jsonl=content", "parquet=my text")
+    assert len(list(read_texts([str(tmp_path)], given, None))) == 13
+    assert len(list(read_texts([str(tmp_path)], ("content", *given[:1]), None))) == 7
+    assert len(list(read_texts([str(tmp_path / "b.jsonl")], "content", None))) == 3
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "save_to_disk"])
+def test_the_padding_of_tokenized_rows_is_not_read(tmp_path, kind):
+    """Where a mask marks it; otherwise its ids are counted."""
+    rows = {"input_ids": [[5, 6, 7, *[9] * 20], [8, 9, *[9] * 21]], "attention_mask": [[1] * 3 + [0] * 20, [1] * 2 + [0] * 21]}
+    table = datasets.Dataset.from_dict(rows)
+    for has_mask in (True, False):
+        table, name = (table if has_mask else table.remove_columns("attention_mask")), str(tmp_path / f"{has_mask}.{kind}")
+        {"jsonl": table.to_json, "parquet": table.to_parquet, "save_to_disk": table.save_to_disk}[kind](name)
+        source = TextSource(dataset_name=name, text_column_name="input_ids")
+        if kind != "save_to_disk":
+            source = TextSource((name,), text_column_name="input_ids")
+        report = ReadReport()
+        found = [ids.tolist() for _, ids in read(source, report)]
+        assert found == ([[5, 6, 7], [8, 9]] if has_mask else rows["input_ids"])
+        assert (report.num_row_ids, report.num_padding) == ((0, 0) if has_mask else (46, 42))
+        assert rules_of(source) == (["mask"] if has_mask else [])
+
+
 # ------------------------------------------------------------------ units
 
 
@@ -263,6 +357,20 @@ def test_a_small_source_holds_out_exactly_its_percentage(tmp_path, count, percen
     assert texts_of(source) == [*texts, *texts[: count // 2]]
     assert len(set(texts_of(source, "validation"))) == expected
     assert len(set(texts_of(source, "train"))) == count - expected
+
+
+@pytest.mark.parametrize("count", [2, 3, 20])
+def test_few_large_documents_are_in_both_splits(tmp_path, small_units, count):
+    """In any units: where the hash would hold out none or all of them, it holds out one, or all but one."""
+    for seed in range(8):
+        path = write_jsonl(tmp_path / f"{seed}.jsonl", [text * 60 for text in make_documents(count, seed)])
+        for percentage in (0.1, 5, 99.9):
+            source = TextSource((path,), validation_split_percentage=percentage)
+            assert len(list_units(source)) > 1
+            splits = [split for split, _ in read(source)]
+            assert set(splits) == {"train", "validation"} and len(splits) == count
+            if percentage != 5:
+                assert splits.count("validation") in (1, count - 1)
 
 
 def test_duplicates_are_in_one_split(tmp_path, small_units):
@@ -509,9 +617,10 @@ def test_a_file_that_could_not_be_read_is_read_again(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("size", [1_000_000, 10_000_000])
-@pytest.mark.parametrize("share", [0, 0.25, 0.5, 1])
-def test_an_edit_of_one_byte_is_another_text(tmp_path, size, share):
-    """Anywhere in a file, whose size stays the same."""
+@pytest.mark.parametrize("share", [0, 0.25, 0.51, 1])
+def test_an_edit_of_one_byte_is_another_text(tmp_path, size, share, monkeypatch):
+    """Anywhere in a file, whose size stays the same. Earlier versions looked at some blocks of a large one."""
+    monkeypatch.setattr(files, "SAMPLED_BYTES", 2**21)
     path, position = tmp_path / "a.txt", int(share * (size - 1))
     path.write_bytes(b"x" * size)
     before = content_of(path)
@@ -534,6 +643,7 @@ def test_the_identity_covers_every_option_and_file(tmp_path):
         dataclasses.replace(base, text_column_name="body"),
         dataclasses.replace(base, document_separator="x"),
         dataclasses.replace(base, validation_split_percentage=7.0),
+        dataclasses.replace(base, parse_special_tokens=True),
         dataclasses.replace(base, skip_bad_files=True),  # a strict run does not accept what a lenient one has made
     ]
     base = TextSource(dataset_name="org/data")

@@ -317,7 +317,7 @@ def look_for_special_tokens(tokenizer: TextTokenizer, source: TextSource, sample
     """Yield what to say of special tokens that the text contains."""
     text = "\n".join(sample)[:SAMPLE_CHARACTERS]
     found = {token: count for token in sorted(special_tokens(tokenizer)) if (count := text.count(token))}
-    place = f"in the first {len(text) / 1e6:.1f} M characters"
+    place = f"in the first {len(text):,} characters"
     if not source.parse_special_tokens and (count := found.pop(tokenizer.eos_token, 0)):
         option = shell_command(document_separator=tokenizer.eos_token)
         if source.document_separator or not any(kind_of(path) in (".txt", ".md") for path in source.files.paths):

@@ -218,7 +218,7 @@ def read_sample(source: TextSource, units: list[Unit]) -> list[str]:
 def has_mask(source: TextSource) -> bool:
     """Return whether token ids have a column beside them that marks padding: in the first row of each kind of file."""
     seen = {}
-    for unit in cut(source):
+    for unit in cut(source) if source.dataset_name != STANDARD_LIBRARY else ():
         for part in unit.parts:
             seen.setdefault(kind_of(part.path) if isinstance(part, FilePart) else part.split, part)
     for kind, part in seen.items():

@@ -163,7 +163,7 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> TextTokenizer:
 
     size = 100_000  # slices long texts, because a single thread counts each
     slices = (text[start : start + size] for text in documents for start in range(0, len(text), size))
-    options = {"unit": "char", "unit_scale": True, "dynamic_ncols": True, **progress_target()}
+    options = {"unit": "char", "unit_scale": True, "dynamic_ncols": True, "delay": 2, **progress_target()}
     with tqdm(desc="train tokenizer", **options) as progress:
 
         def words() -> Iterator[str]:
@@ -266,11 +266,12 @@ def _count_spelled(token: str, has_bytes: bool) -> int:
 
 def count_lost(tokenizer: TextTokenizer, sample: Sequence[str]) -> float:
     """Return the share of the characters of a sample, without white space, for which there is no token at all."""
+    pieces = [text[start : start + 1000] for text in sample for start in range(0, min(len(text), 10**6), 1000)]
     num_characters = num_lost = 0
-    for text in sample[:100]:
-        left = bytearray(not character.isspace() for character in text[:1000])
+    for piece in pieces[:: 1 + len(pieces) // 100]:
+        left = bytearray(not character.isspace() for character in piece)
         num_characters += sum(left)
-        for start, stop in tokenizer.backend_tokenizer.encode(text[:1000], add_special_tokens=False).offsets:
+        for start, stop in tokenizer.backend_tokenizer.encode(piece, add_special_tokens=False).offsets:
             left[start:stop] = bytes(stop - start)
         num_lost += sum(left)
     return num_lost / max(1, num_characters)

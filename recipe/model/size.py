@@ -20,7 +20,9 @@ def _count_sizes(model_config: PreTrainedConfig) -> tuple[int, int, int]:
     """
     if (key := str(vars(model_config))) not in _SIZES:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(copy.deepcopy(model_config), attn_implementation="eager")
+            shape = copy.deepcopy(model_config)
+            shape.pad_token_id = None  # it may not fit a vocabulary that is not known yet
+            model = AutoModelForCausalLM.from_config(shape, attn_implementation="eager")
             model(torch.zeros(1, 2, dtype=torch.int64))  # raises for heads that do not fit together
         head = model.get_output_embeddings().weight
         embeddings = {layer.weight for layer in model.modules() if isinstance(layer, nn.Embedding)}
