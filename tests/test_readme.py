@@ -40,7 +40,10 @@ def test_links_and_paths_lead_to_existing_files(folder):
 
 
 def test_programs_options_and_recipes_exist(capsys):
-    """Every option after a program's name in a command is one of that program, and others belong to some program."""
+    """Every option after a program's name, in a command, a recipe or a message, is one of that program.
+
+    Others belong to some program.
+    """
     known: dict[str, set[str]] = {}
 
     def options_of(program: str) -> set[str]:
@@ -49,6 +52,12 @@ def test_programs_options_and_recipes_exist(capsys):
             known[program] = set(re.findall(r"--([a-z_]+)", capsys.readouterr().out))
         return known[program]
 
+    for path in [*(ROOT / "recipe").rglob("*.*"), *(ROOT / "scripts").rglob("*.*"), *ROOT.glob("accelerate_configs/*.yaml")]:
+        lines = path.read_text().replace("\\\n#", "") if path.suffix in (".py", ".yaml", ".sbatch") else ""
+        for program, words in re.findall(r"((?:recipe|scripts)/[\w/]+\.py)([^\n\"()]*)", lines):  # recipes, messages
+            if (ROOT / program).is_file():
+                allowed = options_of(program) | (options_of("recipe/train.py") if "plan" in program else set())
+                assert set(re.findall(r" --([a-z_]+)", words)) <= allowed, (path, words)
     for words in commands_in(EVERYTHING):
         program = next((i for i, word in enumerate(words) if re.fullmatch(r"(recipe|scripts)/[\w/]+\.py", word)), None)
         if program is None:

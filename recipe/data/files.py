@@ -52,7 +52,7 @@ def find_files(given: Iterable[str], held_out: Iterable[str] = ()) -> Files:
 
     held_out: files to ignore, because they are the validation text. Raises `UserError` if nothing is left.
     """
-    found, seen = Files(), {identify(path): "named as validation text" for path in held_out}
+    found, seen, counted = Files(), {identify(path): "named as validation text" for path in held_out}, set()
     for path in given:
         if Path(path).is_file():
             names = {path: kind_of(path) and None}  # raises for an unsupported one
@@ -69,7 +69,8 @@ def find_files(given: Iterable[str], held_out: Iterable[str] = ()) -> Files:
             raise UserError(f"there is no file of a supported kind in {path}: {kinds}{hint}")
         for name, ignored in names.items():
             if reason := ignored or seen.get(identify(name)):
-                found.ignored[reason] += 1
+                found.ignored[reason] += os.path.realpath(name) not in counted
+                counted.add(os.path.realpath(name))
             else:
                 found.paths.append(name)
                 seen[identify(name)] = "named twice"

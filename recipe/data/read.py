@@ -220,7 +220,7 @@ def has_mask(source: TextSource) -> bool:
     seen = {}
     for unit in cut(source) if source.dataset_name != STANDARD_LIBRARY else ():
         for part in unit.parts:
-            seen.setdefault(kind_of(part.path) if isinstance(part, FilePart) else part.split, part)
+            seen.setdefault(kind_of(part.path) if is_file(part) else part.split, part)
     for kind, part in seen.items():
         if kind not in (".txt", ".md", ".csv", ".wet", TOKENS):
             report = ReadReport()
@@ -228,10 +228,14 @@ def has_mask(source: TextSource) -> bool:
                 row = next(_read_rows(source, part, source.name, report.skip), None)
             except Exception:  # reading it will say what is wrong
                 continue
-            column = source.column_of(part.path if isinstance(part, FilePart) else None)
+            column = source.column_of(part.path if is_file(part) else None)
             if isinstance(row, dict) and MASK in row and token_ids(row.get(column)) is not None:
                 return True
     return False
+
+
+def is_file(part: FilePart | ShardPart) -> bool:
+    return isinstance(part, FilePart) and part.path != STANDARD_LIBRARY
 
 
 # ------------------------------------------------------------------ text
@@ -240,11 +244,8 @@ def has_mask(source: TextSource) -> bool:
 def _read_part(
     source: TextSource, part: FilePart | ShardPart, where: str, report: ReadReport, bad: Bad
 ) -> Iterator[Document]:
-    kind = kind_of(part.path) if isinstance(part, FilePart) and part.path != STANDARD_LIBRARY else None
-    if isinstance(part, FilePart) and kind is None:
-        for text in read_standard_library():
-            yield Document(part.hold_out.split_of(text), text)
-    elif kind == TOKENS:
+    kind = kind_of(part.path) if is_file(part) else None
+    if kind == TOKENS:
         yield from _read_token_file(part)
     elif kind in (".txt", ".md"):
         with open_stream(part.path) as stream:
@@ -257,7 +258,7 @@ def _read_part(
             else:
                 yield from _read_stretch(stream, os.path.getsize(part.path), part, bad)
     else:
-        column = source.column_of(part.path if isinstance(part, FilePart) else None)
+        column = source.column_of(part.path if is_file(part) else None)
         for text in texts_of(_read_rows(source, part, where, bad), column, where, report, bad):
             yield Document(part.hold_out.split_of(text), text)
 
@@ -384,8 +385,9 @@ def decode(data: bytes, where: str, bad: Bad, is_first: bool = False) -> str:
 
 def _read_rows(source: TextSource, part: FilePart | ShardPart, where: str, bad: Bad) -> Iterator[Any]:
     """Yield the rows of a part."""
-    if isinstance(part, ShardPart):
-        yield from _read_shards(source, part)
+    if not is_file(part):
+        library = ({source.column_of(): text} for text in read_standard_library())
+        yield from _read_shards(source, part) if isinstance(part, ShardPart) else library
         return
     kind, column = kind_of(part.path), source.column_of(part.path)
     if kind == ".parquet":
