@@ -1,5 +1,6 @@
 """A model that is fine-tuned keeps what the run does not train: its tokenizer's files, its special ids, its type."""
 
+import functools
 import json
 import math
 import shutil
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import PLAIN, TINY, make_documents, run_script
+from hub_repository import File, Repository
 from safetensors.torch import load_file
 from tokenizers import processors
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
@@ -42,7 +44,9 @@ def instruct(tmp_path_factory, chat_tokenizer):
     folder, tokenizer = tmp_path_factory.mktemp("models") / "instruct", chat_tokenizer
     shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     ids = {"bos_token_id": tokenizer.bos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    config = LlamaConfig(vocab_size=403, max_position_embeddings=64, eos_token_id=tokenizer.eos_token_id, **shape, **ids)
+    config = LlamaConfig(
+        vocab_size=403, max_position_embeddings=64, eos_token_id=tokenizer.eos_token_id, **shape, **ids
+    )
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     ends = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|start|>")]
@@ -56,7 +60,7 @@ def test_what_is_not_trained_is_copied(tmp_path, jsonl_file, instruct, train, ca
     run += ["--output_dir", tmp_path / "run", "--cache_dir", tmp_path / "cache", "--resume_from_checkpoint", "auto"]
     for num_steps in (1, 2):
         train(*run, "--max_steps", num_steps, alone=True)
-    assert "llama has no counterpart of resid_pdrop, embd_pdrop" in capsys.readouterr().out
+    assert "llama has no counterpart of resid_pdrop, embd_pdrop" in printed(capsys)
     names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
     for folder in ("run", "run/checkpoint-1"):
         for name in names:
@@ -69,6 +73,23 @@ def test_what_is_not_trained_is_copied(tmp_path, jsonl_file, instruct, train, ca
     weights = [load_file(folder / "model.safetensors") for folder in (instruct, tmp_path / "run")]
     end = tokenizer.eos_token_id  # also the padding, whose row would not be trained
     assert not torch.equal(*(of["model.embed_tokens.weight"][end] for of in weights))
+
+
+def test_a_model_of_the_hub_keeps_its_files(tmp_path, jsonl_file, instruct, train, hub):
+    """They are downloaded, except others of its repository; later runs need no Hub for them."""
+    files = {path.name: File(path.read_bytes(), path.suffix == ".safetensors") for path in instruct.iterdir()}
+    repository = hub.repositories["org/instruct"] = Repository(False)
+    repository.write_commit("main", None, "", files | {"model.gguf": File(b"large", True)})
+    run = ["--model_name_or_path", "org/instruct", "--train_file", jsonl_file, *SHORT, "--max_steps", 1]
+    for name in ("a", "b"):
+        train(*run, "--output_dir", tmp_path / name, "--cache_dir", tmp_path / "cache", alone=True)
+        for copied in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+            assert (tmp_path / name / copied).read_bytes() == (instruct / copied).read_bytes()
+    assert not list(tmp_path.rglob("model.gguf"))
+
+
+def printed(capsys) -> str:
+    return " ".join(capsys.readouterr().out.split())  # a table breaks its lines
 
 
 def first_ids(folder: Path, count: int) -> list[int]:
@@ -89,28 +110,34 @@ def test_documents_begin_as_the_model_expects(tmp_path, jsonl_file, instruct, tr
     capsys.readouterr()
     model = ["--max_steps", 1, "--model_name_or_path", instruct]
     for data, options, prefix in (("new", TINY, []), ("new", model, []), ("tuned", model, [bos])):
-        folder = train("--dataset_dir", tmp_path / data, *SHORT, *options, "--output_dir", tmp_path / "run", alone=True)
+        folder = train(
+            "--dataset_dir", tmp_path / data, *SHORT, *options, "--output_dir", tmp_path / "run", alone=True
+        )
         folder = tmp_path / "run"
         exported = AutoTokenizer.from_pretrained(folder)
         assert exported(text)["input_ids"] == prefix + ids
         assert read_text(str(jsonl_file), exported).documents[0].tolist() == [(prefix or [eos])[-1], *ids]
-        out = capsys.readouterr().out
+        out = printed(capsys)
         assert ("does not begin its documents as the model expects; prepare it with --model" in out) == (
             options is model and not prefix
         )
-        assert ("the tokenizer adds no special tokens to a text from now on" in out) == (options is model and not prefix)
+        assert ("the tokenizer adds no special tokens to a text from now on" in out) == (
+            options is model and not prefix
+        )
         shutil.rmtree(folder)
 
 
 def test_generation_begins_as_training_did(instruct, monkeypatch):
     """A prompt follows the BOS; an empty one is the BOS."""
     model, tokenizer = load_model(instruct, "cpu")
-    seen, forward = [], type(model).forward
-    monkeypatch.setattr(type(model), "forward", lambda self, ids, **o: seen.append(ids.tolist()) or forward(self, ids, **o))
+    seen, forward = [], model.forward
+    monkeypatch.setattr(
+        model, "forward", functools.wraps(forward)(lambda ids, **o: seen.append(ids) or forward(ids, **o))
+    )
     for prompt in ("the", ""):
         generate_texts(model, tokenizer, prompt, max_new_tokens=1)
     ids = tokenizer("the", add_special_tokens=False)["input_ids"]
-    assert seen == [[[tokenizer.bos_token_id, *ids]], [[tokenizer.bos_token_id]]]
+    assert [given.tolist() for given in seen] == [[[tokenizer.bos_token_id, *ids]], [[tokenizer.bos_token_id]]]
 
 
 @pytest.mark.parametrize("tie", [True, False])
@@ -141,7 +168,7 @@ def test_fine_tuning_with_added_tokens(tmp_path, jsonl_file, instruct, train, ca
     run += [*SHORT, "--save_steps", 1, "--output_dir", tmp_path / "run", "--cache_dir", tmp_path / "cache"]
     for num_steps in (1, 2):
         train(*run, "--max_steps", num_steps, "--resume_from_checkpoint", "auto", alone=True)
-        grows = "the vocabulary grows from 403 by 2 tokens, which start as the mean of all" in capsys.readouterr().out
+        grows = "the vocabulary grows from 403 by 2 tokens, which start as the mean of all" in printed(capsys)
         assert grows == (num_steps == 1)
     model, loaded = load_model(tmp_path / "run", "cpu")
     assert model.config.vocab_size == 405 and loaded.convert_tokens_to_ids("<result>") == 404
@@ -155,7 +182,15 @@ def test_special_tokens_in_a_text_are_parsed_only_on_request(tmp_path, chat_toke
     start, end = (chat_tokenizer.convert_tokens_to_ids(token) for token in ("<|start|>", "</s>"))
     for parse in (False, True):
         options = ["--parse_special_tokens"] * parse
-        run = ["--train_file", tmp_path / "a.jsonl", "--tokenizer_name", tmp_path / "tokenizer", *options, *TINY, *SHORT]
+        run = [
+            "--train_file",
+            tmp_path / "a.jsonl",
+            "--tokenizer_name",
+            tmp_path / "tokenizer",
+            *options,
+            *TINY,
+            *SHORT,
+        ]
         train(*run, "--max_steps", 1, "--output_dir", tmp_path / str(parse), "--cache_dir", tmp_path / "c", alone=True)
         out = capsys.readouterr().out
         assert ("the text contains </s> (60 times" in out) != parse

@@ -433,18 +433,6 @@ def test_an_interruption_at_the_end_loses_nothing(tmp_path, jsonl_file, tokenize
     assert [path.name for path in tmp_path.iterdir()] == ["d"]
 
 
-def test_what_an_earlier_version_began_is_completed(tmp_path, source, tokenizer, expected, monkeypatch):
-    """It worked in a folder beside the dataset."""
-    assert prepare_dataset(source, tmp_path / "d", tokenizer, share=slice(1, None)) is None
-    (partial,) = (tmp_path / "d").glob(".*.partial")
-    partial.rename(tmp_path / f".d-{partial.name[1:]}")
-    (tmp_path / "d").rmdir()
-    tokenize, numbers = prepare.tokenize_units, []
-    monkeypatch.setattr(prepare, "tokenize_units", lambda *args: numbers.extend(args[3]) or tokenize(*args))
-    assert prepare_dataset(source, tmp_path / "d", tokenizer) == expected and numbers == [0]
-    assert [path.name for path in tmp_path.iterdir()] == ["d"]
-
-
 # ------------------------------------------------------------------ several processes, kills and arrays
 
 

@@ -52,7 +52,11 @@ def test_programs_options_and_recipes_exist(capsys):
             known[program] = set(re.findall(r"--([a-z_]+)", capsys.readouterr().out))
         return known[program]
 
-    for path in [*(ROOT / "recipe").rglob("*.*"), *(ROOT / "scripts").rglob("*.*"), *ROOT.glob("accelerate_configs/*.yaml")]:
+    for path in [
+        *(ROOT / "recipe").rglob("*.*"),
+        *(ROOT / "scripts").rglob("*.*"),
+        *ROOT.glob("accelerate_configs/*.yaml"),
+    ]:
         lines = path.read_text().replace("\\\n#", "") if path.suffix in (".py", ".yaml", ".sbatch") else ""
         for program, words in re.findall(r"((?:recipe|scripts)/[\w/]+\.py)([^\n\"()]*)", lines):  # recipes, messages
             if (ROOT / program).is_file():

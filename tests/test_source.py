@@ -117,6 +117,13 @@ def test_marks_blanks_and_odd_json(tmp_path, name):
     assert list(read_texts([str(tmp_path / name)], "text", None)) == expected
 
 
+def test_a_separator_as_a_shell_passes_it(tmp_path):
+    """Wherever it is given: also when a saved model is evaluated."""
+    (tmp_path / "a.txt").write_text("one\n\ntwo\tthree")
+    assert list(read_texts([str(tmp_path / "a.txt")], "text", r"\n\n")) == ["one", "two\tthree"]
+    assert list(read_texts([str(tmp_path / "a.txt")], "text", r"\t")) == ["one\n\ntwo", "three"]
+
+
 @pytest.mark.parametrize("block", [3, 2**20])
 def test_a_separator_matches_windows_line_ends(tmp_path, monkeypatch, block):
     """Blank documents between separators are dropped, also if a separator is longer than the blocks read."""
@@ -278,10 +285,16 @@ def test_the_text_column_by_kind_of_file(tmp_path):
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "save_to_disk"])
 def test_the_padding_of_tokenized_rows_is_not_read(tmp_path, kind):
     """Where a mask marks it; otherwise its ids are counted."""
-    rows = {"input_ids": [[5, 6, 7, *[9] * 20], [8, 9, *[9] * 21]], "attention_mask": [[1] * 3 + [0] * 20, [1] * 2 + [0] * 21]}
+    rows = {
+        "input_ids": [[5, 6, 7, *[9] * 20], [8, 9, *[9] * 21]],
+        "attention_mask": [[1] * 3 + [0] * 20, [1] * 2 + [0] * 21],
+    }
     table = datasets.Dataset.from_dict(rows)
     for has_mask in (True, False):
-        table, name = (table if has_mask else table.remove_columns("attention_mask")), str(tmp_path / f"{has_mask}.{kind}")
+        table, name = (
+            (table if has_mask else table.remove_columns("attention_mask")),
+            str(tmp_path / f"{has_mask}.{kind}"),
+        )
         {"jsonl": table.to_json, "parquet": table.to_parquet, "save_to_disk": table.save_to_disk}[kind](name)
         source = TextSource(dataset_name=name, text_column_name="input_ids")
         if kind != "save_to_disk":

@@ -83,7 +83,9 @@ def test_files_that_hold_something_else_are_errors(tmp_path, tokenizer, content,
 def test_only_named_files_are_tokens(tmp_path, tokenizer):
     """Other programs use the suffix, too."""
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80")
-    with pytest.raises(UserError, match=r"no file of a supported kind .*; name token ids by a pattern, such as .*\*.bin"):
+    with pytest.raises(
+        UserError, match=r"no file of a supported kind .*; name token ids by a pattern, such as .*\*.bin"
+    ):
         _ = TextSource((str(tmp_path),)).files
     (tmp_path / "a.txt").write_text("text")
     assert TextSource((str(tmp_path),)).files.ignored == {".bin": 1}

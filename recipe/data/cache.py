@@ -10,7 +10,7 @@ from recipe.data.mixture import open_datasets
 from recipe.data.packed import PackedDataset, encoding_of, read_metadata
 from recipe.data.prepare import fingerprint_of, inputs_of, is_made_from, prepare_dataset, say
 from recipe.data.source import TextSource, name_of_text, source_from
-from recipe.data.tokenizer import added_ids, read_tokenizer, tokenizer_sha256, without_template
+from recipe.data.tokenizer import read_tokenizer, tokenizer_sha256, without_template
 from recipe.errors import UserError
 
 HEAD_BYTES = 50_000_000  # prepared before streaming, for the tokenizer and the validation rows
@@ -40,7 +40,7 @@ def prepare_text(config: TrainConfig, model: str | Path | None = None) -> list[P
                     remedy = f"prepare it with --tokenizer_name {config.tokenizer_name}, the model's tokenizer"
                 made = f"was made with another tokenizer than {config.tokenizer_name}"
                 raise UserError(f"{directory} {made}; {remedy}")
-            if model is not None and added_ids(tokenizer)[0] != encoding_of(metadata)["document_prefix"]:
+            if model is not None and tokenizer.prefix != encoding_of(metadata)["document_prefix"]:
                 remedy = f"prepare it with --model_name_or_path {config.model_name_or_path}"
                 say(f"warning: {directory} does not begin its documents as the model expects; {remedy}")
         return [Path(directory) for directory in config.dataset_dir]

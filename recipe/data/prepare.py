@@ -7,7 +7,6 @@ of an array write to the same folder.
 
 import contextlib
 import functools
-import glob
 import hashlib
 import json
 import os
@@ -17,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +32,14 @@ from recipe.data.packed import COUNTS, FORMAT_VERSION, check_splits, dataset_inf
 from recipe.data.read import ReadReport, has_mask, list_units, read_sample, read_train_texts
 from recipe.data.source import TextSource
 from recipe.data.tokenizer import (
+    SPELLS_BYTES,
     TextTokenizer,
-    added_ids,
-    count_lost,
-    count_token_bytes,
     describe_vocabulary,
     read_tokenizer,
     special_tokens,
+    steps_of,
     tokenizer_sha256,
     train_tokenizer,
-    unknown_id,
 )
 from recipe.data.units import Job, UnitTokenizer, UnitWorkers
 from recipe.disk import lock, move
@@ -66,17 +63,12 @@ class Target:
     directory: Path
     inputs: dict[str, Any]  # from `inputs_of`
     overwrite: bool  # whether it may replace another packed dataset
+    started_at: float = field(default_factory=time.perf_counter)
 
     @property
     def partial(self) -> Path:
-        """The folder in which it is prepared.
-
-        It is in the dataset's own, which may be a mount point: what is beside it could be on a small disk, or
-        read-only.
-        """
-        digest = fingerprint_of(self.inputs)[:12]
-        older = self.directory.with_name(f".{self.directory.name}-{digest}.partial")  # what version 0.1 has begun
-        return older if os.path.isdir(older) else self.directory / f".{digest}.partial"
+        """The folder in which it is prepared: in its own, because what is beside a mount point may be read-only."""
+        return self.directory / f".{fingerprint_of(self.inputs)[:12]}.partial"
 
 
 def prepare_dataset(
@@ -101,21 +93,14 @@ def prepare_dataset(
     target = Target(source, directory, inputs, overwrite)
     if (existing := _find_existing(target)) is not None:
         return existing
-    started_at, num_units, num_tokenized, failure = time.perf_counter(), 0, 0, None
+    units, failure = [], None
     if not is_made_from(directory / COMPLETE_NAME, inputs, source):  # else a killed process has left only the moving
         tokenizer, units = claim(target, tokenizer, tokenizer_vocab_size, max_bytes)
-        num_units = len(units)
         try:
-            num_tokenized = tokenize(target, tokenizer, units, share, num_workers or count_cpus())
+            tokenize(target, tokenizer, units, share, num_workers or count_cpus())
         except UserError as error:  # meanwhile, another process may have completed the dataset
             failure = error
-    metadata, is_new = finish(target, tokenizer, num_units, failure)
-    if is_new:
-        seconds = time.perf_counter() - started_at
-        documents, tokens, num_bytes = (sum(of[key] or 0 for of in metadata["splits"].values()) for key in COUNTS)
-        rate = f" ({num_bytes / 1e6 / seconds:.1f} MB/s)" if num_tokenized == num_units else ""
-        say(f"packed into {directory} in {seconds:.1f} s{rate}: {documents:,} documents, {tokens:,} tokens")
-    return metadata
+    return finish(target, tokenizer, len(units), failure)
 
 
 def inputs_of(
@@ -124,8 +109,8 @@ def inputs_of(
     """Return all that determines a prepared dataset."""
     made_with = tokenizer_sha256(tokenizer) if tokenizer else f"{TRAINED}{tokenizer_vocab_size}"
     inputs = {"format_version": FORMAT_VERSION, "tokenizer": made_with, "max_bytes": max_bytes, **source.inputs}
-    if tokenizer and (prefix := added_ids(tokenizer)[0]):
-        inputs["document_prefix"] = prefix
+    if tokenizer and tokenizer.prefix:
+        inputs["document_prefix"] = tokenizer.prefix
     if inputs["content"] is not None and (rules := rules_of(source)):
         inputs["rules"] = rules
     return inputs
@@ -260,8 +245,8 @@ def save_once(
 # ------------------------------------------------------------------ tokenize: units into files
 
 
-def tokenize(target: Target, tokenizer: TextTokenizer, units: list[Unit], share: slice, num_workers: int) -> int:
-    """Tokenize the units of a share that are missing. Returns how many these are."""
+def tokenize(target: Target, tokenizer: TextTokenizer, units: list[Unit], share: slice, num_workers: int) -> None:
+    """Tokenize the units of a share that are missing."""
     missing = set(missing_units(target.partial, len(units)))
     mine = [number for number in range(len(units))[share] if number in missing]
     if len(missing) < len(units):
@@ -269,7 +254,6 @@ def tokenize(target: Target, tokenizer: TextTokenizer, units: list[Unit], share:
     if mine:
         job = Job(target.source, str(target.partial), str(target.partial / "tokenizer"))
         tokenize_units(job, tokenizer, units, mine, num_workers)
-    return len(mine)
 
 
 def missing_units(partial: Path, num_units: int) -> Iterator[int]:
@@ -297,8 +281,6 @@ def tokenize_units(
         sample = read_sample(job.source, units)
         for line in look_for_special_tokens(tokenizer, job.source, sample):
             say(line)
-        if (lost := count_lost(tokenizer, sample)) > MOST_LOST:
-            say(f"warning: the tokenizer has no tokens for {lost:.1%} of the characters of the text, which are lost")
         encoder, how = choose_encoder(tokenizer, sample, job.source.parse_special_tokens)
         say(f"token ids: {how}\nunits: {len(numbers):,}, processes: {num_workers}")
         if workers is None:
@@ -335,8 +317,8 @@ def look_for_special_tokens(tokenizer: TextTokenizer, source: TextSource, sample
 
 def finish(
     target: Target, tokenizer: TextTokenizer | None, num_units: int, failure: UserError | None
-) -> tuple[dict[str, Any] | None, bool]:
-    """Complete the dataset if all its units are done. Returns its metadata, or None, and whether this process made it.
+) -> dict[str, Any] | None:
+    """Complete the dataset if all its units are done. Returns its metadata, or None.
 
     failure: raised unless another process has completed the dataset.
     """
@@ -346,15 +328,19 @@ def finish(
         if (existing := _find_existing(target)) is not None:
             # Another process was faster. It may have moved the files before this one wrote its own.
             shutil.rmtree(partial, ignore_errors=True)
-            return existing, False
+            return existing
         if failure:
             raise failure
         if left := len(list(missing_units(partial, num_units))):
             say(f"{left:,} of {num_units:,} units are not done yet")
-            return None, False
-        summarize(target, tokenizer, num_units)
+            return None
+        metadata = summarize(target, tokenizer, num_units)
         replace_dataset(partial, directory)
-    return read_metadata(directory), True
+    documents, tokens, num_bytes = (sum(of[key] or 0 for of in metadata["splits"].values()) for key in COUNTS)
+    seconds = time.perf_counter() - target.started_at
+    rate = f"{seconds:.1f} s ({num_bytes / 1e6 / seconds:.1f} MB/s)"
+    say(f"packed into {directory} in {rate}: {documents:,} documents, {tokens:,} tokens")
+    return read_metadata(directory)
 
 
 def summarize(target: Target, tokenizer: TextTokenizer, num_units: int) -> dict[str, Any]:
@@ -362,12 +348,13 @@ def summarize(target: Target, tokenizer: TextTokenizer, num_units: int) -> dict[
 
     Raises `UserError` if a split is empty.
     """
-    partial, token_bytes = target.partial, count_token_bytes(tokenizer)
+    partial = target.partial
     summaries = [json.loads((partial / "units" / f"{k:05d}.json").read_text()) for k in range(num_units)]
     report = ReadReport()
     for summary in summaries:
         report.add(ReadReport(**summary["report"]))
-    splits = {split: add_up([summary["splits"][split] for summary in summaries], token_bytes) for split in SPLITS}
+    units = {split: [summary["splits"][split] for summary in summaries] for split in SPLITS}
+    splits = {split: add_up(units[split], tokenizer.token_bytes) for split in SPLITS}
     print_report(target.source, report)
     print_unknown(tokenizer, splits)
     metadata = {
@@ -446,9 +433,11 @@ def print_unknown(tokenizer: TextTokenizer, splits: dict[str, dict]) -> None:
     """Say how much of the text the tokenizer cannot spell."""
     unknown, tokens = (sum(splits[split][key] for split in SPLITS) for key in ("unknown", "tokens"))
     if unknown:
-        token = tokenizer.backend_tokenizer.id_to_token(unknown_id(tokenizer))
+        token = tokenizer.backend_tokenizer.id_to_token(tokenizer.unknown_id)
         warning = "warning: " * (unknown > MOST_LOST * tokens)
         say(f"{warning}{unknown / tokens:.1%} of the tokens are {token}, text that the tokenizer cannot spell")
+    if tokenizer.unknown_id is None and SPELLS_BYTES not in steps_of(tokenizer.backend_tokenizer):
+        say("warning: this tokenizer has no token for unknown text, so characters that it does not know are lost")
     if any(splits[split]["bytes"] is None for split in SPLITS):
         say("this tokenizer does not keep all bytes of the text, so there will be no bits per byte")
 
@@ -480,8 +469,7 @@ def replace_dataset(partial: Path, directory: Path) -> None:
     """Move a complete dataset to its place, and remove what was there, and what was interrupted before."""
     move(partial, directory / COMPLETE_NAME)  # only one process can, even where there are no locks
     finish_replacement(directory)
-    others = directory.parent.glob(f".{glob.escape(directory.name)}-{HASH}.partial")  # of version 0.1, as the next
-    for path in (*directory.glob(f".{HASH}.partial"), *others, directory.with_name(f".{directory.name}.replaced")):
+    for path in directory.glob(f".{HASH}.partial"):
         shutil.rmtree(path, ignore_errors=True)
 
 

@@ -9,7 +9,7 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 # Types of the parts of a tokenizer.json.
 DROP_SPACES = {"Whitespace", "WhitespaceSplit", "BertPreTokenizer", "CharDelimiterSplit", "Removed"}
-ADD_TOKENS = {"TemplateProcessing", "BertProcessing", "RobertaProcessing"}
 SPELLS_BYTES = "ByteLevel"
+ADDING_OPTIONS = ("add_bos_token", "add_eos_token")  # from which classes of Transformers make a template
 LONG_WORD = re.compile(r"\S{1000}(?=\S)")
 
 
@@ -49,12 +49,22 @@ class TextTokenizer:
     def eos_token_id(self) -> int | None:
         return self.backend_tokenizer.token_to_id(self.eos_token) if self.eos_token else None
 
+    @functools.cached_property
+    def token_bytes(self) -> np.ndarray:
+        """From `count_token_bytes`: its length is the size of the vocabulary."""
+        return count_token_bytes(self)
+
     def __len__(self) -> int:
-        return self.vocab_size
+        return len(self.token_bytes)
 
     @functools.cached_property
-    def vocab_size(self) -> int:
-        return count_ids(self)
+    def unknown_id(self) -> int | None:
+        return unknown_id(self)
+
+    @functools.cached_property
+    def prefix(self) -> list[int]:
+        """The ids in front of each document."""
+        return added_ids(self)[0]
 
     @functools.cached_property
     def sha256(self) -> str:
@@ -280,40 +290,6 @@ def _count_spelled(token: str, has_bytes: bool) -> int:
     return len(token.replace("\u2581", " ").encode())
 
 
-def count_lost(tokenizer: TextTokenizer, sample: Sequence[str]) -> float:
-    """Return the share of the characters of a sample, without white space, for which there is no token at all."""
-    if SPELLS_BYTES in steps_of(tokenizer.backend_tokenizer):
-        return 0.0
-    pieces = [text[start : start + 1000] for text in sample for start in range(0, min(len(text), 10**6), 1000)]
-    num_characters = num_lost = 0
-    for piece in pieces[:: 1 + len(pieces) // 100]:
-        left = bytearray(not character.isspace() for character in piece)
-        num_characters += sum(left)
-        for start, stop in tokenizer.backend_tokenizer.encode(piece, add_special_tokens=False).offsets:
-            left[start:stop] = bytes(stop - start)
-        num_lost += sum(left)
-    return num_lost / max(1, num_characters)
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """What packing needs to know about the ids of a tokenizer."""
-
-    token_bytes: np.ndarray  # int64 [vocabulary]: bytes of text of each id; 0 where they are not known
-    unknown_id: int | None
-    prefix: list[int]  # in front of each document
-    eos_token_id: int  # after it
-
-    @property
-    def size(self) -> int:
-        return len(self.token_bytes)
-
-
-def vocabulary_of(tokenizer: TextTokenizer) -> Vocabulary:
-    token_bytes = np.maximum(count_token_bytes(tokenizer), 0)
-    return Vocabulary(token_bytes, unknown_id(tokenizer), added_ids(tokenizer)[0], tokenizer.eos_token_id)
-
-
 # ------------------------------------------------------------------ what is put around a text
 
 
@@ -334,17 +310,5 @@ def without_template(tokenizer: TextTokenizer) -> TextTokenizer:
     """Return a tokenizer that puts nothing around a text, as a new model is trained."""
     if not any(added_ids(tokenizer)):
         return tokenizer
-    content = json.loads(tokenizer.backend_tokenizer.to_str())
-    content["post_processor"] = drop_template(content["post_processor"])
-    config = {key: value for key, value in tokenizer.config.items() if key not in ("add_bos_token", "add_eos_token")}
-    return TextTokenizer(Tokenizer.from_str(json.dumps(content)), config)
-
-
-def drop_template(processor: dict | None) -> dict | None:
-    """Return the post-processor of a tokenizer.json without what adds tokens."""
-    if processor is None or processor["type"] in ADD_TOKENS:
-        return None
-    if processor["type"] == "Sequence":
-        kept = [part for part in map(drop_template, processor["processors"]) if part]
-        return {**processor, "processors": kept} if kept else None
-    return processor
+    tokenizer.backend_tokenizer.post_processor = None
+    return TextTokenizer(tokenizer.backend_tokenizer, tokenizer.config | dict.fromkeys(ADDING_OPTIONS, False))

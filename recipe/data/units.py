@@ -29,7 +29,7 @@ from recipe.data.encode import Encode, build_encoder, encode_documents
 from recipe.data.packed import COUNTS, TokenWriter, id_dtype
 from recipe.data.read import ReadReport, Text, read_unit
 from recipe.data.source import TextSource
-from recipe.data.tokenizer import Vocabulary, read_tokenizer, vocabulary_of
+from recipe.data.tokenizer import TextTokenizer, read_tokenizer
 from recipe.data.tokens import TokenStream
 from recipe.errors import UserError
 
@@ -50,15 +50,15 @@ class Job:
 class Packer:
     """Writes the documents of one split to its file, and counts what they hold."""
 
-    def __init__(self, writer: TokenWriter, encode: Encode, vocabulary: Vocabulary) -> None:
-        self.writer, self.encode, self.vocabulary = writer, encode, vocabulary
+    def __init__(self, writer: TokenWriter, encode: Encode, tokenizer: TextTokenizer) -> None:
+        self.writer, self.encode, self.tokenizer, self.eos = writer, encode, tokenizer, tokenizer.eos_token_id
         self.texts, self.characters = [], 0
-        self.counts, self.seen = dict.fromkeys((*COUNTS, "unknown"), 0), np.zeros(vocabulary.size, bool)
+        self.counts, self.seen = dict.fromkeys((*COUNTS, "unknown"), 0), np.zeros(len(tokenizer), bool)
 
     def add(self, text: Text) -> None:
         """Add a document, or a stretch of a token stream."""
         if isinstance(text, TokenStream):
-            self.write(text.ids, int((text.ids == self.vocabulary.eos_token_id).sum()))
+            self.write(text.ids, int((text.ids == self.eos).sum()))
             return
         self.texts.append(text)
         self.characters += len(text)
@@ -76,20 +76,20 @@ class Packer:
                 raise UserError("some documents are text and some are token ids; prepare them separately")
             texts = [self._without_ends(ids) for ids in self.texts]
             ids, lengths = np.concatenate(texts), np.array(list(map(len, texts)))
-        prefix, eos, ends = self.vocabulary.prefix, self.vocabulary.eos_token_id, np.cumsum(lengths)
+        prefix, ends = self.tokenizer.prefix, np.cumsum(lengths)
         places = np.stack([ends - lengths] * len(prefix) + [ends], axis=1).reshape(-1)
-        self.write(np.insert(ids, places, np.tile([*prefix, eos], len(ends))), len(ends))
+        self.write(np.insert(ids, places, np.tile([*prefix, self.eos], len(ends))), len(ends))
         self.texts, self.characters = [], 0
 
     def _without_ends(self, ids: np.ndarray) -> np.ndarray:
         """Return the ids of a document without those that `flush` adds."""
-        prefix, eos = self.vocabulary.prefix, self.vocabulary.eos_token_id
-        ids = ids[len(prefix) :] if ids[: len(prefix)].tolist() == prefix else ids
-        return ids[:-1] if len(ids) and ids[-1] == eos else ids
+        start = len(self.tokenizer.prefix)
+        ids = ids[start:] if ids[:start].tolist() == self.tokenizer.prefix else ids
+        return ids[:-1] if len(ids) and ids[-1] == self.eos else ids
 
     def write(self, ids: np.ndarray, num_documents: int) -> None:
         """Write ids that are complete. Raises `UserError` for one that the tokenizer does not have."""
-        size, token_bytes, unknown = self.vocabulary.size, self.vocabulary.token_bytes, self.vocabulary.unknown_id
+        size, unknown = len(self.tokenizer), self.tokenizer.unknown_id
         if len(ids) and not 0 <= ids.min() <= ids.max() < size:  # as uint16, 70000 would silently become 4464
             bad = ids.min() if ids.min() < 0 else ids.max()
             found = f"the data contains token id {bad}, but the tokenizer has {size:,} tokens"
@@ -98,7 +98,7 @@ class Packer:
         self.seen[ids[~self.seen.take(ids)]] = True  # few ids are new, and take is faster than an assignment
         self.counts["documents"] += num_documents
         self.counts["tokens"] += len(ids)
-        self.counts["bytes"] += int(token_bytes.take(ids).sum())
+        self.counts["bytes"] += int(self.tokenizer.token_bytes.take(ids).sum())
         self.counts["unknown"] += 0 if unknown is None else int((ids == unknown).sum())
         self.writer.write(ids)
 
@@ -109,7 +109,7 @@ class UnitTokenizer:
     def __init__(self, job: Job) -> None:
         self.job, self.tokenizer = job, read_tokenizer(job.tokenizer_dir)
         self.mark = secrets.token_hex(4)  # other jobs of an array write to the same folder
-        self.vocabulary, parse = vocabulary_of(self.tokenizer), job.source.parse_special_tokens
+        parse = job.source.parse_special_tokens
         self.encoders = {"tokenizers": build_encoder(self.tokenizer, "tokenizers", parse)}
         with contextlib.suppress(RuntimeError, ImportError):  # `choose_encoder` says so
             self.encoders["gigatoken"] = build_encoder(self.tokenizer, "gigatoken", parse)
@@ -134,9 +134,9 @@ class UnitTokenizer:
         return summary
 
     def _write(self, number: int, unit: Unit, partial: str, encode: Encode) -> dict:
-        job, vocabulary, report, name = self.job, self.vocabulary, ReadReport(), f"{number:05d}.arrow"
-        writers = {split: TokenWriter(Path(job.folder, split, partial), vocabulary.size) for split in job.splits}
-        packers = {split: Packer(writer, encode, vocabulary) for split, writer in writers.items()}
+        job, report, name = self.job, ReadReport(), f"{number:05d}.arrow"
+        writers = {split: TokenWriter(Path(job.folder, split, partial), len(self.tokenizer)) for split in job.splits}
+        packers = {split: Packer(writer, encode, self.tokenizer) for split, writer in writers.items()}
         for document in read_unit(job.source, unit, report):
             if packer := packers.get(document.split):
                 packer.add(document.text)

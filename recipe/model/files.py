@@ -12,7 +12,7 @@ from typing import Any
 from huggingface_hub import snapshot_download
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
-from recipe.data.tokenizer import added_ids, drop_template, load_tokenizer
+from recipe.data.tokenizer import ADDING_OPTIONS, added_ids, load_tokenizer
 from recipe.environment import only_cached
 from recipe.errors import UserError, short_reason
 
@@ -60,10 +60,8 @@ def tuned_files(
         notes.append("the tokenizer parses special tokens in a text from now on, as in the training text")
     tokenizer = load_tokenizer(str(tokenizer_source))
     if not document_prefix and any(added_ids(tokenizer)) and "tokenizer.json" in files:
-        content = json.loads(files["tokenizer.json"])
-        content["post_processor"] = drop_template(content["post_processor"])
-        files["tokenizer.json"] = _as_json(content)
-        changes |= {key: False for key in ("add_bos_token", "add_eos_token") if key in config}
+        files["tokenizer.json"] = _as_json(json.loads(files["tokenizer.json"]) | {"post_processor": None})
+        changes |= {key: False for key in ADDING_OPTIONS if key in config}
         notes.append("the tokenizer adds no special tokens to a text from now on, as in the training text")
     if changes:
         files["tokenizer_config.json"] = _as_json(config | changes)

@@ -108,8 +108,6 @@ def show_start(log: RunLog, facts: dict[str, Any], state: RunState, eval_rows: i
     run, config = log.run, log.config
     num_examples = state.examples + max(0, (config.max_steps or state.step) - state.step) * config.global_batch_size
     log.table(start_table(run, facts, eval_rows, num_examples))
-    for note in run.notes:
-        log.say(note)
     before = read_state(run.resume_dir)["mixed_precision"] if run.resume_dir else None
     facts = {"precision_before": before, **facts}
     log.event("start", state.step, run_id=state.run_id, tokens_seen=state.examples * config.block_size, **facts)
@@ -225,6 +223,7 @@ def start_table(run: Run, facts: dict[str, Any], eval_rows: int, num_examples: i
         "optimizer": rate,
         "run": _describe_length(config, num_examples, count_epochs(config, facts["data"], num_examples)),
     }
+    table |= {"changes": "; ".join(run.notes)} if run.notes else {}  # to the model that is fine-tuned
     return table | ({"hub": f"{config.hub_model_id}, {config.hub_strategy}"} if config.push_to_hub else {})
 
 
