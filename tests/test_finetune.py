@@ -121,7 +121,7 @@ def test_documents_begin_as_the_model_expects(tmp_path, jsonl_file, instruct, tr
         assert ("does not begin its documents as the model expects; prepare it with --model" in out) == (
             options is model and not prefix
         )
-        assert ("the tokenizer adds no special tokens to a text from now on" in out) == (
+        assert ("the tokenizer puts nothing in front of a text from now on" in out) == (
             options is model and not prefix
         )
         shutil.rmtree(folder)

@@ -77,7 +77,7 @@ def unit_rows(tmp_path, source, tokenizer_dir):
 def open_streams(source, tokenizer_dir, count=1, seed=1, hosts=None) -> list[TextStream]:
     """Open the stream of each process of a run. The processes are threads, which gather from each other."""
     parts, barrier, here = [None] * count, threading.Barrier(count), threading.local()
-    job = Job(source, "", str(tokenizer_dir), ("train",), is_temporary=True)
+    job = Job(source, "", str(tokenizer_dir), splits=("train",), is_temporary=True)
     dataset = SimpleNamespace(block_size=BLOCK_SIZE, vocab_size=len(read_tokenizer(str(tokenizer_dir))))
 
     def open_on(rank):
@@ -193,7 +193,7 @@ from recipe.data.units import Job
 source = TextSource((sys.argv[1],))
 if sys.argv[3] == "idle":
     cut_module.SMALL_SOURCE = cut_module.SMALLEST_UNIT = 1500
-job = Job(source, "", sys.argv[2], ("train",), is_temporary=True)
+job = Job(source, "", sys.argv[2], splits=("train",), is_temporary=True)
 dataset = SimpleNamespace(block_size=32, vocab_size=500)
 stream = TextStream(job, list_units(source), "tokenizers", dataset, 1, 0, lambda part: [part])
 if sys.argv[3] == "idle":

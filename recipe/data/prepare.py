@@ -51,7 +51,7 @@ TRAINED = "bpe "  # begins what stands for the tokenizer among the inputs if it 
 LOCK_NAME, COMPLETE_NAME, METADATA_NAME = ".lock", ".complete", "metadata.json"
 PARTS = (*SPLITS, "tokenizer", "dataset_dict.json", METADATA_NAME)  # in the order in which they take their place
 HASH = "[0-9a-f]" * 12
-MOST_LOST = 0.01  # share of tokens or characters, from which on a warning says what the tokenizer cannot spell
+WORTH_A_WARNING = 0.01  # share of the tokens that are unknown text, or padding
 say = functools.partial(print, flush=True)
 
 
@@ -252,7 +252,8 @@ def tokenize(target: Target, tokenizer: TextTokenizer, units: list[Unit], share:
     if len(missing) < len(units):
         say(f"{len(units) - len(missing):,} of {len(units):,} units are done")
     if mine:
-        job = Job(target.source, str(target.partial), str(target.partial / "tokenizer"))
+        prefix = target.inputs.get("document_prefix", [])
+        job = Job(target.source, str(target.partial), str(target.partial / "tokenizer"), prefix)
         tokenize_units(job, tokenizer, units, mine, num_workers)
 
 
@@ -422,7 +423,7 @@ def print_report(source: TextSource, report: ReadReport) -> None:
         column = source.text_column_name
         column = column if isinstance(column, str) else " ".join(column)
         say(f"warning: rows without a column '{column}': {missing} (they have {names})")
-    if report.num_padding > MOST_LOST * report.num_row_ids:
+    if report.num_padding > WORTH_A_WARNING * report.num_row_ids:
         found = f"{report.num_padding:,} of {report.num_row_ids:,} token ids are runs of one id at the ends of rows"
         say(f"warning: {found}, as padding is; mark it by 0 in a column attention_mask, or remove it")
     if source.document_separator is not None and not report.num_separators:
@@ -434,7 +435,7 @@ def print_unknown(tokenizer: TextTokenizer, splits: dict[str, dict]) -> None:
     unknown, tokens = (sum(splits[split][key] for split in SPLITS) for key in ("unknown", "tokens"))
     if unknown:
         token = tokenizer.backend_tokenizer.id_to_token(tokenizer.unknown_id)
-        warning = "warning: " * (unknown > MOST_LOST * tokens)
+        warning = "warning: " * (unknown > WORTH_A_WARNING * tokens)
         say(f"{warning}{unknown / tokens:.1%} of the tokens are {token}, text that the tokenizer cannot spell")
     if tokenizer.unknown_id is None and SPELLS_BYTES not in steps_of(tokenizer.backend_tokenizer):
         say("warning: this tokenizer has no token for unknown text, so characters that it does not know are lost")

@@ -24,7 +24,7 @@ from recipe.config import TrainConfig
 from recipe.data.batches import TrainOrder, example_rows
 from recipe.data.cut import Unit
 from recipe.data.encode import choose_encoder
-from recipe.data.packed import PackedDataset, PackedSplit
+from recipe.data.packed import PackedDataset, PackedSplit, encoding_of
 from recipe.data.read import list_units, read_sample
 from recipe.data.source import source_from
 from recipe.data.tokenizer import read_tokenizer
@@ -145,5 +145,6 @@ def open_stream(config: TrainConfig, dataset: PackedDataset, rank: int, gather: 
     units = [unit for unit in list_units(source) if not unit.is_validation]
     sample = read_sample(source, units)
     encoder, _ = choose_encoder(read_tokenizer(tokenizer_dir), sample, source.parse_special_tokens)
-    job = Job(source, "", tokenizer_dir, ("train",), is_temporary=True)
+    prefix = encoding_of(dataset.metadata)["document_prefix"]
+    job = Job(source, "", tokenizer_dir, prefix, ("train",), is_temporary=True)
     return TextStream(job, units, encoder, dataset, config.seed, rank, gather)

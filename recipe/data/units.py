@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
@@ -43,6 +43,7 @@ class Job:
     source: TextSource
     folder: str  # holds SPLIT/NUMBER.arrow and units/NUMBER.json
     tokenizer_dir: str
+    document_prefix: list[int] = field(default_factory=list)  # ids in front of each document
     splits: tuple[str, ...] = SPLITS  # those to write
     is_temporary: bool = False  # the folder is removed when its owner has ended
 
@@ -50,8 +51,10 @@ class Job:
 class Packer:
     """Writes the documents of one split to its file, and counts what they hold."""
 
-    def __init__(self, writer: TokenWriter, encode: Encode, tokenizer: TextTokenizer) -> None:
-        self.writer, self.encode, self.tokenizer, self.eos = writer, encode, tokenizer, tokenizer.eos_token_id
+    def __init__(self, writer: TokenWriter, encode: Encode, tokenizer: TextTokenizer, prefix: list[int]) -> None:
+        """prefix: ids in front of each document."""
+        self.writer, self.encode, self.tokenizer = writer, encode, tokenizer
+        self.prefix, self.eos = prefix, tokenizer.eos_token_id
         self.texts, self.characters = [], 0
         self.counts, self.seen = dict.fromkeys((*COUNTS, "unknown"), 0), np.zeros(len(tokenizer), bool)
 
@@ -76,15 +79,15 @@ class Packer:
                 raise UserError("some documents are text and some are token ids; prepare them separately")
             texts = [self._without_ends(ids) for ids in self.texts]
             ids, lengths = np.concatenate(texts), np.array(list(map(len, texts)))
-        prefix, ends = self.tokenizer.prefix, np.cumsum(lengths)
-        places = np.stack([ends - lengths] * len(prefix) + [ends], axis=1).reshape(-1)
-        self.write(np.insert(ids, places, np.tile([*prefix, self.eos], len(ends))), len(ends))
+        ends = np.cumsum(lengths)
+        places = np.stack([ends - lengths] * len(self.prefix) + [ends], axis=1).reshape(-1)
+        self.write(np.insert(ids, places, np.tile([*self.prefix, self.eos], len(ends))), len(ends))
         self.texts, self.characters = [], 0
 
     def _without_ends(self, ids: np.ndarray) -> np.ndarray:
         """Return the ids of a document without those that `flush` adds."""
-        start = len(self.tokenizer.prefix)
-        ids = ids[start:] if ids[:start].tolist() == self.tokenizer.prefix else ids
+        start = len(self.prefix)
+        ids = ids[start:] if ids[:start].tolist() == self.prefix else ids
         return ids[:-1] if len(ids) and ids[-1] == self.eos else ids
 
     def write(self, ids: np.ndarray, num_documents: int) -> None:
@@ -136,7 +139,8 @@ class UnitTokenizer:
     def _write(self, number: int, unit: Unit, partial: str, encode: Encode) -> dict:
         job, report, name = self.job, ReadReport(), f"{number:05d}.arrow"
         writers = {split: TokenWriter(Path(job.folder, split, partial), len(self.tokenizer)) for split in job.splits}
-        packers = {split: Packer(writer, encode, self.tokenizer) for split, writer in writers.items()}
+        tools = encode, self.tokenizer, job.document_prefix
+        packers = {split: Packer(writer, *tools) for split, writer in writers.items()}
         for document in read_unit(job.source, unit, report):
             if packer := packers.get(document.split):
                 packer.add(document.text)

@@ -59,10 +59,10 @@ def tuned_files(
         changes["split_special_tokens"] = False
         notes.append("the tokenizer parses special tokens in a text from now on, as in the training text")
     tokenizer = load_tokenizer(str(tokenizer_source))
-    if not document_prefix and any(added_ids(tokenizer)) and "tokenizer.json" in files:
+    if document_prefix != added_ids(tokenizer)[0] and "tokenizer.json" in files:
         files["tokenizer.json"] = _as_json(json.loads(files["tokenizer.json"]) | {"post_processor": None})
         changes |= {key: False for key in ADDING_OPTIONS if key in config}
-        notes.append("the tokenizer adds no special tokens to a text from now on, as in the training text")
+        notes.append("the tokenizer puts nothing in front of a text from now on, as in the training text")
     if changes:
         files["tokenizer_config.json"] = _as_json(config | changes)
     return files, notes
