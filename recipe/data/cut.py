@@ -91,14 +91,13 @@ def cut(source: TextSource) -> list[Unit]:
 
     `list_units` of recipe/data/read.py adjusts the threshold of their hold-out where there are few documents.
     """
-    share = source.validation_split_percentage / 100
-    held_out = HoldOut(int(share * EVERY_HASH), share)
+    by_hash = HoldOut(int(source.validation_split_percentage / 100 * EVERY_HASH))
     if source.dataset_name == STANDARD_LIBRARY:
-        return [Unit([FilePart(STANDARD_LIBRARY, held_out._replace(tail=0.0))], 0)]
+        return [Unit([ShardPart("train", by_hash, 0, 1)], 0)]
     if source.dataset_name:
-        return _cut_dataset(source, held_out._replace(tail=0.0))
+        return _cut_dataset(source, by_hash)
     validation = group(_stretches(source, source.held_out_files.paths, VALIDATION))
-    return validation + group(_stretches(source, source.files.paths, TRAIN if source.has_validation else held_out))
+    return validation + group(_stretches(source, source.files.paths, TRAIN if source.has_validation else by_hash))
 
 
 def _stretches(source: TextSource, paths: list[str], hold_out: HoldOut) -> Iterator[tuple[FilePart, int]]:
@@ -108,8 +107,9 @@ def _stretches(source: TextSource, paths: list[str], hold_out: HoldOut) -> Itera
     sizes = [os.path.getsize(path) * ratio for path, ratio in zip(paths, ratios, strict=True)]
     unit_bytes = unit_size(sum(sizes))
     has_many = len(paths) * source.validation_split_percentage >= FEW_TEXTS * 5.0
+    of_end = HoldOut(tail=source.validation_split_percentage / 100) if hold_out.by_hash else hold_out
     for path, size in zip(paths, sizes, strict=True):
-        kind, part = kind_of(path), FilePart(path, hold_out._replace(tail=0.0))
+        kind, part = kind_of(path), FilePart(path, hold_out)
         if kind == ".parquet":
             yield from _row_groups(part, source.column_of(path), unit_bytes)
             continue
@@ -118,7 +118,7 @@ def _stretches(source: TextSource, paths: list[str], hold_out: HoldOut) -> Itera
         if kind == TOKENS:
             start, stop = find_tokens(path)
         if kind == TOKENS or (is_document and not (has_many and size <= unit_bytes)):
-            part = part._replace(hold_out=HoldOut(tail=hold_out.tail) if hold_out.by_hash else hold_out)
+            part = part._replace(hold_out=of_end)
         if compression_of(path) or not (is_text or kind in (".jsonl", TOKENS)):
             yield part, size
             continue

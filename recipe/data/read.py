@@ -218,9 +218,9 @@ def read_sample(source: TextSource, units: list[Unit]) -> list[str]:
 def has_mask(source: TextSource) -> bool:
     """Return whether token ids have a column beside them that marks padding: in the first row of each kind of file."""
     seen = {}
-    for unit in cut(source) if source.dataset_name != STANDARD_LIBRARY else ():
+    for unit in cut(source):
         for part in unit.parts:
-            seen.setdefault(kind_of(part.path) if is_file(part) else part.split, part)
+            seen.setdefault(kind_of(part.path) if isinstance(part, FilePart) else part.split, part)
     for kind, part in seen.items():
         if kind not in (".txt", ".md", ".csv", ".wet", TOKENS):
             report = ReadReport()
@@ -228,14 +228,10 @@ def has_mask(source: TextSource) -> bool:
                 row = next(_read_rows(source, part, source.name, report.skip), None)
             except Exception:  # reading it will say what is wrong
                 continue
-            column = source.column_of(part.path if is_file(part) else None)
+            column = source.column_of(part.path if isinstance(part, FilePart) else None)
             if isinstance(row, dict) and MASK in row and token_ids(row.get(column)) is not None:
                 return True
     return False
-
-
-def is_file(part: FilePart | ShardPart) -> bool:
-    return isinstance(part, FilePart) and part.path != STANDARD_LIBRARY
 
 
 # ------------------------------------------------------------------ text
@@ -244,7 +240,7 @@ def is_file(part: FilePart | ShardPart) -> bool:
 def _read_part(
     source: TextSource, part: FilePart | ShardPart, where: str, report: ReadReport, bad: Bad
 ) -> Iterator[Document]:
-    kind = kind_of(part.path) if is_file(part) else None
+    kind = kind_of(part.path) if isinstance(part, FilePart) else None
     if kind == TOKENS:
         yield from _read_token_file(part)
     elif kind in (".txt", ".md"):
@@ -258,7 +254,7 @@ def _read_part(
             else:
                 yield from _read_stretch(stream, os.path.getsize(part.path), part, bad)
     else:
-        column = source.column_of(part.path if is_file(part) else None)
+        column = source.column_of(part.path if isinstance(part, FilePart) else None)
         for text in texts_of(_read_rows(source, part, where, bad), column, where, report, bad):
             yield Document(part.hold_out.split_of(text), text)
 
@@ -385,9 +381,8 @@ def decode(data: bytes, where: str, bad: Bad, is_first: bool = False) -> str:
 
 def _read_rows(source: TextSource, part: FilePart | ShardPart, where: str, bad: Bad) -> Iterator[Any]:
     """Yield the rows of a part."""
-    if not is_file(part):
-        library = ({source.column_of(): text} for text in read_standard_library())
-        yield from _read_shards(source, part) if isinstance(part, ShardPart) else library
+    if isinstance(part, ShardPart):
+        yield from _read_shards(source, part)
         return
     kind, column = kind_of(part.path), source.column_of(part.path)
     if kind == ".parquet":
@@ -528,7 +523,11 @@ def read_wet(stream: BinaryIO) -> Iterator[bytes]:
 
 def _read_shards(source: TextSource, part: ShardPart) -> Iterator[dict]:
     """Yield the rows of some shards of a dataset."""
-    rows, column = source.dataset[part.split].rows.shard(part.count, part.number), source.column_of()
+    column = source.column_of()
+    if source.dataset_name == STANDARD_LIBRARY:
+        yield from ({column: text} for text in read_standard_library())
+        return
+    rows = source.dataset[part.split].rows.shard(part.count, part.number)
     if column in (names := rows.column_names or ()):
         rows = rows.select_columns([name for name in (column, MASK) if name in names])
     for batch in rows.iter(ROWS_PER_READ):
