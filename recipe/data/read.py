@@ -367,10 +367,10 @@ def decode(data: bytes, where: str, bad: Bad, is_first: bool = False) -> str:
     lines = []
     for line in data.splitlines(keepends=True):
         try:
-            lines.append(line.decode())
             if b"\0" in line:
                 bad(not_text(where), len(line))
-                lines.pop()
+            else:
+                lines.append(line.decode())
         except UnicodeDecodeError:
             bad(not_utf8(where), len(line))
     return "".join(lines)
@@ -452,7 +452,8 @@ def _read_csv(stream: BinaryIO, column: str, where: str, bad: Bad) -> Iterator[d
         if names is None:
             names = fields
             if not is_utf8("".join(names)):
-                bad(not_utf8(where), os.path.getsize(where))
+                reason = not_text if "\0" in "".join(names) else not_utf8
+                bad(reason(where), os.path.getsize(where))
                 return
             continue
         # pandas writes an index without a name as the first column. Other columns without a name hold cut text.
