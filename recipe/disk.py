@@ -75,20 +75,6 @@ def link_or_copy(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def move(source: Path, target: Path) -> None:
-    """Rename a folder, also to another file system. It appears under the new name when it is complete."""
-    try:
-        os.rename(source, target)
-    except OSError as error:
-        if error.errno != errno.EXDEV:
-            raise
-        partial = target.with_name(f"{target.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.copytree(source, partial, copy_function=shutil.copyfile)
-        os.rename(partial, target)
-        shutil.rmtree(source)
-
-
 def remove(folder: Path, hidden: Path) -> None:
     """Remove a folder. Rename it first, so that a process killed in between does not leave half of it."""
     try:

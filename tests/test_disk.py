@@ -149,21 +149,6 @@ def test_a_dataset_in_a_mount_point(tmp_path, jsonl_file, tokenizer, monkeypatch
     assert (directory / "lost+found").is_dir()
 
 
-def test_a_preparation_begun_on_another_disk(tmp_path, jsonl_file, tokenizer, monkeypatch):
-    """What an earlier version has prepared beside a mount point is copied into it."""
-    source = TextSource((str(jsonl_file),))
-    expected = prepare_dataset(source, tmp_path / "expected", tokenizer)
-    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr("recipe.data.prepare.summarize", lambda *_: 1 / 0)
-        prepare_dataset(source, tmp_path / "d", tokenizer)
-    (partial,) = (tmp_path / "d").iterdir()
-    beside = partial.rename(tmp_path / f".d-{partial.name[1:]}")
-    fail_renames(monkeypatch, lambda a, b: beside in (a, *a.parents) and beside not in b.parents, errno.EXDEV)
-    monkeypatch.setattr("recipe.data.prepare.tokenize_units", lambda *_: 1 / 0)
-    assert prepare_dataset(source, tmp_path / "d", tokenizer) == expected
-    assert open_packed_dataset(tmp_path / "d", BLOCK_SIZE).tokenizer and not beside.exists()
-
-
 def test_a_checkpoint_in_the_image_of_a_container(tmp_path, monkeypatch):
     """An overlay cannot rename the folder, and pruning removes it."""
     (tmp_path / "checkpoint-2").mkdir()

@@ -276,10 +276,9 @@ def test_a_run_that_could_not_export_does_so_later(train, run_dir, monkeypatch):
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_a_kill_while_a_checkpoint_is_replaced_leaves_it(run_dir, monkeypatch, number):
     """Of the same step, the old one or the new one is found again, whichever operation the kill precedes."""
-    trained = types.SimpleNamespace(model=None, model_config=mock.Mock(), tokenizer=None)
+    trained = types.SimpleNamespace(model=None, model_config=mock.Mock(), files={})
     config = load_config(["--dataset_dir", "d", "--save_total_limit", "1"])[0]
     monkeypatch.setattr(recipe.checkpoint, "write_model", lambda *args: (args[-1] / WEIGHTS_NAME).touch())
-    monkeypatch.setattr(recipe.checkpoint, "write_files", lambda *_: None)
     saver = CheckpointSaver(run_dir, config, {}, trained, None, print, lambda *_: None)
     state = json.loads((run_dir / "checkpoint-4" / "training_state.json").read_text())
 

@@ -109,7 +109,7 @@ def test_documents_begin_as_the_model_expects(tmp_path, jsonl_file, instruct, tr
     assert first_ids(tmp_path / "tuned", len(ids) + 3) == [bos, *ids, eos, bos]
     capsys.readouterr()
     model = ["--max_steps", 1, "--model_name_or_path", instruct]
-    for data, options, prefix in (("new", TINY, []), ("new", model, []), ("tuned", model, [bos])):
+    for data, options, prefix in (("new", [*TINY, "--max_steps", 1], []), ("new", model, []), ("tuned", model, [bos])):
         folder = train(
             "--dataset_dir", tmp_path / data, *SHORT, *options, "--output_dir", tmp_path / "run", alone=True
         )

@@ -60,7 +60,9 @@ def test_programs_options_and_recipes_exist(capsys):
         lines = path.read_text().replace("\\\n#", "") if path.suffix in (".py", ".yaml", ".sbatch") else ""
         for program, words in re.findall(r"((?:recipe|scripts)/[\w/]+\.py)([^\n\"()]*)", lines):  # recipes, messages
             if (ROOT / program).is_file():
-                allowed = options_of(program) | (options_of("recipe/train.py") if "plan" in program else set())
+                allowed = options_of(program) | (
+                    options_of("recipe/train.py") if re.search("plan_run|sweep", program) else set()
+                )
                 assert set(re.findall(r" --([a-z_]+)", words)) <= allowed, (path, words)
     for words in commands_in(EVERYTHING):
         program = next((i for i, word in enumerate(words) if re.fullmatch(r"(recipe|scripts)/[\w/]+\.py", word)), None)

@@ -42,7 +42,7 @@ from recipe.data.tokenizer import (
     train_tokenizer,
 )
 from recipe.data.units import Job, UnitTokenizer, UnitWorkers
-from recipe.disk import lock, move
+from recipe.disk import lock
 from recipe.environment import count_cpus
 from recipe.errors import UserError
 from recipe.progress import progress_target
@@ -468,7 +468,7 @@ def locked(directory: Path) -> Iterator[None]:
 
 def replace_dataset(partial: Path, directory: Path) -> None:
     """Move a complete dataset to its place, and remove what was there, and what was interrupted before."""
-    move(partial, directory / COMPLETE_NAME)  # only one process can, even where there are no locks
+    os.rename(partial, directory / COMPLETE_NAME)  # only one process can, even where there are no locks
     finish_replacement(directory)
     for path in directory.glob(f".{HASH}.partial"):
         shutil.rmtree(path, ignore_errors=True)
