@@ -2,6 +2,7 @@
 
 import json
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -130,53 +131,41 @@ def test_what_a_tokenizer_cannot_spell_is_said(tmp_path, make, text, said, knows
     assert made["splits"]["train"]["bytes"] == (len(text.encode()) if knows_bytes else None)
 
 
-def test_a_run_without_bits_per_byte(tmp_path, train, capsys):
+@pytest.fixture
+def run(tmp_path, train):
+    """Train a model with a tokenizer on a.txt, for one step. Returns its folder."""
+
+    def with_tokenizer(tokenizer: TextTokenizer) -> Path:
+        tokenizer.save_pretrained(tmp_path / "tokenizer")
+        (tmp_path / "a.txt").write_text(ENGLISH * 2)
+        shape = ["--config_overrides", "n_layer=1,n_head=1,n_embd=16", "--block_size", 16, "--global_batch_size", 4]
+        data = ["--train_file", tmp_path / "a.txt", "--tokenizer_name", tmp_path / "tokenizer"]
+        folders = ["--output_dir", tmp_path / "run", "--cache_dir", tmp_path / "cache"]
+        train(*data, *folders, *shape, *PLAIN, "--max_steps", 1, alone=True)
+        return tmp_path / "run"
+
+    return with_tokenizer
+
+
+def test_a_run_without_bits_per_byte(tmp_path, run, capsys):
     """They are null in files and a dash in lines; the loss is a loss."""
-    tokenizer_of(word_piece).save_pretrained(tmp_path / "tokenizer")
-    (tmp_path / "a.txt").write_text(ENGLISH * 2)
-    shape = [
-        "--config_overrides",
-        "n_layer=1,n_head=1,n_embd=16",
-        "--block_size",
-        16,
-        *PLAIN,
-        "--global_batch_size",
-        4,
-    ]
-    data = ["--train_file", tmp_path / "a.txt", "--tokenizer_name", tmp_path / "tokenizer"]
-    folder = ["--output_dir", tmp_path / "run", "--cache_dir", tmp_path / "cache"]
-    train(*data, *folder, *shape, "--max_steps", 2, alone=True)
+    folder = run(tokenizer_of(word_piece))
     out = capsys.readouterr().out
     assert ", - bits per byte" in out and "bits_per_byte:     -" in out
-    events, summary = (
-        read_events(tmp_path / "run", "eval"),
-        json.loads((tmp_path / "run" / "summary.json").read_text()),
-    )
-    assert {event["bits_per_byte"] for event in [*events, summary]} == {None} and summary["eval_loss"] > 1
-    error = run_script("scripts/evaluate_model.py", "--model", tmp_path / "run", "--text_file", tmp_path / "a.txt")
-    assert not error and json.loads((tmp_path / "run" / "evaluation.json").read_text())["texts"][0]["loss"] > 1
+    summary = json.loads((folder / "summary.json").read_text())
+    events = [*read_events(folder, "eval"), summary]
+    assert {event["bits_per_byte"] for event in events} == {None} and summary["eval_loss"] > 1
+    assert not run_script("scripts/evaluate_model.py", "--model", folder, "--text_file", tmp_path / "a.txt")
+    assert json.loads((folder / "evaluation.json").read_text())["texts"][0]["loss"] > 1
 
 
-def test_gaps_between_ids_train(tmp_path, train):
+def test_gaps_between_ids_train(run):
     """The vocabulary is the largest id + 1."""
     tokenizer = tokenizer_of(characters)
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    (tmp_path / "a.txt").write_text(ENGLISH)
-    shape = [
-        "--config_overrides",
-        "n_layer=1,n_head=1,n_embd=16",
-        "--block_size",
-        16,
-        *PLAIN,
-        "--global_batch_size",
-        4,
-    ]
-    data = ["--train_file", tmp_path / "a.txt", "--tokenizer_name", tmp_path / "tokenizer"]
-    folder = ["--output_dir", tmp_path / "run", "--cache_dir", tmp_path / "cache"]
-    train(*data, *folder, *shape, "--max_steps", 1, alone=True)
-    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    folder = run(tokenizer)
+    config = json.loads((folder / "config.json").read_text())
     assert config["vocab_size"] == 1 + max(tokenizer.backend_tokenizer.get_vocab().values())
-    assert not run_script("scripts/generate_text.py", "--model", tmp_path / "run", "--max_new_tokens", 3)
+    assert not run_script("scripts/generate_text.py", "--model", folder, "--max_new_tokens", 3)
 
 
 # ------------------------------------------------------------------ training
