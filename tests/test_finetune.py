@@ -12,7 +12,15 @@ from conftest import PLAIN, TINY, make_documents, run_script
 from hub_repository import File, Repository
 from safetensors.torch import load_file
 from tokenizers import processors
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+)
 
 from recipe.config import TrainConfig
 from recipe.data.packed import open_packed_dataset
@@ -157,6 +165,17 @@ def test_added_tokens_start_as_the_mean(tmp_path, instruct, tie):
         assert len(layer.weight) == 512 and all(torch.equal(layer.weight[i], mean) for i in (403, 404))
     with pytest.raises(UserError, match="the tokenizer has 500 tokens, more than the 403 of the model"):
         build_model_config(config, 500, 401, config.model_name_or_path, 500)
+
+
+def test_an_end_of_text_beyond_the_vocabulary_is_replaced(tmp_path, jsonl_file, tokenizer_dir, train, capsys):
+    """As in a config whose author left GPT-2's default."""
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=16, n_positions=32, vocab_size=500))
+    model.save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(tokenizer_dir).save_pretrained(tmp_path / "model")
+    run = ["--model_name_or_path", tmp_path / "model", "--train_file", jsonl_file, *SHORT, "--max_steps", 1]
+    train(*run, "--output_dir", tmp_path / "run", "--cache_dir", tmp_path / "cache", alone=True)
+    assert "the end of text is the tokenizer's id 0, not 50256" in printed(capsys)
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["eos_token_id"] == 0
 
 
 def test_fine_tuning_with_added_tokens(tmp_path, jsonl_file, instruct, train, capsys):

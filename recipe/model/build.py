@@ -121,7 +121,10 @@ def build_model_config(
         if model_config is None:
             model_config = AutoConfig.for_model(model_type, max_position_embeddings=config.block_size, **values, **ids)
         else:
-            model_config.update(values | (ids if model_config.eos_token_id is None else {}))
+            ends = model_config.eos_token_id
+            ends = ends if isinstance(ends, list) else [ends]
+            is_valid = all(end is not None and end < vocab_size for end in ends)
+            model_config.update(values if is_valid else values | ids)
         # On the meta device, before text is prepared for hours. Each type reports a bad shape with its own exception.
         count_flops_per_token(model_config, count_parameters(model_config), config.block_size)
     except Exception as error:
@@ -176,11 +179,9 @@ def build_model(
         options |= {} if is_gpt2 else {"pad_token_id": None}  # its embedding would get no gradient
         model = load_model_weights(source, **options)
         model.train()  # `from_pretrained` returns a model in eval mode, in which a trial step would use less memory
-    padded, num_known = (
-        padded_vocab_size(model_config.vocab_size, config.pad_vocab_to_multiple_of),
-        model.config.vocab_size,
-    )
-    if padded != model.config.vocab_size:
+    num_known = model.config.vocab_size
+    padded = padded_vocab_size(model_config.vocab_size, config.pad_vocab_to_multiple_of)
+    if padded != num_known:
         model.resize_token_embeddings(padded, mean_resizing=False)
     for tensor in model.parameters() if model_config.vocab_size > num_known else ():  # tokens that were added
         if is_vocabulary(model, tensor):  # Transformers draws rows around the mean, which no run could repeat

@@ -264,7 +264,10 @@ def collect_files(
     own_tokenizer = start.resume_dir or config.tokenizer_name == config.model_name_or_path
     tokenizer_source = start.source if own_tokenizer else config.tokenizer_name
     files, notes = tuned_files(start.source, tokenizer_source, **encoding_of(metadata))
-    num_known = load_pretrained(AutoConfig, start.source).vocab_size
+    own = load_pretrained(AutoConfig, start.source)
+    num_known = own.vocab_size
+    if own.eos_token_id != model_config.eos_token_id:  # it had none, or one beyond its vocabulary
+        notes.append(f"the end of text is the tokenizer's id {model_config.eos_token_id}, not {own.eos_token_id}")
     if (num_new := model_config.vocab_size - num_known) > 0:
         notes.append(f"the vocabulary grows from {num_known:,} by {num_new:,} tokens, which start as the mean of all")
     elif num_new < 0:
