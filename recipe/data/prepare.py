@@ -282,8 +282,11 @@ def tokenize_units(
         sample = read_sample(job.source, units)
         for line in look_for_special_tokens(tokenizer, job.source, sample):
             say(line)
-        encoder, how = choose_encoder(tokenizer, sample, job.source.parse_special_tokens)
-        say(f"token ids: {how}\nunits: {len(numbers):,}, processes: {num_workers}")
+        encoder = "tokenizers"
+        if sample:  # else the data holds token ids
+            encoder, how = choose_encoder(tokenizer, sample, job.source.parse_special_tokens)
+            say(f"token ids: {how}")
+        say(f"units: {len(numbers):,}, processes: {num_workers}")
         if workers is None:
             UnitTokenizer(job)(numbers[0], units[numbers[0]], encoder)
             return
