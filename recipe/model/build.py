@@ -21,13 +21,11 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from recipe.config import TrainConfig
 from recipe.errors import UserError, did_you_mean, short_reason
+from recipe.model.check import check_model
 from recipe.model.size import count_flops_per_token, count_parameters, padded_vocab_size
 from recipe.model.weights import is_vocabulary, load_model_weights, load_pretrained
 
@@ -44,8 +42,6 @@ MANAGED |= dict.fromkeys(("vocab_size", "bos_token_id", "eos_token_id", "pad_tok
 SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "num_key_value_heads")
 # GPT-2's dropout, which recipes name, in other types.
 DROPOUT = {"attn_pdrop": "attention_dropout", "resid_pdrop": "hidden_dropout", "embd_pdrop": "embedding_dropout"}
-# If set, logits are more than the output matrix times the hidden state (in cohere, granite, gemma2, falcon_h1).
-LOGIT_SCALES = ("logit_scale", "logits_scaling", "final_logit_softcapping", "lm_head_multiplier")
 
 
 def model_options(model_type: str) -> list[str]:
@@ -56,11 +52,9 @@ def model_options(model_type: str) -> list[str]:
     config_class = CONFIG_MAPPING[model_type]
     names, common = ({field.name for field in dataclasses.fields(c)} for c in (config_class, PreTrainedConfig))
     names |= config_class.attribute_map.keys()
-    # The run would be wrong without a word: tokens of an encoder see later ones, and experts need a loss of their own.
     for is_unsupported, reason in (
         ("max_position_embeddings" not in names, "its config has no max_position_embeddings"),
-        (model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES, "it is an encoder"),
-        ("num_experts_per_tok" in names, "it is a mixture of experts"),
+        ("num_experts_per_tok" in names, "it is a mixture of experts"),  # which need a loss of their own
     ):
         if is_unsupported:
             raise UserError(f"model_type {model_type} is not supported: {reason}; use a dense decoder, such as llama")
@@ -130,9 +124,14 @@ def build_model_config(
     except Exception as error:
         reason = short_reason(error.__cause__ or error)
         raise UserError(f"config_overrides describe a {model_type} that cannot be built: {reason}") from error
-    if scales := [name for name in LOGIT_SCALES if getattr(model_config, name, None) not in (None, 1)]:
-        raise UserError(f"this {model_type} is not supported: the loss does not apply its {scales[0]}")
+    check_model(model_config, _attention_of(config, model_type))
     return model_config
+
+
+def _attention_of(config: TrainConfig, model_type: str) -> str:
+    """Return the attention function. Types other than GPT-2 keep their stock attention and masks."""
+    attention = config.attn_implementation if config.attn_implementation != "auto" else "sdpa"
+    return SDPA_WITHOUT_MASK if model_type == "gpt2" and attention == "sdpa" else attention
 
 
 def _check_source(
@@ -168,10 +167,8 @@ def build_model(
     source: folder or Hub id to load the weights from instead; raises `UserError` if it lacks weights. The initial
     weights do not depend on the padding.
     """
-    is_gpt2 = model_config.model_type == "gpt2"  # other types keep their stock attention and masks
-    attention = config.attn_implementation if config.attn_implementation != "auto" else "sdpa"
-    attention = SDPA_WITHOUT_MASK if is_gpt2 and attention == "sdpa" else attention
-    options = {"attn_implementation": attention, "dtype": torch.float32}
+    is_gpt2 = model_config.model_type == "gpt2"
+    options = {"attn_implementation": _attention_of(config, model_config.model_type), "dtype": torch.float32}
     if source is None:
         model = AutoModelForCausalLM.from_config(copy.deepcopy(model_config), **options)
     else:

@@ -20,7 +20,7 @@ class LanguageModelingLoss(nn.Module):
     """Mean cross-entropy in nats per target token, over the real vocabulary.
 
     The logits are the base model's output times the output matrix, as in GPT-2 and llama. A model that scales, caps or
-    transforms them (granite, cohere, gemma2, bert) needs a loss of its own.
+    transforms them (granite, cohere, gemma2) needs a loss of its own; recipe/model/check.py refuses it.
 
     The padding of the vocabulary gets logits of minus infinity. It has no part in the softmax or the label smoothing
     and gets no gradient, so the loss equals the saved model's exactly, whatever the padding's rows contain.
@@ -120,3 +120,9 @@ def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, reduction: str = 
     losses = logits.logsumexp(dim=-1) - torch.where(is_target, logits, 0.0).sum(dim=-1)
     losses = torch.where(targets != IGNORE_INDEX, losses, 0.0)
     return losses if reduction == "none" else losses.sum()
+
+
+def own_losses(model: PreTrainedModel, input_ids: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the `losses` of a saved model by its own logits, as `LanguageModelingLoss` does in eval mode."""
+    logits = model(input_ids=input_ids, use_cache=False).logits
+    return {"losses": cross_entropy(logits.flatten(0, 1).float(), targets.flatten()).view(targets.shape)}

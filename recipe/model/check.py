@@ -1,0 +1,115 @@
+"""Try a model before it is trusted: one that sees the answer, or has another loss than its own, only looks good."""
+
+import copy
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from recipe.errors import UserError, short_reason
+from recipe.model.loss import LanguageModelingLoss, own_losses
+
+NUM_TOKENS, VOCAB_SIZE, PADDED_SIZE = 12, 37, 41  # of the copy
+MAX_PARAMETERS = 50_000_000
+TOLERANCE = 1e-4  # nats in fp32; of 110 types, the right ones differ by 2e-6 at most, the wrong ones by 0.1 and more
+
+_FAULTS: dict[str, str | None] = {}  # a run asks several times
+
+
+def check_model(model_config: PreTrainedConfig, attention: str) -> None:
+    """Raise `UserError` unless a model of this config would be trained and evaluated right.
+
+    A small copy with random weights is tried: no token sees later ones, the loss of `LanguageModelingLoss` is the
+    cross-entropy of the model's own logits, every parameter gets a gradient, and padding of the vocabulary changes no
+    loss. It takes a twentieth of a second and leaves PyTorch's random state as it was.
+    attention: the name of one of Transformers' attention functions.
+    """
+    key = f"{attention} {vars(model_config)}"
+    if key not in _FAULTS:
+        _FAULTS[key] = _find_fault(model_config, attention)
+    if _FAULTS[key] is not None:
+        raise UserError(f"model_type {model_config.model_type} is not supported: {_FAULTS[key]}")
+
+
+def _find_fault(model_config: PreTrainedConfig, attention: str) -> str | None:
+    try:
+        with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(0)  # torch.manual_seed would seed a GPU too
+            found = _try(_build_copy(shrink(model_config), attention))
+    except Exception as error:  # each type reports what it lacks with its own exception
+        if attention != "eager":
+            otherwise = f"its {attention} attention fails; pass --attn_implementation eager"
+            return _find_fault(model_config, "eager") or otherwise
+        found = f"a small copy of it fails ({short_reason(error)})"
+    return found and f"{found}; use a dense decoder, such as llama"
+
+
+def _build_copy(tiny: PreTrainedConfig, attention: str) -> PreTrainedModel:
+    with torch.device("meta"):
+        num_parameters = AutoModelForCausalLM.from_config(copy.deepcopy(tiny)).num_parameters()
+    if num_parameters > MAX_PARAMETERS:
+        raise ValueError(f"the smallest copy has {num_parameters:,} parameters")
+    model = AutoModelForCausalLM.from_config(tiny, attn_implementation=attention, dtype=torch.float32)
+    for parameter in model.parameters():  # no weight is zero, tokens depend on others, and logits are large
+        parameter.data.add_(torch.randn_like(parameter), alpha=1.0 if len(parameter) == VOCAB_SIZE else 0.1)
+    return model.eval()
+
+
+def _try(model: PreTrainedModel) -> str | None:
+    """Return the first fault of the copy."""
+    if sees_later_tokens(model):
+        return "its tokens see later ones"
+    rows = torch.arange(NUM_TOKENS + 1)[None]
+    input_ids, targets = rows[:, :-1], rows[:, 1:]
+    outputs = LanguageModelingLoss(model, VOCAB_SIZE).eval()(input_ids, targets)
+    losses = outputs["losses"]
+    if not torch.allclose(losses, own_losses(model, input_ids, targets)["losses"], rtol=0, atol=TOLERANCE):
+        return "its logits are not the output matrix times the last hidden state, as the loss assumes"
+    outputs["loss"].backward()
+    if unused := [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]:
+        return f"{len(unused)} of its tensors get no gradient, such as {unused[0]}"
+    model.resize_token_embeddings(PADDED_SIZE, mean_resizing=False)
+    padded = LanguageModelingLoss(model, VOCAB_SIZE).eval()(input_ids, targets)["losses"]
+    if not torch.allclose(losses, padded, rtol=0, atol=TOLERANCE):
+        return "its vocabulary cannot be padded"
+    return None
+
+
+def shrink(model_config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the config of a copy with narrow heads, one layer of each kind, and few tokens and positions."""
+    tiny, num_layers = copy.deepcopy(model_config), model_config.num_hidden_layers
+    head_dim = getattr(tiny, "head_dim", None) or tiny.hidden_size // tiny.num_attention_heads
+    factor = 1  # by which all widths shrink
+    while head_dim % (4 * factor) == 0 and head_dim // (2 * factor) >= 8:  # even, as rotary embeddings need it
+        factor *= 2
+    kinds = getattr(tiny, "layer_types", None) or [None] * num_layers
+    layers = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
+    for name, value in list(vars(tiny).items()):
+        if "layer" in name and isinstance(value, list | tuple) and len(value) == num_layers:
+            setattr(tiny, name, [value[i] for i in layers])
+        elif type(value) is int and value >= 64 and value % factor == 0 and "heads" not in name:
+            setattr(tiny, name, value // factor)
+    if getattr(tiny, "rope_parameters", None):
+        tiny.rope_parameters = _without_scaling(tiny.rope_parameters)
+    ids = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
+    size = {"num_hidden_layers": len(layers), "vocab_size": VOCAB_SIZE, "max_position_embeddings": NUM_TOKENS}
+    tiny.update(ids | size)
+    return tiny
+
+
+def _without_scaling(rope: dict[str, Any]) -> dict[str, Any]:
+    """Return parameters of rotary embeddings without what stretches them, which may have a value per dimension."""
+    rope = {key: _without_scaling(value) if isinstance(value, dict) else value for key, value in rope.items()}
+    return rope | ({"rope_type": "default"} if "rope_type" in rope else {})
+
+
+@torch.no_grad()
+def sees_later_tokens(model: PreTrainedModel) -> bool:
+    """Return whether changing the last token changes what a model predicts before it.
+
+    By more than a hundredth of the spread of its logits, because int8 rounds the tokens of a batch together.
+    """
+    rows = torch.arange(min(NUM_TOKENS, model.config.max_position_embeddings), device=model.device).repeat(2, 1)
+    rows[1, -1] = 0
+    logits = model(input_ids=rows % model.config.vocab_size, use_cache=False).logits[:, :-1].float()
+    return bool((logits[0] - logits[1]).abs().max() > 0.01 * logits.std())
