@@ -22,7 +22,7 @@ from recipe.evaluation.generation import load_model
 from recipe.evaluation.report import describe_results, read_results, write_results
 from recipe.evaluation.scoring import CPU_TOKENS, GPU_TOKENS
 from recipe.evaluation.tasks import SOURCES, load_tasks, score_task
-from recipe.evaluation.text import evaluate_dataset, evaluate_text, read_text
+from recipe.evaluation.text import LONGEST_CONTEXT, choose_context, evaluate_dataset, evaluate_text, read_text
 from recipe.hardware.processes import on_main_process, start_processes, use_all_cores
 from recipe.publish.card import EVALUATION_NAME, weights_sha256
 
@@ -34,6 +34,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dataset_dir", type=Path, help="packed dataset, whose validation rows are evaluated")
     parser.add_argument("--text_file", nargs="+", default=[], help="text files, folders or globs: one result for each")
     parser.add_run_options(("text_column_name", "document_separator"))
+    parser.add_argument(
+        "--context",
+        type=int,
+        help=f"tokens that the model sees (default: its positions, at most {LONGEST_CONTEXT:,}; rows: as in its run)",
+    )
     parser.add_argument("--stride", type=int, help="new tokens per window of text (default: half of the context)")
     parser.add_argument("--tasks", nargs="+", help=f"{', '.join(EVAL_TASKS)} (from the Hub), or hellaswag=FILE.jsonl")
     parser.add_argument("--max_task_examples", type=int, help="score only the first N of a fixed random order")
@@ -57,7 +62,7 @@ def main() -> None:
     state = PartialState()
     use_all_cores(state)
     model, tokenizer = load_model(args.model, state.device, args.revision)
-    context = model.config.max_position_embeddings
+    context, row_length = choose_context(args.model, model.config.max_position_embeddings, args.context)
     # By which a model card, and the next evaluation, know the model. Transformers sets the commit of a Hub id.
     identity = {
         "weights_sha256": weights_sha256(Path(args.model)),
@@ -81,7 +86,8 @@ def main() -> None:
     batch_size = args.batch_size or max(1, (CPU_TOKENS if state.device.type == "cpu" else GPU_TOKENS) // context)
     tokens_per_batch, found, scores = batch_size * context, [], {}
     if args.dataset_dir:
-        found.append(evaluate_dataset(model, tokenizer, open_packed_dataset(args.dataset_dir, context), batch_size))
+        dataset = open_packed_dataset(args.dataset_dir, row_length)
+        found.append(evaluate_dataset(model, tokenizer, dataset, max(1, tokens_per_batch // row_length)))
     for text in texts:
         found.append(evaluate_text(model, tokenizer, text, context, stride, tokens_per_batch))
     for name, examples in tasks.items():

@@ -14,10 +14,12 @@ from conftest import BLOCK_SIZE, ROOT, make_documents, read_events, reset_accele
 from safetensors.torch import load_file, save_file
 from small_model import save_small_model
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
 
 from recipe.command_line import load_config
 from recipe.evaluation.perplexity import LanguageModelingMetric
+from recipe.evaluation.report import describe_results
+from recipe.evaluation.text import choose_context
 from recipe.evaluation.validation import Validation
 from recipe.model.loss import LanguageModelingLoss
 
@@ -79,6 +81,24 @@ def test_the_saved_model_has_the_scores_that_its_run_reported(run, dataset):
     assert {key: found[key] for key in expected} == pytest.approx(expected, rel=1e-5)
     assert found["num_tokens"] == len(dataset.validation) * BLOCK_SIZE
     assert found["bits_per_character"] is None and found["name"] == "dataset validation"
+
+
+def test_rows_are_as_long_as_in_the_models_run(train, dataset, tmp_path, capsys):
+    """A run with rows shorter than its model's positions, and the script, give the same loss; an option overrides."""
+    start = train("--max_steps", "1", output_dir=tmp_path / "start")
+    options = ["--model_name_or_path", start, "--block_size", 16, "--max_steps", 2, "--max_eval_samples", "all"]
+    run = train(*options, shape=[], output_dir=tmp_path / "run")
+    contexts = []
+    for folder, *typed in ((run,), (run, "--context", 8), (start,)):
+        command = [SCRIPT, "--model", folder, "--dataset_dir", dataset.directory, "--output_file", tmp_path / "a.json"]
+        assert not run_script(*command, *typed)
+        (found,) = json.loads((tmp_path / "a.json").read_text())["texts"]
+        contexts.append(found["context"])
+        if found["context"] == 16:
+            assert found["loss"] == pytest.approx(read_events(run, "eval")[-1]["loss"], rel=1e-5)
+        assert f"context {found['context']} tokens, stride {found['stride']}" in capsys.readouterr().out
+        (tmp_path / "a.json").unlink()
+    assert contexts == [16, 8, BLOCK_SIZE]
 
 
 def test_the_metric_adds_up_batches(monkeypatch):
@@ -153,6 +173,60 @@ def test_the_scores_of_a_text_equal_a_plain_loop(evaluate, model_dir, text_file,
     counts = [found[f"num_{unit}"] for unit in ("documents", "tokens", "bytes", "characters")]
     assert counts == [5, tokens, num_bytes, characters] and num_bytes > characters
     assert (found["stride"], found["context"]) == (stride, BLOCK_SIZE)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("gemma2", {"final_logit_softcapping": 3.0, "head_dim": 8}),
+        ("granite", {"logits_scaling": 8.0}),
+        ("cohere", {"logit_scale": 0.1}),
+    ],
+)
+def test_a_saved_model_is_scored_by_its_own_logits(tmp_path, tokenizer_dir, model_type, changes):
+    """Also one whose logits are scaled or capped, which training refuses: texts, rows and tasks."""
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ids = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "vocab_size": len(tokenizer)}
+    config = AutoConfig.for_model(
+        model_type, **shape, **ids, num_key_value_heads=4, max_position_embeddings=64, initializer_range=0.5, **changes
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    text = "the cat sat on a mat while rain fell"
+    (tmp_path / "a.txt").write_text(text)
+    (tmp_path / "lambada.jsonl").write_text(json.dumps({"text": text}))
+    given = ["--text_file", tmp_path / "a.txt", "--tasks", f"lambada={tmp_path / 'lambada.jsonl'}"]
+    assert not run_script(SCRIPT, "--model", tmp_path / "model", *given, "--output_file", tmp_path / "found.json")
+    found = json.loads((tmp_path / "found.json").read_text())
+    model, ids = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval(), tokenizer(text)["input_ids"]
+    with torch.no_grad():
+        losses = F.cross_entropy(model(torch.tensor([[0, *ids[:-1]]])).logits[0], torch.tensor(ids), reduction="none")
+        start = len(tokenizer(text.rpartition(" ")[0])["input_ids"])
+        word = F.cross_entropy(model(torch.tensor([ids[:-1]])).logits[0], torch.tensor(ids[1:]), reduction="none")
+    assert found["texts"][0]["loss"] == pytest.approx(losses.mean().item(), rel=1e-4)
+    assert found["tasks"]["lambada"]["perplexity"] == pytest.approx(math.exp(word[start - 1 :].sum()), rel=1e-4)
+
+
+def test_the_context_of_a_model_with_many_positions_is_bounded(model_dir, tmp_path):
+    """The logits of 131,072 positions at once would take 67 GB."""
+    assert choose_context(model_dir, 131_072, None) == (4096, 4096)
+    assert choose_context(model_dir, 131_072, 8192) == (8192, 8192)
+    (tmp_path / "training_config.yaml").write_text("block_size: 256\n")
+    assert choose_context(tmp_path, 1024, None) == (1024, 256)
+
+
+def test_a_large_perplexity_keeps_the_columns():
+    """The columns of an untrained or broken model stay where the heading is."""
+    text = {"name": "a.txt", "num_tokens": 9, "loss": 30.0, "bits_per_byte": 1.0, "bits_per_character": None}
+    text |= {"context": 8, "stride": 8}
+    results = {"model": "m", "revision": None, "num_parameters": 1, "tasks": {}}
+    lengths = set()
+    for perplexity in (2.5, math.exp(30), math.inf):
+        table = describe_results(results | {"texts": [text | {"perplexity": perplexity}]}).splitlines()
+        lengths |= {len(table[2]), len(table[3])}
+    assert lengths == {80}
 
 
 def test_the_report_names_files_without_their_folders_beside_openais_scores(evaluate, model_dir, text_file):

@@ -32,7 +32,8 @@ def describe_results(results: dict[str, Any]) -> str:
             name = text["name"] if len(text["name"]) < 24 else f"{text['name'][:20]}..."
             bits = [text["bits_per_byte"], text["bits_per_character"]]
             shown = "".join(f"{'-' if value is None else f'{value:.4f}':>11}" for value in bits)
-            lines.append(f"{name:24}{text['num_tokens']:>12,}{text['loss']:>9.4f}{text['perplexity']:>13,.2f}{shown}")
+            perplexity = f"{text['perplexity']:,.2f}" if text["perplexity"] < 1e8 else f"{text['perplexity']:.3e}"
+            lines.append(f"{name:24}{text['num_tokens']:>12,}{text['loss']:>9.4f}{perplexity:>13}{shown}")
         windows = sorted({(text["context"], text["stride"]) for text in texts})
         lines += [f"context {context:,} tokens, stride {stride:,}" for context, stride in windows]
     if tasks := results["tasks"]:

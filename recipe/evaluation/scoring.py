@@ -7,7 +7,6 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import torch
 from accelerate import PartialState
-from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
@@ -78,7 +77,7 @@ def exp_or_inf(nats: float) -> float:
 
 @torch.no_grad()
 def sum_losses(
-    module: nn.Module,
+    module: Callable,
     token_bytes: torch.Tensor,
     batches: Iterable[tuple[torch.Tensor, torch.Tensor]],
     num_batches: int,
@@ -87,9 +86,9 @@ def sum_losses(
 ) -> Totals | None:
     """Sum over the batches of all processes; None if must_stop, asked before each batch, is true.
 
-    module: a `LanguageModelingLoss` in evaluation mode. token_bytes: from `count_token_bytes`, on the device. batches:
-    (input_ids, targets) on the device, as the module takes them. name: of the progress bar. The host waits for the
-    device only at the end.
+    module: a `LanguageModelingLoss` in evaluation mode, or a function that returns its `losses`. token_bytes: from
+    `count_token_bytes`, on the device. batches: (input_ids, targets) on the device, as the module takes them. name: of
+    the progress bar. The host waits for the device only at the end.
     """
     device = token_bytes.device
     nats = torch.zeros(num_batches, 2, device=device)  # added up on the host, because not every device has float64

@@ -195,9 +195,11 @@ def score_windows(
     scores: dict[int, Score] = {}
     for batch in batch_windows([len(window.ids) for window in windows], tokens_per_batch):
         inputs, targets = pad_windows([windows[i] for i in batch], model.device)
-        hidden = model.base_model(input_ids=inputs, use_cache=False)[0][targets != IGNORE_INDEX]
+        starts = [len(windows[i].ids) - 1 - windows[i].num_targets for i in batch]
+        targets = targets[:, min(*starts, inputs.shape[1] - 1) :]
+        logits = model(input_ids=inputs, use_cache=False, logits_to_keep=targets.shape[1]).logits
+        logits = logits[targets != IGNORE_INDEX][:, :vocab_size].float()
         targets = targets[targets != IGNORE_INDEX]
-        logits = model.get_output_embeddings()(hidden)[:, :vocab_size].float()
         found = logits.log_softmax(dim=-1).gather(1, targets[:, None])[:, 0].cpu().double()
         greedy = (logits.argmax(dim=-1) == targets).cpu()
         counts = [windows[i].num_targets for i in batch]

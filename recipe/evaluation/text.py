@@ -5,9 +5,10 @@ A window slides over each document of a text. The first one scores up to `contex
 exactly once.
 """
 
+import functools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,11 @@ from recipe.data.tokenizer import count_token_bytes, document_start, tokenizer_s
 from recipe.errors import UserError
 from recipe.evaluation.scoring import Totals, Window, batch_windows, pad_windows, sum_losses
 from recipe.evaluation.validation import evaluate_rows
-from recipe.model.loss import LanguageModelingLoss
+from recipe.model.loss import own_losses
+from recipe.publish.public import read_options
 
 ENCODED_DOCUMENTS = 1000  # at a time, because tokenizers needs hundreds of bytes of memory per token
+LONGEST_CONTEXT = 4096  # unless --context sets it: the logits of 131,072 positions and 128,000 tokens take 67 GB
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,19 @@ def read_text(
         encoded = tokenizer(batch, add_special_tokens=False, verbose=False, **options)["input_ids"]
         documents += [np.array([before, *ids]) for ids in encoded]
     return Text(Path(given).name, documents, num_characters)
+
+
+def choose_context(model: Path | str, num_positions: int, typed: int | None) -> tuple[int, int]:
+    """Return the context for texts, and the length of a dataset's rows, in tokens.
+
+    By default, rows are as long as in the model's own run, if its folder has one's config. Raises `UserError`.
+    """
+    if typed is not None:
+        if not 1 <= typed <= num_positions:
+            raise UserError(f"context must be from 1 to {num_positions:,}, the positions of {model}, got {typed:,}")
+        return typed, typed
+    context = min(num_positions, LONGEST_CONTEXT)
+    return context, read_options(Path(model)).get("block_size", context)
 
 
 def cut_windows(ids: np.ndarray, context: int, stride: int) -> Iterator[Window]:
@@ -137,10 +153,9 @@ def evaluate_dataset(
     }
 
 
-def _scorer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[LanguageModelingLoss, torch.Tensor]:
-    """Return the module and the bytes of each token, as `sum_losses` takes them."""
-    module = LanguageModelingLoss(model, model.config.vocab_size).to(model.device).eval()
-    return module, torch.from_numpy(count_token_bytes(tokenizer)).to(model.device)
+def _scorer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[Callable, torch.Tensor]:
+    """Return the losses and the bytes of each token, as `sum_losses` takes them."""
+    return functools.partial(own_losses, model), torch.from_numpy(count_token_bytes(tokenizer)).to(model.device)
 
 
 def _scores(totals: Totals) -> dict[str, Any]:

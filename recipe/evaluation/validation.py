@@ -47,7 +47,7 @@ def count_eval_rows(config: TrainConfig, num_validation_rows: int, num_datasets:
 
 
 def evaluate_rows(
-    module: nn.Module,
+    module: Callable,
     token_bytes: torch.Tensor,
     rows: Any,
     num_rows: int,
