@@ -4,12 +4,13 @@ python scripts/generate_text.py --model runs/demo --prompt "import "
 python scripts/generate_text.py --model runs/demo --interactive
 python scripts/generate_text.py --model runs/demo --prompts_file prompts.txt --output_file texts.jsonl
 
-One text appears word by word; with --num_samples, the texts of a prompt appear together when all are complete.
+One text appears token by token; with --num_samples, the texts of a prompt appear together when all are complete.
 Only text goes to stdout.
 """
 
 import argparse
 import contextlib
+import functools
 import json
 import sys
 from collections.abc import Iterator
@@ -19,7 +20,6 @@ from recipe.arguments import CommandLine  # first: it sets up OpenMP's threads, 
 
 # isort: split
 from accelerate import PartialState
-from transformers import TextStreamer
 
 from recipe.errors import UserError, run_main
 from recipe.evaluation.generation import generate_texts, load_model
@@ -33,17 +33,16 @@ def main() -> None:
     prompts = ask() if args.interactive else read_prompts(args.prompts_file) if args.prompts_file else [args.prompt]
     sampling = {name: getattr(args, name) for name in SAMPLING}
     model, tokenizer = load_model(args.model_name_or_path, PartialState().device, args.revision)
-    streamer = TextStreamer(tokenizer, clean_up_tokenization_spaces=False) if args.num_samples == 1 else None
+    stream = functools.partial(print, end="", flush=True) if args.num_samples == 1 else None
     with open_output(args.output_file) as output:
         for index, prompt in enumerate(prompts):
             if index > 0 and not args.interactive:
                 print(SEPARATOR, end="")
-            if streamer is not None:
-                print(prompt, end="", flush=True)
+            if stream is not None:
+                stream(prompt)
             seed = args.seed + index if args.interactive else args.seed  # a prompt typed again gets another text
-            texts = generate_texts(model, tokenizer, prompt, **sampling, seed=seed, streamer=streamer)
-            if streamer is None:
-                print(f"\n{SEPARATOR}".join(texts), flush=True)
+            texts = generate_texts(model, tokenizer, prompt, **sampling, seed=seed, stream=stream)
+            print("" if stream else f"\n{SEPARATOR}".join(texts), flush=True)
             if args.interactive:
                 print(flush=True)
             if output is not None:

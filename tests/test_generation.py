@@ -4,14 +4,23 @@ import io
 import json
 import shutil
 import sys
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
-from conftest import BLOCK_SIZE, run_script
+from conftest import BLOCK_SIZE, make_documents, run_script
 from small_model import save_small_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+from torch.nn import functional as F
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+)
 
 from recipe.config import TrainConfig
 from recipe.evaluation.generation import generate_texts, load_model, sample_text
@@ -84,6 +93,39 @@ def test_the_same_seed_gives_the_same_samples(loaded):
     assert all(text.startswith("the") for text in a)
 
 
+def test_a_sample_does_not_depend_on_their_number(loaded):
+    """Sample 0 is the only one of a call for one, and more samples add to those of a call for fewer."""
+    one, two, four = (generate_texts(*loaded, "the", max_new_tokens=20, num_samples=number) for number in (1, 2, 4))
+    assert one == four[:1] and two == four[:2] and len(set(four)) == 4
+
+
+class Writer(GPT2LMHeadModel):
+    """Writes the ids of `wanted`, whatever it reads."""
+
+    def forward(self, input_ids, past_key_values=None, **_):
+        logits = F.one_hot(torch.tensor([[self.wanted.pop(0)]]), self.config.vocab_size)
+        return SimpleNamespace(logits=logits)
+
+
+@pytest.mark.parametrize(("prompt", "expected"), [("the cat", "the cat sat über 猫 a mat"), ("", "rain fell")])
+def test_the_first_space_is_kept(prompt, expected):
+    """A tokenizer like SentencePiece's drops the first space of what it decodes; pieces are whole characters."""
+    backend = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    decoding = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(decoding)
+    special = ["</s>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=special, limit_alphabet=20)
+    backend.train_from_iterator(make_documents(60), trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
+    ids, written = tokenizer(expected)["input_ids"], tokenizer(prompt)["input_ids"]
+    assert ids[: len(written)] == written
+    model, pieces = Writer(GPT2Config(vocab_size=len(tokenizer), n_layer=1, n_embd=8, n_head=1)).eval(), []
+    model.wanted = [*ids[len(written) :], tokenizer.eos_token_id]
+    (text,) = generate_texts(model, tokenizer, prompt, temperature=0, stream=pieces.append)
+    assert text == expected == prompt + "".join(pieces) and not any("\ufffd" in piece for piece in pieces)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -135,22 +177,11 @@ def test_a_revision_of_a_model_on_the_hub_is_that_of_all_its_files(model_dir, mo
 # ------------------------------------------------------------------ token by token
 
 
-class Recorder(TextStreamer):
-    """Keeps the pieces that it would print."""
-
-    def __init__(self, tokenizer) -> None:
-        super().__init__(tokenizer)
-        self.pieces = []
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        self.pieces.append(text)
-
-
 def test_a_streamed_text_is_the_same_text(loaded):
     """The pieces, within the context and beyond it, are the continuation that the function returns."""
-    options, recorder = {"max_new_tokens": BLOCK_SIZE + 20, "temperature": 1.0, "seed": 5}, Recorder(loaded[1])
-    (text,) = generate_texts(*loaded, "the cat", **options, streamer=recorder)
-    assert text == "the cat" + "".join(recorder.pieces) and len(recorder.pieces) > 2
+    options, pieces = {"max_new_tokens": BLOCK_SIZE + 20, "temperature": 1.0, "seed": 5}, []
+    (text,) = generate_texts(*loaded, "the cat", **options, stream=pieces.append)
+    assert text == "the cat" + "".join(pieces) and len(pieces) > 20
     assert [text] == generate_texts(*loaded, "the cat", **options)
 
 

@@ -1,6 +1,9 @@
 """Generate text: with a saved model, or with the model in training."""
 
+import functools
 import inspect
+import math
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -16,10 +19,10 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
-from transformers.generation import BaseStreamer
 
 from recipe.data.tokenizer import added_ids, count_ids
-from recipe.errors import UserError, one_line
+from recipe.errors import UserError
+from recipe.model.check import sees_later_tokens
 from recipe.model.weights import check_vocabulary, load_model_weights, load_pretrained
 
 
@@ -30,7 +33,7 @@ def load_model(
 
     revision: branch, tag or commit of a Hub id.
 
-    Raises `UserError` if that fails, or if the model lacks weights.
+    Raises `UserError` if that fails, if the model lacks weights, or if it is none of those that can be scored.
     """
     if revision is not None and Path(model_name_or_path).is_dir():
         raise UserError(f"--revision selects a branch of a Hub model, but {model_name_or_path} is a folder")
@@ -38,9 +41,15 @@ def load_model(
     config = load_pretrained(AutoConfig, model_name_or_path, **options)
     tokenizer = load_pretrained(AutoTokenizer, model_name_or_path, **options)
     check_vocabulary(count_ids(tokenizer), config.vocab_size, model_name_or_path)
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"the tokenizer in {model_name_or_path} has no end-of-text token; set its eos_token")
+    if not hasattr(config, "max_position_embeddings"):
+        raise UserError(f"the model in {model_name_or_path} is not supported: it has no max_position_embeddings")
     dtype = "auto" if getattr(config, "quantization_config", None) else torch.float32
-    model = load_model_weights(model_name_or_path, dtype=dtype, device_map={"": device}, **options)
-    return model.eval(), tokenizer
+    model = load_model_weights(model_name_or_path, dtype=dtype, device_map={"": device}, **options).eval()
+    if sees_later_tokens(model):
+        raise UserError(f"the model in {model_name_or_path} is not a causal one: its tokens see later ones")
+    return model, tokenizer
 
 
 def build_processors(temperature: float, top_k: int, top_p: float, repetition_penalty: float) -> LogitsProcessorList:
@@ -48,18 +57,23 @@ def build_processors(temperature: float, top_k: int, top_p: float, repetition_pe
 
     top_k 0, top_p 1 and repetition_penalty 1 change nothing. Raises `UserError` for a value out of range.
     """
+    for name, value, lowest, highest in (
+        ("temperature, if not 0,", temperature or 1.0, 1e-4, 1e4),  # beyond, scores overflow, or are all the same
+        ("repetition_penalty", repetition_penalty, 1e-4, 1e4),
+        ("top_p", top_p, 0.0, 1.0),
+        ("top_k", top_k, 0, math.inf),
+    ):
+        if not lowest <= value <= highest:
+            raise UserError(f"{name} must be from {lowest:g} to {highest:g}, got {value}")
     processors = LogitsProcessorList()
-    try:
-        if repetition_penalty != 1:
-            processors.append(RepetitionPenaltyLogitsProcessor(float(repetition_penalty)))
-        if temperature != 0:
-            processors.append(TemperatureLogitsWarper(float(temperature)))
-        if top_k != 0:
-            processors.append(TopKLogitsWarper(top_k))
-        if top_p != 1:
-            processors.append(TopPLogitsWarper(top_p))
-    except ValueError as error:
-        raise UserError(one_line(error)) from error
+    if repetition_penalty != 1:
+        processors.append(RepetitionPenaltyLogitsProcessor(float(repetition_penalty)))
+    if temperature != 0:
+        processors.append(TemperatureLogitsWarper(float(temperature)))
+    if top_k != 0:
+        processors.append(TopKLogitsWarper(top_k))
+    if top_p != 1:
+        processors.append(TopPLogitsWarper(top_p))
     return processors
 
 
@@ -77,21 +91,33 @@ def generate_texts(
     repetition_penalty: float = 1.0,
     seed: int = 1337,
     vocab_size: int | None = None,
-    streamer: BaseStreamer | None = None,
+    stream: Callable[[str], None] | None = None,
 ) -> list[str]:
     """Return num_samples texts: the prompt and its continuation up to the end-of-text token.
 
     The model sees the last `max_position_embeddings` tokens. A temperature of 0 always takes the most likely token.
-    The samples depend on the seed alone, and leave PyTorch's random state as it was.
-    model: in evaluation mode. vocab_size: without padding. streamer: receives the tokens of a single sample.
+    A sample depends on the seed and its number alone; PyTorch's random state stays as it was.
+    model: in evaluation mode. vocab_size: without padding. stream: called with each new piece of a single sample.
     """
     processors = build_processors(temperature, top_k, top_p, repetition_penalty)
-    generator = torch.Generator(model.device).manual_seed(seed)
+    seeds = [seed + number * 0x9E3779B1 for number in range(num_samples)]  # a CPU's generator reads 32 bits
+    generators = [torch.Generator(model.device).manual_seed(number) for number in seeds]
     eos, context = tokenizer.eos_token_id, model.config.max_position_embeddings
     # As in training: after what a template puts in front of a document. An empty prompt starts a new one.
     prompt_ids = added_ids(tokenizer)[0] + tokenizer(prompt, add_special_tokens=False)["input_ids"] or [eos]
     ids, cache = torch.tensor([prompt_ids] * num_samples, device=model.device), DynamicCache(config=model.config)
     name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"  # before 5.24
+    # Decoded with the prompt, because some tokenizers drop the first space of what they decode.
+    decode = functools.partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+    before, shown = prompt_ids if prompt else [], ""
+    head = decode(before)
+
+    def continuation(row: list[int]) -> str:
+        tokens = row[len(prompt_ids) :]
+        tokens = tokens[: tokens.index(eos)] if eos in tokens else tokens
+        text = decode(before + tokens)
+        return text[len(head) :] if text.startswith(head) else decode(tokens)
+
     ended = torch.zeros(num_samples, dtype=torch.bool, device=model.device)
     for _ in range(max_new_tokens):
         if ids.shape[1] <= context:
@@ -103,17 +129,19 @@ def generate_texts(
         if temperature == 0:
             tokens = scores.argmax(dim=-1)
         else:
-            tokens = torch.multinomial(scores.softmax(dim=-1), 1, generator=generator)[:, 0]
+            choices = zip(scores.softmax(dim=-1), generators, strict=True)
+            tokens = torch.cat([torch.multinomial(each, 1, generator=generator) for each, generator in choices])
         ids = torch.cat([ids, tokens[:, None]], dim=1)
         ended |= tokens == eos
         if ended.all():
             break
-        if streamer is not None:
-            streamer.put(tokens.cpu())
-    if streamer is not None:
-        streamer.end()
-    continuations = [row[: row.index(eos)] if eos in row else row for row in ids[:, len(prompt_ids) :].tolist()]
-    return [prompt + tokenizer.decode(row, clean_up_tokenization_spaces=False) for row in continuations]
+        if stream is not None and not (text := continuation(ids[0].tolist())).endswith("\ufffd"):  # half a character
+            stream(text[len(shown) :])
+            shown = text
+    texts = [continuation(row) for row in ids.tolist()]
+    if stream is not None:
+        stream(texts[0][len(shown) :])
+    return [prompt + text for text in texts]
 
 
 def sample_text(
