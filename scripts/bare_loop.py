@@ -61,6 +61,8 @@ def main() -> None:
     tokens = load_from_disk(str(directory / "train")).data["input_ids"]  # memory-mapped
     num_rows = (len(tokens) - 1) // BLOCK_SIZE
     steps_per_epoch = num_rows // (MICRO_BATCH * GRAD_ACCUM)
+    if steps_per_epoch == 0:
+        sys.exit(f"{directory} has {num_rows} rows, but one step takes {MICRO_BATCH * GRAD_ACCUM}; prepare more text")
 
     # Stock "sdpa" builds an explicit causal mask, which rules out flash kernels. A name without a mask function gets
     # attention_mask=None and therefore is_causal=True (transformers#41856).
@@ -81,6 +83,7 @@ def main() -> None:
 
     def compute_loss(input_ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         logits = model(input_ids, use_cache=False).logits  # compiled: in eager fp32 they take gigabytes
+        logits = logits[..., : metadata["vocab_size"]]  # the padding is no part of the vocabulary
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
     if device.type == "cuda":  # on a CPU, compiling takes longer than it saves in a run this short
