@@ -348,6 +348,8 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     for name in ("num_gpus", "mfu", "price_per_hour"):
         if (value := getattr(args, name)) is not None and not 0 < value < math.inf:
             raise UserError(f"{name} must be greater than 0, got {value}")
+    if args.mfu > 1:
+        raise UserError(f"mfu is a share, such as 0.4; got {args.mfu}")
     if args.sharded and args.num_gpus == 1:
         raise UserError("--sharded needs several GPUs; pass their number with --num_gpus")
     return args, options

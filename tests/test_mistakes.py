@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from conftest import run_script
 from small_model import save_small_model
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, BertGenerationConfig, BloomConfig
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +25,17 @@ def folder(tmp_path_factory, tokenizer_dir, dataset_dir) -> Path:
     tokenizer.add_tokens("another")
     save_small_model(folder / "other", tokenizer_dir, vocab_size=501)
     tokenizer.save_pretrained(folder / "other")
+    shutil.copytree(folder / "small", folder / "endless")
+    config = json.loads((folder / "endless" / "tokenizer_config.json").read_text()) | {"eos_token": None}
+    (folder / "endless" / "tokenizer_config.json").write_text(json.dumps(config))
+    width = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 500, "eos_token_id": 0}
+    layers = {"num_hidden_layers": 1, "num_attention_heads": 2, "initializer_range": 0.5}
+    for name, config in {
+        "bloom": BloomConfig(hidden_size=16, n_layer=1, n_head=2, vocab_size=500),
+        "encoder": BertGenerationConfig(**width, **layers, max_position_embeddings=32),
+    }.items():
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
+        AutoTokenizer.from_pretrained(tokenizer_dir).save_pretrained(folder / name)
     (folder / "runs" / "broken").mkdir(parents=True)
     (folder / "runs" / "broken" / "config.json").write_text("{}")
     (folder / "empty").mkdir()
@@ -57,11 +68,17 @@ SWEEP = "scripts/benchmarks/sweep.py"
         (f"{GENERATE} runs", "there is no model in runs; there is one in runs/broken"),
         (f"{GENERATE} runs/broken", "cannot load a model from 'runs/broken'"),
         (f"{GENERATE} deeper", "lacks weights: transformer.h.2"),  # Transformers would fill them with random numbers
+        (f"{GENERATE} endless", "the tokenizer in endless has no end-of-text token"),
+        (f"{EVALUATE} bloom --text_file a.txt", "bloom is not supported: it has no max_position_embeddings"),
+        (f"{EVALUATE} encoder --text_file a.txt", "encoder is not a causal one: its tokens see later ones"),
         (f"{GENERATE} fewer", "the tokenizer in fewer has 500 tokens, its model only 400"),
         (f"{GENERATE} small --revision step-001000-0.5B", "selects a branch of a Hub model"),
         # Text
         (f"{GENERATE} small --temperature=-1", "temperature"),
+        (f"{GENERATE} small --temperature 1e-40", "temperature, if not 0, must be from 0.0001 to 10000"),
+        (f"{GENERATE} small --temperature inf", "temperature"),
         (f"{GENERATE} small --top_p 1.5", "top_p"),
+        (f"{GENERATE} small --top_p nan", "top_p must be from 0 to 1, got nan"),
         (f"{GENERATE} small --top_k=-1", "top_k"),
         (f"{GENERATE} small --repetition_penalty 0", "penalty"),
         (f"{GENERATE} small --num_samples 0", "num_samples must be at least 1"),
@@ -73,6 +90,7 @@ SWEEP = "scripts/benchmarks/sweep.py"
         (f"{EVALUATE} small --text_file gone.txt", "gone.txt"),
         (f"{EVALUATE} small --text_file blank.txt", "there is no text in blank.txt"),
         (f"{EVALUATE} small --text_file a.txt --stride 0", "stride must be from 1 to 32, the context of small, got 0"),
+        (f"{EVALUATE} small --text_file a.txt --context 33", "context must be from 1 to 32, the positions of small"),
         (f"{EVALUATE} small --text_file a.txt --batch_size 0", "batch_size must be at least 1, got 0"),
         (f"{EVALUATE} small --text_file a.txt --output_file no/f.json", "pass a file in an existing folder"),
         (f"{EVALUATE} small --dataset_dir gone", "there is no dataset gone"),
@@ -85,12 +103,14 @@ SWEEP = "scripts/benchmarks/sweep.py"
         (f"{EXPORT} small --prune 1", "between 0 and 1"),
         (f"{EXPORT} small --quantize int4", "invalid choice"),
         (f"{EXPORT} small --prune 0.3", "is not the folder of a run; pass --text_file"),
+        (f"{EXPORT} deeper --prune 0.3 --text_file a.txt", "lacks weights: transformer.h.2"),
         (f"{EXPORT} small --output_dir small --prune 0.3 --text_file a.txt", "small is not empty"),
         # Plans and benchmarks
         (f"{PLAN} --gpu a100", "use a100-80gb"),
         (f"{PLAN} --gpu rtx4900", "did you mean rtx4090?"),
         (f"{PLAN} --gpu t4 --num_gpux 2", "did you mean --num_gpus?"),
         (f"{PLAN} --gpu t4 --num-gpus 0", "num_gpus must be greater than 0"),  # with hyphens, as all programs
+        (f"{PLAN} --gpu t4 --mfu 40", "mfu is a share, such as 0.4; got 40"),
         (f"{PLAN} --gpu h100 --num_gpus 3", "global_batch_size 512 is not divisible by 3"),
         (f"{PLAN} --gpu rtx3060 --config gpt2_1558m", "the model does not fit into 12.5 GB"),
         (f"{PLAN} --gpu h100 --config gpt2_finetune", "depends on the dataset"),
