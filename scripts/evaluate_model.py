@@ -62,7 +62,7 @@ def main() -> None:
     state = PartialState()
     use_all_cores(state)
     model, tokenizer = load_model(args.model, state.device, args.revision)
-    context, row_length = choose_context(args.model, model.config.max_position_embeddings, args.context)
+    context, row_length, rule = choose_context(args.model, model.config.max_position_embeddings, args.context)
     # By which a model card, and the next evaluation, know the model. Transformers sets the commit of a Hub id.
     identity = {
         "weights_sha256": weights_sha256(Path(args.model)),
@@ -87,7 +87,8 @@ def main() -> None:
     tokens_per_batch, found, scores = batch_size * context, [], {}
     if args.dataset_dir:
         dataset = open_packed_dataset(args.dataset_dir, row_length)
-        found.append(evaluate_dataset(model, tokenizer, dataset, max(1, tokens_per_batch // row_length)))
+        scores_of_rows = evaluate_dataset(model, tokenizer, dataset, max(1, tokens_per_batch // row_length))
+        found.append({**scores_of_rows, "context_is": rule})
     for text in texts:
         found.append(evaluate_text(model, tokenizer, text, context, stride, tokens_per_batch))
     for name, examples in tasks.items():

@@ -29,9 +29,9 @@ from recipe.data.packed import PackedDataset, open_packed_dataset
 from recipe.data.tokenizer import load_tokenizer
 from recipe.errors import UserError, run_main
 from recipe.evaluation.scoring import CPU_TOKENS
-from recipe.evaluation.text import Text, evaluate_dataset, evaluate_text, read_text
+from recipe.evaluation.text import Text, choose_context, evaluate_dataset, evaluate_text, read_text
 from recipe.model.files import TOKENIZER_FILES, own_files, write_files
-from recipe.model.weights import load_model_weights
+from recipe.model.weights import load_model_weights, load_pretrained
 
 MAX_TOKENS = 16_384  # 40 seconds per model for GPT-2 124M on one CPU core
 CHARACTERS_PER_TOKEN = 4  # of English, roughly
@@ -82,8 +82,8 @@ def find_text(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> T
     if args.text_file is not None:
         return read_text(args.text_file, tokenizer, max_characters=CHARACTERS_PER_TOKEN * MAX_TOKENS)
     if args.dataset_dir is not None:
-        context = AutoConfig.from_pretrained(args.model).max_position_embeddings
-        return open_packed_dataset(args.dataset_dir, context)
+        num_positions = load_pretrained(AutoConfig, args.model).max_position_embeddings
+        return open_packed_dataset(args.dataset_dir, choose_context(args.model, num_positions, None)[1])
     if not (args.model / CONFIG_NAME).is_file():
         raise UserError(f"{args.model} is not the folder of a run; pass --text_file or --dataset_dir")
     return open_dataset_for(load_config(["--config", str(args.model / CONFIG_NAME)])[0])
@@ -94,7 +94,7 @@ def print_row(
 ) -> dict[str, Any]:
     """Print size and perplexity, and return the scores."""
     if isinstance(text, Text):
-        context = model.config.max_position_embeddings
+        context = choose_context(directory, model.config.max_position_embeddings, None)[0]
         scores = evaluate_text(model, tokenizer, text, context, context, CPU_TOKENS)
     else:
         batch_size, max_rows = (max(1, tokens // text.block_size) for tokens in (CPU_TOKENS, MAX_TOKENS))

@@ -89,14 +89,15 @@ def test_rows_are_as_long_as_in_the_models_run(train, dataset, tmp_path, capsys)
     options = ["--model_name_or_path", start, "--block_size", 16, "--max_steps", 2, "--max_eval_samples", "all"]
     run = train(*options, shape=[], output_dir=tmp_path / "run")
     contexts = []
-    for folder, *typed in ((run,), (run, "--context", 8), (start,)):
+    cases = (("the run's block_size", run), ("--context", run, "--context", 8), ("the run's block_size", start))
+    for rule, folder, *typed in cases:
         command = [SCRIPT, "--model", folder, "--dataset_dir", dataset.directory, "--output_file", tmp_path / "a.json"]
         assert not run_script(*command, *typed)
         (found,) = json.loads((tmp_path / "a.json").read_text())["texts"]
         contexts.append(found["context"])
         if found["context"] == 16:
             assert found["loss"] == pytest.approx(read_events(run, "eval")[-1]["loss"], rel=1e-5)
-        assert f"context {found['context']} tokens, stride {found['stride']}" in capsys.readouterr().out
+        assert f"context {found['context']} tokens ({rule}), stride {found['stride']}" in capsys.readouterr().out
         (tmp_path / "a.json").unlink()
     assert contexts == [16, 8, BLOCK_SIZE]
 
@@ -211,10 +212,11 @@ def test_a_saved_model_is_scored_by_its_own_logits(tmp_path, tokenizer_dir, mode
 
 def test_the_context_of_a_model_with_many_positions_is_bounded(model_dir, tmp_path):
     """The logits of 131,072 positions at once would take 67 GB."""
-    assert choose_context(model_dir, 131_072, None) == (4096, 4096)
-    assert choose_context(model_dir, 131_072, 8192) == (8192, 8192)
+    assert choose_context(model_dir, 131_072, None) == (4096, 4096, "the default")
+    assert choose_context(model_dir, 131_072, 8192) == (8192, 8192, "--context")
+    assert choose_context(model_dir, 1024, None) == (1024, 1024, "the model's positions")
     (tmp_path / "training_config.yaml").write_text("block_size: 256\n")
-    assert choose_context(tmp_path, 1024, None) == (1024, 256)
+    assert choose_context(tmp_path, 1024, None) == (1024, 256, "the run's block_size")
 
 
 def test_a_large_perplexity_keeps_the_columns():

@@ -34,8 +34,9 @@ def describe_results(results: dict[str, Any]) -> str:
             shown = "".join(f"{'-' if value is None else f'{value:.4f}':>11}" for value in bits)
             perplexity = f"{text['perplexity']:,.2f}" if text["perplexity"] < 1e8 else f"{text['perplexity']:.3e}"
             lines.append(f"{name:24}{text['num_tokens']:>12,}{text['loss']:>9.4f}{perplexity:>13}{shown}")
-        windows = sorted({(text["context"], text["stride"]) for text in texts})
-        lines += [f"context {context:,} tokens, stride {stride:,}" for context, stride in windows]
+        windows = sorted({(text["context"], text["stride"], text.get("context_is", "")) for text in texts})
+        for context, stride, rule in windows:
+            lines.append(f"context {context:,} tokens{f' ({rule})' * bool(rule)}, stride {stride:,}")
     if tasks := results["tasks"]:
         lines += ["", f"{'':21}{'this model':>14}{'':13}{'GPT-2 of OpenAI':>29}"]
         lines += [f"{'task':21}{'score':>8}{'stderr':>8}{'examples':>10}" + "".join(f"{size:>8}" for size in SIZES)]

@@ -72,17 +72,19 @@ def read_text(
     return Text(Path(given).name, documents, num_characters)
 
 
-def choose_context(model: Path | str, num_positions: int, typed: int | None) -> tuple[int, int]:
-    """Return the context for texts, and the length of a dataset's rows, in tokens.
+def choose_context(model: Path | str, num_positions: int, typed: int | None) -> tuple[int, int, str]:
+    """Return the context for texts, the length of a dataset's rows, in tokens, and where the latter comes from.
 
     By default, rows are as long as in the model's own run, if its folder has one's config. Raises `UserError`.
     """
     if typed is not None:
         if not 1 <= typed <= num_positions:
             raise UserError(f"context must be from 1 to {num_positions:,}, the positions of {model}, got {typed:,}")
-        return typed, typed
+        return typed, typed, "--context"
     context = min(num_positions, LONGEST_CONTEXT)
-    return context, read_options(Path(model)).get("block_size", context)
+    if (block_size := read_options(Path(model)).get("block_size")) is not None:
+        return context, block_size, "the run's block_size"
+    return context, context, "the model's positions" if context == num_positions else "the default"
 
 
 def cut_windows(ids: np.ndarray, context: int, stride: int) -> Iterator[Window]:
