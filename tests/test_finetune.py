@@ -178,6 +178,37 @@ def test_an_end_of_text_beyond_the_vocabulary_is_replaced(tmp_path, jsonl_file, 
     assert json.loads((tmp_path / "run" / "config.json").read_text())["eos_token_id"] == 0
 
 
+def test_an_end_of_text_of_ones_own_is_that_of_the_exported_model(tmp_path, jsonl_file, instruct, train, capsys):
+    """A tokenizer with another end, such as a chat's: generation stops where documents of the training text end."""
+    tokenizer = AutoTokenizer.from_pretrained(instruct)
+    tokenizer.add_special_tokens({"eos_token": "<|im_end|>"})
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    end, run = tokenizer.eos_token_id, ["--model_name_or_path", instruct, "--train_file", jsonl_file, *SHORT]
+    run += ["--tokenizer_name", tmp_path / "tokenizer", "--output_dir", tmp_path / "run", "--max_steps", 1]
+    train(*run, "--cache_dir", tmp_path / "cache", alone=True)
+    before = json.loads((instruct / "config.json").read_text())
+    assert f"the end of text is the tokenizer's id {end}, not {before['eos_token_id']}" in printed(capsys)
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "run" / name).read_text())["eos_token_id"] == end
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["bos_token_id"] == before["bos_token_id"]
+    assert GenerationConfig.from_pretrained(tmp_path / "run").temperature == 0.6
+
+
+def test_a_template_that_is_in_the_text_is_not_put_around_it_again(tmp_path, instruct, chat_tokenizer, train):
+    """Texts that a chat template has made begin and end with special tokens; training and scoring see each once."""
+    texts = [f"<s><|start|>user: {text}</s>" for text in make_documents(60)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    run = ["--model_name_or_path", instruct, "--train_file", tmp_path / "a.jsonl", "--parse_special_tokens", *SHORT]
+    run += ["--max_steps", 1, "--output_dir", tmp_path / "run", "--cache_dir", tmp_path / "cache"]
+    train(*run, alone=True)
+    ids = chat_tokenizer(texts, add_special_tokens=False)["input_ids"]
+    (folder,) = (tmp_path / "cache").iterdir()
+    packed = open_packed_dataset(folder, 16).metadata["splits"]
+    assert sum(of["tokens"] for of in packed.values()) == sum(map(len, ids))
+    scored = read_text(str(tmp_path / "a.jsonl"), AutoTokenizer.from_pretrained(tmp_path / "run"))
+    assert [document.tolist() for document in scored.documents] == ids
+
+
 def test_fine_tuning_with_added_tokens(tmp_path, jsonl_file, instruct, train, capsys):
     """The exported model has the new size; so has its checkpoint, from which the run resumes."""
     tokenizer = AutoTokenizer.from_pretrained(instruct)

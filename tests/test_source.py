@@ -286,7 +286,7 @@ def test_the_text_column_by_kind_of_file(tmp_path):
     assert len(list(read_texts([str(tmp_path / "b.jsonl")], "content", None))) == 3
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "save_to_disk"])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "parquet of lists of one length", "save_to_disk"])
 def test_the_padding_of_tokenized_rows_is_not_read(tmp_path, kind):
     """Where a mask marks it; otherwise its ids are counted."""
     rows = {
@@ -294,6 +294,9 @@ def test_the_padding_of_tokenized_rows_is_not_read(tmp_path, kind):
         "attention_mask": [[1] * 3 + [0] * 20, [1] * 2 + [0] * 21],
     }
     table = datasets.Dataset.from_dict(rows)
+    if kind.endswith("length"):
+        ids = datasets.List(datasets.Value("int32"), length=23)
+        table, kind = table.cast(datasets.Features({name: ids for name in rows})), "parquet"
     for has_mask in (True, False):
         table, name = (
             (table if has_mask else table.remove_columns("attention_mask")),

@@ -68,6 +68,8 @@ def test_the_last_tokens_of_each_file_are_held_out(tmp_path, tokenizer, small_un
     ("content", "expected"),
     [
         (ids_of(0).tobytes()[:-1], "a.bin has 10,001 bytes, an odd number"),
+        (ids_of(0).astype(np.uint32).tobytes(), "a.bin seems to hold token ids of 32 or 64 bits"),
+        (ids_of(0).astype(np.int64).tobytes(), "a.bin seems to hold token ids of 32 or 64 bits"),
         (shard(ids_of(0), magic=20240801), "a.bin begins with magic number 20240801 and version 1; expected 20240520"),
         (shard(ids_of(0), version=2), "version 2; expected 20240520 and 1"),
         (shard(ids_of(0), count=9999), "a.bin should hold 9,999 token ids in 21,022 bytes, but has 11,026"),

@@ -420,7 +420,8 @@ def _read_parquet(part: FilePart, column: str, bad: Bad) -> Iterator[dict]:
 
 def _empty_value(kind: pa.DataType) -> str | list | None:
     """Return a value for a column that is not read: text, token ids, or None for a type that holds neither."""
-    if (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and pa.types.is_integer(kind.value_type):
+    lists = pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list
+    if any(is_list(kind) for is_list in lists) and pa.types.is_integer(kind.value_type):
         return []
     return None if pa.types.is_nested(kind) or pa.types.is_primitive(kind) else ""
 

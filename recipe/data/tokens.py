@@ -31,6 +31,9 @@ def find_tokens(path: str) -> tuple[int, int]:
     if not has_header:
         if size % ID_BYTES:
             raise UserError(f"{path} has {size:,} bytes, an odd number, so it does not hold token ids of 16 bits")
+        halves = np.fromfile(path, "<u2", CHUNK)
+        if len(halves) > 2 and halves[::2].any() and not halves[1::2].any():
+            raise UserError(f"{path} seems to hold token ids of 32 or 64 bits; write them as uint16")
         return 0, size
     magic, version, count = header[:3].tolist()
     if (magic, version) != (MAGIC, VERSION):

@@ -51,9 +51,11 @@ class Job:
 class Packer:
     """Writes the documents of one split to its file, and counts what they hold."""
 
-    def __init__(self, writer: TokenWriter, encode: Encode, tokenizer: TextTokenizer, prefix: list[int]) -> None:
-        """prefix: ids in front of each document."""
-        self.writer, self.encode, self.tokenizer = writer, encode, tokenizer
+    def __init__(
+        self, writer: TokenWriter, encode: Encode, tokenizer: TextTokenizer, prefix: list[int], has_ends: bool
+    ) -> None:
+        """prefix: ids in front of each document. has_ends: a text may begin and end with special tokens."""
+        self.writer, self.encode, self.tokenizer, self.has_ends = writer, encode, tokenizer, has_ends
         self.prefix, self.eos = prefix, tokenizer.eos_token_id
         self.texts, self.characters = [], 0
         self.counts, self.seen = dict.fromkeys((*COUNTS, "unknown"), 0), np.zeros(len(tokenizer), bool)
@@ -72,13 +74,15 @@ class Packer:
         """Write the tokens of the documents that wait, each with an end-of-text id after it."""
         if not self.texts:
             return
-        if all(isinstance(text, str) for text in self.texts):
+        rows = self.texts
+        if is_text := all(isinstance(text, str) for text in self.texts):
             ids, lengths = encode_documents(self.encode, self.texts)
-        else:
-            if any(isinstance(text, str) for text in self.texts):
-                raise UserError("some documents are text and some are token ids; prepare them separately")
-            texts = [self._without_ends(ids) for ids in self.texts]
-            ids, lengths = np.concatenate(texts), np.array(list(map(len, texts)))
+            rows = np.split(ids, np.cumsum(lengths)[:-1]) if self.has_ends else []
+        elif any(isinstance(text, str) for text in self.texts):
+            raise UserError("some documents are text and some are token ids; prepare them separately")
+        if self.has_ends or not is_text:
+            rows = [self._without_ends(row) for row in rows]
+            ids, lengths = np.concatenate(rows), np.array(list(map(len, rows)))
         ends = np.cumsum(lengths)
         places = np.stack([ends - lengths] * len(self.prefix) + [ends], axis=1).reshape(-1)
         self.write(np.insert(ids, places, np.tile([*self.prefix, self.eos], len(ends))), len(ends))
@@ -139,7 +143,7 @@ class UnitTokenizer:
     def _write(self, number: int, unit: Unit, partial: str, encode: Encode) -> dict:
         job, report, name = self.job, ReadReport(), f"{number:05d}.arrow"
         writers = {split: TokenWriter(Path(job.folder, split, partial), len(self.tokenizer)) for split in job.splits}
-        tools = encode, self.tokenizer, job.document_prefix
+        tools = encode, self.tokenizer, job.document_prefix, job.source.parse_special_tokens
         packers = {split: Packer(writer, *tools) for split, writer in writers.items()}
         for document in read_unit(job.source, unit, report):
             if packer := packers.get(document.split):

@@ -68,7 +68,7 @@ def read_text(
     for start in range(0, len(texts), ENCODED_DOCUMENTS):
         batch = texts[start : start + ENCODED_DOCUMENTS]
         encoded = tokenizer(batch, add_special_tokens=False, verbose=False, **options)["input_ids"]
-        documents += [np.array([before, *ids]) for ids in encoded]
+        documents += [np.array(ids if ids[:1] == [before] else [before, *ids]) for ids in encoded]
     return Text(Path(given).name, documents, num_characters)
 
 

@@ -87,12 +87,16 @@ def build_model_config(
     eos_token_id: int,
     source: str | Path | None = None,
     num_base_tokens: int = 0,
+    bos_token_id: int | None = None,
 ) -> PreTrainedConfig:
     """Return the model's config with its real vocabulary, as saved; `build_model` pads it.
 
-    source: folder or Hub id of a model that sets the shape and the special ids. num_base_tokens: of the vocabulary,
-    without tokens that were added later, which the model may lack. Raises `UserError` if that model cannot be used, or
-    if config_overrides has an unknown name or describes a model that cannot be built.
+    eos_token_id: ends the documents of the training text. source: folder or Hub id of a model that sets the shape, and
+    the special ids if this end is one of its own. num_base_tokens: of the vocabulary, without tokens that were added
+    later, which the model may lack. bos_token_id: begins documents, if it is not the end of the one before.
+
+    Raises `UserError` if that model cannot be used, or if config_overrides has an unknown name or describes a model
+    that cannot be built, or not be trained right.
     """
     model_config = None if source is None else load_pretrained(AutoConfig, source)
     model_type = config.model_type or (model_config.model_type if model_config else "gpt2")
@@ -106,7 +110,7 @@ def build_model_config(
     if missing and source is None and model_type != "gpt2":
         raise UserError(f"model_type {model_type} requires {', '.join(missing)} in config_overrides")
     values = {"vocab_size": vocab_size, **_no_dropout(model_type), **overrides}
-    ids = {"bos_token_id": eos_token_id, "eos_token_id": eos_token_id}
+    ids = {"bos_token_id": eos_token_id if bos_token_id is None else bos_token_id, "eos_token_id": eos_token_id}
     if model_type != "gpt2":
         ids["pad_token_id"] = None  # its embedding would get no gradient
     if model_config is not None:
@@ -116,9 +120,8 @@ def build_model_config(
             model_config = AutoConfig.for_model(model_type, max_position_embeddings=config.block_size, **values, **ids)
         else:
             ends = model_config.eos_token_id
-            ends = ends if isinstance(ends, list) else [ends]
-            is_valid = all(end is not None and end < vocab_size for end in ends)
-            model_config.update(values if is_valid else values | ids)
+            is_own = eos_token_id in (ends if isinstance(ends, list) else [ends])
+            model_config.update(values if is_own else values | ids)
         # On the meta device, before text is prepared for hours. Each type reports a bad shape with its own exception.
         count_flops_per_token(model_config, count_parameters(model_config), config.block_size)
     except Exception as error:

@@ -46,18 +46,23 @@ def own_files(source: str | Path, names: tuple[str, ...] = (*TOKENIZER_FILES, GE
 
 
 def tuned_files(
-    source: str | Path, tokenizer_source: str | Path, document_prefix: list[int], parse_special_tokens: bool
+    source: str | Path,
+    tokenizer_source: str | Path,
+    model_config: PreTrainedConfig,
+    document_prefix: list[int],
+    parse_special_tokens: bool,
 ) -> tuple[dict[str, bytes], list[str]]:
     """Return the files of a model that is fine-tuned, and what differs from its own.
 
-    source, tokenizer_source: what is fine-tuned, and its tokenizer, folders or Hub ids. document_prefix,
-    parse_special_tokens: how the text of the dataset was encoded.
+    source, tokenizer_source: what is fine-tuned, and its tokenizer, folders or Hub ids. model_config: of the new
+    model. document_prefix, parse_special_tokens: how the text of the dataset was encoded.
     """
     files, notes = own_files(tokenizer_source, TOKENIZER_FILES) | own_files(source, (GENERATION,)), []
     config, changes = json.loads(files.get("tokenizer_config.json", b"{}")), {}
-    if parse_special_tokens and config.get("split_special_tokens"):
+    if parse_special_tokens:  # scoring reads it
         changes["split_special_tokens"] = False
-        notes.append("the tokenizer parses special tokens in a text from now on, as in the training text")
+        if config.get("split_special_tokens"):
+            notes.append("the tokenizer parses special tokens in a text from now on, as in the training text")
     tokenizer = load_tokenizer(str(tokenizer_source))
     if document_prefix != added_ids(tokenizer)[0] and "tokenizer.json" in files:
         files["tokenizer.json"] = _as_json(json.loads(files["tokenizer.json"]) | {"post_processor": None})
@@ -65,6 +70,11 @@ def tuned_files(
         notes.append("the tokenizer puts nothing in front of a text from now on, as in the training text")
     if changes:
         files["tokenizer_config.json"] = _as_json(config | changes)
+    generation = json.loads(files.get(GENERATION, b"{}"))
+    ends, end = generation.get("eos_token_id"), tokenizer.eos_token_id
+    if ends is not None and end not in (ends if isinstance(ends, list) else [ends]):
+        ids = {"bos_token_id": model_config.bos_token_id, "eos_token_id": end, "pad_token_id": end}
+        files[GENERATION] = _as_json(generation | {key: value for key, value in ids.items() if key in generation})
     return files, notes
 
 

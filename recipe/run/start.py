@@ -210,7 +210,8 @@ def plan_run(start: Start, typed: TrainConfig, recipe: str, dataset: Any) -> Run
     if typed.dataset_name:  # training_config.yaml then names what was read
         typed = dataclasses.replace(typed, dataset_revision=metadata["source"].get("dataset_revision"))
     vocab_size, num_base = count_ids(tokenizer), count_ids(tokenizer, with_added_tokens=False)
-    model_config = build_model_config(typed, vocab_size, tokenizer.eos_token_id, start.source, num_base)
+    ends = tokenizer.eos_token_id, start.source, num_base, tokenizer.bos_token_id
+    model_config = build_model_config(typed, vocab_size, *ends)
     files, notes = collect_files(start, typed, tokenizer, metadata, model_config)
     typed = dataclasses.replace(typed, model_type=model_config.model_type)
     identity = run_identity(typed, metadata, model_config)
@@ -263,10 +264,10 @@ def collect_files(
         return new_files(tokenizer, model_config), []
     own_tokenizer = start.resume_dir or config.tokenizer_name == config.model_name_or_path
     tokenizer_source = start.source if own_tokenizer else config.tokenizer_name
-    files, notes = tuned_files(start.source, tokenizer_source, **encoding_of(metadata))
+    files, notes = tuned_files(start.source, tokenizer_source, model_config, **encoding_of(metadata))
     own = load_pretrained(AutoConfig, start.source)
     num_known = own.vocab_size
-    if own.eos_token_id != model_config.eos_token_id:  # it had none, or one beyond its vocabulary
+    if own.eos_token_id != model_config.eos_token_id:  # it had none, or another
         notes.append(f"the end of text is the tokenizer's id {model_config.eos_token_id}, not {own.eos_token_id}")
     if (num_new := model_config.vocab_size - num_known) > 0:
         notes.append(f"the vocabulary grows from {num_known:,} by {num_new:,} tokens, which start as the mean of all")
