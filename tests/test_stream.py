@@ -1,5 +1,6 @@
 """Streaming: each row of a unit once per epoch, in an order that any number of processes can resume anywhere."""
 
+import dataclasses
 import errno
 import itertools
 import json
@@ -287,6 +288,17 @@ def test_a_part_of_a_streamed_text_is_prepared(config, source, tokenizer_dir):
     found, _ = next(read_stream(stream, TrainOrder(1, 1, GLOBAL_BATCH, GLOBAL_BATCH), (0, 0)))
     assert torch.equal(found, read_steps(source, tokenizer_dir, 1)[0][0])
     stream.close()
+
+
+def test_the_part_of_few_long_documents_has_one_for_validation(tmp_path, config):
+    """Of ten units, four are prepared; one that holds the document for validation is added."""
+    path = tmp_path / "long.jsonl"
+    for seed in range(3):
+        documents = ["".join(make_documents(6, seed=100 * seed + number)) for number in range(10)]
+        path.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
+        options = {"train_file": [str(path)], "validation_split_percentage": 5}
+        splits = open_dataset_for(dataclasses.replace(config, **options)).metadata["splits"]
+        assert (splits["validation"]["documents"], splits["train"]["documents"] < 8) == (1, True)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ of an array write to the same folder.
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import os
 import secrets
@@ -29,7 +30,7 @@ from recipe.data.cut import TRAIN, Unit
 from recipe.data.encode import SAMPLE_CHARACTERS, choose_encoder
 from recipe.data.files import describe_files, kind_of
 from recipe.data.packed import COUNTS, FORMAT_VERSION, check_splits, dataset_info, read_metadata
-from recipe.data.read import ReadReport, has_mask, list_units, read_sample, read_train_texts
+from recipe.data.read import ReadReport, has_mask, list_units, read_sample, read_train_texts, read_unit
 from recipe.data.source import TextSource
 from recipe.data.tokenizer import (
     SPELLS_BYTES,
@@ -194,15 +195,18 @@ def claim(
         read_sample(source, units)  # raises if there is no text
         remedy = "pass a --validation_file, or a --document_separator that occurs in the text"
         raise UserError(f"{source.name} has no two different documents, one of them for validation; {remedy}")
-    units = select_units(units, max_bytes)
+    units = select_units(source, units, max_bytes)
     try:
         return save_once(target.partial, source, units, tokenizer, tokenizer_vocab_size), units
     except OSError as error:
         raise UserError(f"cannot write the dataset {target.directory}: {error.strerror or error}") from error
 
 
-def select_units(units: list[Unit], max_bytes: int | None) -> list[Unit]:
-    """Return all units; with max_bytes, some of each split, spread evenly, with about that much text."""
+def select_units(source: TextSource, units: list[Unit], max_bytes: int | None) -> list[Unit]:
+    """Return all units; with max_bytes, some of each split, spread evenly, with about that much text.
+
+    Of local files without separate validation text, one more unit if none of these holds a document for validation.
+    """
     if max_bytes is None:
         return units
     separate = [unit for unit in units if unit.is_validation]
@@ -211,6 +215,9 @@ def select_units(units: list[Unit], max_bytes: int | None) -> list[Unit]:
         mean = sum(unit.num_bytes for unit in some) / max(1, len(some)) or max_bytes / 4  # unknown on the Hub
         count = min(len(some), max(1, round(max_bytes / mean)))
         selected += [some[(i + 1) * len(some) // count - 1] for i in range(count)]
+    for unit in () if separate or source.dataset_name else itertools.chain(selected, units):  # mostly the first one
+        if any(document.split == "validation" for document in read_unit(source, unit, ReadReport())):
+            return selected if unit in selected else [*selected, unit]
     return selected
 
 
