@@ -207,6 +207,7 @@ def test_a_template_that_is_in_the_text_is_not_put_around_it_again(tmp_path, ins
     assert sum(of["tokens"] for of in packed.values()) == sum(map(len, ids))
     scored = read_text(str(tmp_path / "a.jsonl"), AutoTokenizer.from_pretrained(tmp_path / "run"))
     assert [document.tolist() for document in scored.documents] == ids
+    assert scored.num_characters == sum(len(text) - len("<s><|start|></s>") for text in texts)
 
 
 def test_fine_tuning_with_added_tokens(tmp_path, jsonl_file, instruct, train, capsys):

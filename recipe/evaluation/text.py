@@ -65,9 +65,13 @@ def read_text(
     documents, before = [], document_start(tokenizer)[-1]
     # Special tokens in a text are characters, unless the model was trained with --parse_special_tokens.
     options = {"split_special_tokens": tokenizer.init_kwargs.get("split_special_tokens", True)}
+    special = {}  # parsed ones are no text: they have no bytes, either
+    if not options["split_special_tokens"]:
+        special = {index: token.content for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     for start in range(0, len(texts), ENCODED_DOCUMENTS):
         batch = texts[start : start + ENCODED_DOCUMENTS]
         encoded = tokenizer(batch, add_special_tokens=False, verbose=False, **options)["input_ids"]
+        num_characters -= sum(len(special.get(index, "")) for ids in encoded for index in ids) if special else 0
         documents += [np.array(ids if ids[:1] == [before] else [before, *ids]) for ids in encoded]
     return Text(Path(given).name, documents, num_characters)
 
