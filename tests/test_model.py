@@ -285,13 +285,13 @@ ACCEPTED = """
 REFUSED = {
     "see later ones": "bert bert-generation big_bird electra ernie megatron-bert rembert roc_bert roformer",
     "logits are not": "cohere cohere2 gemma2 marian minicpm3 nanochat vaultgemma",
-    "get no gradient": "bart bigbird_pegasus blenderbot blenderbot-small mbart mvp pegasus plbart trocr",
+    "get no gradient": "bart bigbird_pegasus blenderbot-small mbart mvp pegasus plbart trocr",
     "--attn_implementation eager": "gpt_neo gpt_neox_japanese granite_swa openai-gpt xglm",
     # Types that need a padding token, whose defaults Transformers cannot build, or that do not shrink.
     "copy of it fails": """
-        blt camembert cohere_compass_text data2vec-text dbrx falcon_h1 gemma3n_text gemma4_text gemma4_unified_text git
-        hunyuan_v1_dense ministral modernbert-decoder nemotron phi4_multimodal prophetnet reformer roberta
-        roberta-prelayernorm rwkv xlm xlm-roberta xlm-roberta-xl xmod zamba zamba2
+        blenderbot blt camembert cohere_compass_text data2vec-text dbrx falcon_h1 gemma3n_text gemma4_text
+        gemma4_unified_text git hunyuan_v1_dense ministral modernbert-decoder nemotron phi4_multimodal prophetnet
+        reformer roberta roberta-prelayernorm rwkv xlm xlm-roberta xlm-roberta-xl xmod zamba zamba2
     """,
 }
 VERDICTS = [(name, "") for name in ACCEPTED.split()]
@@ -310,6 +310,29 @@ def test_a_copy_shows_which_types_are_trained_right(model_type, reason):
         refusal = str(error)
     assert reason in refusal and bool(reason) == bool(refusal)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "values"),
+    [
+        ("gpt2", {"n_embd": 60, "n_head": 3, "n_layer": 1}),
+        ("gptj", {"n_embd": 256, "n_head": 8, "rotary_dim": 32}),
+        ("gpt_neox", {"hidden_size": 2560, "num_attention_heads": 32, "intermediate_size": 10240}),
+        ("llama", {"hidden_size": 35, "num_attention_heads": 1, "head_dim": 6, "num_key_value_heads": 1}),
+        ("llama", {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 8192}}),
+        ("phi", {"hidden_size": 100, "num_attention_heads": 5, "intermediate_size": 401}),
+        ("phi3", {"rope_parameters": LONGROPE | {"original_max_position_embeddings": 4096}}),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3}),
+        ("stablelm", {"hidden_size": 96, "num_attention_heads": 1, "num_key_value_heads": 1}),
+    ],
+)
+def test_a_shape_that_works_shrinks(model_type, values):
+    """Rotary embeddings of a part of a head, of a head alone, and with a factor per dimension; layers of two kinds."""
+    check_model(CONFIG_MAPPING[model_type](**values), "sdpa")
 
 
 def test_another_type_replaces_the_recipes_shape():

@@ -80,14 +80,15 @@ def shrink(model_config: PreTrainedConfig) -> PreTrainedConfig:
     tiny, num_layers = copy.deepcopy(model_config), model_config.num_hidden_layers
     head_dim = getattr(tiny, "head_dim", None) or tiny.hidden_size // tiny.num_attention_heads
     factor = 1  # by which all widths shrink
-    while head_dim % (4 * factor) == 0 and head_dim // (2 * factor) >= 8:  # even, as rotary embeddings need it
+    while head_dim % (16 * factor) == 0:  # to a multiple of 8, so that a part for rotary embeddings is even
         factor *= 2
     kinds = getattr(tiny, "layer_types", None) or [None] * num_layers
     layers = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
     for name, value in list(vars(tiny).items()):
+        is_count = any(part in name for part in ("layer", "heads", "n_head"))
         if "layer" in name and isinstance(value, list | tuple) and len(value) == num_layers:
             setattr(tiny, name, [value[i] for i in layers])
-        elif type(value) is int and value >= 64 and value % factor == 0 and "heads" not in name:
+        elif type(value) is int and value >= 16 and value % factor == 0 and not is_count:
             setattr(tiny, name, value // factor)
     if getattr(tiny, "rope_parameters", None):
         tiny.rope_parameters = _without_scaling(tiny.rope_parameters)
