@@ -11,7 +11,7 @@ from recipe.model.loss import LanguageModelingLoss, own_losses
 
 NUM_TOKENS, VOCAB_SIZE, PADDED_SIZE = 12, 37, 41  # of the copy
 MAX_PARAMETERS = 50_000_000
-TOLERANCE = 1e-4  # nats in fp32; of 110 types, the right ones differ by 2e-6 at most, the wrong ones by 0.1 and more
+TOLERANCE = 1e-4  # nats in fp32; of 110 types, the right ones differ by 0, the wrong ones by 6 and more
 
 _FAULTS: dict[str, str | None] = {}  # a run asks several times
 
@@ -108,7 +108,8 @@ def _without_scaling(rope: dict[str, Any]) -> dict[str, Any]:
 def sees_later_tokens(model: PreTrainedModel) -> bool:
     """Return whether changing the last token changes what a model predicts before it.
 
-    By more than a hundredth of the spread of its logits, because int8 rounds the tokens of a batch together.
+    By more than a hundredth of the spread of its logits, because int8 rounds the tokens of a batch together. Of 110
+    types, causal ones change by 5e-7 at most, others by 0.05 and more.
     """
     rows = torch.arange(min(NUM_TOKENS, model.config.max_position_embeddings), device=model.device).repeat(2, 1)
     rows[1, -1] = 0
