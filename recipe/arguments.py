@@ -49,8 +49,11 @@ class CommandLine(argparse.ArgumentParser):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, **kwargs)
 
-    def parse_args(self, args: list[str] | None = None, namespace: argparse.Namespace | None = None):
-        found, unknown = self.parse_known_args(underscored(sys.argv[1:] if args is None else args), namespace)
+    def parse_args(
+        self, args: list[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        typed = underscored(sys.argv[1:] if args is None else args)
+        found, unknown = self.parse_known_args(typed, namespace or argparse.Namespace())
         if unknown:
             raise UserError(unknown_option(unknown[0], [action.dest for action in self._actions]))
         return found

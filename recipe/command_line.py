@@ -220,8 +220,8 @@ def merge(recipe: dict[str, Any], typed: dict[str, Any]) -> dict[str, Any]:
     for other in ("tokenizer_name", "dataset_dir"):
         if {"tokenizer_vocab_size", other} <= typed.keys():
             raise UserError(f"--tokenizer_vocab_size trains a tokenizer, but --{other} has one; pass only one of them")
-    rows, times = typed.get("per_device_train_batch_size"), typed.get("gradient_accumulation_steps")
-    if str(rows).isdigit() and times and "global_batch_size" not in typed:  # as every Trainer user expects
+    rows, times = str(typed.get("per_device_train_batch_size")), typed.get("gradient_accumulation_steps")
+    if rows.isdigit() and times and "global_batch_size" not in typed:  # as every Trainer user expects
         values["global_batch_size"] = int(rows) * times * int(os.environ.get("WORLD_SIZE", "1"))
         values["gradient_accumulation_steps"] = None  # derived, also when the run resumes on other devices
     if "model_name_or_path" in typed and "block_size" not in typed:
@@ -252,7 +252,7 @@ def _number(name: str, values: dict[str, Any]) -> float:
     """Return the value of an option, or its default. Raises `UserError` if it is not a number."""
     text = values.get(name)
     try:
-        return float(OPTIONS[name].default if text is None else text)
+        return float(getattr(TrainConfig, name) if text is None else text)
     except ValueError as error:
         raise UserError(f"{name}: invalid value {text!r}") from error
 

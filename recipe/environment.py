@@ -104,11 +104,11 @@ def describe_device(device: "torch.device") -> str:
     return device.type
 
 
-def describe_environment(device: "torch.device") -> dict[str, str | int]:
+def describe_environment(device: "torch.device") -> dict[str, str | int | None]:
     """Return versions and hardware for summary.json."""
     import torch
 
-    versions: dict[str, str | int] = {"gpt2_recipe": recipe.__version__, "python": platform.python_version()}
+    versions: dict[str, str | int | None] = {"gpt2_recipe": recipe.__version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:
             versions[package] = version(package)

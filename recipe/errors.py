@@ -30,8 +30,8 @@ def run_main(main: Callable[[], int | None], interrupted: str = "interrupted") -
     A `UserError` or a full disk becomes one line on stderr and exit status 1. interrupted: what Ctrl-C prints.
     """
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a character that the terminal cannot show must not end a run
-            stream.reconfigure(errors="replace")
+        if reconfigure := getattr(stream, "reconfigure", None):
+            reconfigure(errors="replace")  # a character that the terminal cannot show must not end a run
     try:
         status = main()
     except BrokenPipeError:  # `--help | head` closes the pipe
@@ -101,6 +101,6 @@ def check_local_path(name: str) -> None:
     path = Path(name).expanduser()
     if not name.strip():
         raise UserError("the name of a folder or Hub id is empty")
-    looks_local = path.is_absolute() or name.startswith(".") or len(path.parts) > 2 or Path(path.parts[0]).is_dir()
+    looks_local = path.is_absolute() or name.startswith(".") or bool(path.parts[2:]) or Path(path.parts[0]).is_dir()
     if looks_local and not path.exists():
         raise UserError(f"there is no folder {name}")
