@@ -7,9 +7,11 @@ tokenizers encodes about 3 MB/s per core into Python lists; gigatoken reads the 
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import psutil
+from tokenizers import Tokenizer
 
 from recipe.data.tokenizer import TextTokenizer
 from recipe.errors import one_line
@@ -69,7 +71,7 @@ def build_encoder(tokenizer: TextTokenizer, name: str, parse_special_tokens: boo
     return functools.partial(_encode_plainly, backend)
 
 
-def _encode_plainly(backend: "Tokenizer", texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:  # noqa: F821
+def _encode_plainly(backend: Tokenizer, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
     ids = [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
     lengths = np.array([len(i) for i in ids], dtype=np.int64)
     return np.fromiter(itertools.chain.from_iterable(ids), np.uint32, lengths.sum()), lengths
@@ -91,7 +93,8 @@ class Gigatoken:
         if any(token["single_word"] for token in content["added_tokens"]):  # gigatoken 0.10.0 ignores this, too
             raise RuntimeError("the tokenizer has added tokens that match single words only")
         self.start = functools.partial(gigatoken.Tokenizer.from_json, orjson.dumps(content).decode())
-        self.tokenizer, self.unchecked = self.start(), 0
+        self.tokenizer: Any = self.start()  # it returns awkward arrays, whose type leaves open what they hold
+        self.unchecked = 0
         self.process = psutil.Process()
         self.first_bytes = self.process.memory_info().rss
 

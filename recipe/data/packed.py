@@ -29,7 +29,7 @@ from recipe.disk import can_map
 from recipe.errors import UserError, short_reason
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerFast
 
 FORMAT_VERSION = 5
 COUNTS = ("documents", "tokens", "bytes")  # of a split; bytes: of the text of the tokens, None if not known
@@ -62,7 +62,7 @@ class TokenWriter:
     def _write_batch(self) -> None:
         tokens = np.concatenate(self.pending)
         self.pending, self.num_pending = [], 0
-        self.digest.update(tokens)
+        self.digest.update(tokens.data)
         self.stream.write_batch(pa.record_batch([pa.array(tokens)], schema=self.schema))
         # Without nulls, the ids are the last buffer of the batch, padded to a multiple of 8 bytes.
         self.chunks.append([self.file.tell() - -(-tokens.nbytes // 8) * 8, len(tokens)])
@@ -181,7 +181,7 @@ class PackedDataset:
     shares: dict[str, float] = field(default_factory=dict)  # of the training examples, which add up to 1
 
     @functools.cached_property
-    def tokenizer(self) -> "PreTrainedTokenizerBase":
+    def tokenizer(self) -> "PreTrainedTokenizerFast":
         """Load the tokenizer that made the ids. Raises `UserError` if its files have changed."""
         directory, sha256 = self.directory / "tokenizer", self.metadata["tokenizer_sha256"]
         return load_saved_tokenizer(directory, sha256, **encoding_of(self.metadata))
@@ -228,11 +228,11 @@ def open_packed_dataset(directory: Path, block_size: int) -> PackedDataset:
     """Open a complete dataset in rows of block_size + 1 tokens. Raises `UserError` if it has none, or is damaged."""
     metadata = read_metadata(directory)
     check_splits(metadata, block_size)
-    splits = [
+    train, validation = (
         PackedSplit(directory / split, metadata["splits"][split]["chunks"], block_size, metadata["vocab_size"])
         for split in SPLITS
-    ]
-    return PackedDataset(directory, metadata, block_size, *splits)
+    )
+    return PackedDataset(directory, metadata, block_size, train, validation)
 
 
 def read_metadata(directory: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -24,7 +24,7 @@ from recipe.errors import UserError, check_local_path, one_line
 from recipe.progress import progress_target
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerFast
 
 # Types of the parts of a tokenizer.json.
 DROP_SPACES = {"Whitespace", "WhitespaceSplit", "BertPreTokenizer", "CharDelimiterSplit", "Removed"}
@@ -41,13 +41,13 @@ class TextTokenizer:
     config: dict
 
     @property
-    def eos_token(self) -> str | None:
-        token = self.config.get("eos_token")
+    def eos_token(self) -> str:
+        token = self.config["eos_token"]
         return token["content"] if isinstance(token, dict) else token
 
     @property
-    def eos_token_id(self) -> int | None:
-        return self.backend_tokenizer.token_to_id(self.eos_token) if self.eos_token else None
+    def eos_token_id(self) -> int:
+        return cast(int, self.backend_tokenizer.token_to_id(self.eos_token))  # `read_tokenizer` found it
 
     @functools.cached_property
     def token_bytes(self) -> np.ndarray:
@@ -105,7 +105,7 @@ def read_tokenizer(name_or_path: str) -> TextTokenizer:
     return _plain(load_tokenizer(name_or_path))
 
 
-def _plain(tokenizer: "PreTrainedTokenizerBase") -> TextTokenizer:
+def _plain(tokenizer: "PreTrainedTokenizerFast") -> TextTokenizer:
     """Keep what determines the ids. Transformers 5 has classes that change the tokenizer.json that they load."""
     config = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if name.endswith("_token")}
     config["tokenizer_class"] = "PreTrainedTokenizerFast"
@@ -124,9 +124,9 @@ def _named_tokens(config: dict) -> set[str]:
     return {content for content in contents if isinstance(content, str)}
 
 
-def load_tokenizer(name_or_path: str, revision: str | None = None) -> "PreTrainedTokenizerBase":
+def load_tokenizer(name_or_path: str, revision: str | None = None) -> "PreTrainedTokenizerFast":
     """Load a fast tokenizer from a folder or the Hub. Raises `UserError` if it lacks an end-of-text token."""
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     check_local_path(name_or_path)
     try:
@@ -140,7 +140,7 @@ def load_tokenizer(name_or_path: str, revision: str | None = None) -> "PreTraine
             raise UserError(f"there is no tokenizer_config.json in {name_or_path}; {remedy}") from error
         raise UserError(f"no tokenizer at {where}: {one_line(error)}") from error
     # Transformers 5 creates an empty tokenizer for a folder that holds a GPT-2 model without a tokenizer.
-    if not tokenizer.is_fast or len(tokenizer) <= len(tokenizer.all_special_ids):
+    if not isinstance(tokenizer, PreTrainedTokenizerFast) or len(tokenizer) <= len(tokenizer.all_special_ids):
         remedy = "save a fast tokenizer there or pass --tokenizer_name"
         raise UserError(f"there is no tokenizer.json in {name_or_path}; {remedy}")
     if tokenizer.eos_token_id is None:
@@ -151,7 +151,7 @@ def load_tokenizer(name_or_path: str, revision: str | None = None) -> "PreTraine
 
 def load_saved_tokenizer(
     directory: Path, sha256: str, document_prefix: list[int], parse_special_tokens: bool
-) -> "PreTrainedTokenizerBase":
+) -> "PreTrainedTokenizerFast":
     """Load the tokenizer of a packed dataset for a model, which encodes text as it was packed.
 
     Raises `UserError` if its `tokenizer_sha256` is another.
@@ -204,21 +204,26 @@ def describe_vocabulary(tokenizer: TextTokenizer, vocab_size: int) -> str:
     return f"{len(tokenizer):,} tokens (the text is too small for the requested {vocab_size:,})"
 
 
-def tokenizer_sha256(tokenizer: "TextTokenizer | PreTrainedTokenizerBase") -> str:
+def tokenizer_sha256(tokenizer: "TextTokenizer | PreTrainedTokenizerFast") -> str:
     """Hash everything that turns text into ids. Saving and loading does not change it."""
     return tokenizer.sha256 if isinstance(tokenizer, TextTokenizer) else _sha256(tokenizer)
 
 
-def _sha256(tokenizer: "TextTokenizer | PreTrainedTokenizerBase") -> str:
+def _sha256(tokenizer: "TextTokenizer | PreTrainedTokenizerFast") -> str:
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     relevant = {key: content[key] for key in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
     relevant["eos_token_id"] = tokenizer.eos_token_id
     return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()
 
 
-def count_ids(tokenizer: "TextTokenizer | PreTrainedTokenizerBase", with_added_tokens: bool = True) -> int:
+def count_ids(tokenizer: "TextTokenizer | PreTrainedTokenizerFast", with_added_tokens: bool = True) -> int:
     """Return the largest id + 1, which is more than the number of tokens if there are gaps."""
     return 1 + max(tokenizer.backend_tokenizer.get_vocab(with_added_tokens).values(), default=-1)
+
+
+def end_of_text(tokenizer: "TextTokenizer | PreTrainedTokenizerFast") -> int:
+    """Return the id of the end-of-text token; Transformers' type allows anything."""
+    return cast(int, tokenizer.eos_token_id)
 
 
 def special_tokens(tokenizer: TextTokenizer) -> set[str]:
@@ -227,24 +232,24 @@ def special_tokens(tokenizer: TextTokenizer) -> set[str]:
     return {tokenizer.eos_token, *(token.content for token in added if token.special)}
 
 
-def state_of(part: Any) -> dict | None:
+def state_of(part: Any) -> dict:
     """Return a part of a tokenizer as tokenizer.json has it, without writing all of it, which takes 0.1 s."""
-    return None if part is None else json.loads(part.__getstate__())
+    return json.loads(part.__getstate__())
 
 
 def steps_of(backend: Tokenizer) -> set[str]:
     """Return the types of the steps before the model and after it; `Removed` for one that drops what it matches."""
 
-    def types(state: dict | None) -> Iterator[str]:
-        if state is not None:
-            yield "Removed" if state.get("behavior") == "Removed" else state["type"]
-            for part in state.get("pretokenizers") or state.get("decoders") or ():
-                yield from types(part)
+    def types(state: dict) -> Iterator[str]:
+        yield "Removed" if state.get("behavior") == "Removed" else state["type"]
+        for part in state.get("pretokenizers") or state.get("decoders") or ():
+            yield from types(part)
 
-    return {*types(state_of(backend.pre_tokenizer)), *types(state_of(backend.decoder))}
+    parts = (backend.pre_tokenizer, backend.decoder)
+    return {name for part in parts if part is not None for name in types(state_of(part))}
 
 
-def unknown_id(tokenizer: "TextTokenizer | PreTrainedTokenizerBase") -> int | None:
+def unknown_id(tokenizer: "TextTokenizer | PreTrainedTokenizerFast") -> int | None:
     """Return the id that stands for text that the tokenizer cannot spell; None if it spells all bytes, or has none."""
     backend = tokenizer.backend_tokenizer
     if SPELLS_BYTES in steps_of(backend):
@@ -254,7 +259,7 @@ def unknown_id(tokenizer: "TextTokenizer | PreTrainedTokenizerBase") -> int | No
     return backend.token_to_id(backend.model.unk_token or "")
 
 
-def count_token_bytes(tokenizer: "TextTokenizer | PreTrainedTokenizerBase") -> np.ndarray:
+def count_token_bytes(tokenizer: "TextTokenizer | PreTrainedTokenizerFast") -> np.ndarray:
     """Count the bytes of text of each id, int64 [vocabulary].
 
     Special tokens have none. -1 where they are not known: of a token for unknown text, and of all tokens of a
@@ -273,7 +278,7 @@ def count_token_bytes(tokenizer: "TextTokenizer | PreTrainedTokenizerBase") -> n
         counts[index] = 0 if token.special else len(token.content.encode())
     if (unknown := unknown_id(tokenizer)) is not None:
         counts[unknown] = -1
-    counts[tokenizer.eos_token_id] = 0
+    counts[end_of_text(tokenizer)] = 0
     return counts
 
 
@@ -293,7 +298,7 @@ def _count_spelled(token: str, has_bytes: bool) -> int:
 # ------------------------------------------------------------------ what is put around a text
 
 
-def added_ids(tokenizer: "TextTokenizer | PreTrainedTokenizerBase") -> tuple[list[int], list[int]]:
+def added_ids(tokenizer: "TextTokenizer | PreTrainedTokenizerFast") -> tuple[list[int], list[int]]:
     """Return the ids that the tokenizer's template puts before and after each text."""
     backend = tokenizer.backend_tokenizer
     text, whole = (backend.encode("a", add_special_tokens=added).ids for added in (False, True))
@@ -301,9 +306,9 @@ def added_ids(tokenizer: "TextTokenizer | PreTrainedTokenizerBase") -> tuple[lis
     return whole[:start], whole[start + len(text) :]
 
 
-def document_start(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+def document_start(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
     """Return the ids after which a document begins, as in training: a template's, or the end of the one before."""
-    return added_ids(tokenizer)[0] or [tokenizer.eos_token_id]
+    return added_ids(tokenizer)[0] or [end_of_text(tokenizer)]
 
 
 def without_template(tokenizer: TextTokenizer) -> TextTokenizer:

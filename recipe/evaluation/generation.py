@@ -13,14 +13,14 @@ from transformers import (
     DynamicCache,
     LogitsProcessorList,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
-from recipe.data.tokenizer import added_ids, count_ids
+from recipe.data.tokenizer import added_ids, count_ids, end_of_text
 from recipe.errors import UserError
 from recipe.model.check import sees_later_tokens
 from recipe.model.weights import check_vocabulary, load_model_weights, load_pretrained
@@ -28,7 +28,7 @@ from recipe.model.weights import check_vocabulary, load_model_weights, load_pret
 
 def load_model(
     model_name_or_path: str | Path, device: str | torch.device, revision: str | None = None
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """Load a saved model in fp32, or an int8 model as it is, in evaluation mode, and its tokenizer.
 
     revision: branch, tag or commit of a Hub id.
@@ -80,7 +80,7 @@ def build_processors(temperature: float, top_k: int, top_p: float, repetition_pe
 @torch.no_grad()
 def generate_texts(
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerFast,
     prompt: str,
     *,
     max_new_tokens: int = 200,
@@ -102,7 +102,7 @@ def generate_texts(
     processors = build_processors(temperature, top_k, top_p, repetition_penalty)
     seeds = [seed + number * 0x9E3779B1 for number in range(num_samples)]  # a CPU's generator reads 32 bits
     generators = [torch.Generator(model.device).manual_seed(number) for number in seeds]
-    eos, context = tokenizer.eos_token_id, model.config.max_position_embeddings
+    eos, context = end_of_text(tokenizer), model.config.max_position_embeddings
     # As in training: after what a template puts in front of a document. An empty prompt starts a new one.
     prompt_ids = added_ids(tokenizer)[0] + tokenizer(prompt, add_special_tokens=False)["input_ids"] or [eos]
     ids, cache = torch.tensor([prompt_ids] * num_samples, device=model.device), DynamicCache(config=model.config)
@@ -110,13 +110,13 @@ def generate_texts(
     # Decoded with the prompt, because some tokenizers drop the first space of what they decode.
     decode = functools.partial(tokenizer.decode, clean_up_tokenization_spaces=False)
     before, shown = prompt_ids if prompt else [], ""
-    head = decode(before)
+    head = str(decode(before))  # a list of texts only for a list of lists
 
     def continuation(row: list[int]) -> str:
         tokens = row[len(prompt_ids) :]
         tokens = tokens[: tokens.index(eos)] if eos in tokens else tokens
-        text = decode(before + tokens)
-        return text[len(head) :] if text.startswith(head) else decode(tokens)
+        text = str(decode(before + tokens))
+        return text[len(head) :] if text.startswith(head) else str(decode(tokens))
 
     ended = torch.zeros(num_samples, dtype=torch.bool, device=model.device)
     for _ in range(max_new_tokens):
@@ -145,7 +145,7 @@ def generate_texts(
 
 
 def sample_text(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, seed: int, vocab_size: int
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, prompt: str, seed: int, vocab_size: int
 ) -> str:
     """Return a short sample of the model in training, and leave its mode as it was.
 
@@ -154,7 +154,6 @@ def sample_text(
     was_training = model.training
     model.eval()
     try:
-        options = {"max_new_tokens": 64, "seed": seed, "vocab_size": vocab_size}
-        return generate_texts(model, tokenizer, prompt, **options)[0]
+        return generate_texts(model, tokenizer, prompt, max_new_tokens=64, seed=seed, vocab_size=vocab_size)[0]
     finally:
         model.train(was_training)

@@ -11,13 +11,13 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from accelerate import PartialState
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from recipe.config import parse_tasks
 from recipe.data.batches import example_rows
@@ -97,7 +97,7 @@ def read_examples(task: str, path: str | None) -> list[Example]:
     source, examples = SOURCES[task], []
     for number, row in enumerate(_read_lines(path) if path else _read_hub(task, source), start=1):
         try:
-            example = source.to_example(json.loads(row) if path else row)
+            example = source.to_example(json.loads(row) if isinstance(row, str) else row)
             example.choices[example.label]
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             found = f"{path or source.hub_id}, row {number} is no {task} example ({short_reason(error)})"
@@ -116,7 +116,7 @@ def _read_lines(path: str) -> list[str]:
         raise UserError(f"cannot read the task file {path}: {one_line(error)}") from error
 
 
-def _read_hub(task: str, source: Source) -> Sequence[dict]:
+def _read_hub(task: str, source: Source) -> Iterable[Any]:
     import datasets  # not at the top, because training on a packed dataset does not need it
 
     try:
@@ -131,7 +131,7 @@ def _read_hub(task: str, source: Source) -> Sequence[dict]:
 
 def score_task(
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerFast,
     name: str,
     examples: list[Example],
     tokens_per_batch: int,
@@ -163,7 +163,7 @@ def score_task(
     return {**summary, "num_examples": len(found), "seconds": time.perf_counter() - started_at}
 
 
-def encode_pairs(tokenizer: PreTrainedTokenizerBase, pairs: Sequence[tuple[str, str]], context: int) -> list[Window]:
+def encode_pairs(tokenizer: PreTrainedTokenizerFast, pairs: Sequence[tuple[str, str]], context: int) -> list[Window]:
     """Encode (context, continuation) pairs; the continuation's tokens are the targets.
 
     Both texts are encoded together; the targets are the tokens after as many as the context alone has. White space at

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import PartialState
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from recipe.data.packed import PackedDataset
 from recipe.data.read import read_texts
@@ -45,7 +45,7 @@ class Text:
 
 def read_text(
     given: str,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerFast,
     text_column_name: str | tuple[str, ...] = "text",
     document_separator: str | None = None,
     max_characters: int | None = None,
@@ -102,7 +102,7 @@ def cut_windows(ids: np.ndarray, context: int, stride: int) -> Iterator[Window]:
 
 def evaluate_text(
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerFast,
     text: Text,
     context: int,
     stride: int,
@@ -118,6 +118,7 @@ def evaluate_text(
     mine = batches[state.process_index :: state.num_processes]
     padded = (pad_windows([windows[i] for i in batch], model.device) for batch in mine)
     totals = sum_losses(*_scorer(model, tokenizer), padded, len(mine), text.name)
+    assert totals is not None  # nothing asks it to stop
     bits = totals.text_nats / math.log(2)
     return {
         "name": text.name,
@@ -133,7 +134,7 @@ def evaluate_text(
 
 def evaluate_dataset(
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerFast,
     dataset: PackedDataset,
     batch_size: int,
     max_rows: int | None = None,
@@ -149,6 +150,7 @@ def evaluate_dataset(
     started_at, rows = time.perf_counter(), dataset.validation
     num_rows = min(len(rows), max_rows or len(rows))
     totals = evaluate_rows(*_scorer(model, tokenizer), rows, num_rows, batch_size)
+    assert totals is not None  # nothing asks it to stop
     return {
         "name": f"{', '.join(dataset.parts or [dataset.directory.absolute().name])} validation",
         **_scores(totals),
@@ -159,7 +161,7 @@ def evaluate_dataset(
     }
 
 
-def _scorer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[Callable, torch.Tensor]:
+def _scorer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> tuple[Callable, torch.Tensor]:
     """Return the losses and the bytes of each token, as `sum_losses` takes them."""
     return functools.partial(own_losses, model), torch.from_numpy(count_token_bytes(tokenizer)).to(model.device)
 
@@ -175,4 +177,5 @@ def _scores(totals: Totals) -> dict[str, Any]:
         num_unknown=totals.num_unknown,
     )
     num_bytes = None if totals.num_unknown else totals.num_bytes
+    assert scores is not None  # None is for the other processes of a shared metric
     return {**scores, "num_tokens": totals.num_tokens, "num_bytes": num_bytes}

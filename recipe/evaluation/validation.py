@@ -38,7 +38,7 @@ def count_eval_rows(config: TrainConfig, num_validation_rows: int, num_datasets:
     num_rows = config.max_eval_samples
     if num_rows == "all":
         return num_validation_rows
-    if num_rows == "auto":
+    if not isinstance(num_rows, int):  # auto
         num_steps = config.max_steps or GUESSED_STEPS
         num_evaluations = 1 + (-(-num_steps // config.eval_steps) if config.eval_steps else 1)  # one before the first
         budget = EVALUATION_SHARE * num_steps * config.global_batch_size / EVALUATED_ROW_COST / num_evaluations
@@ -73,7 +73,7 @@ def evaluate_rows(
     return sum_losses(module, token_bytes, read_batches(), num_batches, "evaluating", must_stop)
 
 
-def mean_scores(datasets: dict[str, dict[str, float | None]], shares: dict[str, float]) -> dict[str, Any]:
+def mean_scores(datasets: dict[str, dict[str, Any]], shares: dict[str, float]) -> dict[str, Any]:
     """Return the scores of a mixture, and those of each dataset."""
     loss, bits = sum(shares[name] * of["loss"] for name, of in datasets.items()), None
     if all(of["bits_per_byte"] is not None for of in datasets.values()):

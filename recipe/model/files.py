@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
 from recipe.data.tokenizer import ADDING_OPTIONS, added_ids, load_tokenizer
 from recipe.environment import only_cached
@@ -23,7 +23,7 @@ TOKENIZER_FILES = (
 )
 
 
-def new_files(tokenizer: PreTrainedTokenizerBase, model_config: PreTrainedConfig) -> dict[str, bytes]:
+def new_files(tokenizer: PreTrainedTokenizerFast, model_config: PreTrainedConfig) -> dict[str, bytes]:
     """Return the files of a new model, by name."""
     eos = model_config.eos_token_id
     tokenizer.model_max_length = model_config.max_position_embeddings
