@@ -8,7 +8,7 @@ accumulation and number of processes, so a single integer, the number of example
 import itertools
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,7 +95,9 @@ class TrainBatches:
     `position` is where a streamed source resumes after the step of the last batch; None for a packed dataset.
     """
 
-    def __init__(self, batches: Iterator[tuple[torch.Tensor, tuple | None]], device: torch.device) -> None:
+    def __init__(
+        self, batches: Generator[tuple[torch.Tensor, tuple | None], None, None], device: torch.device
+    ) -> None:
         """batches: (rows: int64 [micro-batch, block_size + 1], position)."""
         self.batches, self.device = batches, device
         self.position, self.wait_seconds = None, 0.0
@@ -132,7 +134,7 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def read_rows(
     split: PackedSplit, order: TrainOrder, device: torch.device, num_workers: int = 0, placement: str = "mmap"
-) -> Iterator[tuple[torch.Tensor, None]]:
+) -> Generator[tuple[torch.Tensor, None], None, None]:
     """Yield the micro-batches of a packed split, without end.
 
     placement: read rows from the file ("mmap"), from memory ("ram") or from the device ("device").
@@ -146,7 +148,7 @@ def read_rows(
 def build_loader(split: PackedSplit, order: TrainOrder, device: torch.device, num_workers: int) -> DataLoader:
     """Build a loader of complete micro-batches."""
     return DataLoader(
-        split,
+        split,  # pyright: ignore[reportArgumentType]  # a `Dataset` by what it does
         batch_size=None,
         sampler=order,
         num_workers=num_workers,

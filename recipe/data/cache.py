@@ -32,18 +32,20 @@ def prepare_text(config: TrainConfig, model: str | Path | None = None) -> list[P
     source = source_from(config) if config.dataset_dir is None else None
     tokenizer = read_tokenizer(config.tokenizer_name) if config.tokenizer_name else None
     if source is None:
-        for directory in config.dataset_dir if tokenizer is not None else ():
-            metadata = read_metadata(Path(directory))
-            if tokenizer_sha256(tokenizer) != metadata["tokenizer_sha256"]:
-                remedy = "prepare it with that tokenizer, or omit --tokenizer_name"
-                if config.tokenizer_name == config.model_name_or_path:
-                    remedy = f"prepare it with --tokenizer_name {config.tokenizer_name}, the model's tokenizer"
-                made = f"was made with another tokenizer than {config.tokenizer_name}"
-                raise UserError(f"{directory} {made}; {remedy}")
-            if model is not None and tokenizer.prefix != encoding_of(metadata)["document_prefix"]:
-                remedy = f"prepare it with --model_name_or_path {config.model_name_or_path}"
-                say(f"warning: {directory} does not begin its documents as the model expects; {remedy}")
-        return [Path(directory) for directory in config.dataset_dir]
+        directories = config.dataset_dir or []
+        if tokenizer is not None:
+            for directory in directories:
+                metadata = read_metadata(Path(directory))
+                if tokenizer_sha256(tokenizer) != metadata["tokenizer_sha256"]:
+                    remedy = "prepare it with that tokenizer, or omit --tokenizer_name"
+                    if config.tokenizer_name == config.model_name_or_path:
+                        remedy = f"prepare it with --tokenizer_name {config.tokenizer_name}, the model's tokenizer"
+                    made = f"was made with another tokenizer than {config.tokenizer_name}"
+                    raise UserError(f"{directory} {made}; {remedy}")
+                if model is not None and tokenizer.prefix != encoding_of(metadata)["document_prefix"]:
+                    remedy = f"prepare it with --model_name_or_path {config.model_name_or_path}"
+                    say(f"warning: {directory} does not begin its documents as the model expects; {remedy}")
+        return [Path(directory) for directory in directories]
     if tokenizer is not None and model is None:
         tokenizer = without_template(tokenizer)
     max_bytes = HEAD_BYTES if config.streaming else None
@@ -68,7 +70,7 @@ def cached_directory(config: TrainConfig, source: TextSource, inputs: dict[str, 
 
     That is one of an earlier version, whose fingerprint differs, or of a Hub that is out of reach.
     """
-    cache, name = Path(config.cache_dir), name_of_text(config.dataset_name or config.train_file[0])
+    cache, name = Path(config.cache_dir), name_of_text(source.dataset_name or source.train_files[0])
     directory = cache / f"{name}-{fingerprint_of(inputs)[:12]}"
     others = () if directory.is_dir() else cache.glob(f"{name}-*/metadata.json")
     others = sorted(others, key=os.path.getmtime, reverse=True)

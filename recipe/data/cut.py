@@ -5,7 +5,7 @@ Unit k is a pure function of (source, k), so any process can read it, at any tim
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -70,7 +70,7 @@ class ShardPart(NamedTuple):
 class Unit(NamedTuple):
     """What one process reads and tokenizes at a time."""
 
-    parts: list[FilePart] | list[ShardPart]
+    parts: Sequence[FilePart | ShardPart]
     num_bytes: int  # bytes of text; 0 if unknown
 
     @property

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
 
 import pyarrow as pa
 from tqdm import tqdm
@@ -175,11 +174,11 @@ def read_standard_library() -> Iterator[str]:
             yield path.read_text(encoding="utf-8")
 
 
-def open_stream(path: str) -> BinaryIO:
+def open_stream(path: str) -> io.BufferedReader | lzma.LZMAFile:
     """Open a file as a buffered stream of decompressed bytes."""
     match compression_of(path):
         case None:
-            return open(path, "rb", BLOCK)
+            return io.BufferedReader(io.FileIO(path), BLOCK)
         case ".xz":
             return lzma.open(path)
         case suffix:  # pyarrow recognizes lowercase suffixes only

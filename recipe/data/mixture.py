@@ -62,7 +62,7 @@ def open_datasets(directories: Sequence[Path], block_size: int, weights: Sequenc
 def mix_metadata(parts: dict[str, PackedDataset], shares: dict[str, float]) -> dict[str, Any]:
     """Return the metadata of a mixture: that of each dataset, the sums of the counts, and a hash of the hashes."""
     mixture = {name: metadata_of(dataset) | {"share": shares[name]} for name, dataset in parts.items()}
-    found = list(mixture.values())
+    found: list[dict[str, Any]] = list(mixture.values())
     used = {"train": [of for of in found if of["share"] > 0], "validation": found}
     splits = {name: {key: _sum(of["splits"][name][key] for of in used[name]) for key in COUNTS} for name in SPLITS}
     hashes = json.dumps([of["content_sha256"] for of in found])
@@ -73,7 +73,8 @@ def mix_metadata(parts: dict[str, PackedDataset], shares: dict[str, float]) -> d
 
 def _sum(counts: Iterable[int | None]) -> int | None:
     counts = list(counts)
-    return None if None in counts else sum(counts)
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None
 
 
 def order_of(dataset: PackedDataset) -> tuple[tuple[int, int], ...]:

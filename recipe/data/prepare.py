@@ -234,6 +234,7 @@ def save_once(
         return tokenizer or read_tokenizer(str(folder))
     partial.mkdir(parents=True, exist_ok=True)
     if tokenizer is None:
+        assert tokenizer_vocab_size is not None  # `prepare_dataset` gets one or the other
         say("training a tokenizer on the text; the minutes of --max_minutes begin when the text is prepared")
         tokenizer = train_tokenizer(read_train_texts(source, units), tokenizer_vocab_size)
         size = describe_vocabulary(tokenizer, tokenizer_vocab_size)
@@ -345,6 +346,7 @@ def finish(
         if left := len(list(missing_units(partial, num_units))):
             say(f"{left:,} of {num_units:,} units are not done yet")
             return None
+        assert tokenizer is not None  # else the dataset was complete
         metadata = summarize(target, tokenizer, num_units)
         replace_dataset(partial, directory)
     documents, tokens, num_bytes = (sum(of[key] or 0 for of in metadata["splits"].values()) for key in COUNTS)
@@ -443,8 +445,8 @@ def print_report(source: TextSource, report: ReadReport) -> None:
 def print_unknown(tokenizer: TextTokenizer, splits: dict[str, dict]) -> None:
     """Say how much of the text the tokenizer cannot spell."""
     unknown, tokens = (sum(splits[split][key] for split in SPLITS) for key in ("unknown", "tokens"))
-    if unknown:
-        token = tokenizer.backend_tokenizer.id_to_token(tokenizer.unknown_id)
+    if unknown and (index := tokenizer.unknown_id) is not None:
+        token = tokenizer.backend_tokenizer.id_to_token(index)
         warning = "warning: " * (unknown > WORTH_A_WARNING * tokens)
         say(f"{warning}{unknown / tokens:.1%} of the tokens are {token}, text that the tokenizer cannot spell")
     if tokenizer.unknown_id is None and SPELLS_BYTES not in steps_of(tokenizer.backend_tokenizer):

@@ -16,7 +16,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -102,10 +102,10 @@ def _choose_threshold(source: TextSource, units: list[Unit]) -> int:
     usual = next(part.hold_out.threshold for unit in units for part in unit.parts if part.hold_out.by_hash)
     hashes, is_exact, count, characters = set(), len(units) == 1, 0, 0
     for part in itertools.chain.from_iterable(unit.parts for unit in units):
-        if part.hold_out.tail and kind_of(part.path) == TOKENS:
+        if isinstance(part, FilePart) and part.hold_out.tail and kind_of(part.path) == TOKENS:
             continue
         for _, text in read_unit(source, Unit([part], 0), ReadReport()):
-            if part.hold_out.by_hash:
+            if part.hold_out.by_hash and not isinstance(text, TokenStream):  # a stream is held out by its end
                 hashes.add(hash64(text))
             count += 1
             characters += len(text)
@@ -122,7 +122,7 @@ def read_unit(source: TextSource, unit: Unit, report: ReadReport) -> Iterator[Do
     """Yield the documents of a unit that hold text. Raises `UserError` naming the file if it cannot be read."""
     errors = (Exception,) if source.dataset_name else READ_ERRORS  # the network and datasets raise various errors
     for part in unit.parts:
-        where = f"dataset {source.dataset_name}" if source.dataset_name else part.path
+        where = part.path if isinstance(part, FilePart) else f"dataset {source.dataset_name}"
         bad = report.skip if source.skip_bad_files and not source.dataset_name else functools.partial(_refuse, source)
         try:
             yield from _read_part(source, part, where, report, bad)
@@ -240,17 +240,15 @@ def has_mask(source: TextSource) -> bool:
 def _read_part(
     source: TextSource, part: FilePart | ShardPart, where: str, report: ReadReport, bad: Bad
 ) -> Iterator[Document]:
-    kind = kind_of(part.path) if isinstance(part, FilePart) else None
-    if kind == TOKENS:
+    if isinstance(part, FilePart) and kind_of(part.path) == TOKENS:
         yield from _read_token_file(part)
-    elif kind in (".txt", ".md"):
+    elif isinstance(part, FilePart) and kind_of(part.path) in (".txt", ".md"):
         with open_stream(part.path) as stream:
             if source.document_separator is not None:
                 yield from _read_separated(stream, source.document_separator, part, report, bad)
             elif part.stop is None:  # it is compressed
                 content = stream.read()
-                whole = part._replace(stop=len(content))
-                yield from _read_stretch(io.BytesIO(content), len(content), whole, bad)
+                yield from _read_stretch(io.BytesIO(content), len(content), part, bad)
             else:
                 yield from _read_stretch(stream, os.path.getsize(part.path), part, bad)
     else:
@@ -263,16 +261,17 @@ def _read_token_file(part: FilePart) -> Iterator[Document]:
     """Yield the ids of a part of a file of token ids, of which the last may be held out."""
     start, stop = find_tokens(part.path)
     limit = stop - ID_BYTES * round((stop - start) // ID_BYTES * part.hold_out.tail)
-    cut_at = min(max(part.start, limit), part.stop)
+    end = stop if part.stop is None else part.stop
+    cut_at = min(max(part.start, limit), end)
     with open(part.path, "rb") as file:
         for tokens in read_tokens(file, part.start, cut_at):
             yield Document(part.hold_out.split_of(tokens.ids), tokens)
-        for tokens in read_tokens(file, cut_at, part.stop):
+        for tokens in read_tokens(file, cut_at, end):
             yield Document("validation", tokens)
 
 
 def _read_separated(
-    stream: BinaryIO, separator: str, part: FilePart, report: ReadReport, bad: Bad
+    stream: IO[bytes], separator: str, part: FilePart, report: ReadReport, bad: Bad
 ) -> Iterator[Document]:
     """Yield the documents between separators that begin in a part of a text."""
     pattern, start, num_bytes = separator_pattern(separator), 0, None
@@ -289,9 +288,10 @@ def _read_separated(
             yield Document(part.hold_out.split_of(text), text)
 
 
-def _read_stretch(file: BinaryIO, size: int, part: FilePart, bad: Bad) -> Iterator[Document]:
+def _read_stretch(file: IO[bytes], size: int, part: FilePart, bad: Bad) -> Iterator[Document]:
     """Yield the lines that begin in a part of a text, as one document; two if a part of them is held out."""
-    start, stop = (find_line(file, position, size) for position in (part.start, part.stop))
+    end = size if part.stop is None else part.stop
+    start, stop = (find_line(file, position, size) for position in (part.start, end))
     limit = round(size * (1 - part.hold_out.tail))
     limit = find_line(file, limit, size, reach=min(BLOCK, (size - limit) // 2))
     cut_at = min(max(start, limit), stop)
@@ -310,7 +310,7 @@ def separator_pattern(separator: str | None) -> re.Pattern:
     return re.compile(rb"\r?\n".join(lines).removeprefix(rb"\r?"))
 
 
-def find_start(file: BinaryIO, position: int, size: int, pattern: re.Pattern) -> int:
+def find_start(file: IO[bytes], position: int, size: int, pattern: re.Pattern) -> int:
     """Return the first start of a document at or after a position: where a separator ends, or the file.
 
     It is a function of the file and the position, so a unit ends exactly where the next one begins.
@@ -331,7 +331,7 @@ def find_start(file: BinaryIO, position: int, size: int, pattern: re.Pattern) ->
         buffer = buffer[-longest:] + block
 
 
-def find_line(file: BinaryIO, position: int, size: int, reach: int = BLOCK) -> int:
+def find_line(file: IO[bytes], position: int, size: int, reach: int = BLOCK) -> int:
     """Return the last start of a line within `reach` bytes before a position; else of a word; else of a character."""
     if position <= 0 or position >= size:
         return position
@@ -344,7 +344,7 @@ def find_line(file: BinaryIO, position: int, size: int, reach: int = BLOCK) -> i
     return position + next(i for i, byte in enumerate(file.read(4) + b" ") if byte & 0xC0 != 0x80)
 
 
-def _split(stream: BinaryIO, num_bytes: int | None, pattern: re.Pattern) -> Iterator[bytes]:
+def _split(stream: IO[bytes], num_bytes: int | None, pattern: re.Pattern) -> Iterator[bytes]:
     """Yield the pieces of the next bytes (None: all) between the matches of a pattern."""
     left, rest = math.inf if num_bytes is None else num_bytes, b""
     while block := stream.read(
@@ -426,7 +426,7 @@ def _empty_value(kind: pa.DataType) -> str | list | None:
     return None if pa.types.is_nested(kind) or pa.types.is_primitive(kind) else ""
 
 
-def _read_csv(stream: BinaryIO, column: str, where: str, bad: Bad) -> Iterator[dict]:
+def _read_csv(stream: IO[bytes], column: str, where: str, bad: Bad) -> Iterator[dict]:
     """Yield the rows that have the fields that the first row names. A row that has not loses its first line only."""
     lines = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
     of_row, again, names, number = [], deque(), None, 0  # lines of the row; those to read again; lines before the row
@@ -476,7 +476,7 @@ def is_utf8(text: str) -> bool:
     return text.isascii() or not re.search("[\udc80-\udcff]", text)
 
 
-def _read_jsonl(stream: BinaryIO, part: FilePart, bad: Bad) -> Iterator[Any]:
+def _read_jsonl(stream: IO[bytes], part: FilePart, bad: Bad) -> Iterator[Any]:
     """Yield the rows of the lines that begin in a part."""
     from orjson import loads
 
@@ -506,7 +506,7 @@ def _read_jsonl(stream: BinaryIO, part: FilePart, bad: Bad) -> Iterator[Any]:
         yield row
 
 
-def read_wet(stream: BinaryIO) -> Iterator[bytes]:
+def read_wet(stream: IO[bytes]) -> Iterator[bytes]:
     """Yield the text of each page in Common Crawl's extracted text: the "conversion" records of a WARC 1.0 file."""
     while version := stream.readline():
         lines = [version]

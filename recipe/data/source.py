@@ -8,7 +8,7 @@ import re
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from recipe.config import STANDARD_LIBRARY, TEXT_OPTIONS, TrainConfig
 from recipe.data.files import (
@@ -101,7 +101,7 @@ class TextSource:
 
     @functools.cached_property
     def dataset(self) -> "dict[str, OpenedSplit]":
-        return open_dataset(self.dataset_name, self.dataset_config_name, self.commit)
+        return open_dataset(self.name, self.dataset_config_name, self.commit)
 
     def describe(self) -> dict:
         """Return the source as the metadata of a prepared dataset records it."""
@@ -135,7 +135,7 @@ class TextSource:
             return identify_standard_library()
         if (paths := self.dataset_paths) is None:
             return None
-        if self.is_on_hub:
+        if self.is_on_hub and self.hub_files:
             names = [path.partition(f"@{self.commit}/")[2] for path in paths]
             files = [(name, *self.hub_files[1][name]) for name in names]
         else:
@@ -149,14 +149,14 @@ class TextSource:
         """The files that are read, if they are here."""
         if self.dataset_name is None:
             return self.files.paths + self.held_out_files.paths
-        return [] if self.is_on_hub or self.dataset_name == STANDARD_LIBRARY else self.dataset_paths
+        return [] if self.is_on_hub or self.dataset_name == STANDARD_LIBRARY else self.dataset_paths or []
 
     @property
     def num_dataset_bytes(self) -> int:
         """The size of the files of the dataset that are read; 0 if the Hub does not say."""
         if (paths := self.dataset_paths) is None:
             return 0
-        if self.is_on_hub:
+        if self.is_on_hub and self.hub_files:
             return sum(self.hub_files[1][path.partition(f"@{self.commit}/")[2]][1] for path in paths)
         return sum(map(os.path.getsize, paths))
 
@@ -167,16 +167,16 @@ class TextSource:
         return self.dataset_name not in (None, STANDARD_LIBRARY) and not Path(self.dataset_name).exists()
 
     @functools.cached_property
-    def hub_files(self) -> tuple[str, dict[str, tuple[str, int]]] | None:
+    def hub_files(self) -> tuple[str | None, dict[str, tuple[str | None, int]]] | None:
         """The commit of a dataset on the Hub, and hash and bytes of its files. None if the Hub does not say."""
         from huggingface_hub import HfApi  # imported here because it takes 0.1 s, which files do not need
 
         try:
-            options = {"revision": self.dataset_revision, "files_metadata": True, "timeout": 30}
-            found = HfApi().dataset_info(self.dataset_name, **options)
+            options: dict[str, Any] = {"revision": self.dataset_revision, "files_metadata": True, "timeout": 30}
+            found = HfApi().dataset_info(self.name, **options)
         except Exception:  # no network or no such dataset: opening it raises the error that says which
             return None
-        return found.sha, {file.rfilename: (file.blob_id, file.size or 0) for file in found.siblings}
+        return found.sha, {file.rfilename: (file.blob_id, file.size or 0) for file in found.siblings or ()}
 
     @property
     def commit(self) -> str | None:
@@ -213,7 +213,7 @@ def open_dataset(name: str, config_name: str | None, commit: str | None) -> dict
                 shards = rows.with_format(None).to_iterable_dataset(num_shards=num_shards)
                 opened[split] = OpenedSplit(shards, [file["filename"] for file in rows.cache_files])
             return opened
-        builder = datasets.load_dataset_builder(name, config_name, revision=commit)
+        builder: Any = datasets.load_dataset_builder(name, config_name, revision=commit)
         for split, rows in builder.as_streaming_dataset().items():
             opened[split] = OpenedSplit(rows.reshard(), list(builder.config.data_files[split]))
         return opened

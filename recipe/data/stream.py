@@ -13,7 +13,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -107,7 +107,9 @@ class TextStream:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def read_stream(stream: TextStream, order: TrainOrder, position: Position) -> Iterator[tuple[torch.Tensor, Position]]:
+def read_stream(
+    stream: TextStream, order: TrainOrder, position: Position
+) -> Generator[tuple[torch.Tensor, Position], None, None]:
     """Yield the micro-batches of one process: (rows: int64 [micro-batch, block_size + 1], position after the step).
 
     order: counts examples from `position`, where its first step begins.

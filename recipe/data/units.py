@@ -14,12 +14,12 @@ import queue
 import secrets
 import shutil
 import signal
-import subprocess
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from subprocess import PIPE, Popen
+from typing import IO
 
 import numpy as np
 
@@ -170,13 +170,14 @@ class UnitWorkers:
     def __init__(self, job: Job, num_workers: int) -> None:
         # A session of its own: a signal to the owner's group lets it finish its unit, unless the owner ends.
         environment = {**os.environ, "PYTHONSAFEPATH": "1", "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         command = [sys.executable, "-m", "recipe.data.units"]
         self.processes = [
-            subprocess.Popen(command, env=environment, start_new_session=True, **pipes) for _ in range(num_workers)
+            Popen(command, env=environment, start_new_session=True, stdin=PIPE, stdout=PIPE)
+            for _ in range(num_workers)
         ]
         self.idle: queue.SimpleQueue = queue.SimpleQueue()
         for process in self.processes:
+            assert process.stdin is not None  # it is a pipe
             _send(job, process.stdin)
             self.idle.put(process)
         self.threads = ThreadPoolExecutor(num_workers)
@@ -207,7 +208,7 @@ class UnitWorkers:
             process.wait()
 
 
-def _send(message: object, pipe: BinaryIO) -> None:
+def _send(message: object, pipe: IO[bytes]) -> None:
     pickle.dump(message, pipe)
     pipe.flush()
 
