@@ -36,7 +36,7 @@ SDPA_WITHOUT_MASK = "sdpa_without_mask"
 AttentionInterface.register(SDPA_WITHOUT_MASK, sdpa_attention_forward)
 
 # What config_overrides cannot set.
-MANAGED = dict.fromkeys(("n_positions", "max_position_embeddings"), "set block_size")
+MANAGED: dict[str, str] = dict.fromkeys(("n_positions", "max_position_embeddings"), "set block_size")
 MANAGED |= dict.fromkeys(("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id"), "it follows the tokenizer")
 # What config_overrides must set for types other than GPT-2, whose defaults are models of 7B parameters.
 SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "num_key_value_heads")
@@ -110,10 +110,11 @@ def build_model_config(
     if missing and source is None and model_type != "gpt2":
         raise UserError(f"model_type {model_type} requires {', '.join(missing)} in config_overrides")
     values = {"vocab_size": vocab_size, **_no_dropout(model_type), **overrides}
-    ids = {"bos_token_id": eos_token_id if bos_token_id is None else bos_token_id, "eos_token_id": eos_token_id}
+    begin = eos_token_id if bos_token_id is None else bos_token_id
+    ids: dict[str, int | None] = {"bos_token_id": begin, "eos_token_id": eos_token_id}
     if model_type != "gpt2":
         ids["pad_token_id"] = None  # its embedding would get no gradient
-    if model_config is not None:
+    if source is not None and model_config is not None:
         _check_source(model_config, model_type, overrides, source, config, num_base_tokens)
     try:
         if model_config is None:
@@ -187,7 +188,7 @@ def build_model(
         if is_vocabulary(model, tensor):  # Transformers draws rows around the mean, which no run could repeat
             tensor.data[num_known : model_config.vocab_size] = tensor.data[:num_known].mean(dim=0)
     if config.bf16_residual:  # under autocast the blocks add bf16 to the residual stream, but fp32 + bf16 is fp32
-        into_first_block = model.base_model.drop if is_gpt2 else model.get_input_embeddings()
+        into_first_block = model.base_model.get_submodule("drop") if is_gpt2 else model.get_input_embeddings()
         into_first_block.register_forward_hook(lambda module, inputs, output: output.bfloat16())
     if config.activation_checkpointing == "true":
         # Transformers renamed the method after 5.17; the old name warns in 5.23 and disappears in 6.

@@ -13,6 +13,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from recipe.model.weights import output_layer
+
 IGNORE_INDEX = -100  # torch's default ignore_index: a target that does not count
 
 
@@ -36,7 +38,7 @@ class LanguageModelingLoss(nn.Module):
         super().__init__()
         self.model, self.vocab_size = model, vocab_size
         self.label_smoothing, self.num_chunks = label_smoothing, num_chunks
-        self.num_logits = model.get_output_embeddings().weight.shape[0]
+        self.num_logits = output_layer(model).weight.shape[0]
         logit_bias = torch.zeros(self.num_logits)
         logit_bias[vocab_size:] = -torch.inf
         self.register_buffer("logit_bias", logit_bias, persistent=False)
@@ -59,8 +61,8 @@ class LanguageModelingLoss(nn.Module):
         else:  # one chunk of logits at a time; backward computes them again
             loss_sum = hidden.new_zeros((), dtype=torch.float32)
             for rows, some in chunks:
-                again = {"use_reentrant": False, "preserve_rng_state": False}
-                loss_sum = loss_sum + checkpoint(self._loss_sum, rows, some, **again)
+                part = checkpoint(self._loss_sum, rows, some, use_reentrant=False, preserve_rng_state=False)
+                loss_sum = loss_sum + part
         loss = loss_sum / num_targets
         # An infinite loss can have finite gradients. This factor, 1 for a finite loss, makes them NaN; reducing them
         # makes them NaN on all processes, and all skip the update. Inductor would simplify 1 + 0 * loss to 1.
@@ -88,7 +90,7 @@ class LanguageModelingLoss(nn.Module):
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: [tokens, hidden_size]. Returns fp32 [tokens, padded vocabulary]."""
-        logits = self.model.get_output_embeddings()(hidden)
+        logits = output_layer(self.model)(hidden)
         # The fp32 bias makes bf16 logits fp32.
         return logits.float() if self.num_logits == self.vocab_size else logits + self.logit_bias
 

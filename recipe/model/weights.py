@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load, load_file, save_file
+from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -117,7 +118,11 @@ def load_weights(model: PreTrainedModel, directory: Path, vocab_size: int) -> No
             tensor.copy_(like(tensor, values))
 
 
+def output_layer(model: PreTrainedModel) -> nn.Linear:
+    return model.get_output_embeddings()  # pyright: ignore[reportReturnType]  # every causal language model has it
+
+
 def is_vocabulary(model: PreTrainedModel, tensor: torch.Tensor) -> bool:
     """Return whether a parameter has one row per token: the embeddings, or the output matrix or its bias."""
-    head = model.get_output_embeddings()
+    head = output_layer(model)
     return any(tensor is rows for rows in (model.get_input_embeddings().weight, head.weight, head.bias))

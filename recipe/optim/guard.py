@@ -30,10 +30,11 @@ class UpdateGuard:
         if (scaler := self.accelerator.scaler) is not None:
             scaler.update()
             # Overflowing gradients only lower the scale, which helps until it is below 1.
-            loss = self.accelerator.reduce(loss, reduction="mean")
-            bad = bad & (~torch.isfinite(loss) | (scaler._scale < 1).view(()))
+            loss = self.accelerator.reduce(loss, reduction="mean")  # pyright: ignore[reportAssignmentType]  # a tensor
+            is_low = scaler._scale < 1  # pyright: ignore[reportOptionalOperand]  # a tensor since the first backward
+            bad = bad & (~torch.isfinite(loss) | is_low.view(()))
         self.counts = torch.stack([self.counts[0] + skipped, (self.counts[1] + bad) * bad])
         if not optimizer.defaults.get("fused"):
             return not skipped.item()
-        optimizer.found_inf = skipped.float()
+        optimizer.found_inf = skipped.float()  # pyright: ignore[reportAttributeAccessIssue]  # as GradScaler does
         return True

@@ -8,7 +8,6 @@ a whole moves about as far as with AdamW (Moonlight, arXiv 2502.16982).
 
 import functools
 from collections import defaultdict
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,7 +27,7 @@ ADAMW_RMS = 0.2  # root mean square of a typical AdamW update before the learnin
 STACK_VALUES = 2**26  # in a stack of matrices: bounds the temporary memory, and is more than enough work for a GPU
 STACK_COPIES = 5  # most fp32 copies of a stack that an update holds at once
 
-Views = Sequence[torch.Tensor]  # one matrix, or several views of one fused tensor
+Views = list[torch.Tensor] | tuple[torch.Tensor, ...]  # one matrix, or several views of one fused tensor
 
 
 class Muon(torch.optim.Optimizer):
@@ -94,7 +93,7 @@ class Muon(torch.optim.Optimizer):
             for start in range(0, len(matrices), size):
                 self._update_stack(matrices[start : start + size], cut, group, coefficient, found_inf)
         # Without alpha, torch (2.11 to 2.15) takes the overload for a number and waits for the device to read it.
-        torch._foreach_add_(steps, 1 - found_inf, alpha=1)
+        torch._foreach_add_(steps, 1 - found_inf, alpha=1)  # pyright: ignore[reportPrivateImportUsage]  # no public one
 
     def _update_stack(
         self,
@@ -227,7 +226,7 @@ def even_out_neurons(
     return scales if cut is None else scales[:, :, cut.columns], squares
 
 
-def find_matrices(model: nn.Module) -> dict[nn.Parameter, int]:
+def find_matrices(model: nn.Module) -> dict[torch.Tensor, int]:
     """Return the trained weights of all projections inside the blocks, and of how many matrices each consists.
 
     GPT-2's `c_attn` holds three, for queries, keys and values, side by side. Fused projections of other model types
@@ -244,7 +243,8 @@ def find_matrices(model: nn.Module) -> dict[nn.Parameter, int]:
 
 def _copy_unless(found_inf: torch.Tensor, tensors: Views, before: torch.Tensor, after: torch.Tensor) -> None:
     """Copy `after` into the tensors, or `before` if found_inf is 1, even if `after` is NaN. Both are stacks."""
-    torch._foreach_copy_(tensors, torch.where(found_inf > 0, before, after).unbind())
+    copied = torch.where(found_inf > 0, before, after).unbind()
+    torch._foreach_copy_(tensors, copied)  # pyright: ignore[reportPrivateImportUsage]  # no public one
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
