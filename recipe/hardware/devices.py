@@ -7,11 +7,20 @@ import shutil
 import sys
 import sysconfig
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import psutil
 import torch
 
 from recipe.hardware.gpus import find_gpu
+
+if TYPE_CHECKING:
+    from accelerate import PartialState
+
+
+def device_of(state: "PartialState") -> torch.device:
+    """Return the device of this process; Accelerate's type allows None, too."""
+    return cast(torch.device, state.device)
 
 
 def has_compiler() -> bool:
@@ -59,7 +68,7 @@ def peak_memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status")
     if status.is_file():  # Linux, where ru_maxrss starts from the parent's value
-        return int(re.search(r"VmHWM:\s+(\d+) kB", status.read_text())[1]) * 1024
+        return int(re.findall(r"VmHWM:\s+(\d+) kB", status.read_text())[0]) * 1024
     if sys.platform == "win32":
         return psutil.Process().memory_info().peak_wset
     import resource  # Windows has none

@@ -76,7 +76,7 @@ def time_products(device: torch.device, model_config: PreTrainedConfig, precisio
 
     small = {name: best_of(3, device, multiply(device, name, 64, 256, 256)[0]) for name in precisions}
     names = [name for name in precisions if small[name] < HOPELESS * min(small.values())]
-    side, widest, fastest = 64, max(width, inner), min(names, key=small.get)
+    side, widest, fastest = 64, max(width, inner), min(names, key=small.__getitem__)
     while side < MOST_ROWS and best_of(2, device, multiply(device, fastest, side, widest, side)[0]) < SIDE_SECONDS:
         side *= 2
     cut = {shape: (side, shape[0], min(shape[1], side)) for shape in flops}

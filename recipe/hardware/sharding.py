@@ -7,6 +7,7 @@ applies no autocast, and rounds the loss to bf16 (1.15).
 import contextlib
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
+from typing import cast
 
 from accelerate.utils import str_to_bool
 from torch import nn
@@ -81,7 +82,7 @@ def shard(module: nn.Module, sharding: Sharding, device_type: str) -> None:
     for block in list_blocks(module):
         fully_shard(block, mesh=mesh, reshard_after_forward=sharding.reshard_after_forward)
     fully_shard(module, mesh=mesh, reshard_after_forward=False)
-    module.sharding = sharding
+    module.sharding = sharding  # pyright: ignore[reportArgumentType]  # torch expects tensors and modules
 
 
 def reset(module: nn.Module) -> None:
@@ -106,4 +107,5 @@ def gathered(module: nn.Module) -> Iterator[None]:
         reset(module)
         for layer in groups:
             layer.reshard()
-            layer.set_reshard_after_forward(layer is not module and module.sharding.reshard_after_forward, False)
+            resharded = layer is not module and cast(Sharding, module.sharding).reshard_after_forward
+            layer.set_reshard_after_forward(resharded, False)

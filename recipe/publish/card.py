@@ -81,7 +81,7 @@ def read_run(run_dir: Path, step: int, directory: Path, hub_options: dict[str, A
     )
     typed = read_options(run_dir) | hub_options
     shown = public_options(run_dir, events, step, typed.get("hub_model_id"))
-    options = {name: option.default for name, option in OPTIONS.items()} | shown
+    options: dict[str, Any] = {name: option.default for name, option in OPTIONS.items()} | shown
     start = starts[0] if starts else {}  # the first one describes the run; a resumed run starts again
     data, model_id = start.get("data", {}), typed.get("hub_model_id") or run_dir.absolute().name
     name, rows = model_id.rpartition("/")[2], data.get("splits", {}).get("train", {}).get("rows")

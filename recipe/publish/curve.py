@@ -75,13 +75,15 @@ def open_chart(
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     colors = DARK if dark else LIGHT
-    style = {"font.size": 16, "text.color": colors["text"], "grid.color": colors["grid"], "axes.axisbelow": True}
+    style: dict[Any, Any] = {"font.size": 16, "text.color": colors["text"], "grid.color": colors["grid"]}
+    style |= {"axes.axisbelow": True}
     with rc_context(style):
         height += HEADER
-        figure = Figure((WIDTH, height), DPI, facecolor=colors["page"], layout="constrained")
-        figure.get_layout_engine().set(rect=(0.015, 0.01, 0.97, 1 - HEADER / height))
+        layout = ConstrainedLayoutEngine(rect=(0.015, 0.01, 0.97, 1 - HEADER / height))
+        figure = Figure((WIDTH, height), DPI, facecolor=colors["page"], layout=layout)
         figure.text(0.02, 1 - 0.2 / height, title, size=19, weight="bold", va="top")
         figure.text(0.02, 1 - 0.58 / height, subtitle, color=colors["muted"], va="top")
         found = figure.subplots(1, columns, sharey=True, subplot_kw={"facecolor": colors["page"]})
@@ -100,6 +102,6 @@ def label_point(axes: Any, text: str, x: float, y: float, offset: tuple[int, int
     axes.annotate(text, (x, y), offset, textcoords="offset points", weight="bold", va="center_baseline", bbox=box)
 
 
-def _short(number: float, _position: int) -> str:
+def _short(number: float, _position: float) -> str:
     unit, name = next((u for u in ((1e9, "B"), (1e6, "M"), (1e3, "k")) if number >= u[0]), (1, ""))
     return f"{number / unit:g}{name}"
