@@ -23,6 +23,7 @@ from recipe.evaluation.report import describe_results, read_results, write_resul
 from recipe.evaluation.scoring import CPU_TOKENS, GPU_TOKENS
 from recipe.evaluation.tasks import SOURCES, load_tasks, score_task
 from recipe.evaluation.text import LONGEST_CONTEXT, choose_context, evaluate_dataset, evaluate_text, read_text
+from recipe.hardware.devices import device_of
 from recipe.hardware.processes import on_main_process, start_processes, use_all_cores
 from recipe.publish.card import EVALUATION_NAME, weights_sha256
 
@@ -61,7 +62,8 @@ def main() -> None:
     start_processes()
     state = PartialState()
     use_all_cores(state)
-    model, tokenizer = load_model(args.model, state.device, args.revision)
+    device = device_of(state)
+    model, tokenizer = load_model(args.model, device, args.revision)
     context, row_length, rule = choose_context(args.model, model.config.max_position_embeddings, args.context)
     # By which a model card, and the next evaluation, know the model. Transformers sets the commit of a Hub id.
     identity = {
@@ -83,7 +85,7 @@ def main() -> None:
     readers = [functools.partial(read_text, given, tokenizer, **options) for given in args.text_file]
     texts = [on_main_process(reader) for reader in readers]
     tasks = load_tasks(args.tasks)
-    batch_size = args.batch_size or max(1, (CPU_TOKENS if state.device.type == "cpu" else GPU_TOKENS) // context)
+    batch_size = args.batch_size or max(1, (CPU_TOKENS if device.type == "cpu" else GPU_TOKENS) // context)
     tokens_per_batch, found, scores = batch_size * context, [], {}
     if args.dataset_dir:
         dataset = open_packed_dataset(args.dataset_dir, row_length)
@@ -106,7 +108,7 @@ def main() -> None:
         "tasks": scores,
         "num_processes": state.num_processes,
         "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "environment": describe_environment(state.device),
+        "environment": describe_environment(device),
     }
     if state.is_main_process:
         print(describe_results(results))

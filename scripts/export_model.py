@@ -18,7 +18,7 @@ import torch
 from accelerate import PartialState
 from torch import nn
 from torch.nn.utils import prune
-from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.pytorch_utils import Conv1D
 
 from recipe.arguments import CommandLine
@@ -30,6 +30,7 @@ from recipe.data.tokenizer import load_tokenizer
 from recipe.errors import UserError, run_main
 from recipe.evaluation.scoring import CPU_TOKENS
 from recipe.evaluation.text import Text, choose_context, evaluate_dataset, evaluate_text, read_text
+from recipe.hardware.devices import device_of
 from recipe.model.files import TOKENIZER_FILES, own_files, write_files
 from recipe.model.weights import load_model_weights, load_pretrained
 
@@ -39,7 +40,7 @@ CHARACTERS_PER_TOKEN = 4  # of English, roughly
 
 def main() -> None:
     args = parse()
-    tokenizer, device = load_tokenizer(str(args.model)), PartialState().device
+    tokenizer, device = load_tokenizer(str(args.model)), device_of(PartialState())
     text = find_text(args, tokenizer)
     model = load_model_weights(args.model, device_map={"": device}).eval()
     print_row(args.model, model, tokenizer, text)
@@ -58,7 +59,7 @@ def main() -> None:
     print(f"\nPerplexity on {measured['num_tokens']:,} tokens of {measured['name']}.")
 
 
-def find_matrices(model: PreTrainedModel) -> list[nn.Module]:
+def find_matrices(model: PreTrainedModel) -> list[Conv1D | nn.Linear]:
     """Return the blocks' projections; in GPT-2 they are `Conv1D`, which converters for `nn.Linear` silently skip."""
     return [module for module in model.base_model.modules() if isinstance(module, (Conv1D, nn.Linear))]
 
@@ -77,7 +78,7 @@ def load_as_int8(source: Path, device: torch.device) -> PreTrainedModel:
     return model
 
 
-def find_text(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> Text | PackedDataset:
+def find_text(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> Text | PackedDataset:
     """Return the text to measure: what the options name, or the dataset of the model's own run."""
     if args.text_file is not None:
         return read_text(args.text_file, tokenizer, max_characters=CHARACTERS_PER_TOKEN * MAX_TOKENS)
@@ -90,7 +91,7 @@ def find_text(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> T
 
 
 def print_row(
-    directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: Text | PackedDataset
+    directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, text: Text | PackedDataset
 ) -> dict[str, Any]:
     """Print size and perplexity, and return the scores."""
     if isinstance(text, Text):

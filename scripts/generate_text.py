@@ -23,6 +23,7 @@ from accelerate import PartialState
 
 from recipe.errors import UserError, run_main
 from recipe.evaluation.generation import generate_texts, load_model
+from recipe.hardware.devices import device_of
 
 SEPARATOR = "\n---\n\n"
 SAMPLING = ("max_new_tokens", "num_samples", "temperature", "top_k", "top_p", "repetition_penalty")
@@ -32,7 +33,7 @@ def main() -> None:
     args = parse()
     prompts = ask() if args.interactive else read_prompts(args.prompts_file) if args.prompts_file else [args.prompt]
     sampling = {name: getattr(args, name) for name in SAMPLING}
-    model, tokenizer = load_model(args.model_name_or_path, PartialState().device, args.revision)
+    model, tokenizer = load_model(args.model_name_or_path, device_of(PartialState()), args.revision)
     stream = functools.partial(print, end="", flush=True) if args.num_samples == 1 else None
     with open_output(args.output_file) as output:
         for index, prompt in enumerate(prompts):

@@ -114,7 +114,7 @@ def check_machine(config: TrainConfig, choices: dict[str, Choice]) -> int:
 
 def check_packages() -> str:
     """Compare the versions of the required packages with the ranges in pyproject.toml."""
-    found = [need for need in map(Requirement, requires("gpt2-recipe")) if need.marker is None]
+    found = [need for need in map(Requirement, requires("gpt2-recipe") or ()) if need.marker is None]
     wrong = [f"{need.name} {version(need.name)} is not {need.specifier}" for need in found
              if not need.specifier.contains(version(need.name), prereleases=True)]  # fmt: skip
     if wrong:

@@ -73,7 +73,7 @@ def main() -> None:
 def print_contents(directory: Path, metadata: dict[str, Any]) -> None:
     """Print what a dataset holds, and the beginning of its training text."""
     splits, vocab_size = metadata["splits"], metadata["vocab_size"]
-    rows = [("", *SPLITS)]
+    rows: list[tuple[str, ...]] = [("", *SPLITS)]
     for label, value in (
         ("documents", lambda of: f"{of['documents']:,}"),
         ("tokens", lambda of: f"{of['tokens']:,}"),

@@ -36,7 +36,7 @@ import numpy as np
 import psutil
 import torch
 from torch.nn import functional as F
-from transformers import AttentionInterface, AutoModelForCausalLM, GPT2Config, PreTrainedTokenizerBase
+from transformers import AttentionInterface, AutoModelForCausalLM, GPT2Config, PreTrainedTokenizerFast
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from recipe.arguments import CommandLine, shell_command
@@ -101,7 +101,7 @@ class Setting:
     precision: str  # that recipe/train.py takes on this device: fp32, bf16 or fp16
     dataset_dir: Path
     vocab_size: int
-    shape: dict[str, int]  # n_layer, n_head, n_embd
+    shape: dict[str, Any]  # n_layer, n_head, n_embd
     block_size: int
     micro_batch: int
     grad_accum: int
@@ -312,7 +312,7 @@ def train_run_clm(source: Path, setting: Setting) -> dict[str, Any]:
     return describe_peer(setting, step_seconds, precision, num_parameters, source)
 
 
-def write_texts(path: Path, split: PackedSplit, num_rows: int, tokenizer: PreTrainedTokenizerBase) -> None:
+def write_texts(path: Path, split: PackedSplit, num_rows: int, tokenizer: PreTrainedTokenizerFast) -> None:
     """Write rows of a dataset as JSON Lines, several in each text."""
     with path.open("w", encoding="utf-8") as file:
         for first in range(0, num_rows, ROWS_PER_TEXT):
@@ -350,7 +350,7 @@ def run_program(command: list[str], cwd: Path | None = None) -> list[tuple[float
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": gpu}
     with subprocess.Popen([sys.executable, *command], cwd=cwd, env=environment, **options) as process:
         try:
-            lines = [(time.perf_counter(), line.rstrip()) for line in process.stdout]
+            lines = [(time.perf_counter(), line.rstrip()) for line in process.stdout or ()]
         except BaseException:
             process.kill()
             raise
@@ -473,8 +473,8 @@ def draw(path: Path, machine: str, entries: list[dict], dark: bool) -> None:
 
 def describe_size(setting: Setting, tied: bool) -> str:
     """Say how many parameters GPT-2 has, without padding."""
-    options = {"vocab_size": setting.vocab_size, "n_positions": setting.block_size, "tie_word_embeddings": tied}
-    config = GPT2Config(**options, **setting.shape, bos_token_id=None, eos_token_id=None)
+    options = {"vocab_size": setting.vocab_size, "n_positions": setting.block_size, **setting.shape}
+    config = GPT2Config(**options, tie_word_embeddings=tied, bos_token_id=None, eos_token_id=None)
     return f"{count_parameters(config) / 1e6:.1f} M"
 
 

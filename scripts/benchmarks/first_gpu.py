@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -64,7 +65,7 @@ def run_stages(args: argparse.Namespace) -> None:
             continue
         left, started_at = ends_at - time.monotonic(), time.monotonic()
         if left < seconds / 2:
-            result = {"status": f"not run: {left:.0f} s left of {seconds}"}
+            result: dict[str, Any] = {"status": f"not run: {left:.0f} s left of {seconds}"}
         else:
             print(f"{name} ...", flush=True)
             deadline = min(ends_at, started_at + 2 * seconds)

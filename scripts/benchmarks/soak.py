@@ -104,7 +104,7 @@ def last_step(run: Path) -> int:
 
 def compare(through: Path, killed: Path) -> list[str]:
     """Return what differs between the two runs."""
-    newest = find_checkpoint(through, "latest").name
+    newest = find_checkpoint(through, "latest").name  # pyright: ignore[reportOptionalMemberAccess]  # the run ended
     names = ["model.safetensors", f"{newest}/model.safetensors", f"{newest}/optimizer.pt"]
     found = [f"{name} differs" for name in names if (through / name).read_bytes() != (killed / name).read_bytes()]
     keys = ("step", "loss", "grad_norm", "learning_rate")
