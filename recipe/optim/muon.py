@@ -93,7 +93,7 @@ class Muon(torch.optim.Optimizer):
             for start in range(0, len(matrices), size):
                 self._update_stack(matrices[start : start + size], cut, group, coefficient, found_inf)
         # Without alpha, torch (2.11 to 2.15) takes the overload for a number and waits for the device to read it.
-        torch._foreach_add_(steps, 1 - found_inf, alpha=1)  # pyright: ignore[reportPrivateImportUsage]  # no public one
+        torch._foreach_add_(steps, 1 - found_inf, alpha=1)  # pyright: ignore[reportPrivateImportUsage]  # no other
 
     def _update_stack(
         self,
@@ -244,7 +244,7 @@ def find_matrices(model: nn.Module) -> dict[torch.Tensor, int]:
 def _copy_unless(found_inf: torch.Tensor, tensors: Views, before: torch.Tensor, after: torch.Tensor) -> None:
     """Copy `after` into the tensors, or `before` if found_inf is 1, even if `after` is NaN. Both are stacks."""
     copied = torch.where(found_inf > 0, before, after).unbind()
-    torch._foreach_copy_(tensors, copied)  # pyright: ignore[reportPrivateImportUsage]  # no public one
+    torch._foreach_copy_(tensors, copied)  # pyright: ignore[reportPrivateImportUsage]  # no other
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -41,7 +41,7 @@ def _build_8bit_adamw(groups: list[dict], options: dict, model: nn.Module) -> to
     The moments of embeddings, which the paper finds unstable in 8 bits, and of tensors with fewer than 4,096 values
     stay in fp32, as in Transformers' Trainer.
     """
-    from bitsandbytes.optim import AdamW8bit, GlobalOptimManager  # pyright: ignore[reportPrivateImportUsage]  # unlisted
+    from bitsandbytes.optim import AdamW8bit, GlobalOptimManager  # pyright: ignore[reportPrivateImportUsage]  # public
 
     manager = GlobalOptimManager.get_instance()
     manager.initialize()  # or it confuses new parameters with those of an earlier run in this process (0.50)
@@ -57,7 +57,7 @@ def check_optimizer(config: TrainConfig, device: torch.device) -> None:
         return
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # 0.50 warns about a 4-bit kernel on CPUs
     try:
-        from bitsandbytes.optim import AdamW8bit  # pyright: ignore[reportPrivateImportUsage]  # unlisted
+        from bitsandbytes.optim import AdamW8bit  # pyright: ignore[reportPrivateImportUsage]  # public
 
         weight = nn.Parameter(torch.zeros(4096, device=device))
         weight.grad = torch.zeros_like(weight)
