@@ -5,14 +5,16 @@ manifest of SHA-256. It appears under its name only when it is complete and on d
 holds JSON, safetensors and what `torch.load(weights_only=True)` reads.
 """
 
+import copy
 import gc
 import hashlib
 import io
 import json
+import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -34,7 +36,7 @@ from recipe.hardware.processes import gather, on_main_process
 from recipe.model.files import write_files
 from recipe.model.weights import WEIGHTS_NAME, copy_weights, like, load_weights, whole, write_model
 from recipe.optim.guard import UpdateGuard
-from recipe.optim.schedule import is_decaying
+from recipe.optim.schedule import OPTIONS, Schedule, resolve
 
 STATE_NAME, OPTIMIZER_NAME = "training_state.json", "optimizer.pt"
 RNG_NAME, MANIFEST_NAME = "rng.pt", "manifest.json"
@@ -51,21 +53,41 @@ class RunState:
     setup_seconds: float = 0.0  # the part of it before the first step
     progress: float = 0.0  # from 0 to 1
     decay_start: int | None = None  # the step before which `warmup_stable_decay` did not decay yet
-    position: Sequence | None = None  # in streamed text, see `Position` in recipe/data/stream.py
+    patience_start: int = 0  # the step after which evaluations count for `early_stopping_patience`
+    position: Sequence[int] | None = None  # in streamed text, see `Position` in recipe/data/stream.py
     initial: dict[str, Any] = field(default_factory=dict)  # the evaluation before the first step
     losses: dict[str, float] = field(default_factory=dict)  # of the later evaluations, by step, a text as in JSON
     train_seconds: float = 0.0  # without evaluation and saving
     memory: dict[str, Any] = field(default_factory=dict)  # `MemoryPlan.choices`, which a resumed run keeps if they fit
     hardware: dict[str, Any] = field(default_factory=dict)  # `describe_choices` of recipe/hardware/choices.py
+    # Not in checkpoints:
+    saved_step: int | None = None  # of the newest checkpoint in the run's folder, maybe still being written
+    evaluations: dict[int, dict[str, Any]] = field(default_factory=dict)  # by step; they may name private datasets
 
-    def is_due(self, period: int) -> bool:
-        """Return whether something is due that happens every `period` steps and at the end; 0: only then."""
-        return self.progress >= 1 or (period > 0 and self.step % period == 0)
+    def note(self, values: dict[str, Any]) -> None:
+        """Add the evaluation of this step. A loss that is not finite is the highest."""
+        self.evaluations[self.step] = values
+        if self.step > 0:
+            self.losses[str(self.step)] = values["loss"] if math.isfinite(values["loss"]) else math.inf
+        else:
+            self.initial = {key: value for key, value in values.items() if key not in ("sample", "mixture")}
+            # Of each dataset of a mixture.
+            self.initial["num_rows"] = max(of["num_rows"] for of in values.get("mixture", {"": values}).values())
 
-    def has_stalled(self, patience: int | None) -> bool:
-        """Return whether none of the last `patience` evaluations had a new lowest loss."""
-        losses = list(self.losses.values())
-        return bool(patience and losses) and len(losses) - 1 - losses.index(min(losses)) >= patience
+
+SAVED = tuple(name for name in RunState.__dataclass_fields__ if name not in ("saved_step", "evaluations"))
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """What training_state.json says."""
+
+    state: RunState
+    schedule: Schedule
+    identity: dict[str, Any]  # what else a run that resumes must share: `run_identity` of recipe/run/decide.py
+    mixed_precision: str
+    num_processes: int
+    scaler: dict[str, Any] | None
 
 
 @dataclass
@@ -95,19 +117,24 @@ def checkpoint_dir(output_dir: Path, step: int) -> Path:
 
 
 def list_checkpoints(output_dir: Path) -> list[Path]:
-    """Return the folders that are named like a checkpoint, oldest first."""
-    found = [p for p in output_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name) and p.is_dir()]
-    return sorted(found, key=step_of)
+    """Return the folders that are named like a checkpoint, oldest first.
+
+    One that a killed process was about to replace counts under its hidden name, until `clean_checkpoints`.
+    """
+    found = {}
+    for path in sorted(output_dir.glob("*checkpoint-*")):  # a hidden name comes before the other
+        if (name := re.fullmatch(r"checkpoint-(\d+)|\.checkpoint-(\d+)\.replaced", path.name)) and path.is_dir():
+            found[int(name[1] or name[2])] = path
+    return [found[step] for step in sorted(found)]
 
 
 def step_of(directory: Path) -> int:
-    return int(directory.name.rpartition("-")[2])
+    return int(re.sub(r"\D", "", directory.name))
 
 
-def best_of(checkpoints: list[Path], losses: dict[str, float]) -> Path | None:
-    """Return the checkpoint with the lowest validation loss, the first of several. losses: of `RunState`."""
-    known = [path for path in checkpoints if str(step_of(path)) in losses]
-    return min(known, key=lambda path: losses[str(step_of(path))], default=None)
+def best_of(steps: Iterable[int], losses: dict[str, float]) -> int | None:
+    """Return the step with the lowest validation loss, the first of several. losses: of `RunState`."""
+    return min((step for step in steps if str(step) in losses), key=lambda step: losses[str(step)], default=None)
 
 
 # ------------------------------------------------------------------ verify
@@ -175,55 +202,36 @@ class HashingFile(io.BufferedWriter):
         return self.sha256.hexdigest()
 
 
-# ------------------------------------------------------------------ find and load
+# ------------------------------------------------------------------ load
 
 
-def find_checkpoint(output_dir: Path, resume_from_checkpoint: str | None) -> Path | None:
-    """Return the newest valid checkpoint (for `auto`, `latest` or a run's folder), or the one that is named.
-
-    Returns None without `resume_from_checkpoint`, and for `auto` if there is no checkpoint. Prints a line for each
-    damaged one. Raises `UserError` if no valid one is left: a run never starts over silently.
-    """
-    if resume_from_checkpoint is None:
-        return None
-    directory = output_dir if resume_from_checkpoint in ("auto", "latest") else Path(resume_from_checkpoint)
-    candidates = list_checkpoints(directory)
-    if not candidates:
-        if resume_from_checkpoint == "auto":
-            print(f"no checkpoint in {directory}: the run starts at step 0", flush=True)
-            return None
-        if not any((directory / name).is_file() for name in (STATE_NAME, MANIFEST_NAME)):
-            known = ", ".join(path.name for path in list_checkpoints(directory.parent)) or "none"
-            raise UserError(f"there is no checkpoint in {directory}; {directory.parent} has {known}")
-    reasons = []
-    for candidate in reversed(candidates or [directory]):
-        if (reason := why_damaged(candidate)) is None:
-            return candidate
-        reasons.append(f"{candidate}: {reason}")
-        print(f"skipping {reasons[-1]}", flush=True)
-    remedy = "choose another one, or start over in another --output_dir"
-    raise UserError(f"found no valid checkpoint to resume from ({'; '.join(reasons)}); {remedy}")
-
-
-def read_state(directory: Path) -> dict[str, Any]:
-    """Return training_state.json: `RunState`'s fields, identity (recipe/run/resume.py), mixed_precision, scaler."""
+def read_state(directory: Path) -> SavedState:
+    """Read training_state.json. Raises `UserError` if it cannot be used."""
     try:
         content = json.loads((directory / STATE_NAME).read_text())
-        # A checkpoint of an older version lacks them; its run could not change its batch.
-        content.setdefault("examples", content["step"] * content["identity"]["global_batch_size"])
+        # A checkpoint of an older version lacks some; its run could not change its batch.
+        content.setdefault("examples", content["step"] * content["identity"].get("global_batch_size", 0))
         content.setdefault("losses", {})
         content.setdefault("initial", content.pop("untrained", {}))  # its earlier name
         content.setdefault("hardware", {})  # its run chose anew whenever it started
-        RunState(**{name: content[name] for name in RunState.__dataclass_fields__})
-        content["identity"]["max_steps"]
+        content.setdefault("patience_start", 0)
+        state = RunState(**{name: content[name] for name in SAVED})
+        identity = content["identity"]
+        if "schedule" in content:
+            schedule = Schedule(**content["schedule"])
+        else:  # its options were part of the identity
+            schedule = resolve(identity, state.step, state.examples)
+            identity = {name: value for name, value in identity.items() if name not in OPTIONS}
+        return SavedState(
+            state, schedule, identity, content["mixed_precision"], content["num_processes"], content["scaler"]
+        )
     except Exception as error:  # missing, not JSON, or of another version
         raise _damaged(directory, error) from error
-    return content
 
 
 def load_checkpoint(directory: Path, trained: Trained) -> RunState:
     """Load a checkpoint into everything that changes. Returns the run's state."""
-    content, optimizer, device = read_state(directory), trained.optimizer, trained.accelerator.device
+    found, optimizer, device = read_state(directory), trained.optimizer, trained.accelerator.device
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     try:
         load_weights(trained.model, directory, trained.model_config.vocab_size)
@@ -240,14 +248,14 @@ def load_checkpoint(directory: Path, trained: Trained) -> RunState:
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["initial_lr"] = rate  # this run's, not the checkpoint's
         trained.guard.counts = saved["guard"].to(device)
-        if trained.accelerator.scaler is not None and content["scaler"]:
-            trained.accelerator.scaler.load_state_dict(content["scaler"])
+        if trained.accelerator.scaler is not None and found.scaler:
+            trained.accelerator.scaler.load_state_dict(found.scaler)
         rng = torch.load(directory / RNG_NAME, weights_only=True)
         if trained.accelerator.process_index in rng:  # additional processes keep their fresh seed
             set_rng_state(rng[trained.accelerator.process_index], device)
     except Exception as error:  # a file of another version or shape: each reader raises its own
         raise _damaged(directory, error) from error
-    return RunState(**{name: content[name] for name in RunState.__dataclass_fields__})
+    return found.state
 
 
 def _damaged(directory: Path, error: Exception) -> UserError:
@@ -266,80 +274,72 @@ class CheckpointSaver:
 
     output_dir: Path
     config: TrainConfig
-    identity: dict  # what a resumed run must share with the checkpoint
+    schedule: Schedule
+    identity: dict[str, Any]  # what a resumed run must share with the checkpoint
     trained: Trained
-    resume_dir: Path | None  # the checkpoint that the run resumes from
-    say: Callable[[str], None]
+    on_failure: Callable[[str, Exception], None]  # gets what could not be written, in the thread that writes
     on_saved: Callable[[Path, int], None]  # gets each complete checkpoint and its step, before older ones are pruned
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
-    writing: Future | None = None
-
-    def __post_init__(self) -> None:
-        # The step of the newest checkpoint in output_dir, maybe still being written: others need a copy here.
-        self.saved_step = step_of(self.resume_dir) if self.resume_dir in list_checkpoints(self.output_dir) else 0
-
-    def is_due(self, state: RunState, stop: bool) -> bool:
-        """Return whether to save before the next step: periodically, before the decay, at the end, and if it stops.
-
-        Notes in the state where the decay starts, from where the run can be extended. Reports a save that has failed.
-        """
-        if self.writing is not None and self.writing.done():
-            self.wait()
-        if not is_decaying(self.config, state.progress):
-            state.decay_start = None
-        elif state.decay_start is None:
-            state.decay_start = state.step
-        is_regular = state.is_due(self.config.save_steps) or state.step == state.decay_start
-        is_due = stop or (is_regular and self.config.save_steps > 0)
-        return is_due and state.step not in (0, self.saved_step)
+    writing: Future[bool] | None = None
 
     def save(self, state: RunState) -> None:
-        """Copy the state on all processes and start to write it on the main one."""
-        self.wait_on_all()  # in a group without the limit of a step's collectives, such as those below
+        """Copy the state on all processes and start to write it on the main one, unless it is on disk already."""
+        if self.finish(state):  # in a group without the limit of a step's collectives, as those below
+            return
         gc.collect()  # garbage collection is off during training
         accelerator, trained = self.trained.accelerator, self.trained
         rng = dict(enumerate(gather(get_rng_state(accelerator.device))))
-        self.saved_step = state.step
+        state.saved_step = state.step
         # Tensor by tensor, so that no device holds more than one whole tensor at a time.
         weights = copy_weights(trained.model, trained.model_config, accelerator.is_main_process)
         optimizer = {"optimizer": trained.optimizer.state_dict(), "guard": trained.guard.counts}
         optimizer = recursively_apply(self._copy, optimizer)
         if accelerator.is_main_process:
             content = {
-                **asdict(state),
+                **copy.deepcopy({name: getattr(state, name) for name in SAVED}),
                 "mixed_precision": accelerator.mixed_precision,
                 "num_processes": accelerator.num_processes,
                 "scaler": accelerator.scaler.state_dict() if accelerator.scaler is not None else None,
                 "identity": self.identity,
+                "schedule": asdict(self.schedule),
             }
-            self.writing = self.thread.submit(self._write, content, weights, optimizer, rng)
+            self.writing = self.thread.submit(self._try_to_write, content, weights, optimizer, rng)
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Copy a tensor, of which each process may have a shard, into the host memory of the main process."""
         tensor = whole(tensor.detach())
         return tensor.to("cpu", copy=True) if self.trained.accelerator.is_main_process else None
 
-    def wait_on_all(self) -> bool:
-        """Let all processes wait for the checkpoint that is in progress. Returns whether it is on disk."""
-        return on_main_process(self.wait)
+    def finish(self, state: RunState) -> bool:
+        """Let all processes wait for the checkpoint in progress. Returns whether there is one of the state's step."""
+        if not on_main_process(self.wait):
+            state.saved_step = None
+        return state.saved_step == state.step
 
     def wait(self) -> bool:
         """Wait for the checkpoint that is in progress. Returns whether it is on disk."""
         writing, self.writing = self.writing, None
+        return writing is None or writing.result()
+
+    def _try_to_write(self, content: dict, *parts: dict) -> bool:
+        """Write, and report a failure: a full disk must not end the run. Returns whether the checkpoint is on disk."""
+        final = checkpoint_dir(self.output_dir, content["step"])
         try:
-            warning = writing.result() if writing else None
-        except Exception as error:  # for example a full disk
-            name = checkpoint_dir(self.output_dir, self.saved_step).name
-            reason = f"{name} could not be written: {short_reason(error)}; earlier checkpoints are unchanged"
-            self.say(f"warning: {reason}")
+            self._write(final, content, *parts)
+        except Exception as error:  # of the system, safetensors or torch
+            self.on_failure(final.name, error)
             return False
-        if warning:
-            self.say(f"warning: {warning}")
+        try:
+            mark_resumable(True)
+            self.on_saved(final, content["step"])
+            self._prune(content)
+        except OSError as error:
+            self.on_failure(f"the upload copy of {final.name}, or the end of an older one,", error)
         return True
 
-    def _write(self, content: dict, weights: dict, optimizer: dict, rng: dict) -> str | None:
-        """Write under a hidden name, seal, rename and prune. Returns a warning if only the last part failed."""
-        final, trained = checkpoint_dir(self.output_dir, content["step"]), self.trained
+    def _write(self, final: Path, content: dict, weights: dict, optimizer: dict, rng: dict) -> None:
+        """Write under a hidden name, seal and rename."""
+        trained = self.trained
         partial, replaced = (final.with_name(f".{final.name}.{word}") for word in ("partial", "replaced"))
         try:
             shutil.rmtree(partial, ignore_errors=True)
@@ -350,7 +350,6 @@ class CheckpointSaver:
                 write_files(trained.files, partial)
                 hashes = {}
                 for name, tensors in ((OPTIMIZER_NAME, optimizer), (RNG_NAME, rng)):
-                    # A file of Python's, whose errors name the reason; those of torch's own writer do not.
                     with HashingFile(partial / name, helper, hashing) as file:
                         torch.save(tensors, file)
                     hashes[name] = file.hash()
@@ -363,23 +362,29 @@ class CheckpointSaver:
         except BaseException:
             clean_checkpoints(self.output_dir)
             raise
-        try:
-            mark_resumable(True)
-            shutil.rmtree(replaced, ignore_errors=True)
-            self.on_saved(final, content["step"])
-            if self.config.save_total_limit is not None:
-                # Newer checkpoints are from before a resume, and may be damaged. From the one before the decay, the
-                # run can be extended.
-                checkpoints = list_checkpoints(self.output_dir)
-                kept = [checkpoint_dir(self.output_dir, content["decay_start"] or 0)]
-                if self.config.load_best_model_at_end:
-                    kept += [best_of(checkpoints, content["losses"])]
-                older = [path for path in checkpoints[: checkpoints.index(final)] if path not in kept]
-                for old in older[: -(self.config.save_total_limit - 1) or None]:
-                    remove_checkpoint(old)
-        except OSError as error:
-            return f"{final.name} is complete, but what follows a save failed: {short_reason(error)}"
-        return None
+        shutil.rmtree(replaced, ignore_errors=True)
+
+    def _prune(self, content: dict) -> None:
+        if self.config.save_total_limit is not None:
+            steps = [step_of(path) for path in list_checkpoints(self.output_dir)]
+            losses = content["losses"] if self.config.load_best_model_at_end else {}
+            limits = content["decay_start"], losses, self.config.save_total_limit
+            for step in list_pruned(steps, content["step"], *limits):
+                remove_checkpoint(checkpoint_dir(self.output_dir, step))
+
+
+def list_pruned(
+    steps: Sequence[int], saved: int, decay_start: int | None, losses: dict[str, float], limit: int
+) -> list[int]:
+    """Return the checkpoints that go when that of the step `saved` is complete. steps: of all, ascending.
+
+    The newest `limit` stay, that before the decay, from which the run can be extended, and that with the lowest of the
+    losses, by step. Later checkpoints than the saved one are from before a resume, and may be damaged: they neither
+    count nor go.
+    """
+    kept = {decay_start, best_of(steps, losses)}
+    older = [step for step in steps if step < saved and step not in kept]
+    return older[: -(limit - 1) or None]
 
 
 def record_config(directory: Path, config: TrainConfig) -> None:

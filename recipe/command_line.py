@@ -64,6 +64,8 @@ class TrainParser(CommandLine, HfArgumentParser):
         kwargs = {key: value for key, value in kwargs.items() if key not in ("at_least", "above", "below", "words")}
         if name == "activation_checkpointing":
             kwargs["type"] = str.lower  # Python's booleans, as YAML's arrive here, and the command line's
+        elif name in MAPPINGS:
+            kwargs |= {"type": str, "metavar": "VALUE"}  # `TrainConfig` parses it
         elif name not in LITERALS:
             value = "BOOL" if kwargs.get("const") is True else "VALUE"
             kwargs.setdefault("metavar", "N" if kwargs.get("type") in (int, float) else value)

@@ -52,11 +52,10 @@ DECAY_TYPES = ("linear", "cosine", "1-sqrt")
 SCHEDULE_OPTIONS = (
     *("max_steps", "max_minutes", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
 )
-# These options and the schedule's must match when a run resumes. Hardware, logging and saving may differ.
+# These options must match when a run resumes. Schedule and batch may change, hardware, logging and saving may differ.
 IDENTITY_OPTIONS = (
-    *("seed", "block_size", "dataset_weights", "global_batch_size", "streaming", "pad_vocab_to_multiple_of"),
+    *("seed", "block_size", "dataset_weights", "streaming", "pad_vocab_to_multiple_of", "label_smoothing_factor"),
     *("optim", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
-    *("label_smoothing_factor", *SCHEDULE_OPTIONS),
 )
 EVAL_TASKS = ("hellaswag", "lambada")
 EXPECTED_LOSS = ("value", "tolerance", "tokens", "dataset", "source")  # nats, nats, number, Hub id, text
@@ -150,7 +149,7 @@ class TrainConfig:
     model_type: str | None = _field(
         None, "Transformers model type, a dense causal decoder. Default: that of model_name_or_path, or gpt2."
     )
-    config_overrides: dict | str | None = _field(None, "Model config: n_layer=4,n_embd=128, or JSON.")
+    config_overrides: dict[str, Any] | None = _field(None, "Model config: n_layer=4,n_embd=128, or JSON.")
     pad_vocab_to_multiple_of: int = _field(128, "Pad the vocabulary to a multiple, in training only.", at_least=1)
     attn_implementation: Literal["auto", "sdpa", "eager"] = _field("auto", "sdpa: flash kernels; eager: matmuls.")
     activation_checkpointing: Literal["auto", "true", "false"] = _field(
@@ -184,7 +183,7 @@ class TrainConfig:
     )
     learning_rate: float = _field(6e-4, "Peak learning rate.", above=0)
     lr_scheduler_type: str = _field("cosine_with_min_lr", f"One of {', '.join(SCHEDULES)}.")
-    lr_scheduler_kwargs: dict | str | None = _field(None, "Arguments of the schedule: min_lr_rate=0.1, or JSON.")
+    lr_scheduler_kwargs: dict[str, Any] | None = _field(None, "Arguments of the schedule: min_lr_rate=0.1, or JSON.")
     warmup_steps: float = _field(715, "Linear warm-up steps; below 1, a fraction of max_steps.", at_least=0)
     weight_decay: float = _field(0.1, "Weight decay of matrices and embeddings; muon: of its matrices.", at_least=0)
     adam_beta1: float = _field(0.9, "AdamW beta1.", at_least=0, below=1)
@@ -213,7 +212,9 @@ class TrainConfig:
         at_least=1,
         words=("auto", "all"),
     )
-    expected_loss: dict | str | None = _field(None, "Loss to compare with at the end: value, tolerance, tokens, ...")
+    expected_loss: dict[str, Any] | None = _field(
+        None, "Loss to compare with at the end: value, tolerance, tokens, ..."
+    )
     eval_tasks: list[str] | None = _field(
         None, "Tasks to score at each evaluation (1,000 examples): hellaswag, lambada (Hub), or hellaswag=FILE.jsonl."
     )
@@ -402,6 +403,9 @@ def check_rules(config: TrainConfig) -> None:
     resumes = config.resume_from_checkpoint
     message = f"--resume_from_checkpoint {resumes} requires the --output_dir of the run to resume"
     require(resumes not in ("latest", "auto") or config.output_dir is not None, message)
+    saves = config.save_steps > 0 or not config.load_best_model_at_end
+    found = "--load_best_model_at_end exports the best checkpoint, and --save_steps 0 saves none"
+    require(saves, f"{found}; pass a number of steps, or --load_best_model_at_end false")
     evaluates = config.early_stopping_patience is None or config.eval_steps > 0
     require(evaluates, "--early_stopping_patience requires --eval_steps greater than 0")
     parse_tasks(config.eval_tasks)

@@ -24,6 +24,10 @@ class ProcessError(UserError):
     """A `UserError` that may occur on one process only, so that process reports it whatever its rank."""
 
 
+class LostProcessError(ProcessError):
+    """Another process has ended. The same command may get past it."""
+
+
 def run_main(main: Callable[[], int | None], interrupted: str = "interrupted") -> None:
     """Run a script's main function, and exit with its status if that is not 0.
 
@@ -92,7 +96,15 @@ def one_line(error: object) -> str:
 
 
 def short_reason(error: BaseException) -> str:
-    """Summarize another library's exception in one line: its name and message."""
+    """Summarize another library's exception in one line: its name and message.
+
+    A full disk, behind whatever the library raised when it closed its file, is just that (torch 2.13).
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in FIXABLE:
+            return cause.strerror or one_line(cause)
+        cause = cause.__cause__ or cause.__context__
     return f"{type(error).__name__}: {one_line(error)}"
 
 

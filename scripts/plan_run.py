@@ -36,7 +36,7 @@ from recipe.command_line import load_config, load_yaml
 from recipe.config import DATA_SOURCES, STANDARD_LIBRARY, TrainConfig, is_missing, save_config
 from recipe.environment import count_cpus, describe_device
 from recipe.errors import UserError, run_main, short_reason
-from recipe.hardware.accelerator import find_facts, measure_open
+from recipe.hardware.accelerator import dynamo_mode, find_facts, measure_open
 from recipe.hardware.choices import Choice, Facts, apply_choices, check_sharded, choose
 from recipe.hardware.devices import why_no_inductor
 from recipe.hardware.gpus import find_gpu, load_gpu
@@ -75,7 +75,7 @@ def main() -> None:
         return
     choices = choose_here(config, model_config)
     failed = check_machine(config, choices)
-    print(f"\n{plan_machine(args, apply_choices(config, choices), model_config)}")
+    print(f"\n{plan_machine(args, apply_choices(config, choices, find_facts(find_device())), model_config)}")
     if args.measure:
         print(f"\nmeasured: {measure(args.config_file, config, choices['dynamo'].value)}")
     if failed:
@@ -283,10 +283,10 @@ def plan_device(
     """precision, backend, attention: what `auto` resolves to on the device. sharded: over all devices."""
     usual = {"mixed_precision": precision, "dynamo_backend": backend, "attn_implementation": attention}
     auto = {name: value for name, value in usual.items() if getattr(config, name) == "auto"}
-    config, sharding = dataclasses.replace(config, **auto), Sharding(num_devices) if sharded else None
-    if sharded:
-        check_sharded(config, Facts(device_type))
-    return plan_memory(config, model_config, device_type, memory_bytes, num_devices, sharding)
+    config = dataclasses.replace(config, **auto)
+    facts = Facts(device_type, num_devices, Sharding(num_devices) if sharded else None, launcher_mode=dynamo_mode())
+    check_sharded(config, facts)
+    return plan_memory(config, model_config, facts, memory_bytes)
 
 
 def letters_of(plan: MemoryPlan) -> str:

@@ -13,7 +13,7 @@ from recipe.checkpoint import list_checkpoints, why_damaged
 from recipe.command_line import load_config
 from recipe.config import CONFIG_NAME, OPTIONS
 from recipe.errors import UserError, check_local_path, run_main
-from recipe.publish.hub import check_hub, check_owner
+from recipe.publish.hub import create_repository, look_at_hub, refuse_another
 from recipe.publish.public import METRICS_NAME, SUMMARY_NAME, read_events
 from recipe.publish.uploads import HubUploads
 from recipe.run.folder import lock_output_dir
@@ -34,9 +34,11 @@ def main() -> int:
     listed = {name: value if isinstance(value, list) else [str(value)] for name, value in given.items()}
     options = [text for name, values in listed.items() for text in (f"--{name}", *values)]
     config, _ = load_config(["--config", str(run_dir / CONFIG_NAME), "--push_to_hub", *options])
-    lock_output_dir(run_dir)  # a run that is still training uploads by itself
-    check_hub(config)
-    check_owner(config, run_ids[-1])
+    if not lock_output_dir(run_dir):
+        raise UserError(f"{run_dir} is in use: a run that is still training uploads by itself")
+    if (held := look_at_hub(config)) is not None:
+        refuse_another(config, held, run_ids[-1])
+    create_repository(config)
     uploads = HubUploads(
         config, run_ids[-1], run_dir, print, repeat=shell_command("python", *sys.argv), keeps_all=True
     )

@@ -114,10 +114,10 @@ class AbsentGpu(TorchDispatchMode):
     def wait(self, *_) -> None:
         self.waits.append((self.step, find_caller()))
 
-    def measure_progress(self, config, state, measure=recipe.train.measure_progress) -> float:
+    def decide_turn(self, run, state, stop, decide=recipe.train.decide_turn) -> object:
         """Stand for the first thing that the loop does in each turn."""
         self.step = state.step
-        return measure(config, state)
+        return decide(run, state, stop)
 
     def count(self, tensor: torch.Tensor) -> None:
         """Count the storage of a tensor, once."""
@@ -269,7 +269,7 @@ def rehearse(argv: list[str], free_bytes: float = 80 * GB, limit_bytes: float = 
     gpu, output, failed = AbsentGpu(limit_bytes), io.StringIO(), None
     answers = {
         **ANSWERS,
-        "recipe.train.measure_progress": gpu.measure_progress,
+        "recipe.train.decide_turn": gpu.decide_turn,
         "torch.cuda.mem_get_info": lambda *_: (free_bytes, free_bytes),
         "torch.UntypedStorage.resize_": lambda storage, num_bytes: gpu.resize_storage(storage, num_bytes),  # noqa: PLW0108
         "torch.cuda.reset_peak_memory_stats": gpu.reset_peak,

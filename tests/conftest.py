@@ -234,6 +234,7 @@ def default_arguments(dataset_dir: Path, output_dir: Path, shape: list[str]) -> 
         "lr_scheduler_type": "linear",
         "eval_steps": 0,
         "save_steps": 0,
+        "load_best_model_at_end": "false",
     }
     return [*shape, *PLAIN, *(str(text) for key, value in options.items() for text in (f"--{key}", value))]
 

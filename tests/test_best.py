@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 from conftest import read_events
 
-from recipe.checkpoint import CheckpointSaver, list_checkpoints
+from recipe.checkpoint import CheckpointSaver, RunState, list_checkpoints
 from recipe.errors import UserError
 from recipe.run.log import RunLog
 
@@ -19,12 +19,13 @@ OVERFITS += ["--load_best_model_at_end", "true", "--early_stopping_patience", 3]
 @pytest.fixture(autouse=True)
 def losses(monkeypatch):
     """Let each evaluation return the loss of LOSSES for its step."""
-    evaluation = RunLog.evaluation
+    note = RunState.note
 
-    def record(log, state, values):
-        evaluation(log, state, values | {"loss": LOSSES[state.step]})
+    def replace(state, values):
+        values["loss"] = LOSSES[state.step]
+        note(state, values)
 
-    monkeypatch.setattr(RunLog, "evaluation", record)
+    monkeypatch.setattr(RunState, "note", replace)
 
 
 def check(output_dir, printed):
@@ -65,6 +66,18 @@ def test_a_resumed_run_remembers_the_best_one(train, capsys, killed_at):
     check(train(*OVERFITS, "--resume_from_checkpoint", "auto"), capsys.readouterr().out)
 
 
+def test_a_branch_of_a_run_that_was_stopped_early_trains(train, tmp_path):
+    """Its patience counts from the branch, or from a change of the schedule in the same folder."""
+    stopped = train(*OVERFITS)
+    branch = train(*OVERFITS, "--resume_from_checkpoint", stopped / "checkpoint-4", output_dir=tmp_path / "branch")
+    longer = [*OVERFITS, "--learning_rate", 0.001, "--resume_from_checkpoint"]
+    again = train(*longer, stopped / "checkpoint-10", output_dir=tmp_path / "again")
+    assert [e["step"] for e in read_events(branch, "train")] == [5, 6, 7, 8, 9, 10, 11, 12]
+    assert [e["step"] for e in read_events(again, "train")] == [11, 12]
+    train(*longer, "auto")
+    assert [e["step"] for e in read_events(stopped, "train")][-2:] == [11, 12]
+
+
 def test_a_better_checkpoint_that_is_damaged_is_named(train, capsys):
     options = [*OVERFITS, "--early_stopping_patience", 2]
     output_dir = train(*options)
@@ -76,13 +89,11 @@ def test_a_better_checkpoint_that_is_damaged_is_named(train, capsys):
 
 
 def test_every_checkpoint_is_evaluated(train):
-    """Also between the evaluations, so that it can be the best one; without any, the last model is exported."""
+    """Also between the evaluations, so that it can be the best one."""
     options = ["--max_steps", 6, "--load_best_model_at_end", "true"]
     output_dir = train(*options, "--save_steps", 2, "--eval_steps", 6)
     assert [event["step"] for event in read_events(output_dir, "eval")] == [0, 2, 4, 6]
     assert json.loads((output_dir / "summary.json").read_text())["exported_step"] == 4
-    output_dir = train(*options, "--eval_steps", 2, output_dir=output_dir.with_name("other"))
-    assert json.loads((output_dir / "summary.json").read_text())["exported_step"] == 6
 
 
 @pytest.mark.parametrize(
@@ -90,6 +101,7 @@ def test_every_checkpoint_is_evaluated(train):
     [
         ("--early_stopping_patience 2", "requires --eval_steps"),
         ("--early_stopping_patience 0", "at least 1"),
+        ("--load_best_model_at_end true --eval_steps 2", "--save_steps 0 saves none; pass a number of steps"),
     ],
 )
 def test_options_that_cannot_work(train, options, expected):

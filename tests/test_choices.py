@@ -224,7 +224,7 @@ def test_a_killed_run_keeps_its_answers(train, tmp_path, monkeypatch):
 
     whole = run("whole", EPYC)
     run("killed", EPYC, "--max_steps", "2", "--save_steps", "2")
-    state = read_state(tmp_path / "killed" / "checkpoint-2")["hardware"]
+    state = read_state(tmp_path / "killed" / "checkpoint-2").state.hardware
     assert (state["mixed_precision"], state["attn_implementation"]) == ("bf16", "eager")
     again = ["--resume_from_checkpoint", str(tmp_path / "killed" / "checkpoint-2")]
     assert run("resumed", XEON, *again) == whole
@@ -236,7 +236,7 @@ def test_a_checkpoint_of_an_older_version_has_no_answers(train):
     content = json.loads((folder / "training_state.json").read_text())
     del content["hardware"]
     (folder / "training_state.json").write_text(json.dumps(content))
-    assert read_state(folder)["hardware"] == {}
+    assert read_state(folder).state.hardware == {}
 
 
 # ---------------------------------------------------------------- CPUs and threads

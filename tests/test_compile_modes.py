@@ -13,7 +13,7 @@ from recipe.command_line import load_config
 from recipe.errors import UserError
 from recipe.hardware import accelerator
 from recipe.hardware.accelerator import find_facts, parallelize
-from recipe.hardware.choices import CUDA_GRAPH_MODES, DYNAMO_MODES, choose, settle
+from recipe.hardware.choices import CUDA_GRAPH_MODES, DYNAMO_MODES, Facts, choose, settle
 from recipe.hardware.devices import has_compiler
 from recipe.hardware.memory import micro_batch_sizes, smaller_micro_batches
 from recipe.model.loss import LanguageModelingLoss
@@ -60,14 +60,13 @@ def test_the_mode_is_the_launchers(monkeypatch, launch_with):
         (["--global_batch_size", "256"], 2, 128, 64),  # auto: 64 rows of 1,024 tokens are the largest micro-batch
     ],
 )
-def test_cuda_graphs_with_accumulation_are_refused(launch_with, mode, argv, num_processes, share, size):
+def test_cuda_graphs_with_accumulation_are_refused(mode, argv, num_processes, share, size):
     """Whether the number of micro-batches is given or found."""
-    launch_with(mode)
     expected = (
         rf"dynamo_mode {mode} uses CUDA graphs.* one micro-batch of {share} sequences per process, not of {size};"
     )
     with pytest.raises(UserError, match=expected):
-        micro_batch_sizes(config_of(*argv), num_processes, "cuda")
+        micro_batch_sizes(config_of(*argv), Facts("cuda", num_processes, launcher_mode=mode))
 
 
 @pytest.mark.parametrize(
@@ -80,12 +79,11 @@ def test_cuda_graphs_with_accumulation_are_refused(launch_with, mode, argv, num_
         ("reduce-overhead", [], "cpu", [4, 2, 1]),  # a CPU has no CUDA graphs
     ],
 )
-def test_cuda_graphs_use_one_micro_batch(launch_with, mode, argv, device_type, expected):
+def test_cuda_graphs_use_one_micro_batch(mode, argv, device_type, expected):
     """Only where inductor records them: on CUDA, in the modes that do."""
-    launch_with(mode)
-    config = config_of(*argv)
-    assert micro_batch_sizes(config, 1, device_type) == expected
-    smaller = smaller_micro_batches(config, expected[0], 1, device_type)
+    config, facts = config_of(*argv), Facts(device_type, launcher_mode=mode)
+    assert micro_batch_sizes(config, facts) == expected
+    smaller = smaller_micro_batches(config, expected[0], facts)
     assert smaller == ([] if expected == [64] else expected[1:])
 
 

@@ -16,10 +16,11 @@ from recipe.command_line import CONFIGS_DIR, load_config
 from recipe.config import MISSING, OPTIONS, SECTIONS, VISIBILITY, TrainConfig, may_come_from_hub, save_config
 from recipe.errors import UserError
 from recipe.evaluation.validation import count_eval_rows
+from recipe.hardware.choices import Facts
 from recipe.hardware.memory import micro_batch_sizes
 from recipe.model.build import build_model_config
-from recipe.run.folder import choose_output_dir
-from recipe.run.resume import resolve_length
+from recipe.optim.schedule import plan_schedule
+from recipe.run.look import find_folder
 
 SIZES = ("124m", "124m_fast", "355m", "774m", "1558m")
 DATA = ["--dataset_dir", "some/folder"]
@@ -70,7 +71,7 @@ def test_a_saved_config_in_the_current_folder_names_its_run(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path / "mine")
     save_config(load(*DATA), tmp_path / "mine" / "training_config.yaml")
     config, name = load_config(["--config", "training_config.yaml"])
-    assert name == "mine" and choose_output_dir(config, name).name == "mine"
+    assert name == "mine" and find_folder(config, name).path.name == "mine"
 
 
 @pytest.mark.parametrize(
@@ -87,7 +88,7 @@ def test_a_typed_micro_batch_and_accumulation_set_the_global_batch(monkeypatch, 
     """As in Trainer; each of them alone only divides the recipe's."""
     monkeypatch.setenv("WORLD_SIZE", str(processes))
     config = load("--config", "demo", *argv.split())
-    assert (config.global_batch_size, micro_batch_sizes(config, processes, "cpu")) == expected
+    assert (config.global_batch_size, micro_batch_sizes(config, Facts("cpu", processes))) == expected
 
 
 def test_config_overrides_are_merged_key_by_key(recipe):
@@ -340,8 +341,8 @@ def test_the_learning_rates_and_shapes_of_the_other_sizes():
 @pytest.mark.parametrize(("epochs", "rows", "expected"), [(1, 100, 25), (1, 101, 26), (0.001, 100, 1), (2.5, 10, 7)])
 def test_a_partial_step_of_the_epochs_counts_as_a_step(epochs, rows, expected):
     config = load(*DATA, "--num_train_epochs", epochs, "--global_batch_size", "4", "--max_minutes", "9")
-    resolved = resolve_length(config, rows)
-    assert (resolved.max_steps, resolved.num_train_epochs, resolved.max_minutes) == (expected, None, 9)
+    schedule = plan_schedule(config, rows)
+    assert (schedule.max_steps, schedule.num_examples, schedule.max_minutes) == (expected, 4 * expected, 9)
 
 
 @pytest.mark.parametrize("name", ["demo --max_steps 1200", *(f"gpt2_{size}" for size in SIZES)])

@@ -41,19 +41,19 @@ from recipe.checkpoint import (
     CheckpointSaver,
     HashingFile,
     clean_checkpoints,
-    find_checkpoint,
     list_checkpoints,
     seal_checkpoint,
     why_damaged,
 )
 from recipe.command_line import load_config
-from recipe.errors import UserError, run_main
+from recipe.errors import LostProcessError, ProcessError, UserError, run_main
 from recipe.hardware import processes
 from recipe.model.loss import LanguageModelingLoss
 from recipe.model.weights import WEIGHTS_NAME
 from recipe.optim.guard import MOST_BAD_STEPS
-from recipe.run.folder import choose_output_dir, lock_output_dir, release_output_dirs
+from recipe.run.folder import lock_output_dir
 from recipe.run.log import RunLog
+from recipe.run.look import find_folder, look_at_checkpoints, look_at_folder, look_at_named
 from recipe.run.stop import EXIT_STOPPED, SIGNALS, StopSignals, kill_warning, measure_disk
 
 TRAIN = str(ROOT / "recipe" / "train.py")
@@ -103,14 +103,23 @@ def test_a_manifest_covers_the_whole_checkpoint(run_dir):
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     assert sorted([*manifest["files"], "manifest.json"]) == sorted(p.name for p in checkpoint.iterdir())
     assert set(CHECKPOINT_FILES) <= set(manifest["files"]) and manifest["environment"]["torch"] == torch.__version__
-    assert why_damaged(checkpoint) is None and find_checkpoint(run_dir, "auto") == checkpoint
+    assert why_damaged(checkpoint) is None
     readable = [path for folder in (checkpoint, run_dir) for path in folder.iterdir() if path.is_file()]
     assert all(path.stat().st_mode & 0o777 == 0o644 for path in readable)
 
 
+def found_in(run_dir, requested="auto"):
+    """Return the checkpoints that a run may begin with, newest first, up to the first whole one."""
+    config = load_config(["--dataset_dir", "d", "--output_dir", str(run_dir), "--resume_from_checkpoint", requested])[
+        0
+    ]
+    folder = look_at_folder(run_dir)
+    return list(look_at_checkpoints(config, folder, look_at_named(config, folder)))
+
+
 @pytest.mark.parametrize("name", [*CHECKPOINT_FILES, "manifest.json"])
-def test_an_older_checkpoint_replaces_a_damaged_one(run_dir, capsys, name):
-    """A truncated, changed, empty or missing file is found; the message names the file."""
+def test_an_older_checkpoint_replaces_a_damaged_one(run_dir, name):
+    """A truncated, changed, empty or missing file is found; the fault names the file. test_decide.py: what follows."""
     path = run_dir / "checkpoint-4" / name
     content = path.read_bytes()
     flipped = bytearray(content)
@@ -118,10 +127,9 @@ def test_an_older_checkpoint_replaces_a_damaged_one(run_dir, capsys, name):
     for damaged in (content[:-2], bytes(flipped), b"", None):
         path.unlink() if damaged is None else path.write_bytes(damaged)
         for requested in ("auto", "latest", str(run_dir)):
-            assert find_checkpoint(run_dir, requested) == run_dir / "checkpoint-2"
-            assert f"skipping {run_dir}/checkpoint-4: {name} " in capsys.readouterr().out
-        with pytest.raises(UserError, match=f"no valid checkpoint .*checkpoint-4: {name} "):
-            find_checkpoint(run_dir, str(run_dir / "checkpoint-4"))
+            newest, older = found_in(run_dir, requested)
+            assert newest.path.name == "checkpoint-4" and newest.fault.startswith(f"{name} ")
+            assert older.path == run_dir / "checkpoint-2" and older.saved.state.step == 2
 
 
 def test_a_run_without_valid_checkpoints_does_not_start_over(train, run_dir):
@@ -145,26 +153,13 @@ def test_a_valid_manifest_with_unknown_content_is_refused(train, run_dir, name):
         train("--resume_from_checkpoint", "latest")
 
 
-def test_auto_never_replaces_a_finished_run(train, tmp_path, capsys):
-    """`auto` starts a run in a new folder and after a death before the first checkpoint; otherwise it refuses."""
+def test_a_run_starts_over_after_a_death_before_its_first_checkpoint(train):
+    """With `auto`; the log of the first try is gone. test_decide.py: what `auto` refuses."""
     run = train("--max_steps", 1, *AUTO)
-    assert "no checkpoint in" in capsys.readouterr().out
-    with pytest.raises(UserError, match="contains another run"):
-        train(*AUTO)
-    (run / "summary.json").unlink()
-    with pytest.raises(UserError, match="contains another run"):  # the model could be anyone's
-        train(*AUTO)
-    (run / "model.safetensors").unlink()
+    for name in ("summary.json", "model.safetensors"):
+        (run / name).unlink()
     train("--max_steps", 1, *AUTO)
-    assert [event["step"] for event in read_events(run, "train")] == [1]  # the log of the first try is gone
-    downloaded = tmp_path / "downloaded"
-    downloaded.mkdir()
-    for name in ("README.md", "config.json"):
-        shutil.copy(run / name, downloaded)
-    with pytest.raises(UserError, match="contains files that a run would replace"):
-        train(*AUTO, output_dir=downloaded)
-    with pytest.raises(UserError, match="auto (needs|requires) .*--output_dir"):
-        load_config(AUTO)
+    assert [event["step"] for event in read_events(run, "train")] == [1]
 
 
 def test_a_kill_during_a_save_leaves_nothing_that_counts(train, run_dir):
@@ -174,7 +169,6 @@ def test_a_kill_during_a_save_leaves_nothing_that_counts(train, run_dir):
     shutil.rmtree(run_dir / "checkpoint-4")
     with open(run_dir / "metrics.jsonl", "a") as file:
         file.write('{"event": "train", "step": 4, "lo{"event": "train", "step": 9}\n{"event"')
-    assert find_checkpoint(run_dir, "auto").name == "checkpoint-2"
     train(*AUTO)
     assert not list(run_dir.glob(".checkpoint*"))
     assert [event["step"] for event in read_events(run_dir, "train")] == [1, 2, 3, 4]
@@ -221,12 +215,12 @@ def fill_the_disk(monkeypatch, limits: dict[int, int], after_failure=lambda: Non
     """Let no file exceed a number of bytes while a checkpoint is written. limits: {step: bytes}."""
     write = CheckpointSaver._write
 
-    def limited(self, content, *args):
+    def limited(self, final, content, *args):
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
         if content["step"] in limits:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limits[content["step"]], before[1]))
         try:
-            return write(self, content, *args)
+            return write(self, final, content, *args)
         except BaseException:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
             after_failure()
@@ -247,6 +241,52 @@ def test_training_continues_after_a_full_disk(train, monkeypatch, tmp_path, caps
     assert all(f"warning: checkpoint-{step} could not be written: " in out for step in (4, 6, 8))
     assert [p.name for p in list_checkpoints(run)] == ["checkpoint-10"]
     assert not list(run.glob(".checkpoint*")) and why_damaged(run / "checkpoint-10") is None
+
+
+@pytest.mark.parametrize("num_failures", [1, 2])
+def test_a_save_that_failed_is_tried_again_when_a_signal_comes(train, monkeypatch, tmp_path, capsys, num_failures):
+    """In the evaluation of the same step. If it fails again, the run says so, and no checkpoint is claimed."""
+    write, evaluate, attempts = CheckpointSaver._write, recipe.train.Validation.run, []
+
+    def fail(self, final, *args):
+        attempts.append(final.name)
+        if len(attempts) <= num_failures:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(self, final, *args)
+
+    def signaled(self, must_stop):
+        if attempts:
+            send()
+        return evaluate(self, must_stop)
+
+    monkeypatch.setattr(CheckpointSaver, "_write", fail)
+    monkeypatch.setattr(recipe.train.Validation, "run", signaled)
+    with pytest.raises(SystemExit) as stopped:
+        train("--save_steps", 2, "--eval_steps", 2)
+    printed, checkpoint = capsys.readouterr().out, tmp_path / "run" / "checkpoint-2"
+    assert attempts == ["checkpoint-2"] * 2 and printed.count("could not be written") == 1
+    assert checkpoint.is_dir() is (num_failures == 1)
+    assert stopped.value.code == (EXIT_STOPPED if checkpoint.is_dir() else 1)
+    assert (f"saved in {checkpoint}" in printed) is checkpoint.is_dir()
+    assert ("not written: checkpoint-2 (2 times): No space left on device" in printed) is not checkpoint.is_dir()
+
+
+def test_a_full_disk_is_named_and_listed_at_the_end(train, monkeypatch, tmp_path, capsys):
+    """Not torch's complaint about the file that it cannot end. Each failure is said once, and all at the end."""
+    full, append = OSError(errno.ENOSPC, "No space left on device"), RunLog._append
+    monkeypatch.setattr(HashingFile, "write", mock.Mock(side_effect=full))
+    monkeypatch.setattr(RunLog, "_append", lambda log, values: 1 / 0 if values["step"] > 2 else append(log, values))
+    run = train("--save_steps", 2, "--max_steps", 5)
+    printed = capsys.readouterr().out
+    for name in ("checkpoint-2", "checkpoint-4", "checkpoint-5"):
+        assert printed.count(f"{name} could not be written: No space left on device\n") == 1
+    assert printed.count("metrics.jsonl could not be written") == 1
+    assert "not written: checkpoint-2, checkpoint-4, checkpoint-5: No space left on device\n" in printed
+    assert re.search(r"^not written: metrics.jsonl \(\d+ times\): ZeroDivisionError", printed, re.MULTILINE)
+    monkeypatch.setattr(recipe.publish.export, "write_model", mock.Mock(side_effect=full))
+    with pytest.raises(UserError, match="No space left on device; .* starts at step 0: there is no checkpoint"):
+        train("--max_steps", 1, output_dir=tmp_path / "other")
+    assert (run / "model.safetensors").is_file()
 
 
 def test_a_full_disk_anywhere_is_one_sentence():
@@ -279,7 +319,7 @@ def test_a_kill_while_a_checkpoint_is_replaced_leaves_it(run_dir, monkeypatch, n
     trained = types.SimpleNamespace(model=None, model_config=mock.Mock(), files={})
     config = load_config(["--dataset_dir", "d", "--save_total_limit", "1"])[0]
     monkeypatch.setattr(recipe.checkpoint, "write_model", lambda *args: (args[-1] / WEIGHTS_NAME).touch())
-    saver = CheckpointSaver(run_dir, config, {}, trained, None, print, lambda *_: None)
+    saver = CheckpointSaver(run_dir, config, mock.Mock(), {}, trained, print, lambda *_: None)
     state = json.loads((run_dir / "checkpoint-4" / "training_state.json").read_text())
 
     def save_and_die():
@@ -295,25 +335,16 @@ def test_a_kill_while_a_checkpoint_is_replaced_leaves_it(run_dir, monkeypatch, n
         recipe.checkpoint.shutil.rmtree = lambda path, **options: (
             counted(rmtree, path, **options) if Path(path).exists() else None
         )
-        saver._write({**state, "step": 4, "run_id": "new"}, {}, {}, {})
+        saver._write(run_dir / "checkpoint-4", {**state, "run_id": "new"}, {}, {}, {})
 
     process = multiprocessing.get_context("fork").Process(target=save_and_die)
     process.start()
     process.join()
     assert process.exitcode == 9
+    (found,) = found_in(run_dir)  # before anything is cleaned
     clean_checkpoints(run_dir)
-    found = find_checkpoint(run_dir, "auto")
-    assert found.name == "checkpoint-4" and not list(run_dir.glob(".checkpoint*"))
-    assert (json.loads((found / "training_state.json").read_text())["run_id"] == "new") == (number > 2)
-
-
-def test_pruning_ignores_newer_checkpoints(train, run_dir):
-    """A damaged checkpoint of a later step does not push out a valid one."""
-    shutil.copytree(run_dir / "checkpoint-4", run_dir / "checkpoint-9")
-    (run_dir / "checkpoint-9" / "rng.pt").write_bytes(b"x")
-    shutil.rmtree(run_dir / "checkpoint-4")
-    train("--save_steps", 1, "--save_total_limit", 2, *AUTO)
-    assert [p.name for p in list_checkpoints(run_dir)] == ["checkpoint-3", "checkpoint-4", "checkpoint-9"]
+    assert found.path == run_dir / "checkpoint-4" and not list(run_dir.glob(".checkpoint*"))
+    assert why_damaged(found.path) is None and (found.saved.state.run_id == "new") == (number > 2)
 
 
 def test_pruning_waits_for_the_new_checkpoint(train, monkeypatch):
@@ -335,10 +366,10 @@ def test_training_does_not_wait_for_the_disk(train, monkeypatch, tmp_path):
     reference = train("--max_steps", 5, output_dir=tmp_path / "reference")
     write, log, log_step, step_4 = CheckpointSaver._write, [], RunLog.train, threading.Event()
 
-    def slow(self, content, *args):
+    def slow(self, final, content, *args):
         log.append(f"begin {content['step']}")
         assert step_4.wait(60)
-        write(self, content, *args)
+        write(self, final, content, *args)
         log.append(f"end {content['step']}")
 
     def train_event(self, state, *args):
@@ -357,7 +388,7 @@ def test_training_does_not_wait_for_the_disk(train, monkeypatch, tmp_path):
 
 
 def test_a_failing_tracker_does_not_end_a_run(train, monkeypatch, capsys):
-    """One warning says so, and metrics.jsonl is complete."""
+    """It is said when it happens and at the end, and metrics.jsonl is complete."""
 
     def broken(*args, **kwargs):
         raise ConnectionError("no route to host")
@@ -365,7 +396,10 @@ def test_a_failing_tracker_does_not_end_a_run(train, monkeypatch, capsys):
     for name in ("log", "init_trackers", "end_training"):
         monkeypatch.setattr(Accelerator, name, broken)
     output_dir = train("--report_to", "tensorboard")
-    assert capsys.readouterr().out.count("ConnectionError: no route to host") == 1
+    printed = capsys.readouterr().out
+    assert printed.count("ConnectionError: no route to host") == 2
+    assert "warning: tracker events could not be written" in printed
+    assert re.search(r"^not written: tracker events \(\d+ times\): ConnectionError", printed, re.MULTILINE)
     assert len(read_events(output_dir, "train")) == 4
 
 
@@ -461,32 +495,13 @@ def test_out_of_memory_leaves_a_smaller_micro_batch(train, tmp_path, monkeypatch
         assert [event[key] for event in found] == pytest.approx([event[key] for event in expected], abs=1e-5)
 
 
-def test_a_smaller_micro_batch_is_for_the_run_that_ran_out_of_memory(train, tmp_path, monkeypatch, job_file):
-    """A typed number wins, and the record goes with other options, so that another run does not inherit it."""
-
-    def size_of(*options):
-        shutil.rmtree(tmp_path / "run" / "checkpoint-4", ignore_errors=True)
-        for name in ("summary.json", "model.safetensors"):
-            (tmp_path / "run" / name).unlink(missing_ok=True)
-        train(*options, *AUTO)
-        return json.loads((tmp_path / "run" / "summary.json").read_text())["per_device_train_batch_size"]
-
-    def fail(message, *options, output_dir=tmp_path / "run"):
-        with monkeypatch.context() as patch:
-            run_out_of_memory(patch, LanguageModelingLoss, "forward", 2)
-            with pytest.raises(UserError, match=message):
-                train(*options, *AUTO, output_dir=output_dir)
-
-    typed, record = ["--per_device_train_batch_size", 4], tmp_path / "run" / ".micro_batch"
-    fail("out of memory; the same command")
-    assert size_of() == 2 and record.exists() and size_of(*typed) == 4 and not record.exists()
-    fail("out of memory; the same command", "--seed", 7, output_dir=tmp_path / "other")
-    shutil.copy(tmp_path / "other" / ".micro_batch", record)
-    assert size_of() == 2
-    assert size_of("--config_overrides", "n_layer=1,n_head=2,n_embd=32") == 4 and not record.exists()
-    job_file.unlink(missing_ok=True)
-    fail("out of memory; try .* a smaller micro-batch", *typed, output_dir=tmp_path / "typed")
-    assert not job_file.exists()
+def test_a_typed_micro_batch_stays_as_it_is(train, monkeypatch, job_file, tmp_path):
+    """The same command would run out of memory again. test_decide.py: for which run a smaller one is."""
+    job_file.touch()
+    run_out_of_memory(monkeypatch, LanguageModelingLoss, "forward", 2)
+    with pytest.raises(UserError, match="out of memory; try .* a smaller micro-batch"):
+        train("--per_device_train_batch_size", 4)
+    assert not job_file.exists() and not (tmp_path / "run" / ".micro_batch").exists()
 
 
 # ------------------------------------------------------------------ a lost process
@@ -515,26 +530,29 @@ def test_a_lost_process_is_told_from_a_mistake(message, is_lost):
         run_main(fail)
 
 
-@pytest.mark.parametrize("error", [DistBackendError("gloo/transport: connection reset"), UserError("a mistake"), None])
+LOST = [DistBackendError("gloo/transport: connection reset"), LostProcessError("a process that tokenizes has ended")]
+
+
+@pytest.mark.parametrize("error", [*LOST, UserError("a mistake"), ProcessError("a mistake"), None])
 @pytest.mark.parametrize("has_saved", [True, False])
 def test_a_job_is_queued_again_if_that_helps(train, job_file, monkeypatch, error, has_saved):
     """After a checkpoint, however the process ends, since even SIGKILL leaves the file; not after a deliberate end."""
     seen = []
 
-    def fail(config, state, measure=recipe.train.measure_progress):
+    def fail(run, state, stop, decide=recipe.train.decide_turn):
         if state.step == 3:
             seen.append(job_file.exists())
             if error:
                 raise error
-        return measure(config, state)
+        return decide(run, state, stop)
 
     save = CheckpointSaver.save
-    monkeypatch.setattr(recipe.train, "measure_progress", fail)
+    monkeypatch.setattr(recipe.train, "decide_turn", fail)
     monkeypatch.setattr(CheckpointSaver, "save", lambda self, state: (save(self, state), self.wait()))
     with pytest.raises(type(error)) if error else contextlib.nullcontext():
         train("--save_steps", 2 if has_saved else 0)
     assert seen == [has_saved]
-    assert job_file.exists() is (has_saved and isinstance(error, DistBackendError))
+    assert job_file.exists() is (has_saved and error in LOST)
 
 
 # ------------------------------------------------------------------ signals
@@ -784,7 +802,7 @@ def test_a_signal_in_the_export(train, monkeypatch, job_file, capfd, name):
 def test_a_kill_between_the_summary_and_the_card(train, monkeypatch, tmp_path):
     """The same command writes the card and the curve, and no other file."""
     with monkeypatch.context() as patch:
-        patch.setattr(recipe.run.log, "write_model_card", mock.Mock(side_effect=KeyboardInterrupt))
+        patch.setattr(recipe.run.report, "write_model_card", mock.Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             train("--save_steps", 2)
     run = tmp_path / "run"
@@ -818,12 +836,11 @@ def test_a_folder_in_use(train, tmp_path, monkeypatch):
     (tmp_path / "run" / "checkpoint-4").mkdir()  # that run comes first in the message, not what it has left so far
     with pytest.raises(UserError, match=r"in use by another process.*another --output_dir"):
         train()
-    assert choose_output_dir(load_config([])[0], "demo") == Path("runs/demo-2")
+    assert find_folder(load_config([])[0], "demo").path == Path("runs/demo-2")
     other.kill()
     other.join()
     assert {p.name for p in (tmp_path / "run").iterdir()} == {".lock", "checkpoint-4"}
-    assert choose_output_dir(load_config([])[0], "demo") == Path("runs/demo")  # it ended and left nothing
-    release_output_dirs()
+    assert find_folder(load_config([])[0], "demo").path == Path("runs/demo")  # it ended and left nothing
 
 
 # ------------------------------------------------------------------ secrets

@@ -31,6 +31,7 @@ from recipe.evaluation.text import read_text
 from recipe.model.build import build_model, build_model_config
 
 SHORT = [*PLAIN, "--block_size", 16, "--global_batch_size", 4, "--eval_steps", 0, "--save_steps", 0]
+SHORT += ["--load_best_model_at_end", "false"]
 CHAT = "{% for m in messages %}<|start|>{{ m.role }}: {{ m.content }}{% endfor %}"
 
 

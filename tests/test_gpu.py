@@ -50,13 +50,13 @@ def before_each_step(monkeypatch):
     """Call a function before each step, and at the end, with the number of steps that are done."""
 
     def install(function):
-        measure_progress = recipe.train.measure_progress
+        decide_turn = recipe.train.decide_turn
 
-        def measure_and_more(config, state):
+        def decide_and_more(run, state, stop):
             function(state.step)
-            return measure_progress(config, state)
+            return decide_turn(run, state, stop)
 
-        monkeypatch.setattr(recipe.train, "measure_progress", measure_and_more)
+        monkeypatch.setattr(recipe.train, "decide_turn", decide_and_more)
 
     return install
 

@@ -10,6 +10,7 @@ import pytest
 from conftest import default_arguments
 
 from recipe.command_line import load_config
+from recipe.hardware.choices import Facts
 from recipe.hardware.memory import PROCESS_BYTES, MemoryPlan, estimate_bytes
 from recipe.hardware.sharding import Sharding
 from recipe.model.build import build_model_config
@@ -134,7 +135,7 @@ def step(gpu, tmp_path_factory, dataset_dir) -> SimpleNamespace:
     config = load_config(["--dataset_dir", "-", *arguments, *LARGE])[0]
     model_config = build_model_config(config, PADDED, 0)
     found.num_parameters = count_parameters(model_config)
-    found.estimate = estimate_bytes(MemoryPlan(16, False, 1), config, model_config, "cuda", 1) - PROCESS_BYTES
+    found.estimate = estimate_bytes(MemoryPlan(16, False, 1), config, model_config, Facts("cuda")) - PROCESS_BYTES
     return found
 
 
@@ -176,7 +177,8 @@ def estimate_of(*options: object, num_shards: int, shape: list[str] = WIDE) -> f
     config = load_config(["--dataset_dir", "-", *default_arguments("-", "-", shape), *options])[0]
     plan = MemoryPlan(config.per_device_train_batch_size, config.activation_checkpointing == "true", 1)
     model_config = build_model_config(config, PADDED, 0)
-    return estimate_bytes(plan, config, model_config, "cuda", num_shards, Sharding(num_shards)) - PROCESS_BYTES
+    facts = Facts("cuda", num_shards, Sharding(num_shards))
+    return estimate_bytes(plan, config, model_config, facts) - PROCESS_BYTES
 
 
 @pytest.mark.parametrize("num_shards", [2, 8])
@@ -189,11 +191,14 @@ def test_the_estimate_is_what_a_step_with_shards_takes(rehearse, num_shards, opt
     assert found.peak_bytes == pytest.approx(estimate_of(*options, num_shards=num_shards), rel=0.1)
 
 
-def test_the_trial_step_with_shards_halves_the_micro_batch(rehearse):
-    """It runs out of memory in the middle of backward, and leaves nothing of that: no gathered block, no gradient."""
+def test_a_trial_step_with_shards_leaves_half_of_the_micro_batch(rehearse):
+    """The other processes wait for the one that runs out of memory, so it ends the start; the next one fits."""
     shape = ["--config_overrides", "n_layer=8,n_head=4,n_embd=512", "--block_size", "128"]
     options = [*LARGE, "--global_batch_size", "64", "--per_device_train_batch_size"]
     whole, half = (estimate_of(*options, rows, num_shards=2, shape=shape) for rows in ("32", "16"))
-    found = rehearse(*options, "auto", shape=shape, num_processes=2, limit_bytes=0.9 * whole)
+    limits = {"shape": shape, "num_processes": 2, "limit_bytes": 0.9 * whole}
+    failed = rehearse(*options, "auto", **limits).failed.splitlines()[-1]
+    assert "out of memory; the same command starts again with micro-batches of 16" in failed
+    found = rehearse(*options, "auto", **limits)
     assert found.failed is None and "2 micro-batches x 16" in found.output
     assert found.peak_bytes == pytest.approx(half, rel=0.1)

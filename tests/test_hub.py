@@ -1,5 +1,6 @@
 """Publishing against a stand-in for the Hub: what arrives, what a failure costs, and what resumes from there."""
 
+import dataclasses
 import json
 import os
 import re
@@ -20,16 +21,15 @@ from huggingface_hub import HfApi, constants
 from huggingface_hub import __version__ as hub_version
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipe.checkpoint import STATE_NAME, CheckpointSaver
+from recipe.checkpoint import STATE_NAME, CheckpointSaver, RunState
 from recipe.command_line import load_config
-from recipe.config import IDENTITY_OPTIONS, MISSING, OPTIONS, PUBLIC, VISIBILITY
+from recipe.config import IDENTITY_OPTIONS, MISSING, OPTIONS, PUBLIC, SCHEDULE_OPTIONS, VISIBILITY
 from recipe.errors import UserError
 from recipe.publish import hub as hub_room
 from recipe.publish import uploads as uploads_room
 from recipe.publish.hub import TRAINING_FILES, Held, branch_name, decide_main
 from recipe.publish.uploads import HubUploads
-from recipe.run.log import RunLog
-from recipe.run.report import collect_facts
+from recipe.run.facts import RunFacts, collect_facts
 from recipe.run.stop import StopSignals
 
 REPO = "someone/tiny"
@@ -130,9 +130,14 @@ def test_nothing_private_is_in_any_request(train, hub, dataset_dir, tmp_path, mo
     ]
     options += ["--report_to", "tensorboard", "--save_steps", "2", "--tokenizer_name", "canary/tokenizer"]
     options += ["--hub_strategy", "all_checkpoints"]
+
+    @dataclasses.dataclass(frozen=True)
+    class MoreFacts(RunFacts):
+        canary: int = 1
+
     monkeypatch.setattr(
         "recipe.train.collect_facts",
-        lambda *args, facts=collect_facts: facts(*args) | {"canary": 1, "recipe": "canary"},
+        lambda *args: MoreFacts(**vars(collect_facts(*args)) | {"recipe": "canary"}),
     )
     run = train(*PUSH, *options, output_dir=folder / "canary-run")
     assert "canary" in (run / "metrics.jsonl").read_text() and "canary" in (run / "training_config.yaml").read_text()
@@ -159,7 +164,8 @@ def test_published_options_repeat_the_run(run, hub):
     assert open_uploads(run).finish(4)
     found = yaml.safe_load(hub.files(REPO)["training_config.yaml"])
     own = yaml.safe_load((run / "training_config.yaml").read_text())
-    assert all(VISIBILITY[name] == PUBLIC for name in IDENTITY_OPTIONS)
+    shared = (*IDENTITY_OPTIONS, "global_batch_size", *SCHEDULE_OPTIONS)
+    assert all(VISIBILITY[name] == PUBLIC for name in shared)
     assert (
         found.pop("dataset_dir") == [MISSING]
         and found.pop("tokenizer_name") == REPO
@@ -169,7 +175,7 @@ def test_published_options_repeat_the_run(run, hub):
     (run / "public.yaml").write_bytes(hub.files(REPO)["training_config.yaml"])
     config, _ = load_config(["--config", str(run / "public.yaml"), "--dataset_dir", *own["dataset_dir"]])
     first, _ = load_config(["--config", str(run / "training_config.yaml")])
-    assert all(getattr(config, name) == getattr(first, name) for name in IDENTITY_OPTIONS)
+    assert all(getattr(config, name) == getattr(first, name) for name in shared)
 
 
 def test_a_published_run_is_a_recipe(train, hub, jsonl_file, tokenizer_dir, tmp_path, capsys):
@@ -180,7 +186,7 @@ def test_a_published_run_is_a_recipe(train, hub, jsonl_file, tokenizer_dir, tmp_
     options = ["--config", "demo", "--max_minutes", "5", *PUSH, "--train_file", jsonl_file, "--cache_dir", tmp_path]
     options += ["--tokenizer_name", tokenizer_dir, *TINY, "--global_batch_size", "4", "--warmup_steps", "0"]
     options += ["--validation_split_percentage", "20", "--max_eval_samples", "3"]  # needed to repeat it
-    with mock.patch("recipe.train.measure_progress", lambda config, state: state.step / 6):
+    with mock.patch("recipe.run.decide.measure_progress", lambda _, state: state.step / 6):
         train(*options, "--output_dir", tmp_path / "first", alone=True)
     card = hub.files(REPO)["README.md"].decode()
     assert f"accelerate launch recipe/train.py --config hf://{REPO} --train_file TRAIN_FILE\n" in card
@@ -211,12 +217,13 @@ def test_a_published_run_is_a_recipe(train, hub, jsonl_file, tokenizer_dir, tmp_
 @pytest.mark.usefixtures("all_arrive")
 def test_the_best_model_is_on_main(train, hub, monkeypatch):
     """Also if newer checkpoints are uploaded before it or after it."""
-    evaluation, losses = RunLog.evaluation, {0: 9.0, 2: 1.0, 4: 2.0}
+    note, losses = RunState.note, {0: 9.0, 2: 1.0, 4: 2.0}
 
-    def record(log, state, values):
-        evaluation(log, state, values | {"loss": losses[state.step]})
+    def replace(state, values):
+        values["loss"] = losses[state.step]
+        note(state, values)
 
-    monkeypatch.setattr(RunLog, "evaluation", record)
+    monkeypatch.setattr(RunState, "note", replace)
     run = train(*PUSH, *SAVE, "--load_best_model_at_end", "true")
     assert steps_of(hub) == STEPS
     for _ in range(2):
@@ -512,6 +519,7 @@ def test_auto_starts_fresh_on_an_empty_hub(train, hub, capsys):
 
 def test_auto_does_not_start_over_while_the_hub_is_away(train, hub):
     """A checkpoint may be there."""
+    HfApi().create_repo(REPO)
     hub.fail("/refs", 503, times=None)
     with pytest.raises(UserError, match="the checkpoint on the Hub cannot be read .status 503"):
         train(*PUSH, "--hub_strategy", "checkpoint", "--resume_from_checkpoint", "auto")
@@ -544,7 +552,7 @@ def test_a_damaged_checkpoint_on_the_hub(run, train, hub, tmp_path):
     assert not list((tmp_path / "second").rglob("optimizer.pt"))
     state = b'{"step": "x/../../../elsewhere"}'
     HfApi().upload_file(path_or_fileobj=state, path_in_repo=STATE_NAME, repo_id=REPO, revision=BRANCHES[1])
-    with pytest.raises(UserError, match="cannot be read .*invalid literal for int"):
+    with pytest.raises(UserError, match="is damaged"):
         train("--resume_from_checkpoint", f"hf://{REPO}", output_dir=tmp_path / "second")
 
 

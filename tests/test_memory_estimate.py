@@ -10,15 +10,18 @@ from conftest import ROOT, read_events, reset_accelerate
 
 from recipe.command_line import load_config
 from recipe.errors import UserError
-from recipe.hardware import memory
+from recipe.hardware.choices import Facts
 from recipe.hardware.memory import (
     PROCESS_BYTES,
+    Memory,
     MemoryPlan,
     estimate_bytes,
     micro_batch_sizes,
+    plan_device,
     plan_memory,
     step_cost,
 )
+from recipe.hardware.trial import try_micro_batch
 from recipe.model.build import build_model, build_model_config
 from recipe.model.loss import LanguageModelingLoss
 from recipe.model.size import count_block_matrices
@@ -56,7 +59,7 @@ def recipe_of(size, *argv):
 def test_micro_batches_divide_the_global_batch(argv, num_processes, device, expected):
     """The global batch is the recipe's on any hardware, and accumulation is derived."""
     config = config_of("--block_size", "1024", "--global_batch_size", "512", *argv)
-    assert micro_batch_sizes(config, num_processes, device) == expected
+    assert micro_batch_sizes(config, Facts(device, num_processes)) == expected
 
 
 @pytest.mark.parametrize(
@@ -72,7 +75,7 @@ def test_micro_batches_divide_the_global_batch(argv, num_processes, device, expe
 def test_a_batch_that_does_not_divide_is_refused(argv, num_processes, expected):
     """The message lists the sizes that would work."""
     with pytest.raises(UserError, match=expected):
-        micro_batch_sizes(config_of("--global_batch_size", "512", *argv), num_processes, "cpu")
+        micro_batch_sizes(config_of("--global_batch_size", "512", *argv), Facts("cpu", num_processes))
 
 
 # ------------------------------------------------------------------ the estimate
@@ -114,7 +117,7 @@ def test_the_activations_are_what_autograd_keeps(overrides, switches, precision,
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), autocast:
         module(rows[:, :-1], rows[:, 1:])
-    few, many = (estimate_bytes(MemoryPlan(n, False, 1), config, model_config, "cpu", 1) for n in (128, 256))
+    few, many = (estimate_bytes(MemoryPlan(n, False, 1), config, model_config, Facts("cpu")) for n in (128, 256))
     per_row = (many - few) / 128 - 128 * 640 * 12  # without the logits: three fp32 tensors
     casts = 4 * 2 * count_block_matrices(model_config) if precision == "bf16" else 0  # of weights, once for all rows
     assert least < sum(saved.values()) / (8 * per_row + casts) < most
@@ -149,7 +152,7 @@ def test_the_estimate_is_within_15_percent_of_measured_peaks(
     config = config_of(*options, "--optim", "adamw_torch_fused")
     model_config = build_model_config(config, config.pad_vocab_to_multiple_of, 0)
     plan = MemoryPlan(rows, checkpointing, chunks)
-    assert estimate_bytes(plan, config, model_config, "cpu", 1) == pytest.approx(peak_bytes, rel=0.15)
+    assert estimate_bytes(plan, config, model_config, Facts("cpu")) == pytest.approx(peak_bytes, rel=0.15)
 
 
 DRY_RUNS = json.loads((ROOT / "scripts" / "benchmarks" / "memory_gpu.json").read_text())["entries"]
@@ -161,7 +164,7 @@ def test_the_estimate_for_a_gpu_is_within_5_percent_of_dry_runs(name):
     size, rows = re.match(r"gpt2_(\w+), (\d+) rows", name).groups()
     options = ["--dynamo_backend", "inductor" if "compiled" in name else "no", "--global_batch_size", 2 * int(rows)]
     plan = MemoryPlan(int(rows), "checkpointing" in name, 8 if "chunks" in name else 1)
-    estimate = estimate_bytes(plan, *recipe_of(size, *map(str, options)), "cuda", 1) - PROCESS_BYTES
+    estimate = estimate_bytes(plan, *recipe_of(size, *map(str, options)), Facts("cuda")) - PROCESS_BYTES
     tolerance = 0.05 if "compiled" in name else 0.01
     assert estimate / 1e9 == pytest.approx(DRY_RUNS[name]["dry_run_gb"], rel=tolerance)
 
@@ -185,7 +188,7 @@ def test_the_estimate_for_a_gpu_is_within_5_percent_of_dry_runs(name):
 def test_the_recipes_fit_the_memory_classes(size, memory_gb, argv, fits, num_processes):
     """memory_gb: of a card, as the driver reports it; a "24 GB" card has 25.4e9 bytes. A share of 8% stays free."""
     config, model_config = recipe_of(size, *argv)
-    plan = plan_memory(config, model_config, "cuda", memory_gb * GB, num_processes)
+    plan = plan_memory(config, model_config, Facts("cuda", num_processes), memory_gb * GB)
     assert (plan is not None) == fits
     if plan:
         assert plan.total_bytes <= 0.92 * memory_gb * GB
@@ -196,7 +199,7 @@ def test_the_recipes_fit_the_memory_classes(size, memory_gb, argv, fits, num_pro
 def test_more_memory_is_never_slower(size):
     """Up to the largest micro-batch, nothing computed twice."""
     config, model_config = recipe_of(size)
-    plans = [plan_memory(config, model_config, "cuda", gb * GB) for gb in (8, 16, 25.4, 40, 80, 300)]
+    plans = [plan_memory(config, model_config, Facts("cuda"), gb * GB) for gb in (8, 16, 25.4, 40, 80, 300)]
     costs = [step_cost(plan, config, model_config) for plan in plans if plan]
     assert costs == sorted(costs, reverse=True) and len(costs) >= 3
     assert plans[-1].choices == {"micro_batch_size": 64, "activation_checkpointing": 0, "loss_chunks": 1}
@@ -213,27 +216,21 @@ def test_more_memory_is_never_slower(size):
 )
 def test_options_that_are_not_auto_are_kept(argv, name, value):
     for memory_gb in (16, 141):
-        assert getattr(plan_memory(*recipe_of("355m", *argv), "cuda", memory_gb * GB), name) == value
+        assert getattr(plan_memory(*recipe_of("355m", *argv), Facts("cuda"), memory_gb * GB), name) == value
 
 
-def test_rows_on_the_device_leave_less_for_the_step(monkeypatch, tmp_path):
+def test_rows_on_the_device_leave_less_for_the_step():
     """They count, and a dataset that is larger than the device is refused in one sentence."""
-    reset_accelerate()
-    config, model_config = recipe_of("355m")
-    monkeypatch.setattr(memory, "measure_usable_bytes", lambda *_: 80 * GB)
-
-    def plan(data_bytes):
-        return memory.plan_device(config, model_config, Accelerator(cpu=True), tmp_path, None, data_bytes)
-
-    assert plan(20 * GB).usable_bytes == 60 * GB
+    device = *recipe_of("355m"), Facts("cuda"), Memory(80 * GB, 85 * GB)
+    assert plan_device(*device, data_bytes=20 * GB).usable_bytes == 60 * GB
     with pytest.raises(UserError, match="take 81.0 GB, and the device has 80.0 GB free; use ram or mmap"):
-        plan(81 * GB)
+        plan_device(*device, data_bytes=81 * GB)
 
 
 def test_a_run_that_does_not_fit_is_tried_with_all_that_saves_memory(train, monkeypatch, tmp_path):
     """An estimate refuses nothing, and the losses are the same. The config on disk keeps `auto`."""
     plain = [event["loss"] for event in read_events(train(), "train")]
-    monkeypatch.setattr(memory, "measure_usable_bytes", lambda *_: 10**6)
+    monkeypatch.setattr("recipe.run.start.measure_usable_bytes", lambda *_: 10**6)
     frugal = train(output_dir=tmp_path / "frugal")
     assert [event["loss"] for event in read_events(frugal, "train")] == pytest.approx(plain, abs=2e-5)
     (start,) = read_events(frugal, "start")
@@ -244,14 +241,14 @@ def test_a_run_that_does_not_fit_is_tried_with_all_that_saves_memory(train, monk
 
 def test_a_resumed_run_keeps_the_choices_that_fit(train, monkeypatch, tmp_path):
     """Free memory differs from one start to the next; the weights do not, unless the choices no longer fit at all."""
-    plans, plan_device, usable = [], memory.plan_device, int(8e9)
+    plans, usable = [], int(8e9)
 
     def record(*arguments):
         plans.append(plan_device(*arguments))
         return plans[-1]
 
-    monkeypatch.setattr("recipe.run.start.plan_device", record)
-    monkeypatch.setattr(memory, "measure_usable_bytes", lambda *_: usable)
+    monkeypatch.setattr("recipe.run.decide.plan_device", record)
+    monkeypatch.setattr("recipe.run.start.measure_usable_bytes", lambda *_: usable)
     options = ["--save_steps", 2, "--resume_from_checkpoint", "auto", "--max_steps"]
     train(*options, 2)
     usable = plans[0].total_bytes + 1  # enough, but not with the margin
@@ -294,7 +291,9 @@ def trial():
     accelerator = Accelerator(cpu=True)
     accelerator.state.device = CpuWithATrial("cpu")
     config = config_of("--block_size", "8", "--global_batch_size", "30")
-    yield lambda module, optimizer: memory.try_micro_batch(accelerator, module, optimizer, 15, config)
+    yield lambda module, optimizer, **facts: try_micro_batch(
+        accelerator, module, optimizer, 15, config, Facts("another", **facts)
+    )
     reset_accelerate()
 
 

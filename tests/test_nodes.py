@@ -92,9 +92,9 @@ def count(self, *args):  # after each update
 def end(self):  # on the main process: its tracker takes long
     time.sleep(2 * (name == "signaled"))
 
-def measure(config, state):  # at the top of each turn
+def decide(run, state, stop):  # at the top of each turn
     found["evaluation seconds"] = found.get("evaluation seconds", []) + [state.initial.get("seconds")]
-    return measure_progress(config, state)
+    return decide_turn(run, state, stop)
 
 # In the run "slow disk", a step's collectives wait for one second while a process saves, and the disk takes longer.
 save, write = CheckpointSaver.save, CheckpointSaver._write
@@ -105,13 +105,13 @@ def save_in_a_hurry(self, state):
     save(self, state)
     dist.distributed_c10d._set_pg_timeout(STEP_WAIT, host_group())
 
-def write_slowly(self, content, *args):
-    time.sleep(3 * (name == "slow disk" and content["step"] == 2))
-    return write(self, content, *args)
+def write_slowly(self, final, *args):
+    time.sleep(3 * (name == "slow disk" and final.name == "checkpoint-2"))
+    return write(self, final, *args)
 
 CheckpointSaver.save, CheckpointSaver._write = save_in_a_hurry, write_slowly
 RunLog.add, RunLog.end = count, end
-measure_progress, recipe.train.measure_progress = recipe.train.measure_progress, measure
+decide_turn, recipe.train.decide_turn = recipe.train.decide_turn, decide
 for name, options in splits.items():
     sys.argv[1:] = [*arguments, *options, "--output_dir", name]
     weights = []

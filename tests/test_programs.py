@@ -109,7 +109,9 @@ def test_printed_commands_run_as_printed(train, tmp_path, monkeypatch, capsys, d
     monkeypatch.chdir(tmp_path)
     options = ["--dataset_dir", dataset_dir, "--output_dir", "my [v2] run", "--sample_prompt=-x $HOME", *TINY, *PLAIN]
     options += ["--global_batch_size", 4, "--warmup_steps", 1, "--save_steps", 1, "--max_eval_samples", 4, *length]
-    with mock.patch("recipe.train.measure_progress", lambda config, state: state.step / (config.max_steps or 4)):
+    with mock.patch(
+        "recipe.run.decide.measure_progress", lambda schedule, state: state.step / (schedule.max_steps or 4)
+    ):
         train(*options, alone=True)
         printed = capsys.readouterr().out
         (generate,) = re.findall(r"^  generate   python (.*)$", printed, re.MULTILINE)
@@ -136,12 +138,12 @@ def test_the_printed_way_to_resume_resumes(train, tmp_path, monkeypatch, capsys,
     options = ["--dataset_dir", dataset_dir, *TINY, *PLAIN, "--global_batch_size", 4, "--warmup_steps", 1]
     options += ["--run_name", "my run", "--max_eval_samples", 4, "--max_steps", 6, "--logging_steps", 1]
 
-    def stop_after_two(config, state):
+    def stop_after_two(_, state):
         if state.step == 2:
             os.kill(os.getpid(), signal.SIGTERM)
         return state.step / 6
 
-    with mock.patch("recipe.train.measure_progress", stop_after_two), pytest.raises(SystemExit):
+    with mock.patch("recipe.run.decide.measure_progress", stop_after_two), pytest.raises(SystemExit):
         train(*options, alone=True)
     resume = capsys.readouterr().out.partition("repeat your command with\n")[2].splitlines()[0]
     train(*options, *shlex.split(resume), alone=True)

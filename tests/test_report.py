@@ -22,8 +22,8 @@ from recipe.command_line import CONFIGS_DIR, load_config
 from recipe.errors import UserError
 from recipe.progress import LineStream
 from recipe.publish.public import write_public_files
-from recipe.run.folder import _default_name
 from recipe.run.log import RunLog
+from recipe.run.look import default_name
 from recipe.run.report import compare_with_expected
 
 
@@ -116,7 +116,7 @@ def test_default_run_names(dataset_dir):
         ("--config", "gpt2_124m", "--dataset_dir", str(dataset_dir)): "gpt2_124m",
         ("--dataset_name", "me/corpus"): "corpus",
     }
-    assert {argv: _default_name(*load_config([*argv])) for argv in names} == names
+    assert {argv: default_name(*load_config([*argv])) for argv in names} == names
 
 
 def test_a_missing_tracker_is_an_error(train):

@@ -17,7 +17,7 @@ import recipe.train
 from recipe.command_line import load_config
 from recipe.config import SCHEDULES
 from recipe.model.loss import LanguageModelingLoss
-from recipe.optim.schedule import learning_rate_scale
+from recipe.optim.schedule import learning_rate_scale, plan_schedule
 
 STABLE = ["--lr_scheduler_type", "warmup_stable_decay", "--lr_scheduler_kwargs", "num_decay_steps=0.2"]
 
@@ -28,8 +28,9 @@ def config_of(*argv):
 
 def rates_of(config):
     """Return the multiples of the peak rate in a run of max_steps."""
-    steps = config.max_steps
-    return [learning_rate_scale(config, step, step / steps) for step in range(steps)]
+    schedule = plan_schedule(config, 1)
+    examples = range(0, schedule.num_examples, config.global_batch_size)
+    return [learning_rate_scale(schedule, n, n / schedule.num_examples) for n in examples]
 
 
 # ------------------------------------------------------------------ shapes
@@ -57,7 +58,7 @@ def test_the_default_schedule_ends_at_a_tenth():
     """As GPT-3's, whose cosine Transformers has only with an argument."""
     config = config_of("--lr_scheduler_type", "cosine_with_min_lr", "--max_steps", 100, "--warmup_steps", 0)
     bare = dataclasses.replace(config, lr_scheduler_kwargs=None)
-    assert learning_rate_scale(bare, 100, 1.0) == pytest.approx(0.1)
+    assert learning_rate_scale(plan_schedule(bare, 1), 100, 1.0) == pytest.approx(0.1)
 
 
 def rates_of_transformers(config) -> list[float]:
@@ -90,7 +91,8 @@ def test_any_machine_reaches_the_peak_and_the_end(kind, arguments, warmup, num_s
         arguments = re.sub("num_decay_steps=(..)", r"num_decay_steps=0.\1", arguments)
     options = ["--lr_scheduler_type", kind, "--max_minutes", 5, "--warmup_steps", warmup]
     config = config_of(*options, *(["--lr_scheduler_kwargs", arguments] if arguments else []))
-    rates = [learning_rate_scale(config, step, step / num_steps) for step in range(num_steps + 1)]
+    schedule, batch = plan_schedule(config, 1), config.global_batch_size
+    rates = [learning_rate_scale(schedule, step * batch, step / num_steps) for step in range(num_steps + 1)]
     peak = rates.index(max(rates))
     assert rates[peak] > 0.85 and peak / num_steps <= 0.2 + 1 / num_steps
     ends = {"min_lr_rate=0.1": 0.1, "min_lr=1e-4": 1 / 6}
@@ -226,32 +228,3 @@ def test_the_options_that_a_finished_run_prints_extend_it(train, stable, tmp_pat
     assert len(rows) == 1, "of an extended run, `auto` would evaluate others"
     planned = train(*STABLE, "--max_steps", "40", output_dir=tmp_path / "planned")
     assert (extended / "model.safetensors").read_bytes() == (planned / "model.safetensors").read_bytes()
-
-
-@pytest.mark.parametrize(
-    ("checkpoint", "max_steps", "expected"),
-    [
-        ("checkpoint-20", 40, "from 0 to 0.003"),
-        ("checkpoint-14", 16, "from 0.003 to 0.00187"),
-        ("checkpoint-16", 40, None),
-        ("checkpoint-20", 20, None),
-    ],
-)
-def test_what_a_change_does_to_the_learning_rate_is_reported(
-    train, stable, tmp_path, capsys, checkpoint, max_steps, expected
-):
-    resume = ["--resume_from_checkpoint", stable / checkpoint, "--max_steps", max_steps]
-    train(*STABLE, *resume, output_dir=tmp_path / "branch")
-    printed = capsys.readouterr().out
-    found = re.findall("the learning rate goes (.*)", printed)
-    assert found == ([] if expected is None else [expected])
-
-
-def test_a_warm_up_that_is_over_stays_over(train, tmp_path):
-    """A tenth of 20 steps was 2 steps; of 100 it would be 10, and the rate would fall, also if the run stops again."""
-    options = ["--lr_scheduler_type", "constant_with_warmup", "--warmup_steps", "0.1", "--save_steps", "4"]
-    run = train(*options, "--max_steps", "20", output_dir=tmp_path / "short")
-    for name, checkpoint in (("longer", "checkpoint-4"), ("again", "checkpoint-8")):
-        resume = ["--max_steps", "100", "--resume_from_checkpoint", run / checkpoint]
-        run = train(*options, *resume, output_dir=tmp_path / name)
-        assert {event["learning_rate"] for event in read_events(run, "train")} == {0.003}, name

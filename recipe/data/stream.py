@@ -13,7 +13,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from recipe.data.source import source_from
 from recipe.data.tokenizer import read_tokenizer
 from recipe.data.units import Job, UnitWorkers
 from recipe.environment import count_cpus
-from recipe.errors import ProcessError, UserError
+from recipe.errors import LostProcessError, ProcessError, UserError
 
 UNITS_AHEAD = 2
 POLL_SECONDS = 0.02
@@ -78,10 +78,11 @@ class TextStream:
             try:
                 self.futures[number].result()
             except UserError as error:
-                raise ProcessError(f"{error}; the run needs space for a few units in TMPDIR") from error
+                kind = LostProcessError if isinstance(error, LostProcessError) else ProcessError
+                raise kind(f"{error}; the run needs space for a few units in TMPDIR") from error
         while not summary.exists():
             if not self.folder.exists():
-                raise ProcessError(
+                raise LostProcessError(
                     "the process that tokenizes the text on this machine has ended; its output says why"
                 )
             time.sleep(POLL_SECONDS)
@@ -108,7 +109,7 @@ class TextStream:
 
 
 def read_stream(
-    stream: TextStream, order: TrainOrder, position: Position
+    stream: TextStream, order: TrainOrder, position: Sequence[int]
 ) -> Generator[tuple[torch.Tensor, Position], None, None]:
     """Yield the micro-batches of one process: (rows: int64 [micro-batch, block_size + 1], position after the step).
 

@@ -31,7 +31,7 @@ from recipe.data.read import ReadReport, Text, read_unit
 from recipe.data.source import TextSource
 from recipe.data.tokenizer import TextTokenizer, read_tokenizer
 from recipe.data.tokens import TokenStream
-from recipe.errors import UserError
+from recipe.errors import LostProcessError, UserError
 
 BATCH_CHARACTERS = 1_000_000  # encoded at a time
 
@@ -194,7 +194,7 @@ class UnitWorkers:
         self.idle.put(process)
         if answer is None:
             why = "its own output says why, unless it was killed, for example when the memory was full"
-            raise UserError(f"a process that tokenizes text has ended; {why}")
+            raise LostProcessError(f"a process that tokenizes text has ended; {why}")
         if isinstance(answer, UserError):
             raise answer
         return answer

@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
+    DynamoBackend,
     GradientAccumulationPlugin,
     LoggerType,
     TorchDynamoPlugin,
@@ -23,7 +24,7 @@ from transformers import PreTrainedConfig
 from recipe.config import TrainConfig
 from recipe.errors import UserError
 from recipe.hardware.choices import Choice, Facts, settle, to_measure
-from recipe.hardware.devices import has_bf16_units, why_no_inductor
+from recipe.hardware.devices import device_of, has_bf16_units, why_no_inductor
 from recipe.hardware.probe import Measured, measure
 from recipe.hardware.processes import find_typed_threads, list_thread_counts
 from recipe.hardware.sharding import Sharding, list_blocks, shard
@@ -34,6 +35,7 @@ def find_facts(device: torch.device, num_processes: int = 1, **facts: Any) -> Fa
     """Return what this machine and its launcher say about a run. facts: what only the run knows."""
     return Facts(
         device_type=device.type,
+        num_processes=num_processes,
         launcher_precision=os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower(),
         launcher_backend=os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower(),
         launcher_mode=dynamo_mode(),
@@ -58,40 +60,45 @@ def measure_open(
 
 def build_accelerator(config: TrainConfig, output_dir: Path, choices: Mapping[str, Choice]) -> Accelerator:
     """Build the Accelerator. config: with the choices in place of `auto`."""
-    state = PartialState()
+    device = device_of(PartialState())
     if "threads" in choices:
         torch.set_num_threads(int(choices["threads"].value))
     # Results repeat bit for bit. On a CPU this is free and matters only to inductor (torch 2.13), whose threads
     # otherwise add up the embeddings' gradient in any order. On CUDA, operators without a deterministic version raise
     # an error, sdpa avoids cuDNN, and cuBLAS reads its setting at the first matrix product.
-    is_deterministic = config.deterministic or (state.device.type == "cpu" and "autotune" not in dynamo_mode())
+    is_deterministic = config.deterministic or (device.type == "cpu" and "autotune" not in dynamo_mode())
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.utils.deterministic.fill_uninitialized_memory = False  # costs time, and nothing here reads such memory
-    if state.device.type == "cuda":
+    # Costs time, and nothing here reads such memory.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+    if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     # Accelerate 1.15 uses the name that torch 2.13 deprecates and does not know its successor `forward_sync_buffers`.
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
     accelerator = Accelerator(
         mixed_precision=config.mixed_precision,
-        dynamo_plugin=TorchDynamoPlugin(backend="no"),  # `parallelize` compiles
+        dynamo_plugin=TorchDynamoPlugin(backend=DynamoBackend.NO),  # `parallelize` compiles
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
         kwargs_handlers=[
             DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
             # The cache would keep the cast weights of every block until forward ends, also under checkpointing.
             AutocastKwargs(cache_enabled=False),
         ],
-        log_with=config.report_to,
+        log_with=[*config.report_to] if config.report_to else None,
         project_dir=output_dir,
     )
     set_seed(config.seed, deterministic=is_deterministic)
     return accelerator
 
 
-def check_trackers(config: TrainConfig) -> None:
+def list_trackers() -> list[str]:
+    """Return the trackers that are installed."""
+    return [tracker.value for tracker in get_available_trackers()]
+
+
+def check_trackers(config: TrainConfig, installed: Collection[str]) -> None:
     """Raise `UserError` for a tracker that is not installed, which Accelerate would ignore silently (1.15)."""
     known = [tracker.value for tracker in LoggerType if tracker != LoggerType.ALL]
-    installed = [tracker.value for tracker in get_available_trackers()]
     for tracker in config.report_to or []:
         if tracker not in known:
             raise UserError(f"report_to: unknown tracker '{tracker}'; choose from {', '.join(known)}")

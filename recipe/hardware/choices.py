@@ -42,6 +42,8 @@ class Facts:
     """What the choices depend on besides the options and the measurement."""
 
     device_type: str
+    num_processes: int = 1
+    sharding: Sharding | None = None  # None: every process has the whole model
     launcher_precision: str = "no"
     launcher_backend: str = "no"
     launcher_mode: str = "default"
@@ -96,7 +98,7 @@ def settle(config: TrainConfig, facts: Facts) -> dict[str, Choice]:
 
 def choose(config: TrainConfig, facts: Facts, measured: Measured | None) -> dict[str, Choice]:
     """Return all choices by label. measured: what decides those that `settle` leaves open; None if it leaves none."""
-    choices = settle(config, facts)
+    choices, measured = settle(config, facts), measured or Measured({}, {}, 1)
     if "precision" not in choices:
         rates = measured.flops_per_second
         ratio, where = rates["bf16"] / rates["no"], "on this device" if facts.device_type != "cpu" else "here"
@@ -138,9 +140,9 @@ def choose(config: TrainConfig, facts: Facts, measured: Measured | None) -> dict
     return choices
 
 
-def apply_choices(config: TrainConfig, choices: dict[str, Choice], sharding: Sharding | None = None) -> TrainConfig:
+def apply_choices(config: TrainConfig, choices: dict[str, Choice], facts: Facts) -> TrainConfig:
     """Return the config with the choices in place of `auto`."""
-    if sharding is not None and sharding.activation_checkpointing and config.activation_checkpointing == "auto":
+    if facts.sharding and facts.sharding.activation_checkpointing and config.activation_checkpointing == "auto":
         config = dataclasses.replace(config, activation_checkpointing="true")
     return dataclasses.replace(
         config,
@@ -170,7 +172,9 @@ def to_measure(settled: dict[str, Choice], facts: Facts) -> list[str]:
 
 
 def check_sharded(config: TrainConfig, facts: Facts) -> None:
-    """Raise `UserError` for what does not work with shards."""
+    """Raise `UserError` for what does not work with shards, if there are any."""
+    if facts.sharding is None:
+        return
     if (precision := settle(config, facts).get("precision")) and precision.value == "fp16":
         raise UserError("FSDP does not work with fp16 and its gradient scaler; use --mixed_precision bf16 or no")
     if config.optim == "adamw_bnb_8bit":

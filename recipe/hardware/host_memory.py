@@ -57,3 +57,16 @@ class FreedMemory:
         self.libc.malloc_trim(0)
         self.in_use = None
         return True
+
+
+class HostMemory:
+    """Keeps the steps of a run even, and its memory flat."""
+
+    def __init__(self) -> None:
+        self.freed, self.is_first = FreedMemory(), True
+
+    def after_step(self) -> None:
+        if self.is_first:
+            self.is_first = False
+            freeze_garbage()  # what set-up and compilation have left
+        self.freed.give_back()

@@ -1,4 +1,4 @@
-"""Fit a step into the memory of a device: a short estimate picks the options, and one trial step confirms them.
+"""Fit a step into the memory of a device, by an estimate. recipe/hardware/trial.py tries it.
 
 The estimate is arithmetic on the shape of the model, so that scripts/plan_run.py can plan for devices that are not
 there. The global batch never changes: gradient accumulation makes up for a smaller micro-batch (sequences per forward
@@ -7,25 +7,17 @@ pass).
 
 import dataclasses
 import itertools
-import json
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 import torch
-from accelerate import Accelerator
-from accelerate.utils.memory import should_reduce_batch_size
-from torch import nn
 from transformers import PreTrainedConfig
 
 from recipe.config import TrainConfig
-from recipe.environment import count_local_processes
-from recipe.errors import ProcessError, UserError
-from recipe.hardware.accelerator import dynamo_mode
-from recipe.hardware.choices import CUDA_GRAPH_MODES
+from recipe.errors import UserError
+from recipe.hardware.choices import CUDA_GRAPH_MODES, Facts
 from recipe.hardware.host_memory import available_bytes
-from recipe.hardware.processes import largest_of_processes, on_main_process
-from recipe.hardware.sharding import Sharding, reset
+from recipe.hardware.sharding import Sharding
 from recipe.model.size import count_block_matrices, count_head, count_inner, count_parameters
 from recipe.optim.muon import STACK_COPIES, STACK_VALUES
 
@@ -47,7 +39,15 @@ REMEDY = (
     "try --activation_checkpointing, a smaller micro-batch, --optim adamw_bnb_8bit, several GPUs with "
     "accelerate_configs/fsdp.yaml, or a smaller recipe"
 )
-SMALLER_NAME = ".micro_batch"  # in output_dir: see `leave_smaller_micro_batch`
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory of a device, and what an earlier start of the run has left about it."""
+
+    usable_bytes: int  # by one process of the run; of all processes, the least
+    total_bytes: int
+    smaller: tuple[int, tuple[int, ...]] | None = None  # a micro-batch, and the `made_for` of the plan that ran out
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,13 @@ class MemoryPlan:
         return f"{self.total_bytes / 1e9:.1f} of {self.usable_bytes / 1e9:.1f} GB, estimated, with {options}{reason}"
 
 
-def micro_batch_sizes(config: TrainConfig, num_processes: int, device_type: str) -> list[int]:
+def micro_batch_sizes(config: TrainConfig, facts: Facts) -> list[int]:
     """Return the possible micro-batch sizes, largest first. Each divides the sequences of one process.
 
     Raises `UserError`, naming the sizes that would work, if the configured sizes do not divide the batch, or if CUDA
     graphs would accumulate gradients.
     """
+    num_processes = facts.num_processes
     share, rest = divmod(config.global_batch_size, num_processes)
     if rest:
         below = config.global_batch_size - rest
@@ -112,89 +113,82 @@ def micro_batch_sizes(config: TrainConfig, num_processes: int, device_type: str)
                 f"{accumulation} is not global_batch_size {config.global_batch_size}; remove one of them"
             )
         wanted = share // accumulation
-    limit = LARGEST_MICRO_BATCH_TOKENS["cpu" if device_type == "cpu" else "accelerator"]
-    sizes = [wanted] if wanted != "auto" else [n for n in divisors if n * config.block_size <= limit] or [1]
-    if not uses_cuda_graphs(config, device_type):
+    limit = LARGEST_MICRO_BATCH_TOKENS["cpu" if facts.device_type == "cpu" else "accelerator"]
+    sizes = [n for n in divisors if n * config.block_size <= limit] or [1]
+    if isinstance(wanted, int):
+        sizes = [wanted]
+    if not uses_cuda_graphs(config, facts):
         return sizes
     if sizes[0] != share:
         raise UserError(
-            f"dynamo_mode {dynamo_mode()} uses CUDA graphs, which accumulate gradients incorrectly (pytorch#96693): a "
-            f"step must be one micro-batch of {share} sequences per process, not of {sizes[0]}; launch with "
-            f"--dynamo_mode default, or, if they fit, pass --per_device_train_batch_size {share}"
+            f"dynamo_mode {facts.launcher_mode} uses CUDA graphs, which accumulate gradients incorrectly "
+            f"(pytorch#96693): a step must be one micro-batch of {share} sequences per process, not of {sizes[0]}; "
+            f"launch with --dynamo_mode default, or, if they fit, pass --per_device_train_batch_size {share}"
         )
     return [share]
 
 
-def smaller_micro_batches(config: TrainConfig, size: int, num_processes: int, device_type: str) -> list[int]:
+def smaller_micro_batches(config: TrainConfig, size: int, facts: Facts) -> list[int]:
     """Return the sizes of at most half that divide the batch, largest first; none where the size is not `auto`."""
-    share = config.global_batch_size // num_processes
+    share = config.global_batch_size // facts.num_processes
     is_fixed = config.per_device_train_batch_size != "auto" or config.gradient_accumulation_steps is not None
-    if is_fixed or uses_cuda_graphs(config, device_type):
+    if is_fixed or uses_cuda_graphs(config, facts):
         return []
     return [smaller for smaller in range(size // 2, 0, -1) if share % smaller == 0]
 
 
-def uses_cuda_graphs(config: TrainConfig, device_type: str) -> bool:
+def uses_cuda_graphs(config: TrainConfig, facts: Facts) -> bool:
     """Return whether inductor records CUDA graphs, which are correct only with one micro-batch per step.
 
     Every replay of a graph writes gradients to the same memory, so the gradients of earlier micro-batches are lost,
     with an error (pytorch#169545) or without one (pytorch#96693; both issues are open).
     """
-    compiles = device_type == "cuda" and config.dynamo_backend in ("auto", "inductor")
-    return compiles and dynamo_mode() in CUDA_GRAPH_MODES
+    compiles = facts.device_type == "cuda" and config.dynamo_backend in ("auto", "inductor")
+    return compiles and facts.launcher_mode in CUDA_GRAPH_MODES
 
 
 def plan_memory(
-    config: TrainConfig,
-    model_config: PreTrainedConfig,
-    device_type: str,
-    usable_bytes: float,
-    num_processes: int = 1,
-    sharding: Sharding | None = None,
+    config: TrainConfig, model_config: PreTrainedConfig, facts: Facts, usable_bytes: float
 ) -> MemoryPlan | None:
     """Return the fastest options that fit into `usable_bytes`, by estimate, or None if none do.
 
     config: from `apply_choices`; what is not `auto` in it is kept. model_config: with the padded vocabulary.
     usable_bytes: of the device, without what other programs use; a margin is left.
     """
-    plans = list_plans(config, model_config, device_type, usable_bytes, num_processes, sharding)
+    plans = list_plans(config, model_config, facts, usable_bytes)
     fitting = [plan for plan in plans if plan.total_bytes <= USABLE_SHARE * usable_bytes]
-    return min(fitting, key=lambda plan: step_cost(plan, config, model_config, sharding), default=None)
+    return min(fitting, key=lambda plan: step_cost(plan, config, model_config, facts.sharding), default=None)
 
 
 def plan_device(
     config: TrainConfig,
     model_config: PreTrainedConfig,
-    accelerator: Accelerator,
-    output_dir: Path,
+    facts: Facts,
+    memory: Memory,
     earlier: dict[str, int] | None = None,
     data_bytes: int = 0,
-    sharding: Sharding | None = None,
 ) -> MemoryPlan:
-    """Return the plan for this run's device, the same on all processes.
+    """Return the plan of a run.
 
     An estimate never refuses a run: if nothing fits, the options that take the least memory are tried. A run that has
-    run out of memory in output_dir continues with a smaller micro-batch, if its size is `auto`. earlier:
-    `MemoryPlan.choices` of its checkpoint, which are kept if they fit, since the free memory differs between starts.
-    data_bytes: of the training rows, if they are to lie on the device; raises `UserError` if they do not fit.
+    run out of memory continues with a smaller micro-batch, if its size is `auto`. earlier: `MemoryPlan.choices` of its
+    checkpoint, which are kept if they fit, since the free memory differs between starts. data_bytes: of the training
+    rows, if they are to lie on the device; raises `UserError` if they do not fit.
     """
-    device, num_processes = accelerator.device, accelerator.num_processes
-    usable = int(-largest_of_processes(-measure_usable_bytes(device, count_local_processes(num_processes)))[0])
+    usable = memory.usable_bytes
     if data_bytes > usable:
         found = f"the training rows take {data_bytes / 1e9:.1f} GB, and the device has {usable / 1e9:.1f} GB free"
         raise UserError(f"--data_placement device: {found}; use ram or mmap")
     usable -= data_bytes
-    plans = list_plans(config, model_config, device.type, usable, num_processes, sharding)
+    plans = list_plans(config, model_config, facts, usable)
     kept = [plan for plan in plans if plan.choices == earlier and plan.total_bytes <= usable]
-    plan = kept[0] if kept else plan_memory(config, model_config, device.type, usable, num_processes, sharding)
+    plan = kept[0] if kept else plan_memory(config, model_config, facts, usable)
     plan = plan or min(plans, key=lambda plan: plan.total_bytes)
-    least, memory = min(plan.total_bytes for plan in plans), psutil.virtual_memory().total
-    if device.type == "cuda":
-        memory = torch.cuda.get_device_properties(device).total_memory
-    plan = dataclasses.replace(plan, made_for=(least, memory))
-    left = on_main_process(lambda: read_smaller_micro_batch(output_dir, plan))
-    sizes = [plan.micro_batch_size, *smaller_micro_batches(config, plan.micro_batch_size, num_processes, device.type)]
-    return dataclasses.replace(plan, micro_batch_size=left, ran_out=True) if left in sizes else plan
+    plan = dataclasses.replace(plan, made_for=(min(plan.total_bytes for plan in plans), memory.total_bytes))
+    size, made_for = memory.smaller or (0, ())
+    sizes = [plan.micro_batch_size, *smaller_micro_batches(config, plan.micro_batch_size, facts)]
+    is_for_this = made_for == plan.made_for and size in sizes
+    return dataclasses.replace(plan, micro_batch_size=size, ran_out=True) if is_for_this else plan
 
 
 def measure_usable_bytes(device: torch.device, num_local_processes: int) -> int:
@@ -207,24 +201,27 @@ def measure_usable_bytes(device: torch.device, num_local_processes: int) -> int:
     return available_bytes() // num_local_processes
 
 
+def measure_total_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return psutil.virtual_memory().total
+
+
 def list_plans(
-    config: TrainConfig,
-    model_config: PreTrainedConfig,
-    device_type: str,
-    usable_bytes: float,
-    num_processes: int,
-    sharding: Sharding | None,
+    config: TrainConfig, model_config: PreTrainedConfig, facts: Facts, usable_bytes: float
 ) -> list[MemoryPlan]:
     """Return every combination of options that the config leaves open, with its estimate."""
     checkpointing, chunks = [False, True], [1, LOSS_CHUNKS]
     if config.activation_checkpointing != "auto":
         checkpointing = [config.activation_checkpointing == "true"]
-    if config.loss_chunks != "auto":
+    if isinstance(config.loss_chunks, int):
         chunks = [config.loss_chunks]
-    sizes = micro_batch_sizes(config, num_processes, device_type)
-    shards = {"num_shards": sharding.num_shards if sharding else 1}
-    plans = [MemoryPlan(*options, **shards) for options in itertools.product(sizes, checkpointing, chunks)]
-    estimates = [estimate_bytes(plan, config, model_config, device_type, num_processes, sharding) for plan in plans]
+    sizes = micro_batch_sizes(config, facts)
+    num_shards = facts.sharding.num_shards if facts.sharding else 1
+    plans = [
+        MemoryPlan(*options, num_shards=num_shards) for options in itertools.product(sizes, checkpointing, chunks)
+    ]
+    estimates = [estimate_bytes(plan, config, model_config, facts) for plan in plans]
     return [
         dataclasses.replace(plan, total_bytes=total, usable_bytes=int(usable_bytes))
         for plan, total in zip(plans, estimates, strict=True)
@@ -245,19 +242,13 @@ def step_cost(
     return (1 + repeated / (blocks + head) / 3) * (1 + hidden / (plan.micro_batch_size * config.block_size))
 
 
-def estimate_bytes(
-    plan: MemoryPlan,
-    config: TrainConfig,
-    model_config: PreTrainedConfig,
-    device_type: str,
-    num_processes: int,
-    sharding: Sharding | None = None,
-) -> int:
+def estimate_bytes(plan: MemoryPlan, config: TrainConfig, model_config: PreTrainedConfig, facts: Facts) -> int:
     """Estimate the peak of a step: the largest of its moments, besides weights and optimizer.
 
     On CUDA, dry runs of whole runs agree within 5% if compiled and 1% if not (scripts/benchmarks/memory_gpu.json). A
     gated MLP counts as one without a gate and with as many parameters.
     """
+    device_type, num_processes, sharding = facts.device_type, facts.num_processes, facts.sharding
     compiled = config.dynamo_backend == "inductor"
     operand = 4 if config.mixed_precision == "no" else 2  # bytes of a matmul's operand
     residual = 2 if config.bf16_residual else 4
@@ -327,87 +318,3 @@ def optimizer_bytes(model_config: PreTrainedConfig, optim: str) -> int:
     bytes_per_value = {"adamw_bnb_8bit": 2 * (1 + 4 / 256), "muon": 4}.get(optim, 8)
     blocks = model_config.num_hidden_layers * count_block_matrices(model_config)
     return 8 * (num_parameters - blocks) + int(bytes_per_value * blocks)
-
-
-def try_micro_batch(
-    accelerator: Accelerator, module: nn.Module, optimizer: torch.optim.Optimizer, size: int, config: TrainConfig
-) -> int:
-    """Run one trial step, halve the micro-batch until it fits on all processes, and return its size.
-
-    module: prepared, in train mode. Neither weights nor optimizer change; the run seeds its generators later. A CPU
-    swaps instead of raising an error, so the estimate is trusted there.
-    """
-    if accelerator.device.type == "cpu":
-        return size
-    share = config.global_batch_size // accelerator.num_processes
-    try:
-        for group in optimizer.param_groups:
-            group["lr"] = 0.0
-        for parameter in module.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()  # allocates its state, which a step of the run needs besides the activations
-        optimizer.zero_grad()
-        while not _fits(accelerator, module, size, share, config.block_size):
-            smaller = smaller_micro_batches(config, size, accelerator.num_processes, accelerator.device.type)
-            if not smaller:
-                raise UserError(f"one step does not fit into the memory; {REMEDY}")
-            size = smaller[0]
-            torch.compiler.reset()  # discard the graphs of the shape that did not fit
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        raise ProcessError("weights and optimizer alone do not fit into the memory; use a smaller recipe") from error
-    finally:
-        optimizer.state.clear()
-        for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"]
-        if accelerator.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()  # the peak of a trial is not the run's
-    return size
-
-
-def _fits(accelerator: Accelerator, module: nn.Module, size: int, share: int, block_size: int) -> bool:
-    """Return whether forward and backward fit on all processes, twice if a step accumulates."""
-    fits = True
-    try:
-        rows = torch.zeros(size, block_size + 1, dtype=torch.int64, device=accelerator.device)
-        for _ in range(min(2, share // size)):
-            with accelerator.no_sync(module):
-                accelerator.backward(module(rows[:, :-1], rows[:, 1:])["loss"])
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        fits = False
-        reset(module)
-    module.zero_grad(set_to_none=True)
-    if torch.accelerator.is_available():
-        torch.accelerator.empty_cache()
-    return not largest_of_processes(not fits)[0]
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Return whether a smaller batch may avoid the error. Accelerate 1.15 matches messages, not the type."""
-    return isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error)
-
-
-def leave_smaller_micro_batch(output_dir: Path, plan: MemoryPlan, size: int) -> None:
-    """Record the micro-batch with which the next start continues a run that has run out of memory."""
-    record = {"micro_batch_size": size, "made_for": plan.made_for}
-    (output_dir / SMALLER_NAME).write_text(json.dumps(record) + "\n")
-
-
-def read_smaller_micro_batch(output_dir: Path, plan: MemoryPlan) -> int | None:
-    """Return what `leave_smaller_micro_batch` recorded, or None if options or device are others by now.
-
-    plan: as estimated for this start.
-    """
-    try:
-        record = json.loads((output_dir / SMALLER_NAME).read_text())
-        if tuple(record["made_for"]) == plan.made_for:
-            return record["micro_batch_size"]
-    except (OSError, ValueError, KeyError, TypeError):  # none, or of another version
-        pass
-    (output_dir / SMALLER_NAME).unlink(missing_ok=True)
-    return None

@@ -14,7 +14,7 @@ import socket
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from accelerate.utils import DistributedType, is_torch_xla_available, str_to_boo
 
 from recipe.environment import count_cores, count_cpus, count_local_processes
 from recipe.errors import ProcessError, UserError, one_line
+from recipe.hardware.devices import device_of
 from recipe.hardware.sharding import Sharding, take_sharding
 
 # A step's collectives, on devices and hosts: a process that hangs or vanishes ends the others after this long.
@@ -105,7 +106,8 @@ def host_group(wait: timedelta = STEP_WAIT) -> dist.ProcessGroup | None:
     if PartialState().num_processes == 1:
         return None
     try:
-        return dist.new_group(backend="gloo", timeout=wait)
+        group = dist.new_group(backend="gloo", timeout=wait)
+        return group if isinstance(group, dist.ProcessGroup) else None
     except RuntimeError as error:
         raise ProcessError(
             f"the processes cannot reach each other over the network ({one_line(error)}); set "
@@ -131,12 +133,10 @@ def wait_on_host() -> None:
 def on_main_process(function: Callable[[], T]) -> T:
     """Run `function` on the main process. All wait for its result or `UserError`, however long it takes."""
     wait_on_host()
-    outcome = _attempt(function) if PartialState().is_main_process else (None, None)
+    outcomes: list[Any] = [_attempt(function) if PartialState().is_main_process else None]
     if (group := host_group(PREPARATION_WAIT)) is not None:
-        outcomes = [outcome]
         dist.broadcast_object_list(outcomes, src=0, group=group)
-        (outcome,) = outcomes
-    result, message = outcome
+    result, message = outcomes[0]
     if message is not None:
         raise UserError(message)
     return result
@@ -170,7 +170,7 @@ def largest_of_processes(*values: float) -> list[float]:
     return numbers.tolist()
 
 
-def _attempt(function: Callable[[], T]) -> tuple[T | None, str | None]:
+def _attempt(function: Callable[[], object]) -> tuple[Any, str | None]:
     """Return the function's result, or the message of its error."""
     try:
         return function(), None
@@ -188,7 +188,7 @@ def list_thread_counts(num_processes: int) -> tuple[int, ...]:
 
 def use_all_cores(state: PartialState) -> None:
     """Divide the CPUs between the local processes, unless the user has set OMP_NUM_THREADS."""
-    if state.device.type == "cpu":
+    if device_of(state).type == "cpu":
         torch.set_num_threads(find_typed_threads() or list_thread_counts(state.num_processes)[-1])
 
 

@@ -56,8 +56,8 @@ def check_vocabulary(num_tokens: int, vocab_size: int, source: str | Path) -> No
         raise UserError(f"{found}; save the model's own tokenizer beside it")
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of which each process may have a shard. All processes call it together."""
+def whole(tensor: Any) -> torch.Tensor:
+    """Return a tensor of which each process may have a shard, a DTensor. All processes call it together."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

@@ -1,32 +1,125 @@
-"""The learning rate of each update, as a multiple of its peak: warm-up(step) x shape(progress).
+"""The learning rate of each update, as a multiple of its peak: warm-up(examples) x shape(progress).
 
-The schedules are those that Transformers has under the same names. Progress is the larger of step / max_steps and the
-share of max_minutes that has passed, so a time-limited run ends with its decay complete. In a run of max_steps the
-multiples match Transformers': the first update of a warm-up has a rate of 0.
+The schedules are those that Transformers has under the same names. Progress is the larger of the share of the run's
+examples and the share of max_minutes that has passed, so a time-limited run ends with its decay complete. In a run of
+max_steps the multiples match Transformers': the first update of a warm-up has a rate of 0. Lengths are in examples, so
+a run that continues with another batch follows the same curve.
 """
 
+import dataclasses
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from recipe.config import TrainConfig
+from recipe.config import SCHEDULE_OPTIONS, TrainConfig
 
 WSD = "warmup_stable_decay"
 DECAY = {"num_decay_steps": 0.2, "decay_type": "linear", "min_lr_ratio": 0.0}  # to zero (modded-nanogpt's records)
 MIN_LR_RATE = 0.1  # GPT-3
 LONGEST_WARMUP = 0.2  # share of a time-limited run: a slow machine may take few steps
+OPTIONS = ("global_batch_size", *SCHEDULE_OPTIONS)
 
 
-def learning_rate_scale(config: TrainConfig, step: int, progress: float) -> float:
+@dataclass(frozen=True)
+class Schedule:
+    """The schedule of a run, from its first step: the options, and what they mean in training examples."""
+
+    global_batch_size: int
+    max_steps: int | None
+    max_minutes: float | None
+    learning_rate: float  # the peak
+    lr_scheduler_type: str
+    lr_scheduler_kwargs: dict[str, Any] | None
+    warmup_steps: float
+    num_examples: int | None = None  # of the whole run; None: only its time is limited
+    warmup_examples: int | None = None  # None: `warmup_steps` is a share of the time
+
+    @property
+    def decay_share(self) -> float:
+        """The share of the run in which `warmup_stable_decay` decays; `num_decay_steps` from 1 on are steps."""
+        decay = (DECAY | (self.lr_scheduler_kwargs or {}))["num_decay_steps"]
+        if decay >= 1 and self.num_examples is not None:
+            decay = min(1.0, decay * self.global_batch_size / self.num_examples)
+        return max(1e-9, decay)
+
+    @property
+    def num_warmup_steps(self) -> int:
+        """The warm-up in steps of today's batch."""
+        return round((self.warmup_examples or 0) / self.global_batch_size)
+
+    def is_decaying(self, progress: float) -> bool:
+        """Return whether the stable phase of `warmup_stable_decay` is over.
+
+        From the last checkpoint before, a run of another length continues as if it had been planned that way.
+        """
+        return self.lr_scheduler_type == WSD and 1 - progress <= self.decay_share
+
+
+def plan_schedule(
+    config: TrainConfig, num_train_rows: int, step: int = 0, examples: int = 0, before: Schedule | None = None
+) -> Schedule:
+    """Return the schedule of a run that has made `step` steps on `examples` examples so far.
+
+    `num_train_epochs` becomes steps; a last, partial step counts as one. before: the checkpoint's. A warm-up that it
+    has finished is not repeated, although it would be longer as a share of a new length, and one of typed steps keeps
+    its examples when the batch changes.
+    """
+    options = {name: getattr(config, name) for name in OPTIONS}
+    if config.num_train_epochs is not None:
+        num_examples = config.num_train_epochs * num_train_rows + step * config.global_batch_size - examples
+        options["max_steps"] = max(1, math.ceil(num_examples / config.global_batch_size))
+    found = resolve(options, step, examples)
+    if before is not None and before.warmup_examples is not None and found.warmup_examples != before.warmup_examples:
+        if found.warmup_steps < 1 and examples >= before.warmup_examples:
+            kept = dataclasses.replace(found, warmup_examples=before.warmup_examples)
+            return dataclasses.replace(kept, warmup_steps=kept.num_warmup_steps)
+        if found.warmup_steps >= 1 and found.warmup_steps == before.warmup_steps:
+            return dataclasses.replace(found, warmup_examples=before.warmup_examples)
+    return found
+
+
+def resolve(options: Mapping[str, Any], step: int, examples: int) -> Schedule:
+    """Return the schedule of options whose steps count from the run's first one."""
+    found = Schedule(**{name: options[name] for name in OPTIONS})
+    batch, warmup, num_examples = found.global_batch_size, found.warmup_steps, None
+    if found.max_steps is not None:
+        num_examples = examples + max(0, found.max_steps - step) * batch
+    if warmup < 1 and num_examples is None:
+        return found
+    num_steps = round(warmup if num_examples is None or warmup >= 1 else warmup * (num_examples / batch))
+    return dataclasses.replace(found, num_examples=num_examples, warmup_examples=num_steps * batch)
+
+
+def list_changes(before: Schedule, now: Schedule, examples: int) -> dict[str, tuple]:
+    """Return the options that differ: {name: (before, now)}. A warm-up that both have finished does not count."""
+    changes = {name: (getattr(before, name), getattr(now, name)) for name in OPTIONS}
+    if all(of.warmup_examples is not None and of.warmup_examples <= examples for of in (before, now)):
+        del changes["warmup_steps"]
+    return {name: (old, new) for name, (old, new) in sorted(changes.items()) if old != new}
+
+
+def describe_jump(before: Schedule, now: Schedule, examples: int, earlier: float, progress: float) -> str | None:
+    """Return what a changed schedule does to the next learning rate, if it does. earlier: the progress before."""
+    rates = [
+        f"{of.learning_rate * learning_rate_scale(of, examples, share):.3g}"
+        for of, share in ((before, earlier), (now, progress))
+    ]
+    return None if rates[0] == rates[1] else f"the learning rate goes from {rates[0]} to {rates[1]}"
+
+
+def learning_rate_scale(schedule: Schedule, examples: int, progress: float) -> float:
     """Return the factor on the peak rate of every parameter group for the next update.
 
-    step: updates so far. progress: from 0 to 1, of the whole run.
+    examples: trained on so far. progress: from 0 to 1, of the whole run.
     """
-    kind, arguments = config.lr_scheduler_type, config.lr_scheduler_kwargs or {}
+    kind, arguments = schedule.lr_scheduler_type, schedule.lr_scheduler_kwargs or {}
     if kind == "constant":
         return 1.0
-    warmed_up = _warmup_share(config, step, progress)
+    warmed_up = _warmup_share(schedule, examples, progress)
     if kind == WSD:
         arguments = DECAY | arguments
-        left = min(1.0, max(0.0, 1 - progress) / _decay_share(config))  # of the decay
+        left = min(1.0, max(0.0, 1 - progress) / schedule.decay_share)  # of the decay
         shapes = {"linear": left, "cosine": 0.5 * (1 - math.cos(math.pi * left)), "1-sqrt": 1 - math.sqrt(1 - left)}
         lowest = arguments["min_lr_ratio"]
         return lowest + (1 - lowest) * min(warmed_up, shapes[arguments["decay_type"]])
@@ -40,34 +133,14 @@ def learning_rate_scale(config: TrainConfig, step: int, progress: float) -> floa
         return 1 - since
     lowest = 0.0 if kind == "cosine" else MIN_LR_RATE
     if "min_lr" in arguments:
-        lowest = arguments["min_lr"] / config.learning_rate
+        lowest = arguments["min_lr"] / schedule.learning_rate
     lowest = arguments.get("min_lr_rate", lowest)
     return lowest + (1 - lowest) * 0.5 * (1 + math.cos(math.pi * since))
 
 
-def _warmup_share(config: TrainConfig, step: int, progress: float) -> float:
+def _warmup_share(schedule: Schedule, examples: int, progress: float) -> float:
     """Return how much of the warm-up is done; it is over from 1 on."""
-    if config.max_steps is None and config.warmup_steps < 1:
-        return progress / config.warmup_steps if config.warmup_steps else math.inf
-    num_steps = count_warmup_steps(config)
-    share = step / num_steps if num_steps else math.inf
-    return share if config.max_minutes is None else max(share, progress / LONGEST_WARMUP)
-
-
-def count_warmup_steps(config: TrainConfig) -> int:
-    """Return the number of warm-up steps; `warmup_steps` below 1 is a share of max_steps."""
-    return round(config.warmup_steps if config.warmup_steps >= 1 else config.warmup_steps * (config.max_steps or 0))
-
-
-def _decay_share(config: TrainConfig) -> float:
-    """Return the share of the run in which `warmup_stable_decay` decays; `num_decay_steps` from 1 on are steps."""
-    decay = (DECAY | (config.lr_scheduler_kwargs or {}))["num_decay_steps"]
-    return max(1e-9, decay if decay < 1 else min(1.0, decay / config.max_steps))
-
-
-def is_decaying(config: TrainConfig, progress: float) -> bool:
-    """Return whether the stable phase of `warmup_stable_decay` is over.
-
-    From the last checkpoint before, a run of another length continues as if it had been planned that way.
-    """
-    return config.lr_scheduler_type == WSD and 1 - progress <= _decay_share(config)
+    if (num_examples := schedule.warmup_examples) is None:
+        return progress / schedule.warmup_steps if schedule.warmup_steps else math.inf
+    share = examples / num_examples if num_examples else math.inf
+    return share if schedule.max_minutes is None else max(share, progress / LONGEST_WARMUP)

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from recipe.checkpoint import list_checkpoints
 from recipe.disk import flush
 from recipe.errors import UserError, short_reason
 from recipe.model.files import write_files
@@ -36,6 +37,8 @@ def export_model(
         partial.rmdir()
     except Exception as error:  # a full disk: safetensors, tokenizers and the file system each raise their own
         shutil.rmtree(partial, ignore_errors=True)
-        remedy = "fix that and run the same command with --resume_from_checkpoint auto"
-        reason = f"the final model could not be written to {output_dir}: {short_reason(error)}"
-        raise UserError(f"{reason}; {remedy}") from error
+        found = f"the final model could not be written to {output_dir}: {short_reason(error)}"
+        checkpoints = list_checkpoints(output_dir)
+        how = f"continues from {checkpoints[-1].name}" if checkpoints else "starts at step 0: there is no checkpoint"
+        remedy = f"fix that; then the same command with --resume_from_checkpoint auto {how}"
+        raise UserError(f"{found}; {remedy}") from error

@@ -69,14 +69,14 @@ def publishes_training_state(config: TrainConfig) -> bool:
 # ------------------------------------------------------------------ before training
 
 
-def check_hub(config: TrainConfig) -> None:
-    """Create the repository if necessary, and raise `UserError` if the run could not upload to it.
+def look_at_hub(config: TrainConfig) -> "Held | None":
+    """Return what the repository holds that the run publishes to; None if it is new, cannot be asked, or not wanted.
 
-    A Hub that cannot be reached now prints a warning instead, because it may be back before the first upload.
+    Raises `UserError` for what no upload would get past.
     """
-    if not config.push_to_hub:
-        return
     repo_id = config.hub_model_id
+    if not config.push_to_hub or repo_id is None:
+        return None
     check_repo_id(repo_id)
     if constants.is_offline_mode():
         raise UserError("--push_to_hub needs the Hub, but offline mode is on; unset HF_HUB_OFFLINE")
@@ -84,7 +84,20 @@ def check_hub(config: TrainConfig) -> None:
         raise UserError("--push_to_hub needs a token of the Hub; log in with `hf auth login`, or set HF_TOKEN")
     prepare_client()
     check_metadata(config)
-    api = HfApi()
+    try:
+        return read_main(repo_id)
+    except Exception:  # new, or the Hub cannot be used now, which `create_repository` says; the upload looks again
+        return None
+
+
+def create_repository(config: TrainConfig) -> None:
+    """Create the repository if necessary, and raise `UserError` if the run could not upload to it.
+
+    A Hub that cannot be reached now prints a warning instead, because it may be back before the first upload.
+    """
+    repo_id, api = config.hub_model_id, HfApi()
+    if not config.push_to_hub or repo_id is None:
+        return
     try:
         api.create_repo(repo_id, private=config.hub_private_repo, exist_ok=True)
         api.auth_check(repo_id, write=True)
@@ -102,18 +115,8 @@ def check_metadata(config: TrainConfig) -> None:
         ModelCard(f"---\n{card.to_yaml()}\n---\n").validate()
     except ValueError as error:
         raise UserError(f"the Hub refuses --hub_license or --hub_language ({one_line(error)})") from error
-    except Exception:  # the Hub cannot be used now, which `check_hub` says
+    except Exception:  # the Hub cannot be used now, which `create_repository` says
         return
-
-
-def check_owner(config: TrainConfig, run_id: str | None, note: str = "") -> None:
-    """Raise `UserError` as `refuse_another` does, if the Hub can be asked. run_id: of this run; None if it is new."""
-    if config.push_to_hub:
-        try:
-            held = read_main(config.hub_model_id)
-        except Exception:  # the Hub cannot be used now, which `check_hub` has said; the upload checks again
-            return
-        refuse_another(config, held, run_id, note)
 
 
 class Held(NamedTuple):
@@ -235,7 +238,7 @@ def upload(
     final_step: as for `decide_main`. is_final: the folder holds the final model, which has no branch. Returns the
     address. Raises `UserError` if the repository holds another run or model, and what the client raises.
     """
-    api, repo_id, message = HfApi(), config.hub_model_id, f"Step {step:,}"
+    api, repo_id, message = HfApi(), config.hub_model_id or "", f"Step {step:,}"
     url = api.create_repo(repo_id, private=config.hub_private_repo, exist_ok=True)
     held, branches = read_main(repo_id), list_branches(repo_id)
     refuse_another(config, held, run_id)

@@ -156,3 +156,17 @@ def split_scores(evaluation: dict[str, Any]) -> dict[str, dict[str, Any]]:
         for task in sorted(EVAL_TASKS)
         if f"{task}_num_examples" in evaluation
     }
+
+
+def without_nan(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values as JSON has them: a number that is not finite becomes None, at any depth."""
+    finite = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in values.items()}
+    return {key: without_nan(v) if isinstance(v, dict) else v for key, v in finite.items()}
+
+
+def with_nan(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of `without_nan` as numbers again, at any depth: its None is NaN."""
+    return {
+        key: with_nan(value) if isinstance(value, dict) else math.nan if value is None else value
+        for key, value in values.items()
+    }

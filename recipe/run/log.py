@@ -1,4 +1,4 @@
-"""What a run shows and records: metrics.jsonl, trackers, the progress bar, the start table, summary.json.
+"""What a run shows and records: metrics.jsonl, trackers, the progress bar, and what could not be written.
 
 On every process but the main one, a log only takes part in the means over the processes.
 """
@@ -13,25 +13,21 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from tqdm import tqdm
 
-from recipe.checkpoint import RunState, read_state
+from recipe.checkpoint import RunState
 from recipe.data.batches import TrainBatches
 from recipe.errors import UserError, short_reason
 from recipe.hardware.devices import peak_flops_per_second, peak_memory_bytes
-from recipe.hardware.host_memory import FreedMemory, freeze_garbage
-from recipe.hardware.processes import gather, on_main_process
 from recipe.optim.guard import MOST_BAD_STEPS, UpdateGuard
 from recipe.progress import progress_target
-from recipe.publish.card import CARD_NAME, CURVE_NAME, write_model_card
-from recipe.publish.public import METRICS_NAME, SUMMARY_NAME, read_events, split_scores
-from recipe.run.folder import open_output_dir
-from recipe.run.resume import with_schedule_of
-from recipe.run.start import Run, measure_progress
+from recipe.publish.public import METRICS_NAME, split_scores, without_nan
+from recipe.run.decide import Run, has_stalled
+from recipe.run.facts import RunFacts
 
 PROJECT = "gpt2-recipe"  # for trackers, unless WANDB_PROJECT is set
 
@@ -42,39 +38,26 @@ class RunLog:
     def __init__(
         self,
         run: Run,
+        accelerator: Accelerator,
         state: RunState,
-        facts: dict[str, Any],
+        facts: RunFacts,
         batches: TrainBatches,
         optimizer: torch.optim.Optimizer,
         guard: UpdateGuard,
     ) -> None:
-        """Open the output folder, and drop what an earlier start logged after the state. facts: `collect_facts`."""
-        self.run, self.config, self.accelerator, self.output_dir = run, run.config, run.accelerator, run.output_dir
-        self.device, self.enabled = run.accelerator.device, run.accelerator.is_main_process
+        self.run, self.config, self.accelerator, self.output_dir = run, run.config, accelerator, run.output_dir
+        self.device, self.enabled = accelerator.device, accelerator.is_main_process
         self.batches, self.optimizer, self.guard = batches, optimizer, guard  # log lines show their numbers
-        self.flops_per_token, self.previous_seconds = facts["flops_per_token"], state.seconds
-        self.is_over = state.step > 0 and measure_progress(run.config, state) >= 1  # no step is left to make
-        # Another schedule without a step of its own is not that of these weights.
-        typed = with_schedule_of(run.typed, read_state(run.resume_dir)) if self.is_over else run.typed
-        on_main_process(lambda: open_output_dir(run.output_dir, typed, run.resume_dir))
-        self.failures: set[str] = set()  # reported once each
+        self.flops_per_token, self.previous_seconds = facts.flops_per_token, state.seconds
+        self.failures: dict[str, tuple[int, str]] = {}  # what could not be written -> how often, and why at first
         self.bar: tqdm | None = None  # from the first log line on: nothing before it shows the speed
-        self.freed_memory = FreedMemory()
-        if self.enabled and (run.output_dir / METRICS_NAME).exists():
-            drop_events_after(run.output_dir / METRICS_NAME, state.step or -1)
-        events = gather(read_events(run.output_dir) if self.enabled else [])[0]
-        texts = {event["step"]: event["text"] for event in events if event["event"] == "sample"}
-        evaluations = {event["step"]: with_nan(event) for event in events if event["event"] == "eval"}
-        self.evaluated = {step: event | {"sample": texts.get(step)} for step, event in evaluations.items()}
-        if state.step in evaluations:  # made after the checkpoint was saved
-            note_loss(state, evaluations[state.step])
-            self.is_over = measure_progress(run.config, state) >= 1
-        self._tolerate("the tracker", lambda: self._init_trackers(state, facts))
+        self.tolerate("tracker events", lambda: self._init_trackers(state, facts))
         self.sums: dict[str, torch.Tensor] = {}  # over the steps since the last log line, on the device
+        self.grad_norm = torch.zeros(())
         self.lap_steps, self.lap_seconds, self.lap_started_at = 0, 0.0, time.perf_counter()
         self.laps: list[tuple[int, float]] = []  # steps and seconds between log lines of this process
 
-    def _init_trackers(self, state: RunState, facts: dict[str, Any]) -> None:
+    def _init_trackers(self, state: RunState, facts: RunFacts) -> None:
         """Start the trackers. Names and ids identify the run, even after it resumes."""
         name = self.config.run_name or self.output_dir.name
         options = {
@@ -83,7 +66,8 @@ class RunLog:
             "trackio": {"name": name, "resume": "allow" if state.step else "never"},
             "mlflow": {"run_name": name},
         }
-        values = {**asdict(self.config), **facts, **facts["model"], "device": facts["environment"]["device"]}
+        values = {**asdict(self.config), **asdict(facts), **asdict(facts.model)}
+        values["device"] = facts.environment["device"]
         scalars = {key: value for key, value in values.items() if isinstance(value, (int, float, str, bool))}
         project = os.environ.get("WANDB_PROJECT") or PROJECT
         self.accelerator.init_trackers(project, config=scalars, init_kwargs=options)
@@ -100,29 +84,47 @@ class RunLog:
         """Print labeled paragraphs as wide as the terminal."""
         width = min(shutil.get_terminal_size().columns, 120)
         for label, text in rows.items():
-            indent = {"initial_indent": f"{label:11}", "subsequent_indent": " " * 11}
-            self.say(textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False, **indent))
+            lines = textwrap.TextWrapper(
+                width, f"{label:11}", " " * 11, break_long_words=False, break_on_hyphens=False
+            )
+            self.say(lines.fill(text))
 
     def event(self, event: str, step: int, **values: Any) -> None:
         """Append a line to metrics.jsonl and send the numbers to the trackers. A failure does not end the run."""
         finite = without_nan(values)
         if self.enabled:
-            self._tolerate(METRICS_NAME, lambda: self._append({"event": event, "step": step, **finite}))
+            self.tolerate(METRICS_NAME, lambda: self._append({"event": event, "step": step, **finite}))
         flat = finite | {f"{name}/{key}": v for name, of in finite.get("mixture", {}).items() for key, v in of.items()}
         numbers = {f"{event}/{key}": value for key, value in flat.items() if isinstance(value, (int, float))}
-        self._tolerate("the tracker", lambda: self.accelerator.log(numbers, step=step))
+        self.tolerate("tracker events", lambda: self.accelerator.log(numbers, step=step))
 
     def _append(self, values: dict[str, Any]) -> None:
         with open(self.output_dir / METRICS_NAME, "a", encoding="utf-8") as file:
             file.write(json.dumps(values, allow_nan=False) + "\n")
 
-    def _tolerate(self, what: str, write: Callable[[], object]) -> None:
+    # ------------------------------------------------------------------ failures, none of which ends the run
+
+    def tolerate(self, what: str, write: Callable[[], object]) -> None:
         try:
             write()
         except Exception as error:  # a full disk, or a service that does not answer: each library raises its own
-            if what not in self.failures:
-                self.failures.add(what)
-                self.say(f"warning: writing to {what} failed; training continues without it ({short_reason(error)})")
+            self.failed(what, error)
+
+    def failed(self, what: str, error: Exception) -> None:
+        """Count what could not be written, and say so the first time. Any thread can call this."""
+        count, reason = self.failures.get(what, (0, short_reason(error)))
+        self.failures[what] = count + 1, reason
+        if count == 0:
+            self.say(f"warning: {what} could not be written: {reason}")
+
+    def list_failures(self) -> None:
+        """Say what is missing at the end: a checkpoint may have been written by a later attempt."""
+        missing: dict[str, list[str]] = {}
+        for what, (count, reason) in self.failures.items():
+            if not (what.startswith("checkpoint-") and (self.output_dir / what).is_dir()):
+                missing.setdefault(reason, []).append(what + f" ({count} times)" * (count > 1))
+        for reason, names in missing.items():
+            self.say(f"not written: {', '.join(names)}: {reason}")
 
     # ------------------------------------------------------------------ steps
 
@@ -137,7 +139,6 @@ class RunLog:
             self.sums[name] = self.sums.get(name, 0.0) + scalar
         self.grad_norm = grad_norm
         self.lap_steps += 1
-        self.freed_memory.give_back()
 
     def is_due(self, state: RunState) -> bool:
         """Return whether the step that has just been made ends with a log line."""
@@ -151,7 +152,9 @@ class RunLog:
         """
         sums = [value / self.lap_steps for value in self.sums.values()]
         numbers = torch.stack([*sums, self.grad_norm, *self.guard.counts])
-        *means, norm, skipped, bad = self.accelerator.reduce(numbers, reduction="mean").tolist()
+        reduced = self.accelerator.reduce(numbers, reduction="mean")
+        assert isinstance(reduced, torch.Tensor)  # as what went in
+        *means, norm, skipped, bad = reduced.tolist()
         waited = self.batches.take_wait()  # after `tolist`, for which the device had to finish
         means = dict(zip(self.sums, means, strict=True))
         self._stop_clock()
@@ -160,8 +163,6 @@ class RunLog:
         state.train_seconds += seconds
         self.sums, self.lap_steps, self.lap_seconds = {}, 0, 0.0
         self.lap_started_at = time.perf_counter()
-        if len(self.laps) == 1:
-            freeze_garbage()  # what set-up and compilation have left
         peak = peak_flops_per_second(self.device)
         flops = num_tokens / seconds * self.flops_per_token / self.accelerator.num_processes
         values = {
@@ -223,27 +224,13 @@ class RunLog:
 
     # ------------------------------------------------------------------ events
 
-    def owes_evaluation(self, state: RunState) -> bool:
-        """Return whether the log lacks an evaluation that is due; an earlier start may have made it."""
-        is_due = state.step == 0 or state.is_due(self.config.eval_steps)
-        is_due |= self.config.load_best_model_at_end and state.is_due(self.config.save_steps)
-        return is_due and state.step not in self.evaluated
-
     def evaluation(self, state: RunState, values: dict[str, Any]) -> None:
-        step = state.step
-        self.evaluated[step] = values
-        if step == 0:
-            state.initial = {key: value for key, value in values.items() if key not in ("sample", "mixture")}
-            # Of each dataset of a mixture. Their names are not in checkpoints, which may be published.
-            state.initial["num_rows"] = max(of["num_rows"] for of in values.get("mixture", {"": values}).values())
-        else:
-            note_loss(state, values)
-        num_tokens = state.examples * self.config.block_size
+        step, num_tokens = state.step, state.examples * self.config.block_size
         self.event("eval", step, tokens_seen=num_tokens, **{k: v for k, v in values.items() if k != "sample"})
         if values["sample"] is not None:
             self.event("sample", step, prompt=self.config.sample_prompt, text=values["sample"])
         self.say(describe_evaluation(f"step {step:>6,}", values))
-        if state.has_stalled(patience := self.config.early_stopping_patience):
+        if has_stalled(state, patience := self.config.early_stopping_patience):
             self.say(f"stopping early: {patience} evaluations without a new lowest validation loss")
 
     def schedule(self, step: int, changes: dict[str, tuple]) -> None:
@@ -260,45 +247,10 @@ class RunLog:
             self.bar.close()
             self.bar = None
 
-    def summary(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Write summary.json, which appears only when it is complete, and the model card. Returns the summary.
-
-        A run that had no step left to do keeps what it has, and writes what an earlier start did not get to write.
-        """
-        if self.laps or not (self.output_dir / SUMMARY_NAME).exists():
-            self.event("end", values["exported_step"], last_step=values["step"], tokens_seen=values["tokens_seen"])
-            written = self.output_dir / f".{SUMMARY_NAME}.new"
-            written.write_text(json.dumps(without_nan(values), indent=2, allow_nan=False) + "\n")
-            written.replace(self.output_dir / SUMMARY_NAME)
-        if self.laps or not all((self.output_dir / name).exists() for name in (CARD_NAME, CURVE_NAME)):
-            self._tolerate("the model card", lambda: write_model_card(self.output_dir, values["exported_step"]))
-        found = with_nan(json.loads((self.output_dir / SUMMARY_NAME).read_text()))
-        found.setdefault("initial", found.pop("untrained", {}))  # its earlier name
-        return found
-
     def end(self) -> None:
         """Let the trackers finish."""
         for tracker in self.accelerator.trackers:
-            self._tolerate("the tracker", tracker.finish)
-
-
-def without_nan(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values as JSON has them: a number that is not finite becomes None, at any depth."""
-    finite = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in values.items()}
-    return {key: without_nan(v) if isinstance(v, dict) else v for key, v in finite.items()}
-
-
-def with_nan(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of `without_nan` as numbers again, at any depth: its None is NaN."""
-    return {
-        key: with_nan(value) if isinstance(value, dict) else math.nan if value is None else value
-        for key, value in values.items()
-    }
-
-
-def note_loss(state: RunState, values: dict[str, Any]) -> None:
-    """Add the loss of an evaluation to the state; one that is not finite is the highest."""
-    state.losses[str(state.step)] = values["loss"] if math.isfinite(values["loss"]) else math.inf
+            self.tolerate("tracker events", tracker.finish)
 
 
 def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
@@ -334,17 +286,3 @@ def describe_evaluation(what: str, values: dict[str, Any]) -> str:
         shown = ", ".join(f"{name} {scores[name]:{'.4g' if scores[name] > 1 else '.4f'}}" for name in names)
         line += f"\n  {task}: {shown} ({scores['num_examples']:,} examples)"
     return line
-
-
-def drop_events_after(path: Path, step: int) -> None:
-    """Remove the events after the checkpoint that a run resumes from: they will be logged again."""
-    kept = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line)
-        except (ValueError, KeyError, TypeError):  # cut off by a kill or a full disk
-            continue
-    written = path.with_suffix(".new")
-    written.write_text("".join(kept), encoding="utf-8")
-    written.replace(path)

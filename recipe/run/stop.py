@@ -10,13 +10,16 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
-from recipe.checkpoint import mark_resumable
+from recipe.checkpoint import list_checkpoints, mark_resumable
+from recipe.config import TrainConfig
 from recipe.disk import flush
-from recipe.errors import ProcessError, UserError
-from recipe.hardware.memory import REMEDY, is_out_of_memory, leave_smaller_micro_batch, smaller_micro_batches
+from recipe.errors import LostProcessError, ProcessError, UserError
+from recipe.hardware.choices import Facts
+from recipe.hardware.memory import MemoryPlan, smaller_micro_batches
 from recipe.hardware.processes import LAUNCHER_DIED, largest_of_processes
-from recipe.run.start import Run
+from recipe.hardware.trial import REMEDY, is_out_of_memory, leave_smaller
 
 EXIT_STOPPED = 75  # EX_TEMPFAIL in sysexits.h: the run was saved, and the same command resumes it
 NAMES = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")
@@ -36,7 +39,7 @@ class StopSignals:
         self.count, self.newest = 0, 0  # number of signals, number of the signal
         self.interrupted_at: float | None = None  # the first Ctrl-C
         self.agreed = 0  # the signal on which the processes have agreed
-        self.handlers: dict[int, object] = {}
+        self.handlers: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():  # Python sets handlers nowhere else
@@ -118,27 +121,27 @@ def describe_signal(number: int) -> str:
 
 
 @contextlib.contextmanager
-def resumable(run: Run) -> Iterator[None]:
+def resumable(output_dir: Path, config: TrainConfig, plan: MemoryPlan, facts: Facts) -> Iterator[None]:
     """Let the same command continue a run that is out of memory, with half of the micro-batch if its size is `auto`.
 
-    The examples of a step do not depend on it. After a mistake, it would only be met again.
+    The examples of a step do not depend on it. A mistake would only be met again.
     """
-    size, accelerator = run.plan.micro_batch_size, run.accelerator
-    smaller = smaller_micro_batches(run.config, size, accelerator.num_processes, accelerator.device.type)
     try:
         yield
+    except LostProcessError:
+        raise
     except UserError:
         mark_resumable(False)
         raise
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
+        smaller = smaller_micro_batches(config, plan.micro_batch_size, facts)
+        mark_resumable(bool(smaller))
         if not smaller:
-            mark_resumable(False)
             raise ProcessError(f"out of memory; {REMEDY}") from error
-        leave_smaller_micro_batch(run.output_dir, run.plan, smaller[0])
-        mark_resumable(True)
-        raise ProcessError(
-            "out of memory; the same command with --resume_from_checkpoint auto continues from the newest checkpoint "
-            f"with micro-batches of {smaller[0]}"
-        ) from error
+        leave_smaller(output_dir, plan, smaller[0])
+        how = "the same command starts again"
+        if list_checkpoints(output_dir):
+            how = "the same command with --resume_from_checkpoint auto continues from the newest checkpoint"
+        raise ProcessError(f"out of memory; {how} with micro-batches of {smaller[0]}") from error

@@ -207,7 +207,8 @@ def print_kernels(device: torch.device, rows: int) -> None:
     for num_rows in (rows // 2, rows):
         hidden, weight = torch.randn(num_rows * 1024, 768, **options), torch.randn(50304, 768, **options)
         targets = torch.randint(50257, (num_rows * 1024,), device=device)
-        hidden.requires_grad_(), weight.requires_grad_()
+        hidden.requires_grad_()
+        weight.requires_grad_()
         for name, entropy in (("ours", cross_entropy), ("torch's", F.cross_entropy)):
             inputs = entropy, hidden, weight, targets
             print_time(f"{name} loss forward and backward, {num_rows} rows", lambda i=inputs: sum_loss(*i).backward())

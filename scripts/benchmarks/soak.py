@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from recipe.arguments import CommandLine
-from recipe.checkpoint import find_checkpoint, list_checkpoints, why_damaged
+from recipe.checkpoint import list_checkpoints, why_damaged
 from recipe.errors import UserError, run_main
 
 TRAIN = Path(__file__).resolve().parents[2] / "recipe" / "train.py"
@@ -104,7 +104,7 @@ def last_step(run: Path) -> int:
 
 def compare(through: Path, killed: Path) -> list[str]:
     """Return what differs between the two runs."""
-    newest = find_checkpoint(through, "latest").name  # pyright: ignore[reportOptionalMemberAccess]  # the run ended
+    newest = list_checkpoints(through)[-1].name  # pyright: ignore[reportOptionalMemberAccess]  # the run ended
     names = ["model.safetensors", f"{newest}/model.safetensors", f"{newest}/optimizer.pt"]
     found = [f"{name} differs" for name in names if (through / name).read_bytes() != (killed / name).read_bytes()]
     keys = ("step", "loss", "grad_norm", "learning_rate")

@@ -1,0 +1,110 @@
+"""Try a step: on a GPU, one confirms that the micro-batch fits. What runs out of memory leaves a smaller one."""
+
+import json
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils.memory import should_reduce_batch_size
+from torch import nn
+
+from recipe.config import TrainConfig
+from recipe.errors import UserError
+from recipe.hardware.choices import Facts
+from recipe.hardware.memory import MemoryPlan, smaller_micro_batches
+from recipe.hardware.processes import largest_of_processes
+
+REMEDY = (
+    "try --activation_checkpointing, a smaller micro-batch, --optim adamw_bnb_8bit, several GPUs with "
+    "accelerate_configs/fsdp.yaml, or a smaller recipe"
+)
+SMALLER_NAME = ".micro_batch"  # in output_dir: see `leave_smaller`
+
+
+def try_micro_batch(
+    accelerator: Accelerator,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    size: int,
+    config: TrainConfig,
+    facts: Facts,
+) -> int:
+    """Run one trial step, halve the micro-batch until it fits on all processes, and return its size.
+
+    module: prepared, in train mode. Neither weights nor optimizer change; the run seeds its generators later. A CPU
+    swaps instead of raising an error, so the estimate is trusted there. With shards, the other processes wait for the
+    one that runs out of memory, so the error is raised, and the next start tries a smaller size.
+    """
+    if accelerator.device.type == "cpu":
+        return size
+    share = config.global_batch_size // accelerator.num_processes
+    try:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        try:
+            for parameter in module.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()  # allocates its state, which a step of the run needs besides the activations
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise UserError("weights and optimizer alone do not fit into the memory; use a smaller recipe") from error
+        optimizer.zero_grad()
+        while not _fits(accelerator, module, size, share, config.block_size, facts.sharding is None):
+            smaller = smaller_micro_batches(config, size, facts)
+            if not smaller:
+                raise UserError(f"one step does not fit into the memory; {REMEDY}")
+            size = smaller[0]
+            torch.compiler.reset()  # discard the graphs of the shape that did not fit
+    finally:
+        optimizer.state.clear()
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"]
+        if accelerator.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()  # the peak of a trial is not the run's
+    return size
+
+
+def _fits(
+    accelerator: Accelerator, module: nn.Module, size: int, share: int, block_size: int, can_agree: bool
+) -> bool:
+    """Return whether forward and backward fit on all processes, twice if a step accumulates.
+
+    can_agree: no process needs another one for its step. Else an error is raised.
+    """
+    fits = True
+    try:
+        rows = torch.zeros(size, block_size + 1, dtype=torch.int64, device=accelerator.device)
+        for _ in range(min(2, share // size)):
+            with accelerator.no_sync(module):
+                accelerator.backward(module(rows[:, :-1], rows[:, 1:])["loss"])
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+    except RuntimeError as error:
+        if not (can_agree and is_out_of_memory(error)):
+            raise
+        fits = False
+    module.zero_grad(set_to_none=True)
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
+    return not largest_of_processes(not fits)[0]
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Return whether a smaller batch may avoid the error. Accelerate 1.15 matches messages, not the type."""
+    return isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error)
+
+
+def leave_smaller(output_dir: Path, plan: MemoryPlan, size: int) -> None:
+    """Record the micro-batch with which the next start goes on, after the plan's has run out of memory."""
+    record = {"micro_batch_size": size, "made_for": plan.made_for}
+    (output_dir / SMALLER_NAME).write_text(json.dumps(record) + "\n")
+
+
+def read_smaller(output_dir: Path) -> tuple[int, tuple[int, ...]] | None:
+    """Return what `leave_smaller` recorded: the size, and the `made_for` of the plan that ran out of memory."""
+    try:
+        record = json.loads((output_dir / SMALLER_NAME).read_text())
+        return int(record["micro_batch_size"]), tuple(record["made_for"])
+    except (OSError, ValueError, KeyError, TypeError):  # none, or of another version
+        return None

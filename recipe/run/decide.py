@@ -1,0 +1,466 @@
+"""What a run does, and when: pure functions of frozen facts, which tests/test_decide.py tests as a table.
+
+`decide_start`: which checkpoint it begins with, whether it continues that run, and what is refused before text is
+prepared. `decide_run`: its length, its schedule, and what every `auto` means here. `decide_turn`: whether to save, to
+evaluate or to end before the next step. recipe/run/look.py finds the facts, and recipe/run/start.py acts.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from transformers import PreTrainedConfig
+
+from recipe.arguments import shell_command
+from recipe.checkpoint import RunState, SavedState
+from recipe.config import CONFIG_NAME, IDENTITY_OPTIONS, OPTIONS, SCHEDULE_OPTIONS, TrainConfig
+from recipe.errors import UserError
+from recipe.hardware.accelerator import check_trackers
+from recipe.hardware.choices import Choice, Facts, apply_choices, check_sharded, choose, settle
+from recipe.hardware.memory import Memory, MemoryPlan, micro_batch_sizes, plan_device
+from recipe.hardware.probe import Measured
+from recipe.model.build import model_options
+from recipe.model.size import count_parameters, count_training_flops
+from recipe.optim.schedule import Schedule, list_changes, plan_schedule
+from recipe.publish.hub import Held, publishes_training_state, refuse_another
+
+ORIGIN_NAME = ".resumed_from"  # in output_dir: the checkpoint with which its run began
+CLOSING_SECONDS = 3.0  # for the last checkpoint, the export and the curve
+
+
+# ------------------------------------------------------------------ facts
+
+
+@dataclass(frozen=True)
+class Folder:
+    """An output folder as it is found."""
+
+    path: Path  # as the command spells it
+    place: str  # where that is, the same for each spelling
+    steps: tuple[int, ...] = ()  # of its checkpoints, ascending
+    run_id: str | None = None  # of the newest
+    results: tuple[str, ...] = ()  # files of a finished run
+    logs: tuple[str, ...] = ()  # its log, if a step is in it
+    replaced: tuple[str, ...] = ()  # files of something else that a run would replace
+    origin: str | None = None  # what ORIGIN_NAME says: a place, or an address on the Hub
+    in_use: bool = False  # by another process
+
+    @property
+    def leftovers(self) -> list[str]:
+        """What a run has left of value. One that ended before its first log line leaves nothing."""
+        return [*(f"checkpoint-{step}" for step in self.steps), *self.results, *self.logs]
+
+
+@dataclass(frozen=True)
+class Named:
+    """The checkpoint, or the folder of a run, that the command names, or that the run of the folder began with."""
+
+    text: str  # as it is spelled: a path, or hf://user/name@BRANCH
+    place: str  # where that is
+    folder: str = ""  # the place of the folder that the checkpoints are in
+    steps: tuple[int, ...] = ()  # of the checkpoints, ascending
+    run_id: str | None = None  # of the newest
+    beside: tuple[int, ...] = ()  # the steps of the checkpoints in its parent folder, if it has none
+    is_gone: bool = False
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that has been verified."""
+
+    path: Path  # where it is, or will be when it is downloaded
+    fault: str | None = None  # why it cannot be used
+    saved: SavedState | None = None  # None if there is a fault
+    repo_id: str | None = None  # the repository that holds it, if it is on the Hub
+    branch: str = ""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """All that decides how a run starts, besides its options."""
+
+    facts: Facts  # processes, device, launcher
+    folder: Folder
+    named: Named | None = None
+    checkpoints: tuple[Checkpoint, ...] = ()  # that the run may begin with, newest first, up to the first whole one
+    held: Held | None = None  # by the repository that it publishes to; None if that is new, or cannot be asked
+    trackers: tuple[str, ...] = ()  # that are installed
+    typed: frozenset[str] = frozenset()  # the names of the options on the command line
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """What a run needs to know of its dataset."""
+
+    num_rows: int  # of the training split
+    num_bytes: int = 0  # of the same
+    is_packed: bool = True  # and not the user's own object
+    metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """The model that a run trains."""
+
+    config: PreTrainedConfig  # with the vocabulary that is saved
+    padded: PreTrainedConfig  # with the vocabulary that is trained
+    saved: PreTrainedConfig | None = None  # of the checkpoint
+    files: dict[str, bytes] = dataclasses.field(default_factory=dict)  # to export, besides config and weights
+    notes: tuple[str, ...] = ()  # what the run changes in the model that it starts from
+
+
+# ------------------------------------------------------------------ start
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a run starts."""
+
+    requested: TrainConfig
+    recipe: str  # its name
+    facts: Facts
+    typed: frozenset[str]  # the names of the options on the command line
+    folder: Folder
+    resume: Checkpoint | None  # to begin with
+    continues: bool  # the run of the checkpoint, and not a new one that begins with it
+    origin: str | None  # for ORIGIN_NAME
+    held: Held | None = None  # as in `Surroundings`
+    says: tuple[str, ...] = ()
+
+    @property
+    def output_dir(self) -> Path:
+        return self.folder.path
+
+    @property
+    def saved(self) -> SavedState | None:
+        return self.resume.saved if self.resume else None
+
+    @property
+    def source(self) -> str | Path | None:
+        """The model that sets shape and tokenizer: the checkpoint, because the one that it began with may be gone."""
+        named = self.requested.model_name_or_path
+        return self.resume.path if self.resume and named else named
+
+
+def decide_start(requested: TrainConfig, recipe: str, around: Surroundings) -> Start:
+    """Decide where the run starts. Raises `UserError` for what cannot work, before text is prepared for hours."""
+    folder = around.folder
+    if folder.in_use:
+        remedy = "wait for it to end, or choose another --output_dir"
+        raise UserError(f"{folder.path} is in use by another process; {remedy}")
+    source = choose_source(requested, folder, around.named)
+    check_folder(requested, folder, around.named, source)
+    resume, says = choose_checkpoint(requested, around, source)
+    continues = resume is not None and source in ("own", "hub")
+    if requested.push_to_hub and around.held is not None:
+        saved = resume.saved if resume is not None and continues else None
+        refuse_another(requested, around.held, saved.state.run_id if saved else None)
+    check_trackers(requested, around.trackers)
+    facts = around.facts
+    if resume is not None and resume.saved is not None:
+        facts = dataclasses.replace(facts, kept=resume.saved.state.hardware)
+    micro_batch_sizes(requested, facts)
+    settle(requested, facts)
+    check_sharded(requested, facts)
+    origin = folder.origin if around.named is None else around.named.place
+    return Start(
+        requested=requested,
+        recipe=recipe,
+        facts=facts,
+        typed=around.typed,
+        folder=folder,
+        resume=resume,
+        continues=continues,
+        origin=origin if resume else None,
+        held=around.held,
+        says=says,
+    )
+
+
+def choose_source(
+    requested: TrainConfig, folder: Folder, named: Named | None
+) -> Literal["new", "own", "named", "hub"]:
+    """Return which checkpoints the run may begin with: none, those in its folder, the named one or the Hub's.
+
+    The same command can be given again and again: the checkpoint that it names is where the run begins until its
+    folder has newer ones. Raises `UserError` if the run cannot begin there.
+    """
+    asked, newest = requested.resume_from_checkpoint, folder.steps[-1] if folder.steps else None
+    if asked is None:
+        return "new"
+    if asked == "latest" or (asked == "auto" and newest is not None):
+        return "own"
+    if asked == "auto" and named is not None:  # what the folder says
+        if named.is_gone:
+            remedy = f"restore it, or delete {folder.path / ORIGIN_NAME} to start at step 0"
+            raise UserError(f"the run in {folder.path} began with {named.text}, which is gone; {remedy}")
+        return "hub" if named.text.startswith("hf://") else "named"
+    if asked == "auto" or named is None:  # without a checkpoint anywhere else; consent to replace is for a new run
+        return "hub" if publishes_training_state(requested) and not requested.hub_overwrite else "new"
+    if newest is not None:
+        is_this_run = named.folder == folder.place or (named.run_id is not None and named.run_id == folder.run_id)
+        is_newest = is_this_run and (named.place == folder.place or named.steps[-1:] == (newest,))
+        if is_newest or folder.origin == named.place:
+            return "own"
+        if is_this_run and named.steps and named.steps[-1] < newest:
+            start = f"checkpoint-{named.steps[-1]}"
+            remedy = f"pass auto to continue from there, or another --output_dir to start from {start}"
+            raise UserError(f"{folder.path} contains newer checkpoints, up to checkpoint-{newest}; {remedy}")
+    return "hub" if named.text.startswith("hf://") else "named"
+
+
+def check_folder(requested: TrainConfig, folder: Folder, named: Named | None, source: str) -> None:
+    """Raise `UserError` if the folder holds another run, or other files that a run would replace."""
+    # Also a run that ended before its first checkpoint, but not one that finished: its model could be anyone's.
+    is_same = requested.resume_from_checkpoint == "auto" or (named is not None and named.place == folder.origin)
+    if folder.leftovers and source != "own" and (folder.results or not is_same):
+        options = {"config": folder.path / CONFIG_NAME, "output_dir": folder.path, "resume_from_checkpoint": "auto"}
+        resume = f"resume it ({shell_command(**options)}), " if folder.steps else ""
+        raise UserError(
+            f"{folder.path} contains another run ({', '.join(folder.leftovers[:3])}); {resume}"
+            "delete the folder, or choose another --output_dir"
+        )
+    if folder.replaced:
+        found = f"contains files that a run would replace ({', '.join(folder.replaced)})"
+        raise UserError(f"{folder.path} {found}; choose another --output_dir")
+
+
+def choose_checkpoint(
+    requested: TrainConfig, around: Surroundings, source: str
+) -> tuple[Checkpoint | None, tuple[str, ...]]:
+    """Return the newest whole checkpoint, None for a new run, and what to say.
+
+    Raises `UserError` if no whole one is left: a run never starts over silently.
+    """
+    asked, folder, named = requested.resume_from_checkpoint, around.folder, around.named
+    whole = [checkpoint for checkpoint in around.checkpoints if checkpoint.fault is None]
+    faults = [f"{checkpoint.path}: {checkpoint.fault}" for checkpoint in around.checkpoints if checkpoint.fault]
+    if whole:
+        says = [f"skipping {fault}" for fault in faults]
+        if whole[0].repo_id:
+            says.append(f"resuming from {whole[0].repo_id}, revision {whole[0].branch}, on the Hub")
+        if source == "own" and named is not None and named.folder != folder.place and asked != "auto":
+            start = f"{folder.path} continues {named.text} already"
+            says.append(f"{start}; to start from there again, choose another --output_dir")
+        return whole[0], tuple(says)
+    if faults:
+        remedy = "choose another one, or start over in another --output_dir"
+        raise UserError(f"found no valid checkpoint to resume from ({'; '.join(faults)}); {remedy}")
+    if asked is None:
+        return None, ()
+    if source == "new" or asked == "auto":
+        return None, (f"no checkpoint in {folder.path}: the run starts at step 0",)
+    where = folder.path if named is None else Path(named.text)
+    known = ", ".join(f"checkpoint-{step}" for step in (named.beside if named else ())) or "none"
+    raise UserError(f"there is no checkpoint in {where}; {where.parent} has {known}")
+
+
+# ------------------------------------------------------------------ run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(Start):
+    """All that is decided before the model is built."""
+
+    started_at: float  # time.perf_counter, when the text is prepared, from where `max_minutes` counts
+    config: TrainConfig  # with every `auto` resolved for this machine, except the micro-batch, which `plan` has
+    schedule: Schedule
+    choices: dict[str, Choice]  # the reasons, by label
+    plan: MemoryPlan
+    model: ModelFacts
+    metadata: dict[str, Any]  # the dataset's
+    identity: dict[str, Any]  # what a run that resumes must share with its checkpoint
+    changes: dict[str, tuple]  # to the checkpoint's schedule: {option: (before, now)}
+
+    @property
+    def grad_accum(self) -> int:
+        """Micro-batches per step and process."""
+        return self.config.global_batch_size // (self.plan.micro_batch_size * self.facts.num_processes)
+
+
+def decide_run(
+    start: Start,
+    data: DataFacts,
+    model: ModelFacts,
+    memory: Memory,
+    rates: Measured | None = None,
+    started_at: float = 0.0,
+) -> Run:
+    """Resolve the length of the run and every `auto`. Raises `UserError` if run and checkpoint do not belong together.
+
+    rates: what the machine is measured to do, for the choices that `settle` leaves open.
+    """
+    requested, saved = start.requested, start.saved
+    state = saved.state if saved else RunState()
+    if not data.is_packed and (requested.streaming or requested.data_placement != "mmap"):
+        raise UserError("--streaming and --data_placement require a packed dataset")
+    schedule = plan_schedule(requested, data.num_rows, state.step, state.examples, saved.schedule if saved else None)
+    identity = run_identity(requested, data.metadata, model.config)
+    changes = check_identity(start, identity, schedule, model) if saved else {}
+    continues = start.continues and not (changes and start.resume and start.resume.repo_id)
+    if start.continues and not continues and requested.push_to_hub and start.held is not None:
+        note = "with another schedule or batch, this is a new run: "
+        if requested.resume_from_checkpoint == "auto":  # which starts over with --hub_overwrite
+            note += f"resume from hf://{requested.hub_model_id} and "
+        refuse_another(requested, start.held, None, note)
+
+    config = dataclasses.replace(  # what the data and the model have resolved
+        requested,
+        max_steps=schedule.max_steps,
+        num_train_epochs=None,
+        warmup_steps=schedule.warmup_steps,
+        model_type=model.config.model_type,
+        dataset_revision=data.metadata["source"].get("dataset_revision") if requested.dataset_name else None,
+    )
+    total_flops = count_training_flops(config, model.padded, count_parameters(model.padded))
+    facts = dataclasses.replace(start.facts, total_flops=total_flops)
+    choices = choose(config, facts, rates)
+    config = apply_choices(config, choices, facts)
+    if facts.sharding is not None:
+        choices = {"layout": Choice("FSDP", facts.sharding.describe()), **choices}
+    if config.max_eval_samples == "auto" and saved:  # an extended run evaluates the same rows
+        config = dataclasses.replace(config, max_eval_samples=state.initial.get("num_rows", "auto"))
+    earlier = state.memory if saved and saved.num_processes == facts.num_processes else None
+    data_bytes = data.num_bytes if config.data_placement == "device" else 0
+    plan = plan_device(config, model.padded, facts, memory, earlier, data_bytes)
+    return Run(
+        **vars(dataclasses.replace(start, continues=continues, facts=facts)),
+        started_at=started_at,
+        config=plan.apply(config),
+        schedule=schedule,
+        choices=choices,
+        plan=plan,
+        model=model,
+        metadata=data.metadata,
+        identity=identity,
+        changes=changes,
+    )
+
+
+def run_identity(config: TrainConfig, metadata: dict[str, Any], model_config: PreTrainedConfig) -> dict[str, Any]:
+    """Return what a resumed run must share with its checkpoint: data (metadata: of the dataset), model and options."""
+    return {
+        "dataset": metadata["content_sha256"],
+        "dataset_revision": metadata["source"].get("dataset_revision"),
+        "streamed_text": metadata["fingerprint"] if config.streaming else None,
+        "tokenizer": metadata["tokenizer_sha256"],
+        **{name: getattr(config, name) for name in IDENTITY_OPTIONS},
+        "dataset_weights": [round(of["share"], 9) for of in metadata.get("mixture", {}).values()] or None,
+        **_model_identity(model_config),
+    }
+
+
+def _model_identity(model_config: PreTrainedConfig) -> dict[str, Any]:
+    shape = {"vocab_size": model_config.vocab_size, "n_positions": model_config.max_position_embeddings}
+    return shape | {name: getattr(model_config, name) for name in model_options(model_config.model_type)}
+
+
+def check_identity(start: Start, identity: dict[str, Any], schedule: Schedule, model: ModelFacts) -> dict[str, tuple]:
+    """Return what a resumed run changes: {option: (before, now)} of the schedule, and the global batch if it is typed.
+
+    Raises `UserError` for other differences.
+    """
+    assert start.resume is not None and start.saved is not None
+    where, saved = start.resume.path, start.saved
+    # An option that was added since then had its default; so had one of the model, in a later Transformers.
+    before = {name: OPTIONS[name].default for name in IDENTITY_OPTIONS} | saved.identity
+    before |= _model_identity(model.saved) if model.saved else {}
+    refused = {key: (before.get(key), now) for key, now in identity.items() if before.get(key) != now}
+    refused.pop("dataset_revision", None)  # its rows count
+    changes = list_changes(saved.schedule, schedule, saved.state.examples)
+    micro_batch = {"per_device_train_batch_size", "gradient_accumulation_steps"}  # both set the batch
+    if not ("global_batch_size" in start.typed or micro_batch <= start.typed):  # which is consent to change it
+        refused |= {key: value for key, value in changes.items() if key == "global_batch_size"}
+    if refused:
+        listed = "; ".join(f"{key} {_short(old)} -> {_short(now)}" for key, (old, now) in sorted(refused.items()))
+        remedy = "pass the run's own options (--config training_config.yaml of its folder), or start a new run"
+        if refused.keys() <= {"dataset", "streamed_text"}:
+            remedy = "its text, or the order of its datasets, has changed; pass them as they were, or start a new run"
+        if refused.keys() == {"global_batch_size"}:
+            remedy = f"pass --global_batch_size {schedule.global_batch_size} to continue with another batch"
+        raise UserError(f"{where} belongs to a run with other options: {listed}; {remedy}")
+    if schedule.max_steps is not None and schedule.max_steps < saved.state.step:
+        remedy = "pass a larger --max_steps, or an earlier checkpoint and another --output_dir"
+        raise UserError(f"{where} is at step {saved.state.step} already; {remedy}")
+    return changes
+
+
+def _short(value: object) -> str:
+    return value[:12] if isinstance(value, str) and len(value) == 64 else repr(value)  # a SHA-256
+
+
+def recorded_options(run: Run, is_over: bool) -> TrainConfig:
+    """Return the options that repeat the run, for training_config.yaml: the requested ones, with a length in steps.
+
+    is_over: another schedule without a step of its own is not that of these weights.
+    """
+    schedule = run.saved.schedule if is_over and run.saved else run.schedule
+    options = {name: getattr(schedule, name) for name in ("global_batch_size", *SCHEDULE_OPTIONS)}
+    resolved = {name: getattr(run.config, name) for name in ("num_train_epochs", "model_type", "dataset_revision")}
+    return dataclasses.replace(run.requested, **options, **resolved)
+
+
+# ------------------------------------------------------------------ turn
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the loop does before the next step."""
+
+    progress: float  # of the run, from 0 to 1
+    decay_start: int | None  # for the state
+    save: bool
+    evaluate: bool
+    end: bool  # instead of the step
+
+
+def decide_turn(run: Run, state: RunState, stop: bool) -> Turn:
+    """Decide what comes before the next step. stop: a signal has arrived.
+
+    A checkpoint is saved before the evaluation of the same step: what an evaluation costs a run that is killed in it
+    is this evaluation, not the steps since the checkpoint before.
+    """
+    config, progress = run.config, measure_progress(run.schedule, state)
+    is_last = is_over(run, state)
+    decay_start = None
+    if run.schedule.is_decaying(progress):
+        decay_start = state.step if state.decay_start is None else state.decay_start
+
+    def is_due(period: int) -> bool:  # 0: only at the end
+        return is_last or (period > 0 and state.step % period == 0)
+
+    saves = config.save_steps > 0 and (is_due(config.save_steps) or state.step == decay_start)
+    evaluates = state.step == 0 or is_due(config.eval_steps) or (config.load_best_model_at_end and saves)
+    evaluate = evaluates and not stop and state.step not in state.evaluations
+    return Turn(
+        progress=progress,
+        decay_start=decay_start,
+        save=state.step > 0 and (stop or (saves and state.step != state.saved_step)),
+        evaluate=evaluate,
+        end=stop or (is_last and not evaluate),
+    )
+
+
+def is_over(run: Run, state: RunState) -> bool:
+    """Return whether no step is left to make."""
+    stalled = has_stalled(state, run.config.early_stopping_patience)
+    return measure_progress(run.schedule, state) >= 1 or (state.step > 0 and stalled)
+
+
+def measure_progress(schedule: Schedule, state: RunState) -> float:
+    """Return the share of the run's examples, or of its time for steps, that is used up: from 0 to 1."""
+    if state.step == 0:
+        return 0.0
+    shares = [state.examples / schedule.num_examples] if schedule.num_examples else []
+    if schedule.max_minutes:
+        reserved = CLOSING_SECONDS + 2 * state.initial.get("seconds", 0.0)  # save, evaluate, export
+        available = 60 * schedule.max_minutes - reserved - state.setup_seconds
+        shares.append((state.seconds - state.setup_seconds) / max(1.0, available))
+    return min(1.0, max(shares))
+
+
+def has_stalled(state: RunState, patience: int | None) -> bool:
+    """Return whether none of the last `patience` evaluations since `patience_start` had a new lowest loss."""
+    losses = [loss for step, loss in state.losses.items() if int(step) > state.patience_start]
+    return patience is not None and bool(losses) and len(losses) - 1 - losses.index(min(losses)) >= patience
