@@ -9,18 +9,24 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 import yaml
+from accelerate import Accelerator
 from accelerate.commands import launch as launch_module
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command, launch_command_parser
 from conftest import ROOT, read_events, reset_accelerate
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from recipe.command_line import load_config
 from recipe.errors import UserError
 from recipe.hardware import processes
 from recipe.hardware.choices import Facts, check_sharded
 from recipe.hardware.processes import start_processes, wants_cpu
-from recipe.hardware.sharding import USE_FSDP, Sharding, take_sharding
+from recipe.hardware.sharding import USE_FSDP, Sharding, shard, take_sharding
+from recipe.model.loss import LanguageModelingLoss
 from recipe.publish.hub import publishes_training_state
 
 FILES = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
@@ -146,6 +152,31 @@ def test_one_process_has_nothing_to_shard(version):
     assert take_sharding({USE_FSDP: "true", "FSDP_VERSION": str(version), "WORLD_SIZE": "1"}) is None
 
 
+def test_machines_exchange_gradients_once_per_step():
+    """With a copy of all shards on each of two machines: one reduction for each of two blocks and the rest."""
+    counts, num_micro_batches = [], 4
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        shape = {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 64, "n_positions": 8, "bos_token_id": 0}
+        module = LanguageModelingLoss(GPT2LMHeadModel(GPT2Config(**shape, eos_token_id=0)), 64)
+        shard(module, Sharding(2, num_replicas=2), "cpu")
+        reset_accelerate()
+        accelerator, rows = Accelerator(cpu=True), torch.zeros(2, 9, dtype=torch.int64)
+        accelerator.gradient_accumulation_steps = num_micro_batches
+        with (
+            mock.patch.object(Accelerator, "use_distributed", True),
+            mock.patch("torch.distributed.all_reduce", lambda *_, **__: counts.append(1)),
+        ):
+            for _ in range(num_micro_batches):
+                with accelerator.accumulate(module):
+                    accelerator.backward(module(rows[:, :-1], rows[:, 1:])["loss"])
+    finally:
+        dist.destroy_process_group()
+        reset_accelerate()
+    assert len(counts) == 3
+    assert all(p.grad is not None and p.grad.to_local().isfinite().all() for p in module.parameters())
+
+
 @pytest.mark.parametrize(
     ("argv", "mode", "message"),
     [
@@ -157,7 +188,7 @@ def test_one_process_has_nothing_to_shard(version):
 def test_options_that_do_not_work_with_shards(argv, mode, message):
     config = load_config(["--dataset_dir", "d", "--mixed_precision", "bf16", *argv])[0]
     with pytest.raises(UserError, match=f"FSDP does not work with .*{message}"):
-        check_sharded(config, Facts("cuda", launcher_mode=mode))
+        check_sharded(config, Facts("cuda", sharding=Sharding(2), launcher_mode=mode))
 
 
 @pytest.mark.parametrize("answers", [{"distributed_type": "MULTI_CPU", "use_cpu": True}, {"distributed_type": "NO"}])

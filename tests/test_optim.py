@@ -6,6 +6,7 @@ import math
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -120,6 +121,16 @@ def test_bad_gradients_change_nothing(optim, bad):
     torch.testing.assert_close(found, run([None] * 3)[1], rtol=0, atol=0)
     with pytest.raises(AssertionError):
         torch.testing.assert_close(found, run([None] * 2)[1], rtol=0, atol=0)
+
+
+def test_the_host_decides_where_a_fused_kernel_ignores_bad_gradients():
+    """On MPS: the loop does not call the optimizer, which would write NaN into every weight."""
+    reset_accelerate()
+    accelerator, module = Accelerator(cpu=True), torch.nn.Linear(6, 1)
+    optimizer, guard = build_optimizer(config_of("adamw_torch_fused"), module), UpdateGuard(accelerator)
+    guard.accelerator = SimpleNamespace(device=SimpleNamespace(type="mps"), scaler=None)
+    assert not guard.allows(optimizer, torch.ones(()), torch.tensor(math.nan)) and not hasattr(optimizer, "found_inf")
+    assert guard.allows(optimizer, torch.ones(()), torch.ones(())) and guard.counts.tolist() == [1, 0]
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch"])

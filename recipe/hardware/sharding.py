@@ -7,6 +7,7 @@ applies no autocast, and rounds the loss to bf16 (1.15).
 import contextlib
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 from accelerate.utils import str_to_bool
@@ -73,7 +74,8 @@ def shard(module: nn.Module, sharding: Sharding, device_type: str) -> None:
     """Shard a module in place: each block of its model by itself, and the rest, with the tied embeddings, together.
 
     The parameters are replaced. On a GPU, the shards are moved there. Every backward averages the gradients over the
-    processes and adds each shard to its process's.
+    processes of a machine and adds each shard to its process's. Those of several machines are averaged outside
+    `no_sync`, which Accelerate enters for all micro-batches of a step but the last.
     """
     shape, names = (sharding.num_replicas, sharding.num_shards), ("replicas", "shards")
     if sharding.num_replicas == 1:
@@ -83,6 +85,17 @@ def shard(module: nn.Module, sharding: Sharding, device_type: str) -> None:
         fully_shard(block, mesh=mesh, reshard_after_forward=sharding.reshard_after_forward)
     fully_shard(module, mesh=mesh, reshard_after_forward=False)
     module.sharding = sharding  # pyright: ignore[reportArgumentType]  # torch expects tensors and modules
+    if sharding.num_replicas > 1:
+        module.no_sync = partial(_keep_on_machine, module)  # pyright: ignore[reportArgumentType]
+
+
+@contextlib.contextmanager
+def _keep_on_machine(module: FSDPModule) -> Iterator[None]:
+    module.set_requires_all_reduce(False)
+    try:
+        yield
+    finally:
+        module.set_requires_all_reduce(True)
 
 
 def reset(module: nn.Module) -> None:

@@ -22,7 +22,8 @@ class UpdateGuard:
         """Return whether to call the optimizer's `step`.
 
         A fused optimizer may always be called: its kernel reads `found_inf` on the device, and with a 1 changes
-        nothing. For other optimizers, the host waits for the device.
+        nothing. For other optimizers, and on MPS, whose kernel ignores it (pytorch#186360), the host waits for the
+        device.
 
         loss: this process's mean. grad_norm: of the accumulated, unscaled gradients.
         """
@@ -34,7 +35,7 @@ class UpdateGuard:
             is_low = scaler._scale < 1  # pyright: ignore[reportOptionalOperand]  # a tensor since the first backward
             bad = bad & (~torch.isfinite(loss) | is_low.view(()))
         self.counts = torch.stack([self.counts[0] + skipped, (self.counts[1] + bad) * bad])
-        if not optimizer.defaults.get("fused"):
+        if not optimizer.defaults.get("fused") or self.accelerator.device.type == "mps":
             return not skipped.item()
         optimizer.found_inf = skipped.float()  # pyright: ignore[reportAttributeAccessIssue]  # as GradScaler does
         return True
