@@ -164,6 +164,11 @@ STARTS = [
         "began with base/checkpoint-2, which is gone; restore it, or delete run/.resumed_from",
     ),
     (
+        AUTO,  # it is there, but its checkpoint is not
+        {"folder": folder(origin="/w/base"), "named": named("base", ())},
+        "there is no checkpoint in base",
+    ),
+    (
         "--resume_from_checkpoint base/checkpoint-9",
         {"folder": folder(), "named": named("base/checkpoint-9", (), None, beside=(2, 4))},
         "no checkpoint in base/checkpoint-9; base has checkpoint-2, checkpoint-4",
@@ -245,13 +250,12 @@ SLOW_BF16 = Measured({"no": 1e11, "bf16": 3e10}, {"sdpa": 1.0, "eager": 1.2}, 2)
 FAST_BF16 = Measured({"no": 1e11, "bf16": 4e11}, {"sdpa": 2.0, "eager": 1.0}, 2)
 
 
-def start_of(command="", before=None, facts=CPU, typed=(), **checkpoint):
+def start_of(command="", before=None, facts=CPU, **checkpoint):
     """Return the start of a run, or of one that continues a checkpoint. before: from `saved`."""
     resume = None if before is None else Checkpoint(Path("run/checkpoint-20"), None, before, **checkpoint)
-    if before is not None:
-        facts = dataclasses.replace(facts, kept=before.state.hardware)
     words = {word[2:] for word in command.split() if word.startswith("--")}
-    return Start(config_of(command), "demo", facts, frozenset(words), folder(), resume, resume is not None, None)
+    around = Surroundings(facts, folder(), typed=frozenset(words))
+    return Start(config_of(command), "demo", around, resume, continues=resume is not None)
 
 
 def run_of(command="", before=None, data=DATA, memory=ROOM, rates=FAST_BF16, model=MODEL, **start) -> Run:
@@ -352,14 +356,18 @@ def test_what_a_run_is(command, found, expected):
         assert run.config.max_eval_samples == 7  # the rows of the run, however long it is now
 
 
+def with_typed(start, *names):
+    return dataclasses.replace(start, around=dataclasses.replace(start.around, typed=frozenset(names)))
+
+
 def test_a_batch_without_consent_is_refused():
     """It may come from another recipe. Typed, it is consent; so are both of its factors."""
     start = start_of("--global_batch_size 4", after(20))
     shape = ModelFacts(MODEL, MODEL, MODEL)
     with pytest.raises(UserError, match="global_batch_size 8 -> 4; pass --global_batch_size 4 to continue"):
-        decide_run(dataclasses.replace(start, typed=frozenset()), DATA, shape, ROOM, FAST_BF16)
-    both = frozenset({"per_device_train_batch_size", "gradient_accumulation_steps"})
-    assert decide_run(dataclasses.replace(start, typed=both), DATA, shape, ROOM, FAST_BF16).changes
+        decide_run(with_typed(start), DATA, shape, ROOM, FAST_BF16)
+    both = with_typed(start, "per_device_train_batch_size", "gradient_accumulation_steps")
+    assert decide_run(both, DATA, shape, ROOM, FAST_BF16).changes
 
 
 def test_a_run_that_ran_out_of_memory_continues_with_less():

@@ -119,18 +119,19 @@ class Start:
 
     requested: TrainConfig
     recipe: str  # its name
-    facts: Facts
-    typed: frozenset[str]  # the names of the options on the command line
-    folder: Folder
-    resume: Checkpoint | None  # to begin with
-    continues: bool  # the run of the checkpoint, and not a new one that begins with it
-    origin: str | None  # for ORIGIN_NAME
-    held: Held | None = None  # as in `Surroundings`
+    around: Surroundings
+    resume: Checkpoint | None = None  # to begin with
+    continues: bool = False  # the run of the checkpoint; else a new one begins with it
+    origin: str | None = None  # for ORIGIN_NAME
     says: tuple[str, ...] = ()
 
     @property
+    def facts(self) -> Facts:
+        return self.around.facts
+
+    @property
     def output_dir(self) -> Path:
-        return self.folder.path
+        return self.around.folder.path
 
     @property
     def saved(self) -> SavedState | None:
@@ -157,25 +158,11 @@ def decide_start(requested: TrainConfig, recipe: str, around: Surroundings) -> S
         saved = resume.saved if resume is not None and continues else None
         refuse_another(requested, around.held, saved.state.run_id if saved else None)
     check_trackers(requested, around.trackers)
-    facts = around.facts
-    if resume is not None and resume.saved is not None:
-        facts = dataclasses.replace(facts, kept=resume.saved.state.hardware)
-    micro_batch_sizes(requested, facts)
-    settle(requested, facts)
-    check_sharded(requested, facts)
+    micro_batch_sizes(requested, around.facts)
+    settle(requested, around.facts)
+    check_sharded(requested, around.facts)
     origin = folder.origin if around.named is None else around.named.place
-    return Start(
-        requested=requested,
-        recipe=recipe,
-        facts=facts,
-        typed=around.typed,
-        folder=folder,
-        resume=resume,
-        continues=continues,
-        origin=origin if resume else None,
-        held=around.held,
-        says=says,
-    )
+    return Start(requested, recipe, around, resume, continues, origin if resume else None, says)
 
 
 def choose_source(
@@ -249,7 +236,7 @@ def choose_checkpoint(
         raise UserError(f"found no valid checkpoint to resume from ({'; '.join(faults)}); {remedy}")
     if asked is None:
         return None, ()
-    if source == "new" or asked == "auto":
+    if source == "new" or (source == "hub" and asked == "auto"):
         return None, (f"no checkpoint in {folder.path}: the run starts at step 0",)
     where = folder.path if named is None else Path(named.text)
     known = ", ".join(f"checkpoint-{step}" for step in (named.beside if named else ())) or "none"
@@ -299,11 +286,11 @@ def decide_run(
     identity = run_identity(requested, data.metadata, model.config)
     changes = check_identity(start, identity, schedule, model) if saved else {}
     continues = start.continues and not (changes and start.resume and start.resume.repo_id)
-    if start.continues and not continues and requested.push_to_hub and start.held is not None:
+    if start.continues and not continues and requested.push_to_hub and start.around.held is not None:
         note = "with another schedule or batch, this is a new run: "
         if requested.resume_from_checkpoint == "auto":  # which starts over with --hub_overwrite
             note += f"resume from hf://{requested.hub_model_id} and "
-        refuse_another(requested, start.held, None, note)
+        refuse_another(requested, start.around.held, None, note)
 
     config = dataclasses.replace(  # what the data and the model have resolved
         requested,
@@ -314,7 +301,7 @@ def decide_run(
         dataset_revision=data.metadata["source"].get("dataset_revision") if requested.dataset_name else None,
     )
     total_flops = count_training_flops(config, model.padded, count_parameters(model.padded))
-    facts = dataclasses.replace(start.facts, total_flops=total_flops)
+    facts = dataclasses.replace(start.facts, total_flops=total_flops, kept=state.hardware)
     choices = choose(config, facts, rates)
     config = apply_choices(config, choices, facts)
     if facts.sharding is not None:
@@ -325,7 +312,7 @@ def decide_run(
     data_bytes = data.num_bytes if config.data_placement == "device" else 0
     plan = plan_device(config, model.padded, facts, memory, earlier, data_bytes)
     return Run(
-        **vars(dataclasses.replace(start, continues=continues, facts=facts)),
+        **vars(dataclasses.replace(start, continues=continues)),
         started_at=started_at,
         config=plan.apply(config),
         schedule=schedule,
@@ -370,7 +357,8 @@ def check_identity(start: Start, identity: dict[str, Any], schedule: Schedule, m
     refused.pop("dataset_revision", None)  # its rows count
     changes = list_changes(saved.schedule, schedule, saved.state.examples)
     micro_batch = {"per_device_train_batch_size", "gradient_accumulation_steps"}  # both set the batch
-    if not ("global_batch_size" in start.typed or micro_batch <= start.typed):  # which is consent to change it
+    typed = start.around.typed
+    if not ("global_batch_size" in typed or micro_batch <= typed):  # which is consent to change it
         refused |= {key: value for key, value in changes.items() if key == "global_batch_size"}
     if refused:
         listed = "; ".join(f"{key} {_short(old)} -> {_short(now)}" for key, (old, now) in sorted(refused.items()))

@@ -111,8 +111,8 @@ def open_run(requested: TrainConfig, recipe: str) -> Start:
         return start
 
     start, state = on_main_process(look_and_claim), PartialState()
-    facts = find_facts(device_of(state), state.num_processes, sharding=sharding, kept=start.facts.kept)
-    start = dataclasses.replace(start, requested=requested, facts=facts)  # those of this process
+    facts = find_facts(device_of(state), state.num_processes, sharding=sharding)  # of this process, as its options
+    start = dataclasses.replace(start, requested=requested, around=dataclasses.replace(start.around, facts=facts))
     check_optimizer(requested, device_of(state))
     build_model_config(requested, 1, 0, start.source)
     load_tasks(requested.eval_tasks)  # reports a wrong file before text is prepared
@@ -122,7 +122,7 @@ def open_run(requested: TrainConfig, recipe: str) -> Start:
 def claim(start: Start) -> bool:
     """Lock the folder of the run, unless it is no longer as it was, and prepare what the run begins with."""
     folder, requested = start.output_dir, start.requested
-    if not lock_output_dir(folder) or look_at_folder(folder) != start.folder:
+    if not lock_output_dir(folder) or look_at_folder(folder) != start.around.folder:
         return False
     clean_checkpoints(folder)
     create_repository(requested)
@@ -133,7 +133,7 @@ def claim(start: Start) -> bool:
         download_checkpoint(resume.repo_id, resume.branch, resume.path, is_auto)
     if start.origin is None:
         (folder / ORIGIN_NAME).unlink(missing_ok=True)
-    elif start.origin != start.folder.origin:
+    elif start.origin != start.around.folder.origin:
         (folder / ORIGIN_NAME).write_text(f"{start.origin}\n")
     return True
 
@@ -160,7 +160,8 @@ def plan_run(start: Start, dataset: Any) -> Run:
         data = dataclasses.replace(data, num_bytes=dataset.train.num_bytes)
     schedule = plan_schedule(requested, data.num_rows)
     check_same_run(vars(schedule) | run_identity(requested, metadata, model.config))
-    rates = on_main_process(lambda: measure_open(requested, start.facts, device, model.padded))
+    facts = dataclasses.replace(start.facts, kept=start.saved.state.hardware if start.saved else {})
+    rates = on_main_process(lambda: measure_open(requested, facts, device, model.padded))
     num_local = count_local_processes(start.facts.num_processes)
     usable = int(-largest_of_processes(-measure_usable_bytes(device, num_local))[0])
     memory = on_main_process(lambda: Memory(usable, measure_total_bytes(device), read_smaller(start.output_dir)))
