@@ -16,11 +16,9 @@ from conftest import BLOCK_SIZE, TINY, read_events
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipe.checkpoint import STATE_NAME, CheckpointSaver, list_checkpoints, seal_checkpoint
-from recipe.command_line import load_config
 from recipe.data import batches
 from recipe.data.batches import example_rows
 from recipe.errors import UserError
-from recipe.optim.schedule import plan_schedule
 from recipe.publish.public import count_tokens
 
 LATEST = ["--resume_from_checkpoint", "latest"]
@@ -165,12 +163,6 @@ def test_a_typed_global_batch_size_changes_the_batch(train, run_dir, tmp_path, c
     assert "all 4 steps are done" in printed and f"4 steps = {20 * BLOCK_SIZE} tokens" in printed
 
 
-def test_epochs_are_counted_in_examples():
-    """10 epochs of 100 rows in batches of 10 are 100 steps; of 25 from step 40 on, 40 + 600 / 25."""
-    config = load_config(["--dataset_dir", "d", "--num_train_epochs", "10", "--global_batch_size", "25"])[0]
-    assert plan_schedule(config, 100, step=40, examples=400).max_steps == 64
-
-
 def test_a_folder_with_another_run_is_refused(train, run_dir):
     """Nothing in it changes, and the options that the message suggests resume the run with its own options."""
     before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
@@ -185,11 +177,3 @@ def test_an_output_dir_below_a_file(train, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"cannot write to output_dir .*file/run"):
         train(output_dir=tmp_path / "file" / "run")
-
-
-def test_a_folder_of_something_else(train, tmp_path):
-    """A run does not replace a project's README or another model's config."""
-    (tmp_path / "project").mkdir()
-    (tmp_path / "project" / "README.md").write_text("a project")
-    with pytest.raises(UserError, match=r"contains files that a run would replace \(README.md\)"):
-        train(output_dir=tmp_path / "project")

@@ -153,15 +153,6 @@ def test_a_valid_manifest_with_unknown_content_is_refused(train, run_dir, name):
         train("--resume_from_checkpoint", "latest")
 
 
-def test_a_run_starts_over_after_a_death_before_its_first_checkpoint(train):
-    """With `auto`; the log of the first try is gone. test_decide.py: what `auto` refuses."""
-    run = train("--max_steps", 1, *AUTO)
-    for name in ("summary.json", "model.safetensors"):
-        (run / name).unlink()
-    train("--max_steps", 1, *AUTO)
-    assert [event["step"] for event in read_events(run, "train")] == [1]
-
-
 def test_a_kill_during_a_save_leaves_nothing_that_counts(train, run_dir):
     """A partial checkpoint and a torn log line are ignored, and the next process removes them."""
     shutil.copytree(run_dir / "checkpoint-4", run_dir / ".checkpoint-4.partial")
@@ -748,24 +739,6 @@ def test_a_run_killed_before_an_evaluation_makes_it_when_it_resumes(train, short
             train(*options)
     assert [event["step"] for event in read_events(tmp_path / "run", "eval")] == [0]
     check_equal(train(*options, *AUTO), short_run, killed_at=10)
-
-
-def test_a_signal_to_a_resumed_run_that_has_made_no_step(train, run_dir, monkeypatch, job_file):
-    """It has nothing new to save, but its job is queued again."""
-    monkeypatch.setattr(recipe.train, "build_profiler", lambda *_: send("SIGUSR1") or contextlib.nullcontext())
-    with pytest.raises(SystemExit) as stopped:
-        train("--max_steps", 8, *AUTO)
-    assert stopped.value.code == EXIT_STOPPED and job_file.exists()
-
-
-def test_a_signal_in_the_last_step(train, short_run, monkeypatch, tmp_path):
-    """The run is saved, and the same command evaluates and exports it."""
-    signal_this_process_after(30, "SIGTERM", monkeypatch)
-    with pytest.raises(SystemExit) as stopped:
-        train(*SHORT, *AUTO)
-    assert stopped.value.code == EXIT_STOPPED
-    assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["checkpoint-30"]
-    check_equal(train(*SHORT, *AUTO), short_run)
 
 
 def test_a_signal_while_saving(train, short_run, monkeypatch, tmp_path):

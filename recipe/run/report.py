@@ -45,6 +45,10 @@ MANY_EPOCHS = 100
 STOP_SECONDS = 60.0  # for uploads after a signal: Slurm's batch files leave 300 s for all of the end
 PROFILED_STEPS = 3
 TRACE_NAME = "trace.json.gz"
+SUMMARIZED = (  # of `RunFacts`
+    *("command", "num_processes", "mixed_precision", "dynamo_backend", "attn_implementation"),
+    *("per_device_train_batch_size", "environment"),
+)
 SAME_LENGTH = 0.05  # share of the tokens by which a run may differ from the one that it is compared with
 
 
@@ -280,14 +284,8 @@ def build_summary(
         "wall_seconds": log.seconds(),
         "num_parameters": facts.model.num_parameters,
         "dataset_content_sha256": facts.data.content_sha256,
-        "command": facts.command,
         "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "num_processes": facts.num_processes,
-        "mixed_precision": facts.mixed_precision,
-        "dynamo_backend": facts.dynamo_backend,
-        "attn_implementation": facts.attn_implementation,
-        "per_device_train_batch_size": facts.per_device_train_batch_size,
-        "environment": facts.environment,
+        **{name: getattr(facts, name) for name in SUMMARIZED},
     }
 
 
