@@ -98,12 +98,13 @@ def one_line(error: object) -> str:
 def short_reason(error: BaseException) -> str:
     """Summarize another library's exception in one line: its name and message.
 
-    A full disk, behind whatever the library raised when it closed its file, is just that (torch 2.13).
+    A full disk is just that, behind whatever torch raised when it closed its file (2.13), or in safetensors' words.
     """
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, OSError) and cause.errno in FIXABLE:
-            return cause.strerror or one_line(cause)
+        for reason in map(os.strerror, FIXABLE):
+            if reason in str(cause):
+                return reason
         cause = cause.__cause__ or cause.__context__
     return f"{type(error).__name__}: {one_line(error)}"
 

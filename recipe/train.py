@@ -68,13 +68,13 @@ def main() -> int:
     log = RunLog(run, accelerator, state, facts, batches, optimizer, guard)
     uploads = HubUploads(config, state.run_id, run.output_dir, log.say)
     saver = CheckpointSaver(run.output_dir, config, schedule, run.identity, trained, log.failed, uploads.add)
-    show_start(log, facts, state, validation.num_rows)
 
     # ------------------------------------------------------------------ loop: one turn is one optimizer step
     grad_accum = accelerator.gradient_accumulation_steps = run.grad_accum
     host_memory = HostMemory()
     can_resume = resumable(run.output_dir, config, run.plan, run.facts)
     with StopSignals() as signals, can_resume, build_profiler(run, log) as profiler:
+        show_start(log, facts, state, validation.num_rows)
         while True:  # saving and evaluation are at the top, so the last turn makes no step
             stop, state.seconds = signals.agree(log.seconds())  # all processes at the same step
             turn = decide_turn(run, state, stop)
@@ -102,7 +102,7 @@ def main() -> int:
                 for name, value in outputs.items():
                     means[name] = means.get(name, 0.0) + value.detach() / grad_accum
             grad_norm = whole(accelerator.clip_grad_norm_(module.parameters(), config.max_grad_norm or math.inf))
-            scale = learning_rate_scale(schedule, state.examples, turn.progress)
+            scale = learning_rate_scale(schedule, state.examples, state.progress)
             for group in optimizer.param_groups:
                 group["lr"] = group["initial_lr"] * scale
             if guard.allows(optimizer, means["loss"], grad_norm):  # not if it is NaN; a fused kernel checks by itself
@@ -122,9 +122,9 @@ def main() -> int:
         # -------------------------------------------------------------- end
         log.close(state)
         batches.close()
-        saved = saver.finish(state)  # no process leaves before the checkpoint is on disk
+        is_saved = saver.finish(state)  # no process leaves before the checkpoint is on disk
         if stop:
-            return stop_run(log, uploads, state, signals, saved)
+            return stop_run(log, uploads, state, signals, is_saved)
         return finish_run(log, uploads, state, signals, facts, model)
 
 

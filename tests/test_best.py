@@ -48,6 +48,7 @@ def test_the_best_checkpoint_is_kept_and_exported(train, capsys):
     before = {path: path.read_bytes() for path in output_dir.glob("*") if path.name in RESULTS}
     train(*OVERFITS, "--resume_from_checkpoint", "auto")
     assert {path: path.read_bytes() for path in before} == before
+    assert "stopped early after 10 steps" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("killed_at", [5, 7, 9])

@@ -99,7 +99,7 @@ STARTS = [
     (AUTO, {"folder": folder(2, 4), "checkpoints": (DAMAGED, OLDER)}, "continues run/checkpoint-2: skipping .*rng.pt"),
     (AUTO, {"folder": folder(4), "checkpoints": (DAMAGED,)}, "no valid checkpoint .*rng.pt is missing"),
     (LATEST, {"folder": folder(4), "checkpoints": (DAMAGED,)}, "no valid checkpoint"),
-    (LATEST, {"folder": folder()}, "there is no checkpoint in run"),
+    (LATEST, {"folder": folder()}, "there is no checkpoint in run; pass auto"),
     (LATEST, {"folder": folder(**DIED)}, "there is no checkpoint in run"),
     (AUTO, {"folder": folder(**DIED)}, "new: .*the run starts at step 0"),  # it died before its first checkpoint
     (AUTO, {"folder": folder(**FINISHED)}, "contains another run"),  # its model could be anyone's
@@ -136,7 +136,7 @@ STARTS = [
     (
         "--resume_from_checkpoint original/checkpoint-6",  # the copy has not got so far
         {"folder": folder(2, 4), "named": named("original/checkpoint-6", (6,), "own")},
-        "contains another run",
+        "of the same run as checkpoint-4 in run, but newer; move it to run and pass auto",
     ),
     # --- branches: a checkpoint of another folder
     (BASE, {"folder": folder(), "named": named(), "checkpoints": (THERE,)}, "branches from base/checkpoint-2"),
@@ -325,6 +325,7 @@ RUNS = [
     # --- what may change, and what may not
     ("--max_steps 160", {"before": AT_20}, ".*, 160 steps, 1280 examples, 1 changes"),
     ("--max_steps 10", {"before": AT_20}, "is at step 20 already; pass a larger --max_steps"),
+    ("--num_train_epochs 1", {"before": AT_20}, "is at step 20 already; pass a larger --num_train_epochs"),
     ("--learning_rate 0.002 --lr_scheduler_type cosine", {"before": AT_20}, ".*, 3 changes"),
     ("--warmup_steps 8", {"before": AT_20}, ".*, 0 changes"),  # it is over
     ("--global_batch_size 4", {"before": AT_20}, ".*, 80 steps, 400 examples, 1 changes"),

@@ -276,8 +276,29 @@ def test_a_full_disk_is_named_and_listed_at_the_end(train, monkeypatch, tmp_path
     assert re.search(r"^not written: metrics.jsonl \(\d+ times\): ZeroDivisionError", printed, re.MULTILINE)
     monkeypatch.setattr(recipe.publish.export, "write_model", mock.Mock(side_effect=full))
     with pytest.raises(UserError, match="No space left on device; .* starts at step 0: there is no checkpoint"):
-        train("--max_steps", 1, output_dir=tmp_path / "other")
-    assert (run / "model.safetensors").is_file()
+        train("--max_steps", 1, "--save_steps", 1, output_dir=tmp_path / "other")
+    assert "not written: checkpoint-1: No space" in capsys.readouterr().out and (run / "model.safetensors").is_file()
+
+
+def test_a_line_that_a_full_disk_cut_off_does_not_take_the_next_one(train, monkeypatch):
+    """The log goes on in a line of its own, as soon as there is space."""
+    append = RunLog._append
+
+    def cut(log, values):
+        if values["event"] == "train" and values["step"] == 2:
+            log.is_torn = True
+            (log.output_dir / "metrics.jsonl").open("a").write('{"event": "train", "st')
+            raise OSError(errno.ENOSPC, "No space left on device")
+        append(log, values)
+
+    monkeypatch.setattr(RunLog, "_append", cut)
+    lines = (train() / "metrics.jsonl").read_text().splitlines()
+    assert sum(line.endswith("}") for line in lines) == len(lines) - 1
+    assert [json.loads(line)["step"] for line in lines if '"event": "train"' in line and line.endswith("}")] == [
+        1,
+        3,
+        4,
+    ]
 
 
 def test_a_full_disk_anywhere_is_one_sentence():

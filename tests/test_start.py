@@ -155,8 +155,11 @@ def test_one_folder_by_two_names(train, finished, tmp_path):
     named = tmp_path / "other" / ".." / "run" / "checkpoint-4"
     (tmp_path / "other").mkdir()
     train("--resume_from_checkpoint", named, "--max_steps", 5, "--save_steps", 1, output_dir=tmp_path / "link")
-    train("--resume_from_checkpoint", tmp_path / "link" / "checkpoint-5", "--max_steps", 6, output_dir=finished)
+    (tmp_path / "other" / "best").symlink_to(finished / "checkpoint-5")  # without --output_dir: the run's own folder
+    link = ["--resume_from_checkpoint", tmp_path / "other" / "best"]
+    train(*own_recipe(finished)[2:-2], *link, "--max_steps", 6, alone=True)
     assert [e["step"] for e in read_events(finished, "train")] == [1, 2, 3, 4, 5, 6]
+    assert [path.name for path in (tmp_path / "other").iterdir()] == ["best"]
     assert len({e["run_id"] for e in read_events(finished, "start")}) == 1
 
 

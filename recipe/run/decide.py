@@ -158,8 +158,8 @@ def decide_start(requested: TrainConfig, recipe: str, around: Surroundings) -> S
         saved = resume.saved if resume is not None and continues else None
         refuse_another(requested, around.held, saved.state.run_id if saved else None)
     check_trackers(requested, around.trackers)
-    micro_batch_sizes(requested, around.facts)
-    settle(requested, around.facts)
+    micro_batch_sizes(requested, around.facts)  # raises an error for what does not divide the batch,
+    settle(requested, around.facts)  # and this for what does not work on the device
     check_sharded(requested, around.facts)
     origin = folder.origin if around.named is None else around.named.place
     return Start(requested, recipe, around, resume, continues, origin if resume else None, says)
@@ -194,6 +194,11 @@ def choose_source(
             start = f"checkpoint-{named.steps[-1]}"
             remedy = f"pass auto to continue from there, or another --output_dir to start from {start}"
             raise UserError(f"{folder.path} contains newer checkpoints, up to checkpoint-{newest}; {remedy}")
+        if is_this_run and named.steps:
+            remedy = f"move it to {folder.path} and pass auto, or choose another --output_dir"
+            raise UserError(
+                f"{named.text} is of the same run as checkpoint-{newest} in {folder.path}, but newer; {remedy}"
+            )
     return "hub" if named.text.startswith("hf://") else "named"
 
 
@@ -238,9 +243,10 @@ def choose_checkpoint(
         return None, ()
     if source == "new" or (source == "hub" and asked == "auto"):
         return None, (f"no checkpoint in {folder.path}: the run starts at step 0",)
-    where = folder.path if named is None else Path(named.text)
-    known = ", ".join(f"checkpoint-{step}" for step in (named.beside if named else ())) or "none"
-    raise UserError(f"there is no checkpoint in {where}; {where.parent} has {known}")
+    if named is None:
+        raise UserError(f"there is no checkpoint in {folder.path}; pass auto, which needs none")
+    known = ", ".join(f"checkpoint-{step}" for step in named.beside) or "none"
+    raise UserError(f"there is no checkpoint in {named.text}; {Path(named.text).parent} has {known}")
 
 
 # ------------------------------------------------------------------ run
@@ -369,7 +375,8 @@ def check_identity(start: Start, identity: dict[str, Any], schedule: Schedule, m
             remedy = f"pass --global_batch_size {schedule.global_batch_size} to continue with another batch"
         raise UserError(f"{where} belongs to a run with other options: {listed}; {remedy}")
     if schedule.max_steps is not None and schedule.max_steps < saved.state.step:
-        remedy = "pass a larger --max_steps, or an earlier checkpoint and another --output_dir"
+        option = "--num_train_epochs" if start.requested.num_train_epochs else "--max_steps"
+        remedy = f"pass a larger {option}, or an earlier checkpoint and another --output_dir"
         raise UserError(f"{where} is at step {saved.state.step} already; {remedy}")
     return changes
 

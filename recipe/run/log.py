@@ -29,6 +29,7 @@ from recipe.publish.public import METRICS_NAME, split_scores, without_nan
 from recipe.run.decide import Run, has_stalled
 from recipe.run.facts import RunFacts
 
+LISTED = 6  # failures of one kind
 PROJECT = "gpt2-recipe"  # for trackers, unless WANDB_PROJECT is set
 
 
@@ -50,6 +51,7 @@ class RunLog:
         self.batches, self.optimizer, self.guard = batches, optimizer, guard  # log lines show their numbers
         self.flops_per_token, self.previous_seconds = facts.flops_per_token, state.seconds
         self.failures: dict[str, tuple[int, str]] = {}  # what could not be written -> how often, and why at first
+        self.is_torn = False  # the last line of metrics.jsonl
         self.bar: tqdm | None = None  # from the first log line on: nothing before it shows the speed
         self.tolerate("tracker events", lambda: self._init_trackers(state, facts))
         self.sums: dict[str, torch.Tensor] = {}  # over the steps since the last log line, on the device
@@ -99,8 +101,11 @@ class RunLog:
         self.tolerate("tracker events", lambda: self.accelerator.log(numbers, step=step))
 
     def _append(self, values: dict[str, Any]) -> None:
+        line = "\n" * self.is_torn + json.dumps(values, allow_nan=False) + "\n"
+        self.is_torn = True  # a full disk may take a part of the line
         with open(self.output_dir / METRICS_NAME, "a", encoding="utf-8") as file:
-            file.write(json.dumps(values, allow_nan=False) + "\n")
+            file.write(line)
+        self.is_torn = False
 
     # ------------------------------------------------------------------ failures, none of which ends the run
 
@@ -124,7 +129,8 @@ class RunLog:
             if not (what.startswith("checkpoint-") and (self.output_dir / what).is_dir()):
                 missing.setdefault(reason, []).append(what + f" ({count} times)" * (count > 1))
         for reason, names in missing.items():
-            self.say(f"not written: {', '.join(names)}: {reason}")
+            shown = names if len(names) < LISTED else [*names[:2], f"... {names[-1]} ({len(names)} in all)"]
+            self.say(f"not written: {', '.join(shown)}: {reason}")
 
     # ------------------------------------------------------------------ steps
 

@@ -65,7 +65,7 @@ def find_folder(requested: TrainConfig, recipe: str) -> Folder:
     if requested.output_dir is not None:
         return look_at_folder(Path(requested.output_dir))
     if named and not named.startswith("hf://"):
-        return look_at_folder(Path(named) if list_checkpoints(Path(named)) else Path(named).absolute().parent)
+        return look_at_folder(Path(named) if list_checkpoints(Path(named)) else Path(os.path.realpath(named)).parent)
     name = requested.run_name or default_name(requested, recipe)
     numbered = (f"{name}-{number}" if number > 1 else name for number in itertools.count(1))
     folders = (look_at_folder(Path("runs", name)) for name in numbered)
@@ -130,7 +130,7 @@ def look_at_named(requested: TrainConfig, folder: Folder) -> Named | None:
             state = read_state(path).state
             return Named(text, place, os.path.dirname(place), (state.step,), state.run_id)
         return Named(text, place, os.path.dirname(place), (0,))
-    beside = tuple(map(step_of, list_checkpoints(path.parent)))
+    beside = tuple(step_of(other) for other in list_checkpoints(path.parent) if other.name != path.name)
     return Named(text, place, os.path.dirname(place), beside=beside, is_gone=not path.exists())
 
 

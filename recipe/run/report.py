@@ -26,6 +26,7 @@ from recipe.checkpoint import (
 )
 from recipe.config import STANDARD_LIBRARY, TrainConfig
 from recipe.environment import describe_device
+from recipe.errors import UserError
 from recipe.hardware.choices import ONE_PER_CPU
 from recipe.hardware.devices import peak_memory_bytes
 from recipe.hardware.memory import optimizer_bytes
@@ -72,15 +73,17 @@ def show_start(log: RunLog, facts: RunFacts, state: RunState, eval_rows: int) ->
             text = f"so little text ({name})" if name else "so little text"
             log.say(f"warning: {epochs:,.0f} epochs over {text}: the model will memorize it")
     if is_over(run, state):
-        log.say(f"all {state.step:,} steps are done")
+        was_stopped = has_stalled(state, config.early_stopping_patience)
+        log.say(f"stopped early after {state.step:,} steps" if was_stopped else f"all {state.step:,} steps are done")
         return
     state_bytes = 4 * facts.model.num_parameters + optimizer_bytes(run.model.config, config.optim)
     if warning := on_main_process(lambda: find_kill_warning(run.output_dir, state_bytes)):
         log.say(f"warning: {warning}")
     if config.dynamo_backend == "inductor":
         log.say("compiling; the first step takes a minute or more")
-    if run.changes and saved:
+    if run.changes:
         log.schedule(state.step, run.changes)
+    if saved:
         progress = saved.state.progress, measure_progress(run.schedule, state)
         if jump := describe_jump(saved.schedule, run.schedule, state.examples, *progress):
             log.say(jump)
@@ -214,7 +217,11 @@ def finish_run(
         best = find_best(log, state) if log.config.load_best_model_at_end else None
         step = state.step if best is None else best
         exported = weights if best is None else load_file(checkpoint_dir(log.output_dir, best) / WEIGHTS_NAME)
-        export_model(model, run.model.config, exported, run.model.files, log.output_dir)
+        try:
+            export_model(model, run.model.config, exported, run.model.files, log.output_dir)
+        except UserError:
+            log.list_failures()
+            raise
         evaluation = state.evaluations[step]
         summary = write_results(log, build_summary(log, state, facts, evaluation, step))
         mark_resumable(False)

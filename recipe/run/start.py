@@ -113,9 +113,9 @@ def open_run(requested: TrainConfig, recipe: str) -> Start:
     start, state = on_main_process(look_and_claim), PartialState()
     facts = find_facts(device_of(state), state.num_processes, sharding=sharding)  # of this process, as its options
     start = dataclasses.replace(start, requested=requested, around=dataclasses.replace(start.around, facts=facts))
-    check_optimizer(requested, device_of(state))
+    check_optimizer(requested, device_of(state))  # these three raise errors before text is prepared
     build_model_config(requested, 1, 0, start.source)
-    load_tasks(requested.eval_tasks)  # reports a wrong file before text is prepared
+    load_tasks(requested.eval_tasks)
     return start
 
 
@@ -155,11 +155,10 @@ def plan_run(start: Start, dataset: Any) -> Run:
     """Measure what is not known yet, and decide what the run does on this machine."""
     started_at, requested, device = time.perf_counter(), start.requested, device_of(PartialState())
     metadata, model = metadata_of(dataset), describe_model(start, dataset)
-    data = DataFacts(len(dataset.train), 0, isinstance(dataset, PackedDataset), metadata)
-    if data.is_packed:
-        data = dataclasses.replace(data, num_bytes=dataset.train.num_bytes)
-    schedule = plan_schedule(requested, data.num_rows)
-    check_same_run(vars(schedule) | run_identity(requested, metadata, model.config))
+    is_packed = isinstance(dataset, PackedDataset)
+    data = DataFacts(len(dataset.train), dataset.train.num_bytes if is_packed else 0, is_packed, metadata)
+    options = vars(plan_schedule(requested, data.num_rows))
+    check_same_run(options | run_identity(requested, metadata, model.config))
     facts = dataclasses.replace(start.facts, kept=start.saved.state.hardware if start.saved else {})
     rates = on_main_process(lambda: measure_open(requested, facts, device, model.padded))
     num_local = count_local_processes(start.facts.num_processes)
@@ -175,7 +174,7 @@ def describe_model(start: Start, dataset: Any) -> ModelFacts:
     config = build_model_config(
         requested, vocab_size, tokenizer.eos_token_id, source, num_base, tokenizer.bos_token_id
     )
-    padded, notes = copy.deepcopy(config), []
+    padded = copy.deepcopy(config)
     padded.vocab_size = padded_vocab_size(config.vocab_size, requested.pad_vocab_to_multiple_of)
     saved = AutoConfig.from_pretrained(start.resume.path) if start.resume else None
     if source is None:
