@@ -457,5 +457,7 @@ def measure_progress(schedule: Schedule, state: RunState) -> float:
 
 def has_stalled(state: RunState, patience: int | None) -> bool:
     """Return whether none of the last `patience` evaluations since `patience_start` had a new lowest loss."""
+    if patience is None:
+        return False
     losses = [loss for step, loss in state.losses.items() if int(step) > state.patience_start]
-    return patience is not None and bool(losses) and len(losses) - 1 - losses.index(min(losses)) >= patience
+    return bool(losses) and len(losses) - 1 - losses.index(min(losses)) >= patience
