@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from recipe.arguments import CommandLine, shell_command
-from recipe.checkpoint import list_checkpoints, why_damaged
+from recipe.checkpoint import clean_checkpoints, list_checkpoints, step_of, why_damaged
 from recipe.command_line import load_config
 from recipe.config import CONFIG_NAME, OPTIONS
 from recipe.errors import UserError, check_local_path, run_main
@@ -42,9 +42,10 @@ def main() -> int:
     uploads = HubUploads(
         config, run_ids[-1], run_dir, print, repeat=shell_command("python", *sys.argv), keeps_all=True
     )
+    clean_checkpoints(run_dir)
     for checkpoint in list_checkpoints(run_dir):
         if (reason := why_damaged(checkpoint)) is None:
-            uploads.add(checkpoint, int(checkpoint.name.rpartition("-")[2]))
+            uploads.add(checkpoint, step_of(checkpoint))
         else:
             print(f"skipping {checkpoint}: {reason}")
     summary = run_dir / SUMMARY_NAME

@@ -3,6 +3,7 @@
 tests/test_plan_run.py launches cpu.yaml, and tests/test_nodes.py multi_cpu.yaml and multi_node.yaml.
 """
 
+import contextlib
 import os
 import re
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from recipe.hardware import processes
 from recipe.hardware.choices import Facts, check_sharded
 from recipe.hardware.processes import start_processes, wants_cpu
 from recipe.hardware.sharding import USE_FSDP, Sharding, shard, take_sharding
+from recipe.hardware.trial import _fits
 from recipe.model.loss import LanguageModelingLoss
 from recipe.publish.hub import publishes_training_state
 
@@ -152,29 +154,44 @@ def test_one_process_has_nothing_to_shard(version):
     assert take_sharding({USE_FSDP: "true", "FSDP_VERSION": str(version), "WORLD_SIZE": "1"}) is None
 
 
-def test_machines_exchange_gradients_once_per_step():
-    """With a copy of all shards on each of two machines: one reduction for each of two blocks and the rest."""
-    counts, num_micro_batches = [], 4
+@contextlib.contextmanager
+def sharded():
+    """Yield an accelerator, a module as two machines with two processes each shard it, and what counts reductions."""
+    counts = []
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     try:
         shape = {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 64, "n_positions": 8, "bos_token_id": 0}
         module = LanguageModelingLoss(GPT2LMHeadModel(GPT2Config(**shape, eos_token_id=0)), 64)
         shard(module, Sharding(2, num_replicas=2), "cpu")
         reset_accelerate()
-        accelerator, rows = Accelerator(cpu=True), torch.zeros(2, 9, dtype=torch.int64)
-        accelerator.gradient_accumulation_steps = num_micro_batches
         with (
             mock.patch.object(Accelerator, "use_distributed", True),
             mock.patch("torch.distributed.all_reduce", lambda *_, **__: counts.append(1)),
         ):
-            for _ in range(num_micro_batches):
-                with accelerator.accumulate(module):
-                    accelerator.backward(module(rows[:, :-1], rows[:, 1:])["loss"])
+            yield Accelerator(cpu=True), module, counts
     finally:
         dist.destroy_process_group()
         reset_accelerate()
+
+
+def test_machines_exchange_gradients_once_per_step():
+    """One reduction for each of two blocks and the rest."""
+    rows = torch.zeros(2, 9, dtype=torch.int64)
+    with sharded() as (accelerator, module, counts):
+        accelerator.gradient_accumulation_steps = 4
+        for _ in range(4):
+            with accelerator.accumulate(module):
+                accelerator.backward(module(rows[:, :-1], rows[:, 1:])["loss"])
     assert len(counts) == 3
-    assert all(p.grad is not None and p.grad.to_local().isfinite().all() for p in module.parameters())
+
+
+def test_a_trial_leaves_nothing_for_the_first_update():
+    """Neither gradients nor what FSDP keeps until machines exchange them (torch 2.13)."""
+    with sharded() as (accelerator, module, _):
+        assert _fits(accelerator, module, size=2, share=4, block_size=8, can_agree=True)
+        groups = [layer._get_fsdp_state()._fsdp_param_group for layer in module.modules() if hasattr(layer, "unshard")]
+        assert len(groups) == 3 and all(group._partial_reduce_output is None for group in groups)
+        assert all(p.grad is None for p in module.parameters())
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,11 @@ STARTS = [
         "newer checkpoints, up to checkpoint-4; pass auto .* another --output_dir to start from checkpoint-2",
     ),
     (
+        "--resume_from_checkpoint run/checkpoint-2",  # which has been pruned
+        {"folder": folder(4), "named": named("run/checkpoint-2", (), None, folder="/w/run")},
+        "newer checkpoints, up to checkpoint-4; pass auto",
+    ),
+    (
         "--resume_from_checkpoint original/checkpoint-4",  # the folder is a copy of that run's
         {"folder": folder(2, 4), "named": named("original/checkpoint-4", (4,), "own"), "checkpoints": (OWN,)},
         "continues run/checkpoint-4",
@@ -393,6 +398,13 @@ def test_epochs_with_another_batch_follow_the_same_curve(kind):
         assert describe_jump(before.schedule, now, 320, 320 / 400, 320 / 400) is None
 
 
+def test_rounding_does_not_change_the_length_of_a_run():
+    """118,000 rows x 1.1 are 129,800.00000000001, of which 1,299 batches of 100 have to remain at any step."""
+    config = config_of("--num_train_epochs 1.1 --global_batch_size 100")
+    whole = plan_schedule(config, 118_000)
+    assert all(plan_schedule(config, 118_000, step, 100 * step) == whole for step in range(1, whole.max_steps + 1))
+
+
 # ------------------------------------------------------------------ turn
 
 EVERY = "--save_steps 10 --eval_steps 20"
@@ -477,6 +489,12 @@ def test_a_finished_warm_up_is_not_repeated():
     longer = config_of("--max_steps 100 --warmup_steps 0.1 --lr_scheduler_type constant_with_warmup")
     assert plan_schedule(longer, 1, 4, 32, before).warmup_examples == 16
     assert plan_schedule(longer, 1, 1, 8, before).warmup_examples == 80  # it is not over
+    timed = plan_schedule(config_of("--max_minutes 10 --warmup_steps 0.1"), 1)
+    for length in ("--max_minutes 1000", "--max_steps 10000"):
+        longer = config_of(f"{length} --warmup_steps 0.1")
+        assert plan_schedule(longer, 1, 500, 4000, timed, 0.9).warmup_examples == 0
+        assert plan_schedule(longer, 1, 5, 40, timed, 0.05).warmup_examples in (None, 8000)  # it is not over
+    assert plan_schedule(config_of("--max_minutes 10 --warmup_steps 0.1"), 1, 500, 4000, timed, 0.9) == timed
     typed = dataclasses.replace(before, warmup_steps=10, warmup_examples=80)
     other_batch = config_of("--warmup_steps 10 --global_batch_size 4 --max_steps 20")
     assert plan_schedule(other_batch, 1, 5, 40, typed).warmup_examples == 80

@@ -198,7 +198,7 @@ def test_a_trial_step_with_shards_leaves_half_of_the_micro_batch(rehearse):
     whole, half = (estimate_of(*options, rows, num_shards=2, shape=shape) for rows in ("32", "16"))
     limits = {"shape": shape, "num_processes": 2, "limit_bytes": 0.9 * whole}
     failed = rehearse(*options, "auto", **limits).failed.splitlines()[-1]
-    assert "out of memory; the same command starts again with micro-batches of 16" in failed
+    assert "--resume_from_checkpoint auto starts again, with micro-batches of 16" in failed
     found = rehearse(*options, "auto", **limits)
     assert found.failed is None and "2 micro-batches x 16" in found.output
     assert found.peak_bytes == pytest.approx(half, rel=0.1)

@@ -98,7 +98,9 @@ def settle(config: TrainConfig, facts: Facts) -> dict[str, Choice]:
 
 def choose(config: TrainConfig, facts: Facts, measured: Measured | None) -> dict[str, Choice]:
     """Return all choices by label. measured: what decides those that `settle` leaves open; None if it leaves none."""
-    choices, measured = settle(config, facts), measured or Measured({}, {}, 1)
+    choices = settle(config, facts)
+    assert measured is not None or not to_measure(choices, facts)
+    measured = measured or Measured({}, {}, 1)
     if "precision" not in choices:
         rates = measured.flops_per_second
         ratio, where = rates["bf16"] / rates["no"], "on this device" if facts.device_type != "cpu" else "here"

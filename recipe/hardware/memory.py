@@ -35,10 +35,6 @@ TOKENS_TO_HIDE_SHARDS = 12 / 6 * 3000
 # caches fill earlier.
 LARGEST_MICRO_BATCH_TOKENS = {"cpu": 4096, "accelerator": 65536}
 LOSS_CHUNKS = 8
-REMEDY = (
-    "try --activation_checkpointing, a smaller micro-batch, --optim adamw_bnb_8bit, several GPUs with "
-    "accelerate_configs/fsdp.yaml, or a smaller recipe"
-)
 
 
 @dataclass(frozen=True)

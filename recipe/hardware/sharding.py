@@ -99,7 +99,7 @@ def _keep_on_machine(module: FSDPModule) -> Iterator[None]:
 
 
 def reset(module: nn.Module) -> None:
-    """Make a sharded module usable after an exception in its forward or backward pass."""
+    """Make a sharded module usable after an exception in its forward or backward pass, or after a trial."""
     if isinstance(module, FSDPModule):
         module.reset_iter_state()
 

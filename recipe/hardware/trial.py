@@ -9,10 +9,11 @@ from accelerate.utils.memory import should_reduce_batch_size
 from torch import nn
 
 from recipe.config import TrainConfig
-from recipe.errors import UserError
+from recipe.errors import ProcessError, UserError
 from recipe.hardware.choices import Facts
 from recipe.hardware.memory import MemoryPlan, smaller_micro_batches
 from recipe.hardware.processes import largest_of_processes
+from recipe.hardware.sharding import reset
 
 REMEDY = (
     "try --activation_checkpointing, a smaller micro-batch, --optim adamw_bnb_8bit, several GPUs with "
@@ -48,7 +49,9 @@ def try_micro_batch(
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            raise UserError("weights and optimizer alone do not fit into the memory; use a smaller recipe") from error
+            raise ProcessError(
+                "weights and optimizer alone do not fit into the memory; use a smaller recipe"
+            ) from error
         optimizer.zero_grad()
         while not _fits(accelerator, module, size, share, config.block_size, facts.sharding is None):
             smaller = smaller_micro_batches(config, size, facts)
@@ -85,6 +88,7 @@ def _fits(
             raise
         fits = False
     module.zero_grad(set_to_none=True)
+    reset(module)  # FSDP keeps what `no_sync` has not yet averaged between machines, apart from the gradients
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()
     return not largest_of_processes(not fits)[0]

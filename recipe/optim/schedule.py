@@ -57,25 +57,35 @@ class Schedule:
 
 
 def plan_schedule(
-    config: TrainConfig, num_train_rows: int, step: int = 0, examples: int = 0, before: Schedule | None = None
+    config: TrainConfig,
+    num_train_rows: int,
+    step: int = 0,
+    examples: int = 0,
+    before: Schedule | None = None,
+    progress: float = 0.0,
 ) -> Schedule:
     """Return the schedule of a run that has made `step` steps on `examples` examples so far.
 
-    `num_train_epochs` becomes steps; a last, partial step counts as one. before: the checkpoint's. A warm-up that it
-    has finished is not repeated, although it would be longer as a share of a new length, and one of typed steps keeps
-    its examples when the batch changes.
+    `num_train_epochs` becomes steps; a last, partial step counts as one. before, progress: the checkpoint's. A warm-up
+    that it has finished is not repeated, although it would be longer as a share of a new length, and one of typed
+    steps keeps its examples when the batch changes.
     """
     options = {name: getattr(config, name) for name in OPTIONS}
     if config.num_train_epochs is not None:
-        num_examples = config.num_train_epochs * num_train_rows + step * config.global_batch_size - examples
+        num_examples = config.num_train_epochs * num_train_rows + (step * config.global_batch_size - examples)
         options["max_steps"] = max(1, math.ceil(num_examples / config.global_batch_size))
     found = resolve(options, step, examples)
-    if before is not None and before.warmup_examples is not None and found.warmup_examples != before.warmup_examples:
-        if found.warmup_steps < 1 and examples >= before.warmup_examples:
-            kept = dataclasses.replace(found, warmup_examples=before.warmup_examples)
-            return dataclasses.replace(kept, warmup_steps=kept.num_warmup_steps)
-        if found.warmup_steps >= 1 and found.warmup_steps == before.warmup_steps:
-            return dataclasses.replace(found, warmup_examples=before.warmup_examples)
+    if before is None or found == before:
+        return found
+    if before.warmup_examples is None:  # a share of the time
+        kept, is_over = 0, progress >= before.warmup_steps
+    else:
+        kept, is_over = before.warmup_examples, examples >= before.warmup_examples
+    if found.warmup_steps < 1 and is_over and found.warmup_examples != kept:
+        found = dataclasses.replace(found, warmup_examples=kept)
+        return dataclasses.replace(found, warmup_steps=found.num_warmup_steps)
+    if found.warmup_steps >= 1 and found.warmup_steps == before.warmup_steps:
+        return dataclasses.replace(found, warmup_examples=kept)
     return found
 
 
@@ -94,7 +104,7 @@ def resolve(options: Mapping[str, Any], step: int, examples: int) -> Schedule:
 def list_changes(before: Schedule, now: Schedule, examples: int) -> dict[str, tuple]:
     """Return the options that differ: {name: (before, now)}. A warm-up that both have finished does not count."""
     changes = {name: (getattr(before, name), getattr(now, name)) for name in OPTIONS}
-    if all(of.warmup_examples is not None and of.warmup_examples <= examples for of in (before, now)):
+    if now.warmup_examples is not None and max(before.warmup_examples or 0, now.warmup_examples) <= examples:
         del changes["warmup_steps"]
     return {name: (old, new) for name, (old, new) in sorted(changes.items()) if old != new}
 

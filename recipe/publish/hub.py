@@ -24,7 +24,7 @@ from huggingface_hub import (
     hf_hub_download,
     set_client_factory,
 )
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 from huggingface_hub.utils import disable_progress_bars, logging, validate_repo_id
 from yaml import YAMLError
 
@@ -86,7 +86,11 @@ def look_at_hub(config: TrainConfig) -> "Held | None":
     check_metadata(config)
     try:
         return read_main(repo_id)
-    except Exception:  # new, or the Hub cannot be used now, which `create_repository` says; the upload looks again
+    except (
+        Exception
+    ) as error:  # new, or the Hub cannot be used now, which `create_repository` says; the upload looks again
+        if isinstance(error, HfHubHTTPError) and not isinstance(error, RepositoryNotFoundError):
+            check_refusal(repo_id, error)
         return None
 
 
@@ -102,10 +106,15 @@ def create_repository(config: TrainConfig) -> None:
         api.create_repo(repo_id, private=config.hub_private_repo, exist_ok=True)
         api.auth_check(repo_id, write=True)
     except Exception as error:  # refused, unreachable, ...: the client passes on the errors of several libraries
-        if isinstance(error, HfHubHTTPError) and error.response.status_code in (400, 401, 403, 404):
-            remedy = "log in with a token that may write to it (`hf auth login`), or pass another --hub_model_id"
-            raise UserError(f"the Hub refuses uploads to {repo_id} ({hub_reason(error)}); {remedy}") from error
+        check_refusal(repo_id, error)
         print(f"warning: the Hub cannot be used now ({hub_reason(error)}); uploads start when it can", flush=True)
+
+
+def check_refusal(repo_id: str, error: Exception) -> None:
+    """Raise `UserError` if the Hub has answered that the token may not do this."""
+    if isinstance(error, HfHubHTTPError) and error.response.status_code in (400, 401, 403, 404):
+        remedy = "log in with a token that may write to it (`hf auth login`), or pass another --hub_model_id"
+        raise UserError(f"the Hub refuses uploads to {repo_id} ({hub_reason(error)}); {remedy}") from error
 
 
 def check_metadata(config: TrainConfig) -> None:
@@ -238,7 +247,8 @@ def upload(
     final_step: as for `decide_main`. is_final: the folder holds the final model, which has no branch. Returns the
     address. Raises `UserError` if the repository holds another run or model, and what the client raises.
     """
-    api, repo_id, message = HfApi(), config.hub_model_id or "", f"Step {step:,}"
+    assert config.hub_model_id is not None  # --push_to_hub requires it
+    api, repo_id, message = HfApi(), config.hub_model_id, f"Step {step:,}"
     url = api.create_repo(repo_id, private=config.hub_private_repo, exist_ok=True)
     held, branches = read_main(repo_id), list_branches(repo_id)
     refuse_another(config, held, run_id)

@@ -190,11 +190,11 @@ def choose_source(
         is_newest = is_this_run and (named.place == folder.place or named.steps[-1:] == (newest,))
         if is_newest or folder.origin == named.place:
             return "own"
-        if is_this_run and named.steps and named.steps[-1] < newest:
-            start = f"checkpoint-{named.steps[-1]}"
+        if is_this_run and max(named.steps, default=0) < newest:
+            start = Path(named.text).name
             remedy = f"pass auto to continue from there, or another --output_dir to start from {start}"
             raise UserError(f"{folder.path} contains newer checkpoints, up to checkpoint-{newest}; {remedy}")
-        if is_this_run and named.steps:
+        if is_this_run:
             remedy = f"move it to {folder.path} and pass auto, or choose another --output_dir"
             raise UserError(
                 f"{named.text} is of the same run as checkpoint-{newest} in {folder.path}, but newer; {remedy}"
@@ -288,7 +288,8 @@ def decide_run(
     state = saved.state if saved else RunState()
     if not data.is_packed and (requested.streaming or requested.data_placement != "mmap"):
         raise UserError("--streaming and --data_placement require a packed dataset")
-    schedule = plan_schedule(requested, data.num_rows, state.step, state.examples, saved.schedule if saved else None)
+    before = saved.schedule if saved else None
+    schedule = plan_schedule(requested, data.num_rows, state.step, state.examples, before, state.progress)
     identity = run_identity(requested, data.metadata, model.config)
     changes = check_identity(start, identity, schedule, model) if saved else {}
     continues = start.continues and not (changes and start.resume and start.resume.repo_id)
@@ -336,7 +337,7 @@ def run_identity(config: TrainConfig, metadata: dict[str, Any], model_config: Pr
     return {
         "dataset": metadata["content_sha256"],
         "dataset_revision": metadata["source"].get("dataset_revision"),
-        "streamed_text": metadata["fingerprint"] if config.streaming else None,
+        "streamed_text": metadata.get("fingerprint") if config.streaming else None,
         "tokenizer": metadata["tokenizer_sha256"],
         **{name: getattr(config, name) for name in IDENTITY_OPTIONS},
         "dataset_weights": [round(of["share"], 9) for of in metadata.get("mixture", {}).values()] or None,

@@ -4,6 +4,7 @@ Looking changes nothing. recipe/run/decide.py says what the facts are and what f
 """
 
 import contextlib
+import dataclasses
 import itertools
 import os
 import sys
@@ -46,6 +47,7 @@ def look(requested: TrainConfig, recipe: str, sharding: Sharding | None) -> Surr
 
     Raises `UserError` if the Hub does not say whether it has the checkpoint to resume from.
     """
+    held = look_at_hub(requested)
     state, folder = PartialState(), find_folder(requested, recipe)
     named = look_at_named(requested, folder)
     return Surroundings(
@@ -53,7 +55,7 @@ def look(requested: TrainConfig, recipe: str, sharding: Sharding | None) -> Surr
         folder=folder,
         named=named,
         checkpoints=tuple(look_at_checkpoints(requested, folder, named)),
-        held=look_at_hub(requested),
+        held=held,
         trackers=tuple(list_trackers()),
         typed=frozenset(typed_names(sys.argv[1:])),
     )
@@ -67,9 +69,8 @@ def find_folder(requested: TrainConfig, recipe: str) -> Folder:
     if named and not named.startswith("hf://"):
         return look_at_folder(Path(named) if list_checkpoints(Path(named)) else Path(os.path.realpath(named)).parent)
     name = requested.run_name or default_name(requested, recipe)
-    numbered = (f"{name}-{number}" if number > 1 else name for number in itertools.count(1))
-    folders = (look_at_folder(Path("runs", name)) for name in numbered)
-    return next(folder for folder in folders if not (folder.in_use or folder.leftovers))
+    numbered = (Path("runs", f"{name}-{number}" if number > 1 else name) for number in itertools.count(1))
+    return look_at_folder(next(path for path in numbered if not (read_folder(path).leftovers or is_in_use(path))))
 
 
 def default_name(requested: TrainConfig, recipe: str) -> str:
@@ -81,9 +82,15 @@ def default_name(requested: TrainConfig, recipe: str) -> str:
 
 
 def look_at_folder(path: Path) -> Folder:
-    """Return what is in an output folder, which need not exist."""
+    """Return what is known of an output folder, which need not exist."""
+    return dataclasses.replace(read_folder(path), in_use=is_in_use(path))
+
+
+def read_folder(path: Path) -> Folder:
+    """Return what is in an output folder."""
     metrics, origin, checkpoints = path / METRICS_NAME, path / ORIGIN_NAME, list_checkpoints(path)
     is_of_a_run = (path / CONFIG_NAME).exists()
+    began_with = origin.read_text().strip() if origin.is_file() else None
     return Folder(
         path=path,
         place=os.path.realpath(path),
@@ -92,8 +99,7 @@ def look_at_folder(path: Path) -> Folder:
         results=tuple(name for name in RESULTS if (path / name).exists()),
         logs=(METRICS_NAME,) if metrics.is_file() and b'"event": "train"' in metrics.read_bytes() else (),
         replaced=() if is_of_a_run else tuple(name for name in REPLACED if (path / name).exists()),
-        origin=origin.read_text().strip() if origin.is_file() else None,
-        in_use=is_in_use(path),
+        origin=began_with if began_with is None or began_with.startswith("hf://") else os.path.realpath(began_with),
     )
 
 

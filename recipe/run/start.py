@@ -50,7 +50,7 @@ from recipe.model.loss import LanguageModelingLoss
 from recipe.model.size import padded_vocab_size
 from recipe.model.weights import load_pretrained
 from recipe.optim.optimizers import check_optimizer
-from recipe.optim.schedule import plan_schedule
+from recipe.optim.schedule import OPTIONS
 from recipe.publish.download import download_checkpoint
 from recipe.publish.hub import DOWNLOAD_NAME, create_repository
 from recipe.publish.public import METRICS_NAME
@@ -154,11 +154,11 @@ def open_dataset(start: Start) -> PackedDataset:
 def plan_run(start: Start, dataset: Any) -> Run:
     """Measure what is not known yet, and decide what the run does on this machine."""
     started_at, requested, device = time.perf_counter(), start.requested, device_of(PartialState())
-    metadata, model = metadata_of(dataset), describe_model(start, dataset)
+    metadata, model = metadata_of(dataset), on_all_processes(lambda: describe_model(start, dataset))
     is_packed = isinstance(dataset, PackedDataset)
     data = DataFacts(len(dataset.train), dataset.train.num_bytes if is_packed else 0, is_packed, metadata)
-    options = vars(plan_schedule(requested, data.num_rows))
-    check_same_run(options | run_identity(requested, metadata, model.config))
+    options = {name: getattr(requested, name) for name in (*OPTIONS, "num_train_epochs")}
+    check_same_run({"rows": data.num_rows, **options, **run_identity(requested, metadata, model.config)})
     facts = dataclasses.replace(start.facts, kept=start.saved.state.hardware if start.saved else {})
     rates = on_main_process(lambda: measure_open(requested, facts, device, model.padded))
     num_local = count_local_processes(start.facts.num_processes)

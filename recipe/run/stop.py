@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from recipe.arguments import shell_command
 from recipe.checkpoint import list_checkpoints, mark_resumable
 from recipe.config import TrainConfig
 from recipe.disk import flush
@@ -141,7 +142,7 @@ def resumable(output_dir: Path, config: TrainConfig, plan: MemoryPlan, facts: Fa
         if not smaller:
             raise ProcessError(f"out of memory; {REMEDY}") from error
         leave_smaller(output_dir, plan, smaller[0])
-        how = "the same command starts again"
-        if list_checkpoints(output_dir):
-            how = "the same command with --resume_from_checkpoint auto continues from the newest checkpoint"
-        raise ProcessError(f"out of memory; {how} with micro-batches of {smaller[0]}") from error
+        how = "continues from the newest checkpoint" if list_checkpoints(output_dir) else "starts again"
+        again = shell_command(output_dir=output_dir, resume_from_checkpoint="auto")
+        message = f"out of memory; the same command with {again} {how}, with micro-batches of {smaller[0]}"
+        raise ProcessError(message) from error
