@@ -119,7 +119,7 @@ def checkpoint_dir(output_dir: Path, step: int) -> Path:
 def list_checkpoints(output_dir: Path) -> list[Path]:
     """Return the folders that are named like a checkpoint, oldest first.
 
-    One that a killed process was about to replace counts under its hidden name, until `clean_checkpoints`.
+    If a process was killed while replacing one, the old one is listed by its hidden name until `clean_checkpoints`.
     """
     found = {}
     for path in sorted(output_dir.glob("*checkpoint-*")):  # a hidden name comes before the other
@@ -311,7 +311,7 @@ class CheckpointSaver:
         return tensor.to("cpu", copy=True) if self.trained.accelerator.is_main_process else None
 
     def finish(self, state: RunState) -> bool:
-        """Let all processes wait for the checkpoint in progress. Returns whether there is one of the state's step."""
+        """Make all processes wait for the checkpoint in progress. Returns whether the state's step is on disk."""
         if not on_main_process(self.wait):
             state.saved_step = None
         return state.saved_step == state.step
@@ -334,7 +334,7 @@ class CheckpointSaver:
             self.on_saved(final, content["step"])
             self._prune(content)
         except OSError as error:
-            self.on_failure(f"the upload copy of {final.name}, or the end of an older one,", error)
+            self.on_failure(f"what follows {final.name} (upload copy, pruning)", error)
         return True
 
     def _write(self, final: Path, content: dict, weights: dict, optimizer: dict, rng: dict) -> None:
@@ -376,11 +376,11 @@ class CheckpointSaver:
 def list_pruned(
     steps: Sequence[int], saved: int, decay_start: int | None, losses: dict[str, float], limit: int
 ) -> list[int]:
-    """Return the checkpoints that go when that of the step `saved` is complete. steps: of all, ascending.
+    """Return the steps of the checkpoints to delete once that at step `saved` is complete. steps: of all, ascending.
 
-    The newest `limit` stay, that before the decay, from which the run can be extended, and that with the lowest of the
-    losses, by step. Later checkpoints than the saved one are from before a resume, and may be damaged: they neither
-    count nor go.
+    The newest `limit` are kept, and so are the one before the decay, from which the run can be extended, and the one
+    with the lowest loss. Checkpoints after `saved` are left over from before a resume and may be damaged: they are
+    neither counted nor deleted. losses: by step.
     """
     kept = {decay_start, best_of(steps, losses)}
     older = [step for step in steps if step < saved and step not in kept]

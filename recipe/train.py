@@ -53,7 +53,7 @@ def main() -> int:
     loss = LanguageModelingLoss(
         model, run.model.config.vocab_size, config.label_smoothing_factor, run.plan.loss_chunks
     )
-    module = prepare(run, accelerator, loss)  # compiled; on several devices DDP, or FSDP, whose parameters are new
+    module = prepare(run, accelerator, loss)  # compiled; on several devices DDP, or FSDP (new parameters)
     optimizer = build_optimizer(config, model)
     run = confirm_plan(run, accelerator, module, optimizer)  # on a GPU, a trial step
     guard = UpdateGuard(accelerator)

@@ -109,7 +109,7 @@ def test_a_manifest_covers_the_whole_checkpoint(run_dir):
 
 
 def found_in(run_dir, requested="auto"):
-    """Return the checkpoints that a run may begin with, newest first, up to the first whole one."""
+    """Return the checkpoints to resume from, newest first; the last one is intact."""
     config = load_config(["--dataset_dir", "d", "--output_dir", str(run_dir), "--resume_from_checkpoint", requested])[
         0
     ]
@@ -281,7 +281,7 @@ def test_a_full_disk_is_named_and_listed_at_the_end(train, monkeypatch, tmp_path
 
 
 def test_a_line_that_a_full_disk_cut_off_does_not_take_the_next_one(train, monkeypatch):
-    """The log goes on in a line of its own, as soon as there is space."""
+    """Once there is space again, the log continues on a new line."""
     append = RunLog._append
 
     def cut(log, values):

@@ -100,7 +100,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def leave_smaller(output_dir: Path, plan: MemoryPlan, size: int) -> None:
-    """Record the micro-batch with which the next start goes on, after the plan's has run out of memory."""
+    """Record the smaller micro-batch that the next start will use, because this plan ran out of memory."""
     record = {"micro_batch_size": size, "made_for": plan.made_for}
     (output_dir / SMALLER_NAME).write_text(json.dumps(record) + "\n")
 

@@ -83,7 +83,7 @@ class Surroundings:
     facts: Facts  # processes, device, launcher
     folder: Folder
     named: Named | None = None
-    checkpoints: tuple[Checkpoint, ...] = ()  # that the run may begin with, newest first, up to the first whole one
+    checkpoints: tuple[Checkpoint, ...] = ()  # to resume from, newest first; the search ends at the first intact one
     held: Held | None = None  # by the repository that it publishes to; None if that is new, or cannot be asked
     trackers: tuple[str, ...] = ()  # that are installed
     typed: frozenset[str] = frozenset()  # the names of the options on the command line
@@ -221,21 +221,21 @@ def check_folder(requested: TrainConfig, folder: Folder, named: Named | None, so
 def choose_checkpoint(
     requested: TrainConfig, around: Surroundings, source: str
 ) -> tuple[Checkpoint | None, tuple[str, ...]]:
-    """Return the newest whole checkpoint, None for a new run, and what to say.
+    """Return the newest intact checkpoint, or None for a new run, and the lines to print.
 
-    Raises `UserError` if no whole one is left: a run never starts over silently.
+    Raises `UserError` if all of them are damaged or missing: a run never silently starts over.
     """
     asked, folder, named = requested.resume_from_checkpoint, around.folder, around.named
-    whole = [checkpoint for checkpoint in around.checkpoints if checkpoint.fault is None]
+    intact = [checkpoint for checkpoint in around.checkpoints if checkpoint.fault is None]
     faults = [f"{checkpoint.path}: {checkpoint.fault}" for checkpoint in around.checkpoints if checkpoint.fault]
-    if whole:
+    if intact:
         says = [f"skipping {fault}" for fault in faults]
-        if whole[0].repo_id:
-            says.append(f"resuming from {whole[0].repo_id}, revision {whole[0].branch}, on the Hub")
+        if intact[0].repo_id:
+            says.append(f"resuming from {intact[0].repo_id}, revision {intact[0].branch}, on the Hub")
         if source == "own" and named is not None and named.folder != folder.place and asked != "auto":
             start = f"{folder.path} continues {named.text} already"
             says.append(f"{start}; to start from there again, choose another --output_dir")
-        return whole[0], tuple(says)
+        return intact[0], tuple(says)
     if faults:
         remedy = "choose another one, or start over in another --output_dir"
         raise UserError(f"found no valid checkpoint to resume from ({'; '.join(faults)}); {remedy}")
@@ -386,12 +386,12 @@ def _short(value: object) -> str:
     return value[:12] if isinstance(value, str) and len(value) == 64 else repr(value)  # a SHA-256
 
 
-def recorded_options(run: Run, is_over: bool) -> TrainConfig:
+def recorded_options(run: Run, has_ended: bool) -> TrainConfig:
     """Return the options that repeat the run, for training_config.yaml: the requested ones, with a length in steps.
 
-    is_over: another schedule without a step of its own is not that of these weights.
+    has_ended: no step is left to make, so the weights are those of the checkpoint's schedule.
     """
-    schedule = run.saved.schedule if is_over and run.saved else run.schedule
+    schedule = run.saved.schedule if has_ended and run.saved else run.schedule
     options = {name: getattr(schedule, name) for name in ("global_batch_size", *SCHEDULE_OPTIONS)}
     resolved = {name: getattr(run.config, name) for name in ("num_train_epochs", "model_type", "dataset_revision")}
     return dataclasses.replace(run.requested, **options, **resolved)
@@ -414,8 +414,8 @@ class Turn:
 def decide_turn(run: Run, state: RunState, stop: bool) -> Turn:
     """Decide what comes before the next step. stop: a signal has arrived.
 
-    A checkpoint is saved before the evaluation of the same step: what an evaluation costs a run that is killed in it
-    is this evaluation, not the steps since the checkpoint before.
+    A step is saved before it is evaluated, so a run that is killed during an evaluation loses only that evaluation,
+    not the steps since the previous checkpoint.
     """
     config, progress = run.config, measure_progress(run.schedule, state)
     is_last = is_over(run, state)

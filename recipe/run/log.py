@@ -123,7 +123,7 @@ class RunLog:
             self.say(f"warning: {what} could not be written: {reason}")
 
     def list_failures(self) -> None:
-        """Say what is missing at the end: a checkpoint may have been written by a later attempt."""
+        """Say what is still missing. A later attempt may have written a checkpoint that failed at first."""
         missing: dict[str, list[str]] = {}
         for what, (count, reason) in self.failures.items():
             if not (what.startswith("checkpoint-") and (self.output_dir / what).is_dir()):

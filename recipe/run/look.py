@@ -141,7 +141,7 @@ def look_at_named(requested: TrainConfig, folder: Folder) -> Named | None:
 
 
 def look_at_checkpoints(requested: TrainConfig, folder: Folder, named: Named | None) -> Iterator[Checkpoint]:
-    """Yield the checkpoints that the run may begin with, verified, newest first, up to the first whole one."""
+    """Verify the checkpoints to resume from, newest first, and yield each. Stop at the first intact one."""
     try:
         source = choose_source(requested, folder, named)
     except UserError:  # `decide_start` raises it again
