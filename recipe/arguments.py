@@ -1,13 +1,15 @@
 """The command line of the scripts, and the names that no option has. Imports neither torch nor transformers."""
 
 import argparse
+import os
 import re
 import shlex
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
-from recipe.config import LISTS, OPTIONS
+from recipe.config import LISTS, OPTIONS, PATHS
 from recipe.errors import UserError, did_you_mean
 
 # Names of TrainingArguments, run_clm.py and nanoGPT that this program spells in another way.
@@ -41,49 +43,107 @@ OTHER_NAMES |= dict.fromkeys(("torch_compile_mode", "dynamo_mode"), "pass --dyna
 OTHER_NAMES |= dict.fromkeys(("fsdp", "deepspeed"), "the launcher decides: see accelerate_configs/fsdp.yaml")
 OTHER_NAMES |= dict.fromkeys(("overwrite", "overwrite_output_dir"), "delete the folder, or pass another --output_dir")
 OTHER_NAMES["hub_token"] = "log in with `hf auth login` or set HF_TOKEN; never put a token on a command line"
+LONG_OPTION = re.compile(r"^--[a-zA-Z][\w-]*(?==|$)")
+HOME = re.compile(r"(^|(?<=[=,]))(~|[$]HOME|[$]{HOME})(?=/|$)")  # also in hellaswag=~/a.jsonl
+
+
+class JoinLists(argparse.Action):
+    """An option that may be given more than once, with one value or more. What is typed replaces the default."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        before = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, values if before is self.default else [*before, *values])
 
 
 class CommandLine(argparse.ArgumentParser):
-    """The parser of a script. It accepts `--max-steps` for `--max_steps` and raises `UserError` for mistakes."""
+    """The parser of a script. It raises `UserError` for mistakes.
+
+    `--max-steps` is `--max_steps`. A list that is given twice goes on. A `Path` begins in the home folder if it is
+    typed with `~` or `$HOME`.
+    """
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, **kwargs)
+        self.register("type", Path, lambda text: Path(as_path(text)))
+
+    def add_argument(self, *names: str, **kwargs: Any) -> argparse.Action | None:
+        if kwargs.get("nargs") == "+":
+            kwargs.setdefault("action", JoinLists)
+        return super().add_argument(*names, **kwargs)
 
     def parse_args(
         self, args: list[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        typed = underscored(sys.argv[1:] if args is None else args)
-        found, unknown = self.parse_known_args(typed, namespace or argparse.Namespace())
+        words = self.words(sys.argv[1:] if args is None else args)
+        found, unknown = self.parse_known_args(words, namespace or argparse.Namespace())
         if unknown:
             raise UserError(unknown_option(unknown[0], [action.dest for action in self._actions]))
         return found
+
+    def words(self, argv: list[str]) -> list[str]:
+        """Return a command line with underscores in names, and values such as `---` joined to their option by `=`.
+
+        argparse would take every word that begins with a dash for an option.
+        """
+        words: list[str] = []
+        for word in underscored(argv):
+            option = self._option_string_actions.get(words[-1]) if words else None
+            is_value = word.startswith("-") and word not in self._option_string_actions and not LONG_OPTION.match(word)
+            if option is not None and option.nargs is None and is_value:
+                words[-1] += f"={word}"
+            else:
+                words.append(word)
+        return words
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        if arg_strings == ["--"] and action.nargs is None:  # argparse drops it (Python 3.12)
+            return self._get_value(action, "--")
+        return super()._get_values(action, arg_strings)
 
     def add_run_options(self, names: Iterable[str], **kwargs: Any) -> None:
         """Add options of recipe/train.py with their defaults and help. kwargs: of `add_argument`, replace these."""
         for name in names:
             default, text = OPTIONS[name].default, OPTIONS[name].metadata["help"].replace("%", "%%")
             kind: dict[str, Any] = {"type": float if isinstance(default, float) else str}
+            kind = {"type": as_path} if name in PATHS else kind
             if name in LISTS:
-                kind = {"nargs": "+"}
+                kind |= {"nargs": "+"}
             elif isinstance(default, bool) or OPTIONS[name].metadata.get("const") is True:
                 kind = {"action": "store_true"}
             self.add_argument(f"--{name}", **{"default": default, "help": text, **kind, **kwargs})
 
     def parse_with_run_options(self) -> tuple[argparse.Namespace, list[str]]:
         """Return the script's options, and recipe/train.py's as typed. Raises `UserError` for any other."""
-        args, options = self.parse_known_args(underscored(sys.argv[1:]))
+        args, options = self.parse_known_args(self.words(sys.argv[1:]))
         for text in options:
             if text.startswith("--") and text[2:].partition("=")[0] not in OPTIONS:
                 raise UserError(unknown_option(text, [*vars(args), *OPTIONS]))
         return args, options
 
     def error(self, message: str) -> None:
-        raise UserError(re.sub(r"^argument (--\w+)[^:]*: ", r"\1: ", message))
+        text = re.sub(r"^argument (--\w+)[^:]*: ", r"\1: ", message)
+        if text.endswith(("expected one argument", "expected at least one argument")):
+            text += f"; a value that begins with a dash is written {text.partition(':')[0]}=VALUE"
+        raise UserError(text)
+
+
+def as_path(text: str) -> str:
+    """Return a path, pattern, or name that may be one, with the home folder in place of `~` and `$HOME`.
+
+    Raises `UserError` if the home folder is unknown, or if other libraries would give the path another name.
+    """
+    if HOME.search(text):
+        if (home := os.path.expanduser("~")) == "~":
+            raise UserError(f"the home folder in {text} is unknown; set HOME, or write the whole path")
+        text = HOME.sub(lambda _: home, text)
+    if not text.isascii() and sys.getfilesystemencoding() != "utf-8":
+        raise UserError(f"Python cannot name the path {ascii(text)} in this locale; set PYTHONUTF8=1")
+    return text
 
 
 def underscored(argv: list[str]) -> list[str]:
     """`--max-steps=5` -> `--max_steps=5`; values stay as they are."""
-    return [re.sub(r"^--[\w-]+(?==|$)", lambda name: "--" + name[0][2:].replace("-", "_"), text) for text in argv]
+    return [LONG_OPTION.sub(lambda name: "--" + name[0][2:].replace("-", "_"), text) for text in argv]
 
 
 def shell_command(*words: object, **options: object) -> str:

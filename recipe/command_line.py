@@ -1,19 +1,24 @@
 """Command line and recipe file -> `TrainConfig`.
 
-Defaults < recipe YAML < command line. This module does not import torch, so programs without it start at once.
+Defaults < recipe YAML < command line. A recipe is read as if its lines had been typed, so a value means the same in
+both. This module does not import torch, so programs without it start at once.
 """
 
 import argparse
+import contextlib
+import functools
 import json
-import os
+import operator
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 from transformers import HfArgumentParser  # this name does not import torch
+from transformers.hf_argparser import string_to_bool
 
-from recipe.arguments import OTHER_NAMES, CommandLine, typed_names, underscored
+from recipe.arguments import OTHER_NAMES, CommandLine, JoinLists, as_path, typed_names
 from recipe.config import (
     ADDRESS,
     CONFIG_NAME,
@@ -22,15 +27,16 @@ from recipe.config import (
     LITERALS,
     MAPPINGS,
     OPTIONS,
+    PATHS,
     SECTIONS,
     TEXT_OPTIONS,
+    WORDS,
     TrainConfig,
-    as_numbers,
     is_missing,
     may_come_from_hub,
-    parse_mapping,
 )
 from recipe.errors import UserError, did_you_mean, one_line, short_reason
+from recipe.launcher import count_processes
 
 CONFIGS_DIR = Path(__file__).parent / "configs"
 RECIPES = sorted(path.stem for path in CONFIGS_DIR.glob("*.yaml"))
@@ -39,6 +45,9 @@ ALIASES = {"bf16": "mixed_precision", "fp16": "mixed_precision", "gradient_check
 # With another model, tokenizer or row length, losses do not compare with the recipe's.
 OTHER_LOSS = {"config_overrides", "model_type", "model_name_or_path", "tokenizer_name", "tokenizer_vocab_size"}
 OTHER_LOSS |= {"block_size"}
+# YAML's and Python's words, in any case.
+TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+UNSET_STEPS = -1  # Trainer's default of max_steps
 
 
 class TrainParser(CommandLine, HfArgumentParser):
@@ -50,6 +59,7 @@ class TrainParser(CommandLine, HfArgumentParser):
         self.add_argument(
             "--config",
             metavar="NAME|FILE|hf://ID",
+            type=as_path,
             help=f"Recipe: {', '.join(RECIPES)}, a YAML file, or a published run: hf://user/name.",
         )
 
@@ -61,14 +71,22 @@ class TrainParser(CommandLine, HfArgumentParser):
             return super().add_argument(*names, **kwargs)
         if name in SECTIONS:  # the first option of one
             self.section = self.add_argument_group(SECTIONS[name])
+            self.section.register("type", int, read_int)
+            self.section.register("type", string_to_bool, read_bool)
         kwargs = {key: value for key, value in kwargs.items() if key not in ("at_least", "above", "below", "words")}
-        if name == "activation_checkpointing":
-            kwargs["type"] = str.lower  # Python's booleans, as YAML's arrive here, and the command line's
+        if name in LITERALS:
+            kwargs["type"] = functools.partial(read_choice, kwargs["choices"])
         elif name in MAPPINGS:
-            kwargs |= {"type": str, "metavar": "VALUE"}  # `TrainConfig` parses it
-        elif name not in LITERALS:
+            kwargs |= {"type": functools.partial(parse_mapping, name), "action": "append", "metavar": "VALUE"}
+        else:
             value = "BOOL" if kwargs.get("const") is True else "VALUE"
             kwargs.setdefault("metavar", "N" if kwargs.get("type") in (int, float) else value)
+        if name in LISTS:
+            kwargs["action"] = JoinLists
+        if name in PATHS:
+            kwargs["type"] = as_path
+        elif name in WORDS:
+            kwargs["type"] = read_int_or_word
         aliases = ["--gradient_checkpointing"] if name == "activation_checkpointing" else []
         action = self.section.add_argument(f"--{name}", *aliases, **kwargs)  # without a second spelling of the name
         for precision in ("bf16", "fp16") if name == "mixed_precision" else ():
@@ -78,11 +96,73 @@ class TrainParser(CommandLine, HfArgumentParser):
                 nargs="?",
                 const=precision,
                 default=argparse.SUPPRESS,
-                type=lambda text, values={"true": precision, "false": "no"}: values.get(text.lower(), text),
+                choices=kwargs["choices"],
+                type=lambda text, yes=precision: {True: yes, False: "no", None: text}[TRUTH.get(text.lower())],
                 metavar="BOOL",
                 help=f"Short for --{name} {precision}.",
             )
         return action
+
+    def read(self, words: list[str]) -> dict[str, Any]:
+        """Return the options on a command line. Raises `UserError`."""
+        found, spelled, values = vars(self.parse_args(words)), typed_names(words), {}
+        for option in {ALIASES.get(name, name) for name in spelled} & found.keys():
+            if len(names := sorted(name for name in spelled if ALIASES.get(name, name) == option)) > 1:
+                raise UserError(f"{' and '.join(names)} set the same option; keep only one of them")
+            values[option] = found[option]
+        for name in MAPPINGS & values.keys():
+            values[name] = functools.reduce(operator.or_, values[name])
+        if values.get("max_steps") == UNSET_STEPS:
+            del values["max_steps"]
+        if {"max_steps", "num_train_epochs"} <= values.keys():
+            pair = f"max_steps {values['max_steps']} and num_train_epochs {values['num_train_epochs']:g}"
+            raise UserError(f"{pair} both set the length of the run; keep only one of them")
+        return values
+
+
+# ------------------------------------------------------------------ values
+
+
+def read_int(text: str) -> int:
+    return int(text, 16) if text.lower().startswith("0x") else int(text)
+
+
+def read_int_or_word(text: str) -> int | str:
+    with contextlib.suppress(ValueError):
+        return read_int(text)
+    return text
+
+
+def read_bool(text: str) -> bool:
+    return string_to_bool(str(TRUTH.get(text.lower(), text)))
+
+
+def read_choice(choices: Sequence[str], text: str) -> str:
+    """Return the choice that a text means: for `mixed_precision: off`, that is `no`."""
+    meant = TRUTH.get(text.lower())
+    return text if meant is None else next((choice for choice in choices if TRUTH.get(choice) is meant), text)
+
+
+def parse_mapping(key: str, text: str) -> dict[str, Any]:
+    """Parse JSON or `n_layer=4,n_embd=128`, whose values are YAML scalars. Raises `UserError`."""
+    expected = f"{key} must look like {MAPPINGS[key]} or be a JSON object, got {text!r}"
+    try:  # JSON is YAML, and so are pairs after this replacement
+        is_json = text.lstrip().startswith("{")
+        if not is_json and not all("=" in pair for pair in text.split(",")):
+            raise UserError(expected)
+        value = yaml.safe_load(text if is_json else "{" + text.replace("=", ": ") + "}")
+    except yaml.YAMLError as error:
+        raise UserError(expected) from error
+    if not isinstance(value, dict):
+        raise UserError(expected)
+    for name, item in value.items():
+        if isinstance(item, str):
+            with contextlib.suppress(ValueError):
+                value[name] = float(item)  # YAML 1.1 reads 1e-5 as text
+    return value
+
+
+# ------------------------------------------------------------------ the command line and a recipe
 
 
 def load_config(argv: list[str] | None = None) -> tuple[TrainConfig, str]:
@@ -91,34 +171,31 @@ def load_config(argv: list[str] | None = None) -> tuple[TrainConfig, str]:
     The default recipe is gpt2_finetune for a model of one's own (`--model_name_or_path`), else demo. Returns the
     config and the name of the recipe. Raises `UserError`. `--help` exits.
     """
-    argv = underscored(sys.argv[1:] if argv is None else argv)
-    spelled = typed_names(argv)
-    typed = {ALIASES.get(name, name) for name in spelled}
-    for option in typed:
-        if len(names := sorted(name for name in spelled if ALIASES.get(name, name) == option)) > 1:
-            raise UserError(f"--{' and --'.join(names)} set the same option; pass only one of them")
     parser = TrainParser()
-    given = parser.parse_known_args([text for text in argv if text not in ("-h", "--help")])[0]
-    recipe = given.config or ("gpt2_finetune" if "model_name_or_path" in typed else "demo")
-    values = merge(as_typed(load_yaml(recipe)), {name: getattr(given, name) for name in typed & OPTIONS.keys()})
+    words = parser.words(sys.argv[1:] if argv is None else argv)
+    typed = parser.read([word for word in words if word not in ("-h", "--help")])
+    recipe = typed.pop("config", None) or ("gpt2_finetune" if "model_name_or_path" in typed else "demo")
+    values = merge(load_yaml(recipe), typed)
+    if {"-h", "--help"} & {*words}:
+        parser.set_defaults(config=recipe, **values)
+        parser.print_help()
+        parser.exit()
     if missing := [name for name, value in values.items() if is_missing(value)]:
         count = len(values["dataset_dir"]) if "dataset_dir" in missing else 1
         how = f" ({count} datasets, in the order of its card)" if count > 1 else ""
         raise UserError(f"the author of {recipe} had this only locally; pass your own --{', --'.join(missing)}{how}")
-    parser.set_defaults(config=recipe, **{name: value for name, value in values.items() if name not in typed})
-    args = vars(parser.parse_args(argv))
-    args |= {name: values[name] for name in typed & OPTIONS.keys() & values.keys()}
-    path = Path(args.pop("config"))
+    path = Path(recipe)
     if address := ADDRESS.fullmatch(recipe):
-        return TrainConfig(**args), address[1].rpartition("/")[2]
+        return TrainConfig(**values), address[1].rpartition("/")[2]
     # training_config.yaml represents the run in its folder.
-    return TrainConfig(**args), path.absolute().parent.name if path.name == CONFIG_NAME else path.stem
+    return TrainConfig(**values), path.absolute().parent.name if path.name == CONFIG_NAME else path.stem
 
 
 def load_yaml(recipe: str) -> dict[str, Any]:
     """Read a recipe by name (`gpt2_124m`), path, or address of a published run (`hf://user/name`).
 
-    Raises `UserError` if it is not a mapping of known options.
+    A value is the text as it stands in the file, not what YAML makes of `no` or 007. Raises `UserError` if it is not a
+    mapping of known options.
     """
     is_file = recipe.lower().endswith((".yaml", ".yml"))
     path = Path(recipe) if is_file else CONFIGS_DIR / f"{recipe}.yaml"
@@ -128,34 +205,47 @@ def load_yaml(recipe: str) -> dict[str, Any]:
         hint = did_you_mean(recipe, RECIPES, otherwise="pass a .yaml file, or a recipe")
         raise UserError(f"there is no recipe {'file ' * is_file}'{recipe}'; {hint} (recipes: {', '.join(RECIPES)})")
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        text = path.read_text(encoding="utf-8")
+        content, tree = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{recipe} is not valid YAML: {one_line(error)!r}") from error
-    if not isinstance(content, dict):
+    if not isinstance(content, dict) or not isinstance(tree, yaml.MappingNode):
         raise UserError(f"{recipe} must contain a mapping of options to values")
-    for name in ALIASES.keys() & content.keys():
-        if (option := ALIASES[name]) in content:
-            raise UserError(f"{name} in {recipe} sets {option}, which is set there, too; remove one of them")
-        content[option] = getattr(TrainParser().parse_known_args([f"--{name}={content.pop(name)}"])[0], option)
-    for key, value in content.items():
-        if key not in OPTIONS:
-            hint = OTHER_NAMES.get(key) or did_you_mean(str(key), OPTIONS)
-            raise UserError(f"unknown key {str(key)!r} in {recipe}; {hint}")
-        is_mapping = key in MAPPINGS and isinstance(value, dict) and all(isinstance(name, str) for name in value)
-        kind = (int, float) if key == "dataset_weights" else str
-        is_list = key in LISTS and isinstance(value, list) and all(isinstance(item, kind) for item in value)
-        if isinstance(value, (list, dict, set)) and not (is_mapping or is_list):
-            what = f"a list of {'texts' if kind is str else 'numbers'}" if key in LISTS else "a single value"
-            what = f"a mapping such as {MAPPINGS[key]}" if key in MAPPINGS else what
-            raise UserError(f"{key} in {recipe} must be {what}, got {value}")
-    if address and (refused := [name for name, value in content.items() if not may_come_from_hub(name, value)]):
-        raise UserError(
-            f"{recipe} sets {', '.join(refused)}; a recipe from the Hub may set neither private options nor paths "
-            f"(nor names that are folders here); read its {CONFIG_NAME}, and pass a copy of it as --config"
-        )
+    words: dict[str, list[str]] = {}
+    try:
+        for key, node in tree.value:
+            if (name := str(key.value)) not in OPTIONS.keys() | ALIASES.keys():
+                raise UserError(f"unknown key {name!r}; {OTHER_NAMES.get(name) or did_you_mean(name, OPTIONS)}")
+            if name in words:
+                raise UserError(f"{name} is set twice; keep only one of the lines")
+            words[name] = as_words(name, node, content.get(name))
+        refused = [name for name in words if not may_come_from_hub(ALIASES.get(name, name), content.get(name))]
+        if address and refused:
+            raise UserError(
+                f"a recipe from the Hub may set neither private options nor paths (nor names that are folders here), "
+                f"but it sets {', '.join(refused)}; read its {CONFIG_NAME}, and pass a copy of it as --config"
+            )
+        nulls = {ALIASES.get(name, name): None for name in words if content.get(name) is None}
+        values = nulls | TrainParser().read([word for of in words.values() for word in of])
+    except UserError as error:
+        raise UserError(f"{recipe}: {error}") from error
     if path.name == CONFIG_NAME and content.get("hub_private_repo") is False:
-        del content["hub_private_repo"]  # written by runs whose option had this default
-    return content
+        del values["hub_private_repo"]  # written by runs whose option had this default
+    return values
+
+
+def as_words(name: str, node: yaml.Node, content: Any) -> list[str]:
+    """Return an option of a recipe as it would be typed. content: what YAML makes of the node. Raises `UserError`."""
+    if content is None:
+        return []
+    if isinstance(content, dict) and name in MAPPINGS and all(isinstance(key, str) for key in content):
+        return [f"--{name}={json.dumps(content, default=str)}"]
+    items = node.value if isinstance(node, yaml.SequenceNode) and name in LISTS else [node]
+    if not all(isinstance(item, yaml.ScalarNode) for item in items):
+        what = "a list of single values" if name in LISTS else "a single value"
+        what = f"a mapping such as {MAPPINGS[name]}" if name in MAPPINGS else what
+        raise UserError(f"{name} must be {what}, got {content}")
+    return [f"--{name}={item.value}" for item in items]
 
 
 def fetch_recipe(repo_id: str, revision: str | None) -> Path:
@@ -171,21 +261,6 @@ def fetch_recipe(repo_id: str, revision: str | None) -> Path:
         raise UserError(f"cannot read the training_config.yaml of {where}: {reason}") from error
     except Exception as error:  # no connection, offline mode, a bad name, ...: each library raises its own
         raise UserError(f"cannot read the training_config.yaml of {where}: {short_reason(error)}") from error
-
-
-def as_typed(content: dict[str, Any]) -> dict[str, Any]:
-    """Turn single values of a recipe into text, as if they had been typed: both then follow the same rules."""
-    values: dict[str, Any] = {}
-    for key, value in content.items():
-        if isinstance(value, dict):
-            values[key] = as_numbers(value)
-        elif value is None or isinstance(value, list):
-            values[key] = value
-        elif value is False and key in ("mixed_precision", "dynamo_backend"):  # YAML 1.1 reads `no` as false
-            values[key] = "no"
-        else:
-            values[key] = [value if key == "dataset_weights" else str(value)] if key in LISTS else str(value)
-    return values
 
 
 def merge(recipe: dict[str, Any], typed: dict[str, Any]) -> dict[str, Any]:
@@ -215,16 +290,15 @@ def merge(recipe: dict[str, Any], typed: dict[str, Any]) -> dict[str, Any]:
     if "model_name_or_path" in typed:  # the model's shape and vocabulary replace the recipe's; dropout stays
         overrides = {key: value for key, value in overrides.items() if key.endswith(("_pdrop", "dropout"))}
         drop("tokenizer_vocab_size")
-    if isinstance(text := typed.get("config_overrides"), str):  # typed values join the recipe's
-        overrides = overrides | parse_mapping("config_overrides", text)
+    overrides = overrides | typed.get("config_overrides", {})  # typed values join the recipe's
     values |= typed
     values["config_overrides"] = overrides or None
     for other in ("tokenizer_name", "dataset_dir"):
         if {"tokenizer_vocab_size", other} <= typed.keys():
             raise UserError(f"--tokenizer_vocab_size trains a tokenizer, but --{other} has one; pass only one of them")
-    rows, times = str(typed.get("per_device_train_batch_size")), typed.get("gradient_accumulation_steps")
-    if rows.isdigit() and times and "global_batch_size" not in typed:  # as every Trainer user expects
-        values["global_batch_size"] = int(rows) * times * int(os.environ.get("WORLD_SIZE", "1"))
+    rows, times = typed.get("per_device_train_batch_size"), typed.get("gradient_accumulation_steps")
+    if isinstance(rows, int) and times and "global_batch_size" not in typed:  # as every Trainer user expects
+        values["global_batch_size"] = rows * times * count_processes()
         values["gradient_accumulation_steps"] = None  # derived, also when the run resumes on other devices
     if "model_name_or_path" in typed and "block_size" not in typed:
         path, default = Path(typed["model_name_or_path"], "config.json"), int(_number("block_size", values))
@@ -235,8 +309,6 @@ def merge(recipe: dict[str, Any], typed: dict[str, Any]) -> dict[str, Any]:
 
 def _merge_length(values: dict[str, Any], typed: dict[str, Any]) -> None:
     """Let a typed length of the run replace the recipe's. values: of the recipe, changed in place."""
-    if {"max_steps", "num_train_epochs"} <= typed.keys():
-        raise UserError("max_steps and num_train_epochs both set the length of the run; pass only one of them")
     steps, warmup = _number("max_steps", values), _number("warmup_steps", values)
     if values.get("max_steps") is None and {"num_train_epochs", "max_minutes"} & values.keys():
         steps = 0  # unknown
@@ -251,12 +323,8 @@ def _merge_length(values: dict[str, Any], typed: dict[str, Any]) -> None:
 
 
 def _number(name: str, values: dict[str, Any]) -> float:
-    """Return the value of an option, or its default. Raises `UserError` if it is not a number."""
-    text = values.get(name)
-    try:
-        return float(getattr(TrainConfig, name) if text is None else text)
-    except ValueError as error:
-        raise UserError(f"{name}: invalid value {text!r}") from error
+    """Return the value of an option, or its default."""
+    return getattr(TrainConfig, name) if values.get(name) is None else values[name]
 
 
 def _read_number(path: Path, key: str, default: int) -> int:

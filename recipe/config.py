@@ -4,13 +4,12 @@ recipe/command_line.py fills a `TrainConfig` from a recipe file and the command 
 torch, so programs that do not need it start at once.
 """
 
-import contextlib
 import dataclasses
 import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import yaml
 
@@ -257,14 +256,8 @@ class TrainConfig:
     hub_language: list[str] | None = _field(None, "Languages of the text on the card, as ISO 639 codes: en de ...")
 
     def __post_init__(self):
-        for key in MAPPINGS:
-            if isinstance(value := getattr(self, key), str):
-                object.__setattr__(self, key, parse_mapping(key, value))
-        for name in ("per_device_train_batch_size", "loss_chunks", "max_eval_samples"):
-            value = getattr(self, name)
-            if isinstance(value, str) and value.isdigit():
-                object.__setattr__(self, name, int(value))
-            elif value is None:
+        for name in WORDS:
+            if getattr(self, name) is None:
                 object.__setattr__(self, name, "all" if name == "max_eval_samples" else "auto")
         for name, default in (("report_to", "none"), ("text_column_name", "text")):  # "none": Hugging Face's spelling
             if getattr(self, name) == [default]:
@@ -290,6 +283,11 @@ LITERALS = {name for name, option in OPTIONS.items() if "Literal" in str(option.
 OPTIONAL = {name for name, option in OPTIONS.items() if "None" in str(option.type)}
 BOUNDS = {"at_least": -math.inf, "below": math.inf, "above": -math.inf}
 LISTS = {name for name, option in OPTIONS.items() if "list" in str(option.type)}
+WORDS = {name for name, option in OPTIONS.items() if "words" in option.metadata}
+PATHS = {  # folders, files and patterns; some may be an id of the Hub instead
+    *(*DATA_SOURCES, "validation_file", "tokenizer_name", "model_name_or_path"),
+    *("output_dir", "cache_dir", "resume_from_checkpoint", "eval_tasks"),
+}
 
 
 def hub_id(name: str | None) -> str | None:
@@ -324,31 +322,6 @@ def save_config(config: TrainConfig, path: Path) -> None:
     path.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
 
 
-def parse_mapping(key: str, text: str) -> dict[str, Any]:
-    """Parse JSON or `n_layer=4,n_embd=128`, whose values are YAML scalars. Raises `UserError`."""
-    expected = f"{key} must look like {MAPPINGS[key]} or be a JSON object, got {text!r}"
-    try:  # JSON is YAML, and so are pairs after this replacement
-        is_json = text.lstrip().startswith("{")
-        if not is_json and not all("=" in pair for pair in text.split(",")):
-            raise UserError(expected)
-        value = yaml.safe_load(text if is_json else "{" + text.replace("=", ": ") + "}")
-    except yaml.YAMLError as error:
-        raise UserError(expected) from error
-    if not isinstance(value, dict):
-        raise UserError(expected)
-    return as_numbers(value)
-
-
-def as_numbers(mapping: dict[str, Any]) -> dict[str, Any]:
-    """Turn values such as `1e-5`, which YAML 1.1 reads as text, into numbers."""
-    found = dict(mapping)
-    for key, value in mapping.items():
-        if isinstance(value, str):
-            with contextlib.suppress(ValueError):
-                found[key] = float(value)
-    return found
-
-
 def check_value(option: dataclasses.Field, value: Any) -> None:
     """Raise `UserError` for a value that is missing, not among the option's choices or out of its bounds."""
     name, bounds = option.name, option.metadata
@@ -356,8 +329,6 @@ def check_value(option: dataclasses.Field, value: Any) -> None:
         raise UserError(f"{name} must not be empty; omit it to use the default")
     if value is None and name not in OPTIONAL:
         raise UserError(f"{name} has no value; set one, or delete the line")
-    if name in LITERALS and value not in get_args(option.type):
-        raise UserError(f"{name}: invalid choice: {value!r} (choose from {', '.join(get_args(option.type))})")
     low, high, above = (bounds.get(key, default) for key, default in BOUNDS.items())
     if value is None or value in bounds.get("words", ()) or not BOUNDS.keys() & bounds.keys():
         return
@@ -401,6 +372,9 @@ def check_rules(config: TrainConfig) -> None:
         require(place == "mmap", f"--dataloader_num_workers requires --data_placement mmap, got {place}")
     check_schedule(config)
     resumes = config.resume_from_checkpoint
+    if str(resumes).lower() in ("true", "false"):  # Trainer's
+        found = f"--resume_from_checkpoint {resumes} names no folder"
+        raise UserError(f"{found}; pass latest (the newest checkpoint in --output_dir), auto or a folder, or omit it")
     message = f"--resume_from_checkpoint {resumes} requires the --output_dir of the run to resume"
     require(resumes not in ("latest", "auto") or config.output_dir is not None, message)
     saves = config.save_steps > 0 or not config.load_best_model_at_end

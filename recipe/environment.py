@@ -64,14 +64,10 @@ def read_cgroups(controller: str, name: str, root: Path = CGROUPS, own: Path = O
     return found
 
 
-def count_local_processes(num_processes: int) -> int:
-    """Count the run's processes on this machine: what the launcher says, else all num_processes."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", num_processes))
-
-
 def cache_dir() -> Path:
-    """Return the folder for what later runs reuse. Raises `RuntimeError` if the home folder is unknown."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "gpt2_recipe"
+    """Return the folder for what later runs reuse. Without a home folder, none can be made at this path."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(os.devnull if cache.startswith("~") else cache, "gpt2_recipe")
 
 
 @functools.cache

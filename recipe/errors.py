@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from recipe.launcher import forget_launcher, is_main_process
+
 # A full disk, an exceeded quota, a read-only file system, missing permission.
 FIXABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 LOST_PEER = r"connection (was )?(likely )?(closed|reset|refused)|broken pipe|timed out|remote process exited"
@@ -28,11 +30,14 @@ class LostProcessError(ProcessError):
     """Another process has ended. The same command may get past it."""
 
 
-def run_main(main: Callable[[], int | None], interrupted: str = "interrupted") -> None:
+def run_main(main: Callable[[], int | None], interrupted: str = "interrupted", is_alone: bool = True) -> None:
     """Run a script's main function, and exit with its status if that is not 0.
 
     A `UserError` or a full disk becomes one line on stderr and exit status 1. interrupted: what Ctrl-C prints.
+    is_alone: whether the program is one process, whatever a launcher's variables say.
     """
+    if is_alone:
+        forget_launcher(os.environ)
     for stream in (sys.stdout, sys.stderr):
         if reconfigure := getattr(stream, "reconfigure", None):
             reconfigure(errors="replace")  # a character that the terminal cannot show must not end a run
@@ -68,7 +73,7 @@ def _report(error: Exception) -> str | int:
         report = json.dumps({"message": f"error: {error}", "timestamp": int(time.time())})
         with contextlib.suppress(OSError):  # the same disk may be full
             Path(error_file).write_text(report)
-    if os.environ.get("RANK", "0") != "0" and not isinstance(error, ProcessError):
+    if not (is_main_process() or isinstance(error, ProcessError)):
         return 1  # the main process prints it
     return f"error: {error}"
 
@@ -111,7 +116,7 @@ def short_reason(error: BaseException) -> str:
 
 def check_local_path(name: str) -> None:
     """Raise `UserError` for a local path that does not exist, before it is mistaken for a Hub id."""
-    path = Path(name).expanduser()
+    path = Path(name)
     if not name.strip():
         raise UserError("the name of a folder or Hub id is empty")
     looks_local = path.is_absolute() or name.startswith(".") or bool(path.parts[2:]) or Path(path.parts[0]).is_dir()

@@ -8,7 +8,7 @@ import functools
 import time
 from pathlib import Path
 
-from recipe.arguments import CommandLine  # first: it sets up OpenMP's threads, before torch is loaded
+from recipe.arguments import CommandLine, as_path  # first: it sets up OpenMP's threads, before torch is loaded
 
 # isort: split
 from accelerate import PartialState
@@ -30,10 +30,14 @@ from recipe.publish.card import EVALUATION_NAME, weights_sha256
 
 def parse_arguments() -> argparse.Namespace:
     parser = CommandLine(description="Evaluate a saved GPT-2 model on texts and tasks.")
-    parser.add_argument("--model", "--model_name_or_path", required=True, help="folder of a model, or a Hub id")
+    parser.add_argument(
+        "--model", "--model_name_or_path", required=True, type=as_path, help="folder of a model, or a Hub id"
+    )
     parser.add_argument("--revision", help="branch, tag or commit of a Hub id")
     parser.add_argument("--dataset_dir", type=Path, help="packed dataset, whose validation rows are evaluated")
-    parser.add_argument("--text_file", nargs="+", default=[], help="text files, folders or globs: one result for each")
+    parser.add_argument(
+        "--text_file", nargs="+", type=as_path, default=[], help="text files, folders or globs: one result for each"
+    )
     parser.add_run_options(("text_column_name", "document_separator"))
     parser.add_argument(
         "--context",
@@ -41,7 +45,9 @@ def parse_arguments() -> argparse.Namespace:
         help=f"tokens that the model sees (default: its positions, at most {LONGEST_CONTEXT:,}; rows: as in its run)",
     )
     parser.add_argument("--stride", type=int, help="new tokens per window of text (default: half of the context)")
-    parser.add_argument("--tasks", nargs="+", help=f"{', '.join(EVAL_TASKS)} (from the Hub), or hellaswag=FILE.jsonl")
+    parser.add_argument(
+        "--tasks", nargs="+", type=as_path, help=f"{', '.join(EVAL_TASKS)} (from the Hub), or hellaswag=FILE.jsonl"
+    )
     parser.add_argument("--max_task_examples", type=int, help="score only the first N of a fixed random order")
     parser.add_argument("--batch_size", type=int, help="sequences of full length per forward pass")
     parser.add_argument("--output_file", type=Path, help="JSON file (default: evaluation.json in the folder of a run)")
@@ -123,4 +129,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(main, is_alone=False)

@@ -21,12 +21,13 @@ from torch.nn.utils import prune
 from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.pytorch_utils import Conv1D
 
-from recipe.arguments import CommandLine
+from recipe.arguments import CommandLine, as_path
 from recipe.command_line import load_config
 from recipe.config import CONFIG_NAME
 from recipe.data.cache import open_dataset_for
 from recipe.data.packed import PackedDataset, open_packed_dataset
 from recipe.data.tokenizer import load_tokenizer
+from recipe.disk import share
 from recipe.errors import UserError, run_main
 from recipe.evaluation.scoring import CPU_TOKENS
 from recipe.evaluation.text import Text, choose_context, evaluate_dataset, evaluate_text, read_text
@@ -53,6 +54,8 @@ def main() -> None:
             model.save_pretrained(folder)
             model = load_as_int8(Path(folder), device)
     model.save_pretrained(args.output_dir)
+    for path in args.output_dir.glob("*.safetensors"):
+        share(path)  # safetensors 0.8 makes its files private
     write_files(own_files(args.model, TOKENIZER_FILES), args.output_dir)
     exported = load_model_weights(args.output_dir, device_map={"": device}).eval()  # as users do
     measured = print_row(args.output_dir, exported, tokenizer, text)
@@ -112,7 +115,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--quantize", choices=["int8"], help='needs pip install -e ".[quantize]"')
     parser.add_argument("--prune", type=float, help="set this fraction of each matrix to zero: 0.3")
     text = parser.add_mutually_exclusive_group()
-    text.add_argument("--text_file", help="text for the perplexity (default: the run's validation text)")
+    text.add_argument("--text_file", type=as_path, help="text for the perplexity (default: the run's validation text)")
     text.add_argument("--dataset_dir", type=Path, help="packed dataset whose validation rows give the perplexity")
     args = parser.parse_args()
     if args.quantize is None and args.prune is None:

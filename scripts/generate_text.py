@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from recipe.arguments import CommandLine  # first: it sets up OpenMP's threads, before torch is loaded
+from recipe.arguments import CommandLine, as_path  # first: it sets up OpenMP's threads, before torch is loaded
 
 # isort: split
 from accelerate import PartialState
@@ -56,7 +56,11 @@ def parse() -> argparse.Namespace:
         description="Sample continuations of a prompt.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument(
-        "--model_name_or_path", "--model", required=True, help="folder of a run or of a checkpoint, or a Hub id"
+        "--model_name_or_path",
+        "--model",
+        required=True,
+        type=as_path,
+        help="folder of a run or of a checkpoint, or a Hub id",
     )
     parser.add_argument("--revision", help="branch of a Hub model, such as step-000400-0.8M-3f9a1c")
     prompts = parser.add_mutually_exclusive_group()

@@ -15,6 +15,7 @@ import argparse
 import dataclasses
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,11 @@ from collections.abc import Callable
 from importlib.metadata import requires, version
 from pathlib import Path
 
-from recipe.arguments import CommandLine, typed_names  # first: it sets up OpenMP's threads, before torch is loaded
+from recipe.arguments import (
+    CommandLine,
+    as_path,
+    typed_names,
+)  # first: it sets up OpenMP's threads, before torch is loaded
 
 # isort: split
 import psutil
@@ -36,13 +41,13 @@ from recipe.command_line import load_config, load_yaml
 from recipe.config import DATA_SOURCES, STANDARD_LIBRARY, TrainConfig, is_missing, save_config
 from recipe.environment import count_cpus, describe_device
 from recipe.errors import UserError, run_main, short_reason
-from recipe.hardware.accelerator import dynamo_mode, find_facts, measure_open
+from recipe.hardware.accelerator import find_facts, measure_open
 from recipe.hardware.choices import Choice, Facts, apply_choices, check_sharded, choose
 from recipe.hardware.devices import why_no_inductor
 from recipe.hardware.gpus import find_gpu, load_gpu
 from recipe.hardware.memory import MemoryPlan, measure_usable_bytes, plan_memory
-from recipe.hardware.processes import wants_cpu
 from recipe.hardware.sharding import Sharding
+from recipe.launcher import answer, asks_for_cpu
 from recipe.model.build import build_model_config
 from recipe.model.size import count_flops_per_token, count_parameters, count_training_flops, padded_vocab_size
 
@@ -123,7 +128,7 @@ def check_packages() -> str:
 
 
 def find_device() -> torch.device:
-    found = None if wants_cpu() else torch.accelerator.current_accelerator(check_available=True)
+    found = None if asks_for_cpu(os.environ) else torch.accelerator.current_accelerator(check_available=True)
     return found or torch.device("cpu")
 
 
@@ -284,7 +289,8 @@ def plan_device(
     usual = {"mixed_precision": precision, "dynamo_backend": backend, "attn_implementation": attention}
     auto = {name: value for name, value in usual.items() if getattr(config, name) == "auto"}
     config = dataclasses.replace(config, **auto)
-    facts = Facts(device_type, num_devices, Sharding(num_devices) if sharded else None, launcher_mode=dynamo_mode())
+    shards = Sharding(num_devices) if sharded else None
+    facts = Facts(device_type, num_devices, shards, launcher_mode=answer("DYNAMO_MODE", "default"))
     check_sharded(config, facts)
     return plan_memory(config, model_config, facts, memory_bytes)
 
@@ -333,10 +339,10 @@ def load_run(recipe: str, options: list[str], needs_steps: bool = True) -> tuple
 
 def parse() -> tuple[argparse.Namespace, list[str]]:
     parser = CommandLine(description="Plan a run. All other options are options of recipe/train.py.")
-    parser.add_argument("--config", default="gpt2_124m", help="recipe (default: gpt2_124m)")
+    parser.add_argument("--config", type=as_path, default="gpt2_124m", help="recipe (default: gpt2_124m)")
     parser.add_argument("--measure", action="store_true", help="train ten steps here: memory, speed, hours to finish")
     parser.add_argument(
-        "--config_file", help="Accelerate config for --measure (default: what accelerate config wrote)"
+        "--config_file", type=as_path, help="Accelerate config for --measure (default: what accelerate config wrote)"
     )
     parser.add_argument("--gpu", help="plan for a100-80gb, h100, rtx4090, t4, ... (an unknown name lists all)")
     parser.add_argument("--num_gpus", type=int, default=1, help="GPUs of the run (default: 1)")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from recipe.arguments import CommandLine, shell_command
+from recipe.arguments import CommandLine, as_path, shell_command
 from recipe.config import SPLITS, TEXT_OPTIONS
 from recipe.data.packed import id_dtype, read_metadata
 from recipe.data.prepare import prepare_dataset
@@ -22,8 +22,10 @@ from recipe.errors import UserError, run_main
 def main() -> None:
     parser = CommandLine(description="Tokenize and pack text for recipe/train.py --dataset_dir.")
     parser.add_run_options(("train_file", "dataset_name", *TEXT_OPTIONS))
-    parser.add_argument("--tokenizer_name", help="tokenizer folder or Hub id, for a new model")
-    parser.add_argument("--model_name_or_path", help="model to fine-tune: its tokenizer, and what that puts in front")
+    parser.add_argument("--tokenizer_name", type=as_path, help="tokenizer folder or Hub id, for a new model")
+    parser.add_argument(
+        "--model_name_or_path", type=as_path, help="model to fine-tune: its tokenizer, and what that puts in front"
+    )
     parser.add_argument("--output_dir", type=Path, help="folder to create")
     parser.add_argument("--overwrite", action="store_true", help="replace the packed dataset in output_dir")
     parser.add_argument("--preprocessing_num_workers", type=int, help="processes (default: one per core)")

@@ -39,7 +39,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AutoModelForCausalLM, GPT2Config, PreTrainedTokenizerFast
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from recipe.arguments import CommandLine, shell_command
+from recipe.arguments import CommandLine, as_path, shell_command
 from recipe.command_line import load_config, load_yaml
 from recipe.config import DATA_SOURCES, STANDARD_LIBRARY
 from recipe.data.batches import example_rows, iterate_validation
@@ -519,8 +519,12 @@ def choose_setting(args: argparse.Namespace) -> Setting:
 def parse() -> argparse.Namespace:
     parser = CommandLine(description="What is each optimization worth on this machine?")
     peers = "compare recipe/train.py with these: a clone of nanoGPT, a copy of Transformers' run_clm.py"
-    parser.add_argument("--config", help="recipe whose model to use (default: gpt2_124m; on a CPU, 30 M parameters)")
-    parser.add_argument("--dataset_dir", help="packed dataset (default: the Python standard library's text)")
+    parser.add_argument(
+        "--config", type=as_path, help="recipe whose model to use (default: gpt2_124m; on a CPU, 30 M parameters)"
+    )
+    parser.add_argument(
+        "--dataset_dir", type=as_path, help="packed dataset (default: the Python standard library's text)"
+    )
     parser.add_argument("--rungs", nargs="+", choices=RUNGS, metavar="RUNG", help=f"only these: {', '.join(RUNGS)}")
     parser.add_argument("--peers", type=Path, nargs="+", metavar="PATH", help=peers)
     parser.add_argument("--rounds", type=int, default=3, help="runs of each program with --peers (default: 3)")

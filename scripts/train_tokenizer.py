@@ -5,7 +5,7 @@ python scripts/train_tokenizer.py --train_file a.txt --vocab_size 8192 --output_
 
 from pathlib import Path
 
-from recipe.arguments import CommandLine
+from recipe.arguments import CommandLine, shell_command
 from recipe.config import TEXT_OPTIONS
 from recipe.data.read import list_units, read_train_texts
 from recipe.data.source import source_from
@@ -33,7 +33,7 @@ def main() -> None:
     tokenizer = train_tokenizer(read_train_texts(source, list_units(source)), args.vocab_size)
     tokenizer.save_pretrained(args.output_dir)
     print(f"trained a byte-level BPE of {describe_vocabulary(tokenizer, args.vocab_size)}")
-    print(f"use it with --tokenizer_name {args.output_dir}")
+    print(f"use it with {shell_command(tokenizer_name=args.output_dir)}")
 
 
 if __name__ == "__main__":

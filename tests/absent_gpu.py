@@ -299,7 +299,7 @@ def rehearse_sharded(argv: list[str], num_processes: int, **limits: float) -> di
         "RANK": "0",
         "LOCAL_RANK": "0",
     }
-    launched |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
     dist.init_process_group("fake", rank=0, world_size=num_processes, store=FakeStore())
     alone = functools.cache(lambda *_: None)
     try:

@@ -194,6 +194,8 @@ def train(tmp_path, dataset_dir):
         real: bool = False,
     ) -> Path:
         defaults = [] if alone else default_arguments(dataset_dir, output_dir, TINY if shape is None else shape)
+        if defaults and "--dataset_dir" in arguments:  # instead of the usual one
+            del defaults[(first := defaults.index("--dataset_dir")) : first + 2]
         run_training([*defaults, *arguments], real)
         return output_dir
 

@@ -25,9 +25,10 @@ from recipe.command_line import load_config
 from recipe.errors import UserError
 from recipe.hardware import processes
 from recipe.hardware.choices import Facts, check_sharded
-from recipe.hardware.processes import start_processes, wants_cpu
+from recipe.hardware.processes import start_processes
 from recipe.hardware.sharding import USE_FSDP, Sharding, shard, take_sharding
 from recipe.hardware.trial import _fits
+from recipe.launcher import asks_for_cpu
 from recipe.model.loss import LanguageModelingLoss
 from recipe.publish.hub import publishes_training_state
 
@@ -100,7 +101,7 @@ def test_our_configs_on_a_cpu_and_elsewhere(path, tmp_path, monkeypatch, start):
     is_multi = path.stem.startswith(("multi", "fsdp"))
     assert ("LOCAL_RANK" in environment) == is_multi
     with mock.patch.dict(os.environ, environment, clear=True):
-        assert wants_cpu() == path.stem.endswith("cpu")
+        assert asks_for_cpu(environment) == path.stem.endswith("cpu")
     if not is_multi:
         start(environment)
 

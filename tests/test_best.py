@@ -4,6 +4,7 @@ import json
 from unittest import mock
 
 import pytest
+from accelerate import Accelerator
 from conftest import read_events
 
 from recipe.checkpoint import CheckpointSaver, RunState, list_checkpoints
@@ -39,6 +40,17 @@ def check(output_dir, printed):
     assert "The run had 10 steps. This is its checkpoint with the lowest validation loss, after 4." in card
     assert "intermediate checkpoint" not in card
     assert [event["step"] for event in read_events(output_dir, "eval")] == [0, 2, 4, 6, 8, 10]
+
+
+def test_the_steps_of_a_tracker_never_decrease(train, monkeypatch):
+    """wandb drops what is logged at an earlier step. The end of a run is logged at its last step."""
+    logged = []
+    monkeypatch.setattr(Accelerator, "log", lambda self, values, step: logged.append((step, values)))
+    output_dir = train(*OVERFITS)
+    assert [step for step, _ in logged] == sorted(step for step, _ in logged)
+    step, values = logged[-1]
+    assert (step, values["end/exported_step"], values["end/last_step"]) == (10, 4, 10)
+    assert [event["step"] for event in read_events(output_dir, "end")] == [4]  # the model's, for its card
 
 
 def test_the_best_checkpoint_is_kept_and_exported(train, capsys):

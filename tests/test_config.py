@@ -1,17 +1,15 @@
 """Options: defaults < recipe < command line, and one sentence for each mistake."""
 
-import argparse
 import dataclasses
 import json
 import re
-import shlex
 
 import pytest
 import yaml
 from conftest import run_script
 
 from recipe import command_line
-from recipe.arguments import OTHER_NAMES, shell_command
+from recipe.arguments import OTHER_NAMES
 from recipe.command_line import CONFIGS_DIR, load_config
 from recipe.config import MISSING, OPTIONS, SECTIONS, VISIBILITY, TrainConfig, may_come_from_hub, save_config
 from recipe.errors import UserError
@@ -120,11 +118,19 @@ def test_a_typed_length_replaces_the_recipes(recipe):
     """Steps or epochs from the same place as a time limit stay its upper bound."""
     steps, epochs, both = "max_steps: 30", "num_train_epochs: 2", "max_steps: 30\nmax_minutes: 3"
     limit, neither = "max_minutes: 3", "seed: 1"
-    untyped = {steps: (30, None, None), epochs: (None, 2, None), both: (30, None, 3), limit: (None, None, 3)}
+    of_trainer = "max_steps: -1\nnum_train_epochs: 2"
+    untyped = {
+        steps: (30, None, None),
+        epochs: (None, 2, None),
+        of_trainer: (None, 2, None),
+        both: (30, None, 3),
+        limit: (None, None, 3),
+    }
     typed = {
         "--max_minutes 9": (None, None, 9),
         "--max_minutes 9 --max_steps 40": (40, None, 9),
         "--num_train_epochs 4": (None, 4, None),
+        "--num_train_epochs 4 --max_steps -1": (None, 4, None),
     }
     for content, expected in {**untyped, neither: (19073, None, None)}.items():
         for argv, length in {"": expected, **typed}.items():
@@ -162,52 +168,115 @@ def test_the_block_size_fits_the_model(tmp_path):
 # ------------------------------------------------------------------ how a value is written
 
 
+MEANINGS = [  # option, as it is typed, as it stands in a recipe (None: the same), and what the program understands
+    # Text keeps its spelling. YAML 1.1 would make a boolean, a number, a date or sixty times a minute of it.
+    ("hub_language", "no", None, ["no"]),
+    ("hub_language", "no da", "[no, da]", ["no", "da"]),
+    ("sample_prompt", "yes", None, "yes"),
+    ("run_name", "007", None, "007"),
+    ("run_name", "1.10", None, "1.10"),
+    ("run_name", "1:30", None, "1:30"),
+    ("run_name", "2026-11-25", None, "2026-11-25"),
+    ("run_name", "0x10", None, "0x10"),
+    ("run_name", "null", "'null'", "null"),
+    ("run_name", "a-b", None, "a-b"),
+    ("dataset_revision", "1e5", None, "1e5"),
+    ("train_file", "1984.txt on", "[1984.txt, on]", ["1984.txt", "on"]),
+    ("text_column_name", "y", None, ["y"]),
+    # Numbers.
+    ("learning_rate", "6e-4", None, 6e-4),
+    ("seed", "0x10", None, 16),
+    ("seed", "007", None, 7),
+    ("global_batch_size", "1_000", None, 1000),
+    ("max_eval_samples", "1_000", None, 1000),
+    ("max_eval_samples", "all", None, "all"),
+    ("loss_chunks", "8", None, 8),
+    ("warmup_steps", "0.1", None, 0.1),
+    ("max_steps", "-1", None, 19073),  # Trainer's default: as if it were not there
+    ("profile", "25", None, 25),
+    # Choices and switches take YAML's and Python's words for true and false.
+    ("mixed_precision", "no", None, "no"),
+    ("mixed_precision", "off", None, "no"),
+    ("mixed_precision", "False", None, "no"),
+    ("dynamo_backend", "off", None, "no"),
+    ("tf32", "off", None, False),
+    ("tf32", "FALSE", None, False),
+    ("streaming", "on", None, True),
+    ("activation_checkpointing", "yes", None, "true"),
+    ("activation_checkpointing", "False", None, "false"),
+    ("activation_checkpointing", "auto", None, "auto"),
+    # Lists, dictionaries and paths.
+    ("report_to", "none", None, None),
+    ("hub_language", "en --hub_language de", "[en, de]", ["en", "de"]),
+    ("train_file", "a.txt --train_file b.txt", "[a.txt, b.txt]", ["a.txt", "b.txt"]),
+    ("config_overrides", "n_layer=3", "{n_layer: 3}", {"n_layer": 3}),
+    ("config_overrides", '{"n_layer":3}', '\'{"n_layer": 3}\'', {"n_layer": 3}),
+    ("config_overrides", "n_layer=3 --config_overrides n_head=2", "n_layer=3,n_head=2", {"n_layer": 3, "n_head": 2}),
+    ("config_overrides", "tie_word_embeddings=false", "{tie_word_embeddings: no}", {"tie_word_embeddings": False}),
+    ("lr_scheduler_kwargs", "min_lr=1e-5", "{min_lr: 1e-5}", {"min_lr": 1e-5}),
+    ("output_dir", "~/runs/a", None, "/home/jo/runs/a"),
+    ("output_dir", "$HOME/runs", None, "/home/jo/runs"),
+    ("output_dir", "${HOME}", None, "/home/jo"),
+    ("output_dir", "a~/$USER", None, "a~/$USER"),
+    ("output_dir", "~jo/a", None, "~jo/a"),
+    ("train_file", "~/*.txt $HOME/b", "[~/*.txt, $HOME/b]", ["/home/jo/*.txt", "/home/jo/b"]),
+    ("eval_tasks", "hellaswag=~/val.jsonl,lambada=$HOME/l.jsonl", None,
+     ["hellaswag=/home/jo/val.jsonl,lambada=/home/jo/l.jsonl"]),
+    # A value that begins with a dash is never read as an option.
+    ("sample_prompt", "-hello", None, "-hello"),
+    ("document_separator", "---", None, "---"),
+    ("sample_prompt", "--", None, "--"),
+    ("run_name", "-1", None, "-1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("option", "typed", "yaml_text", "expected"), MEANINGS)
+def test_a_value_means_the_same_everywhere(tmp_path, monkeypatch, recipe, option, typed, yaml_text, expected):
+    """On the command line, in a recipe, and in the file that a run saves."""
+    monkeypatch.setenv("HOME", "/home/jo")
+    rest = "tokenizer_vocab_size: 300\n" + "train_file: t.txt\n" * (option != "train_file")
+    config = load(*recipe(rest), f"--{option}", *typed.split(" "))
+    assert getattr(config, option) == expected
+    assert load(*recipe(f"{rest}{option}: {yaml_text or typed}\n")) == config
+    save_config(config, tmp_path / "saved.yaml")
+    output_dir = ["--output_dir", config.output_dir] if config.output_dir else []
+    assert load("--config", tmp_path / "saved.yaml", *output_dir) == config
+
+
 @pytest.mark.parametrize(
-    ("content", "argv", "option", "expected"),
+    ("content", "option", "expected"),
     [
-        # YAML 1.1 reads 6e-4 as text, and `no` and `off` as false.
-        ("learning_rate: 6e-4", "", "learning_rate", 6e-4),
-        ("lr_scheduler_kwargs: {min_lr: 1e-5}", "", "lr_scheduler_kwargs", {"min_lr": 1e-5}),
-        ("mixed_precision: no", "", "mixed_precision", "no"),
-        ("dynamo_backend: off", "", "dynamo_backend", "no"),
-        ("tf32: off", "", "tf32", False),
-        ("seed: 0x10", "", "seed", 16),
-        ("max_eval_samples: 1000", "", "max_eval_samples", 1000),
-        # Nulls, quoted words and dashes are never read as options.
-        ("output_dir:", "", "output_dir", None),
-        ("config_overrides: null", "", "config_overrides", None),
-        ("max_eval_samples: null", "", "max_eval_samples", "all"),
-        ("report_to: none", "", "report_to", None),
-        ("run_name: 'null'", "", "run_name", "null"),
-        ("sample_prompt: '--x y'", "", "sample_prompt", "--x y"),
-        ("train_file: [t.txt, --streaming]", "", "train_file", ["t.txt", "--streaming"]),
-        ("train_file: -x.txt", "", "train_file", ["-x.txt"]),
-        # A switch with a third value takes YAML's and Python's booleans, and a bare flag.
-        ("", "", "activation_checkpointing", "auto"),
-        ("activation_checkpointing: yes", "", "activation_checkpointing", "true"),
-        ("activation_checkpointing: false", "", "activation_checkpointing", "false"),
-        ("activation_checkpointing: auto", "--activation_checkpointing", "activation_checkpointing", "true"),
-        ("activation_checkpointing: true", "--activation_checkpointing False", "activation_checkpointing", "false"),
-        # Dictionaries are pairs or JSON.
-        ("", "--lr_scheduler_kwargs min_lr_rate=1e-1", "lr_scheduler_kwargs", {"min_lr_rate": 0.1}),
-        ("", '--lr_scheduler_kwargs {"min_lr_rate":1e-1}', "lr_scheduler_kwargs", {"min_lr_rate": 0.1}),
-        ("", "--config_overrides n_layer=3", "config_overrides", {"n_layer": 3}),
-        # A bare --profile waits until compilation is over.
-        ("", "", "profile", None),
-        ("", "--profile", "profile", 10),
-        ("", "--profile 25", "profile", 25),
-        # Hyphens become underscores in names, but not in values.
-        ("", "--max-steps 7", "max_steps", 7),
-        ("", "--sample-prompt=--x-y", "sample_prompt", "--x-y"),
-        ("", "--run-name a-b", "run_name", "a-b"),
+        ("output_dir:", "output_dir", None),
+        ("config_overrides: null", "config_overrides", None),
+        ("max_eval_samples: null", "max_eval_samples", "all"),
+        ("report_to: []", "report_to", None),
+        ("train_file: [t.txt, --streaming]", "train_file", ["t.txt", "--streaming"]),
+        ("sample_prompt: '--x y'", "sample_prompt", "--x y"),
+        ("sample_prompt: |\n  two\n  lines", "sample_prompt", "two\nlines\n"),
     ],
 )
-def test_a_value_means_what_it_says_and_survives_saving(tmp_path, recipe, content, argv, option, expected):
+def test_what_only_a_recipe_can_say(recipe, content, option, expected):
     text = "" if content.startswith("train_file") else "train_file: t.txt\n"
-    config = load(*recipe(f"tokenizer_vocab_size: 300\n{text}{content}\n"), *argv.split())
+    config = load(*recipe(f"tokenizer_vocab_size: 300\n{text}{content}\n"))
     assert getattr(config, option) == expected and not config.streaming
-    save_config(config, tmp_path / "saved.yaml")
-    assert load("--config", tmp_path / "saved.yaml") == config
+
+
+@pytest.mark.parametrize(
+    ("argv", "option", "expected"),
+    [
+        ("", "profile", None),
+        ("--profile", "profile", 10),
+        ("", "activation_checkpointing", "auto"),
+        ("--activation_checkpointing", "activation_checkpointing", "true"),
+        ("--max-steps 7", "max_steps", 7),
+        ("--sample-prompt=--x-y", "sample_prompt", "--x-y"),
+        ("--sample_prompt=--streaming", "sample_prompt", "--streaming"),
+    ],
+)
+def test_what_only_a_command_line_can_say(recipe, argv, option, expected):
+    """A switch alone, hyphens in names, and values like the names of options."""
+    config = load(*recipe("activation_checkpointing: auto\n"), *DATA, *argv.split())
+    assert getattr(config, option) == expected and not config.streaming
 
 
 @pytest.mark.parametrize(
@@ -218,6 +287,12 @@ def test_a_value_means_what_it_says_and_survives_saving(tmp_path, recipe, conten
         ("--seed 1 stray", "unexpected argument 'stray'"),
         ("--config_overrides n_layer=2 n_head=2", "join several values with commas"),
         ("--learning_rate", "expected one argument"),
+        ("--run_name --seed 3", "begins with a dash is written --run_name=VALUE"),
+        (
+            "--resume_from_checkpoint True",
+            "names no folder; pass latest (the newest checkpoint in --output_dir)",
+        ),
+        ("--bf16 --fp16", "bf16 and fp16 set the same option"),
         ("--learning_rate nan", "learning_rate must be greater than 0, got nan"),
         ("--max_steps 0", "max_steps must be at least 1, got 0"),
         ("--adam_beta2 1", "adam_beta2 must be at least 0 and less than 1"),
@@ -250,8 +325,8 @@ def test_a_value_means_what_it_says_and_survives_saving(tmp_path, recipe, conten
         ("--eval_tasks hellaswog", "unknown task 'hellaswog'; did you mean hellaswag?"),
         ("--eval_tasks lambada,lambada", "lambada is given twice"),
         # Names of other programs.
-        ("--bf16 maybe", "mixed_precision: invalid choice: 'maybe'"),
-        ("--fp16 --mixed_precision bf16", "--fp16 and --mixed_precision set the same option; pass only one of them"),
+        ("--bf16 maybe", "--bf16: invalid choice: 'maybe'"),
+        ("--fp16 --mixed_precision bf16", "fp16 and mixed_precision set the same option; keep only one of them"),
         ("--lr=1", "use --learning_rate"),
         ("--batch-size=3", "use --per_device_train_batch_size"),
         ("--overwrite_output_dir", "pass another --output_dir"),
@@ -271,8 +346,8 @@ def test_a_mistake_on_the_command_line_is_one_sentence(argv, expected):
         ("a: " + "[" * 5000, "is not valid YAML"),
         ("lerning_rate: 1", "did you mean learning_rate?"),
         ("config: demo", "unknown key 'config'"),
-        ("bf16: true\nmixed_precision: fp16", "sets mixed_precision, which is set there, too"),
-        ("dataset_weights: [a]", "must be a list of numbers"),
+        ("bf16: true\nmixed_precision: fp16", "mine.yaml: bf16 and mixed_precision set the same option"),
+        ("dataset_weights: [a]", "mine.yaml: --dataset_weights: invalid float value: 'a'"),
         ("1: 2", "unknown key '1'"),
         ("seed: 1.5", "seed: invalid int value: '1.5'"),
         ("tokenizer_vocab_size: 256", "at least 257"),  # the bytes and the end-of-text token
@@ -281,6 +356,12 @@ def test_a_mistake_on_the_command_line_is_one_sentence(argv, expected):
         ("learning_rate: [1]", "must be a single value"),
         ("config_overrides: 3", "config_overrides must look like n_layer=4"),
         ("max_steps: null", "nothing limits the run"),
+        (
+            "max_steps: 40\nnum_train_epochs: 0.5",
+            "mine.yaml: max_steps 40 and num_train_epochs 0.5 both set",
+        ),
+        ("seed: 1\nseed: 2", "mine.yaml: seed is set twice; keep only one of the lines"),
+        ("resume_from_checkpoint: true", "--resume_from_checkpoint true names no folder; pass latest"),
     ],
 )
 def test_a_mistake_in_a_recipe_is_one_sentence(recipe, content, expected):
@@ -430,15 +511,13 @@ def test_a_recipe_from_the_hub_cannot_set_what_is_private(published, name):
         return
     value = {"push_to_hub": True, "hub_overwrite": True, "profile": 3}.get(name, "mine/precious")
     hostile = published(**HARMLESS, **{name: value})
-    with pytest.raises(
-        UserError, match=rf"hf://jo/run sets {name}; a recipe from the Hub may set neither private options"
-    ):
+    with pytest.raises(UserError, match=rf"hf://jo/run: a recipe from the Hub may set .*, but it sets {name}; read"):
         load(*hostile)
 
 
 def test_all_that_is_refused_is_named_at_once(published):
     hostile = published(**HARMLESS, push_to_hub=True, hub_model_id="me/precious", train_file="/etc/passwd")
-    with pytest.raises(UserError, match="sets hub_model_id, push_to_hub, train_file; a recipe"):
+    with pytest.raises(UserError, match="but it sets hub_model_id, push_to_hub, train_file; read"):
         load(*hostile, "--train_file", "a.txt")
 
 
@@ -480,9 +559,9 @@ def test_a_recipe_from_the_hub_is_obeyed_in_what_is_public(published):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("train_file: !!set {a, b}", "train_file in hf://jo/run must be a list of texts"),
-        ("config_overrides: {1: 2}", "config_overrides in hf://jo/run must be a mapping such as n_layer"),
-        ('"\\e[2J": 1', "unknown key '\\\\x1b"),
+        ("train_file: !!set {a, b}", "hf://jo/run: train_file must be a list of single values"),
+        ("config_overrides: {1: 2}", "hf://jo/run: config_overrides must be a mapping such as n_layer"),
+        ('"\\e[2J": 1', "hf://jo/run: unknown key '\\\\x1b"),
         ('config_overrides: {"\\e[2J": 1}\ndataset_name: jo/a\ntokenizer_name: jo/a', None),
         ("seed: [", "hf://jo/run is not valid YAML"),
         ("[1]", "hf://jo/run must contain a mapping"),
@@ -514,13 +593,3 @@ def test_a_private_repository_is_yes_no_or_what_its_owner_has_set(tmp_path, writ
     content |= {"hub_private_repo": written} if isinstance(written, bool) else {}
     (tmp_path / "training_config.yaml").write_text(yaml.safe_dump(content))
     assert load("--config", tmp_path / "training_config.yaml", *typed).hub_private_repo is expected
-
-
-@pytest.mark.parametrize("value", ["a b", "-Hello", "it's", "$HOME", "*.txt", "", "ü"])
-def test_a_printed_command_is_read_as_it_was_meant(value):
-    words = shlex.split(shell_command("python", "a.py", value, dataset_dir=value, overwrite=True))
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--dataset_dir")
-    parser.add_argument("--overwrite", action="store_true")
-    assert words[:3] == ["python", "a.py", value]
-    assert vars(parser.parse_args(words[3:])) == {"dataset_dir": value, "overwrite": True}

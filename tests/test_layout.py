@@ -12,7 +12,8 @@ MODULES = {
 }
 # Bottom to top. A module imports from lower floors, and within its own floor from earlier rooms.
 FLOORS = [
-    ["recipe", "recipe.errors", "recipe.disk", "recipe.config", "recipe.arguments", "recipe.command_line"],
+    ["recipe", "recipe.launcher", "recipe.errors", "recipe.disk"],
+    ["recipe.config", "recipe.arguments", "recipe.command_line"],
     ["recipe.environment", "recipe.progress"],
     ["recipe.data", "recipe.model", "recipe.optim"],
     ["recipe.hardware"],

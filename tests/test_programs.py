@@ -331,8 +331,10 @@ def test_waiting_for_the_main_process_has_no_time_limit(two_processes):
 
 def test_launched_processes_must_see_each_other(train, monkeypatch):
     """accelerate 1.15 turns two CPU processes into two runs; the error names the command that works."""
-    for name, value in {"WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "false"}.items():  # as `accelerate launch` does
+    environment = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in {**environment, "ACCELERATE_USE_CPU": "false"}.items():  # as `accelerate launch` does
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda **_: None)  # it would wait for the other
     with pytest.raises(UserError, match="2 processes but Accelerate sees 1.*accelerate_configs/multi_cpu.yaml"):
         train()
 
@@ -344,7 +346,7 @@ from recipe.errors import UserError, run_main
 def main():
     time.sleep(2 * (os.environ["RANK"] == "{late}"))
     raise UserError("the mistake")
-run_main(main)
+run_main(main, is_alone=False)
 """
 
 

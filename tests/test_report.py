@@ -4,6 +4,7 @@ import io
 import json
 import math
 import re
+import shutil
 import types
 from unittest import mock
 
@@ -46,16 +47,31 @@ def test_trackers_get_the_numbers_of_the_log(train):
     assert events.Scalars("eval/perplexity")
 
 
+def test_tensorboard_shows_the_steps_of_the_log_after_a_resume(train, monkeypatch):
+    """Not those that an earlier start made after the checkpoint. The folder of the options is made once."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    options = ["--report_to", "tensorboard", "--logging_steps", 1, "--save_steps", 2, "--resume_from_checkpoint"]
+    options += ["auto"]
+    output_dir = train(*options, "--max_steps", 8)
+    folders = [path for path in (output_dir / "gpt2-recipe").iterdir() if path.is_dir()]
+    for number in (4, 6, 8):
+        shutil.rmtree(output_dir / f"checkpoint-{number}")
+    train(*options, "--max_steps", 5)
+    events = EventAccumulator(str(output_dir / "gpt2-recipe")).Reload()
+    logged = [event["step"] for event in read_events(output_dir, "train")]
+    assert [event.step for event in events.Scalars("train/loss")] == logged == [1, 2, 3, 4, 5]
+    assert [path for path in (output_dir / "gpt2-recipe").iterdir() if path.is_dir()] == folders
+
+
 def test_trackers_identify_a_run_and_its_resumption(train, tmp_path, monkeypatch):
     """A resumed run has the same id and name; another run has another id. Their config says what was run on what."""
-    calls = []
+    calls, configs = [], []
 
-    def init_trackers(self, project_name, config=None, init_kwargs=None):
+    def init_trackers(self, project_name, init_kwargs):
         assert project_name == ("mine" if len(calls) == 2 else "gpt2-recipe")
-        assert (config["n_layer"], config["n_embd"], config["num_parameters"] > 0) == (2, 32, True)
-        assert (config["mixed_precision"], config["dynamo_backend"]) in (("no", "no"), ("bf16", "no"))
-        assert config["device"] and config["per_device_train_batch_size"] == 4
         calls.append(init_kwargs)
+        self.trackers = [mock.Mock(store_init_configuration=configs.append)]
 
     monkeypatch.setattr(Accelerator, "init_trackers", init_trackers)
     options = ["--report_to", "tensorboard", "--save_steps", "1", "--max_steps", "1"]
@@ -64,6 +80,11 @@ def test_trackers_identify_a_run_and_its_resumption(train, tmp_path, monkeypatch
     monkeypatch.setenv("WANDB_PROJECT", "mine")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     train(*options, "--mixed_precision", "auto", "--run_name", "second", output_dir=tmp_path / "b")
+    assert len(configs) == 3
+    for config in configs:
+        assert (config["n_layer"], config["n_embd"], config["num_parameters"] > 0) == (2, 32, True)
+        assert (config["mixed_precision"], config["dynamo_backend"]) in (("no", "no"), ("bf16", "no"))
+        assert config["device"] and config["per_device_train_batch_size"] == 4
     a, b, c = calls
     assert a["wandb"] == b["wandb"] and (a["wandb"]["name"], a["wandb"]["resume"]) == ("a", "allow")
     assert c["wandb"]["id"] != a["wandb"]["id"] and c["wandb"]["name"] == "second"

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from recipe.arguments import shell_command
 from recipe.config import TrainConfig
 from recipe.data.mixture import open_datasets
 from recipe.data.packed import PackedDataset, encoding_of, read_metadata
@@ -39,11 +40,12 @@ def prepare_text(config: TrainConfig, model: str | Path | None = None) -> list[P
                 if tokenizer_sha256(tokenizer) != metadata["tokenizer_sha256"]:
                     remedy = "prepare it with that tokenizer, or omit --tokenizer_name"
                     if config.tokenizer_name == config.model_name_or_path:
-                        remedy = f"prepare it with --tokenizer_name {config.tokenizer_name}, the model's tokenizer"
+                        option = shell_command(tokenizer_name=config.tokenizer_name)
+                        remedy = f"prepare it with {option}, the model's tokenizer"
                     made = f"was made with another tokenizer than {config.tokenizer_name}"
                     raise UserError(f"{directory} {made}; {remedy}")
                 if model is not None and tokenizer.prefix != encoding_of(metadata)["document_prefix"]:
-                    remedy = f"prepare it with --model_name_or_path {config.model_name_or_path}"
+                    remedy = f"prepare it with {shell_command(model_name_or_path=config.model_name_or_path)}"
                     say(f"warning: {directory} does not begin its documents as the model expects; {remedy}")
         return [Path(directory) for directory in directories]
     if tokenizer is not None and model is None:

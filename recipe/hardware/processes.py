@@ -19,29 +19,31 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
-from accelerate.utils import DistributedType, is_torch_xla_available, str_to_bool
+from accelerate.utils import DistributedType, is_torch_xla_available
 
-from recipe.environment import count_cores, count_cpus, count_local_processes
+from recipe.environment import count_cores, count_cpus
 from recipe.errors import ProcessError, UserError, one_line
 from recipe.hardware.devices import device_of
 from recipe.hardware.sharding import Sharding, take_sharding
+from recipe.launcher import (
+    LAUNCHED,
+    asks_for_cpu,
+    count_local_processes,
+    drop_unset,
+    is_true,
+    why_alone,
+    why_incomplete,
+)
 
 # A step's collectives, on devices and hosts: a process that hangs or vanishes ends the others after this long.
 STEP_WAIT = timedelta(minutes=10)
 PREPARATION_WAIT = timedelta(days=30)  # tokenizing a corpus or downloading a model
 LAUNCHERS = ("accelerate", "accelerate-launch", "accelerate.commands.launch", "accelerate.commands.accelerate_cli")
 LAUNCHERS += ("torchrun", "torch.distributed.run", "torch.distributed.launch")  # words of a command line
-LAUNCHED = {"ACCELERATE_DYNAMO_BACKEND", "TORCHELASTIC_RUN_ID"}  # one of them is in the environment of what they start
 LAUNCHER_DIED = getattr(signal, "SIGUSR2", None)  # Windows has none
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 OTHERS = "use accelerate_configs/multi_gpu.yaml, or fsdp.yaml for a model that one GPU cannot hold"
-
-ONE_OF_SEVERAL = (
-    "the launcher was asked for several processes, but starts only one with this distributed_type; use "
-    "accelerate_configs/multi_cpu.yaml or multi_gpu.yaml; for one process, pass --num_processes 1 and unset "
-    "MASTER_ADDR"
-)
 
 T = TypeVar("T")
 
@@ -50,51 +52,27 @@ def start_processes() -> Sharding | None:
     """Find the device and the other processes. Call it before anything that depends on the rank.
 
     Returns how they divide the state of the run; None if each holds all of it. Raises `UserError` for a launcher's
-    answer that is not supported, if the launcher started several processes but Accelerate sees one (1.15, without a
-    GPU), because each would train the whole run by itself, and if the launcher started one of several.
+    answer that is not supported, for variables that say too little, and if there are several processes but Accelerate
+    sees one (1.15, without a GPU), because each would train the whole run by itself.
     """
     die_with_the_launcher()
-    if started_one_of_several(os.environ):
-        raise UserError(ONE_OF_SEVERAL)
+    drop_unset(os.environ)
+    if reason := why_incomplete(os.environ):
+        raise UserError(reason)
     if is_torch_xla_available():
         raise UserError("TPUs are not supported; run pip uninstall torch_xla, and use a file in accelerate_configs/")
     for name in ("DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"):  # on a CPU, Accelerate ignores some
-        if str_to_bool(os.environ.get(f"ACCELERATE_USE_{name}", "false")):
+        if is_true(os.environ, f"ACCELERATE_USE_{name}"):
             raise UserError(f"{name} is not supported; {OTHERS}")
     sharding = take_sharding(os.environ)
-    state = PartialState(cpu=wants_cpu(), timeout=STEP_WAIT)
+    state = PartialState(cpu=asks_for_cpu(os.environ), timeout=STEP_WAIT)
     known = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
     if state.distributed_type not in known:
         raise UserError(f"{state.distributed_type.value} is not supported; {OTHERS}")
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if state.num_processes != world_size:
-        raise UserError(
-            f"the launcher started {world_size} processes but Accelerate sees {state.num_processes}"
-            f"{'' if torch.cuda.is_available() else ' (no GPU was found)'}; on a CPU, use "
-            "accelerate_configs/multi_cpu.yaml"
-        )
+    if reason := why_alone(os.environ, state.num_processes, torch.cuda.is_available()):
+        raise UserError(reason)
     host_group()  # now, while a broken network costs nothing yet
     return sharding
-
-
-def started_one_of_several(environment: Mapping[str, str]) -> bool:
-    """Return whether `accelerate launch` was asked for several processes on this machine and started one.
-
-    It does so for distributed_type MULTI_CPU without mpirun, and for "NO" (1.15). Of the number, only the address for
-    the others is left, which it sets for more than one process.
-    """
-    sizes = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")  # of torchrun and mpirun
-    is_alone = "ACCELERATE_MIXED_PRECISION" in environment and not any(name in environment for name in sizes)
-    return is_alone and environment.get("MASTER_ADDR") == "127.0.0.1"
-
-
-def wants_cpu() -> bool:
-    """Return whether the launcher asks for the CPU: by `use_cpu`, or by hiding all GPUs from several processes.
-
-    The launcher of several processes does not pass `use_cpu` on, but it does pass on gpu_ids -1 (accelerate 1.15).
-    """
-    hidden = set(os.environ.get("CUDA_VISIBLE_DEVICES", "all").split(",")) == {"-1"}
-    return bool(str_to_bool(os.environ.get("ACCELERATE_USE_CPU", "false"))) or hidden
 
 
 @functools.cache

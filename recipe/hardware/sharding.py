@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
-from accelerate.utils import str_to_bool
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from recipe.errors import UserError
+from recipe.launcher import count_local_processes, count_processes, is_true
 
 USE_FSDP = "ACCELERATE_USE_FSDP"
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")  # FSDP 1's order
@@ -42,9 +42,11 @@ def take_sharding(environment: MutableMapping[str, str]) -> Sharding | None:
 
     None: every process keeps everything. Raises `UserError` for an answer that is not supported.
     """
-    if not str_to_bool(environment.pop(USE_FSDP, "false")):
+    is_asked = is_true(environment, USE_FSDP)
+    environment.pop(USE_FSDP, None)
+    if not is_asked:
         return None
-    if str_to_bool(environment.get("FSDP_OFFLOAD_PARAMS", "false")):
+    if is_true(environment, "FSDP_OFFLOAD_PARAMS"):
         raise UserError("FSDP with offload to the CPU is not supported; use accelerate_configs/fsdp.yaml")
     strategy = environment.get("FSDP_RESHARD_AFTER_FORWARD", "true").upper()
     if strategy in ("TRUE", "FALSE"):  # FSDP 2's answer, and the launcher's default for FSDP 1
@@ -55,13 +57,13 @@ def take_sharding(environment: MutableMapping[str, str]) -> Sharding | None:
         strategy = STRATEGIES[int(strategy) - 1]
     if strategy not in STRATEGIES:
         raise UserError(f"fsdp_reshard_after_forward is '{strategy}'; use true, false or {', '.join(STRATEGIES)}")
-    num_processes = num_shards = int(environment.get("WORLD_SIZE", "1"))
+    num_processes = num_shards = count_processes(environment)
     if strategy.startswith("HYBRID"):
-        num_shards = int(environment.get("LOCAL_WORLD_SIZE", num_processes))
+        num_shards = count_local_processes(num_processes, environment)
     if strategy == "NO_SHARD" or num_shards == 1:
         return None
     resharded = strategy in ("FULL_SHARD", "HYBRID_SHARD")
-    checkpointing = bool(str_to_bool(environment.get("FSDP_ACTIVATION_CHECKPOINTING", "false")))
+    checkpointing = is_true(environment, "FSDP_ACTIVATION_CHECKPOINTING")
     return Sharding(num_shards, num_processes // num_shards, resharded, checkpointing)
 
 

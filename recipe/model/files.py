@@ -16,9 +16,9 @@ from recipe.data.tokenizer import ADDING_OPTIONS, added_ids, load_tokenizer
 from recipe.environment import only_cached
 from recipe.errors import UserError, short_reason
 
-GENERATION = "generation_config.json"
+GENERATION, TOKENIZER_CONFIG = "generation_config.json", "tokenizer_config.json"
 TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+    *("tokenizer.json", TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "vocab.json"),
     *("merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", "chat_template.json"),
 )
 
@@ -26,11 +26,21 @@ TOKENIZER_FILES = (
 def new_files(tokenizer: PreTrainedTokenizerFast, model_config: PreTrainedConfig) -> dict[str, bytes]:
     """Return the files of a new model, by name."""
     eos = model_config.eos_token_id
-    tokenizer.model_max_length = model_config.max_position_embeddings
+    tokenizer.model_max_length = length = model_config.max_position_embeddings
+    generation = GenerationConfig(bos_token_id=eos, eos_token_id=eos, pad_token_id=eos, do_sample=True)
+    generation.max_length = length  # a pipeline generates no further, as there are no positions
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
-        GenerationConfig(bos_token_id=eos, eos_token_id=eos, pad_token_id=eos, do_sample=True).save_pretrained(folder)
-        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+        generation.save_pretrained(folder)
+        files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+    # Transformers 5.24 writes some of it in a way that 4 cannot read, and how it has loaded the tokenizer.
+    config = json.loads(files[TOKENIZER_CONFIG])
+    config = {key: value for key, value in config.items() if key not in ("is_local", "local_files_only")}
+    if config["tokenizer_class"] == "TokenizersBackend":
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if "extra_special_tokens" in config:
+        config["additional_special_tokens"] = config.pop("extra_special_tokens")
+    return files | {TOKENIZER_CONFIG: _as_json(config)}
 
 
 def own_files(source: str | Path, names: tuple[str, ...] = (*TOKENIZER_FILES, GENERATION)) -> dict[str, bytes]:
@@ -58,7 +68,7 @@ def tuned_files(
     model. document_prefix, parse_special_tokens: how the text of the dataset was encoded.
     """
     files, notes = own_files(tokenizer_source, TOKENIZER_FILES) | own_files(source, (GENERATION,)), []
-    config, changes = json.loads(files.get("tokenizer_config.json", b"{}")), {}
+    config, changes = json.loads(files.get(TOKENIZER_CONFIG, b"{}")), {}
     if parse_special_tokens:  # scoring reads it
         changes["split_special_tokens"] = False
         if config.get("split_special_tokens"):
@@ -69,7 +79,7 @@ def tuned_files(
         changes |= {key: False for key in ADDING_OPTIONS if key in config}
         notes.append("the tokenizer puts nothing in front of a text from now on, as in the training text")
     if changes:
-        files["tokenizer_config.json"] = _as_json(config | changes)
+        files[TOKENIZER_CONFIG] = _as_json(config | changes)
     generation = json.loads(files.get(GENERATION, b"{}"))
     ends, end = generation.get("eos_token_id"), tokenizer.eos_token_id
     if ends is not None and end not in (ends if isinstance(ends, list) else [ends]):

@@ -67,12 +67,17 @@ class RunLog:
             # Trackio identifies runs by name, and "allow" would continue an older run of the same name.
             "trackio": {"name": name, "resume": "allow" if state.step else "never"},
             "mlflow": {"run_name": name},
+            # Hides what an earlier start logged after the checkpoint.
+            "tensorboard": {"purge_step": state.step + 1 if state.step else 0},
         }
         values = {**asdict(self.config), **asdict(facts), **asdict(facts.model)}
         values["device"] = facts.environment["device"]
         scalars = {key: value for key, value in values.items() if isinstance(value, (int, float, str, bool))}
         project = os.environ.get("WANDB_PROJECT") or PROJECT
-        self.accelerator.init_trackers(project, config=scalars, init_kwargs=options)
+        self.accelerator.init_trackers(project, init_kwargs=options)
+        for tracker in self.accelerator.trackers:
+            if not (state.step and tracker.name == "tensorboard"):  # whose folder for them looks like another run
+                tracker.store_init_configuration(scalars)
 
     # ------------------------------------------------------------------ lines
 
@@ -98,7 +103,10 @@ class RunLog:
             self.tolerate(METRICS_NAME, lambda: self._append({"event": event, "step": step, **finite}))
         flat = finite | {f"{name}/{key}": v for name, of in finite.get("mixture", {}).items() for key, v in of.items()}
         numbers = {f"{event}/{key}": value for key, value in flat.items() if isinstance(value, (int, float))}
-        self.tolerate("tracker events", lambda: self.accelerator.log(numbers, step=step))
+        at = max(
+            step, values.get("last_step", step)
+        )  # the exported model may be an earlier one; wandb drops such steps
+        self.tolerate("tracker events", lambda: self.accelerator.log(numbers, step=at))
 
     def _append(self, values: dict[str, Any]) -> None:
         line = "\n" * self.is_torn + json.dumps(values, allow_nan=False) + "\n"

@@ -258,7 +258,8 @@ def write_results(log: RunLog, values: dict[str, Any]) -> dict[str, Any]:
     """
     folder = log.output_dir
     if log.laps or not (folder / SUMMARY_NAME).exists():
-        log.event("end", values["exported_step"], last_step=values["step"], tokens_seen=values["tokens_seen"])
+        steps = {"last_step": values["step"], "exported_step": values["exported_step"]}
+        log.event("end", values["exported_step"], **steps, tokens_seen=values["tokens_seen"])
         written = folder / f".{SUMMARY_NAME}.new"
         written.write_text(json.dumps(without_nan(values), indent=2, allow_nan=False) + "\n")
         written.replace(folder / SUMMARY_NAME)

@@ -26,7 +26,6 @@ from recipe.data.mixture import open_datasets, order_of
 from recipe.data.packed import PackedDataset, encoding_of, metadata_of
 from recipe.data.stream import open_stream, read_stream
 from recipe.data.tokenizer import count_ids
-from recipe.environment import count_local_processes
 from recipe.evaluation.tasks import load_tasks
 from recipe.hardware.accelerator import find_facts, measure_open, parallelize
 from recipe.hardware.choices import describe_choices
@@ -44,6 +43,7 @@ from recipe.hardware.processes import (
 )
 from recipe.hardware.sharding import USE_FSDP
 from recipe.hardware.trial import SMALLER_NAME, read_smaller, try_micro_batch
+from recipe.launcher import count_local_processes
 from recipe.model.build import build_model_config, model_options, translate_dropout
 from recipe.model.files import new_files, tuned_files
 from recipe.model.loss import LanguageModelingLoss

@@ -21,6 +21,7 @@ from recipe.hardware.choices import Facts
 from recipe.hardware.memory import MemoryPlan, smaller_micro_batches
 from recipe.hardware.processes import LAUNCHER_DIED, largest_of_processes
 from recipe.hardware.trial import REMEDY, is_out_of_memory, leave_smaller
+from recipe.launcher import is_main_process
 
 EXIT_STOPPED = 75  # EX_TEMPFAIL in sysexits.h: the run was saved, and the same command resumes it
 NAMES = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")
@@ -69,7 +70,7 @@ class StopSignals:
             if self.interrupted_at is not None and now - self.interrupted_at > SAME_SIGNAL_SECONDS:
                 os._exit(128 + number)
             self.interrupted_at = self.interrupted_at or now
-        if not self.count and os.environ.get("RANK", "0") == "0" and number != LAUNCHER_DIED:
+        if not self.count and is_main_process() and number != LAUNCHER_DIED:
             again = " Press it again to quit at once." if number == signal.SIGINT else ""
             name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
             os.write(2, f"\n{name}: {self.reaction}.{again}\n".encode())

@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.benchmark import Timer
 
-from recipe.arguments import CommandLine
+from recipe.arguments import CommandLine, as_path
 from recipe.environment import describe_environment
 from recipe.errors import UserError, run_main
 from recipe.model.loss import cross_entropy
@@ -240,7 +240,7 @@ def parse() -> argparse.Namespace:
     parser = CommandLine(description="The first results on a GPU, the most important ones first.")
     parser.add_argument("--dataset_dir", type=Path, help="packed dataset from prepare_data.py")
     parser.add_argument("--nanogpt", type=Path, help="a clone of https://github.com/karpathy/nanoGPT")
-    parser.add_argument("--config", default="gpt2_124m", help="recipe (default: gpt2_124m)")
+    parser.add_argument("--config", type=as_path, default="gpt2_124m", help="recipe (default: gpt2_124m)")
     parser.add_argument("--rows", type=int, default=64, help="rows per forward pass, half of a step (default: 64)")
     parser.add_argument("--minutes", type=float, default=10, help="time limit of all stages (default: 10)")
     parser.add_argument("--stages", nargs="+", help="run only these, as in machine ours")

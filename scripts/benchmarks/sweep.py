@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from recipe.arguments import CommandLine, typed_names, unknown_option
+from recipe.arguments import CommandLine, as_path, typed_names, unknown_option
 from recipe.config import OPTIONS
 from recipe.environment import describe_machine
 from recipe.errors import UserError, run_main
@@ -134,7 +134,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("option", help="one of recipe/train.py: learning_rate, or several: optim,learning_rate")
     parser.add_argument("values", nargs="+", help="its values; of several options: muon,1e-2")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1337, 1338, 1339], help="default: 1337 1338 1339")
-    parser.add_argument("--config", default="demo", help="recipe of all runs (default: demo)")
+    parser.add_argument("--config", type=as_path, default="demo", help="recipe of all runs (default: demo)")
     parser.add_argument("--output_file", type=Path, help="JSON to write, or to continue")
     parser.add_argument("--chart_file", type=Path, help="PNG to draw, and one for dark pages; up to four values")
     args, options = parser.parse_with_run_options()

@@ -1,0 +1,110 @@
+"""The launcher's variables in the environment: how many processes there are, which one this is, and its answers.
+
+They count in recipe/train.py and scripts/evaluate_model.py, which may run as several processes. Every other program is
+one process and forgets them: a shell or a container may have them from elsewhere. Imports nothing of this package.
+"""
+
+import os
+from collections.abc import Mapping, MutableMapping
+
+PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # of torchrun, a number each
+MEETING_POINT = ("MASTER_ADDR", "MASTER_PORT")
+SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")  # of torchrun and mpirun
+OF_A_PROCESS = ("PMI_", "MPI_LOCAL", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "TORCHELASTIC_")  # how the others begin
+ANSWERS = ("ACCELERATE_", "FSDP_")  # how the answers of `accelerate config` begin
+LAUNCHED = {"ACCELERATE_DYNAMO_BACKEND", "TORCHELASTIC_RUN_ID"}  # one of them is in the environment of what they start
+TRUE = ("1", "true", "yes", "on", "y", "t")  # as Accelerate reads an answer
+NO_LAUNCHER = "or start with accelerate launch"
+
+
+def forget_launcher(environment: MutableMapping[str, str]) -> None:
+    """Remove what would make this process one of several."""
+    for name in [*environment]:
+        if name in (*PLACE, *MEETING_POINT) or name.startswith(OF_A_PROCESS):
+            del environment[name]
+
+
+def drop_unset(environment: MutableMapping[str, str]) -> None:
+    """Remove the launcher's variables that are empty, which Accelerate would read, or -1, its word for unset."""
+    for name, value in [*environment.items()]:
+        if value in ("", "-1") and (name in (*PLACE, *MEETING_POINT) or name.startswith((*OF_A_PROCESS, *ANSWERS))):
+            del environment[name]
+
+
+def why_incomplete(environment: Mapping[str, str]) -> str | None:
+    """Return why a process cannot find its place among the others, and what helps; None if it can."""
+    for name in PLACE:
+        if not (text := environment.get(name, "0")).isdigit():
+            return f"{name} is '{text}', which is not a number; unset it, {NO_LAUNCHER}"
+    port = () if asks_for_cpu(environment) else ("MASTER_PORT",)  # Accelerate has one for a CPU
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", *port) if name not in environment]
+    if "LOCAL_RANK" in environment and missing:
+        verb = "is" if len(missing) == 1 else "are"
+        return f"LOCAL_RANK is set, but {', '.join(missing)} {verb} not; unset LOCAL_RANK, {NO_LAUNCHER}"
+    if started_one_of_several(environment):
+        return (
+            "the launcher was asked for several processes, but starts only one with this distributed_type; use "
+            "accelerate_configs/multi_cpu.yaml or multi_gpu.yaml; for one process, pass --num_processes 1 and unset "
+            "MASTER_ADDR"
+        )
+    return None
+
+
+def why_alone(environment: Mapping[str, str], num_seen: int, has_gpu: bool) -> str | None:
+    """Return why Accelerate sees fewer processes than there are, and what helps; None if it sees all. (1.15)"""
+    if num_seen == (expected := count_processes(environment)):
+        return None
+    if "LOCAL_RANK" not in environment:
+        return f"WORLD_SIZE is {expected}, but no launcher has started this process; unset it, {NO_LAUNCHER}"
+    found = f"{num_seen}{'' if has_gpu else ' (no GPU was found)'}"
+    remedy = "on a CPU, use accelerate_configs/multi_cpu.yaml"
+    return f"the launcher started {expected} processes but Accelerate sees {found}; {remedy}"
+
+
+def started_one_of_several(environment: Mapping[str, str]) -> bool:
+    """Return whether `accelerate launch` was asked for several processes on this machine and started one.
+
+    It does so for distributed_type MULTI_CPU without mpirun, and for "NO" (1.15). Of the number, only the address for
+    the others is left, which it sets for more than one process.
+    """
+    is_alone = "ACCELERATE_MIXED_PRECISION" in environment and not any(name in environment for name in SIZES)
+    return is_alone and environment.get("MASTER_ADDR") == "127.0.0.1"
+
+
+def asks_for_cpu(environment: Mapping[str, str]) -> bool:
+    """Return whether the launcher asks for the CPU: by `use_cpu`, or by hiding all GPUs from several processes.
+
+    The launcher of several processes does not pass `use_cpu` on, but it does pass on gpu_ids -1 (accelerate 1.15).
+    """
+    hidden = set(environment.get("CUDA_VISIBLE_DEVICES", "all").split(",")) == {"-1"}
+    return is_true(environment, "ACCELERATE_USE_CPU") or hidden
+
+
+def count_processes(environment: Mapping[str, str] = os.environ) -> int:
+    """Return how many processes the launcher has started."""
+    return _number(environment, "WORLD_SIZE", 1)
+
+
+def count_local_processes(num_processes: int, environment: Mapping[str, str] = os.environ) -> int:
+    """Return how many of the run's processes are on this machine: what the launcher says, else all num_processes."""
+    return _number(environment, "LOCAL_WORLD_SIZE", num_processes)
+
+
+def is_main_process(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether this process speaks for all of them. One that was not launched speaks for itself."""
+    return "LOCAL_RANK" not in environment or count_processes(environment) == 1 or environment.get("RANK") == "0"
+
+
+def answer(name: str, default: str, environment: Mapping[str, str] = os.environ) -> str:
+    """Return what the launcher says to a question of `accelerate config`, in lower case."""
+    return (environment.get(f"ACCELERATE_{name}") or default).lower()
+
+
+def is_true(environment: Mapping[str, str], name: str) -> bool:
+    return environment.get(name, "").lower() in TRUE
+
+
+def _number(environment: Mapping[str, str], name: str, default: int) -> int:
+    """Return a number; the default for anything else, which `why_incomplete` reports."""
+    text = environment.get(name, "")
+    return int(text) if text.isdigit() else default
