@@ -74,26 +74,16 @@ class CommandLine(argparse.ArgumentParser):
     def parse_args(
         self, args: list[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        words = self.words(sys.argv[1:] if args is None else args)
-        found, unknown = self.parse_known_args(words, namespace or argparse.Namespace())
+        typed = underscored(sys.argv[1:] if args is None else args)
+        found, unknown = self.parse_known_args(typed, namespace or argparse.Namespace())
         if unknown:
             raise UserError(unknown_option(unknown[0], [action.dest for action in self._actions]))
         return found
 
-    def words(self, argv: list[str]) -> list[str]:
-        """Return a command line with underscores in names, and values such as `---` joined to their option by `=`.
-
-        argparse would take every word that begins with a dash for an option.
-        """
-        words: list[str] = []
-        for word in underscored(argv):
-            option = self._option_string_actions.get(words[-1]) if words else None
-            is_value = word.startswith("-") and word not in self._option_string_actions and not LONG_OPTION.match(word)
-            if option is not None and option.nargs is None and is_value:
-                words[-1] += f"={word}"
-            else:
-                words.append(word)
-        return words
+    def _parse_optional(self, arg_string: str) -> Any:
+        # argparse takes every word that begins with a dash for an option: `---` and `-Hello` are values.
+        is_option = arg_string in self._option_string_actions or LONG_OPTION.match(arg_string)
+        return super()._parse_optional(arg_string) if is_option else None
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         if arg_strings == ["--"] and action.nargs is None:  # argparse drops it (Python 3.12)
@@ -104,17 +94,15 @@ class CommandLine(argparse.ArgumentParser):
         """Add options of recipe/train.py with their defaults and help. kwargs: of `add_argument`, replace these."""
         for name in names:
             default, text = OPTIONS[name].default, OPTIONS[name].metadata["help"].replace("%", "%%")
-            kind: dict[str, Any] = {"type": float if isinstance(default, float) else str}
-            kind = {"type": as_path} if name in PATHS else kind
-            if name in LISTS:
-                kind |= {"nargs": "+"}
-            elif isinstance(default, bool) or OPTIONS[name].metadata.get("const") is True:
+            reader = as_path if name in PATHS else float if isinstance(default, float) else str
+            kind: dict[str, Any] = {"type": reader} | ({"nargs": "+"} if name in LISTS else {})
+            if isinstance(default, bool) or OPTIONS[name].metadata.get("const") is True:
                 kind = {"action": "store_true"}
             self.add_argument(f"--{name}", **{"default": default, "help": text, **kind, **kwargs})
 
     def parse_with_run_options(self) -> tuple[argparse.Namespace, list[str]]:
         """Return the script's options, and recipe/train.py's as typed. Raises `UserError` for any other."""
-        args, options = self.parse_known_args(self.words(sys.argv[1:]))
+        args, options = self.parse_known_args(underscored(sys.argv[1:]))
         for text in options:
             if text.startswith("--") and text[2:].partition("=")[0] not in OPTIONS:
                 raise UserError(unknown_option(text, [*vars(args), *OPTIONS]))

@@ -172,7 +172,7 @@ def load_config(argv: list[str] | None = None) -> tuple[TrainConfig, str]:
     config and the name of the recipe. Raises `UserError`. `--help` exits.
     """
     parser = TrainParser()
-    words = parser.words(sys.argv[1:] if argv is None else argv)
+    words = sys.argv[1:] if argv is None else argv
     typed = parser.read([word for word in words if word not in ("-h", "--help")])
     recipe = typed.pop("config", None) or ("gpt2_finetune" if "model_name_or_path" in typed else "demo")
     values = merge(load_yaml(recipe), typed)

@@ -86,13 +86,14 @@ def test_a_path_that_other_libraries_would_spell_in_another_way(monkeypatch, enc
     [
         ("--text ---", {"text": "---", "list": ["z"]}),
         ("--text -Hello --list a", {"text": "-Hello", "list": ["a"]}),
-        ("--text -- --list a", {"text": "--", "list": ["a"]}),
+        ("--text=-- --list a", {"text": "--", "list": ["a"]}),
         ("--text=--list", {"text": "--list", "list": ["z"]}),
         ("--number -5", {"number": -5.0, "list": ["z"]}),
-        ("--list a b --list=-c", {"list": ["a", "b", "-c"]}),
+        ("--list -a b --list=-c", {"list": ["-a", "b", "-c"]}),
         ("--text --list", "--text: expected one argument; a value that begins with a dash is written --text=VALUE"),
         ("--text --tetx x", "--text: expected one argument; a value that begins with a dash is written --text=VALUE"),
-        ("--list -c", "--list: expected at least one argument; a value that begins with a dash is written --list=V"),
+        ("--list --text a", "--list: expected at least one argument; a value that begins with a dash is written --"),
+        ("--text a -b", "unknown option --b; --help lists all options"),
     ],
 )
 def test_a_value_that_begins_with_a_dash(argv, expected):

@@ -225,7 +225,6 @@ MEANINGS = [  # option, as it is typed, as it stands in a recipe (None: the same
     # A value that begins with a dash is never read as an option.
     ("sample_prompt", "-hello", None, "-hello"),
     ("document_separator", "---", None, "---"),
-    ("sample_prompt", "--", None, "--"),
     ("run_name", "-1", None, "-1"),
 ]  # fmt: skip
 
@@ -252,6 +251,7 @@ def test_a_value_means_the_same_everywhere(tmp_path, monkeypatch, recipe, option
         ("report_to: []", "report_to", None),
         ("train_file: [t.txt, --streaming]", "train_file", ["t.txt", "--streaming"]),
         ("sample_prompt: '--x y'", "sample_prompt", "--x y"),
+        ("sample_prompt: --", "sample_prompt", "--"),
         ("sample_prompt: |\n  two\n  lines", "sample_prompt", "two\nlines\n"),
     ],
 )

@@ -19,7 +19,7 @@ TEXT, EVERYTHING = PAGES["."], "\n".join(PAGES.values())
 OTHER_OPTIONS = {"config_file", "num_processes", "machine_rank", "num_machines", "main_process_ip", "dynamo_mode"}
 OTHER_OPTIONS |= {"flavor", "timeout", "secrets", "with", "dry_run", "detach", "no_deps", "wheel_dir", "index_url"}
 OTHER_OPTIONS |= {"repo_type", "include", "local_dir", "nodes", "array", "cpus_per_task", "wrap", "model_args"}
-OTHER_OPTIONS |= {"outfile", "task", "dist", "multi_gpu"}
+OTHER_OPTIONS |= {"outfile", "outtype", "task", "dist", "multi_gpu"}
 
 
 def commands_in(text: str) -> Iterator[list[str]]:

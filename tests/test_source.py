@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 import pytest
 from conftest import PLAIN, ROOT, TINY, make_documents, wet_record
 
+import recipe.environment
 from recipe.config import STANDARD_LIBRARY
 from recipe.data import files
 from recipe.data.files import describe_files
@@ -635,6 +636,19 @@ def test_a_file_that_could_not_be_read_is_read_again(tmp_path, monkeypatch):
         patch.setattr(files, "digest_file", lambda _: "unreadable: Permission denied")
         failed = content_of(path)
     assert content_of(path) != failed
+
+
+def test_without_a_home_folder_nothing_is_remembered(tmp_path, monkeypatch):
+    """As for a numeric user of a container, who has neither an account nor HOME."""
+    path, working = Path(write_jsonl(tmp_path / "a.jsonl", ["x"])), tmp_path / "working"
+    os.utime(path, (1e9, 1e9))
+    expected = content_of(path)
+    working.mkdir()
+    monkeypatch.chdir(working)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda text: text)
+    monkeypatch.setattr(files, "cache_dir", recipe.environment.cache_dir)
+    assert content_of(path) == expected and not list(working.iterdir())
 
 
 @pytest.mark.parametrize("size", [1_000_000, 10_000_000])
