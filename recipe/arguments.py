@@ -47,12 +47,13 @@ LONG_OPTION = re.compile(r"^--[a-zA-Z][\w-]*(?==|$)")
 HOME = re.compile(r"(^|(?<=[=,]))(~|[$]HOME|[$]{HOME})(?=/|$)")  # also in hellaswag=~/a.jsonl
 
 
-class JoinLists(argparse.Action):
-    """An option that may be given more than once, with one value or more. What is typed replaces the default."""
+class Store(argparse._StoreAction):
+    """Stores a value. A list that is typed again goes on; what is typed first replaces the default."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
-        before = getattr(namespace, self.dest)
-        setattr(namespace, self.dest, values if before is self.default else [*before, *values])
+        before = getattr(namespace, self.dest, self.default)  # none yet, if the default is SUPPRESS
+        is_more = self.nargs == "+" and before is not self.default
+        setattr(namespace, self.dest, [*before, *values] if is_more else values)
 
 
 class CommandLine(argparse.ArgumentParser):
@@ -65,11 +66,7 @@ class CommandLine(argparse.ArgumentParser):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, **kwargs)
         self.register("type", Path, lambda text: Path(as_path(text)))
-
-    def add_argument(self, *names: str, **kwargs: Any) -> argparse.Action | None:
-        if kwargs.get("nargs") == "+":
-            kwargs.setdefault("action", JoinLists)
-        return super().add_argument(*names, **kwargs)
+        self.register("action", None, Store)
 
     def parse_args(
         self, args: list[str] | None = None, namespace: argparse.Namespace | None = None
@@ -82,13 +79,9 @@ class CommandLine(argparse.ArgumentParser):
 
     def _parse_optional(self, arg_string: str) -> Any:
         # argparse takes every word that begins with a dash for an option: `---` and `-Hello` are values.
-        is_option = arg_string in self._option_string_actions or LONG_OPTION.match(arg_string)
+        known = self._option_string_actions
+        is_option = arg_string in known or f"-{arg_string}" in known or LONG_OPTION.match(arg_string)
         return super()._parse_optional(arg_string) if is_option else None
-
-    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        if arg_strings == ["--"] and action.nargs is None:  # argparse drops it (Python 3.12)
-            return self._get_value(action, "--")
-        return super()._get_values(action, arg_strings)
 
     def add_run_options(self, names: Iterable[str], **kwargs: Any) -> None:
         """Add options of recipe/train.py with their defaults and help. kwargs: of `add_argument`, replace these."""
@@ -104,7 +97,7 @@ class CommandLine(argparse.ArgumentParser):
         """Return the script's options, and recipe/train.py's as typed. Raises `UserError` for any other."""
         args, options = self.parse_known_args(underscored(sys.argv[1:]))
         for text in options:
-            if text.startswith("--") and text[2:].partition("=")[0] not in OPTIONS:
+            if (name := LONG_OPTION.match(text)) and name[0][2:] not in OPTIONS:
                 raise UserError(unknown_option(text, [*vars(args), *OPTIONS]))
         return args, options
 
@@ -123,7 +116,7 @@ def as_path(text: str) -> str:
     if HOME.search(text):
         if (home := os.path.expanduser("~")) == "~":
             raise UserError(f"the home folder in {text} is unknown; set HOME, or write the whole path")
-        text = HOME.sub(lambda _: home, text)
+        text = HOME.sub(lambda _: home.rstrip("/"), text) or "/"
     if not text.isascii() and sys.getfilesystemencoding() != "utf-8":
         raise UserError(f"Python cannot name the path {ascii(text)} in this locale; set PYTHONUTF8=1")
     return text

@@ -1,7 +1,7 @@
 """Command line and recipe file -> `TrainConfig`.
 
-Defaults < recipe YAML < command line. A recipe is read as if its lines had been typed, so a value means the same in
-both. This module does not import torch, so programs without it start at once.
+Defaults < recipe YAML < command line. An option reads its value in the same way in both. This module does not import
+torch, so programs without it start at once.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import yaml
 from transformers import HfArgumentParser  # this name does not import torch
 from transformers.hf_argparser import string_to_bool
 
-from recipe.arguments import OTHER_NAMES, CommandLine, JoinLists, as_path, typed_names
+from recipe.arguments import OTHER_NAMES, CommandLine, Store, as_path, typed_names
 from recipe.config import (
     ADDRESS,
     CONFIG_NAME,
@@ -48,6 +48,16 @@ OTHER_LOSS |= {"block_size"}
 # YAML's and Python's words, in any case.
 TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 UNSET_STEPS = -1  # Trainer's default of max_steps
+
+
+class TextLoader(yaml.SafeLoader):
+    """Keeps every value as it is written, except `null` and merge keys: `no` is no boolean, 007 no number."""
+
+
+TextLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag.endswith((":null", ":merge"))]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 
 
 class TrainParser(CommandLine, HfArgumentParser):
@@ -82,7 +92,7 @@ class TrainParser(CommandLine, HfArgumentParser):
             value = "BOOL" if kwargs.get("const") is True else "VALUE"
             kwargs.setdefault("metavar", "N" if kwargs.get("type") in (int, float) else value)
         if name in LISTS:
-            kwargs["action"] = JoinLists
+            kwargs["action"] = Store
         if name in PATHS:
             kwargs["type"] = as_path
         elif name in WORDS:
@@ -112,19 +122,36 @@ class TrainParser(CommandLine, HfArgumentParser):
             values[option] = found[option]
         for name in MAPPINGS & values.keys():
             values[name] = functools.reduce(operator.or_, values[name])
-        if values.get("max_steps") == UNSET_STEPS:
-            del values["max_steps"]
-        if {"max_steps", "num_train_epochs"} <= values.keys():
-            pair = f"max_steps {values['max_steps']} and num_train_epochs {values['num_train_epochs']:g}"
-            raise UserError(f"{pair} both set the length of the run; keep only one of them")
-        return values
+        return check_length(values)
+
+    def read_value(self, name: str, value: Any, typed: Any) -> Any:
+        """Return the value of an option in a recipe. value: as text. typed: as YAML reads it. Raises `UserError`."""
+        if value is None:
+            return None
+        if isinstance(typed, dict) and name in MAPPINGS and all(isinstance(key, str) for key in typed):
+            return as_numbers(typed)
+        items = value if isinstance(value, list) and name in LISTS else [value]
+        if any(item is None or isinstance(item, (list, dict, set)) for item in items):
+            what = "a list of single values" if name in LISTS else "a single value"
+            what = f"a mapping such as {MAPPINGS[name]}" if name in MAPPINGS else what
+            raise UserError(f"{name} must be {what}, got {typed}")
+        found, action = [], self._option_string_actions[f"--{name}"]
+        for item in items:
+            try:
+                found.append(self._get_value(action, str(item)))
+                self._check_value(action, found[-1])
+            except argparse.ArgumentError as error:
+                self.error(str(error))
+        return found if name in LISTS else found[0]
 
 
 # ------------------------------------------------------------------ values
 
 
 def read_int(text: str) -> int:
-    return int(text, 16) if text.lower().startswith("0x") else int(text)
+    with contextlib.suppress(ValueError):
+        return int(text)
+    return int(text, 0)  # 0x10
 
 
 def read_int_or_word(text: str) -> int | str:
@@ -139,8 +166,9 @@ def read_bool(text: str) -> bool:
 
 def read_choice(choices: Sequence[str], text: str) -> str:
     """Return the choice that a text means: for `mixed_precision: off`, that is `no`."""
-    meant = TRUTH.get(text.lower())
-    return text if meant is None else next((choice for choice in choices if TRUTH.get(choice) is meant), text)
+    word = text.lower()
+    same = [choice for choice in choices if choice == word or (word in TRUTH and TRUTH.get(choice) is TRUTH[word])]
+    return same[0] if same else text
 
 
 def parse_mapping(key: str, text: str) -> dict[str, Any]:
@@ -155,11 +183,28 @@ def parse_mapping(key: str, text: str) -> dict[str, Any]:
         raise UserError(expected) from error
     if not isinstance(value, dict):
         raise UserError(expected)
-    for name, item in value.items():
-        if isinstance(item, str):
+    return as_numbers(value)
+
+
+def as_numbers(mapping: dict[str, Any]) -> dict[str, Any]:
+    """Turn values such as `1e-5`, which YAML 1.1 reads as text, into numbers."""
+    found = dict(mapping)
+    for name, value in mapping.items():
+        if isinstance(value, str):
             with contextlib.suppress(ValueError):
-                value[name] = float(item)  # YAML 1.1 reads 1e-5 as text
-    return value
+                found[name] = float(value)
+    return found
+
+
+def check_length(values: dict[str, Any]) -> dict[str, Any]:
+    """Return options of one place without a length that says nothing. Raises `UserError` if there are two lengths."""
+    if values.get("max_steps") == UNSET_STEPS:
+        values = {name: value for name, value in values.items() if name != "max_steps"}
+    steps, epochs = values.get("max_steps"), values.get("num_train_epochs")
+    if steps and epochs:
+        found = f"max_steps {steps} and num_train_epochs {epochs:g}"
+        raise UserError(f"{found} both set the length of the run; keep only one of them")
+    return values
 
 
 # ------------------------------------------------------------------ the command line and a recipe
@@ -206,46 +251,32 @@ def load_yaml(recipe: str) -> dict[str, Any]:
         raise UserError(f"there is no recipe {'file ' * is_file}'{recipe}'; {hint} (recipes: {', '.join(RECIPES)})")
     try:
         text = path.read_text(encoding="utf-8")
-        content, tree = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
+        content, typed = yaml.load(text, TextLoader), yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{recipe} is not valid YAML: {one_line(error)!r}") from error
-    if not isinstance(content, dict) or not isinstance(tree, yaml.MappingNode):
+    if not isinstance(content, dict):
         raise UserError(f"{recipe} must contain a mapping of options to values")
-    words: dict[str, list[str]] = {}
+    parser, values = TrainParser(), {}
     try:
-        for key, node in tree.value:
-            if (name := str(key.value)) not in OPTIONS.keys() | ALIASES.keys():
+        for name in map(str, content):
+            if name not in OPTIONS.keys() | ALIASES.keys():
                 raise UserError(f"unknown key {name!r}; {OTHER_NAMES.get(name) or did_you_mean(name, OPTIONS)}")
-            if name in words:
-                raise UserError(f"{name} is set twice; keep only one of the lines")
-            words[name] = as_words(name, node, content.get(name))
-        refused = [name for name in words if not may_come_from_hub(ALIASES.get(name, name), content.get(name))]
+        refused = [name for name, value in content.items() if not may_come_from_hub(ALIASES.get(name) or name, value)]
         if address and refused:
             raise UserError(
                 f"a recipe from the Hub may set neither private options nor paths (nor names that are folders here), "
                 f"but it sets {', '.join(refused)}; read its {CONFIG_NAME}, and pass a copy of it as --config"
             )
-        nulls = {ALIASES.get(name, name): None for name in words if content.get(name) is None}
-        values = nulls | TrainParser().read([word for of in words.values() for word in of])
+        for name, value in content.items():
+            if (option := ALIASES.get(name, name)) in values:
+                raise UserError(f"{name} sets {option}, which another line sets, too; keep only one of them")
+            values[option] = parser.read_value(name, value, typed.get(name))
+        values = check_length(values)
     except UserError as error:
         raise UserError(f"{recipe}: {error}") from error
-    if path.name == CONFIG_NAME and content.get("hub_private_repo") is False:
+    if path.name == CONFIG_NAME and typed.get("hub_private_repo") is False:
         del values["hub_private_repo"]  # written by runs whose option had this default
     return values
-
-
-def as_words(name: str, node: yaml.Node, content: Any) -> list[str]:
-    """Return an option of a recipe as it would be typed. content: what YAML makes of the node. Raises `UserError`."""
-    if content is None:
-        return []
-    if isinstance(content, dict) and name in MAPPINGS and all(isinstance(key, str) for key in content):
-        return [f"--{name}={json.dumps(content, default=str)}"]
-    items = node.value if isinstance(node, yaml.SequenceNode) and name in LISTS else [node]
-    if not all(isinstance(item, yaml.ScalarNode) for item in items):
-        what = "a list of single values" if name in LISTS else "a single value"
-        what = f"a mapping such as {MAPPINGS[name]}" if name in MAPPINGS else what
-        raise UserError(f"{name} must be {what}, got {content}")
-    return [f"--{name}={item.value}" for item in items]
 
 
 def fetch_recipe(repo_id: str, revision: str | None) -> Path:
@@ -324,7 +355,7 @@ def _merge_length(values: dict[str, Any], typed: dict[str, Any]) -> None:
 
 def _number(name: str, values: dict[str, Any]) -> float:
     """Return the value of an option, or its default."""
-    return getattr(TrainConfig, name) if values.get(name) is None else values[name]
+    return values[name] if isinstance(values.get(name), (int, float)) else getattr(TrainConfig, name)
 
 
 def _read_number(path: Path, key: str, default: int) -> int:

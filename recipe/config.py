@@ -9,7 +9,7 @@ import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 
@@ -260,8 +260,8 @@ class TrainConfig:
             if getattr(self, name) is None:
                 object.__setattr__(self, name, "all" if name == "max_eval_samples" else "auto")
         for name, default in (("report_to", "none"), ("text_column_name", "text")):  # "none": Hugging Face's spelling
-            if getattr(self, name) == [default]:
-                object.__setattr__(self, name, None)
+            if default in (values := getattr(self, name) or ()):
+                object.__setattr__(self, name, [value for value in values if value != default] or None)
         if self.model_name_or_path and self.tokenizer_name is None:
             object.__setattr__(self, "tokenizer_name", self.model_name_or_path)
         for option in dataclasses.fields(self):
@@ -329,6 +329,8 @@ def check_value(option: dataclasses.Field, value: Any) -> None:
         raise UserError(f"{name} must not be empty; omit it to use the default")
     if value is None and name not in OPTIONAL:
         raise UserError(f"{name} has no value; set one, or delete the line")
+    if name in LITERALS and value not in get_args(option.type):
+        raise UserError(f"{name}: invalid choice: {value!r} (choose from {', '.join(get_args(option.type))})")
     low, high, above = (bounds.get(key, default) for key, default in BOUNDS.items())
     if value is None or value in bounds.get("words", ()) or not BOUNDS.keys() & bounds.keys():
         return

@@ -30,7 +30,7 @@ class LostProcessError(ProcessError):
     """Another process has ended. The same command may get past it."""
 
 
-def run_main(main: Callable[[], int | None], interrupted: str = "interrupted", is_alone: bool = True) -> None:
+def run_main(main: Callable[[], int | None], interrupted: str = "interrupted", is_alone: bool = False) -> None:
     """Run a script's main function, and exit with its status if that is not 0.
 
     A `UserError` or a full disk becomes one line on stderr and exit status 1. interrupted: what Ctrl-C prints.

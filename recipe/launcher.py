@@ -13,7 +13,7 @@ SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"
 OF_A_PROCESS = ("PMI_", "MPI_LOCAL", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "TORCHELASTIC_")  # how the others begin
 ANSWERS = ("ACCELERATE_", "FSDP_")  # how the answers of `accelerate config` begin
 LAUNCHED = {"ACCELERATE_DYNAMO_BACKEND", "TORCHELASTIC_RUN_ID"}  # one of them is in the environment of what they start
-TRUE = ("1", "true", "yes", "on", "y", "t")  # as Accelerate reads an answer
+TRUE, FALSE = ("1", "true", "yes", "on", "y", "t"), ("0", "false", "no", "off", "n", "f")  # Accelerate's answers
 NO_LAUNCHER = "or start with accelerate launch"
 
 
@@ -36,11 +36,16 @@ def why_incomplete(environment: Mapping[str, str]) -> str | None:
     for name in PLACE:
         if not (text := environment.get(name, "0")).isdigit():
             return f"{name} is '{text}', which is not a number; unset it, {NO_LAUNCHER}"
-    port = () if asks_for_cpu(environment) else ("MASTER_PORT",)  # Accelerate has one for a CPU
+    for name, text in environment.items():
+        if name.startswith("ACCELERATE_USE_") and text.lower() not in TRUE + FALSE:
+            return f"{name} is '{text}', which is neither true nor false"
+    on_cpu = asks_for_cpu(environment)
+    port = () if on_cpu else ("MASTER_PORT",)  # Accelerate has one for a CPU
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", *port) if name not in environment]
-    if "LOCAL_RANK" in environment and missing:
-        verb = "is" if len(missing) == 1 else "are"
-        return f"LOCAL_RANK is set, but {', '.join(missing)} {verb} not; unset LOCAL_RANK, {NO_LAUNCHER}"
+    several = on_cpu and count_processes(environment) > 1  # for which Accelerate needs no LOCAL_RANK there
+    if missing and ("LOCAL_RANK" in environment or several):
+        given, verb = "WORLD_SIZE" if several else "LOCAL_RANK", "is" if len(missing) == 1 else "are"
+        return f"{given} is set, but {', '.join(missing)} {verb} not; unset {given}, {NO_LAUNCHER}"
     if started_one_of_several(environment):
         return (
             "the launcher was asked for several processes, but starts only one with this distributed_type; use "
@@ -55,7 +60,7 @@ def why_alone(environment: Mapping[str, str], num_seen: int, has_gpu: bool) -> s
     if num_seen == (expected := count_processes(environment)):
         return None
     if "LOCAL_RANK" not in environment:
-        return f"WORLD_SIZE is {expected}, but no launcher has started this process; unset it, {NO_LAUNCHER}"
+        return f"WORLD_SIZE is {expected}, but LOCAL_RANK is not set; unset WORLD_SIZE, {NO_LAUNCHER}"
     found = f"{num_seen}{'' if has_gpu else ' (no GPU was found)'}"
     remedy = "on a CPU, use accelerate_configs/multi_cpu.yaml"
     return f"the launcher started {expected} processes but Accelerate sees {found}; {remedy}"
@@ -92,7 +97,8 @@ def count_local_processes(num_processes: int, environment: Mapping[str, str] = o
 
 def is_main_process(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether this process speaks for all of them. One that was not launched speaks for itself."""
-    return "LOCAL_RANK" not in environment or count_processes(environment) == 1 or environment.get("RANK") == "0"
+    is_launched = "LOCAL_RANK" in environment and count_processes(environment) > 1
+    return not is_launched or _number(environment, "RANK", 0) == 0
 
 
 def answer(name: str, default: str, environment: Mapping[str, str] = os.environ) -> str:

@@ -127,4 +127,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    run_main(main, is_alone=False)
+    run_main(main)

@@ -129,4 +129,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_main(main, is_alone=False)
+    run_main(main)

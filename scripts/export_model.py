@@ -130,4 +130,4 @@ def parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(main, is_alone=True)

@@ -124,4 +124,4 @@ def open_output(path: Path | None) -> contextlib.AbstractContextManager:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(main, is_alone=True)

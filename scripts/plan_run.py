@@ -362,4 +362,4 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(main, is_alone=True)

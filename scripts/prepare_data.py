@@ -111,4 +111,4 @@ def show_ids(tokenizer: TextTokenizer, ids: list[int]) -> str:
 
 
 if __name__ == "__main__":
-    run_main(main, "interrupted; run the same command again to resume")
+    run_main(main, "interrupted; run the same command again to resume", is_alone=True)

@@ -56,4 +56,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(main, is_alone=True)

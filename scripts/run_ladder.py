@@ -580,4 +580,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_main(main, "interrupted; the results so far are in the output file")
+    run_main(main, "interrupted; the results so far are in the output file", is_alone=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, run_script
 
-from recipe.arguments import CommandLine, JoinLists, as_path, shell_command
+from recipe.arguments import CommandLine, Store, as_path, shell_command
 from recipe.command_line import TrainParser
 from recipe.config import OPTIONS, PATHS
 from recipe.data.files import find_files
@@ -50,7 +50,7 @@ def test_every_path_may_begin_in_the_home_folder_and_every_list_goes_on(path, ac
         for text in ("~/x", "$HOME/x", "${HOME}/x"):
             assert str(parser._get_value(option, text)) == "/home/jo/x", option.dest
     for option in options:
-        assert option.nargs != "+" or isinstance(option, JoinLists), option.dest
+        assert option.nargs != "+" or isinstance(option, Store), option.dest
 
 
 def test_the_options_of_a_run_that_are_paths():
@@ -86,7 +86,6 @@ def test_a_path_that_other_libraries_would_spell_in_another_way(monkeypatch, enc
     [
         ("--text ---", {"text": "---", "list": ["z"]}),
         ("--text -Hello --list a", {"text": "-Hello", "list": ["a"]}),
-        ("--text=-- --list a", {"text": "--", "list": ["a"]}),
         ("--text=--list", {"text": "--list", "list": ["z"]}),
         ("--number -5", {"number": -5.0, "list": ["z"]}),
         ("--list -a b --list=-c", {"list": ["-a", "b", "-c"]}),
@@ -94,6 +93,7 @@ def test_a_path_that_other_libraries_would_spell_in_another_way(monkeypatch, enc
         ("--text --tetx x", "--text: expected one argument; a value that begins with a dash is written --text=VALUE"),
         ("--list --text a", "--list: expected at least one argument; a value that begins with a dash is written --"),
         ("--text a -b", "unknown option --b; --help lists all options"),
+        ("--list a -text b", "unknown option --text"),
     ],
 )
 def test_a_value_that_begins_with_a_dash(argv, expected):
@@ -107,6 +107,16 @@ def test_a_value_that_begins_with_a_dash(argv, expected):
     else:
         with pytest.raises(UserError, match=f"^{re.escape(expected)}"):
             parser.parse_args(argv.split())
+
+
+@pytest.mark.parametrize("default", [None, [], ["z"], argparse.SUPPRESS])
+def test_a_list_that_is_given_twice_goes_on(default):
+    """What is typed replaces the default."""
+    parser = CommandLine()
+    parser.add_argument("--list", nargs="+", default=default)
+    for _ in range(2):
+        assert parser.parse_args(["--list", "a", "b", "--list", "c"]).list == ["a", "b", "c"]
+    assert vars(parser.parse_args([])) == ({} if default is argparse.SUPPRESS else {"list": default})
 
 
 def test_a_bracket_in_a_pattern_is_named(tmp_path):

@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 from conftest import run_script
 
+from recipe.errors import run_main
 from recipe.launcher import (
     asks_for_cpu,
     count_local_processes,
@@ -37,6 +38,11 @@ def without(environment, *names):
         (without(FOUR, "RANK"), "RANK is not; unset LOCAL_RANK, or start with accelerate launch"),
         (without(FOUR, "MASTER_PORT") | {"ACCELERATE_USE_CPU": "true"}, None),  # Accelerate has a port for a CPU
         (FOUR | {"WORLD_SIZE": "four"}, "WORLD_SIZE is 'four', which is not a number; unset it, or start with acc"),
+        ({"WORLD_SIZE": "4", "ACCELERATE_USE_CPU": "true"}, "WORLD_SIZE is set, but RANK, MASTER_ADDR are"),
+        ({"WORLD_SIZE": "4"}, None),  # Accelerate sees one: see below
+        (without(FOUR, "LOCAL_RANK", "MASTER_PORT") | {"CUDA_VISIBLE_DEVICES": "-1"}, None),
+        ({"ACCELERATE_USE_FSDP": "maybe"}, "ACCELERATE_USE_FSDP is 'maybe', which is neither true nor false"),
+        ({"ACCELERATE_USE_FSDP": "False"}, None),
         ({"ACCELERATE_MIXED_PRECISION": "no"}, None),
         ({"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"}, "starts only one with this"),
         ({"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1", "PMI_SIZE": "2"}, None),
@@ -56,7 +62,7 @@ def test_whether_a_process_knows_its_place(environment, expected):
             {"WORLD_SIZE": "4"},
             1,
             True,
-            "WORLD_SIZE is 4, but no launcher has started this",
+            "WORLD_SIZE is 4, but LOCAL_RANK is not set; unset WORLD_SIZE, or start with acc",
         ),
         (FOUR, 1, False, "started 4 processes but Accelerate sees 1 (no GPU was found); on a CPU, use accelerate_con"),
         (FOUR, 1, True, "started 4 processes but Accelerate sees 1; on a CPU, use accelerate_configs/multi_cpu.yaml"),
@@ -75,6 +81,9 @@ def test_why_accelerate_sees_too_few(environment, num_seen, has_gpu, expected):
         (FOUR | {"RANK": "0"}, 4, 2, True),
         ({"RANK": "1"}, 1, 1, True),  # it speaks for itself
         ({"RANK": "1", "WORLD_SIZE": "2"}, 2, 2, True),
+        ({"LOCAL_RANK": "0", "WORLD_SIZE": "4"}, 4, 4, True),  # which is not known: it has to say so
+        ({"LOCAL_RANK": "", "RANK": "", "WORLD_SIZE": "4"}, 4, 4, True),
+        (FOUR | {"RANK": "two"}, 4, 2, True),
         (without(FOUR, "LOCAL_WORLD_SIZE"), 4, 4, False),
         ({"WORLD_SIZE": "", "LOCAL_WORLD_SIZE": "all"}, 1, 1, True),
     ],
@@ -119,6 +128,15 @@ def test_a_program_that_is_one_process_forgets_the_launcher():
     assert environment == kept
 
 
+def test_only_a_program_that_is_one_process_forgets_its_place():
+    """A notebook's launcher starts `run_main` in each of its processes."""
+    found = []
+    for is_alone in (False, True):
+        with mock.patch.dict(os.environ, FOUR):
+            run_main(lambda: found.append(dict(os.environ)), is_alone=is_alone)
+    assert FOUR.items() <= found[0].items() and not FOUR.keys() & found[1].keys()
+
+
 ALONE = ("prepare_data", "train_tokenizer", "generate_text", "export_model", "push_to_hub", "plan_run", "run_ladder")
 
 
@@ -135,7 +153,7 @@ def test_a_mistake_is_named_whatever_the_rank(name):
         ({"LOCAL_RANK": "-1"}, ""),
         ({"RANK": "3"}, ""),
         ({"LOCAL_RANK": "0", "ACCELERATE_USE_CPU": ""}, "error: LOCAL_RANK is set, but RANK, WORLD_SIZE"),
-        ({"WORLD_SIZE": "4", "ACCELERATE_USE_CPU": ""}, "error: WORLD_SIZE is 4, but no launcher has started"),
+        ({"WORLD_SIZE": "4", "ACCELERATE_USE_CPU": ""}, "error: WORLD_SIZE is 4, but LOCAL_RANK is not set"),
     ],
 )
 def test_a_run_in_a_shell_with_variables_from_elsewhere(monkeypatch, dataset_dir, variables, expected):

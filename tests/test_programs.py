@@ -346,7 +346,7 @@ from recipe.errors import UserError, run_main
 def main():
     time.sleep(2 * (os.environ["RANK"] == "{late}"))
     raise UserError("the mistake")
-run_main(main, is_alone=False)
+run_main(main)
 """
 
 

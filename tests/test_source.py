@@ -646,9 +646,13 @@ def test_without_a_home_folder_nothing_is_remembered(tmp_path, monkeypatch):
     working.mkdir()
     monkeypatch.chdir(working)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr("os.path.expanduser", lambda text: text)
     monkeypatch.setattr(files, "cache_dir", recipe.environment.cache_dir)
-    assert content_of(path) == expected and not list(working.iterdir())
+    with monkeypatch.context() as patch:
+        patch.setattr("os.path.expanduser", lambda text: text)
+        assert content_of(path) == expected and not list(working.iterdir())
+    monkeypatch.setenv("HOME", str(working))
+    monkeypatch.setenv("XDG_CACHE_HOME", "~/cache")
+    assert content_of(path) == expected and (working / "cache" / "gpt2_recipe" / "file_digests.json").is_file()
 
 
 @pytest.mark.parametrize("size", [1_000_000, 10_000_000])

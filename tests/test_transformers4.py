@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -55,9 +56,12 @@ def exported(tmp_path_factory, tokenizer_dir):
     runs = {
         "trained": ["--tokenizer_vocab_size", 300, *shape],
         "own": ["--tokenizer_name", work / "tokenizer", *shape],
-        "tuned": ["--model_name_or_path", work / "own"],
+        "tuned": ["--model_name_or_path", work / "base"],
     }
     for name, options in runs.items():
+        if name == "tuned":
+            shutil.copytree(work / "own", work / "base")
+            shutil.copy(work / "tokenizer" / "tokenizer_config.json", work / "base")
         run_training([*text, *options, "--output_dir", work / name])
     return [work / name for name in runs]
 

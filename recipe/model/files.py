@@ -33,14 +33,19 @@ def new_files(tokenizer: PreTrainedTokenizerFast, model_config: PreTrainedConfig
         tokenizer.save_pretrained(folder)
         generation.save_pretrained(folder)
         files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
-    # Transformers 5.24 writes some of it in a way that 4 cannot read, and how it has loaded the tokenizer.
     config = json.loads(files[TOKENIZER_CONFIG])
-    config = {key: value for key, value in config.items() if key not in ("is_local", "local_files_only")}
-    if config["tokenizer_class"] == "TokenizersBackend":
-        config["tokenizer_class"] = "PreTrainedTokenizerFast"
-    if "extra_special_tokens" in config:
-        config["additional_special_tokens"] = config.pop("extra_special_tokens")
-    return files | {TOKENIZER_CONFIG: _as_json(config)}
+    config = {key: value for key, value in config.items() if key not in ("is_local", "local_files_only")}  # of here
+    return files | {TOKENIZER_CONFIG: _as_json(config | for_transformers_4(config))}
+
+
+def for_transformers_4(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the changes with which Transformers 4 reads a tokenizer_config.json that 5.24 has written."""
+    changes = {}
+    if config.get("tokenizer_class") == "TokenizersBackend":
+        changes["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(tokens := config.get("extra_special_tokens"), list):
+        changes |= {"additional_special_tokens": tokens, "extra_special_tokens": {}}
+    return changes
 
 
 def own_files(source: str | Path, names: tuple[str, ...] = (*TOKENIZER_FILES, GENERATION)) -> dict[str, bytes]:
@@ -68,7 +73,8 @@ def tuned_files(
     model. document_prefix, parse_special_tokens: how the text of the dataset was encoded.
     """
     files, notes = own_files(tokenizer_source, TOKENIZER_FILES) | own_files(source, (GENERATION,)), []
-    config, changes = json.loads(files.get(TOKENIZER_CONFIG, b"{}")), {}
+    config = json.loads(files.get(TOKENIZER_CONFIG, b"{}"))
+    changes = for_transformers_4(config)
     if parse_special_tokens:  # scoring reads it
         changes["split_special_tokens"] = False
         if config.get("split_special_tokens"):

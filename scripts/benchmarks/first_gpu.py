@@ -259,4 +259,4 @@ def parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    run_main(main, "interrupted; the results so far are in the output folder")
+    run_main(main, "interrupted; the results so far are in the output folder", is_alone=True)

@@ -113,4 +113,4 @@ def compare(through: Path, killed: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(main, is_alone=True)

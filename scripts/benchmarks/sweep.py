@@ -153,4 +153,4 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
 
 
 if __name__ == "__main__":
-    run_main(main, "interrupted; with --output_file, the same command continues the sweep")
+    run_main(main, "interrupted; with --output_file, the same command continues the sweep", is_alone=True)
