@@ -269,7 +269,7 @@ def load_yaml(recipe: str) -> dict[str, Any]:
             )
         for name, value in content.items():
             if (option := ALIASES.get(name, name)) in values:
-                raise UserError(f"{name} sets {option}, which another line sets, too; keep only one of them")
+                raise UserError(f"two lines set {option}; keep only one of them")
             values[option] = parser.read_value(name, value, typed.get(name))
         values = check_length(values)
     except UserError as error:

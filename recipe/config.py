@@ -259,9 +259,10 @@ class TrainConfig:
         for name in WORDS:
             if getattr(self, name) is None:
                 object.__setattr__(self, name, "all" if name == "max_eval_samples" else "auto")
-        for name, default in (("report_to", "none"), ("text_column_name", "text")):  # "none": Hugging Face's spelling
-            if default in (values := getattr(self, name) or ()):
-                object.__setattr__(self, name, [value for value in values if value != default] or None)
+        if self.text_column_name == ["text"]:
+            object.__setattr__(self, "text_column_name", None)
+        if "none" in (trackers := (self.report_to or [])[::-1]):  # Trainer's; it takes back what is in front of it
+            object.__setattr__(self, "report_to", trackers[: trackers.index("none")][::-1] or None)
         if self.model_name_or_path and self.tokenizer_name is None:
             object.__setattr__(self, "tokenizer_name", self.model_name_or_path)
         for option in dataclasses.fields(self):

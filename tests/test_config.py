@@ -209,6 +209,7 @@ MEANINGS = [  # option, as it is typed, as it stands in a recipe (None: the same
     # Lists, dictionaries and paths.
     ("report_to", "none", None, None),
     ("report_to", "none --report_to wandb", "[none, wandb]", ["wandb"]),
+    ("report_to", "wandb --report_to none", "[wandb, none]", None),
     ("hub_language", "en --hub_language de", "[en, de]", ["en", "de"]),
     ("train_file", "a.txt --train_file b.txt", "[a.txt, b.txt]", ["a.txt", "b.txt"]),
     ("config_overrides", "n_layer=3", "{n_layer: 3}", {"n_layer": 3}),
@@ -354,7 +355,7 @@ def test_a_mistake_on_the_command_line_is_one_sentence(argv, expected):
         ("config: demo", "unknown key 'config'"),
         (
             "bf16: true\nmixed_precision: fp16",
-            "mixed_precision, which another line sets, too",
+            "mine.yaml: two lines set mixed_precision; keep only one of them",
         ),
         ("dataset_weights: [a]", "mine.yaml: --dataset_weights: invalid float value: 'a'"),
         ("1: 2", "unknown key '1'"),
