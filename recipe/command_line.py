@@ -164,10 +164,11 @@ def read_bool(text: str) -> bool:
     return string_to_bool(str(TRUTH.get(text.lower(), text)))
 
 
-def read_choice(choices: Sequence[str], text: str) -> str:
+def read_choice(choices: Sequence[Any], text: str) -> Any:
     """Return the choice that a text means: for `mixed_precision: off`, that is `no`."""
     word = text.lower()
-    same = [choice for choice in choices if choice == word or (word in TRUTH and TRUTH.get(choice) is TRUTH[word])]
+    same = [choice for choice in choices if str(choice) == text or str(choice).lower() == word]
+    same += [choice for choice in choices if word in TRUTH and TRUTH.get(choice) is TRUTH[word]]
     return same[0] if same else text
 
 

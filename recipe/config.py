@@ -281,7 +281,7 @@ class TrainConfig:
 OPTIONS = {option.name: option for option in dataclasses.fields(TrainConfig)}
 # Read before HfArgumentParser replaces the types of the fields.
 LITERALS = {name for name, option in OPTIONS.items() if "Literal" in str(option.type)}
-OPTIONAL = {name for name, option in OPTIONS.items() if "None" in str(option.type)}
+OPTIONAL = {name for name, option in OPTIONS.items() if type(None) in get_args(option.type)}
 BOUNDS = {"at_least": -math.inf, "below": math.inf, "above": -math.inf}
 LISTS = {name for name, option in OPTIONS.items() if "list" in str(option.type)}
 WORDS = {name for name, option in OPTIONS.items() if "words" in option.metadata}
@@ -330,7 +330,7 @@ def check_value(option: dataclasses.Field, value: Any) -> None:
         raise UserError(f"{name} must not be empty; omit it to use the default")
     if value is None and name not in OPTIONAL:
         raise UserError(f"{name} has no value; set one, or delete the line")
-    if name in LITERALS and value not in get_args(option.type):
+    if name in LITERALS and value not in (None, *get_args(option.type)):
         raise UserError(f"{name}: invalid choice: {value!r} (choose from {', '.join(get_args(option.type))})")
     low, high, above = (bounds.get(key, default) for key, default in BOUNDS.items())
     if value is None or value in bounds.get("words", ()) or not BOUNDS.keys() & bounds.keys():

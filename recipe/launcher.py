@@ -98,7 +98,7 @@ def count_local_processes(num_processes: int, environment: Mapping[str, str] = o
 def is_main_process(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether this process speaks for all of them. One that was not launched speaks for itself."""
     is_launched = "LOCAL_RANK" in environment and count_processes(environment) > 1
-    return not is_launched or _number(environment, "RANK", 0) == 0
+    return not is_launched or environment.get("RANK") == "0" or why_incomplete(environment) is not None
 
 
 def answer(name: str, default: str, environment: Mapping[str, str] = os.environ) -> str:

@@ -84,6 +84,7 @@ def test_why_accelerate_sees_too_few(environment, num_seen, has_gpu, expected):
         ({"LOCAL_RANK": "0", "WORLD_SIZE": "4"}, 4, 4, True),  # which is not known: it has to say so
         ({"LOCAL_RANK": "", "RANK": "", "WORLD_SIZE": "4"}, 4, 4, True),
         (FOUR | {"RANK": "two"}, 4, 2, True),
+        (without(FOUR, "MASTER_ADDR"), 4, 2, True),
         (without(FOUR, "LOCAL_WORLD_SIZE"), 4, 4, False),
         ({"WORLD_SIZE": "", "LOCAL_WORLD_SIZE": "all"}, 1, 1, True),
     ],
