@@ -21,6 +21,7 @@ for folder in sys.argv[2:]:
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     ids = tokenizer(sys.argv[1])["input_ids"][:32]
     texts = pipeline("text-generation", model=folder)("the cat")
+    model.generate(**tokenizer("the cat", return_tensors="pt"))
     found[folder] = {"ids": ids, "special": tokenizer.all_special_tokens, "class": type(tokenizer).__name__,
                      "loss": model(torch.tensor([ids]), labels=torch.tensor([ids])).loss.item(), "texts": len(texts)}
 print(json.dumps({"version": transformers.__version__, "found": found}))

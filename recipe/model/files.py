@@ -40,9 +40,10 @@ def new_files(tokenizer: PreTrainedTokenizerFast, model_config: PreTrainedConfig
 
 def for_transformers_4(config: dict[str, Any]) -> dict[str, Any]:
     """Return the changes with which Transformers 4 reads a tokenizer_config.json that 5.24 has written."""
-    changes = {}
+    changes: dict[str, Any] = {}
     if config.get("tokenizer_class") == "TokenizersBackend":
-        changes["tokenizer_class"] = "PreTrainedTokenizerFast"
+        names = config.get("model_input_names", ["input_ids", "attention_mask"])  # in 4, else also token_type_ids
+        changes = {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": names}
     if isinstance(tokens := config.get("extra_special_tokens"), list):
         changes |= {"additional_special_tokens": tokens, "extra_special_tokens": {}}
     return changes
