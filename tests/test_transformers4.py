@@ -19,11 +19,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 found = {}
 for folder in sys.argv[2:]:
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
-    ids = tokenizer(sys.argv[1])["input_ids"][:32]
+    batch = tokenizer(sys.argv[1], return_tensors="pt", truncation=True, max_length=32)
+    loss = model(**batch, labels=batch["input_ids"]).loss.item()  # GPT-2 would add token types
     texts = pipeline("text-generation", model=folder)("the cat")
-    model.generate(**tokenizer("the cat", return_tensors="pt"))
-    found[folder] = {"ids": ids, "special": tokenizer.all_special_tokens, "class": type(tokenizer).__name__,
-                     "loss": model(torch.tensor([ids]), labels=torch.tensor([ids])).loss.item(), "texts": len(texts)}
+    found[folder] = {"ids": batch["input_ids"][0].tolist(), "special": tokenizer.all_special_tokens, "loss": loss,
+                     "class": type(tokenizer).__name__, "texts": len(texts)}
 print(json.dumps({"version": transformers.__version__, "found": found}))
 """
 
