@@ -10,19 +10,18 @@ import functools
 import json
 import operator
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 from transformers import HfArgumentParser  # this name does not import torch
-from transformers.hf_argparser import string_to_bool
 
 from recipe.arguments import OTHER_NAMES, CommandLine, Store, as_path, typed_names
 from recipe.config import (
     ADDRESS,
     CONFIG_NAME,
     DATA_SOURCES,
+    KINDS,
     LISTS,
     LITERALS,
     MAPPINGS,
@@ -46,7 +45,8 @@ ALIASES = {"bf16": "mixed_precision", "fp16": "mixed_precision", "gradient_check
 OTHER_LOSS = {"config_overrides", "model_type", "model_name_or_path", "tokenizer_name", "tokenizer_vocab_size"}
 OTHER_LOSS |= {"block_size"}
 # YAML's and Python's words, in any case.
-TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+TRUTH: dict[str, bool] = dict.fromkeys(("true", "yes", "on", "t", "y", "1"), True)
+TRUTH |= dict.fromkeys(("false", "no", "off", "f", "n", "0"), False)
 UNSET_STEPS = -1  # Trainer's default of max_steps
 
 
@@ -81,22 +81,13 @@ class TrainParser(CommandLine, HfArgumentParser):
             return super().add_argument(*names, **kwargs)
         if name in SECTIONS:  # the first option of one
             self.section = self.add_argument_group(SECTIONS[name])
-            self.section.register("type", int, read_int)
-            self.section.register("type", string_to_bool, read_bool)
         kwargs = {key: value for key, value in kwargs.items() if key not in ("at_least", "above", "below", "words")}
-        if name in LITERALS:
-            kwargs["type"] = functools.partial(read_choice, kwargs["choices"])
-        elif name in MAPPINGS:
-            kwargs |= {"type": functools.partial(parse_mapping, name), "action": "append", "metavar": "VALUE"}
-        else:
-            value = "BOOL" if kwargs.get("const") is True else "VALUE"
-            kwargs.setdefault("metavar", "N" if kwargs.get("type") in (int, float) else value)
-        if name in LISTS:
-            kwargs["action"] = Store
-        if name in PATHS:
-            kwargs["type"] = as_path
-        elif name in WORDS:
-            kwargs["type"] = read_int_or_word
+        kwargs["type"] = functools.partial(read_text, name)
+        if name in LISTS or name in MAPPINGS:
+            kwargs["action"] = Store if name in LISTS else "append"
+        if name not in LITERALS:
+            value = "N" if KINDS[name] in (int, float) else "BOOL" if kwargs.get("const") is True else "VALUE"
+            kwargs.setdefault("metavar", value)
         aliases = ["--gradient_checkpointing"] if name == "activation_checkpointing" else []
         action = self.section.add_argument(f"--{name}", *aliases, **kwargs)  # without a second spelling of the name
         for precision in ("bf16", "fp16") if name == "mixed_precision" else ():
@@ -107,7 +98,7 @@ class TrainParser(CommandLine, HfArgumentParser):
                 const=precision,
                 default=argparse.SUPPRESS,
                 choices=kwargs["choices"],
-                type=lambda text, yes=precision: {True: yes, False: "no", None: text}[TRUTH.get(text.lower())],
+                type=functools.partial(read_text, precision),
                 metavar="BOOL",
                 help=f"Short for --{name} {precision}.",
             )
@@ -124,52 +115,33 @@ class TrainParser(CommandLine, HfArgumentParser):
             values[name] = functools.reduce(operator.or_, values[name])
         return check_length(values)
 
-    def read_value(self, name: str, value: Any, typed: Any) -> Any:
-        """Return the value of an option in a recipe. value: as text. typed: as YAML reads it. Raises `UserError`."""
-        if value is None:
-            return None
-        if isinstance(typed, dict) and name in MAPPINGS and all(isinstance(key, str) for key in typed):
-            return as_numbers(typed)
-        items = value if isinstance(value, list) and name in LISTS else [value]
-        if any(item is None or isinstance(item, (list, dict, set)) for item in items):
-            what = "a list of single values" if name in LISTS else "a single value"
-            what = f"a mapping such as {MAPPINGS[name]}" if name in MAPPINGS else what
-            raise UserError(f"{name} must be {what}, got {typed}")
-        found, action = [], self._option_string_actions[f"--{name}"]
-        for item in items:
-            try:
-                found.append(self._get_value(action, str(item)))
-                self._check_value(action, found[-1])
-            except argparse.ArgumentError as error:
-                self.error(str(error))
-        return found if name in LISTS else found[0]
-
 
 # ------------------------------------------------------------------ values
 
 
-def read_int(text: str) -> int:
+def read_text(name: str, text: str) -> Any:
+    """Return what a text means as the value of an option: `off` is false, and no for `mixed_precision`.
+
+    Raises `UserError`, but not for a choice that there is not, which `TrainConfig` checks.
+    """
+    if name in PATHS:
+        return as_path(text)
+    if name in MAPPINGS:
+        return parse_mapping(name, text)
+    truth = TRUTH.get(text.lower())
+    if name in ("bf16", "fp16"):
+        return text if truth is None else name if truth else "no"
+    if choices := LITERALS.get(ALIASES.get(name, name)):
+        same = [choice for choice in choices if str(choice).lower() == text.lower()]
+        same += [choice for choice in choices if truth is not None and TRUTH.get(choice) is truth]
+        return same[0] if same else text
+    kind = KINDS[name]
     with contextlib.suppress(ValueError):
-        return int(text)
-    return int(text, 0)  # 0x10
-
-
-def read_int_or_word(text: str) -> int | str:
-    with contextlib.suppress(ValueError):
-        return read_int(text)
-    return text
-
-
-def read_bool(text: str) -> bool:
-    return string_to_bool(str(TRUTH.get(text.lower(), text)))
-
-
-def read_choice(choices: Sequence[Any], text: str) -> Any:
-    """Return the choice that a text means: for `mixed_precision: off`, that is `no`."""
-    word = text.lower()
-    same = [choice for choice in choices if str(choice) == text or str(choice).lower() == word]
-    same += [choice for choice in choices if word in TRUTH and TRUTH.get(choice) is TRUTH[word]]
-    return same[0] if same else text
+        if kind is not bool or truth is not None:
+            return truth if kind is bool else kind(text)
+    if name in WORDS:
+        return text
+    raise UserError(f"{name}: invalid {kind.__name__} value: {text!r}")
 
 
 def parse_mapping(key: str, text: str) -> dict[str, Any]:
@@ -257,7 +229,7 @@ def load_yaml(recipe: str) -> dict[str, Any]:
         raise UserError(f"{recipe} is not valid YAML: {one_line(error)!r}") from error
     if not isinstance(content, dict):
         raise UserError(f"{recipe} must contain a mapping of options to values")
-    parser, values = TrainParser(), {}
+    values: dict[str, Any] = {}
     try:
         for name in map(str, content):
             if name not in OPTIONS.keys() | ALIASES.keys():
@@ -269,15 +241,30 @@ def load_yaml(recipe: str) -> dict[str, Any]:
                 f"but it sets {', '.join(refused)}; read its {CONFIG_NAME}, and pass a copy of it as --config"
             )
         for name, value in content.items():
-            if (option := ALIASES.get(name, name)) in values:
+            if (option := ALIASES.get(name) or name) in values:
                 raise UserError(f"two lines set {option}; keep only one of them")
-            values[option] = parser.read_value(name, value, typed.get(name))
+            values[option] = read_value(name, value, typed.get(name))
         values = check_length(values)
     except UserError as error:
         raise UserError(f"{recipe}: {error}") from error
     if path.name == CONFIG_NAME and typed.get("hub_private_repo") is False:
         del values["hub_private_repo"]  # written by runs whose option had this default
     return values
+
+
+def read_value(name: str, value: Any, typed: Any) -> Any:
+    """Return the value of an option in a recipe. value: as text. typed: as YAML reads it. Raises `UserError`."""
+    if value is None:
+        return None
+    if isinstance(typed, dict) and name in MAPPINGS and all(isinstance(key, str) for key in typed):
+        return as_numbers(typed)
+    items = value if isinstance(value, list) and name in LISTS else [value]
+    if any(item is None or isinstance(item, (list, dict, set)) for item in items):
+        what = "a list of single values" if name in LISTS else "a single value"
+        what = f"a mapping such as {MAPPINGS[name]}" if name in MAPPINGS else what
+        raise UserError(f"{name} must be {what}, got {typed}")
+    found = [read_text(name, str(item)) for item in items]
+    return found if name in LISTS else found[0]
 
 
 def fetch_recipe(repo_id: str, revision: str | None) -> Path:
@@ -288,11 +275,11 @@ def fetch_recipe(repo_id: str, revision: str | None) -> Path:
     where = f"{repo_id}, revision {revision}" if revision else repo_id
     try:
         return Path(hf_hub_download(repo_id, CONFIG_NAME, revision=revision))
-    except HfHubHTTPError as error:
-        reason = f"the Hub has none, or your token may not read it (status {error.response.status_code})"
-        raise UserError(f"cannot read the training_config.yaml of {where}: {reason}") from error
     except Exception as error:  # no connection, offline mode, a bad name, ...: each library raises its own
-        raise UserError(f"cannot read the training_config.yaml of {where}: {short_reason(error)}") from error
+        reason = short_reason(error)
+        if isinstance(error, HfHubHTTPError):
+            reason = f"the Hub has none, or your token may not read it (status {error.response.status_code})"
+        raise UserError(f"cannot read the training_config.yaml of {where}: {reason}") from error
 
 
 def merge(recipe: dict[str, Any], typed: dict[str, Any]) -> dict[str, Any]:

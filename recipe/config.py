@@ -280,10 +280,19 @@ class TrainConfig:
 
 OPTIONS = {option.name: option for option in dataclasses.fields(TrainConfig)}
 # Read before HfArgumentParser replaces the types of the fields.
-LITERALS = {name for name, option in OPTIONS.items() if "Literal" in str(option.type)}
+LITERALS: dict[str, list[Any]] = {  # and their choices, also of an optional one
+    name: [choice for kind in get_args(option.type) for choice in get_args(kind) or [kind] if choice is not type(None)]
+    for name, option in OPTIONS.items()
+    if "Literal" in str(option.type)
+}
 OPTIONAL = {name for name, option in OPTIONS.items() if type(None) in get_args(option.type)}
 BOUNDS = {"at_least": -math.inf, "below": math.inf, "above": -math.inf}
 LISTS = {name for name, option in OPTIONS.items() if "list" in str(option.type)}
+# The type of a value, or of each value of a list.
+KINDS = {
+    name: next((kind for kind in (bool, int, float) if kind.__name__ in str(option.type)), str)
+    for name, option in OPTIONS.items()
+}
 WORDS = {name for name, option in OPTIONS.items() if "words" in option.metadata}
 PATHS = {  # folders, files and patterns; some may be an id of the Hub instead
     *(*DATA_SOURCES, "validation_file", "tokenizer_name", "model_name_or_path"),
@@ -330,8 +339,8 @@ def check_value(option: dataclasses.Field, value: Any) -> None:
         raise UserError(f"{name} must not be empty; omit it to use the default")
     if value is None and name not in OPTIONAL:
         raise UserError(f"{name} has no value; set one, or delete the line")
-    if name in LITERALS and value not in (None, *get_args(option.type)):
-        raise UserError(f"{name}: invalid choice: {value!r} (choose from {', '.join(get_args(option.type))})")
+    if name in LITERALS and value not in (None, *LITERALS[name]):
+        raise UserError(f"{name}: invalid choice: {value!r} (choose from {', '.join(map(str, LITERALS[name]))})")
     low, high, above = (bounds.get(key, default) for key, default in BOUNDS.items())
     if value is None or value in bounds.get("words", ()) or not BOUNDS.keys() & bounds.keys():
         return

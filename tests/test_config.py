@@ -185,7 +185,6 @@ MEANINGS = [  # option, as it is typed, as it stands in a recipe (None: the same
     ("text_column_name", "y", None, ["y"]),
     # Numbers.
     ("learning_rate", "6e-4", None, 6e-4),
-    ("seed", "0x10", None, 16),
     ("seed", "007", None, 7),
     ("global_batch_size", "1_000", None, 1000),
     ("max_eval_samples", "1_000", None, 1000),
@@ -205,7 +204,6 @@ MEANINGS = [  # option, as it is typed, as it stands in a recipe (None: the same
     ("activation_checkpointing", "yes", None, "true"),
     ("activation_checkpointing", "False", None, "false"),
     ("activation_checkpointing", "AUTO", None, "auto"),
-    ("seed", "0b11", None, 3),
     # Lists, dictionaries and paths.
     ("report_to", "none", None, None),
     ("report_to", "none --report_to wandb", "[none, wandb]", ["wandb"]),
@@ -357,7 +355,7 @@ def test_a_mistake_on_the_command_line_is_one_sentence(argv, expected):
             "bf16: true\nmixed_precision: fp16",
             "mine.yaml: two lines set mixed_precision; keep only one of them",
         ),
-        ("dataset_weights: [a]", "mine.yaml: --dataset_weights: invalid float value: 'a'"),
+        ("dataset_weights: [a]", "mine.yaml: dataset_weights: invalid float value: 'a'"),
         ("1: 2", "unknown key '1'"),
         ("seed: 1.5", "seed: invalid int value: '1.5'"),
         ("tokenizer_vocab_size: 256", "at least 257"),  # the bytes and the end-of-text token
@@ -372,7 +370,7 @@ def test_a_mistake_on_the_command_line_is_one_sentence(argv, expected):
         ),
         ("hub_language: [en, null]", "mine.yaml: hub_language must be a list of single values"),
         ("train_file: [a, ~]", "mine.yaml: train_file must be a list of single values"),
-        ("optim: --", "mine.yaml: --optim: invalid choice: '--'"),
+        ("optim: --", "optim: invalid choice: '--'"),
         ("resume_from_checkpoint: true", "--resume_from_checkpoint true names no folder; pass latest"),
     ],
 )
