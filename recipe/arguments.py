@@ -48,12 +48,13 @@ HOME = re.compile(r"(^|(?<=[=,]))(~|[$]HOME|[$]{HOME})(?=/|$)")  # also in hella
 
 
 class Store(argparse._StoreAction):
-    """Stores a value. A list that is typed again goes on; what is typed first replaces the default."""
+    """Stores a value, which replaces the default. A list or mapping that is typed again goes on."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
         before = getattr(namespace, self.dest, self.default)  # none yet, if the default is SUPPRESS
-        is_more = self.nargs == "+" and before is not self.default
-        setattr(namespace, self.dest, [*before, *values] if is_more else values)
+        if before is not self.default and isinstance(values, (list, dict)):
+            values = [*before, *values] if isinstance(values, list) else before | values
+        setattr(namespace, self.dest, values)
 
 
 class CommandLine(argparse.ArgumentParser):

@@ -8,7 +8,6 @@ import argparse
 import contextlib
 import functools
 import json
-import operator
 import sys
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,6 @@ OTHER_LOSS |= {"block_size"}
 # YAML's and Python's words, in any case.
 TRUTH: dict[str, bool] = dict.fromkeys(("true", "yes", "on", "t", "y", "1"), True)
 TRUTH |= dict.fromkeys(("false", "no", "off", "f", "n", "0"), False)
-UNSET_STEPS = -1  # Trainer's default of max_steps
 
 
 class TextLoader(yaml.SafeLoader):
@@ -82,9 +80,7 @@ class TrainParser(CommandLine, HfArgumentParser):
         if name in SECTIONS:  # the first option of one
             self.section = self.add_argument_group(SECTIONS[name])
         kwargs = {key: value for key, value in kwargs.items() if key not in ("at_least", "above", "below", "words")}
-        kwargs["type"] = functools.partial(read_text, name)
-        if name in LISTS or name in MAPPINGS:
-            kwargs["action"] = Store if name in LISTS else "append"
+        kwargs |= {"type": functools.partial(read_text, name), "action": Store}
         if name not in LITERALS:
             value = "N" if KINDS[name] in (int, float) else "BOOL" if kwargs.get("const") is True else "VALUE"
             kwargs.setdefault("metavar", value)
@@ -111,12 +107,7 @@ class TrainParser(CommandLine, HfArgumentParser):
             if len(names := sorted(name for name in spelled if ALIASES.get(name, name) == option)) > 1:
                 raise UserError(f"{' and '.join(names)} set the same option; keep only one of them")
             values[option] = found[option]
-        for name in MAPPINGS & values.keys():
-            values[name] = functools.reduce(operator.or_, values[name])
         return check_length(values)
-
-
-# ------------------------------------------------------------------ values
 
 
 def read_text(name: str, text: str) -> Any:
@@ -171,16 +162,13 @@ def as_numbers(mapping: dict[str, Any]) -> dict[str, Any]:
 
 def check_length(values: dict[str, Any]) -> dict[str, Any]:
     """Return options of one place without a length that says nothing. Raises `UserError` if there are two lengths."""
-    if values.get("max_steps") == UNSET_STEPS:
+    if values.get("max_steps") == -1:  # Trainer's default
         values = {name: value for name, value in values.items() if name != "max_steps"}
     steps, epochs = values.get("max_steps"), values.get("num_train_epochs")
     if steps and epochs:
         found = f"max_steps {steps} and num_train_epochs {epochs:g}"
         raise UserError(f"{found} both set the length of the run; keep only one of them")
     return values
-
-
-# ------------------------------------------------------------------ the command line and a recipe
 
 
 def load_config(argv: list[str] | None = None) -> tuple[TrainConfig, str]:

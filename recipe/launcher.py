@@ -106,6 +106,11 @@ def answer(name: str, default: str, environment: Mapping[str, str] = os.environ)
     return (environment.get(f"ACCELERATE_{name}") or default).lower()
 
 
+def dynamo_mode() -> str:
+    """Return the launcher's mode for torch.compile."""
+    return answer("DYNAMO_MODE", "default")
+
+
 def is_true(environment: Mapping[str, str], name: str) -> bool:
     return environment.get(name, "").lower() in TRUE
 

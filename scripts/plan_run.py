@@ -47,7 +47,7 @@ from recipe.hardware.devices import why_no_inductor
 from recipe.hardware.gpus import find_gpu, load_gpu
 from recipe.hardware.memory import MemoryPlan, measure_usable_bytes, plan_memory
 from recipe.hardware.sharding import Sharding
-from recipe.launcher import answer, asks_for_cpu
+from recipe.launcher import asks_for_cpu, dynamo_mode
 from recipe.model.build import build_model_config
 from recipe.model.size import count_flops_per_token, count_parameters, count_training_flops, padded_vocab_size
 
@@ -290,7 +290,7 @@ def plan_device(
     auto = {name: value for name, value in usual.items() if getattr(config, name) == "auto"}
     config = dataclasses.replace(config, **auto)
     shards = Sharding(num_devices) if sharded else None
-    facts = Facts(device_type, num_devices, shards, launcher_mode=answer("DYNAMO_MODE", "default"))
+    facts = Facts(device_type, num_devices, shards, launcher_mode=dynamo_mode())
     check_sharded(config, facts)
     return plan_memory(config, model_config, facts, memory_bytes)
 

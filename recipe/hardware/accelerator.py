@@ -28,7 +28,7 @@ from recipe.hardware.devices import device_of, has_bf16_units, why_no_inductor
 from recipe.hardware.probe import Measured, measure
 from recipe.hardware.processes import find_typed_threads, list_thread_counts
 from recipe.hardware.sharding import Sharding, list_blocks, shard
-from recipe.launcher import answer
+from recipe.launcher import answer, dynamo_mode
 from recipe.model.loss import LanguageModelingLoss
 
 
@@ -39,7 +39,7 @@ def find_facts(device: torch.device, num_processes: int = 1, **facts: Any) -> Fa
         num_processes=num_processes,
         launcher_precision=answer("MIXED_PRECISION", "no"),
         launcher_backend=answer("DYNAMO_BACKEND", "no"),
-        launcher_mode=answer("DYNAMO_MODE", "default"),
+        launcher_mode=dynamo_mode(),
         has_bf16=has_bf16_units(device),
         why_no_inductor=why_no_inductor(device),
         typed_threads=find_typed_threads(),
@@ -67,9 +67,7 @@ def build_accelerator(config: TrainConfig, output_dir: Path, choices: Mapping[st
     # Results repeat bit for bit. On a CPU this is free and matters only to inductor (torch 2.13), whose threads
     # otherwise add up the embeddings' gradient in any order. On CUDA, operators without a deterministic version raise
     # an error, sdpa avoids cuDNN, and cuBLAS reads its setting at the first matrix product.
-    is_deterministic = config.deterministic or (
-        device.type == "cpu" and "autotune" not in answer("DYNAMO_MODE", "default")
-    )
+    is_deterministic = config.deterministic or (device.type == "cpu" and "autotune" not in dynamo_mode())
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # Costs time, and nothing here reads such memory.
@@ -119,7 +117,7 @@ def parallelize(
     breaks. Only inductor has modes.
     """
     if (backend := config.dynamo_backend) != "no":
-        mode = answer("DYNAMO_MODE", "default") if backend == "inductor" else None
+        mode = dynamo_mode() if backend == "inductor" else None
         blocks = list_blocks(module) if sharding else ()
         module.compile(blocks, backend=backend, mode=mode, fullgraph=True, dynamic=False)
     if sharding is None:
