@@ -48,7 +48,7 @@ HOME = re.compile(r"(^|(?<=[=,]))(~|[$]HOME|[$]{HOME})(?=/|$)")  # also in hella
 
 
 class Store(argparse._StoreAction):
-    """Stores a value, which replaces the default. A list or mapping that is typed again goes on."""
+    """Stores a value in place of the default. If a list or mapping is typed twice, the second extends the first."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
         before = getattr(namespace, self.dest, self.default)  # none yet, if the default is SUPPRESS
@@ -60,8 +60,8 @@ class Store(argparse._StoreAction):
 class CommandLine(argparse.ArgumentParser):
     """The parser of a script. It raises `UserError` for mistakes.
 
-    `--max-steps` is `--max_steps`. A list that is given twice goes on. A `Path` begins in the home folder if it is
-    typed with `~` or `$HOME`.
+    It accepts `--max-steps` for `--max_steps`, joins a list that is typed twice, and expands `~` and `$HOME` in every
+    option whose type is `Path` or `as_path`.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -110,16 +110,16 @@ class CommandLine(argparse.ArgumentParser):
 
 
 def as_path(text: str) -> str:
-    """Return a path, pattern, or name that may be one, with the home folder in place of `~` and `$HOME`.
+    """Expand `~` and `$HOME` in a path, a pattern, or a name that may be a path.
 
-    Raises `UserError` if the home folder is unknown, or if other libraries would give the path another name.
+    Raises `UserError` if the home folder is unknown, or if this locale would make libraries disagree on the path.
     """
     if HOME.search(text):
         if (home := os.path.expanduser("~")) == "~":
             raise UserError(f"the home folder in {text} is unknown; set HOME, or write the whole path")
         text = HOME.sub(lambda _: home.rstrip("/"), text) or "/"
     if not text.isascii() and sys.getfilesystemencoding() != "utf-8":
-        raise UserError(f"Python cannot name the path {ascii(text)} in this locale; set PYTHONUTF8=1")
+        raise UserError(f"the path {ascii(text)} is not safe in this locale; set PYTHONUTF8=1")
     return text
 
 

@@ -1,7 +1,7 @@
 """Command line and recipe file -> `TrainConfig`.
 
-Defaults < recipe YAML < command line. An option reads its value in the same way in both. This module does not import
-torch, so programs without it start at once.
+Defaults < recipe YAML < command line. A value means the same in a recipe and on the command line. This module does not
+import torch, so programs without it start at once.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from recipe.config import (
     may_come_from_hub,
 )
 from recipe.errors import UserError, did_you_mean, one_line, short_reason
-from recipe.launcher import count_processes
+from recipe.launcher import FALSE, TRUE, count_processes
 
 CONFIGS_DIR = Path(__file__).parent / "configs"
 RECIPES = sorted(path.stem for path in CONFIGS_DIR.glob("*.yaml"))
@@ -43,9 +43,7 @@ ALIASES = {"bf16": "mixed_precision", "fp16": "mixed_precision", "gradient_check
 # With another model, tokenizer or row length, losses do not compare with the recipe's.
 OTHER_LOSS = {"config_overrides", "model_type", "model_name_or_path", "tokenizer_name", "tokenizer_vocab_size"}
 OTHER_LOSS |= {"block_size"}
-# YAML's and Python's words, in any case.
-TRUTH: dict[str, bool] = dict.fromkeys(("true", "yes", "on", "t", "y", "1"), True)
-TRUTH |= dict.fromkeys(("false", "no", "off", "f", "n", "0"), False)
+TRUTH: dict[str, bool] = dict.fromkeys(TRUE, True) | dict.fromkeys(FALSE, False)  # in any case
 
 
 class TextLoader(yaml.SafeLoader):
@@ -111,9 +109,9 @@ class TrainParser(CommandLine, HfArgumentParser):
 
 
 def read_text(name: str, text: str) -> Any:
-    """Return what a text means as the value of an option: `off` is false, and no for `mixed_precision`.
+    """Convert the text of a value to the option's type: `off` is False, or "no" for `mixed_precision`.
 
-    Raises `UserError`, but not for a choice that there is not, which `TrainConfig` checks.
+    Raises `UserError` for an invalid value. An unknown choice is returned as it is, because `TrainConfig` refuses it.
     """
     if name in PATHS:
         return as_path(text)
@@ -161,7 +159,10 @@ def as_numbers(mapping: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_length(values: dict[str, Any]) -> dict[str, Any]:
-    """Return options of one place without a length that says nothing. Raises `UserError` if there are two lengths."""
+    """Drop Trainer's `max_steps: -1`. Raises `UserError` if both steps and epochs are set.
+
+    values: the options of the recipe, or those of the command line.
+    """
     if values.get("max_steps") == -1:  # Trainer's default
         values = {name: value for name, value in values.items() if name != "max_steps"}
     steps, epochs = values.get("max_steps"), values.get("num_train_epochs")
@@ -241,7 +242,7 @@ def load_yaml(recipe: str) -> dict[str, Any]:
 
 
 def read_value(name: str, value: Any, typed: Any) -> Any:
-    """Return the value of an option in a recipe. value: as text. typed: as YAML reads it. Raises `UserError`."""
+    """Convert an option of a recipe. value: its text. typed: the same as YAML types it. Raises `UserError`."""
     if value is None:
         return None
     if isinstance(typed, dict) and name in MAPPINGS and all(isinstance(key, str) for key in typed):

@@ -261,7 +261,7 @@ class TrainConfig:
                 object.__setattr__(self, name, "all" if name == "max_eval_samples" else "auto")
         if self.text_column_name == ["text"]:
             object.__setattr__(self, "text_column_name", None)
-        if "none" in (trackers := (self.report_to or [])[::-1]):  # Trainer's; it takes back what is in front of it
+        if "none" in (trackers := (self.report_to or [])[::-1]):  # as in Trainer; it cancels the trackers before it
             object.__setattr__(self, "report_to", trackers[: trackers.index("none")][::-1] or None)
         if self.model_name_or_path and self.tokenizer_name is None:
             object.__setattr__(self, "tokenizer_name", self.model_name_or_path)
@@ -280,7 +280,7 @@ class TrainConfig:
 
 OPTIONS = {option.name: option for option in dataclasses.fields(TrainConfig)}
 # Read before HfArgumentParser replaces the types of the fields.
-LITERALS: dict[str, list[Any]] = {  # and their choices, also of an optional one
+LITERALS: dict[str, list[Any]] = {  # {option: choices}; an option may also be `Literal[...] | None`
     name: [choice for kind in get_args(option.type) for choice in get_args(kind) or [kind] if choice is not type(None)]
     for name, option in OPTIONS.items()
     if "Literal" in str(option.type)

@@ -65,7 +65,7 @@ def read_cgroups(controller: str, name: str, root: Path = CGROUPS, own: Path = O
 
 
 def cache_dir() -> Path:
-    """Return the folder for what later runs reuse. Without a home folder, none can be made at this path."""
+    """Return the folder for what later runs reuse; without a home folder, a path where nothing can be created."""
     cache = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     return Path(os.devnull if cache.startswith("~") else cache, "gpt2_recipe")
 

@@ -1,7 +1,8 @@
 """The launcher's variables in the environment: how many processes there are, which one this is, and its answers.
 
-They count in recipe/train.py and scripts/evaluate_model.py, which may run as several processes. Every other program is
-one process and forgets them: a shell or a container may have them from elsewhere. Imports nothing of this package.
+They matter in recipe/train.py and scripts/evaluate_model.py, which may run as several processes. All other programs
+run as one process and remove them, because a shell or a container may have set them for something else. This module
+imports nothing of the package.
 """
 
 import os
@@ -10,25 +11,28 @@ from collections.abc import Mapping, MutableMapping
 PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # of torchrun, a number each
 MEETING_POINT = ("MASTER_ADDR", "MASTER_PORT")
 SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")  # of torchrun and mpirun
-OF_A_PROCESS = ("PMI_", "MPI_LOCAL", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "TORCHELASTIC_")  # how the others begin
-ANSWERS = ("ACCELERATE_", "FSDP_")  # how the answers of `accelerate config` begin
+PREFIXES = ("PMI_", "MPI_LOCAL", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "TORCHELASTIC_")  # of mpirun and torchrun
+ANSWERS = ("ACCELERATE_", "FSDP_")  # prefixes of the answers to `accelerate config`
 LAUNCHED = {"ACCELERATE_DYNAMO_BACKEND", "TORCHELASTIC_RUN_ID"}  # one of them is in the environment of what they start
-TRUE, FALSE = ("1", "true", "yes", "on", "y", "t"), ("0", "false", "no", "off", "n", "f")  # Accelerate's answers
+TRUE, FALSE = ("1", "true", "yes", "on", "y", "t"), ("0", "false", "no", "off", "n", "f")
 NO_LAUNCHER = "or start with accelerate launch"
 
 
 def forget_launcher(environment: MutableMapping[str, str]) -> None:
     """Remove what would make this process one of several."""
-    for name in [*environment]:
-        if name in (*PLACE, *MEETING_POINT) or name.startswith(OF_A_PROCESS):
-            del environment[name]
+    for name in filter(is_of_a_launch, [*environment]):
+        del environment[name]
 
 
 def drop_unset(environment: MutableMapping[str, str]) -> None:
-    """Remove the launcher's variables that are empty, which Accelerate would read, or -1, its word for unset."""
+    """Remove the launcher's variables that are empty, which Accelerate cannot read, or -1, which means unset to it."""
     for name, value in [*environment.items()]:
-        if value in ("", "-1") and (name in (*PLACE, *MEETING_POINT) or name.startswith((*OF_A_PROCESS, *ANSWERS))):
+        if value in ("", "-1") and (is_of_a_launch(name) or name.startswith(ANSWERS)):
             del environment[name]
+
+
+def is_of_a_launch(name: str) -> bool:
+    return name in (*PLACE, *MEETING_POINT) or name.startswith(PREFIXES)
 
 
 def why_incomplete(environment: Mapping[str, str]) -> str | None:
@@ -56,7 +60,7 @@ def why_incomplete(environment: Mapping[str, str]) -> str | None:
 
 
 def why_alone(environment: Mapping[str, str], num_seen: int, has_gpu: bool) -> str | None:
-    """Return why Accelerate sees fewer processes than there are, and what helps; None if it sees all. (1.15)"""
+    """Return why Accelerate (1.15) sees fewer processes than there are, and what helps; None if it sees all."""
     if num_seen == (expected := count_processes(environment)):
         return None
     if "LOCAL_RANK" not in environment:

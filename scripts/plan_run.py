@@ -24,11 +24,8 @@ from collections.abc import Callable
 from importlib.metadata import requires, version
 from pathlib import Path
 
-from recipe.arguments import (
-    CommandLine,
-    as_path,
-    typed_names,
-)  # first: it sets up OpenMP's threads, before torch is loaded
+# First: recipe sets up OpenMP's threads, before torch is loaded.
+from recipe.arguments import CommandLine, as_path, typed_names
 
 # isort: split
 import psutil

@@ -297,7 +297,6 @@ def test_what_only_a_command_line_can_say(recipe, argv, option, expected):
             "--resume_from_checkpoint True",
             "names no folder; pass latest (the newest checkpoint in --output_dir)",
         ),
-        ("--bf16 --fp16", "bf16 and fp16 set the same option"),
         ("--learning_rate nan", "learning_rate must be greater than 0, got nan"),
         ("--max_steps 0", "max_steps must be at least 1, got 0"),
         ("--adam_beta2 1", "adam_beta2 must be at least 0 and less than 1"),

@@ -160,13 +160,6 @@ def test_a_mistake_is_named_whatever_the_rank(name):
 def test_a_run_in_a_shell_with_variables_from_elsewhere(monkeypatch, dataset_dir, variables, expected):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    options = [
-        "--dataset_dir",
-        dataset_dir,
-        "--output_dir",
-        "gone/run",
-        "--resume_from_checkpoint",
-        "gone/checkpoint-1",
-    ]
-    message = run_script("recipe/train.py", *options)
+    options = ["--dataset_dir", dataset_dir, "--output_dir", "gone/run"]
+    message = run_script("recipe/train.py", *options, "--resume_from_checkpoint", "gone/checkpoint-1")
     assert message.startswith(expected or "error: there is no checkpoint in gone/checkpoint-1")

@@ -61,7 +61,7 @@ def find_files(given: Iterable[str], held_out: Iterable[str] = ()) -> Files:
             names = _match(path)
         if not names:
             missing = f"there is no file {path}" + "; download it first" * ("://" in path)
-            missing += "; in a pattern, [ begins a set of characters: type [[] for one in a name" * ("[" in path)
+            missing += "; in a pattern, [ starts a set of characters, so write [[] for a literal [" * ("[" in path)
             raise UserError(f"there is no text in the folder {path}" if Path(path).is_dir() else missing)
         if all(names.values()):
             kinds = f"it holds {_list(Counter(names.values()))}, and not {', '.join(KINDS)}"

@@ -52,7 +52,7 @@ def start_processes() -> Sharding | None:
     """Find the device and the other processes. Call it before anything that depends on the rank.
 
     Returns how they divide the state of the run; None if each holds all of it. Raises `UserError` for a launcher's
-    answer that is not supported, for variables that say too little, and if there are several processes but Accelerate
+    answer that is not supported, for incomplete launcher variables, and if there are several processes but Accelerate
     sees one (1.15, without a GPU), because each would train the whole run by itself.
     """
     die_with_the_launcher()

@@ -28,13 +28,14 @@ def new_files(tokenizer: PreTrainedTokenizerFast, model_config: PreTrainedConfig
     eos = model_config.eos_token_id
     tokenizer.model_max_length = length = model_config.max_position_embeddings
     generation = GenerationConfig(bos_token_id=eos, eos_token_id=eos, pad_token_id=eos, do_sample=True)
-    generation.max_length = length  # a pipeline generates no further, as there are no positions
+    generation.max_length = length  # else a pipeline runs out of positions
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         generation.save_pretrained(folder)
         files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
     config = json.loads(files[TOKENIZER_CONFIG])
-    config = {key: value for key, value in config.items() if key not in ("is_local", "local_files_only")}  # of here
+    # These two say how this run loaded the tokenizer.
+    config = {key: value for key, value in config.items() if key not in ("is_local", "local_files_only")}
     return files | {TOKENIZER_CONFIG: _as_json(config | for_transformers_4(config))}
 
 
@@ -42,7 +43,7 @@ def for_transformers_4(config: dict[str, Any]) -> dict[str, Any]:
     """Return the changes with which Transformers 4 reads a tokenizer_config.json that 5.24 has written."""
     changes: dict[str, Any] = {}
     if config.get("tokenizer_class") == "TokenizersBackend":
-        names = config.get("model_input_names", ["input_ids", "attention_mask"])  # in 4, else also token_type_ids
+        names = config.get("model_input_names", ["input_ids", "attention_mask"])  # 4 adds token_type_ids
         changes = {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": names}
     if isinstance(tokens := config.get("extra_special_tokens"), list):
         changes |= {"additional_special_tokens": tokens, "extra_special_tokens": {}}

@@ -67,7 +67,7 @@ class RunLog:
             # Trackio identifies runs by name, and "allow" would continue an older run of the same name.
             "trackio": {"name": name, "resume": "allow" if state.step else "never"},
             "mlflow": {"run_name": name},
-            # Hides what an earlier start logged after the checkpoint.
+            # TensorBoard hides what an earlier start logged after the checkpoint.
             "tensorboard": {"purge_step": state.step + 1 if state.step else 0},
         }
         values = {**asdict(self.config), **asdict(facts), **asdict(facts.model)}
@@ -76,7 +76,8 @@ class RunLog:
         project = os.environ.get("WANDB_PROJECT") or PROJECT
         self.accelerator.init_trackers(project, init_kwargs=options)
         for tracker in self.accelerator.trackers:
-            if not (state.step and tracker.name == "tensorboard"):  # whose folder for them looks like another run
+            # TensorBoard writes them into a new folder each time and shows it as another run.
+            if not (state.step and tracker.name == "tensorboard"):
                 tracker.store_init_configuration(scalars)
 
     # ------------------------------------------------------------------ lines
@@ -103,9 +104,7 @@ class RunLog:
             self.tolerate(METRICS_NAME, lambda: self._append({"event": event, "step": step, **finite}))
         flat = finite | {f"{name}/{key}": v for name, of in finite.get("mixture", {}).items() for key, v in of.items()}
         numbers = {f"{event}/{key}": value for key, value in flat.items() if isinstance(value, (int, float))}
-        at = max(
-            step, values.get("last_step", step)
-        )  # the exported model may be an earlier one; wandb drops such steps
+        at = values.get("last_step", step)  # not the exported step of the end, which wandb drops if it is earlier
         self.tolerate("tracker events", lambda: self.accelerator.log(numbers, step=at))
 
     def _append(self, values: dict[str, Any]) -> None:
