@@ -39,7 +39,9 @@ from recipe.launcher import FALSE, TRUE, count_processes
 CONFIGS_DIR = Path(__file__).parent / "configs"
 RECIPES = sorted(path.stem for path in CONFIGS_DIR.glob("*.yaml"))
 # Names of TrainingArguments, and the option that each sets.
-ALIASES = {"bf16": "mixed_precision", "fp16": "mixed_precision", "gradient_checkpointing": "activation_checkpointing"}
+ALIASES = {"bf16": "mixed_precision", "fp16": "mixed_precision", "tf32": "matmul_precision"}
+ALIASES |= {"gradient_checkpointing": "activation_checkpointing"}
+SHORT = {"bf16": ("no", "bf16"), "fp16": ("no", "fp16"), "tf32": ("highest", "high")}  # what false and true mean
 # With another model, tokenizer or row length, losses do not compare with the recipe's.
 OTHER_LOSS = {"config_overrides", "model_type", "model_name_or_path", "tokenizer_name", "tokenizer_vocab_size"}
 OTHER_LOSS |= {"block_size"}
@@ -84,18 +86,19 @@ class TrainParser(CommandLine, HfArgumentParser):
             kwargs.setdefault("metavar", value)
         aliases = ["--gradient_checkpointing"] if name == "activation_checkpointing" else []
         action = self.section.add_argument(f"--{name}", *aliases, **kwargs)  # without a second spelling of the name
-        for precision in ("bf16", "fp16") if name == "mixed_precision" else ():
-            self.section.add_argument(
-                f"--{precision}",
-                dest=name,
-                nargs="?",
-                const=precision,
-                default=argparse.SUPPRESS,
-                choices=kwargs["choices"],
-                type=functools.partial(read_text, precision),
-                metavar="BOOL",
-                help=f"Short for --{name} {precision}.",
-            )
+        for short, (_, value) in SHORT.items():
+            if ALIASES[short] == name:
+                self.section.add_argument(
+                    f"--{short}",
+                    dest=name,
+                    nargs="?",
+                    const=value,
+                    default=argparse.SUPPRESS,
+                    choices=kwargs["choices"],
+                    type=functools.partial(read_text, short),
+                    metavar="BOOL",
+                    help=f"Short for --{name} {value}.",
+                )
         return action
 
     def read(self, words: list[str]) -> dict[str, Any]:
@@ -118,8 +121,8 @@ def read_text(name: str, text: str) -> Any:
     if name in MAPPINGS:
         return parse_mapping(name, text)
     truth = TRUTH.get(text.lower())
-    if name in ("bf16", "fp16"):
-        return text if truth is None else name if truth else "no"
+    if name in SHORT:
+        return text if truth is None else SHORT[name][truth]
     if choices := LITERALS.get(ALIASES.get(name, name)):
         same = [choice for choice in choices if str(choice).lower() == text.lower()]
         same += [choice for choice in choices if truth is not None and TRUTH.get(choice) is truth]

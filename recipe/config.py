@@ -80,7 +80,7 @@ VISIBILITY = {
             *("global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps"),
             *("num_train_epochs", *SCHEDULE_OPTIONS, "optim", "weight_decay"),
             *("adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
-            *("mixed_precision", "tf32", "dynamo_backend", "bf16_residual", "deterministic"),
+            *("mixed_precision", "matmul_precision", "dynamo_backend", "bf16_residual", "deterministic"),
             *("logging_steps", "eval_steps", "max_eval_samples", "save_steps", "save_total_limit"),
             *("load_best_model_at_end", "early_stopping_patience"),
         ),
@@ -192,7 +192,9 @@ class TrainConfig:
 
     # --- precision, compilation and kernels
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = _field("auto", "Precision of autocast.")
-    tf32: bool = _field(True, "Use TF32 for the CUDA matrix products that stay in fp32.")
+    matmul_precision: Literal["highest", "high", "medium"] = _field(
+        "high", "Of the CUDA matrix products that stay in fp32: fp32, TF32 or bf16."
+    )
     dynamo_backend: Literal["auto", "no", "inductor", "aot_eager", "eager"] = _field(
         "auto", "torch.compile backend. Its mode is the launcher's --dynamo_mode."
     )

@@ -4,6 +4,7 @@ python scripts/plan_run.py --config gpt2_124m                 check this machine
 python scripts/plan_run.py --config gpt2_124m --measure       the same, with the speed of ten training steps
 python scripts/plan_run.py --config gpt2_774m --gpu a100-80gb --num_gpus 16 --price_per_hour 1.5
 python scripts/plan_run.py --config gpt2_1558m --gpu rtx4090 --num_gpus 8 --sharded     with FSDP
+python scripts/plan_run.py --lengths --gpu h100               memory and FLOPs of attention, by row length
 python scripts/plan_run.py --table                            what fits: every recipe size on every class of memory
 
 All other options are options of recipe/train.py; it needs no dataset. Exits with 1 if a check fails. Hours and cost on
@@ -12,6 +13,7 @@ a GPU that is not there assume the given MFU: GPT-2 124M reached 45% on one H200
 """
 
 import argparse
+import copy
 import dataclasses
 import json
 import math
@@ -28,6 +30,7 @@ from pathlib import Path
 from recipe.arguments import CommandLine, as_path, typed_names
 
 # isort: split
+import numpy as np
 import psutil
 import torch
 from huggingface_hub import get_token, whoami
@@ -36,13 +39,14 @@ from transformers import PreTrainedConfig
 
 from recipe.command_line import load_config, load_yaml
 from recipe.config import DATA_SOURCES, STANDARD_LIBRARY, TrainConfig, is_missing, save_config
+from recipe.data.packed import id_dtype
 from recipe.environment import count_cpus, describe_device
 from recipe.errors import UserError, run_main, short_reason
 from recipe.hardware.accelerator import find_facts, measure_open
 from recipe.hardware.choices import Choice, Facts, apply_choices, check_sharded, choose
 from recipe.hardware.devices import why_no_inductor
 from recipe.hardware.gpus import find_gpu, load_gpu
-from recipe.hardware.memory import MemoryPlan, measure_usable_bytes, plan_memory
+from recipe.hardware.memory import MemoryPlan, estimate_bytes, measure_usable_bytes, plan_memory
 from recipe.hardware.sharding import Sharding
 from recipe.launcher import asks_for_cpu, dynamo_mode
 from recipe.model.build import build_model_config
@@ -57,6 +61,10 @@ SIZES = {"124M": "gpt2_124m", "355M": "gpt2_355m", "774M": "gpt2_774m", "1558M":
 CLASSES = {"8 GB": "rtx3070", "12 GB": "rtx3060", "16 GB": "t4", "24 GB": "rtx4090"}
 CLASSES |= {"40 GB": "a100-40gb", "80 GB": "a100-80gb", "141 GB": "h200"}
 SHARDED_CLASSES, NUM_SHARDS = ("24 GB", "40 GB"), 8  # the rows with FSDP
+# Models for the card that one has: its class of memory, layers, heads, width, tokens per row.
+SHAPES = {"24 GB": (24, 16, 1024, 512), "10 to 16 GB": (12, 12, 768, 256), "8 to 12 GB": (8, 8, 512, 256)}
+SMALLEST = {"24 GB": "rtx4090", "10 to 16 GB": "rtx3080", "8 to 12 GB": "rtx3070"}
+LENGTHS = (512, 1024, 2048, 4096, 8192)
 # Metal recommends a process to use two thirds of 16 GB of unified memory, and three quarters of larger ones.
 OTHER_DEVICES = {
     "Apple, 16 GB": ("mps", "no", "no", "sdpa", 16 * 2**30 * 2 / 3),
@@ -73,11 +81,17 @@ def main() -> None:
     config, model_config = load_run(args.config, options, needs_steps=bool(args.gpu))
     if args.gpu:
         gpu, plan = load_gpu(args.gpu), plan_gpu(config, model_config, args.gpu, args.num_gpus, args.sharded)
-        print(describe(args, config, model_config, plan, gpu.memory_bytes, gpu.name, gpu.flops_per_second))
+        show(args, config, model_config, plan, gpu.memory_bytes, gpu.name, gpu.flops_per_second)
+        if args.lengths:
+            print(f"\n{compare_lengths(config, model_config, 'cuda', 'bf16' if gpu.bf16 else 'fp16', 'inductor')}")
         return
     choices = choose_here(config, model_config)
-    failed = check_machine(config, choices)
-    print(f"\n{plan_machine(args, apply_choices(config, choices, find_facts(find_device())), model_config)}")
+    failed = 0 if args.json else check_machine(config, choices)
+    config = apply_choices(config, choices, find_facts(find_device()))
+    plan_machine(args, config, model_config)
+    if args.lengths:
+        chosen = config.mixed_precision, config.dynamo_backend
+        print(f"\n{compare_lengths(config, model_config, find_device().type, *chosen)}")
     if args.measure:
         print(f"\nmeasured: {measure(args.config_file, config, choices['dynamo'].value)}")
     if failed:
@@ -198,6 +212,7 @@ def measure(config_file: str | None, config: TrainConfig, backend: str) -> str:
             raise UserError(f"training failed: {(lines or result.stderr.splitlines())[-1]}")
         summary = json.loads(Path(folder, "run", "summary.json").read_text())
     speed, memory = summary["tokens_per_second"], summary["peak_memory_bytes"] / 1e9
+    ms = 1000 * config.tokens_per_step / speed
     length = "the length of the run depends on its epochs or minutes"
     if config.max_steps:
         hours = config.max_steps * config.tokens_per_step / speed / 3600
@@ -205,24 +220,25 @@ def measure(config_file: str | None, config: TrainConfig, backend: str) -> str:
     processes = f"{summary['num_processes']} process{'es' * (summary['num_processes'] > 1)}"
     launched = f"{processes}, {summary['mixed_precision']}, {summary['dynamo_backend']}"
     rows = summary["per_device_train_batch_size"]
-    return f"{launched}: {memory:.1f} GB, {rows} rows per forward pass, {speed:,.0f} tokens/s: {length}"
+    found = f"{memory:.1f} GB, {rows} rows per forward pass, {ms:,.0f} ms per step, {speed:,.0f} tokens/s"
+    return f"{launched}: {found}: {length}"
 
 
 # ------------------------------------------------------------------ the plan
 
 
-def plan_machine(args: argparse.Namespace, config: TrainConfig, model_config: PreTrainedConfig) -> str:
-    """Return the plan for this machine. A CPU's time cannot be estimated, only measured."""
+def plan_machine(args: argparse.Namespace, config: TrainConfig, model_config: PreTrainedConfig) -> None:
+    """Show the plan for this machine. A CPU's time cannot be estimated, only measured."""
     device = find_device()
     gpu = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     memory_bytes = measure_usable_bytes(device, 1)
     chosen = config.mixed_precision, config.dynamo_backend, config.attn_implementation
     plan = plan_device(config, model_config, device.type, *chosen, memory_bytes, args.num_gpus, args.sharded)
     name, speed = describe_device(device), gpu.flops_per_second if gpu else None
-    return describe(args, config, model_config, plan, memory_bytes, name, speed)
+    show(args, config, model_config, plan, memory_bytes, name, speed)
 
 
-def describe(
+def show(
     args: argparse.Namespace,
     config: TrainConfig,
     model_config: PreTrainedConfig,
@@ -230,8 +246,8 @@ def describe(
     memory_bytes: float,
     device: str,
     flops_per_second: float | None,
-) -> str:
-    """Return batch, memory, FLOPs, hours and cost. flops_per_second: of a device at its peak, if that is known."""
+) -> None:
+    """Print batch, memory, FLOPs, hours and cost. flops_per_second: of a device at its peak, if that is known."""
     if plan is None:
         remedy = "leave the memory options at auto, use more memory, several GPUs with --sharded, or a smaller recipe"
         raise UserError(f"the model does not fit into {memory_bytes / 1e9:.1f} GB ({device}); {remedy}")
@@ -239,7 +255,19 @@ def describe(
     flops = count_flops_per_token(model_config, num_parameters, config.block_size)
     num_tokens = (config.max_steps or 0) * config.tokens_per_step
     accumulation = config.global_batch_size // (plan.micro_batch_size * args.num_gpus)
+    step_seconds = config.tokens_per_step * flops / (args.mfu * flops_per_second) if flops_per_second else 0
+    hours = step_seconds * (config.max_steps or 0) / 3600  # of GPUs
+    id_bytes = np.dtype(id_dtype(model_config.vocab_size)).itemsize
+    if args.json:
+        found = {"parameters": num_parameters, "tokens_per_step": config.tokens_per_step, "tokens": num_tokens}
+        found |= {"flops_per_token": flops, "micro_batch": plan.micro_batch_size, "micro_batches": accumulation}
+        found |= {"options": letters_of(plan), "memory_bytes": plan.total_bytes, "device_bytes": int(memory_bytes)}
+        found |= {"parts": {name: int(part) for name, part in plan.parts.items()}, "data_bytes": id_bytes * num_tokens}
+        found |= {"step_ms": 1000 * step_seconds / args.num_gpus, "gpu_hours": hours}
+        print(json.dumps(found, indent=2))
+        return
     in_all = f", {num_tokens * flops:.2e} in all" if num_tokens else ""
+    parts = [f"{name} {part / 1e9:.1f}" for name, part in plan.parts.items()]
     lines = [
         ("parameters", f"{num_parameters:,} with the padded vocabulary", "exact"),
         ("tokens per step", f"{config.tokens_per_step:,} in {config.global_batch_size:,} rows", "exact"),
@@ -247,18 +275,53 @@ def describe(
         ("micro-batch", f"{plan.micro_batch_size} rows x {accumulation} per step and device", "estimated"),
         ("memory options", letters_of(plan) or "none needed", "estimated"),
         ("memory", f"{plan.total_bytes / 1e9:.1f} of {memory_bytes / 1e9:.1f} GB on each device", "estimated"),
+        ("  at its peak", f"{', '.join(parts[:3])}", "GB"),
+        ("", f"{', '.join(parts[3:])}", "GB"),
     ]
     if num_tokens:
         lines.insert(2, ("tokens", f"{num_tokens:,} in {config.max_steps:,} steps", "exact"))
-    if num_tokens and flops_per_second:
-        hours = num_tokens * flops / (args.mfu * flops_per_second) / 3600
-        time = f"{hours / args.num_gpus:,.1f} hours on {args.num_gpus} x {device}, at {args.mfu:.0%} MFU"
-        lines.append(("time", time, "estimated"))
+        placed = f"{id_bytes * num_tokens / 1e9:,.1f} GB with --data_placement ram, if seen once"
+        lines.append(("data in memory", placed, "exact"))
+    if step_seconds:
+        ms, speed = 1000 * step_seconds / args.num_gpus, config.tokens_per_step * args.num_gpus / step_seconds
+        lines.append(("step", f"{ms:,.0f} ms, {speed:,.0f} tokens/s, at {args.mfu:.0%} MFU", "estimated"))
+    if hours:
+        lines.append(("time", f"{hours / args.num_gpus:,.1f} hours on {args.num_gpus} x {device}", "estimated"))
         if args.price_per_hour:
             cost = f"${hours * args.price_per_hour:,.0f} for {hours:,.1f} GPU-hours at ${args.price_per_hour:.2f}"
             lines.append(("cost", cost, "estimated"))
         lines.append(("", "without evaluation and checkpoints, with perfect scaling", ""))
-    return "\n".join(f"{label:17}{value:53}{source}".rstrip() for label, value, source in lines)
+    print("\n".join(f"{label:17}{value:53}{source}".rstrip() for label, value, source in lines))
+
+
+def compare_lengths(
+    config: TrainConfig, model_config: PreTrainedConfig, device_type: str, precision: str, backend: str
+) -> str:
+    """Return a table: attention's part of memory and FLOPs, by row length, for as many tokens per forward pass.
+
+    Plain attention keeps the scores, [heads, tokens, tokens] of each row; flash attention does not.
+    """
+    lines = [
+        "| tokens per row | rows | flash | plain | scores in it | attention's FLOPs |",
+        "|---:|---:|---:|---:|---:|---:|",
+    ]
+    shape = copy.deepcopy(model_config)
+    for length in LENGTHS:
+        shape.max_position_embeddings, plan = length, MemoryPlan(LENGTHS[-1] // length, False, 1)
+        options = {"block_size": length, "mixed_precision": precision, "dynamo_backend": backend}
+        flash, plain = (
+            estimate_bytes(
+                plan, dataclasses.replace(config, **options, attn_implementation=kind), shape, Facts(device_type)
+            )
+            for kind in ("sdpa", "eager")
+        )
+        num_parameters = count_parameters(shape)
+        flops = count_flops_per_token(shape, num_parameters, length)
+        share = 1 - count_flops_per_token(shape, num_parameters, 0) / flops
+        cells = [f"{length:,}", plan.micro_batch_size, f"{flash / 1e9:.1f} GB", f"{plain / 1e9:.1f} GB"]
+        cells += [f"{1 - flash / plain:.0%}", f"{share:.0%}"]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
 
 
 def plan_gpu(
@@ -307,7 +370,15 @@ def make_table(options: list[str]) -> str:
     plans |= {memory: [plan_device(*run, *device) for run in runs] for memory, device in OTHER_DEVICES.items()}
     rows = [["memory", *SIZES], ["---"] * (1 + len(SIZES))]
     rows += [[memory, *map(make_cell, of_memory)] for memory, of_memory in plans.items()]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    rows += [[]] + [["card", "layers x width, tokens per row", "micro-batch x accumulation", "memory"], ["---"] * 4]
+    for memory, (layers, heads, width, length) in SHAPES.items():
+        shape = ["--config_overrides", f"n_layer={layers},n_head={heads},n_embd={width}", "--block_size", str(length)]
+        config, model_config = load_run("gpt2_124m", [*shape, *options])
+        plan = plan_gpu(config, model_config, SMALLEST[memory])
+        cells = [memory, f"{layers} x {width}, {length}"]
+        cells += [f"{plan.micro_batch_size} x {config.global_batch_size // plan.micro_batch_size}"] if plan else ["-"]
+        rows.append([*cells, make_cell(plan).partition(": ")[2]])
+    return "\n".join(f"| {' | '.join(row)} |" if row else "" for row in rows)
 
 
 def make_cell(plan: MemoryPlan | None) -> str:
@@ -346,6 +417,8 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--sharded", action="store_true", help="divide the state of the run over the GPUs (FSDP)")
     parser.add_argument("--mfu", type=float, default=0.4, help="share of the peak FLOP/s (default: 0.4)")
     parser.add_argument("--price_per_hour", type=float, help="dollars per GPU and hour")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON, in bytes, without the checks")
+    parser.add_argument("--lengths", action="store_true", help="also print a table of attention's part, by row length")
     parser.add_argument("--table", action="store_true", help="print what fits on every class of memory, as Markdown")
     args, options = parser.parse_with_run_options()
     for name in ("num_gpus", "mfu", "price_per_hour"):

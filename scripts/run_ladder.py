@@ -2,6 +2,8 @@
 
 python scripts/run_ladder.py                            add one optimization after another
 python scripts/run_ladder.py --minutes 5                train for five minutes on each rung and compare the losses
+python scripts/run_ladder.py --fill_memory              on a GPU, each rung with the largest batch that then fits
+python scripts/run_ladder.py --input                    where batches come from: text, packed ids, RAM, workers
 git clone https://github.com/karpathy/nanoGPT runs/nanoGPT
 python scripts/run_ladder.py --peers runs/nanoGPT runs/run_clm.py       recipe/train.py and other programs, in turn
 
@@ -11,6 +13,7 @@ run_clm.py of Transformers' repository. Results: a JSON file, and the ladder's c
 """
 
 import argparse
+import dataclasses
 import hashlib
 import json
 import os
@@ -48,8 +51,9 @@ from recipe.data.packed import PackedSplit, open_packed_dataset
 from recipe.environment import count_cpus, describe_environment, describe_machine
 from recipe.errors import UserError, run_main, short_reason
 from recipe.hardware.accelerator import find_facts, measure_open
-from recipe.hardware.choices import choose
+from recipe.hardware.choices import Facts, choose
 from recipe.hardware.devices import peak_memory_bytes, why_no_inductor
+from recipe.hardware.memory import USABLE_SHARE, MemoryPlan, estimate_parts, measure_usable_bytes
 from recipe.model.build import build_model_config
 from recipe.model.size import count_parameters, padded_vocab_size
 from recipe.publish.curve import label_point, open_chart
@@ -76,6 +80,13 @@ RUNGS = {  # in the order in which they are added
     "huge_pages": "huge pages",
 }
 RECIPE = "recipe/train.py"
+INPUTS: dict[str, dict[str, Any]] = {  # options of recipe/train.py
+    "packed ids, mapped": {},
+    "packed ids in RAM": {"data_placement": "ram"},
+    "packed ids on the device": {"data_placement": "device"},
+    "mapped, 2 workers": {"dataloader_num_workers": 2},
+    "mapped, 4 workers": {"dataloader_num_workers": 4},
+}
 SEED, LEARNING_RATE = 1337, 3e-4
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
@@ -85,6 +96,7 @@ NANOGPT_CONTEXT = (
 )
 NANOGPT_AUTOCAST = "torch.amp.autocast(device_type=torch.device(device).type, dtype=ptdtype)"
 LAP = 4  # steps; the first lap warms up, and the median of the others counts
+MOST_TOKENS = 2**17  # per forward pass with --fill_memory
 EVAL_ROWS = 64  # validation rows for the final loss
 ROWS_PER_TEXT = 8  # run_clm.py refuses a text of fewer tokens than a row has
 GPT2_SHAPE = {"n_layer": 12, "n_head": 12, "n_embd": 768}
@@ -168,10 +180,20 @@ def train(on: set[str], setting: Setting) -> dict[str, Any]:
 
     def read_batch(number: int) -> torch.Tensor:
         indices = example_rows(np.arange(number * micro_batch, (number + 1) * micro_batch), len(rows), SEED)
+        if "tokenize" in on:  # the text of each batch, in the step that needs it
+            ids = dataset.tokenizer(texts[number % len(texts)]).input_ids
+            return torch.tensor([(row + rows[indices[:1]][0].tolist())[: rows.block_size + 1] for row in ids]).to(
+                device
+            )
         if "packed" not in on:  # as from a list of documents: Python integers, row by row
             return torch.tensor([rows[index][0].tolist() for index in indices[:, None]]).to(device)
         batch = torch.from_numpy(rows[indices])
         return (batch.pin_memory() if device.type == "cuda" else batch).to(device, non_blocking=True)
+
+    texts = []
+    for number in range(setting.num_steps * grad_accum if "tokenize" in on else 0):
+        indices = example_rows(np.arange(number * micro_batch, (number + 1) * micro_batch), len(rows), SEED)
+        texts.append(dataset.tokenizer.batch_decode(rows[indices].tolist()))
 
     laps, lap_started_at, step = [], time.perf_counter(), 0
     while step < setting.num_steps if setting.seconds is None else time.time() < ends_at:
@@ -205,6 +227,7 @@ def train(on: set[str], setting: Setting) -> dict[str, Any]:
     tokens_per_second = setting.global_batch * dataset.block_size / statistics.median(laps[1:])
     return {
         "steps": step,
+        "step_ms": 1000 * statistics.median(laps[1:]),
         "tokens_per_second": tokens_per_second,
         "peak_memory_bytes": peak,
         "loss": statistics.fmean(losses),
@@ -213,8 +236,8 @@ def train(on: set[str], setting: Setting) -> dict[str, Any]:
     }
 
 
-def train_recipe(setting: Setting) -> dict[str, Any]:
-    """Train the same with recipe/train.py."""
+def train_recipe(setting: Setting, more: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Train the same with recipe/train.py. more: options."""
     length = {"max_steps": setting.num_steps} if setting.seconds is None else {"max_minutes": setting.seconds / 60}
     options = {
         **{"config": "gpt2_124m", "attn_implementation": "auto"},  # GPT-2 as OpenAI built it, without dropout
@@ -226,15 +249,20 @@ def train_recipe(setting: Setting) -> dict[str, Any]:
         **{"lr_scheduler_type": "constant", "warmup_steps": 0, "logging_steps": LAP},
         **{"eval_steps": 0, "max_eval_samples": max(1, setting.eval_rows), "save_steps": 0},
         "dynamo_backend": "no" if why_no_inductor(torch.device(setting.device)) else "inductor",
+        **(more or {}),
     }
     with tempfile.TemporaryDirectory() as folder:
         arguments = [text for key, value in options.items() for text in (f"--{key}", str(value))]
         run_program([str(TRAIN), *arguments, "--output_dir", f"{folder}/run"])
         found = json.loads(Path(folder, "run", "summary.json").read_text())
-        laps = [event["tokens_per_second"] for event in read_events(Path(folder, "run")) if event["event"] == "train"]
+        laps = [event for event in read_events(Path(folder, "run")) if event["event"] == "train"]
+    median = {
+        key: statistics.median(lap[key] for lap in laps[1:] or laps)
+        for key in ("step_ms", "tokens_per_second", "share_waiting_for_data")
+    }
     return {
         "steps": found["step"],
-        "tokens_per_second": statistics.median(laps[1:] or laps),
+        **median,
         "peak_memory_bytes": found["peak_memory_bytes"],
         "loss": found["eval_loss"],
         "precision": {"no": "fp32"}.get(found["mixed_precision"], found["mixed_precision"]),
@@ -333,6 +361,7 @@ def describe_peer(
     if not step_seconds:
         raise UserError("it printed no line per step that this program can read")
     return {
+        "step_ms": 1000 * statistics.median(step_seconds),
         "tokens_per_second": setting.global_batch * setting.block_size / statistics.median(step_seconds),
         "precision": precision,
         "num_parameters": int(sum(num_parameters)),
@@ -377,8 +406,48 @@ def why_skipped(rung: str, setting: Setting) -> str | None:
 Plan = list[tuple[str, Callable[[], dict] | str]]
 
 
-def plan_ladder(setting: Setting, names: list[str] | None) -> Plan:
-    """Add one optimization after another, then train with the recipe itself. names: of the rungs to run; None: all."""
+def fill_memory(on: set[str], setting: Setting, memory_bytes: float) -> Setting:
+    """Return the setting with the largest micro-batch, of multiples of 4 rows, that a rung's estimate lets fit."""
+    options = ["--config", "gpt2_124m", "--dataset_dir", str(setting.dataset_dir), "--loss_chunks", "1"]
+    overrides = ",".join(f"{key}={value}" for key, value in setting.shape.items())
+    overrides += f",tie_word_embeddings={'tied' in on}".lower() + ",activation_function=gelu_new"
+    options += ["--config_overrides", overrides, "--block_size", str(setting.block_size)]
+    options += ["--activation_checkpointing", "false", "--dynamo_backend", "inductor" if "compile" in on else "no"]
+    options += ["--attn_implementation", "sdpa" if "flash" in on else "eager"]
+    options += [
+        "--mixed_precision",
+        {"fp32": "no"}.get(setting.precision, setting.precision) if "half" in on else "no",
+    ]
+    config = load_config([*options, "--optim", "adamw_torch_fused" if "fused" in on else "adamw_torch"])[0]
+    vocab_size = padded_vocab_size(setting.vocab_size, 128) if "padding" in on else setting.vocab_size
+    model_config, size = build_model_config(config, vocab_size, 0), 4
+
+    def estimate(size: int) -> float:
+        plan = MemoryPlan(size, False, 1)
+        parts = estimate_parts(plan, config, model_config, Facts(setting.device))
+        if "loss_in_graph" not in on:  # the logits as without compiling
+            alone = dataclasses.replace(config, dynamo_backend="no")
+            parts["logits"] = estimate_parts(plan, alone, model_config, Facts(setting.device))["logits"]
+        return sum(parts.values())
+
+    while estimate(size + 4) < USABLE_SHARE * memory_bytes and size * setting.block_size < MOST_TOKENS:
+        size += 4
+    return dataclasses.replace(setting, micro_batch=size)
+
+
+def plan_input(setting: Setting) -> Plan:
+    """Train with every optimization on, and batches from text, from packed ids, and by the recipe in each of its ways."""
+    on = {rung for rung in RUNGS if not why_skipped(rung, setting)}
+    plan: Plan = [("tokenizing each batch", partial(train, on | {"tokenize"}, setting))]
+    plan.append(("packed ids, the same loop", partial(train, on, setting)))
+    return plan + [(what, partial(train_recipe, setting, options)) for what, options in INPUTS.items()]
+
+
+def plan_ladder(setting: Setting, names: list[str] | None, memory_bytes: float | None = None) -> Plan:
+    """Add one optimization after another, then train with the recipe itself. names: of the rungs to run; None: all.
+
+    memory_bytes: let each rung fill this much.
+    """
     plan: Plan = []
     on: set[str] = set()
     for rung, what in RUNGS.items():
@@ -386,6 +455,8 @@ def plan_ladder(setting: Setting, names: list[str] | None) -> Plan:
             plan.append((what, reason))
             continue
         on = on | {rung}
+        if memory_bytes:
+            setting = fill_memory(on, setting, memory_bytes)
         if names is None or rung in names or rung == "fp32":
             plan.append((what, partial(train, on, setting)))
     return [*plan, (RECIPE, partial(train_recipe, setting))]
@@ -424,20 +495,21 @@ def attempt(job: Callable[[], dict]) -> dict:
         return {"not_run": str(error) if isinstance(error, UserError) else short_reason(error)}
 
 
-HEADER = f"| {'':27} | tokens/s | speedup | peak GB |   loss | change |\n|---|---:|---:|---:|---:|---:|"
+HEADER = f"| {'':25} |     ms | tokens/s | ratio | peak GB |  loss | change |\n|---|---:|---:|---:|---:|---:|---:|"
 
 
 def make_row(entry: dict, entries: list[dict]) -> str:
     """Return a row of the table, in 80 columns. Speedup, and change of the loss: against the first that ran."""
     if "not_run" in entry:
-        return f"| {entry['what']:27} | not run: {entry['not_run']} | | | | |"
+        return f"| {entry['what']:25} | not run: {entry['not_run']} | | | | | |"
     first = next(found for found in entries if "not_run" not in found)
     speed = entry["tokens_per_second"]
-    cells = [f"{entry['what']:27}", f"{speed:8,.0f}", f"{speed / first['tokens_per_second']:7.2f}"]
+    cells = [f"{entry['what']:25}", f"{entry['step_ms']:6,.0f}", f"{speed:8,.0f}"]
+    cells.append(f"{speed / first['tokens_per_second']:5.2f}")
     if "loss" in entry:
         peak, loss = entry["peak_memory_bytes"] / 1e9, entry["loss"]
-        cells += [f"{peak:7.2f}", f"{loss:6.3f}", f"{loss - first['loss']:+6.3f}"]
-    return f"| {' | '.join(cells)} |" + " |" * (6 - len(cells))
+        cells += [f"{peak:7.2f}", f"{loss:5.2f}", f"{loss - first['loss']:+6.3f}"]
+    return f"| {' | '.join(cells)} |" + " |" * (7 - len(cells))
 
 
 def compare(entries: list[dict], rounds: int) -> list[str]:
@@ -527,6 +599,8 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--rungs", nargs="+", choices=RUNGS, metavar="RUNG", help=f"only these: {', '.join(RUNGS)}")
     parser.add_argument("--peers", type=Path, nargs="+", metavar="PATH", help=peers)
+    parser.add_argument("--input", action="store_true", help="compare where batches come from instead")
+    parser.add_argument("--fill_memory", action="store_true", help="give each rung the largest micro-batch (GPU)")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each program with --peers (default: 3)")
     parser.add_argument("--steps", type=int, default=12, help="timed steps per rung (default: 12)")
     parser.add_argument("--minutes", type=float, help="train this long on each rung instead, counted from its start")
@@ -537,16 +611,21 @@ def parse() -> argparse.Namespace:
     for name in ("rounds", "steps", "minutes", "micro_batch", "grad_accum"):
         if (value := getattr(args, name)) is not None and not 0 < value < float("inf"):
             raise UserError(f"{name} must be greater than 0, got {value}")
+    if args.fill_memory and not torch.cuda.is_available():
+        raise UserError("--fill_memory needs a GPU; without one, memory is not what limits the batch")
     return args
 
 
 def main() -> None:
     args = parse()
     setting = choose_setting(args)
+    memory_bytes = measure_usable_bytes(torch.device(setting.device), 1) if args.fill_memory else None
     if args.peers:
         mode, plan = "peers", plan_comparison(setting, args.peers, args.rounds)
+    elif args.input:
+        mode, plan = "input", plan_input(setting)
     else:
-        mode, plan = "ladder", plan_ladder(setting, args.rungs)
+        mode, plan = "ladder", plan_ladder(setting, args.rungs, memory_bytes)
     path = args.output_file or Path("runs") / time.strftime(f"{mode}_{setting.device}_%Y%m%d-%H%M%S.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     untied, tied = describe_size(setting, False), describe_size(setting, True)

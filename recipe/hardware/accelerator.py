@@ -73,7 +73,7 @@ def build_accelerator(config: TrainConfig, output_dir: Path, choices: Mapping[st
     # Costs time, and nothing here reads such memory.
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     if device.type == "cuda":
-        torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
+        torch.set_float32_matmul_precision(config.matmul_precision)
     # Accelerate 1.15 uses the name that torch 2.13 deprecates and does not know its successor `forward_sync_buffers`.
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
     accelerator = Accelerator(

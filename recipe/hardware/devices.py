@@ -6,11 +6,13 @@ import re
 import shutil
 import sys
 import sysconfig
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import psutil
 import torch
+from torch.backends import cuda
 
 from recipe.hardware.gpus import find_gpu
 
@@ -49,6 +51,23 @@ def why_no_inductor(device: torch.device) -> str | None:
     return None
 
 
+def why_no_flash(device: torch.device, num_heads: int, head_dim: int, num_tokens: int) -> dict[str, str | None]:
+    """Ask torch whether flash attention can run: its first reason against it, or None, by mixed_precision. CUDA only.
+
+    cuDNN's kernel, which torch prefers on newer GPUs, does not store the scores either.
+    """
+    reasons: dict[str, str | None] = {}
+    for precision, dtype in (("no", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        query = torch.empty(1, num_heads, num_tokens, head_dim, dtype=dtype, device=device)
+        inputs = cuda.SDPAParams(query, query, query, None, 0.0, True, False)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            can_run = cuda.can_use_flash_attention(inputs, True) or cuda.can_use_cudnn_attention(inputs)
+        texts = [str(warning.message).partition(" (Triggered")[0] for warning in found]
+        reasons[precision] = None if can_run else next(iter(texts), "torch gives no reason")
+    return reasons
+
+
 def has_bf16_units(device: torch.device) -> bool:
     """Return whether a CUDA device multiplies bf16 natively. Of other devices, it has to be measured."""
     return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
@@ -74,6 +93,14 @@ def peak_memory_bytes(device: torch.device) -> int:
     import resource  # Windows has none
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def used_memory_bytes(device: torch.device) -> int:
+    """Return the memory in use now: of a GPU by all programs, as nvidia-smi shows it; else of the process."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free
+    return psutil.Process().memory_info().rss
 
 
 def get_rng_state(device: torch.device) -> dict[str, torch.Tensor]:

@@ -16,11 +16,15 @@ def resident_bytes() -> int:
     return psutil.Process().memory_info().rss
 
 
+def total_bytes() -> int:
+    """Return the physical memory of the machine, or of its container."""
+    limits = [*read_cgroups("memory", "memory.max"), *read_cgroups("memory", "memory.limit_in_bytes")]
+    return min([psutil.virtual_memory().total, *(int(limit) for limit in limits if limit.isdigit())])  # else "max"
+
+
 def available_bytes() -> int:
     """Return the physical memory that this process holds or could get without swapping, within its container."""
-    limits = [*read_cgroups("memory", "memory.max"), *read_cgroups("memory", "memory.limit_in_bytes")]
-    available = psutil.virtual_memory().available + resident_bytes()
-    return min([available, *(int(limit) for limit in limits if limit.isdigit())])  # else "max"
+    return min(psutil.virtual_memory().available + resident_bytes(), total_bytes())
 
 
 def freeze_garbage() -> None:

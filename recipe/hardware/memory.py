@@ -7,16 +7,17 @@ pass).
 
 import dataclasses
 import itertools
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-import psutil
 import torch
 from transformers import PreTrainedConfig
 
 from recipe.config import TrainConfig
 from recipe.errors import UserError
 from recipe.hardware.choices import CUDA_GRAPH_MODES, Facts
-from recipe.hardware.host_memory import available_bytes
+from recipe.hardware.host_memory import available_bytes, total_bytes
 from recipe.hardware.sharding import Sharding
 from recipe.model.size import count_block_matrices, count_head, count_inner, count_parameters
 from recipe.optim.muon import STACK_COPIES, STACK_VALUES
@@ -44,6 +45,7 @@ class Memory:
     usable_bytes: int  # by one process of the run; of all processes, the least
     total_bytes: int
     smaller: tuple[int, tuple[int, ...]] | None = None  # a micro-batch, and the `made_for` of the plan that ran out
+    host_bytes: int = 0  # the same as `usable_bytes`, of the host
 
 
 @dataclass(frozen=True)
@@ -53,11 +55,15 @@ class MemoryPlan:
     micro_batch_size: int
     activation_checkpointing: bool
     loss_chunks: int
-    total_bytes: int = 0
+    parts: Mapping[str, float] = field(default_factory=dict)  # bytes of weights, gradients, ...: see `estimate_parts`
     usable_bytes: int = 0
     made_for: tuple[int, ...] = ()  # numbers that differ for other options and other devices
     ran_out: bool = False  # of memory, in an earlier start with a larger micro-batch
     num_shards: int = 1
+
+    @property
+    def total_bytes(self) -> int:
+        return int(sum(self.parts.values()))
 
     @property
     def choices(self) -> dict[str, int]:
@@ -169,13 +175,15 @@ def plan_device(
     An estimate never refuses a run: if nothing fits, the options that take the least memory are tried. A run that has
     run out of memory continues with a smaller micro-batch, if its size is `auto`. earlier: `MemoryPlan.choices` of its
     checkpoint, which are kept if they fit, since the free memory differs between starts. data_bytes: of the training
-    rows, if they are to lie on the device; raises `UserError` if they do not fit.
+    rows. Raises `UserError` if they are to be in memory, or on the device, and do not fit.
     """
-    usable = memory.usable_bytes
-    if data_bytes > usable:
-        found = f"the training rows take {data_bytes / 1e9:.1f} GB, and the device has {usable / 1e9:.1f} GB free"
-        raise UserError(f"--data_placement device: {found}; use ram or mmap")
-    usable -= data_bytes
+    usable, place = memory.usable_bytes, config.data_placement
+    free = {"mmap": math.inf, "ram": memory.host_bytes, "device": usable}[place]
+    if data_bytes > free:
+        found = f"the training rows take {data_bytes / 1e9:.1f} GB for each process, and {free / 1e9:.1f} GB are free"
+        raise UserError(f"--data_placement {place}: {found}; use {'ram or ' * (place == 'device')}mmap")
+    if place == "device" or (place == "ram" and facts.device_type == "cpu"):
+        usable -= data_bytes
     plans = list_plans(config, model_config, facts, usable)
     kept = [plan for plan in plans if plan.choices == earlier and plan.total_bytes <= usable]
     plan = kept[0] if kept else plan_memory(config, model_config, facts, usable)
@@ -200,7 +208,7 @@ def measure_usable_bytes(device: torch.device, num_local_processes: int) -> int:
 def measure_total_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return psutil.virtual_memory().total
+    return total_bytes()
 
 
 def list_plans(
@@ -217,10 +225,11 @@ def list_plans(
     plans = [
         MemoryPlan(*options, num_shards=num_shards) for options in itertools.product(sizes, checkpointing, chunks)
     ]
-    estimates = [estimate_bytes(plan, config, model_config, facts) for plan in plans]
     return [
-        dataclasses.replace(plan, total_bytes=total, usable_bytes=int(usable_bytes))
-        for plan, total in zip(plans, estimates, strict=True)
+        dataclasses.replace(
+            plan, parts=estimate_parts(plan, config, model_config, facts), usable_bytes=int(usable_bytes)
+        )
+        for plan in plans
     ]
 
 
@@ -239,7 +248,14 @@ def step_cost(
 
 
 def estimate_bytes(plan: MemoryPlan, config: TrainConfig, model_config: PreTrainedConfig, facts: Facts) -> int:
-    """Estimate the peak of a step: the largest of its moments, besides weights and optimizer.
+    """Return the sum of `estimate_parts`."""
+    return int(sum(estimate_parts(plan, config, model_config, facts).values()))
+
+
+def estimate_parts(
+    plan: MemoryPlan, config: TrainConfig, model_config: PreTrainedConfig, facts: Facts
+) -> dict[str, float]:
+    """Estimate the bytes of a step by what they hold: at its peak, the largest of its moments.
 
     On CUDA, dry runs of whole runs agree within 5% if compiled and 1% if not (scripts/benchmarks/memory_gpu.json). A
     gated MLP counts as one without a gate and with as many parameters.
@@ -260,17 +276,17 @@ def estimate_bytes(plan: MemoryPlan, config: TrainConfig, model_config: PreTrain
     if config.attn_implementation == "eager":  # fp32 softmax, and its cast
         block += model_config.num_attention_heads * config.block_size * (4 if operand == 4 else 6)
     block *= tokens
-    weights = 2 * count_block_matrices(model_config) if operand == 2 else 0  # their casts
+    casts = 2 * count_block_matrices(model_config) if operand == 2 else 0  # of weights
     temporary = tokens * (operand * (inner + 6 * width) if compiled else 10 * inner)  # gradients inside a block
     inputs, final = num_layers * tokens * width * residual, tokens * width * (residual + operand)
-    activations = inputs if plan.activation_checkpointing else num_layers * (block + weights)
+    activations, copies = (inputs, 0) if plan.activation_checkpointing else (num_layers * block, num_layers * casts)
 
     # Compiled, the logits' gradient overwrites them. Otherwise backward holds three fp32 tensors of that size. Chunks
     # add up the gradient of the output matrix in fp32: the sums before and after, and the chunk's gradient.
     num_logits = tokens // chunks * model_config.vocab_size
     logits = num_logits * (operand if compiled else 12) + (operand + 2) * head
     logits = logits if chunks == 1 else max(logits + 4 * head, 12 * head)
-    again = temporary + (block + weights if plan.activation_checkpointing else 0)
+    again = temporary + (block + casts if plan.activation_checkpointing else 0)
     if sharding is None:
         # A compiled backward returns all gradients at once, next to earlier micro-batches' gradients or DDP's buckets.
         num_shards, root, gathered, parts = 1, 0, 0, 0
@@ -285,15 +301,22 @@ def estimate_bytes(plan: MemoryPlan, config: TrainConfig, model_config: PreTrain
         gathered, parts = (root, 16 * matrices) if resharded else (4 * num_parameters, 8 * matrices)
         kept, new = 4 * num_parameters / num_shards, 2 * root
     update = update_bytes(model_config, config.optim, device_type, num_shards)
-    moments = {
-        "start of backward": kept + gathered + activations + final + logits,
-        "last block": kept + gathered + parts + activations + again + 4 * head,
-        "end of backward": kept + root + new + block + weights + temporary,
-        "optimizer": 4 * num_parameters / num_shards + update,
-        "evaluation": 4 * num_parameters + num_logits * (operand if compiled else 8) if sharding else 0,  # `gathered`
+    moments = (  # weights besides the fp32 ones, gradients, activations, logits, optimizer
+        (gathered + copies, kept, activations + final, logits, 0),  # the start of backward
+        (gathered + copies, kept + parts + 4 * head, activations + again, 0, 0),  # the last block
+        (0, kept + root + new, block + casts + temporary, 0, 0),  # the end of backward
+        (0, 4 * num_parameters / num_shards, 0, 0, update),  # the optimizer
+        (4 * num_parameters, 0, 0, num_logits * (operand if compiled else 8), 0),  # evaluation, which gathers shards
+    )[: None if sharding else -1]
+    weights, gradients, activations, logits, update = max(moments, key=sum)
+    return {
+        "weights": weights + 4 * num_parameters / num_shards,
+        "gradients": gradients,
+        "optimizer": update + optimizer_bytes(model_config, config.optim) / num_shards,
+        "activations": activations,
+        "logits": logits,
+        "context": PROCESS_BYTES,
     }
-    states = (4 * num_parameters + optimizer_bytes(model_config, config.optim)) / num_shards
-    return int(states + max(moments.values()) + PROCESS_BYTES)
 
 
 def update_bytes(model_config: PreTrainedConfig, optim: str, device_type: str, num_shards: int = 1) -> int:

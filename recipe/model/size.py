@@ -38,10 +38,31 @@ def count_flops_per_token(model_config: PreTrainedConfig, num_parameters: int, b
     num_parameters: N, with the padding. block_size: T, tokens per row. d: of all heads together. Untied input
     embeddings are only looked up, like wpe, and do not count; tied ones are the output matrix.
     """
-    head_dim = getattr(model_config, "head_dim", None) or model_config.hidden_size // model_config.num_attention_heads
-    width = head_dim * model_config.num_attention_heads
-    attention = 12 * model_config.num_hidden_layers * width * block_size
+    attention = 12 * model_config.num_hidden_layers * math.prod(count_heads(model_config)) * block_size
     return 6 * (num_parameters - _count_sizes(model_config)[1]) + attention
+
+
+def count_heads(model_config: PreTrainedConfig) -> tuple[int, int]:
+    """Return the number of heads of a block's queries, and the width of each."""
+    num_heads = model_config.num_attention_heads
+    return num_heads, getattr(model_config, "head_dim", None) or model_config.hidden_size // num_heads
+
+
+def find_odd_size(model_config: PreTrainedConfig) -> str | None:
+    """Say which width is no multiple of 8 values, which matrix units and flash kernels are made for, and the next one.
+
+    A multiple of 16 bytes is what NVIDIA's guide to matrix products asks for. None if all are.
+    """
+    num_heads, head_dim = count_heads(model_config)
+    inner = getattr(model_config, "intermediate_size", None) or getattr(model_config, "n_inner", None) or 0
+    if head_dim % 8:
+        found = f"{num_heads} heads of {head_dim} values"
+        better = f"{head_dim - head_dim % -8}, a width of {num_heads * (head_dim - head_dim % -8)},"
+    elif inner % 8:
+        found, better = f"an MLP of {inner} values", f"{inner - inner % -8}"
+    else:
+        return None
+    return f"{found}: GPUs are made for multiples of 8; {better} is faster"
 
 
 def count_training_flops(config: TrainConfig, model_config: PreTrainedConfig, num_parameters: int) -> float:

@@ -316,8 +316,7 @@ def decide_run(
     if config.max_eval_samples == "auto" and saved:  # an extended run evaluates the same rows
         config = dataclasses.replace(config, max_eval_samples=state.initial.get("num_rows", "auto"))
     earlier = state.memory if saved and saved.num_processes == facts.num_processes else None
-    data_bytes = data.num_bytes if config.data_placement == "device" else 0
-    plan = plan_device(config, model.padded, facts, memory, earlier, data_bytes)
+    plan = plan_device(config, model.padded, facts, memory, earlier, data.num_bytes)
     return Run(
         **vars(dataclasses.replace(start, continues=continues)),
         started_at=started_at,

@@ -152,9 +152,9 @@ def describe_source(source: dict[str, Any]) -> str:
 def count_epochs(config: TrainConfig, data: DatasetFacts, num_examples: int) -> dict[str, float]:
     """Return how often the run passes over its training rows, of a mixture those of each dataset, by name.
 
-    {} if it is not known: of a stream, or a run that only its minutes limit.
+    {} of a stream, whose rows are not known.
     """
-    if config.max_steps is None or config.streaming:
+    if config.streaming:
         return {}
     parts = {name: of for name, of in (data.mixture or {"": data}).items() if of.share > 0}
     return {name: of.share * num_examples / (of.splits["train"]["rows"] or 1) for name, of in parts.items()}

@@ -20,17 +20,21 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 from recipe.checkpoint import RunState
+from recipe.config import TrainConfig
 from recipe.data.batches import TrainBatches
 from recipe.errors import UserError, short_reason
-from recipe.hardware.devices import peak_flops_per_second, peak_memory_bytes
+from recipe.hardware.devices import peak_flops_per_second, peak_memory_bytes, used_memory_bytes
+from recipe.hardware.memory import measure_total_bytes
 from recipe.optim.guard import MOST_BAD_STEPS, UpdateGuard
 from recipe.progress import progress_target
-from recipe.publish.public import METRICS_NAME, split_scores, without_nan
+from recipe.publish.public import METRICS_NAME, read_events, split_scores, without_nan
 from recipe.run.decide import Run, has_stalled
-from recipe.run.facts import RunFacts
+from recipe.run.facts import DatasetFacts, RunFacts, count_epochs
+from recipe.run.record import WAITING, read_record
 
 LISTED = 6  # failures of one kind
 PROJECT = "gpt2-recipe"  # for trackers, unless WANDB_PROJECT is set
+READ_AT = 0.1  # of the run: what the log says of its options until then
 
 
 class RunLog:
@@ -50,12 +54,15 @@ class RunLog:
         self.device, self.enabled = accelerator.device, accelerator.is_main_process
         self.batches, self.optimizer, self.guard = batches, optimizer, guard  # log lines show their numbers
         self.flops_per_token, self.previous_seconds = facts.flops_per_token, state.seconds
+        self.data, self.total_bytes = facts.data, measure_total_bytes(self.device)
         self.failures: dict[str, tuple[int, str]] = {}  # what could not be written -> how often, and why at first
         self.is_torn = False  # the last line of metrics.jsonl
         self.bar: tqdm | None = None  # from the first log line on: nothing before it shows the speed
         self.tolerate("tracker events", lambda: self._init_trackers(state, facts))
         self.sums: dict[str, torch.Tensor] = {}  # over the steps since the last log line, on the device
-        self.grad_norm = torch.zeros(())
+        self.grad_norm, self.num_clipped = torch.zeros(()), torch.zeros((), device=self.device)
+        self.train_losses: list[tuple[int, float]] = []  # steps and mean loss of each lap since the last evaluation
+        self.has_been_read = state.progress >= READ_AT
         self.lap_steps, self.lap_seconds, self.lap_started_at = 0, 0.0, time.perf_counter()
         self.laps: list[tuple[int, float]] = []  # steps and seconds between log lines of this process
 
@@ -151,6 +158,7 @@ class RunLog:
                 )
             self.sums[name] = self.sums.get(name, 0.0) + scalar
         self.grad_norm = grad_norm
+        self.num_clipped = self.num_clipped + (grad_norm > (self.config.max_grad_norm or math.inf))
         self.lap_steps += 1
 
     def is_due(self, state: RunState) -> bool:
@@ -164,17 +172,23 @@ class RunLog:
         updates in a row were bad.
         """
         sums = [value / self.lap_steps for value in self.sums.values()]
-        numbers = torch.stack([*sums, self.grad_norm, *self.guard.counts])
+        scaler = self.accelerator.scaler
+        scale = [] if scaler is None else [scaler._scale.view(())]  # pyright: ignore[reportOptionalMemberAccess]
+        numbers = torch.stack([*sums, self.grad_norm, self.num_clipped, *self.guard.counts, *scale])
         reduced = self.accelerator.reduce(numbers, reduction="mean")
         assert isinstance(reduced, torch.Tensor)  # as what went in
-        *means, norm, skipped, bad = reduced.tolist()
+        found, count = reduced.tolist(), len(self.sums)
+        means, (norm, clipped, skipped, bad), scale = found[:count], found[count : count + 4], found[count + 4 :]
         waited = self.batches.take_wait()  # after `tolist`, for which the device had to finish
         means = dict(zip(self.sums, means, strict=True))
         self._stop_clock()
-        seconds, num_tokens = self.lap_seconds, self.lap_steps * self.config.tokens_per_step
-        self.laps.append((self.lap_steps, seconds))
+        steps, seconds = self.lap_steps, self.lap_seconds
+        num_tokens = steps * self.config.tokens_per_step
+        self.laps.append((steps, seconds))
+        self.train_losses.append((steps, means["loss"]))
         state.train_seconds += seconds
         self.sums, self.lap_steps, self.lap_seconds = {}, 0, 0.0
+        self.num_clipped = torch.zeros((), device=self.device)
         self.lap_started_at = time.perf_counter()
         peak = peak_flops_per_second(self.device)
         flops = num_tokens / seconds * self.flops_per_token / self.accelerator.num_processes
@@ -183,15 +197,22 @@ class RunLog:
             **means,
             **learning_rates(self.optimizer),
             "grad_norm": norm,
+            "clipped_share": clipped / steps,
+            **({"loss_scale": scale[0]} if scale else {}),
+            "step_ms": 1000 * seconds / steps,
             "tokens_per_second": num_tokens / seconds,
             "train_seconds": state.train_seconds,
             "mfu": flops / peak if peak else None,
             "skipped_steps": int(skipped),
             "share_waiting_for_data": min(1.0, waited / seconds),
+            "memory_bytes": used_memory_bytes(self.device),
             "peak_memory_bytes": peak_memory_bytes(self.device),
         }
         self.event("train", state.step, **values)
         self._show_progress(state, values)
+        if state.progress >= READ_AT and not self.has_been_read:
+            self.has_been_read = True
+            self.show_record()
         if bad >= MOST_BAD_STEPS:
             raise UserError(
                 f"stopped at step {state.step:,}: {bad:.0f} consecutive steps had a loss or gradients that are not "
@@ -199,16 +220,27 @@ class RunLog:
                 "checkpoint into another --output_dir, or start a new run, with a lower --learning_rate"
             )
 
+    def show_record(self) -> None:
+        """Say what the log shows that a user may want to change."""
+        for line in read_record(read_events(self.output_dir), self.config, self.device.type, self.total_bytes):
+            self.say(textwrap.fill(line, 80, subsequent_indent="  ", break_on_hyphens=False))
+
     def _show_progress(self, state: RunState, values: dict[str, Any]) -> None:
         total = f"/{self.config.max_steps:,}" if self.config.max_steps else ""
         progress = max(state.progress, state.step / (self.config.max_steps or math.inf))  # the first: before the step
         if self.bar is None:
-            layout = "{percentage:3.0f}%|{bar}| {desc} [{elapsed}<{remaining}{postfix}]"
+            layout = "{percentage:3.0f}% {desc} [{elapsed}<{remaining}{postfix}]"
             options = {"total": 1.0, "initial": progress, "bar_format": layout, "dynamic_ncols": True}
             options["delay"] = 1e-9  # or the bar appears before its numbers are set
             self.bar = tqdm(disable=not self.enabled, smoothing=0.1, **options, **progress_target())
         self.bar.set_description_str(f"{state.step:,}{total}", refresh=False)
-        self.bar.set_postfix_str(describe_progress(values), refresh=False)
+        parts, width = describe_progress(values, self.total_bytes), math.inf
+        if sys.stderr.isatty():
+            self.bar.set_postfix_str("", refresh=False)
+            width = (self.bar.format_dict["ncols"] or math.inf) - len(str(self.bar)) - 5  # for longer times
+        while len(parts) > 1 and len(", ".join(parts)) > width:
+            parts.pop()
+        self.bar.set_postfix_str(", ".join(parts), refresh=False)
         self.bar.update(progress - self.bar.n)
 
     def _stop_clock(self) -> None:
@@ -239,10 +271,17 @@ class RunLog:
 
     def evaluation(self, state: RunState, values: dict[str, Any]) -> None:
         step, num_tokens = state.step, state.examples * self.config.block_size
+        if self.lap_steps:
+            self.train(state)  # for the training loss up to here
+        if steps := sum(count for count, _ in self.train_losses):
+            values = {"train_loss": sum(count * loss for count, loss in self.train_losses) / steps, **values}
+        self.train_losses = []
         self.event("eval", step, tokens_seen=num_tokens, **{k: v for k, v in values.items() if k != "sample"})
         if values["sample"] is not None:
             self.event("sample", step, prompt=self.config.sample_prompt, text=values["sample"])
         self.say(describe_evaluation(f"step {step:>6,}", values))
+        if self.tokens_per_second:
+            self.say(f"  {describe_seen(self.config, self.data, state, self.tokens_per_second)}")
         if has_stalled(state, patience := self.config.early_stopping_patience):
             self.say(f"stopping early: {patience} evaluations without a new lowest validation loss")
 
@@ -273,12 +312,31 @@ def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     return {"learning_rate": last, **found}
 
 
-def describe_progress(values: dict[str, Any]) -> str:
-    """Return the main numbers of a log line, short enough to leave room for a bar in 80 columns."""
-    gigabytes = values["peak_memory_bytes"] / 1e9
-    parts = [f"loss {values['loss']:.3f}", f"{tqdm.format_sizeof(values['tokens_per_second'])} tok/s"]
+def describe_progress(values: dict[str, Any], total_bytes: int) -> list[str]:
+    """Return the numbers of a log line, the most important ones first. total_bytes: the memory of the device."""
+    used, peak, total = (number / 1e9 for number in (values["memory_bytes"], values["peak_memory_bytes"], total_bytes))
+    waiting, ms = values["share_waiting_for_data"], values["step_ms"]
+    parts = [f"loss {values['loss']:.3f}", f"lr {values['learning_rate']:.1e}", f"norm {values['grad_norm']:.2f}"]
+    parts += [f"{ms:,.{1 if ms < 10 else 0}f} ms", f"{tqdm.format_sizeof(values['tokens_per_second'])} tok/s"]
+    parts += [f"{waiting:.0%} waiting for data"] if waiting > WAITING else []
     parts += [f"{values['mfu']:.0%} MFU"] if values["mfu"] is not None else []
-    return ", ".join([*parts, f"{gigabytes:.{0 if gigabytes > 10 else 1}f} GB"])
+    parts += [f"scale {values['loss_scale']:,.0f}"] if "loss_scale" in values else []
+    return [*parts, f"{used:.1f} GB, peak {peak:.1f}/{total:.0f} GB ({peak / total:.0%})"]
+
+
+def describe_seen(config: TrainConfig, data: DatasetFacts, state: RunState, tokens_per_second: float) -> str:
+    """Return the tokens and documents that a run has seen, and the hours of an epoch."""
+    trained = state.examples * config.block_size
+    validated = sum(of["num_rows"] for of in state.evaluations.values()) * config.block_size
+    tokens = [tqdm.format_sizeof(number) for number in (trained, validated, trained + validated)]
+    text = f"{tokens[0]} tokens + {tokens[1]} of validation = {tokens[2]}"
+    if epochs := count_epochs(config, data, state.examples):
+        documents = {name: of.splits["train"]["documents"] for name, of in (data.mixture or {"": data}).items()}
+        if all(documents[name] is not None for name in epochs):
+            text += f"; {sum(count * documents[name] for name, count in epochs.items()):,.0f} documents"
+        hours = trained / max(epochs.values()) / tokens_per_second / 3600
+        text += f"; {hours:.{2 if hours < 10 else 0}f} hours an epoch" if len(epochs) == 1 else ""
+    return text
 
 
 def describe_bits(bits_per_byte: float | None) -> str:
@@ -286,14 +344,20 @@ def describe_bits(bits_per_byte: float | None) -> str:
     return "-" if bits_per_byte is None or math.isnan(bits_per_byte) else f"{bits_per_byte:.4f}"
 
 
+def describe_perplexity(perplexity: float) -> str:
+    """Return five characters, or more above 10,000."""
+    return f"{perplexity:,.{max(0, 4 - len(f'{perplexity:.0f}'))}f}"
+
+
 def describe_evaluation(what: str, values: dict[str, Any]) -> str:
     """Return one line with the results of an evaluation, and one more for each task."""
+    train = f"train {values['train_loss']:.4f}, " if "train_loss" in values else ""
     line = (
-        f"{what}: validation loss {values['loss']:.4f}, perplexity {values['perplexity']:,.2f}, "
-        f"{describe_bits(values['bits_per_byte'])} bits per byte"
+        f"{what}: {train}validation {values['loss']:.4f}, perplexity {describe_perplexity(values['perplexity'])}, "
+        f"{describe_bits(values['bits_per_byte'])} bits/byte"
     )
     for name, of in values.get("mixture", {}).items():
-        line += f"\n  {name}: validation loss {of['loss']:.4f}, {describe_bits(of['bits_per_byte'])} bits per byte"
+        line += f"\n  {name}: validation {of['loss']:.4f}, {describe_bits(of['bits_per_byte'])} bits/byte"
     for task, scores in split_scores(values).items():
         names = [name for name in ("acc", "acc_norm", "perplexity") if name in scores]
         shown = ", ".join(f"{name} {scores[name]:{'.4g' if scores[name] > 1 else '.4f'}}" for name in names)

@@ -31,6 +31,7 @@ from recipe.hardware.choices import ONE_PER_CPU
 from recipe.hardware.devices import peak_memory_bytes
 from recipe.hardware.memory import optimizer_bytes
 from recipe.hardware.processes import on_main_process
+from recipe.model.size import find_odd_size
 from recipe.model.weights import WEIGHTS_NAME, copy_weights
 from recipe.optim.schedule import describe_jump
 from recipe.publish.card import CARD_NAME, CURVE_NAME, write_model_card
@@ -66,9 +67,11 @@ def show_start(log: RunLog, facts: RunFacts, state: RunState, eval_rows: int) ->
     log.event("start", state.step, run_id=state.run_id, tokens_seen=state.examples * config.block_size, **values)
     if before not in (None, config.mixed_precision):
         log.say(f"warning: the precision changes from {before} to {config.mixed_precision} at step {state.step:,}")
+    if (found := find_odd_size(run.model.config)) and not config.model_name_or_path:
+        log.say(f"warning: {found}")
     if config.hub_model_id and not config.push_to_hub:
         log.say("warning: --hub_model_id alone uploads nothing; add --push_to_hub")
-    for name, epochs in count_epochs(config, facts.data, num_examples).items():
+    for name, epochs in count_epochs(config, facts.data, num_examples).items() if config.max_steps else ():
         if epochs > MANY_EPOCHS:
             text = f"so little text ({name})" if name else "so little text"
             log.say(f"warning: {epochs:,.0f} epochs over {text}: the model will memorize it")
@@ -110,8 +113,8 @@ def start_table(run: Run, facts: RunFacts, device: torch.device, eval_rows: int,
         for label, choice in run.choices.items()
         if choice.reason != ONE_PER_CPU
     }
-    if device.type == "cuda" and config.tf32:
-        shown["precision"] += "; TF32 for fp32 matmuls"
+    if device.type == "cuda" and config.matmul_precision != "highest":
+        shown["precision"] += f"; {'TF32' if config.matmul_precision == 'high' else 'bf16'} for fp32 matmuls"
     if config.deterministic:
         shown["precision"] += "; deterministic algorithms"
     rate = f"{config.optim}, learning rate {config.learning_rate:g}"
@@ -225,6 +228,8 @@ def finish_run(
         evaluation = state.evaluations[step]
         summary = write_results(log, build_summary(log, state, facts, evaluation, step))
         mark_resumable(False)
+        if log.laps:
+            log.show_record()
         print(closing_lines(run, summary, evaluation["sample"], state), flush=True)
         log.list_failures()
         is_complete = uploads.finish(step, interrupted=lambda: signals.count > 0)
@@ -288,6 +293,7 @@ def build_summary(
         "initial": {key: value for key, value in state.initial.items() if key != "sample"},
         "tokens_per_second": log.tokens_per_second,
         "peak_memory_bytes": peak_memory_bytes(log.device),
+        "device_memory_bytes": log.total_bytes,
         "train_seconds": state.train_seconds,
         "wall_seconds": log.seconds(),
         "num_parameters": facts.model.num_parameters,
@@ -314,6 +320,7 @@ def closing_lines(run: Run, summary: dict[str, Any], sample: str | None, state: 
         "train_seconds": f"{summary['train_seconds']:.1f}",
         "total_seconds": f"{summary['wall_seconds']:.1f}",
         "peak_memory_gb": f"{memory:.2f}",
+        "peak_memory_share": f"{summary['peak_memory_bytes'] / summary['device_memory_bytes']:.2f}",
         "model": output_dir,
     }
     width = max(19, *(len(key) + 2 for key in block))

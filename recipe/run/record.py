@@ -1,0 +1,50 @@
+"""Read the log of a run: what a user may want to change, a sentence each. See scripts/benchmarks/curves.md, too."""
+
+import statistics
+from typing import Any
+
+from recipe.config import TrainConfig
+
+OFTEN = 0.5  # share of the steps whose gradient is clipped
+WAITING = 0.02  # share of the time in which a step waits for data
+ROOM, FULL = 0.8, 0.9  # shares of a GPU's memory between which a batch is well chosen
+
+
+def read_record(events: list[dict[str, Any]], config: TrainConfig, device_type: str, total_bytes: int) -> list[str]:
+    """Return what applies of: clipped gradients, skipped updates, waiting for data, and the memory of a GPU.
+
+    events: the lines of metrics.jsonl. total_bytes: the memory of the device.
+    """
+    train = [event for event in events if event["event"] == "train"]
+    if not train:
+        return []
+    found, last = [], train[-1]
+    # Gradients are large at the start: of the steps so far, the later half counts.
+    clipped = statistics.fmean(event.get("clipped_share", 0.0) for event in train[len(train) // 2 :])
+    if clipped > OFTEN:
+        found.append(
+            f"{clipped:.0%} of the newest gradients were clipped to --max_grad_norm {config.max_grad_norm:g}: usual early "
+            "in a run, later a sign that --learning_rate is far from its best"
+        )
+    if last["skipped_steps"]:
+        found.append(
+            f"{last['skipped_steps']:,} updates were skipped because a gradient was not finite: if more follow, lower "
+            "--learning_rate or lengthen --warmup_steps"
+        )
+    waiting = statistics.median(event["share_waiting_for_data"] for event in train)
+    if waiting > WAITING:
+        found.append(f"{waiting:.0%} of the time waits for data: {remedy_for_waiting(config)}")
+    share = last["peak_memory_bytes"] / total_bytes
+    if device_type == "cuda" and share > FULL:
+        found.append(f"{share:.0%} of the GPU's memory is used: a smaller micro-batch is safer")
+    if device_type == "cuda" and share < ROOM and config.per_device_train_batch_size != "auto":
+        found.append(f"{share:.0%} of the GPU's memory is used: --per_device_train_batch_size auto uses more")
+    return found
+
+
+def remedy_for_waiting(config: TrainConfig) -> str:
+    if config.streaming:
+        return "prepare the text with scripts/prepare_data.py instead of --streaming"
+    if config.data_placement == "device":
+        return "the rows are on the device already, so the host is too slow or busy"
+    return "try --data_placement device" if config.data_placement == "ram" else "try --data_placement ram"
