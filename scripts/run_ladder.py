@@ -436,7 +436,7 @@ def fill_memory(on: set[str], setting: Setting, memory_bytes: float) -> Setting:
 
 
 def plan_input(setting: Setting) -> Plan:
-    """Train with every optimization on, and batches from text, from packed ids, and by the recipe in each of its ways."""
+    """Train with every optimization on, and batches from text, from packed ids, and in each of the recipe's ways."""
     on = {rung for rung in RUNGS if not why_skipped(rung, setting)}
     plan: Plan = [("tokenizing each batch", partial(train, on | {"tokenize"}, setting))]
     plan.append(("packed ids, the same loop", partial(train, on, setting)))
@@ -495,7 +495,7 @@ def attempt(job: Callable[[], dict]) -> dict:
         return {"not_run": str(error) if isinstance(error, UserError) else short_reason(error)}
 
 
-HEADER = f"| {'':25} |     ms | tokens/s | ratio | peak GB |  loss | change |\n|---|---:|---:|---:|---:|---:|---:|"
+HEADER = f"| {'':25} |    ms |   tok/s | ratio |    GB |  loss | change |\n|---|---:|---:|---:|---:|---:|---:|"
 
 
 def make_row(entry: dict, entries: list[dict]) -> str:
@@ -504,11 +504,11 @@ def make_row(entry: dict, entries: list[dict]) -> str:
         return f"| {entry['what']:25} | not run: {entry['not_run']} | | | | | |"
     first = next(found for found in entries if "not_run" not in found)
     speed = entry["tokens_per_second"]
-    cells = [f"{entry['what']:25}", f"{entry['step_ms']:6,.0f}", f"{speed:8,.0f}"]
+    cells = [f"{entry['what']:25}", f"{entry['step_ms']:5,.0f}", f"{speed:7,.0f}"]
     cells.append(f"{speed / first['tokens_per_second']:5.2f}")
     if "loss" in entry:
         peak, loss = entry["peak_memory_bytes"] / 1e9, entry["loss"]
-        cells += [f"{peak:7.2f}", f"{loss:5.2f}", f"{loss - first['loss']:+6.3f}"]
+        cells += [f"{peak:5.2f}", f"{loss:5.2f}", f"{loss - first['loss']:+6.3f}"]
     return f"| {' | '.join(cells)} |" + " |" * (7 - len(cells))
 
 

@@ -243,6 +243,8 @@ ANSWERS = {
     "torch.nn.parallel.DistributedDataParallel": DataParallel,
     "torch.nn.parallel.distributed._verify_param_shape_across_processes": lambda *_: None,
     "torch.cuda.amp.common.amp_definitely_not_available": lambda: False,
+    "torch.backends.cuda.can_use_flash_attention": lambda inputs, debug: inputs.query.dtype != torch.float32,
+    "torch.backends.cuda.can_use_cudnn_attention": lambda inputs: False,
     "torch.cuda.is_bf16_supported": lambda including_emulation=True: True,
     "accelerate.accelerator.is_bf16_available": lambda *_: True,
     "torch.Generator": Generator,

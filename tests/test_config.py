@@ -198,8 +198,7 @@ MEANINGS = [  # option, as it is typed, as it stands in a recipe (None: the same
     ("mixed_precision", "off", None, "no"),
     ("mixed_precision", "False", None, "no"),
     ("dynamo_backend", "off", None, "no"),
-    ("tf32", "off", None, False),
-    ("tf32", "FALSE", None, False),
+    ("matmul_precision", "HIGH", None, "high"),
     ("streaming", "on", None, True),
     ("activation_checkpointing", "yes", None, "true"),
     ("activation_checkpointing", "False", None, "false"),
@@ -358,7 +357,8 @@ def test_a_mistake_on_the_command_line_is_one_sentence(argv, expected):
         ("1: 2", "unknown key '1'"),
         ("seed: 1.5", "seed: invalid int value: '1.5'"),
         ("tokenizer_vocab_size: 256", "at least 257"),  # the bytes and the end-of-text token
-        ("tf32: sure", "tf32"),
+        ("tf32: sure", "matmul_precision: invalid choice: 'sure'"),
+        ("tf32: true\nmatmul_precision: high", "two lines set matmul_precision"),
         ("mixed_precision: int8", "mixed_precision: invalid choice: 'int8'"),
         ("learning_rate: [1]", "must be a single value"),
         ("config_overrides: 3", "config_overrides must look like n_layer=4"),
@@ -393,11 +393,20 @@ def test_help_lists_every_option_once_with_the_defaults_of_the_recipe(capsys, mo
     assert re.search(r"--learning_rate N [^-]*\(default: 0\.002\)", text)
     assert re.search(r"--max_steps N [^-]*\(default: 7820\)", text)
     listed = re.findall(r"^  --(\w+)", shown, re.MULTILINE)
-    assert [name for name in listed if name not in ("config", "bf16", "fp16")] == list(OPTIONS)
+    assert [name for name in listed if name not in ("config", "bf16", "fp16", "tf32")] == list(OPTIONS)
     assert re.findall(r"^(\S.*):$", shown, re.MULTILINE) == ["options", *SECTIONS.values()]
 
 
 # ------------------------------------------------------------------ the recipes, and what their numbers lead to
+
+
+@pytest.mark.parametrize(("text", "value"), [("true", "high"), ("false", "highest"), ("off", "highest")])
+def test_tf32_is_read_as_the_precision_of_matrix_products(text, value, tmp_path):
+    """Recipes and published runs contain it."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"tf32: {text}\ndataset_dir: d\n")
+    assert load("--config", recipe).matmul_precision == load("--tf32", text, *DATA).matmul_precision == value
+    assert load("--tf32", *DATA).matmul_precision == "high"
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -154,6 +154,28 @@ def test_rungs_add_up_and_what_a_cpu_cannot_show_is_skipped_with_a_word(program,
     assert plan[-1][0] == "recipe/train.py" and [what for what, _ in plan[:-1]] == list(program.RUNGS.values())
 
 
+def test_each_rung_fills_the_memory_that_it_frees(program, setting):
+    """By the estimate of recipe/hardware/memory.py: 124M on 40 GB, where one of the notes has 28 to 64 rows."""
+    shape = {"n_layer": 12, "n_head": 12, "n_embd": 768}
+    large = dataclasses.replace(setting, device="cuda", precision="bf16", shape=shape, vocab_size=50257)
+    large = dataclasses.replace(large, block_size=1024, micro_batch=16)
+    on, sizes = set(), {}
+    for rung in program.RUNGS:
+        on = on | {rung}
+        sizes[rung] = program.fill_memory(on, large, 42.3e9).micro_batch
+    assert sizes["fp32"] < sizes["flash"] < sizes["loss_in_graph"]
+    assert list(sizes.values()) == sorted(sizes.values()) and all(size % 4 == 0 for size in sizes.values())
+
+
+def test_where_batches_come_from_does_not_change_the_loss(program, setting, in_process):
+    """The loop with packed ids, and the recipe with ids mapped, in RAM and on the device."""
+    plan = dict(program.plan_input(setting))
+    losses = {what: plan[what]()["loss"] for what in [*plan][1:5]}
+    assert max(losses.values()) - min(losses.values()) < 0.05
+    found = plan["tokenizing each batch"]()
+    assert found["steps"] == setting.num_steps and found["step_ms"] > 0
+
+
 def test_the_whole_program(program, in_process, dataset_dir, tmp_path, monkeypatch, capsys):
     """Its table fits a terminal; the JSON and both charts exist."""
     path = tmp_path / "ladder.json"
@@ -213,6 +235,6 @@ def test_programs_take_turns_and_one_that_fails_ends_nothing(program, setting, t
 def test_a_rung_that_fails_has_a_row_and_the_next_one_is_compared_with(program, setting):
     with mock.patch.object(program, "train", side_effect=RuntimeError("no kernel")) as train:
         failed = {"what": "fp32", **program.attempt(train)}
-    timed = {"what": "bf16", "tokens_per_second": 10.0}
+    timed = {"what": "bf16", "tokens_per_second": 10.0, "step_ms": 3.0}
     assert "not run: RuntimeError: no kernel" in program.make_row(failed, [failed, timed])
     assert " 1.00 |" in program.make_row(timed, [failed, timed])

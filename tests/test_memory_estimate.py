@@ -16,6 +16,7 @@ from recipe.hardware.memory import (
     Memory,
     MemoryPlan,
     estimate_bytes,
+    estimate_parts,
     micro_batch_sizes,
     plan_device,
     plan_memory,
@@ -221,10 +222,34 @@ def test_options_that_are_not_auto_are_kept(argv, name, value):
 
 def test_rows_on_the_device_leave_less_for_the_step():
     """They count, and a dataset that is larger than the device is refused in one sentence."""
-    device = *recipe_of("355m"), Facts("cuda"), Memory(80 * GB, 85 * GB)
+    placed = recipe_of("355m", "--data_placement", "device")
+    device = *placed, Facts("cuda"), Memory(80 * GB, 85 * GB)
     assert plan_device(*device, data_bytes=20 * GB).usable_bytes == 60 * GB
-    with pytest.raises(UserError, match="take 81.0 GB, and the device has 80.0 GB free; use ram or mmap"):
+    with pytest.raises(UserError, match="take 81.0 GB for each process, and 80.0 GB are free; use ram or mmap"):
         plan_device(*device, data_bytes=81 * GB)
+
+
+@pytest.mark.parametrize(("device_type", "usable"), [("cuda", 80), ("cpu", 60)])
+def test_rows_in_ram_must_fit_the_host(device_type, usable):
+    """On a CPU they leave less for the step."""
+    device = *recipe_of("355m", "--data_placement", "ram"), Facts(device_type)
+    memory = Memory(80 * GB, 85 * GB, host_bytes=80 * GB)
+    assert plan_device(*device, memory, data_bytes=20 * GB).usable_bytes == usable * GB
+    with pytest.raises(UserError, match="ram: .* take 81.0 GB for each process, and 80.0 GB are free; use mmap"):
+        plan_device(*device, memory, data_bytes=81 * GB)
+
+
+def test_where_the_memory_goes_by_hand():
+    """GPT-2 124M on a GPU: fp32 weights and their bf16 copies, two moments, gradients of two micro-batches."""
+    config, model_config = recipe_of("124m")
+    parts = estimate_parts(MemoryPlan(64, False, 1), config, model_config, Facts("cuda"))
+    num_parameters, matrices = 124_475_904, 12 * 12 * 768**2
+    assert parts["weights"] == 4 * num_parameters + 2 * matrices and parts["optimizer"] == 8 * num_parameters
+    assert parts["gradients"] == 4 * num_parameters
+    assert parts["logits"] == 64 * 1024 * 50304 * 2 + 4 * 50304 * 768
+    assert parts["activations"] > 0.6 * sum(parts.values())
+    less = estimate_parts(MemoryPlan(64, True, 1), config, model_config, Facts("cuda"))
+    assert less["activations"] < 0.3 * parts["activations"]
 
 
 def test_a_run_that_does_not_fit_is_tried_with_all_that_saves_memory(train, monkeypatch, tmp_path):

@@ -1,5 +1,6 @@
 """The check of this machine, and plans: the table of GPUs, arithmetic by hand, and the README's table."""
 
+import json
 import re
 import subprocess
 from unittest import mock
@@ -41,9 +42,28 @@ def test_time_and_cost_by_hand(capsys):
     hours = 19073 * 524_288 * flops / (0.5 * 8 * 989e12) / 3600
     assert f"{hours:,.1f} hours on 8 x h100" in text and f"${8 * hours * 3:,.0f} for" in text
     assert "124,475,904 with the padded vocabulary" in text and "64 rows x 1 per step" in text
+    assert f"{hours * 3.6e6 / 19073:,.0f} ms" in text and "20.0 GB with --data_placement ram" in text
+    assert run_script(SCRIPT, *arguments, "--json") == ""
+    found = json.loads(capsys.readouterr().out)
+    assert found["step_ms"] == pytest.approx(hours * 3.6e6 / 19073) and found["gpu_hours"] == pytest.approx(8 * hours)
+    assert sum(found["parts"].values()) == pytest.approx(found["memory_bytes"], abs=9)
+    assert found["data_bytes"] == 2 * 19073 * 524_288
     assert max(map(len, text.splitlines())) <= 90
     labels = [line.split()[-1] for line in text.splitlines()[:-1]]
-    assert labels.count("estimated") == 5 and labels.count("exact") == 4
+    assert labels.count("estimated") == 6 and labels.count("exact") == 5
+
+
+def test_attention_by_row_length_by_hand(capsys):
+    """In bf16, plain attention keeps 6 bytes per score, next to which flash attention's memory does not grow."""
+    assert run_script(SCRIPT, "--gpu", "h100", "--lengths") == ""
+    rows = [re.findall(r"[\d.,]+", line) for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][1:]
+    assert [row[0] for row in rows] == ["512", "1,024", "2,048", "4,096", "8,192"]
+    for length, _, flash, plain, share, flops in rows:
+        tokens = int(length.replace(",", ""))
+        assert float(plain) - float(flash) == pytest.approx(6 * 12 * 12 * 8192 * tokens / 1e9, abs=0.11)
+        attention = 12 * 12 * 768 * tokens
+        assert int(flops) == pytest.approx(100 * attention / (attention + 6 * 123_689_472), abs=1)
+        assert int(share) == pytest.approx(100 * (1 - float(flash) / float(plain)), abs=1)
 
 
 def test_typed_options_of_the_run_are_kept():

@@ -23,8 +23,8 @@ def read_record(events: list[dict[str, Any]], config: TrainConfig, device_type: 
     clipped = statistics.fmean(event.get("clipped_share", 0.0) for event in train[len(train) // 2 :])
     if clipped > OFTEN:
         found.append(
-            f"{clipped:.0%} of the newest gradients were clipped to --max_grad_norm {config.max_grad_norm:g}: usual early "
-            "in a run, later a sign that --learning_rate is far from its best"
+            f"{clipped:.0%} of the newest gradients were clipped to --max_grad_norm {config.max_grad_norm:g}: usual "
+            "early in a run, later a sign that --learning_rate is far from its best"
         )
     if last["skipped_steps"]:
         found.append(

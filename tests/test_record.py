@@ -1,0 +1,90 @@
+"""What people look at: the numbers of a log line, training beside validation, and what a log says at the end."""
+
+import types
+
+import pytest
+from conftest import BLOCK_SIZE, read_events
+
+from recipe.checkpoint import RunState
+from recipe.command_line import load_config
+from recipe.run.facts import DatasetFacts
+from recipe.run.log import describe_perplexity, describe_progress, describe_seen
+from recipe.run.record import read_record
+
+LINE = {"loss": 3.9123, "learning_rate": 6e-4, "grad_norm": 0.5, "step_ms": 93.2, "tokens_per_second": 5.25e5}
+LINE |= {"share_waiting_for_data": 0.01, "mfu": 0.45, "memory_bytes": 37e9, "peak_memory_bytes": 36e9}
+TRAIN = {"event": "train", "clipped_share": 0.0, "skipped_steps": 0, "share_waiting_for_data": 0.0}
+TRAIN |= {"peak_memory_bytes": 34e9}
+
+
+def test_a_log_line_has_the_most_important_numbers_first():
+    parts = ["loss 3.912", "lr 6.0e-04", "norm 0.50", "93 ms", "525k tok/s", "45% MFU"]
+    memory = "37.0 GB, peak 36.0/40 GB (90%)"
+    assert describe_progress(LINE, 40 * 10**9) == [*parts, memory]
+    more = {"share_waiting_for_data": 0.12, "loss_scale": 65536.0}
+    assert describe_progress(LINE | more, 40 * 10**9) == [
+        *parts[:5], "12% waiting for data", parts[5], "scale 65,536", memory]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("events", "options", "device", "words"),
+    [
+        ({}, [], "cuda", []),
+        ({"clipped_share": 0.4}, [], "cpu", []),
+        ({"clipped_share": 0.7}, [], "cpu", ["70% of the newest gradients were clipped to --max_grad_norm 1"]),
+        ({"skipped_steps": 3}, [], "cpu", ["3 updates were skipped"]),
+        ({"share_waiting_for_data": 0.1}, [], "cpu", ["10% of the time waits for data: try --data_placement ram"]),
+        ({"peak_memory_bytes": 37e9}, [], "cuda", ["92% of the GPU's memory is used"]),
+        ({"peak_memory_bytes": 20e9}, [], "cuda", []),  # auto has chosen
+        ({"peak_memory_bytes": 20e9}, ["--per_device_train_batch_size", "8"], "cuda", ["50% of the GPU's memory"]),
+        ({"peak_memory_bytes": 20e9}, ["--per_device_train_batch_size", "8"], "cpu", []),
+    ],
+)
+def test_what_the_log_says_that_a_user_may_want_to_change(events, options, device, words):
+    config = load_config(["--dataset_dir", "d", *options])[0]
+    found = read_record([TRAIN | events] * 4, config, device, 40 * 10**9)
+    assert len(found) == len(words) and all(line.startswith(start) for line, start in zip(found, words, strict=True))
+    assert read_record([], config, device, 40 * 10**9) == []
+
+
+def test_only_the_later_half_of_the_gradients_counts():
+    """They are large at the start of every run."""
+    config = load_config(["--dataset_dir", "d"])[0]
+    events = [TRAIN | {"clipped_share": 1.0}] * 4 + [TRAIN] * 4
+    assert read_record(events, config, "cpu", 10**12) == []
+    assert len(read_record(events[:4], config, "cpu", 10**12)) == 1
+
+
+def test_tokens_documents_and_hours_by_hand():
+    """Of 1,000 rows, 250 were seen, with a quarter of the documents; a mixture has those of each dataset."""
+    config = types.SimpleNamespace(block_size=512, streaming=False)
+    splits = {"train": {"rows": 1000, "documents": 80}}
+    data = DatasetFacts("text", None, None, None, splits, "")
+    state = RunState(examples=250, evaluations={0: {"num_rows": 10}, 5: {"num_rows": 10}})
+    found = describe_seen(config, data, state, 512000 / 3600)
+    assert found == "128k tokens + 10.2k of validation = 138k; 20 documents; 1.00 hours an epoch"
+    parts = {name: DatasetFacts(name, None, None, None, splits, "", share) for name, share in (("a", 0.2), ("b", 0.8))}
+    mixture = DatasetFacts("both", None, None, None, splits, "", mixture=parts)
+    assert describe_seen(config, mixture, state, 1.0).endswith("= 138k; 20 documents")
+    config.streaming = True
+    assert describe_seen(config, data, state, 1.0) == "128k tokens + 10.2k of validation = 138k"
+
+
+def test_an_evaluation_has_the_mean_training_loss_since_the_last_one(train, capsys):
+    """Also between two log lines."""
+    output_dir = train("--max_steps", "6", "--logging_steps", "4", "--eval_steps", "3")
+    each = train("--max_steps", "6", "--logging_steps", "1", output_dir=output_dir.with_name("each"))
+    losses = [event["loss"] for event in read_events(each, "train")]
+    evaluations = read_events(output_dir, "eval")
+    assert "train_loss" not in evaluations[0]
+    means = [event["train_loss"] for event in evaluations[1:]]
+    assert means == pytest.approx([sum(losses[:3]) / 3, sum(losses[3:]) / 3], abs=1e-6)
+    shown = capsys.readouterr().out
+    assert f"step      3: train {means[0]:.4f}, validation {evaluations[1]['loss']:.4f}, perplexity" in shown
+    assert f"  {3 * 4 * BLOCK_SIZE} tokens + " in shown.replace(".00", "")
+
+
+@pytest.mark.parametrize("perplexity", [1.5, 40.521, 166.31, 2111.63, 25344.1])
+def test_a_perplexity_has_four_digits(perplexity):
+    text = describe_perplexity(perplexity)
+    assert float(text.replace(",", "")) == pytest.approx(perplexity, rel=1e-3) and len(text) in (5, 6)
