@@ -62,7 +62,7 @@ def save_loss_chart(events: list[dict[str, Any]], path: Path, title: str, dark: 
             label_point(axes, f"{loss:.2f}", tokens, loss, (11, 0) if best in ([], newest) else (-18, 20))
         axes.set_xlim(0, 1.12 * last)  # room for the label
         axes.grid(axis="y")
-        axes.legend(loc="upper right", frameon=False, labelcolor="linecolor", handlelength=0.8)
+        axes.legend(loc="best", frameon=False, labelcolor="linecolor", handlelength=0.8)
 
 
 @contextmanager
