@@ -44,7 +44,7 @@ def read_record(events: list[dict[str, Any]], config: TrainConfig, device_type: 
 
 def remedy_for_waiting(config: TrainConfig) -> str:
     if config.streaming:
-        return "prepare the text with scripts/prepare_data.py instead of --streaming"
+        return "prepare the text first (scripts/prepare_data.py), and drop the option streaming"
     if config.data_placement == "device":
         return "the rows are on the device already, so the host is too slow or busy"
     return "try --data_placement device" if config.data_placement == "ram" else "try --data_placement ram"
