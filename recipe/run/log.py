@@ -332,8 +332,8 @@ def describe_seen(config: TrainConfig, data: DatasetFacts, state: RunState, toke
     text = f"{tokens[0]} tokens + {tokens[1]} of validation = {tokens[2]}"
     if epochs := count_epochs(config, data, state.examples):
         documents = {name: of.splits["train"]["documents"] for name, of in (data.mixture or {"": data}).items()}
-        if all(documents[name] is not None for name in epochs):
-            text += f"; {sum(count * documents[name] for name, count in epochs.items()):,.0f} documents"
+        if None not in documents.values():
+            text += f"; {sum(count * (documents[name] or 0) for name, count in epochs.items()):,.0f} documents"
         hours = trained / max(epochs.values()) / tokens_per_second / 3600
         text += f"; {hours:.{2 if hours < 10 else 0}f} hours an epoch" if len(epochs) == 1 else ""
     return text
