@@ -15,6 +15,7 @@ import torch
 from torch.backends import cuda
 
 from recipe.hardware.gpus import find_gpu
+from recipe.hardware.host_memory import resident_bytes
 
 if TYPE_CHECKING:
     from accelerate import PartialState
@@ -100,7 +101,7 @@ def used_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return total - free
-    return psutil.Process().memory_info().rss
+    return resident_bytes()
 
 
 def get_rng_state(device: torch.device) -> dict[str, torch.Tensor]:
