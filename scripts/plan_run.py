@@ -257,13 +257,15 @@ def show(
     accumulation = config.global_batch_size // (plan.micro_batch_size * args.num_gpus)
     step_seconds = config.tokens_per_step * flops / (args.mfu * flops_per_second) if flops_per_second else 0
     hours = step_seconds * (config.max_steps or 0) / 3600  # of GPUs
-    id_bytes = np.dtype(id_dtype(model_config.vocab_size)).itemsize
+    ms = 1000 * step_seconds / args.num_gpus
+    data_bytes = num_tokens * np.dtype(id_dtype(model_config.vocab_size)).itemsize
     if args.json:
-        found = {"parameters": num_parameters, "tokens_per_step": config.tokens_per_step, "tokens": num_tokens}
-        found |= {"flops_per_token": flops, "micro_batch": plan.micro_batch_size, "micro_batches": accumulation}
-        found |= {"options": letters_of(plan), "memory_bytes": plan.total_bytes, "device_bytes": int(memory_bytes)}
-        found |= {"parts": {name: int(part) for name, part in plan.parts.items()}, "data_bytes": id_bytes * num_tokens}
-        found |= {"step_ms": 1000 * step_seconds / args.num_gpus, "gpu_hours": hours}
+        found = {
+            **{"parameters": num_parameters, "tokens_per_step": config.tokens_per_step, "tokens": num_tokens},
+            **{"flops_per_token": flops, "micro_batch": plan.micro_batch_size, "micro_batches": accumulation},
+            **{"options": letters_of(plan), "device_bytes": int(memory_bytes), "memory_bytes": plan.total_bytes},
+            **{"parts": plan.parts, "data_bytes": data_bytes, "step_ms": ms, "gpu_hours": hours},
+        }
         print(json.dumps(found, indent=2))
         return
     in_all = f", {num_tokens * flops:.2e} in all" if num_tokens else ""
@@ -275,16 +277,15 @@ def show(
         ("micro-batch", f"{plan.micro_batch_size} rows x {accumulation} per step and device", "estimated"),
         ("memory options", letters_of(plan) or "none needed", "estimated"),
         ("memory", f"{plan.total_bytes / 1e9:.1f} of {memory_bytes / 1e9:.1f} GB on each device", "estimated"),
-        ("  at its peak", f"{', '.join(parts[:3])}", "GB"),
-        ("", f"{', '.join(parts[3:])}", "GB"),
+        ("  at its peak", ", ".join(parts[:3]), "GB"),
+        ("", ", ".join(parts[3:]), "GB"),
     ]
     if num_tokens:
         lines.insert(2, ("tokens", f"{num_tokens:,} in {config.max_steps:,} steps", "exact"))
-        placed = f"{id_bytes * num_tokens / 1e9:,.1f} GB with --data_placement ram, if seen once"
-        lines.append(("data in memory", placed, "exact"))
+        lines.append(("data in RAM", f"{data_bytes / 1e9:,.1f} GB with --data_placement ram, if seen once", "exact"))
     if step_seconds:
-        ms, speed = 1000 * step_seconds / args.num_gpus, config.tokens_per_step * args.num_gpus / step_seconds
-        lines.append(("step", f"{ms:,.0f} ms, {speed:,.0f} tokens/s, at {args.mfu:.0%} MFU", "estimated"))
+        speed = f"{1000 * config.tokens_per_step / ms:,.0f} tokens/s"
+        lines.append(("step", f"{ms:,.0f} ms, {speed}, at {args.mfu:.0%} MFU", "estimated"))
     if hours:
         lines.append(("time", f"{hours / args.num_gpus:,.1f} hours on {args.num_gpus} x {device}", "estimated"))
         if args.price_per_hour:
@@ -301,27 +302,17 @@ def compare_lengths(
 
     Plain attention keeps the scores, [heads, tokens, tokens] of each row; flash attention does not.
     """
-    lines = [
-        "| tokens per row | rows | flash | plain | scores in it | attention's FLOPs |",
-        "|---:|---:|---:|---:|---:|---:|",
-    ]
-    shape = copy.deepcopy(model_config)
+    titles = ["tokens per row", "rows", "flash", "plain", "scores in it", "attention's FLOPs"]
+    rows, shape, facts = [titles, ["---:"] * len(titles)], copy.deepcopy(model_config), Facts(device_type)
     for length in LENGTHS:
         shape.max_position_embeddings, plan = length, MemoryPlan(LENGTHS[-1] // length, False, 1)
-        options = {"block_size": length, "mixed_precision": precision, "dynamo_backend": backend}
-        flash, plain = (
-            estimate_bytes(
-                plan, dataclasses.replace(config, **options, attn_implementation=kind), shape, Facts(device_type)
-            )
-            for kind in ("sdpa", "eager")
-        )
-        num_parameters = count_parameters(shape)
-        flops = count_flops_per_token(shape, num_parameters, length)
-        share = 1 - count_flops_per_token(shape, num_parameters, 0) / flops
-        cells = [f"{length:,}", plan.micro_batch_size, f"{flash / 1e9:.1f} GB", f"{plain / 1e9:.1f} GB"]
-        cells += [f"{1 - flash / plain:.0%}", f"{share:.0%}"]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines)
+        config = dataclasses.replace(config, block_size=length, mixed_precision=precision, dynamo_backend=backend)
+        configs = [dataclasses.replace(config, attn_implementation=kind) for kind in ("sdpa", "eager")]
+        flash, plain = (estimate_bytes(plan, of_kind, shape, facts) for of_kind in configs)
+        flops, others = (count_flops_per_token(shape, count_parameters(shape), tokens) for tokens in (length, 0))
+        cells = [f"{length:,}", str(plan.micro_batch_size), f"{flash / 1e9:.1f} GB", f"{plain / 1e9:.1f} GB"]
+        rows.append([*cells, f"{1 - flash / plain:.0%}", f"{1 - others / flops:.0%}"])
+    return as_markdown(rows)
 
 
 def plan_gpu(
@@ -378,6 +369,10 @@ def make_table(options: list[str]) -> str:
         cells = [memory, f"{layers} x {width}, {length}"]
         cells += [f"{plan.micro_batch_size} x {config.global_batch_size // plan.micro_batch_size}"] if plan else ["-"]
         rows.append([*cells, make_cell(plan).partition(": ")[2]])
+    return as_markdown(rows)
+
+
+def as_markdown(rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" if row else "" for row in rows)
 
 

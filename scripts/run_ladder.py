@@ -15,6 +15,7 @@ run_clm.py of Transformers' repository. Results: a JSON file, and the ladder's c
 import argparse
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import pickle
@@ -53,7 +54,7 @@ from recipe.errors import UserError, run_main, short_reason
 from recipe.hardware.accelerator import find_facts, measure_open
 from recipe.hardware.choices import Facts, choose
 from recipe.hardware.devices import peak_memory_bytes, why_no_inductor
-from recipe.hardware.memory import USABLE_SHARE, MemoryPlan, estimate_parts, measure_usable_bytes
+from recipe.hardware.memory import USABLE_SHARE, MemoryPlan, estimate_bytes, measure_usable_bytes
 from recipe.model.build import build_model_config
 from recipe.model.size import count_parameters, padded_vocab_size
 from recipe.publish.curve import label_point, open_chart
@@ -89,6 +90,7 @@ INPUTS: dict[str, dict[str, Any]] = {  # options of recipe/train.py
 }
 SEED, LEARNING_RATE = 1337, 3e-4
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+TOKENIZING = {"padding": "max_length", "truncation": True, "return_tensors": "pt"}
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 # Why nanoGPT has no half precision on a CPU, and what replaces it where bf16 is faster.
 NANOGPT_CONTEXT = (
@@ -178,22 +180,22 @@ def train(on: set[str], setting: Setting) -> dict[str, Any]:
     fused = True if "fused" in on else None
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, (0.9, 0.95), fused=fused)
 
+    def order(number: int) -> np.ndarray:
+        return example_rows(np.arange(number * micro_batch, (number + 1) * micro_batch), len(rows), SEED)
+
     def read_batch(number: int) -> torch.Tensor:
-        indices = example_rows(np.arange(number * micro_batch, (number + 1) * micro_batch), len(rows), SEED)
-        if "tokenize" in on:  # the text of each batch, in the step that needs it
-            ids = dataset.tokenizer(texts[number % len(texts)]).input_ids
-            return torch.tensor([(row + rows[indices[:1]][0].tolist())[: rows.block_size + 1] for row in ids]).to(
-                device
-            )
+        indices = order(number)
+        if "tokenize" in on:  # the text of each batch, padded and cut, in the step that needs it
+            return dataset.tokenizer(texts[number], **TOKENIZING, max_length=rows.block_size + 1).input_ids.to(device)
         if "packed" not in on:  # as from a list of documents: Python integers, row by row
             return torch.tensor([rows[index][0].tolist() for index in indices[:, None]]).to(device)
         batch = torch.from_numpy(rows[indices])
         return (batch.pin_memory() if device.type == "cuda" else batch).to(device, non_blocking=True)
 
-    texts = []
-    for number in range(setting.num_steps * grad_accum if "tokenize" in on else 0):
-        indices = example_rows(np.arange(number * micro_batch, (number + 1) * micro_batch), len(rows), SEED)
-        texts.append(dataset.tokenizer.batch_decode(rows[indices].tolist()))
+    if "tokenize" in on:
+        dataset.tokenizer.pad_token = dataset.tokenizer.eos_token
+        numbers = range(setting.num_steps * grad_accum)
+        texts = [dataset.tokenizer.batch_decode(rows[order(number)].tolist()) for number in numbers]
 
     laps, lap_started_at, step = [], time.perf_counter(), 0
     while step < setting.num_steps if setting.seconds is None else time.time() < ends_at:
@@ -408,31 +410,26 @@ Plan = list[tuple[str, Callable[[], dict] | str]]
 
 def fill_memory(on: set[str], setting: Setting, memory_bytes: float) -> Setting:
     """Return the setting with the largest micro-batch, of multiples of 4 rows, that a rung's estimate lets fit."""
-    options = ["--config", "gpt2_124m", "--dataset_dir", str(setting.dataset_dir), "--loss_chunks", "1"]
-    overrides = ",".join(f"{key}={value}" for key, value in setting.shape.items())
-    overrides += f",tie_word_embeddings={'tied' in on}".lower() + ",activation_function=gelu_new"
-    options += ["--config_overrides", overrides, "--block_size", str(setting.block_size)]
-    options += ["--activation_checkpointing", "false", "--dynamo_backend", "inductor" if "compile" in on else "no"]
-    options += ["--attn_implementation", "sdpa" if "flash" in on else "eager"]
-    options += [
-        "--mixed_precision",
-        {"fp32": "no"}.get(setting.precision, setting.precision) if "half" in on else "no",
-    ]
-    config = load_config([*options, "--optim", "adamw_torch_fused" if "fused" in on else "adamw_torch"])[0]
-    vocab_size = padded_vocab_size(setting.vocab_size, 128) if "padding" in on else setting.vocab_size
-    model_config, size = build_model_config(config, vocab_size, 0), 4
-
-    def estimate(size: int) -> float:
-        plan = MemoryPlan(size, False, 1)
-        parts = estimate_parts(plan, config, model_config, Facts(setting.device))
-        if "loss_in_graph" not in on:  # the logits as without compiling
-            alone = dataclasses.replace(config, dynamo_backend="no")
-            parts["logits"] = estimate_parts(plan, alone, model_config, Facts(setting.device))["logits"]
-        return sum(parts.values())
-
-    while estimate(size + 4) < USABLE_SHARE * memory_bytes and size * setting.block_size < MOST_TOKENS:
-        size += 4
-    return dataclasses.replace(setting, micro_batch=size)
+    options = {
+        **{"--config": "gpt2_124m", "--dataset_dir": setting.dataset_dir, "--block_size": setting.block_size},
+        "--attn_implementation": "sdpa" if "flash" in on else "eager",
+        "--mixed_precision": setting.precision if "half" in on and setting.precision != "fp32" else "no",
+        "--optim": "adamw_torch_fused" if "fused" in on else "adamw_torch",
+        # The estimate of a compiled step has the loss in its graph; before that rung, it is of one that is not.
+        "--dynamo_backend": "inductor" if "loss_in_graph" in on else "no",
+    }
+    config = load_config([str(word) for option in options.items() for word in option])[0]
+    model_config = GPT2Config(
+        vocab_size=padded_vocab_size(setting.vocab_size, 128 if "padding" in on else 1),
+        n_positions=setting.block_size,
+        tie_word_embeddings="tied" in on,
+        **setting.shape,
+    )
+    sizes = range(8, MOST_TOKENS // setting.block_size + 1, 4)
+    plans = (MemoryPlan(size, False, 1) for size in sizes)
+    facts, room = Facts(setting.device), USABLE_SHARE * memory_bytes
+    fit = itertools.takewhile(lambda plan: estimate_bytes(plan, config, model_config, facts) < room, plans)
+    return dataclasses.replace(setting, micro_batch=max((plan.micro_batch_size for plan in fit), default=4))
 
 
 def plan_input(setting: Setting) -> Plan:

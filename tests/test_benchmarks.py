@@ -1,4 +1,4 @@
-"""The bare loop and the benchmark programs; tests/test_programs.py kills a run with soak.py."""
+"""The bare loop and the benchmark programs."""
 
 import json
 import math

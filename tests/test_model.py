@@ -17,7 +17,7 @@ from recipe.errors import UserError
 from recipe.model.build import build_model, build_model_config
 from recipe.model.check import check_model
 from recipe.model.loss import LanguageModelingLoss
-from recipe.model.size import count_exported_parameters, count_parameters
+from recipe.model.size import count_exported_parameters, count_parameters, find_odd_size
 from recipe.model.weights import copy_weights, load_pretrained, load_weights, write_model
 
 EOS = 7
@@ -84,6 +84,20 @@ def test_parameters_of_a_published_llama():
     """TinyLlama 1.1B has 1,100,048,384 parameters."""
     shape = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_key_value_heads": 4}
     assert count_parameters(LlamaConfig(**shape, vocab_size=32000, num_attention_heads=32)) == 1_100_048_384
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        ("n_head=12,n_embd=768", None),
+        ("n_head=3,n_embd=99", ["3 heads of 33 values", "40, a width of 120, is faster"]),
+        ("n_head=2,n_embd=64,n_inner=99", ["an MLP of 99 values", "104 is faster"]),
+    ],
+)
+def test_odd_widths_are_named_with_the_next_good_number(shape, words):
+    config = build_model_config(load_config(["--dataset_dir", "d", "--config_overrides", shape])[0], 500, EOS)
+    found = find_odd_size(config)
+    assert found is None if words is None else all(word in found for word in words)
 
 
 # ------------------------------------------------------------------ the model that trains

@@ -205,17 +205,6 @@ def test_a_killed_run_resumes_to_the_same_model(train, tmp_path, dataset_dir):
     assert logs[0] == logs[1] and len(logs[0]) == 150
 
 
-@pytest.mark.slow
-def test_a_run_killed_again_and_again_ends_with_the_same_model(tmp_path):
-    """The soak program kills a run at random moments and compares its end with that of an uninterrupted run."""
-    (program,) = (ROOT / "scripts").rglob("soak.py")
-    command = [sys.executable, str(program), "--kills", "2", "--moments", "1", "--output_file", "soak.json"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=900, check=False)
-    assert result.returncode == 0, result.stderr
-    results = json.loads((tmp_path / "soak.json").read_text())
-    assert results["kills"] == 2 and not results["differences"]
-
-
 @pytest.mark.parametrize("at", ["__init__", "run"])  # before the loop, and in its first evaluation
 def test_ctrl_c_before_the_first_step_promises_no_checkpoint(train, tmp_path, dataset_dir, monkeypatch, capsys, at):
     """It exits with 130; the same command starts again, and the log holds no first try."""

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import warnings
 
 import pytest
 import torch
@@ -89,3 +90,43 @@ def test_bf16_stays_close_to_fp32(train, plain):
     losses = [[e["loss"] for e in read_events(run, "train")] for run in (plain, half)]
     assert losses[0] != losses[1]
     assert losses[0] == pytest.approx(losses[1], abs=0.05)
+
+
+# ------------------------------------------------------------------ flash attention
+
+
+class Params:
+    """Stands for `torch.backends.cuda.SDPAParams`, which takes tensors of CUDA only in a build for it."""
+
+    def __init__(self, query, *_):
+        self.query = query
+
+
+@pytest.mark.parametrize(
+    ("precision", "head_dim", "expected"),
+    [
+        ("bf16", 64, None),
+        ("fp16", 256, None),
+        ("no", 64, "expected a 16-bit type"),
+        ("bf16", 33, "expected a multiple of 8"),
+        ("fp16", 512, "torch gives no reason"),
+    ],
+)
+def test_why_flash_attention_does_not_run(monkeypatch, precision, head_dim, expected):
+    """Asked with the run's own type and shapes; torch gives its reasons as warnings."""
+
+    def can_use_flash(inputs, debug):
+        if inputs.query.dtype == torch.float32:
+            warnings.warn("expected a 16-bit type (Triggered internally at sdp_utils.cpp:100.)", stacklevel=1)
+        if inputs.query.shape[-1] % 8:
+            warnings.warn("expected a multiple of 8", stacklevel=1)
+        assert debug and inputs.query.shape[:3] == (1, 12, 1024)
+        return inputs.query.dtype != torch.float32 and inputs.query.shape[-1] in (64, 256)
+
+    monkeypatch.setattr(torch.backends.cuda, "SDPAParams", Params)
+    monkeypatch.setattr(torch.backends.cuda, "can_use_flash_attention", can_use_flash)
+    monkeypatch.setattr(torch.backends.cuda, "can_use_cudnn_attention", lambda inputs: False)
+    found = devices.why_no_flash(torch.device("cpu"), precision, 12, head_dim, 1024)
+    assert found == expected
+    monkeypatch.setattr(torch.backends.cuda, "can_use_cudnn_attention", lambda inputs: True)
+    assert devices.why_no_flash(torch.device("cpu"), precision, 12, head_dim, 1024) is None

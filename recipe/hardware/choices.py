@@ -53,7 +53,6 @@ class Facts:
     thread_counts: tuple[int, ...] = (1,)  # that make sense for a process: one per core, one per CPU
     total_flops: float = math.inf  # of the run; infinite if only its time is limited
     kept: Mapping[str, Any] = field(default_factory=dict)  # `describe_choices` of the checkpoint
-    why_no_flash: Mapping[str, str | None] = field(default_factory=dict)  # torch's reason, by mixed_precision; CUDA
 
 
 def settle(config: TrainConfig, facts: Facts) -> dict[str, Choice]:
@@ -129,10 +128,6 @@ def choose(config: TrainConfig, facts: Facts, measured: Measured | None) -> dict
             choices["attention"] = Choice("sdpa", f"{1 / ratio:.1f} times as fast as plain attention here, for {rows}")
         else:
             choices["attention"] = Choice("sdpa", f"plain attention takes too much memory for {rows}")
-    if facts.why_no_flash and choices["attention"].value == "sdpa":
-        reason = facts.why_no_flash[choices["precision"].value]
-        kernels = f"no flash kernel ({reason})" if reason else "flash kernels, no mask"
-        choices["attention"] = Choice("sdpa", f"{choices['attention'].reason}; {kernels}")
     if facts.device_type == "cpu" and "threads" not in choices:
         number = min(measured.num_threads, max(facts.thread_counts))  # another machine of the run may have fewer
         which = "core" if number == min(facts.thread_counts) else "CPU"

@@ -20,6 +20,8 @@ from recipe.hardware.host_memory import resident_bytes
 if TYPE_CHECKING:
     from accelerate import PartialState
 
+DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 def device_of(state: "PartialState") -> torch.device:
     """Return the device of this process; Accelerate's type allows None, too."""
@@ -52,21 +54,18 @@ def why_no_inductor(device: torch.device) -> str | None:
     return None
 
 
-def why_no_flash(device: torch.device, num_heads: int, head_dim: int, num_tokens: int) -> dict[str, str | None]:
-    """Ask torch whether flash attention can run: its first reason against it, or None, by mixed_precision. CUDA only.
+def why_no_flash(device: torch.device, precision: str, num_heads: int, head_dim: int, num_tokens: int) -> str | None:
+    """Ask torch whether flash attention can run: its first reason against it, or None. CUDA only.
 
-    cuDNN's kernel, which torch prefers on newer GPUs, does not store the scores either.
+    cuDNN's kernel, which torch prefers on newer GPUs, counts, too: it does not store the scores either.
     """
-    reasons: dict[str, str | None] = {}
-    for precision, dtype in (("no", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        query = torch.empty(1, num_heads, num_tokens, head_dim, dtype=dtype, device=device)
-        inputs = cuda.SDPAParams(query, query, query, None, 0.0, True, False)
-        with warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("always")
-            can_run = cuda.can_use_flash_attention(inputs, True) or cuda.can_use_cudnn_attention(inputs)
-        texts = [str(warning.message).partition(" (Triggered")[0] for warning in found]
-        reasons[precision] = None if can_run else next(iter(texts), "torch gives no reason")
-    return reasons
+    query = torch.empty(1, num_heads, num_tokens, head_dim, dtype=DTYPES[precision], device=device)
+    inputs = cuda.SDPAParams(query, query, query, None, 0.0, True, False)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        if cuda.can_use_flash_attention(inputs, True) or cuda.can_use_cudnn_attention(inputs):
+            return None
+    return str(found[0].message).partition(" (Triggered")[0] if found else "torch gives no reason"
 
 
 def has_bf16_units(device: torch.device) -> bool:

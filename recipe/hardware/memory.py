@@ -7,7 +7,6 @@ pass).
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -45,7 +44,6 @@ class Memory:
     usable_bytes: int  # by one process of the run; of all processes, the least
     total_bytes: int
     smaller: tuple[int, tuple[int, ...]] | None = None  # a micro-batch, and the `made_for` of the plan that ran out
-    host_bytes: int = 0  # the same as `usable_bytes`, of the host
 
 
 @dataclass(frozen=True)
@@ -175,14 +173,13 @@ def plan_device(
     An estimate never refuses a run: if nothing fits, the options that take the least memory are tried. A run that has
     run out of memory continues with a smaller micro-batch, if its size is `auto`. earlier: `MemoryPlan.choices` of its
     checkpoint, which are kept if they fit, since the free memory differs between starts. data_bytes: of the training
-    rows. Raises `UserError` if they are to be in memory, or on the device, and do not fit.
+    rows. Raises `UserError` if they are to be in the device's memory, which on a CPU is the RAM, and do not fit.
     """
     usable, place = memory.usable_bytes, config.data_placement
-    free = {"mmap": math.inf, "ram": memory.host_bytes, "device": usable}[place]
-    if data_bytes > free:
-        found = f"the training rows take {data_bytes / 1e9:.1f} GB for each process, and {free / 1e9:.1f} GB are free"
-        raise UserError(f"--data_placement {place}: {found}; use {'ram or ' * (place == 'device')}mmap")
     if place == "device" or (place == "ram" and facts.device_type == "cpu"):
+        if data_bytes > usable:
+            found = f"the training rows take {data_bytes / 1e9:.1f} GB, and {usable / 1e9:.1f} GB are free"
+            raise UserError(f"--data_placement {place}: {found}; use {'ram or ' * (place == 'device')}mmap")
         usable -= data_bytes
     plans = list_plans(config, model_config, facts, usable)
     kept = [plan for plan in plans if plan.choices == earlier and plan.total_bytes <= usable]

@@ -236,8 +236,7 @@ class RunLog:
         self.bar.set_description_str(f"{state.step:,}{total}", refresh=False)
         parts, width = describe_progress(values, self.total_bytes), math.inf
         if sys.stderr.isatty():
-            self.bar.set_postfix_str("", refresh=False)
-            width = (self.bar.format_dict["ncols"] or math.inf) - len(str(self.bar)) - 5  # for longer times
+            width = shutil.get_terminal_size().columns - len(f"100% {total}{total} [1:00:00<1:00:00, ]")
         while len(parts) > 1 and len(", ".join(parts)) > width:
             parts.pop()
         self.bar.set_postfix_str(", ".join(parts), refresh=False)
@@ -333,7 +332,8 @@ def describe_seen(config: TrainConfig, data: DatasetFacts, state: RunState, toke
     if epochs := count_epochs(config, data, state.examples):
         documents = {name: of.splits["train"]["documents"] for name, of in (data.mixture or {"": data}).items()}
         if None not in documents.values():
-            text += f"; {sum(count * (documents[name] or 0) for name, count in epochs.items()):,.0f} documents"
+            seen = sum(min(1, count) * (documents[name] or 0) for name, count in epochs.items())
+            text += f"; {seen:,.0f} documents"
         hours = trained / max(epochs.values()) / tokens_per_second / 3600
         text += f"; {hours:.{2 if hours < 10 else 0}f} hours an epoch" if len(epochs) == 1 else ""
     return text
@@ -344,18 +344,12 @@ def describe_bits(bits_per_byte: float | None) -> str:
     return "-" if bits_per_byte is None or math.isnan(bits_per_byte) else f"{bits_per_byte:.4f}"
 
 
-def describe_perplexity(perplexity: float) -> str:
-    """Return five characters, or more above 10,000."""
-    return f"{perplexity:,.{max(0, 4 - len(f'{perplexity:.0f}'))}f}"
-
-
 def describe_evaluation(what: str, values: dict[str, Any]) -> str:
     """Return one line with the results of an evaluation, and one more for each task."""
     train = f"train {values['train_loss']:.4f}, " if "train_loss" in values else ""
-    line = (
-        f"{what}: {train}validation {values['loss']:.4f}, perplexity {describe_perplexity(values['perplexity'])}, "
-        f"{describe_bits(values['bits_per_byte'])} bits/byte"
-    )
+    perplexity = f"{values['perplexity']:,.{2 if values['perplexity'] < 100 else 0}f}"
+    line = f"{what}: {train}validation {values['loss']:.4f}, perplexity {perplexity}, "
+    line += f"{describe_bits(values['bits_per_byte'])} bits/byte"
     for name, of in values.get("mixture", {}).items():
         line += f"\n  {name}: validation {of['loss']:.4f}, {describe_bits(of['bits_per_byte'])} bits/byte"
     for task, scores in split_scores(values).items():

@@ -8,6 +8,8 @@ from recipe.config import TrainConfig
 OFTEN = 0.5  # share of the steps whose gradient is clipped
 WAITING = 0.02  # share of the time in which a step waits for data
 ROOM, FULL = 0.8, 0.9  # shares of a GPU's memory between which a batch is well chosen
+REMEDY = {"mmap": "try --data_placement ram", "ram": "try --data_placement device"}  # for waiting, by where rows are
+REMEDY |= {"device": "the host is busy or too slow", "stream": "prepare the text first (scripts/prepare_data.py)"}
 
 
 def read_record(events: list[dict[str, Any]], config: TrainConfig, device_type: str, total_bytes: int) -> list[str]:
@@ -33,18 +35,11 @@ def read_record(events: list[dict[str, Any]], config: TrainConfig, device_type: 
         )
     waiting = statistics.median(event["share_waiting_for_data"] for event in train)
     if waiting > WAITING:
-        found.append(f"{waiting:.0%} of the time waits for data: {remedy_for_waiting(config)}")
+        remedy = REMEDY["stream" if config.streaming else config.data_placement]
+        found.append(f"{waiting:.0%} of the time waits for data: {remedy}")
     share = last["peak_memory_bytes"] / total_bytes
     if device_type == "cuda" and share > FULL:
         found.append(f"{share:.0%} of the GPU's memory is used: a smaller micro-batch is safer")
     if device_type == "cuda" and share < ROOM and config.per_device_train_batch_size != "auto":
         found.append(f"{share:.0%} of the GPU's memory is used: --per_device_train_batch_size auto uses more")
     return found
-
-
-def remedy_for_waiting(config: TrainConfig) -> str:
-    if config.streaming:
-        return "prepare the text first (scripts/prepare_data.py), and drop the option streaming"
-    if config.data_placement == "device":
-        return "the rows are on the device already, so the host is too slow or busy"
-    return "try --data_placement device" if config.data_placement == "ram" else "try --data_placement ram"

@@ -28,10 +28,10 @@ from recipe.config import STANDARD_LIBRARY, TrainConfig
 from recipe.environment import describe_device
 from recipe.errors import UserError
 from recipe.hardware.choices import ONE_PER_CPU
-from recipe.hardware.devices import peak_memory_bytes
+from recipe.hardware.devices import peak_memory_bytes, why_no_flash
 from recipe.hardware.memory import optimizer_bytes
 from recipe.hardware.processes import on_main_process
-from recipe.model.size import find_odd_size
+from recipe.model.size import count_heads, find_odd_size
 from recipe.model.weights import WEIGHTS_NAME, copy_weights
 from recipe.optim.schedule import describe_jump
 from recipe.publish.card import CARD_NAME, CURVE_NAME, write_model_card
@@ -115,6 +115,10 @@ def start_table(run: Run, facts: RunFacts, device: torch.device, eval_rows: int,
     }
     if device.type == "cuda" and config.matmul_precision != "highest":
         shown["precision"] += f"; {'TF32' if config.matmul_precision == 'high' else 'bf16'} for fp32 matmuls"
+    if device.type == "cuda" and config.attn_implementation == "sdpa":
+        shapes = *count_heads(run.model.config), config.block_size
+        reason = why_no_flash(device, config.mixed_precision, *shapes)
+        shown["attention"] += f"; no flash kernel ({reason})" if reason else "; flash kernels, no mask"
     if config.deterministic:
         shown["precision"] += "; deterministic algorithms"
     rate = f"{config.optim}, learning rate {config.learning_rate:g}"

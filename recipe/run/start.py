@@ -29,8 +29,7 @@ from recipe.data.tokenizer import count_ids
 from recipe.evaluation.tasks import load_tasks
 from recipe.hardware.accelerator import find_facts, measure_open, parallelize
 from recipe.hardware.choices import describe_choices
-from recipe.hardware.devices import device_of, why_no_flash
-from recipe.hardware.host_memory import available_bytes
+from recipe.hardware.devices import device_of
 from recipe.hardware.memory import Memory, measure_total_bytes, measure_usable_bytes
 from recipe.hardware.processes import (
     check_same_run,
@@ -48,7 +47,7 @@ from recipe.launcher import count_local_processes
 from recipe.model.build import build_model_config, model_options, translate_dropout
 from recipe.model.files import new_files, tuned_files
 from recipe.model.loss import LanguageModelingLoss
-from recipe.model.size import count_heads, padded_vocab_size
+from recipe.model.size import padded_vocab_size
 from recipe.model.weights import load_pretrained
 from recipe.optim.optimizers import check_optimizer
 from recipe.optim.schedule import OPTIONS
@@ -157,10 +156,6 @@ def plan_run(start: Start, dataset: Any) -> Run:
     started_at, requested, device = time.perf_counter(), start.requested, device_of(PartialState())
     metadata, model = metadata_of(dataset), on_all_processes(lambda: describe_model(start, dataset))
     is_packed = isinstance(dataset, PackedDataset)
-    if device.type == "cuda":
-        heads = count_heads(model.config)
-        facts = dataclasses.replace(start.facts, why_no_flash=why_no_flash(device, *heads, requested.block_size))
-        start = dataclasses.replace(start, around=dataclasses.replace(start.around, facts=facts))
     data = DataFacts(len(dataset.train), dataset.train.num_bytes if is_packed else 0, is_packed, metadata)
     options = {name: getattr(requested, name) for name in (*OPTIONS, "num_train_epochs")}
     check_same_run({"rows": data.num_rows, **options, **run_identity(requested, metadata, model.config)})
@@ -168,9 +163,7 @@ def plan_run(start: Start, dataset: Any) -> Run:
     rates = on_main_process(lambda: measure_open(requested, facts, device, model.padded))
     num_local = count_local_processes(start.facts.num_processes)
     usable = int(-largest_of_processes(-measure_usable_bytes(device, num_local))[0])
-    host = int(-largest_of_processes(-available_bytes() // num_local)[0])
-    smaller = on_main_process(lambda: read_smaller(start.output_dir))
-    memory = on_main_process(lambda: Memory(usable, measure_total_bytes(device), smaller, host))
+    memory = on_main_process(lambda: Memory(usable, measure_total_bytes(device), read_smaller(start.output_dir)))
     return decide_run(start, data, model, memory, rates, started_at)
 
 
