@@ -226,17 +226,20 @@ class RunLog:
             self.say(textwrap.fill(line, 80, subsequent_indent="  ", break_on_hyphens=False))
 
     def _show_progress(self, state: RunState, values: dict[str, Any]) -> None:
-        total = f"/{self.config.max_steps:,}" if self.config.max_steps else ""
         progress = max(state.progress, state.step / (self.config.max_steps or math.inf))  # the first: before the step
         if self.bar is None:
-            layout = "{percentage:3.0f}% {desc} [{elapsed}<{remaining}{postfix}]"
+            layout = "{desc} [{elapsed}<{remaining}{postfix}]"
             options = {"total": 1.0, "initial": progress, "bar_format": layout, "dynamic_ncols": True}
             options["delay"] = 1e-9  # or the bar appears before its numbers are set
             self.bar = tqdm(disable=not self.enabled, smoothing=0.1, **options, **progress_target())
-        self.bar.set_description_str(f"{state.step:,}{total}", refresh=False)
+        steps = (
+            f"{state.step:,}/{self.config.max_steps:,}" if self.config.max_steps else f"{state.step:,}, {progress:.0%}"
+        )
+        self.bar.set_description_str(steps, refresh=False)
         parts, width = describe_progress(values, self.total_bytes), math.inf
         if sys.stderr.isatty():
-            width = shutil.get_terminal_size().columns - len(f"100% {total}{total} [1:00:00<1:00:00, ]")
+            times = "1:00:00<1:00:00" if state.train_seconds > 3600 * progress else "00:00<00:00"
+            width = shutil.get_terminal_size().columns - len(f"{steps} [{times}, ]")
         while len(parts) > 1 and len(", ".join(parts)) > width:
             parts.pop()
         self.bar.set_postfix_str(", ".join(parts), refresh=False)
