@@ -151,7 +151,7 @@ def test_a_run_without_bits_per_byte(tmp_path, run, capsys):
     """They are null in files and a dash in lines; the loss is a loss."""
     folder = run(tokenizer_of(word_piece))
     out = capsys.readouterr().out
-    assert ", - bits per byte" in out and "bits_per_byte:     -" in out
+    assert ", - bits/byte" in out and "bits_per_byte:     -" in out
     summary = json.loads((folder / "summary.json").read_text())
     events = [*read_events(folder, "eval"), summary]
     assert {event["bits_per_byte"] for event in events} == {None} and summary["eval_loss"] > 1

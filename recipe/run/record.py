@@ -1,5 +1,6 @@
 """Read the log of a run: what a user may want to change, a sentence each. See scripts/benchmarks/curves.md, too."""
 
+import math
 import statistics
 from typing import Any
 
@@ -43,3 +44,16 @@ def read_record(events: list[dict[str, Any]], config: TrainConfig, device_type: 
     if device_type == "cuda" and share < ROOM and config.per_device_train_batch_size != "auto":
         found.append(f"{share:.0%} of the GPU's memory is used: --per_device_train_batch_size auto uses more")
     return found
+
+
+def find_train_loss(events: list[dict[str, Any]]) -> float | None:
+    """Return the mean training loss since the last evaluation; None if there was no step. events: see above."""
+    total, num_steps, last = 0.0, 0, 0
+    for event in events:
+        if event["event"] == "eval":
+            total, num_steps = 0.0, 0
+        elif event["event"] == "train":
+            count, last = event["step"] - last, event["step"]
+            total += count * (math.nan if event["loss"] is None else event["loss"])
+            num_steps += count
+    return total / num_steps if num_steps else None
