@@ -4,7 +4,7 @@ python scripts/plan_run.py --config gpt2_124m                 check this machine
 python scripts/plan_run.py --config gpt2_124m --measure       the same, with the speed of ten training steps
 python scripts/plan_run.py --config gpt2_774m --gpu a100-80gb --num_gpus 16 --price_per_hour 1.5
 python scripts/plan_run.py --config gpt2_1558m --gpu rtx4090 --num_gpus 8 --sharded     with FSDP
-python scripts/plan_run.py --lengths --gpu h100               memory and FLOPs of attention, by row length
+python scripts/plan_run.py --lengths                          memory and FLOPs of attention, by row length
 python scripts/plan_run.py --table                            what fits: every recipe size on every class of memory
 
 All other options are options of recipe/train.py; it needs no dataset. Exits with 1 if a check fails. Hours and cost on
@@ -61,9 +61,9 @@ SIZES = {"124M": "gpt2_124m", "355M": "gpt2_355m", "774M": "gpt2_774m", "1558M":
 CLASSES = {"8 GB": "rtx3070", "12 GB": "rtx3060", "16 GB": "t4", "24 GB": "rtx4090"}
 CLASSES |= {"40 GB": "a100-40gb", "80 GB": "a100-80gb", "141 GB": "h200"}
 SHARDED_CLASSES, NUM_SHARDS = ("24 GB", "40 GB"), 8  # the rows with FSDP
-# Models for the card that one has: its class of memory, layers, heads, width, tokens per row.
-SHAPES = {"24 GB": (24, 16, 1024, 512), "10 to 16 GB": (12, 12, 768, 256), "8 to 12 GB": (8, 8, 512, 256)}
-SMALLEST = {"24 GB": "rtx4090", "10 to 16 GB": "rtx3080", "8 to 12 GB": "rtx3070"}
+# Models for the card that one has: the smallest card of a class, layers, heads, width, tokens per row.
+SHAPES = {"24 GB": ("rtx4090", 24, 16, 1024, 512), "10 to 16 GB": ("rtx3080", 12, 12, 768, 256)}
+SHAPES |= {"8 to 12 GB": ("rtx3070", 8, 8, 512, 256)}
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 # Metal recommends a process to use two thirds of 16 GB of unified memory, and three quarters of larger ones.
 OTHER_DEVICES = {
@@ -75,23 +75,18 @@ OTHER_DEVICES = {
 
 def main() -> None:
     args, options = parse()
-    if args.table:
-        print(make_table(options))
+    if args.table or args.lengths:
+        print(make_table(options) if args.table else compare_lengths(*load_run(args.config, options, False)))
         return
     config, model_config = load_run(args.config, options, needs_steps=bool(args.gpu))
     if args.gpu:
         gpu, plan = load_gpu(args.gpu), plan_gpu(config, model_config, args.gpu, args.num_gpus, args.sharded)
         show(args, config, model_config, plan, gpu.memory_bytes, gpu.name, gpu.flops_per_second)
-        if args.lengths:
-            print(f"\n{compare_lengths(config, model_config, 'cuda', 'bf16' if gpu.bf16 else 'fp16', 'inductor')}")
         return
     choices = choose_here(config, model_config)
     failed = 0 if args.json else check_machine(config, choices)
     config = apply_choices(config, choices, find_facts(find_device()))
     plan_machine(args, config, model_config)
-    if args.lengths:
-        chosen = config.mixed_precision, config.dynamo_backend
-        print(f"\n{compare_lengths(config, model_config, find_device().type, *chosen)}")
     if args.measure:
         print(f"\nmeasured: {measure(args.config_file, config, choices['dynamo'].value)}")
     if failed:
@@ -282,7 +277,7 @@ def show(
     ]
     if num_tokens:
         lines.insert(2, ("tokens", f"{num_tokens:,} in {config.max_steps:,} steps", "exact"))
-        lines.append(("data in RAM", f"{data_bytes / 1e9:,.1f} GB with --data_placement ram, if seen once", "exact"))
+        lines.append(("data in RAM", f"{data_bytes / 1e9:,.1f} GB with --data_placement ram, if one epoch", "exact"))
     if step_seconds:
         speed = f"{1000 * config.tokens_per_step / ms:,.0f} tokens/s"
         lines.append(("step", f"{ms:,.0f} ms, {speed}, at {args.mfu:.0%} MFU", "estimated"))
@@ -295,18 +290,17 @@ def show(
     print("\n".join(f"{label:17}{value:53}{source}".rstrip() for label, value, source in lines))
 
 
-def compare_lengths(
-    config: TrainConfig, model_config: PreTrainedConfig, device_type: str, precision: str, backend: str
-) -> str:
+def compare_lengths(config: TrainConfig, model_config: PreTrainedConfig) -> str:
     """Return a table: attention's part of memory and FLOPs, by row length, for as many tokens per forward pass.
 
-    Plain attention keeps the scores, [heads, tokens, tokens] of each row; flash attention does not.
+    On a GPU in bf16, compiled. Plain attention keeps the scores, [heads, tokens, tokens] of each row; flash attention
+    does not.
     """
     titles = ["tokens per row", "rows", "flash", "plain", "scores in it", "attention's FLOPs"]
-    rows, shape, facts = [titles, ["---:"] * len(titles)], copy.deepcopy(model_config), Facts(device_type)
+    rows, shape, facts = [titles, ["---:"] * len(titles)], copy.deepcopy(model_config), Facts("cuda")
     for length in LENGTHS:
         shape.max_position_embeddings, plan = length, MemoryPlan(LENGTHS[-1] // length, False, 1)
-        config = dataclasses.replace(config, block_size=length, mixed_precision=precision, dynamo_backend=backend)
+        config = dataclasses.replace(config, block_size=length, mixed_precision="bf16", dynamo_backend="inductor")
         configs = [dataclasses.replace(config, attn_implementation=kind) for kind in ("sdpa", "eager")]
         flash, plain = (estimate_bytes(plan, of_kind, shape, facts) for of_kind in configs)
         flops, others = (count_flops_per_token(shape, count_parameters(shape), tokens) for tokens in (length, 0))
@@ -362,10 +356,10 @@ def make_table(options: list[str]) -> str:
     rows = [["memory", *SIZES], ["---"] * (1 + len(SIZES))]
     rows += [[memory, *map(make_cell, of_memory)] for memory, of_memory in plans.items()]
     rows += [[]] + [["card", "layers x width, tokens per row", "micro-batch x accumulation", "memory"], ["---"] * 4]
-    for memory, (layers, heads, width, length) in SHAPES.items():
+    for memory, (card, layers, heads, width, length) in SHAPES.items():
         shape = ["--config_overrides", f"n_layer={layers},n_head={heads},n_embd={width}", "--block_size", str(length)]
         config, model_config = load_run("gpt2_124m", [*shape, *options])
-        plan = plan_gpu(config, model_config, SMALLEST[memory])
+        plan = plan_gpu(config, model_config, card)
         cells = [memory, f"{layers} x {width}, {length}"]
         cells += [f"{plan.micro_batch_size} x {config.global_batch_size // plan.micro_batch_size}"] if plan else ["-"]
         rows.append([*cells, make_cell(plan).partition(": ")[2]])
@@ -413,7 +407,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--mfu", type=float, default=0.4, help="share of the peak FLOP/s (default: 0.4)")
     parser.add_argument("--price_per_hour", type=float, help="dollars per GPU and hour")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON, in bytes, without the checks")
-    parser.add_argument("--lengths", action="store_true", help="also print a table of attention's part, by row length")
+    parser.add_argument("--lengths", action="store_true", help="print what attention costs, by row length")
     parser.add_argument("--table", action="store_true", help="print what fits on every class of memory, as Markdown")
     args, options = parser.parse_with_run_options()
     for name in ("num_gpus", "mfu", "price_per_hour"):

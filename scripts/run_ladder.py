@@ -186,7 +186,8 @@ def train(on: set[str], setting: Setting) -> dict[str, Any]:
     def read_batch(number: int) -> torch.Tensor:
         indices = order(number)
         if "tokenize" in on:  # the text of each batch, padded and cut, in the step that needs it
-            return dataset.tokenizer(texts[number], **TOKENIZING, max_length=rows.block_size + 1).input_ids.to(device)
+            ids = dataset.tokenizer(texts[number % len(texts)], **TOKENIZING, max_length=rows.block_size + 1)
+            return ids.input_ids.to(device)
         if "packed" not in on:  # as from a list of documents: Python integers, row by row
             return torch.tensor([rows[index][0].tolist() for index in indices[:, None]]).to(device)
         batch = torch.from_numpy(rows[indices])
@@ -454,8 +455,9 @@ def plan_ladder(setting: Setting, names: list[str] | None, memory_bytes: float |
         on = on | {rung}
         if memory_bytes:
             setting = fill_memory(on, setting, memory_bytes)
+        label = f"{what}, {setting.micro_batch} rows" if memory_bytes else what
         if names is None or rung in names or rung == "fp32":
-            plan.append((what, partial(train, on, setting)))
+            plan.append((label, partial(train, on, setting)))
     return [*plan, (RECIPE, partial(train_recipe, setting))]
 
 
@@ -595,9 +597,10 @@ def parse() -> argparse.Namespace:
         "--dataset_dir", type=as_path, help="packed dataset (default: the Python standard library's text)"
     )
     parser.add_argument("--rungs", nargs="+", choices=RUNGS, metavar="RUNG", help=f"only these: {', '.join(RUNGS)}")
-    parser.add_argument("--peers", type=Path, nargs="+", metavar="PATH", help=peers)
-    parser.add_argument("--input", action="store_true", help="compare where batches come from instead")
-    parser.add_argument("--fill_memory", action="store_true", help="give each rung the largest micro-batch (GPU)")
+    modes = parser.add_mutually_exclusive_group()
+    modes.add_argument("--peers", type=Path, nargs="+", metavar="PATH", help=peers)
+    modes.add_argument("--input", action="store_true", help="compare where batches come from instead")
+    modes.add_argument("--fill_memory", action="store_true", help="give each rung the largest micro-batch (GPU)")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each program with --peers (default: 3)")
     parser.add_argument("--steps", type=int, default=12, help="timed steps per rung (default: 12)")
     parser.add_argument("--minutes", type=float, help="train this long on each rung instead, counted from its start")

@@ -170,6 +170,8 @@ def attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, sc
     """Call the kernel that sdpa takes on an H100, as far as memory goes: flash, or efficient attention in fp32."""
     assert attn_mask is None and (is_causal or query.shape[2] == 1), "a mask rules out flash attention"
     if query.dtype == torch.float32:
+        if not torch.backends.cuda.mem_efficient_sdp_enabled():
+            raise RuntimeError("No available kernel. Aborting execution.")
         return aten._scaled_dot_product_efficient_attention(
             query, key, value, None, True, dropout_p, is_causal, scale=scale
         )[0]
@@ -243,8 +245,6 @@ ANSWERS = {
     "torch.nn.parallel.DistributedDataParallel": DataParallel,
     "torch.nn.parallel.distributed._verify_param_shape_across_processes": lambda *_: None,
     "torch.cuda.amp.common.amp_definitely_not_available": lambda: False,
-    "torch.backends.cuda.can_use_flash_attention": lambda inputs, debug: inputs.query.dtype != torch.float32,
-    "torch.backends.cuda.can_use_cudnn_attention": lambda inputs: False,
     "torch.cuda.is_bf16_supported": lambda including_emulation=True: True,
     "accelerate.accelerator.is_bf16_available": lambda *_: True,
     "torch.Generator": Generator,
@@ -256,6 +256,7 @@ ANSWERS = {
     "torch.cuda.get_device_name": lambda *_: H100.name,
     "torch.cuda.get_device_properties": lambda *_: H100,
     "torch.cuda.memory_reserved": lambda *_: 0,
+    "torch.cuda.memory_allocated": lambda *_: GB // 2,
     "torch.cuda.max_memory_allocated": lambda *_: GB,
     "torch._subclasses.fake_tensor.FakeTensor.tolist": lambda self: self.cpu().tolist(),  # its own: item by item
     "torch.accelerator.empty_cache": lambda *_: None,

@@ -89,8 +89,11 @@ def check_waits(found: SimpleNamespace) -> None:
     ids=" ".join,
 )
 def test_the_host_waits_for_log_lines_evaluations_and_checkpoints_alone(rehearse, options):
-    """Operators of different devices would fail, too."""
-    check_waits(rehearse(*RUN, *options))
+    """Operators of different devices would fail, too. The start table and the log line say what the options mean."""
+    check_waits(found := rehearse(*RUN, *options))
+    shown = " ".join(found.output.split())
+    assert ("no flash kernel (RuntimeError: No available" if "no" in options else "flash kernels, no mask") in shown
+    assert (" scale 1" in shown) == ("fp16" in options)
 
 
 def test_a_run_of_the_cpu_resumes_on_the_gpu(rehearse, train_shared):

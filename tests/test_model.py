@@ -91,7 +91,6 @@ def test_parameters_of_a_published_llama():
     [
         ("n_head=12,n_embd=768", None),
         ("n_head=3,n_embd=99", ["3 heads of 33 values", "40, a width of 120, is faster"]),
-        ("n_head=2,n_embd=64,n_inner=99", ["an MLP of 99 values", "104 is faster"]),
     ],
 )
 def test_odd_widths_are_named_with_the_next_good_number(shape, words):

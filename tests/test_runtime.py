@@ -95,38 +95,38 @@ def test_bf16_stays_close_to_fp32(train, plain):
 # ------------------------------------------------------------------ flash attention
 
 
-class Params:
-    """Stands for `torch.backends.cuda.SDPAParams`, which takes tensors of CUDA only in a build for it."""
+def test_why_flash_attention_does_not_run(monkeypatch):
+    """Tried with the run's own type and shapes; a CPU's kernel refuses dropout."""
+    shapes = torch.device("cpu"), "bf16", 12, 64, 128
+    assert devices.why_no_flash(*shapes) is None
+    attend = torch.nn.functional.scaled_dot_product_attention
 
-    def __init__(self, query, *_):
-        self.query = query
+    def drop(query, *others, **options):
+        assert query.shape == (1, 12, 128, 64) and query.dtype == torch.bfloat16 and query.requires_grad
+        return attend(query, *others, **options, dropout_p=0.1)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", drop)
+    assert devices.why_no_flash(*shapes) == "Both fused kernels do not support non-zero dropout."
+    assert torch.backends.cuda.math_sdp_enabled()
 
 
 @pytest.mark.parametrize(
-    ("precision", "head_dim", "expected"),
+    ("lines", "expected"),
     [
-        ("bf16", 64, None),
-        ("fp16", 256, None),
-        ("no", 64, "expected a 16-bit type"),
-        ("bf16", 33, "expected a multiple of 8"),
-        ("fp16", 512, "torch gives no reason"),
+        (["Memory efficient kernel not used because:", "It has been runtime disabled. (Triggered internally at x)",
+          "Flash attention kernel not used because:", "Expected a 16-bit type. (Triggered internally at x)",
+          "CuDNN attention kernel not used because:", "Torch was not compiled with cuDNN."],
+         "Expected a 16-bit type."),
+        ([], "RuntimeError: No available kernel."),
     ],
-)
-def test_why_flash_attention_does_not_run(monkeypatch, precision, head_dim, expected):
-    """Asked with the run's own type and shapes; torch gives its reasons as warnings."""
+)  # fmt: skip
+def test_the_reason_is_that_against_flash_kernels(monkeypatch, lines, expected):
+    """In the order in which torch gives its reasons on a GPU."""
 
-    def can_use_flash(inputs, debug):
-        if inputs.query.dtype == torch.float32:
-            warnings.warn("expected a 16-bit type (Triggered internally at sdp_utils.cpp:100.)", stacklevel=1)
-        if inputs.query.shape[-1] % 8:
-            warnings.warn("expected a multiple of 8", stacklevel=1)
-        assert debug and inputs.query.shape[:3] == (1, 12, 1024)
-        return inputs.query.dtype != torch.float32 and inputs.query.shape[-1] in (64, 256)
+    def refuse(*_, **__):
+        for line in lines:
+            warnings.warn(line, stacklevel=1)
+        raise RuntimeError("No available kernel.")
 
-    monkeypatch.setattr(torch.backends.cuda, "SDPAParams", Params)
-    monkeypatch.setattr(torch.backends.cuda, "can_use_flash_attention", can_use_flash)
-    monkeypatch.setattr(torch.backends.cuda, "can_use_cudnn_attention", lambda inputs: False)
-    found = devices.why_no_flash(torch.device("cpu"), precision, 12, head_dim, 1024)
-    assert found == expected
-    monkeypatch.setattr(torch.backends.cuda, "can_use_cudnn_attention", lambda inputs: True)
-    assert devices.why_no_flash(torch.device("cpu"), precision, 12, head_dim, 1024) is None
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", refuse)
+    assert devices.why_no_flash(torch.device("cpu"), "no", 12, 64, 128) == expected

@@ -1,6 +1,7 @@
 """Capabilities of the devices: bf16 units of a GPU, inductor, peak rates, memory in use."""
 
 import importlib.util
+import itertools
 import os
 import re
 import shutil
@@ -12,14 +13,17 @@ from typing import TYPE_CHECKING, cast
 
 import psutil
 import torch
-from torch.backends import cuda
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from recipe.errors import short_reason
 from recipe.hardware.gpus import find_gpu
 from recipe.hardware.host_memory import resident_bytes
 
 if TYPE_CHECKING:
     from accelerate import PartialState
 
+FLASH_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -55,17 +59,22 @@ def why_no_inductor(device: torch.device) -> str | None:
 
 
 def why_no_flash(device: torch.device, precision: str, num_heads: int, head_dim: int, num_tokens: int) -> str | None:
-    """Ask torch whether flash attention can run: its first reason against it, or None. CUDA only.
+    """Try attention with flash kernels: torch's reason if none runs, else None.
 
-    cuDNN's kernel, which torch prefers on newer GPUs, counts, too: it does not store the scores either.
+    cuDNN's kernel, which torch prefers on newer GPUs, counts, too: it does not store the scores either. torch gives
+    its reasons as warnings, those against flash kernels below a heading.
     """
-    query = torch.empty(1, num_heads, num_tokens, head_dim, dtype=DTYPES[precision], device=device)
-    inputs = cuda.SDPAParams(query, query, query, None, 0.0, True, False)
-    with warnings.catch_warnings(record=True) as found:
+    shape = 1, num_heads, num_tokens, head_dim
+    query = torch.empty(shape, dtype=DTYPES[precision], device=device, requires_grad=True)
+    with warnings.catch_warnings(record=True) as found, sdpa_kernel(FLASH_KERNELS):
         warnings.simplefilter("always")
-        if cuda.can_use_flash_attention(inputs, True) or cuda.can_use_cudnn_attention(inputs):
-            return None
-    return str(found[0].message).partition(" (Triggered")[0] if found else "torch gives no reason"
+        try:
+            F.scaled_dot_product_attention(query, query, query, is_causal=True)
+        except RuntimeError as error:
+            lines = [str(warning.message).partition(" (Triggered")[0] for warning in found]
+            pairs = itertools.pairwise(lines)
+            return next((line for heading, line in pairs if heading.startswith("Flash")), short_reason(error))
+    return None
 
 
 def has_bf16_units(device: torch.device) -> bool:
@@ -95,12 +104,9 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def used_memory_bytes(device: torch.device) -> int:
-    """Return the memory in use now: of a GPU by all programs, as nvidia-smi shows it; else of the process."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return total - free
-    return resident_bytes()
+def memory_bytes(device: torch.device) -> int:
+    """Return the memory in use now: of what `peak_memory_bytes` is the peak."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else resident_bytes()
 
 
 def get_rng_state(device: torch.device) -> dict[str, torch.Tensor]:

@@ -49,20 +49,16 @@ def count_heads(model_config: PreTrainedConfig) -> tuple[int, int]:
 
 
 def find_odd_size(model_config: PreTrainedConfig) -> str | None:
-    """Say which width is no multiple of 8 values, which matrix units and flash kernels are made for, and the next one.
+    """Say that the heads' width is no multiple of 8 values, and name the next one; None if it is a multiple.
 
-    A multiple of 16 bytes is what NVIDIA's guide to matrix products asks for. None if all are.
+    Flash kernels are made for such heads, and matrix units for multiples of 16 bytes (NVIDIA's guide).
     """
     num_heads, head_dim = count_heads(model_config)
-    inner = getattr(model_config, "intermediate_size", None) or getattr(model_config, "n_inner", None) or 0
-    if head_dim % 8:
-        found = f"{num_heads} heads of {head_dim} values"
-        better = f"{head_dim - head_dim % -8}, a width of {num_heads * (head_dim - head_dim % -8)},"
-    elif inner % 8:
-        found, better = f"an MLP of {inner} values", f"{inner - inner % -8}"
-    else:
+    if head_dim % 8 == 0:
         return None
-    return f"{found}: GPUs are made for multiples of 8; {better} is faster"
+    better = head_dim - head_dim % -8
+    found = f"{num_heads} heads of {head_dim} values: GPUs are made for multiples of 8"
+    return f"{found}; {better}, a width of {num_heads * better}, is faster"
 
 
 def count_training_flops(config: TrainConfig, model_config: PreTrainedConfig, num_parameters: int) -> float:

@@ -23,14 +23,14 @@ from recipe.checkpoint import RunState
 from recipe.config import TrainConfig
 from recipe.data.batches import TrainBatches
 from recipe.errors import UserError, short_reason
-from recipe.hardware.devices import peak_flops_per_second, peak_memory_bytes, used_memory_bytes
+from recipe.hardware.devices import memory_bytes, peak_flops_per_second, peak_memory_bytes
 from recipe.hardware.memory import measure_total_bytes
 from recipe.optim.guard import MOST_BAD_STEPS, UpdateGuard
 from recipe.progress import progress_target
 from recipe.publish.public import METRICS_NAME, read_events, split_scores, without_nan
 from recipe.run.decide import Run, has_stalled
 from recipe.run.facts import DatasetFacts, RunFacts, count_epochs
-from recipe.run.record import WAITING, find_train_loss, read_record
+from recipe.run.record import WAITING, read_record
 
 LISTED = 6  # failures of one kind
 PROJECT = "gpt2-recipe"  # for trackers, unless WANDB_PROJECT is set
@@ -61,6 +61,7 @@ class RunLog:
         self.tolerate("tracker events", lambda: self._init_trackers(state, facts))
         self.sums: dict[str, torch.Tensor] = {}  # over the steps since the last log line, on the device
         self.grad_norm, self.num_clipped = torch.zeros(()), torch.zeros((), device=self.device)
+        self.train_losses: list[tuple[int, float]] = []  # steps and mean loss of each lap since the last evaluation
         self.has_been_read = state.progress >= READ_AT
         self.lap_steps, self.lap_seconds, self.lap_started_at = 0, 0.0, time.perf_counter()
         self.laps: list[tuple[int, float]] = []  # steps and seconds between log lines of this process
@@ -184,6 +185,7 @@ class RunLog:
         steps, seconds = self.lap_steps, self.lap_seconds
         num_tokens = steps * self.config.tokens_per_step
         self.laps.append((steps, seconds))
+        self.train_losses.append((steps, means["loss"]))
         state.train_seconds += seconds
         self.sums, self.lap_steps, self.lap_seconds = {}, 0, 0.0
         self.num_clipped = torch.zeros((), device=self.device)
@@ -203,7 +205,7 @@ class RunLog:
             "mfu": flops / peak if peak else None,
             "skipped_steps": int(skipped),
             "share_waiting_for_data": min(1.0, waited / seconds),
-            "memory_bytes": used_memory_bytes(self.device),
+            "memory_bytes": memory_bytes(self.device),
             "peak_memory_bytes": peak_memory_bytes(self.device),
         }
         self.event("train", state.step, **values)
@@ -220,7 +222,8 @@ class RunLog:
 
     def show_record(self) -> None:
         """Say what the log shows that a user may want to change."""
-        for line in read_record(read_events(self.output_dir), self.config, self.device.type, self.total_bytes):
+        events = read_events(self.output_dir) if self.enabled else []
+        for line in read_record(events, self.config, self.device.type, self.total_bytes):
             self.say(textwrap.fill(line, 80, subsequent_indent="  ", break_on_hyphens=False))
 
     def _show_progress(self, state: RunState, values: dict[str, Any]) -> None:
@@ -272,8 +275,9 @@ class RunLog:
         step, num_tokens = state.step, state.examples * self.config.block_size
         if self.lap_steps:
             self.train(state)  # for the training loss up to here
-        if self.enabled and (train_loss := find_train_loss(read_events(self.output_dir))) is not None:
-            values = {"train_loss": train_loss, **values}
+        if steps := sum(count for count, _ in self.train_losses):
+            values = {"train_loss": sum(count * loss for count, loss in self.train_losses) / steps, **values}
+            self.train_losses = []
         self.event("eval", step, tokens_seen=num_tokens, **{k: v for k, v in values.items() if k != "sample"})
         if values["sample"] is not None:
             self.event("sample", step, prompt=self.config.sample_prompt, text=values["sample"])

@@ -1,6 +1,5 @@
 """Read the log of a run: what a user may want to change, a sentence each. See scripts/benchmarks/curves.md, too."""
 
-import math
 import statistics
 from typing import Any
 
@@ -8,7 +7,7 @@ from recipe.config import TrainConfig
 
 OFTEN = 0.5  # share of the steps whose gradient is clipped
 WAITING = 0.02  # share of the time in which a step waits for data
-ROOM, FULL = 0.8, 0.9  # shares of a GPU's memory between which a batch is well chosen
+ROOM = 0.8  # share of a GPU's memory; a batch that uses less can grow
 REMEDY = {"mmap": "try --data_placement ram", "ram": "try --data_placement device"}  # for waiting, by where rows are
 REMEDY |= {"device": "the host is busy or too slow", "stream": "prepare the text first (scripts/prepare_data.py)"}
 
@@ -39,21 +38,6 @@ def read_record(events: list[dict[str, Any]], config: TrainConfig, device_type: 
         remedy = REMEDY["stream" if config.streaming else config.data_placement]
         found.append(f"{waiting:.0%} of the time waits for data: {remedy}")
     share = last["peak_memory_bytes"] / total_bytes
-    if device_type == "cuda" and share > FULL:
-        found.append(f"{share:.0%} of the GPU's memory is used: a smaller micro-batch is safer")
     if device_type == "cuda" and share < ROOM and config.per_device_train_batch_size != "auto":
         found.append(f"{share:.0%} of the GPU's memory is used: --per_device_train_batch_size auto uses more")
     return found
-
-
-def find_train_loss(events: list[dict[str, Any]]) -> float | None:
-    """Return the mean training loss since the last evaluation; None if there was no step. events: see above."""
-    total, num_steps, last = 0.0, 0, 0
-    for event in events:
-        if event["event"] == "eval":
-            total, num_steps = 0.0, 0
-        elif event["event"] == "train":
-            count, last = event["step"] - last, event["step"]
-            total += count * (math.nan if event["loss"] is None else event["loss"])
-            num_steps += count
-    return total / num_steps if num_steps else None

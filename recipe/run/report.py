@@ -297,7 +297,6 @@ def build_summary(
         "initial": {key: value for key, value in state.initial.items() if key != "sample"},
         "tokens_per_second": log.tokens_per_second,
         "peak_memory_bytes": peak_memory_bytes(log.device),
-        "device_memory_bytes": log.total_bytes,
         "train_seconds": state.train_seconds,
         "wall_seconds": log.seconds(),
         "num_parameters": facts.model.num_parameters,
@@ -324,7 +323,6 @@ def closing_lines(run: Run, summary: dict[str, Any], sample: str | None, state: 
         "train_seconds": f"{summary['train_seconds']:.1f}",
         "total_seconds": f"{summary['wall_seconds']:.1f}",
         "peak_memory_gb": f"{memory:.2f}",
-        "peak_memory_share": f"{summary['peak_memory_bytes'] / summary['device_memory_bytes']:.2f}",
         "model": output_dir,
     }
     width = max(19, *(len(key) + 2 for key in block))

@@ -19,20 +19,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.benchmark import Timer
 
 from recipe.arguments import CommandLine, as_path
 from recipe.environment import describe_environment
 from recipe.errors import UserError, run_main
-from recipe.model.loss import cross_entropy
 from recipe.run.stop import EXIT_STOPPED
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,7 +92,7 @@ def list_stages(args: argparse.Namespace) -> list[tuple[str, int, list]]:
         return python(ROOT / "scripts" / "run_ladder.py", *args.run, *batch, *output, "--peers", args.nanogpt)
 
     return [
-        ("machine", 15, python(__file__, "--part", "machine")),
+        ("machine", 15, python(__file__, "--machine")),
         ("gpu_tests", 150, python("-m", "pytest", "-m", "gpu", "-v", "--tb=short", ROOT / "tests" / "test_gpu.py")),
         ("warm", 70, [ours(rows // 2, WARM), ours(rows, WARM)]),
         ("warm_nanogpt", 120, [peers(rows, 4, "warm"), peers(rows // 2, 4, "warm_half")]),
@@ -106,7 +102,6 @@ def list_stages(args: argparse.Namespace) -> list[tuple[str, int, list]]:
         ("nanogpt", 70, peers(rows, 12, "nanogpt")),
         ("real", 120, python(TRAIN, *args.run, *REAL.split())),
         ("ours_again", 35, ours(rows, TIMED)),  # the noise, and whether the losses repeat
-        ("kernels", 40, python(__file__, "--part", "kernels", "--rows", rows)),
         # Inductor fuses 24 more casts per micro-batch: 1.2% of a step, computed (LOG.md).
         ("fused_casts", 80, ["env", "TORCHINDUCTOR_LOOP_ORDERING_AFTER_FUSION=0", *ours(rows, TIMED)]),
         *((name, 80, ours(rows, f"{TIMED} {options}")) for name, options in LEVERS.items()),
@@ -190,48 +185,6 @@ def print_machine(device: torch.device) -> None:
     print(f"bf16 matmul of {size}: {2 * size**3 / measure_seconds(lambda: a @ b) / 1e12:.1f} TFLOP/s", flush=True)
 
 
-def print_kernels(device: torch.device, rows: int) -> None:
-    """The parts of a step of GPT-2 124M alone: attention, the loss, the five matrix products, the bandwidth.
-
-    The loss is ours, whose gradient overwrites the logits, and torch's. Above 2^31 logits, their indices have 64 bits.
-    """
-    options = {"device": device, "dtype": torch.bfloat16}
-    for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
-        q = torch.randn(rows, 12, 1024, 64, requires_grad=True, **options)
-
-        def attend(backend: SDPBackend = backend, q: torch.Tensor = q) -> None:
-            with sdpa_kernel(backend):
-                F.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
-
-        print_time(f"attention forward and backward, {backend.name}", attend)
-    for num_rows in (rows // 2, rows):
-        hidden, weight = torch.randn(num_rows * 1024, 768, **options), torch.randn(50304, 768, **options)
-        targets = torch.randint(50257, (num_rows * 1024,), device=device)
-        hidden.requires_grad_()
-        weight.requires_grad_()
-        for name, entropy in (("ours", cross_entropy), ("torch's", F.cross_entropy)):
-            inputs = entropy, hidden, weight, targets
-            print_time(f"{name} loss forward and backward, {num_rows} rows", lambda i=inputs: sum_loss(*i).backward())
-    for name, inner, outer in (("qkv", 768, 2304), ("proj", 768, 768), ("fc", 768, 3072), ("out", 3072, 768),
-                               ("head", 768, 50304)):  # fmt: skip
-        x, w = torch.randn(rows * 1024, inner, **options), torch.randn(inner, outer, **options)
-        print_time(f"matmul {name}", lambda x=x, w=w: x @ w)
-    x = torch.empty(2**30, dtype=torch.uint8, device=device)
-    print_time("copy of 1 GiB", x.clone)
-
-
-@torch.compile(dynamic=False)
-def sum_loss(entropy: Callable, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return entropy((hidden @ weight.T).float(), targets, reduction="sum")
-
-
-def print_time(name: str, function: object) -> None:
-    try:
-        print(f"{name}: {measure_seconds(function) * 1e3:.3f} ms", flush=True)
-    except RuntimeError as error:  # a kernel that this build or this GPU lacks
-        print(f"{name}: {error}", flush=True)
-
-
 def measure_seconds(function: object) -> float:
     return Timer("f()", globals={"f": function}).blocked_autorange(min_run_time=0.5).median
 
@@ -245,12 +198,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=10, help="time limit of all stages (default: 10)")
     parser.add_argument("--stages", nargs="+", help="run only these, as in machine ours")
     parser.add_argument("--output_dir", type=Path, default=Path("runs") / "first_gpu", help="folder of the results")
-    parser.add_argument("--part", choices=["machine", "kernels"], help="run a part of a stage in this process")
+    parser.add_argument("--machine", action="store_true", help="only show the GPU and the rate of its products")
     args = parser.parse_args()
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     args.device = device.type
-    if args.part:
-        print_machine(device) if args.part == "machine" else print_kernels(device, args.rows)
+    if args.machine:
+        print_machine(device)
         sys.exit(0)
     if not (args.dataset_dir and args.nanogpt):
         raise UserError("pass --dataset_dir and --nanogpt")
