@@ -64,6 +64,7 @@ SHARDED_CLASSES, NUM_SHARDS = ("24 GB", "40 GB"), 8  # the rows with FSDP
 # Models for the card that one has: the smallest card of a class, layers, heads, width, tokens per row.
 SHAPES = {"24 GB": ("rtx4090", 24, 16, 1024, 512), "10 to 16 GB": ("rtx3080", 12, 12, 768, 256)}
 SHAPES |= {"8 to 12 GB": ("rtx3070", 8, 8, 512, 256)}
+LETTERS = {"C": "--activation_checkpointing", "L": "--loss_chunks 8"}
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 # Metal recommends a process to use two thirds of 16 GB of unified memory, and three quarters of larger ones.
 OTHER_DEVICES = {
@@ -259,7 +260,7 @@ def show(
             **{"parameters": num_parameters, "tokens_per_step": config.tokens_per_step, "tokens": num_tokens},
             **{"flops_per_token": flops, "micro_batch": plan.micro_batch_size, "micro_batches": accumulation},
             **{"options": letters_of(plan), "device_bytes": int(memory_bytes), "memory_bytes": plan.total_bytes},
-            **{"parts": plan.parts, "data_bytes": data_bytes, "step_ms": ms, "gpu_hours": hours},
+            **{"parts": plan.parts, "data_bytes": data_bytes, "step_ms": ms or None, "gpu_hours": hours or None},
         }
         print(json.dumps(found, indent=2))
         return
@@ -270,14 +271,16 @@ def show(
         ("tokens per step", f"{config.tokens_per_step:,} in {config.global_batch_size:,} rows", "exact"),
         ("FLOPs", f"{flops / 1e6:,.0f} M per token{in_all}", "exact"),
         ("micro-batch", f"{plan.micro_batch_size} rows x {accumulation} per step and device", "estimated"),
-        ("memory options", letters_of(plan) or "none needed", "estimated"),
+        ("memory options", " ".join(LETTERS[letter] for letter in letters_of(plan)) or "none needed", "estimated"),
         ("memory", f"{plan.total_bytes / 1e9:.1f} of {memory_bytes / 1e9:.1f} GB on each device", "estimated"),
         ("  at its peak", ", ".join(parts[:3]), "GB"),
         ("", ", ".join(parts[3:]), "GB"),
     ]
     if num_tokens:
         lines.insert(2, ("tokens", f"{num_tokens:,} in {config.max_steps:,} steps", "exact"))
-        lines.append(("data in RAM", f"{data_bytes / 1e9:,.1f} GB with --data_placement ram, if seen once", "exact"))
+        lines.append(
+            ("data in RAM", f"{data_bytes / 1e9:,.1f} GB per process and epoch, --data_placement ram", "exact")
+        )
     if step_seconds:
         speed = f"{1000 * config.tokens_per_step / ms:,.0f} tokens/s"
         lines.append(("step", f"{ms:,.0f} ms, {speed}, at {args.mfu:.0%} MFU", "estimated"))

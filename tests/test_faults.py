@@ -596,6 +596,8 @@ def check_equal(run, expected, killed_at=0):
         logged = [[{key: value for key, value in line.items() if key not in (*MACHINE_NUMBERS, "train_loss")}
                    for line in read_events(path, event)] for path in (run, expected)]  # fmt: skip
         assert logged[0] == logged[1]
+    means = [[line["train_loss"] for line in read_events(path, "eval")[1:]] for path in (run, expected)]
+    assert killed_at or means[0] == pytest.approx(means[1], abs=1e-6)
     each, before = read_events(expected, "train"), 0
     for line in read_events(run, "train"):
         before = killed_at if before < killed_at < line["step"] else before

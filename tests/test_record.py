@@ -1,5 +1,6 @@
 """What people look at: the numbers of a log line, training beside validation, and what a log says at the end."""
 
+import math
 import types
 
 import pytest
@@ -9,17 +10,17 @@ from recipe.checkpoint import RunState
 from recipe.command_line import load_config
 from recipe.run.facts import DatasetFacts
 from recipe.run.log import describe_progress, describe_seen
-from recipe.run.record import read_record
+from recipe.run.record import find_train_loss, read_record
 
 LINE = {"loss": 3.9123, "learning_rate": 6e-4, "grad_norm": 0.5, "step_ms": 93.2, "tokens_per_second": 5.25e5}
 LINE |= {"share_waiting_for_data": 0.01, "mfu": 0.45, "memory_bytes": 12e9, "peak_memory_bytes": 36e9}
-TRAIN = {"event": "train", "clipped_share": 0.0, "skipped_steps": 0, "share_waiting_for_data": 0.0}
+TRAIN = {"event": "train", "step": 200, "clipped_share": 0.0, "skipped_steps": 0, "share_waiting_for_data": 0.0}
 TRAIN |= {"peak_memory_bytes": 34e9}
 
 
 def test_a_log_line_has_the_most_important_numbers_first():
     parts = ["loss 3.912", "lr 6.0e-04", "norm 0.50", "93 ms", "525k tok/s", "45% MFU"]
-    memory = "12.0 GB, peak 36.0/40 GB (90%)"
+    memory = "30% of 40 GB, peak 90%"
     assert describe_progress(LINE, 40 * 10**9) == [*parts, memory]
     more = {"share_waiting_for_data": 0.12, "loss_scale": 65536.0}
     assert describe_progress(LINE | more, 40 * 10**9) == [
@@ -53,6 +54,7 @@ def test_only_the_later_half_of_the_gradients_counts():
     events = [TRAIN | {"clipped_share": 1.0}] * 4 + [TRAIN] * 4
     assert read_record(events, config, "cpu", 10**12) == []
     assert len(read_record(events[:4], config, "cpu", 10**12)) == 1
+    assert read_record([event | {"step": 100} for event in events[:4]], config, "cpu", 10**12) == []
 
 
 def test_tokens_documents_and_hours_by_hand():
@@ -70,6 +72,18 @@ def test_tokens_documents_and_hours_by_hand():
     assert describe_seen(config, data, state, 512000 / 3600).endswith("; 80 documents; 1.00 hours an epoch")
     config.streaming, state.examples = True, 250
     assert describe_seen(config, data, state, 1.0) == "128k tokens + 10.2k of validation = 138k"
+
+
+def test_the_mean_training_loss_since_the_last_evaluation():
+    """Each line counts as often as it has steps, after a resume those since the resume. NaN is null in the file."""
+    lines = [("start", 0, 0.0), ("train", 1, 9.0), ("eval", 1, 9.0), ("train", 4, 5.0), ("sample", 4, 0.0)]
+    lines += [("start", 6, 0.0), ("train", 7, 1.0)]  # from checkpoint-6, which no log line precedes
+    events = [{"event": event, "step": step, "loss": loss} for event, step, loss in lines]
+    assert find_train_loss(events) == pytest.approx((3 * 5 + 1) / 4) and find_train_loss(events[:3]) is None
+    assert find_train_loss(events[:2]) == 9.0 and math.isnan(find_train_loss([events[1] | {"loss": None}]))
+    other_folder = [{"event": "start", "step": 1000}, {"event": "train", "step": 1001, "loss": 9.0}]
+    other_folder += [{"event": "train", "step": 1004, "loss": 1.0}]
+    assert find_train_loss(other_folder) == pytest.approx(3.0)
 
 
 def test_an_evaluation_has_the_mean_training_loss_since_the_last_one(train, capsys):

@@ -30,7 +30,7 @@ from recipe.progress import progress_target
 from recipe.publish.public import METRICS_NAME, read_events, split_scores, without_nan
 from recipe.run.decide import Run, has_stalled
 from recipe.run.facts import DatasetFacts, RunFacts, count_epochs
-from recipe.run.record import WAITING, read_record
+from recipe.run.record import WAITING, find_train_loss, read_record
 
 LISTED = 6  # failures of one kind
 PROJECT = "gpt2-recipe"  # for trackers, unless WANDB_PROJECT is set
@@ -61,7 +61,6 @@ class RunLog:
         self.tolerate("tracker events", lambda: self._init_trackers(state, facts))
         self.sums: dict[str, torch.Tensor] = {}  # over the steps since the last log line, on the device
         self.grad_norm, self.num_clipped = torch.zeros(()), torch.zeros((), device=self.device)
-        self.train_losses: list[tuple[int, float]] = []  # steps and mean loss of each lap since the last evaluation
         self.has_been_read = state.progress >= READ_AT
         self.lap_steps, self.lap_seconds, self.lap_started_at = 0, 0.0, time.perf_counter()
         self.laps: list[tuple[int, float]] = []  # steps and seconds between log lines of this process
@@ -185,7 +184,6 @@ class RunLog:
         steps, seconds = self.lap_steps, self.lap_seconds
         num_tokens = steps * self.config.tokens_per_step
         self.laps.append((steps, seconds))
-        self.train_losses.append((steps, means["loss"]))
         state.train_seconds += seconds
         self.sums, self.lap_steps, self.lap_seconds = {}, 0, 0.0
         self.num_clipped = torch.zeros((), device=self.device)
@@ -230,7 +228,7 @@ class RunLog:
         max_steps = self.config.max_steps
         progress = max(state.progress, state.step / (max_steps or math.inf))  # the first: before the step
         if self.bar is None:
-            layout = "{desc} [{elapsed}<{remaining}{postfix}]"
+            layout = "{desc} {elapsed}<{remaining}{postfix}"
             options = {"total": 1.0, "initial": progress, "bar_format": layout, "dynamic_ncols": True}
             options["delay"] = 1e-9  # or the bar appears before its numbers are set
             self.bar = tqdm(disable=not self.enabled, smoothing=0.1, **options, **progress_target())
@@ -239,7 +237,7 @@ class RunLog:
         parts, width = describe_progress(values, self.total_bytes), math.inf
         if sys.stderr.isatty():
             times = "1:00:00<1:00:00" if state.train_seconds > 3600 * progress else "00:00<00:00"
-            width = shutil.get_terminal_size().columns - len(f"{steps} [{times}, ]")
+            width = shutil.get_terminal_size().columns - len(f"{steps} {times}, ")
         while len(parts) > 1 and len(", ".join(parts)) > width:
             parts.pop()
         self.bar.set_postfix_str(", ".join(parts), refresh=False)
@@ -275,9 +273,8 @@ class RunLog:
         step, num_tokens = state.step, state.examples * self.config.block_size
         if self.lap_steps:
             self.train(state)  # for the training loss up to here
-        if steps := sum(count for count, _ in self.train_losses):
-            values = {"train_loss": sum(count * loss for count, loss in self.train_losses) / steps, **values}
-            self.train_losses = []
+        if self.enabled and (train_loss := find_train_loss(read_events(self.output_dir))) is not None:
+            values = {"train_loss": train_loss, **values}
         self.event("eval", step, tokens_seen=num_tokens, **{k: v for k, v in values.items() if k != "sample"})
         if values["sample"] is not None:
             self.event("sample", step, prompt=self.config.sample_prompt, text=values["sample"])
@@ -316,14 +313,14 @@ def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
 
 def describe_progress(values: dict[str, Any], total_bytes: int) -> list[str]:
     """Return the numbers of a log line, the most important ones first. total_bytes: the memory of the device."""
-    used, peak, total = (number / 1e9 for number in (values["memory_bytes"], values["peak_memory_bytes"], total_bytes))
+    used, peak = (values[name] / total_bytes for name in ("memory_bytes", "peak_memory_bytes"))
     waiting, ms = values["share_waiting_for_data"], values["step_ms"]
     parts = [f"loss {values['loss']:.3f}", f"lr {values['learning_rate']:.1e}", f"norm {values['grad_norm']:.2f}"]
     parts += [f"{ms:,.{1 if ms < 10 else 0}f} ms", f"{tqdm.format_sizeof(values['tokens_per_second'])} tok/s"]
     parts += [f"{waiting:.0%} waiting for data"] if waiting > WAITING else []
     parts += [f"{values['mfu']:.0%} MFU"] if values["mfu"] is not None else []
     parts += [f"scale {values['loss_scale']:,.0f}"] if "loss_scale" in values else []
-    return [*parts, f"{used:.1f} GB, peak {peak:.1f}/{total:.0f} GB ({peak / total:.0%})"]
+    return [*parts, f"{used:.0%} of {total_bytes / 1e9:.0f} GB, peak {peak:.0%}"]
 
 
 def describe_seen(config: TrainConfig, data: DatasetFacts, state: RunState, tokens_per_second: float) -> str:

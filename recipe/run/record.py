@@ -1,11 +1,12 @@
 """Read the log of a run: what a user may want to change, a sentence each. See scripts/benchmarks/curves.md, too."""
 
+import math
 import statistics
 from typing import Any
 
 from recipe.config import TrainConfig
 
-OFTEN = 0.5  # share of the steps whose gradient is clipped
+OFTEN, EARLY = 0.5, 100  # share of the steps whose gradient is clipped, and steps in which it is large in every run
 WAITING = 0.02  # share of the time in which a step waits for data
 ROOM = 0.8  # share of a GPU's memory; a batch that uses less can grow
 REMEDY = {"mmap": "try --data_placement ram", "ram": "try --data_placement device"}  # for waiting, by where rows are
@@ -21,12 +22,12 @@ def read_record(events: list[dict[str, Any]], config: TrainConfig, device_type: 
     if not train:
         return []
     found, last = [], train[-1]
-    # Gradients are large at the start: of the steps so far, the later half counts.
-    clipped = statistics.fmean(event.get("clipped_share", 0.0) for event in train[len(train) // 2 :])
+    shares = [event.get("clipped_share", 0.0) for event in train[len(train) // 2 :] if event["step"] > EARLY]
+    clipped = statistics.fmean(shares or [0.0])
     if clipped > OFTEN:
         found.append(
-            f"{clipped:.0%} of the newest gradients were clipped to --max_grad_norm {config.max_grad_norm:g}: usual "
-            "early in a run, later a sign that --learning_rate is far from its best"
+            f"{clipped:.0%} of the newest gradients were clipped to --max_grad_norm {config.max_grad_norm:g}: often a "
+            "sign that --learning_rate is far from its best"
         )
     if last["skipped_steps"]:
         found.append(
@@ -41,3 +42,21 @@ def read_record(events: list[dict[str, Any]], config: TrainConfig, device_type: 
     if device_type == "cuda" and share < ROOM and config.per_device_train_batch_size != "auto":
         found.append(f"{share:.0%} of the GPU's memory is used: --per_device_train_batch_size auto uses more")
     return found
+
+
+def find_train_loss(events: list[dict[str, Any]]) -> float | None:
+    """Return the mean training loss of the steps since the last evaluation, also before a resume; None without steps.
+
+    events: see above. Each line has the mean since the line before, or since the start.
+    """
+    total, num_steps, last = 0.0, 0, 0
+    for event in events:
+        if event["event"] == "eval":
+            total, num_steps = 0.0, 0
+        elif event["event"] == "start":
+            last = event["step"]
+        elif event["event"] == "train":
+            count, last = event["step"] - last, event["step"]
+            total += count * (math.nan if event["loss"] is None else event["loss"])
+            num_steps += count
+    return total / num_steps if num_steps else None
