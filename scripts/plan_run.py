@@ -278,9 +278,8 @@ def show(
     ]
     if num_tokens:
         lines.insert(2, ("tokens", f"{num_tokens:,} in {config.max_steps:,} steps", "exact"))
-        lines.append(
-            ("data in RAM", f"{data_bytes / 1e9:,.1f} GB per process and epoch, --data_placement ram", "exact")
-        )
+        placed = f"{data_bytes / 1e9:,.1f} GB per process and epoch, --data_placement ram"
+        lines.append(("data in RAM", placed, "exact"))
     if step_seconds:
         speed = f"{1000 * config.tokens_per_step / ms:,.0f} tokens/s"
         lines.append(("step", f"{ms:,.0f} ms, {speed}, at {args.mfu:.0%} MFU", "estimated"))

@@ -42,7 +42,7 @@ def test_time_and_cost_by_hand(capsys):
     hours = 19073 * 524_288 * flops / (0.5 * 8 * 989e12) / 3600
     assert f"{hours:,.1f} hours on 8 x h100" in text and f"${8 * hours * 3:,.0f} for" in text
     assert "124,475,904 with the padded vocabulary" in text and "64 rows x 1 per step" in text
-    assert f"{hours * 3.6e6 / 19073:,.0f} ms" in text and "20.0 GB with --data_placement ram" in text
+    assert f"{hours * 3.6e6 / 19073:,.0f} ms" in text and "20.0 GB per process and epoch" in text
     assert run_script(SCRIPT, *arguments, "--json") == ""
     found = json.loads(capsys.readouterr().out)
     assert found["step_ms"] == pytest.approx(hours * 3.6e6 / 19073) and found["gpu_hours"] == pytest.approx(8 * hours)
