@@ -1,6 +1,5 @@
 """Read the log of a run: what a user may want to change, a sentence each. See scripts/benchmarks/curves.md, too."""
 
-import math
 import statistics
 from typing import Any
 
@@ -31,7 +30,7 @@ def read_record(events: list[dict[str, Any]], config: TrainConfig, device_type: 
         )
     if last["skipped_steps"]:
         found.append(
-            f"{last['skipped_steps']:,} updates were skipped because a gradient was not finite: if more follow, lower "
+            f"skipped updates: {last['skipped_steps']:,}, because a gradient was not finite; if more follow, lower "
             "--learning_rate or lengthen --warmup_steps"
         )
     waiting = statistics.median(event["share_waiting_for_data"] for event in train)
@@ -47,7 +46,8 @@ def read_record(events: list[dict[str, Any]], config: TrainConfig, device_type: 
 def find_train_loss(events: list[dict[str, Any]]) -> float | None:
     """Return the mean training loss of the steps since the last evaluation, also before a resume; None without steps.
 
-    events: see above. Each line has the mean since the line before, or since the start.
+    events: see above. Each line has the mean since the line before, or since the start. One that is not finite does
+    not count: a step of it was skipped.
     """
     total, num_steps, last = 0.0, 0, 0
     for event in events:
@@ -57,6 +57,6 @@ def find_train_loss(events: list[dict[str, Any]]) -> float | None:
             last = event["step"]
         elif event["event"] == "train":
             count, last = event["step"] - last, event["step"]
-            total += count * (math.nan if event["loss"] is None else event["loss"])
-            num_steps += count
+            if event["loss"] is not None:
+                total, num_steps = total + count * event["loss"], num_steps + count
     return total / num_steps if num_steps else None
