@@ -74,14 +74,13 @@ def test_tokens_documents_and_hours_by_hand():
 
 
 def test_the_mean_training_loss_since_the_last_evaluation():
-    """Each line counts as often as it has steps, after a resume those since the resume. NaN, null in the file, does not count."""
+    """Each line counts as often as it has steps, after a resume those since it. NaN, null in the file, does not count."""
     lines = [("start", 0, 0.0), ("train", 1, 9.0), ("eval", 1, 9.0), ("train", 4, 5.0), ("sample", 4, 0.0)]
     lines += [("start", 6, 0.0), ("train", 7, 1.0)]  # from checkpoint-6, which no log line precedes
     events = [{"event": event, "step": step, "loss": loss} for event, step, loss in lines]
     assert find_train_loss(events) == pytest.approx((3 * 5 + 1) / 4) and find_train_loss(events[:3]) is None
-    assert (
-        find_train_loss(events[:2]) == find_train_loss([events[1], {"event": "train", "step": 2, "loss": None}]) == 9.0
-    )
+    skipped = {"event": "train", "step": 2, "loss": None}
+    assert find_train_loss(events[:2]) == find_train_loss([events[1], skipped]) == 9.0
     other_folder = [{"event": "start", "step": 1000}, {"event": "train", "step": 1001, "loss": 9.0}]
     other_folder += [{"event": "train", "step": 1004, "loss": 1.0}]
     assert find_train_loss(other_folder) == pytest.approx(3.0)
