@@ -74,7 +74,7 @@ def test_tokens_documents_and_hours_by_hand():
 
 
 def test_the_mean_training_loss_since_the_last_evaluation():
-    """Each line counts as often as it has steps, after a resume those since it. NaN, null in the file, does not count."""
+    """Each line counts as often as it has steps, after a resume those since it. NaN (null in the file) does not."""
     lines = [("start", 0, 0.0), ("train", 1, 9.0), ("eval", 1, 9.0), ("train", 4, 5.0), ("sample", 4, 0.0)]
     lines += [("start", 6, 0.0), ("train", 7, 1.0)]  # from checkpoint-6, which no log line precedes
     events = [{"event": event, "step": step, "loss": loss} for event, step, loss in lines]
