@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from accelerate import PartialState
 
 FLASH_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]
-DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # by the names of mixed_precision
 
 
 def device_of(state: "PartialState") -> torch.device:

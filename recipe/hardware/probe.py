@@ -17,9 +17,9 @@ import torch
 from torch.nn import functional as F
 from transformers import PreTrainedConfig
 
+from recipe.hardware.devices import DTYPES
 from recipe.model.size import count_inner
 
-DTYPES = {"no": torch.float32, "bf16": torch.bfloat16}  # by the names of mixed_precision
 SIDE_SECONDS = 0.002  # rows and columns double until a product takes this long, so none takes more than 10 ms
 ROUNDS = (3, 12)  # at least and at most; in between, until the time is up:
 PRODUCT_SECONDS, ATTENTION_SECONDS = 0.2, 0.1

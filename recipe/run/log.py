@@ -220,7 +220,8 @@ class RunLog:
 
     def show_record(self) -> None:
         """Say what the log shows that a user may want to change."""
-        events = read_events(self.output_dir) if self.enabled else []
+        with self.paused():
+            events = read_events(self.output_dir) if self.enabled else []
         for line in read_record(events, self.config, self.device.type, self.total_bytes):
             self.say(textwrap.fill(line, 80, subsequent_indent="  ", break_on_hyphens=False))
 
@@ -250,7 +251,7 @@ class RunLog:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Keep evaluation and saving out of the speed."""
+        """Keep evaluation, saving and reading the log out of the speed."""
         self._stop_clock()
         try:
             yield
@@ -273,7 +274,9 @@ class RunLog:
         step, num_tokens = state.step, state.examples * self.config.block_size
         if self.lap_steps:
             self.train(state)  # for the training loss up to here
-        if self.enabled and (train_loss := find_train_loss(read_events(self.output_dir))) is not None:
+        with self.paused():
+            train_loss = find_train_loss(read_events(self.output_dir)) if self.enabled else None
+        if train_loss is not None:
             values = {"train_loss": train_loss, **values}
         self.event("eval", step, tokens_seen=num_tokens, **{k: v for k, v in values.items() if k != "sample"})
         if values["sample"] is not None:
