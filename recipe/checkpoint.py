@@ -1,20 +1,23 @@
 """Checkpoints: written in the background, verified, pruned and loaded.
 
 `checkpoint-<step>/` is a model folder (`from_pretrained` loads model and tokenizer) with the training state and a
-manifest of SHA-256. It appears under its name only when it is complete and on disk. Nothing in it is executed: it
-holds JSON, safetensors and what `torch.load(weights_only=True)` reads.
+manifest of SHA-256. `best/` is one without a training state, of the lowest validation loss. Both appear under their
+names only when they are complete and on disk. Nothing in them is executed: they hold JSON, safetensors and what
+`torch.load(weights_only=True)` reads.
 """
 
+import contextlib
 import copy
 import gc
 import hashlib
 import io
+import itertools
 import json
 import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -40,6 +43,19 @@ from recipe.optim.schedule import OPTIONS, Schedule, resolve
 
 STATE_NAME, OPTIMIZER_NAME = "training_state.json", "optimizer.pt"
 RNG_NAME, MANIFEST_NAME = "rng.pt", "manifest.json"
+BEST_NAME, VALUES_NAME = "best", "best.json"  # the folder of the best model, and the file with its evaluation
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of a run with the same data, counted from its first example. A branch may go on with other data."""
+
+    block_size: int  # tokens per example
+    content_sha256: str = ""  # of the data
+    step: int = 0  # made before this stage
+    examples: int = 0  # the same
+    tokens: int = 0  # the same
+    shifts_rows: bool = True  # after its first epoch; rows of earlier versions stayed where they were
 
 
 @dataclass
@@ -48,7 +64,7 @@ class RunState:
 
     run_id: str = ""  # random; the run keeps it when it resumes; trackers and the Hub know the run by it
     step: int = 0  # optimizer steps done
-    examples: int = 0  # trained on; the position in a packed dataset
+    examples: int = 0  # trained on, in all stages
     seconds: float = 0.0  # wall time over all starts; `max_minutes` limits it
     setup_seconds: float = 0.0  # the part of it before the first step
     progress: float = 0.0  # from 0 to 1
@@ -56,13 +72,35 @@ class RunState:
     patience_start: int = 0  # the step after which evaluations count for `early_stopping_patience`
     position: Sequence[int] | None = None  # in streamed text, see `Position` in recipe/data/stream.py
     initial: dict[str, Any] = field(default_factory=dict)  # the evaluation before the first step
-    losses: dict[str, float] = field(default_factory=dict)  # of the later evaluations, by step, a text as in JSON
+    losses: dict[str, float] = field(default_factory=dict)  # of the stage's evaluations, by step, a text as in JSON
     train_seconds: float = 0.0  # without evaluation and saving
     memory: dict[str, Any] = field(default_factory=dict)  # `MemoryPlan.choices`, which a resumed run keeps if they fit
     hardware: dict[str, Any] = field(default_factory=dict)  # `describe_choices` of recipe/hardware/choices.py
+    stages: list[Stage] = field(default_factory=list)  # the last one is the present one
     # Not in checkpoints:
     saved_step: int | None = None  # of the newest checkpoint in the run's folder, maybe still being written
     evaluations: dict[int, dict[str, Any]] = field(default_factory=dict)  # by step; they may name private datasets
+    best: dict[str, Any] = field(default_factory=dict)  # step and evaluation of the model in BEST_NAME
+
+    @property
+    def stage(self) -> Stage:
+        return self.stages[-1]
+
+    @property
+    def stage_examples(self) -> int:
+        """Trained on in this stage; the position in its packed dataset."""
+        return self.examples - self.stage.examples
+
+    @property
+    def tokens(self) -> int:
+        """Trained on, in all stages."""
+        return self.stage.tokens + self.stage_examples * self.stage.block_size
+
+    def begin_stage(self, block_size: int, content_sha256: str) -> None:
+        """Go on with other data, from its first example. What is best is another question from here on."""
+        tokens = self.tokens if self.stages else 0
+        self.stages = [*self.stages, Stage(block_size, content_sha256, self.step, self.examples, tokens)]
+        self.position, self.losses, self.patience_start = None, {}, self.step
 
     def note(self, values: dict[str, Any]) -> None:
         """Add the evaluation of this step. A loss that is not finite is the highest."""
@@ -75,7 +113,7 @@ class RunState:
             self.initial["num_rows"] = max(of["num_rows"] for of in values.get("mixture", {"": values}).values())
 
 
-SAVED = tuple(name for name in RunState.__dataclass_fields__ if name not in ("saved_step", "evaluations"))
+SAVED = tuple(name for name in RunState.__dataclass_fields__ if name not in ("saved_step", "evaluations", "best"))
 
 
 @dataclass(frozen=True)
@@ -132,11 +170,6 @@ def step_of(directory: Path) -> int:
     return int(re.sub(r"\D", "", directory.name))
 
 
-def best_of(steps: Iterable[int], losses: dict[str, float]) -> int | None:
-    """Return the step with the lowest validation loss, the first of several. losses: of `RunState`."""
-    return min((step for step in steps if str(step) in losses), key=lambda step: losses[str(step)], default=None)
-
-
 # ------------------------------------------------------------------ verify
 
 
@@ -169,6 +202,15 @@ def why_damaged(directory: Path) -> str | None:
     except Exception as error:  # not JSON, other JSON, or a disk that cannot be read
         return f"{MANIFEST_NAME} cannot be used: {short_reason(error)}"
     return None
+
+
+def read_best(output_dir: Path, run_id: str) -> dict[str, Any]:
+    """Return step and evaluation of the model in BEST_NAME, or {} if that is not this run's."""
+    with contextlib.suppress(OSError, ValueError, KeyError):  # there is none, or it cannot be read
+        values = json.loads((output_dir / BEST_NAME / VALUES_NAME).read_text())
+        if values.pop("run_id") == run_id:
+            return values
+    return {}
 
 
 def _flush_and_hash(path: Path) -> str:
@@ -215,6 +257,8 @@ def read_state(directory: Path) -> SavedState:
         content.setdefault("initial", content.pop("untrained", {}))  # its earlier name
         content.setdefault("hardware", {})  # its run chose anew whenever it started
         content.setdefault("patience_start", 0)
+        first = {"block_size": content["identity"]["block_size"], "shifts_rows": False}
+        content["stages"] = [Stage(**stage) for stage in content.get("stages") or [first]]
         state = RunState(**{name: content[name] for name in SAVED})
         identity = content["identity"]
         if "schedule" in content:
@@ -280,7 +324,8 @@ class CheckpointSaver:
     on_failure: Callable[[str, Exception], None]  # gets what could not be written, in the thread that writes
     on_saved: Callable[[Path, int], None]  # gets each complete checkpoint and its step, before older ones are pruned
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
-    writing: Future[bool] | None = None
+    writing: Future[bool] | None = None  # a checkpoint
+    keeping: Future[bool] | None = None  # the best model
 
     def save(self, state: RunState) -> None:
         """Copy the state on all processes and start to write it on the main one, unless it is on disk already."""
@@ -297,6 +342,7 @@ class CheckpointSaver:
         if accelerator.is_main_process:
             content = {
                 **copy.deepcopy({name: getattr(state, name) for name in SAVED}),
+                "stages": [asdict(stage) for stage in state.stages],
                 "mixed_precision": accelerator.mixed_precision,
                 "num_processes": accelerator.num_processes,
                 "scaler": accelerator.scaler.state_dict() if accelerator.scaler is not None else None,
@@ -310,15 +356,42 @@ class CheckpointSaver:
         tensor = whole(tensor.detach())
         return tensor.to("cpu", copy=True) if self.trained.accelerator.is_main_process else None
 
+    def keep_best(self, state: RunState) -> None:
+        """If this step's evaluation has the lowest loss, copy the weights and start to write them to BEST_NAME."""
+        values = {"step": state.step, **state.evaluations[state.step]}
+        is_best = values["loss"] < state.best.get("loss", math.inf)
+        if self.config.load_best_model_at_end != "true" or state.step == 0 or not is_best:
+            return
+        on_main_process(self.wait)
+        state.best, trained = values, self.trained
+        keep = trained.accelerator.is_main_process
+        weights = copy_weights(trained.model, trained.model_config, keep)
+        if keep:
+            self.keeping = self.thread.submit(self._try_to_keep, {"run_id": state.run_id, **values}, weights)
+
+    def _try_to_keep(self, values: dict[str, Any], weights: dict[str, torch.Tensor]) -> bool:
+        try:
+            with replaced(self.output_dir / BEST_NAME) as folder:
+                write_model(self.trained.model, self.trained.model_config, weights, folder)
+                write_files(self.trained.files, folder)
+                (folder / VALUES_NAME).write_text(json.dumps(values) + "\n")
+                seal_checkpoint(folder)
+        except Exception as error:  # of the system or safetensors
+            self.on_failure(BEST_NAME, error)
+            return False
+        return True
+
     def finish(self, state: RunState) -> bool:
-        """Make all processes wait for the checkpoint in progress. Returns whether the state's step is on disk."""
+        """Make all processes wait for what is being written. Returns whether the state's step is on disk."""
         if not on_main_process(self.wait):
             state.saved_step = None
         return state.saved_step == state.step
 
     def wait(self) -> bool:
-        """Wait for the checkpoint that is in progress. Returns whether it is on disk."""
-        writing, self.writing = self.writing, None
+        """Wait for what is being written. Returns whether the checkpoint, if there was one, is on disk."""
+        writing, self.writing, keeping, self.keeping = self.writing, None, self.keeping, None
+        if keeping is not None:
+            keeping.result()
         return writing is None or writing.result()
 
     def _try_to_write(self, content: dict, *parts: dict) -> bool:
@@ -338,52 +411,51 @@ class CheckpointSaver:
         return True
 
     def _write(self, final: Path, content: dict, weights: dict, optimizer: dict, rng: dict) -> None:
-        """Write under a hidden name, seal and rename."""
         trained = self.trained
-        partial, replaced = (final.with_name(f".{final.name}.{word}") for word in ("partial", "replaced"))
-        try:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            with ThreadPoolExecutor(1) as helper:  # keeps the disk busy
-                write_model(trained.model, trained.model_config, weights, partial)
-                hashing = helper.submit(_flush_and_hash, partial / WEIGHTS_NAME)
-                write_files(trained.files, partial)
-                hashes = {}
-                for name, tensors in ((OPTIMIZER_NAME, optimizer), (RNG_NAME, rng)):
-                    with HashingFile(partial / name, helper, hashing) as file:
-                        torch.save(tensors, file)
-                    hashes[name] = file.hash()
-                (partial / STATE_NAME).write_text(json.dumps(content, indent=2) + "\n")
-                seal_checkpoint(partial, {WEIGHTS_NAME: hashing.result(), **hashes})
-            if final.exists():  # of the same step, damaged or of another schedule
-                os.rename(final, replaced)  # `clean_checkpoints` would restore it
-            os.rename(partial, final)
-            flush(self.output_dir)
-        except BaseException:
-            clean_checkpoints(self.output_dir)
-            raise
-        shutil.rmtree(replaced, ignore_errors=True)
+        with replaced(final) as folder, ThreadPoolExecutor(1) as helper:  # keeps the disk busy
+            write_model(trained.model, trained.model_config, weights, folder)
+            hashing = helper.submit(_flush_and_hash, folder / WEIGHTS_NAME)
+            write_files(trained.files, folder)
+            hashes = {}
+            for name, tensors in ((OPTIMIZER_NAME, optimizer), (RNG_NAME, rng)):
+                with HashingFile(folder / name, helper, hashing) as file:
+                    torch.save(tensors, file)
+                hashes[name] = file.hash()
+            (folder / STATE_NAME).write_text(json.dumps(content, indent=2) + "\n")
+            seal_checkpoint(folder, {WEIGHTS_NAME: hashing.result(), **hashes})
 
     def _prune(self, content: dict) -> None:
         if self.config.save_total_limit is not None:
             steps = [step_of(path) for path in list_checkpoints(self.output_dir)]
-            losses = content["losses"] if self.config.load_best_model_at_end else {}
-            limits = content["decay_start"], losses, self.config.save_total_limit
-            for step in list_pruned(steps, content["step"], *limits):
+            for step in list_pruned(steps, content["step"], content["decay_start"], self.config.save_total_limit):
                 remove_checkpoint(checkpoint_dir(self.output_dir, step))
 
 
-def list_pruned(
-    steps: Sequence[int], saved: int, decay_start: int | None, losses: dict[str, float], limit: int
-) -> list[int]:
+@contextlib.contextmanager
+def replaced(final: Path) -> Iterator[Path]:
+    """Yield a hidden folder to fill and to seal. Then it takes the place of `final`, or `final` stays as it is."""
+    partial, before = (final.with_name(f".{final.name}.{word}") for word in ("partial", "replaced"))
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial
+        if final.exists():  # a checkpoint of the same step, damaged or of another schedule
+            os.rename(final, before)  # `clean_checkpoints` would restore it
+        os.rename(partial, final)
+        flush(final.parent)
+    except BaseException:
+        clean_checkpoints(final.parent)
+        raise
+    shutil.rmtree(before, ignore_errors=True)
+
+
+def list_pruned(steps: Sequence[int], saved: int, decay_start: int | None, limit: int) -> list[int]:
     """Return the steps of the checkpoints to delete once that at step `saved` is complete. steps: of all, ascending.
 
-    The newest `limit` are kept, and so are the one before the decay, from which the run can be extended, and the one
-    with the lowest loss. Checkpoints after `saved` are left over from before a resume and may be damaged: they are
-    neither counted nor deleted. losses: by step.
+    The newest `limit` are kept, and so is the one before the decay, from which the run can be extended. Checkpoints
+    after `saved` are left over from before a resume and may be damaged: they are neither counted nor deleted.
     """
-    kept = {decay_start, best_of(steps, losses)}
-    older = [step for step in steps if step < saved and step not in kept]
+    older = [step for step in steps if step < saved and step != decay_start]
     return older[: -(limit - 1) or None]
 
 
@@ -403,8 +475,10 @@ def remove_checkpoint(directory: Path) -> None:
 
 def clean_checkpoints(output_dir: Path) -> None:
     """Restore or remove what is left of a process that was killed while saving."""
-    for path in output_dir.glob(".checkpoint-*.replaced"):
+    names = ("checkpoint-*", BEST_NAME)
+    for path in itertools.chain.from_iterable(output_dir.glob(f".{name}.replaced") for name in names):
         if not (final := output_dir / path.stem[1:]).exists():
             path.rename(final)
-    for path in (*output_dir.glob(".checkpoint-*.partial"), *output_dir.glob(".checkpoint-*.replaced")):
-        shutil.rmtree(path, ignore_errors=True)
+    for name, word in itertools.product(names, ("partial", "replaced")):
+        for path in output_dir.glob(f".{name}.{word}"):
+            shutil.rmtree(path, ignore_errors=True)

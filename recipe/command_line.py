@@ -239,8 +239,9 @@ def load_yaml(recipe: str) -> dict[str, Any]:
         values = check_length(values)
     except UserError as error:
         raise UserError(f"{recipe}: {error}") from error
-    if path.name == CONFIG_NAME and typed.get("hub_private_repo") is False:
-        del values["hub_private_repo"]  # written by runs whose option had this default
+    for name in ("hub_private_repo", "load_best_model_at_end") if path.name == CONFIG_NAME else ():
+        if typed.get(name) is False:  # and not a text: written by runs whose option had this default
+            del values[name]
     return values
 
 
@@ -296,6 +297,8 @@ def merge(recipe: dict[str, Any], typed: dict[str, Any]) -> dict[str, Any]:
     model_type = values.get("model_type", "gpt2")
     if typed.get("model_type", model_type) != model_type and "model_name_or_path" not in typed:
         drop("config_overrides")  # they were for another model type
+    if typed.get("streaming") and "max_minutes" in values:
+        drop("num_train_epochs")  # of a stream, they are not known
     _merge_length(values, typed)
     overrides = values.get("config_overrides") or {}
     if "model_name_or_path" in typed:  # the model's shape and vocabulary replace the recipe's; dropout stays
@@ -324,9 +327,12 @@ def _merge_length(values: dict[str, Any], typed: dict[str, Any]) -> None:
     if values.get("max_steps") is None and {"num_train_epochs", "max_minutes"} & values.keys():
         steps = 0  # unknown
     lengths = {"max_steps", "num_train_epochs", "max_minutes"} & typed.keys()
+    most = values.get("num_train_epochs") if lengths == {"max_minutes"} <= values.keys() else None
     if lengths:
         for name in ("max_steps", "num_train_epochs", "max_minutes"):
             values.pop(name, None)
+    if most:  # typed minutes replace the recipe's, not the epochs that are enough
+        values["num_train_epochs"] = most
     if lengths - {"max_minutes"} and 1 <= warmup < steps and typed.get("max_steps", 0) < steps:
         values["warmup_steps"] = warmup / steps  # a shorter run warms up for the same share of its steps
     if "max_steps" not in typed and ({"num_train_epochs", "max_minutes"} & (typed.keys() | values.keys())):

@@ -221,10 +221,14 @@ class TrainConfig:
     )
     save_steps: int = _field(1000, "Steps between checkpoints; 0 saves none.", at_least=0)
     save_total_limit: int | None = _field(
-        None, "Keep the newest N checkpoints, the one before the decay and the best. Default: all.", at_least=1
+        None, "Keep the newest N checkpoints and the one before the decay. Default: all.", at_least=1
     )
-    load_best_model_at_end: bool = _field(
-        False, "Evaluate each checkpoint, keep the best one, and export its weights at the end."
+    load_best_model_at_end: Literal["auto", "true", "false"] = _field(
+        "auto",
+        "Export the model with the lowest validation loss, which OUTPUT_DIR/best keeps; auto: if the run sees its "
+        "data more than twice, or an unknown number of times.",
+        nargs="?",
+        const="true",
     )
     early_stopping_patience: int | None = _field(
         None, "End the run after this many evaluations in a row without a new lowest validation loss.", at_least=1
@@ -391,9 +395,6 @@ def check_rules(config: TrainConfig) -> None:
         raise UserError(f"{found}; pass latest (the newest checkpoint in --output_dir), auto or a folder, or omit it")
     message = f"--resume_from_checkpoint {resumes} requires the --output_dir of the run to resume"
     require(resumes not in ("latest", "auto") or config.output_dir is not None, message)
-    saves = config.save_steps > 0 or not config.load_best_model_at_end
-    found = "--load_best_model_at_end exports the best checkpoint, and --save_steps 0 saves none"
-    require(saves, f"{found}; pass a number of steps, or --load_best_model_at_end false")
     evaluates = config.early_stopping_patience is None or config.eval_steps > 0
     require(evaluates, "--early_stopping_patience requires --eval_steps greater than 0")
     parse_tasks(config.eval_tasks)
@@ -437,10 +438,10 @@ def check_schedule(config: TrainConfig) -> None:
     warmup, decay = config.warmup_steps, arguments.get("num_decay_steps", 0)
     is_valid = warmup < 1 or warmup == int(warmup)
     require(is_valid, f"warmup_steps must be an integer, or a fraction of max_steps below 1, got {warmup}")
-    if config.max_steps is None and config.num_train_epochs is None:
+    if config.max_steps is None and (config.num_train_epochs is None or config.max_minutes is not None):
         known = config.max_minutes is not None
         require(known, "nothing limits the run; pass --max_steps, --num_train_epochs or --max_minutes")
-        require(decay < 1, "with max_minutes alone, num_decay_steps must be a share of the run below 1")
+        require(decay < 1, "with max_minutes, num_decay_steps must be a share of the run below 1")
     elif config.num_train_epochs is None and decay >= 1 and warmup >= 1 and warmup + decay > config.max_steps:
         raise UserError(
             f"{warmup:,.0f} warm-up steps and {decay:,} decay steps exceed max_steps, {config.max_steps:,}; lower "

@@ -62,7 +62,7 @@ def main() -> int:
     batches = open_batches(run, accelerator, dataset, state)
     validation = Validation(config, accelerator, module, dataset, run.plan.micro_batch_size)
 
-    facts = collect_facts(run, accelerator.device, model)
+    facts = collect_facts(run, accelerator.device, model, state)
     log = RunLog(run, accelerator, state, facts, batches, optimizer, guard)
     uploads = HubUploads(config, state.run_id, run.output_dir, log.say)
     saver = CheckpointSaver(run.output_dir, config, schedule, run.identity, trained, log.failed, uploads.add)
@@ -87,6 +87,7 @@ def main() -> int:
                 if evaluation is not None:
                     state.note(evaluation)
                     log.evaluation(state, evaluation)
+                    saver.keep_best(state)
                 continue  # a signal may have interrupted it, or its loss ends the run: the next turn saves and stops
             if turn.end:
                 break

@@ -1,11 +1,13 @@
-"""The best checkpoint is kept and exported, and a run whose loss no longer falls ends as a finished run."""
+"""The best model is kept and exported, and a run whose loss no longer falls ends as a finished run."""
 
 import json
 from unittest import mock
 
 import pytest
+import torch
 from accelerate import Accelerator
 from conftest import read_events
+from transformers import AutoModelForCausalLM
 
 from recipe.checkpoint import CheckpointSaver, RunState, list_checkpoints
 from recipe.errors import UserError
@@ -13,7 +15,7 @@ from recipe.run.log import RunLog
 
 RESULTS = ("model.safetensors", "summary.json", "README.md")
 LOSSES = {0: 9.0, 2: 3.0, 4: 2.0, 6: 2.5, 8: 2.25, 10: 2.0, 12: 1.0}
-OVERFITS = [*("--max_steps", 12, "--eval_steps", 2, "--save_steps", 2, "--save_total_limit", 1)]
+OVERFITS = [*("--max_steps", 12, "--eval_steps", 2, "--save_steps", 3, "--save_total_limit", 1)]
 OVERFITS += ["--load_best_model_at_end", "true", "--early_stopping_patience", 3]
 
 
@@ -30,14 +32,15 @@ def losses(monkeypatch):
 
 
 def check(output_dir, printed):
-    assert [path.name for path in list_checkpoints(output_dir)] == ["checkpoint-4", "checkpoint-10"]
-    exported, best, last = (output_dir / name / "model.safetensors" for name in ("", "checkpoint-4", "checkpoint-10"))
+    assert [path.name for path in list_checkpoints(output_dir)] == ["checkpoint-10"]
+    exported, best, last = (output_dir / name / "model.safetensors" for name in ("", "best", "checkpoint-10"))
     assert exported.read_bytes() == best.read_bytes() != last.read_bytes()
+    assert "lowest validation loss 2.0000 at step 4 of 10 (" in printed and " epochs): exported\n" in printed
     summary = json.loads((output_dir / "summary.json").read_text())
     assert (summary["step"], summary["exported_step"], summary["eval_loss"]) == (10, 4, 2.0)
     assert "best_step:         4\n" in printed and "stopping early: 3 evaluations" in printed
     card = (output_dir / "README.md").read_text()
-    assert "The run had 10 steps. This is its checkpoint with the lowest validation loss, after 4." in card
+    assert "The run had 10 steps. This is its model with the lowest validation loss, after 4." in card
     assert "intermediate checkpoint" not in card
     assert [event["step"] for event in read_events(output_dir, "eval")] == [0, 2, 4, 6, 8, 10]
 
@@ -53,8 +56,8 @@ def test_the_steps_of_a_tracker_never_decrease(train, monkeypatch):
     assert [event["step"] for event in read_events(output_dir, "end")] == [4]  # the model's, for its card
 
 
-def test_the_best_checkpoint_is_kept_and_exported(train, capsys):
-    """An equal loss is no new lowest one. The same command again changes nothing."""
+def test_the_best_model_is_kept_and_exported(train, capsys):
+    """Between two checkpoints. An equal loss is no new lowest one. The same command again changes nothing."""
     output_dir = train(*OVERFITS)
     check(output_dir, capsys.readouterr().out)
     before = {path: path.read_bytes() for path in output_dir.glob("*") if path.name in RESULTS}
@@ -81,7 +84,7 @@ def test_a_resumed_run_remembers_the_best_one(train, capsys, killed_at):
 
 def test_a_branch_of_a_run_that_was_stopped_early_trains(train, tmp_path):
     """Its patience counts from the branch, or from a change of the schedule in the same folder."""
-    stopped = train(*OVERFITS)
+    stopped = train(*OVERFITS, "--save_steps", 2, "--save_total_limit", 5)
     branch = train(*OVERFITS, "--resume_from_checkpoint", stopped / "checkpoint-4", output_dir=tmp_path / "branch")
     longer = [*OVERFITS, "--learning_rate", 0.001, "--resume_from_checkpoint"]
     again = train(*longer, stopped / "checkpoint-10", output_dir=tmp_path / "again")
@@ -91,22 +94,38 @@ def test_a_branch_of_a_run_that_was_stopped_early_trains(train, tmp_path):
     assert [e["step"] for e in read_events(stopped, "train")][-2:] == [11, 12]
 
 
-def test_a_better_checkpoint_that_is_damaged_is_named(train, capsys):
-    options = [*OVERFITS, "--early_stopping_patience", 2]
-    output_dir = train(*options)
-    (output_dir / "checkpoint-4" / "optimizer.pt").write_bytes(b"")
+def test_a_better_model_that_is_damaged_is_named(train, capsys):
+    output_dir = train(*OVERFITS)
+    (output_dir / "best" / "model.safetensors").write_bytes(b"")
     (output_dir / "summary.json").unlink()
-    train(*options, "--resume_from_checkpoint", "auto")
-    assert "checkpoint-4 had the lowest validation loss, but is damaged" in " ".join(capsys.readouterr().out.split())
-    assert json.loads((output_dir / "summary.json").read_text())["exported_step"] == 8
+    train(*OVERFITS, "--resume_from_checkpoint", "auto")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"{output_dir / 'best'} is damaged (model.safetensors has 0 bytes" in shown
+    assert "at step 4 of 10" in shown and "2.0000 at step 10, which is exported; its weights are gone" in shown
+    assert json.loads((output_dir / "summary.json").read_text())["exported_step"] == 10
 
 
-def test_every_checkpoint_is_evaluated(train):
-    """Also between the evaluations, so that it can be the best one."""
-    options = ["--max_steps", 6, "--load_best_model_at_end", "true"]
-    output_dir = train(*options, "--save_steps", 2, "--eval_steps", 6)
-    assert [event["step"] for event in read_events(output_dir, "eval")] == [0, 2, 4, 6]
+def test_a_run_that_keeps_only_the_last_model_says_what_it_lost(train, capsys):
+    output_dir = train("--max_steps", 8, "--eval_steps", 2)
+    shown = capsys.readouterr().out
+    assert "lowest validation loss 2.0000 at step 4 of 8" in shown
+    assert "2.2500 at step 8, which is exported; --load_best_model_at_end true exports that model" in shown
+    assert not (output_dir / "best").exists()
+
+
+def test_the_best_model_needs_no_checkpoint_and_loads(train):
+    """In a folder that a killed run has left, too: the model of another run is not this one's best."""
+    options = ["--max_steps", 8, "--eval_steps", 2, "--save_steps", 0, "--load_best_model_at_end"]
+    output_dir = train(*options)
     assert json.loads((output_dir / "summary.json").read_text())["exported_step"] == 4
+    best, exported = (AutoModelForCausalLM.from_pretrained(path) for path in (output_dir / "best", output_dir))
+    assert all(torch.equal(a, b) for a, b in zip(best.parameters(), exported.parameters(), strict=True))
+    for name in RESULTS:
+        (output_dir / name).unlink()
+    values = json.loads((output_dir / "best" / "best.json").read_text())
+    (output_dir / "best" / "best.json").write_text(json.dumps(values | {"loss": 0.5}))
+    train(*options, "--resume_from_checkpoint", "auto")
+    assert json.loads((output_dir / "summary.json").read_text())["eval_loss"] == 2.0
 
 
 @pytest.mark.parametrize(
@@ -114,7 +133,6 @@ def test_every_checkpoint_is_evaluated(train):
     [
         ("--early_stopping_patience 2", "requires --eval_steps"),
         ("--early_stopping_patience 0", "at least 1"),
-        ("--load_best_model_at_end true --eval_steps 2", "--save_steps 0 saves none; pass a number of steps"),
     ],
 )
 def test_options_that_cannot_work(train, options, expected):

@@ -126,6 +126,16 @@ def test_a_typed_length_replaces_the_recipes(recipe):
         both: (30, None, 3),
         limit: (None, None, 3),
     }
+    capped = "num_train_epochs: 2\nmax_minutes: 3"
+    for argv, length in {
+        "": (None, 2, 3),
+        "--max_minutes 9": (None, 2, 9),  # epochs that are enough stay enough
+        "--max_minutes 9 --num_train_epochs 4": (None, 4, 9),
+        "--num_train_epochs 4": (None, 4, None),
+        "--max_steps 40": (40, None, None),
+    }.items():
+        config = load(*recipe(f"dataset_dir: d\n{capped}\n"), *argv.split())
+        assert (config.max_steps, config.num_train_epochs, config.max_minutes) == length, argv
     typed = {
         "--max_minutes 9": (None, None, 9),
         "--max_minutes 9 --max_steps 40": (40, None, 9),
@@ -317,7 +327,7 @@ def test_what_only_a_command_line_can_say(recipe, argv, option, expected):
         ("--lr_scheduler_type cosin", "did you mean cosine?"),
         ("--lr_scheduler_kwargs min_lr_rate=0.1", "warmup_stable_decay takes no min_lr_rate; cosine_with_min_lr does"),
         ("--lr_scheduler_kwargs num_decay_steps=2.5", "a share below 1, got 2.5"),
-        ("--lr_scheduler_kwargs num_decay_steps=50", "num_decay_steps must be a share of the run below 1"),
+        ("--lr_scheduler_kwargs num_decay_steps=50", "with max_minutes, num_decay_steps must be a share of the run"),
         ("--lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs min_lr=1", "from 0 to learning_rate"),
         ("--lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs min_lr_rate=abc", "from 0 to 1"),
         (

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import GPT2Config
 
-from recipe.checkpoint import RunState, SavedState, list_pruned
+from recipe.checkpoint import RunState, SavedState, Stage, list_pruned
 from recipe.command_line import load_config
 from recipe.errors import UserError
 from recipe.hardware.choices import Facts
@@ -254,18 +254,19 @@ def test_what_a_run_records_of_where_it_began():
 
 SHAPE = {"vocab_size": 500, "n_positions": 32, "n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
 MODEL = GPT2Config(**SHAPE, n_embd=64)
-METADATA = {"content_sha256": "a" * 64, "tokenizer_sha256": "b" * 64, "fingerprint": "f", "source": {}, "splits": {}}
+METADATA = {"content_sha256": "a" * 64, "tokenizer_sha256": "b" * 64, "fingerprint": "f", "source": {}}
+METADATA |= {"splits": {"train": {"rows": 100}}}
 DATA, ROOM = DataFacts(100, 100 * MB, metadata=METADATA), Memory(8000 * MB, 16000 * MB)
 SLOW_BF16 = Measured({"no": 1e11, "bf16": 3e10}, {"sdpa": 1.0, "eager": 1.2}, 2)
 FAST_BF16 = Measured({"no": 1e11, "bf16": 4e11}, {"sdpa": 2.0, "eager": 1.0}, 2)
 
 
-def start_of(command="", before=None, facts=CPU, **checkpoint):
-    """Return the start of a run, or of one that continues a checkpoint. before: from `saved`."""
+def start_of(command="", before=None, facts=CPU, branches=False, **checkpoint):
+    """Return the start of a run, or of one that continues a checkpoint, or branches from it. before: from `saved`."""
     resume = None if before is None else Checkpoint(Path("run/checkpoint-20"), None, before, **checkpoint)
     words = {word[2:] for word in command.split() if word.startswith("--")}
     around = Surroundings(facts, folder(), typed=frozenset(words))
-    return Start(config_of(command), "demo", around, resume, continues=resume is not None)
+    return Start(config_of(command), "demo", around, resume, continues=resume is not None and not branches)
 
 
 def run_of(command="", before=None, data=DATA, memory=ROOM, rates=FAST_BF16, model=MODEL, **start) -> Run:
@@ -283,6 +284,7 @@ def after(step, command="", facts=CPU, rates=FAST_BF16, **state):
         "hardware": hardware,
         "initial": {"num_rows": 7},
         "progress": step / 80,
+        "stages": [Stage(run.config.block_size, METADATA["content_sha256"])],
     } | state
     return saved("own", step, run.schedule, run.identity, facts.num_processes, **state)
 
@@ -294,6 +296,8 @@ def show(run):
         f"{config.mixed_precision} {config.dynamo_backend} {config.attn_implementation}, "
         f"{run.facts.num_processes} x {run.grad_accum} x {plan.micro_batch_size}, "
         f"{run.schedule.max_steps} steps, {run.schedule.num_examples} examples, {len(run.changes)} changes"
+        + ", a new stage" * run.begins_stage
+        + ", keeps the best" * (config.load_best_model_at_end == "true")
     )
 
 
@@ -303,6 +307,11 @@ WIDE = GPT2Config(**SHAPE, n_embd=128)
 AT_20 = partial(after, 20)
 OWN_DATA = DataFacts(100, is_packed=False, metadata=METADATA)
 OTHER_TEXT = DataFacts(100, metadata=METADATA | {"content_sha256": "c" * 64})
+OTHER_TOKENIZER = DataFacts(100, metadata=METADATA | {"tokenizer_sha256": "c" * 64})
+BRANCH = {"before": AT_20, "branches": True}
+LONGER = GPT2Config(**SHAPE | {"n_positions": 64}, n_embd=64)
+PART = METADATA | {"share": 0.75}
+MIXTURE = DataFacts(200, metadata=METADATA | {"mixture": {"a": PART, "b": METADATA | {"share": 0.25}}})
 TWO_ROWS = {"micro_batch_size": 2, "activation_checkpointing": 0, "loss_chunks": 1}
 BATCH = "--global_batch_size 24"
 
@@ -326,6 +335,16 @@ RUNS = [
     (EPOCHS, {}, "bf16 no eager, 1 x 1 x 8, 80 steps, 640 examples"),
     (f"{EPOCHS} --global_batch_size 6", {}, ".*, 107 steps, 642 examples"),
     ("--max_minutes 5", {}, ".*, None steps, None examples"),
+    # --- which model it exports
+    (EPOCHS, {}, ".*, keeps the best"),
+    ("--num_train_epochs 2", {}, ".* 200 examples, 0 changes$"),
+    ("--max_steps 25", {}, ".* 200 examples, 0 changes$"),
+    ("--max_steps 26", {}, ".* 208 examples, 0 changes, keeps the best"),
+    ("--max_minutes 5", {}, ".*, keeps the best"),  # how many epochs is not known
+    (f"{EPOCHS} --load_best_model_at_end false", {}, ".* 640 examples, 0 changes$"),
+    ("--num_train_epochs 2 --load_best_model_at_end true", {}, ".*, keeps the best"),
+    ("--max_steps 40", {"data": MIXTURE}, ".* 320 examples, 0 changes, keeps the best"),  # 2.4 epochs of the first
+    ("--max_steps 20", {"data": MIXTURE}, ".* 160 examples, 0 changes$"),
     # --- a run that resumes keeps what it measured, its rows and its memory options
     ("", {"before": AT_20, "rates": SLOW_BF16}, "bf16 no eager, .*, 640 examples, 0 changes"),
     ("", {"before": partial(after, 20, memory=TWO_ROWS)}, ".*, 1 x 4 x 2"),
@@ -344,7 +363,16 @@ RUNS = [
     ("--seed 1", {"before": AT_20}, no("seed 1337 -> 1; .*start a new run")),
     ("--optim muon", {"before": AT_20}, no("optim .*start a new run")),
     ("", {"before": AT_20, "model": WIDE}, no("n_embd 64 -> 128")),
-    ("", {"before": AT_20, "data": OTHER_TEXT}, no("dataset aaaaaaaaaaaa -> cccccccccccc; its text")),
+    # --- other data: in the same folder they are refused, in a branch they are a stage
+    ("", {"before": AT_20, "data": OTHER_TEXT}, no("dataset aaaaaaaaaaaa -> cccccccccccc; its text.* in a branch")),
+    ("", BRANCH, ".* 640 examples, 0 changes, keeps the best"),
+    ("", BRANCH | {"data": OTHER_TEXT}, ".* 640 examples, 0 changes, a new stage, keeps the best"),
+    ("--max_steps 40", BRANCH | {"data": OTHER_TEXT}, ".* 320 examples, 1 changes, a new stage$"),  # 1.6 epochs of it
+    ("--num_train_epochs 1", BRANCH | {"data": OTHER_TEXT}, ".* 33 steps, 264 examples, .*, a new stage"),
+    ("--block_size 16", BRANCH, ".*, a new stage"),  # the model keeps its positions
+    ("", BRANCH | {"model": LONGER}, no("n_positions 32 -> 64; pass --block_size 32")),
+    ("", BRANCH | {"data": OTHER_TOKENIZER}, no("prepare the text with .* --tokenizer_name run/checkpoint-20")),
+    ("--seed 1", BRANCH | {"data": OTHER_TEXT}, no("seed 1337 -> 1")),
     # --- the Hub: with another schedule, a download begins a new run
     (f"{PUSH} {AUTO} --max_steps 160", {"before": AT_20, "repo_id": "me/tiny"}, ".*, 160 steps"),
     # --- an earlier start ran out of memory
@@ -414,7 +442,6 @@ def test_rounding_does_not_change_the_length_of_a_run():
 # ------------------------------------------------------------------ turn
 
 EVERY = "--save_steps 10 --eval_steps 20"
-BEST = f"{EVERY} --load_best_model_at_end true"
 WSD = "--lr_scheduler_type warmup_stable_decay --lr_scheduler_kwargs num_decay_steps=20"
 STALLED = {"losses": {"20": 1.0, "40": 2.0, "60": 3.0}}
 
@@ -433,7 +460,7 @@ TURNS = [
     ("--save_steps 0 --eval_steps 0", {"step": 20}, False, "step"),
     ("--save_steps 0 --eval_steps 0", {"step": 80}, False, "evaluate"),
     ("--save_steps 0 --eval_steps 0", {"step": 80, "evaluations": {80: {}}}, False, "end"),
-    (BEST, {"step": 10}, False, "save evaluate"),
+    (EVERY, {"step": 25, "stages": [Stage(32), Stage(32, step=25)]}, False, "evaluate"),  # other data begin
     # --- a signal: the checkpoint is asked for whatever is known of it, because its write may have failed
     (EVERY, {"step": 0}, True, "end"),
     (EVERY, {"step": 5}, True, "save end"),
@@ -460,7 +487,7 @@ TURNS = [
 @pytest.mark.parametrize(("command", "state", "stop", "expected"), TURNS)
 def test_what_a_turn_does(command, state, stop, expected):
     run = run_of(command)
-    turn = decide_turn(run, RunState(examples=8 * state["step"], **state), stop)
+    turn = decide_turn(run, RunState(**{"examples": 8 * state["step"], "stages": [Stage(32)], **state}), stop)
     does = ["save"] * turn.save + ["evaluate"] * turn.evaluate + ["end"] * turn.end
     does += [] if turn.end or turn.evaluate else ["step"]  # after an evaluation, the loop asks again
     assert " ".join(does) == expected
@@ -468,25 +495,20 @@ def test_what_a_turn_does(command, state, stop, expected):
 
 # ------------------------------------------------------------------ what goes
 
-LOSSES = {"2": 3.0, "4": 1.0, "6": 2.0, "8": 1.0}
-
 
 @pytest.mark.parametrize(
-    ("steps", "saved_step", "decay_start", "losses", "limit", "expected"),
+    ("steps", "saved_step", "decay_start", "limit", "expected"),
     [
-        ([2], 2, None, {}, 1, []),
-        ([2, 4], 4, None, {}, 1, [2]),
-        ([2, 4, 6], 6, None, {}, 2, [2]),
-        ([2, 4, 6], 6, 2, {}, 1, [4]),  # from before the decay, the run can be extended
-        ([2, 4, 6, 8], 8, None, LOSSES, 1, [2, 6]),  # the first of the best
-        ([2, 4, 6, 8], 8, 2, LOSSES, 1, [6]),
-        ([2, 4, 9], 4, None, {}, 1, [2]),  # a later one is from before a resume, and may be damaged
-        ([2, 3, 4, 9], 4, None, {}, 2, [2]),
-        ([4], 4, None, LOSSES, 1, []),
+        ([2], 2, None, 1, []),
+        ([2, 4], 4, None, 1, [2]),
+        ([2, 4, 6], 6, None, 2, [2]),
+        ([2, 4, 6], 6, 2, 1, [4]),  # from before the decay, the run can be extended
+        ([2, 4, 9], 4, None, 1, [2]),  # a later one is from before a resume, and may be damaged
+        ([2, 3, 4, 9], 4, None, 2, [2]),
     ],
 )
-def test_which_checkpoints_go(steps, saved_step, decay_start, losses, limit, expected):
-    assert list_pruned(steps, saved_step, decay_start, losses, limit) == expected
+def test_which_checkpoints_go(steps, saved_step, decay_start, limit, expected):
+    assert list_pruned(steps, saved_step, decay_start, limit) == expected
 
 
 def test_a_finished_warm_up_is_not_repeated():

@@ -105,8 +105,8 @@ def test_what_a_run_leaves(train):
     events = read_events(output_dir, "train")
     assert [e["step"] for e in events] == [1, 2, 4, 5]
     assert [e["tokens_seen"] for e in events] == [n * 4 * BLOCK_SIZE for n in (1, 2, 4, 5)]
-    fields = {"event", "step", "tokens_seen", "loss", "learning_rate", "grad_norm", "clipped_share", "step_ms",
-              "tokens_per_second", "mfu", "train_seconds", "skipped_steps",
+    fields = {"event", "step", "tokens_seen", "epoch", "loss", "learning_rate", "grad_norm", "clipped_share",
+              "step_ms", "tokens_per_second", "mfu", "train_seconds", "skipped_steps",
               "share_waiting_for_data", "memory_bytes", "peak_memory_bytes"}  # fmt: skip
     assert all(set(event) == fields for event in events)
     assert [e["step"] for e in read_events(output_dir, "eval")] == [0, 4, 5]

@@ -1,15 +1,16 @@
 """What people look at: the numbers of a log line, training beside validation, and what a log says at the end."""
 
 import types
+from functools import partial
 
 import pytest
 from conftest import BLOCK_SIZE, read_events
 
-from recipe.checkpoint import RunState
+from recipe.checkpoint import RunState, Stage
 from recipe.command_line import load_config
-from recipe.run.facts import DatasetFacts
+from recipe.run.decide import count_epochs
 from recipe.run.log import describe_progress, describe_seen
-from recipe.run.record import find_train_loss, read_record
+from recipe.run.record import find_train_loss, has_begun_to_diverge, read_record
 
 LINE = {"loss": 3.9123, "learning_rate": 6e-4, "grad_norm": 0.5, "step_ms": 93.2, "tokens_per_second": 5.25e5}
 LINE |= {"share_waiting_for_data": 0.01, "mfu": 0.45, "memory_bytes": 12e9, "peak_memory_bytes": 36e9}
@@ -58,19 +59,46 @@ def test_only_the_later_half_of_the_gradients_counts():
 
 def test_tokens_documents_and_hours_by_hand():
     """Of 1,000 rows, 250 were seen, with a quarter of the documents; a mixture has those of each dataset."""
-    config = types.SimpleNamespace(block_size=512, streaming=False)
+
+    def run(streaming=False, **metadata):
+        config = types.SimpleNamespace(block_size=512, streaming=streaming)
+        counting = partial(count_epochs, metadata, streaming=streaming)
+        return types.SimpleNamespace(config=config, metadata=metadata, count_epochs=counting)
+
     splits = {"train": {"rows": 1000, "documents": 80}}
-    data = DatasetFacts("text", None, None, None, splits, "")
-    state = RunState(examples=250, evaluations={0: {"num_rows": 10}, 5: {"num_rows": 10}})
-    found = describe_seen(config, data, state, 512000 / 3600)
-    assert found == "128k tokens + 10.2k of validation = 138k; 20 documents; 1.00 hours an epoch"
-    parts = {name: DatasetFacts(name, None, None, None, splits, "", share) for name, share in (("a", 0.2), ("b", 0.8))}
-    mixture = DatasetFacts("both", None, None, None, splits, "", mixture=parts)
-    assert describe_seen(config, mixture, state, 1.0).endswith("= 138k; 20 documents")
+    evaluations = {0: {"num_rows": 10}, 5: {"num_rows": 10}}
+    state = RunState(examples=250, evaluations=evaluations, stages=[Stage(512)])
+    found = describe_seen(run(splits=splits), state, 512000 / 3600)
+    assert found == "128k tokens + 10.2k of validation = 138k; 20 documents; epoch 0.25, 1.00 hours each"
+    parts = {name: {"splits": splits, "share": share} for name, share in (("a", 0.2), ("b", 0.8))}
+    mixed = describe_seen(run(splits=splits, mixture=parts), state, 1.0)
+    assert mixed.endswith("= 138k; 20 documents; epoch 0.05 of a, 0.20 of b")
+    assert describe_seen(run(True, splits=splits), state, 1.0) == "128k tokens + 10.2k of validation = 138k"
     state.examples = 2500  # every document is seen once, and then again
-    assert describe_seen(config, data, state, 512000 / 3600).endswith("; 80 documents; 1.00 hours an epoch")
-    config.streaming, state.examples = True, 250
-    assert describe_seen(config, data, state, 1.0) == "128k tokens + 10.2k of validation = 138k"
+    assert "; 80 documents; epoch 2.50, " in describe_seen(run(splits=splits), state, 512000 / 3600)
+    state.begin_stage(256, "")  # with other data, which begin at their first example
+    state.examples += 500
+    assert state.tokens == 2500 * 512 + 500 * 256
+    assert describe_seen(run(splits=splits), state, 1.0).startswith("1.41M tokens + 10.2k of validation")
+    assert "; epoch 0.50, " in describe_seen(run(splits=splits), state, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("losses", "expected"),
+    [
+        ([(5, 5), (4, 4), (3, 4.1), (2, 4.2), (1, 4.3)], True),
+        ([(5, 5), (4, 4), (3, 4.1), (2, 4.2)], False),  # twice
+        ([(5, 5), (4, 4), (3, 4.1), (2, 4.2), (1, 4.1)], False),  # it falls again
+        ([(4, 4), (3, 4.1), (3.5, 4.2), (3, 4.3)], False),  # training rises, too
+        ([(4, 4), (3, 4.1), (2, 4.2), (1, 4.3), (0.5, 4.4)], False),  # said before
+        ([(4, 4), (3, 4.1), (2, 4.2), (1, None)], False),  # not finite
+        ([], False),
+    ],
+)
+def test_when_a_run_is_said_to_diverge(losses, expected):
+    events = [{"event": "eval", "loss": 9.0}]  # before the first step
+    events += [{"event": "eval", "train_loss": train, "loss": validation} for train, validation in losses]
+    assert has_begun_to_diverge(events) == expected
 
 
 def test_the_mean_training_loss_since_the_last_evaluation():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +18,34 @@ from recipe.errors import UserError
 HEAD_BYTES = 50_000_000  # prepared before streaming, for the tokenizer and the validation rows
 
 
+@dataclass(frozen=True)
+class Known:
+    """What a run that resumes has of its data: the checkpoint, which holds the tokenizer, and the hash of the ids."""
+
+    checkpoint: Path
+    content_sha256: str
+
+
 def open_dataset_for(config: TrainConfig, model: str | Path | None = None) -> PackedDataset:
     """Open the run's dataset; text is prepared first. Arguments and errors: as for `prepare_text`."""
     return open_datasets(prepare_text(config, model), config.block_size, config.dataset_weights)
 
 
-def prepare_text(config: TrainConfig, model: str | Path | None = None) -> list[Path]:
+def prepare_text(config: TrainConfig, model: str | Path | None = None, known: Known | None = None) -> list[Path]:
     """Return the run's datasets: those of `dataset_dir`, or the text prepared once for all runs in `cache_dir`.
 
     model: the one that the run starts from, which may be a checkpoint of `model_name_or_path`; it holds the same
-    tokenizer. Raises `UserError` if `tokenizer_name` is not the tokenizer that made the dataset.
+    tokenizer. known: of a run that resumes, whose tokenizer also packs the other text of a branch. Raises `UserError`
+    if `tokenizer_name` is not the tokenizer that made the dataset.
     """
     if model is not None and config.tokenizer_name == config.model_name_or_path:
         config = dataclasses.replace(config, tokenizer_name=str(model))
     source = source_from(config) if config.dataset_dir is None else None
+    max_bytes = HEAD_BYTES if config.streaming else None
+    if source is not None and known is not None and not config.tokenizer_name:
+        trained = cached_directory(config, source, inputs_of(source, None, config.tokenizer_vocab_size, max_bytes))
+        if content_of(trained) != known.content_sha256:
+            config = dataclasses.replace(config, tokenizer_name=str(known.checkpoint))
     tokenizer = read_tokenizer(config.tokenizer_name) if config.tokenizer_name else None
     if source is None:
         directories = config.dataset_dir or []
@@ -50,7 +65,6 @@ def prepare_text(config: TrainConfig, model: str | Path | None = None) -> list[P
         return [Path(directory) for directory in directories]
     if tokenizer is not None and model is None:
         tokenizer = without_template(tokenizer)
-    max_bytes = HEAD_BYTES if config.streaming else None
     inputs = inputs_of(source, tokenizer, config.tokenizer_vocab_size, max_bytes)
     directory = cached_directory(config, source, inputs)
     if max_bytes:
@@ -65,6 +79,14 @@ def prepare_text(config: TrainConfig, model: str | Path | None = None) -> list[P
         max_bytes=max_bytes,
     )
     return [directory]
+
+
+def content_of(directory: Path) -> str | None:
+    """Return the hash of the ids of a complete dataset."""
+    try:
+        return read_metadata(directory)["content_sha256"]
+    except UserError:
+        return None
 
 
 def cached_directory(config: TrainConfig, source: TextSource, inputs: dict[str, Any]) -> Path:

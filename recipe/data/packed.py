@@ -7,7 +7,8 @@
 
 The stream of a split is that of its units, one after another. A run reads it in rows of its own block_size: row i
 holds tokens [i*T, i*T + T + 1), T = block_size. Each row starts with the last token of the previous row, so every
-token but the first is a target exactly once. Up to T - 1 tokens at the end of the stream fill no row.
+token but the first is a target exactly once. Up to T - 1 tokens at the end of the stream fill no row. Row i + n * rows
+is row i, n < T tokens later; only the last row, which has no text after it, stays in its place.
 """
 
 import bisect
@@ -118,8 +119,10 @@ class PackedSplit:
 
     def row_starts(self, indices: np.ndarray) -> np.ndarray:
         """Return where rows begin in the stream. indices, and the result: int64 [batch]."""
-        part = np.searchsorted(self.first_rows, indices, side="right") - 1
-        return (indices - self.first_rows[part]) * self.block_size + self.first_tokens[part]
+        shifts, rows = np.divmod(indices, len(self))
+        part = np.searchsorted(self.first_rows, rows, side="right") - 1
+        starts = (rows - self.first_rows[part]) * self.block_size + self.first_tokens[part]
+        return starts + shifts * (rows + 1 < self.first_rows[part + 1])  # the last row of a part stays
 
     @property
     def num_bytes(self) -> int:

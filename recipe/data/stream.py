@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from recipe.config import TrainConfig
-from recipe.data.batches import TrainOrder, example_rows
+from recipe.data.batches import TrainOrder, example_rows, row_shift
 from recipe.data.cut import Unit
 from recipe.data.encode import choose_encoder
 from recipe.data.packed import PackedDataset, PackedSplit, encoding_of
@@ -136,7 +136,9 @@ def read_stream(
             windows, parts = np.searchsorted(starts, examples, side="right") - 1, []
             for number in np.unique(windows).tolist():
                 window, index = stream.window(first + number), examples[windows == number] - starts[number]
-                parts.append(window[example_rows((first + number) * len(window) + index, len(window), stream.seed)])
+                rows = example_rows((first + number) * len(window) + index, len(window), stream.seed)
+                epochs = np.full_like(rows, (first + number) // len(stream.units))
+                parts.append(window[rows + len(window) * row_shift(epochs, order.shift_below)])
             yield torch.from_numpy(np.concatenate(parts)), (first + after, end - starts[after])
 
 

@@ -63,16 +63,19 @@ def plan_schedule(
     examples: int = 0,
     before: Schedule | None = None,
     progress: float = 0.0,
+    first_example: int = 0,
 ) -> Schedule:
     """Return the schedule of a run that has made `step` steps on `examples` examples so far.
 
-    `num_train_epochs` becomes steps; a last, partial step counts as one. before, progress: the checkpoint's. A warm-up
+    `num_train_epochs` becomes steps, counted from the first example of the data; a last, partial step counts as one.
+    before, progress: the checkpoint's. A warm-up
     that it has finished is not repeated, although it would be longer as a share of a new length, and one of typed
     steps keeps its examples when the batch changes.
     """
     options = {name: getattr(config, name) for name in OPTIONS}
     if config.num_train_epochs is not None:
-        num_examples = config.num_train_epochs * num_train_rows + (step * config.global_batch_size - examples)
+        num_examples = config.num_train_epochs * num_train_rows + first_example
+        num_examples += step * config.global_batch_size - examples  # made with another batch
         options["max_steps"] = max(1, math.ceil(num_examples / config.global_batch_size))
     found = resolve(options, step, examples)
     if before is None or found == before:

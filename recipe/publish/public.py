@@ -29,6 +29,7 @@ PUBLIC_KEYS = {
     *("model", "architecture", "num_parameters", "n_layer", "n_head", "n_embd", "n_positions", "vocab_size"),
     *("environment", "gpt2_recipe", "python", "torch", "transformers", "accelerate", "datasets", "tokenizers"),
     *("cuda", "cudnn", "device", "num_cpus", "platform"),
+    *("epoch", "stages"),
     *("loss", "learning_rate", "learning_rate_group_0", "grad_norm", "clipped_share", "loss_scale", "tokens_seen"),
     *("step_ms", "tokens_per_second", "mfu", "train_seconds", "skipped_steps", "share_waiting_for_data"),
     *("memory_bytes", "peak_memory_bytes", "train_loss"),
@@ -49,6 +50,8 @@ def listed(values: dict[str, Any]) -> dict[str, Any]:
             found[key] = {f"dataset {number}": listed(part) for number, part in enumerate(value.values(), 1)}
         elif isinstance(value, dict):
             found[key] = listed(value)
+        elif key == "stages":
+            found[key] = [listed(stage) for stage in value]
         elif isinstance(value, float) and not math.isfinite(value):
             found[key] = None
     return found
@@ -108,7 +111,8 @@ def public_options(
         next((event for event in reversed(events) if event["event"] == kind and event["step"] == step), {})
         for kind in ("end", "eval")
     )
-    is_one_run = all(event["event"] != "schedule" for event in events)  # else no options repeat it
+    is_one_run = all(event["event"] != "schedule" and len(event.get("stages", ())) < 2 for event in events)
+    # Else no options repeat it.
     if is_one_run and "tokens_seen" in end and evaluation.get("loss") is not None:
         if shown.pop("max_minutes", None):  # another machine would make other steps in the same time
             shown["max_steps"] = end["last_step"]

@@ -6,6 +6,7 @@ evaluate or to end before the next step. recipe/run/look.py finds the facts, and
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +28,9 @@ from recipe.publish.hub import Held, publishes_training_state, refuse_another
 
 ORIGIN_NAME = ".resumed_from"  # in output_dir: the checkpoint with which its run began
 CLOSING_SECONDS = 3.0  # for the last checkpoint, the export and the curve
+FEW_EPOCHS = 2.0  # after which a validation loss may rise again
+# What may differ in a branch: a stage of its own begins there.
+DATA_IDENTITY = ("dataset", "streamed_text", "streaming", "dataset_weights", "block_size")
 
 
 # ------------------------------------------------------------------ facts
@@ -136,6 +140,12 @@ class Start:
     @property
     def saved(self) -> SavedState | None:
         return self.resume.saved if self.resume else None
+
+    @property
+    def is_branch(self) -> bool:
+        """Whether the command, or that with which the folder began, names a checkpoint of another folder."""
+        is_of_hub = self.resume is not None and self.resume.repo_id is not None and self.around.named is not None
+        return is_of_hub or not self.continues
 
     @property
     def source(self) -> str | Path | None:
@@ -264,12 +274,35 @@ class Run(Start):
     model: ModelFacts
     metadata: dict[str, Any]  # the dataset's
     identity: dict[str, Any]  # what a run that resumes must share with its checkpoint
+    begins_stage: bool  # the data are not the checkpoint's
     changes: dict[str, tuple]  # to the checkpoint's schedule: {option: (before, now)}
 
     @property
     def grad_accum(self) -> int:
         """Micro-batches per step and process."""
         return self.config.global_batch_size // (self.plan.micro_batch_size * self.facts.num_processes)
+
+    def count_epochs(self, stage_examples: int) -> dict[str, float]:
+        """Return how often this many examples pass over the training rows, or over those of each dataset, by name.
+
+        {} of a stream, whose rows are not known.
+        """
+        return count_epochs(self.metadata, stage_examples, self.config.streaming)
+
+
+def count_epochs(metadata: dict[str, Any], num_examples: int, streaming: bool = False) -> dict[str, float]:
+    """Return `Run.count_epochs`. metadata: of the dataset."""
+    parts = {name: of for name, of in metadata.get("mixture", {}).items() if of["share"] > 0} or {"": metadata}
+    rows = {} if streaming else {name: of["splits"]["train"].get("rows", 0) for name, of in parts.items()}
+    return {name: parts[name].get("share", 1.0) * num_examples / (count or 1) for name, count in rows.items()}
+
+
+def keeps_best(option: str, num_examples: int | None, metadata: dict[str, Any], streaming: bool) -> bool:
+    """Return whether the run keeps the model with the lowest validation loss. num_examples: the most of the stage."""
+    if option != "auto":
+        return option == "true"
+    epochs = {} if num_examples is None else count_epochs(metadata, num_examples, streaming)
+    return max(epochs.values(), default=math.inf) > FEW_EPOCHS
 
 
 def decide_run(
@@ -289,10 +322,13 @@ def decide_run(
     if not data.is_packed and (requested.streaming or requested.data_placement != "mmap"):
         raise UserError("--streaming and --data_placement require a packed dataset")
     before = saved.schedule if saved else None
-    schedule = plan_schedule(requested, data.num_rows, state.step, state.examples, before, state.progress)
     identity = run_identity(requested, data.metadata, model.config)
-    changes = check_identity(start, identity, schedule, model) if saved else {}
-    continues = start.continues and not (changes and start.resume and start.resume.repo_id)
+    differing = list_differences(start, identity, model) if saved else {}
+    begins_stage = start.is_branch and not differing.keys().isdisjoint(DATA_IDENTITY)
+    first = 0 if not state.stages else state.examples if begins_stage else state.stage.examples
+    schedule = plan_schedule(requested, data.num_rows, state.step, state.examples, before, state.progress, first)
+    changes = check_identity(start, differing, schedule) if saved else {}
+    continues = start.continues and not ((changes or begins_stage) and start.resume and start.resume.repo_id)
     if start.continues and not continues and requested.push_to_hub and start.around.held is not None:
         note = "with another schedule or batch, this is a new run: "
         if requested.resume_from_checkpoint == "auto":  # which starts over with --hub_overwrite
@@ -311,6 +347,9 @@ def decide_run(
     facts = dataclasses.replace(start.facts, total_flops=total_flops, kept=state.hardware)
     choices = choose(config, facts, rates)
     config = apply_choices(config, choices, facts)
+    most = None if schedule.num_examples is None else schedule.num_examples - first
+    best = keeps_best(config.load_best_model_at_end, most, data.metadata, config.streaming)
+    config = dataclasses.replace(config, load_best_model_at_end="true" if best else "false")
     if facts.sharding is not None:
         choices = {"layout": Choice("FSDP", facts.sharding.describe()), **choices}
     if config.max_eval_samples == "auto" and saved:  # an extended run evaluates the same rows
@@ -327,6 +366,7 @@ def decide_run(
         model=model,
         metadata=data.metadata,
         identity=identity,
+        begins_stage=begins_stage,
         changes=changes,
     )
 
@@ -349,18 +389,25 @@ def _model_identity(model_config: PreTrainedConfig) -> dict[str, Any]:
     return shape | {name: getattr(model_config, name) for name in model_options(model_config.model_type)}
 
 
-def check_identity(start: Start, identity: dict[str, Any], schedule: Schedule, model: ModelFacts) -> dict[str, tuple]:
+def list_differences(start: Start, identity: dict[str, Any], model: ModelFacts) -> dict[str, tuple]:
+    """Return what of a run differs from its checkpoint, apart from the schedule: {name: (before, now)}."""
+    assert start.saved is not None
+    # An option that was added since then had its default; so had one of the model, in a later Transformers.
+    before = {name: OPTIONS[name].default for name in IDENTITY_OPTIONS} | start.saved.identity
+    before |= _model_identity(model.saved) if model.saved else {}
+    names = identity.keys() - {"dataset_revision"}  # its rows count
+    return {name: (before.get(name), identity[name]) for name in names if before.get(name) != identity[name]}
+
+
+def check_identity(start: Start, differing: dict[str, tuple], schedule: Schedule) -> dict[str, tuple]:
     """Return what a resumed run changes: {option: (before, now)} of the schedule, and the global batch if it is typed.
 
-    Raises `UserError` for other differences.
+    differing: from `list_differences`. Raises `UserError` for those that are not allowed: a branch may go on with
+    other data.
     """
     assert start.resume is not None and start.saved is not None
     where, saved = start.resume.path, start.saved
-    # An option that was added since then had its default; so had one of the model, in a later Transformers.
-    before = {name: OPTIONS[name].default for name in IDENTITY_OPTIONS} | saved.identity
-    before |= _model_identity(model.saved) if model.saved else {}
-    refused = {key: (before.get(key), now) for key, now in identity.items() if before.get(key) != now}
-    refused.pop("dataset_revision", None)  # its rows count
+    refused = {key: of for key, of in differing.items() if not (start.is_branch and key in DATA_IDENTITY)}
     changes = list_changes(saved.schedule, schedule, saved.state.examples)
     micro_batch = {"per_device_train_batch_size", "gradient_accumulation_steps"}  # both set the batch
     typed = start.around.typed
@@ -369,8 +416,15 @@ def check_identity(start: Start, identity: dict[str, Any], schedule: Schedule, m
     if refused:
         listed = "; ".join(f"{key} {_short(old)} -> {_short(now)}" for key, (old, now) in sorted(refused.items()))
         remedy = "pass the run's own options (--config training_config.yaml of its folder), or start a new run"
-        if refused.keys() <= {"dataset", "streamed_text"}:
-            remedy = "its text, or the order of its datasets, has changed; pass them as they were, or start a new run"
+        if refused.keys() <= {*DATA_IDENTITY}:
+            remedy = (
+                "its text, or the order of its datasets, has changed; pass them as they were, or go on with other "
+            )
+            remedy += f"data in a branch: {shell_command(resume_from_checkpoint=where)} and another --output_dir"
+        if "tokenizer" in refused:
+            remedy = f"prepare the text with the tokenizer of the run, {shell_command(tokenizer_name=where)}"
+        if "n_positions" in refused:
+            remedy = f"pass --block_size {refused['n_positions'][0]}, the model's number of positions, or less"
         if refused.keys() == {"global_batch_size"}:
             remedy = f"pass --global_batch_size {schedule.global_batch_size} to continue with another batch"
         raise UserError(f"{where} belongs to a run with other options: {listed}; {remedy}")
@@ -426,8 +480,8 @@ def decide_turn(run: Run, state: RunState, stop: bool) -> Turn:
         return is_last or (period > 0 and state.step % period == 0)
 
     saves = config.save_steps > 0 and (is_due(config.save_steps) or state.step == decay_start)
-    evaluates = state.step == 0 or is_due(config.eval_steps) or (config.load_best_model_at_end and saves)
-    evaluate = evaluates and not stop and state.step not in state.evaluations
+    is_first = state.step == state.stage.step
+    evaluate = (is_first or is_due(config.eval_steps)) and not stop and state.step not in state.evaluations
     return Turn(
         progress=progress,
         decay_start=decay_start,

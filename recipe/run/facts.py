@@ -2,7 +2,7 @@
 
 import dataclasses
 import sys
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from recipe.arguments import shell_command
-from recipe.config import STANDARD_LIBRARY, TrainConfig, hub_id
+from recipe.checkpoint import RunState
+from recipe.config import STANDARD_LIBRARY, hub_id
 from recipe.data.packed import COUNTS
 from recipe.data.prepare import TRAINED
 from recipe.environment import describe_environment, find_commit
@@ -52,6 +53,17 @@ class ModelShape:
 
 
 @dataclass(frozen=True)
+class StageFacts:
+    """A part of a run with the same data."""
+
+    source: str  # as of DatasetFacts
+    dataset_id: str | None  # the same
+    content_sha256: str
+    step: int  # made before it
+    tokens: int  # the same
+
+
+@dataclass(frozen=True)
 class RunFacts:
     """The event `start`, apart from what only that start knows."""
 
@@ -72,15 +84,19 @@ class RunFacts:
     per_device_train_batch_size: int
     gradient_accumulation_steps: int
     environment: dict[str, str | int | None]
+    stages: list[StageFacts]
 
 
-def collect_facts(run: Run, device: torch.device, model: PreTrainedModel) -> RunFacts:
+def collect_facts(run: Run, device: torch.device, model: PreTrainedModel, state: RunState) -> RunFacts:
     """Return what the run is. device: of this process."""
     config, metadata, shape = run.config, run.metadata, model.config
     tokenizer_id = hub_id(metadata.get("tokenizer") or config.tokenizer_name)
     base_model_id = hub_id(config.model_name_or_path)
+    starts = (
+        [event for event in read_events(run.resume.path.parent) if event["event"] == "start"] if run.resume else []
+    )
     if run.resume:  # a local model may be gone by now; the run of the checkpoint knew it when it began
-        first = next((event for event in read_events(run.resume.path.parent) if event["event"] == "start"), {})
+        first = starts[0] if starts else {}
         base_model_id, tokenizer_id = first.get("base_model_id"), first.get("data", {}).get("tokenizer_id")
     data = dataclasses.replace(
         describe_data(metadata),
@@ -116,7 +132,22 @@ def collect_facts(run: Run, device: torch.device, model: PreTrainedModel) -> Run
         per_device_train_batch_size=run.plan.micro_batch_size,
         gradient_accumulation_steps=run.grad_accum,
         environment=describe_environment(device),
+        stages=describe_stages(state, data, starts),
     )
+
+
+def describe_stages(state: RunState, data: DatasetFacts, starts: list[dict[str, Any]]) -> list[StageFacts]:
+    """Return the parts of the run. data: of the present one. starts: events that know the names of earlier ones."""
+    found = [of for start in starts for of in (start.get("data", {}), *start.get("stages", ()))]
+    known = {of["content_sha256"]: of for of in found if "content_sha256" in of} | {
+        state.stage.content_sha256: asdict(data)
+    }
+    unknown, stages = {"source": "other text", "dataset_id": None}, []
+    for stage in state.stages:
+        names = known.get(stage.content_sha256, unknown)
+        hashes = stage.content_sha256, stage.step, stage.tokens
+        stages.append(StageFacts(names["source"], names["dataset_id"], *hashes))
+    return stages
 
 
 def describe_data(metadata: dict[str, Any], share: float = 1.0) -> DatasetFacts:
@@ -147,14 +178,3 @@ def describe_source(source: dict[str, Any]) -> str:
     files = [Path(file).name for file in source.get("train_files") or ["unknown"]]
     more = [f"and {len(files) - NAMED_FILES:,} more files"] if len(files) > NAMED_FILES else []
     return ", ".join(files[:NAMED_FILES] + more)
-
-
-def count_epochs(config: TrainConfig, data: DatasetFacts, num_examples: int) -> dict[str, float]:
-    """Return how often the run passes over its training rows, of a mixture those of each dataset, by name.
-
-    {} of a stream, whose rows are not known.
-    """
-    if config.streaming:
-        return {}
-    parts = {name: of for name, of in (data.mixture or {"": data}).items() if of.share > 0}
-    return {name: of.share * num_examples / (of.splits["train"]["rows"] or 1) for name, of in parts.items()}

@@ -20,7 +20,6 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 from recipe.checkpoint import RunState
-from recipe.config import TrainConfig
 from recipe.data.batches import TrainBatches
 from recipe.errors import UserError, short_reason
 from recipe.hardware.devices import memory_bytes, peak_flops_per_second, peak_memory_bytes
@@ -29,8 +28,8 @@ from recipe.optim.guard import MOST_BAD_STEPS, UpdateGuard
 from recipe.progress import progress_target
 from recipe.publish.public import METRICS_NAME, read_events, split_scores, without_nan
 from recipe.run.decide import Run, has_stalled
-from recipe.run.facts import DatasetFacts, RunFacts, count_epochs
-from recipe.run.record import WAITING, find_train_loss, read_record
+from recipe.run.facts import RunFacts
+from recipe.run.record import WAITING, find_train_loss, has_begun_to_diverge, read_record
 
 LISTED = 6  # failures of one kind
 PROJECT = "gpt2-recipe"  # for trackers, unless WANDB_PROJECT is set
@@ -54,7 +53,7 @@ class RunLog:
         self.device, self.enabled = accelerator.device, accelerator.is_main_process
         self.batches, self.optimizer, self.guard = batches, optimizer, guard  # log lines show their numbers
         self.flops_per_token, self.previous_seconds = facts.flops_per_token, state.seconds
-        self.data, self.total_bytes = facts.data, measure_total_bytes(self.device)
+        self.total_bytes = measure_total_bytes(self.device)
         self.failures: dict[str, tuple[int, str]] = {}  # what could not be written -> how often, and why at first
         self.is_torn = False  # the last line of metrics.jsonl
         self.bar: tqdm | None = None  # from the first log line on: nothing before it shows the speed
@@ -191,7 +190,8 @@ class RunLog:
         peak = peak_flops_per_second(self.device)
         flops = num_tokens / seconds * self.flops_per_token / self.accelerator.num_processes
         values = {
-            "tokens_seen": state.examples * self.config.block_size,
+            "tokens_seen": state.tokens,
+            **describe_epoch(self.run, state),
             **means,
             **learning_rates(self.optimizer),
             "grad_norm": norm,
@@ -233,7 +233,8 @@ class RunLog:
             options = {"total": 1.0, "initial": progress, "bar_format": layout, "dynamic_ncols": True}
             options["delay"] = 1e-9  # or the bar appears before its numbers are set
             self.bar = tqdm(disable=not self.enabled, smoothing=0.1, **options, **progress_target())
-        steps = f"{state.step:,}/{max_steps:,}" if max_steps else f"{state.step:,}, {progress:.0%}"
+        is_known = max_steps and not self.config.max_minutes
+        steps = f"{state.step:,}/{max_steps:,}" if is_known else f"{state.step:,}, {progress:.0%}"
         self.bar.set_description_str(steps, refresh=False)
         parts, width = describe_progress(values, self.total_bytes), math.inf
         if sys.stderr.isatty():
@@ -271,19 +272,23 @@ class RunLog:
     # ------------------------------------------------------------------ events
 
     def evaluation(self, state: RunState, values: dict[str, Any]) -> None:
-        step, num_tokens = state.step, state.examples * self.config.block_size
+        step = state.step
         if self.lap_steps:
             self.train(state)  # for the training loss up to here
         with self.paused():
-            train_loss = find_train_loss(read_events(self.output_dir)) if self.enabled else None
-        if train_loss is not None:
+            events = read_events(self.output_dir) if self.enabled else []
+        if (train_loss := find_train_loss(events)) is not None:
             values = {"train_loss": train_loss, **values}
-        self.event("eval", step, tokens_seen=num_tokens, **{k: v for k, v in values.items() if k != "sample"})
+        seen = {"tokens_seen": state.tokens, **describe_epoch(self.run, state)}
+        recorded = seen | {key: value for key, value in values.items() if key != "sample"}
+        self.event("eval", step, **recorded)
         if values["sample"] is not None:
             self.event("sample", step, prompt=self.config.sample_prompt, text=values["sample"])
         self.say(describe_evaluation(f"step {step:>6,}", values))
         if self.tokens_per_second:
-            self.say(f"  {describe_seen(self.config, self.data, state, self.tokens_per_second)}")
+            self.say(f"  {describe_seen(self.run, state, self.tokens_per_second)}")
+        if has_begun_to_diverge([*events, {"event": "eval", **recorded}]):
+            self.say("the validation loss rises while the training loss falls: the model memorizes its text")
         if has_stalled(state, patience := self.config.early_stopping_patience):
             self.say(f"stopping early: {patience} evaluations without a new lowest validation loss")
 
@@ -319,6 +324,7 @@ def describe_progress(values: dict[str, Any], total_bytes: int) -> list[str]:
     used, peak = (values[name] / total_bytes for name in ("memory_bytes", "peak_memory_bytes"))
     waiting, ms = values["share_waiting_for_data"], values["step_ms"]
     parts = [f"loss {values['loss']:.3f}", f"lr {values['learning_rate']:.1e}", f"norm {values['grad_norm']:.2f}"]
+    parts += [f"epoch {values['epoch']:.2f}"] if "epoch" in values else []
     parts += [f"{ms:,.{1 if ms < 10 else 0}f} ms", f"{tqdm.format_sizeof(values['tokens_per_second'])} tok/s"]
     parts += [f"{waiting:.0%} waiting for data"] if waiting > WAITING else []
     parts += [f"{values['mfu']:.0%} MFU"] if values["mfu"] is not None else []
@@ -326,19 +332,27 @@ def describe_progress(values: dict[str, Any], total_bytes: int) -> list[str]:
     return [*parts, f"{used:.0%} of {total_bytes / 1e9:.0f} GB, peak {peak:.0%}"]
 
 
-def describe_seen(config: TrainConfig, data: DatasetFacts, state: RunState, tokens_per_second: float) -> str:
-    """Return the tokens and documents that a run has seen, and the hours of an epoch."""
-    trained = state.examples * config.block_size
-    validated = sum(of["num_rows"] for of in state.evaluations.values()) * config.block_size
-    tokens = [tqdm.format_sizeof(number) for number in (trained, validated, trained + validated)]
+def describe_epoch(run: Run, state: RunState) -> dict[str, float]:
+    """Return how often the data have been read, of a mixture the dataset that is read most often; {} of a stream."""
+    epochs = run.count_epochs(state.stage_examples)
+    return {"epoch": max(epochs.values())} if epochs else {}
+
+
+def describe_seen(run: Run, state: RunState, tokens_per_second: float) -> str:
+    """Return the tokens and documents that a run has seen, the epoch, and how long one takes."""
+    validated = sum(of["num_rows"] for of in state.evaluations.values()) * run.config.block_size
+    tokens = [tqdm.format_sizeof(number) for number in (state.tokens, validated, state.tokens + validated)]
     text = f"{tokens[0]} tokens + {tokens[1]} of validation = {tokens[2]}"
-    if epochs := count_epochs(config, data, state.examples):
-        documents = {name: of.splits["train"]["documents"] for name, of in (data.mixture or {"": data}).items()}
-        if None not in documents.values():
-            seen = sum(min(1, count) * (documents[name] or 0) for name, count in epochs.items())
+    if epochs := run.count_epochs(state.stage_examples):
+        parts = run.metadata.get("mixture") or {"": run.metadata}
+        documents = [parts[name]["splits"]["train"]["documents"] for name in epochs]
+        if None not in documents:
+            seen = sum(min(1, count) * of for count, of in zip(epochs.values(), documents, strict=True))
             text += f"; {seen:,.0f} documents"
-        hours = trained / max(epochs.values()) / tokens_per_second / 3600
-        text += f"; {hours:.{2 if hours < 10 else 0}f} hours an epoch" if len(epochs) == 1 else ""
+        text += "; epoch " + ", ".join(f"{count:.2f}{f' of {name}' if name else ''}" for name, count in epochs.items())
+        if len(epochs) == 1:
+            hours = run.metadata["splits"]["train"]["rows"] * run.config.block_size / tokens_per_second / 3600
+            text += f", {hours:.{2 if hours < 10 else 0}f} hours each"
     return text
 
 

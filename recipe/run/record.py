@@ -1,5 +1,6 @@
 """Read the log of a run: what a user may want to change, a sentence each. See scripts/benchmarks/curves.md, too."""
 
+import itertools
 import statistics
 from typing import Any
 
@@ -7,6 +8,7 @@ from recipe.config import TrainConfig
 
 OFTEN, EARLY = 0.5, 100  # share of the steps whose gradient is clipped, and steps in which it is large in every run
 WAITING = 0.02  # share of the time in which a step waits for data
+RISES = 3  # evaluations, each higher than the one before
 ROOM = 0.8  # share of a GPU's memory; a batch that uses less can grow
 REMEDY = {"mmap": "try --data_placement ram", "ram": "try --data_placement device"}  # for waiting, by where rows are
 REMEDY |= {"device": "the host is busy or too slow", "stream": "prepare the text first (scripts/prepare_data.py)"}
@@ -41,6 +43,18 @@ def read_record(events: list[dict[str, Any]], config: TrainConfig, device_type: 
     if device_type == "cuda" and share < ROOM and config.per_device_train_batch_size != "auto":
         found.append(f"{share:.0%} of the GPU's memory is used: --per_device_train_batch_size auto uses more")
     return found
+
+
+def has_begun_to_diverge(events: list[dict[str, Any]]) -> bool:
+    """Return whether, with the last evaluation, validation has risen three times in a row while training fell.
+
+    events: see above. False if it had done so before: a run hears it once.
+    """
+    found = [event for event in events if event["event"] == "eval" and "train_loss" in event]
+    pairs = list(itertools.pairwise((event["train_loss"], event["loss"]) for event in found))
+    apart = [None not in (*a, *b) and b[0] < a[0] and b[1] > a[1] for a, b in pairs]
+    times = [all(apart[i : i + RISES]) for i in range(len(apart) - RISES + 1)]
+    return times[-1:] == [True] and sum(times) == 1
 
 
 def find_train_loss(events: list[dict[str, Any]]) -> float | None:

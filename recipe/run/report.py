@@ -6,6 +6,7 @@ import math
 import re
 import textwrap
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -16,12 +17,12 @@ from transformers import PreTrainedModel
 
 from recipe.arguments import shell_command
 from recipe.checkpoint import (
+    BEST_NAME,
     RunState,
-    best_of,
     checkpoint_dir,
     list_checkpoints,
     mark_resumable,
-    step_of,
+    read_best,
     why_damaged,
 )
 from recipe.config import STANDARD_LIBRARY, TrainConfig
@@ -39,8 +40,8 @@ from recipe.publish.export import export_model
 from recipe.publish.public import SUMMARY_NAME, split_scores, with_nan, without_nan
 from recipe.publish.uploads import HubUploads
 from recipe.run.decide import Run, has_stalled, is_over, measure_progress
-from recipe.run.facts import RunFacts, count_epochs
-from recipe.run.log import RunLog, describe_bits
+from recipe.run.facts import RunFacts
+from recipe.run.log import RunLog, describe_bits, describe_epoch
 from recipe.run.stop import EXIT_STOPPED, StopSignals, describe_signal, find_kill_warning
 
 MANY_EPOCHS = 100
@@ -60,18 +61,17 @@ def show_start(log: RunLog, facts: RunFacts, state: RunState, eval_rows: int) ->
     eval_rows: validation rows per evaluation.
     """
     run, config, saved = log.run, log.config, log.run.saved
-    num_examples = run.schedule.num_examples or state.examples
-    log.table(start_table(run, facts, log.device, eval_rows, num_examples))
+    log.table(start_table(run, facts, state, log.device, eval_rows))
     before = saved.mixed_precision if saved else None
     values = {"precision_before": before, **asdict(facts)}
-    log.event("start", state.step, run_id=state.run_id, tokens_seen=state.examples * config.block_size, **values)
+    log.event("start", state.step, run_id=state.run_id, tokens_seen=state.tokens, **values)
     if before not in (None, config.mixed_precision):
         log.say(f"warning: the precision changes from {before} to {config.mixed_precision} at step {state.step:,}")
     if (found := find_odd_size(run.model.config)) and not config.model_name_or_path:
         log.say(f"warning: {found}")
     if config.hub_model_id and not config.push_to_hub:
         log.say("warning: --hub_model_id alone uploads nothing; add --push_to_hub")
-    for name, epochs in count_epochs(config, facts.data, num_examples).items() if config.max_steps else ():
+    for name, epochs in count_all_epochs(run, state).items():
         if epochs > MANY_EPOCHS:
             text = f"so little text ({name})" if name else "so little text"
             log.say(f"warning: {epochs:,.0f} epochs over {text}: the model will memorize it")
@@ -92,8 +92,14 @@ def show_start(log: RunLog, facts: RunFacts, state: RunState, eval_rows: int) ->
             log.say(jump)
 
 
-def start_table(run: Run, facts: RunFacts, device: torch.device, eval_rows: int, num_examples: int) -> dict[str, str]:
-    """Return the table printed before the first step: {label: text}. num_examples: of the whole run."""
+def count_all_epochs(run: Run, state: RunState) -> dict[str, float]:
+    """Return how often the run will have read its data, or the datasets of a mixture, by name; {} if that is open."""
+    num_examples = run.schedule.num_examples
+    return {} if num_examples is None else run.count_epochs(num_examples - state.stage.examples)
+
+
+def start_table(run: Run, facts: RunFacts, state: RunState, device: torch.device, eval_rows: int) -> dict[str, str]:
+    """Return the table printed before the first step: {label: text}."""
     config, num_processes, model = run.config, facts.num_processes, facts.model
     devices = describe_device(device)
     if device.type == "cpu":
@@ -141,22 +147,33 @@ def start_table(run: Run, facts: RunFacts, device: torch.device, eval_rows: int,
         f"{_plural(facts.gradient_accumulation_steps, 'micro-batch', 'es')} x "
         f"{_plural(run.plan.micro_batch_size, 'sequence')}",
         "optimizer": rate,
-        "run": _describe_length(run, num_examples, count_epochs(config, facts.data, num_examples)),
+        "run": _describe_length(run, state),
     }
+    if len(facts.stages) > 1:
+        tokens = [*(stage.tokens for stage in facts.stages[1:]), None]  # before the next one
+        parts = [
+            f"step {stage.step:,}: {stage.source}" + ("" if end is None else f", {end - stage.tokens:,} tokens")
+            for stage, end in zip(facts.stages, tokens, strict=True)
+        ]
+        table["stages"] = "; ".join(parts)
     table |= {"changes": "; ".join(run.model.notes)} if run.model.notes else {}  # to the model that is fine-tuned
     return table | ({"hub": f"{config.hub_model_id}, {config.hub_strategy}"} if config.push_to_hub else {})
 
 
-def _describe_length(run: Run, num_examples: int, epochs: dict[str, float]) -> str:
-    config = run.config
+def _describe_length(run: Run, state: RunState) -> str:
+    config, progress = run.config, measure_progress(run.schedule, state)
     limit = "" if config.max_minutes is None else f"{config.max_minutes:g} minute{'s' * (config.max_minutes != 1)}"
     warmup = _plural(run.schedule.num_warmup_steps, "warm-up step")
     if config.warmup_steps < 1:
         warmup = f"{config.warmup_steps:.0%} of it warm-up"
-    if config.max_steps is None:
+    if limit and progress > 0 and len(state.stages) == 1 and (seen := describe_epoch(run, state)):
+        limit += f", which is about {seen['epoch'] / progress:.1f} epochs at the speed so far"
+    if config.max_steps is None or run.schedule.num_examples is None:
         return f"as many steps as fit into {limit}, {warmup}"
-    text = f"{_plural(config.max_steps, 'step')} = {num_examples * config.block_size:,} tokens, "
-    text += "".join(f"{count:.2f} epochs{f' of {name}' if name else ''}, " for name, count in epochs.items())
+    num_tokens = state.tokens + (run.schedule.num_examples - state.examples) * config.block_size
+    text = f"{_plural(config.max_steps, 'step')} = {num_tokens:,} tokens, "
+    epochs = count_all_epochs(run, state).items()
+    text += "".join(f"{count:.2f} epochs{f' of {name}' if name else ''}, " for name, count in epochs)
     return text + warmup + (f"; fewer if they take longer than {limit}" if limit else "")
 
 
@@ -221,19 +238,20 @@ def finish_run(
     weights = copy_weights(model, run.model.config, keep=log.enabled)
 
     def finish() -> int:
-        best = find_best(log, state) if log.config.load_best_model_at_end else None
-        step = state.step if best is None else best
-        exported = weights if best is None else load_file(checkpoint_dir(log.output_dir, best) / WEIGHTS_NAME)
+        evaluation = choose_exported(log, state)
+        step = evaluation["step"]
+        exported = weights if step == state.step else load_file(log.output_dir / BEST_NAME / WEIGHTS_NAME)
         try:
             export_model(model, run.model.config, exported, run.model.files, log.output_dir)
         except UserError:
             log.list_failures()
             raise
-        evaluation = state.evaluations[step]
         summary = write_results(log, build_summary(log, state, facts, evaluation, step))
         mark_resumable(False)
         if log.laps:
             log.show_record()
+        for line in describe_end(run, state, evaluation):
+            log.say(line)
         print(closing_lines(run, summary, evaluation["sample"], state), flush=True)
         log.list_failures()
         is_complete = uploads.finish(step, interrupted=lambda: signals.count > 0)
@@ -245,19 +263,45 @@ def finish_run(
     return uploads.leave(on_main_process(finish))
 
 
-def find_best(log: RunLog, state: RunState) -> int | None:
-    """Return the step of the run's valid checkpoint with the lowest validation loss. Says if a better one is gone."""
-    steps = {step for path in list_checkpoints(log.output_dir) if (step := step_of(path)) in state.evaluations}
-    while (best := best_of(sorted(steps), state.losses)) is not None:
-        if (reason := why_damaged(path := checkpoint_dir(log.output_dir, best))) is None:
-            break
-        log.say(f"warning: {path} had the lowest validation loss, but is damaged ({reason})")
-        steps.remove(best)
-    period = log.config.save_steps or math.inf
-    lowest = best_of((int(step) for step in state.losses if int(step) % period == 0), state.losses)
-    if lowest is not None and best is not None and state.losses[str(lowest)] < state.losses[str(best)]:
-        log.say(f"warning: checkpoint-{lowest}, whose loss was the lowest, is not in {log.output_dir}")
+def choose_exported(log: RunLog, state: RunState) -> dict[str, Any]:
+    """Return step and evaluation of the model to export: the last one, or the best, if it is kept and intact."""
+    last = {"step": state.step, **state.evaluations[state.step]}
+    best = read_best(log.output_dir, state.run_id) if log.config.load_best_model_at_end == "true" else {}
+    if not best or best["loss"] > last["loss"]:
+        return last
+    if reason := why_damaged(folder := log.output_dir / BEST_NAME):
+        log.say(f"warning: {folder} is damaged ({reason})")
+        return last
     return best
+
+
+def describe_end(run: Run, state: RunState, exported: dict[str, Any]) -> Iterator[str]:
+    """Yield which model has the lowest validation loss, and what ended a run that had more time.
+
+    exported: step and evaluation.
+    """
+    losses = {int(step): loss for step, loss in state.losses.items()} | {exported["step"]: exported["loss"]}
+    lowest = min(losses, key=losses.__getitem__)
+    epochs, steps = run.count_epochs(state.stage_examples), max(1, state.step - state.stage.step)
+    counts = [max(epochs.values(), default=0.0) * (step - state.stage.step) / steps for step in (lowest, state.step)]
+    found = f"lowest validation loss {losses[lowest]:.4f} at step {lowest:,} of {state.step:,}"
+    found += f" ({counts[0]:.1f} of {counts[1]:.1f} epochs)" if epochs else ""
+    is_kept = run.config.load_best_model_at_end == "true"
+    if lowest == exported["step"]:
+        if is_kept or lowest != state.step:
+            yield f"{found}: exported"
+    else:
+        remedy = "its weights are gone" if is_kept else "--load_best_model_at_end true exports that model"
+        yield f"{found}, and {exported['loss']:.4f} at step {exported['step']:,}, which is exported; {remedy}"
+    if was_capped(run, state):
+        used = f"{run.requested.num_train_epochs:g} epochs took {state.seconds / 60:.1f} of {run.config.max_minutes:g}"
+        yield f"{used} minutes; more would overfit, but --num_train_epochs sets another number"
+
+
+def was_capped(run: Run, state: RunState) -> bool:
+    """Return whether a number of epochs ended a run that had more time."""
+    both = run.config.max_minutes and run.requested.num_train_epochs
+    return bool(both) and state.examples >= (run.schedule.num_examples or math.inf)
 
 
 def write_results(log: RunLog, values: dict[str, Any]) -> dict[str, Any]:
@@ -287,7 +331,9 @@ def build_summary(
         "run_id": state.run_id,
         "step": state.step,
         "exported_step": exported_step,
-        "tokens_seen": state.examples * log.config.block_size,
+        "tokens_seen": state.tokens,
+        **describe_epoch(log.run, state),
+        "stages": [asdict(stage) for stage in facts.stages],
         "eval_loss": evaluation["loss"],
         "perplexity": evaluation["perplexity"],
         "bits_per_byte": evaluation["bits_per_byte"],
@@ -316,7 +362,7 @@ def closing_lines(run: Run, summary: dict[str, Any], sample: str | None, state: 
         **{f"eval_loss/{name}": f"{of['loss']:.4f}" for name, of in summary.get("mixture", {}).items()},
         "perplexity": f"{summary['perplexity']:.2f}",
         "bits_per_byte": describe_bits(summary["bits_per_byte"]),
-        **({"best_step": summary["exported_step"]} if config.load_best_model_at_end else {}),
+        **({"best_step": summary["exported_step"]} if config.load_best_model_at_end == "true" else {}),
         "steps": summary["step"],
         "tokens": summary["tokens_seen"],
         "tokens_per_second": f"{speed:.0f}",
@@ -328,7 +374,7 @@ def closing_lines(run: Run, summary: dict[str, Any], sample: str | None, state: 
     width = max(19, *(len(key) + 2 for key in block))
     lines = ["---", *(f"{key + ':':{width}}{value}" for key, value in block.items())]
     results = summary["tokens_seen"], summary["eval_loss"]
-    if compared := compare_with_expected(config, run.metadata, *results):
+    if len(state.stages) == 1 and (compared := compare_with_expected(config, run.metadata, *results)):
         lines += ["", *textwrap.wrap(compared, 80, break_on_hyphens=False)]
     if sample is not None:
         lines += ["", f"A sample for the prompt {config.sample_prompt!r}:", textwrap.indent(sample, "    ")]
@@ -339,8 +385,10 @@ def closing_lines(run: Run, summary: dict[str, Any], sample: str | None, state: 
     lines += ["", f"  generate   {generate}"]
     # Twice as long, from before the decay if there is one.
     start = checkpoint_dir(output_dir, state.step if state.decay_start is None else state.decay_start)
-    if start.is_dir() and not has_stalled(state, config.early_stopping_patience):
-        length = {"num_train_epochs": run.requested.num_train_epochs, "max_minutes": config.max_minutes}
+    overfits = summary["exported_step"] < summary["step"] or was_capped(run, state)
+    if start.is_dir() and not overfits and not has_stalled(state, config.early_stopping_patience):
+        epochs = None if config.max_minutes else run.requested.num_train_epochs
+        length = {"num_train_epochs": epochs, "max_minutes": config.max_minutes}
         length = {name: f"{2 * value:g}" for name, value in length.items() if value}
         if config.max_steps and not run.requested.num_train_epochs:
             length["max_steps"] = str(2 * state.step)

@@ -18,10 +18,10 @@ from accelerate.utils import set_seed
 from torch import nn
 from transformers import AutoConfig
 
-from recipe.checkpoint import RunState, Trained, clean_checkpoints, load_checkpoint, record_config
+from recipe.checkpoint import RunState, Trained, clean_checkpoints, load_checkpoint, read_best, record_config
 from recipe.config import TrainConfig
 from recipe.data.batches import TrainBatches, TrainOrder, read_rows
-from recipe.data.cache import prepare_text
+from recipe.data.cache import Known, prepare_text
 from recipe.data.mixture import open_datasets, order_of
 from recipe.data.packed import PackedDataset, encoding_of, metadata_of
 from recipe.data.stream import open_stream, read_stream
@@ -53,7 +53,7 @@ from recipe.optim.optimizers import check_optimizer
 from recipe.optim.schedule import OPTIONS
 from recipe.publish.download import download_checkpoint
 from recipe.publish.hub import DOWNLOAD_NAME, create_repository
-from recipe.publish.public import METRICS_NAME
+from recipe.publish.public import METRICS_NAME, read_events
 from recipe.run.decide import (
     ORIGIN_NAME,
     DataFacts,
@@ -145,9 +145,15 @@ def open_dataset(start: Start) -> PackedDataset:
     indexed by int64 [n] for int64 [n, block_size + 1], and a `tokenizer` of Transformers.
     """
     config = start.requested
-    if config.dataset_name and config.dataset_revision is None and start.saved:  # the Hub may have a newer one
-        config = dataclasses.replace(config, dataset_revision=start.saved.identity.get("dataset_revision"))
-    directories = on_main_process(lambda: prepare_text(config, start.source))
+    known = None
+    if start.resume is not None and start.saved is not None:
+        known = Known(start.resume.path, start.saved.identity["dataset"])
+        if config.dataset_name and config.dataset_revision is None:  # the Hub may have a newer one
+            log = read_events(start.resume.path.parent)
+            names = [event.get("data", {}).get("dataset_id") for event in log if event["event"] == "start"]
+            if start.continues or config.dataset_name in names:
+                config = dataclasses.replace(config, dataset_revision=start.saved.identity.get("dataset_revision"))
+    directories = on_main_process(lambda: prepare_text(config, start.source, known))
     return on_all_processes(lambda: open_datasets(directories, config.block_size, config.dataset_weights))
 
 
@@ -174,9 +180,11 @@ def describe_model(start: Start, dataset: Any) -> ModelFacts:
     config = build_model_config(
         requested, vocab_size, tokenizer.eos_token_id, source, num_base, tokenizer.bos_token_id
     )
+    saved = AutoConfig.from_pretrained(start.resume.path) if start.resume else None
+    if saved is not None and saved.max_position_embeddings > config.max_position_embeddings:
+        config.max_position_embeddings = saved.max_position_embeddings  # of a branch with shorter rows
     padded = copy.deepcopy(config)
     padded.vocab_size = padded_vocab_size(config.vocab_size, requested.pad_vocab_to_multiple_of)
-    saved = AutoConfig.from_pretrained(start.resume.path) if start.resume else None
     if source is None:
         return ModelFacts(config, padded, saved, new_files(tokenizer, config))
     own_tokenizer = start.resume or requested.tokenizer_name == requested.model_name_or_path
@@ -230,8 +238,11 @@ def load_state(run: Run, trained: Trained) -> RunState:
     state.memory = run.plan.choices
     state.hardware = describe_choices(run.choices, run.facts.device_type)
     state.evaluations = on_main_process(lambda: open_log(run, state.step))
+    if resume is None or run.begins_stage:
+        state.begin_stage(run.config.block_size, run.metadata["content_sha256"])
     if state.step in state.evaluations:  # made after the checkpoint was saved
         state.note(state.evaluations[state.step])
+    state.best = on_main_process(lambda: read_best(run.output_dir, state.run_id))
     on_main_process(lambda: record_config(run.output_dir, recorded_options(run, is_over(run, state))))
     return state
 
@@ -258,9 +269,10 @@ def open_batches(run: Run, accelerator: Accelerator, dataset: Any, state: RunSta
         seed=config.seed,
         global_batch_size=config.global_batch_size,
         micro_batch_size=size,
-        first_example=0 if config.streaming else state.examples,  # a stream's position is `state.position`
+        first_example=0 if config.streaming else state.stage_examples,  # a stream's position is `state.position`
         process_index=accelerator.process_index,
         num_processes=accelerator.num_processes,
+        shift_below=config.block_size if isinstance(dataset, PackedDataset) and state.stage.shifts_rows else 1,
         parts=order_of(dataset) if isinstance(dataset, PackedDataset) else (),
     )
     if config.streaming:
