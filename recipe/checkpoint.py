@@ -362,7 +362,7 @@ class CheckpointSaver:
         is_best = values["loss"] < state.best.get("loss", math.inf)
         if self.config.load_best_model_at_end != "true" or state.step == 0 or not is_best:
             return
-        on_main_process(self.wait)
+        on_main_process(lambda: self.keeping and self.keeping.result())  # else copies could pile up in memory
         state.best, trained = values, self.trained
         keep = trained.accelerator.is_main_process
         weights = copy_weights(trained.model, trained.model_config, keep)

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from recipe.data.batches import TrainBatches, TrainOrder, example_rows, iterate_validation, read_rows
+from recipe.data.batches import TrainBatches, TrainOrder, example_rows, iterate_validation, read_rows, row_shift
 from recipe.data.packed import PackedSplit, TokenWriter
 from recipe.errors import UserError
 
 CPU = torch.device("cpu")
 FROZEN = [5, 597, 782, 629, 771, 972, 361, 714]
+FROZEN_SHIFTS = [0, 433, 866, 275, 708, 117]
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 7, 64, 65, 1000, 4097])
@@ -40,6 +41,7 @@ def test_epochs_and_seeds_differ_and_look_random():
 def test_the_order_never_changes():
     """The first rows of an order are written down here, because a run resumed next year must see the same examples."""
     assert example_rows(np.arange(8), 1000, 1337).tolist() == FROZEN
+    assert row_shift(np.arange(6), 1024).tolist() == FROZEN_SHIFTS
 
 
 def test_example_rows_is_pure():
@@ -94,14 +96,34 @@ def wide_split(tmp_path_factory):
 @pytest.mark.parametrize(("placement", "num_workers"), [("mmap", 0), ("mmap", 2), ("ram", 0), ("device", 0)])
 def test_batches_are_the_rows_of_the_order(wide_split, placement, num_workers):
     """Inputs and targets are int64, shifted by one, in the same order for every placement."""
-    order = TrainOrder(len(wide_split), 1, 96, 48)
+    order = TrainOrder(len(wide_split), 1, 96, 48, shift_below=8)
     batches = TrainBatches(read_rows(wide_split, order, CPU, num_workers, placement), CPU)
-    for indices in itertools.islice(order, len(wide_split) // 48 + 2):
+    for indices in itertools.islice(order, 2 * len(wide_split) // 48 + 2):  # more than two epochs
         inputs, targets = next(batches)
         rows = torch.from_numpy(wide_split[indices])
         assert inputs.dtype == targets.dtype == torch.int64 and batches.position is None
         assert torch.equal(inputs, rows[:, :-1]) and torch.equal(targets, rows[:, 1:])
     batches.close()
+
+
+def test_each_epoch_cuts_the_text_elsewhere(wide_split):
+    """Every token of a dataset is a target once, but for the first `shift` (never) and as many at the end (twice)."""
+    split, T = PackedSplit.joined([wide_split, wide_split]), 8  # tokens of a row
+    tokens = wide_split.in_memory().chunks[0]
+    num_rows, shifts = len(wide_split), []
+    for epoch in range(4):
+        order = TrainOrder(len(split), 3, 1, 1, shift_below=T, parts=((num_rows, 1), (num_rows, 1)))
+        indices = order.rows(np.arange(epoch * len(split), (epoch + 1) * len(split)))
+        starts, rows = split.row_starts(indices), split[indices]
+        shifts.append(int(row_shift(np.array([epoch]), T)[0]))
+        for first in (0, len(tokens)):  # of each of the two
+            own = starts[(starts >= first) & (starts < first + len(tokens))] - first
+            counts = np.bincount((own[:, None] + np.arange(1, T + 1)).flatten(), minlength=num_rows * T + 1)[1:]
+            expected = np.ones(num_rows * T, int)
+            expected[: shifts[-1]], expected[-T : (shifts[-1] - T) or None] = 0, 2
+            assert counts.tolist() == expected.tolist()
+        assert all((row == tokens[at % len(tokens) :][: T + 1]).all() for row, at in zip(rows, starts, strict=True))
+    assert shifts[0] == 0 and len(set(shifts)) == 4
 
 
 @pytest.mark.parametrize("placement", ["mmap", "ram", "device"])

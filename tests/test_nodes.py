@@ -162,6 +162,12 @@ def mixed(*folders: Path) -> list[str]:
     return ["--dataset_dir", *map(str, folders), "--dataset_weights", "0.3", "0.7"]
 
 
+def stage(*folders: Path, checkpoint: object = FROM_FSDP[1]) -> list[str]:
+    """Go on with other data, best and last model kept. A list may be typed twice, so these join those before."""
+    keeps = ["--load_best_model_at_end", "true", "--eval_steps", "1"]
+    return [*ODD[:-2], "--optim", "muon", "--resume_from_checkpoint", str(checkpoint), *mixed(*folders), *keeps]
+
+
 @pytest.fixture(scope="module")
 def task(tmp_path_factory):
     """Three examples for two processes."""
@@ -190,7 +196,8 @@ def probe(tmp_path_factory, dataset_dir, other, train_shared, task, odd):
     (folder / "probe.py").write_text(PROBE)
     options = [*default_arguments(dataset_dir, folder / "unused", TINY), *SHORT]
     environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    runs = SPLITS | COMPILED | BAD | STOPPED | SHARDED | {"mixture": mixed(other)} | SLOW  # after the first
+    runs = SPLITS | COMPILED | BAD | STOPPED | SHARDED | {"mixture": mixed(other)}
+    runs |= {name: stage(other) for name in ("ddp stage", "fsdp stage")} | SLOW
     result = launch(
         [json.dumps(runs), *options],
         cwd=folder,
@@ -286,6 +293,20 @@ def test_shards_are_one_run(probe, odd, name):
     scores = [{key: value for key, value in e.items() if "hellaswag_acc" in key} for e in (found[-1], events[-1])]
     assert len(scores[0]) == 4 and scores[0] == scores[1]
     assert read_events(probe / name, "sample")[-1] == read_events(expected, "sample")[-1]
+
+
+def test_a_stage_is_one_run(probe, train, dataset_dir, other):
+    """Other data after a checkpoint: the same examples, the same best model, with two processes, with shards."""
+    expected = train(*SHORT, *stage(dataset_dir, other, checkpoint=probe / "fsdp muon" / "checkpoint-2"))
+    best = json.loads((expected / "best" / "best.json").read_text())
+    assert [e["step"] for e in read_events(expected, "eval")] == [2, 3, 4, 5]
+    for name in ("ddp stage", "fsdp stage"):
+        for event in ("train", "eval"):
+            losses, others = ([e["loss"] for e in read_events(run, event)] for run in (probe / name, expected))
+            assert losses == pytest.approx(others, abs=1e-6)
+        assert json.loads((probe / name / "best" / "best.json").read_text())["step"] == best["step"]
+        weights, others = (load_file(run / "best" / "model.safetensors") for run in (probe / name, expected))
+        torch.testing.assert_close(weights, others, rtol=0, atol=1e-5)
 
 
 def test_compiled_shards_are_one_run(probe, one_process, train_shared):

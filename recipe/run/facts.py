@@ -139,15 +139,13 @@ def collect_facts(run: Run, device: torch.device, model: PreTrainedModel, state:
 def describe_stages(state: RunState, data: DatasetFacts, starts: list[dict[str, Any]]) -> list[StageFacts]:
     """Return the parts of the run. data: of the present one. starts: events that know the names of earlier ones."""
     found = [of for start in starts for of in (start.get("data", {}), *start.get("stages", ()))]
-    known = {of["content_sha256"]: of for of in found if "content_sha256" in of} | {
-        state.stage.content_sha256: asdict(data)
-    }
-    unknown, stages = {"source": "other text", "dataset_id": None}, []
-    for stage in state.stages:
-        names = known.get(stage.content_sha256, unknown)
-        hashes = stage.content_sha256, stage.step, stage.tokens
-        stages.append(StageFacts(names["source"], names["dataset_id"], *hashes))
-    return stages
+    known = {state.stage.content_sha256: asdict(data)} | {of.get("content_sha256"): of for of in found}
+    unknown = {"source": "other text", "dataset_id": None}
+    named = [(stage, known.get(stage.content_sha256, unknown)) for stage in state.stages]
+    return [
+        StageFacts(names["source"], names["dataset_id"], stage.content_sha256, stage.step, stage.tokens)
+        for stage, names in named
+    ]
 
 
 def describe_data(metadata: dict[str, Any], share: float = 1.0) -> DatasetFacts:
