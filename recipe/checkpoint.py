@@ -100,7 +100,7 @@ class RunState:
         """Go on with other data, from its first example. What is best is another question from here on."""
         tokens = self.tokens if self.stages else 0
         self.stages = [*self.stages, Stage(block_size, content_sha256, self.step, self.examples, tokens)]
-        self.position, self.losses, self.patience_start = None, {}, self.step
+        self.position, self.losses, self.evaluations, self.patience_start = None, {}, {}, self.step
 
     def note(self, values: dict[str, Any]) -> None:
         """Add the evaluation of this step. A loss that is not finite is the highest."""

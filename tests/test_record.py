@@ -22,6 +22,8 @@ def test_a_log_line_has_the_most_important_numbers_first():
     parts = ["loss 3.912", "lr 6.0e-04", "norm 0.50", "93 ms", "525k tok/s", "45% MFU"]
     memory = "30% of 40 GB, peak 90%"
     assert describe_progress(LINE, 40 * 10**9) == [*parts, memory]
+    later = [*parts[:3], "epoch 2.5", *parts[3:], memory]
+    assert describe_progress(LINE | {"epoch": 2.51}, 40 * 10**9) == later
     more = {"share_waiting_for_data": 0.12, "loss_scale": 65536.0}
     assert describe_progress(LINE | more, 40 * 10**9) == [
         *parts[:5], "12% waiting for data", parts[5], "scale 65,536", memory]  # fmt: skip

@@ -49,8 +49,7 @@ def example_rows(examples: np.ndarray, num_rows: int, seed: int) -> np.ndarray:
 def row_shift(epochs: np.ndarray, below: int) -> np.ndarray:
     """Return how many tokens after its row an example begins: 0 in the first epoch. epochs, and the result: int64 [n].
 
-    Text that is cut at the same places in every epoch is memorized sooner. The multiplier is 2**32 over the golden
-    ratio (Knuth), so the places of any number of epochs are spread evenly.
+    Text that is cut at the same places in every epoch is memorized sooner. Knuth's multiplier spreads the places.
     """
     return epochs * 2654435761 % 2**32 % below
 

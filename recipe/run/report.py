@@ -44,7 +44,6 @@ from recipe.run.facts import RunFacts
 from recipe.run.log import RunLog, describe_bits, describe_epoch
 from recipe.run.stop import EXIT_STOPPED, StopSignals, describe_signal, find_kill_warning
 
-MANY_EPOCHS = 100
 STOP_SECONDS = 60.0  # for uploads after a signal: Slurm's batch files leave 300 s for all of the end
 PROFILED_STEPS = 3
 TRACE_NAME = "trace.json.gz"
@@ -71,10 +70,6 @@ def show_start(log: RunLog, facts: RunFacts, state: RunState, eval_rows: int) ->
         log.say(f"warning: {found}")
     if config.hub_model_id and not config.push_to_hub:
         log.say("warning: --hub_model_id alone uploads nothing; add --push_to_hub")
-    for name, epochs in count_all_epochs(run, state).items():
-        if epochs > MANY_EPOCHS:
-            text = f"so little text ({name})" if name else "so little text"
-            log.say(f"warning: {epochs:,.0f} epochs over {text}: the model will memorize it")
     if is_over(run, state):
         was_stopped = has_stalled(state, config.early_stopping_patience)
         log.say(f"stopped early after {state.step:,} steps" if was_stopped else f"all {state.step:,} steps are done")
