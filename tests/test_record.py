@@ -81,7 +81,7 @@ def test_tokens_documents_and_hours_by_hand():
     state.begin_stage(256, "")  # with other data, which begin at their first example
     state.examples += 500
     assert state.tokens == 2500 * 512 + 500 * 256
-    assert describe_seen(run(splits=splits), state, 1.0).startswith("1.41M tokens + 10.2k of validation")
+    assert describe_seen(run(splits=splits), state, 1.0).startswith("1.41M tokens + 0.00 of validation")
     assert "; epoch 0.50, " in describe_seen(run(splits=splits), state, 1.0)
 
 
