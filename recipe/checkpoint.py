@@ -11,7 +11,6 @@ import copy
 import gc
 import hashlib
 import io
-import itertools
 import json
 import math
 import os
@@ -31,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from recipe.config import CONFIG_NAME, TrainConfig, save_config
-from recipe.disk import can_map, flush, remove
+from recipe.disk import can_map, flush, link_or_copy, remove
 from recipe.environment import describe_environment
 from recipe.errors import UserError, short_reason
 from recipe.hardware.devices import get_rng_state, set_rng_state
@@ -80,7 +79,6 @@ class RunState:
     # Not in checkpoints:
     saved_step: int | None = None  # of the newest checkpoint in the run's folder, maybe still being written
     evaluations: dict[int, dict[str, Any]] = field(default_factory=dict)  # by step; they may name private datasets
-    best: dict[str, Any] = field(default_factory=dict)  # step and evaluation of the model in BEST_NAME
 
     @property
     def stage(self) -> Stage:
@@ -113,7 +111,7 @@ class RunState:
             self.initial["num_rows"] = max(of["num_rows"] for of in values.get("mixture", {"": values}).values())
 
 
-SAVED = tuple(name for name in RunState.__dataclass_fields__ if name not in ("saved_step", "evaluations", "best"))
+SAVED = tuple(name for name in RunState.__dataclass_fields__ if name not in ("saved_step", "evaluations"))
 
 
 @dataclass(frozen=True)
@@ -213,6 +211,36 @@ def read_best(output_dir: Path, run_id: str) -> dict[str, Any]:
     return {}
 
 
+def find_best(output_dir: Path, state: RunState) -> None:
+    """Make BEST_NAME hold the best model up to the state's step, or nothing.
+
+    A kill may have come before it was written, or a resume from before its step; and earlier versions kept the best
+    model as a checkpoint.
+    """
+    best, folder = read_best(output_dir, state.run_id), output_dir / BEST_NAME
+    if not best or best["step"] > state.step:
+        shutil.rmtree(folder, ignore_errors=True)
+        best = {}
+    steps = [step for path in list_checkpoints(output_dir) if (step := step_of(path)) in state.evaluations]
+    for step in sorted(steps, key=lambda step: state.evaluations[step]["loss"]):
+        source, values = checkpoint_dir(output_dir, step), {"step": step, **state.evaluations[step]}
+        if not values["loss"] < best.get("loss", math.inf):
+            return
+        if why_damaged(source) is None:
+            with replaced(folder) as partial:
+                for path in source.iterdir():
+                    if path.name not in (STATE_NAME, OPTIMIZER_NAME, RNG_NAME, MANIFEST_NAME):
+                        link_or_copy(path, partial / path.name)
+                seal_best(partial, state.run_id, values)
+            return
+
+
+def seal_best(directory: Path, run_id: str, values: dict[str, Any]) -> None:
+    """Write what belongs to a best model besides its files. values: its step and evaluation."""
+    (directory / VALUES_NAME).write_text(json.dumps({"run_id": run_id, **values}) + "\n")
+    seal_checkpoint(directory)
+
+
 def _flush_and_hash(path: Path) -> str:
     flush(path)
     return _sha256(path)
@@ -257,10 +285,10 @@ def read_state(directory: Path) -> SavedState:
         content.setdefault("initial", content.pop("untrained", {}))  # its earlier name
         content.setdefault("hardware", {})  # its run chose anew whenever it started
         content.setdefault("patience_start", 0)
-        first = {"block_size": content["identity"]["block_size"], "shifts_rows": False}
+        identity = content["identity"]
+        first = {"block_size": identity["block_size"], "content_sha256": identity["dataset"], "shifts_rows": False}
         content["stages"] = [Stage(**stage) for stage in content.get("stages") or [first]]
         state = RunState(**{name: content[name] for name in SAVED})
-        identity = content["identity"]
         if "schedule" in content:
             schedule = Schedule(**content["schedule"])
         else:  # its options were part of the identity
@@ -311,7 +339,8 @@ def _damaged(directory: Path, error: Exception) -> UserError:
 
 @dataclass
 class CheckpointSaver:
-    """Saves in the background: training waits only for the copy of its state in host memory (12 bytes per parameter).
+    """Saves in the background: training waits only for the copy of its state in host memory (12 bytes per parameter,
+    and 4 of a best model).
 
     If the previous checkpoint is not on disk when the next one is due, training waits for it too.
     """
@@ -325,7 +354,7 @@ class CheckpointSaver:
     on_saved: Callable[[Path, int], None]  # gets each complete checkpoint and its step, before older ones are pruned
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
     writing: Future[bool] | None = None  # a checkpoint
-    keeping: Future[bool] | None = None  # the best model
+    keeping: Future[None] | None = None  # the best model
 
     def save(self, state: RunState) -> None:
         """Copy the state on all processes and start to write it on the main one, unless it is on disk already."""
@@ -358,28 +387,29 @@ class CheckpointSaver:
 
     def keep_best(self, state: RunState) -> None:
         """If this step's evaluation has the lowest loss, copy the weights and start to write them to BEST_NAME."""
-        values = {"step": state.step, **state.evaluations[state.step]}
-        is_best = values["loss"] < state.best.get("loss", math.inf)
-        if self.config.load_best_model_at_end != "true" or state.step == 0 or not is_best:
+        if self.config.load_best_model_at_end != "true" or state.step == 0:
             return
-        on_main_process(lambda: self.keeping and self.keeping.result())  # else copies could pile up in memory
-        state.best, trained = values, self.trained
-        keep = trained.accelerator.is_main_process
-        weights = copy_weights(trained.model, trained.model_config, keep)
-        if keep:
-            self.keeping = self.thread.submit(self._try_to_keep, {"run_id": state.run_id, **values}, weights)
+        trained, values = self.trained, {"step": state.step, **state.evaluations[state.step]}
+        if values["loss"] < on_main_process(lambda: self._best_loss(state.run_id)):
+            keep = trained.accelerator.is_main_process
+            weights = copy_weights(trained.model, trained.model_config, keep)
+            if keep:
+                self.keeping = self.thread.submit(self._try_to_keep, state.run_id, values, weights)
 
-    def _try_to_keep(self, values: dict[str, Any], weights: dict[str, torch.Tensor]) -> bool:
+    def _best_loss(self, run_id: str) -> float:
+        """Return the loss of the model in BEST_NAME, after the write in progress: copies do not pile up in memory."""
+        if self.keeping is not None:
+            self.keeping.result()
+        return read_best(self.output_dir, run_id).get("loss", math.inf)
+
+    def _try_to_keep(self, run_id: str, values: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
         try:
             with replaced(self.output_dir / BEST_NAME) as folder:
                 write_model(self.trained.model, self.trained.model_config, weights, folder)
                 write_files(self.trained.files, folder)
-                (folder / VALUES_NAME).write_text(json.dumps(values) + "\n")
-                seal_checkpoint(folder)
+                seal_best(folder, run_id, values)
         except Exception as error:  # of the system or safetensors
-            self.on_failure(BEST_NAME, error)
-            return False
-        return True
+            self.on_failure(BEST_NAME, error)  # a later evaluation tries again
 
     def finish(self, state: RunState) -> bool:
         """Make all processes wait for what is being written. Returns whether the state's step is on disk."""
@@ -475,10 +505,8 @@ def remove_checkpoint(directory: Path) -> None:
 
 def clean_checkpoints(output_dir: Path) -> None:
     """Restore or remove what is left of a process that was killed while saving."""
-    names = ("checkpoint-*", BEST_NAME)
-    for path in itertools.chain.from_iterable(output_dir.glob(f".{name}.replaced") for name in names):
+    for path in output_dir.glob(".*.replaced"):
         if not (final := output_dir / path.stem[1:]).exists():
             path.rename(final)
-    for name, word in itertools.product(names, ("partial", "replaced")):
-        for path in output_dir.glob(f".{name}.{word}"):
-            shutil.rmtree(path, ignore_errors=True)
+    for path in (*output_dir.glob(".*.partial"), *output_dir.glob(".*.replaced")):
+        shutil.rmtree(path, ignore_errors=True)

@@ -84,10 +84,11 @@ def main() -> int:
             if turn.evaluate:
                 with log.paused():
                     evaluation = validation.run(signals.must_stop)
+                    if evaluation is not None:
+                        state.note(evaluation)
+                        saver.keep_best(state)  # in the background, if it is the best
                 if evaluation is not None:
-                    state.note(evaluation)
                     log.evaluation(state, evaluation)
-                    saver.keep_best(state)
                 continue  # a signal may have interrupted it, or its loss ends the run: the next turn saves and stops
             if turn.end:
                 break

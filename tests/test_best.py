@@ -1,6 +1,7 @@
 """The best model is kept and exported, and a run whose loss no longer falls ends as a finished run."""
 
 import json
+import shutil
 from unittest import mock
 
 import pytest
@@ -9,7 +10,7 @@ from accelerate import Accelerator
 from conftest import read_events
 from transformers import AutoModelForCausalLM
 
-from recipe.checkpoint import CheckpointSaver, RunState, list_checkpoints
+from recipe.checkpoint import CheckpointSaver, RunState, list_checkpoints, why_damaged
 from recipe.errors import UserError
 from recipe.run.log import RunLog
 
@@ -101,15 +102,36 @@ def test_a_better_model_that_is_damaged_is_named(train, capsys):
     train(*OVERFITS, "--resume_from_checkpoint", "auto")
     shown = " ".join(capsys.readouterr().out.split())
     assert f"{output_dir / 'best'} is damaged (model.safetensors has 0 bytes" in shown
-    assert "at step 4 of 10" in shown and "2.0000 at step 10, which is exported; its weights are gone" in shown
     assert json.loads((output_dir / "summary.json").read_text())["exported_step"] == 10
+
+
+@pytest.mark.parametrize("saved", [12, 4])
+def test_the_best_model_is_found_where_it_is(train, saved):
+    """As a checkpoint, where an earlier version left it, or where a kill came before `best/` was written.
+
+    The best model of steps that a resume has dropped is none.
+    """
+    options = ["--max_steps", 8, "--eval_steps", 2, "--save_steps", 2, "--load_best_model_at_end"]
+    output_dir = train(*options)
+    best, exported = output_dir / "best", (output_dir / "model.safetensors").read_bytes()
+    if saved == 12:
+        values = json.loads((best / "best.json").read_text())
+        (best / "best.json").write_text(json.dumps(values | {"step": 12, "loss": 0.5}))
+    else:
+        shutil.rmtree(best)
+    for name in RESULTS:
+        (output_dir / name).unlink()
+    train(*options, "--resume_from_checkpoint", "auto")
+    assert json.loads((best / "best.json").read_text())["step"] == 4
+    assert (output_dir / "model.safetensors").read_bytes() == exported
+    assert why_damaged(best) is None and not (best / "optimizer.pt").exists()
 
 
 def test_a_run_that_keeps_only_the_last_model_says_what_it_lost(train, capsys):
     output_dir = train("--max_steps", 8, "--eval_steps", 2)
     shown = capsys.readouterr().out
     assert "lowest validation loss 2.0000 at step 4 of 8" in shown
-    assert "2.2500 at step 8, which is exported; --load_best_model_at_end true exports that model" in shown
+    assert "2.2500 at step 8, which is exported; with --load_best_model_at_end true, a run exports that model" in shown
     assert not (output_dir / "best").exists()
 
 

@@ -364,10 +364,11 @@ RUNS = [
     ("--optim muon", {"before": AT_20}, no("optim .*start a new run")),
     ("", {"before": AT_20, "model": WIDE}, no("n_embd 64 -> 128")),
     # --- other data: in the same folder they are refused, in a branch they are a stage
-    ("", {"before": AT_20, "data": OTHER_TEXT}, no("dataset aaaaaaaaaaaa -> cccccccccccc; its text.* in a branch")),
+    ("", {"before": AT_20, "data": OTHER_TEXT}, no("dataset aaaaaaaaaaaa -> cccccccccccc; its data .* in a branch")),
     ("", BRANCH, ".* 640 examples, 0 changes, keeps the best"),
     ("", BRANCH | {"data": OTHER_TEXT}, ".* 640 examples, 0 changes, a new stage, keeps the best"),
     ("--max_steps 40", BRANCH | {"data": OTHER_TEXT}, ".* 320 examples, 1 changes, a new stage$"),  # 1.6 epochs of it
+    ("--max_steps 20", BRANCH | {"data": OTHER_TEXT}, no("no step of the run is left for the new data")),
     ("--num_train_epochs 1", BRANCH | {"data": OTHER_TEXT}, ".* 33 steps, 264 examples, .*, a new stage"),
     ("--block_size 16", BRANCH, ".*, a new stage"),  # the model keeps its positions
     ("", BRANCH | {"model": LONGER}, no("n_positions 32 -> 64; pass --block_size 32")),

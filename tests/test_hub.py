@@ -224,12 +224,12 @@ def test_the_best_model_is_on_main(train, hub, monkeypatch):
         note(state, values)
 
     monkeypatch.setattr(RunState, "note", replace)
-    run = train(*PUSH, *SAVE, "--load_best_model_at_end", "true")
+    run = train(*PUSH, *SAVE, "--eval_steps", "2", "--load_best_model_at_end", "true")
     assert steps_of(hub) == STEPS
     for _ in range(2):
         assert hub.files(REPO)["model.safetensors"] == (run / "checkpoint-2" / "model.safetensors").read_bytes()
         card = hub.files(REPO)["README.md"].decode()
-        assert "The run had 4 steps. This is its checkpoint with the lowest validation loss, after 2." in card
+        assert "The run had 4 steps. This is its model with the lowest validation loss, after 2." in card
         assert yaml.safe_load(hub.files(REPO)["training_config.yaml"])["expected_loss"]["value"] == 1.0
         assert not run_script("scripts/push_to_hub.py", run, "--hub_model_id", REPO)
 
@@ -498,6 +498,18 @@ def test_another_machine_resumes_from_the_hub(train, hub, tmp_path, how):
     assert losses(second) == losses(first)
     assert (second / "model.safetensors").read_bytes() == (first / "model.safetensors").read_bytes()
     assert branches_of(hub) == branches
+
+
+def test_a_branch_from_the_hub_goes_on_with_other_data(train, hub, tmp_path, other):
+    """It is a new run, whose log and card are of its own data."""
+    train(*PUSH, *SAVE, "--hub_strategy", "checkpoint", output_dir=tmp_path / "first")
+    address = f"hf://{REPO}@{branches_of(hub)[-1]}"
+    options = ["--max_steps", 6, "--resume_from_checkpoint", address, "--dataset_dir", other]
+    branch = train(*options, output_dir=tmp_path / "branch")
+    summary = json.loads((branch / "summary.json").read_text())
+    assert [(of["source"], of["step"]) for of in summary["stages"]] == [("other text", 0), ("a.jsonl", 4)]
+    assert [event["step"] for event in read_events(branch, "eval")] == [4, 6]
+    assert f"content_sha256    {summary['stages'][1]['content_sha256']}" in (branch / "README.md").read_text()
 
 
 def test_files_that_have_arrived_are_not_downloaded_again(run, train, hub, tmp_path):

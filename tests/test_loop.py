@@ -164,6 +164,9 @@ def test_a_dataset_of_ones_own(train, tmp_path, dataset, four_steps, monkeypatch
     resumed = train("--resume_from_checkpoint", "latest", output_dir=tmp_path / "half")
     for run in (output_dir, resumed):
         assert (run / "model.safetensors").read_bytes() == (four_steps / "model.safetensors").read_bytes()
+    own.train = rows[0][:6]  # in the epochs after the first, its rows are the same
+    few = train("--max_steps", "4", output_dir=tmp_path / "few")
+    assert read_events(few, "train")[-1]["epoch"] == pytest.approx(16 / 6)
     own.train = rows[0][::-1].copy()
     with pytest.raises(UserError, match="other options: dataset "):
         train("--resume_from_checkpoint", "latest", output_dir=resumed)

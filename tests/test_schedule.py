@@ -189,6 +189,15 @@ def stable(train_shared):
     return train_shared(*STABLE, "--max_steps", "20", "--save_steps", "7")
 
 
+def test_epochs_that_limit_minutes_do_not_stretch_the_warm_up():
+    """It is a share of what ends the run first: 4% of the minutes, or of the epochs."""
+    options = ["--dataset_dir", "d", "--config", "demo", "--num_train_epochs", "6", "--max_minutes", "10"]
+    schedule = plan_schedule(load_config(options)[0], 30_000)
+    assert schedule.num_examples == 180_000
+    for progress, expected in ((0.02, 0.5), (0.04, 1.0), (0.1, 1.0), (0.6, 0.5)):  # from 0.2 on, it decays
+        assert learning_rate_scale(schedule, 800, progress) == pytest.approx(expected)
+
+
 def test_the_last_step_before_the_decay_is_saved(stable, train, tmp_path, capsys):
     """Also with a limit, which counts the newest ones; runs without checkpoints save nothing."""
     names = {path.name for path in stable.glob("checkpoint-*")}

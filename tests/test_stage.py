@@ -10,14 +10,14 @@ import torch
 from conftest import BLOCK_SIZE, make_documents, read_events
 from transformers import AutoModelForCausalLM
 
-from recipe.checkpoint import read_state
-from recipe.data.batches import example_rows
+from recipe.checkpoint import read_state, seal_checkpoint
+from recipe.data.batches import TrainOrder, example_rows
 from recipe.data.packed import open_packed_dataset
 from recipe.errors import UserError
 from recipe.run.log import RunLog
 
-RUN = ["--max_steps", 12, "--save_steps", 3, "--eval_steps", 3]
-BASE_STEP = 6
+RUN = ["--max_steps", 12, "--save_steps", 4, "--eval_steps", 3]
+BASE_STEP = 6  # saved at the end of the base run; a branch saves after two steps
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +66,9 @@ def test_a_stage_begins_with_the_first_example_of_its_data(base, branch, other, 
     assert [event["step"] for event in events] == [7, 8, 9, 10, 11, 12]
     assert events[-1]["tokens_seen"] == 12 * 4 * BLOCK_SIZE
     assert [event["step"] for event in read_events(run, "eval")] == [6, 9, 12]
-    assert "stages     step 0: " in (shown := capsys.readouterr().out)
-    assert f"{BASE_STEP * 4 * BLOCK_SIZE:,} tokens; step {BASE_STEP}: a.jsonl" in " ".join(shown.split())
+    shown = " ".join(capsys.readouterr().out.split())
+    tokens = f"{BASE_STEP * 4 * BLOCK_SIZE:,} tokens"
+    assert f"stages corpus.jsonl from step 0, {tokens}; a.jsonl from step {BASE_STEP}, 0 tokens" in shown
 
 
 @pytest.mark.parametrize("options", [[], ["--dataset_weights", 0.3, 0.7]])
@@ -75,7 +76,7 @@ def test_a_stage_that_is_killed_is_exact(branch, tmp_path, dataset_dir, options,
     """Before its first checkpoint and after, the same command continues it."""
     folders = ["--dataset_dir", dataset_dir] if options else []  # a mixture of both
     expected = branch(*folders, *options)
-    for step in (8, 10):
+    for step in (7, 10):
         with die_at(step), pytest.raises(UserError, match="killed"):
             branch(*folders, *options, name="killed")
     run = branch(*folders, *options, name="killed")
@@ -91,7 +92,7 @@ def test_the_stages_are_recorded(branch, other, dataset_dir):
     tokens = BASE_STEP * 4 * BLOCK_SIZE
     summary = json.loads((run / "summary.json").read_text())
     assert summary["tokens_seen"] == tokens + 6 * 2 * BLOCK_SIZE // 2
-    assert [(of["step"], of["tokens"]) for of in summary["stages"]] == [(0, 0), (BASE_STEP, tokens)]
+    assert [(of["step"], of["tokens"]) for of in summary["stages"]] == [(0, tokens), (BASE_STEP, 6 * BLOCK_SIZE)]
     assert [of["source"] for of in summary["stages"]] == ["corpus.jsonl", "a.jsonl"]
     assert read_events(run, "eval")[-1]["epoch"] == pytest.approx(12 / len(open_rows(other, BLOCK_SIZE // 2)))
     assert json.loads((run / "config.json").read_text())["n_positions"] == BLOCK_SIZE
@@ -137,16 +138,22 @@ def test_the_text_of_a_stage_is_packed_with_the_tokenizer_of_its_run(train, tmp_
 def test_other_data_in_the_same_folder_are_refused(train, tmp_path, base, other):
     """The message names the branch."""
     shutil.copytree(base, tmp_path / "run")
-    with pytest.raises(UserError, match=r"has changed; .* in a branch: --resume_from_checkpoint .*/checkpoint-6 and"):
+    with pytest.raises(UserError, match=r"have changed; .* in a branch: --resume_from_checkpoint .*/checkpoint-6 and"):
         train(*RUN, "--resume_from_checkpoint", "auto", "--dataset_dir", other)
 
 
-def test_a_checkpoint_of_an_earlier_version_keeps_its_rows(base, tmp_path, train):
-    """They began at the same places in every epoch. A new stage reads as today."""
-    run = shutil.copytree(base, tmp_path / "old")
-    path = run / f"checkpoint-{BASE_STEP}" / "training_state.json"
-    content = json.loads(path.read_text())
+def test_a_checkpoint_of_an_earlier_version_keeps_its_rows(base, tmp_path, train, other):
+    """They began at the same places in every epoch. Its stages read as today."""
+    checkpoint = shutil.copytree(base / f"checkpoint-{BASE_STEP}", tmp_path / "old" / f"checkpoint-{BASE_STEP}")
+    content = json.loads((checkpoint / "training_state.json").read_text())
     del content["stages"]
-    path.write_text(json.dumps(content))
-    stage = read_state(path.parent).state.stage
-    assert (stage.shifts_rows, stage.block_size, stage.step) == (False, BLOCK_SIZE, 0)
+    (checkpoint / "training_state.json").write_text(json.dumps(content))
+    (checkpoint / "manifest.json").unlink()
+    seal_checkpoint(checkpoint)
+    shifts = []
+    for name, options in (("same", []), ("stage", ["--dataset_dir", other])):
+        with mock.patch("recipe.run.start.TrainOrder", wraps=TrainOrder) as order:
+            run = train(*RUN, "--resume_from_checkpoint", checkpoint, *options, output_dir=tmp_path / name)
+        shifts.append(order.call_args.kwargs["shift_below"])
+        assert json.loads((run / "summary.json").read_text())["tokens_seen"] == 12 * 4 * BLOCK_SIZE
+    assert shifts == [1, BLOCK_SIZE]

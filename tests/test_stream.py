@@ -23,7 +23,7 @@ from conftest import BLOCK_SIZE, PLAIN, ROOT, launch, make_documents, read_event
 
 from recipe.command_line import load_config
 from recipe.data import cache
-from recipe.data.batches import TrainBatches, TrainOrder
+from recipe.data.batches import TrainBatches, TrainOrder, row_shift
 from recipe.data.cache import open_dataset_for
 from recipe.data.packed import PackedSplit
 from recipe.data.prepare import prepare_dataset
@@ -98,20 +98,24 @@ def open_streams(source, tokenizer_dir, count=1, seed=1, hosts=None) -> list[Tex
         return list(threads.map(open_on, range(count)))
 
 
-def batches_of(streams, position=(0, 0), micro_batch_size=3, seed=1) -> list[TrainBatches]:
+def batches_of(streams, position=(0, 0), micro_batch_size=3, seed=1, shift_below=1) -> list[TrainBatches]:
     """Return the batches of each process, which fetches one ahead."""
     count = len(streams)
-    orders = [TrainOrder(1, seed, GLOBAL_BATCH, micro_batch_size, 0, rank, count) for rank in range(count)]
+    options = seed, GLOBAL_BATCH, micro_batch_size
+    orders = [TrainOrder(1, *options, 0, rank, count, shift_below) for rank in range(count)]
     readers = [read_stream(stream, order, position) for stream, order in zip(streams, orders, strict=True)]
     return [TrainBatches(reader, torch.device("cpu")) for reader in readers]
 
 
-def read_steps(source, tokenizer_dir, num_steps, position=(0, 0), micro_batch_size=3, num_processes=1, seed=1):
+def read_steps(
+    source, tokenizer_dir, num_steps, position=(0, 0), micro_batch_size=3, num_processes=1, seed=1, shift_below=1
+):
     """Return the inputs and last targets of each step from a position, and the position after it.
 
     Each process takes its part of a step, and the beginning of the next, before the following process does.
     """
-    processes = batches_of(open_streams(source, tokenizer_dir, num_processes, seed), position, micro_batch_size, seed)
+    streams = open_streams(source, tokenizer_dir, num_processes, seed)
+    processes = batches_of(streams, position, micro_batch_size, seed, shift_below)
     micro_steps, steps = GLOBAL_BATCH // micro_batch_size // num_processes, []
     for _ in range(num_steps):
         taken = [[next(batches) for _ in range(micro_steps)] for batches in processes]
@@ -122,6 +126,21 @@ def read_steps(source, tokenizer_dir, num_steps, position=(0, 0), micro_batch_si
     for batches in processes:
         batches.close()
     return steps
+
+
+def test_the_second_epoch_of_a_stream_cuts_its_units_elsewhere(source, tokenizer_dir, unit_rows):
+    """All rows of a unit begin later by what belongs to the epoch, but for the last, which has no text after it."""
+    num_rows, shift = sum(map(len, unit_rows)), int(row_shift(np.array([1]), BLOCK_SIZE)[0])
+    steps = read_steps(source, tokenizer_dir, 2 * num_rows // GLOBAL_BATCH + 1, shift_below=BLOCK_SIZE)
+    stream = [tuple(row) for rows, _ in steps for row in rows.tolist()]
+    expected = [tuple(row) for rows in unit_rows for row in rows]
+    assert sorted(stream[:num_rows]) == sorted(expected) and shift > 0
+    later = []
+    for rows in filter(None, unit_rows):
+        tokens = rows[0] + [token for row in rows[1:] for token in row[1:]]
+        starts = [*(i * BLOCK_SIZE + shift for i in range(len(rows) - 1)), (len(rows) - 1) * BLOCK_SIZE]
+        later += [tuple(tokens[start : start + BLOCK_SIZE + 1]) for start in starts]
+    assert sorted(stream[num_rows : 2 * num_rows]) == sorted(later)
 
 
 @pytest.mark.parametrize("seed", [1, 2])

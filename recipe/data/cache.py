@@ -20,10 +20,11 @@ HEAD_BYTES = 50_000_000  # prepared before streaming, for the tokenizer and the 
 
 @dataclass(frozen=True)
 class Known:
-    """What a run that resumes has of its data: the checkpoint, which holds the tokenizer, and the hash of the ids."""
+    """What a run that resumes has of its data."""
 
-    checkpoint: Path
-    content_sha256: str
+    checkpoint: Path  # holds the tokenizer
+    content_sha256: str  # of the ids
+    streamed_text: str | None  # the fingerprint, of a stream
 
 
 def open_dataset_for(config: TrainConfig, model: str | Path | None = None) -> PackedDataset:
@@ -43,8 +44,9 @@ def prepare_text(config: TrainConfig, model: str | Path | None = None, known: Kn
     source = source_from(config) if config.dataset_dir is None else None
     max_bytes = HEAD_BYTES if config.streaming else None
     if source is not None and known is not None and not config.tokenizer_name:
-        trained = cached_directory(config, source, inputs_of(source, None, config.tokenizer_vocab_size, max_bytes))
-        if content_of(trained) != known.content_sha256:
+        inputs = inputs_of(source, None, config.tokenizer_vocab_size, max_bytes)
+        is_same = content_of(cached_directory(config, source, inputs)) == known.content_sha256
+        if not is_same and fingerprint_of(inputs) != known.streamed_text:
             config = dataclasses.replace(config, tokenizer_name=str(known.checkpoint))
     tokenizer = read_tokenizer(config.tokenizer_name) if config.tokenizer_name else None
     if source is None:

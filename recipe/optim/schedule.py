@@ -33,7 +33,7 @@ class Schedule:
     lr_scheduler_kwargs: dict[str, Any] | None
     warmup_steps: float
     num_examples: int | None = None  # of the whole run; None: only its time is limited
-    warmup_examples: int | None = None  # None: `warmup_steps` is a share of the time
+    warmup_examples: int | None = None  # None: `warmup_steps` is a share of the progress
 
     @property
     def decay_share(self) -> float:
@@ -68,9 +68,8 @@ def plan_schedule(
     """Return the schedule of a run that has made `step` steps on `examples` examples so far.
 
     `num_train_epochs` becomes steps, counted from the first example of the data; a last, partial step counts as one.
-    before, progress: the checkpoint's. A warm-up
-    that it has finished is not repeated, although it would be longer as a share of a new length, and one of typed
-    steps keeps its examples when the batch changes.
+    before, progress: the checkpoint's. A warm-up that it has finished is not repeated, although it would be longer as
+    a share of a new length, and one of typed steps keeps its examples when the batch changes.
     """
     options = {name: getattr(config, name) for name in OPTIONS}
     if config.num_train_epochs is not None:
@@ -80,7 +79,7 @@ def plan_schedule(
     found = resolve(options, step, examples)
     if before is None or found == before:
         return found
-    if before.warmup_examples is None:  # a share of the time
+    if before.warmup_examples is None:  # a share of the progress
         kept, is_over = 0, progress >= before.warmup_steps
     else:
         kept, is_over = before.warmup_examples, examples >= before.warmup_examples
@@ -98,8 +97,8 @@ def resolve(options: Mapping[str, Any], step: int, examples: int) -> Schedule:
     batch, warmup, num_examples = found.global_batch_size, found.warmup_steps, None
     if found.max_steps is not None:
         num_examples = examples + max(0, found.max_steps - step) * batch
-    if warmup < 1 and num_examples is None:
-        return found
+    if warmup < 1 and (num_examples is None or found.max_minutes is not None):  # a share of what ends first
+        return dataclasses.replace(found, num_examples=num_examples)
     num_steps = round(warmup if num_examples is None or warmup >= 1 else warmup * (num_examples / batch))
     return dataclasses.replace(found, num_examples=num_examples, warmup_examples=num_steps * batch)
 

@@ -28,6 +28,7 @@ from recipe.publish.public import (
     public_options,
     read_options,
     split_scores,
+    stage_tokens,
 )
 
 CARD_NAME, CURVE_NAME = "README.md", "loss_curve.png"
@@ -112,9 +113,7 @@ def read_run(run_dir: Path, step: int, directory: Path, hub_options: dict[str, A
     )
     num_tokens, speed = count_tokens(step, events, options["block_size"]), measure_speed(events)
     stages = start.get("stages") or [{"tokens": 0}]
-    ends_at = [*(stage["tokens"] for stage in stages[1:]), num_tokens]
-    stages = [stage | {"own_tokens": end - stage["tokens"]} for stage, end in zip(stages, ends_at, strict=True)]
-    stage_tokens = stages[-1]["own_tokens"]
+    own_tokens = stage_tokens(stages, num_tokens)
     phases = {start["step"]: start for start in starts}  # a start may have ended before its first step
     return {
         **{"metadata": metadata.to_yaml(), "name": name, "model_id": model_id, "step": step, "options": options},
@@ -131,11 +130,11 @@ def read_run(run_dir: Path, step: int, directory: Path, hub_options: dict[str, A
         "samples": samples[-SHOWN_SAMPLES:],
         "needed": [name for name, value in shown.items() if is_missing(value)],
         "tokens": num_tokens,
-        "stages": stages if len(stages) > 1 else (),
-        "stage_tokens": stage_tokens,
+        "stages": list(zip(stages, own_tokens, strict=True)) if len(stages) > 1 else (),
+        "stage_tokens": own_tokens[-1],
         "parts": [(names[key], part) for key, part in mixture.items()],
         # A streamed text has no rows, and each dataset of a mixture has its own epochs.
-        "epochs": stage_tokens / options["block_size"] / rows if rows and not mixture else None,
+        "epochs": own_tokens[-1] / options["block_size"] / rows if rows and not mixture else None,
         "train_seconds": laps[-1]["train_seconds"] if laps else None,
         "speed": speed,
         "mfu": speed / laps[-1]["tokens_per_second"] * (laps[-1]["mfu"] or 0) if laps else None,

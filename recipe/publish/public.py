@@ -5,6 +5,7 @@ nothing else. Texts are public only where they cannot be a path or a name of the
 Hub, and the samples with their prompt.
 """
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -66,6 +67,11 @@ def count_tokens(step: int, events: list[dict[str, Any]], block_size: int) -> in
     return start.get("tokens_seen", 0) + (step - start.get("step", 0)) * per_step
 
 
+def stage_tokens(stages: list[dict[str, Any]], num_tokens: int) -> list[int]:
+    """Return the tokens of each stage. stages: with the tokens before them. num_tokens: of the whole run."""
+    return [after - before for before, after in itertools.pairwise([*(of["tokens"] for of in stages), num_tokens])]
+
+
 def public_events(run_dir: Path, step: int) -> list[dict[str, Any]]:
     """Return what is public of the events up to a step.
 
@@ -116,6 +122,7 @@ def public_options(
     if is_one_run and "tokens_seen" in end and evaluation.get("loss") is not None:
         if shown.pop("max_minutes", None):  # another machine would make other steps in the same time
             shown["max_steps"] = end["last_step"]
+            shown.pop("num_train_epochs", None)
         shown["expected_loss"] = {
             "value": round(evaluation["loss"], 3),
             "tolerance": REPEAT_TOLERANCE,

@@ -143,9 +143,9 @@ class Start:
 
     @property
     def is_branch(self) -> bool:
-        """Whether the command, or that with which the folder began, names a checkpoint of another folder."""
-        is_of_hub = self.resume is not None and self.resume.repo_id is not None and self.around.named is not None
-        return is_of_hub or not self.continues
+        """Whether the run is new: the command, or that with which the folder began, names a checkpoint elsewhere."""
+        is_of_hub = self.resume is not None and self.resume.repo_id is not None
+        return not self.continues or (is_of_hub and self.around.named is not None)
 
     @property
     def source(self) -> str | Path | None:
@@ -283,22 +283,24 @@ class Run(Start):
         return self.config.global_batch_size // (self.plan.micro_batch_size * self.facts.num_processes)
 
     def count_epochs(self, stage_examples: int) -> dict[str, float]:
-        """Return how often this many examples pass over the training rows, or over those of each dataset, by name.
-
-        {} of a stream, whose rows are not known.
-        """
         return count_epochs(self.metadata, stage_examples, self.config.streaming)
 
 
 def count_epochs(metadata: dict[str, Any], num_examples: int, streaming: bool = False) -> dict[str, float]:
-    """Return `Run.count_epochs`. metadata: of the dataset."""
+    """Return how often this many examples pass over the training rows, or over those of each dataset, by name.
+
+    {} of a stream, whose rows are not known. metadata: of the dataset.
+    """
     parts = {name: of for name, of in metadata.get("mixture", {}).items() if of["share"] > 0} or {"": metadata}
-    rows = {} if streaming else {name: of["splits"]["train"].get("rows", 0) for name, of in parts.items()}
-    return {name: parts[name].get("share", 1.0) * num_examples / (count or 1) for name, count in rows.items()}
+    rows = {} if streaming else {name: of["splits"]["train"]["rows"] for name, of in parts.items()}
+    return {name: parts[name].get("share", 1.0) * num_examples / count for name, count in rows.items()}
 
 
 def keeps_best(option: str, num_examples: int | None, metadata: dict[str, Any], streaming: bool) -> bool:
-    """Return whether the run keeps the model with the lowest validation loss. num_examples: the most of the stage."""
+    """Return whether the run keeps the model with the lowest validation loss.
+
+    num_examples: of the present data, at most; None if only the time is limited.
+    """
     if option != "auto":
         return option == "true"
     epochs = {} if num_examples is None else count_epochs(metadata, num_examples, streaming)
@@ -328,9 +330,12 @@ def decide_run(
     first = 0 if not state.stages else state.examples if begins_stage else state.stage.examples
     schedule = plan_schedule(requested, data.num_rows, state.step, state.examples, before, state.progress, first)
     changes = check_identity(start, differing, schedule) if saved else {}
+    if begins_stage and measure_progress(schedule, state) >= 1:
+        remedy = "pass a larger --max_steps or --max_minutes, or an earlier checkpoint"
+        raise UserError(f"no step of the run is left for the new data; {remedy}")
     continues = start.continues and not ((changes or begins_stage) and start.resume and start.resume.repo_id)
     if start.continues and not continues and requested.push_to_hub and start.around.held is not None:
-        note = "with another schedule or batch, this is a new run: "
+        note = "with other data, another schedule or another batch, this is a new run: "
         if requested.resume_from_checkpoint == "auto":  # which starts over with --hub_overwrite
             note += f"resume from hf://{requested.hub_model_id} and "
         refuse_another(requested, start.around.held, None, note)
@@ -416,11 +421,11 @@ def check_identity(start: Start, differing: dict[str, tuple], schedule: Schedule
     if refused:
         listed = "; ".join(f"{key} {_short(old)} -> {_short(now)}" for key, (old, now) in sorted(refused.items()))
         remedy = "pass the run's own options (--config training_config.yaml of its folder), or start a new run"
-        if refused.keys() <= {*DATA_IDENTITY}:
+        if refused.keys() <= set(DATA_IDENTITY):
+            branch = f"{shell_command(resume_from_checkpoint=where)} and another --output_dir"
             remedy = (
-                "its text, or the order of its datasets, has changed; pass them as they were, or go on with other "
+                f"its data have changed; pass the same, in the same order, or go on with others in a branch: {branch}"
             )
-            remedy += f"data in a branch: {shell_command(resume_from_checkpoint=where)} and another --output_dir"
         if "tokenizer" in refused:
             remedy = f"prepare the text with the tokenizer of the run, {shell_command(tokenizer_name=where)}"
         if "n_positions" in refused:
@@ -447,7 +452,9 @@ def recorded_options(run: Run, has_ended: bool) -> TrainConfig:
     schedule = run.saved.schedule if has_ended and run.saved else run.schedule
     options = {name: getattr(schedule, name) for name in ("global_batch_size", *SCHEDULE_OPTIONS)}
     resolved = {name: getattr(run.config, name) for name in ("num_train_epochs", "model_type", "dataset_revision")}
-    return dataclasses.replace(run.requested, **options, **resolved)
+    if schedule.max_minutes and run.requested.num_train_epochs:  # other minutes keep this limit
+        resolved["num_train_epochs"], options["max_steps"] = run.requested.num_train_epochs, None
+    return dataclasses.replace(run.requested, **options | resolved)
 
 
 # ------------------------------------------------------------------ turn

@@ -60,7 +60,7 @@ class StageFacts:
     dataset_id: str | None  # the same
     content_sha256: str
     step: int  # made before it
-    tokens: int  # the same
+    tokens: int  # trained on before it
 
 
 @dataclass(frozen=True)
@@ -92,9 +92,7 @@ def collect_facts(run: Run, device: torch.device, model: PreTrainedModel, state:
     config, metadata, shape = run.config, run.metadata, model.config
     tokenizer_id = hub_id(metadata.get("tokenizer") or config.tokenizer_name)
     base_model_id = hub_id(config.model_name_or_path)
-    starts = (
-        [event for event in read_events(run.resume.path.parent) if event["event"] == "start"] if run.resume else []
-    )
+    starts = read_starts(run.resume.path) if run.resume else []
     if run.resume:  # a local model may be gone by now; the run of the checkpoint knew it when it began
         first = starts[0] if starts else {}
         base_model_id, tokenizer_id = first.get("base_model_id"), first.get("data", {}).get("tokenizer_id")
@@ -137,15 +135,21 @@ def collect_facts(run: Run, device: torch.device, model: PreTrainedModel, state:
 
 
 def describe_stages(state: RunState, data: DatasetFacts, starts: list[dict[str, Any]]) -> list[StageFacts]:
-    """Return the parts of the run. data: of the present one. starts: events that know the names of earlier ones."""
-    found = [of for start in starts for of in (start.get("data", {}), *start.get("stages", ()))]
-    known = {state.stage.content_sha256: asdict(data)} | {of.get("content_sha256"): of for of in found}
-    unknown = {"source": "other text", "dataset_id": None}
-    named = [(stage, known.get(stage.content_sha256, unknown)) for stage in state.stages]
+    """Return the parts of the run. data: of the present one. starts: events, the newest of which names the others."""
+    newest = starts[-1] if starts else {}
+    names = [*(newest.get("stages") or [newest.get("data", {})]), *({} for _ in state.stages)][: len(state.stages) - 1]
     return [
-        StageFacts(names["source"], names["dataset_id"], stage.content_sha256, stage.step, stage.tokens)
-        for stage, names in named
+        StageFacts(
+            of.get("source", "other text"), of.get("dataset_id"), stage.content_sha256, stage.step, stage.tokens
+        )
+        for stage, of in zip(state.stages, [*names, asdict(data)], strict=True)
     ]
+
+
+def read_starts(checkpoint: Path) -> list[dict[str, Any]]:
+    """Return the start events of a checkpoint's run: in the folder that it is in, or downloaded with it."""
+    events = read_events(checkpoint) or read_events(checkpoint.parent)
+    return [event for event in events if event["event"] == "start"]
 
 
 def describe_data(metadata: dict[str, Any], share: float = 1.0) -> DatasetFacts:

@@ -138,7 +138,7 @@ class RunLog:
         """Say what is still missing. A later attempt may have written a checkpoint that failed at first."""
         missing: dict[str, list[str]] = {}
         for what, (count, reason) in self.failures.items():
-            if not (what.startswith("checkpoint-") and (self.output_dir / what).is_dir()):
+            if not (self.output_dir / what).is_dir():  # of a checkpoint, or the best model
                 missing.setdefault(reason, []).append(what + f" ({count} times)" * (count > 1))
         for reason, names in missing.items():
             shown = names if len(names) < LISTED else [*names[:2], f"... {names[-1]} ({len(names)} in all)"]
@@ -339,7 +339,7 @@ def describe_epoch(run: Run, state: RunState) -> dict[str, float]:
 
 
 def describe_seen(run: Run, state: RunState, tokens_per_second: float) -> str:
-    """Return the tokens and documents that a run has seen, the epoch, and how long one takes."""
+    """Return the tokens and documents that a run has seen, the epoch, and the hours that one takes."""
     validated = sum(of["num_rows"] for of in state.evaluations.values()) * run.config.block_size
     tokens = [tqdm.format_sizeof(number) for number in (state.tokens, validated, state.tokens + validated)]
     text = f"{tokens[0]} tokens + {tokens[1]} of validation = {tokens[2]}"
@@ -352,7 +352,7 @@ def describe_seen(run: Run, state: RunState, tokens_per_second: float) -> str:
         text += "; epoch " + ", ".join(f"{count:.2f}{f' of {name}' if name else ''}" for name, count in epochs.items())
         if len(epochs) == 1:
             hours = run.metadata["splits"]["train"]["rows"] * run.config.block_size / tokens_per_second / 3600
-            text += f", {hours:.{2 if hours < 10 else 0}f} hours each"
+            text += f" ({hours:.{2 if hours < 10 else 0}f} h)"
     return text
 
 

@@ -8,7 +8,7 @@ from recipe.config import TrainConfig
 
 OFTEN, EARLY = 0.5, 100  # share of the steps whose gradient is clipped, and steps in which it is large in every run
 WAITING = 0.02  # share of the time in which a step waits for data
-RISES = 3  # evaluations, each higher than the one before
+RISES = 3  # evaluations, each higher than the one before, with a lower training loss
 ROOM = 0.8  # share of a GPU's memory; a batch that uses less can grow
 REMEDY = {"mmap": "try --data_placement ram", "ram": "try --data_placement device"}  # for waiting, by where rows are
 REMEDY |= {"device": "the host is busy or too slow", "stream": "prepare the text first (scripts/prepare_data.py)"}

@@ -37,7 +37,7 @@ from recipe.model.weights import WEIGHTS_NAME, copy_weights
 from recipe.optim.schedule import describe_jump
 from recipe.publish.card import CARD_NAME, CURVE_NAME, write_model_card
 from recipe.publish.export import export_model
-from recipe.publish.public import SUMMARY_NAME, split_scores, with_nan, without_nan
+from recipe.publish.public import SUMMARY_NAME, split_scores, stage_tokens, with_nan, without_nan
 from recipe.publish.uploads import HubUploads
 from recipe.run.decide import Run, has_stalled, is_over, measure_progress
 from recipe.run.facts import RunFacts
@@ -145,10 +145,8 @@ def start_table(run: Run, facts: RunFacts, state: RunState, device: torch.device
         "run": _describe_length(run, state),
     }
     if len(facts.stages) > 1:
-        tokens = [*(stage.tokens for stage in facts.stages[1:]), None]  # before the next one
         parts = [
-            f"step {stage.step:,}: {stage.source}" + ("" if end is None else f", {end - stage.tokens:,} tokens")
-            for stage, end in zip(facts.stages, tokens, strict=True)
+            f"{of['source']} from step {of['step']:,}, {of['tokens']:,} tokens" for of in list_stages(facts, state)
         ]
         table["stages"] = "; ".join(parts)
     table |= {"changes": "; ".join(run.model.notes)} if run.model.notes else {}  # to the model that is fine-tuned
@@ -275,7 +273,7 @@ def describe_end(run: Run, state: RunState, exported: dict[str, Any]) -> Iterato
 
     exported: step and evaluation.
     """
-    losses = {int(step): loss for step, loss in state.losses.items()} | {exported["step"]: exported["loss"]}
+    losses = {exported["step"]: exported["loss"]} | {int(step): loss for step, loss in state.losses.items()}
     lowest = min(losses, key=losses.__getitem__)
     epochs, steps = run.count_epochs(state.stage_examples), max(1, state.step - state.stage.step)
     counts = [max(epochs.values(), default=0.0) * (step - state.stage.step) / steps for step in (lowest, state.step)]
@@ -286,11 +284,11 @@ def describe_end(run: Run, state: RunState, exported: dict[str, Any]) -> Iterato
         if is_kept or lowest != state.step:
             yield f"{found}: exported"
     else:
-        remedy = "its weights are gone" if is_kept else "--load_best_model_at_end true exports that model"
+        remedy = "its weights are gone" if is_kept else "with --load_best_model_at_end true, a run exports that model"
         yield f"{found}, and {exported['loss']:.4f} at step {exported['step']:,}, which is exported; {remedy}"
     if was_capped(run, state):
-        used = f"{run.requested.num_train_epochs:g} epochs took {state.seconds / 60:.1f} of {run.config.max_minutes:g}"
-        yield f"{used} minutes; more would overfit, but --num_train_epochs sets another number"
+        used = f"{state.seconds / 60:.1f} of {run.config.max_minutes:g} minutes"
+        yield f"ended after {run.requested.num_train_epochs:g} epochs and {used}; --num_train_epochs lifts this limit"
 
 
 def was_capped(run: Run, state: RunState) -> bool:
@@ -328,7 +326,7 @@ def build_summary(
         "exported_step": exported_step,
         "tokens_seen": state.tokens,
         **describe_epoch(log.run, state),
-        "stages": [asdict(stage) for stage in facts.stages],
+        "stages": list_stages(facts, state),
         "eval_loss": evaluation["loss"],
         "perplexity": evaluation["perplexity"],
         "bits_per_byte": evaluation["bits_per_byte"],
@@ -394,6 +392,12 @@ def closing_lines(run: Run, summary: dict[str, Any], sample: str | None, state: 
         lines += ["  your text  accelerate launch recipe/train.py --train_file TEXT.txt"]
         lines += ["  GPT-2 124M see README.md, Where to start"]
     return "\n".join(lines)
+
+
+def list_stages(facts: RunFacts, state: RunState) -> list[dict[str, Any]]:
+    """Return the parts of the run with the tokens of each."""
+    stages = [asdict(stage) for stage in facts.stages]
+    return [of | {"tokens": own} for of, own in zip(stages, stage_tokens(stages, state.tokens), strict=True)]
 
 
 def compare_with_expected(config: TrainConfig, metadata: dict[str, Any], num_tokens: int, loss: float) -> str | None:

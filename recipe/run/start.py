@@ -18,7 +18,7 @@ from accelerate.utils import set_seed
 from torch import nn
 from transformers import AutoConfig
 
-from recipe.checkpoint import RunState, Trained, clean_checkpoints, load_checkpoint, read_best, record_config
+from recipe.checkpoint import RunState, Trained, clean_checkpoints, find_best, load_checkpoint, record_config
 from recipe.config import TrainConfig
 from recipe.data.batches import TrainBatches, TrainOrder, read_rows
 from recipe.data.cache import Known, prepare_text
@@ -53,7 +53,7 @@ from recipe.optim.optimizers import check_optimizer
 from recipe.optim.schedule import OPTIONS
 from recipe.publish.download import download_checkpoint
 from recipe.publish.hub import DOWNLOAD_NAME, create_repository
-from recipe.publish.public import METRICS_NAME, read_events
+from recipe.publish.public import METRICS_NAME
 from recipe.run.decide import (
     ORIGIN_NAME,
     DataFacts,
@@ -66,6 +66,7 @@ from recipe.run.decide import (
     recorded_options,
     run_identity,
 )
+from recipe.run.facts import read_starts
 from recipe.run.folder import drop_events_after, lock_output_dir, release_output_dirs
 from recipe.run.look import look, look_at_folder, read_evaluations
 from recipe.run.stop import resumable
@@ -147,12 +148,12 @@ def open_dataset(start: Start) -> PackedDataset:
     config = start.requested
     known = None
     if start.resume is not None and start.saved is not None:
-        known = Known(start.resume.path, start.saved.identity["dataset"])
+        identity = start.saved.identity
+        known = Known(start.resume.path, identity["dataset"], identity.get("streamed_text"))
         if config.dataset_name and config.dataset_revision is None:  # the Hub may have a newer one
-            log = read_events(start.resume.path.parent)
-            names = [event.get("data", {}).get("dataset_id") for event in log if event["event"] == "start"]
-            if start.continues or config.dataset_name in names:
-                config = dataclasses.replace(config, dataset_revision=start.saved.identity.get("dataset_revision"))
+            names = {event.get("data", {}).get("dataset_id") for event in read_starts(start.resume.path)}
+            if not start.is_branch or not names or config.dataset_name in names:
+                config = dataclasses.replace(config, dataset_revision=identity.get("dataset_revision"))
     directories = on_main_process(lambda: prepare_text(config, start.source, known))
     return on_all_processes(lambda: open_datasets(directories, config.block_size, config.dataset_weights))
 
@@ -240,9 +241,11 @@ def load_state(run: Run, trained: Trained) -> RunState:
     state.evaluations = on_main_process(lambda: open_log(run, state.step))
     if resume is None or run.begins_stage:
         state.begin_stage(run.config.block_size, run.metadata["content_sha256"])
+    elif not run.continues:
+        state.losses = {}  # their models are in another folder
     if state.step in state.evaluations:  # made after the checkpoint was saved
         state.note(state.evaluations[state.step])
-    state.best = on_main_process(lambda: read_best(run.output_dir, state.run_id))
+    on_main_process(lambda: find_best(run.output_dir, state))
     on_main_process(lambda: record_config(run.output_dir, recorded_options(run, is_over(run, state))))
     return state
 
@@ -250,14 +253,15 @@ def load_state(run: Run, trained: Trained) -> RunState:
 def open_log(run: Run, step: int) -> dict[int, dict[str, Any]]:
     """Drop what an earlier start logged after a step; what follows will be logged again. Returns the evaluations."""
     folder, resume = run.output_dir, run.resume
-    if resume is not None and (resume.path / METRICS_NAME).is_file():  # a download brings the log of its run
+    is_of_hub = resume is not None and (resume.path / METRICS_NAME).is_file()  # a download has the log of its run
+    if resume is not None and is_of_hub and not run.begins_stage:
         shutil.copyfile(resume.path / METRICS_NAME, folder / METRICS_NAME)
-    else:
+    elif not is_of_hub:
         shutil.rmtree(folder / DOWNLOAD_NAME, ignore_errors=True)
     if not run.plan.ran_out:
         (folder / SMALLER_NAME).unlink(missing_ok=True)  # that was for other options or another device
     if (folder / METRICS_NAME).exists():
-        drop_events_after(folder / METRICS_NAME, step or -1)
+        drop_events_after(folder / METRICS_NAME, -1 if run.begins_stage else step or -1)
     return read_evaluations(folder)
 
 
