@@ -70,7 +70,7 @@ class RunState:
     decay_start: int | None = None  # the step before which `warmup_stable_decay` did not decay yet
     patience_start: int = 0  # the step after which evaluations count for `early_stopping_patience`
     position: Sequence[int] | None = None  # in streamed text, see `Position` in recipe/data/stream.py
-    initial: dict[str, Any] = field(default_factory=dict)  # the evaluation before the first step
+    initial: dict[str, Any] = field(default_factory=dict)  # the evaluation before the first step of the stage
     losses: dict[str, float] = field(default_factory=dict)  # of the stage's evaluations, by step, a text as in JSON
     train_seconds: float = 0.0  # without evaluation and saving
     memory: dict[str, Any] = field(default_factory=dict)  # `MemoryPlan.choices`, which a resumed run keeps if they fit
@@ -105,7 +105,7 @@ class RunState:
         self.evaluations[self.step] = values
         if self.step > 0:
             self.losses[str(self.step)] = values["loss"] if math.isfinite(values["loss"]) else math.inf
-        else:
+        if self.step == self.stage.step:
             self.initial = {key: value for key, value in values.items() if key not in ("sample", "mixture")}
             # Of each dataset of a mixture.
             self.initial["num_rows"] = max(of["num_rows"] for of in values.get("mixture", {"": values}).values())
@@ -218,6 +218,9 @@ def find_best(output_dir: Path, state: RunState) -> None:
     model as a checkpoint.
     """
     best, folder = read_best(output_dir, state.run_id), output_dir / BEST_NAME
+    if best and (fault := why_damaged(folder)):
+        print(f"warning: {folder} is damaged ({fault})", flush=True)
+        best = {}
     if not best or best["step"] > state.step:
         shutil.rmtree(folder, ignore_errors=True)
         best = {}

@@ -129,10 +129,25 @@ def test_the_best_model_is_found_where_it_is(train, saved):
 
 def test_a_run_that_keeps_only_the_last_model_says_what_it_lost(train, capsys):
     output_dir = train("--max_steps", 8, "--eval_steps", 2)
-    shown = capsys.readouterr().out
-    assert "lowest validation loss 2.0000 at step 4 of 8" in shown
-    assert "2.2500 at step 8, which is exported; with --load_best_model_at_end true, a run exports that model" in shown
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "lowest validation loss 2.0000 at step 4 of 8" in shown and "  longer " not in shown
+    assert "2.2500 at step 8, which is exported; a run with --load_best_model_at_end true keeps" in shown
     assert not (output_dir / "best").exists()
+
+
+def test_a_finished_run_stays_as_it_is(train):
+    """Whatever the same command now says of the model to export."""
+    options = ["--max_steps", 8, "--eval_steps", 2, "--save_steps", 2]
+    output_dir = train(*options)
+    before = {name: (output_dir / name).read_bytes() for name in RESULTS}
+    train(*options, "--load_best_model_at_end", "true", "--resume_from_checkpoint", "auto")
+    assert {name: (output_dir / name).read_bytes() for name in RESULTS} == before
+
+
+def test_the_best_model_is_no_checkpoint(train, tmp_path):
+    output_dir = train("--max_steps", 4, "--eval_steps", 2, "--load_best_model_at_end", "true")
+    with pytest.raises(UserError, match="without a training state; start from it with --model_name_or_path"):
+        train("--resume_from_checkpoint", output_dir / "best", output_dir=tmp_path / "b")
 
 
 def test_the_best_model_needs_no_checkpoint_and_loads(train):

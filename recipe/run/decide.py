@@ -510,10 +510,15 @@ def measure_progress(schedule: Schedule, state: RunState) -> float:
         return 0.0
     shares = [state.examples / schedule.num_examples] if schedule.num_examples else []
     if schedule.max_minutes:
-        reserved = CLOSING_SECONDS + 2 * state.initial.get("seconds", 0.0)  # save, evaluate, export
-        available = 60 * schedule.max_minutes - reserved - state.setup_seconds
-        shares.append((state.seconds - state.setup_seconds) / max(1.0, available))
+        shares.append(time_share(schedule, state))
     return min(1.0, max(shares))
+
+
+def time_share(schedule: Schedule, state: RunState) -> float:
+    """Return the share of the minutes for steps that is used up; above 1 if they are over."""
+    reserved = CLOSING_SECONDS + 2 * state.initial.get("seconds", 0.0)  # save, evaluate, export
+    available = 60 * (schedule.max_minutes or math.inf) - reserved - state.setup_seconds
+    return (state.seconds - state.setup_seconds) / max(1.0, available)
 
 
 def has_stalled(state: RunState, patience: int | None) -> bool:

@@ -288,7 +288,7 @@ class RunLog:
         if self.tokens_per_second:
             self.say(f"  {describe_seen(self.run, state, self.tokens_per_second)}")
         if has_begun_to_diverge([*events, {"event": "eval", **recorded}]):
-            self.say("the validation loss rises while the training loss falls: the model memorizes its text")
+            self.say("validation rises while training falls: the model begins to memorize its text")
         if has_stalled(state, patience := self.config.early_stopping_patience):
             self.say(f"stopping early: {patience} evaluations without a new lowest validation loss")
 

@@ -19,6 +19,7 @@ from recipe.arguments import typed_names
 from recipe.checkpoint import (
     MANIFEST_NAME,
     STATE_NAME,
+    VALUES_NAME,
     checkpoint_dir,
     list_checkpoints,
     read_state,
@@ -129,6 +130,9 @@ def look_at_named(requested: TrainConfig, folder: Folder) -> Named | None:
     if text.startswith("hf://"):
         return Named(text, text)
     path, place = Path(text), os.path.realpath(text)
+    if (path / VALUES_NAME).is_file():
+        remedy = "start from it with --model_name_or_path, or resume from a checkpoint"
+        raise UserError(f"{text} is the best model of a run, without a training state; {remedy}")
     if checkpoints := list_checkpoints(path):
         return Named(text, place, place, tuple(map(step_of, checkpoints)), _run_id(checkpoints[-1]))
     if any((path / name).is_file() for name in (STATE_NAME, MANIFEST_NAME)):

@@ -23,7 +23,6 @@ from recipe.checkpoint import (
     list_checkpoints,
     mark_resumable,
     read_best,
-    why_damaged,
 )
 from recipe.config import STANDARD_LIBRARY, TrainConfig
 from recipe.environment import describe_device
@@ -39,7 +38,7 @@ from recipe.publish.card import CARD_NAME, CURVE_NAME, write_model_card
 from recipe.publish.export import export_model
 from recipe.publish.public import SUMMARY_NAME, split_scores, stage_tokens, with_nan, without_nan
 from recipe.publish.uploads import HubUploads
-from recipe.run.decide import Run, has_stalled, is_over, measure_progress
+from recipe.run.decide import Run, has_stalled, is_over, measure_progress, time_share
 from recipe.run.facts import RunFacts
 from recipe.run.log import RunLog, describe_bits, describe_epoch
 from recipe.run.stop import EXIT_STOPPED, StopSignals, describe_signal, find_kill_warning
@@ -154,19 +153,20 @@ def start_table(run: Run, facts: RunFacts, state: RunState, device: torch.device
 
 
 def _describe_length(run: Run, state: RunState) -> str:
-    config, progress = run.config, measure_progress(run.schedule, state)
+    config = run.config
     limit = "" if config.max_minutes is None else f"{config.max_minutes:g} minute{'s' * (config.max_minutes != 1)}"
     warmup = _plural(run.schedule.num_warmup_steps, "warm-up step")
-    if config.warmup_steps < 1:
+    if 0 < config.warmup_steps < 1:
         warmup = f"{config.warmup_steps:.0%} of it warm-up"
-    if limit and progress > 0 and len(state.stages) == 1 and (seen := describe_epoch(run, state)):
-        limit += f", which is about {seen['epoch'] / progress:.1f} epochs at the speed so far"
+    if limit and state.step and len(state.stages) == 1 and (seen := describe_epoch(run, state)):
+        limit += f", which is about {seen['epoch'] / time_share(run.schedule, state):.1f} epochs at the speed so far"
     if config.max_steps is None or run.schedule.num_examples is None:
         return f"as many steps as fit into {limit}, {warmup}"
     num_tokens = state.tokens + (run.schedule.num_examples - state.examples) * config.block_size
     text = f"{_plural(config.max_steps, 'step')} = {num_tokens:,} tokens, "
     epochs = count_all_epochs(run, state).items()
-    text += "".join(f"{count:.2f} epochs{f' of {name}' if name else ''}, " for name, count in epochs)
+    new = " of the new data" * (len(state.stages) > 1)
+    text += "".join(f"{count:.2f} epochs{f' of {name}' if name else new}, " for name, count in epochs)
     return text + warmup + (f"; fewer if they take longer than {limit}" if limit else "")
 
 
@@ -231,11 +231,12 @@ def finish_run(
     weights = copy_weights(model, run.model.config, keep=log.enabled)
 
     def finish() -> int:
-        evaluation = choose_exported(log, state)
+        evaluation, is_done = choose_exported(log, state), has_finished(log)
         step = evaluation["step"]
-        exported = weights if step == state.step else load_file(log.output_dir / BEST_NAME / WEIGHTS_NAME)
+        exported = weights if step == state.step or is_done else load_file(log.output_dir / BEST_NAME / WEIGHTS_NAME)
         try:
-            export_model(model, run.model.config, exported, run.model.files, log.output_dir)
+            if not is_done:
+                export_model(model, run.model.config, exported, run.model.files, log.output_dir)
         except UserError:
             log.list_failures()
             raise
@@ -244,7 +245,7 @@ def finish_run(
         if log.laps:
             log.show_record()
         for line in describe_end(run, state, evaluation):
-            log.say(line)
+            log.say(textwrap.fill(line, 80, subsequent_indent="  ", break_on_hyphens=False))
         print(closing_lines(run, summary, evaluation["sample"], state), flush=True)
         log.list_failures()
         is_complete = uploads.finish(step, interrupted=lambda: signals.count > 0)
@@ -256,16 +257,20 @@ def finish_run(
     return uploads.leave(on_main_process(finish))
 
 
+def has_finished(log: RunLog) -> bool:
+    """Return whether an earlier start has ended the run: its results stay as they are."""
+    return not log.laps and all((log.output_dir / name).exists() for name in (WEIGHTS_NAME, SUMMARY_NAME))
+
+
 def choose_exported(log: RunLog, state: RunState) -> dict[str, Any]:
-    """Return step and evaluation of the model to export: the last one, or the best, if it is kept and intact."""
+    """Return step and evaluation of the model to export: the last one, or the best, if that is kept."""
     last = {"step": state.step, **state.evaluations[state.step]}
+    if has_finished(log):
+        summary = with_nan(json.loads((log.output_dir / SUMMARY_NAME).read_text()))
+        step = summary["exported_step"]
+        return {"loss": summary["eval_loss"], "sample": None, **state.evaluations.get(step, {}), "step": step}
     best = read_best(log.output_dir, state.run_id) if log.config.load_best_model_at_end == "true" else {}
-    if not best or best["loss"] > last["loss"]:
-        return last
-    if reason := why_damaged(folder := log.output_dir / BEST_NAME):
-        log.say(f"warning: {folder} is damaged ({reason})")
-        return last
-    return best
+    return best if best and best["loss"] <= last["loss"] else last
 
 
 def describe_end(run: Run, state: RunState, exported: dict[str, Any]) -> Iterator[str]:
@@ -284,7 +289,7 @@ def describe_end(run: Run, state: RunState, exported: dict[str, Any]) -> Iterato
         if is_kept or lowest != state.step:
             yield f"{found}: exported"
     else:
-        remedy = "its weights are gone" if is_kept else "with --load_best_model_at_end true, a run exports that model"
+        remedy = "its weights are gone" if is_kept else "a run with --load_best_model_at_end true keeps and exports it"
         yield f"{found}, and {exported['loss']:.4f} at step {exported['step']:,}, which is exported; {remedy}"
     if was_capped(run, state):
         used = f"{state.seconds / 60:.1f} of {run.config.max_minutes:g} minutes"
@@ -292,9 +297,13 @@ def describe_end(run: Run, state: RunState, exported: dict[str, Any]) -> Iterato
 
 
 def was_capped(run: Run, state: RunState) -> bool:
-    """Return whether a number of epochs ended a run that had more time."""
+    """Return whether the recipe's number of epochs ended a run that had more time."""
     both = run.config.max_minutes and run.requested.num_train_epochs
-    return bool(both) and state.examples >= (run.schedule.num_examples or math.inf)
+    return (
+        bool(both)
+        and "num_train_epochs" not in run.around.typed
+        and state.examples >= (run.schedule.num_examples or math.inf)
+    )
 
 
 def write_results(log: RunLog, values: dict[str, Any]) -> dict[str, Any]:
@@ -378,7 +387,8 @@ def closing_lines(run: Run, summary: dict[str, Any], sample: str | None, state: 
     lines += ["", f"  generate   {generate}"]
     # Twice as long, from before the decay if there is one.
     start = checkpoint_dir(output_dir, state.step if state.decay_start is None else state.decay_start)
-    overfits = summary["exported_step"] < summary["step"] or was_capped(run, state)
+    last = state.evaluations[state.step]["loss"]
+    overfits = min(state.losses.values(), default=last) < last or was_capped(run, state)
     if start.is_dir() and not overfits and not has_stalled(state, config.early_stopping_patience):
         epochs = None if config.max_minutes else run.requested.num_train_epochs
         length = {"num_train_epochs": epochs, "max_minutes": config.max_minutes}
