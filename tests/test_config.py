@@ -422,7 +422,13 @@ def test_tf32_is_read_as_the_precision_of_matrix_products(text, value, tmp_path)
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_loads_with_its_tokens_per_step(name):
     config = load("--config", name, *([] if name == "demo" else DATA))
-    special = {"demo": 2048, "gpt2_finetune": 2**15, "gpt2_1558m": 2**20, "shakespeare_char": 12 * 64}
+    special = {
+        "demo": 2048,
+        "gpt2_finetune": 2**15,
+        "gpt2_1558m": 2**20,
+        "shakespeare_char": 12 * 64,
+        "shakespeare_char_large": 2**12,
+    }
     assert config.global_batch_size * config.block_size == special.get(name, 2**19)
 
 

@@ -469,7 +469,8 @@ def test_a_second_run_that_may_overwrite_changes_no_branch_of_the_first(run, hub
     before = hub.branches(REPO)
     for address, remedy in (("auto", f"resume from hf://{REPO} and pass another"), (f"hf://{REPO}@{newest}", "pass")):
         with pytest.raises(
-            UserError, match=f"another run, .*; with another schedule or batch, this is a new run: {remedy}"
+            UserError,
+            match=f"another run, .*; with other data, another schedule or another batch, this is a new run: {remedy}",
         ):
             fork = ("--resume_from_checkpoint", address, "--max_steps", "6")
             train(*options, *fork, output_dir=tmp_path / "fourth")

@@ -109,9 +109,12 @@ def test_printed_commands_run_as_printed(train, tmp_path, monkeypatch, capsys, d
     monkeypatch.chdir(tmp_path)
     options = ["--dataset_dir", dataset_dir, "--output_dir", "my [v2] run", "--sample_prompt=-x $HOME", *TINY, *PLAIN]
     options += ["--global_batch_size", 4, "--warmup_steps", 1, "--save_steps", 1, "--max_eval_samples", 4, *length]
-    with mock.patch(
-        "recipe.run.decide.measure_progress", lambda schedule, state: state.step / (schedule.max_steps or 4)
-    ):
+    minutes_alone = length[0] == "--max_minutes"  # which end the run after four steps
+
+    def measure_progress(schedule, state):
+        return state.step / (4 if minutes_alone else schedule.max_steps)
+
+    with mock.patch("recipe.run.decide.measure_progress", measure_progress):
         train(*options, alone=True)
         printed = capsys.readouterr().out
         (generate,) = re.findall(r"^  generate   python (.*)$", printed, re.MULTILINE)
@@ -123,7 +126,7 @@ def test_printed_commands_run_as_printed(train, tmp_path, monkeypatch, capsys, d
         train(*options, *shlex.split(f"{longer[1]} {longer[2]}"), alone=True)
         summaries = sorted(Path().glob("my*/summary.json"), key=os.path.getmtime)
         before, after = (json.loads(path.read_text()) for path in summaries)
-        times = 1 if length[0] == "--max_minutes" else 2
+        times = 1 if minutes_alone else 2
         assert abs(after["step"] - times * before["step"]) <= 1  # epochs end with a part of a step
         with pytest.raises(UserError, match="contains another run") as refused:
             train(*options, alone=True)

@@ -390,7 +390,8 @@ def closing_lines(run: Run, summary: dict[str, Any], sample: str | None, state: 
     last = state.evaluations[state.step]["loss"]
     overfits = min(state.losses.values(), default=last) < last or was_capped(run, state)
     if start.is_dir() and not overfits and not has_stalled(state, config.early_stopping_patience):
-        epochs = None if config.max_minutes else run.requested.num_train_epochs
+        is_own = not config.max_minutes or "num_train_epochs" in run.around.typed  # and not the recipe's limit
+        epochs = run.requested.num_train_epochs if is_own else None
         length = {"num_train_epochs": epochs, "max_minutes": config.max_minutes}
         length = {name: f"{2 * value:g}" for name, value in length.items() if value}
         if config.max_steps and not run.requested.num_train_epochs:
