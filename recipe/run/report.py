@@ -86,12 +86,6 @@ def show_start(log: RunLog, facts: RunFacts, state: RunState, eval_rows: int) ->
             log.say(jump)
 
 
-def count_all_epochs(run: Run, state: RunState) -> dict[str, float]:
-    """Return how often the run will have read its data, or the datasets of a mixture, by name; {} if that is open."""
-    num_examples = run.schedule.num_examples
-    return {} if num_examples is None else run.count_epochs(num_examples - state.stage.examples)
-
-
 def start_table(run: Run, facts: RunFacts, state: RunState, device: torch.device, eval_rows: int) -> dict[str, str]:
     """Return the table printed before the first step: {label: text}."""
     config, num_processes, model = run.config, facts.num_processes, facts.model
@@ -164,7 +158,7 @@ def _describe_length(run: Run, state: RunState) -> str:
         return f"as many steps as fit into {limit}, {warmup}"
     num_tokens = state.tokens + (run.schedule.num_examples - state.examples) * config.block_size
     text = f"{_plural(config.max_steps, 'step')} = {num_tokens:,} tokens, "
-    epochs = count_all_epochs(run, state).items()
+    epochs = run.count_epochs(run.schedule.num_examples - state.stage.examples).items()
     new = " of the new data" * (len(state.stages) > 1)
     text += "".join(f"{count:.2f} epochs{f' of {name}' if name else new}, " for name, count in epochs)
     return text + warmup + (f"; fewer if they take longer than {limit}" if limit else "")
