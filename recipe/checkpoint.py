@@ -47,7 +47,7 @@ BEST_NAME, VALUES_NAME = "best", "best.json"  # the folder of the best model, an
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of a run with the same data, counted from its first example. A branch may go on with other data."""
+    """A part of a run that trains on the same data. A run that branches into another folder may change its data."""
 
     block_size: int  # tokens per example
     content_sha256: str = ""  # of the data
@@ -95,7 +95,7 @@ class RunState:
         return self.stage.tokens + self.stage_examples * self.stage.block_size
 
     def begin_stage(self, block_size: int, content_sha256: str) -> None:
-        """Go on with other data, from its first example. What is best is another question from here on."""
+        """Switch to other data, from its first example. Losses on the old data no longer count."""
         tokens = self.tokens if self.stages else 0
         self.stages = [*self.stages, Stage(block_size, content_sha256, self.step, self.examples, tokens)]
         self.position, self.losses, self.evaluations, self.patience_start = None, {}, {}, self.step

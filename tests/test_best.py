@@ -140,8 +140,16 @@ def test_a_finished_run_stays_as_it_is(train):
     options = ["--max_steps", 8, "--eval_steps", 2, "--save_steps", 2]
     output_dir = train(*options)
     before = {name: (output_dir / name).read_bytes() for name in RESULTS}
+    train(*options, "--resume_from_checkpoint", "auto")
+    assert not (output_dir / "best").exists()
     train(*options, "--load_best_model_at_end", "true", "--resume_from_checkpoint", "auto")
     assert {name: (output_dir / name).read_bytes() for name in RESULTS} == before
+
+
+def test_a_folder_of_the_users_own_is_not_replaced(train, tmp_path):
+    (tmp_path / "run" / "best").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"a run would replace \(best\)"):
+        train("--load_best_model_at_end", "true")
 
 
 def test_the_best_model_is_no_checkpoint(train, tmp_path):

@@ -364,7 +364,7 @@ RUNS = [
     ("--optim muon", {"before": AT_20}, no("optim .*start a new run")),
     ("", {"before": AT_20, "model": WIDE}, no("n_embd 64 -> 128")),
     # --- other data: in the same folder they are refused, in a branch they are a stage
-    ("", {"before": AT_20, "data": OTHER_TEXT}, no("dataset aaaaaaaaaaaa -> cccccccccccc; its data .* in a branch")),
+    ("", {"before": AT_20, "data": OTHER_TEXT}, no("dataset aaaaaaaaaaaa -> cccccccccccc; its data .* in another")),
     ("", BRANCH, ".* 640 examples, 0 changes, keeps the best"),
     ("", BRANCH | {"data": OTHER_TEXT}, ".* 640 examples, 0 changes, a new stage, keeps the best"),
     ("--max_steps 40", BRANCH | {"data": OTHER_TEXT}, ".* 320 examples, 1 changes, a new stage$"),  # 1.6 epochs of it

@@ -1,4 +1,4 @@
-"""Stages: a branch goes on with other data, from their first example, and every later start of it is exact."""
+"""Stages: a branch may train on other data, starting with their first example, and it resumes exactly."""
 
 import json
 import shutil
@@ -138,7 +138,9 @@ def test_the_text_of_a_stage_is_packed_with_the_tokenizer_of_its_run(train, tmp_
 def test_other_data_in_the_same_folder_are_refused(train, tmp_path, base, other):
     """The message names the branch."""
     shutil.copytree(base, tmp_path / "run")
-    with pytest.raises(UserError, match=r"have changed; .* in a branch: --resume_from_checkpoint .*/checkpoint-6 and"):
+    with pytest.raises(
+        UserError, match=r"have changed; .* in another --output_dir with --resume_from_checkpoint .*/checkpoint-6"
+    ):
         train(*RUN, "--resume_from_checkpoint", "auto", "--dataset_dir", other)
 
 

@@ -407,8 +407,8 @@ def list_differences(start: Start, identity: dict[str, Any], model: ModelFacts) 
 def check_identity(start: Start, differing: dict[str, tuple], schedule: Schedule) -> dict[str, tuple]:
     """Return what a resumed run changes: {option: (before, now)} of the schedule, and the global batch if it is typed.
 
-    differing: from `list_differences`. Raises `UserError` for those that are not allowed: a branch may go on with
-    other data.
+    differing: from `list_differences`. Raises `UserError` for a difference that is not allowed; in a branch, the data
+    may differ.
     """
     assert start.resume is not None and start.saved is not None
     where, saved = start.resume.path, start.saved
@@ -422,10 +422,8 @@ def check_identity(start: Start, differing: dict[str, tuple], schedule: Schedule
         listed = "; ".join(f"{key} {_short(old)} -> {_short(now)}" for key, (old, now) in sorted(refused.items()))
         remedy = "pass the run's own options (--config training_config.yaml of its folder), or start a new run"
         if refused.keys() <= set(DATA_IDENTITY):
-            branch = f"{shell_command(resume_from_checkpoint=where)} and another --output_dir"
-            remedy = (
-                f"its data have changed; pass the same, in the same order, or go on with others in a branch: {branch}"
-            )
+            how = f"train on the new data in another --output_dir with {shell_command(resume_from_checkpoint=where)}"
+            remedy = f"its data have changed; pass the same data in the same order, or {how}"
         if "tokenizer" in refused:
             remedy = f"prepare the text with the tokenizer of the run, {shell_command(tokenizer_name=where)}"
         if "n_positions" in refused:

@@ -17,6 +17,7 @@ from filelock import Timeout
 
 from recipe.arguments import typed_names
 from recipe.checkpoint import (
+    BEST_NAME,
     MANIFEST_NAME,
     STATE_NAME,
     VALUES_NAME,
@@ -40,7 +41,7 @@ from recipe.run.decide import ORIGIN_NAME, Checkpoint, Folder, Named, Surroundin
 from recipe.run.folder import LOCK_NAME, LOCKS
 
 RESULTS = ("model.safetensors", SUMMARY_NAME)
-REPLACED = ("README.md", "config.json", "dataset_dict.json")
+REPLACED = ("README.md", "config.json", "dataset_dict.json", BEST_NAME)
 
 
 def look(requested: TrainConfig, recipe: str, sharding: Sharding | None) -> Surroundings:

@@ -245,7 +245,8 @@ def load_state(run: Run, trained: Trained) -> RunState:
         state.losses = {}  # their models are in another folder
     if state.step in state.evaluations:  # made after the checkpoint was saved
         state.note(state.evaluations[state.step])
-    on_main_process(lambda: find_best(run.output_dir, state))
+    if run.config.load_best_model_at_end == "true":
+        on_main_process(lambda: find_best(run.output_dir, state))
     on_main_process(lambda: record_config(run.output_dir, recorded_options(run, is_over(run, state))))
     return state
 
