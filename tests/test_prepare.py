@@ -29,7 +29,7 @@ from transformers import AutoTokenizer
 
 from recipe.command_line import load_config
 from recipe.config import SPLITS
-from recipe.data import cache, prepare
+from recipe.data import prepare
 from recipe.data.cache import open_dataset_for
 from recipe.data.packed import PackedSplit, TokenWriter, open_packed_dataset, read_metadata
 from recipe.data.prepare import prepare_dataset
@@ -219,45 +219,6 @@ def test_a_prepared_dataset_is_opened(tmp_path, jsonl_file, tokenizer, capsys):
     for other in (TextSource((str(copy),)), lenient):
         with pytest.raises(UserError, match="was prepared from different text or options, .*; pass --overwrite"):
             prepare_dataset(other, tmp_path / "d", tokenizer)
-
-
-def test_a_dataset_of_an_earlier_version_is_used(tmp_path, jsonl_file, tokenizer, monkeypatch):
-    """Its fingerprint is of parts of large files, and has no rules.
-
-    Not if it has skipped anything, because it would skip other lines now, or if a file has changed since.
-    """
-    monkeypatch.setattr("recipe.data.files.SAMPLED_BYTES", 2**21)
-    text = tmp_path / "a.jsonl"
-    text.write_bytes(jsonl_file.read_bytes() * 40)  # 3 MB
-    source = TextSource((str(text),), skip_bad_files=True)
-    made = prepare_dataset(source, tmp_path / "d", tokenizer)
-    inputs = {key: value for key, value in made["inputs"].items() if key != "rules"}
-    inputs["content"] = source.identify(sampled=True)
-    assert made["inputs"]["content"] != inputs["content"] and made["inputs"]["rules"] == ["lines"]
-    made |= {"inputs": inputs, "fingerprint": prepare.fingerprint_of(inputs)}  # as earlier versions did
-    (tmp_path / "d" / "metadata.json").write_text(json.dumps(made))
-
-    assert prepare_dataset(source, tmp_path / "d", tokenizer) == made
-    config = load_config(["--train_file", str(text), "--cache_dir", str(tmp_path), "--tokenizer_vocab_size", "300"])[0]
-    now = prepare.inputs_of(source, tokenizer, None, None)
-    assert cache.cached_directory(config, source, now).name == f"a-{prepare.fingerprint_of(now)[:12]}"
-    os.rename(tmp_path / "d", tmp_path / "a-000000000000")
-    assert cache.cached_directory(config, source, now) == tmp_path / "a-000000000000"
-    os.rename(tmp_path / "a-000000000000", tmp_path / "d")
-
-    content = bytearray(text.read_bytes())
-    content[len(content) // 2] ^= 1  # a redaction between the blocks that were read
-    text.write_bytes(content)
-    later = (tmp_path / "d" / "metadata.json").stat().st_mtime + 1
-    os.utime(text, (later, later))
-    changed = dataclasses.replace(source)
-    assert changed.identify(sampled=True) == inputs["content"]
-    with pytest.raises(UserError, match="was prepared from different text or options"):
-        prepare_dataset(changed, tmp_path / "d", tokenizer)
-    made["source"]["skipped_documents"] = 1
-    (tmp_path / "d" / "metadata.json").write_text(json.dumps(made))
-    with pytest.raises(UserError, match="was prepared from different text or options"):
-        prepare_dataset(source, tmp_path / "d", tokenizer)
 
 
 @pytest.fixture

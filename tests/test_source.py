@@ -657,9 +657,8 @@ def test_without_a_home_folder_nothing_is_remembered(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("size", [1_000_000, 10_000_000])
 @pytest.mark.parametrize("share", [0, 0.25, 0.51, 1])
-def test_an_edit_of_one_byte_is_another_text(tmp_path, size, share, monkeypatch):
-    """Anywhere in a file, whose size stays the same. Earlier versions looked at some blocks of a large one."""
-    monkeypatch.setattr(files, "SAMPLED_BYTES", 2**21)
+def test_an_edit_of_one_byte_is_another_text(tmp_path, size, share):
+    """Anywhere in a file, whose size stays the same."""
     path, position = tmp_path / "a.txt", int(share * (size - 1))
     path.write_bytes(b"x" * size)
     before = content_of(path)

@@ -92,10 +92,7 @@ def content_of(directory: Path) -> str | None:
 
 
 def cached_directory(config: TrainConfig, source: TextSource, inputs: dict[str, Any]) -> Path:
-    """Return the folder of a text, which its fingerprint names, or the newest one that holds the same text.
-
-    That is one of an earlier version, whose fingerprint differs, or of a Hub that is out of reach.
-    """
+    """Return the folder of a text, which its fingerprint names, or the newest one of a Hub that is out of reach."""
     cache, name = Path(config.cache_dir), name_of_text(source.dataset_name or source.train_files[0])
     directory = cache / f"{name}-{fingerprint_of(inputs)[:12]}"
     others = () if directory.is_dir() else cache.glob(f"{name}-*/metadata.json")

@@ -29,7 +29,6 @@ TOKENS = (
     ".bin"  # token ids, see recipe/data/tokens.py; only read if they are named, because other programs use it, too
 )
 COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
-SAMPLED_BYTES = 64 * 2**20  # earlier versions hashed this much of a larger file, in evenly spaced blocks
 BLOCK = 2**20
 # A folder with one of these holds a run, a model, a tokenizer, a dataset or a virtual environment.
 RESULTS = {"training_config.yaml", "model.safetensors", "tokenizer_config.json", "dataset_dict.json", "pyvenv.cfg"}
@@ -190,13 +189,9 @@ def open_stream(path: str) -> io.BufferedReader | lzma.LZMAFile:
 # ------------------------------------------------------------------ identity
 
 
-def identify_files(paths: list[str], sampled: bool = False) -> str:
-    """Hash the names, sizes and content of files, wherever they are and whenever they were copied there.
-
-    sampled: as earlier versions did.
-    """
-    digests = [digest_file(path, sampled) for path in paths] if sampled else digest_files(paths)
-    names = [(Path(path).name, digest) for path, digest in zip(paths, digests, strict=True)]
+def identify_files(paths: list[str]) -> str:
+    """Hash the names, sizes and content of files, wherever they are and whenever they were copied there."""
+    names = [(Path(path).name, digest) for path, digest in zip(paths, digest_files(paths), strict=True)]
     return hashlib.sha256(repr(names).encode()).hexdigest()
 
 
@@ -233,19 +228,16 @@ def digest_files(paths: list[str]) -> list[str]:
     return [cached[key] for key in keys]
 
 
-def digest_file(path: str, sampled: bool = False) -> str:
-    """Hash a file's size and content. sampled: of a large file only some blocks, among them the first and the last."""
+def digest_file(path: str) -> str:
+    """Hash a file's size and content."""
     import xxhash  # not at the top, because training on a packed dataset does not need it
 
     digest = xxhash.xxh3_128()
     try:
         with open(path, "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
-            count = -(-(min(size, SAMPLED_BYTES) if sampled else size) // BLOCK)
-            for i in range(count):
-                if sampled and size > SAMPLED_BYTES:
-                    file.seek(i * (size - BLOCK) // (count - 1))
-                digest.update(file.read(BLOCK))
+            while block := file.read(BLOCK):
+                digest.update(block)
     except OSError as error:
         return f"unreadable: {error.strerror}"
     return f"{size} {digest.hexdigest()}"

@@ -121,8 +121,8 @@ def rules_of(source: TextSource) -> list[str]:
     """Return what applies to this text and not to that of earlier versions: the same options gave other documents."""
     rules = {
         "lines": source.skip_bad_files and not source.dataset_name,  # bad lines are skipped, not documents
-        "csv": source.dataset_name is None
-        and any(kind_of(path) == ".csv" for path in source.local_paths),  # rows have as many fields as the header
+        "csv": source.dataset_name is None  # rows have as many fields as the header
+        and any(kind_of(path) == ".csv" for path in source.files.paths + source.held_out_files.paths),
         "mask": has_mask(source),  # of tokenized rows, the padding is not read
     }
     return [name for name, applies in rules.items() if applies]
@@ -135,26 +135,18 @@ def fingerprint_of(inputs: dict[str, Any]) -> str:
 
 def is_made_from(directory: Path, inputs: dict[str, Any], source: TextSource) -> bool:
     """Return whether a dataset was prepared from these inputs; of a Hub out of reach, the content is not known."""
-    metadata, path = {}, directory / METADATA_NAME
+    metadata = {}
     with contextlib.suppress(OSError, ValueError):
-        metadata = json.loads(path.read_text())
+        metadata = json.loads((directory / METADATA_NAME).read_text())
     if not metadata:
         return False
     if metadata.get("fingerprint") == fingerprint_of(inputs):
         return True
-    found, same = ({**of, "content": None, "rules": None} for of in (metadata.get("inputs", {}), inputs))
-    if found != same:
+    if inputs["content"] is not None:
         return False
-    if inputs["content"] is None:
-        return source.dataset_revision in (None, metadata.get("source", {}).get("dataset_revision"))
-    # An earlier version made it. It hashed large files in part, so none may have changed since.
-    rules = set(inputs.get("rules", ()))
-    if not metadata["source"].get("skipped_documents") and inputs["max_bytes"] is None:
-        rules.discard("lines")
-    if rules or any(os.path.getmtime(file) > path.stat().st_mtime for file in source.local_paths):
-        return False
-    earlier = {key: value for key, value in inputs.items() if key != "rules"}
-    return metadata.get("fingerprint") == fingerprint_of(earlier | {"content": source.identify(sampled=True)})
+    found = {**metadata.get("inputs", {}), "content": None}
+    found.pop("rules", None)  # they follow from the content
+    return found == inputs and source.dataset_revision in (None, metadata.get("source", {}).get("dataset_revision"))
 
 
 def _find_existing(target: Target) -> dict[str, Any] | None:

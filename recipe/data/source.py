@@ -14,7 +14,6 @@ from recipe.config import STANDARD_LIBRARY, TEXT_OPTIONS, TrainConfig
 from recipe.data.files import (
     KINDS,
     Files,
-    digest_file,
     digest_files,
     find_files,
     identify_files,
@@ -127,10 +126,10 @@ class TextSource:
             options["dataset_name"] = self.dataset_name if self.is_on_hub else Path(self.dataset_name).name
         return {**options, "content": self.identify()}
 
-    def identify(self, sampled: bool = False) -> list[str] | str | None:
-        """Return what identifies the content. sampled: as earlier versions did, which read parts of large files."""
+    def identify(self) -> list[str] | str | None:
+        """Return what identifies the content."""
         if self.dataset_name is None:
-            return [identify_files(files.paths, sampled) for files in (self.files, self.held_out_files)]
+            return [identify_files(files.paths) for files in (self.files, self.held_out_files)]
         if self.dataset_name == STANDARD_LIBRARY:
             return identify_standard_library()
         if (paths := self.dataset_paths) is None:
@@ -140,16 +139,8 @@ class TextSource:
             files = [(name, *self.hub_files[1][name]) for name in names]
         else:
             names = [os.path.relpath(path, self.dataset_name) for path in paths]
-            digests = [digest_file(path, sampled) for path in paths] if sampled else digest_files(paths)
-            files = list(zip(names, digests, map(os.path.getsize, paths), strict=True))
+            files = list(zip(names, digest_files(paths), map(os.path.getsize, paths), strict=True))
         return hashlib.sha256(repr(sorted(files)).encode()).hexdigest()
-
-    @property
-    def local_paths(self) -> list[str]:
-        """The files that are read, if they are here."""
-        if self.dataset_name is None:
-            return self.files.paths + self.held_out_files.paths
-        return [] if self.is_on_hub or self.dataset_name == STANDARD_LIBRARY else self.dataset_paths or []
 
     @property
     def num_dataset_bytes(self) -> int:
