@@ -71,13 +71,13 @@ def test_tokens_documents_and_hours_by_hand():
     evaluations = {0: {"num_rows": 10}, 5: {"num_rows": 10}}
     state = RunState(examples=250, evaluations=evaluations, stages=[Stage(512)])
     found = describe_seen(run(splits=splits), state, 512000 / 3600)
-    assert found == "128k tokens + 10.2k of validation = 138k; 20 documents; epoch 0.25 (1.00 h)"
+    assert found == "128k tokens + 10.2k of validation = 138k; 20 documents; epoch 0.25 (1.0 h)"
     parts = {name: {"splits": splits, "share": share} for name, share in (("a", 0.2), ("b", 0.8))}
     mixed = describe_seen(run(splits=splits, mixture=parts), state, 1.0)
     assert mixed.endswith("= 138k; 20 documents; epoch 0.05 of a, 0.20 of b")
     assert describe_seen(run(True, splits=splits), state, 1.0) == "128k tokens + 10.2k of validation = 138k"
     state.examples = 2500  # every document is seen once, and then again
-    assert "; 80 documents; epoch 2.50 (1.00 h)" in describe_seen(run(splits=splits), state, 512000 / 3600)
+    assert "; 80 documents; epoch 2.50 (1.0 h)" in describe_seen(run(splits=splits), state, 512000 / 3600)
     state.begin_stage(256, "")  # with other data, which begin at their first example
     state.examples += 500
     assert state.tokens == 2500 * 512 + 500 * 256

@@ -339,20 +339,20 @@ def describe_epoch(run: Run, state: RunState) -> dict[str, float]:
 
 
 def describe_seen(run: Run, state: RunState, tokens_per_second: float) -> str:
-    """Return the tokens and documents that a run has seen, the epoch, and the hours that one takes."""
+    """Return the tokens and documents that a run has seen, the epoch, and the time that one takes."""
     validated = sum(of["num_rows"] for of in state.evaluations.values()) * run.config.block_size
     tokens = [tqdm.format_sizeof(number) for number in (state.tokens, validated, state.tokens + validated)]
     text = f"{tokens[0]} tokens + {tokens[1]} of validation = {tokens[2]}"
     if epochs := run.count_epochs(state.stage_examples):
         parts = run.metadata.get("mixture") or {"": run.metadata}
         documents = [parts[name]["splits"]["train"]["documents"] for name in epochs]
-        if None not in documents:
+        if None not in documents and sum(documents) > 1:  # one is the whole text
             seen = sum(min(1, count) * of for count, of in zip(epochs.values(), documents, strict=True))
             text += f"; {seen:,.0f} documents"
         text += "; epoch " + ", ".join(f"{count:.2f}{f' of {name}' if name else ''}" for name, count in epochs.items())
         if len(epochs) == 1:
-            hours = run.metadata["splits"]["train"]["rows"] * run.config.block_size / tokens_per_second / 3600
-            text += f" ({hours:.{2 if hours < 10 else 0}f} h)"
+            minutes = run.metadata["splits"]["train"]["rows"] * run.config.block_size / tokens_per_second / 60
+            text += f" ({minutes:.1f} min)" if minutes < 60 else f" ({minutes / 60:.1f} h)"
     return text
 
 

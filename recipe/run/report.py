@@ -291,13 +291,9 @@ def describe_end(run: Run, state: RunState, exported: dict[str, Any]) -> Iterato
 
 
 def was_capped(run: Run, state: RunState) -> bool:
-    """Return whether the recipe's number of epochs ended a run that had more time."""
+    """Return whether the number of epochs ended a run that had more time."""
     both = run.config.max_minutes and run.requested.num_train_epochs
-    return (
-        bool(both)
-        and "num_train_epochs" not in run.around.typed
-        and state.examples >= (run.schedule.num_examples or math.inf)
-    )
+    return bool(both) and state.examples >= (run.schedule.num_examples or math.inf)
 
 
 def write_results(log: RunLog, values: dict[str, Any]) -> dict[str, Any]:
@@ -384,11 +380,10 @@ def closing_lines(run: Run, summary: dict[str, Any], sample: str | None, state: 
     last = state.evaluations[state.step]["loss"]
     overfits = min(state.losses.values(), default=last) < last or was_capped(run, state)
     if start.is_dir() and not overfits and not has_stalled(state, config.early_stopping_patience):
-        is_own = not config.max_minutes or "num_train_epochs" in run.around.typed  # and not the recipe's limit
-        epochs = run.requested.num_train_epochs if is_own else None
-        length = {"num_train_epochs": epochs, "max_minutes": config.max_minutes}
+        epochs = run.requested.num_train_epochs
+        length = {"max_minutes": config.max_minutes} if config.max_minutes else {"num_train_epochs": epochs}
         length = {name: f"{2 * value:g}" for name, value in length.items() if value}
-        if config.max_steps and not run.requested.num_train_epochs:
+        if config.max_steps and not epochs:
             length["max_steps"] = str(2 * state.step)
         longer = shell_command(output_dir=f"{output_dir}-{2 * state.step}", **length)
         lines += ["  longer     repeat your command with"]
