@@ -291,9 +291,13 @@ def describe_end(run: Run, state: RunState, exported: dict[str, Any]) -> Iterato
 
 
 def was_capped(run: Run, state: RunState) -> bool:
-    """Return whether the number of epochs ended a run that had more time."""
+    """Return whether the recipe's number of epochs ended a run that had more time."""
     both = run.config.max_minutes and run.requested.num_train_epochs
-    return bool(both) and state.examples >= (run.schedule.num_examples or math.inf)
+    return (
+        bool(both)
+        and "num_train_epochs" not in run.around.typed
+        and state.examples >= (run.schedule.num_examples or math.inf)
+    )
 
 
 def write_results(log: RunLog, values: dict[str, Any]) -> dict[str, Any]:
@@ -380,10 +384,11 @@ def closing_lines(run: Run, summary: dict[str, Any], sample: str | None, state: 
     last = state.evaluations[state.step]["loss"]
     overfits = min(state.losses.values(), default=last) < last or was_capped(run, state)
     if start.is_dir() and not overfits and not has_stalled(state, config.early_stopping_patience):
-        epochs = run.requested.num_train_epochs
-        length = {"max_minutes": config.max_minutes} if config.max_minutes else {"num_train_epochs": epochs}
+        is_own = not config.max_minutes or "num_train_epochs" in run.around.typed  # and not the recipe's limit
+        epochs = run.requested.num_train_epochs if is_own else None
+        length = {"num_train_epochs": epochs, "max_minutes": config.max_minutes}
         length = {name: f"{2 * value:g}" for name, value in length.items() if value}
-        if config.max_steps and not epochs:
+        if config.max_steps and not run.requested.num_train_epochs:
             length["max_steps"] = str(2 * state.step)
         longer = shell_command(output_dir=f"{output_dir}-{2 * state.step}", **length)
         lines += ["  longer     repeat your command with"]
