@@ -205,7 +205,11 @@ class TrainConfig:
 
     # --- periodic
     logging_steps: int = _field(10, "Steps between log lines.", at_least=1)
-    eval_steps: int = _field(250, "Steps between evaluations; 0 evaluates only at the start and the end.", at_least=0)
+    eval_steps: int = _field(
+        250,
+        "Steps between evaluations, at most an epoch if the best model is kept; 0: only at the start and the end.",
+        at_least=0,
+    )
     max_eval_samples: int | str | None = _field(
         "auto",
         "Validation rows per evaluation, of each dataset; auto: as many as take 2%% of the run's time, and the same "

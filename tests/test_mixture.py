@@ -114,7 +114,7 @@ def test_a_mixture_is_one_run_wherever_its_rows_are(train, tmp_path, both, capsy
         assert [e["loss"] for e in read_events(run, "eval")] == [e["loss"] for e in read_events(expected, "eval")]
     with pytest.raises(UserError, match=r"dataset_weights \[0.3, 0.7\] -> \[0.5, 0.5\]"):
         train(*RUN, *both, "--dataset_weights", 0.5, 0.5, "--resume_from_checkpoint", "latest")
-    with pytest.raises(UserError, match="its data have changed; pass the same data in the same order"):
+    with pytest.raises(UserError, match="pass its data in the same order"):
         train(*RUN, *both[::2], both[1], "--dataset_weights", 0.3, 0.7, "--resume_from_checkpoint", "latest")
     train(*RUN, *both, "--dataset_weights", 3, 7, "--resume_from_checkpoint", "latest")  # the same shares
 

@@ -355,6 +355,9 @@ def decide_run(
     most = None if schedule.num_examples is None else schedule.num_examples - first
     best = keeps_best(config.load_best_model_at_end, most, data.metadata, config.streaming)
     config = dataclasses.replace(config, load_best_model_at_end="true" if best else "false")
+    if best and most is not None and (epochs := count_epochs(data.metadata, most, config.streaming)):
+        an_epoch = max(1, int(most / max(epochs.values()) / config.global_batch_size))
+        config = dataclasses.replace(config, eval_steps=min(config.eval_steps, an_epoch))  # the best is one of these
     if facts.sharding is not None:
         choices = {"layout": Choice("FSDP", facts.sharding.describe()), **choices}
     if config.max_eval_samples == "auto" and saved:  # an extended run evaluates the same rows
@@ -423,7 +426,7 @@ def check_identity(start: Start, differing: dict[str, tuple], schedule: Schedule
         remedy = "pass the run's own options (--config training_config.yaml of its folder), or start a new run"
         if refused.keys() <= set(DATA_IDENTITY):
             how = f"train on the new data in another --output_dir with {shell_command(resume_from_checkpoint=where)}"
-            remedy = f"its data have changed; pass the same data in the same order, or {how}"
+            remedy = f"pass its data in the same order, and its --block_size, or {how}"
         if "tokenizer" in refused:
             remedy = f"prepare the text with the tokenizer of the run, {shell_command(tokenizer_name=where)}"
         if "n_positions" in refused:
