@@ -12,7 +12,7 @@ from recipe.errors import UserError
 
 CPU = torch.device("cpu")
 FROZEN = [5, 597, 782, 629, 771, 972, 361, 714]
-FROZEN_SHIFTS = [0, 433, 866, 275, 708, 117]
+FROZEN_SHIFTS = [0, 485, 138, 240, 276, 476]
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 7, 64, 65, 1000, 4097])
@@ -42,6 +42,16 @@ def test_the_order_never_changes():
     """The first rows of an order are written down here, because a run resumed next year must see the same examples."""
     assert example_rows(np.arange(8), 1000, 1337).tolist() == FROZEN
     assert row_shift(np.arange(6), 1024).tolist() == FROZEN_SHIFTS
+
+
+def test_rows_never_move_by_a_constant_distance():
+    """A model learns a text that moves by the same number of tokens in every epoch, also where it has not been yet."""
+    for below in (64, 256, 1024, 1000):
+        shifts = row_shift(np.arange(100), below)
+        assert shifts[0] == 0 and shifts.min() >= 0 and shifts.max() < below
+        distances = np.diff(shifts) % below
+        assert np.unique(distances, return_counts=True)[1].max() < 10
+        assert len(np.unique(shifts)) > 0.5 * min(100, below)
 
 
 def test_example_rows_is_pure():
@@ -123,7 +133,7 @@ def test_each_epoch_cuts_the_text_elsewhere(wide_split):
             expected[: shifts[-1]], expected[-T : (shifts[-1] - T) or None] = 0, 2
             assert counts.tolist() == expected.tolist()
         assert all((row == tokens[at % len(tokens) :][: T + 1]).all() for row, at in zip(rows, starts, strict=True))
-    assert shifts[0] == 0 and len(set(shifts)) == 4
+    assert shifts[0] == 0 and len(set(shifts)) > 2
 
 
 @pytest.mark.parametrize("placement", ["mmap", "ram", "device"])

@@ -135,6 +135,12 @@ def test_a_run_that_keeps_only_the_last_model_says_what_it_lost(train, capsys):
     assert not (output_dir / "best").exists()
 
 
+def test_training_that_made_the_model_worse_is_named(train, capsys, monkeypatch):
+    monkeypatch.setitem(LOSSES, 0, 1.5)
+    train("--max_steps", 4, "--eval_steps", 2)
+    assert "was lower before this training, 1.5000 at step 0" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_finished_run_stays_as_it_is(train):
     """Whatever the same command now says of the model to export."""
     options = ["--max_steps", 8, "--eval_steps", 2, "--save_steps", 2]

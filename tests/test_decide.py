@@ -364,7 +364,7 @@ RUNS = [
     ("--optim muon", {"before": AT_20}, no("optim .*start a new run")),
     ("", {"before": AT_20, "model": WIDE}, no("n_embd 64 -> 128")),
     # --- other data: in the same folder they are refused, in a branch they are a stage
-    ("", {"before": AT_20, "data": OTHER_TEXT}, no("dataset aaaaaaaaaaaa -> cccccccccccc; its data .* in another")),
+    ("", {"before": AT_20, "data": OTHER_TEXT}, no("dataset aaaaaaaaaaaa -> c{12}; pass its data .* in another")),
     ("", BRANCH, ".* 640 examples, 0 changes, keeps the best"),
     ("", BRANCH | {"data": OTHER_TEXT}, ".* 640 examples, 0 changes, a new stage, keeps the best"),
     ("--max_steps 40", BRANCH | {"data": OTHER_TEXT}, ".* 320 examples, 1 changes, a new stage$"),  # 1.6 epochs of it
@@ -399,6 +399,15 @@ def test_what_a_run_is(command, found, expected):
 
 def with_typed(start, *names):
     return dataclasses.replace(start, around=dataclasses.replace(start.around, typed=frozenset(names)))
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [("--eval_steps 30", 12), ("--eval_steps 5", 5), ("--eval_steps 0", 0), ("--eval_steps 30 --max_steps 20", 30)],
+)
+def test_the_best_model_is_looked_for_in_every_epoch(command, expected):
+    """Of 100 rows in steps of 8, if the run keeps the best model."""
+    assert run_of(command).config.eval_steps == expected
 
 
 def test_a_batch_without_consent_is_refused():
@@ -442,7 +451,7 @@ def test_rounding_does_not_change_the_length_of_a_run():
 
 # ------------------------------------------------------------------ turn
 
-EVERY = "--save_steps 10 --eval_steps 20"
+EVERY = "--save_steps 10 --eval_steps 20 --load_best_model_at_end false"
 WSD = "--lr_scheduler_type warmup_stable_decay --lr_scheduler_kwargs num_decay_steps=20"
 STALLED = {"losses": {"20": 1.0, "40": 2.0, "60": 3.0}}
 

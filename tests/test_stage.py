@@ -139,7 +139,7 @@ def test_other_data_in_the_same_folder_are_refused(train, tmp_path, base, other)
     """The message names the branch."""
     shutil.copytree(base, tmp_path / "run")
     with pytest.raises(
-        UserError, match=r"have changed; .* in another --output_dir with --resume_from_checkpoint .*/checkpoint-6"
+        UserError, match=r"pass its data .* in another --output_dir with --resume_from_checkpoint .*/checkpoint-6"
     ):
         train(*RUN, "--resume_from_checkpoint", "auto", "--dataset_dir", other)
 
