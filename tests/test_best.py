@@ -138,7 +138,7 @@ def test_a_run_that_keeps_only_the_last_model_says_what_it_lost(train, capsys):
 def test_training_that_made_the_model_worse_is_named(train, capsys, monkeypatch):
     monkeypatch.setitem(LOSSES, 0, 1.5)
     train("--max_steps", 4, "--eval_steps", 2)
-    assert "was lower before this training, 1.5000 at step 0" in " ".join(capsys.readouterr().out.split())
+    assert "was lower before this training: 1.5000 at step 0" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_finished_run_stays_as_it_is(train):

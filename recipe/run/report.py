@@ -286,7 +286,8 @@ def describe_end(run: Run, state: RunState, exported: dict[str, Any]) -> Iterato
         remedy = "its weights are gone" if is_kept else "a run with --load_best_model_at_end true keeps and exports it"
         yield f"{found}, and {exported['loss']:.4f} at step {exported['step']:,}, which is exported; {remedy}"
     if state.initial.get("loss", math.inf) < losses[lowest]:
-        yield f"warning: it was lower before this training, {state.initial['loss']:.4f} at step {state.stage.step:,}"
+        before = f"{state.initial['loss']:.4f} at step {state.stage.step:,}"
+        yield f"the validation loss was lower before this training: {before}"
     if was_capped(run, state):
         used = f"{state.seconds / 60:.1f} of {run.config.max_minutes:g} minutes"
         yield f"ended after {run.requested.num_train_epochs:g} epochs and {used}; --num_train_epochs lifts this limit"
