@@ -207,7 +207,8 @@ class TrainConfig:
     logging_steps: int = _field(10, "Steps between log lines.", at_least=1)
     eval_steps: int = _field(
         250,
-        "Steps between evaluations, at most an epoch if the best model is kept; 0: only at the start and the end.",
+        "Steps between evaluations; at most an epoch, or a 40th of the run, if the best model is kept. 0: only at the "
+        "start and the end.",
         at_least=0,
     )
     max_eval_samples: int | str | None = _field(

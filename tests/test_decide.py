@@ -403,10 +403,13 @@ def with_typed(start, *names):
 
 @pytest.mark.parametrize(
     ("command", "expected"),
-    [("--eval_steps 30", 12), ("--eval_steps 5", 5), ("--eval_steps 0", 0), ("--eval_steps 30 --max_steps 20", 30)],
+    [
+        *[("--eval_steps 30", 12), ("--eval_steps 5", 5), ("--eval_steps 0", 0)],
+        *[("--eval_steps 30 --max_steps 20", 30), ("--max_steps 4000", 100)],
+    ],
 )
 def test_the_best_model_is_looked_for_in_every_epoch(command, expected):
-    """Of 100 rows in steps of 8, if the run keeps the best model."""
+    """Of 100 rows in steps of 8, if the run keeps the best model; but not more than 40 times."""
     assert run_of(command).config.eval_steps == expected
 
 

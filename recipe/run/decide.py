@@ -29,6 +29,7 @@ from recipe.publish.hub import Held, publishes_training_state, refuse_another
 ORIGIN_NAME = ".resumed_from"  # in output_dir: the checkpoint with which its run began
 CLOSING_SECONDS = 3.0  # for the last checkpoint, the export and the curve
 FEW_EPOCHS = 2.0  # after which a validation loss may rise again
+EVALUATIONS = 40  # that look for the best model; more would take longer than a short run on a tiny text
 # What may differ in a branch: a stage of its own begins there.
 DATA_IDENTITY = ("dataset", "streamed_text", "streaming", "dataset_weights", "block_size")
 
@@ -356,8 +357,9 @@ def decide_run(
     best = keeps_best(config.load_best_model_at_end, most, data.metadata, config.streaming)
     config = dataclasses.replace(config, load_best_model_at_end="true" if best else "false")
     if best and most is not None and (epochs := count_epochs(data.metadata, most, config.streaming)):
-        an_epoch = max(1, int(most / max(epochs.values()) / config.global_batch_size))
-        config = dataclasses.replace(config, eval_steps=min(config.eval_steps, an_epoch))  # the best is one of these
+        count = min(max(epochs.values()), EVALUATIONS)
+        period = max(1, int(most / count / config.global_batch_size))
+        config = dataclasses.replace(config, eval_steps=min(config.eval_steps, period))
     if facts.sharding is not None:
         choices = {"layout": Choice("FSDP", facts.sharding.describe()), **choices}
     if config.max_eval_samples == "auto" and saved:  # an extended run evaluates the same rows
