@@ -36,7 +36,7 @@ from recipe.errors import UserError, short_reason
 from recipe.hardware.devices import get_rng_state, set_rng_state
 from recipe.hardware.processes import gather, on_main_process
 from recipe.model.files import write_files
-from recipe.model.weights import WEIGHTS_NAME, copy_weights, like, load_weights, whole, write_model
+from recipe.model.weights import WEIGHTS_NAME, copy_weights, full_tensor, load_weights, shard_like, write_model
 from recipe.optim.guard import UpdateGuard
 from recipe.optim.schedule import OPTIONS, Schedule, resolve
 
@@ -127,7 +127,7 @@ class SavedState:
 
 
 @dataclass
-class Trained:
+class CheckpointContents:
     """What a run changes on its devices: what a checkpoint holds besides `RunState`."""
 
     accelerator: Accelerator  # gradient scaler, random generators
@@ -164,7 +164,7 @@ def list_checkpoints(output_dir: Path) -> list[Path]:
     return [found[step] for step in sorted(found)]
 
 
-def step_of(directory: Path) -> int:
+def checkpoint_step(directory: Path) -> int:
     return int(re.sub(r"\D", "", directory.name))
 
 
@@ -224,7 +224,7 @@ def find_best(output_dir: Path, state: RunState) -> None:
     if not best or best["step"] > state.step:
         shutil.rmtree(folder, ignore_errors=True)
         best = {}
-    steps = [step for path in list_checkpoints(output_dir) if (step := step_of(path)) in state.evaluations]
+    steps = [step for path in list_checkpoints(output_dir) if (step := checkpoint_step(path)) in state.evaluations]
     for step in sorted(steps, key=lambda step: state.evaluations[step]["loss"]):
         source, values = checkpoint_dir(output_dir, step), {"step": step, **state.evaluations[step]}
         if not values["loss"] < best.get("loss", math.inf):
@@ -304,12 +304,12 @@ def read_state(directory: Path) -> SavedState:
         raise _damaged(directory, error) from error
 
 
-def load_checkpoint(directory: Path, trained: Trained) -> RunState:
+def load_checkpoint(directory: Path, contents: CheckpointContents) -> RunState:
     """Load a checkpoint into everything that changes. Returns the run's state."""
-    found, optimizer, device = read_state(directory), trained.optimizer, trained.accelerator.device
+    found, optimizer, device = read_state(directory), contents.optimizer, contents.accelerator.device
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     try:
-        load_weights(trained.model, directory, trained.model_config.vocab_size)
+        load_weights(contents.model, directory, contents.model_config.vocab_size)
         # Mapped, because each process of a machine would hold a copy. On a CPU, an optimizer without shards keeps it.
         is_mapped = device.type != "cpu" or isinstance(parameters[0], DTensor)
         is_mapped = is_mapped and can_map(directory / OPTIMIZER_NAME)
@@ -317,17 +317,17 @@ def load_checkpoint(directory: Path, trained: Trained) -> RunState:
         for index, values in saved["optimizer"]["state"].items():
             for key, value in values.items():
                 if isinstance(value, torch.Tensor) and value.shape == parameters[index].shape:
-                    values[key] = like(parameters[index], value)
+                    values[key] = shard_like(parameters[index], value)
         rates = [group["initial_lr"] for group in optimizer.param_groups]
         optimizer.load_state_dict(saved["optimizer"])
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["initial_lr"] = rate  # this run's, not the checkpoint's
-        trained.guard.counts = saved["guard"].to(device)
-        if trained.accelerator.scaler is not None and found.scaler:
-            trained.accelerator.scaler.load_state_dict(found.scaler)
+        contents.guard.counts = saved["guard"].to(device)
+        if contents.accelerator.scaler is not None and found.scaler:
+            contents.accelerator.scaler.load_state_dict(found.scaler)
         rng = torch.load(directory / RNG_NAME, weights_only=True)
-        if trained.accelerator.process_index in rng:  # additional processes keep their fresh seed
-            set_rng_state(rng[trained.accelerator.process_index], device)
+        if contents.accelerator.process_index in rng:  # additional processes keep their fresh seed
+            set_rng_state(rng[contents.accelerator.process_index], device)
     except Exception as error:  # a file of another version or shape: each reader raises its own
         raise _damaged(directory, error) from error
     return found.state
@@ -352,7 +352,7 @@ class CheckpointSaver:
     config: TrainConfig
     schedule: Schedule
     identity: dict[str, Any]  # what a resumed run must share with the checkpoint
-    trained: Trained
+    contents: CheckpointContents
     on_failure: Callable[[str, Exception], None]  # gets what could not be written, in the thread that writes
     on_saved: Callable[[Path, int], None]  # gets each complete checkpoint and its step, before older ones are pruned
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
@@ -364,12 +364,12 @@ class CheckpointSaver:
         if self.finish(state):  # in a group without the limit of a step's collectives, as those below
             return
         gc.collect()  # garbage collection is off during training
-        accelerator, trained = self.trained.accelerator, self.trained
+        accelerator, contents = self.contents.accelerator, self.contents
         rng = dict(enumerate(gather(get_rng_state(accelerator.device))))
         state.saved_step = state.step
         # Tensor by tensor, so that no device holds more than one whole tensor at a time.
-        weights = copy_weights(trained.model, trained.model_config, accelerator.is_main_process)
-        optimizer = {"optimizer": trained.optimizer.state_dict(), "guard": trained.guard.counts}
+        weights = copy_weights(contents.model, contents.model_config, accelerator.is_main_process)
+        optimizer = {"optimizer": contents.optimizer.state_dict(), "guard": contents.guard.counts}
         optimizer = recursively_apply(self._copy, optimizer)
         if accelerator.is_main_process:
             content = {
@@ -385,17 +385,17 @@ class CheckpointSaver:
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Copy a tensor, of which each process may have a shard, into the host memory of the main process."""
-        tensor = whole(tensor.detach())
-        return tensor.to("cpu", copy=True) if self.trained.accelerator.is_main_process else None
+        tensor = full_tensor(tensor.detach())
+        return tensor.to("cpu", copy=True) if self.contents.accelerator.is_main_process else None
 
     def keep_best(self, state: RunState) -> None:
         """If this step's evaluation has the lowest loss, copy the weights and start to write them to BEST_NAME."""
         if self.config.load_best_model_at_end != "true" or state.step == 0:
             return
-        trained, values = self.trained, {"step": state.step, **state.evaluations[state.step]}
+        contents, values = self.contents, {"step": state.step, **state.evaluations[state.step]}
         if values["loss"] < on_main_process(lambda: self._best_loss(state.run_id)):
-            keep = trained.accelerator.is_main_process
-            weights = copy_weights(trained.model, trained.model_config, keep)
+            keep = contents.accelerator.is_main_process
+            weights = copy_weights(contents.model, contents.model_config, keep)
             if keep:
                 self.keeping = self.thread.submit(self._try_to_keep, state.run_id, values, weights)
 
@@ -408,8 +408,8 @@ class CheckpointSaver:
     def _try_to_keep(self, run_id: str, values: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
         try:
             with replaced(self.output_dir / BEST_NAME) as folder:
-                write_model(self.trained.model, self.trained.model_config, weights, folder)
-                write_files(self.trained.files, folder)
+                write_model(self.contents.model, self.contents.model_config, weights, folder)
+                write_files(self.contents.files, folder)
                 seal_best(folder, run_id, values)
         except Exception as error:  # of the system or safetensors
             self.on_failure(BEST_NAME, error)  # a later evaluation tries again
@@ -444,11 +444,11 @@ class CheckpointSaver:
         return True
 
     def _write(self, final: Path, content: dict, weights: dict, optimizer: dict, rng: dict) -> None:
-        trained = self.trained
+        contents = self.contents
         with replaced(final) as folder, ThreadPoolExecutor(1) as helper:  # keeps the disk busy
-            write_model(trained.model, trained.model_config, weights, folder)
+            write_model(contents.model, contents.model_config, weights, folder)
             hashing = helper.submit(_flush_and_hash, folder / WEIGHTS_NAME)
-            write_files(trained.files, folder)
+            write_files(contents.files, folder)
             hashes = {}
             for name, tensors in ((OPTIMIZER_NAME, optimizer), (RNG_NAME, rng)):
                 with HashingFile(folder / name, helper, hashing) as file:
@@ -459,7 +459,7 @@ class CheckpointSaver:
 
     def _prune(self, content: dict) -> None:
         if self.config.save_total_limit is not None:
-            steps = [step_of(path) for path in list_checkpoints(self.output_dir)]
+            steps = [checkpoint_step(path) for path in list_checkpoints(self.output_dir)]
             for step in list_pruned(steps, content["step"], content["decay_start"], self.config.save_total_limit):
                 remove_checkpoint(checkpoint_dir(self.output_dir, step))
 

@@ -80,7 +80,7 @@ class TrainParser(CommandLine, HfArgumentParser):
         if name in SECTIONS:  # the first option of one
             self.section = self.add_argument_group(SECTIONS[name])
         kwargs = {key: value for key, value in kwargs.items() if key not in ("at_least", "above", "below", "words")}
-        kwargs |= {"type": functools.partial(read_text, name), "action": Store}
+        kwargs |= {"type": functools.partial(parse_value, name), "action": Store}
         if name not in LITERALS:
             value = "N" if KINDS[name] in (int, float) else "BOOL" if kwargs.get("const") is True else "VALUE"
             kwargs.setdefault("metavar", value)
@@ -95,7 +95,7 @@ class TrainParser(CommandLine, HfArgumentParser):
                     const=value,
                     default=argparse.SUPPRESS,
                     choices=kwargs["choices"],
-                    type=functools.partial(read_text, short),
+                    type=functools.partial(parse_value, short),
                     metavar="BOOL",
                     help=f"Short for --{name} {value}.",
                 )
@@ -111,7 +111,7 @@ class TrainParser(CommandLine, HfArgumentParser):
         return check_length(values)
 
 
-def read_text(name: str, text: str) -> Any:
+def parse_value(name: str, text: str) -> Any:
     """Convert the text of a value to the option's type: `off` is False, or "no" for `mixed_precision`.
 
     Raises `UserError` for an invalid value. An unknown choice is returned as it is, because `TrainConfig` refuses it.
@@ -256,7 +256,7 @@ def read_value(name: str, value: Any, typed: Any) -> Any:
         what = "a list of single values" if name in LISTS else "a single value"
         what = f"a mapping such as {MAPPINGS[name]}" if name in MAPPINGS else what
         raise UserError(f"{name} must be {what}, got {typed}")
-    found = [read_text(name, str(item)) for item in items]
+    found = [parse_value(name, str(item)) for item in items]
     return found if name in LISTS else found[0]
 
 

@@ -98,7 +98,7 @@ def can_map(path: Path) -> bool:
     return True
 
 
-def identify(path: str | Path) -> tuple[str, int]:
+def file_identity(path: str | Path) -> tuple[str, int]:
     """Return what two names of one file share: links to it, or different case where that makes no difference.
 
     The number alone is not enough, because some file systems give all files the same.

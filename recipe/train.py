@@ -8,7 +8,7 @@ config -> look, decide, claim the folder -> data -> decide the run -> model -> c
 
 import math
 
-from recipe.checkpoint import CheckpointSaver, Trained
+from recipe.checkpoint import CheckpointContents, CheckpointSaver
 from recipe.command_line import load_config
 from recipe.errors import run_main
 from recipe.evaluation.validation import Validation
@@ -16,25 +16,27 @@ from recipe.hardware.accelerator import build_accelerator
 from recipe.hardware.host_memory import HostMemory
 from recipe.model.build import build_model
 from recipe.model.loss import LanguageModelingLoss
-from recipe.model.weights import whole
+from recipe.model.weights import full_tensor
 from recipe.optim.guard import UpdateGuard
 from recipe.optim.optimizers import build_optimizer
 from recipe.optim.schedule import learning_rate_scale
 from recipe.publish.uploads import HubUploads
 from recipe.run.decide import decide_turn
+from recipe.run.end import finish_run, stop_run
 from recipe.run.facts import collect_facts
 from recipe.run.log import RunLog
-from recipe.run.report import build_profiler, finish_run, show_start, stop_run
+from recipe.run.profile import build_profiler
 from recipe.run.start import (
-    confirm_plan,
+    fit_micro_batch,
     load_state,
     open_batches,
     open_dataset,
     open_run,
-    plan_run,
-    prepare,
+    resolve_run,
     restored_process,
+    wrap_module,
 )
+from recipe.run.start_table import show_start
 from recipe.run.stop import StopSignals, resumable
 
 
@@ -45,7 +47,7 @@ def main() -> int:
     requested, recipe = load_config()  # defaults < recipe < command line
     start = open_run(requested, recipe)  # look, decide_start: the folder, and the checkpoint to begin with
     dataset = open_dataset(start)  # the main process prepares text first
-    run = plan_run(start, dataset)  # measure, decide_run: length, schedule, what every `auto` means on this machine
+    run = resolve_run(start, dataset)  # measure, decide_run: length, schedule, what every `auto` means on this machine
     config, schedule = run.config, run.schedule
     accelerator = build_accelerator(config, run.output_dir, run.choices)
 
@@ -53,19 +55,19 @@ def main() -> int:
     loss = LanguageModelingLoss(
         model, run.model.config.vocab_size, config.label_smoothing_factor, run.plan.loss_chunks
     )
-    module = prepare(run, accelerator, loss)  # compiled; on several devices DDP, or FSDP (new parameters)
+    module = wrap_module(run, accelerator, loss)  # compiled; on several devices DDP, or FSDP (new parameters)
     optimizer = build_optimizer(config, model)
-    run = confirm_plan(run, accelerator, module, optimizer)  # on a GPU, a trial step
+    run = fit_micro_batch(run, accelerator, module, optimizer)  # on a GPU, a trial step
     guard = UpdateGuard(accelerator)
-    trained = Trained(accelerator, model, run.model.config, run.model.files, optimizer, guard)
-    state = load_state(run, trained)  # the checkpoint's, or a new one
+    contents = CheckpointContents(accelerator, model, run.model.config, run.model.files, optimizer, guard)
+    state = load_state(run, contents)  # the checkpoint's, or a new one
     batches = open_batches(run, accelerator, dataset, state)
     validation = Validation(config, accelerator, module, dataset, run.plan.micro_batch_size)
 
     facts = collect_facts(run, accelerator.device, model, state)
     log = RunLog(run, accelerator, state, facts, batches, optimizer, guard)
     uploads = HubUploads(config, state.run_id, run.output_dir, log.say)
-    saver = CheckpointSaver(run.output_dir, config, schedule, run.identity, trained, log.failed, uploads.add)
+    saver = CheckpointSaver(run.output_dir, config, schedule, run.identity, contents, log.failed, uploads.add)
 
     # ------------------------------------------------------------------ loop: one turn is one optimizer step
     grad_accum = accelerator.gradient_accumulation_steps = run.grad_accum
@@ -101,7 +103,7 @@ def main() -> int:
                     accelerator.backward(outputs["loss"])  # divides by grad_accum
                 for name, value in outputs.items():
                     means[name] = means.get(name, 0.0) + value.detach() / grad_accum
-            grad_norm = whole(accelerator.clip_grad_norm_(module.parameters(), config.max_grad_norm or math.inf))
+            grad_norm = full_tensor(accelerator.clip_grad_norm_(module.parameters(), config.max_grad_norm or math.inf))
             scale = learning_rate_scale(schedule, state.examples, state.progress)
             for group in optimizer.param_groups:
                 group["lr"] = group["initial_lr"] * scale

@@ -19,7 +19,7 @@ from recipe.data.packed import open_packed_dataset
 from recipe.environment import describe_environment
 from recipe.errors import UserError, run_main
 from recipe.evaluation.generation import load_model
-from recipe.evaluation.report import describe_results, read_results, write_results
+from recipe.evaluation.report import describe_results, read_results, save_results
 from recipe.evaluation.scoring import CPU_TOKENS, GPU_TOKENS
 from recipe.evaluation.tasks import SOURCES, load_tasks, score_task
 from recipe.evaluation.text import LONGEST_CONTEXT, choose_context, evaluate_dataset, evaluate_text, read_text
@@ -120,7 +120,7 @@ def main() -> None:
         print(describe_results(results))
         try:
             if output_file is not None:
-                write_results(results, earlier, output_file)
+                save_results(results, earlier, output_file)
                 print(f"\nwritten to {output_file}")
         except OSError as error:  # the results are on the screen
             print(f"\nwarning: could not write {output_file}: {error.strerror}; pass --output_file")

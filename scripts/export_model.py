@@ -46,7 +46,7 @@ def main() -> None:
     model = load_model_weights(args.model, device_map={"": device}).eval()
     print_row(args.model, model, tokenizer, text)
     if args.prune is not None:
-        for matrix in find_matrices(model):
+        for matrix in list_projections(model):
             prune.l1_unstructured(matrix, "weight", args.prune)
             prune.remove(matrix, "weight")
     if args.quantize:  # the conversion reads a saved model
@@ -62,7 +62,7 @@ def main() -> None:
     print(f"\nPerplexity on {measured['num_tokens']:,} tokens of {measured['name']}.")
 
 
-def find_matrices(model: PreTrainedModel) -> list[Conv1D | nn.Linear]:
+def list_projections(model: PreTrainedModel) -> list[Conv1D | nn.Linear]:
     """Return the blocks' projections; in GPT-2 they are `Conv1D`, which converters for `nn.Linear` silently skip."""
     return [module for module in model.base_model.modules() if isinstance(module, (Conv1D, nn.Linear))]
 
@@ -75,7 +75,7 @@ def load_as_int8(source: Path, device: torch.device) -> PreTrainedModel:
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # 0.50 warns about a 4-bit kernel on CPUs
     options = {"quantization_config": BitsAndBytesConfig(load_in_8bit=True), "dtype": torch.float16}
     model = load_model_weights(source, **options, device_map={"": device}).eval()
-    sizes = [matrix.weight.element_size() for matrix in find_matrices(model)]
+    sizes = [matrix.weight.element_size() for matrix in list_projections(model)]
     if set(sizes) != {1}:
         raise UserError(f"only {sizes.count(1)} of the {len(sizes)} matrices in {source} became int8")
     return model

@@ -89,7 +89,7 @@ def main() -> None:
     config = apply_choices(config, choices, find_facts(find_device()))
     plan_machine(args, config, model_config)
     if args.measure:
-        print(f"\nmeasured: {measure(args.config_file, config, choices['dynamo'].value)}")
+        print(f"\nmeasured: {measure_steps(args.config_file, config, choices['dynamo'].value)}")
     if failed:
         raise UserError(f"failed checks: {failed}")
 
@@ -181,7 +181,7 @@ def check_hub(config: TrainConfig) -> str:
         return f"a token is stored, but the Hub did not accept it: {short_reason(error)}"
 
 
-def measure(config_file: str | None, config: TrainConfig, backend: str) -> str:
+def measure_steps(config_file: str | None, config: TrainConfig, backend: str) -> str:
     """Train ten steps of the run with the launcher, and extrapolate to all of its steps. Nothing is published.
 
     backend: what compiles the whole run here; ten steps alone would not pay for it.

@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 from recipe.arguments import CommandLine, shell_command
-from recipe.checkpoint import clean_checkpoints, list_checkpoints, step_of, why_damaged
+from recipe.checkpoint import checkpoint_step, clean_checkpoints, list_checkpoints, why_damaged
 from recipe.command_line import load_config
 from recipe.config import CONFIG_NAME, OPTIONS
 from recipe.errors import UserError, check_local_path, run_main
+from recipe.metrics import METRICS_NAME, SUMMARY_NAME, read_events
 from recipe.publish.hub import create_repository, look_at_hub, refuse_another
-from recipe.publish.public import METRICS_NAME, SUMMARY_NAME, read_events
 from recipe.publish.uploads import HubUploads
 from recipe.run.folder import lock_output_dir
 from recipe.run.stop import StopSignals
@@ -45,7 +45,7 @@ def main() -> int:
     clean_checkpoints(run_dir)
     for checkpoint in list_checkpoints(run_dir):
         if (reason := why_damaged(checkpoint)) is None:
-            uploads.add(checkpoint, step_of(checkpoint))
+            uploads.add(checkpoint, checkpoint_step(checkpoint))
         else:
             print(f"skipping {checkpoint}: {reason}")
     summary = run_dir / SUMMARY_NAME

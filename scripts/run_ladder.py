@@ -44,6 +44,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, GPT2Config, P
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from recipe.arguments import CommandLine, as_path, shell_command
+from recipe.charts import label_point, open_chart
 from recipe.command_line import load_config, load_yaml
 from recipe.config import DATA_SOURCES, STANDARD_LIBRARY
 from recipe.data.batches import example_rows, iterate_validation
@@ -55,10 +56,9 @@ from recipe.hardware.accelerator import find_facts, measure_open
 from recipe.hardware.choices import Facts, choose
 from recipe.hardware.devices import peak_memory_bytes, why_no_inductor
 from recipe.hardware.memory import USABLE_SHARE, MemoryPlan, estimate_bytes, measure_usable_bytes
+from recipe.metrics import read_events
 from recipe.model.build import build_model_config
 from recipe.model.size import count_parameters, padded_vocab_size
-from recipe.publish.curve import label_point, open_chart
-from recipe.publish.public import read_events
 
 # Rungs and peers start in the environment that the user had, without what recipe/__init__.py adds to it on Linux.
 if __name__ in ("__main__", "__mp_main__") and sys.platform == "linux":  # the second is the process of a rung
@@ -475,7 +475,7 @@ def plan_comparison(setting: Setting, peers: list[Path], rounds: int) -> Plan:
     return plan * rounds
 
 
-def measure(job: Callable[[], dict] | str) -> dict:
+def measure_rung(job: Callable[[], dict] | str) -> dict:
     """Return the numbers of a rung, or why it did not run."""
     if isinstance(job, str):
         return {"not_run": job}
@@ -641,7 +641,7 @@ def main() -> None:
     }
     print(f"{textwrap.fill(about['what'], 80)}\n\n{HEADER}", flush=True)
     for what, job in plan:
-        entry = {"what": what, **measure(job)}
+        entry = {"what": what, **measure_rung(job)}
         if args.peers and "precision" in entry:
             entry["what"] += f" ({entry['precision']})"
         entries.append(entry)

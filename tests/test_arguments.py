@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT, run_script
 
 from recipe.arguments import CommandLine, Store, as_path, shell_command
-from recipe.command_line import read_text
+from recipe.command_line import parse_value
 from recipe.config import KINDS, MAPPINGS, OPTIONS, PATHS
 from recipe.data.files import find_files
 from recipe.errors import UserError
@@ -57,7 +57,7 @@ def test_the_options_of_a_run_that_are_paths():
     """All whose name says so; the others are text, of which `~` and `$HOME` are a part."""
     assert {name for name in OPTIONS if A_PATH.search(name)} <= PATHS
     texts = {name for name in OPTIONS.keys() - MAPPINGS.keys() if KINDS[name] is str}
-    assert {name for name in texts if read_text(name, "~/x") != "~/x"} == PATHS
+    assert {name for name in texts if parse_value(name, "~/x") != "~/x"} == PATHS
 
 
 @pytest.mark.parametrize("name", ["~", "~/a b", "$HOME/*.txt"])

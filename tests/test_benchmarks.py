@@ -182,7 +182,7 @@ def test_a_stage_that_fails_or_hangs_does_not_stop_the_next(tmp_path, monkeypatc
     for name, (seconds, *parts) in codes.items():
         commands = [[sys.executable, "-c", code] for code in parts]
         stages.append((name, seconds, commands if len(commands) > 1 else commands[0]))
-    monkeypatch.setattr(program, "list_stages", lambda args: stages)
+    monkeypatch.setattr(program, "list_parts", lambda args: stages)
     options = "--dataset_dir data --nanogpt nanoGPT --minutes 0.4 --output_dir"
     monkeypatch.setattr(sys, "argv", ["first_gpu.py", *options.split(), str(tmp_path)])
     program.main()

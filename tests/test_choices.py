@@ -18,7 +18,7 @@ from recipe.environment import count_cores, count_cpus, read_cpu_quotas
 from recipe.errors import UserError
 from recipe.hardware import accelerator, probe
 from recipe.hardware.choices import Facts, choose, settle, to_measure
-from recipe.hardware.probe import Measured, measure
+from recipe.hardware.probe import Measured, measure_rates
 from recipe.hardware.processes import choose_typed_threads
 from recipe.model.build import build_model_config
 
@@ -169,7 +169,7 @@ def test_the_ratio_of_the_rates_is_that_of_the_times(monkeypatch, factor):
 
     monkeypatch.setattr(probe, "best_of", pretend)
     monkeypatch.setattr(probe, "time_attention", lambda *_: {})
-    found = measure(torch.device("cpu"), small_model(), 32).flops_per_second
+    found = measure_rates(torch.device("cpu"), small_model(), 32).flops_per_second
     assert found["no"] / found["bf16"] == pytest.approx(factor, rel=1e-6)
     assert (found["bf16"] > found["no"]) == (factor < 1)
 
@@ -180,7 +180,7 @@ def test_the_rate_counts_each_product_as_often_as_the_model_has_it(monkeypatch):
     monkeypatch.setattr(probe, "SIDE_SECONDS", 0.0)  # 64 rows and columns
     monkeypatch.setattr(probe, "best_of", lambda rounds, device, function: 1e-3 if function().shape else 0)
     monkeypatch.setattr(probe, "time_attention", lambda *_: {})
-    rate = measure(torch.device("cpu"), small_model(), 32, ["no"]).flops_per_second["no"]
+    rate = measure_rates(torch.device("cpu"), small_model(), 32, ["no"]).flops_per_second["no"]
     # every product takes 1 ms, and has 64 x k x 64 multiply-adds of the k x columns that a token needs
     blocks = 2 * (2 * width * 4 * width) / (2 * 64 * 64 * 64) + 2 * 4 * width * width / (2 * 64 * 4 * 64 * 64)
     seconds = (blocks + width * vocab / (2 * 64 * 64 * 64)) * 1e-3
@@ -194,14 +194,16 @@ def test_a_probe_is_short_and_leaves_no_trace():
     seen = []
     measured = None
     for _ in range(3):  # another program may take the core
-        seconds = probe.best_of(1, torch.device("cpu"), lambda: seen.append(measure(torch.device("cpu"), large, 1024)))
+        seconds = probe.best_of(
+            1, torch.device("cpu"), lambda: seen.append(measure_rates(torch.device("cpu"), large, 1024))
+        )
         measured = seen[-1]
         if seconds < 2:
             break
     assert seconds < 2
     assert torch.equal(before, torch.get_rng_state()) and torch.get_num_threads() == threads
     assert measured.flops_per_second["no"] > 1e8 and set(measured.attention_seconds) == {"eager", "sdpa"}
-    assert measure(torch.device("cpu"), small_model(), 4096, ["no"]).attention_seconds == {}
+    assert measure_rates(torch.device("cpu"), small_model(), 4096, ["no"]).attention_seconds == {}
 
 
 def test_another_device_is_waited_for(monkeypatch):
@@ -209,7 +211,7 @@ def test_another_device_is_waited_for(monkeypatch):
     waits = []
     module = type("Module", (), {"synchronize": staticmethod(lambda: waits.append(1))})
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    measure(torch.device("meta"), small_model(), 32)
+    measure_rates(torch.device("meta"), small_model(), 32)
     assert len(waits) > 20
 
 
@@ -218,7 +220,7 @@ def test_a_killed_run_keeps_its_answers(train, tmp_path, monkeypatch):
     auto = ["--mixed_precision", "auto", "--dynamo_backend", "no", "--attn_implementation", "auto"]
 
     def run(name, measured, *argv):
-        monkeypatch.setattr(accelerator, "measure", lambda *_: measured)
+        monkeypatch.setattr(accelerator, "measure_rates", lambda *_: measured)
         folder = train(*auto, *argv, output_dir=tmp_path / name)
         return (folder / "model.safetensors").read_bytes()
 

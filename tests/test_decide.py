@@ -17,7 +17,7 @@ from recipe.hardware.memory import Memory
 from recipe.hardware.probe import Measured
 from recipe.hardware.sharding import Sharding
 from recipe.optim.schedule import Schedule, describe_jump, plan_schedule
-from recipe.publish.hub import Held
+from recipe.publish.hub import MainBranch
 from recipe.run.decide import (
     Checkpoint,
     DataFacts,
@@ -69,6 +69,11 @@ def named(text="base/checkpoint-2", steps=(2,), run_id="base", **facts):
     return Named(text, place, facts.pop("folder", "/w/base"), steps, run_id, **facts)
 
 
+def hub(main_branch, *steps):
+    """Return what is found before a run that is published, in a folder with checkpoints of these steps."""
+    return {"folder": folder(*steps), "main_branch": main_branch}
+
+
 def no(words):
     """Return the pattern of a refusal that contains the words."""
     return f"refused: .*{words}"
@@ -79,8 +84,8 @@ OLDER, THERE = whole("run/checkpoint-2"), whole("base/checkpoint-2", "base")
 ON_HUB = whole("run/.hub/resumed/checkpoint-4", repo_id="me/tiny", branch="step-000004-1.0k-own")
 FINISHED = {"results": ("model.safetensors",), "logs": ("metrics.jsonl",)}
 DIED = {"logs": ("metrics.jsonl",)}
-MINE, ANOTHER = Held("own", 4, ("README.md",), True), Held("other", 9, ("README.md",), True)
-PUBLIC = Held(None, 0, (), is_private=False)
+MINE, ANOTHER = MainBranch("own", 4, ("README.md",), True), MainBranch("other", 9, ("README.md",), True)
+PUBLIC = MainBranch(None, 0, (), is_private=False)
 ADDRESS = named("hf://me/tiny")
 HERE = named("run/checkpoint-4", (4,), "own", folder="/w/run")
 BRANCHED = folder(4, origin="/w/base/checkpoint-2")
@@ -191,16 +196,16 @@ STARTS = [
     ),
     # --- the Hub
     (PUSH, {"folder": folder()}, "new"),
-    (PUSH, {"folder": folder(), "held": ANOTHER}, no("holds another run, at step 9; pass another --hub_model_id")),
-    (PUSH, {"folder": folder(), "held": Held(None, 0, ("model.bin",), True)}, no("files that no run .*model.bin")),
-    (f"{PUSH} --hub_overwrite", {"folder": folder(), "held": ANOTHER}, "new"),
-    (f"{PUSH} --hub_private_repo", {"folder": folder(), "held": PUBLIC}, no("is public; .*--hub_private_repo")),
-    (f"{PUSH} {AUTO}", {"folder": folder(), "held": MINE, "checkpoints": (ON_HUB,)}, "continues .*: resuming from me"),
+    (PUSH, hub(ANOTHER), no("holds another run, at step 9; pass another --hub_model_id")),
+    (PUSH, hub(MainBranch(None, 0, ("model.bin",), True)), no("files that no run .*model.bin")),
+    (f"{PUSH} --hub_overwrite", hub(ANOTHER), "new"),
+    (f"{PUSH} --hub_private_repo", hub(PUBLIC), no("is public; .*--hub_private_repo")),
+    (f"{PUSH} {AUTO}", {**hub(MINE), "checkpoints": (ON_HUB,)}, "continues .*: resuming from me"),
     (f"{PUSH} {AUTO}", {"folder": folder()}, "new: .*the run starts at step 0"),  # a repository without a checkpoint
-    (f"{PUSH} {AUTO} --hub_overwrite", {"folder": folder(), "held": MINE}, "new"),
-    (f"{PUSH} {AUTO}", {"folder": folder(4), "held": MINE, "checkpoints": (OWN,)}, "continues run/checkpoint-4"),
-    (f"{PUSH} {AUTO}", {"folder": folder(4), "held": ANOTHER, "checkpoints": (OWN,)}, no("holds another run")),
-    (f"{PUSH} {BASE}", {"folder": folder(), "named": named(), "held": MINE, "checkpoints": (THERE,)}, no("another")),
+    (f"{PUSH} {AUTO} --hub_overwrite", hub(MINE), "new"),
+    (f"{PUSH} {AUTO}", {**hub(MINE, 4), "checkpoints": (OWN,)}, "continues run/checkpoint-4"),
+    (f"{PUSH} {AUTO}", {**hub(ANOTHER, 4), "checkpoints": (OWN,)}, no("holds another run")),
+    (f"{PUSH} {BASE}", {**hub(MINE), "named": named(), "checkpoints": (THERE,)}, no("another")),
     (HUB, {"folder": folder(), "named": ADDRESS, "checkpoints": (ON_HUB,)}, "continues run/.hub/resumed"),
     (HUB, {"folder": folder(4), "named": ADDRESS}, no("contains another run")),
     (
@@ -265,7 +270,7 @@ def start_of(command="", before=None, facts=CPU, branches=False, **checkpoint):
     """Return the start of a run, or of one that continues a checkpoint, or branches from it. before: from `saved`."""
     resume = None if before is None else Checkpoint(Path("run/checkpoint-20"), None, before, **checkpoint)
     words = {word[2:] for word in command.split() if word.startswith("--")}
-    around = Surroundings(facts, folder(), typed=frozenset(words))
+    around = Surroundings(facts, folder(), typed_options=frozenset(words))
     return Start(config_of(command), "demo", around, resume, continues=resume is not None and not branches)
 
 
@@ -398,7 +403,9 @@ def test_what_a_run_is(command, found, expected):
 
 
 def with_typed(start, *names):
-    return dataclasses.replace(start, around=dataclasses.replace(start.around, typed=frozenset(names)))
+    return dataclasses.replace(
+        start, surroundings=dataclasses.replace(start.surroundings, typed_options=frozenset(names))
+    )
 
 
 @pytest.mark.parametrize(

@@ -31,10 +31,10 @@ from conftest import BLOCK_SIZE, CPU_ONLY, ROOT, TINY, default_arguments, read_e
 
 import recipe.checkpoint
 import recipe.evaluation.validation
-import recipe.publish.export
+import recipe.run.end
+import recipe.run.export
 import recipe.run.folder
 import recipe.run.log
-import recipe.run.report
 import recipe.run.stop
 import recipe.train
 from recipe.checkpoint import (
@@ -274,7 +274,7 @@ def test_a_full_disk_is_named_and_listed_at_the_end(train, monkeypatch, tmp_path
     assert printed.count("metrics.jsonl could not be written") == 1
     assert "not written: checkpoint-2, checkpoint-4, checkpoint-5: No space left on device\n" in printed
     assert re.search(r"^not written: metrics.jsonl \(\d+ times\): ZeroDivisionError", printed, re.MULTILINE)
-    monkeypatch.setattr(recipe.publish.export, "write_model", mock.Mock(side_effect=full))
+    monkeypatch.setattr(recipe.run.export, "write_model", mock.Mock(side_effect=full))
     with pytest.raises(UserError, match="No space left on device; .* starts at step 0: there is no checkpoint"):
         train("--max_steps", 1, "--save_steps", 1, output_dir=tmp_path / "other")
     assert "not written: checkpoint-1: No space" in capsys.readouterr().out and (run / "model.safetensors").is_file()
@@ -314,7 +314,7 @@ def test_a_run_that_could_not_export_does_so_later(train, run_dir, monkeypatch):
     before = (run_dir / "model.safetensors").read_bytes()
     (run_dir / "summary.json").unlink()
     with monkeypatch.context() as patch:
-        patch.setattr(recipe.publish.export, "write_model", lambda *_: Path("/dev/full").write_text("x" * 10**6))
+        patch.setattr(recipe.run.export, "write_model", lambda *_: Path("/dev/full").write_text("x" * 10**6))
         with pytest.raises(UserError, match="final model could not be written to .*No space left .*_checkpoint auto"):
             train(*AUTO)
     assert (run_dir / "model.safetensors").read_bytes() == before and not list(run_dir.glob(".checkpoint*"))
@@ -788,8 +788,8 @@ def test_a_signal_while_saving(train, short_run, monkeypatch, tmp_path):
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGHUP"])
 def test_a_signal_in_the_export(train, monkeypatch, job_file, capfd, name):
     """The results are written all the same; the run has ended, so nothing resumes it."""
-    export = recipe.run.report.export_model
-    monkeypatch.setattr(recipe.run.report, "export_model", lambda *args: (send(name), export(*args)))
+    export = recipe.run.end.export_model
+    monkeypatch.setattr(recipe.run.end, "export_model", lambda *args: (send(name), export(*args)))
     run = train("--save_steps", 2)
     assert (run / "summary.json").is_file() and (run / "README.md").is_file() and not job_file.exists()
     assert f"{name}: writing the results" in capfd.readouterr().err
@@ -798,7 +798,7 @@ def test_a_signal_in_the_export(train, monkeypatch, job_file, capfd, name):
 def test_a_kill_between_the_summary_and_the_card(train, monkeypatch, tmp_path):
     """The same command writes the card and the curve, and no other file."""
     with monkeypatch.context() as patch:
-        patch.setattr(recipe.run.report, "write_model_card", mock.Mock(side_effect=KeyboardInterrupt))
+        patch.setattr(recipe.run.end, "write_model_card", mock.Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             train("--save_steps", 2)
     run = tmp_path / "run"

@@ -27,7 +27,7 @@ from recipe.config import IDENTITY_OPTIONS, MISSING, OPTIONS, PUBLIC, SCHEDULE_O
 from recipe.errors import UserError
 from recipe.publish import hub as hub_room
 from recipe.publish import uploads as uploads_room
-from recipe.publish.hub import TRAINING_FILES, Held, branch_name, decide_main
+from recipe.publish.hub import TRAINING_FILES, MainBranch, branch_name, decide_main
 from recipe.publish.uploads import HubUploads
 from recipe.run.facts import RunFacts, collect_facts
 from recipe.run.stop import StopSignals
@@ -342,9 +342,9 @@ def test_files_that_a_model_no_longer_has_leave_main(run, hub):
 )
 def test_who_owns_main(held, run_id, step, final_step, expected):
     """Consent changes what is refused only: another's main is as if it were empty."""
-    found = Held(*held, is_private=False)
+    found = MainBranch(*held, is_private=False)
     assert decide_main(found, run_id, step, final_step, may_overwrite=False) == expected
-    empty = Held(None, 0, (), is_private=False)
+    empty = MainBranch(None, 0, (), is_private=False)
     agreed = decide_main(empty, run_id, step, final_step, False) if expected == "refused" else expected
     assert decide_main(found, run_id, step, final_step, may_overwrite=True) == agreed
 
@@ -455,7 +455,7 @@ def test_a_second_run_that_may_overwrite_changes_no_branch_of_the_first(run, hub
     With another schedule, a run from the Hub is a new one.
     """
     assert open_uploads(run, "--hub_strategy", "all_checkpoints").finish(4)
-    first = {name: commit for name, commit in hub.branches(REPO).items() if name != "main"}
+    first = {name: commit_files for name, commit_files in hub.branches(REPO).items() if name != "main"}
     options = [*PUSH, *SAVE, "--seed", "1", "--hub_strategy", "checkpoint"]
     second = train(*options, "--hub_overwrite", output_dir=tmp_path / "second")
     found = hub.branches(REPO)

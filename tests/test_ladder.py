@@ -88,7 +88,7 @@ def setting(program, dataset_dir):
 @pytest.fixture
 def in_process(program, monkeypatch):
     """Run rungs and recipe/train.py in this process, without compilation and in fp32."""
-    monkeypatch.setattr(program, "measure", lambda job: {"not_run": job} if isinstance(job, str) else job())
+    monkeypatch.setattr(program, "measure_rung", lambda job: {"not_run": job} if isinstance(job, str) else job())
     monkeypatch.setattr(program, "why_no_inductor", lambda device: "not tried")
 
     def run_program(command: list[str], cwd: Path | None = None) -> list[tuple[float, str]]:

@@ -14,7 +14,7 @@ MODULES = {
 FLOORS = [
     ["recipe", "recipe.launcher", "recipe.errors", "recipe.disk"],
     ["recipe.config", "recipe.arguments", "recipe.command_line"],
-    ["recipe.environment", "recipe.progress"],
+    ["recipe.environment", "recipe.progress", "recipe.metrics", "recipe.charts"],
     ["recipe.data", "recipe.model", "recipe.optim"],
     ["recipe.hardware"],
     ["recipe.checkpoint"],

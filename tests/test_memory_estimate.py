@@ -15,10 +15,10 @@ from recipe.hardware.memory import (
     PROCESS_BYTES,
     Memory,
     MemoryPlan,
+    choose_plan,
     estimate_bytes,
     estimate_parts,
     micro_batch_sizes,
-    plan_device,
     plan_memory,
     step_cost,
 )
@@ -224,17 +224,17 @@ def test_rows_on_the_device_leave_less_for_the_step():
     """They count, and a dataset that is larger than the device is refused in one sentence."""
     placed = recipe_of("355m", "--data_placement", "device")
     device = *placed, Facts("cuda"), Memory(80 * GB, 85 * GB)
-    assert plan_device(*device, data_bytes=20 * GB).usable_bytes == 60 * GB
+    assert choose_plan(*device, data_bytes=20 * GB).usable_bytes == 60 * GB
     with pytest.raises(UserError, match="take 81.0 GB, and 80.0 GB are free; use ram or mmap"):
-        plan_device(*device, data_bytes=81 * GB)
+        choose_plan(*device, data_bytes=81 * GB)
 
 
 def test_rows_in_ram_are_on_the_device_of_a_cpu():
     placed, memory = recipe_of("355m", "--data_placement", "ram"), Memory(80 * GB, 85 * GB)
-    usable = [plan_device(*placed, Facts(kind), memory, data_bytes=20 * GB).usable_bytes for kind in ("cpu", "cuda")]
+    usable = [choose_plan(*placed, Facts(kind), memory, data_bytes=20 * GB).usable_bytes for kind in ("cpu", "cuda")]
     assert usable == [60 * GB, 80 * GB]
     with pytest.raises(UserError, match="ram: .* take 81.0 GB, and 80.0 GB are free; use mmap"):
-        plan_device(*placed, Facts("cpu"), memory, data_bytes=81 * GB)
+        choose_plan(*placed, Facts("cpu"), memory, data_bytes=81 * GB)
 
 
 def test_where_the_memory_goes_by_hand():
@@ -267,10 +267,10 @@ def test_a_resumed_run_keeps_the_choices_that_fit(train, monkeypatch, tmp_path):
     plans, usable = [], int(8e9)
 
     def record(*arguments):
-        plans.append(plan_device(*arguments))
+        plans.append(choose_plan(*arguments))
         return plans[-1]
 
-    monkeypatch.setattr("recipe.run.decide.plan_device", record)
+    monkeypatch.setattr("recipe.run.decide.choose_plan", record)
     monkeypatch.setattr("recipe.run.start.measure_usable_bytes", lambda *_: usable)
     options = ["--save_steps", 2, "--resume_from_checkpoint", "auto", "--max_steps"]
     train(*options, 2)

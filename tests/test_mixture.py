@@ -11,6 +11,7 @@ from conftest import BLOCK_SIZE, make_documents, read_events, run_script, train_
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
+from recipe.charts import save_loss_chart
 from recipe.data.batches import TrainOrder, example_rows
 from recipe.data.mixture import open_datasets, order_of, split_examples, whole_shares
 from recipe.data.packed import open_packed_dataset
@@ -18,7 +19,6 @@ from recipe.data.prepare import prepare_dataset
 from recipe.data.source import TextSource
 from recipe.data.tokenizer import read_tokenizer
 from recipe.errors import UserError
-from recipe.publish.curve import save_loss_chart
 from recipe.publish.public import public_events
 from recipe.run.log import RunLog
 

@@ -109,7 +109,7 @@ def test_ten_steps_take_minutes_on_a_cpu(program, monkeypatch):
     saved = mock.Mock(side_effect=UserError("saved"))
     monkeypatch.setattr(program, "save_config", saved)
     with pytest.raises(UserError, match="saved"):
-        program.measure(None, config, "no")
+        program.measure_steps(None, config, "no")
     assert saved.call_args.args[0].global_batch_size == 2 and saved.call_args.args[0].max_steps == 10
 
 
@@ -164,4 +164,4 @@ def test_a_run_that_fails_is_quoted(program, monkeypatch):
     failed = subprocess.CompletedProcess([], 1, "", "error: there is no dataset x\nTraceback\nCalledProcessError\n")
     monkeypatch.setattr("subprocess.run", lambda *args, **kwargs: failed)
     with pytest.raises(UserError, match="training failed: error: there is no dataset x$"):
-        program.measure(None, load_config([])[0], "no")
+        program.measure_steps(None, load_config([])[0], "no")

@@ -23,9 +23,9 @@ from recipe.command_line import CONFIGS_DIR, load_config
 from recipe.errors import UserError
 from recipe.progress import LineStream
 from recipe.publish.public import write_public_files
+from recipe.run.end import compare_with_expected
 from recipe.run.log import RunLog
 from recipe.run.look import default_name
-from recipe.run.report import compare_with_expected
 
 
 def test_log_files_get_lines_instead_of_a_redrawn_bar():

@@ -12,7 +12,7 @@ import torch
 from conftest import PLAIN, TINY, read_events
 from transformers import get_scheduler
 
-import recipe.run.report
+import recipe.run.end
 import recipe.train
 from recipe.command_line import load_config
 from recipe.config import SCHEDULES
@@ -136,7 +136,7 @@ def clock(monkeypatch):
     monkeypatch.setattr(time, "perf_counter", Clock.read)
     monkeypatch.setattr(recipe.train, "build_model", slow(recipe.train.build_model, lambda *_: SETUP))
     monkeypatch.setattr(LanguageModelingLoss, "forward", slow(LanguageModelingLoss.forward, seconds_of))
-    monkeypatch.setattr(recipe.run.report, "export_model", slow(recipe.run.report.export_model, lambda *_: EXPORT))
+    monkeypatch.setattr(recipe.run.end, "export_model", slow(recipe.run.end.export_model, lambda *_: EXPORT))
     return Clock
 
 

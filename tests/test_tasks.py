@@ -27,7 +27,7 @@ from recipe.evaluation.tasks import (
     summarize_hellaswag,
     summarize_lambada,
 )
-from recipe.publish.public import split_scores
+from recipe.metrics import split_scores
 
 HELLASWAG, LAMBADA = (ROOT / "tests" / f"{task}_sample.jsonl" for task in ("hellaswag", "lambada"))
 GIVEN = [f"hellaswag={HELLASWAG}", f"lambada={LAMBADA}"]

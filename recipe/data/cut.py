@@ -21,7 +21,7 @@ from recipe.errors import UserError
 COMPRESSION_RATIO = 4  # bytes of text per byte of a compressed file, roughly
 SMALL_SOURCE = 32_000_000  # a source up to this size is one unit, which one core prepares in a second
 LARGEST_UNIT = 128_000_000  # else there are `NUM_UNITS`, if their size permits
-FEW_TEXTS = 40  # fewer text files have too few documents to hold some out, so the end of each is held out
+MIN_TEXTS_BY_DOCUMENT = 40  # fewer text files have too few documents to hold some out, so the end of each is held out
 HASHED_CHARACTERS = 100_000  # the part of a document that its hash covers
 EVERY_HASH = 2**64  # greater than any
 
@@ -106,7 +106,7 @@ def _stretches(source: TextSource, paths: list[str], hold_out: HoldOut) -> Itera
     ratios = [COMPRESSION_RATIO if kind in (".compressed", ".parquet") else 1 for kind in kinds]
     sizes = [os.path.getsize(path) * ratio for path, ratio in zip(paths, ratios, strict=True)]
     unit_bytes = unit_size(sum(sizes))
-    has_many = len(paths) * source.validation_split_percentage >= FEW_TEXTS * 5.0
+    has_many = len(paths) * source.validation_split_percentage >= MIN_TEXTS_BY_DOCUMENT * 5.0
     of_end = HoldOut(tail=source.validation_split_percentage / 100) if hold_out.by_hash else hold_out
     for path, size in zip(paths, sizes, strict=True):
         kind, part = kind_of(path), FilePart(path, hold_out)

@@ -19,7 +19,7 @@ from pathlib import Path
 import pyarrow as pa
 from tqdm import tqdm
 
-from recipe.disk import has_settled, identify
+from recipe.disk import file_identity, has_settled
 from recipe.environment import cache_dir
 from recipe.errors import UserError
 from recipe.progress import progress_target
@@ -50,7 +50,7 @@ def find_files(given: Iterable[str], held_out: Iterable[str] = ()) -> Files:
 
     held_out: files to ignore, because they are the validation text. Raises `UserError` if nothing is left.
     """
-    found, seen, counted = Files(), {identify(path): "named as validation text" for path in held_out}, set()
+    found, seen, counted = Files(), {file_identity(path): "named as validation text" for path in held_out}, set()
     for path in given:
         if Path(path).is_file():
             names = {path: kind_of(path) and None}  # raises for an unsupported one
@@ -67,12 +67,12 @@ def find_files(given: Iterable[str], held_out: Iterable[str] = ()) -> Files:
             hint = f"; name token ids by a pattern, such as '{Path(path, '*.bin')}'" * (TOKENS in names.values())
             raise UserError(f"there is no file of a supported kind in {path}: {kinds}{hint}")
         for name, ignored in names.items():
-            if reason := ignored or seen.get(identify(name)):
+            if reason := ignored or seen.get(file_identity(name)):
                 found.ignored[reason] += os.path.realpath(name) not in counted
                 counted.add(os.path.realpath(name))
             else:
                 found.paths.append(name)
-                seen[identify(name)] = "named twice"
+                seen[file_identity(name)] = "named twice"
     if not found.paths and found.ignored:
         raise UserError("all files of --train_file are named as --validation_file, too")
     return found
@@ -174,7 +174,7 @@ def read_standard_library() -> Iterator[str]:
             yield path.read_text(encoding="utf-8")
 
 
-def open_stream(path: str) -> io.BufferedReader | lzma.LZMAFile:
+def open_decompressed(path: str) -> io.BufferedReader | lzma.LZMAFile:
     """Open a file as a buffered stream of decompressed bytes."""
     match compression_of(path):
         case None:

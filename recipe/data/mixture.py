@@ -17,7 +17,7 @@ import numpy as np
 
 from recipe.config import SPLITS
 from recipe.data.packed import COUNTS, PackedDataset, PackedSplit, encoding_of, metadata_of, open_packed_dataset
-from recipe.disk import identify
+from recipe.disk import file_identity
 from recipe.errors import UserError
 
 WHOLE = 2**24  # shares are integers that add up to this: int64 arithmetic is exact for 2**39 examples
@@ -32,7 +32,7 @@ def open_datasets(directories: Sequence[Path], block_size: int, weights: Sequenc
     opened = [open_packed_dataset(directory, block_size) for directory in directories]
     if len(opened) == 1:
         return opened[0]
-    if len({*map(identify, directories)}) < len(directories):
+    if len({*map(file_identity, directories)}) < len(directories):
         raise UserError("--dataset_dir names the same dataset twice; pass it once, with a larger --dataset_weights")
     first = opened[0]
     for other in opened[1:]:

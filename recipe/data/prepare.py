@@ -96,7 +96,7 @@ def prepare_dataset(
         return existing
     units, failure = [], None
     if not is_made_from(directory / COMPLETE_NAME, inputs, source):  # else a killed process has left only the moving
-        tokenizer, units = claim(target, tokenizer, tokenizer_vocab_size, max_bytes)
+        tokenizer, units = claim_dataset(target, tokenizer, tokenizer_vocab_size, max_bytes)
         try:
             tokenize(target, tokenizer, units, share, num_workers or count_cpus())
         except UserError as error:  # meanwhile, another process may have completed the dataset
@@ -172,7 +172,7 @@ def _find_existing(target: Target) -> dict[str, Any] | None:
 # ------------------------------------------------------------------ claim: say what is read, keep the tokenizer
 
 
-def claim(
+def claim_dataset(
     target: Target, tokenizer: TextTokenizer | None, tokenizer_vocab_size: int | None, max_bytes: int | None
 ) -> tuple[TextTokenizer, list[Unit]]:
     """Create the folder of the preparation, with its tokenizer. Returns the tokenizer and the units."""
@@ -189,7 +189,7 @@ def claim(
         raise UserError(f"{source.name} has no two different documents, one of them for validation; {remedy}")
     units = select_units(source, units, max_bytes)
     try:
-        return save_once(target.partial, source, units, tokenizer, tokenizer_vocab_size), units
+        return save_tokenizer(target.partial, source, units, tokenizer, tokenizer_vocab_size), units
     except OSError as error:
         raise UserError(f"cannot write the dataset {target.directory}: {error.strerror or error}") from error
 
@@ -213,7 +213,7 @@ def select_units(source: TextSource, units: list[Unit], max_bytes: int | None) -
     return selected
 
 
-def save_once(
+def save_tokenizer(
     partial: Path,
     source: TextSource,
     units: list[Unit],
@@ -359,7 +359,7 @@ def summarize(target: Target, tokenizer: TextTokenizer, num_units: int) -> dict[
     for summary in summaries:
         report.add(ReadReport(**summary["report"]))
     units = {split: [summary["splits"][split] for summary in summaries] for split in SPLITS}
-    splits = {split: add_up(units[split], tokenizer.token_bytes) for split in SPLITS}
+    splits = {split: total_counts(units[split], tokenizer.token_bytes) for split in SPLITS}
     print_report(target.source, report)
     print_unknown(tokenizer, splits)
     metadata = {
@@ -385,7 +385,7 @@ def summarize(target: Target, tokenizer: TextTokenizer, num_units: int) -> dict[
     return metadata
 
 
-def add_up(units: list[dict], token_bytes: np.ndarray) -> dict:
+def total_counts(units: list[dict], token_bytes: np.ndarray) -> dict:
     """Add up the counts of the units of a split; join their chunks, hashes and files.
 
     token_bytes: from `count_token_bytes`. If those of a used id are not known, neither are the bytes of the split.

@@ -26,7 +26,7 @@ from recipe.arguments import shell_command
 from recipe.config import STANDARD_LIBRARY
 from recipe.data.cut import SMALL_SOURCE, FilePart, HoldOut, ShardPart, Unit, cut, hash64
 from recipe.data.encode import SAMPLE_CHARACTERS
-from recipe.data.files import BLOCK, TOKENS, kind_of, open_stream, read_standard_library
+from recipe.data.files import BLOCK, TOKENS, kind_of, open_decompressed, read_standard_library
 from recipe.data.source import TextSource
 from recipe.data.tokens import ID_BYTES, TokenStream, find_tokens, read_tokens
 from recipe.errors import UserError, one_line
@@ -243,7 +243,7 @@ def _read_part(
     if isinstance(part, FilePart) and kind_of(part.path) == TOKENS:
         yield from _read_token_file(part)
     elif isinstance(part, FilePart) and kind_of(part.path) in (".txt", ".md"):
-        with open_stream(part.path) as stream:
+        with open_decompressed(part.path) as stream:
             if source.document_separator is not None:
                 yield from _read_separated(stream, source.document_separator, part, report, bad)
             elif part.stop is None:  # it is compressed
@@ -388,7 +388,7 @@ def _read_rows(source: TextSource, part: FilePart | ShardPart, where: str, bad: 
     if kind == ".parquet":
         yield from _read_parquet(part, column, bad)
         return
-    with open_stream(part.path) as stream:
+    with open_decompressed(part.path) as stream:
         if kind == ".csv":
             yield from _read_csv(stream, column, where, bad)
         elif kind == ".wet":

@@ -100,7 +100,7 @@ class TextSource:
 
     @functools.cached_property
     def dataset(self) -> "dict[str, OpenedSplit]":
-        return open_dataset(self.name, self.dataset_config_name, self.commit)
+        return open_hub_splits(self.name, self.dataset_config_name, self.commit)
 
     def describe(self) -> dict:
         """Return the source as the metadata of a prepared dataset records it."""
@@ -124,9 +124,9 @@ class TextSource:
         if self.dataset_name is not None:
             options |= {name: getattr(self, name) for name in ("dataset_config_name", "dataset_split")}
             options["dataset_name"] = self.dataset_name if self.is_on_hub else Path(self.dataset_name).name
-        return {**options, "content": self.identify()}
+        return {**options, "content": self.content_identity()}
 
-    def identify(self) -> list[str] | str | None:
+    def content_identity(self) -> list[str] | str | None:
         """Return what identifies the content."""
         if self.dataset_name is None:
             return [identify_files(files.paths) for files in (self.files, self.held_out_files)]
@@ -190,7 +190,7 @@ class OpenedSplit(NamedTuple):
     files: list[str]
 
 
-def open_dataset(name: str, config_name: str | None, commit: str | None) -> dict[str, OpenedSplit]:
+def open_hub_splits(name: str, config_name: str | None, commit: str | None) -> dict[str, OpenedSplit]:
     """Open a Hub dataset, a local one, or one written by `save_to_disk`. Raises `UserError` if that fails."""
     import datasets  # imported here because it takes a second, which files do not need
 

@@ -74,7 +74,7 @@ def read_results(path: Path, identity: dict[str, str | None]) -> dict[str, Any] 
     return None
 
 
-def write_results(results: dict[str, Any], earlier: dict[str, Any] | None, path: Path) -> None:
+def save_results(results: dict[str, Any], earlier: dict[str, Any] | None, path: Path) -> None:
     """Write valid JSON: numbers that are not finite become null. earlier: results that these add to, or replace."""
     if earlier:
         names = [text["name"] for text in results["texts"]]

@@ -22,7 +22,7 @@ from recipe.model.loss import IGNORE_INDEX
 # An evaluated row costs a third (estimated, GPU) to 0.40 (measured, two CPU cores) of a trained one: forward only.
 EVALUATED_ROW_COST = 0.4
 EVALUATION_SHARE = 0.02  # share of the run's time for all evaluations together, with `max_eval_samples auto`
-FEWEST_ROWS = 8
+MIN_ROWS = 8
 GUESSED_STEPS = 1000  # assumed for a run that only `max_minutes` limits
 # Per task and evaluation, the first of a fixed random order: an accuracy has a standard error of 1.5 points. On a GPU
 # that sustains 37 TFLOP/s, scoring this many of HellaSwag (360 tokens each) takes 30 s with 1,558 M parameters, 2 s
@@ -42,7 +42,7 @@ def count_eval_rows(config: TrainConfig, num_validation_rows: int, num_datasets:
         num_steps = config.max_steps or GUESSED_STEPS
         num_evaluations = 1 + (-(-num_steps // config.eval_steps) if config.eval_steps else 1)  # one before the first
         budget = EVALUATION_SHARE * num_steps * config.global_batch_size / EVALUATED_ROW_COST / num_evaluations
-        num_rows = max(FEWEST_ROWS, int(budget / num_datasets))
+        num_rows = max(MIN_ROWS, int(budget / num_datasets))
     return min(num_rows, num_validation_rows)
 
 

@@ -25,7 +25,7 @@ from recipe.config import TrainConfig
 from recipe.errors import UserError
 from recipe.hardware.choices import Choice, Facts, settle, to_measure
 from recipe.hardware.devices import device_of, has_bf16_units, why_no_inductor
-from recipe.hardware.probe import Measured, measure
+from recipe.hardware.probe import Measured, measure_rates
 from recipe.hardware.processes import find_typed_threads, list_thread_counts
 from recipe.hardware.sharding import Sharding, list_blocks, shard
 from recipe.launcher import answer, dynamo_mode
@@ -56,7 +56,7 @@ def measure_open(
     if not (precisions := to_measure(settled, facts)):
         return None
     counts = [int(settled["threads"].value)] if "threads" in settled else facts.thread_counts
-    return measure(device, model_config, config.block_size, precisions, counts if device.type == "cpu" else ())
+    return measure_rates(device, model_config, config.block_size, precisions, counts if device.type == "cpu" else ())
 
 
 def build_accelerator(config: TrainConfig, output_dir: Path, choices: Mapping[str, Choice]) -> Accelerator:

@@ -160,7 +160,7 @@ def plan_memory(
     return min(fitting, key=lambda plan: step_cost(plan, config, model_config, facts.sharding), default=None)
 
 
-def plan_device(
+def choose_plan(
     config: TrainConfig,
     model_config: PreTrainedConfig,
     facts: Facts,

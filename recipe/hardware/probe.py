@@ -37,7 +37,7 @@ class Measured:
     num_threads: int
 
 
-def measure(
+def measure_rates(
     device: torch.device,
     model_config: PreTrainedConfig,
     block_size: int,

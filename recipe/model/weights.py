@@ -56,12 +56,12 @@ def check_vocabulary(num_tokens: int, vocab_size: int, source: str | Path) -> No
         raise UserError(f"{found}; save the model's own tokenizer beside it")
 
 
-def whole(tensor: Any) -> torch.Tensor:
+def full_tensor(tensor: Any) -> torch.Tensor:
     """Return a tensor of which each process may have a shard, a DTensor. All processes call it together."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def like(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+def shard_like(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """Return a whole tensor of a parameter's shape as the parameter is: this process's shard of it, or all of it."""
     if not isinstance(parameter, DTensor):
         return tensor
@@ -76,7 +76,7 @@ def copy_weights(model: PreTrainedModel, model_config: PreTrainedConfig, keep: b
     weights = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if name not in model.all_tied_weights_keys:
-            values = whole(tensor.detach())
+            values = full_tensor(tensor.detach())
             if keep:
                 values = values[: model_config.vocab_size] if is_vocabulary(model, tensor) else values
                 weights[name] = values.to("cpu", copy=True).contiguous()
@@ -115,7 +115,7 @@ def load_weights(model: PreTrainedModel, directory: Path, vocab_size: int) -> No
             values = weights[name]
             if is_vocabulary(model, tensor):
                 values = F.pad(values, (0, 0) * (values.dim() - 1) + (0, len(tensor) - vocab_size))
-            tensor.copy_(like(tensor, values))
+            tensor.copy_(shard_like(tensor, values))
 
 
 def output_layer(model: PreTrainedModel) -> nn.Linear:

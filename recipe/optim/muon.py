@@ -35,7 +35,7 @@ class Muon(torch.optim.Optimizer):
 
     It never waits for the device. If `found_inf`, an fp32 scalar on the device, is 1, a step changes nothing. With
     several processes, each orthogonalizes its share of the matrices. If every process holds all weights, all of them
-    apply the same updates; if it holds shards (`DTensor`, cut along the first dimension), each updates its own.
+    apply the same updates; if it holds shards (`DTensor`, sharded along the first dimension), each updates its own.
     """
 
     def __init__(
@@ -79,33 +79,33 @@ class Muon(torch.optim.Optimizer):
         stacks = defaultdict(list)
         for p, momentum, squares in zip(parameters, momenta, neurons, strict=True):
             rows, columns = p.shape[0], p.shape[1] // len(squares)
-            cut = Cut.of(p, dim=1 if rows <= columns else 2)
+            shards = MatrixShards.of(p, dim=1 if rows <= columns else 2)
             pieces = (_local(x).chunk(len(squares), dim=1) for x in (p, p.grad, momentum))
             for *views, square in zip(*pieces, squares, strict=True):
                 wide = views if rows <= columns else [view.mT for view in views]
-                stacks[min(rows, columns), max(rows, columns), cut].append([*wide, square])
+                stacks[min(rows, columns), max(rows, columns), shards].append([*wide, square])
         found_inf = torch.zeros_like(steps[0]) if self.found_inf is None else self.found_inf
         warmed_up = (steps[0] / MOMENTUM_WARMUP_UPDATES).clamp(max=1.0)
         coefficient = FIRST_MOMENTUM + (MOMENTUM - FIRST_MOMENTUM) * warmed_up
-        for (rows, columns, cut), matrices in stacks.items():
-            num_values = rows * columns // (cut.group.size() if cut else 1)
+        for (rows, columns, shards), matrices in stacks.items():
+            num_values = rows * columns // (shards.group.size() if shards else 1)
             size = max(_num_processes(), STACK_VALUES // num_values)
             for start in range(0, len(matrices), size):
-                self._update_stack(matrices[start : start + size], cut, group, coefficient, found_inf)
+                self._update_stack(matrices[start : start + size], shards, group, coefficient, found_inf)
         # Without alpha, torch (2.11 to 2.15) takes the overload for a number and waits for the device to read it.
         torch._foreach_add_(steps, 1 - found_inf, alpha=1)  # pyright: ignore[reportPrivateImportUsage]  # no other
 
     def _update_stack(
         self,
         matrices: list[Views],
-        cut: "Cut | None",
+        shards: "MatrixShards | None",
         group: dict,
         coefficient: torch.Tensor,
         found_inf: torch.Tensor,
     ) -> None:
         """matrices: of equal shape, each as its weight, gradient, momentum and the mean squares of its neurons.
 
-        cut: of weights, gradients and momenta; None if they are whole.
+        shards: how weights, gradients and momenta are sharded; None if they are not.
         """
         weights, gradients, momenta, squares = zip(*matrices, strict=True)
         stack, before = torch.stack(gradients), torch.stack(momenta)
@@ -113,13 +113,13 @@ class Muon(torch.optim.Optimizer):
         _copy_unless(found_inf, momenta, before, after)
         stack.addcmul_(after, coefficient)  # Nesterov: where the momenta would be one step later
         del before, after  # the products need the memory
-        if cut is None:
+        if shards is None:
             updates = self._orthogonalize(stack)
         else:
-            shape, stack = stack.shape, cut.to_whole(stack)
-            updates = cut.to_parts(orthogonalize(stack, self.dtype), shape)
+            shape, stack = stack.shape, shards.to_full(stack)
+            updates = shards.to_shards(orthogonalize(stack, self.dtype), shape)
         updates, before = updates.float(), torch.stack(squares)
-        scales, after = even_out_neurons(updates, before, cut)
+        scales, after = even_out_neurons(updates, before, shards)
         _copy_unless(found_inf, squares, before, after)
         updates.mul_(ADAMW_RMS * before.shape[2] ** 0.5 * scales)
         stack = torch.stack(weights)
@@ -138,8 +138,8 @@ class Muon(torch.optim.Optimizer):
         return gathered[:num_matrices]
 
 
-class Cut(NamedTuple):
-    """How a stack of matrices, [n, rows, columns], is cut: each process of a group holds a part of one dimension.
+class MatrixShards(NamedTuple):
+    """How a stack of matrices, [n, rows, columns], is sharded: each process of a group holds a part of one dimension.
 
     FSDP cuts the first dimension of a parameter: the rows of a stack, or the columns if its matrices are transposed.
     The last parts may be smaller, or empty.
@@ -150,8 +150,8 @@ class Cut(NamedTuple):
     length: int  # of the dimension
 
     @classmethod
-    def of(cls, p: torch.Tensor, dim: int) -> "Cut | None":
-        """Return how the matrices of a parameter are cut; None if it is whole."""
+    def of(cls, p: torch.Tensor, dim: int) -> "MatrixShards | None":
+        """Return how the matrices of a parameter are sharded; None if they are not."""
         if not isinstance(p, DTensor):
             return None
         return cls(p.device_mesh.get_group(p.device_mesh.ndim - 1), dim, p.shape[0])
@@ -166,20 +166,20 @@ class Cut(NamedTuple):
         start = self.part * self.group.rank()
         return slice(None) if self.dim == 1 else slice(start, start + self.part)
 
-    def to_whole(self, parts: torch.Tensor) -> torch.Tensor:
+    def to_full(self, parts: torch.Tensor) -> torch.Tensor:
         """Return this process's share of the matrices, whole. Zeros pad uneven parts and shares."""
         parts, num_processes = parts.transpose(1, self.dim), self.group.size()
         padding = (0, 0, 0, self.part - parts.shape[1], 0, -len(parts) % num_processes)
         whole = self._exchange(F.pad(parts, padding)).unflatten(0, (num_processes, -1))
         return whole.transpose(0, 1).flatten(1, 2).transpose(1, self.dim)
 
-    def to_parts(self, whole: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Undo `to_whole`. shape: of the parts."""
+    def to_shards(self, whole: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """Undo `to_full`. shape: of the parts."""
         parts = whole.transpose(1, self.dim).unflatten(1, (-1, self.part)).transpose(0, 1)
         parts = self._exchange(parts.flatten(0, 1)).transpose(1, self.dim)
         return parts[: shape[0], : shape[1], : shape[2]]
 
-    def add_up(self, sums: torch.Tensor, num_columns: int) -> torch.Tensor:
+    def sum_columns(self, sums: torch.Tensor, num_columns: int) -> torch.Tensor:
         """Add up [n, 1, columns of the parts] to [n, 1, num_columns]."""
         whole = sums.new_zeros(len(sums), 1, num_columns)
         whole[:, :, self.columns] = sums
@@ -208,22 +208,22 @@ def orthogonalize(matrices: torch.Tensor, dtype: torch.dtype = torch.float32) ->
 
 
 def even_out_neurons(
-    updates: torch.Tensor, squares: torch.Tensor, cut: Cut | None = None
+    updates: torch.Tensor, squares: torch.Tensor, shards: MatrixShards | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return factors that give every neuron updates of the same size over time, and preserve each matrix's norm.
 
     updates: fp32 [n, rows, columns], a neuron per column: an index of the longer side, and an output where both sides
     of a Conv1D are equal. squares: fp32 [n, 1, columns], the running means of the neurons' mean squares. Returns the
-    factors, of the same shape, and the new means. cut: of the updates, and of the factors; the means are whole.
+    factors, of the same shape, and the new means. shards: of updates and factors; the means are not sharded.
     """
     sums, num_rows = torch.linalg.vector_norm(updates, dim=1, keepdim=True).square(), updates.shape[1]
-    if cut is not None:
-        sums, num_rows = cut.add_up(sums, squares.shape[2]), cut.length if cut.dim == 1 else num_rows
+    if shards is not None:
+        sums, num_rows = shards.sum_columns(sums, squares.shape[2]), shards.length if shards.dim == 1 else num_rows
     squares = squares.lerp(sums / num_rows, 1 - NEURON_BETA)
     scales = squares.clamp(min=1e-10).rsqrt()
     norms = (sums * scales.square()).sum(dim=2, keepdim=True)
     scales = scales * (sums.sum(dim=2, keepdim=True) / norms.clamp(min=1e-10)).sqrt()
-    return scales if cut is None else scales[:, :, cut.columns], squares
+    return scales if shards is None else scales[:, :, shards.columns], squares
 
 
 def find_matrices(model: nn.Module) -> dict[torch.Tensor, int]:

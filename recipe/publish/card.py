@@ -16,18 +16,18 @@ import jinja2
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.utils.sha import sha_fileobj
 
+from recipe.charts import name_parts, save_loss_chart
 from recipe.config import EVAL_TASKS, OPTIONS, STANDARD_LIBRARY, is_missing
 from recipe.environment import describe_machine
 from recipe.errors import short_reason
+from recipe.metrics import split_scores
 from recipe.model.weights import WEIGHTS_NAME
-from recipe.publish.curve import name_parts, save_loss_chart
 from recipe.publish.public import (
     count_tokens,
     listed,
     public_events,
     public_options,
     read_options,
-    split_scores,
     stage_tokens,
 )
 
@@ -60,7 +60,7 @@ def write_model_card(
     """
     directory = directory or run_dir
     directory.mkdir(parents=True, exist_ok=True)
-    values = read_run(run_dir, step, directory, hub_options or {})
+    values = collect_values(run_dir, step, directory, hub_options or {})
     # All of the run, of which the best model may be an earlier step.
     draw_curve(public_events(run_dir, values["last_step"]), values["name"], directory / CURVE_NAME)
     values |= {"revision": revision, "earlier": earlier, "resumable": resumable}
@@ -73,7 +73,7 @@ def write_model_card(
     ModelCard(re.sub(r"\n{3,}", "\n\n", text)).save(directory / CARD_NAME)
 
 
-def read_run(run_dir: Path, step: int, directory: Path, hub_options: dict[str, Any]) -> dict[str, Any]:
+def collect_values(run_dir: Path, step: int, directory: Path, hub_options: dict[str, Any]) -> dict[str, Any]:
     """Return what the template shows: the public part of the log and the options, and the scores of this step."""
     events = public_events(run_dir, step)
     starts, laps, evaluations, samples, changes = (

@@ -9,6 +9,7 @@ from huggingface_hub.errors import RepositoryNotFoundError
 from recipe.checkpoint import STATE_NAME, why_damaged
 from recipe.config import ADDRESS, TrainConfig
 from recipe.errors import UserError
+from recipe.metrics import METRICS_NAME
 from recipe.publish.hub import (
     MODEL_FILES,
     TRAINING_FILES,
@@ -19,7 +20,6 @@ from recipe.publish.hub import (
     prepare_client,
     read_main,
 )
-from recipe.publish.public import METRICS_NAME
 
 
 def find_on_hub(config: TrainConfig, address: str | None) -> tuple[str, str, Path] | None:

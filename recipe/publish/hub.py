@@ -32,10 +32,11 @@ from recipe.checkpoint import MANIFEST_NAME, OPTIMIZER_NAME, RNG_NAME, STATE_NAM
 from recipe.config import CONFIG_NAME, TrainConfig
 from recipe.disk import link_or_copy
 from recipe.errors import UserError, one_line, short_reason
+from recipe.metrics import METRICS_NAME
 from recipe.model.files import GENERATION, TOKENIZER_FILES
 from recipe.model.weights import WEIGHTS_NAME
 from recipe.publish.card import CARD_NAME, CURVE_NAME, write_model_card
-from recipe.publish.public import METRICS_NAME, count_tokens, public_events, write_public_files
+from recipe.publish.public import count_tokens, public_events, write_public_files
 
 # Only these files are published. The first row is written for the Hub.
 WRITTEN_FILES = (CARD_NAME, CURVE_NAME, CONFIG_NAME, METRICS_NAME)
@@ -57,7 +58,7 @@ def branch_name(step: int, num_tokens: int, run_id: str) -> str:
     return f"step-{step:06d}-{num_tokens / unit:.1f}{name}-{run_id[:ID_LENGTH]}"
 
 
-def step_of(branch: str) -> int:
+def branch_step(branch: str) -> int:
     return int(branch.split("-")[1])
 
 
@@ -69,7 +70,7 @@ def publishes_training_state(config: TrainConfig) -> bool:
 # ------------------------------------------------------------------ before training
 
 
-def look_at_hub(config: TrainConfig) -> "Held | None":
+def look_at_hub(config: TrainConfig) -> "MainBranch | None":
     """Return what the repository holds that the run publishes to; None if it is new, cannot be asked, or not wanted.
 
     Raises `UserError` for what no upload would get past.
@@ -128,7 +129,7 @@ def check_metadata(config: TrainConfig) -> None:
         return
 
 
-class Held(NamedTuple):
+class MainBranch(NamedTuple):
     """What the main branch of a repository holds. run_id, step: on its card."""
 
     run_id: str | None
@@ -137,7 +138,7 @@ class Held(NamedTuple):
     is_private: bool
 
 
-def read_main(repo_id: str) -> Held:
+def read_main(repo_id: str) -> MainBranch:
     info = HfApi().model_info(repo_id)
     names, data = {file.rfilename for file in info.siblings or ()}, {}
     files = {name for name in names if name in WRITTEN_FILES + MODEL_FILES or name.endswith(WEIGHTS)}
@@ -150,34 +151,36 @@ def read_main(repo_id: str) -> Held:
                 files.remove(CARD_NAME)
     run_id, step = data.get("run_id"), data.get("step")
     run_id, step = run_id if isinstance(run_id, str) else None, step if isinstance(step, int) else 0
-    return Held(run_id, step, tuple(sorted(files)), bool(info.private))
+    return MainBranch(run_id, step, tuple(sorted(files)), bool(info.private))
 
 
-def decide_main(held: Held, run_id: str | None, step: int, final_step: int | None, may_overwrite: bool) -> str:
+def decide_main(
+    main_branch: MainBranch, run_id: str | None, step: int, final_step: int | None, may_overwrite: bool
+) -> str:
     """Return what becomes of a main branch: "refused" to this run, "kept" as it is, or the model is "published" there.
 
     run_id: of this run; None if it is new. step: of the model. final_step: of the run's final model, which may be the
     best one; None before its end, when the newest model counts.
     """
-    is_own = held.run_id is not None and held.run_id == run_id
-    if not is_own and (held.run_id or held.files) and not may_overwrite:
+    is_own = main_branch.run_id is not None and main_branch.run_id == run_id
+    if not is_own and (main_branch.run_id or main_branch.files) and not may_overwrite:
         return "refused"
     if final_step is not None:
         return "published" if step == final_step else "kept"
-    return "kept" if is_own and step < held.step else "published"
+    return "kept" if is_own and step < main_branch.step else "published"
 
 
-def refuse_another(config: TrainConfig, held: Held, run_id: str | None, note: str = "") -> None:
+def refuse_another(config: TrainConfig, main_branch: MainBranch, run_id: str | None, note: str = "") -> None:
     """Raise `UserError` if main holds what is not this run's, unless it may be replaced, or if all could read it.
 
     note: begins the remedy.
     """
     repo_id = config.hub_model_id
-    if config.hub_private_repo and not held.is_private:
+    if config.hub_private_repo and not main_branch.is_private:
         raise UserError(f"{repo_id} is public; make it private on the Hub, or omit --hub_private_repo")
-    if decide_main(held, run_id, 0, None, config.hub_overwrite) == "refused":
-        found = f"files that no run of this recipe published ({', '.join(held.files[:3])})"
-        found = f"another run, at step {held.step:,}" if held.run_id else found
+    if decide_main(main_branch, run_id, 0, None, config.hub_overwrite) == "refused":
+        found = f"files that no run of this recipe published ({', '.join(main_branch.files[:3])})"
+        found = f"another run, at step {main_branch.step:,}" if main_branch.run_id else found
         raise UserError(
             f"{repo_id} holds {found}; {note}pass another --hub_model_id, or --hub_overwrite to replace the model and "
             "its card on the main branch (other branches stay)"
@@ -218,7 +221,7 @@ def list_branches(repo_id: str) -> list[str]:
 def checkpoints_of(run_id: str | None, branches: list[str]) -> list[str]:
     """Return the branches that hold checkpoints of a run, or, with None, of any, oldest first."""
     ending = "" if run_id is None else f"-{run_id[:ID_LENGTH]}"
-    return sorted((name for name in branches if BRANCH.fullmatch(name) and name.endswith(ending)), key=step_of)
+    return sorted((name for name in branches if BRANCH.fullmatch(name) and name.endswith(ending)), key=branch_step)
 
 
 # ------------------------------------------------------------------ one upload
@@ -250,11 +253,11 @@ def upload(
     assert config.hub_model_id is not None  # --push_to_hub requires it
     api, repo_id, message = HfApi(), config.hub_model_id, f"Step {step:,}"
     url = api.create_repo(repo_id, private=config.hub_private_repo, exist_ok=True)
-    held, branches = read_main(repo_id), list_branches(repo_id)
-    refuse_another(config, held, run_id)
+    main_branch, branches = read_main(repo_id), list_branches(repo_id)
+    refuse_another(config, main_branch, run_id)
     own = checkpoints_of(run_id, branches)
     write_public_files(output_dir, folder, step, repo_id)
-    card = {"hub_options": config.hub_options(), "earlier": [name for name in own if step_of(name) < step]}
+    card = {"hub_options": config.hub_options(), "earlier": [name for name in own if branch_step(name) < step]}
     if not is_final:
         num_tokens = count_tokens(step, public_events(output_dir, step), config.block_size)
         branch = branch_name(step, num_tokens, run_id)
@@ -264,12 +267,12 @@ def upload(
         commit_branch(api, repo_id, folder, branch, branches, message)
         if config.hub_strategy == "checkpoint":
             drop_older_states(api, repo_id, card["earlier"])
-        own = sorted({*own, branch}, key=step_of)
-    if decide_main(held, run_id, step, final_step, config.hub_overwrite) == "published":
+        own = sorted({*own, branch}, key=branch_step)
+    if decide_main(main_branch, run_id, step, final_step, config.hub_overwrite) == "published":
         resumable = own[-1] if own and publishes_training_state(config) else None
         write_model_card(output_dir, step, folder, resumable=resumable, **card)
-        replaced = () if held.run_id == run_id else held.files
-        commit(api, repo_id, folder, WRITTEN_FILES + MODEL_FILES, MAIN, message, replaced)
+        replaced = () if main_branch.run_id == run_id else main_branch.files
+        commit_files(api, repo_id, folder, WRITTEN_FILES + MODEL_FILES, MAIN, message, replaced)
     shutil.rmtree(folder, ignore_errors=True)
     return str(url)
 
@@ -278,17 +281,17 @@ def commit_branch(api: HfApi, repo_id: str, folder: Path, branch: str, branches:
     """Make a branch of a folder's files. It appears when it is complete; one that exists is replaced in one commit."""
     names, working = WRITTEN_FILES + MODEL_FILES + TRAINING_FILES, f"incomplete-{branch.rpartition('-')[2]}"
     if branch in branches:  # from an earlier attempt
-        commit(api, repo_id, folder, names, branch, message)
+        commit_files(api, repo_id, folder, names, branch, message)
     else:
         api.create_branch(repo_id, branch=working, exist_ok=True)  # it exists if an upload was killed
-        found = commit(api, repo_id, folder, names, working, message)
+        found = commit_files(api, repo_id, folder, names, working, message)
         api.create_branch(repo_id, branch=branch, revision=found)
         branches = [*branches, working]
     if working in branches:
         api.delete_branch(repo_id, branch=working)
 
 
-def commit(
+def commit_files(
     api: HfApi,
     repo_id: str,
     folder: Path,

@@ -14,11 +14,10 @@ from typing import Any
 import yaml
 
 from recipe.config import CONFIG_NAME, EVAL_TASKS, MISSING, NEEDED, OF_HUB, PUBLIC, SCHEDULE_OPTIONS, VISIBILITY
+from recipe.metrics import METRICS_NAME, SCORES, read_events
 
-METRICS_NAME, SUMMARY_NAME = "metrics.jsonl", "summary.json"
 REPEAT_TOLERANCE = 0.05  # nats: three standard deviations of the difference between two seeds, where they were largest
 
-SCORES = ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "perplexity", "perplexity_stderr", "num_examples")
 PUBLIC_EVENTS = ("start", "train", "eval", "sample", "schedule", "end")
 # Of these events, at any depth. Each is a number, a version, a hash, an id of the Hub, or holds such values.
 PUBLIC_KEYS = {
@@ -143,42 +142,7 @@ def write_public_files(run_dir: Path, directory: Path, step: int, repo_id: str) 
     (directory / METRICS_NAME).write_text("".join(lines), encoding="utf-8")
 
 
-def read_events(run_dir: Path) -> list[dict[str, Any]]:
-    """Read the events of metrics.jsonl, without lines that a kill or a full disk cut off."""
-    path, events = run_dir / METRICS_NAME, []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
-        try:
-            event = json.loads(line)
-            events.append(event | {"event": str(event["event"]), "step": int(event["step"])})
-        except (ValueError, KeyError, TypeError):
-            continue
-    return events
-
-
 def read_options(run_dir: Path) -> dict[str, Any]:
     """Read training_config.yaml; {} if there is none."""
     path = run_dir / CONFIG_NAME
     return yaml.safe_load(path.read_text(encoding="utf-8")) or {} if path.is_file() else {}
-
-
-def split_scores(evaluation: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the scores of each task in an eval event, whose keys are TASK_SCORE and TASK_num_examples."""
-    return {
-        task: {score: evaluation[f"{task}_{score}"] for score in SCORES if f"{task}_{score}" in evaluation}
-        for task in sorted(EVAL_TASKS)
-        if f"{task}_num_examples" in evaluation
-    }
-
-
-def without_nan(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values as JSON has them: a number that is not finite becomes None, at any depth."""
-    finite = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in values.items()}
-    return {key: without_nan(v) if isinstance(v, dict) else v for key, v in finite.items()}
-
-
-def with_nan(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of `without_nan` as numbers again, at any depth: its None is NaN."""
-    return {
-        key: with_nan(value) if isinstance(value, dict) else math.nan if value is None else value
-        for key, value in values.items()
-    }

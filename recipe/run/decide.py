@@ -19,16 +19,16 @@ from recipe.config import CONFIG_NAME, IDENTITY_OPTIONS, OPTIONS, SCHEDULE_OPTIO
 from recipe.errors import UserError
 from recipe.hardware.accelerator import check_trackers
 from recipe.hardware.choices import Choice, Facts, apply_choices, check_sharded, choose, settle
-from recipe.hardware.memory import Memory, MemoryPlan, micro_batch_sizes, plan_device
+from recipe.hardware.memory import Memory, MemoryPlan, choose_plan, micro_batch_sizes
 from recipe.hardware.probe import Measured
 from recipe.model.build import model_options
 from recipe.model.size import count_parameters, count_training_flops
 from recipe.optim.schedule import Schedule, list_changes, plan_schedule
-from recipe.publish.hub import Held, publishes_training_state, refuse_another
+from recipe.publish.hub import MainBranch, publishes_training_state, refuse_another
 
 ORIGIN_NAME = ".resumed_from"  # in output_dir: the checkpoint with which its run began
 CLOSING_SECONDS = 3.0  # for the last checkpoint, the export and the curve
-FEW_EPOCHS = 2.0  # after which a validation loss may rise again
+EPOCHS_WITHOUT_BEST = 2.0  # after which a validation loss may rise again
 EVALUATIONS = 40  # that look for the best model; more would take longer than a short run on a tiny text
 # What may differ in a branch: a stage of its own begins there.
 DATA_IDENTITY = ("dataset", "streamed_text", "streaming", "dataset_weights", "block_size")
@@ -89,9 +89,9 @@ class Surroundings:
     folder: Folder
     named: Named | None = None
     checkpoints: tuple[Checkpoint, ...] = ()  # to resume from, newest first; the search ends at the first intact one
-    held: Held | None = None  # by the repository that it publishes to; None if that is new, or cannot be asked
+    main_branch: MainBranch | None = None  # of the repository to publish to; None if it is new or cannot be asked
     trackers: tuple[str, ...] = ()  # that are installed
-    typed: frozenset[str] = frozenset()  # the names of the options on the command line
+    typed_options: frozenset[str] = frozenset()  # the names of the options on the command line
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Start:
 
     requested: TrainConfig
     recipe: str  # its name
-    around: Surroundings
+    surroundings: Surroundings
     resume: Checkpoint | None = None  # to begin with
     continues: bool = False  # the run of the checkpoint; else a new one begins with it
     origin: str | None = None  # for ORIGIN_NAME
@@ -132,11 +132,11 @@ class Start:
 
     @property
     def facts(self) -> Facts:
-        return self.around.facts
+        return self.surroundings.facts
 
     @property
     def output_dir(self) -> Path:
-        return self.around.folder.path
+        return self.surroundings.folder.path
 
     @property
     def saved(self) -> SavedState | None:
@@ -146,7 +146,7 @@ class Start:
     def is_branch(self) -> bool:
         """Whether the run is new: the command, or that with which the folder began, names a checkpoint elsewhere."""
         is_of_hub = self.resume is not None and self.resume.repo_id is not None
-        return not self.continues or (is_of_hub and self.around.named is not None)
+        return not self.continues or (is_of_hub and self.surroundings.named is not None)
 
     @property
     def source(self) -> str | Path | None:
@@ -155,25 +155,25 @@ class Start:
         return self.resume.path if self.resume and named else named
 
 
-def decide_start(requested: TrainConfig, recipe: str, around: Surroundings) -> Start:
+def decide_start(requested: TrainConfig, recipe: str, surroundings: Surroundings) -> Start:
     """Decide where the run starts. Raises `UserError` for what cannot work, before text is prepared for hours."""
-    folder = around.folder
+    folder = surroundings.folder
     if folder.in_use:
         remedy = "wait for it to end, or choose another --output_dir"
         raise UserError(f"{folder.path} is in use by another process; {remedy}")
-    source = choose_source(requested, folder, around.named)
-    check_folder(requested, folder, around.named, source)
-    resume, says = choose_checkpoint(requested, around, source)
+    source = choose_source(requested, folder, surroundings.named)
+    check_folder(requested, folder, surroundings.named, source)
+    resume, says = choose_checkpoint(requested, surroundings, source)
     continues = resume is not None and source in ("own", "hub")
-    if requested.push_to_hub and around.held is not None:
+    if requested.push_to_hub and surroundings.main_branch is not None:
         saved = resume.saved if resume is not None and continues else None
-        refuse_another(requested, around.held, saved.state.run_id if saved else None)
-    check_trackers(requested, around.trackers)
-    micro_batch_sizes(requested, around.facts)  # raises an error for what does not divide the batch,
-    settle(requested, around.facts)  # and this for what does not work on the device
-    check_sharded(requested, around.facts)
-    origin = folder.origin if around.named is None else around.named.place
-    return Start(requested, recipe, around, resume, continues, origin if resume else None, says)
+        refuse_another(requested, surroundings.main_branch, saved.state.run_id if saved else None)
+    check_trackers(requested, surroundings.trackers)
+    micro_batch_sizes(requested, surroundings.facts)  # raises an error for what does not divide the batch,
+    settle(requested, surroundings.facts)  # and this for what does not work on the device
+    check_sharded(requested, surroundings.facts)
+    origin = folder.origin if surroundings.named is None else surroundings.named.place
+    return Start(requested, recipe, surroundings, resume, continues, origin if resume else None, says)
 
 
 def choose_source(
@@ -230,15 +230,15 @@ def check_folder(requested: TrainConfig, folder: Folder, named: Named | None, so
 
 
 def choose_checkpoint(
-    requested: TrainConfig, around: Surroundings, source: str
+    requested: TrainConfig, surroundings: Surroundings, source: str
 ) -> tuple[Checkpoint | None, tuple[str, ...]]:
     """Return the newest intact checkpoint, or None for a new run, and the lines to print.
 
     Raises `UserError` if all of them are damaged or missing: a run never silently starts over.
     """
-    asked, folder, named = requested.resume_from_checkpoint, around.folder, around.named
-    intact = [checkpoint for checkpoint in around.checkpoints if checkpoint.fault is None]
-    faults = [f"{checkpoint.path}: {checkpoint.fault}" for checkpoint in around.checkpoints if checkpoint.fault]
+    asked, folder, named = requested.resume_from_checkpoint, surroundings.folder, surroundings.named
+    intact = [checkpoint for checkpoint in surroundings.checkpoints if checkpoint.fault is None]
+    faults = [f"{checkpoint.path}: {checkpoint.fault}" for checkpoint in surroundings.checkpoints if checkpoint.fault]
     if intact:
         says = [f"skipping {fault}" for fault in faults]
         if intact[0].repo_id:
@@ -305,7 +305,7 @@ def keeps_best(option: str, num_examples: int | None, metadata: dict[str, Any], 
     if option != "auto":
         return option == "true"
     epochs = {} if num_examples is None else count_epochs(metadata, num_examples, streaming)
-    return max(epochs.values(), default=math.inf) > FEW_EPOCHS
+    return max(epochs.values(), default=math.inf) > EPOCHS_WITHOUT_BEST
 
 
 def decide_run(
@@ -335,11 +335,11 @@ def decide_run(
         remedy = "pass a larger --max_steps or --max_minutes, or an earlier checkpoint"
         raise UserError(f"no step of the run is left for the new data; {remedy}")
     continues = start.continues and not ((changes or begins_stage) and start.resume and start.resume.repo_id)
-    if start.continues and not continues and requested.push_to_hub and start.around.held is not None:
+    if start.continues and not continues and requested.push_to_hub and start.surroundings.main_branch is not None:
         note = "with other data, another schedule or another batch, this is a new run: "
         if requested.resume_from_checkpoint == "auto":  # which starts over with --hub_overwrite
             note += f"resume from hf://{requested.hub_model_id} and "
-        refuse_another(requested, start.around.held, None, note)
+        refuse_another(requested, start.surroundings.main_branch, None, note)
 
     config = dataclasses.replace(  # what the data and the model have resolved
         requested,
@@ -365,7 +365,7 @@ def decide_run(
     if config.max_eval_samples == "auto" and saved:  # an extended run evaluates the same rows
         config = dataclasses.replace(config, max_eval_samples=state.initial.get("num_rows", "auto"))
     earlier = state.memory if saved and saved.num_processes == facts.num_processes else None
-    plan = plan_device(config, model.padded, facts, memory, earlier, data.num_bytes)
+    plan = choose_plan(config, model.padded, facts, memory, earlier, data.num_bytes)
     return Run(
         **vars(dataclasses.replace(start, continues=continues)),
         started_at=started_at,
@@ -420,8 +420,8 @@ def check_identity(start: Start, differing: dict[str, tuple], schedule: Schedule
     refused = {key: of for key, of in differing.items() if not (start.is_branch and key in DATA_IDENTITY)}
     changes = list_changes(saved.schedule, schedule, saved.state.examples)
     micro_batch = {"per_device_train_batch_size", "gradient_accumulation_steps"}  # both set the batch
-    typed = start.around.typed
-    if not ("global_batch_size" in typed or micro_batch <= typed):  # which is consent to change it
+    typed_options = start.surroundings.typed_options
+    if not ("global_batch_size" in typed_options or micro_batch <= typed_options):  # which is consent to change it
         refused |= {key: value for key, value in changes.items() if key == "global_batch_size"}
     if refused:
         listed = "; ".join(f"{key} {_short(old)} -> {_short(now)}" for key, (old, now) in sorted(refused.items()))

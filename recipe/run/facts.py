@@ -15,8 +15,9 @@ from recipe.config import STANDARD_LIBRARY, hub_id
 from recipe.data.packed import COUNTS
 from recipe.data.prepare import TRAINED
 from recipe.environment import describe_environment, find_commit
+from recipe.metrics import read_events
 from recipe.model.size import count_exported_parameters, count_flops_per_token
-from recipe.publish.public import read_events
+from recipe.publish.public import stage_tokens
 from recipe.run.decide import Run
 
 NAMED_FILES = 5  # a shell may expand a pattern to thousands
@@ -180,3 +181,9 @@ def describe_source(source: dict[str, Any]) -> str:
     files = [Path(file).name for file in source.get("train_files") or ["unknown"]]
     more = [f"and {len(files) - NAMED_FILES:,} more files"] if len(files) > NAMED_FILES else []
     return ", ".join(files[:NAMED_FILES] + more)
+
+
+def list_stages(facts: RunFacts, state: RunState) -> list[dict[str, Any]]:
+    """Return the stages of the run with the tokens of each."""
+    stages = [asdict(stage) for stage in facts.stages]
+    return [of | {"tokens": own} for of, own in zip(stages, stage_tokens(stages, state.tokens), strict=True)]

@@ -24,9 +24,9 @@ from recipe.data.batches import TrainBatches
 from recipe.errors import UserError, short_reason
 from recipe.hardware.devices import memory_bytes, peak_flops_per_second, peak_memory_bytes
 from recipe.hardware.memory import measure_total_bytes
+from recipe.metrics import METRICS_NAME, read_events, split_scores, without_nan
 from recipe.optim.guard import MOST_BAD_STEPS, UpdateGuard
 from recipe.progress import progress_target
-from recipe.publish.public import METRICS_NAME, read_events, split_scores, without_nan
 from recipe.run.decide import Run, has_stalled
 from recipe.run.facts import RunFacts
 from recipe.run.record import WAITING, find_train_loss, has_begun_to_diverge, read_record

@@ -22,9 +22,9 @@ from recipe.checkpoint import (
     STATE_NAME,
     VALUES_NAME,
     checkpoint_dir,
+    checkpoint_step,
     list_checkpoints,
     read_state,
-    step_of,
     why_damaged,
 )
 from recipe.config import CONFIG_NAME, STANDARD_LIBRARY, TrainConfig
@@ -34,9 +34,9 @@ from recipe.errors import UserError
 from recipe.hardware.accelerator import find_facts, list_trackers
 from recipe.hardware.devices import device_of
 from recipe.hardware.sharding import Sharding
+from recipe.metrics import METRICS_NAME, SUMMARY_NAME, read_events, with_nan
 from recipe.publish.download import find_on_hub
 from recipe.publish.hub import DOWNLOAD_NAME, look_at_hub
-from recipe.publish.public import METRICS_NAME, SUMMARY_NAME, read_events, with_nan
 from recipe.run.decide import ORIGIN_NAME, Checkpoint, Folder, Named, Surroundings, choose_source
 from recipe.run.folder import LOCK_NAME, LOCKS
 
@@ -49,7 +49,7 @@ def look(requested: TrainConfig, recipe: str, sharding: Sharding | None) -> Surr
 
     Raises `UserError` if the Hub does not say whether it has the checkpoint to resume from.
     """
-    held = look_at_hub(requested)
+    main_branch = look_at_hub(requested)
     state, folder = PartialState(), find_folder(requested, recipe)
     named = look_at_named(requested, folder)
     return Surroundings(
@@ -57,9 +57,9 @@ def look(requested: TrainConfig, recipe: str, sharding: Sharding | None) -> Surr
         folder=folder,
         named=named,
         checkpoints=tuple(look_at_checkpoints(requested, folder, named)),
-        held=held,
+        main_branch=main_branch,
         trackers=tuple(list_trackers()),
-        typed=frozenset(typed_names(sys.argv[1:])),
+        typed_options=frozenset(typed_names(sys.argv[1:])),
     )
 
 
@@ -96,7 +96,7 @@ def read_folder(path: Path) -> Folder:
     return Folder(
         path=path,
         place=os.path.realpath(path),
-        steps=tuple(map(step_of, checkpoints)),
+        steps=tuple(map(checkpoint_step, checkpoints)),
         run_id=_run_id(checkpoints[-1]) if checkpoints else None,
         results=tuple(name for name in RESULTS if (path / name).exists()),
         logs=(METRICS_NAME,) if metrics.is_file() and b'"event": "train"' in metrics.read_bytes() else (),
@@ -135,13 +135,13 @@ def look_at_named(requested: TrainConfig, folder: Folder) -> Named | None:
         remedy = "start from it with --model_name_or_path, or resume from a checkpoint"
         raise UserError(f"{text} is the best model of a run, without a training state; {remedy}")
     if checkpoints := list_checkpoints(path):
-        return Named(text, place, place, tuple(map(step_of, checkpoints)), _run_id(checkpoints[-1]))
+        return Named(text, place, place, tuple(map(checkpoint_step, checkpoints)), _run_id(checkpoints[-1]))
     if any((path / name).is_file() for name in (STATE_NAME, MANIFEST_NAME)):
         with contextlib.suppress(UserError):  # `look_at_checkpoints` says what is wrong
             state = read_state(path).state
             return Named(text, place, os.path.dirname(place), (state.step,), state.run_id)
         return Named(text, place, os.path.dirname(place), (0,))
-    beside = tuple(step_of(other) for other in list_checkpoints(path.parent) if other.name != path.name)
+    beside = tuple(checkpoint_step(other) for other in list_checkpoints(path.parent) if other.name != path.name)
     return Named(text, place, os.path.dirname(place), beside=beside, is_gone=not path.exists())
 
 
@@ -162,7 +162,7 @@ def look_at_checkpoints(requested: TrainConfig, folder: Folder, named: Named | N
         return
     paths: list[tuple[Path, Path]] = []  # where each is, and its name after `clean_checkpoints`
     if source == "own":
-        paths = [(path, checkpoint_dir(folder.path, step_of(path))) for path in list_checkpoints(folder.path)]
+        paths = [(path, checkpoint_dir(folder.path, checkpoint_step(path))) for path in list_checkpoints(folder.path)]
     elif source == "named" and named is not None and named.steps:
         path = Path(named.text)
         paths = [(path, path) for path in list_checkpoints(path) or [path]]

@@ -18,7 +18,14 @@ from accelerate.utils import set_seed
 from torch import nn
 from transformers import AutoConfig
 
-from recipe.checkpoint import RunState, Trained, clean_checkpoints, find_best, load_checkpoint, record_config
+from recipe.checkpoint import (
+    CheckpointContents,
+    RunState,
+    clean_checkpoints,
+    find_best,
+    load_checkpoint,
+    record_config,
+)
 from recipe.config import TrainConfig
 from recipe.data.batches import TrainBatches, TrainOrder, read_rows
 from recipe.data.cache import Known, prepare_text
@@ -44,6 +51,7 @@ from recipe.hardware.processes import (
 from recipe.hardware.sharding import USE_FSDP
 from recipe.hardware.trial import SMALLER_NAME, read_smaller, try_micro_batch
 from recipe.launcher import count_local_processes
+from recipe.metrics import METRICS_NAME
 from recipe.model.build import build_model_config, model_options, translate_dropout
 from recipe.model.files import new_files, tuned_files
 from recipe.model.loss import LanguageModelingLoss
@@ -53,7 +61,6 @@ from recipe.optim.optimizers import check_optimizer
 from recipe.optim.schedule import OPTIONS
 from recipe.publish.download import download_checkpoint
 from recipe.publish.hub import DOWNLOAD_NAME, create_repository
-from recipe.publish.public import METRICS_NAME
 from recipe.run.decide import (
     ORIGIN_NAME,
     DataFacts,
@@ -107,23 +114,25 @@ def open_run(requested: TrainConfig, recipe: str) -> Start:
     sharding = start_processes()
 
     def look_and_claim() -> Start:
-        while not claim(start := decide_start(requested, recipe, look(requested, recipe, sharding))):
+        while not claim_folder(start := decide_start(requested, recipe, look(requested, recipe, sharding))):
             pass  # another process was faster: its folder looks different now
         return start
 
     start, state = on_main_process(look_and_claim), PartialState()
     facts = find_facts(device_of(state), state.num_processes, sharding=sharding)  # of this process, as its options
-    start = dataclasses.replace(start, requested=requested, around=dataclasses.replace(start.around, facts=facts))
+    start = dataclasses.replace(
+        start, requested=requested, surroundings=dataclasses.replace(start.surroundings, facts=facts)
+    )
     check_optimizer(requested, device_of(state))  # these three raise errors before text is prepared
     build_model_config(requested, 1, 0, start.source)
     load_tasks(requested.eval_tasks)
     return start
 
 
-def claim(start: Start) -> bool:
+def claim_folder(start: Start) -> bool:
     """Lock the folder of the run, unless it is no longer as it was, and prepare what the run begins with."""
     folder, requested = start.output_dir, start.requested
-    if not lock_output_dir(folder) or look_at_folder(folder) != start.around.folder:
+    if not lock_output_dir(folder) or look_at_folder(folder) != start.surroundings.folder:
         return False
     clean_checkpoints(folder)
     create_repository(requested)
@@ -134,7 +143,7 @@ def claim(start: Start) -> bool:
         download_checkpoint(resume.repo_id, resume.branch, resume.path, is_auto)
     if start.origin is None:
         (folder / ORIGIN_NAME).unlink(missing_ok=True)
-    elif start.origin != start.around.folder.origin:
+    elif start.origin != start.surroundings.folder.origin:
         (folder / ORIGIN_NAME).write_text(f"{start.origin}\n")
     return True
 
@@ -158,7 +167,7 @@ def open_dataset(start: Start) -> PackedDataset:
     return on_all_processes(lambda: open_datasets(directories, config.block_size, config.dataset_weights))
 
 
-def plan_run(start: Start, dataset: Any) -> Run:
+def resolve_run(start: Start, dataset: Any) -> Run:
     """Measure what is not known yet, and decide what the run does on this machine."""
     started_at, requested, device = time.perf_counter(), start.requested, device_of(PartialState())
     metadata, model = metadata_of(dataset), on_all_processes(lambda: describe_model(start, dataset))
@@ -205,16 +214,16 @@ def describe_model(start: Start, dataset: Any) -> ModelFacts:
     return ModelFacts(config, padded, saved, files, tuple(notes))
 
 
-def prepare(run: Run, accelerator: Accelerator, loss: LanguageModelingLoss) -> nn.Module:
+def wrap_module(run: Run, accelerator: Accelerator, loss: LanguageModelingLoss) -> nn.Module:
     """Return the module to train: compiled, with autocast, and in all processes the same."""
     wait_on_host()  # a machine may need long to download a model
     return parallelize(loss, run.config, accelerator, run.facts.sharding).train()
 
 
-def confirm_plan(run: Run, accelerator: Accelerator, module: nn.Module, optimizer: torch.optim.Optimizer) -> Run:
+def fit_micro_batch(run: Run, accelerator: Accelerator, module: nn.Module, optimizer: torch.optim.Optimizer) -> Run:
     """Register the optimizer. On a GPU, a trial step confirms that the plan's micro-batch fits, or makes it smaller.
 
-    The loop uses the optimizer itself. Accelerate's wrapper, which `prepare` registers, unscales gradients.
+    The loop uses the optimizer itself. Accelerate's wrapper, which `wrap_module` registers, unscales gradients.
     """
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]  # the schedule multiplies it
@@ -224,12 +233,12 @@ def confirm_plan(run: Run, accelerator: Accelerator, module: nn.Module, optimize
     return dataclasses.replace(run, plan=dataclasses.replace(run.plan, micro_batch_size=size))
 
 
-def load_state(run: Run, trained: Trained) -> RunState:
+def load_state(run: Run, contents: CheckpointContents) -> RunState:
     """Seed the random generators, load the checkpoint into everything that changes, and open the output folder."""
     set_seed(run.config.seed, device_specific=True)  # from here on, dropout differs between processes
     state, resume = RunState(), run.resume
     if resume is not None:
-        state = on_all_processes(lambda: load_checkpoint(resume.path, trained))
+        state = on_all_processes(lambda: load_checkpoint(resume.path, contents))
     if not run.continues:
         state.run_id = gather(uuid.uuid4().hex[:12])[0]
     if not run.continues or run.changes:

@@ -56,7 +56,7 @@ def main() -> None:
 def run_stages(args: argparse.Namespace) -> None:
     """Run the stages in their order, and write the result of each at once."""
     ends_at, table = time.monotonic() + 60 * args.minutes, []
-    for number, (name, seconds, command) in enumerate(list_stages(args), 1):
+    for number, (name, seconds, command) in enumerate(list_parts(args), 1):
         if args.stages and name not in args.stages:
             continue
         left, started_at = ends_at - time.monotonic(), time.monotonic()
@@ -78,7 +78,7 @@ def run_stages(args: argparse.Namespace) -> None:
         (args.output_dir / "table.txt").write_text("\n".join(table) + "\n")
 
 
-def list_stages(args: argparse.Namespace) -> list[tuple[str, int, list]]:
+def list_parts(args: argparse.Namespace) -> list[tuple[str, int, list]]:
     """Return (name, seconds that it should take, command) of each stage; two commands run side by side."""
     rows = args.rows
 
@@ -120,7 +120,7 @@ def run_stage(command: list, deadline: float) -> dict:
         return {"status": "; ".join(part["status"] for part in parts), "parts": parts}
     with tempfile.TemporaryDirectory() as folder:
         output_dir = ["--output_dir", f"{folder}/run"] if TRAIN in command else []
-        result = wait(start([*command, *output_dir]), deadline) | read_run(Path(folder, "run"))
+        result = wait(start([*command, *output_dir]), deadline) | read_results(Path(folder, "run"))
     if "--output_file" in command and (path := Path(command[command.index("--output_file") + 1])).is_file():
         result["entries"] = json.loads(path.read_text())["entries"]
     return result
@@ -138,7 +138,7 @@ def run_real(command: list[str], deadline: float) -> dict:
         if stopped["status"] != "done":
             return stopped
         resumed = wait(start([*command, "--output_dir", str(run), "--resume_from_checkpoint", "auto"]), deadline)
-        return {**resumed, "stopped": stopped, **read_run(run)}
+        return {**resumed, "stopped": stopped, **read_results(run)}
 
 
 def start(command: list[str]) -> subprocess.Popen:
@@ -160,7 +160,7 @@ def wait(process: subprocess.Popen, deadline: float, expected: int = 0) -> dict:
     return {"status": status, "output": output.splitlines()[-200:]}
 
 
-def read_run(run: Path) -> dict:
+def read_results(run: Path) -> dict:
     """Return the summary and the log of a run of recipe/train.py, if there is one."""
     found = {}
     if (run / "summary.json").is_file():

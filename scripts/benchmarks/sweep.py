@@ -22,10 +22,10 @@ from pathlib import Path
 import numpy as np
 
 from recipe.arguments import CommandLine, as_path, typed_names, unknown_option
+from recipe.charts import label_point, open_chart
 from recipe.config import OPTIONS
 from recipe.environment import describe_machine
 from recipe.errors import UserError, run_main
-from recipe.publish.curve import label_point, open_chart
 
 TRAIN = Path(__file__).resolve().parents[2] / "recipe" / "train.py"
 EVALUATION = ["--max_eval_samples", "all", "--eval_steps", "0", "--save_steps", "0", "--logging_steps", "10"]

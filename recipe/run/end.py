@@ -1,17 +1,13 @@
-"""How a run begins and ends: start table, profiler, export, summary.json, card and closing lines."""
+"""How a run ends: stopped by a signal, or finished with the model, summary.json, the card and closing lines."""
 
-import contextlib
 import json
 import math
 import re
 import textwrap
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Any
 
-import torch
-from accelerate.utils import ProfileKwargs
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
@@ -25,164 +21,25 @@ from recipe.checkpoint import (
     read_best,
 )
 from recipe.config import STANDARD_LIBRARY, TrainConfig
-from recipe.environment import describe_device
 from recipe.errors import UserError
-from recipe.hardware.choices import ONE_PER_CPU
-from recipe.hardware.devices import peak_memory_bytes, why_no_flash
-from recipe.hardware.memory import optimizer_bytes
+from recipe.hardware.devices import peak_memory_bytes
 from recipe.hardware.processes import on_main_process
-from recipe.model.size import count_heads, find_odd_size
+from recipe.metrics import SUMMARY_NAME, split_scores, with_nan, without_nan
 from recipe.model.weights import WEIGHTS_NAME, copy_weights
-from recipe.optim.schedule import describe_jump
 from recipe.publish.card import CARD_NAME, CURVE_NAME, write_model_card
-from recipe.publish.export import export_model
-from recipe.publish.public import SUMMARY_NAME, split_scores, stage_tokens, with_nan, without_nan
 from recipe.publish.uploads import HubUploads
-from recipe.run.decide import Run, has_stalled, is_over, measure_progress, time_share
-from recipe.run.facts import RunFacts
+from recipe.run.decide import Run, has_stalled
+from recipe.run.export import export_model
+from recipe.run.facts import RunFacts, list_stages
 from recipe.run.log import RunLog, describe_bits, describe_epoch
-from recipe.run.stop import EXIT_STOPPED, StopSignals, describe_signal, find_kill_warning
+from recipe.run.stop import EXIT_STOPPED, StopSignals, describe_signal
 
 STOP_SECONDS = 60.0  # for uploads after a signal: Slurm's batch files leave 300 s for all of the end
-PROFILED_STEPS = 3
-TRACE_NAME = "trace.json.gz"
 SUMMARIZED = (  # of `RunFacts`
     *("command", "num_processes", "mixed_precision", "dynamo_backend", "attn_implementation"),
     *("per_device_train_batch_size", "environment"),
 )
 SAME_LENGTH = 0.05  # share of the tokens by which a run may differ from the one that it is compared with
-
-
-def show_start(log: RunLog, facts: RunFacts, state: RunState, eval_rows: int) -> None:
-    """Print the table of the run, record its start, and say what a user would want to know before it starts.
-
-    eval_rows: validation rows per evaluation.
-    """
-    run, config, saved = log.run, log.config, log.run.saved
-    log.table(start_table(run, facts, state, log.device, eval_rows))
-    before = saved.mixed_precision if saved else None
-    values = {"precision_before": before, **asdict(facts)}
-    log.event("start", state.step, run_id=state.run_id, tokens_seen=state.tokens, **values)
-    if before not in (None, config.mixed_precision):
-        log.say(f"warning: the precision changes from {before} to {config.mixed_precision} at step {state.step:,}")
-    if (found := find_odd_size(run.model.config)) and not config.model_name_or_path:
-        log.say(f"warning: {found}")
-    if config.hub_model_id and not config.push_to_hub:
-        log.say("warning: --hub_model_id alone uploads nothing; add --push_to_hub")
-    if is_over(run, state):
-        was_stopped = has_stalled(state, config.early_stopping_patience)
-        log.say(f"stopped early after {state.step:,} steps" if was_stopped else f"all {state.step:,} steps are done")
-        return
-    state_bytes = 4 * facts.model.num_parameters + optimizer_bytes(run.model.config, config.optim)
-    if warning := on_main_process(lambda: find_kill_warning(run.output_dir, state_bytes)):
-        log.say(f"warning: {warning}")
-    if config.dynamo_backend == "inductor":
-        log.say("compiling; the first step takes a minute or more")
-    if run.changes:
-        log.schedule(state.step, run.changes)
-    if saved:
-        progress = saved.state.progress, measure_progress(run.schedule, state)
-        if jump := describe_jump(saved.schedule, run.schedule, state.examples, *progress):
-            log.say(jump)
-
-
-def start_table(run: Run, facts: RunFacts, state: RunState, device: torch.device, eval_rows: int) -> dict[str, str]:
-    """Return the table printed before the first step: {label: text}."""
-    config, num_processes, model = run.config, facts.num_processes, facts.model
-    devices = describe_device(device)
-    if device.type == "cpu":
-        processes = f"{_plural(num_processes, 'process', 'es')} of " if num_processes > 1 else ""
-        devices += f", {processes}{_plural(torch.get_num_threads(), 'thread')}"
-    elif num_processes > 1:
-        devices = f"{num_processes} x {devices}"
-    rows = {name: split["rows"] for name, split in facts.data.splits.items()}
-    data = f"{facts.data.source}: "
-    if config.streaming:
-        data += f"streamed in rows of {config.block_size:,} tokens"
-    else:
-        data += f"{rows['train']:,} training rows of {config.block_size:,} tokens"
-    shown = {"layout": "DDP: every process holds the whole model and its state"} if num_processes > 1 else {}
-    shown |= {
-        label: f"{choice.value}: {choice.reason}"
-        for label, choice in run.choices.items()
-        if choice.reason != ONE_PER_CPU
-    }
-    if device.type == "cuda" and config.matmul_precision != "highest":
-        shown["precision"] += f"; {'TF32' if config.matmul_precision == 'high' else 'bf16'} for fp32 matmuls"
-    if device.type == "cuda" and config.attn_implementation == "sdpa":
-        shapes = *count_heads(run.model.config), config.block_size
-        reason = why_no_flash(device, config.mixed_precision, *shapes)
-        shown["attention"] += f"; no flash kernel ({reason})" if reason else "; flash kernels, no mask"
-    if config.deterministic:
-        shown["precision"] += "; deterministic algorithms"
-    rate = f"{config.optim}, learning rate {config.learning_rate:g}"
-    arguments = ", ".join(f"{key} {value}" for key, value in (config.lr_scheduler_kwargs or {}).items())
-    rate += f"; {config.lr_scheduler_type}" + f" ({arguments})" * bool(arguments)
-    padded = -(-model.vocab_size // config.pad_vocab_to_multiple_of) * config.pad_vocab_to_multiple_of
-    padding = f" padded to {padded:,}" if padded > model.vocab_size else ""
-    table = {
-        "recipe": f"{facts.recipe}, output in {run.output_dir}"
-        + (f", resumed from {run.resume.path}" if run.resume else ""),
-        "device": devices,
-        **shown,
-        "memory": run.plan.describe(),
-        "model": f"{model.architecture}, {model.num_parameters:,} parameters, vocabulary "
-        f"{model.vocab_size:,}{padding}, {model.n_positions:,} positions"
-        + (f", weights from {config.model_name_or_path}" if config.model_name_or_path and not run.resume else ""),
-        "data": f"{data}; {eval_rows:,} of {rows['validation']:,} validation rows per evaluation",
-        "batch": f"{config.global_batch_size} sequences ({config.tokens_per_step:,} tokens) per step: "
-        f"{_plural(num_processes, 'process', 'es')} x "
-        f"{_plural(facts.gradient_accumulation_steps, 'micro-batch', 'es')} x "
-        f"{_plural(run.plan.micro_batch_size, 'sequence')}",
-        "optimizer": rate,
-        "run": _describe_length(run, state),
-    }
-    if len(facts.stages) > 1:
-        parts = [
-            f"{of['source']} from step {of['step']:,}, {of['tokens']:,} tokens" for of in list_stages(facts, state)
-        ]
-        table["stages"] = "; ".join(parts)
-    table |= {"changes": "; ".join(run.model.notes)} if run.model.notes else {}  # to the model that is fine-tuned
-    return table | ({"hub": f"{config.hub_model_id}, {config.hub_strategy}"} if config.push_to_hub else {})
-
-
-def _describe_length(run: Run, state: RunState) -> str:
-    config = run.config
-    limit = "" if config.max_minutes is None else f"{config.max_minutes:g} minute{'s' * (config.max_minutes != 1)}"
-    warmup = _plural(run.schedule.num_warmup_steps, "warm-up step")
-    if 0 < config.warmup_steps < 1:
-        warmup = f"{config.warmup_steps:.0%} of it warm-up"
-    if limit and state.step and len(state.stages) == 1 and (seen := describe_epoch(run, state)):
-        limit += f", which is about {seen['epoch'] / time_share(run.schedule, state):.1f} epochs at the speed so far"
-    if config.max_steps is None or run.schedule.num_examples is None:
-        return f"as many steps as fit into {limit}, {warmup}"
-    num_tokens = state.tokens + (run.schedule.num_examples - state.examples) * config.block_size
-    text = f"{_plural(config.max_steps, 'step')} = {num_tokens:,} tokens, "
-    epochs = run.count_epochs(run.schedule.num_examples - state.stage.examples).items()
-    new = " of the new data" * (len(state.stages) > 1)
-    text += "".join(f"{count:.2f} epochs{f' of {name}' if name else new}, " for name, count in epochs)
-    return text + warmup + (f"; fewer if they take longer than {limit}" if limit else "")
-
-
-def build_profiler(run: Run, log: RunLog) -> contextlib.AbstractContextManager:
-    """Return a context manager whose value is None, or a profiler that wants its `step` called after every step.
-
-    It profiles three steps of the main process. Perfetto and chrome://tracing show the trace, which is in the run's
-    folder. Writing it, which takes seconds, is kept out of the speed.
-    """
-    after, accelerator = run.config.profile, log.accelerator
-    if after is None or not accelerator.is_main_process:
-        return contextlib.nullcontext()
-
-    def show(found: torch.profiler.profile) -> None:
-        with log.paused():
-            found.export_chrome_trace(str(run.output_dir / TRACE_NAME))
-            key = f"self_{'cuda' if accelerator.device.type == 'cuda' else 'cpu'}_time_total"
-            table = found.key_averages().table(sort_by=key, row_limit=15, max_name_column_width=30)
-            log.say(f"{table}\nat most {PROFILED_STEPS} steps; trace: {run.output_dir / TRACE_NAME}")
-
-    periods = {"wait": after - 1, "warmup": 1, "active": PROFILED_STEPS, "repeat": 1}
-    return accelerator.profile(ProfileKwargs(schedule_option=periods, on_trace_ready=show))
 
 
 def stop_run(log: RunLog, uploads: HubUploads, state: RunState, signals: StopSignals, saved: bool) -> int:
@@ -234,7 +91,7 @@ def finish_run(
         except UserError:
             log.list_failures()
             raise
-        summary = write_results(log, build_summary(log, state, facts, evaluation, step))
+        summary = write_summary(log, build_summary(log, state, facts, evaluation, step))
         mark_resumable(False)
         if log.laps:
             log.show_record()
@@ -298,12 +155,12 @@ def was_capped(run: Run, state: RunState) -> bool:
     both = run.config.max_minutes and run.requested.num_train_epochs
     return (
         bool(both)
-        and "num_train_epochs" not in run.around.typed
+        and "num_train_epochs" not in run.surroundings.typed_options
         and state.examples >= (run.schedule.num_examples or math.inf)
     )
 
 
-def write_results(log: RunLog, values: dict[str, Any]) -> dict[str, Any]:
+def write_summary(log: RunLog, values: dict[str, Any]) -> dict[str, Any]:
     """Write summary.json, which appears only when it is complete, and the model card. Returns the summary.
 
     A run that had no step left to do keeps what it has, and writes what an earlier start did not get to write.
@@ -387,7 +244,8 @@ def closing_lines(run: Run, summary: dict[str, Any], sample: str | None, state: 
     last = state.evaluations[state.step]["loss"]
     overfits = min(state.losses.values(), default=last) < last or was_capped(run, state)
     if start.is_dir() and not overfits and not has_stalled(state, config.early_stopping_patience):
-        is_own = not config.max_minutes or "num_train_epochs" in run.around.typed  # and not the recipe's limit
+        # Not the recipe's limit, which fits its minutes.
+        is_own = not config.max_minutes or "num_train_epochs" in run.surroundings.typed_options
         epochs = run.requested.num_train_epochs if is_own else None
         length = {"num_train_epochs": epochs, "max_minutes": config.max_minutes}
         length = {name: f"{2 * value:g}" for name, value in length.items() if value}
@@ -400,12 +258,6 @@ def closing_lines(run: Run, summary: dict[str, Any], sample: str | None, state: 
         lines += ["  your text  accelerate launch recipe/train.py --train_file TEXT.txt"]
         lines += ["  GPT-2 124M see README.md, Where to start"]
     return "\n".join(lines)
-
-
-def list_stages(facts: RunFacts, state: RunState) -> list[dict[str, Any]]:
-    """Return the parts of the run with the tokens of each."""
-    stages = [asdict(stage) for stage in facts.stages]
-    return [of | {"tokens": own} for of, own in zip(stages, stage_tokens(stages, state.tokens), strict=True)]
 
 
 def compare_with_expected(config: TrainConfig, metadata: dict[str, Any], num_tokens: int, loss: float) -> str | None:
@@ -432,7 +284,3 @@ def compare_with_expected(config: TrainConfig, metadata: dict[str, Any], num_tok
         verdict = f"after {found}, so the two do not compare"
     known = f"{expected['value']:g} +/- {tolerance:g} ({expected['source']})"
     return f"Expected validation loss on {expected['dataset']}: {known}. This run: {loss:.3f}, {verdict}."
-
-
-def _plural(count: int, word: str, ending: str = "s") -> str:
-    return f"{count:,} {word}" + (ending if count != 1 else "")

@@ -1,0 +1,33 @@
+"""--profile: what three steps of the run are made of."""
+
+import contextlib
+
+import torch
+from accelerate.utils import ProfileKwargs
+
+from recipe.run.decide import Run
+from recipe.run.log import RunLog
+
+PROFILED_STEPS = 3
+TRACE_NAME = "trace.json.gz"
+
+
+def build_profiler(run: Run, log: RunLog) -> contextlib.AbstractContextManager:
+    """Return a context manager whose value is None, or a profiler that wants its `step` called after every step.
+
+    It profiles three steps of the main process. Perfetto and chrome://tracing show the trace, which is in the run's
+    folder. Writing it, which takes seconds, is kept out of the speed.
+    """
+    after, accelerator = run.config.profile, log.accelerator
+    if after is None or not accelerator.is_main_process:
+        return contextlib.nullcontext()
+
+    def show(found: torch.profiler.profile) -> None:
+        with log.paused():
+            found.export_chrome_trace(str(run.output_dir / TRACE_NAME))
+            key = f"self_{'cuda' if accelerator.device.type == 'cuda' else 'cpu'}_time_total"
+            table = found.key_averages().table(sort_by=key, row_limit=15, max_name_column_width=30)
+            log.say(f"{table}\nat most {PROFILED_STEPS} steps; trace: {run.output_dir / TRACE_NAME}")
+
+    periods = {"wait": after - 1, "warmup": 1, "active": PROFILED_STEPS, "repeat": 1}
+    return accelerator.profile(ProfileKwargs(schedule_option=periods, on_trace_ready=show))
