@@ -72,11 +72,11 @@ class CommandLine(argparse.ArgumentParser):
     def parse_args(
         self, args: list[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        typed = underscored(sys.argv[1:] if args is None else args)
-        found, unknown = self.parse_known_args(typed, namespace or argparse.Namespace())
+        words = underscored(sys.argv[1:] if args is None else args)
+        parsed, unknown = self.parse_known_args(words, namespace or argparse.Namespace())
         if unknown:
             raise UserError(unknown_option(unknown[0], [action.dest for action in self._actions]))
-        return found
+        return parsed
 
     def _parse_optional(self, arg_string: str) -> Any:
         # argparse takes every word that begins with a dash for an option: `---` and `-Hello` are values.

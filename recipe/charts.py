@@ -20,7 +20,7 @@ DARK |= {"blue": "#4493f8", "orange": "#f0883e", "gray": "#8b949e"}
 def name_parts(events: list[dict[str, Any]]) -> dict[str, str]:
     """Return the ids of the datasets of a mixture, or their keys, by their keys in the events of the run."""
     start = next((event for event in events if event["event"] == "start"), {})
-    return {key: of.get("dataset_id") or key for key, of in start.get("data", {}).get("mixture", {}).items()}
+    return {key: part.get("dataset_id") or key for key, part in start.get("data", {}).get("mixture", {}).items()}
 
 
 def save_loss_chart(events: list[dict[str, Any]], path: Path, title: str, dark: bool = False) -> None:
@@ -29,8 +29,8 @@ def save_loss_chart(events: list[dict[str, Any]], path: Path, title: str, dark: 
     The first 2% of the tokens are cut off where they would take more than half of the height.
     """
 
-    def points_of(found: list[dict[str, Any]]) -> list[tuple[float, float]]:
-        return [(event["tokens_seen"], event["loss"]) for event in found if event["loss"] is not None]
+    def points_of(chosen: list[dict[str, Any]]) -> list[tuple[float, float]]:
+        return [(event["tokens_seen"], event["loss"]) for event in chosen if event["loss"] is not None]
 
     evaluations = [event for event in events if event["event"] == "eval"]
     train, validation = points_of([event for event in events if event["event"] == "train"]), points_of(evaluations)
@@ -86,13 +86,13 @@ def open_chart(
         figure = Figure((WIDTH, height), DPI, facecolor=colors["page"], layout=layout)
         figure.text(0.02, 1 - 0.2 / height, title, size=19, weight="bold", va="top")
         figure.text(0.02, 1 - 0.58 / height, subtitle, color=colors["muted"], va="top")
-        found = figure.subplots(1, columns, sharey=True, subplot_kw={"facecolor": colors["page"]})
+        subplots = figure.subplots(1, columns, sharey=True, subplot_kw={"facecolor": colors["page"]})
         for axes in figure.axes:
             axes.spines[:].set_visible(False)
             axes.tick_params(length=0, colors=colors["muted"])
             axes.locator_params(axis="x", nbins=4)
             axes.xaxis.set_major_formatter(_short)
-        yield found, colors
+        yield subplots, colors
         figure.savefig(path, format="png", pil_kwargs={"optimize": True})
 
 

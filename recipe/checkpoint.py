@@ -108,7 +108,7 @@ class RunState:
         if self.step == self.stage.step:
             self.initial = {key: value for key, value in values.items() if key not in ("sample", "mixture")}
             # Of each dataset of a mixture.
-            self.initial["num_rows"] = max(of["num_rows"] for of in values.get("mixture", {"": values}).values())
+            self.initial["num_rows"] = max(part["num_rows"] for part in values.get("mixture", {"": values}).values())
 
 
 SAVED = tuple(name for name in RunState.__dataclass_fields__ if name not in ("saved_step", "evaluations"))
@@ -157,11 +157,11 @@ def list_checkpoints(output_dir: Path) -> list[Path]:
 
     If a process was killed while replacing one, the old one is listed by its hidden name until `clean_checkpoints`.
     """
-    found = {}
+    paths = {}
     for path in sorted(output_dir.glob("*checkpoint-*")):  # a hidden name comes before the other
         if (name := re.fullmatch(r"checkpoint-(\d+)|\.checkpoint-(\d+)\.replaced", path.name)) and path.is_dir():
-            found[int(name[1] or name[2])] = path
-    return [found[step] for step in sorted(found)]
+            paths[int(name[1] or name[2])] = path
+    return [paths[step] for step in sorted(paths)]
 
 
 def checkpoint_step(directory: Path) -> int:
@@ -306,7 +306,7 @@ def read_state(directory: Path) -> SavedState:
 
 def load_checkpoint(directory: Path, contents: CheckpointContents) -> RunState:
     """Load a checkpoint into everything that changes. Returns the run's state."""
-    found, optimizer, device = read_state(directory), contents.optimizer, contents.accelerator.device
+    loaded, optimizer, device = read_state(directory), contents.optimizer, contents.accelerator.device
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     try:
         load_weights(contents.model, directory, contents.model_config.vocab_size)
@@ -323,14 +323,14 @@ def load_checkpoint(directory: Path, contents: CheckpointContents) -> RunState:
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["initial_lr"] = rate  # this run's, not the checkpoint's
         contents.guard.counts = saved["guard"].to(device)
-        if contents.accelerator.scaler is not None and found.scaler:
-            contents.accelerator.scaler.load_state_dict(found.scaler)
+        if contents.accelerator.scaler is not None and loaded.scaler:
+            contents.accelerator.scaler.load_state_dict(loaded.scaler)
         rng = torch.load(directory / RNG_NAME, weights_only=True)
         if contents.accelerator.process_index in rng:  # additional processes keep their fresh seed
             set_rng_state(rng[contents.accelerator.process_index], device)
     except Exception as error:  # a file of another version or shape: each reader raises its own
         raise _damaged(directory, error) from error
-    return found.state
+    return loaded.state
 
 
 def _damaged(directory: Path, error: Exception) -> UserError:

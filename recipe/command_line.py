@@ -103,11 +103,11 @@ class TrainParser(CommandLine, HfArgumentParser):
 
     def read(self, words: list[str]) -> dict[str, Any]:
         """Return the options on a command line. Raises `UserError`."""
-        found, spelled, values = vars(self.parse_args(words)), typed_names(words), {}
-        for option in {ALIASES.get(name, name) for name in spelled} & found.keys():
+        parsed, spelled, values = vars(self.parse_args(words)), typed_names(words), {}
+        for option in {ALIASES.get(name, name) for name in spelled} & parsed.keys():
             if len(names := sorted(name for name in spelled if ALIASES.get(name, name) == option)) > 1:
                 raise UserError(f"{' and '.join(names)} set the same option; keep only one of them")
-            values[option] = found[option]
+            values[option] = parsed[option]
         return check_length(values)
 
 
@@ -153,12 +153,12 @@ def parse_mapping(key: str, text: str) -> dict[str, Any]:
 
 def as_numbers(mapping: dict[str, Any]) -> dict[str, Any]:
     """Turn values such as `1e-5`, which YAML 1.1 reads as text, into numbers."""
-    found = dict(mapping)
+    numbers = dict(mapping)
     for name, value in mapping.items():
         if isinstance(value, str):
             with contextlib.suppress(ValueError):
-                found[name] = float(value)
-    return found
+                numbers[name] = float(value)
+    return numbers
 
 
 def check_length(values: dict[str, Any]) -> dict[str, Any]:
@@ -170,8 +170,8 @@ def check_length(values: dict[str, Any]) -> dict[str, Any]:
         values = {name: value for name, value in values.items() if name != "max_steps"}
     steps, epochs = values.get("max_steps"), values.get("num_train_epochs")
     if steps and epochs:
-        found = f"max_steps {steps} and num_train_epochs {epochs:g}"
-        raise UserError(f"{found} both set the length of the run; keep only one of them")
+        problem = f"max_steps {steps} and num_train_epochs {epochs:g}"
+        raise UserError(f"{problem} both set the length of the run; keep only one of them")
     return values
 
 
@@ -183,9 +183,9 @@ def load_config(argv: list[str] | None = None) -> tuple[TrainConfig, str]:
     """
     parser = TrainParser()
     words = sys.argv[1:] if argv is None else argv
-    typed = parser.read([word for word in words if word not in ("-h", "--help")])
-    recipe = typed.pop("config", None) or ("gpt2_finetune" if "model_name_or_path" in typed else "demo")
-    values = merge(load_yaml(recipe), typed)
+    typed_values = parser.read([word for word in words if word not in ("-h", "--help")])
+    recipe = typed_values.pop("config", None) or ("gpt2_finetune" if "model_name_or_path" in typed_values else "demo")
+    values = merge(load_yaml(recipe), typed_values)
     if {"-h", "--help"} & {*words}:
         parser.set_defaults(config=recipe, **values)
         parser.print_help()
@@ -216,7 +216,7 @@ def load_yaml(recipe: str) -> dict[str, Any]:
         raise UserError(f"there is no recipe {'file ' * is_file}'{recipe}'; {hint} (recipes: {', '.join(RECIPES)})")
     try:
         text = path.read_text(encoding="utf-8")
-        content, typed = yaml.load(text, TextLoader), yaml.safe_load(text)
+        content, yaml_values = yaml.load(text, TextLoader), yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{recipe} is not valid YAML: {one_line(error)!r}") from error
     if not isinstance(content, dict):
@@ -235,29 +235,29 @@ def load_yaml(recipe: str) -> dict[str, Any]:
         for name, value in content.items():
             if (option := ALIASES.get(name) or name) in values:
                 raise UserError(f"two lines set {option}; keep only one of them")
-            values[option] = read_value(name, value, typed.get(name))
+            values[option] = read_value(name, value, yaml_values.get(name))
         values = check_length(values)
     except UserError as error:
         raise UserError(f"{recipe}: {error}") from error
     for name in ("hub_private_repo", "load_best_model_at_end") if path.name == CONFIG_NAME else ():
-        if typed.get(name) is False:  # and not a text: written by runs whose option had this default
+        if yaml_values.get(name) is False:  # and not a text: written by runs whose option had this default
             del values[name]
     return values
 
 
-def read_value(name: str, value: Any, typed: Any) -> Any:
-    """Convert an option of a recipe. value: its text. typed: the same as YAML types it. Raises `UserError`."""
+def read_value(name: str, value: Any, yaml_value: Any) -> Any:
+    """Convert an option of a recipe. value: its text. yaml_value: the same as YAML types it. Raises `UserError`."""
     if value is None:
         return None
-    if isinstance(typed, dict) and name in MAPPINGS and all(isinstance(key, str) for key in typed):
-        return as_numbers(typed)
+    if isinstance(yaml_value, dict) and name in MAPPINGS and all(isinstance(key, str) for key in yaml_value):
+        return as_numbers(yaml_value)
     items = value if isinstance(value, list) and name in LISTS else [value]
     if any(item is None or isinstance(item, (list, dict, set)) for item in items):
         what = "a list of single values" if name in LISTS else "a single value"
         what = f"a mapping such as {MAPPINGS[name]}" if name in MAPPINGS else what
-        raise UserError(f"{name} must be {what}, got {typed}")
-    found = [parse_value(name, str(item)) for item in items]
-    return found if name in LISTS else found[0]
+        raise UserError(f"{name} must be {what}, got {yaml_value}")
+    values = [parse_value(name, str(item)) for item in items]
+    return values if name in LISTS else values[0]
 
 
 def fetch_recipe(repo_id: str, revision: str | None) -> Path:
@@ -275,7 +275,7 @@ def fetch_recipe(repo_id: str, revision: str | None) -> Path:
         raise UserError(f"cannot read the training_config.yaml of {where}: {reason}") from error
 
 
-def merge(recipe: dict[str, Any], typed: dict[str, Any]) -> dict[str, Any]:
+def merge(recipe: dict[str, Any], typed_values: dict[str, Any]) -> dict[str, Any]:
     """Return the recipe's values and the typed ones, without recipe values that the typed ones make meaningless."""
     values = dict(recipe)
 
@@ -283,59 +283,60 @@ def merge(recipe: dict[str, Any], typed: dict[str, Any]) -> dict[str, Any]:
         for name in names:
             values.pop(name, None)
 
-    sources = set(DATA_SOURCES) & typed.keys()
+    sources = set(DATA_SOURCES) & typed_values.keys()
     if sources and not any(is_missing(values.get(name)) for name in sources):  # else it is the recipe's own text
         if set(DATA_SOURCES) & values.keys():
             drop("max_eval_samples")  # chosen for the recipe's own text
         drop(*DATA_SOURCES, *TEXT_OPTIONS, "dataset_weights")
-    if typed.get("lr_scheduler_type", values.get("lr_scheduler_type")) != values.get("lr_scheduler_type"):
+    if typed_values.get("lr_scheduler_type", values.get("lr_scheduler_type")) != values.get("lr_scheduler_type"):
         drop("lr_scheduler_kwargs")
-    if any(name in typed and not is_missing(values.get(name)) for name in OTHER_LOSS):
+    if any(name in typed_values and not is_missing(values.get(name)) for name in OTHER_LOSS):
         drop("expected_loss")
-    if typed.get("optim", "muon") != "muon" and values.get("optim") == "muon":
+    if typed_values.get("optim", "muon") != "muon" and values.get("optim") == "muon":
         drop("learning_rate", "weight_decay")  # chosen for Muon
     model_type = values.get("model_type", "gpt2")
-    if typed.get("model_type", model_type) != model_type and "model_name_or_path" not in typed:
+    if typed_values.get("model_type", model_type) != model_type and "model_name_or_path" not in typed_values:
         drop("config_overrides")  # they were for another model type
-    if typed.get("streaming") and "max_minutes" in values:
+    if typed_values.get("streaming") and "max_minutes" in values:
         drop("num_train_epochs")  # of a stream, they are not known
-    _merge_length(values, typed)
+    _merge_length(values, typed_values)
     overrides = values.get("config_overrides") or {}
-    if "model_name_or_path" in typed:  # the model's shape and vocabulary replace the recipe's; dropout stays
+    if "model_name_or_path" in typed_values:  # the model's shape and vocabulary replace the recipe's; dropout stays
         overrides = {key: value for key, value in overrides.items() if key.endswith(("_pdrop", "dropout"))}
         drop("tokenizer_vocab_size")
-    overrides = overrides | typed.get("config_overrides", {})  # typed values join the recipe's
-    values |= typed
+    overrides = overrides | typed_values.get("config_overrides", {})  # typed values join the recipe's
+    values |= typed_values
     values["config_overrides"] = overrides or None
     for other in ("tokenizer_name", "dataset_dir"):
-        if {"tokenizer_vocab_size", other} <= typed.keys():
+        if {"tokenizer_vocab_size", other} <= typed_values.keys():
             raise UserError(f"--tokenizer_vocab_size trains a tokenizer, but --{other} has one; pass only one of them")
-    rows, times = typed.get("per_device_train_batch_size"), typed.get("gradient_accumulation_steps")
-    if isinstance(rows, int) and times and "global_batch_size" not in typed:  # as every Trainer user expects
+    rows, times = typed_values.get("per_device_train_batch_size"), typed_values.get("gradient_accumulation_steps")
+    if isinstance(rows, int) and times and "global_batch_size" not in typed_values:  # as every Trainer user expects
         values["global_batch_size"] = rows * times * count_processes()
         values["gradient_accumulation_steps"] = None  # derived, also when the run resumes on other devices
-    if "model_name_or_path" in typed and "block_size" not in typed:
-        path, default = Path(typed["model_name_or_path"], "config.json"), int(_number("block_size", values))
+    if "model_name_or_path" in typed_values and "block_size" not in typed_values:
+        path, default = Path(typed_values["model_name_or_path"], "config.json"), int(_number("block_size", values))
         positions = (_read_number(path, name, default) for name in ("n_positions", "max_position_embeddings"))
         values["block_size"] = min(*positions, default)
     return values
 
 
-def _merge_length(values: dict[str, Any], typed: dict[str, Any]) -> None:
+def _merge_length(values: dict[str, Any], typed_values: dict[str, Any]) -> None:
     """Let a typed length of the run replace the recipe's. values: of the recipe, changed in place."""
     steps, warmup = _number("max_steps", values), _number("warmup_steps", values)
     if values.get("max_steps") is None and {"num_train_epochs", "max_minutes"} & values.keys():
         steps = 0  # unknown
-    lengths = {"max_steps", "num_train_epochs", "max_minutes"} & typed.keys()
+    lengths = {"max_steps", "num_train_epochs", "max_minutes"} & typed_values.keys()
     most = values.get("num_train_epochs") if lengths == {"max_minutes"} <= values.keys() else None
     if lengths:
         for name in ("max_steps", "num_train_epochs", "max_minutes"):
             values.pop(name, None)
     if most:  # typed minutes replace the recipe's, not the epochs that are enough
         values["num_train_epochs"] = most
-    if lengths - {"max_minutes"} and 1 <= warmup < steps and typed.get("max_steps", 0) < steps:
+    if lengths - {"max_minutes"} and 1 <= warmup < steps and typed_values.get("max_steps", 0) < steps:
         values["warmup_steps"] = warmup / steps  # a shorter run warms up for the same share of its steps
-    if "max_steps" not in typed and ({"num_train_epochs", "max_minutes"} & (typed.keys() | values.keys())):
+    has_other_length = {"num_train_epochs", "max_minutes"} & (typed_values.keys() | values.keys())
+    if "max_steps" not in typed_values and has_other_length:
         values.setdefault("max_steps", None)
 
 

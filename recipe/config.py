@@ -368,9 +368,9 @@ def require(ok: object, message: str) -> None:
 
 def check_rules(config: TrainConfig) -> None:
     """Raise `UserError` for options that require or exclude each other."""
-    given = [f"--{name}" for name in DATA_SOURCES if getattr(config, name) is not None]
+    named = [f"--{name}" for name in DATA_SOURCES if getattr(config, name) is not None]
     sources = "--dataset_dir (a packed dataset), --train_file and --dataset_name (text to prepare)"
-    require(len(given) == 1, f"pass exactly one of {sources}; found {' and '.join(given) or 'none'}")
+    require(len(named) == 1, f"pass exactly one of {sources}; found {' and '.join(named) or 'none'}")
     if config.dataset_dir is not None:
         changed = [name for name in TEXT_OPTIONS if getattr(config, name) != OPTIONS[name].default]
         reason = "cannot be combined with --dataset_dir, whose text is already prepared"
@@ -396,21 +396,23 @@ def check_rules(config: TrainConfig) -> None:
     check_schedule(config)
     resumes = config.resume_from_checkpoint
     if str(resumes).lower() in ("true", "false"):  # Trainer's
-        found = f"--resume_from_checkpoint {resumes} names no folder"
-        raise UserError(f"{found}; pass latest (the newest checkpoint in --output_dir), auto or a folder, or omit it")
+        problem = f"--resume_from_checkpoint {resumes} names no folder"
+        raise UserError(
+            f"{problem}; pass latest (the newest checkpoint in --output_dir), auto or a folder, or omit it"
+        )
     message = f"--resume_from_checkpoint {resumes} requires the --output_dir of the run to resume"
     require(resumes not in ("latest", "auto") or config.output_dir is not None, message)
     evaluates = config.early_stopping_patience is None or config.eval_steps > 0
     require(evaluates, "--early_stopping_patience requires --eval_steps greater than 0")
     parse_tasks(config.eval_tasks)
-    if (found := config.expected_loss) is not None:
-        texts = [found.get(key) for key in EXPECTED_LOSS[3:]]  # the end of the run prints them
+    if (loss := config.expected_loss) is not None:
+        texts = [loss.get(key) for key in EXPECTED_LOSS[3:]]  # the end of the run prints them
         is_valid = all(isinstance(text, str) and text.isprintable() for text in texts)
-        is_valid = is_valid and set(found) - {"content_sha256"} == set(EXPECTED_LOSS)
-        numbers = [found.get(key) for key in EXPECTED_LOSS[:3]]
+        is_valid = is_valid and set(loss) - {"content_sha256"} == set(EXPECTED_LOSS)
+        numbers = [loss.get(key) for key in EXPECTED_LOSS[:3]]
         is_valid = is_valid and all(isinstance(number, (int, float)) and number > 0 for number in numbers)
         expected = f"{', '.join(EXPECTED_LOSS)}: three positive numbers, and two printable texts"
-        require(is_valid, f"expected_loss must have {expected}; got {found}")
+        require(is_valid, f"expected_loss must have {expected}; got {loss}")
     require(config.hub_model_id or not config.push_to_hub, "--push_to_hub requires --hub_model_id user/name")
     try:
         config.sample_prompt.encode("utf-8")
@@ -454,13 +456,13 @@ def check_schedule(config: TrainConfig) -> None:
         )
 
 
-def parse_tasks(given: list[str] | None) -> dict[str, str | None]:
+def parse_tasks(items: list[str] | None) -> dict[str, str | None]:
     """`["hellaswag=val.jsonl,lambada"]` -> {"hellaswag": "val.jsonl", "lambada": None}; None stands for the Hub.
 
     Raises `UserError` for an unknown or repeated task.
     """
     tasks: dict[str, str | None] = {}
-    for item in ",".join(given or []).split(",") if given else []:
+    for item in ",".join(items or []).split(",") if items else []:
         name, has_file, path = item.strip().partition("=")
         if name not in EVAL_TASKS:
             hint = did_you_mean(name, EVAL_TASKS, otherwise="separate tasks with commas")

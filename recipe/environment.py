@@ -51,7 +51,7 @@ def read_cpu_quotas(root: Path = CGROUPS, own: Path = OWN_CGROUPS) -> list[float
 
 def read_cgroups(controller: str, name: str, root: Path = CGROUPS, own: Path = OWN_CGROUPS) -> list[str]:
     """Return what a file says in this process's control groups, v1 or v2, the innermost first: container, job, ..."""
-    found = []
+    texts = []
     for line in own.read_text().splitlines() if own.is_file() else ():
         number, controllers, group = line.split(":", 2)  # "4:cpu,cpuacct:/docker/1f", or "0::/user.slice/x.scope" (v2)
         if number == "0" or controller in controllers.split(","):
@@ -60,8 +60,8 @@ def read_cgroups(controller: str, name: str, root: Path = CGROUPS, own: Path = O
             # A container may see the name that its group has outside, and itself as the top.
             folders = [top / group.lstrip("/"), *(top / group.lstrip("/")).parents]
             folders = folders[: folders.index(top) + 1]
-            found += [path.read_text().strip() for folder in folders if (path := folder / name).is_file()]
-    return found
+            texts += [path.read_text().strip() for folder in folders if (path := folder / name).is_file()]
+    return texts
 
 
 def cache_dir() -> Path:
@@ -120,14 +120,14 @@ def describe_environment(device: "torch.device") -> dict[str, str | int | None]:
 
 def find_nvidia_driver() -> str | None:
     """Return the version of the loaded NVIDIA driver, or None. WSL shows it only through nvidia-smi."""
-    if found := _find(r"(\d+\.\d+(?:\.\d+)?)", Path("/proc/driver/nvidia/version")):
-        return found
+    if version := _find(r"(\d+\.\d+(?:\.\d+)?)", Path("/proc/driver/nvidia/version")):
+        return version
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
+        version = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
     except (OSError, subprocess.SubprocessError):  # no driver, or a broken one
         return None
-    return found.split()[0] if found.strip() else None
+    return version.split()[0] if version.strip() else None
 
 
 def describe_machine(environment: dict[str, Any]) -> str:
@@ -159,5 +159,5 @@ def find_commit() -> str | None:
 
 def _find(pattern: str, path: Path) -> str | None:
     """Return the first group of a pattern in a file, if the file exists and the pattern occurs."""
-    found = re.search(pattern, path.read_text(errors="replace")) if path.is_file() else None
-    return found[1].strip() if found else None
+    match = re.search(pattern, path.read_text(errors="replace")) if path.is_file() else None
+    return match[1].strip() if match else None

@@ -48,8 +48,8 @@ def why_incomplete(environment: Mapping[str, str]) -> str | None:
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", *port) if name not in environment]
     several = on_cpu and count_processes(environment) > 1  # for which Accelerate needs no LOCAL_RANK there
     if missing and ("LOCAL_RANK" in environment or several):
-        given, verb = "WORLD_SIZE" if several else "LOCAL_RANK", "is" if len(missing) == 1 else "are"
-        return f"{given} is set, but {', '.join(missing)} {verb} not; unset {given}, {NO_LAUNCHER}"
+        present, verb = "WORLD_SIZE" if several else "LOCAL_RANK", "is" if len(missing) == 1 else "are"
+        return f"{present} is set, but {', '.join(missing)} {verb} not; unset {present}, {NO_LAUNCHER}"
     if started_one_of_several(environment):
         return (
             "the launcher was asked for several processes, but starts only one with this distributed_type; use "
@@ -65,9 +65,9 @@ def why_alone(environment: Mapping[str, str], num_seen: int, has_gpu: bool) -> s
         return None
     if "LOCAL_RANK" not in environment:
         return f"WORLD_SIZE is {expected}, but LOCAL_RANK is not set; unset WORLD_SIZE, {NO_LAUNCHER}"
-    found = f"{num_seen}{'' if has_gpu else ' (no GPU was found)'}"
+    seen = f"{num_seen}{'' if has_gpu else ' (no GPU was found)'}"
     remedy = "on a CPU, use accelerate_configs/multi_cpu.yaml"
-    return f"the launcher started {expected} processes but Accelerate sees {found}; {remedy}"
+    return f"the launcher started {expected} processes but Accelerate sees {seen}; {remedy}"
 
 
 def started_one_of_several(environment: Mapping[str, str]) -> bool:

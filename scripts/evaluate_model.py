@@ -88,17 +88,17 @@ def main() -> None:
         raise UserError(f"stride must be from 1 to {context}, the context of {args.model}, got {stride}")
     columns = tuple(args.text_column_name or ["text"])
     options = {"text_column_name": columns, "document_separator": args.document_separator}
-    readers = [functools.partial(read_text, given, tokenizer, **options) for given in args.text_file]
+    readers = [functools.partial(read_text, path, tokenizer, **options) for path in args.text_file]
     texts = [on_main_process(reader) for reader in readers]
     tasks = load_tasks(args.tasks)
     batch_size = args.batch_size or max(1, (CPU_TOKENS if device.type == "cpu" else GPU_TOKENS) // context)
-    tokens_per_batch, found, scores = batch_size * context, [], {}
+    tokens_per_batch, scores_of_texts, scores = batch_size * context, [], {}
     if args.dataset_dir:
         dataset = open_packed_dataset(args.dataset_dir, row_length)
         scores_of_rows = evaluate_dataset(model, tokenizer, dataset, max(1, tokens_per_batch // row_length))
-        found.append({**scores_of_rows, "context_is": rule})
+        scores_of_texts.append({**scores_of_rows, "context_is": rule})
     for text in texts:
-        found.append(evaluate_text(model, tokenizer, text, context, stride, tokens_per_batch))
+        scores_of_texts.append(evaluate_text(model, tokenizer, text, context, stride, tokens_per_batch))
     for name, examples in tasks.items():
         scores[name] = score_task(
             model, tokenizer, name, examples, tokens_per_batch, max_examples=args.max_task_examples
@@ -110,7 +110,7 @@ def main() -> None:
         "revision": args.revision,
         **identity,
         "num_parameters": model.num_parameters(),
-        "texts": found,
+        "texts": scores_of_texts,
         "tasks": scores,
         "num_processes": state.num_processes,
         "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

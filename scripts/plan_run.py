@@ -126,8 +126,8 @@ def check_machine(config: TrainConfig, choices: dict[str, Choice]) -> int:
 
 def check_packages() -> str:
     """Compare the versions of the required packages with the ranges in pyproject.toml."""
-    found = [need for need in map(Requirement, requires("gpt2-recipe") or ()) if need.marker is None]
-    wrong = [f"{need.name} {version(need.name)} is not {need.specifier}" for need in found
+    required = [need for need in map(Requirement, requires("gpt2-recipe") or ()) if need.marker is None]
+    wrong = [f"{need.name} {version(need.name)} is not {need.specifier}" for need in required
              if not need.specifier.contains(version(need.name), prereleases=True)]  # fmt: skip
     if wrong:
         raise UserError(f"{'; '.join(wrong)}; run pip install -e . in the folder that holds pyproject.toml")
@@ -135,8 +135,8 @@ def check_packages() -> str:
 
 
 def find_device() -> torch.device:
-    found = None if asks_for_cpu(os.environ) else torch.accelerator.current_accelerator(check_available=True)
-    return found or torch.device("cpu")
+    device = None if asks_for_cpu(os.environ) else torch.accelerator.current_accelerator(check_available=True)
+    return device or torch.device("cpu")
 
 
 def check_device() -> str:
@@ -161,11 +161,11 @@ def check_compiler() -> str:
 
 def check_disk(config: TrainConfig) -> str:
     """Show the free space where the run writes; a folder that does not exist yet is on its parent's disk."""
-    found = []
+    texts = []
     for folder in dict.fromkeys([config.output_dir or "runs", config.cache_dir]):
         existing = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.is_dir())
-        found.append(f"{shutil.disk_usage(existing).free / 1e9:,.0f} GB free for {folder}")
-    return f"{', '.join(found)}; a checkpoint takes 12 bytes per parameter, a packed token 2"
+        texts.append(f"{shutil.disk_usage(existing).free / 1e9:,.0f} GB free for {folder}")
+    return f"{', '.join(texts)}; a checkpoint takes 12 bytes per parameter, a packed token 2"
 
 
 def check_hub(config: TrainConfig) -> str:
@@ -216,8 +216,8 @@ def measure_steps(config_file: str | None, config: TrainConfig, backend: str) ->
     processes = f"{summary['num_processes']} process{'es' * (summary['num_processes'] > 1)}"
     launched = f"{processes}, {summary['mixed_precision']}, {summary['dynamo_backend']}"
     rows = summary["per_device_train_batch_size"]
-    found = f"{memory:.1f} GB, {rows} rows per forward pass, {ms:,.0f} ms per step, {speed:,.0f} tokens/s"
-    return f"{launched}: {found}: {length}"
+    measured = f"{memory:.1f} GB, {rows} rows per forward pass, {ms:,.0f} ms per step, {speed:,.0f} tokens/s"
+    return f"{launched}: {measured}: {length}"
 
 
 # ------------------------------------------------------------------ the plan
@@ -256,13 +256,13 @@ def show(
     ms = 1000 * step_seconds / args.num_gpus
     data_bytes = num_tokens * np.dtype(id_dtype(model_config.vocab_size)).itemsize
     if args.json:
-        found = {
+        values = {
             **{"parameters": num_parameters, "tokens_per_step": config.tokens_per_step, "tokens": num_tokens},
             **{"flops_per_token": flops, "micro_batch": plan.micro_batch_size, "micro_batches": accumulation},
             **{"options": letters_of(plan), "device_bytes": int(memory_bytes), "memory_bytes": plan.total_bytes},
             **{"parts": plan.parts, "data_bytes": data_bytes, "step_ms": ms or None, "gpu_hours": hours or None},
         }
-        print(json.dumps(found, indent=2))
+        print(json.dumps(values, indent=2))
         return
     in_all = f", {num_tokens * flops:.2e} in all" if num_tokens else ""
     parts = [f"{name} {part / 1e9:.1f}" for name, part in plan.parts.items()]

@@ -77,12 +77,12 @@ def print_contents(directory: Path, metadata: dict[str, Any]) -> None:
     splits, vocab_size = metadata["splits"], metadata["vocab_size"]
     rows: list[tuple[str, ...]] = [("", *SPLITS)]
     for label, value in (
-        ("documents", lambda of: f"{of['documents']:,}"),
-        ("tokens", lambda of: f"{of['tokens']:,}"),
+        ("documents", lambda split: f"{split['documents']:,}"),
+        ("tokens", lambda split: f"{split['tokens']:,}"),
         ("bytes per token", describe_bytes),
-        ("unknown tokens", lambda of: f"{of.get('unknown', 0) / of['tokens']:.2%}"),
-        ("rows of 1,024 tokens", lambda of: f"{(of['tokens'] - 1) // 1024:,}"),
-        ("share of the vocabulary in use", lambda of: f"{of['used_ids'] / vocab_size:.1%}"),
+        ("unknown tokens", lambda split: f"{split.get('unknown', 0) / split['tokens']:.2%}"),
+        ("rows of 1,024 tokens", lambda split: f"{(split['tokens'] - 1) // 1024:,}"),
+        ("share of the vocabulary in use", lambda split: f"{split['used_ids'] / vocab_size:.1%}"),
     ):
         rows.append((label, *(value(splits[split]) for split in SPLITS)))
     for label, *columns in rows:

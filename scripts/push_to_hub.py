@@ -24,20 +24,20 @@ def main() -> int:
     parser = CommandLine(description="Upload a run to the Hub. Large files that are there already are not sent again.")
     parser.add_argument("run_dir", type=Path, help="output folder of a run; the options replace its own")
     parser.add_run_options((name for name in OPTIONS if name.startswith("hub_")), default=argparse.SUPPRESS)
-    given = vars(parser.parse_args())
-    run_dir = given.pop("run_dir")
+    args = vars(parser.parse_args())
+    run_dir = args.pop("run_dir")
     check_local_path(str(run_dir))
     run_ids = [event["run_id"] for event in read_events(run_dir) if event["event"] == "start"]
     if not run_ids or not (run_dir / CONFIG_NAME).is_file():
         what = f"the folder of a run, with {CONFIG_NAME} and {METRICS_NAME}"
         raise UserError(f"{run_dir} is not {what}; `hf upload` uploads any folder")
-    listed = {name: value if isinstance(value, list) else [str(value)] for name, value in given.items()}
+    listed = {name: value if isinstance(value, list) else [str(value)] for name, value in args.items()}
     options = [text for name, values in listed.items() for text in (f"--{name}", *values)]
     config, _ = load_config(["--config", str(run_dir / CONFIG_NAME), "--push_to_hub", *options])
     if not lock_output_dir(run_dir):
         raise UserError(f"{run_dir} is in use: a run that is still training uploads by itself")
-    if (held := look_at_hub(config)) is not None:
-        refuse_another(config, held, run_ids[-1])
+    if (main_branch := look_at_hub(config)) is not None:
+        refuse_another(config, main_branch, run_ids[-1])
     create_repository(config)
     uploads = HubUploads(
         config, run_ids[-1], run_dir, print, repeat=shell_command("python", *sys.argv), keeps_all=True

@@ -257,20 +257,20 @@ def train_recipe(setting: Setting, more: dict[str, Any] | None = None) -> dict[s
     with tempfile.TemporaryDirectory() as folder:
         arguments = [text for key, value in options.items() for text in (f"--{key}", str(value))]
         run_program([str(TRAIN), *arguments, "--output_dir", f"{folder}/run"])
-        found = json.loads(Path(folder, "run", "summary.json").read_text())
+        summary = json.loads(Path(folder, "run", "summary.json").read_text())
         laps = [event for event in read_events(Path(folder, "run")) if event["event"] == "train"]
     median = {
         key: statistics.median(lap[key] for lap in laps[1:] or laps)
         for key in ("step_ms", "tokens_per_second", "share_waiting_for_data")
     }
     return {
-        "steps": found["step"],
+        "steps": summary["step"],
         **median,
-        "peak_memory_bytes": found["peak_memory_bytes"],
-        "loss": found["eval_loss"],
-        "precision": {"no": "fp32"}.get(found["mixed_precision"], found["mixed_precision"]),
-        "attention": found["attn_implementation"],
-        "num_parameters": found["num_parameters"],
+        "peak_memory_bytes": summary["peak_memory_bytes"],
+        "loss": summary["eval_loss"],
+        "precision": {"no": "fp32"}.get(summary["mixed_precision"], summary["mixed_precision"]),
+        "attention": summary["attn_implementation"],
+        "num_parameters": summary["num_parameters"],
     }
 
 
@@ -353,8 +353,8 @@ def write_texts(path: Path, split: PackedSplit, num_rows: int, tokenizer: PreTra
 
 def find_numbers(pattern: str, output: list[tuple[float, str]]) -> list[float]:
     """Return the numbers that a program has printed, such as 1,234,567."""
-    found = (re.search(pattern, line) for _, line in output)
-    return [float(match[1].replace(",", "")) for match in found if match]
+    matches = (re.search(pattern, line) for _, line in output)
+    return [float(match[1].replace(",", "")) for match in matches if match]
 
 
 def describe_peer(
@@ -501,7 +501,7 @@ def make_row(entry: dict, entries: list[dict]) -> str:
     """Return a row of the table, in 80 columns. Speedup, and change of the loss: against the first that ran."""
     if "not_run" in entry:
         return f"| {entry['what']:25} | not run: {entry['not_run']} | | | | | |"
-    first = next(found for found in entries if "not_run" not in found)
+    first = next(other for other in entries if "not_run" not in other)
     speed = entry["tokens_per_second"]
     cells = [f"{entry['what']:25}", f"{entry['step_ms']:5,.0f}", f"{speed:7,.0f}"]
     cells.append(f"{speed / first['tokens_per_second']:5.2f}")

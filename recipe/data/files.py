@@ -45,13 +45,13 @@ class Files:
     ignored: Counter = field(default_factory=Counter)
 
 
-def find_files(given: Iterable[str], held_out: Iterable[str] = ()) -> Files:
+def find_files(paths: Iterable[str], held_out: Iterable[str] = ()) -> Files:
     """Replace folders and patterns by the supported files in them, sorted, each file once.
 
     held_out: files to ignore, because they are the validation text. Raises `UserError` if nothing is left.
     """
-    found, seen, counted = Files(), {file_identity(path): "named as validation text" for path in held_out}, set()
-    for path in given:
+    files, seen, counted = Files(), {file_identity(path): "named as validation text" for path in held_out}, set()
+    for path in paths:
         if Path(path).is_file():
             names = {path: kind_of(path) and None}  # raises for an unsupported one
         elif Path(path).is_dir():
@@ -68,14 +68,14 @@ def find_files(given: Iterable[str], held_out: Iterable[str] = ()) -> Files:
             raise UserError(f"there is no file of a supported kind in {path}: {kinds}{hint}")
         for name, ignored in names.items():
             if reason := ignored or seen.get(file_identity(name)):
-                found.ignored[reason] += os.path.realpath(name) not in counted
+                files.ignored[reason] += os.path.realpath(name) not in counted
                 counted.add(os.path.realpath(name))
             else:
-                found.paths.append(name)
+                files.paths.append(name)
                 seen[file_identity(name)] = "named twice"
-    if not found.paths and found.ignored:
+    if not files.paths and files.ignored:
         raise UserError("all files of --train_file are named as --validation_file, too")
-    return found
+    return files
 
 
 def _walk(folder: str) -> Iterator[str]:
@@ -222,8 +222,10 @@ def digest_files(paths: list[str]) -> list[str]:
         with contextlib.suppress(OSError):
             cache_file.parent.mkdir(parents=True, exist_ok=True)
             partial = cache_file.with_name(f"{cache_file.stem}-{os.getpid()}.json")
-            kept = {key: of for key, of in cached.items() if key not in fresh and "unreadable" not in of}
-            partial.write_text(json.dumps(kept))
+            lasting = {
+                key: digest for key, digest in cached.items() if key not in fresh and "unreadable" not in digest
+            }
+            partial.write_text(json.dumps(lasting))
             os.replace(partial, cache_file)
     return [cached[key] for key in keys]
 

@@ -62,12 +62,12 @@ def open_datasets(directories: Sequence[Path], block_size: int, weights: Sequenc
 def mix_metadata(parts: dict[str, PackedDataset], shares: dict[str, float]) -> dict[str, Any]:
     """Return the metadata of a mixture: that of each dataset, the sums of the counts, and a hash of the hashes."""
     mixture = {name: metadata_of(dataset) | {"share": shares[name]} for name, dataset in parts.items()}
-    found: list[dict[str, Any]] = list(mixture.values())
-    used = {"train": [of for of in found if of["share"] > 0], "validation": found}
-    splits = {name: {key: _sum(of["splits"][name][key] for of in used[name]) for key in COUNTS} for name in SPLITS}
-    hashes = json.dumps([of["content_sha256"] for of in found])
-    same = {key: found[0][key] for key in ("tokenizer_sha256", "vocab_size", "eos_token_id")}
-    same |= {"source": {}, "splits": splits, "mixture": mixture, "inputs": encoding_of(found[0])}
+    all_parts: list[dict[str, Any]] = list(mixture.values())
+    used = {"train": [part for part in all_parts if part["share"] > 0], "validation": all_parts}
+    splits = {name: {key: _sum(part["splits"][name][key] for part in used[name]) for key in COUNTS} for name in SPLITS}
+    hashes = json.dumps([part["content_sha256"] for part in all_parts])
+    same = {key: all_parts[0][key] for key in ("tokenizer_sha256", "vocab_size", "eos_token_id")}
+    same |= {"source": {}, "splits": splits, "mixture": mixture, "inputs": encoding_of(all_parts[0])}
     return same | {"content_sha256": hashlib.sha256(hashes.encode()).hexdigest()}
 
 

@@ -208,9 +208,9 @@ def metadata_of(dataset: Any) -> dict[str, Any]:
     `tokenizer`.
     """
     if isinstance(dataset, PackedDataset):
-        found = dataset.metadata["splits"]
+        counts = dataset.metadata["splits"]
         rows = {"train": len(dataset.train), "validation": len(dataset.validation)}
-        return dataset.metadata | {"splits": {name: found[name] | {"rows": rows[name]} for name in SPLITS}}
+        return dataset.metadata | {"splits": {name: counts[name] | {"rows": rows[name]} for name in SPLITS}}
     splits, digest = {}, hashlib.sha256()
     for name in SPLITS:
         split = getattr(dataset, name)
@@ -251,8 +251,8 @@ def read_metadata(directory: Path) -> dict[str, Any]:
             raise UserError(f"it has format {metadata['format_version']}, not {FORMAT_VERSION}")
         for split in SPLITS:
             for file, size in metadata["splits"][split]["file_bytes"].items():
-                if (found := (directory / split / file).stat().st_size) != size:
-                    raise UserError(f"{split}/{file} has {found} bytes instead of {size}")
+                if (actual := (directory / split / file).stat().st_size) != size:
+                    raise UserError(f"{split}/{file} has {actual} bytes instead of {size}")
     except Exception as error:  # json raises various errors for damaged files
         reason = error if isinstance(error, UserError) else short_reason(error)
         remedy = "prepare it again with scripts/prepare_data.py --overwrite"
@@ -267,13 +267,13 @@ def check_splits(metadata: dict[str, Any], block_size: int) -> None:
     if short is None:
         return
     tokens, documents = counts[short]["tokens"], counts["train"]["documents"]
-    found = f"the {short} text has {tokens:,} tokens, fewer than one row of block_size + 1 = {block_size + 1:,}"
+    problem = f"the {short} text has {tokens:,} tokens, fewer than one row of block_size + 1 = {block_size + 1:,}"
     remedies = ["more text"]
     if tokens > 16:  # a model learns nothing from shorter rows
         remedies.append(f"--block_size {2 ** ((tokens - 1).bit_length() - 1)}")
     if held_out and short == "validation":
-        found += f" ({held_out:g}% of {documents + counts[short]['documents']:,} documents are held out)"
+        problem += f" ({held_out:g}% of {documents + counts[short]['documents']:,} documents are held out)"
         remedies += ["a larger --validation_split_percentage", "a --validation_file"]
         if documents == 1:
             remedies.append("a --document_separator that occurs in the text")
-    raise UserError(f"{found}; pass {' or '.join(remedies)}")
+    raise UserError(f"{problem}; pass {' or '.join(remedies)}")

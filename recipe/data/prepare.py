@@ -144,9 +144,10 @@ def is_made_from(directory: Path, inputs: dict[str, Any], source: TextSource) ->
         return True
     if inputs["content"] is not None:
         return False
-    found = {**metadata.get("inputs", {}), "content": None}
-    found.pop("rules", None)  # they follow from the content
-    return found == inputs and source.dataset_revision in (None, metadata.get("source", {}).get("dataset_revision"))
+    made_from = {**metadata.get("inputs", {}), "content": None}
+    made_from.pop("rules", None)  # they follow from the content
+    made_from_revision = metadata.get("source", {}).get("dataset_revision")
+    return made_from == inputs and source.dataset_revision in (None, made_from_revision)
 
 
 def _find_existing(target: Target) -> dict[str, Any] | None:
@@ -203,10 +204,11 @@ def select_units(source: TextSource, units: list[Unit], max_bytes: int | None) -
         return units
     separate = [unit for unit in units if unit.is_validation]
     selected = []
-    for some in (separate, [unit for unit in units if unit not in separate]):
-        mean = sum(unit.num_bytes for unit in some) / max(1, len(some)) or max_bytes / 4  # unknown on the Hub
-        count = min(len(some), max(1, round(max_bytes / mean)))
-        selected += [some[(i + 1) * len(some) // count - 1] for i in range(count)]
+    for candidates in (separate, [unit for unit in units if unit not in separate]):
+        mean_bytes = sum(unit.num_bytes for unit in candidates) / max(1, len(candidates))
+        mean_bytes = mean_bytes or max_bytes / 4  # unknown on the Hub
+        count = min(len(candidates), max(1, round(max_bytes / mean_bytes)))
+        selected += [candidates[(i + 1) * len(candidates) // count - 1] for i in range(count)]
     for unit in () if separate or source.dataset_name else itertools.chain(selected, units):  # mostly the first one
         if any(document.split == "validation" for document in read_unit(source, unit, ReadReport())):
             return selected if unit in selected else [*selected, unit]
@@ -296,22 +298,22 @@ def tokenize_units(
             submitted = {workers.submit(number, units[number], encoder): units[number] for number in numbers}
             for future in as_completed(submitted):
                 splits = future.result()["splits"].values()
-                progress.update(submitted[future].num_bytes or sum(of["bytes"] for of in splits))
+                progress.update(submitted[future].num_bytes or sum(split["bytes"] for split in splits))
 
 
 def look_for_special_tokens(tokenizer: TextTokenizer, source: TextSource, sample: Sequence[str]) -> Iterator[str]:
     """Yield what to say of special tokens that the text contains."""
     text = "\n".join(sample)[:SAMPLE_CHARACTERS]
-    found = {token: count for token in sorted(special_tokens(tokenizer)) if (count := text.count(token))}
+    counts = {token: count for token in sorted(special_tokens(tokenizer)) if (count := text.count(token))}
     place = f"in the first {len(text):,} characters"
-    if not source.parse_special_tokens and (count := found.pop(tokenizer.eos_token, 0)):
+    if not source.parse_special_tokens and (count := counts.pop(tokenizer.eos_token, 0)):
         option = shell_command(document_separator=tokenizer.eos_token)
         if source.document_separator or not any(kind_of(path) in (".txt", ".md") for path in source.files.paths):
             option = "--parse_special_tokens"  # rows have no separator
         count = f"{tokenizer.eos_token} ({count:,} times {place})"
         yield f"warning: the text contains {count}, packed as characters; if it ends documents, pass {option}"
-    if found:
-        listed = ", ".join(f"{token} ({count:,})" for token, count in Counter(found).most_common(5))
+    if counts:
+        listed = ", ".join(f"{token} ({count:,})" for token, count in Counter(counts).most_common(5))
         what = "packed as characters; --parse_special_tokens makes ids of them"
         yield f"special tokens {place}: {listed}, {'made ids' if source.parse_special_tokens else what}"
 
@@ -341,7 +343,7 @@ def finish(
         assert tokenizer is not None  # else the dataset was complete
         metadata = summarize(target, tokenizer, num_units)
         replace_dataset(partial, directory)
-    documents, tokens, num_bytes = (sum(of[key] or 0 for of in metadata["splits"].values()) for key in COUNTS)
+    documents, tokens, num_bytes = (sum(split[key] or 0 for split in metadata["splits"].values()) for key in COUNTS)
     seconds = time.perf_counter() - target.started_at
     rate = f"{seconds:.1f} s ({num_bytes / 1e6 / seconds:.1f} MB/s)"
     say(f"packed into {directory} in {rate}: {documents:,} documents, {tokens:,} tokens")
@@ -428,8 +430,8 @@ def print_report(source: TextSource, report: ReadReport) -> None:
         column = column if isinstance(column, str) else " ".join(column)
         say(f"warning: rows without a column '{column}': {missing} (they have {names})")
     if report.num_padding > WORTH_A_WARNING * report.num_row_ids:
-        found = f"{report.num_padding:,} of {report.num_row_ids:,} token ids are runs of one id at the ends of rows"
-        say(f"warning: {found}, as padding is; mark it by 0 in a column attention_mask, or remove it")
+        problem = f"{report.num_padding:,} of {report.num_row_ids:,} token ids are runs of one id at the ends of rows"
+        say(f"warning: {problem}, as padding is; mark it by 0 in a column attention_mask, or remove it")
     if source.document_separator is not None and not report.num_separators:
         say(f"warning: --document_separator {source.document_separator!r} has no effect: no text file contains it")
 

@@ -113,7 +113,7 @@ def _choose_threshold(source: TextSource, units: list[Unit]) -> int:
             if not is_exact and hashes and min(hashes) < usual <= max(hashes):
                 return usual
     ordered = sorted(hashes)
-    share = usual / 2**64 * len(ordered) if is_exact else sum(found < usual for found in ordered)
+    share = usual / 2**64 * len(ordered) if is_exact else sum(value < usual for value in ordered)
     num_held_out = min(max(1, round(share)), len(ordered) - 1)
     return ordered[num_held_out - 1] + 1 if num_held_out > 0 else 0
 
@@ -339,8 +339,8 @@ def find_line(file: IO[bytes], position: int, size: int, reach: int = BLOCK) -> 
     file.seek(begin)
     window = file.read(position - begin)
     for mark in (b"\n", b" "):
-        if (found := window.rfind(mark)) >= 0:
-            return begin + found + 1
+        if (index := window.rfind(mark)) >= 0:
+            return begin + index + 1
     return position + next(i for i, byte in enumerate(file.read(4) + b" ") if byte & 0xC0 != 0x80)
 
 
@@ -545,7 +545,9 @@ def texts_of(rows: Iterable[Any], column: str, where: str, report: ReadReport, b
         text = row.get(column)
         if column not in row:
             report.num_without_column += 1
-            names = [str(name) for name, of in row.items() if isinstance(of, str) or token_ids(of) is not None]
+            names = [
+                str(name) for name, value in row.items() if isinstance(value, str) or token_ids(value) is not None
+            ]
             names = [name for name in names if name not in report.columns]
             report.columns += names[: MOST_COLUMNS - len(report.columns)]
         elif text is None or (isinstance(text, str) and (not text or text.isspace())):
@@ -558,8 +560,8 @@ def texts_of(rows: Iterable[Any], column: str, where: str, report: ReadReport, b
                     text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
             yield text
         elif (ids := token_ids(text)) is None:
-            found = f"column '{column}' holds {type(text).__name__}, neither text nor a list of token ids"
-            bad(f"{where}, row {number}: {found}", 0)
+            problem = f"column '{column}' holds {type(text).__name__}, neither text nor a list of token ids"
+            bad(f"{where}, row {number}: {problem}", 0)
         elif (mask := row.get(MASK)) is None:
             report.num_row_ids += len(ids)
             report.num_padding += count_padding(ids)

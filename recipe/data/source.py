@@ -92,10 +92,10 @@ class TextSource:
 
     def column_of(self, path: str | None = None) -> str:
         """Return the name of the text column in a file, or in a dataset."""
-        given = [self.text_column_name] if isinstance(self.text_column_name, str) else self.text_column_name
-        pairs = [name.partition("=") for name in given]
+        names = [self.text_column_name] if isinstance(self.text_column_name, str) else self.text_column_name
+        pairs = [name.partition("=") for name in names]
         by_kind = {f".{kind}": name for kind, equals, name in pairs if equals and f".{kind}" in KINDS}
-        others = [name for name, (kind, _, _) in zip(given, pairs, strict=True) if f".{kind}" not in by_kind]
+        others = [name for name, (kind, _, _) in zip(names, pairs, strict=True) if f".{kind}" not in by_kind]
         return by_kind.get(kind_of(path) if path else "", others[0] if others else "text")
 
     @functools.cached_property
@@ -164,10 +164,10 @@ class TextSource:
 
         try:
             options: dict[str, Any] = {"revision": self.dataset_revision, "files_metadata": True, "timeout": 30}
-            found = HfApi().dataset_info(self.name, **options)
+            info = HfApi().dataset_info(self.name, **options)
         except Exception:  # no network or no such dataset: opening it raises the error that says which
             return None
-        return found.sha, {file.rfilename: (file.blob_id, file.size or 0) for file in found.siblings or ()}
+        return info.sha, {file.rfilename: (file.blob_id, file.size or 0) for file in info.siblings or ()}
 
     @property
     def commit(self) -> str | None:

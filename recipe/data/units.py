@@ -99,8 +99,8 @@ class Packer:
         size, unknown = len(self.tokenizer), self.tokenizer.unknown_id
         if len(ids) and not 0 <= ids.min() <= ids.max() < size:  # as uint16, 70000 would silently become 4464
             bad = ids.min() if ids.min() < 0 else ids.max()
-            found = f"the data contains token id {bad}, but the tokenizer has {size:,} tokens"
-            raise UserError(f"{found}; pass the tokenizer that made the data")
+            problem = f"the data contains token id {bad}, but the tokenizer has {size:,} tokens"
+            raise UserError(f"{problem}; pass the tokenizer that made the data")
         ids = ids.astype(id_dtype(size), copy=False)
         self.seen[ids[~self.seen.take(ids)]] = True  # few ids are new, and take is faster than an assignment
         self.counts["documents"] += num_documents

@@ -68,9 +68,9 @@ def read_results(path: Path, identity: dict[str, str | None]) -> dict[str, Any] 
     identity: the SHA-256 of the model's weights, and its commit on the Hub.
     """
     with contextlib.suppress(ValueError, KeyError, TypeError):  # not a file of this program
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if any(identity.values()) and {key: found[key] for key in identity} == identity:
-            return found
+        results = json.loads(path.read_text(encoding="utf-8"))
+        if any(identity.values()) and {key: results[key] for key in identity} == identity:
+            return results
     return None
 
 

@@ -85,9 +85,9 @@ SOURCES = {
 }
 
 
-def load_tasks(given: list[str] | None) -> dict[str, list[Example]]:
+def load_tasks(items: list[str] | None) -> dict[str, list[Example]]:
     """Load the tasks of `--tasks` or `--eval_tasks` by name; the main process reads them. Raises `UserError`."""
-    tasks = parse_tasks(given)
+    tasks = parse_tasks(items)
     return {name: on_main_process(functools.partial(read_examples, name, path)) for name, path in tasks.items()}
 
 
@@ -100,8 +100,8 @@ def read_examples(task: str, path: str | None) -> list[Example]:
             example = source.to_example(json.loads(row) if isinstance(row, str) else row)
             example.choices[example.label]
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-            found = f"{path or source.hub_id}, row {number} is no {task} example ({short_reason(error)})"
-            raise UserError(f"{found}; expected {source.columns}, as in the files of {source.hub_id}") from error
+            problem = f"{path or source.hub_id}, row {number} is no {task} example ({short_reason(error)})"
+            raise UserError(f"{problem}; expected {source.columns}, as in the files of {source.hub_id}") from error
         examples.append(example)
     if not examples:
         raise UserError(f"{path or source.hub_id} is empty; the task {task} needs at least one example")
@@ -145,7 +145,7 @@ def score_task(
     vocab_size: without padding. must_stop: asked between chunks, with the same answer on all processes; if it is
     true, the result is None. Returns the scores and their standard errors, num_examples and seconds.
     """
-    started_at, state, found = time.perf_counter(), PartialState(), {}
+    started_at, state, scored = time.perf_counter(), PartialState(), {}
     # Any prefix of this order is a fair sample: HellaSwag's file begins with one of its two sources.
     order = example_rows(np.arange(len(examples)), len(examples), ORDER_SEED)[:max_examples].tolist()
     starts = range(0, len(order), CHUNK * state.num_processes)
@@ -156,11 +156,11 @@ def score_task(
         pairs = [(examples[i].context, " " + choice) for i in mine for choice in examples[i].choices]
         windows = encode_pairs(tokenizer, pairs, model.config.max_position_embeddings)
         scores = iter(score_windows(model, windows, tokens_per_batch, vocab_size))
-        found |= {i: [next(scores) for _ in examples[i].choices] for i in mine}
-    found = {i: scores for part in gather(found) for i, scores in part.items()}
+        scored |= {i: [next(scores) for _ in examples[i].choices] for i in mine}
+    scored = {i: scores for part in gather(scored) for i, scores in part.items()}
     summarize = summarize_lambada if name == "lambada" else summarize_hellaswag
-    summary = summarize([examples[i] for i in sorted(found)], [found[i] for i in sorted(found)])
-    return {**summary, "num_examples": len(found), "seconds": time.perf_counter() - started_at}
+    summary = summarize([examples[i] for i in sorted(scored)], [scored[i] for i in sorted(scored)])
+    return {**summary, "num_examples": len(scored), "seconds": time.perf_counter() - started_at}
 
 
 def encode_pairs(tokenizer: PreTrainedTokenizerFast, pairs: Sequence[tuple[str, str]], context: int) -> list[Window]:
@@ -200,10 +200,10 @@ def score_windows(
         logits = model(input_ids=inputs, use_cache=False, logits_to_keep=targets.shape[1]).logits
         logits = logits[targets != IGNORE_INDEX][:, :vocab_size].float()
         targets = targets[targets != IGNORE_INDEX]
-        found = logits.log_softmax(dim=-1).gather(1, targets[:, None])[:, 0].cpu().double()
+        log_probabilities = logits.log_softmax(dim=-1).gather(1, targets[:, None])[:, 0].cpu().double()
         greedy = (logits.argmax(dim=-1) == targets).cpu()
         counts = [windows[i].num_targets for i in batch]
-        for i, part, is_greedy in zip(batch, found.split(counts), greedy.split(counts), strict=True):
+        for i, part, is_greedy in zip(batch, log_probabilities.split(counts), greedy.split(counts), strict=True):
             scores[i] = Score(part.sum().item(), is_greedy.all().item())
     return [scores[i] for i in range(len(windows))]
 
@@ -211,8 +211,8 @@ def score_windows(
 def summarize_hellaswag(examples: list[Example], scores: list[list[Score]]) -> dict[str, float | None]:
     """Return acc and acc_norm. scores: of each ending of each example."""
     hits, hits_norm = [], []
-    for example, found in zip(examples, scores, strict=True):
-        totals = np.array([score.log_probability for score in found])
+    for example, endings in zip(examples, scores, strict=True):
+        totals = np.array([score.log_probability for score in endings])
         hits.append(totals.argmax() == example.label)
         hits_norm.append((totals / list(map(len, example.choices))).argmax() == example.label)
     (acc, error), (acc_norm, error_norm) = _mean_and_error(hits), _mean_and_error(hits_norm)

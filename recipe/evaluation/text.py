@@ -44,7 +44,7 @@ class Text:
 
 
 def read_text(
-    given: str,
+    path: str,
     tokenizer: PreTrainedTokenizerFast,
     text_column_name: str | tuple[str, ...] = "text",
     document_separator: str | None = None,
@@ -55,13 +55,13 @@ def read_text(
     max_characters: only the beginning.
     """
     texts, num_characters = [], 0
-    for text in read_texts([given], text_column_name, document_separator):
+    for text in read_texts([path], text_column_name, document_separator):
         texts.append(text if max_characters is None else text[: max_characters - num_characters])
         num_characters += len(texts[-1])
         if num_characters == max_characters:
             break
     if not texts:
-        raise UserError(f"there is no text in {given}")
+        raise UserError(f"there is no text in {path}")
     documents, before = [], document_start(tokenizer)[-1]
     # Special tokens in a text are characters, unless the model was trained with --parse_special_tokens.
     options = {"split_special_tokens": tokenizer.init_kwargs.get("split_special_tokens", True)}
@@ -73,7 +73,7 @@ def read_text(
         encoded = tokenizer(batch, add_special_tokens=False, verbose=False, **options)["input_ids"]
         num_characters -= sum(len(special.get(index, "")) for ids in encoded for index in ids) if special else 0
         documents += [np.array(ids if ids[:1] == [before] else [before, *ids]) for ids in encoded]
-    return Text(Path(given).name, documents, num_characters)
+    return Text(Path(path).name, documents, num_characters)
 
 
 def choose_context(model: Path | str, num_positions: int, typed: int | None) -> tuple[int, int, str]:

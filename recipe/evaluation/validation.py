@@ -75,9 +75,9 @@ def evaluate_rows(
 
 def mean_scores(datasets: dict[str, dict[str, Any]], shares: dict[str, float]) -> dict[str, Any]:
     """Return the scores of a mixture, and those of each dataset."""
-    loss, bits = sum(shares[name] * of["loss"] for name, of in datasets.items()), None
-    if all(of["bits_per_byte"] is not None for of in datasets.values()):
-        bits = sum(shares[name] * of["bits_per_byte"] for name, of in datasets.items())
+    loss, bits = sum(shares[name] * scores["loss"] for name, scores in datasets.items()), None
+    if all(scores["bits_per_byte"] is not None for scores in datasets.values()):
+        bits = sum(shares[name] * scores["bits_per_byte"] for name, scores in datasets.items())
     return {"loss": loss, "perplexity": exp_or_inf(loss), "bits_per_byte": bits, "mixture": datasets}
 
 

@@ -90,8 +90,8 @@ def settle(config: TrainConfig, facts: Facts) -> dict[str, Choice]:
     }
     settled = {}
     for label, rules in first_that_holds.items():
-        if found := [Choice(value, reason) for holds, value, reason in rules if holds]:
-            settled[label] = found[0]
+        if candidates := [Choice(value, reason) for holds, value, reason in rules if holds]:
+            settled[label] = candidates[0]
     _check(settled, facts)
     return settled
 
@@ -115,16 +115,16 @@ def choose(config: TrainConfig, facts: Facts, measured: Measured | None) -> dict
         if config.max_minutes is not None:
             seconds = min(seconds, PRODUCTS_SHARE * 60 * config.max_minutes)
         if seconds < COMPILE_PAYS_SECONDS:
-            found = f"{seconds:.0f} s of matrix products, and {COMPILE_PAYS_SECONDS:.0f} would pay for compiling"
-            choices["dynamo"] = Choice("no", f"this run is short: {found}")
+            length = f"{seconds:.0f} s of matrix products, and {COMPILE_PAYS_SECONDS:.0f} would pay for compiling"
+            choices["dynamo"] = Choice("no", f"this run is short: {length}")
         else:
             choices["dynamo"] = Choice("inductor", "this run is long enough to pay for compiling")
     if "attention" not in choices:
-        found, rows = measured.attention_seconds, f"rows of {config.block_size:,} tokens"
-        ratio = found["sdpa"] / found["eager"] if found else 0.0
+        seconds, rows = measured.attention_seconds, f"rows of {config.block_size:,} tokens"
+        ratio = seconds["sdpa"] / seconds["eager"] if seconds else 0.0
         if ratio >= MARGIN:
             choices["attention"] = Choice("eager", f"{ratio:.1f} times as fast as sdpa here, for {rows}")
-        elif found:
+        elif seconds:
             choices["attention"] = Choice("sdpa", f"{1 / ratio:.1f} times as fast as plain attention here, for {rows}")
         else:
             choices["attention"] = Choice("sdpa", f"plain attention takes too much memory for {rows}")
@@ -136,8 +136,8 @@ def choose(config: TrainConfig, facts: Facts, measured: Measured | None) -> dict
         choices["mode"] = Choice(facts.launcher_mode, "set by the launcher")
     if config.bf16_residual:
         if choices["precision"].value != "bf16":
-            found = f"{choices['precision'].value}: {choices['precision'].reason}"
-            raise UserError(f"--bf16_residual requires bf16 mixed precision, but this run uses {found}")
+            precision = f"{choices['precision'].value}: {choices['precision'].reason}"
+            raise UserError(f"--bf16_residual requires bf16 mixed precision, but this run uses {precision}")
         choices["residual"] = Choice("bf16", "requested by --bf16_residual")
     return choices
 
@@ -182,8 +182,8 @@ def check_sharded(config: TrainConfig, facts: Facts) -> None:
     if config.optim == "adamw_bnb_8bit":
         raise UserError("FSDP does not work with --optim adamw_bnb_8bit; use adamw_torch_fused or muon")
     if config.dynamo_backend in ("auto", "inductor") and facts.launcher_mode in CUDA_GRAPH_MODES:
-        found = f"FSDP does not work with dynamo_mode {facts.launcher_mode}, because gathered weights move in memory"
-        raise UserError(f"{found}; launch with --dynamo_mode default")
+        problem = f"FSDP does not work with dynamo_mode {facts.launcher_mode}, because gathered weights move in memory"
+        raise UserError(f"{problem}; launch with --dynamo_mode default")
 
 
 def _check(settled: dict[str, Choice], facts: Facts) -> None:

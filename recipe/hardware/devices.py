@@ -66,12 +66,12 @@ def why_no_flash(device: torch.device, precision: str, num_heads: int, head_dim:
     """
     shape = 1, num_heads, num_tokens, head_dim
     query = torch.empty(shape, dtype=DTYPES[precision], device=device, requires_grad=True)
-    with warnings.catch_warnings(record=True) as found, sdpa_kernel(FLASH_KERNELS):
+    with warnings.catch_warnings(record=True) as caught, sdpa_kernel(FLASH_KERNELS):
         warnings.simplefilter("always")
         try:
             F.scaled_dot_product_attention(query, query, query, is_causal=True)
         except RuntimeError as error:
-            lines = [str(warning.message).partition(" (Triggered")[0] for warning in found]
+            lines = [str(warning.message).partition(" (Triggered")[0] for warning in caught]
             pairs = itertools.pairwise(lines)
             return next((line for heading, line in pairs if heading.startswith("Flash")), short_reason(error))
     return None

@@ -178,8 +178,8 @@ def choose_plan(
     usable, place = memory.usable_bytes, config.data_placement
     if place == "device" or (place == "ram" and facts.device_type == "cpu"):
         if data_bytes > usable:
-            found = f"the training rows take {data_bytes / 1e9:.1f} GB, and {usable / 1e9:.1f} GB are free"
-            raise UserError(f"--data_placement {place}: {found}; use {'ram or ' * (place == 'device')}mmap")
+            problem = f"the training rows take {data_bytes / 1e9:.1f} GB, and {usable / 1e9:.1f} GB are free"
+            raise UserError(f"--data_placement {place}: {problem}; use {'ram or ' * (place == 'device')}mmap")
         usable -= data_bytes
     plans = list_plans(config, model_config, facts, usable)
     kept = [plan for plan in plans if plan.choices == earlier and plan.total_bytes <= usable]

@@ -71,14 +71,14 @@ def translate_dropout(overrides: dict[str, Any], options: Sequence[str]) -> tupl
 
     options: from `model_options`.
     """
-    found, missing = {}, []
+    translated, missing = {}, []
     for key, value in overrides.items():
         name = key if key in options else DROPOUT.get(key, key)
         if key in DROPOUT and name not in options:
             missing.append(key)
         else:
-            found[name] = value
-    return found, missing
+            translated[name] = value
+    return translated, missing
 
 
 def build_model_config(
@@ -147,18 +147,18 @@ def _check_source(
     num_tokens: int,
 ) -> None:
     """Raise `UserError` if an existing model does not fit the run's options and the tokens that were not added."""
-    if (found := model_config.model_type) != model_type:
-        raise UserError(f"the model in {source} has type {found}; omit --model_type {model_type}")
+    if (actual := model_config.model_type) != model_type:
+        raise UserError(f"the model in {source} has type {actual}; omit --model_type {model_type}")
     no_dropout, most = _no_dropout(model_type), model_config.max_position_embeddings
     for key, value in overrides.items():
         if key not in no_dropout and getattr(model_config, key) != value:
             raise UserError(f"config_overrides: {key} cannot differ from the model in {source}; only dropout can")
     if config.block_size > most:
-        found = f"the model in {source} has {most} positions, fewer than block_size {config.block_size}"
-        raise UserError(f"{found}; pass --block_size {most}")
+        problem = f"the model in {source} has {most} positions, fewer than block_size {config.block_size}"
+        raise UserError(f"{problem}; pass --block_size {most}")
     if num_tokens > model_config.vocab_size:
-        found = f"the tokenizer has {num_tokens:,} tokens, more than the {model_config.vocab_size:,} of the model"
-        raise UserError(f"{found} in {source}; pass the model's own --tokenizer_name, to which tokens may be added")
+        problem = f"the tokenizer has {num_tokens:,} tokens, more than the {model_config.vocab_size:,} of the model"
+        raise UserError(f"{problem} in {source}; pass the model's own --tokenizer_name, to which tokens may be added")
 
 
 def build_model(

@@ -35,13 +35,13 @@ def _find_fault(model_config: PreTrainedConfig, attention: str) -> str | None:
     try:
         with torch.device("cpu"), torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)  # torch.manual_seed would seed a GPU too
-            found = _try(_build_copy(shrink(model_config), attention))
+            fault = _try(_build_copy(shrink(model_config), attention))
     except Exception as error:  # each type reports what it lacks with its own exception
         if attention != "eager":
             otherwise = f"its {attention} attention fails; pass --attn_implementation eager"
             return _find_fault(model_config, "eager") or otherwise
-        found = f"a small copy of it fails ({short_reason(error)})"
-    return found and f"{found}; use a dense decoder, such as llama"
+        fault = f"a small copy of it fails ({short_reason(error)})"
+    return fault and f"{fault}; use a dense decoder, such as llama"
 
 
 def _build_copy(tiny: PreTrainedConfig, attention: str) -> PreTrainedModel:

@@ -54,14 +54,14 @@ class LanguageModelingLoss(nn.Module):
         num_targets = (targets != IGNORE_INDEX).sum().clamp(min=1)
         chunks = zip(hidden.chunk(self.num_chunks), targets.chunk(self.num_chunks), strict=True)
         if not self.training:
-            losses = torch.cat([self._losses(rows, some) for rows, some in chunks])
+            losses = torch.cat([self._losses(rows, chunk_targets) for rows, chunk_targets in chunks])
             return {"loss": losses.sum() / num_targets, "losses": losses.view(shape)}
         if self.num_chunks == 1:
             loss_sum = self._loss_sum(hidden, targets)
         else:  # one chunk of logits at a time; backward computes them again
             loss_sum = hidden.new_zeros((), dtype=torch.float32)
-            for rows, some in chunks:
-                part = checkpoint(self._loss_sum, rows, some, use_reentrant=False, preserve_rng_state=False)
+            for rows, chunk_targets in chunks:
+                part = checkpoint(self._loss_sum, rows, chunk_targets, use_reentrant=False, preserve_rng_state=False)
                 loss_sum = loss_sum + part
         loss = loss_sum / num_targets
         # An infinite loss can have finite gradients. This factor, 1 for a finite loss, makes them NaN; reducing them

@@ -57,8 +57,8 @@ def find_odd_size(model_config: PreTrainedConfig) -> str | None:
     if head_dim % 8 == 0:
         return None
     better = head_dim - head_dim % -8
-    found = f"{num_heads} heads of {head_dim} values: GPUs are made for multiples of 8"
-    return f"{found}; {better}, a width of {num_heads * better}, is faster"
+    problem = f"{num_heads} heads of {head_dim} values: GPUs are made for multiples of 8"
+    return f"{problem}; {better}, a width of {num_heads * better}, is faster"
 
 
 def count_training_flops(config: TrainConfig, model_config: PreTrainedConfig, num_parameters: int) -> float:

@@ -24,8 +24,8 @@ def load_pretrained(auto_class: type, source: str | Path, **options) -> Any:
     check_local_path(str(source))
     folder = Path(source)
     if folder.is_dir() and not (folder / "config.json").is_file():
-        found = ", ".join(sorted(str(path.parent) for path in folder.glob("*/config.json")))
-        raise UserError(f"there is no model in {folder}" + (f"; there is one in {found}" if found else ""))
+        candidates = ", ".join(sorted(str(path.parent) for path in folder.glob("*/config.json")))
+        raise UserError(f"there is no model in {folder}" + (f"; there is one in {candidates}" if candidates else ""))
     disable_progress_bar()  # loading the weights takes milliseconds
     if not folder.is_dir() and only_cached(str(source)):
         options["local_files_only"] = True
@@ -52,8 +52,8 @@ def needs_an_answer(record: logging.LogRecord) -> bool:
 def check_vocabulary(num_tokens: int, vocab_size: int, source: str | Path) -> None:
     """Raise `UserError` if a tokenizer has more tokens than the model beside it, whose embeddings it would exceed."""
     if num_tokens > vocab_size:
-        found = f"the tokenizer in {source} has {num_tokens:,} tokens, its model only {vocab_size:,}"
-        raise UserError(f"{found}; save the model's own tokenizer beside it")
+        problem = f"the tokenizer in {source} has {num_tokens:,} tokens, its model only {vocab_size:,}"
+        raise UserError(f"{problem}; save the model's own tokenizer beside it")
 
 
 def full_tensor(tensor: Any) -> torch.Tensor:

@@ -76,31 +76,31 @@ def plan_schedule(
         num_examples = config.num_train_epochs * num_train_rows + first_example
         num_examples += step * config.global_batch_size - examples  # made with another batch
         options["max_steps"] = max(1, math.ceil(num_examples / config.global_batch_size))
-    found = resolve(options, step, examples)
-    if before is None or found == before:
-        return found
+    schedule = resolve(options, step, examples)
+    if before is None or schedule == before:
+        return schedule
     if before.warmup_examples is None:  # a share of the progress
         kept, is_over = 0, progress >= before.warmup_steps
     else:
         kept, is_over = before.warmup_examples, examples >= before.warmup_examples
-    if found.warmup_steps < 1 and is_over and found.warmup_examples != kept:
-        found = dataclasses.replace(found, warmup_examples=kept)
-        return dataclasses.replace(found, warmup_steps=found.num_warmup_steps)
-    if found.warmup_steps >= 1 and found.warmup_steps == before.warmup_steps:
-        return dataclasses.replace(found, warmup_examples=kept)
-    return found
+    if schedule.warmup_steps < 1 and is_over and schedule.warmup_examples != kept:
+        schedule = dataclasses.replace(schedule, warmup_examples=kept)
+        return dataclasses.replace(schedule, warmup_steps=schedule.num_warmup_steps)
+    if schedule.warmup_steps >= 1 and schedule.warmup_steps == before.warmup_steps:
+        return dataclasses.replace(schedule, warmup_examples=kept)
+    return schedule
 
 
 def resolve(options: Mapping[str, Any], step: int, examples: int) -> Schedule:
     """Return the schedule of options whose steps count from the run's first one."""
-    found = Schedule(**{name: options[name] for name in OPTIONS})
-    batch, warmup, num_examples = found.global_batch_size, found.warmup_steps, None
-    if found.max_steps is not None:
-        num_examples = examples + max(0, found.max_steps - step) * batch
-    if warmup < 1 and (num_examples is None or found.max_minutes is not None):  # a share of what ends first
-        return dataclasses.replace(found, num_examples=num_examples)
+    schedule = Schedule(**{name: options[name] for name in OPTIONS})
+    batch, warmup, num_examples = schedule.global_batch_size, schedule.warmup_steps, None
+    if schedule.max_steps is not None:
+        num_examples = examples + max(0, schedule.max_steps - step) * batch
+    if warmup < 1 and (num_examples is None or schedule.max_minutes is not None):  # a share of what ends first
+        return dataclasses.replace(schedule, num_examples=num_examples)
     num_steps = round(warmup if num_examples is None or warmup >= 1 else warmup * (num_examples / batch))
-    return dataclasses.replace(found, num_examples=num_examples, warmup_examples=num_steps * batch)
+    return dataclasses.replace(schedule, num_examples=num_examples, warmup_examples=num_steps * batch)
 
 
 def list_changes(before: Schedule, now: Schedule, examples: int) -> dict[str, tuple]:
@@ -114,8 +114,8 @@ def list_changes(before: Schedule, now: Schedule, examples: int) -> dict[str, tu
 def describe_jump(before: Schedule, now: Schedule, examples: int, earlier: float, progress: float) -> str | None:
     """Return what a changed schedule does to the next learning rate, if it does. earlier: the progress before."""
     rates = [
-        f"{of.learning_rate * learning_rate_scale(of, examples, share):.3g}"
-        for of, share in ((before, earlier), (now, progress))
+        f"{schedule.learning_rate * learning_rate_scale(schedule, examples, share):.3g}"
+        for schedule, share in ((before, earlier), (now, progress))
     ]
     return None if rates[0] == rates[1] else f"the learning rate goes from {rates[0]} to {rates[1]}"
 

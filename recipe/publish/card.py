@@ -80,11 +80,11 @@ def collect_values(run_dir: Path, step: int, directory: Path, hub_options: dict[
         [event for event in events if event["event"] == kind]
         for kind in ("start", "train", "eval", "sample", "schedule")
     )
-    typed = read_options(run_dir) | hub_options
-    shown = public_options(run_dir, events, step, typed.get("hub_model_id"))
+    requested = read_options(run_dir) | hub_options
+    shown = public_options(run_dir, events, step, requested.get("hub_model_id"))
     options: dict[str, Any] = {name: option.default for name, option in OPTIONS.items()} | shown
     start = starts[0] if starts else {}  # the first one describes the run; a resumed run starts again
-    data, model_id = start.get("data", {}), typed.get("hub_model_id") or run_dir.absolute().name
+    data, model_id = start.get("data", {}), requested.get("hub_model_id") or run_dir.absolute().name
     name, rows = model_id.rpartition("/")[2], data.get("splits", {}).get("train", {}).get("rows")
     samples = [sample for sample in samples if sample["step"] > 0]  # the first is of the untrained model
     evaluation = evaluations[-1] if evaluations and evaluations[-1]["step"] == step else {}
@@ -100,9 +100,9 @@ def collect_values(run_dir: Path, step: int, directory: Path, hub_options: dict[
     metadata = ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
-        license=typed.get("hub_license"),
-        language=typed.get("hub_language"),
-        datasets=[found for of in (data, *mixture.values()) if (found := id_on_the_hub(of))] or None,
+        license=requested.get("hub_license"),
+        language=requested.get("hub_language"),
+        datasets=[dataset_id for part in (data, *mixture.values()) if (dataset_id := id_on_the_hub(part))] or None,
         base_model=start.get("base_model_id"),
         tags=[options["model_type"], "gpt2-recipe"],
         model_name=name if results else None,
@@ -118,13 +118,13 @@ def collect_values(run_dir: Path, step: int, directory: Path, hub_options: dict[
     return {
         **{"metadata": metadata.to_yaml(), "name": name, "model_id": model_id, "step": step, "options": options},
         **{"events": events, "start": start, "starts": starts, "changes": changes, "data": data, "results": results},
-        "is_published": bool(typed.get("hub_model_id")),
+        "is_published": bool(requested.get("hub_model_id")),
         "is_final": step == options["max_steps"] or bool(ends),
         "last_step": ends[-1].get("last_step", step) if ends else step,
         "is_demo": is_demo,
         "phases": phases.values(),
         "resumes": [step for step in phases if step > 0],
-        "has_base": bool(typed.get("model_name_or_path")),
+        "has_base": bool(requested.get("model_name_or_path")),
         "evaluation": evaluation,
         "prompt": samples[-1]["prompt"] if samples else options["sample_prompt"],
         "samples": samples[-SHOWN_SAMPLES:],
@@ -193,12 +193,12 @@ def list_losses(evaluation: dict[str, Any], data: dict[str, Any], name: str | No
 
 def list_scores(tasks: dict[str, dict[str, Any]]) -> Iterator[EvalResult]:
     """Yield the scores of the tasks. The label counts the examples: the score of a part is not that of the task."""
-    for task, found in tasks.items():
+    for task, scores in tasks.items():
         dataset, name, size = TASKS[task]
-        label = f"{name} ({found['num_examples']:,} of {size:,} examples)"
+        label = f"{name} ({scores['num_examples']:,} of {size:,} examples)"
         for score in ("acc", "acc_norm", "perplexity"):
-            if found.get(score) is not None:
-                value = round(found[score], 4)
+            if scores.get(score) is not None:
+                value = round(scores[score], 4)
                 yield EvalResult("text-generation", dataset, label, score, value, metric_name=f"{name} {score}")
 
 

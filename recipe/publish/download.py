@@ -40,9 +40,9 @@ def find_on_hub(config: TrainConfig, address: str | None) -> tuple[str, str, Pat
     prepare_client()
     try:
         is_there = revision is not None and HfApi().file_exists(repo_id, STATE_NAME, revision=revision)
-        found = revision if is_there else _newest(repo_id)
-        if found is not None and revision in (None, found):
-            return repo_id, found, Path(hf_hub_download(repo_id, STATE_NAME, revision=found))
+        branch = revision if is_there else _newest(repo_id)
+        if branch is not None and revision in (None, branch):
+            return repo_id, branch, Path(hf_hub_download(repo_id, STATE_NAME, revision=branch))
     except RepositoryNotFoundError as error:
         if address is not None:
             raise UserError(f"there is no repository {repo_id} on the Hub, or the token may not read it") from error
@@ -52,7 +52,7 @@ def find_on_hub(config: TrainConfig, address: str | None) -> tuple[str, str, Pat
     if address is None:
         return None
     what = f"revision {revision} of {repo_id}" if revision else f"the run on the main branch of {repo_id}"
-    newest = f"; the newest that can be resumed is hf://{repo_id}@{found}" if found else ""
+    newest = f"; the newest that can be resumed is hf://{repo_id}@{branch}" if branch else ""
     raise UserError(f"{what} has no training state on the Hub (--hub_strategy checkpoint publishes it){newest}")
 
 
@@ -66,8 +66,8 @@ def _newest(repo_id: str) -> str | None:
 
     If main holds no run, as after a job that ended before it published a model there, any run's branch will do.
     """
-    found = checkpoints_of(read_main(repo_id).run_id, list_branches(repo_id))
-    return next((name for name in reversed(found) if HfApi().file_exists(repo_id, STATE_NAME, revision=name)), None)
+    branches = checkpoints_of(read_main(repo_id).run_id, list_branches(repo_id))
+    return next((name for name in reversed(branches) if HfApi().file_exists(repo_id, STATE_NAME, revision=name)), None)
 
 
 def download_checkpoint(repo_id: str, revision: str, folder: Path, is_auto: bool) -> None:

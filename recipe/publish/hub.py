@@ -179,11 +179,11 @@ def refuse_another(config: TrainConfig, main_branch: MainBranch, run_id: str | N
     if config.hub_private_repo and not main_branch.is_private:
         raise UserError(f"{repo_id} is public; make it private on the Hub, or omit --hub_private_repo")
     if decide_main(main_branch, run_id, 0, None, config.hub_overwrite) == "refused":
-        found = f"files that no run of this recipe published ({', '.join(main_branch.files[:3])})"
-        found = f"another run, at step {main_branch.step:,}" if main_branch.run_id else found
+        content = f"files that no run of this recipe published ({', '.join(main_branch.files[:3])})"
+        content = f"another run, at step {main_branch.step:,}" if main_branch.run_id else content
         raise UserError(
-            f"{repo_id} holds {found}; {note}pass another --hub_model_id, or --hub_overwrite to replace the model and "
-            "its card on the main branch (other branches stay)"
+            f"{repo_id} holds {content}; {note}pass another --hub_model_id, or --hub_overwrite to replace the model "
+            "and its card on the main branch (other branches stay)"
         )
 
 
@@ -284,8 +284,8 @@ def commit_branch(api: HfApi, repo_id: str, folder: Path, branch: str, branches:
         commit_files(api, repo_id, folder, names, branch, message)
     else:
         api.create_branch(repo_id, branch=working, exist_ok=True)  # it exists if an upload was killed
-        found = commit_files(api, repo_id, folder, names, working, message)
-        api.create_branch(repo_id, branch=branch, revision=found)
+        commit = commit_files(api, repo_id, folder, names, working, message)
+        api.create_branch(repo_id, branch=branch, revision=commit)
         branches = [*branches, working]
     if working in branches:
         api.delete_branch(repo_id, branch=working)

@@ -44,17 +44,17 @@ PUBLIC_KEYS = {
 
 def listed(values: dict[str, Any]) -> dict[str, Any]:
     """Return the values with public keys; a number that JSON does not have becomes None."""
-    found = {key: value for key, value in values.items() if key in PUBLIC_KEYS}
-    for key, value in found.items():
+    public = {key: value for key, value in values.items() if key in PUBLIC_KEYS}
+    for key, value in public.items():
         if key == "mixture":  # its keys are names of folders
-            found[key] = {f"dataset {number}": listed(part) for number, part in enumerate(value.values(), 1)}
+            public[key] = {f"dataset {number}": listed(part) for number, part in enumerate(value.values(), 1)}
         elif isinstance(value, dict):
-            found[key] = listed(value)
+            public[key] = listed(value)
         elif key == "stages":
-            found[key] = [listed(stage) for stage in value]
+            public[key] = [listed(stage) for stage in value]
         elif isinstance(value, float) and not math.isfinite(value):
-            found[key] = None
-    return found
+            public[key] = None
+    return public
 
 
 def count_tokens(step: int, events: list[dict[str, Any]], block_size: int) -> int:
@@ -68,7 +68,8 @@ def count_tokens(step: int, events: list[dict[str, Any]], block_size: int) -> in
 
 def stage_tokens(stages: list[dict[str, Any]], num_tokens: int) -> list[int]:
     """Return the tokens of each stage. stages: with the tokens before them. num_tokens: of the whole run."""
-    return [after - before for before, after in itertools.pairwise([*(of["tokens"] for of in stages), num_tokens])]
+    starts = [stage["tokens"] for stage in stages]
+    return [after - before for before, after in itertools.pairwise([*starts, num_tokens])]
 
 
 def public_events(run_dir: Path, step: int) -> list[dict[str, Any]]:
@@ -81,10 +82,10 @@ def public_events(run_dir: Path, step: int) -> list[dict[str, Any]]:
         is_later_start = event["event"] == "start" and bool(events)
         if event["event"] not in PUBLIC_EVENTS or event["step"] > step - is_later_start:
             continue
-        found = listed(event)
+        public = listed(event)
         if is_later_start:
-            found |= {"base_model_id": None, "data": {}}  # the first start knew which names are of the Hub
-        events.append(found)
+            public |= {"base_model_id": None, "data": {}}  # the first start knew which names are of the Hub
+        events.append(public)
     return events
 
 

@@ -225,8 +225,10 @@ def check_folder(requested: TrainConfig, folder: Folder, named: Named | None, so
             "delete the folder, or choose another --output_dir"
         )
     if folder.replaced:
-        found = f"contains files that a run would replace ({', '.join(folder.replaced)})"
-        raise UserError(f"{folder.path} {found}; choose another --output_dir")
+        files = ", ".join(folder.replaced)
+        raise UserError(
+            f"{folder.path} contains files that a run would replace ({files}); choose another --output_dir"
+        )
 
 
 def choose_checkpoint(
@@ -292,9 +294,14 @@ def count_epochs(metadata: dict[str, Any], num_examples: int, streaming: bool = 
 
     {} of a stream, whose rows are not known. metadata: of the dataset.
     """
-    parts = {name: of for name, of in metadata.get("mixture", {}).items() if of["share"] > 0} or {"": metadata}
-    rows = {} if streaming else {name: of["splits"]["train"]["rows"] for name, of in parts.items()}
-    return {name: parts[name].get("share", 1.0) * num_examples / count for name, count in rows.items()}
+    if streaming:
+        return {}
+    parts = metadata.get("mixture") or {"": {**metadata, "share": 1.0}}
+    return {
+        name: part["share"] * num_examples / part["splits"]["train"]["rows"]
+        for name, part in parts.items()
+        if part["share"] > 0
+    }
 
 
 def keeps_best(option: str, num_examples: int | None, metadata: dict[str, Any], streaming: bool) -> bool:
@@ -389,7 +396,7 @@ def run_identity(config: TrainConfig, metadata: dict[str, Any], model_config: Pr
         "streamed_text": metadata.get("fingerprint") if config.streaming else None,
         "tokenizer": metadata["tokenizer_sha256"],
         **{name: getattr(config, name) for name in IDENTITY_OPTIONS},
-        "dataset_weights": [round(of["share"], 9) for of in metadata.get("mixture", {}).values()] or None,
+        "dataset_weights": [round(part["share"], 9) for part in metadata.get("mixture", {}).values()] or None,
         **_model_identity(model_config),
     }
 
@@ -417,7 +424,7 @@ def check_identity(start: Start, differing: dict[str, tuple], schedule: Schedule
     """
     assert start.resume is not None and start.saved is not None
     where, saved = start.resume.path, start.saved
-    refused = {key: of for key, of in differing.items() if not (start.is_branch and key in DATA_IDENTITY)}
+    refused = {key: values for key, values in differing.items() if not (start.is_branch and key in DATA_IDENTITY)}
     changes = list_changes(saved.schedule, schedule, saved.state.examples)
     micro_batch = {"per_device_train_batch_size", "gradient_accumulation_steps"}  # both set the batch
     typed_options = start.surroundings.typed_options

@@ -133,15 +133,15 @@ def describe_end(run: Run, state: RunState, exported: dict[str, Any]) -> Iterato
     lowest = min(losses, key=losses.__getitem__)
     epochs, steps = run.count_epochs(state.stage_examples), max(1, state.step - state.stage.step)
     counts = [max(epochs.values(), default=0.0) * (step - state.stage.step) / steps for step in (lowest, state.step)]
-    found = f"lowest validation loss {losses[lowest]:.4f} at step {lowest:,} of {state.step:,}"
-    found += f" ({counts[0]:.1f} of {counts[1]:.1f} epochs)" if epochs else ""
+    text = f"lowest validation loss {losses[lowest]:.4f} at step {lowest:,} of {state.step:,}"
+    text += f" ({counts[0]:.1f} of {counts[1]:.1f} epochs)" if epochs else ""
     is_kept = run.config.load_best_model_at_end == "true"
     if lowest == exported["step"]:
         if is_kept or lowest != state.step:
-            yield f"{found}: exported"
+            yield f"{text}: exported"
     else:
         remedy = "its weights are gone" if is_kept else "a run with --load_best_model_at_end true keeps and exports it"
-        yield f"{found}, and {exported['loss']:.4f} at step {exported['step']:,}, which is exported; {remedy}"
+        yield f"{text}, and {exported['loss']:.4f} at step {exported['step']:,}, which is exported; {remedy}"
     if state.initial.get("loss", math.inf) < losses[lowest]:
         before = f"{state.initial['loss']:.4f} at step {state.stage.step:,}"
         yield f"the validation loss was lower before this training: {before}"
@@ -174,9 +174,9 @@ def write_summary(log: RunLog, values: dict[str, Any]) -> dict[str, Any]:
         written.replace(folder / SUMMARY_NAME)
     if log.laps or not all((folder / name).exists() for name in (CARD_NAME, CURVE_NAME)):
         log.tolerate("the model card", lambda: write_model_card(folder, values["exported_step"]))
-    found = with_nan(json.loads((folder / SUMMARY_NAME).read_text()))
-    found.setdefault("initial", found.pop("untrained", {}))  # its earlier name
-    return found
+    summary = with_nan(json.loads((folder / SUMMARY_NAME).read_text()))
+    summary.setdefault("initial", summary.pop("untrained", {}))  # its earlier name
+    return summary
 
 
 def build_summary(
@@ -215,7 +215,7 @@ def closing_lines(run: Run, summary: dict[str, Any], sample: str | None, state: 
     block: dict[str, object] = {"initial_loss": f"{summary['initial']['loss']:.4f}"} if summary["initial"] else {}
     block |= {
         "eval_loss": f"{summary['eval_loss']:.4f}",
-        **{f"eval_loss/{name}": f"{of['loss']:.4f}" for name, of in summary.get("mixture", {}).items()},
+        **{f"eval_loss/{name}": f"{part['loss']:.4f}" for name, part in summary.get("mixture", {}).items()},
         "perplexity": f"{summary['perplexity']:.2f}",
         "bits_per_byte": describe_bits(summary["bits_per_byte"]),
         **({"best_step": summary["exported_step"]} if config.load_best_model_at_end == "true" else {}),
@@ -280,7 +280,7 @@ def compare_with_expected(config: TrainConfig, metadata: dict[str, Any], num_tok
     if is_other or abs(num_tokens / expected["tokens"] - 1) > SAME_LENGTH:
         if "content_sha256" not in expected:
             return None
-        found = "other text" if is_other else f"{num_tokens:,} instead of {expected['tokens']:,} tokens"
-        verdict = f"after {found}, so the two do not compare"
+        difference_from = "other text" if is_other else f"{num_tokens:,} instead of {expected['tokens']:,} tokens"
+        verdict = f"after {difference_from}, so the two do not compare"
     known = f"{expected['value']:g} +/- {tolerance:g} ({expected['source']})"
     return f"Expected validation loss on {expected['dataset']}: {known}. This run: {loss:.3f}, {verdict}."

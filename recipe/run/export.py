@@ -37,8 +37,8 @@ def export_model(
         partial.rmdir()
     except Exception as error:  # a full disk: safetensors, tokenizers and the file system each raise their own
         shutil.rmtree(partial, ignore_errors=True)
-        found = f"the final model could not be written to {output_dir}: {short_reason(error)}"
+        problem = f"the final model could not be written to {output_dir}: {short_reason(error)}"
         checkpoints = list_checkpoints(output_dir)
         how = f"continues from {checkpoints[-1].name}" if checkpoints else "starts at step 0: there is no checkpoint"
         remedy = f"fix that; then the same command with --resume_from_checkpoint auto {how}"
-        raise UserError(f"{found}; {remedy}") from error
+        raise UserError(f"{problem}; {remedy}") from error

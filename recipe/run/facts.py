@@ -138,12 +138,12 @@ def collect_facts(run: Run, device: torch.device, model: PreTrainedModel, state:
 def describe_stages(state: RunState, data: DatasetFacts, starts: list[dict[str, Any]]) -> list[StageFacts]:
     """Return the parts of the run. data: of the present one. starts: events, the newest of which names the others."""
     newest = starts[-1] if starts else {}
-    names = [*(newest.get("stages") or [newest.get("data", {})]), *({} for _ in state.stages)][: len(state.stages) - 1]
+    texts = [*(newest.get("stages") or [newest.get("data", {})]), *({} for _ in state.stages)][: len(state.stages) - 1]
     return [
         StageFacts(
-            of.get("source", "other text"), of.get("dataset_id"), stage.content_sha256, stage.step, stage.tokens
+            text.get("source", "other text"), text.get("dataset_id"), stage.content_sha256, stage.step, stage.tokens
         )
-        for stage, of in zip(state.stages, [*names, asdict(data)], strict=True)
+        for stage, text in zip(state.stages, [*texts, asdict(data)], strict=True)
     ]
 
 
@@ -160,14 +160,14 @@ def describe_data(metadata: dict[str, Any], share: float = 1.0) -> DatasetFacts:
     dataset_id = hub_id(source.get("dataset_name")) if is_on_hub else None
     if source.get("dataset_name") == STANDARD_LIBRARY:
         dataset_id = STANDARD_LIBRARY
-    parts = {name: describe_data(of, of["share"]) for name, of in metadata.get("mixture", {}).items()}
-    mixed = ", ".join(f"{100 * of.share:.3g}% {name}" for name, of in parts.items())
+    parts = {name: describe_data(part, part["share"]) for name, part in metadata.get("mixture", {}).items()}
+    mixed = ", ".join(f"{100 * part.share:.3g}% {name}" for name, part in parts.items())
     return DatasetFacts(
         source=mixed or describe_source(source),
         dataset_id=dataset_id,
         dataset_config_name=source.get("dataset_config_name") if is_on_hub else None,
         validation_split_percentage=source.get("validation_split_percentage"),
-        splits={split: {key: of[key] for key in (*COUNTS, "rows")} for split, of in metadata["splits"].items()},
+        splits={split: {key: part[key] for key in (*COUNTS, "rows")} for split, part in metadata["splits"].items()},
         content_sha256=metadata["content_sha256"],
         share=share,
         mixture=parts,
@@ -186,4 +186,4 @@ def describe_source(source: dict[str, Any]) -> str:
 def list_stages(facts: RunFacts, state: RunState) -> list[dict[str, Any]]:
     """Return the stages of the run with the tokens of each."""
     stages = [asdict(stage) for stage in facts.stages]
-    return [of | {"tokens": own} for of, own in zip(stages, stage_tokens(stages, state.tokens), strict=True)]
+    return [stage | {"tokens": own} for stage, own in zip(stages, stage_tokens(stages, state.tokens), strict=True)]

@@ -107,7 +107,8 @@ class RunLog:
         finite = without_nan(values)
         if self.enabled:
             self.tolerate(METRICS_NAME, lambda: self._append({"event": event, "step": step, **finite}))
-        flat = finite | {f"{name}/{key}": v for name, of in finite.get("mixture", {}).items() for key, v in of.items()}
+        parts = finite.get("mixture", {})
+        flat = finite | {f"{name}/{key}": value for name, part in parts.items() for key, value in part.items()}
         numbers = {f"{event}/{key}": value for key, value in flat.items() if isinstance(value, (int, float))}
         at = values.get("last_step", step)  # not the exported step of the end, which wandb drops if it is earlier
         self.tolerate("tracker events", lambda: self.accelerator.log(numbers, step=at))
@@ -175,8 +176,8 @@ class RunLog:
         numbers = torch.stack([*sums, self.grad_norm, self.num_clipped, *self.guard.counts, *scale])
         reduced = self.accelerator.reduce(numbers, reduction="mean")
         assert isinstance(reduced, torch.Tensor)  # as what went in
-        found, count = reduced.tolist(), len(self.sums)
-        means, (norm, clipped, skipped, bad), scale = found[:count], found[count : count + 4], found[count + 4 :]
+        numbers, count = reduced.tolist(), len(self.sums)
+        means, (norm, clipped, skipped, bad), scale = numbers[:count], numbers[count : count + 4], numbers[count + 4 :]
         waited = self.batches.take_wait()  # after `tolist`, for which the device had to finish
         means = dict(zip(self.sums, means, strict=True))
         self._stop_clock()
@@ -315,8 +316,8 @@ class RunLog:
 def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     """Return the rate of the last group, and of each group that differs: Muon's matrices are group 0."""
     *others, last = [group["lr"] for group in optimizer.param_groups]
-    found = {f"learning_rate_group_{i}": rate for i, rate in enumerate(others) if rate != last}
-    return {"learning_rate": last, **found}
+    differing = {f"learning_rate_group_{i}": rate for i, rate in enumerate(others) if rate != last}
+    return {"learning_rate": last, **differing}
 
 
 def describe_progress(values: dict[str, Any], total_bytes: int) -> list[str]:
@@ -340,14 +341,14 @@ def describe_epoch(run: Run, state: RunState) -> dict[str, float]:
 
 def describe_seen(run: Run, state: RunState, tokens_per_second: float) -> str:
     """Return the tokens and documents that a run has seen, the epoch, and the time that one takes."""
-    validated = sum(of["num_rows"] for of in state.evaluations.values()) * run.config.block_size
+    validated = sum(evaluation["num_rows"] for evaluation in state.evaluations.values()) * run.config.block_size
     tokens = [tqdm.format_sizeof(number) for number in (state.tokens, validated, state.tokens + validated)]
     text = f"{tokens[0]} tokens + {tokens[1]} of validation = {tokens[2]}"
     if epochs := run.count_epochs(state.stage_examples):
         parts = run.metadata.get("mixture") or {"": run.metadata}
         documents = [parts[name]["splits"]["train"]["documents"] for name in epochs]
         if None not in documents and sum(documents) > 1:  # one is the whole text
-            seen = sum(min(1, count) * of for count, of in zip(epochs.values(), documents, strict=True))
+            seen = sum(min(1, count) * total for count, total in zip(epochs.values(), documents, strict=True))
             text += f"; {seen:,.0f} documents"
         text += "; epoch " + ", ".join(f"{count:.2f}{f' of {name}' if name else ''}" for name, count in epochs.items())
         if len(epochs) == 1:
@@ -367,8 +368,8 @@ def describe_evaluation(what: str, values: dict[str, Any]) -> str:
     perplexity = f"{values['perplexity']:,.{2 if values['perplexity'] < 100 else 0}f}"
     line = f"{what}: {train}validation {values['loss']:.4f}, perplexity {perplexity}, "
     line += f"{describe_bits(values['bits_per_byte'])} bits/byte"
-    for name, of in values.get("mixture", {}).items():
-        line += f"\n  {name}: validation {of['loss']:.4f}, {describe_bits(of['bits_per_byte'])} bits/byte"
+    for name, part in values.get("mixture", {}).items():
+        line += f"\n  {name}: validation {part['loss']:.4f}, {describe_bits(part['bits_per_byte'])} bits/byte"
     for task, scores in split_scores(values).items():
         names = [name for name in ("acc", "acc_norm", "perplexity") if name in scores]
         shown = ", ".join(f"{name} {scores[name]:{'.4g' if scores[name] > 1 else '.4f'}}" for name in names)

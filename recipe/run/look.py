@@ -111,13 +111,13 @@ def is_in_use(path: Path) -> bool:
     if path in LOCKS or not path.exists():
         return False
     try:
-        held = lock(path, blocking=False)
+        file_lock = lock(path, blocking=False)
     except Timeout:
         return True
     except OSError:  # not writable, as locking the folder will say
         return False
-    if held is not None:
-        held.release()
+    if file_lock is not None:
+        file_lock.release()
     return False
 
 
@@ -154,8 +154,8 @@ def look_at_checkpoints(requested: TrainConfig, folder: Folder, named: Named | N
     if folder.in_use:
         return
     if source == "hub":
-        if found := find_on_hub(requested, named.text if named else None):
-            repo_id, branch, state = found
+        if published := find_on_hub(requested, named.text if named else None):
+            repo_id, branch, state = published
             saved = read_state(state.parent)
             path = checkpoint_dir(folder.path / DOWNLOAD_NAME, int(saved.state.step))
             yield Checkpoint(path, None, saved, repo_id, branch)

@@ -22,11 +22,11 @@ def build_profiler(run: Run, log: RunLog) -> contextlib.AbstractContextManager:
     if after is None or not accelerator.is_main_process:
         return contextlib.nullcontext()
 
-    def show(found: torch.profiler.profile) -> None:
+    def show(profile: torch.profiler.profile) -> None:
         with log.paused():
-            found.export_chrome_trace(str(run.output_dir / TRACE_NAME))
+            profile.export_chrome_trace(str(run.output_dir / TRACE_NAME))
             key = f"self_{'cuda' if accelerator.device.type == 'cuda' else 'cpu'}_time_total"
-            table = found.key_averages().table(sort_by=key, row_limit=15, max_name_column_width=30)
+            table = profile.key_averages().table(sort_by=key, row_limit=15, max_name_column_width=30)
             log.say(f"{table}\nat most {PROFILED_STEPS} steps; trace: {run.output_dir / TRACE_NAME}")
 
     periods = {"wait": after - 1, "warmup": 1, "active": PROFILED_STEPS, "repeat": 1}

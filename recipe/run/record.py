@@ -22,27 +22,27 @@ def read_record(events: list[dict[str, Any]], config: TrainConfig, device_type: 
     train = [event for event in events if event["event"] == "train"]
     if not train:
         return []
-    found, last = [], train[-1]
+    advice, last = [], train[-1]
     shares = [event.get("clipped_share", 0.0) for event in train[len(train) // 2 :] if event["step"] > EARLY]
     clipped = statistics.fmean(shares or [0.0])
     if clipped > OFTEN:
-        found.append(
+        advice.append(
             f"{clipped:.0%} of the newest gradients were clipped to --max_grad_norm {config.max_grad_norm:g}: often a "
             "sign that --learning_rate is far from its best"
         )
     if last["skipped_steps"]:
-        found.append(
+        advice.append(
             f"skipped updates: {last['skipped_steps']:,}, because a gradient was not finite; if more follow, lower "
             "--learning_rate or lengthen --warmup_steps"
         )
     waiting = statistics.median(event["share_waiting_for_data"] for event in train)
     if waiting > WAITING:
         remedy = REMEDY["stream" if config.streaming else config.data_placement]
-        found.append(f"{waiting:.0%} of the time waits for data: {remedy}")
+        advice.append(f"{waiting:.0%} of the time waits for data: {remedy}")
     share = last["peak_memory_bytes"] / total_bytes
     if device_type == "cuda" and share < ROOM and config.per_device_train_batch_size != "auto":
-        found.append(f"{share:.0%} of the GPU's memory is used: --per_device_train_batch_size auto uses more")
-    return found
+        advice.append(f"{share:.0%} of the GPU's memory is used: --per_device_train_batch_size auto uses more")
+    return advice
 
 
 def has_begun_to_diverge(events: list[dict[str, Any]]) -> bool:
@@ -50,8 +50,8 @@ def has_begun_to_diverge(events: list[dict[str, Any]]) -> bool:
 
     events: see above. False if it had done so before: a run hears it once.
     """
-    found = [event for event in events if event["event"] == "eval" and "train_loss" in event]
-    pairs = list(itertools.pairwise((event["train_loss"], event["loss"]) for event in found))
+    evaluations = [event for event in events if event["event"] == "eval" and "train_loss" in event]
+    pairs = list(itertools.pairwise((event["train_loss"], event["loss"]) for event in evaluations))
     apart = [None not in (*a, *b) and b[0] < a[0] and b[1] > a[1] for a, b in pairs]
     times = [all(apart[i : i + RISES]) for i in range(len(apart) - RISES + 1)]
     return times[-1:] == [True] and sum(times) == 1

@@ -32,8 +32,8 @@ def show_start(log: RunLog, facts: RunFacts, state: RunState, eval_rows: int) ->
     log.event("start", state.step, run_id=state.run_id, tokens_seen=state.tokens, **values)
     if before not in (None, config.mixed_precision):
         log.say(f"warning: the precision changes from {before} to {config.mixed_precision} at step {state.step:,}")
-    if (found := find_odd_size(run.model.config)) and not config.model_name_or_path:
-        log.say(f"warning: {found}")
+    if (problem := find_odd_size(run.model.config)) and not config.model_name_or_path:
+        log.say(f"warning: {problem}")
     if config.hub_model_id and not config.push_to_hub:
         log.say("warning: --hub_model_id alone uploads nothing; add --push_to_hub")
     if is_over(run, state):
@@ -106,7 +106,8 @@ def start_table(run: Run, facts: RunFacts, state: RunState, device: torch.device
     }
     if len(facts.stages) > 1:
         parts = [
-            f"{of['source']} from step {of['step']:,}, {of['tokens']:,} tokens" for of in list_stages(facts, state)
+            f"{stage['source']} from step {stage['step']:,}, {stage['tokens']:,} tokens"
+            for stage in list_stages(facts, state)
         ]
         table["stages"] = "; ".join(parts)
     table |= {"changes": "; ".join(run.model.notes)} if run.model.notes else {}  # to the model that is fine-tuned

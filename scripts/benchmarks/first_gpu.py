@@ -162,13 +162,13 @@ def wait(process: subprocess.Popen, deadline: float, expected: int = 0) -> dict:
 
 def read_results(run: Path) -> dict:
     """Return the summary and the log of a run of recipe/train.py, if there is one."""
-    found = {}
+    results = {}
     if (run / "summary.json").is_file():
-        found["summary"] = json.loads((run / "summary.json").read_text())
+        results["summary"] = json.loads((run / "summary.json").read_text())
     if (run / "metrics.jsonl").is_file():
         complete = (run / "metrics.jsonl").read_text().rpartition("\n")[0]  # a kill may have cut the last line
-        found["events"] = [json.loads(line) for line in complete.splitlines()]
-    return found
+        results["events"] = [json.loads(line) for line in complete.splitlines()]
+    return results
 
 
 def shown(command: list) -> str:

@@ -39,10 +39,10 @@ def main() -> None:
     sweep = {"option": args.option, "options": ["--config", args.config, *options]}
     runs: list[dict] = []
     if args.output_file and args.output_file.exists():
-        found = json.loads(args.output_file.read_text())
-        runs = [run for run in found.pop("runs") if "failed" not in run]  # those are tried again
-        if found != sweep:
-            raise UserError(f"{args.output_file} holds another sweep ({found}); choose another --output_file")
+        earlier = json.loads(args.output_file.read_text())
+        runs = [run for run in earlier.pop("runs") if "failed" not in run]  # those are tried again
+        if earlier != sweep:
+            raise UserError(f"{args.output_file} holds another sweep ({earlier}); choose another --output_file")
     for seed in args.seeds:
         for value in args.values:
             if any((run["value"], run["seed"]) == (value, seed) for run in runs):
@@ -50,8 +50,8 @@ def main() -> None:
             runs.append(train(sweep["options"], args.option, value, seed))
             if args.output_file:
                 args.output_file.write_text(json.dumps({**sweep, "runs": runs}, indent=2) + "\n")
-            found = runs[-1].get("eval_loss", f"failed: {runs[-1].get('failed')}")
-            print(f"{args.option} {value}, seed {seed}: {found}", flush=True)
+            loss = runs[-1].get("eval_loss", f"failed: {runs[-1].get('failed')}")
+            print(f"{args.option} {value}, seed {seed}: {loss}", flush=True)
     print(make_table(args.option, runs))
     if all("failed" in run for run in runs):
         raise UserError("every run failed")
