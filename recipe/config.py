@@ -182,7 +182,12 @@ class TrainConfig:
     )
     learning_rate: float = _field(6e-4, "Peak learning rate.", above=0)
     lr_scheduler_type: str = _field("cosine_with_min_lr", f"One of {', '.join(SCHEDULES)}.")
-    lr_scheduler_kwargs: dict[str, Any] | None = _field(None, "Arguments of the schedule: min_lr_rate=0.1, or JSON.")
+    lr_scheduler_kwargs: dict[str, Any] | None = _field(
+        None,
+        "Arguments of the schedule, as NAME=VALUE,NAME=VALUE or JSON. For cosine_with_min_lr: min_lr_rate (0.1, a "
+        "share of the peak) or min_lr. For warmup_stable_decay: num_decay_steps (0.2; below 1, a share of the run), "
+        f"decay_type ({', '.join(DECAY_TYPES)}), min_lr_ratio (0).",
+    )
     warmup_steps: float = _field(715, "Linear warm-up steps; below 1, a fraction of max_steps.", at_least=0)
     weight_decay: float = _field(0.1, "Weight decay of matrices and embeddings; muon: of its matrices.", at_least=0)
     adam_beta1: float = _field(0.9, "AdamW beta1.", at_least=0, below=1)

@@ -229,7 +229,7 @@ def save_tokenizer(
     partial.mkdir(parents=True, exist_ok=True)
     if tokenizer is None:
         assert tokenizer_vocab_size is not None  # `prepare_dataset` gets one or the other
-        say("training a tokenizer on the text; the minutes of --max_minutes begin when the text is prepared")
+        say("training a tokenizer; --max_minutes counts from when the text is prepared")
         tokenizer = train_tokenizer(read_train_texts(source, units), tokenizer_vocab_size)
         size = describe_vocabulary(tokenizer, tokenizer_vocab_size)
         say(f"trained a byte-level BPE of {size} in {time.perf_counter() - started_at:.1f} s")

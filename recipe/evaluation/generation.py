@@ -22,8 +22,11 @@ from transformers import (
 
 from recipe.data.tokenizer import added_ids, count_ids, end_of_text
 from recipe.errors import UserError
+from recipe.evaluation.scoring import show_progress
 from recipe.model.check import sees_later_tokens
 from recipe.model.weights import check_vocabulary, load_model_weights, load_pretrained
+
+SAMPLE_TOKENS = 64  # of a model in training
 
 
 def load_model(
@@ -92,12 +95,14 @@ def generate_texts(
     seed: int = 1337,
     vocab_size: int | None = None,
     stream: Callable[[str], None] | None = None,
+    bar: str | None = None,
 ) -> list[str]:
     """Return num_samples texts: the prompt and its continuation up to the end-of-text token.
 
     The model sees the last `max_position_embeddings` tokens. A temperature of 0 always takes the most likely token.
     A sample depends on the seed and its number alone; PyTorch's random state stays as it was.
     model: in evaluation mode. vocab_size: without padding. stream: called with each new piece of a single sample.
+    bar: the name of a progress bar, which appears if generating takes long.
     """
     processors = build_processors(temperature, top_k, top_p, repetition_penalty)
     seeds = [seed + number * 0x9E3779B1 for number in range(num_samples)]  # a CPU's generator reads 32 bits
@@ -119,7 +124,8 @@ def generate_texts(
         return text[len(head) :] if text.startswith(head) else str(decode(tokens))
 
     ended = torch.zeros(num_samples, dtype=torch.bool, device=model.device)
-    for _ in range(max_new_tokens):
+    steps = range(max_new_tokens)
+    for _ in steps if bar is None else show_progress(steps, bar, max_new_tokens, "token"):
         if ids.shape[1] <= context:
             new = ids[:, cache.get_seq_length() :]
             outputs = model(new, **{name: cache}, use_cache=True, logits_to_keep=1)
@@ -154,6 +160,7 @@ def sample_text(
     was_training = model.training
     model.eval()
     try:
-        return generate_texts(model, tokenizer, prompt, max_new_tokens=64, seed=seed, vocab_size=vocab_size)[0]
+        options = {"max_new_tokens": SAMPLE_TOKENS, "seed": seed, "vocab_size": vocab_size, "bar": "sampling"}
+        return generate_texts(model, tokenizer, prompt, **options)[0]
     finally:
         model.train(was_training)

@@ -106,10 +106,10 @@ def sum_losses(
     return Totals(*map(sum, zip(*parts, strict=True)))
 
 
-def show_progress(iterable: Iterable[T], name: str, total: int) -> Iterator[T]:
+def show_progress(iterable: Iterable[T], name: str, total: int, unit: str = "batch") -> Iterator[T]:
     """Yield the items; if that takes long, with a bar on the main process, above the bar of a training run."""
     freed_memory = FreedMemory()
-    options = {"desc": name, "unit": "batch", "leave": False, "delay": SILENT_SECONDS, "position": 0}
+    options = {"desc": name, "unit": unit, "leave": False, "delay": SILENT_SECONDS, "position": 0}
     is_quiet = not PartialState().is_main_process
     for item in tqdm(iterable, total=total, dynamic_ncols=True, disable=is_quiet, **options, **progress_target()):
         yield item

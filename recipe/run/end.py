@@ -47,15 +47,15 @@ def stop_run(log: RunLog, uploads: HubUploads, state: RunState, signals: StopSig
 
     def stop() -> None:
         options = shell_command(output_dir=log.output_dir, resume_from_checkpoint="auto")
-        how = f"to resume, repeat your command with\n    {options}"
-        saved_in = checkpoint_dir(log.output_dir, state.step)
-        where = f"saved in {saved_in}" if saved else "but could not be saved"
-        if not saved and not list_checkpoints(log.output_dir):
-            how = f"to start again, repeat your command with\n    {options}"
+        where = f"saved in {checkpoint_dir(log.output_dir, state.step)}" if saved else "but could not be saved"
+        how = "resume" if saved or list_checkpoints(log.output_dir) else "start again"
+        how = f"to {how}, repeat your command with"
         if state.step == 0:
-            where, how = "with nothing to save", "the same command starts again"
+            where, how, options = "with nothing to save", "the same command starts again", ""
         mark_resumable(True)  # also if the run had nothing new to save, or could not save it
-        log.say(f"stopped by {describe_signal(signals.agreed)} after step {state.step:,}, {where}; {how}")
+        log.say_sentence(f"stopped by {describe_signal(signals.agreed)} after step {state.step:,}, {where}; {how}")
+        if options:
+            log.say(f"    {options}")
         log.list_failures()
         num_signals, signals.interrupted_at = signals.count, None  # the next Ctrl-C only ends the uploads
         uploads.finish(None, STOP_SECONDS, lambda: signals.count > num_signals)
@@ -96,7 +96,7 @@ def finish_run(
         if log.laps:
             log.show_record()
         for line in describe_end(run, state, evaluation):
-            log.say(textwrap.fill(line, 80, subsequent_indent="  ", break_on_hyphens=False))
+            log.say_sentence(line)
         print(closing_lines(run, summary, evaluation["sample"], state), flush=True)
         log.list_failures()
         is_complete = uploads.finish(step, interrupted=lambda: signals.count > 0)

@@ -93,6 +93,10 @@ class RunLog:
             (self.bar.write if self.bar else print)(text, file=sys.stdout)
             sys.stdout.flush()
 
+    def say_sentence(self, text: str) -> None:
+        """Print a sentence in lines of up to 80 columns; a path that is longer stays whole."""
+        self.say(textwrap.fill(text, 80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False))
+
     def table(self, rows: dict[str, str]) -> None:
         """Print labeled paragraphs as wide as the terminal."""
         width = min(shutil.get_terminal_size().columns, 120)
@@ -224,7 +228,7 @@ class RunLog:
         with self.paused():
             events = read_events(self.output_dir) if self.enabled else []
         for line in read_record(events, self.config, self.device.type, self.total_bytes):
-            self.say(textwrap.fill(line, 80, subsequent_indent="  ", break_on_hyphens=False))
+            self.say_sentence(line)
 
     def _show_progress(self, state: RunState, values: dict[str, Any]) -> None:
         max_steps = self.config.max_steps
