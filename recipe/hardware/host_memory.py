@@ -40,9 +40,10 @@ def freeze_garbage() -> None:
 class FreedMemory:
     """Keeps the resident memory of a CPU process flat while tensors are allocated and freed.
 
-    Before glibc 2.38, malloc does not reuse a freed, aligned block between two live small blocks (glibc bug 14581),
-    and torch aligns every tensor, so a loop that keeps a small tensor per iteration can lose a large one each time:
-    600 iterations took 4.2 GB, and 0.4 GB with huge pages and this class (scripts/benchmarks/LOG.md).
+    Before glibc 2.38, which Debian 12 and Ubuntu 22.04 do not have yet, malloc does not reuse a freed, aligned block
+    between two live small blocks (glibc bug 14581). torch aligns every tensor, so a loop that keeps a small tensor per
+    iteration can lose a large one each time: on a Skylake Xeon with two cores, a run of 3.3 M parameters grew to 24 GB
+    during an evaluation and was killed, in two of eight runs (scripts/benchmarks/LOG.md, 2026-11-21).
     `malloc_trim` returns the pages of all freed blocks.
     """
 

@@ -194,7 +194,8 @@ def is_launcher(pid: int) -> bool:
 
 
 def die_with_the_launcher() -> None:
-    """Ask Linux to send `LAUNCHER_DIED` when the launcher ends; `accelerate launch` leaves an orphan (1.15).
+    """Ask Linux to send `LAUNCHER_DIED` when the launcher ends; `accelerate launch` leaves an orphan
+    that keeps the GPU (1.15; accelerate#929).
 
     Runs started without a launcher may outlive their shell. Raises `UserError` if the launcher ended during the
     seconds that importing torch takes.
