@@ -194,10 +194,9 @@ def is_launcher(pid: int) -> bool:
 
 
 def die_with_the_launcher() -> None:
-    """Ask Linux to send `LAUNCHER_DIED` when the launcher ends; `accelerate launch` leaves an orphan
-    that keeps the GPU (1.15; accelerate#929).
+    """Ask Linux to send `LAUNCHER_DIED` when the launcher ends.
 
-    Runs started without a launcher may outlive their shell. Raises `UserError` if the launcher ended during the
+    `accelerate launch` (1.15) leaves an orphan, which keeps the GPU (accelerate#929). Runs started without a launcher may outlive their shell. Raises `UserError` if the launcher ended during the
     seconds that importing torch takes.
     """
     if platform.system() == "Linux" and Path("/proc/self/cmdline").is_file():
