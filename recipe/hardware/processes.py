@@ -196,8 +196,9 @@ def is_launcher(pid: int) -> bool:
 def die_with_the_launcher() -> None:
     """Ask Linux to send `LAUNCHER_DIED` when the launcher ends.
 
-    `accelerate launch` (1.15) leaves an orphan, which keeps the GPU (accelerate#929). Runs started without a launcher may outlive their shell. Raises `UserError` if the launcher ended during the
-    seconds that importing torch takes.
+    Without that, `accelerate launch` (1.15) leaves an orphan, which keeps the GPU (accelerate#929). Runs started
+    without a launcher may outlive their shell. Raises `UserError` if the launcher ended during the seconds that
+    importing torch takes.
     """
     if platform.system() == "Linux" and Path("/proc/self/cmdline").is_file():
         if is_launcher(os.getppid()):
