@@ -1,4 +1,4 @@
-"""The command line of the scripts, and the names that no option has. Imports neither torch nor transformers."""
+"""The command line of the scripts, and hints for names of other programs. Imports neither torch nor transformers."""
 
 import argparse
 import os
@@ -79,13 +79,13 @@ class CommandLine(argparse.ArgumentParser):
         return parsed
 
     def _parse_optional(self, arg_string: str) -> Any:
-        # argparse takes every word that begins with a dash for an option: `---` and `-Hello` are values.
+        # argparse would take every word that begins with a dash for an option, but `---` and `-Hello` are values.
         known = self._option_string_actions
         is_option = arg_string in known or f"-{arg_string}" in known or LONG_OPTION.match(arg_string)
         return super()._parse_optional(arg_string) if is_option else None
 
     def add_run_options(self, names: Iterable[str], **kwargs: Any) -> None:
-        """Add options of recipe/train.py with their defaults and help. kwargs: of `add_argument`, replace these."""
+        """Add options of recipe/train.py with their defaults and help. kwargs: for `add_argument`, override them."""
         for name in names:
             default, text = OPTIONS[name].default, OPTIONS[name].metadata["help"].replace("%", "%%")
             reader = as_path if name in PATHS else float if isinstance(default, float) else str

@@ -1,4 +1,4 @@
-"""Draw the loss curve of a run, and the base of all charts.
+"""Draw the loss curve of a run. Other charts build on `open_chart`, too.
 
 A chart is a PNG file, 1,140 pixels wide, with an opaque background; shown 380 pixels wide, as on a phone, its type is
 11 pixels high. matplotlib is imported when a chart is drawn, because that takes half a second.
@@ -18,7 +18,7 @@ DARK |= {"blue": "#4493f8", "orange": "#f0883e", "gray": "#8b949e"}
 
 
 def name_parts(events: list[dict[str, Any]]) -> dict[str, str]:
-    """Return the ids of the datasets of a mixture, or their keys, by their keys in the events of the run."""
+    """Return {key in a run's events: name to show} for the datasets of a mixture. The name is an id, else the key."""
     start = next((event for event in events if event["event"] == "start"), {})
     return {key: part.get("dataset_id") or key for key, part in start.get("data", {}).get("mixture", {}).items()}
 
@@ -26,7 +26,7 @@ def name_parts(events: list[dict[str, Any]]) -> dict[str, str]:
 def save_loss_chart(events: list[dict[str, Any]], path: Path, title: str, dark: bool = False) -> None:
     """Draw training and validation loss over the tokens seen. events: the lines of a run's metrics.jsonl.
 
-    The first 2% of the tokens are cut off where they would take more than half of the height.
+    The losses of the first 2% of the tokens are cut off if they would take more than half of the height.
     """
 
     def points_of(chosen: list[dict[str, Any]]) -> list[tuple[float, float]]:

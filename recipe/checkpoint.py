@@ -1,9 +1,9 @@
 """Checkpoints: written in the background, verified, pruned and loaded.
 
 `checkpoint-<step>/` is a model folder (`from_pretrained` loads model and tokenizer) with the training state and a
-manifest of SHA-256. `best/` is one without a training state, of the lowest validation loss. Both appear under their
-names only when they are complete and on disk. Nothing in them is executed: they hold JSON, safetensors and what
-`torch.load(weights_only=True)` reads.
+manifest of SHA-256. `best/` is the model folder with the lowest validation loss, without a training state. Both appear
+under their names only when they are complete and on disk. Nothing in them is executed: they hold JSON, safetensors and
+what `torch.load(weights_only=True)` reads.
 """
 
 import contextlib
@@ -51,31 +51,31 @@ class Stage:
 
     block_size: int  # tokens per example
     content_sha256: str = ""  # of the data
-    step: int = 0  # made before this stage
-    examples: int = 0  # the same
-    tokens: int = 0  # the same
-    shifts_rows: bool = True  # after its first epoch; rows of earlier versions stayed where they were
+    step: int = 0  # optimizer steps before this stage
+    examples: int = 0  # trained on before this stage
+    tokens: int = 0  # trained on before this stage
+    shifts_rows: bool = True  # whether rows move after the first epoch; in earlier versions they did not
 
 
 @dataclass
 class RunState:
     """Everything that changes during a run, except model, optimizer and random generators."""
 
-    run_id: str = ""  # random; the run keeps it when it resumes; trackers and the Hub know the run by it
+    run_id: str = ""  # random; identifies the run to trackers and the Hub, also after a resume
     step: int = 0  # optimizer steps done
     examples: int = 0  # trained on, in all stages
     seconds: float = 0.0  # wall time over all starts; `max_minutes` limits it
-    setup_seconds: float = 0.0  # the part of it before the first step
+    setup_seconds: float = 0.0  # the part of `seconds` before the first step
     progress: float = 0.0  # from 0 to 1
     decay_start: int | None = None  # the step before which `warmup_stable_decay` did not decay yet
     patience_start: int = 0  # the step after which evaluations count for `early_stopping_patience`
     position: Sequence[int] | None = None  # in streamed text, see `Position` in recipe/data/stream.py
     initial: dict[str, Any] = field(default_factory=dict)  # the evaluation before the first step of the stage
-    losses: dict[str, float] = field(default_factory=dict)  # of the stage's evaluations, by step, a text as in JSON
+    losses: dict[str, float] = field(default_factory=dict)  # validation losses of this stage; keys: steps as text
     train_seconds: float = 0.0  # without evaluation and saving
     memory: dict[str, Any] = field(default_factory=dict)  # `MemoryPlan.choices`, which a resumed run keeps if they fit
     hardware: dict[str, Any] = field(default_factory=dict)  # `describe_choices` of recipe/hardware/choices.py
-    stages: list[Stage] = field(default_factory=list)  # the last one is the present one
+    stages: list[Stage] = field(default_factory=list)  # the last one is current
     # Not in checkpoints:
     saved_step: int | None = None  # of the newest checkpoint in the run's folder, maybe still being written
     evaluations: dict[int, dict[str, Any]] = field(default_factory=dict)  # by step; they may name private datasets
@@ -86,12 +86,12 @@ class RunState:
 
     @property
     def stage_examples(self) -> int:
-        """Trained on in this stage; the position in its packed dataset."""
+        """Examples trained on in this stage: the position in its packed dataset."""
         return self.examples - self.stage.examples
 
     @property
     def tokens(self) -> int:
-        """Trained on, in all stages."""
+        """Tokens trained on, in all stages."""
         return self.stage.tokens + self.stage_examples * self.stage.block_size
 
     def begin_stage(self, block_size: int, content_sha256: str) -> None:
@@ -101,13 +101,13 @@ class RunState:
         self.position, self.losses, self.evaluations, self.patience_start = None, {}, {}, self.step
 
     def note(self, values: dict[str, Any]) -> None:
-        """Add the evaluation of this step. A loss that is not finite is the highest."""
+        """Add the evaluation of this step. A loss that is not finite counts as infinite."""
         self.evaluations[self.step] = values
         if self.step > 0:
             self.losses[str(self.step)] = values["loss"] if math.isfinite(values["loss"]) else math.inf
         if self.step == self.stage.step:
             self.initial = {key: value for key, value in values.items() if key not in ("sample", "mixture")}
-            # Of each dataset of a mixture.
+            # The number per dataset, as `max_eval_samples` counts.
             self.initial["num_rows"] = max(part["num_rows"] for part in values.get("mixture", {"": values}).values())
 
 
@@ -128,7 +128,7 @@ class SavedState:
 
 @dataclass
 class CheckpointContents:
-    """What a run changes on its devices: what a checkpoint holds besides `RunState`."""
+    """What a checkpoint holds besides `RunState`: all that a run changes on its devices."""
 
     accelerator: Accelerator  # gradient scaler, random generators
     model: PreTrainedModel  # padded, not wrapped
@@ -139,10 +139,10 @@ class CheckpointContents:
 
 
 def mark_resumable(is_resumable: bool) -> None:
-    """Tell the job script, by a file that it names in RESUMABLE_FILE, whether its command would continue the run.
+    """Create or remove the file RESUMABLE_FILE, which tells a job script whether its command would continue the run.
 
-    Launchers turn every exit code into 1. A complete checkpoint leaves the file, so that it is there however the
-    process ends, and a deliberate end removes it.
+    Exit codes cannot tell, because launchers turn them all into 1. Every complete checkpoint creates the file, so it
+    survives a later kill. A deliberate end of the run removes it.
     """
     if path := os.environ.get("RESUMABLE_FILE"):
         Path(path).touch() if is_resumable else Path(path).unlink(missing_ok=True)
@@ -155,7 +155,7 @@ def checkpoint_dir(output_dir: Path, step: int) -> Path:
 def list_checkpoints(output_dir: Path) -> list[Path]:
     """Return the folders that are named like a checkpoint, oldest first.
 
-    If a process was killed while replacing one, the old one is listed by its hidden name until `clean_checkpoints`.
+    A checkpoint whose replacement was interrupted by a kill has its hidden name until `clean_checkpoints` runs.
     """
     paths = {}
     for path in sorted(output_dir.glob("*checkpoint-*")):  # a hidden name comes before the other
@@ -172,7 +172,7 @@ def checkpoint_step(directory: Path) -> int:
 
 
 def seal_checkpoint(directory: Path, known: dict[str, str] | None = None) -> None:
-    """Write the manifest that `why_damaged` checks, and flush every file to disk. known: hashes of some, by name."""
+    """Write the manifest that `why_damaged` checks, and flush every file to disk. known: {file name: SHA-256}."""
     files = {}
     for path in sorted(directory.iterdir()):
         flush(path)
@@ -212,10 +212,10 @@ def read_best(output_dir: Path, run_id: str) -> dict[str, Any]:
 
 
 def find_best(output_dir: Path, state: RunState) -> None:
-    """Make BEST_NAME hold the best model up to the state's step, or nothing.
+    """Make BEST_NAME hold the best model up to the state's step. Without one, remove the folder.
 
-    A kill may have come before it was written, or a resume from before its step; and earlier versions kept the best
-    model as a checkpoint.
+    The model is missing after a kill during its write, and too new after a resume from an earlier step. Earlier
+    versions kept it as a checkpoint.
     """
     best, folder = read_best(output_dir, state.run_id), output_dir / BEST_NAME
     if best and (fault := why_damaged(folder)):
@@ -239,7 +239,7 @@ def find_best(output_dir: Path, state: RunState) -> None:
 
 
 def seal_best(directory: Path, run_id: str, values: dict[str, Any]) -> None:
-    """Write what belongs to a best model besides its files. values: its step and evaluation."""
+    """Write the evaluation of a best model beside it, then the manifest. values: its step and evaluation."""
     (directory / VALUES_NAME).write_text(json.dumps({"run_id": run_id, **values}) + "\n")
     seal_checkpoint(directory)
 
@@ -255,10 +255,10 @@ def _sha256(path: Path) -> str:
 
 
 class HashingFile(io.BufferedWriter):
-    """Hashes what `torch.save` writes, which is every byte once, in order (torch 2.13), and flushes it meanwhile."""
+    """Hashes and flushes what `torch.save` writes: every byte once, in order (torch 2.13)."""
 
     def __init__(self, path: Path, helper: ThreadPoolExecutor, flushing: Future) -> None:
-        """helper: flushes again and again, as soon as `flushing` is done."""
+        """helper: flushes the file in the background. flushing: the task before the first flush."""
         super().__init__(io.FileIO(path, "w"))
         self.path, self.helper, self.flushing, self.sha256 = path, helper, flushing, hashlib.sha256()
 
@@ -282,11 +282,11 @@ def read_state(directory: Path) -> SavedState:
     """Read training_state.json. Raises `UserError` if it cannot be used."""
     try:
         content = json.loads((directory / STATE_NAME).read_text())
-        # A checkpoint of an older version lacks some; its run could not change its batch.
+        # Older versions wrote fewer keys; their runs could not change the batch.
         content.setdefault("examples", content["step"] * content["identity"].get("global_batch_size", 0))
         content.setdefault("losses", {})
         content.setdefault("initial", content.pop("untrained", {}))  # its earlier name
-        content.setdefault("hardware", {})  # its run chose anew whenever it started
+        content.setdefault("hardware", {})  # its run chose again at every start
         content.setdefault("patience_start", 0)
         identity = content["identity"]
         first = {"block_size": identity["block_size"], "content_sha256": identity["dataset"], "shifts_rows": False}
@@ -305,12 +305,12 @@ def read_state(directory: Path) -> SavedState:
 
 
 def load_checkpoint(directory: Path, contents: CheckpointContents) -> RunState:
-    """Load a checkpoint into everything that changes. Returns the run's state."""
+    """Load a checkpoint into `contents`. Returns the run's state."""
     loaded, optimizer, device = read_state(directory), contents.optimizer, contents.accelerator.device
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     try:
         load_weights(contents.model, directory, contents.model_config.vocab_size)
-        # Mapped, because each process of a machine would hold a copy. On a CPU, an optimizer without shards keeps it.
+        # Mapped, so that processes of a machine share it. Not where the optimizer keeps it: on a CPU, without shards.
         is_mapped = device.type != "cpu" or isinstance(parameters[0], DTensor)
         is_mapped = is_mapped and can_map(directory / OPTIMIZER_NAME)
         saved = torch.load(directory / OPTIMIZER_NAME, map_location="cpu", weights_only=True, mmap=is_mapped)
@@ -342,10 +342,10 @@ def _damaged(directory: Path, error: Exception) -> UserError:
 
 @dataclass
 class CheckpointSaver:
-    """Saves in the background: training waits only for the copy of its state in host memory (12 bytes per parameter,
-    and 4 of a best model).
+    """Saves in the background. Training waits only while its state is copied into host memory.
 
-    If the previous checkpoint is not on disk when the next one is due, training waits for it too.
+    The copies take 12 bytes per parameter, and 4 for a best model. If the previous checkpoint is not on disk when the
+    next one is due, training waits for it too.
     """
 
     output_dir: Path
@@ -361,7 +361,7 @@ class CheckpointSaver:
 
     def save(self, state: RunState) -> None:
         """Copy the state on all processes and start to write it on the main one, unless it is on disk already."""
-        if self.finish(state):  # in a group without the limit of a step's collectives, as those below
+        if self.finish(state):  # waits without the time limit that the collectives below have
             return
         gc.collect()  # garbage collection is off during training
         accelerator, contents = self.contents.accelerator, self.contents
@@ -384,7 +384,7 @@ class CheckpointSaver:
             self.writing = self.thread.submit(self._try_to_write, content, weights, optimizer, rng)
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Copy a tensor, of which each process may have a shard, into the host memory of the main process."""
+        """Copy a tensor, which may be sharded over the processes, into the host memory of the main process."""
         tensor = full_tensor(tensor.detach())
         return tensor.to("cpu", copy=True) if self.contents.accelerator.is_main_process else None
 
@@ -400,7 +400,7 @@ class CheckpointSaver:
                 self.keeping = self.thread.submit(self._try_to_keep, state.run_id, values, weights)
 
     def _best_loss(self, run_id: str) -> float:
-        """Return the loss of the model in BEST_NAME, after the write in progress: copies do not pile up in memory."""
+        """Return the loss of the model in BEST_NAME, after a write in progress, so that copies do not pile up."""
         if self.keeping is not None:
             self.keeping.result()
         return read_best(self.output_dir, run_id).get("loss", math.inf)
@@ -466,14 +466,14 @@ class CheckpointSaver:
 
 @contextlib.contextmanager
 def replaced(final: Path) -> Iterator[Path]:
-    """Yield a hidden folder to fill and to seal. Then it takes the place of `final`, or `final` stays as it is."""
+    """Yield a hidden folder to fill and seal. It then replaces `final`; after an error, `final` stays as it is."""
     partial, before = (final.with_name(f".{final.name}.{word}") for word in ("partial", "replaced"))
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         yield partial
         if final.exists():  # a checkpoint of the same step, damaged or of another schedule
-            os.rename(final, before)  # `clean_checkpoints` would restore it
+            os.rename(final, before)  # after a kill, `clean_checkpoints` restores it
         os.rename(partial, final)
         flush(final.parent)
     except BaseException:
@@ -483,9 +483,9 @@ def replaced(final: Path) -> Iterator[Path]:
 
 
 def list_pruned(steps: Sequence[int], saved: int, decay_start: int | None, limit: int) -> list[int]:
-    """Return the steps of the checkpoints to delete once that at step `saved` is complete. steps: of all, ascending.
+    """Return the steps of the checkpoints to delete after the one at step `saved`. steps: of all, ascending.
 
-    The newest `limit` are kept, and so is the one before the decay, from which the run can be extended. Checkpoints
+    Keeps the newest `limit`, and the checkpoint before the decay, from which the run can be extended. Checkpoints
     after `saved` are left over from before a resume and may be damaged: they are neither counted nor deleted.
     """
     older = [step for step in steps if step < saved and step != decay_start]

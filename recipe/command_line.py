@@ -49,7 +49,7 @@ TRUTH: dict[str, bool] = dict.fromkeys(TRUE, True) | dict.fromkeys(FALSE, False)
 
 
 class TextLoader(yaml.SafeLoader):
-    """Keeps every value as it is written, except `null` and merge keys: `no` is no boolean, 007 no number."""
+    """Reads every value as text, except `null` and merge keys: `no` is not a boolean, and 007 is not a number."""
 
 
 TextLoader.yaml_implicit_resolvers = {
@@ -59,7 +59,7 @@ TextLoader.yaml_implicit_resolvers = {
 
 
 class TrainParser(CommandLine, HfArgumentParser):
-    """The parser of recipe/train.py, in the sections of recipe/config.py. The bounds are checked there, too."""
+    """The parser of recipe/train.py, with the sections of recipe/config.py, which also checks the bounds."""
 
     def __init__(self) -> None:
         usage = "accelerate launch recipe/train.py [--config NAME|FILE] [--OPTION VALUE]"
@@ -204,7 +204,7 @@ def load_config(argv: list[str] | None = None) -> tuple[TrainConfig, str]:
 def load_yaml(recipe: str) -> dict[str, Any]:
     """Read a recipe by name (`gpt2_124m`), path, or address of a published run (`hf://user/name`).
 
-    A value is the text as it stands in the file, not what YAML makes of `no` or 007. Raises `UserError` if it is not a
+    Values are the text in the file, not what YAML makes of `no` or 007. Raises `UserError` unless the file is a
     mapping of known options.
     """
     is_file = recipe.lower().endswith((".yaml", ".yml"))
@@ -240,7 +240,7 @@ def load_yaml(recipe: str) -> dict[str, Any]:
     except UserError as error:
         raise UserError(f"{recipe}: {error}") from error
     for name in ("hub_private_repo", "load_best_model_at_end") if path.name == CONFIG_NAME else ():
-        if yaml_values.get(name) is False:  # and not a text: written by runs whose option had this default
+        if yaml_values.get(name) is False:  # not the text "false": an earlier version wrote its default
             del values[name]
     return values
 
@@ -284,7 +284,7 @@ def merge(recipe: dict[str, Any], typed_values: dict[str, Any]) -> dict[str, Any
             values.pop(name, None)
 
     sources = set(DATA_SOURCES) & typed_values.keys()
-    if sources and not any(is_missing(values.get(name)) for name in sources):  # else it is the recipe's own text
+    if sources and not any(is_missing(values.get(name)) for name in sources):  # else the recipe asks for this text
         if set(DATA_SOURCES) & values.keys():
             drop("max_eval_samples")  # chosen for the recipe's own text
         drop(*DATA_SOURCES, *TEXT_OPTIONS, "dataset_weights")
@@ -298,7 +298,7 @@ def merge(recipe: dict[str, Any], typed_values: dict[str, Any]) -> dict[str, Any
     if typed_values.get("model_type", model_type) != model_type and "model_name_or_path" not in typed_values:
         drop("config_overrides")  # they were for another model type
     if typed_values.get("streaming") and "max_minutes" in values:
-        drop("num_train_epochs")  # of a stream, they are not known
+        drop("num_train_epochs")  # a stream does not know its epochs
     _merge_length(values, typed_values)
     overrides = values.get("config_overrides") or {}
     if "model_name_or_path" in typed_values:  # the model's shape and vocabulary replace the recipe's; dropout stays
@@ -331,7 +331,7 @@ def _merge_length(values: dict[str, Any], typed_values: dict[str, Any]) -> None:
     if lengths:
         for name in ("max_steps", "num_train_epochs", "max_minutes"):
             values.pop(name, None)
-    if most:  # typed minutes replace the recipe's, not the epochs that are enough
+    if most:  # typed minutes replace the recipe's, but its epochs stay an upper bound
         values["num_train_epochs"] = most
     if lengths - {"max_minutes"} and 1 <= warmup < steps and typed_values.get("max_steps", 0) < steps:
         values["warmup_steps"] = warmup / steps  # a shorter run warms up for the same share of its steps

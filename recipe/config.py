@@ -51,20 +51,20 @@ DECAY_TYPES = ("linear", "cosine", "1-sqrt")
 SCHEDULE_OPTIONS = (
     *("max_steps", "max_minutes", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
 )
-# These options must match when a run resumes. Schedule and batch may change, hardware, logging and saving may differ.
+# A resumed run must have the same values of these. Schedule, batch, hardware, logging and saving may change.
 IDENTITY_OPTIONS = (
     *("seed", "block_size", "dataset_weights", "streaming", "pad_vocab_to_multiple_of", "label_smoothing_factor"),
     *("optim", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
 )
 EVAL_TASKS = ("hellaswag", "lambada")
 EXPECTED_LOSS = ("value", "tolerance", "tokens", "dataset", "source")  # nats, nats, number, Hub id, text
-CONFIG_NAME = "training_config.yaml"  # the options of a run, in its folder; of a published one, on the Hub
-# What a published recipe holds of an option, and what a recipe from the Hub may set. Every other option is private: it
-# stays here, and a stranger's recipe may not set it.
+CONFIG_NAME = "training_config.yaml"  # a run's options, in its folder and, if it is published, on the Hub
+# How an option is published, and whether a stranger's recipe may set it. Options that VISIBILITY does not list are
+# private: they are never published, and a recipe from the Hub may not set them.
 PUBLIC = "public"  # numbers, booleans, choices, and mappings that the model or the schedule checks
-OF_HUB = "of the Hub"  # says how to read a dataset; published beside one of the Hub only
-NEEDED = "needed"  # what someone who repeats the run has to have: an id of the Hub, or MISSING, but never a path
-RESULT = "result"  # what the run has measured, not what its author had typed
+OF_HUB = "of the Hub"  # how to read a dataset; published only if the dataset is on the Hub
+NEEDED = "needed"  # what a repetition of the run needs; published as a Hub id or as MISSING, never as a path
+RESULT = "result"  # measured by the run, not typed by its author
 VISIBILITY = {
     name: visibility
     for visibility, names in {
@@ -322,7 +322,7 @@ def hub_id(name: str | None) -> str | None:
 
 
 def is_missing(value: object) -> bool:
-    """Return whether a published recipe lacks its author's value, or that of one of several datasets."""
+    """Return whether a published recipe withholds a value, or one item of a list of datasets."""
     return value == MISSING or (isinstance(value, list) and MISSING in value)
 
 
@@ -338,13 +338,13 @@ def may_come_from_hub(name: str, value: Any) -> bool:
 def save_config(config: TrainConfig, path: Path) -> None:
     """Write the options so that `--config PATH` repeats the run in this folder or another.
 
-    The consent to overwrite another run on the Hub is given once, so it is not kept.
+    `hub_overwrite`, the consent to overwrite another run on the Hub, holds once, so it is not written.
     """
     values = {key: value for key, value in dataclasses.asdict(config).items() if value is not None}
     for key in ("output_dir", "resume_from_checkpoint", "hub_overwrite"):
         values.pop(key, None)
     if config.hub_private_repo is False:
-        values["hub_private_repo"] = "false"  # a text, because earlier files hold false where nothing was typed
+        values["hub_private_repo"] = "false"  # a string, because earlier versions wrote false when nothing was typed
     path.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
 
 

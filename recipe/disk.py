@@ -1,7 +1,7 @@
 """File operations that some file systems do not support. Each is tried; if it is not supported, the program continues.
 
 Lustre and FUSE may have no locks, network shares no flushes, exFAT and CIFS neither modes nor hard links. One line per
-process and file system says what is missing. A real error, such as a full disk, is raised as ever.
+process and file system says what is missing. A real error, such as a full disk, is raised as usual.
 """
 
 import errno
@@ -15,7 +15,7 @@ from filelock import FileLock
 
 UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 SETTLED_SECONDS = 10  # FAT counts in steps of two seconds, and the clock of a file server may differ
-WARNED: set[tuple[str, int]] = set()  # what this process has said, and of which file system
+WARNED: set[tuple[str, int]] = set()  # the warnings so far: (what is missing, device of the file system)
 
 
 def _warn(error: OSError, expected: set[int], path: Path, what: str, so: str) -> None:
@@ -29,9 +29,9 @@ def _warn(error: OSError, expected: set[int], path: Path, what: str, so: str) ->
 
 
 def lock(path: Path, blocking: bool = True) -> FileLock | None:
-    """Create and lock a file, or return None if it cannot be locked. The system unlocks it however the process ends.
+    """Create and lock a file; return None if the file system has no locks. Any end of the process releases the lock.
 
-    Raises `filelock.Timeout`, unless `blocking`, if another process holds it.
+    If another process holds the lock, waits, or raises `filelock.Timeout` if not `blocking`.
     """
     held = FileLock(path, fallback_to_soft=False)  # a lock by existence would outlive a SIGKILL
     try:
@@ -57,9 +57,9 @@ def flush(path: Path) -> None:
 
 
 def share(path: Path) -> None:
-    """Let everyone read and write a file who may read and write its folder."""
+    """Give a file the read and write permissions of its folder."""
     mode = path.parent.stat().st_mode & 0o666
-    if path.stat().st_mode & mode == mode:  # as where all modes are the mount's
+    if path.stat().st_mode & mode == mode:  # for example, because the mount sets all modes
         return
     try:
         path.chmod(mode)
@@ -71,7 +71,7 @@ def link_or_copy(source: Path, target: Path) -> None:
     """Make a hard link to a file, or a copy of it."""
     try:
         os.link(source, target)
-    except OSError:  # a real error is the copy's, too
+    except OSError:  # a copy raises a real error again
         shutil.copyfile(source, target)
 
 
@@ -80,14 +80,14 @@ def remove(folder: Path, hidden: Path) -> None:
     try:
         os.rename(folder, hidden)
     except OSError as error:
-        if error.errno != errno.EXDEV:  # an overlay renames no folder of its lower layers, a container's image
+        if error.errno != errno.EXDEV:  # an overlay cannot rename a folder of its lower layers, the image
             raise
         hidden = folder
     shutil.rmtree(hidden)
 
 
 def can_map(path: Path) -> bool:
-    """Return whether a file, which is not empty, can be mapped into memory, as torch and safetensors do: privately."""
+    """Return whether a non-empty file can be mapped privately into memory, as torch and safetensors do."""
     with open(path, "rb") as file:
         try:
             mmap.mmap(file.fileno(), 1, access=mmap.ACCESS_COPY).close()
@@ -99,13 +99,13 @@ def can_map(path: Path) -> bool:
 
 
 def file_identity(path: str | Path) -> tuple[str, int]:
-    """Return what two names of one file share: links to it, or different case where that makes no difference.
+    """Return a value that all names of a file share: links, and another spelling of case where case does not matter.
 
-    The number alone is not enough, because some file systems give all files the same.
+    The inode number alone is not enough, because some file systems give all files the same one.
     """
     return os.path.realpath(path).casefold(), os.stat(path).st_ino
 
 
 def has_settled(status: os.stat_result) -> bool:
-    """Return whether the time of a file would tell a later change from the one that it shows."""
+    """Return whether a file's modification time is old enough that any later change would show."""
     return time.time() - status.st_mtime > SETTLED_SECONDS

@@ -50,14 +50,14 @@ def read_cpu_quotas(root: Path = CGROUPS, own: Path = OWN_CGROUPS) -> list[float
 
 
 def read_cgroups(controller: str, name: str, root: Path = CGROUPS, own: Path = OWN_CGROUPS) -> list[str]:
-    """Return what a file says in this process's control groups, v1 or v2, the innermost first: container, job, ..."""
+    """Return a file's content in each control group (v1, v2) of this process, innermost first: container, job, ..."""
     texts = []
     for line in own.read_text().splitlines() if own.is_file() else ():
         number, controllers, group = line.split(":", 2)  # "4:cpu,cpuacct:/docker/1f", or "0::/user.slice/x.scope" (v2)
         if number == "0" or controller in controllers.split(","):
             top = root if number == "0" else root / controllers
             top = top if top.is_dir() else root / controller
-            # A container may see the name that its group has outside, and itself as the top.
+            # In a container, `group` may be the name outside, and `top` the container's own group.
             folders = [top / group.lstrip("/"), *(top / group.lstrip("/")).parents]
             folders = folders[: folders.index(top) + 1]
             texts += [path.read_text().strip() for folder in folders if (path := folder / name).is_file()]
@@ -72,9 +72,9 @@ def cache_dir() -> Path:
 
 @functools.cache
 def only_cached(repo_id: str) -> bool:
-    """Return whether a repository is available from the cache only, because the Hub does not answer.
+    """Return whether the Hub does not answer, so a repository can only come from the cache.
 
-    Asked once, because the Hub's client repeats the request of every file for more than ten seconds (2.4).
+    Asks once per repository, because the Hub's client retries every file for more than ten seconds (2.4).
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError

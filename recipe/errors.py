@@ -23,18 +23,18 @@ class UserError(Exception):
 
 
 class ProcessError(UserError):
-    """A `UserError` that may occur on one process only, so that process reports it whatever its rank."""
+    """A `UserError` that may occur on one process only. That process reports it, whatever its rank."""
 
 
 class LostProcessError(ProcessError):
-    """Another process has ended. The same command may get past it."""
+    """Another process has ended. The same command may succeed the next time."""
 
 
 def run_main(main: Callable[[], int | None], interrupted: str = "interrupted", is_alone: bool = False) -> None:
     """Run a script's main function, and exit with its status if that is not 0.
 
     A `UserError` or a full disk becomes one line on stderr and exit status 1. interrupted: what Ctrl-C prints.
-    is_alone: whether the program is one process, whatever a launcher's variables say.
+    is_alone: the program is one process, so a launcher's variables are removed.
     """
     if is_alone:
         forget_launcher(os.environ)
@@ -103,7 +103,7 @@ def one_line(error: object) -> str:
 def short_reason(error: BaseException) -> str:
     """Summarize another library's exception in one line: its name and message.
 
-    A full disk is just that, behind whatever torch raised when it closed its file (2.13), or in safetensors' words.
+    A full disk is reported as such, even behind the error of torch closing its file (2.13) or in safetensors' words.
     """
     cause: BaseException | None = error
     while cause is not None:

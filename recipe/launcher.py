@@ -13,19 +13,19 @@ MEETING_POINT = ("MASTER_ADDR", "MASTER_PORT")
 SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")  # of torchrun and mpirun
 PREFIXES = ("PMI_", "MPI_LOCAL", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "TORCHELASTIC_")  # of mpirun and torchrun
 ANSWERS = ("ACCELERATE_", "FSDP_")  # prefixes of the answers to `accelerate config`
-LAUNCHED = {"ACCELERATE_DYNAMO_BACKEND", "TORCHELASTIC_RUN_ID"}  # one of them is in the environment of what they start
+LAUNCHED = {"ACCELERATE_DYNAMO_BACKEND", "TORCHELASTIC_RUN_ID"}  # every launched process has one of them
 TRUE, FALSE = ("1", "true", "yes", "on", "y", "t"), ("0", "false", "no", "off", "n", "f")
 NO_LAUNCHER = "or start with accelerate launch"
 
 
 def forget_launcher(environment: MutableMapping[str, str]) -> None:
-    """Remove what would make this process one of several."""
+    """Remove the variables that would make this process one of several."""
     for name in filter(is_of_a_launch, [*environment]):
         del environment[name]
 
 
 def drop_unset(environment: MutableMapping[str, str]) -> None:
-    """Remove the launcher's variables that are empty, which Accelerate cannot read, or -1, which means unset to it."""
+    """Remove launcher variables that are empty (Accelerate cannot read them) or -1 (Accelerate takes it for unset)."""
     for name, value in [*environment.items()]:
         if value in ("", "-1") and (is_of_a_launch(name) or name.startswith(ANSWERS)):
             del environment[name]
@@ -44,9 +44,9 @@ def why_incomplete(environment: Mapping[str, str]) -> str | None:
         if name.startswith("ACCELERATE_USE_") and text.lower() not in TRUE + FALSE:
             return f"{name} is '{text}', which is neither true nor false"
     on_cpu = asks_for_cpu(environment)
-    port = () if on_cpu else ("MASTER_PORT",)  # Accelerate has one for a CPU
+    port = () if on_cpu else ("MASTER_PORT",)  # Accelerate has a default for a CPU
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", *port) if name not in environment]
-    several = on_cpu and count_processes(environment) > 1  # for which Accelerate needs no LOCAL_RANK there
+    several = on_cpu and count_processes(environment) > 1  # on a CPU, Accelerate needs no LOCAL_RANK for these
     if missing and ("LOCAL_RANK" in environment or several):
         present, verb = "WORLD_SIZE" if several else "LOCAL_RANK", "is" if len(missing) == 1 else "are"
         return f"{present} is set, but {', '.join(missing)} {verb} not; unset {present}, {NO_LAUNCHER}"
@@ -73,8 +73,8 @@ def why_alone(environment: Mapping[str, str], num_seen: int, has_gpu: bool) -> s
 def started_one_of_several(environment: Mapping[str, str]) -> bool:
     """Return whether `accelerate launch` was asked for several processes on this machine and started one.
 
-    It does so for distributed_type MULTI_CPU without mpirun, and for "NO" (1.15). Of the number, only the address for
-    the others is left, which it sets for more than one process.
+    This happens for distributed_type MULTI_CPU without mpirun, and for "NO" (1.15). The only trace of the requested
+    number is MASTER_ADDR, which is set for more than one process.
     """
     is_alone = "ACCELERATE_MIXED_PRECISION" in environment and not any(name in environment for name in SIZES)
     return is_alone and environment.get("MASTER_ADDR") == "127.0.0.1"
@@ -100,7 +100,7 @@ def count_local_processes(num_processes: int, environment: Mapping[str, str] = o
 
 
 def is_main_process(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether this process speaks for all of them. One that was not launched speaks for itself."""
+    """Return whether this process prints for all of them. A process without a launcher always does."""
     is_launched = "LOCAL_RANK" in environment and count_processes(environment) > 1
     return not is_launched or environment.get("RANK") == "0" or why_incomplete(environment) is not None
 
@@ -120,6 +120,6 @@ def is_true(environment: Mapping[str, str], name: str) -> bool:
 
 
 def _number(environment: Mapping[str, str], name: str, default: int) -> int:
-    """Return a number; the default for anything else, which `why_incomplete` reports."""
+    """Return a variable as a number, or the default if it is none, which `why_incomplete` reports."""
     text = environment.get(name, "")
     return int(text) if text.isdigit() else default

@@ -43,7 +43,7 @@ def without_nan(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_nan(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of `without_nan` as numbers again, at any depth: its None is NaN."""
+    """Undo `without_nan`: return the values with NaN in place of None, at any depth."""
     return {
         key: with_nan(value) if isinstance(value, dict) else math.nan if value is None else value
         for key, value in values.items()

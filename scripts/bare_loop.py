@@ -37,7 +37,7 @@ def learning_rate(step: int) -> float:
 
 
 def time_product(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the seconds of a matrix product, the fastest of several: no name of a CPU says which type it prefers."""
+    """Return the seconds of the fastest of several matrix products: no CPU's name says which type it prefers."""
     a, seconds = torch.ones(512, 512, dtype=dtype, device=device), []
     for _ in range(5):
         started_at = time.perf_counter()

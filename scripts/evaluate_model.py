@@ -71,12 +71,12 @@ def main() -> None:
     device = device_of(state)
     model, tokenizer = load_model(args.model, device, args.revision)
     context, row_length, rule = choose_context(args.model, model.config.max_position_embeddings, args.context)
-    # By which a model card, and the next evaluation, know the model. Transformers sets the commit of a Hub id.
+    # A model card and the next evaluation recognize the model by these. Transformers sets the commit of a Hub id.
     identity = {
         "weights_sha256": weights_sha256(Path(args.model)),
         "commit": getattr(model.config, "_commit_hash", None),
     }
-    # Beside a model of this recipe, whose card shows the scores; the folders of others stay as they are.
+    # Only in the folder of a model of this recipe, whose card shows the scores; other folders stay as they are.
     is_own = any((Path(args.model) / name).is_file() for name in (CONFIG_NAME, STATE_NAME))
     output_file = args.output_file or (Path(args.model) / EVALUATION_NAME if is_own else None)
     earlier = read_results(output_file, identity) if output_file and output_file.is_file() else None

@@ -7,8 +7,8 @@ python scripts/plan_run.py --config gpt2_1558m --gpu rtx4090 --num_gpus 8 --shar
 python scripts/plan_run.py --lengths                          memory and FLOPs of attention, by row length
 python scripts/plan_run.py --table                            what fits: every recipe size on every class of memory
 
-All other options are options of recipe/train.py; it needs no dataset. Exits with 1 if a check fails. Hours and cost on
-a GPU that is not there assume the given MFU: GPT-2 124M reached 45% on one H200 (scripts/benchmarks/first_gpu.json,
+All other options are options of recipe/train.py. No dataset is needed. Exits with 1 if a check fails. Hours and cost
+on a GPU that is not there assume the given MFU: GPT-2 124M reached 45% on one H200 (scripts/benchmarks/first_gpu.json,
 525,000 tokens/s), and others 42% on one H200 (modded-nanogpt, 490,000) and 40% on one H100 (llm.c, 468,000).
 """
 
@@ -55,18 +55,18 @@ from recipe.model.size import count_flops_per_token, count_parameters, count_tra
 TRAIN = str(Path(__file__).resolve().parents[1] / "recipe" / "train.py")
 GPT2_VOCAB_SIZE = 50257
 MEASURED_STEPS = 10
-MOST_CPU_FLOPS = 2e13  # of these steps, which take two minutes on two cores; a large batch is reduced
+MOST_CPU_FLOPS = 2e13  # of the measured steps: two minutes on two cores; a large batch is reduced
 SIZES = {"124M": "gpt2_124m", "355M": "gpt2_355m", "774M": "gpt2_774m", "1558M": "gpt2_1558m"}
 # A card that stands for each class of memory. An L4, A10 and A10G have less than other cards of 24 GB.
 CLASSES = {"8 GB": "rtx3070", "12 GB": "rtx3060", "16 GB": "t4", "24 GB": "rtx4090"}
 CLASSES |= {"40 GB": "a100-40gb", "80 GB": "a100-80gb", "141 GB": "h200"}
 SHARDED_CLASSES, NUM_SHARDS = ("24 GB", "40 GB"), 8  # the rows with FSDP
-# Models for the card that one has: the smallest card of a class, layers, heads, width, tokens per row.
+# A model for each class of card: the smallest card of the class, layers, heads, width, tokens per row.
 SHAPES = {"24 GB": ("rtx4090", 24, 16, 1024, 512), "10 to 16 GB": ("rtx3080", 12, 12, 768, 256)}
 SHAPES |= {"8 to 12 GB": ("rtx3070", 8, 8, 512, 256)}
 LETTERS = {"C": "--activation_checkpointing", "L": "--loss_chunks 8"}
 LENGTHS = (512, 1024, 2048, 4096, 8192)
-# Metal recommends a process to use two thirds of 16 GB of unified memory, and three quarters of larger ones.
+# Metal recommends that a process use two thirds of 16 GB of unified memory, and three quarters of larger ones.
 OTHER_DEVICES = {
     "Apple, 16 GB": ("mps", "no", "no", "sdpa", 16 * 2**30 * 2 / 3),
     "Apple, 64 GB": ("mps", "no", "no", "sdpa", 64 * 2**30 * 3 / 4),
@@ -293,10 +293,10 @@ def show(
 
 
 def compare_lengths(config: TrainConfig, model_config: PreTrainedConfig) -> str:
-    """Return a table: attention's part of memory and FLOPs, by row length, for as many tokens per forward pass.
+    """Return a table of attention's share of memory and FLOPs by row length, with equal tokens per forward pass.
 
-    On a GPU in bf16, compiled. Plain attention keeps the scores, [heads, tokens, tokens] of each row; flash attention
-    does not.
+    Assumes a GPU in bf16, compiled. Plain attention keeps the scores, [heads, tokens, tokens] of each row; flash
+    attention does not.
     """
     titles = ["tokens per row", "rows", "flash", "plain", "scores in it", "attention's FLOPs"]
     rows, shape, facts = [titles, ["---:"] * len(titles)], copy.deepcopy(model_config), Facts("cuda")
@@ -382,7 +382,7 @@ def make_cell(plan: MemoryPlan | None) -> str:
 
 
 def load_run(recipe: str, options: list[str], needs_steps: bool = True) -> tuple[TrainConfig, PreTrainedConfig]:
-    """Return the run's config, with the demo's text if it has none, and its model's, with the padded vocabulary."""
+    """Return the run's config, with the demo's text if it has none, and the model's config with padded vocabulary."""
     named = typed_names(options) | {name for name, value in load_yaml(recipe).items() if not is_missing(value)}
     text = [] if named & set(DATA_SOURCES) else ["--dataset_name", STANDARD_LIBRARY]
     if text and not named & {"tokenizer_name", "tokenizer_vocab_size"}:

@@ -102,7 +102,7 @@ def describe_bytes(counts: dict[str, Any]) -> str:
 
 
 def show_ids(tokenizer: TextTokenizer, ids: list[int]) -> str:
-    """Return text in quotes, and special tokens, which are ids of their own, outside of them."""
+    """Return text in quotes. Special tokens, which are ids of their own, stay outside the quotes."""
     decode, special = tokenizer.backend_tokenizer.decode, special_tokens(tokenizer)
     special_ids = {tokenizer.backend_tokenizer.token_to_id(token) for token in special}
     parts = [(key, list(group)) for key, group in itertools.groupby(ids, special_ids.__contains__)]

@@ -7,8 +7,8 @@ python scripts/run_ladder.py --input                    where batches come from:
 git clone https://github.com/karpathy/nanoGPT runs/nanoGPT
 python scripts/run_ladder.py --peers runs/nanoGPT runs/run_clm.py       recipe/train.py and other programs, in turn
 
-Every rung trains stock GPT-2 on the same rows, in a fresh process. The last rung is recipe/train.py itself, whose
-minutes include its evaluations and export. Of other programs, it knows nanoGPT and examples/pytorch/language-modeling/
+Every rung trains stock GPT-2 on the same rows, in a fresh process. The last rung is recipe/train.py itself; its
+minutes include evaluations and export. Known other programs are nanoGPT and examples/pytorch/language-modeling/
 run_clm.py of Transformers' repository. Results: a JSON file, and the ladder's chart (.png) beside it.
 """
 
@@ -92,7 +92,7 @@ SEED, LEARNING_RATE = 1337, 3e-4
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TOKENIZING = {"padding": "max_length", "truncation": True, "return_tensors": "pt"}
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
-# Why nanoGPT has no half precision on a CPU, and what replaces it where bf16 is faster.
+# This expression keeps nanoGPT from half precision on a CPU. The other replaces it where bf16 is faster.
 NANOGPT_CONTEXT = (
     "nullcontext() if device_type == 'cpu' else torch.amp.autocast(device_type=device_type, dtype=ptdtype)"
 )
@@ -176,7 +176,7 @@ def train(on: set[str], setting: Setting) -> dict[str, Any]:
     if "compile" in on and "loss_in_graph" in on:  # fp32 logits, gigabytes of them, are never stored
         compute_loss = torch.compile(compute_loss, dynamic=False)
 
-    # Fused: one kernel. torch's default, None: a chain of kernels, each of which reads and writes every parameter.
+    # True: one kernel. None, torch's default: a chain of kernels, and each of them reads and writes every parameter.
     fused = True if "fused" in on else None
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, (0.9, 0.95), fused=fused)
 
@@ -410,13 +410,13 @@ Plan = list[tuple[str, Callable[[], dict] | str]]
 
 
 def fill_memory(on: set[str], setting: Setting, memory_bytes: float) -> Setting:
-    """Return the setting with the largest micro-batch, of multiples of 4 rows, that a rung's estimate lets fit."""
+    """Return the setting with the largest micro-batch, a multiple of 4 rows, that fits by the rung's estimate."""
     options = {
         **{"--config": "gpt2_124m", "--dataset_dir": setting.dataset_dir, "--block_size": setting.block_size},
         "--attn_implementation": "sdpa" if "flash" in on else "eager",
         "--mixed_precision": setting.precision if "half" in on and setting.precision != "fp32" else "no",
         "--optim": "adamw_torch_fused" if "fused" in on else "adamw_torch",
-        # The estimate of a compiled step has the loss in its graph; before that rung, it is of one that is not.
+        # The compiled step's estimate has the loss in its graph; earlier rungs use the uncompiled step's.
         "--dynamo_backend": "inductor" if "loss_in_graph" in on else "no",
     }
     config = load_config([str(word) for option in options.items() for word in option])[0]
@@ -498,7 +498,7 @@ HEADER = f"| {'':25} |    ms |   tok/s | ratio |    GB |  loss | change |\n|---|
 
 
 def make_row(entry: dict, entries: list[dict]) -> str:
-    """Return a row of the table, in 80 columns. Speedup, and change of the loss: against the first that ran."""
+    """Return a row of the table, in 80 columns. Speedup and change of the loss compare with the first that ran."""
     if "not_run" in entry:
         return f"| {entry['what']:25} | not run: {entry['not_run']} | | | | | |"
     first = next(other for other in entries if "not_run" not in other)

@@ -1,9 +1,9 @@
 """Build batches from packed rows, in an order that is a pure function of (seed, dataset).
 
-Training example k, counted from the start of the data, is row `example_rows(k)`: a permutation without replacement of
-all rows in each epoch k // rows. After the first epoch, rows begin at other places in the text (`row_shift`). A step
-uses the next G = global_batch_size examples, for any micro-batch, accumulation and number of processes, so a single
-integer, the number of examples so far, is the position of a run.
+Training example k, counted from the start of the data, is row `example_rows(k)`. Each epoch k // rows is a permutation
+of all rows. After the first epoch, rows begin at other places in the text (`row_shift`). A step uses the next
+global_batch_size examples, for any micro-batch, accumulation and number of processes. The position of a run is
+therefore one integer, the number of examples so far.
 """
 
 import itertools
@@ -47,10 +47,10 @@ def example_rows(examples: np.ndarray, num_rows: int, seed: int) -> np.ndarray:
 
 
 def row_shift(epochs: np.ndarray, below: int) -> np.ndarray:
-    """Return how many tokens after its row an example begins: 0 in the first epoch. epochs, and the result: int64 [n].
+    """Return by how many tokens an epoch moves the starts of its rows: 0 in the first. epochs and result: int64 [n].
 
-    Text that is cut at the same places in every epoch is memorized sooner. So is text whose places move by a constant
-    distance, hence a hash of the epoch.
+    A model memorizes text sooner if every epoch cuts it at the same places, or moves the cuts by a constant distance.
+    The shift is therefore a hash of the epoch.
     """
     return (_mix(epochs.astype(np.uint64)) % np.uint64(below)).astype(np.int64)
 

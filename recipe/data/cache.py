@@ -20,11 +20,11 @@ HEAD_BYTES = 50_000_000  # prepared before streaming, for the tokenizer and the 
 
 @dataclass(frozen=True)
 class Known:
-    """What a run that resumes has of its data."""
+    """What a resumed run knows of its data."""
 
     checkpoint: Path  # holds the tokenizer
     content_sha256: str  # of the ids
-    streamed_text: str | None  # the fingerprint, of a stream
+    streamed_text: str | None  # the fingerprint of the text, if it is streamed
 
 
 def open_dataset_for(config: TrainConfig, model: str | Path | None = None) -> PackedDataset:
@@ -35,9 +35,9 @@ def open_dataset_for(config: TrainConfig, model: str | Path | None = None) -> Pa
 def prepare_text(config: TrainConfig, model: str | Path | None = None, known: Known | None = None) -> list[Path]:
     """Return the run's datasets: those of `dataset_dir`, or the text prepared once for all runs in `cache_dir`.
 
-    model: the one that the run starts from, which may be a checkpoint of `model_name_or_path`; it holds the same
-    tokenizer. known: of a run that resumes, whose tokenizer also packs the other text of a branch. Raises `UserError`
-    if `tokenizer_name` is not the tokenizer that made the dataset.
+    model: what the run starts from, `model_name_or_path` or a checkpoint, which holds the same tokenizer. known: for a
+    resumed run, whose tokenizer also packs the new text of a branch. Raises `UserError` if `tokenizer_name` is not the
+    tokenizer that made the dataset.
     """
     if model is not None and config.tokenizer_name == config.model_name_or_path:
         config = dataclasses.replace(config, tokenizer_name=str(model))
@@ -92,7 +92,7 @@ def content_of(directory: Path) -> str | None:
 
 
 def cached_directory(config: TrainConfig, source: TextSource, inputs: dict[str, Any]) -> Path:
-    """Return the folder of a text, which its fingerprint names, or the newest one of a Hub that is out of reach."""
+    """Return the folder that a text's fingerprint names; without access to the Hub, the newest one of the dataset."""
     cache, name = Path(config.cache_dir), name_of_text(source.dataset_name or source.train_files[0])
     directory = cache / f"{name}-{fingerprint_of(inputs)[:12]}"
     others = () if directory.is_dir() else cache.glob(f"{name}-*/metadata.json")

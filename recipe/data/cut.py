@@ -20,17 +20,17 @@ from recipe.errors import UserError
 
 COMPRESSION_RATIO = 4  # bytes of text per byte of a compressed file, roughly
 SMALL_SOURCE = 32_000_000  # a source up to this size is one unit, which one core prepares in a second
-LARGEST_UNIT = 128_000_000  # else there are `NUM_UNITS`, if their size permits
-MIN_TEXTS_BY_DOCUMENT = 40  # fewer text files have too few documents to hold some out, so the end of each is held out
+LARGEST_UNIT = 128_000_000  # a larger source has `NUM_UNITS` units, if their size permits
+MIN_TEXTS_BY_DOCUMENT = 40  # with fewer text files, the end of each is held out instead of whole files
 HASHED_CHARACTERS = 100_000  # the part of a document that its hash covers
 EVERY_HASH = 2**64  # greater than any
 
 
 class HoldOut(NamedTuple):
-    """Which text of a part is validation.
+    """Which text of a part is held out for validation.
 
-    Documents with a hash below the threshold, so that equal documents are never in both splits; or, of a file that is
-    one document or a stream of tokens, the end.
+    Either documents with a hash below the threshold, so that duplicates stay in one split, or the end of a file that
+    is one document or a stream of tokens.
     """
 
     threshold: int = 0  # 0: none; `EVERY_HASH`: all
@@ -50,7 +50,7 @@ TRAIN, VALIDATION = HoldOut(), HoldOut(EVERY_HASH)
 
 
 class FilePart(NamedTuple):
-    """A stretch of a file: bytes of text, JSON lines or token ids, row groups of Parquet; another file as a whole."""
+    """A stretch of a file: bytes of text, JSON lines or token ids; row groups of Parquet. Other files stay whole."""
 
     path: str
     hold_out: HoldOut
@@ -59,7 +59,7 @@ class FilePart(NamedTuple):
 
 
 class ShardPart(NamedTuple):
-    """Some shards of a dataset: the number-th of count equal shares of a split's."""
+    """Some shards of a split of a dataset: share `number` of `count` equal ones."""
 
     split: str  # the dataset's name for it
     hold_out: HoldOut
@@ -89,7 +89,7 @@ def hash64(text: str | np.ndarray) -> int:
 def cut(source: TextSource) -> list[Unit]:
     """Return the units in reading order, separate validation text first. Raises `UserError` for bad input.
 
-    `list_units` of recipe/data/read.py adjusts the threshold of their hold-out where there are few documents.
+    `list_units` in recipe/data/read.py adjusts their hold-out threshold if there are few documents.
     """
     by_hash = HoldOut(int(source.validation_split_percentage / 100 * EVERY_HASH))
     if source.dataset_name == STANDARD_LIBRARY:
@@ -101,7 +101,7 @@ def cut(source: TextSource) -> list[Unit]:
 
 
 def _stretches(source: TextSource, paths: list[str], hold_out: HoldOut) -> Iterator[tuple[FilePart, int]]:
-    """Yield (part, bytes of text) of files, none much larger than a unit where the kind allows it."""
+    """Cut files into (part, bytes of text), none much larger than a unit if the kind of file allows it."""
     kinds = [".compressed" if compression_of(path) else kind_of(path) for path in paths]
     ratios = [COMPRESSION_RATIO if kind in (".compressed", ".parquet") else 1 for kind in kinds]
     sizes = [os.path.getsize(path) * ratio for path, ratio in zip(paths, ratios, strict=True)]
@@ -129,7 +129,7 @@ def _stretches(source: TextSource, paths: list[str], hold_out: HoldOut) -> Itera
 
 
 def _row_groups(part: FilePart, column: str, unit_bytes: int) -> Iterator[tuple[FilePart, int]]:
-    """Yield the row groups of a Parquet file; a damaged file as a whole, whose reading says what is wrong."""
+    """Yield the row groups of a Parquet file. A damaged file stays whole; reading it will say what is wrong."""
     try:
         metadata = pq.ParquetFile(part.path).metadata
     except (OSError, pa.ArrowException):
@@ -168,7 +168,7 @@ def unit_size(num_bytes: int) -> int:
 
 
 def group(stretches: Iterable[tuple[FilePart, int]]) -> list[Unit]:
-    """Put consecutive parts together until they are a unit, so that small files share one."""
+    """Join consecutive parts until they fill a unit, so that small files share one."""
     stretches = list(stretches)
     unit_bytes, units, parts, num_bytes = unit_size(sum(size for _, size in stretches)), [], [], 0
     for part, size in stretches:

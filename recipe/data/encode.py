@@ -93,7 +93,7 @@ class Gigatoken:
         if any(token["single_word"] for token in content["added_tokens"]):  # gigatoken 0.10.0 ignores this, too
             raise RuntimeError("the tokenizer has added tokens that match single words only")
         self.start = functools.partial(gigatoken.Tokenizer.from_json, orjson.dumps(content).decode())
-        self.tokenizer: Any = self.start()  # it returns awkward arrays, whose type leaves open what they hold
+        self.tokenizer: Any = self.start()  # it returns awkward arrays, whose type does not say what they hold
         self.unchecked = 0
         self.process = psutil.Process()
         self.first_bytes = self.process.memory_info().rss
@@ -127,7 +127,7 @@ def cut_text(text: str) -> Iterator[str]:
 
 
 def find_cut(text: str, start: int, end: int) -> int:
-    """Return the last position up to `end` where every such tokenizer splits text in any context; else `end`.
+    """Return the last position up to `end` where every byte-level BPE splits text in any context; else `end`.
 
     GPT-2's pattern and its successors end a word after a line break, and before a space, if the characters on both
     sides are not white space.

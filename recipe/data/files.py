@@ -25,9 +25,7 @@ from recipe.errors import UserError
 from recipe.progress import progress_target
 
 KINDS = (".txt", ".md", ".jsonl", ".json", ".csv", ".parquet", ".wet")
-TOKENS = (
-    ".bin"  # token ids, see recipe/data/tokens.py; only read if they are named, because other programs use it, too
-)
+TOKENS = ".bin"  # token ids (recipe/data/tokens.py); read only if named, because other programs use this suffix, too
 COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
 BLOCK = 2**20
 # A folder with one of these holds a run, a model, a tokenizer, a dataset or a virtual environment.
@@ -39,7 +37,7 @@ CHECKOUT |= {"README.md", "LICENSE", "pyproject.toml"}
 
 @dataclass
 class Files:
-    """Files to read, and how many others were found, by the reason for which they are ignored."""
+    """Files to read, and the number of ignored files by reason."""
 
     paths: list[str] = field(default_factory=list)
     ignored: Counter = field(default_factory=Counter)
@@ -79,7 +77,7 @@ def find_files(paths: Iterable[str], held_out: Iterable[str] = ()) -> Files:
 
 
 def _walk(folder: str) -> Iterator[str]:
-    """Yield the files in a folder, and folders of results instead of their files; no hidden ones, and none of ours."""
+    """Yield the files in a folder, except hidden ones and this project's. A folder of results is yielded whole."""
     entered = {os.path.realpath(folder)}  # links may lead in a circle
     for root, folders, names in os.walk(folder, followlinks=True):
         own = CHECKOUT if Path(root, "recipe", "train.py").is_file() else ()
@@ -95,7 +93,7 @@ def _walk(folder: str) -> Iterator[str]:
 
 
 def _match(pattern: str) -> dict[str, str | None]:
-    """Return the files that match a pattern, sorted, and why one is not read, or None."""
+    """Return the files that match a pattern, sorted, each with the reason why it is not read, or None."""
     base = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), Path(pattern).parts))
     is_result, names = functools.cache(holds_results), {}
     for name in sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True))):
@@ -122,7 +120,7 @@ def holds_results(folder: Path) -> bool:
 
 
 def describe_files(files: Files) -> str | None:
-    """Say how many files are read and which are not; None if that is evident."""
+    """Say how many files are read, and which are ignored; None if none is."""
     return f"files read: {len(files.paths):,}; ignored: {_list(files.ignored)}" if files.ignored else None
 
 
@@ -190,7 +188,7 @@ def open_decompressed(path: str) -> io.BufferedReader | lzma.LZMAFile:
 
 
 def identify_files(paths: list[str]) -> str:
-    """Hash the names, sizes and content of files, wherever they are and whenever they were copied there."""
+    """Hash the names, sizes and contents of files. Their folders and times do not matter."""
     names = [(Path(path).name, digest) for path, digest in zip(paths, digest_files(paths), strict=True)]
     return hashlib.sha256(repr(names).encode()).hexdigest()
 
@@ -202,9 +200,9 @@ def identify_standard_library() -> str:
 
 
 def digest_files(paths: list[str]) -> list[str]:
-    """Return size and hash of each file. They are cached by path, size and time, so that they are read once.
+    """Return size and hash of each file, cached by path, size and time, so that each file is read once.
 
-    Not of a file that has just changed, because another change may show the same time.
+    A file that has just changed is not cached, because another change may show the same time.
     """
     cache_file, cached, keys, fresh = cache_dir() / "file_digests.json", {}, [], set()
     with contextlib.suppress(OSError, ValueError):

@@ -1,8 +1,8 @@
 """Mix packed datasets: training example k is a pure function of (seed, weights, datasets).
 
 Each dataset keeps its own order without replacement (`example_rows`), and starts its next epoch when it ends. The
-datasets are interleaved evenly: the first takes every example with which its share of the examples so far, rounded,
-grows by one; the next does the same with the rest. With two datasets, the number of examples of each never differs
+datasets are interleaved evenly: of the first n examples, round(share * n) come from the first dataset, for every n.
+The other datasets divide the rest by the same rule. With two datasets, the number of examples of each never differs
 from its share by more than one half.
 """
 
@@ -24,7 +24,7 @@ WHOLE = 2**24  # shares are integers that add up to this: int64 arithmetic is ex
 
 
 def open_datasets(directories: Sequence[Path], block_size: int, weights: Sequence[float] | None) -> PackedDataset:
-    """Open a packed dataset, or several as one, whose `parts` they are. weights: default, their numbers of rows.
+    """Open one packed dataset, or several as a mixture with these `parts`. weights: by default, the numbers of rows.
 
     A dataset of weight 0 only provides validation rows. Raises `UserError` if one cannot be opened, is given twice, or
     was made with another tokenizer.
@@ -60,7 +60,7 @@ def open_datasets(directories: Sequence[Path], block_size: int, weights: Sequenc
 
 
 def mix_metadata(parts: dict[str, PackedDataset], shares: dict[str, float]) -> dict[str, Any]:
-    """Return the metadata of a mixture: that of each dataset, the sums of the counts, and a hash of the hashes."""
+    """Return the metadata of a mixture: those of its datasets, the sums of the counts, and a hash of the hashes."""
     mixture = {name: metadata_of(dataset) | {"share": shares[name]} for name, dataset in parts.items()}
     all_parts: list[dict[str, Any]] = list(mixture.values())
     used = {"train": [part for part in all_parts if part["share"] > 0], "validation": all_parts}
@@ -78,7 +78,7 @@ def _sum(counts: Iterable[int | None]) -> int | None:
 
 
 def order_of(dataset: PackedDataset) -> tuple[tuple[int, int], ...]:
-    """Return the rows and the integer share of each dataset of a mixture that has training examples; else ()."""
+    """Return (rows, integer share) of each dataset of a mixture with training examples; () for a single dataset."""
     trained = [name for name, share in dataset.shares.items() if share > 0]
     shares = whole_shares([dataset.shares[name] for name in trained])
     return tuple((len(dataset.parts[name].train), share) for name, share in zip(trained, shares, strict=True))
@@ -91,7 +91,7 @@ def whole_shares(shares: Sequence[float]) -> list[int]:
 
 
 def split_examples(examples: np.ndarray, shares: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the dataset of each example, and the number of earlier examples of this dataset.
+    """Return the dataset of each example, and how many earlier examples come from that dataset.
 
     examples: int64 [n], counted from the start of the run. shares: integers, greater than 0.
     """

@@ -5,10 +5,10 @@
     DIR/tokenizer/                                       the tokenizer that made them
     DIR/metadata.json                                    counts, hashes, and where the ids are; written last
 
-The stream of a split is that of its units, one after another. A run reads it in rows of its own block_size: row i
+A split is one stream: the ids of its units, one after another. A run reads it in rows of its own block_size: row i
 holds tokens [i*T, i*T + T + 1), T = block_size. Each row starts with the last token of the previous row, so every
-token but the first is a target exactly once. Up to T - 1 tokens at the end of the stream fill no row. Row i + n * rows
-is row i, n < T tokens later; only the last row, which has no text after it, stays in its place.
+token but the first is a target exactly once. Up to T - 1 tokens at the end of the stream fill no row. For n < T, index
+i + n * rows is row i moved n tokens later; only the last row stays in its place, because no text follows it.
 """
 
 import bisect
@@ -97,7 +97,7 @@ class PackedSplit:
     ) -> None:
         """chunks: [file name, offset, number of ids] of each stretch of the stream.
 
-        sizes: of the streams of several datasets, which follow one another; no row has ids of two of them.
+        sizes: lengths of the streams of several datasets, one after another; no row has ids of two datasets.
         """
         self.directory, self.where, self.block_size, self.vocab_size = directory, chunks, block_size, vocab_size
         self.chunks = [self._map(*chunk) for chunk in chunks]  # readable also when the files are replaced
@@ -202,7 +202,7 @@ def encoding_of(metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def metadata_of(dataset: Any) -> dict[str, Any]:
-    """Return the metadata of a packed dataset with its rows, or what can be told of another, with a hash of the first.
+    """Return the metadata of a packed dataset with its rows; of a user's own, the rows and a hash of the first ones.
 
     dataset: has `train` and `validation` (with a length, indexed by int64 [n] for int64 [n, block_size + 1]) and a
     `tokenizer`.
@@ -228,7 +228,7 @@ def metadata_of(dataset: Any) -> dict[str, Any]:
 
 
 def open_packed_dataset(directory: Path, block_size: int) -> PackedDataset:
-    """Open a complete dataset in rows of block_size + 1 tokens. Raises `UserError` if it has none, or is damaged."""
+    """Open a dataset in rows of block_size + 1 tokens. Raises `UserError` if it is damaged or a split fills no row."""
     metadata = read_metadata(directory)
     check_splits(metadata, block_size)
     train, validation = (

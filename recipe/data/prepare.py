@@ -1,8 +1,8 @@
 """Prepare a packed dataset from a text source.
 
-Units are tokenized in parallel into a hidden folder inside the dataset's. When all are done, its files move up,
-metadata.json last. What is finished is never repeated: a killed preparation loses one unit per process, and the jobs
-of an array write to the same folder.
+Processes tokenize units into a hidden folder inside the dataset's folder. When all units are done, the files move up,
+metadata.json last. Finished units are never repeated: a kill loses one unit per process, and the jobs of an array
+write to the same folder.
 """
 
 import contextlib
@@ -48,9 +48,9 @@ from recipe.environment import count_cpus
 from recipe.errors import UserError
 from recipe.progress import progress_target
 
-TRAINED = "bpe "  # begins what stands for the tokenizer among the inputs if it is trained on the text
+TRAINED = "bpe "  # in the inputs, the prefix of a tokenizer that is trained on the text
 LOCK_NAME, COMPLETE_NAME, METADATA_NAME = ".lock", ".complete", "metadata.json"
-PARTS = (*SPLITS, "tokenizer", "dataset_dict.json", METADATA_NAME)  # in the order in which they take their place
+PARTS = (*SPLITS, "tokenizer", "dataset_dict.json", METADATA_NAME)  # in the order in which they move up
 HASH = "[0-9a-f]" * 12
 WORTH_A_WARNING = 0.01  # share of the tokens that are unknown text, or padding
 say = functools.partial(print, flush=True)
@@ -68,7 +68,7 @@ class Target:
 
     @property
     def partial(self) -> Path:
-        """The folder in which it is prepared: in its own, because what is beside a mount point may be read-only."""
+        """The folder of the preparation: inside `directory`, because the parent of a mount point may be read-only."""
         return self.directory / f".{fingerprint_of(self.inputs)[:12]}.partial"
 
 
@@ -84,18 +84,17 @@ def prepare_dataset(
 ) -> dict[str, Any] | None:
     """Prepare `directory`, unless it was prepared from the same inputs. Returns its metadata.
 
-    tokenizer: what its template puts in front of a text is put in front of each document (`without_template`). Without
-    one, trains a byte-level BPE of up to tokenizer_vocab_size tokens. share: the units to prepare here; the result is
-    None while others are missing. max_bytes: prepare about this much text, from units spread over the source. Raises
-    `UserError` for bad input, and if `directory` holds anything else; `overwrite` replaces another packed dataset, and
-    nothing else.
+    tokenizer: the prefix of its template begins each document (see `without_template`). Without a tokenizer, trains a
+    byte-level BPE of up to tokenizer_vocab_size tokens. share: the units to prepare here; the result is None while
+    others are missing. max_bytes: prepare about this much text, from units spread over the source. overwrite: replace
+    another packed dataset. Raises `UserError` for bad input, and if `directory` holds anything else.
     """
     inputs = inputs_of(source, tokenizer, tokenizer_vocab_size, max_bytes)
     target = Target(source, directory, inputs, overwrite)
     if (existing := _find_existing(target)) is not None:
         return existing
     units, failure = [], None
-    if not is_made_from(directory / COMPLETE_NAME, inputs, source):  # else a killed process has left only the moving
+    if not is_made_from(directory / COMPLETE_NAME, inputs, source):  # else a killed process left only the move
         tokenizer, units = claim_dataset(target, tokenizer, tokenizer_vocab_size, max_bytes)
         try:
             tokenize(target, tokenizer, units, share, num_workers or count_cpus())
@@ -118,12 +117,12 @@ def inputs_of(
 
 
 def rules_of(source: TextSource) -> list[str]:
-    """Return what applies to this text and not to that of earlier versions: the same options gave other documents."""
+    """Return the reading rules of this text that earlier versions lacked: the same options gave other documents."""
     rules = {
         "lines": source.skip_bad_files and not source.dataset_name,  # bad lines are skipped, not documents
         "csv": source.dataset_name is None  # rows have as many fields as the header
         and any(kind_of(path) == ".csv" for path in source.files.paths + source.held_out_files.paths),
-        "mask": has_mask(source),  # of tokenized rows, the padding is not read
+        "mask": has_mask(source),  # the padding of tokenized rows is not read
     }
     return [name for name, applies in rules.items() if applies]
 
@@ -134,7 +133,7 @@ def fingerprint_of(inputs: dict[str, Any]) -> str:
 
 
 def is_made_from(directory: Path, inputs: dict[str, Any], source: TextSource) -> bool:
-    """Return whether a dataset was prepared from these inputs; of a Hub out of reach, the content is not known."""
+    """Return whether a dataset was prepared from these inputs. Without the Hub, the content is not compared."""
     metadata = {}
     with contextlib.suppress(OSError, ValueError):
         metadata = json.loads((directory / METADATA_NAME).read_text())
@@ -151,7 +150,7 @@ def is_made_from(directory: Path, inputs: dict[str, Any], source: TextSource) ->
 
 
 def _find_existing(target: Target) -> dict[str, Any] | None:
-    """Return the metadata of a dataset that is prepared. Raises `UserError` for what must not be replaced."""
+    """Return the metadata of a prepared dataset, else None. Raises `UserError` if the folder must not be replaced."""
     directory, inputs = target.directory, target.inputs
     if not (directory / METADATA_NAME).is_file():
         others = [path for path in directory.glob("[!.]*") if path.name != "lost+found"]  # of a disk's own
@@ -176,7 +175,7 @@ def _find_existing(target: Target) -> dict[str, Any] | None:
 def claim_dataset(
     target: Target, tokenizer: TextTokenizer | None, tokenizer_vocab_size: int | None, max_bytes: int | None
 ) -> tuple[TextTokenizer, list[Unit]]:
-    """Create the folder of the preparation, with its tokenizer. Returns the tokenizer and the units."""
+    """Print what is read, and create the preparation's folder with the tokenizer. Returns tokenizer and units."""
     source = target.source
     for files in (source.files, source.held_out_files):
         if text := describe_files(files):
@@ -196,9 +195,9 @@ def claim_dataset(
 
 
 def select_units(source: TextSource, units: list[Unit], max_bytes: int | None) -> list[Unit]:
-    """Return all units; with max_bytes, some of each split, spread evenly, with about that much text.
+    """Return all units, or, with max_bytes, evenly spread units of each split with about that much text.
 
-    Of local files without separate validation text, one more unit if none of these holds a document for validation.
+    For local files without separate validation text, adds a unit with a validation document if none of these has one.
     """
     if max_bytes is None:
         return units
@@ -351,7 +350,7 @@ def finish(
 
 
 def summarize(target: Target, tokenizer: TextTokenizer, num_units: int) -> dict[str, Any]:
-    """Write the metadata of finished units, and the files by which `datasets` finds them. Returns the metadata.
+    """Write the metadata of finished units, and the files that let `datasets` find them. Returns the metadata.
 
     Raises `UserError` if a split is empty.
     """
@@ -390,7 +389,7 @@ def summarize(target: Target, tokenizer: TextTokenizer, num_units: int) -> dict[
 def total_counts(units: list[dict], token_bytes: np.ndarray) -> dict:
     """Add up the counts of the units of a split; join their chunks, hashes and files.
 
-    token_bytes: from `count_token_bytes`. If those of a used id are not known, neither are the bytes of the split.
+    token_bytes: from `count_token_bytes`. The bytes of a split are None if those of a used id are unknown.
     """
     seen = functools.reduce(np.bitwise_or, (np.frombuffer(bytes.fromhex(unit["seen"]), np.uint8) for unit in units))
     is_used = np.unpackbits(seen)[: len(token_bytes)].astype(bool)
@@ -405,7 +404,7 @@ def total_counts(units: list[dict], token_bytes: np.ndarray) -> dict:
 
 
 def write_index(directory: Path, split: str, counts: dict, vocab_size: int) -> None:
-    """Write the files by which `datasets` finds a split's ids, and remove what killed processes have left."""
+    """Write the files that let `datasets` find a split's ids, and remove what killed processes have left."""
     for path in directory.glob(".[0-9]*"):
         path.unlink(missing_ok=True)
     state: dict = {"_data_files": [{"filename": name} for name in counts["file_bytes"]], "_split": split}
@@ -416,7 +415,7 @@ def write_index(directory: Path, split: str, counts: dict, vocab_size: int) -> N
 
 
 def print_report(source: TextSource, report: ReadReport) -> None:
-    """Say what was found in the text that is not in the dataset."""
+    """Print what reading revealed: skipped text, rows without text, padding, a separator that does not occur."""
     for reason in report.errors[:10]:
         say(f"skipped: {reason}")
     if report.num_skipped:

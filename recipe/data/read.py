@@ -1,6 +1,6 @@
 """A unit of text -> its documents, each in train or validation.
 
-What cannot be read goes to one function, `bad`: it raises, or counts what is skipped.
+Whatever cannot be read goes to one function, `bad`, which raises an error or counts it as skipped.
 """
 
 import codecs
@@ -32,12 +32,12 @@ from recipe.data.tokens import ID_BYTES, TokenStream, find_tokens, read_tokens
 from recipe.errors import UserError, one_line
 
 SHOWN_ERRORS, MOST_COLUMNS = 10, 20
-LONGEST_NAME = 60  # characters that are shown of a column's name, which is text in a CSV file without names
+LONGEST_NAME = 60  # characters shown of a column's name, which is text in a CSV file without a header
 TOKENIZER_CHARACTERS = 2_000_000_000  # the most that a tokenizer is trained on
 ROWS_PER_READ = 100
-MOST_COUNTED = 10_000  # documents: of no more, exactly the percentage is held out
+MOST_COUNTED = 10_000  # documents; up to this number, exactly the percentage is held out
 MASK = "attention_mask"  # a column beside token ids: 0 for padding
-PADDING = 8  # ids: so many equal ones at the end of a row are rarely anything else
+PADDING = 8  # equal ids at the end of a row; so many are rarely anything but padding
 Text = str | np.ndarray | TokenStream  # or, if the source is already tokenized, token ids: int64 [tokens]
 Bad = Callable[[str, int], None]  # gets what cannot be read, and its size in bytes, or 0 if that is not known
 READ_ERRORS = (OSError, EOFError, ValueError, RecursionError, csv.Error, lzma.LZMAError, pa.ArrowException)
@@ -76,7 +76,7 @@ class ReadReport:
 
 
 def list_units(source: TextSource) -> list[Unit]:
-    """Return the units of a source (see `cut`), of which at least one document is held out, and never all.
+    """Return the units from `cut`, with a threshold that gives at least one document to each split.
 
     Raises `UserError` for bad input.
     """
@@ -94,10 +94,10 @@ def list_units(source: TextSource) -> list[Unit]:
 
 
 def _choose_threshold(source: TextSource, units: list[Unit]) -> int:
-    """Return the threshold of the hash below which documents are held out.
+    """Return the threshold: documents with a lower hash are held out.
 
-    In a small source it holds out exactly the percentage of the different documents. In another it does so on average,
-    and a few documents are read to make sure that both splits get some.
+    In a small source, exactly the percentage of the different documents is below the threshold. In others, this holds
+    on average, and a few documents are read to make sure that both splits get some.
     """
     usual = next(part.hold_out.threshold for unit in units for part in unit.parts if part.hold_out.by_hash)
     hashes, is_exact, count, characters = set(), len(units) == 1, 0, 0
@@ -133,7 +133,7 @@ def read_unit(source: TextSource, unit: Unit, report: ReadReport) -> Iterator[Do
 
 
 def _refuse(source: TextSource, reason: str, _: int) -> None:
-    """Raise the `UserError` of a source that skips nothing."""
+    """Raise `UserError` for what cannot be read, in a source that skips nothing."""
     has_option = source.validation_split_percentage and not source.dataset_name  # not in `read_texts`
     has_option = has_option and "; unpack it" not in reason
     raise UserError(reason + "; --skip_bad_files skips what cannot be read" * bool(has_option))
@@ -171,7 +171,7 @@ def read_texts(
 
 
 def read_train_texts(source: TextSource, units: list[Unit]) -> Iterator[str]:
-    """Yield the training text, to train a tokenizer; of a large source, the beginning of each unit."""
+    """Yield the training text for a tokenizer. From a large source, yields the beginning of each unit."""
     read_sample(source, units)  # raises if there is no text
     limit = TOKENIZER_CHARACTERS // len(units)
     for unit in units:
@@ -216,7 +216,7 @@ def read_sample(source: TextSource, units: list[Unit]) -> list[str]:
 
 
 def has_mask(source: TextSource) -> bool:
-    """Return whether token ids have a column beside them that marks padding: in the first row of each kind of file."""
+    """Return whether a column beside token ids marks padding. Looks at the first row of each kind of file."""
     seen = {}
     for unit in cut(source):
         for part in unit.parts:
@@ -258,7 +258,7 @@ def _read_part(
 
 
 def _read_token_file(part: FilePart) -> Iterator[Document]:
-    """Yield the ids of a part of a file of token ids, of which the last may be held out."""
+    """Yield the ids of a part of a file of token ids. The last ids of the file may be held out."""
     start, stop = find_tokens(part.path)
     limit = stop - ID_BYTES * round((stop - start) // ID_BYTES * part.hold_out.tail)
     end = stop if part.stop is None else part.stop
@@ -313,7 +313,7 @@ def separator_pattern(separator: str | None) -> re.Pattern:
 def find_start(file: IO[bytes], position: int, size: int, pattern: re.Pattern) -> int:
     """Return the first start of a document at or after a position: where a separator ends, or the file.
 
-    It is a function of the file and the position, so a unit ends exactly where the next one begins.
+    The result depends on the file and the position only, so a unit ends exactly where the next one begins.
     """
     if position <= 0 or position >= size:
         return position
@@ -427,7 +427,7 @@ def _empty_value(kind: pa.DataType) -> str | list | None:
 
 
 def _read_csv(stream: IO[bytes], column: str, where: str, bad: Bad) -> Iterator[dict]:
-    """Yield the rows that have the fields that the first row names. A row that has not loses its first line only."""
+    """Yield the rows with as many fields as the header. After a bad quote, reads on from the row's second line."""
     lines = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
     of_row, again, names, number = [], deque(), None, 0  # lines of the row; those to read again; lines before the row
 

@@ -115,7 +115,7 @@ class TextSource:
     def inputs(self) -> dict:
         """What determines the text: options, and names, sizes and content of the files, as JSON.
 
-        `content` is None for a dataset of a Hub out of reach.
+        `content` is None if the Hub is out of reach.
         """
         names = ("text_column_name", "document_separator", "validation_split_percentage", "skip_bad_files")
         options = {name: getattr(self, name) for name in names}
@@ -171,7 +171,7 @@ class TextSource:
 
     @property
     def commit(self) -> str | None:
-        """The commit of a dataset on the Hub: the revision's when it was first asked for."""
+        """The commit of a dataset on the Hub, as found by the first look-up of its revision."""
         if not self.is_on_hub:
             return None
         return self.hub_files[0] if self.hub_files else self.dataset_revision
@@ -227,6 +227,6 @@ def source_from(config: TrainConfig | Namespace) -> TextSource:
 def name_of_text(text: str) -> str:
     """Derive a folder name from a path, pattern or Hub id: its last part without suffixes and special characters.
 
-    It leaves room for additions, because a name may have 255 characters, and 143 on an encrypted disk (eCryptfs).
+    The name has room for additions: the limit is 255 characters, and 143 on an encrypted disk (eCryptfs).
     """
     return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(text).name.split(".")[0])[:100].strip("-.") or "text"

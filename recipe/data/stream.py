@@ -1,9 +1,9 @@
 """Training batches from text during the run: each machine tokenizes the units that its processes need next.
 
-The stream visits the units in a seeded order, without end: a permutation of all units in each epoch. A unit is the
-shuffle window: its rows follow in a random order. Training example k is therefore a pure function of (seed, source)
-for any number of processes. Each machine tokenizes into a temporary folder on a local disk, whose files its processes
-map.
+The stream visits the units in a seeded order, without end: each epoch is a permutation of all units. A unit is the
+shuffle window: its rows come in a random order. Training example k is therefore a pure function of (seed, source) for
+any number of processes. Each machine tokenizes into a temporary folder on a local disk, and its processes map the
+files.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ from recipe.errors import LostProcessError, ProcessError, UserError
 
 UNITS_AHEAD = 2
 POLL_SECONDS = 0.02
-Gather = Callable[[object], list]  # the parts of all processes of the run, by rank
+Gather = Callable[[object], list]  # a process's part -> the parts of all processes, by rank
 Position = tuple[int, int]  # a window, counted from the start of the run, and an example in it
 
 
@@ -55,7 +55,7 @@ class TextStream:
         except OSError as error:
             raise ProcessError(f"cannot create a temporary folder: {error.strerror}; set TMPDIR") from error
         folders = gather((host, str(own)))
-        # A machine is a host's name and a file system.
+        # Processes are on one machine if they share a host name and a file system.
         first = next(i for i, (name, path) in enumerate(folders) if name == host and Path(path).is_dir())
         gather(None)  # until all have looked
         self.folder, self.workers = Path(folders[first][1]), None
@@ -94,7 +94,7 @@ class TextStream:
         return int(example_rows(np.array([number]), len(self.units), self.seed)[0])
 
     def forget(self, before: int) -> None:
-        """Delete the windows before the first that a process of this machine may still open."""
+        """Delete the windows before number `before`, the first that a process of this machine may still open."""
         for number in [number for number in self.opened if number < before]:
             del self.opened[number]
             self.futures.pop(number, None)
@@ -117,7 +117,7 @@ def read_stream(
     """
     first, skipped = position
     starts = [-skipped]  # the first example of each window from `first` on
-    before, now, last_step = first, first, -1  # the windows in which the step before and this one begin
+    before, now, last_step = first, first, -1  # the windows in which the previous step and this one begin
 
     def locate(example: int) -> int:
         """Return the window of an example, counted from `first`."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # Types of the parts of a tokenizer.json.
 DROP_SPACES = {"Whitespace", "WhitespaceSplit", "BertPreTokenizer", "CharDelimiterSplit", "Removed"}
 SPELLS_BYTES = "ByteLevel"
-ADDING_OPTIONS = ("add_bos_token", "add_eos_token")  # from which classes of Transformers make a template
+ADDING_OPTIONS = ("add_bos_token", "add_eos_token")  # classes of Transformers make a template from these
 LONG_WORD = re.compile(r"\S{1000}(?=\S)")
 
 
@@ -51,7 +51,7 @@ class TextTokenizer:
 
     @functools.cached_property
     def token_bytes(self) -> np.ndarray:
-        """From `count_token_bytes`: its length is the size of the vocabulary."""
+        """From `count_token_bytes`, int64 [vocabulary]."""
         return count_token_bytes(self)
 
     def __len__(self) -> int:
@@ -115,7 +115,7 @@ def _plain(tokenizer: "PreTrainedTokenizerFast") -> TextTokenizer:
 
 
 def _named_tokens(config: dict) -> set[str]:
-    """Return the tokens in a tokenizer_config.json. Transformers adds those that a tokenizer.json lacks."""
+    """Return the tokens in a tokenizer_config.json. Transformers adds the ones that tokenizer.json lacks."""
     named = [value for key, value in config.items() if key.endswith("_token")]
     for key in ("additional_special_tokens", "extra_special_tokens", "added_tokens_decoder"):
         values = config.get(key) or []
@@ -152,9 +152,9 @@ def load_tokenizer(name_or_path: str, revision: str | None = None) -> "PreTraine
 def load_saved_tokenizer(
     directory: Path, sha256: str, document_prefix: list[int], parse_special_tokens: bool
 ) -> "PreTrainedTokenizerFast":
-    """Load the tokenizer of a packed dataset for a model, which encodes text as it was packed.
+    """Load the tokenizer of a packed dataset, set to encode text as it was packed.
 
-    Raises `UserError` if its `tokenizer_sha256` is another.
+    Raises `UserError` if its `tokenizer_sha256` is not this one.
     """
     tokenizer = load_tokenizer(str(directory))
     if tokenizer_sha256(tokenizer) != sha256:
@@ -174,7 +174,7 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> TextTokenizer:
     """
     from transformers import GPT2Tokenizer
 
-    size = 100_000  # slices long texts, because a single thread counts each
+    size = 100_000  # characters per slice of a text, because one thread counts each slice
     slices = (text[start : start + size] for text in documents for start in range(0, len(text), size))
     options = {"unit": "char", "unit_scale": True, "dynamic_ncols": True, "delay": 2, **progress_target()}
     with tqdm(desc="train tokenizer", **options) as progress:
@@ -233,12 +233,12 @@ def special_tokens(tokenizer: TextTokenizer) -> set[str]:
 
 
 def state_of(part: Any) -> dict:
-    """Return a part of a tokenizer as tokenizer.json has it, without writing all of it, which takes 0.1 s."""
+    """Return a part of a tokenizer as in tokenizer.json. Writing the whole tokenizer would take 0.1 s."""
     return json.loads(part.__getstate__())
 
 
 def steps_of(backend: Tokenizer) -> set[str]:
-    """Return the types of the steps before the model and after it; `Removed` for one that drops what it matches."""
+    """Return the types of the pre-tokenizers and decoders; `Removed` for one that drops what it matches."""
 
     def types(state: dict) -> Iterator[str]:
         yield "Removed" if state.get("behavior") == "Removed" else state["type"]
@@ -250,7 +250,7 @@ def steps_of(backend: Tokenizer) -> set[str]:
 
 
 def unknown_id(tokenizer: "TextTokenizer | PreTrainedTokenizerFast") -> int | None:
-    """Return the id that stands for text that the tokenizer cannot spell; None if it spells all bytes, or has none."""
+    """Return the id for text that the tokenizer cannot spell; None if it spells all bytes, or has no such id."""
     backend = tokenizer.backend_tokenizer
     if SPELLS_BYTES in steps_of(backend):
         return None
@@ -262,7 +262,7 @@ def unknown_id(tokenizer: "TextTokenizer | PreTrainedTokenizerFast") -> int | No
 def count_token_bytes(tokenizer: "TextTokenizer | PreTrainedTokenizerFast") -> np.ndarray:
     """Count the bytes of text of each id, int64 [vocabulary].
 
-    Special tokens have none. -1 where they are not known: of a token for unknown text, and of all tokens of a
+    Special tokens have 0. The count is -1 where it is unknown: for the token of unknown text, and for all tokens of a
     tokenizer that drops white space.
     """
     backend = tokenizer.backend_tokenizer
@@ -307,12 +307,12 @@ def added_ids(tokenizer: "TextTokenizer | PreTrainedTokenizerFast") -> tuple[lis
 
 
 def document_start(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
-    """Return the ids after which a document begins, as in training: a template's, or the end of the one before."""
+    """Return the ids before a document in training: the template's, or the end of the previous document."""
     return added_ids(tokenizer)[0] or [end_of_text(tokenizer)]
 
 
 def without_template(tokenizer: TextTokenizer) -> TextTokenizer:
-    """Return a tokenizer that puts nothing around a text, as a new model is trained."""
+    """Return a tokenizer that puts nothing around a text. New models are trained that way."""
     if not any(added_ids(tokenizer)):
         return tokenizer
     tokenizer.backend_tokenizer.post_processor = None

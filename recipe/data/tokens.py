@@ -12,13 +12,13 @@ import numpy as np
 
 from recipe.errors import UserError
 
-HEADER, MAGIC, VERSION = 256, 20240520, 1  # int32 values; the first two
+HEADER, MAGIC, VERSION = 256, 20240520, 1  # number of int32 values, and the first two
 CHUNK = 2**22  # ids read at a time
 ID_BYTES = 2
 
 
 class TokenStream(NamedTuple):
-    """A stretch of ids, uint16 [tokens], which marks the ends of its documents itself."""
+    """A stretch of ids, uint16 [tokens], in which the documents already have their end-of-text ids."""
 
     ids: np.ndarray
 

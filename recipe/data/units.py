@@ -1,8 +1,8 @@
 """Tokenize units of text, in processes of their own: unit -> a file of token ids for each split.
 
 A process imports no torch and serves one unit after another. It is started as `python -m recipe.data.units` and reads
-pickles: a `Job`, then (number, unit, encoder) for each unit; it answers each with the unit's summary or an error.
-It ends when its input does, so none outlives its owner, however that ends.
+pickles: a `Job`, then (number, unit, encoder) for each unit; it answers each with the unit's summary or an error. It
+ends when its input ends, so it never outlives its owner.
 """
 
 import contextlib
@@ -95,7 +95,7 @@ class Packer:
         return ids[:-1] if len(ids) and ids[-1] == self.eos else ids
 
     def write(self, ids: np.ndarray, num_documents: int) -> None:
-        """Write ids that are complete. Raises `UserError` for one that the tokenizer does not have."""
+        """Write the final ids of documents. Raises `UserError` for an id that the tokenizer does not have."""
         size, unknown = len(self.tokenizer), self.tokenizer.unknown_id
         if len(ids) and not 0 <= ids.min() <= ids.max() < size:  # as uint16, 70000 would silently become 4464
             bad = ids.min() if ids.min() < 0 else ids.max()
@@ -118,11 +118,11 @@ class UnitTokenizer:
         self.mark = secrets.token_hex(4)  # other jobs of an array write to the same folder
         parse = job.source.parse_special_tokens
         self.encoders = {"tokenizers": build_encoder(self.tokenizer, "tokenizers", parse)}
-        with contextlib.suppress(RuntimeError, ImportError):  # `choose_encoder` says so
+        with contextlib.suppress(RuntimeError, ImportError):  # `choose_encoder` reports it
             self.encoders["gigatoken"] = build_encoder(self.tokenizer, "gigatoken", parse)
 
     def __call__(self, number: int, unit: Unit, encoder: str) -> dict:
-        """Write the ids of a unit, and then its summary, which says that they are complete. Returns the summary.
+        """Write the ids of a unit, then its summary, which marks them as complete. Returns the summary.
 
         Raises `UserError` if the text cannot be read or the disk is full.
         """
@@ -168,7 +168,7 @@ class UnitWorkers:
     """Processes that tokenize units, each one at a time."""
 
     def __init__(self, job: Job, num_workers: int) -> None:
-        # A session of its own: a signal to the owner's group lets it finish its unit, unless the owner ends.
+        # Signals to the owner's group do not reach another session: a unit is finished unless the owner ends.
         environment = {**os.environ, "PYTHONSAFEPATH": "1", "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "recipe.data.units"]
         self.processes = [

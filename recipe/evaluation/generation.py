@@ -36,7 +36,7 @@ def load_model(
 
     revision: branch, tag or commit of a Hub id.
 
-    Raises `UserError` if that fails, if the model lacks weights, or if it is none of those that can be scored.
+    Raises `UserError` if that fails, if the model lacks weights, or if its type cannot be scored.
     """
     if revision is not None and Path(model_name_or_path).is_dir():
         raise UserError(f"--revision selects a branch of a Hub model, but {model_name_or_path} is a folder")
@@ -56,7 +56,7 @@ def load_model(
 
 
 def build_processors(temperature: float, top_k: int, top_p: float, repetition_penalty: float) -> LogitsProcessorList:
-    """Build the processors from a next token's scores to those it is sampled by, in the order of `generate`.
+    """Build the processors that turn a next token's scores into those to sample from, in the order of `generate`.
 
     top_k 0, top_p 1 and repetition_penalty 1 change nothing. Raises `UserError` for a value out of range.
     """
@@ -108,7 +108,7 @@ def generate_texts(
     seeds = [seed + number * 0x9E3779B1 for number in range(num_samples)]  # a CPU's generator reads 32 bits
     generators = [torch.Generator(model.device).manual_seed(number) for number in seeds]
     eos, context = end_of_text(tokenizer), model.config.max_position_embeddings
-    # As in training: after what a template puts in front of a document. An empty prompt starts a new one.
+    # As in training, a template's prefix comes first. An empty prompt starts a new document.
     prompt_ids = added_ids(tokenizer)[0] + tokenizer(prompt, add_special_tokens=False)["input_ids"] or [eos]
     ids, cache = torch.tensor([prompt_ids] * num_samples, device=model.device), DynamicCache(config=model.config)
     name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"  # before 5.24

@@ -18,7 +18,7 @@ class LanguageModelingMetric(evaluate.Metric):
     """
 
     def __init__(self) -> None:
-        # In memory, and with a cache in a folder that can be written even where the home folder cannot.
+        # In memory. The cache is in the temporary folder, because the home folder may be read-only.
         super().__init__(keep_in_memory=True, cache_dir=gettempdir())
 
     def _info(self):

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Window(NamedTuple):
-    """Token ids (int64 [length]) of which the last num_targets are scored, given all that precede them."""
+    """Token ids (int64 [length]). The last num_targets are scored, given all ids before them."""
 
     ids: np.ndarray
     num_targets: int
@@ -107,7 +107,7 @@ def sum_losses(
 
 
 def show_progress(iterable: Iterable[T], name: str, total: int, unit: str = "batch") -> Iterator[T]:
-    """Yield the items; if that takes long, with a bar on the main process, above the bar of a training run."""
+    """Yield the items. If that takes long, the main process shows a bar, above the bar of a training run."""
     freed_memory = FreedMemory()
     options = {"desc": name, "unit": unit, "leave": False, "delay": SILENT_SECONDS, "position": 0}
     is_quiet = not PartialState().is_main_process

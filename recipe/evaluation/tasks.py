@@ -166,11 +166,11 @@ def score_task(
 def encode_pairs(tokenizer: PreTrainedTokenizerFast, pairs: Sequence[tuple[str, str]], context: int) -> list[Window]:
     """Encode (context, continuation) pairs; the continuation's tokens are the targets.
 
-    Both texts are encoded together; the targets are the tokens after as many as the context alone has. White space at
-    the end of the context belongs to the continuation. An empty context is the token that begins a document. What
-    does not fit into the model is cut off on the left.
+    Both texts are encoded together. If the context alone has n tokens, the first n tokens are context. White space at
+    the end of the context belongs to the continuation. An empty context is the token that begins a document. What does
+    not fit into the model is cut off on the left.
     """
-    if not pairs:  # of the last chunk, a process may get no example
+    if not pairs:  # a process may get no example of the last chunk
         return []
     heads = [head.rstrip() for head, _ in pairs]
     heads_ids = tokenizer([head or " " for head in heads], verbose=False)["input_ids"]

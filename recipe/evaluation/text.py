@@ -35,7 +35,7 @@ LONGEST_CONTEXT = 4096  # unless --context sets it: the logits of 131,072 positi
 class Text:
     """Documents as token ids, int64 [tokens].
 
-    Before each is the id after which documents began in training. It is context and never scored.
+    Each begins with the id that precedes documents in training, which is context and never scored.
     """
 
     name: str
@@ -77,9 +77,9 @@ def read_text(
 
 
 def choose_context(model: Path | str, num_positions: int, typed: int | None) -> tuple[int, int, str]:
-    """Return the context for texts, the length of a dataset's rows, in tokens, and where the latter comes from.
+    """Return the context for texts and the length of a dataset's rows, in tokens, and where the length comes from.
 
-    By default, rows are as long as in the model's own run, if its folder has one's config. Raises `UserError`.
+    By default, rows are as long as in the model's own run, if its folder holds that run's config. Raises `UserError`.
     """
     if typed is not None:
         if not 1 <= typed <= num_positions:
@@ -139,7 +139,7 @@ def evaluate_dataset(
     batch_size: int,
     max_rows: int | None = None,
 ) -> dict[str, Any]:
-    """Return the same of validation rows, each with at most block_size tokens of context, as in the training run.
+    """Return the scores of validation rows, each with at most block_size tokens of context, as in the training run.
 
     max_rows: rows spread evenly over the split; all by default. Raises `UserError` if another tokenizer made the
     dataset.

@@ -24,14 +24,14 @@ EVALUATED_ROW_COST = 0.4
 EVALUATION_SHARE = 0.02  # share of the run's time for all evaluations together, with `max_eval_samples auto`
 MIN_ROWS = 8
 GUESSED_STEPS = 1000  # assumed for a run that only `max_minutes` limits
-# Per task and evaluation, the first of a fixed random order: an accuracy has a standard error of 1.5 points. On a GPU
+# Examples per task and evaluation, in a fixed random order: an accuracy has a standard error of 1.5 points. On a GPU
 # that sustains 37 TFLOP/s, scoring this many of HellaSwag (360 tokens each) takes 30 s with 1,558 M parameters, 2 s
 # with 124 M. scripts/evaluate_model.py scores all.
 TASK_EXAMPLES = 1000
 
 
 def count_eval_rows(config: TrainConfig, num_validation_rows: int, num_datasets: int = 1) -> int:
-    """Return how many validation rows of a dataset an evaluation uses; `auto`: `EVALUATION_SHARE` of the run for all.
+    """Return how many rows of a dataset an evaluation uses; `auto`: evaluations take `EVALUATION_SHARE` of the run.
 
     The number depends on the options alone, so that a run evaluates the same rows on any hardware.
     """
@@ -105,13 +105,12 @@ class Validation:
         self.vocab_size = len(self.token_bytes)
 
     def run(self, must_stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
-        """Evaluate.
+        """Return the results of an evaluation, or None if `must_stop` ended it.
 
-        must_stop: asked between batches, with the same answer on all processes; if it is true, the evaluation is
-        given up and the result is None. Returns loss (nats per token), perplexity, bits_per_byte, num_rows and
-        seconds; for each task its scores under flat names: hellaswag_acc, hellaswag_acc_stderr,
-        hellaswag_num_examples, ...; and a sample of the model's text. Of a mixture, loss and bits_per_byte are means
-        weighted by the shares, and `mixture` has those of each.
+        They are: loss (nats per token), perplexity, bits_per_byte, num_rows, seconds, a sample of the model's text,
+        and each task's scores under flat names: hellaswag_acc, hellaswag_acc_stderr, hellaswag_num_examples, ... For a
+        mixture, loss and bits_per_byte are means weighted by the shares, and `mixture` has the results of each
+        dataset. must_stop: asked between batches, with the same answer on all processes.
         """
         self.module.eval()
         try:
@@ -130,8 +129,8 @@ class Validation:
                 return None
             datasets[name] = totals.scores() | {"num_rows": self.rows[name]}
         results = mean_scores(datasets, self.dataset.shares) if len(datasets) > 1 else totals.scores()
-        # The prepared module casts by itself, its model does not. Not compiled: texts of all lengths would compile the
-        # blocks of a sharded model again and again.
+        # The prepared module enters autocast by itself, its model does not. Eager mode, because texts of all lengths
+        # would compile the blocks of a sharded model again and again.
         with self.accelerator.autocast(), torch.compiler.set_stance("force_eager"):
             for name, examples in self.tasks.items():
                 options = {"max_examples": TASK_EXAMPLES, "vocab_size": self.vocab_size, "must_stop": must_stop}

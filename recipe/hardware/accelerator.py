@@ -70,7 +70,7 @@ def build_accelerator(config: TrainConfig, output_dir: Path, choices: Mapping[st
     is_deterministic = config.deterministic or (device.type == "cpu" and "autotune" not in dynamo_mode())
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # Costs time, and nothing here reads such memory.
+    # Filling costs time, and nothing here reads uninitialized memory.
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     if device.type == "cuda":
         torch.set_float32_matmul_precision(config.matmul_precision)
@@ -112,9 +112,9 @@ def parallelize(
 ) -> nn.Module:
     """Compile the module in place and let all processes train it: with DistributedDataParallel, or sharded.
 
-    It is compiled first because Accelerate compiles outside DistributedDataParallel, where fullgraph fails (accelerate
-    1.15, torch 2.13), and in place because a wrapper would prefix every weight's name. Shapes are fixed, and no graph
-    breaks. Only inductor has modes.
+    Compilation comes first, because Accelerate compiles outside DistributedDataParallel, where fullgraph fails
+    (accelerate 1.15, torch 2.13). It is in place, because a wrapper would prefix every weight's name. Shapes are
+    fixed, and no graph breaks. Only inductor has modes.
     """
     if (backend := config.dynamo_backend) != "no":
         mode = dynamo_mode() if backend == "inductor" else None

@@ -1,8 +1,8 @@
 """What every `auto` of precision, compilation, attention and threads becomes: pure functions of facts.
 
-The order: the option, the launcher, the checkpoint that the run continues, what the kind of device decides. What is
-still open is measured (recipe/hardware/probe.py). Noise in a measurement must not change the numbers of a run, so a
-resumed run keeps what was measured for it.
+The option decides first, then the launcher, the checkpoint that the run continues, and the kind of device. The rest is
+measured (recipe/hardware/probe.py). Noise in a measurement must not change the numbers of a run, so a resumed run
+keeps what was measured for it.
 """
 
 import dataclasses
@@ -16,14 +16,14 @@ from recipe.errors import UserError
 from recipe.hardware.probe import Measured
 from recipe.hardware.sharding import Sharding
 
-# bf16 has to win by this factor, because fp32 is the more exact of two equals; plain attention too, because it takes
-# more memory.
+# bf16 has to be faster by this factor, because fp32 is more exact. So has plain attention, because it takes more
+# memory.
 MARGIN = 1.1
 # Compiling pays in runs whose products take this long at the measured rate: a faster machine also compiles faster.
-# Derived from 6e13 FLOPs, after which 16 M parameters with GPT-2's vocabulary broke even on two EPYC cores with
-# avx512_bf16. 30 M parameters on two without: 103 s. The share below is of the first machine only.
+# Derived from two EPYC cores with avx512_bf16, where 16 M parameters with GPT-2's vocabulary broke even after 6e13
+# FLOPs; on two cores without it, 30 M parameters did after 103 s. `PRODUCTS_SHARE` is from the first machine only.
 COMPILE_PAYS_SECONDS = 90.0
-PRODUCTS_SHARE = 0.4  # of the time of a step that is not compiled, for a run of which only the minutes are known
+PRODUCTS_SHARE = 0.4  # of the time of an uncompiled step, for a run that is limited by its minutes only
 ONE_PER_CPU = "one per CPU"  # nothing to choose
 DYNAMO_MODES = ("default", "lite", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
@@ -47,7 +47,7 @@ class Facts:
     launcher_precision: str = "no"
     launcher_backend: str = "no"
     launcher_mode: str = "default"
-    has_bf16: bool = True  # a CUDA device: in its matrix units
+    has_bf16: bool = True  # whether the matrix units of a CUDA device have it
     why_no_inductor: str | None = None
     typed_threads: int | None = None  # of a process on a CPU
     thread_counts: tuple[int, ...] = (1,)  # that make sense for a process: one per core, one per CPU
@@ -97,7 +97,7 @@ def settle(config: TrainConfig, facts: Facts) -> dict[str, Choice]:
 
 
 def choose(config: TrainConfig, facts: Facts, measured: Measured | None) -> dict[str, Choice]:
-    """Return all choices by label. measured: what decides those that `settle` leaves open; None if it leaves none."""
+    """Return all choices by label. measured: decides what `settle` leaves open; None if it leaves nothing open."""
     choices = settle(config, facts)
     assert measured is not None or not to_measure(choices, facts)
     measured = measured or Measured({}, {}, 1)
@@ -155,7 +155,7 @@ def apply_choices(config: TrainConfig, choices: dict[str, Choice], facts: Facts)
 
 
 def describe_choices(choices: dict[str, Choice], device_type: str) -> dict[str, Any]:
-    """Return what a resumed run keeps on the same type of device, because it changes the bits."""
+    """Return the choices that a resumed run keeps on the same type of device, because they change the bits."""
     return {
         "device_type": device_type,
         "mixed_precision": choices["precision"].value,

@@ -59,10 +59,10 @@ def why_no_inductor(device: torch.device) -> str | None:
 
 
 def why_no_flash(device: torch.device, precision: str, num_heads: int, head_dim: int, num_tokens: int) -> str | None:
-    """Try attention with flash kernels: torch's reason if none runs, else None.
+    """Try attention with flash kernels. Returns torch's reason if none runs, else None.
 
-    cuDNN's kernel, which torch prefers on newer GPUs, counts, too: it does not store the scores either. torch gives
-    its reasons as warnings, those against flash kernels below a heading.
+    cuDNN's kernel, which torch prefers on newer GPUs, counts as one, because it does not store the scores either.
+    torch gives its reasons as warnings; those against flash kernels follow a heading.
     """
     shape = 1, num_heads, num_tokens, head_dim
     query = torch.empty(shape, dtype=DTYPES[precision], device=device, requires_grad=True)
@@ -78,7 +78,7 @@ def why_no_flash(device: torch.device, precision: str, num_heads: int, head_dim:
 
 
 def has_bf16_units(device: torch.device) -> bool:
-    """Return whether a CUDA device multiplies bf16 natively. Of other devices, it has to be measured."""
+    """Return whether a CUDA device multiplies bf16 natively. On other devices, this has to be measured."""
     return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
@@ -105,14 +105,14 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Return the memory in use now: of what `peak_memory_bytes` is the peak."""
+    """Return the memory in use now, counted as by `peak_memory_bytes`."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else resident_bytes()
 
 
 def get_rng_state(device: torch.device) -> dict[str, torch.Tensor]:
     """Return the state of torch's generators of the CPU and the run's device; a run draws nothing from others.
 
-    Asking for a GPU's would create a CUDA context in a run on the CPU.
+    In a run on the CPU, asking for a GPU's state would create a CUDA context.
     """
     state = {"cpu": torch.get_rng_state()}
     if device.type != "cpu":

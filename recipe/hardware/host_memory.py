@@ -28,7 +28,7 @@ def available_bytes() -> int:
 
 
 def freeze_garbage() -> None:
-    """Exclude all that is alive from garbage collection, and turn it off: it stalls steps for up to 0.5 s (nanochat).
+    """Exempt all live objects from garbage collection, and turn it off: it stalls steps for up to 0.5 s (nanochat).
 
     Checkpoints collect what has accumulated since (recipe/checkpoint.py).
     """

@@ -39,9 +39,9 @@ LOSS_CHUNKS = 8
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of a device, and what an earlier start of the run has left about it."""
+    """The memory of a device, and what an earlier start of the run recorded about it."""
 
-    usable_bytes: int  # by one process of the run; of all processes, the least
+    usable_bytes: int  # by one process of the run; the least of all processes
     total_bytes: int
     smaller: tuple[int, tuple[int, ...]] | None = None  # a micro-batch, and the `made_for` of the plan that ran out
 
@@ -55,7 +55,7 @@ class MemoryPlan:
     loss_chunks: int
     parts: Mapping[str, float] = field(default_factory=dict)  # bytes of weights, gradients, ...: see `estimate_parts`
     usable_bytes: int = 0
-    made_for: tuple[int, ...] = ()  # numbers that differ for other options and other devices
+    made_for: tuple[int, ...] = ()  # numbers that identify the options and the device
     ran_out: bool = False  # of memory, in an earlier start with a larger micro-batch
     num_shards: int = 1
 
@@ -170,10 +170,10 @@ def choose_plan(
 ) -> MemoryPlan:
     """Return the plan of a run.
 
-    An estimate never refuses a run: if nothing fits, the options that take the least memory are tried. A run that has
-    run out of memory continues with a smaller micro-batch, if its size is `auto`. earlier: `MemoryPlan.choices` of its
-    checkpoint, which are kept if they fit, since the free memory differs between starts. data_bytes: of the training
-    rows. Raises `UserError` if they are to be in the device's memory, which on a CPU is the RAM, and do not fit.
+    An estimate never refuses a run: if nothing fits, the options that take the least memory are tried. After it has
+    run out of memory, a run continues with a smaller micro-batch, if its size is `auto`. earlier: the checkpoint's
+    `MemoryPlan.choices`, kept if they fit, because free memory differs between starts. data_bytes: of the training
+    rows. Raises `UserError` if they have to be in the device's memory (on a CPU, the RAM) and do not fit.
     """
     usable, place = memory.usable_bytes, config.data_placement
     if place == "device" or (place == "ram" and facts.device_type == "cpu"):
@@ -252,10 +252,10 @@ def estimate_bytes(plan: MemoryPlan, config: TrainConfig, model_config: PreTrain
 def estimate_parts(
     plan: MemoryPlan, config: TrainConfig, model_config: PreTrainedConfig, facts: Facts
 ) -> dict[str, float]:
-    """Estimate the bytes of a step by what they hold: at its peak, the largest of its moments.
+    """Estimate the bytes of a step at its peak, by what they hold. The peak is the largest of a few moments.
 
     On CUDA, dry runs of whole runs agree within 5% if compiled and 1% if not (scripts/benchmarks/memory_gpu.json). A
-    gated MLP counts as one without a gate and with as many parameters.
+    gated MLP counts as a plain one with as many parameters.
     """
     device_type, num_processes, sharding = facts.device_type, facts.num_processes, facts.sharding
     compiled = config.dynamo_backend == "inductor"
@@ -265,8 +265,8 @@ def estimate_parts(
     num_parameters, head = count_parameters(model_config), count_head(model_config)
     tokens, chunks = plan.micro_batch_size * config.block_size, plan.loss_chunks
 
-    # Bytes that a block keeps for backward. LayerNorm's input twice, its two outputs, q, k, v, attention's output, and
-    # c_fc's output and GELU's. In several operators, GELU keeps three more tensors, which CUDA's autocast makes fp32.
+    # Bytes that a block keeps for backward: inputs and outputs of its two LayerNorms, q, k, v, and the outputs of
+    # attention, c_fc and GELU. A GELU of several operators keeps three more tensors, which CUDA's autocast makes fp32.
     fused = compiled or getattr(model_config, "activation_function", None) == "gelu_pytorch_tanh"
     gelu = 2 * operand if fused else 16 if device_type == "cuda" and operand == 2 else 5 * operand
     block = width * (2 * residual + 6 * operand) + inner * gelu
@@ -290,8 +290,8 @@ def estimate_parts(
         kept = 4 * num_parameters if num_processes > 1 or plan.micro_batch_size < config.global_batch_size else 0
         new = 4 * num_parameters if compiled or not kept else 0
     else:
-        # Whole are the parameters outside the blocks, at the end twice their gradients, and in a block's backward its
-        # parameters, those of the next block, its gradients, and those of the block before, which are being reduced.
+        # Not sharded: the parameters outside the blocks, at the end twice their gradients, and in a block's backward
+        # its and the next block's parameters, its gradients, and the previous block's, which are being reduced.
         num_shards, matrices = sharding.num_shards, count_block_matrices(model_config)
         root = 4 * (num_parameters - num_layers * matrices)
         resharded = sharding.reshard_after_forward

@@ -25,12 +25,12 @@ ROUNDS = (3, 12)  # at least and at most; in between, until the time is up:
 PRODUCT_SECONDS, ATTENTION_SECONDS = 0.2, 0.1
 MOST_ROWS = 4096  # of a product
 LONGEST_PLAIN = 2048  # tokens: a head's scores are 16 MB then, and the time grows with the square
-HOPELESS = 4.0  # how many times as long a small product takes in a type that is not worth the rest of the probe
+HOPELESS = 4.0  # a type in which a small product takes this many times as long is not measured further
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What was timed on a device. num_threads: the fastest number, with which the rest was timed, on a CPU."""
+    """What was timed on a device. num_threads: on a CPU, the fastest number; the rest was timed with it."""
 
     flops_per_second: dict[str, float]  # of the model's products, forward and backward, by mixed_precision
     attention_seconds: dict[str, float]  # of a few heads, forward and backward, by attn_implementation; may be empty
@@ -46,7 +46,7 @@ def measure_rates(
 ) -> Measured:
     """Time the products of a model, with each number of threads, and both kinds of attention on a CPU.
 
-    precisions: of mixed_precision, the ones to compare. thread_counts: to compare; empty: the current number.
+    precisions: values of mixed_precision to compare. thread_counts: numbers to compare; empty: the current one.
     """
     before = torch.get_num_threads()
     try:
@@ -134,7 +134,7 @@ def time_attention(model_config: PreTrainedConfig, block_size: int, dtype: torch
 
 
 def best_in_turn(functions: dict[Any, Callable], device: torch.device, most_seconds: float) -> dict[Any, float]:
-    """Return the seconds of the fastest call of each function. Called in turn, all meet the same neighbors."""
+    """Return the seconds of each function's fastest call. They take turns, so busy neighbors slow all alike."""
     seconds, started_at = dict.fromkeys(functions, math.inf), time.perf_counter()
     for number in range(ROUNDS[1]):
         if number >= ROUNDS[0] and time.perf_counter() - started_at > most_seconds:

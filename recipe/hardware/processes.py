@@ -1,7 +1,7 @@
 """The processes of a run: the launcher, the host-side groups, and work that only the main process does.
 
-Everything that a host may wait for uses gloo groups of the hosts, because NCCL's watchdog ends processes that wait
-long in a device's collective.
+Hosts wait for each other in gloo groups of their own, because NCCL's watchdog ends processes that wait long in a
+device's collective.
 """
 
 import contextlib
@@ -51,9 +51,9 @@ T = TypeVar("T")
 def start_processes() -> Sharding | None:
     """Find the device and the other processes. Call it before anything that depends on the rank.
 
-    Returns how they divide the state of the run; None if each holds all of it. Raises `UserError` for a launcher's
-    answer that is not supported, for incomplete launcher variables, and if there are several processes but Accelerate
-    sees one (1.15, without a GPU), because each would train the whole run by itself.
+    Returns how the processes divide the state of the run; None if each holds all of it. Raises `UserError` for a
+    launcher's answer that is not supported, for incomplete launcher variables, and if there are several processes but
+    Accelerate sees one (1.15, without a GPU), because each would train the whole run by itself.
     """
     die_with_the_launcher()
     drop_unset(os.environ)
@@ -180,7 +180,7 @@ def find_typed_threads() -> int | None:
 
 
 def choose_typed_threads(environment: Mapping[str, str], launcher_had_it: bool) -> int | None:
-    """Return the number of threads that the user has set. launcher_had_it: OMP_NUM_THREADS, when it was started."""
+    """Return the number of threads that the user has set. launcher_had_it: the launcher got OMP_NUM_THREADS."""
     text = environment.get("OMP_NUM_THREADS", "").split(",")[0]  # OpenMP also takes a list, one per nested level
     by_launcher = text == "1" and not launcher_had_it and LAUNCHED & set(environment)
     return int(text) if text.isdigit() and int(text) > 0 and not by_launcher else None

@@ -27,7 +27,7 @@ class Sharding:
     """How the state of a run is divided over its processes."""
 
     num_shards: int
-    num_replicas: int = 1  # of all shards, on a machine each
+    num_replicas: int = 1  # copies of all shards, one per machine
     reshard_after_forward: bool = True  # else, the gathered parameters of all blocks stay until backward
     activation_checkpointing: bool = False  # where the run's options leave it to `auto`
 
@@ -75,8 +75,8 @@ def list_blocks(module: nn.Module) -> list[nn.Module]:
 def shard(module: nn.Module, sharding: Sharding, device_type: str) -> None:
     """Shard a module in place: each block of its model by itself, and the rest, with the tied embeddings, together.
 
-    The parameters are replaced. On a GPU, the shards are moved there. Every backward averages the gradients over the
-    processes of a machine and adds each shard to its process's. Those of several machines are averaged outside
+    The parameters are replaced; on a GPU, the shards are moved there. Every backward averages the gradients over the
+    processes of a machine, and each process accumulates its own shard. The average over machines is made outside
     `no_sync`, which Accelerate enters for all micro-batches of a step but the last.
     """
     shape, names = (sharding.num_replicas, sharding.num_shards), ("replicas", "shards")

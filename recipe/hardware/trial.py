@@ -1,4 +1,4 @@
-"""Try a step: on a GPU, one confirms that the micro-batch fits. What runs out of memory leaves a smaller one."""
+"""On a GPU, a trial step confirms that the micro-batch fits. A run that runs out of memory records a smaller one."""
 
 import json
 from pathlib import Path
@@ -33,8 +33,8 @@ def try_micro_batch(
     """Run one trial step, halve the micro-batch until it fits on all processes, and return its size.
 
     module: prepared, in train mode. Neither weights nor optimizer change; the run seeds its generators later. A CPU
-    swaps instead of raising an error, so the estimate is trusted there. With shards, the other processes wait for the
-    one that runs out of memory, so the error is raised, and the next start tries a smaller size.
+    swaps instead of raising an error, so the estimate is trusted there. With shards, a process that runs out of memory
+    makes the others wait, so it raises the error, and the next start tries a smaller size.
     """
     if accelerator.device.type == "cpu":
         return size
@@ -73,7 +73,7 @@ def _fits(
 ) -> bool:
     """Return whether forward and backward fit on all processes, twice if a step accumulates.
 
-    can_agree: no process needs another one for its step. Else an error is raised.
+    can_agree: no process needs another one for its step. If it does, running out of memory raises the error.
     """
     fits = True
     try:

@@ -40,7 +40,7 @@ MANAGED: dict[str, str] = dict.fromkeys(("n_positions", "max_position_embeddings
 MANAGED |= dict.fromkeys(("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id"), "it follows the tokenizer")
 # What config_overrides must set for types other than GPT-2, whose defaults are models of 7B parameters.
 SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "num_key_value_heads")
-# GPT-2's dropout, which recipes name, in other types.
+# GPT-2's names of dropout, which recipes use, and those of other types.
 DROPOUT = {"attn_pdrop": "attention_dropout", "resid_pdrop": "hidden_dropout", "embd_pdrop": "embedding_dropout"}
 
 
@@ -67,7 +67,7 @@ def _no_dropout(model_type: str) -> dict[str, float]:
 
 
 def translate_dropout(overrides: dict[str, Any], options: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Return config_overrides with the names of another model type's dropout, and the names of GPT-2's that it lacks.
+    """Return config_overrides with this type's names of dropout, and the names of GPT-2's dropout that it lacks.
 
     options: from `model_options`.
     """
@@ -92,11 +92,11 @@ def build_model_config(
     """Return the model's config with its real vocabulary, as saved; `build_model` pads it.
 
     eos_token_id: ends the documents of the training text. source: folder or Hub id of a model that sets the shape, and
-    the special ids if this end is one of its own. num_base_tokens: of the vocabulary, without tokens that were added
-    later, which the model may lack. bos_token_id: begins documents, if it is not the end of the one before.
+    the special ids if eos_token_id is one of its own. num_base_tokens: size of the vocabulary without added tokens,
+    which the model may lack. bos_token_id: begins documents; by default, eos_token_id.
 
     Raises `UserError` if that model cannot be used, or if config_overrides has an unknown name or describes a model
-    that cannot be built, or not be trained right.
+    that cannot be built or trained right.
     """
     model_config = None if source is None else load_pretrained(AutoConfig, source)
     model_type = config.model_type or (model_config.model_type if model_config else "gpt2")
@@ -146,7 +146,7 @@ def _check_source(
     config: TrainConfig,
     num_tokens: int,
 ) -> None:
-    """Raise `UserError` if an existing model does not fit the run's options and the tokens that were not added."""
+    """Raise `UserError` if an existing model does not fit the run's options, or has fewer than num_tokens tokens."""
     if (actual := model_config.model_type) != model_type:
         raise UserError(f"the model in {source} has type {actual}; omit --model_type {model_type}")
     no_dropout, most = _no_dropout(model_type), model_config.max_position_embeddings

@@ -1,4 +1,4 @@
-"""Try a model before it is trusted: one that sees the answer, or has another loss than its own, only looks good."""
+"""Try a small copy of a model before training: a model that sees the answer, or gets a wrong loss, only looks good."""
 
 import copy
 from typing import Any
@@ -21,8 +21,8 @@ def check_model(model_config: PreTrainedConfig, attention: str) -> None:
 
     A small copy with random weights is tried: no token sees later ones, the loss of `LanguageModelingLoss` is the
     cross-entropy of the model's own logits, every parameter gets a gradient, and padding of the vocabulary changes no
-    loss. It takes a twentieth of a second and leaves PyTorch's random state as it was.
-    attention: the name of one of Transformers' attention functions.
+    loss. The trial takes a twentieth of a second and leaves PyTorch's random state as it was. attention: the name of
+    one of Transformers' attention functions.
     """
     key = f"{attention} {vars(model_config)}"
     if key not in _FAULTS:
@@ -99,7 +99,7 @@ def shrink(model_config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _without_scaling(rope: dict[str, Any]) -> dict[str, Any]:
-    """Return parameters of rotary embeddings without what stretches them, which may have a value per dimension."""
+    """Return parameters of rotary embeddings without scaling, which may have a value per dimension."""
     rope = {key: _without_scaling(value) if isinstance(value, dict) else value for key, value in rope.items()}
     return rope | ({"rope_type": "default"} if "rope_type" in rope else {})
 
@@ -108,8 +108,8 @@ def _without_scaling(rope: dict[str, Any]) -> dict[str, Any]:
 def sees_later_tokens(model: PreTrainedModel) -> bool:
     """Return whether changing the last token changes what a model predicts before it.
 
-    By more than a hundredth of the spread of its logits, because int8 rounds the tokens of a batch together. Of 110
-    types, causal ones change by 5e-7 at most, others by 0.05 and more.
+    A change counts if it exceeds a hundredth of the logits' spread, because int8 rounds the tokens of a batch
+    together. Of 110 types, causal ones change by 5e-7 at most, others by 0.05 and more.
     """
     rows = torch.arange(min(NUM_TOKENS, model.config.max_position_embeddings), device=model.device).repeat(2, 1)
     rows[1, -1] = 0

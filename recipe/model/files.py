@@ -1,7 +1,7 @@
 """The small files beside a model's weights: its tokenizer's, and generation_config.json.
 
-A new model gets those of the tokenizer that it is trained with. A model that is fine-tuned keeps its own, byte for
-byte, among them a chat template; what the run has to change in them is returned as lines to print.
+A new model gets the files of the tokenizer that it is trained with. A fine-tuned model keeps its own files, byte for
+byte, including a chat template. What the run has to change in them is returned as lines to print.
 """
 
 import json
@@ -40,7 +40,7 @@ def new_files(tokenizer: PreTrainedTokenizerFast, model_config: PreTrainedConfig
 
 
 def for_transformers_4(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the changes with which Transformers 4 reads a tokenizer_config.json that 5.24 has written."""
+    """Return the changes that let Transformers 4 read a tokenizer_config.json written by 5.24."""
     changes: dict[str, Any] = {}
     if config.get("tokenizer_class") == "TokenizersBackend":
         names = config.get("model_input_names", ["input_ids", "attention_mask"])  # 4 adds token_type_ids
@@ -69,9 +69,9 @@ def tuned_files(
     document_prefix: list[int],
     parse_special_tokens: bool,
 ) -> tuple[dict[str, bytes], list[str]]:
-    """Return the files of a model that is fine-tuned, and what differs from its own.
+    """Return the files of a fine-tuned model, and how they differ from the original's.
 
-    source, tokenizer_source: what is fine-tuned, and its tokenizer, folders or Hub ids. model_config: of the new
+    source, tokenizer_source: folder or Hub id of the original model and of the tokenizer. model_config: of the new
     model. document_prefix, parse_special_tokens: how the text of the dataset was encoded.
     """
     files, notes = own_files(tokenizer_source, TOKENIZER_FILES) | own_files(source, (GENERATION,)), []

@@ -14,7 +14,7 @@ _SIZES: dict[str, tuple[int, int, int]] = {}  # building a model takes 0.1 s, ev
 
 
 def _count_sizes(model_config: PreTrainedConfig) -> tuple[int, int, int]:
-    """Return the parameters of a model, of embeddings that are only looked up, and of a block's matrices on average.
+    """Return the parameters of a model, of embeddings that are only looked up, and of an average block's matrices.
 
     The model is not built; tied embeddings count once.
     """
@@ -49,9 +49,9 @@ def count_heads(model_config: PreTrainedConfig) -> tuple[int, int]:
 
 
 def find_odd_size(model_config: PreTrainedConfig) -> str | None:
-    """Say that the heads' width is no multiple of 8 values, and name the next one; None if it is a multiple.
+    """Warn that the heads' width is not a multiple of 8, and name the next multiple; None if it is one.
 
-    Flash kernels are made for such heads, and matrix units for multiples of 16 bytes (NVIDIA's guide).
+    Flash kernels are made for multiples of 8 values, and matrix units for multiples of 16 bytes (NVIDIA's guide).
     """
     num_heads, head_dim = count_heads(model_config)
     if head_dim % 8 == 0:

@@ -50,19 +50,19 @@ def needs_an_answer(record: logging.LogRecord) -> bool:
 
 
 def check_vocabulary(num_tokens: int, vocab_size: int, source: str | Path) -> None:
-    """Raise `UserError` if a tokenizer has more tokens than the model beside it, whose embeddings it would exceed."""
+    """Raise `UserError` if a tokenizer has more tokens than the model beside it has embeddings."""
     if num_tokens > vocab_size:
         problem = f"the tokenizer in {source} has {num_tokens:,} tokens, its model only {vocab_size:,}"
         raise UserError(f"{problem}; save the model's own tokenizer beside it")
 
 
 def full_tensor(tensor: Any) -> torch.Tensor:
-    """Return a tensor of which each process may have a shard, a DTensor. All processes call it together."""
+    """Return the whole of a tensor, which may be sharded (a DTensor). All processes call it together."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def shard_like(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a whole tensor of a parameter's shape as the parameter is: this process's shard of it, or all of it."""
+    """Shard a whole tensor like a parameter of its shape. Returns this process's shard, or the whole tensor."""
     if not isinstance(parameter, DTensor):
         return tensor
     return distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)

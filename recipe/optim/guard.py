@@ -1,4 +1,4 @@
-"""Which updates are made: none whose gradients are not finite."""
+"""Skip updates whose gradients are not finite."""
 
 import torch
 from accelerate import Accelerator
@@ -15,14 +15,14 @@ class UpdateGuard:
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
-        # Updates skipped so far, and bad ones in a row. On the device.
+        # On the device: updates skipped so far, and bad updates in a row.
         self.counts = torch.zeros(2, device=accelerator.device)
 
     def allows(self, optimizer: torch.optim.Optimizer, loss: torch.Tensor, grad_norm: torch.Tensor) -> bool:
         """Return whether to call the optimizer's `step`.
 
-        A fused optimizer may always be called: its kernel reads `found_inf` on the device, and with a 1 changes
-        nothing. For other optimizers, and on MPS, whose kernel ignores it (pytorch#186360), the host waits for the
+        A fused optimizer may always be called: its kernel reads `found_inf` on the device, and changes nothing if it
+        is 1. For other optimizers, and on MPS, whose kernel ignores it (pytorch#186360), the host waits for the
         device.
 
         loss: this process's mean. grad_norm: of the accumulated, unscaled gradients.

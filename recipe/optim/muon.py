@@ -103,7 +103,7 @@ class Muon(torch.optim.Optimizer):
         coefficient: torch.Tensor,
         found_inf: torch.Tensor,
     ) -> None:
-        """matrices: of equal shape, each as its weight, gradient, momentum and the mean squares of its neurons.
+        """Update a stack. matrices: (weight, gradient, momentum, mean squares of the neurons) each, of equal shape.
 
         shards: how weights, gradients and momenta are sharded; None if they are not.
         """
@@ -167,7 +167,7 @@ class MatrixShards(NamedTuple):
         return slice(None) if self.dim == 1 else slice(start, start + self.part)
 
     def to_full(self, parts: torch.Tensor) -> torch.Tensor:
-        """Return this process's share of the matrices, whole. Zeros pad uneven parts and shares."""
+        """Exchange parts of all matrices for whole ones, a share per process. Zeros pad uneven parts and shares."""
         parts, num_processes = parts.transpose(1, self.dim), self.group.size()
         padding = (0, 0, 0, self.part - parts.shape[1], 0, -len(parts) % num_processes)
         whole = self._exchange(F.pad(parts, padding)).unflatten(0, (num_processes, -1))
@@ -212,9 +212,9 @@ def even_out_neurons(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return factors that give every neuron updates of the same size over time, and preserve each matrix's norm.
 
-    updates: fp32 [n, rows, columns], a neuron per column: an index of the longer side, and an output where both sides
+    updates: fp32 [n, rows, columns]. Each column is a neuron: an index of the longer side, or an output if both sides
     of a Conv1D are equal. squares: fp32 [n, 1, columns], the running means of the neurons' mean squares. Returns the
-    factors, of the same shape, and the new means. shards: of updates and factors; the means are not sharded.
+    factors, shaped like squares, and the new means. shards: of updates and factors; the means are not sharded.
     """
     sums, num_rows = torch.linalg.vector_norm(updates, dim=1, keepdim=True).square(), updates.shape[1]
     if shards is not None:
@@ -227,7 +227,7 @@ def even_out_neurons(
 
 
 def find_matrices(model: nn.Module) -> dict[torch.Tensor, int]:
-    """Return the trained weights of all projections inside the blocks, and of how many matrices each consists.
+    """Return {weight: number of matrices in it} for all trained projections inside the blocks.
 
     GPT-2's `c_attn` holds three, for queries, keys and values, side by side. Fused projections of other model types
     (such as phi3's and gpt_neox's) count as one. model: of Transformers, or a module that holds one.

@@ -15,7 +15,7 @@ def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimi
 
     AdamW decays matrices and embeddings, not biases and LayerNorm (GPT-3, nanoGPT). With Muon, only its matrices decay
     (modded-nanogpt, nanochat); its matrix products have the type of the run's mixed precision. To use an optimizer of
-    your own, return it here: one whose `defaults` have no `fused` waits for the device once per step.
+    your own, return it here. Without `fused` in its `defaults`, the host waits for the device once per step.
     """
     matrices = find_matrices(model) if config.optim == "muon" else {}
     parameters = [p for p in model.parameters() if p.requires_grad and p not in matrices]

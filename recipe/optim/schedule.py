@@ -1,9 +1,9 @@
 """The learning rate of each update, as a multiple of its peak: warm-up(examples) x shape(progress).
 
-The schedules are those that Transformers has under the same names. Progress is the larger of the share of the run's
-examples and the share of max_minutes that has passed, so a time-limited run ends with its decay complete. In a run of
-max_steps the multiples match Transformers': the first update of a warm-up has a rate of 0. Lengths are in examples, so
-a run that continues with another batch follows the same curve.
+The schedules and their names are Transformers'. Progress is the larger of the share of the run's examples and the
+share of max_minutes that has passed, so a time-limited run ends with its decay complete. In a run of max_steps the
+multiples match Transformers': the first update of a warm-up has a rate of 0. Lengths are in examples, so a run that
+continues with another batch follows the same curve.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ class Schedule:
 
     @property
     def decay_share(self) -> float:
-        """The share of the run in which `warmup_stable_decay` decays; `num_decay_steps` from 1 on are steps."""
+        """The share of the run in which `warmup_stable_decay` decays. Below 1, `num_decay_steps` is a share."""
         decay = (DECAY | (self.lr_scheduler_kwargs or {}))["num_decay_steps"]
         if decay >= 1 and self.num_examples is not None:
             decay = min(1.0, decay * self.global_batch_size / self.num_examples)
@@ -45,13 +45,13 @@ class Schedule:
 
     @property
     def num_warmup_steps(self) -> int:
-        """The warm-up in steps of today's batch."""
+        """The warm-up in steps of the current batch."""
         return round((self.warmup_examples or 0) / self.global_batch_size)
 
     def is_decaying(self, progress: float) -> bool:
         """Return whether the stable phase of `warmup_stable_decay` is over.
 
-        From the last checkpoint before, a run of another length continues as if it had been planned that way.
+        A run whose length changes at the last checkpoint before the decay is the same as one planned that way.
         """
         return self.lr_scheduler_type == WSD and 1 - progress <= self.decay_share
 
@@ -68,8 +68,8 @@ def plan_schedule(
     """Return the schedule of a run that has made `step` steps on `examples` examples so far.
 
     `num_train_epochs` becomes steps, counted from the first example of the data; a last, partial step counts as one.
-    before, progress: the checkpoint's. A warm-up that it has finished is not repeated, although it would be longer as
-    a share of a new length, and one of typed steps keeps its examples when the batch changes.
+    before, progress: the checkpoint's. A finished warm-up is not repeated, although a fraction of a new length may be
+    longer. A warm-up in typed steps keeps its number of examples when the batch changes.
     """
     options = {name: getattr(config, name) for name in OPTIONS}
     if config.num_train_epochs is not None:
@@ -112,7 +112,7 @@ def list_changes(before: Schedule, now: Schedule, examples: int) -> dict[str, tu
 
 
 def describe_jump(before: Schedule, now: Schedule, examples: int, earlier: float, progress: float) -> str | None:
-    """Return what a changed schedule does to the next learning rate, if it does. earlier: the progress before."""
+    """Describe how a changed schedule changes the next learning rate, or return None. earlier: the progress before."""
     rates = [
         f"{schedule.learning_rate * learning_rate_scale(schedule, examples, share):.3g}"
         for schedule, share in ((before, earlier), (now, progress))

@@ -1,7 +1,7 @@
 """Write the model card of a run, at any of its steps, from the files that the run left.
 
-It may be written while the run continues, and by another process. The text is in card.md.jinja, which formats what is
-public of metrics.jsonl and training_config.yaml (recipe/publish/public.py), and the scores in evaluation.json.
+Another process may write it, while the run continues. The template card.md.jinja formats the public part of
+metrics.jsonl and training_config.yaml (recipe/publish/public.py), and the scores in evaluation.json.
 """
 
 import contextlib
@@ -61,7 +61,7 @@ def write_model_card(
     directory = directory or run_dir
     directory.mkdir(parents=True, exist_ok=True)
     values = collect_values(run_dir, step, directory, hub_options or {})
-    # All of the run, of which the best model may be an earlier step.
+    # The curve shows the whole run, although the best model may be of an earlier step.
     draw_curve(public_events(run_dir, values["last_step"]), values["name"], directory / CURVE_NAME)
     values |= {"revision": revision, "earlier": earlier, "resumable": resumable}
     values["curve"] = CURVE_NAME if (directory / CURVE_NAME).is_file() else None
@@ -107,7 +107,7 @@ def collect_values(run_dir: Path, step: int, directory: Path, hub_options: dict[
         tags=[options["model_type"], "gpt2-recipe"],
         model_name=name if results else None,
         eval_results=results or None,
-        # By these two a run recognizes what it has published, see recipe/publish/hub.py.
+        # A run recognizes what it has published by these two; see recipe/publish/hub.py.
         run_id=starts[-1].get("run_id") if starts else None,
         step=step,
     )
@@ -153,7 +153,7 @@ def measure_speed(events: list[dict[str, Any]]) -> float | None:
 def read_evaluation(run_dir: Path, step: int, directory: Path) -> dict[str, Any]:
     """Read the evaluation.json of the weights in `directory`; {} if there is none.
 
-    It holds their SHA-256, so a copied or extended run cannot lend its scores to others.
+    The file holds the SHA-256 of its weights, so the scores of a copied or extended run never apply to other weights.
     """
     for folder in (run_dir / f"checkpoint-{step}", run_dir):
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # missing, or of another program
@@ -173,7 +173,7 @@ def weights_sha256(folder: Path) -> str | None:
 
 
 def id_on_the_hub(data: dict[str, Any]) -> str | None:
-    """Return the text's dataset of the Hub. data: of a start event, or of one dataset of its mixture."""
+    """Return the text's Hub id, if it has one. data: of a start event, or of one dataset of its mixture."""
     return None if data.get("dataset_id") == STANDARD_LIBRARY else data.get("dataset_id")
 
 
@@ -192,7 +192,7 @@ def list_losses(evaluation: dict[str, Any], data: dict[str, Any], name: str | No
 
 
 def list_scores(tasks: dict[str, dict[str, Any]]) -> Iterator[EvalResult]:
-    """Yield the scores of the tasks. The label counts the examples: the score of a part is not that of the task."""
+    """Yield the scores of the tasks. The label counts the examples, because a part's score is not the task's score."""
     for task, scores in tasks.items():
         dataset, name, size = TASKS[task]
         label = f"{name} ({scores['num_examples']:,} of {size:,} examples)"

@@ -23,11 +23,11 @@ from recipe.publish.hub import (
 
 
 def find_on_hub(config: TrainConfig, address: str | None) -> tuple[str, str, Path] | None:
-    """Return the repository, the branch and a copy of the training state of the checkpoint to resume from.
+    """Return the repository, branch and downloaded training state of the checkpoint to resume from, or None.
 
-    address: `hf://user/name` is the newest checkpoint, of the run on main, that can be resumed. None: the newest one
-    that the run itself has published, so a job that is submitted again to a fresh machine resumes; there may be none.
-    Raises `UserError` if the checkpoint cannot be had.
+    address: `hf://user/name` stands for the newest resumable checkpoint of the run on main. None: the newest one that
+    the run itself has published, if any, so a job that is submitted again to a fresh machine resumes. Raises
+    `UserError` if the checkpoint does not exist or cannot be read.
     """
     repo_id, revision = config.hub_model_id or "", None
     if address is not None:
@@ -71,9 +71,9 @@ def _newest(repo_id: str) -> str | None:
 
 
 def download_checkpoint(repo_id: str, revision: str, folder: Path, is_auto: bool) -> None:
-    """Download a checkpoint and the run's log, or the files that an earlier attempt has not.
+    """Download a checkpoint and the run's log, except for files that an earlier attempt has downloaded.
 
-    folder: hidden in output_dir, so if the run refuses the checkpoint, that is free for another run. Raises
+    folder: hidden in output_dir, which stays free for another run if this one refuses the checkpoint. Raises
     `UserError` if the checkpoint is damaged or cannot be read.
     """
     names = [*MODEL_FILES, *TRAINING_FILES, METRICS_NAME]

@@ -1,8 +1,8 @@
 """The Hub: what is published where, the check before training, and one upload.
 
-A repository holds one run, known by the random id on the card of its `main`, the newest model. Each published
-checkpoint is a branch named by steps, tokens and the beginning of that id, `step-000400-0.8M-3f9a1c`, so a run knows
-its own branches and never changes another's. A commit holds a checkpoint completely or not at all.
+A repository holds one run. Its `main` branch holds the newest model, with the run's random id on the card. Each
+published checkpoint is a branch named by steps, tokens and the beginning of that id, `step-000400-0.8M-3f9a1c`, so a
+run knows its own branches and never changes another's. A commit holds a checkpoint completely or not at all.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ from recipe.publish.public import count_tokens, public_events, write_public_file
 WRITTEN_FILES = (CARD_NAME, CURVE_NAME, CONFIG_NAME, METRICS_NAME)
 MODEL_FILES = ("config.json", GENERATION, WEIGHTS_NAME, *TOKENIZER_FILES)
 TRAINING_FILES = (STATE_NAME, OPTIMIZER_NAME, RNG_NAME, MANIFEST_NAME)  # what only a resume needs
-# How the names of files of any model end.
+# Endings of the file names of any model.
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
 WEIGHTS += (".index.json", "adapter_config.json")
 SPOOL_NAME, DOWNLOAD_NAME = ".hub", ".hub/resumed"  # in output_dir: what waits for its upload; a downloaded checkpoint
@@ -71,9 +71,9 @@ def publishes_training_state(config: TrainConfig) -> bool:
 
 
 def look_at_hub(config: TrainConfig) -> "MainBranch | None":
-    """Return what the repository holds that the run publishes to; None if it is new, cannot be asked, or not wanted.
+    """Return what main holds in the repository to publish to; None if it is new, cannot be read, or is not wanted.
 
-    Raises `UserError` for what no upload would get past.
+    Raises `UserError` for what would make every upload fail.
     """
     repo_id = config.hub_model_id
     if not config.push_to_hub or repo_id is None:
@@ -98,7 +98,7 @@ def look_at_hub(config: TrainConfig) -> "MainBranch | None":
 def create_repository(config: TrainConfig) -> None:
     """Create the repository if necessary, and raise `UserError` if the run could not upload to it.
 
-    A Hub that cannot be reached now prints a warning instead, because it may be back before the first upload.
+    If the Hub cannot be reached now, prints a warning instead, because it may be back before the first upload.
     """
     repo_id, api = config.hub_model_id, HfApi()
     if not config.push_to_hub or repo_id is None:
@@ -157,10 +157,10 @@ def read_main(repo_id: str) -> MainBranch:
 def decide_main(
     main_branch: MainBranch, run_id: str | None, step: int, final_step: int | None, may_overwrite: bool
 ) -> str:
-    """Return what becomes of a main branch: "refused" to this run, "kept" as it is, or the model is "published" there.
+    """Return what happens to main: the run is "refused", main is "kept" as it is, or the model is "published" there.
 
     run_id: of this run; None if it is new. step: of the model. final_step: of the run's final model, which may be the
-    best one; None before its end, when the newest model counts.
+    best one; None before the end, when the newest model is published.
     """
     is_own = main_branch.run_id is not None and main_branch.run_id == run_id
     if not is_own and (main_branch.run_id or main_branch.files) and not may_overwrite:
@@ -171,7 +171,7 @@ def decide_main(
 
 
 def refuse_another(config: TrainConfig, main_branch: MainBranch, run_id: str | None, note: str = "") -> None:
-    """Raise `UserError` if main holds what is not this run's, unless it may be replaced, or if all could read it.
+    """Raise `UserError` if main holds another model that must stay, or is public against `hub_private_repo`.
 
     note: begins the remedy.
     """
@@ -198,7 +198,7 @@ def prepare_client() -> None:
 
 
 def limit_time(request: Any) -> None:
-    """Give a request a timeout, also one that asks for none, as those of `HfApi.model_info` do (2.4)."""
+    """Give a request a timeout, even if it asks for none, as `HfApi.model_info` does (2.4)."""
     limits = request.extensions["timeout"]  # for connect, read, write and pool
     request.extensions["timeout"] = {what: limit or TIMEOUT_SECONDS for what, limit in limits.items()}
 
@@ -219,7 +219,7 @@ def list_branches(repo_id: str) -> list[str]:
 
 
 def checkpoints_of(run_id: str | None, branches: list[str]) -> list[str]:
-    """Return the branches that hold checkpoints of a run, or, with None, of any, oldest first."""
+    """Return the branches with checkpoints of a run (None: of any run), oldest first."""
     ending = "" if run_id is None else f"-{run_id[:ID_LENGTH]}"
     return sorted((name for name in branches if BRANCH.fullmatch(name) and name.endswith(ending)), key=branch_step)
 
@@ -245,7 +245,7 @@ def stage(source: Path, folder: Path, names: tuple[str, ...]) -> None:
 def upload(
     config: TrainConfig, run_id: str, output_dir: Path, folder: Path, step: int, final_step: int | None, is_final: bool
 ) -> str:
-    """Upload a staged folder, and delete it: a checkpoint to its branch, and the model that belongs there to main.
+    """Upload and delete a staged folder. A checkpoint gets a branch; `decide_main` says whether main gets the model.
 
     final_step: as for `decide_main`. is_final: the folder holds the final model, which has no branch. Returns the
     address. Raises `UserError` if the repository holds another run or model, and what the client raises.
@@ -278,7 +278,7 @@ def upload(
 
 
 def commit_branch(api: HfApi, repo_id: str, folder: Path, branch: str, branches: list[str], message: str) -> None:
-    """Make a branch of a folder's files. It appears when it is complete; one that exists is replaced in one commit."""
+    """Make a branch of a folder's files. A new branch appears complete; an existing one is replaced in one commit."""
     names, working = WRITTEN_FILES + MODEL_FILES + TRAINING_FILES, f"incomplete-{branch.rpartition('-')[2]}"
     if branch in branches:  # from an earlier attempt
         commit_files(api, repo_id, folder, names, branch, message)
@@ -321,7 +321,7 @@ def drop_older_states(api: HfApi, repo_id: str, older: list[str]) -> None:
             api.create_commit(repo_id, deletions, commit_message="Delete the training state", revision=branch)
         api.super_squash_history(repo_id, branch=branch)  # without its history, the Hub can free the space
         if not files:
-            break  # neither do the older ones have any; this squash repeats one that may have failed
+            break  # the older ones have none either; this squash repeats one that may have failed
 
 
 def hub_reason(error: BaseException) -> str:

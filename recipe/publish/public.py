@@ -1,8 +1,8 @@
-"""What of a run is public: options listed in recipe/config.py, keys of its log listed here. The rest stays private.
+"""The public part of a run: options listed in recipe/config.py, keys of its log listed here. The rest stays private.
 
-The model card, training_config.yaml and metrics.jsonl on the Hub are made of what these functions return, and of
-nothing else. Texts are public only where they cannot be a path or a name of the user's: versions, hashes, ids of the
-Hub, and the samples with their prompt.
+The model card, training_config.yaml and metrics.jsonl on the Hub are made from what these functions return, and from
+nothing else. Texts are public only if they cannot be a user's path or name: versions, hashes, Hub ids, and the samples
+with their prompt.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from recipe.metrics import METRICS_NAME, SCORES, read_events
 REPEAT_TOLERANCE = 0.05  # nats: three standard deviations of the difference between two seeds, where they were largest
 
 PUBLIC_EVENTS = ("start", "train", "eval", "sample", "schedule", "end")
-# Of these events, at any depth. Each is a number, a version, a hash, an id of the Hub, or holds such values.
+# In these events, at any depth. Each value is a number, a version, a hash, a Hub id, or holds such values.
 PUBLIC_KEYS = {
     *("event", "step", "run_id", "commit", "seed", "base_model_id", "flops_per_token"),
     *("mixed_precision", "precision_before", "dynamo_backend", "attn_implementation", "optim"),
@@ -37,7 +37,7 @@ PUBLIC_KEYS = {
     *SCORES,
     *(f"{task}_{score}" for task in EVAL_TASKS for score in SCORES),
     *("prompt", "text"),  # of a sample
-    "last_step",  # of the run, whose final model may be of an earlier one
+    "last_step",  # of the run; its final model may be of an earlier step
     *("changes", "global_batch_size", *SCHEDULE_OPTIONS),
 }
 
@@ -73,9 +73,9 @@ def stage_tokens(stages: list[dict[str, Any]], num_tokens: int) -> list[int]:
 
 
 def public_events(run_dir: Path, step: int) -> list[dict[str, Any]]:
-    """Return what is public of the events up to a step.
+    """Return the public part of the events up to a step.
 
-    A resumed run starts again at its checkpoint's step: that start is part of what follows the step.
+    A resumed run logs a second start at its checkpoint's step. That start belongs to the steps after it.
     """
     events: list[dict[str, Any]] = []
     for event in read_events(run_dir):
@@ -94,8 +94,8 @@ def public_options(
 ) -> dict[str, Any]:
     """Return the public options of a run: a recipe that repeats it, with MISSING for what is not public.
 
-    events: from `public_events`; whether a name is an id of the Hub was decided when the run began. step: of the
-    model; the recipe of a final one holds the loss to expect. repo_id: the repository, which has the tokenizer.
+    events: from `public_events`; they say which names were Hub ids when the run began. step: of the model; the recipe
+    of a final model holds the expected loss. repo_id: the repository, which has the tokenizer.
     """
     options = read_options(run_dir)
     shown = {name: value for name, value in options.items() if VISIBILITY.get(name) == PUBLIC}
@@ -118,7 +118,7 @@ def public_options(
         for kind in ("end", "eval")
     )
     is_one_run = all(event["event"] != "schedule" and len(event.get("stages", ())) < 2 for event in events)
-    # Else no options repeat it.
+    # No options repeat a run of several stages or schedules.
     if is_one_run and "tokens_seen" in end and evaluation.get("loss") is not None:
         if shown.pop("max_minutes", None):  # another machine would make other steps in the same time
             shown["max_steps"] = end["last_step"]

@@ -33,7 +33,7 @@ class HubUploads:
     """Uploads checkpoints while the run continues, and the final model. Without `push_to_hub` it does nothing.
 
     A staged checkpoint outlives pruning and the process: the next process of the run, or scripts/push_to_hub.py,
-    uploads what is left. A newer checkpoint replaces those that still wait, unless all of them are wanted.
+    uploads what is left. A newer checkpoint replaces older ones in the queue, unless all of them are wanted.
     """
 
     def __init__(

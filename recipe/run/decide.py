@@ -1,6 +1,6 @@
 """What a run does, and when: pure functions of frozen facts, which tests/test_decide.py tests as a table.
 
-`decide_start`: which checkpoint it begins with, whether it continues that run, and what is refused before text is
+`decide_start`: which checkpoint the run begins with, whether it continues that run, and what is refused before text is
 prepared. `decide_run`: its length, its schedule, and what every `auto` means here. `decide_turn`: whether to save, to
 evaluate or to end before the next step. recipe/run/look.py finds the facts, and recipe/run/start.py acts.
 """
@@ -30,7 +30,7 @@ ORIGIN_NAME = ".resumed_from"  # in output_dir: the checkpoint with which its ru
 CLOSING_SECONDS = 3.0  # for the last checkpoint, the export and the curve
 EPOCHS_WITHOUT_BEST = 2.0  # after which a validation loss may rise again
 EVALUATIONS = 40  # that look for the best model; more would take longer than a short run on a tiny text
-# What may differ in a branch: a stage of its own begins there.
+# What may change in a branch. A change begins a new stage.
 DATA_IDENTITY = ("dataset", "streamed_text", "streaming", "dataset_weights", "block_size")
 
 
@@ -53,13 +53,13 @@ class Folder:
 
     @property
     def leftovers(self) -> list[str]:
-        """What a run has left of value. One that ended before its first log line leaves nothing."""
+        """What an earlier run left of value: nothing, if it ended before its first log line."""
         return [*(f"checkpoint-{step}" for step in self.steps), *self.results, *self.logs]
 
 
 @dataclass(frozen=True)
 class Named:
-    """The checkpoint, or the folder of a run, that the command names, or that the run of the folder began with."""
+    """The checkpoint or run folder that the command names, or that the run in the output folder began with."""
 
     text: str  # as it is spelled: a path, or hf://user/name@BRANCH
     place: str  # where that is
@@ -126,7 +126,7 @@ class Start:
     recipe: str  # its name
     surroundings: Surroundings
     resume: Checkpoint | None = None  # to begin with
-    continues: bool = False  # the run of the checkpoint; else a new one begins with it
+    continues: bool = False  # whether it continues the checkpoint's run; else a new run begins with it
     origin: str | None = None  # for ORIGIN_NAME
     says: tuple[str, ...] = ()
 
@@ -144,13 +144,13 @@ class Start:
 
     @property
     def is_branch(self) -> bool:
-        """Whether the run is new: the command, or that with which the folder began, names a checkpoint elsewhere."""
+        """Whether this is a new run from a checkpoint elsewhere, named by this command or the folder's first one."""
         is_of_hub = self.resume is not None and self.resume.repo_id is not None
         return not self.continues or (is_of_hub and self.surroundings.named is not None)
 
     @property
     def source(self) -> str | Path | None:
-        """The model that sets shape and tokenizer: the checkpoint, because the one that it began with may be gone."""
+        """The model that sets shape and tokenizer. A resumed run takes its checkpoint: the original may be gone."""
         named = self.requested.model_name_or_path
         return self.resume.path if self.resume and named else named
 
@@ -181,8 +181,8 @@ def choose_source(
 ) -> Literal["new", "own", "named", "hub"]:
     """Return which checkpoints the run may begin with: none, those in its folder, the named one or the Hub's.
 
-    The same command can be given again and again: the checkpoint that it names is where the run begins until its
-    folder has newer ones. Raises `UserError` if the run cannot begin there.
+    A command can be repeated: the run begins at the checkpoint that the command names until its folder has newer ones.
+    Raises `UserError` if the run cannot begin there.
     """
     asked, newest = requested.resume_from_checkpoint, folder.steps[-1] if folder.steps else None
     if asked is None:
@@ -194,7 +194,7 @@ def choose_source(
             remedy = f"restore it, or delete {folder.path / ORIGIN_NAME} to start at step 0"
             raise UserError(f"the run in {folder.path} began with {named.text}, which is gone; {remedy}")
         return "hub" if named.text.startswith("hf://") else "named"
-    if asked == "auto" or named is None:  # without a checkpoint anywhere else; consent to replace is for a new run
+    if asked == "auto" or named is None:  # no checkpoint elsewhere; --hub_overwrite is for a new run
         return "hub" if publishes_training_state(requested) and not requested.hub_overwrite else "new"
     if newest is not None:
         is_this_run = named.folder == folder.place or (named.run_id is not None and named.run_id == folder.run_id)
@@ -215,7 +215,7 @@ def choose_source(
 
 def check_folder(requested: TrainConfig, folder: Folder, named: Named | None, source: str) -> None:
     """Raise `UserError` if the folder holds another run, or other files that a run would replace."""
-    # Also a run that ended before its first checkpoint, but not one that finished: its model could be anyone's.
+    # A run that ended before its first checkpoint is the same; a finished one is not, as its model could be anyone's.
     is_same = requested.resume_from_checkpoint == "auto" or (named is not None and named.place == folder.origin)
     if folder.leftovers and source != "own" and (folder.results or not is_same):
         options = {"config": folder.path / CONFIG_NAME, "output_dir": folder.path, "resume_from_checkpoint": "auto"}
@@ -269,7 +269,7 @@ def choose_checkpoint(
 class Run(Start):
     """All that is decided before the model is built."""
 
-    started_at: float  # time.perf_counter, when the text is prepared, from where `max_minutes` counts
+    started_at: float  # time.perf_counter() when the text was ready; `max_minutes` counts from there
     config: TrainConfig  # with every `auto` resolved for this machine, except the micro-batch, which `plan` has
     schedule: Schedule
     choices: dict[str, Choice]  # the reasons, by label
@@ -290,9 +290,9 @@ class Run(Start):
 
 
 def count_epochs(metadata: dict[str, Any], num_examples: int, streaming: bool = False) -> dict[str, float]:
-    """Return how often this many examples pass over the training rows, or over those of each dataset, by name.
+    """Return {name of a dataset: epochs in this many examples}. Outside a mixture, the name is "".
 
-    {} of a stream, whose rows are not known. metadata: of the dataset.
+    {} for a stream, whose number of rows is not known. metadata: of the dataset.
     """
     if streaming:
         return {}
@@ -325,7 +325,7 @@ def decide_run(
 ) -> Run:
     """Resolve the length of the run and every `auto`. Raises `UserError` if run and checkpoint do not belong together.
 
-    rates: what the machine is measured to do, for the choices that `settle` leaves open.
+    rates: measured on this machine for the choices that `settle` leaves open.
     """
     requested, saved = start.requested, start.saved
     state = saved.state if saved else RunState()
@@ -407,12 +407,12 @@ def _model_identity(model_config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def list_differences(start: Start, identity: dict[str, Any], model: ModelFacts) -> dict[str, tuple]:
-    """Return what of a run differs from its checkpoint, apart from the schedule: {name: (before, now)}."""
+    """Return how a run differs from its checkpoint, apart from the schedule: {name: (before, now)}."""
     assert start.saved is not None
-    # An option that was added since then had its default; so had one of the model, in a later Transformers.
+    # An option that is newer than the checkpoint had its default; so had a model's option from a later Transformers.
     before = {name: OPTIONS[name].default for name in IDENTITY_OPTIONS} | start.saved.identity
     before |= _model_identity(model.saved) if model.saved else {}
-    names = identity.keys() - {"dataset_revision"}  # its rows count
+    names = identity.keys() - {"dataset_revision"}  # the rows count, not the commit
     return {name: (before.get(name), identity[name]) for name in names if before.get(name) != identity[name]}
 
 

@@ -39,11 +39,11 @@ SUMMARIZED = (  # of `RunFacts`
     *("command", "num_processes", "mixed_precision", "dynamo_backend", "attn_implementation"),
     *("per_device_train_batch_size", "environment"),
 )
-SAME_LENGTH = 0.05  # share of the tokens by which a run may differ from the one that it is compared with
+SAME_LENGTH = 0.05  # a run is compared with one whose number of tokens differs by at most this share
 
 
 def stop_run(log: RunLog, uploads: HubUploads, state: RunState, signals: StopSignals, saved: bool) -> int:
-    """Say why the run stopped and how to resume it. Returns the exit status, when all processes may leave."""
+    """Say why the run stopped and how to resume it. Returns the exit status once all processes may leave."""
 
     def stop() -> None:
         options = shell_command(output_dir=log.output_dir, resume_from_checkpoint="auto")
@@ -75,7 +75,7 @@ def finish_run(
 ) -> int:
     """Export the model, write summary and card, print the results, and publish.
 
-    Returns the exit status, when all processes may leave.
+    Returns the exit status once all processes may leave.
     """
     signals.reaction = "writing the results, and ending the upload"
     run = log.run
@@ -103,7 +103,7 @@ def finish_run(
         log.end()
         if is_complete:
             return 0
-        return 128 + signals.newest if signals.count else 1  # whoever deletes this disk now loses the model
+        return 128 + signals.newest if signals.count else 1  # the model is on this disk only
 
     return uploads.leave(on_main_process(finish))
 
@@ -163,7 +163,7 @@ def was_capped(run: Run, state: RunState) -> bool:
 def write_summary(log: RunLog, values: dict[str, Any]) -> dict[str, Any]:
     """Write summary.json, which appears only when it is complete, and the model card. Returns the summary.
 
-    A run that had no step left to do keeps what it has, and writes what an earlier start did not get to write.
+    A run without steps left keeps its files, and writes only what an earlier start did not get to write.
     """
     folder = log.output_dir
     if log.laps or not (folder / SUMMARY_NAME).exists():
@@ -239,12 +239,12 @@ def closing_lines(run: Run, summary: dict[str, Any], sample: str | None, state: 
         return "\n".join([*lines, "", *textwrap.wrap(f"The loss is not finite: {remedy}.", 80)])
     generate = shell_command("python", "scripts/generate_text.py", model=output_dir, prompt=config.sample_prompt)
     lines += ["", f"  generate   {generate}"]
-    # Twice as long, from before the decay if there is one.
+    # To train twice as long, from before the decay if there is one.
     start = checkpoint_dir(output_dir, state.step if state.decay_start is None else state.decay_start)
     last = state.evaluations[state.step]["loss"]
     overfits = min(state.losses.values(), default=last) < last or was_capped(run, state)
     if start.is_dir() and not overfits and not has_stalled(state, config.early_stopping_patience):
-        # Not the recipe's limit, which fits its minutes.
+        # Only a typed limit: the recipe's epochs fit its minutes.
         is_own = not config.max_minutes or "num_train_epochs" in run.surroundings.typed_options
         epochs = run.requested.num_train_epochs if is_own else None
         length = {"num_train_epochs": epochs, "max_minutes": config.max_minutes}
@@ -263,8 +263,8 @@ def closing_lines(run: Run, summary: dict[str, Any], sample: str | None, state: 
 def compare_with_expected(config: TrainConfig, metadata: dict[str, Any], num_tokens: int, loss: float) -> str | None:
     """Return a sentence that compares the final loss with the recipe's, or None if the run is another one.
 
-    metadata: the dataset's. The recipe of a published run knows the hash of its text; for others, the dataset is the
-    expected one if the last part of its name is in the name of the text, or in its path as it was typed.
+    metadata: the dataset's. The recipe of a published run holds the hash of its text. Other recipes name a dataset;
+    the last part of that name must occur in the name of the text, or in its path as typed.
     """
     if (expected := config.expected_loss) is None:
         return None

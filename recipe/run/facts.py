@@ -57,16 +57,16 @@ class ModelShape:
 class StageFacts:
     """A part of a run with the same data."""
 
-    source: str  # as of DatasetFacts
-    dataset_id: str | None  # the same
+    source: str  # as in DatasetFacts
+    dataset_id: str | None  # as in DatasetFacts
     content_sha256: str
-    step: int  # made before it
-    tokens: int  # trained on before it
+    step: int  # optimizer steps before this stage
+    tokens: int  # trained on before this stage
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """The event `start`, apart from what only that start knows."""
+    """The content of every `start` event of a run, apart from what only one start knows."""
 
     recipe: str
     command: str
@@ -136,7 +136,7 @@ def collect_facts(run: Run, device: torch.device, model: PreTrainedModel, state:
 
 
 def describe_stages(state: RunState, data: DatasetFacts, starts: list[dict[str, Any]]) -> list[StageFacts]:
-    """Return the parts of the run. data: of the present one. starts: events, the newest of which names the others."""
+    """Return the stages of the run. data: of the current one. starts: events; the newest names the other stages."""
     newest = starts[-1] if starts else {}
     texts = [*(newest.get("stages") or [newest.get("data", {})]), *({} for _ in state.stages)][: len(state.stages) - 1]
     return [

@@ -14,7 +14,7 @@ LOCKS: dict[Path, FileLock] = {}  # that this process holds; the system releases
 
 
 def lock_output_dir(directory: Path) -> bool:
-    """Create and lock the folder. Returns whether no other process holds it."""
+    """Create and lock the folder. Returns False if another process holds it."""
     path = Path(os.path.realpath(directory)) / LOCK_NAME
     if path in LOCKS:
         return True

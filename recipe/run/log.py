@@ -1,6 +1,6 @@
 """What a run shows and records: metrics.jsonl, trackers, the progress bar, and what could not be written.
 
-On every process but the main one, a log only takes part in the means over the processes.
+Only the main process shows and records. On the others, a log only takes part in the means over all processes.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from recipe.run.record import WAITING, find_train_loss, has_begun_to_diverge, re
 
 LISTED = 6  # failures of one kind
 PROJECT = "gpt2-recipe"  # for trackers, unless WANDB_PROJECT is set
-READ_AT = 0.1  # of the run: what the log says of its options until then
+READ_AT = 0.1  # share of the run after which `show_record` reads its log
 
 
 class RunLog:
@@ -114,7 +114,7 @@ class RunLog:
         parts = finite.get("mixture", {})
         flat = finite | {f"{name}/{key}": value for name, part in parts.items() for key, value in part.items()}
         numbers = {f"{event}/{key}": value for key, value in flat.items() if isinstance(value, (int, float))}
-        at = values.get("last_step", step)  # not the exported step of the end, which wandb drops if it is earlier
+        at = values.get("last_step", step)  # the last step, because wandb drops an earlier, exported one
         self.tolerate("tracker events", lambda: self.accelerator.log(numbers, step=at))
 
     def _append(self, values: dict[str, Any]) -> None:
@@ -257,7 +257,7 @@ class RunLog:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Keep evaluation, saving and reading the log out of the speed."""
+        """Stop the clock for evaluation, saving and reading the log, which do not count in the speed."""
         self._stop_clock()
         try:
             yield
@@ -304,7 +304,7 @@ class RunLog:
             self.say(f"from step {step + 1:,}, {key} is {now} instead of {before}")
 
     def close(self, state: RunState) -> None:
-        """Log the steps since the last log line, which a signal or the time has ended, and remove the progress bar."""
+        """Log the steps since the last log line, after a signal or the time limit, and remove the progress bar."""
         if self.lap_steps:
             self.train(state)
         if self.bar is not None:
@@ -338,13 +338,13 @@ def describe_progress(values: dict[str, Any], total_bytes: int) -> list[str]:
 
 
 def describe_epoch(run: Run, state: RunState) -> dict[str, float]:
-    """Return how often the data have been read, of a mixture the dataset that is read most often; {} of a stream."""
+    """Return the epochs so far, in a mixture those of the dataset that is read most often; {} for a stream."""
     epochs = run.count_epochs(state.stage_examples)
     return {"epoch": max(epochs.values())} if epochs else {}
 
 
 def describe_seen(run: Run, state: RunState, tokens_per_second: float) -> str:
-    """Return the tokens and documents that a run has seen, the epoch, and the time that one takes."""
+    """Return the tokens and documents that a run has seen, the epoch, and the time per epoch."""
     validated = sum(evaluation["num_rows"] for evaluation in state.evaluations.values()) * run.config.block_size
     tokens = [tqdm.format_sizeof(number) for number in (state.tokens, validated, state.tokens + validated)]
     text = f"{tokens[0]} tokens + {tokens[1]} of validation = {tokens[2]}"

@@ -122,7 +122,7 @@ def is_in_use(path: Path) -> bool:
 
 
 def look_at_named(requested: TrainConfig, folder: Folder) -> Named | None:
-    """Return what the command names to begin with, or, for `auto`, what the folder says that its run began with."""
+    """Return the checkpoint that the command names, or, for `auto`, the one that the folder's run began with."""
     text = requested.resume_from_checkpoint
     if text == "auto" and not folder.steps:
         text = folder.origin
@@ -180,7 +180,7 @@ def _run_id(checkpoint: Path) -> str | None:
 
 
 def read_evaluations(folder: Path) -> dict[int, dict[str, Any]]:
-    """Return the evaluations in the log of a run, with their samples, by step: those that it need not repeat."""
+    """Return {step: evaluation with its sample} from the log of a run, which need not repeat these."""
     events = read_events(folder)
     texts = {event["step"]: event["text"] for event in events if event["event"] == "sample"}
     evaluations = (with_nan(event) for event in events if event["event"] == "eval")

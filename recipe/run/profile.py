@@ -15,8 +15,8 @@ TRACE_NAME = "trace.json.gz"
 def build_profiler(run: Run, log: RunLog) -> contextlib.AbstractContextManager:
     """Return a context manager whose value is None, or a profiler that wants its `step` called after every step.
 
-    It profiles three steps of the main process. Perfetto and chrome://tracing show the trace, which is in the run's
-    folder. Writing it, which takes seconds, is kept out of the speed.
+    It profiles three steps of the main process, and writes a trace for Perfetto and chrome://tracing into the run's
+    folder. Writing takes seconds, which do not count in the speed.
     """
     after, accelerator = run.config.profile, log.accelerator
     if after is None or not accelerator.is_main_process:

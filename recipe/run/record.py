@@ -1,4 +1,4 @@
-"""Read the log of a run: what a user may want to change, a sentence each. See scripts/benchmarks/curves.md, too."""
+"""Log of a run -> what a user may want to change, in a sentence each. See scripts/benchmarks/curves.md, too."""
 
 import itertools
 import statistics
@@ -8,14 +8,14 @@ from recipe.config import TrainConfig
 
 OFTEN, EARLY = 0.5, 100  # share of the steps whose gradient is clipped, and steps in which it is large in every run
 WAITING = 0.02  # share of the time in which a step waits for data
-RISES = 3  # evaluations, each higher than the one before, with a lower training loss
+RISES = 3  # evaluations in a row with a higher validation loss and a lower training loss
 ROOM = 0.8  # share of a GPU's memory; a batch that uses less can grow
 REMEDY = {"mmap": "try --data_placement ram", "ram": "try --data_placement device"}  # for waiting, by where rows are
 REMEDY |= {"device": "the host is busy or too slow", "stream": "prepare the text first (scripts/prepare_data.py)"}
 
 
 def read_record(events: list[dict[str, Any]], config: TrainConfig, device_type: str, total_bytes: int) -> list[str]:
-    """Return what applies of: clipped gradients, skipped updates, waiting for data, and the memory of a GPU.
+    """Return the sentences that apply, on clipped gradients, skipped updates, waiting for data, and a GPU's memory.
 
     events: the lines of metrics.jsonl. total_bytes: the memory of the device.
     """
@@ -46,9 +46,9 @@ def read_record(events: list[dict[str, Any]], config: TrainConfig, device_type: 
 
 
 def has_begun_to_diverge(events: list[dict[str, Any]]) -> bool:
-    """Return whether, with the last evaluation, validation has risen three times in a row while training fell.
+    """Return whether the last evaluation is the third in a row in which validation rose while training fell.
 
-    events: see above. False if it had done so before: a run hears it once.
+    events: the lines of metrics.jsonl. False if this happened before, so that a run says it once.
     """
     evaluations = [event for event in events if event["event"] == "eval" and "train_loss" in event]
     pairs = list(itertools.pairwise((event["train_loss"], event["loss"]) for event in evaluations))
@@ -58,10 +58,10 @@ def has_begun_to_diverge(events: list[dict[str, Any]]) -> bool:
 
 
 def find_train_loss(events: list[dict[str, Any]]) -> float | None:
-    """Return the mean training loss of the steps since the last evaluation, also before a resume; None without steps.
+    """Return the mean training loss since the last evaluation, including steps before a resume; None without steps.
 
-    events: see above. Each line has the mean since the line before, or since the start. One that is not finite does
-    not count: a step of it was skipped.
+    events: the lines of metrics.jsonl. Each has the mean since the previous line or the start. A line that is not
+    finite does not count, because one of its steps was skipped.
     """
     total, num_steps, last = 0.0, 0, 0
     for event in events:

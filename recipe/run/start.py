@@ -1,4 +1,4 @@
-"""The start of a run: what recipe/run/decide.py decides is done here. The only part that changes anything."""
+"""The start of a run: carries out what recipe/run/decide.py decides. Only this part changes anything."""
 
 import contextlib
 import copy
@@ -119,7 +119,7 @@ def open_run(requested: TrainConfig, recipe: str) -> Start:
         return start
 
     start, state = on_main_process(look_and_claim), PartialState()
-    facts = find_facts(device_of(state), state.num_processes, sharding=sharding)  # of this process, as its options
+    facts = find_facts(device_of(state), state.num_processes, sharding=sharding)  # of this process, like its options
     start = dataclasses.replace(
         start, requested=requested, surroundings=dataclasses.replace(start.surroundings, facts=facts)
     )
@@ -130,7 +130,10 @@ def open_run(requested: TrainConfig, recipe: str) -> Start:
 
 
 def claim_folder(start: Start) -> bool:
-    """Lock the folder of the run, unless it is no longer as it was, and prepare what the run begins with."""
+    """Lock the run's folder, or return False if it has changed since `look`.
+
+    Then cleans up after killed processes, creates the Hub repository, downloads the checkpoint and records the origin.
+    """
     folder, requested = start.output_dir, start.requested
     if not lock_output_dir(folder) or look_at_folder(folder) != start.surroundings.folder:
         return False
@@ -184,7 +187,7 @@ def resolve_run(start: Start, dataset: Any) -> Run:
 
 
 def describe_model(start: Start, dataset: Any) -> ModelFacts:
-    """Return the model to train, the files of the exported one, and what changes in one that the run starts from."""
+    """Return the model to train, the files to export with it, and how it differs from one that the run starts from."""
     requested, source, tokenizer = start.requested, start.source, dataset.tokenizer
     vocab_size, num_base = count_ids(tokenizer), count_ids(tokenizer, with_added_tokens=False)
     config = build_model_config(
@@ -215,7 +218,7 @@ def describe_model(start: Start, dataset: Any) -> ModelFacts:
 
 
 def wrap_module(run: Run, accelerator: Accelerator, loss: LanguageModelingLoss) -> nn.Module:
-    """Return the module to train: compiled, with autocast, and in all processes the same."""
+    """Return the module to train: compiled, with autocast, and trained by all processes together."""
     wait_on_host()  # a machine may need long to download a model
     return parallelize(loss, run.config, accelerator, run.facts.sharding).train()
 
@@ -223,7 +226,7 @@ def wrap_module(run: Run, accelerator: Accelerator, loss: LanguageModelingLoss) 
 def fit_micro_batch(run: Run, accelerator: Accelerator, module: nn.Module, optimizer: torch.optim.Optimizer) -> Run:
     """Register the optimizer. On a GPU, a trial step confirms that the plan's micro-batch fits, or makes it smaller.
 
-    The loop uses the optimizer itself. Accelerate's wrapper, which `wrap_module` registers, unscales gradients.
+    The loop uses the optimizer itself. Accelerate unscales gradients through the wrapper that is registered here.
     """
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]  # the schedule multiplies it

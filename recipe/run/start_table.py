@@ -1,4 +1,4 @@
-"""The table that a run prints before its first step, and what a user would want to know then."""
+"""The table that a run prints before its first step, and the warnings after it."""
 
 from dataclasses import asdict
 
@@ -21,7 +21,7 @@ from recipe.run.stop import find_kill_warning
 
 
 def show_start(log: RunLog, facts: RunFacts, state: RunState, eval_rows: int) -> None:
-    """Print the table of the run, record its start, and say what a user would want to know before it starts.
+    """Print the table of the run, record its start, and print what a user should know before the first step.
 
     eval_rows: validation rows per evaluation.
     """

@@ -29,7 +29,7 @@ SIGNALS = tuple(getattr(signal, name) for name in NAMES if hasattr(signal, name)
 SAME_SIGNAL_SECONDS = 1.0  # two Ctrl-C within this time are one: the launcher forwards what the process also gets
 
 SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-SLOWEST_DISK = 10e6  # bytes per second; a state that even this one takes in time needs no measurement
+SLOWEST_DISK = 10e6  # bytes per second; if a disk this slow saves a state in time, the real one is not measured
 
 
 class StopSignals:
@@ -55,7 +55,7 @@ class StopSignals:
             signal.signal(number, handler)
 
     def agree(self, seconds: float = 0.0) -> tuple[bool, float]:
-        """Return whether to stop, and the time, the same on all processes, which call it together."""
+        """Return whether to stop, and the time: the same on all processes, which call this together."""
         number, seconds = largest_of_processes(self.newest, seconds)
         self.agreed = int(number)
         return self.agreed > 0, seconds
@@ -78,7 +78,7 @@ class StopSignals:
 
 
 def find_kill_warning(output_dir: Path, state_bytes: float) -> str | None:
-    """Return `kill_warning` for the disk of the run, whose speed is measured only if it matters."""
+    """Return `kill_warning` for the run's disk. The disk's speed is measured only if it matters."""
     if kill_warning(os.environ, state_bytes, SLOWEST_DISK) is None:
         return None
     return kill_warning(os.environ, state_bytes, measure_disk(output_dir))
@@ -124,9 +124,9 @@ def describe_signal(number: int) -> str:
 
 @contextlib.contextmanager
 def resumable(output_dir: Path, config: TrainConfig, plan: MemoryPlan, facts: Facts) -> Iterator[None]:
-    """Let the same command continue a run that is out of memory, with half of the micro-batch if its size is `auto`.
+    """Let the same command continue a run that ran out of memory, with half of the micro-batch if its size is `auto`.
 
-    The examples of a step do not depend on it. A mistake would only be met again.
+    The micro-batch does not change the examples of a step. A `UserError` is final: the same command would fail again.
     """
     try:
         yield

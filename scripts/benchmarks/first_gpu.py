@@ -5,7 +5,7 @@ python scripts/benchmarks/first_gpu.py --dataset_dir DIR --nanogpt DIR --output_
 It downloads nothing. It needs the package, installed or on PYTHONPATH, and a packed dataset of a few thousand rows. A
 failed stage does not stop the next one, and a stage that no longer fits into the time is recorded as not run. At most
 two programs share the GPU, and only while they fill the compile cache: with 64 rows each takes 31 GB. The seconds are
-those of an H200, and more than ten minutes together; run what is left with --stages and TORCHINDUCTOR_CACHE_DIR set.
+an H200's, and add up to more than ten minutes; run what is left with --stages and TORCHINDUCTOR_CACHE_DIR set.
 
 The speed to beat: 490,000 tokens/s on one H200, 448,000 on each of eight H100, with the same matrix products
 (modded-nanogpt, records/track_3_optimization, torch 2.11).
@@ -178,7 +178,7 @@ def shown(command: list) -> str:
 
 
 def print_machine(device: torch.device) -> None:
-    """The GPU, and the rate of its matrix products with random numbers; zeros would be faster."""
+    """Print the GPU, and the rate of its matrix products with random numbers; zeros would be faster."""
     print(subprocess.getoutput("timeout 20 nvidia-smi"), describe_environment(device), sep="\n")
     size = 8192 if device.type == "cuda" else 512
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
