@@ -356,8 +356,8 @@ class CheckpointSaver:
     on_failure: Callable[[str, Exception], None]  # gets what could not be written, in the thread that writes
     on_saved: Callable[[Path, int], None]  # gets each complete checkpoint and its step, before older ones are pruned
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
-    writing: Future[bool] | None = None  # a checkpoint
-    keeping: Future[None] | None = None  # the best model
+    pending_checkpoint: Future[bool] | None = None  # a checkpoint
+    pending_best: Future[None] | None = None  # the best model
 
     def save(self, state: RunState) -> None:
         """Copy the state on all processes and start to write it on the main one, unless it is on disk already."""
@@ -381,7 +381,7 @@ class CheckpointSaver:
                 "identity": self.identity,
                 "schedule": asdict(self.schedule),
             }
-            self.writing = self.thread.submit(self._try_to_write, content, weights, optimizer, rng)
+            self.pending_checkpoint = self.thread.submit(self._try_to_write, content, weights, optimizer, rng)
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Copy a tensor, which may be sharded over the processes, into the host memory of the main process."""
@@ -397,12 +397,12 @@ class CheckpointSaver:
             keep = contents.accelerator.is_main_process
             weights = copy_weights(contents.model, contents.model_config, keep)
             if keep:
-                self.keeping = self.thread.submit(self._try_to_keep, state.run_id, values, weights)
+                self.pending_best = self.thread.submit(self._try_to_keep, state.run_id, values, weights)
 
     def _best_loss(self, run_id: str) -> float:
         """Return the loss of the model in BEST_NAME, after a write in progress, so that copies do not pile up."""
-        if self.keeping is not None:
-            self.keeping.result()
+        if self.pending_best is not None:
+            self.pending_best.result()
         return read_best(self.output_dir, run_id).get("loss", math.inf)
 
     def _try_to_keep(self, run_id: str, values: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
@@ -422,10 +422,11 @@ class CheckpointSaver:
 
     def wait(self) -> bool:
         """Wait for what is being written. Returns whether the checkpoint, if there was one, is on disk."""
-        writing, self.writing, keeping, self.keeping = self.writing, None, self.keeping, None
-        if keeping is not None:
-            keeping.result()
-        return writing is None or writing.result()
+        checkpoint, self.pending_checkpoint = self.pending_checkpoint, None
+        best, self.pending_best = self.pending_best, None
+        if best is not None:
+            best.result()
+        return checkpoint is None or checkpoint.result()
 
     def _try_to_write(self, content: dict, *parts: dict) -> bool:
         """Write, and report a failure: a full disk must not end the run. Returns whether the checkpoint is on disk."""

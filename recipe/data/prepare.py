@@ -48,7 +48,7 @@ from recipe.environment import count_cpus
 from recipe.errors import UserError
 from recipe.progress import progress_target
 
-TRAINED = "bpe "  # in the inputs, the prefix of a tokenizer that is trained on the text
+TRAINED_PREFIX = "bpe "  # in the inputs, the prefix of a tokenizer that is trained on the text
 LOCK_NAME, COMPLETE_NAME, METADATA_NAME = ".lock", ".complete", "metadata.json"
 PARTS = (*SPLITS, "tokenizer", "dataset_dict.json", METADATA_NAME)  # in the order in which they move up
 HASH = "[0-9a-f]" * 12
@@ -107,7 +107,7 @@ def inputs_of(
     source: TextSource, tokenizer: TextTokenizer | None, tokenizer_vocab_size: int | None, max_bytes: int | None
 ) -> dict[str, Any]:
     """Return all that determines a prepared dataset."""
-    made_with = tokenizer_sha256(tokenizer) if tokenizer else f"{TRAINED}{tokenizer_vocab_size}"
+    made_with = tokenizer_sha256(tokenizer) if tokenizer else f"{TRAINED_PREFIX}{tokenizer_vocab_size}"
     inputs = {"format_version": FORMAT_VERSION, "tokenizer": made_with, "max_bytes": max_bytes, **source.inputs}
     if tokenizer and tokenizer.prefix:
         inputs["document_prefix"] = tokenizer.prefix

@@ -99,7 +99,7 @@ def _choose_threshold(source: TextSource, units: list[Unit]) -> int:
     In a small source, exactly the percentage of the different documents is below the threshold. In others, this holds
     on average, and a few documents are read to make sure that both splits get some.
     """
-    usual = next(part.hold_out.threshold for unit in units for part in unit.parts if part.hold_out.by_hash)
+    by_percentage = next(part.hold_out.threshold for unit in units for part in unit.parts if part.hold_out.by_hash)
     hashes, is_exact, count, characters = set(), len(units) == 1, 0, 0
     for part in itertools.chain.from_iterable(unit.parts for unit in units):
         if isinstance(part, FilePart) and part.hold_out.tail and kind_of(part.path) == TOKENS:
@@ -110,10 +110,10 @@ def _choose_threshold(source: TextSource, units: list[Unit]) -> int:
             count += 1
             characters += len(text)
             is_exact = is_exact and count < MOST_COUNTED and characters < SMALL_SOURCE
-            if not is_exact and hashes and min(hashes) < usual <= max(hashes):
-                return usual
+            if not is_exact and hashes and min(hashes) < by_percentage <= max(hashes):
+                return by_percentage
     ordered = sorted(hashes)
-    share = usual / 2**64 * len(ordered) if is_exact else sum(value < usual for value in ordered)
+    share = by_percentage / 2**64 * len(ordered) if is_exact else sum(value < by_percentage for value in ordered)
     num_held_out = min(max(1, round(share)), len(ordered) - 1)
     return ordered[num_held_out - 1] + 1 if num_held_out > 0 else 0
 
@@ -429,27 +429,28 @@ def _empty_value(kind: pa.DataType) -> str | list | None:
 def _read_csv(stream: IO[bytes], column: str, where: str, bad: Bad) -> Iterator[dict]:
     """Yield the rows with as many fields as the header. After a bad quote, reads on from the row's second line."""
     lines = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
-    of_row, again, names, number = [], deque(), None, 0  # lines of the row; those to read again; lines before the row
+    row_lines, to_reread = [], deque()
+    names, number = None, 0  # names of the columns; lines before the row
 
     def feed() -> Iterator[str]:
-        while line := again.popleft() if again else lines.readline():
-            of_row.append(line)
+        while line := to_reread.popleft() if to_reread else lines.readline():
+            row_lines.append(line)
             yield line
 
     reader = csv.reader(feed(), strict=True)
     while True:
-        of_row.clear()
+        row_lines.clear()
         try:
             fields = next(reader, None)
         except csv.Error:  # the error may be a thousand lines after the quote
             reason = f"cannot read {where}: line {number + 1:,} has a quote that is not closed, or text after a quote"
-            bad(reason, len(of_row[0]))
-            again.extendleft(reversed(of_row[1:]))
+            bad(reason, len(row_lines[0]))
+            to_reread.extendleft(reversed(row_lines[1:]))
             reader, number = csv.reader(feed(), strict=True), number + 1
             continue
         if fields is None:
             return
-        line, number = number + 1, number + len(of_row)
+        line, number = number + 1, number + len(row_lines)
         if names is None:
             names = fields
             if not is_utf8("".join(names)):
@@ -458,15 +459,15 @@ def _read_csv(stream: IO[bytes], column: str, where: str, bad: Bad) -> Iterator[
                 return
             continue
         # pandas writes an index without a name as the first column. Other columns without a name hold cut text.
-        is_cut = any(text and not name for name, text in zip(names[1:], fields[1:], strict=False))
-        if fields and (len(fields) != len(names) or is_cut):
+        has_cut_text = any(text and not name for name, text in zip(names[1:], fields[1:], strict=False))
+        if fields and (len(fields) != len(names) or has_cut_text):
             count = f"{len(fields)} fields, the header {len(names) - names[1:].count('')}"
             reason = f"cannot read {where}: line {line:,} has {count}; put text that contains commas in quotes"
-            bad(reason, sum(map(len, of_row)))
+            bad(reason, sum(map(len, row_lines)))
             continue
         row = dict(zip(names, fields, strict=False))
         if not is_utf8(row.get(column, "")):
-            bad(not_utf8(f"{where}, line {line:,},"), sum(map(len, of_row)))
+            bad(not_utf8(f"{where}, line {line:,},"), sum(map(len, row_lines)))
         elif fields:
             yield row
 

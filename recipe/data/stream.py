@@ -117,7 +117,8 @@ def read_stream(
     """
     first, skipped = position
     starts = [-skipped]  # the first example of each window from `first` on
-    before, now, last_step = first, first, -1  # the windows in which the previous step and this one begin
+    previous_window = current_window = first  # in which the previous step and this one begin
+    last_step = -1
 
     def locate(example: int) -> int:
         """Return the window of an example, counted from `first`."""
@@ -131,8 +132,8 @@ def read_stream(
             end = (step + 1) * order.global_batch_size
             after = locate(end)
             if step > last_step:  # other processes may still be at the step before
-                stream.forget(before)
-                before, now, last_step = now, first + after, step
+                stream.forget(previous_window)
+                previous_window, current_window, last_step = current_window, first + after, step
             windows, parts = np.searchsorted(starts, examples, side="right") - 1, []
             for number in np.unique(windows).tolist():
                 window, index = stream.window(first + number), examples[windows == number] - starts[number]

@@ -57,34 +57,36 @@ class Facts:
 
 def settle(config: TrainConfig, facts: Facts) -> dict[str, Choice]:
     """Return the choices that take no measurement, by label. Raises `UserError` for those that cannot work."""
-    is_cpu, is_cuda, same = facts.device_type == "cpu", facts.device_type == "cuda", "as in the checkpoint"
+    is_cpu, is_cuda, same_reason = facts.device_type == "cpu", facts.device_type == "cuda", "as in the checkpoint"
     kept = facts.kept if facts.kept.get("device_type") == facts.device_type else {}
     names = ("mixed_precision", "dynamo_backend", "attn_implementation", "num_threads")
     precision, backend, attention, num_threads = (kept.get(name) for name in names)
-    units = "the GPU has bf16 matrix units" if facts.has_bf16 else "the GPU has no bf16 units; gradients are scaled"
+    bf16_reason = "the GPU has bf16 matrix units"
+    if not facts.has_bf16:
+        bf16_reason = "the GPU has no bf16 units; gradients are scaled"
     first_that_holds = {
         "precision": (
             (config.mixed_precision != "auto", config.mixed_precision, "requested by --mixed_precision"),
             (facts.launcher_precision != "no", facts.launcher_precision, "set by the launcher"),
-            (precision, precision, same),
-            (is_cuda, "bf16" if facts.has_bf16 else "fp16", units),
+            (precision, precision, same_reason),
+            (is_cuda, "bf16" if facts.has_bf16 else "fp16", bf16_reason),
         ),
         "dynamo": (
             (config.dynamo_backend != "auto", config.dynamo_backend, "requested by --dynamo_backend"),
             (facts.launcher_backend != "no", facts.launcher_backend, "set by the launcher"),
             (facts.why_no_inductor, "no", facts.why_no_inductor),
-            (backend, backend, same),
+            (backend, backend, same_reason),
             (is_cuda, "inductor", "the default on CUDA"),
             (not is_cpu, "no", f"not tried on {facts.device_type}"),
         ),
         "attention": (
             (config.attn_implementation != "auto", config.attn_implementation, "requested by --attn_implementation"),
-            (attention, attention, same),
+            (attention, attention, same_reason),
             (not is_cpu, "sdpa", f"the default on {facts.device_type}"),
         ),
         "threads": (
             (is_cpu and facts.typed_threads, str(facts.typed_threads), "set by OMP_NUM_THREADS"),
-            (is_cpu and num_threads in facts.thread_counts, str(num_threads), same),
+            (is_cpu and num_threads in facts.thread_counts, str(num_threads), same_reason),
             (is_cpu and len(facts.thread_counts) == 1, str(facts.thread_counts[0]), ONE_PER_CPU),
         ),
     }

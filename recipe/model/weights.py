@@ -37,14 +37,15 @@ def load_pretrained(auto_class: type, source: str | Path, **options) -> Any:
 
 def load_model_weights(source: str | Path, **options) -> PreTrainedModel:
     """Load a causal language model. Raises `UserError` if it lacks weights; Transformers would draw random ones."""
-    logging.getLogger("transformers.modeling_utils").addFilter(needs_an_answer)  # its level has another effect (5.24)
+    # Its level has another effect (5.24).
+    logging.getLogger("transformers.modeling_utils").addFilter(is_not_load_report)
     model, loaded = load_pretrained(AutoModelForCausalLM, source, output_loading_info=True, **options)
     if missing := sorted(loaded["missing_keys"]):
         raise UserError(f"the model in {source} lacks weights: {', '.join(missing[:3])}")
     return model
 
 
-def needs_an_answer(record: logging.LogRecord) -> bool:
+def is_not_load_report(record: logging.LogRecord) -> bool:
     """Drop the report of weights that no model of this type has, such as the masks of old GPT-2 files."""
     return "LOAD REPORT" not in record.getMessage()
 

@@ -157,25 +157,25 @@ class MatrixShards(NamedTuple):
         return cls(p.device_mesh.get_group(p.device_mesh.ndim - 1), dim, p.shape[0])
 
     @property
-    def part(self) -> int:
+    def part_size(self) -> int:
         return -(-self.length // self.group.size())
 
     @property
     def columns(self) -> slice:
         """The columns of this process's parts."""
-        start = self.part * self.group.rank()
-        return slice(None) if self.dim == 1 else slice(start, start + self.part)
+        start = self.part_size * self.group.rank()
+        return slice(None) if self.dim == 1 else slice(start, start + self.part_size)
 
     def to_full(self, parts: torch.Tensor) -> torch.Tensor:
         """Exchange parts of all matrices for whole ones, a share per process. Zeros pad uneven parts and shares."""
         parts, num_processes = parts.transpose(1, self.dim), self.group.size()
-        padding = (0, 0, 0, self.part - parts.shape[1], 0, -len(parts) % num_processes)
+        padding = (0, 0, 0, self.part_size - parts.shape[1], 0, -len(parts) % num_processes)
         whole = self._exchange(F.pad(parts, padding)).unflatten(0, (num_processes, -1))
         return whole.transpose(0, 1).flatten(1, 2).transpose(1, self.dim)
 
     def to_shards(self, whole: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """Undo `to_full`. shape: of the parts."""
-        parts = whole.transpose(1, self.dim).unflatten(1, (-1, self.part)).transpose(0, 1)
+        parts = whole.transpose(1, self.dim).unflatten(1, (-1, self.part_size)).transpose(0, 1)
         parts = self._exchange(parts.flatten(0, 1)).transpose(1, self.dim)
         return parts[: shape[0], : shape[1], : shape[2]]
 

@@ -76,7 +76,7 @@ def write_model_card(
 def collect_values(run_dir: Path, step: int, directory: Path, hub_options: dict[str, Any]) -> dict[str, Any]:
     """Return what the template shows: the public part of the log and the options, and the scores of this step."""
     events = public_events(run_dir, step)
-    starts, laps, evaluations, samples, changes = (
+    starts, train_events, evaluations, samples, changes = (
         [event for event in events if event["event"] == kind]
         for kind in ("start", "train", "eval", "sample", "schedule")
     )
@@ -102,7 +102,7 @@ def collect_values(run_dir: Path, step: int, directory: Path, hub_options: dict[
         pipeline_tag="text-generation",
         license=requested.get("hub_license"),
         language=requested.get("hub_language"),
-        datasets=[dataset_id for part in (data, *mixture.values()) if (dataset_id := id_on_the_hub(part))] or None,
+        datasets=[dataset_id for part in (data, *mixture.values()) if (dataset_id := dataset_hub_id(part))] or None,
         base_model=start.get("base_model_id"),
         tags=[options["model_type"], "gpt2-recipe"],
         model_name=name if results else None,
@@ -111,6 +111,7 @@ def collect_values(run_dir: Path, step: int, directory: Path, hub_options: dict[
         run_id=starts[-1].get("run_id") if starts else None,
         step=step,
     )
+    last = train_events[-1] if train_events else None
     num_tokens, speed = count_tokens(step, events, options["block_size"]), measure_speed(events)
     stages = start.get("stages") or [{"tokens": 0}]
     own_tokens = stage_tokens(stages, num_tokens)
@@ -135,18 +136,18 @@ def collect_values(run_dir: Path, step: int, directory: Path, hub_options: dict[
         "parts": [(names[key], part) for key, part in mixture.items()],
         # A streamed text has no rows, and each dataset of a mixture has its own epochs.
         "epochs": own_tokens[-1] / options["block_size"] / rows if rows and not mixture else None,
-        "train_seconds": laps[-1]["train_seconds"] if laps else None,
+        "train_seconds": last["train_seconds"] if last else None,
         "speed": speed,
-        "mfu": speed / laps[-1]["tokens_per_second"] * (laps[-1]["mfu"] or 0) if laps else None,
+        "mfu": speed / last["tokens_per_second"] * (last["mfu"] or 0) if last else None,
     }
 
 
 def measure_speed(events: list[dict[str, Any]]) -> float | None:
     """Return the tokens per second of all laps but the first of each start, which includes its compilation."""
-    laps = [event for event in events if event["event"] in ("start", "train")]
-    pairs = [pair for pair in itertools.pairwise(laps) if all(event["event"] == "train" for event in pair)]
+    lap_events = [event for event in events if event["event"] in ("start", "train")]
+    pairs = [pair for pair in itertools.pairwise(lap_events) if all(event["event"] == "train" for event in pair)]
     tokens, seconds = (sum(b[key] - a[key] for a, b in pairs) for key in ("tokens_seen", "train_seconds"))
-    only = [lap["tokens_per_second"] for lap in laps if lap["event"] == "train"]
+    only = [lap["tokens_per_second"] for lap in lap_events if lap["event"] == "train"]
     return tokens / seconds if seconds else only[-1] if only else None
 
 
@@ -172,7 +173,7 @@ def weights_sha256(folder: Path) -> str | None:
         return sha_fileobj(file).hex()
 
 
-def id_on_the_hub(data: dict[str, Any]) -> str | None:
+def dataset_hub_id(data: dict[str, Any]) -> str | None:
     """Return the text's Hub id, if it has one. data: of a start event, or of one dataset of its mixture."""
     return None if data.get("dataset_id") == STANDARD_LIBRARY else data.get("dataset_id")
 
@@ -182,7 +183,7 @@ def list_losses(evaluation: dict[str, Any], data: dict[str, Any], name: str | No
 
     data: of the start event, or of one dataset of its mixture, which has this name.
     """
-    dataset, label = id_on_the_hub(data), f"{name or id_on_the_hub(data) or 'held-out text'}, validation split"
+    dataset, label = dataset_hub_id(data), f"{name or dataset_hub_id(data) or 'held-out text'}, validation split"
     config_name = data.get("dataset_config_name") or (None if dataset else name)  # results of one config are one entry
     for key, metric in LOSSES.items():
         if evaluation.get(key) is not None:

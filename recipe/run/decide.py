@@ -335,8 +335,8 @@ def decide_run(
     identity = run_identity(requested, data.metadata, model.config)
     differing = list_differences(start, identity, model) if saved else {}
     begins_stage = start.is_branch and not differing.keys().isdisjoint(DATA_IDENTITY)
-    first = 0 if not state.stages else state.examples if begins_stage else state.stage.examples
-    schedule = plan_schedule(requested, data.num_rows, state.step, state.examples, before, state.progress, first)
+    stage_start = 0 if not state.stages else state.examples if begins_stage else state.stage.examples
+    schedule = plan_schedule(requested, data.num_rows, state.step, state.examples, before, state.progress, stage_start)
     changes = check_identity(start, differing, schedule) if saved else {}
     if begins_stage and measure_progress(schedule, state) >= 1:
         remedy = "pass a larger --max_steps or --max_minutes, or an earlier checkpoint"
@@ -360,12 +360,13 @@ def decide_run(
     facts = dataclasses.replace(start.facts, total_flops=total_flops, kept=state.hardware)
     choices = choose(config, facts, rates)
     config = apply_choices(config, choices, facts)
-    most = None if schedule.num_examples is None else schedule.num_examples - first
-    best = keeps_best(config.load_best_model_at_end, most, data.metadata, config.streaming)
-    config = dataclasses.replace(config, load_best_model_at_end="true" if best else "false")
-    if best and most is not None and (epochs := count_epochs(data.metadata, most, config.streaming)):
+    max_examples = None if schedule.num_examples is None else schedule.num_examples - stage_start
+    keep_best = keeps_best(config.load_best_model_at_end, max_examples, data.metadata, config.streaming)
+    config = dataclasses.replace(config, load_best_model_at_end="true" if keep_best else "false")
+    epochs = count_epochs(data.metadata, max_examples or 0, config.streaming)
+    if keep_best and max_examples and epochs:
         count = min(max(epochs.values()), EVALUATIONS)
-        period = max(1, int(most / count / config.global_batch_size))
+        period = max(1, int(max_examples / count / config.global_batch_size))
         config = dataclasses.replace(config, eval_steps=min(config.eval_steps, period))
     if facts.sharding is not None:
         choices = {"layout": Choice("FSDP", facts.sharding.describe()), **choices}

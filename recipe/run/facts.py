@@ -13,7 +13,7 @@ from recipe.arguments import shell_command
 from recipe.checkpoint import RunState
 from recipe.config import STANDARD_LIBRARY, hub_id
 from recipe.data.packed import COUNTS
-from recipe.data.prepare import TRAINED
+from recipe.data.prepare import TRAINED_PREFIX
 from recipe.environment import describe_environment, find_commit
 from recipe.metrics import read_events
 from recipe.model.size import count_exported_parameters, count_flops_per_token
@@ -101,7 +101,7 @@ def collect_facts(run: Run, device: torch.device, model: PreTrainedModel, state:
         describe_data(metadata),
         tokenizer_sha256=metadata["tokenizer_sha256"],
         tokenizer_id=tokenizer_id,
-        is_own_tokenizer=metadata.get("inputs", {}).get("tokenizer", "").startswith(TRAINED),
+        is_own_tokenizer=metadata.get("inputs", {}).get("tokenizer", "").startswith(TRAINED_PREFIX),
     )
     if config.streaming:  # only the head of the training text has been counted
         data.splits.pop("train")

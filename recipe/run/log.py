@@ -29,7 +29,7 @@ from recipe.optim.guard import MOST_BAD_STEPS, UpdateGuard
 from recipe.progress import progress_target
 from recipe.run.decide import Run, has_stalled
 from recipe.run.facts import RunFacts
-from recipe.run.record import WAITING, find_train_loss, has_begun_to_diverge, read_record
+from recipe.run.record import WAITING_SHARE, find_train_loss, has_begun_to_diverge, read_record
 
 LISTED = 6  # failures of one kind
 PROJECT = "gpt2-recipe"  # for trackers, unless WANDB_PROJECT is set
@@ -331,7 +331,7 @@ def describe_progress(values: dict[str, Any], total_bytes: int) -> list[str]:
     parts = [f"loss {values['loss']:.3f}", f"lr {values['learning_rate']:.1e}", f"norm {values['grad_norm']:.2f}"]
     parts += [f"epoch {epoch:.1f}"] if (epoch := values.get("epoch", 0.0)) > 1 else []  # before, progress says it
     parts += [f"{ms:,.{1 if ms < 10 else 0}f} ms", f"{tqdm.format_sizeof(values['tokens_per_second'])} tok/s"]
-    parts += [f"{waiting:.0%} waiting for data"] if waiting > WAITING else []
+    parts += [f"{waiting:.0%} waiting for data"] if waiting > WAITING_SHARE else []
     parts += [f"{values['mfu']:.0%} MFU"] if values["mfu"] is not None else []
     parts += [f"scale {values['loss_scale']:,.0f}"] if "loss_scale" in values else []
     return [*parts, f"{used:.0%} of {total_bytes / 1e9:.0f} GB, peak {peak:.0%}"]

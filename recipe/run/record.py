@@ -6,10 +6,11 @@ from typing import Any
 
 from recipe.config import TrainConfig
 
-OFTEN, EARLY = 0.5, 100  # share of the steps whose gradient is clipped, and steps in which it is large in every run
-WAITING = 0.02  # share of the time in which a step waits for data
+CLIPPED_SHARE = 0.5  # of the steps, whose gradient is clipped
+EARLY_STEPS = 100  # in which gradients are large in every run
+WAITING_SHARE = 0.02  # share of the time in which a step waits for data
 RISES = 3  # evaluations in a row with a higher validation loss and a lower training loss
-ROOM = 0.8  # share of a GPU's memory; a batch that uses less can grow
+FULL_SHARE = 0.8  # share of a GPU's memory; a batch that uses less can grow
 REMEDY = {"mmap": "try --data_placement ram", "ram": "try --data_placement device"}  # for waiting, by where rows are
 REMEDY |= {"device": "the host is busy or too slow", "stream": "prepare the text first (scripts/prepare_data.py)"}
 
@@ -23,9 +24,9 @@ def read_record(events: list[dict[str, Any]], config: TrainConfig, device_type: 
     if not train:
         return []
     advice, last = [], train[-1]
-    shares = [event.get("clipped_share", 0.0) for event in train[len(train) // 2 :] if event["step"] > EARLY]
+    shares = [event.get("clipped_share", 0.0) for event in train[len(train) // 2 :] if event["step"] > EARLY_STEPS]
     clipped = statistics.fmean(shares or [0.0])
-    if clipped > OFTEN:
+    if clipped > CLIPPED_SHARE:
         advice.append(
             f"{clipped:.0%} of the newest gradients were clipped to --max_grad_norm {config.max_grad_norm:g}: often a "
             "sign that --learning_rate is far from its best"
@@ -36,11 +37,11 @@ def read_record(events: list[dict[str, Any]], config: TrainConfig, device_type: 
             "--learning_rate or lengthen --warmup_steps"
         )
     waiting = statistics.median(event["share_waiting_for_data"] for event in train)
-    if waiting > WAITING:
+    if waiting > WAITING_SHARE:
         remedy = REMEDY["stream" if config.streaming else config.data_placement]
         advice.append(f"{waiting:.0%} of the time waits for data: {remedy}")
     share = last["peak_memory_bytes"] / total_bytes
-    if device_type == "cuda" and share < ROOM and config.per_device_train_batch_size != "auto":
+    if device_type == "cuda" and share < FULL_SHARE and config.per_device_train_batch_size != "auto":
         advice.append(f"{share:.0%} of the GPU's memory is used: --per_device_train_batch_size auto uses more")
     return advice
 
