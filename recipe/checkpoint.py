@@ -100,7 +100,7 @@ class RunState:
         self.stages = [*self.stages, Stage(block_size, content_sha256, self.step, self.examples, tokens)]
         self.position, self.losses, self.evaluations, self.patience_start = None, {}, {}, self.step
 
-    def note(self, values: dict[str, Any]) -> None:
+    def add_evaluation(self, values: dict[str, Any]) -> None:
         """Add the evaluation of this step. A loss that is not finite counts as infinite."""
         self.evaluations[self.step] = values
         if self.step > 0:
@@ -211,7 +211,7 @@ def read_best(output_dir: Path, run_id: str) -> dict[str, Any]:
     return {}
 
 
-def find_best(output_dir: Path, state: RunState) -> None:
+def restore_best(output_dir: Path, state: RunState) -> None:
     """Make BEST_NAME hold the best model up to the state's step. Without one, remove the folder.
 
     The model is missing after a kill during its write, and too new after a resume from an earlier step. Earlier

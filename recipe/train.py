@@ -87,7 +87,7 @@ def main() -> int:
                 with log.paused():
                     evaluation = validation.run(signals.must_stop)
                     if evaluation is not None:
-                        state.note(evaluation)
+                        state.add_evaluation(evaluation)
                         saver.keep_best(state)  # in the background, if it is the best
                 if evaluation is not None:
                     log.evaluation(state, evaluation)

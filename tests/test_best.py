@@ -23,13 +23,13 @@ OVERFITS += ["--load_best_model_at_end", "true", "--early_stopping_patience", 3]
 @pytest.fixture(autouse=True)
 def losses(monkeypatch):
     """Let each evaluation return the loss of LOSSES for its step."""
-    note = RunState.note
+    note = RunState.add_evaluation
 
     def replace(state, values):
         values["loss"] = LOSSES[state.step]
         note(state, values)
 
-    monkeypatch.setattr(RunState, "note", replace)
+    monkeypatch.setattr(RunState, "add_evaluation", replace)
 
 
 def check(output_dir, printed):

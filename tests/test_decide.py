@@ -23,7 +23,7 @@ from recipe.run.decide import (
     DataFacts,
     Folder,
     ModelFacts,
-    Named,
+    NamedCheckpoint,
     Run,
     Start,
     Surroundings,
@@ -66,7 +66,7 @@ def folder(*steps, **facts):
 def named(text="base/checkpoint-2", steps=(2,), run_id="base", **facts):
     """Return a checkpoint of another run, or, by its place, of this one."""
     place = text if text.startswith("hf://") else f"/w/{text}"
-    return Named(text, place, facts.pop("folder", "/w/base"), steps, run_id, **facts)
+    return NamedCheckpoint(text, place, facts.pop("folder", "/w/base"), steps, run_id, **facts)
 
 
 def hub(main_branch, *steps):

@@ -217,13 +217,13 @@ def test_a_published_run_is_a_recipe(train, hub, jsonl_file, tokenizer_dir, tmp_
 @pytest.mark.usefixtures("all_arrive")
 def test_the_best_model_is_on_main(train, hub, monkeypatch):
     """Also if newer checkpoints are uploaded before it or after it."""
-    note, losses = RunState.note, {0: 9.0, 2: 1.0, 4: 2.0}
+    note, losses = RunState.add_evaluation, {0: 9.0, 2: 1.0, 4: 2.0}
 
     def replace(state, values):
         values["loss"] = losses[state.step]
         note(state, values)
 
-    monkeypatch.setattr(RunState, "note", replace)
+    monkeypatch.setattr(RunState, "add_evaluation", replace)
     run = train(*PUSH, *SAVE, "--eval_steps", "2", "--load_best_model_at_end", "true")
     assert steps_of(hub) == STEPS
     for _ in range(2):

@@ -19,7 +19,7 @@ REMEDY = (
     "try --activation_checkpointing, a smaller micro-batch, --optim adamw_bnb_8bit, several GPUs with "
     "accelerate_configs/fsdp.yaml, or a smaller recipe"
 )
-SMALLER_NAME = ".micro_batch"  # in output_dir: see `leave_smaller`
+MICRO_BATCH_NAME = ".micro_batch"  # in output_dir: see `record_micro_batch`
 
 
 def try_micro_batch(
@@ -99,16 +99,16 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error)
 
 
-def leave_smaller(output_dir: Path, plan: MemoryPlan, size: int) -> None:
+def record_micro_batch(output_dir: Path, plan: MemoryPlan, size: int) -> None:
     """Record the smaller micro-batch that the next start will use, because this plan ran out of memory."""
     record = {"micro_batch_size": size, "made_for": plan.made_for}
-    (output_dir / SMALLER_NAME).write_text(json.dumps(record) + "\n")
+    (output_dir / MICRO_BATCH_NAME).write_text(json.dumps(record) + "\n")
 
 
-def read_smaller(output_dir: Path) -> tuple[int, tuple[int, ...]] | None:
-    """Return what `leave_smaller` recorded: the size, and the `made_for` of the plan that ran out of memory."""
+def read_micro_batch(output_dir: Path) -> tuple[int, tuple[int, ...]] | None:
+    """Return what `record_micro_batch` recorded: the size, and the `made_for` of the plan that ran out of memory."""
     try:
-        record = json.loads((output_dir / SMALLER_NAME).read_text())
+        record = json.loads((output_dir / MICRO_BATCH_NAME).read_text())
         return int(record["micro_batch_size"]), tuple(record["made_for"])
     except (OSError, ValueError, KeyError, TypeError):  # none, or of another version
         return None

@@ -58,7 +58,7 @@ class Folder:
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedCheckpoint:
     """The checkpoint or run folder that the command names, or that the run in the output folder began with."""
 
     text: str  # as it is spelled: a path, or hf://user/name@BRANCH
@@ -87,7 +87,7 @@ class Surroundings:
 
     facts: Facts  # processes, device, launcher
     folder: Folder
-    named: Named | None = None
+    named: NamedCheckpoint | None = None
     checkpoints: tuple[Checkpoint, ...] = ()  # to resume from, newest first; the search ends at the first intact one
     main_branch: MainBranch | None = None  # of the repository to publish to; None if it is new or cannot be asked
     trackers: tuple[str, ...] = ()  # that are installed
@@ -177,7 +177,7 @@ def decide_start(requested: TrainConfig, recipe: str, surroundings: Surroundings
 
 
 def choose_source(
-    requested: TrainConfig, folder: Folder, named: Named | None
+    requested: TrainConfig, folder: Folder, named: NamedCheckpoint | None
 ) -> Literal["new", "own", "named", "hub"]:
     """Return which checkpoints the run may begin with: none, those in its folder, the named one or the Hub's.
 
@@ -213,7 +213,7 @@ def choose_source(
     return "hub" if named.text.startswith("hf://") else "named"
 
 
-def check_folder(requested: TrainConfig, folder: Folder, named: Named | None, source: str) -> None:
+def check_folder(requested: TrainConfig, folder: Folder, named: NamedCheckpoint | None, source: str) -> None:
     """Raise `UserError` if the folder holds another run, or other files that a run would replace."""
     # A run that ended before its first checkpoint is the same; a finished one is not, as its model could be anyone's.
     is_same = requested.resume_from_checkpoint == "auto" or (named is not None and named.place == folder.origin)

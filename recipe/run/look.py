@@ -37,7 +37,7 @@ from recipe.hardware.sharding import Sharding
 from recipe.metrics import METRICS_NAME, SUMMARY_NAME, read_events, with_nan
 from recipe.publish.download import find_on_hub
 from recipe.publish.hub import DOWNLOAD_NAME, look_at_hub
-from recipe.run.decide import ORIGIN_NAME, Checkpoint, Folder, Named, Surroundings, choose_source
+from recipe.run.decide import ORIGIN_NAME, Checkpoint, Folder, NamedCheckpoint, Surroundings, choose_source
 from recipe.run.folder import LOCK_NAME, LOCKS
 
 RESULTS = ("model.safetensors", SUMMARY_NAME)
@@ -121,7 +121,7 @@ def is_in_use(path: Path) -> bool:
     return False
 
 
-def look_at_named(requested: TrainConfig, folder: Folder) -> Named | None:
+def look_at_named(requested: TrainConfig, folder: Folder) -> NamedCheckpoint | None:
     """Return the checkpoint that the command names, or, for `auto`, the one that the folder's run began with."""
     text = requested.resume_from_checkpoint
     if text == "auto" and not folder.steps:
@@ -129,23 +129,23 @@ def look_at_named(requested: TrainConfig, folder: Folder) -> Named | None:
     if text in (None, "auto", "latest"):
         return None
     if text.startswith("hf://"):
-        return Named(text, text)
+        return NamedCheckpoint(text, text)
     path, place = Path(text), os.path.realpath(text)
     if (path / VALUES_NAME).is_file():
         remedy = "start from it with --model_name_or_path, or resume from a checkpoint"
         raise UserError(f"{text} is the best model of a run, without a training state; {remedy}")
     if checkpoints := list_checkpoints(path):
-        return Named(text, place, place, tuple(map(checkpoint_step, checkpoints)), _run_id(checkpoints[-1]))
+        return NamedCheckpoint(text, place, place, tuple(map(checkpoint_step, checkpoints)), _run_id(checkpoints[-1]))
     if any((path / name).is_file() for name in (STATE_NAME, MANIFEST_NAME)):
         with contextlib.suppress(UserError):  # `look_at_checkpoints` says what is wrong
             state = read_state(path).state
-            return Named(text, place, os.path.dirname(place), (state.step,), state.run_id)
-        return Named(text, place, os.path.dirname(place), (0,))
+            return NamedCheckpoint(text, place, os.path.dirname(place), (state.step,), state.run_id)
+        return NamedCheckpoint(text, place, os.path.dirname(place), (0,))
     beside = tuple(checkpoint_step(other) for other in list_checkpoints(path.parent) if other.name != path.name)
-    return Named(text, place, os.path.dirname(place), beside=beside, is_gone=not path.exists())
+    return NamedCheckpoint(text, place, os.path.dirname(place), beside=beside, is_gone=not path.exists())
 
 
-def look_at_checkpoints(requested: TrainConfig, folder: Folder, named: Named | None) -> Iterator[Checkpoint]:
+def look_at_checkpoints(requested: TrainConfig, folder: Folder, named: NamedCheckpoint | None) -> Iterator[Checkpoint]:
     """Verify the checkpoints to resume from, newest first, and yield each. Stop at the first intact one."""
     try:
         source = choose_source(requested, folder, named)

@@ -22,9 +22,9 @@ from recipe.checkpoint import (
     CheckpointContents,
     RunState,
     clean_checkpoints,
-    find_best,
     load_checkpoint,
     record_config,
+    restore_best,
 )
 from recipe.config import TrainConfig
 from recipe.data.batches import TrainBatches, TrainOrder, read_rows
@@ -49,7 +49,7 @@ from recipe.hardware.processes import (
     wait_on_host,
 )
 from recipe.hardware.sharding import USE_FSDP
-from recipe.hardware.trial import SMALLER_NAME, read_smaller, try_micro_batch
+from recipe.hardware.trial import MICRO_BATCH_NAME, read_micro_batch, try_micro_batch
 from recipe.launcher import count_local_processes
 from recipe.metrics import METRICS_NAME
 from recipe.model.build import build_model_config, model_options, translate_dropout
@@ -182,7 +182,7 @@ def resolve_run(start: Start, dataset: Any) -> Run:
     rates = on_main_process(lambda: measure_open(requested, facts, device, model.padded))
     num_local = count_local_processes(start.facts.num_processes)
     usable = int(-largest_of_processes(-measure_usable_bytes(device, num_local))[0])
-    memory = on_main_process(lambda: Memory(usable, measure_total_bytes(device), read_smaller(start.output_dir)))
+    memory = on_main_process(lambda: Memory(usable, measure_total_bytes(device), read_micro_batch(start.output_dir)))
     return decide_run(start, data, model, memory, rates, started_at)
 
 
@@ -256,9 +256,9 @@ def load_state(run: Run, contents: CheckpointContents) -> RunState:
     elif not run.continues:
         state.losses = {}  # their models are in another folder
     if state.step in state.evaluations:  # made after the checkpoint was saved
-        state.note(state.evaluations[state.step])
+        state.add_evaluation(state.evaluations[state.step])
     if run.config.load_best_model_at_end == "true":
-        on_main_process(lambda: find_best(run.output_dir, state))
+        on_main_process(lambda: restore_best(run.output_dir, state))
     on_main_process(lambda: record_config(run.output_dir, recorded_options(run, is_over(run, state))))
     return state
 
@@ -272,7 +272,7 @@ def open_log(run: Run, step: int) -> dict[int, dict[str, Any]]:
     elif not is_of_hub:
         shutil.rmtree(folder / DOWNLOAD_NAME, ignore_errors=True)
     if not run.plan.ran_out:
-        (folder / SMALLER_NAME).unlink(missing_ok=True)  # that was for other options or another device
+        (folder / MICRO_BATCH_NAME).unlink(missing_ok=True)  # that was for other options or another device
     if (folder / METRICS_NAME).exists():
         drop_events_after(folder / METRICS_NAME, -1 if run.begins_stage else step or -1)
     return read_evaluations(folder)

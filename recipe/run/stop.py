@@ -20,7 +20,7 @@ from recipe.errors import LostProcessError, ProcessError, UserError
 from recipe.hardware.choices import Facts
 from recipe.hardware.memory import MemoryPlan, smaller_micro_batches
 from recipe.hardware.processes import LAUNCHER_DIED, largest_of_processes
-from recipe.hardware.trial import REMEDY, is_out_of_memory, leave_smaller
+from recipe.hardware.trial import REMEDY, is_out_of_memory, record_micro_batch
 from recipe.launcher import is_main_process
 
 EXIT_STOPPED = 75  # EX_TEMPFAIL in sysexits.h: the run was saved, and the same command resumes it
@@ -142,7 +142,7 @@ def resumable(output_dir: Path, config: TrainConfig, plan: MemoryPlan, facts: Fa
         mark_resumable(bool(smaller))
         if not smaller:
             raise ProcessError(f"out of memory; {REMEDY}") from error
-        leave_smaller(output_dir, plan, smaller[0])
+        record_micro_batch(output_dir, plan, smaller[0])
         how = "continues from the newest checkpoint" if list_checkpoints(output_dir) else "starts again"
         again = shell_command(output_dir=output_dir, resume_from_checkpoint="auto")
         message = f"out of memory; the same command with {again} {how}, with micro-batches of {smaller[0]}"
