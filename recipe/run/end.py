@@ -39,6 +39,7 @@ SUMMARIZED = (  # of `RunFacts`
     *("command", "num_processes", "mixed_precision", "dynamo_backend", "attn_implementation"),
     *("per_device_train_batch_size", "environment"),
 )
+INDENTED = {"initial_indent": "    ", "subsequent_indent": "    ", "replace_whitespace": False}
 SAME_LENGTH = 0.05  # a run is compared with one whose number of tokens differs by at most this share
 
 
@@ -233,7 +234,8 @@ def closing_lines(run: Run, summary: dict[str, Any], sample: str | None, state: 
     if len(state.stages) == 1 and (compared := compare_with_expected(config, run.metadata, *results)):
         lines += ["", *textwrap.wrap(compared, 80, break_on_hyphens=False)]
     if sample is not None:
-        lines += ["", f"A sample for the prompt {config.sample_prompt!r}:", textwrap.indent(sample, "    ")]
+        lines += ["", f"A sample for the prompt {config.sample_prompt!r}:"]
+        lines += [textwrap.fill(line, 80, **INDENTED) for line in sample.splitlines()]
     if not math.isfinite(summary["eval_loss"]):
         remedy = "start a new run, or resume from an earlier checkpoint, with a lower --learning_rate"
         return "\n".join([*lines, "", *textwrap.wrap(f"The loss is not finite: {remedy}.", 80)])
