@@ -64,18 +64,6 @@ class HubStandIn:
         """Return the id of the last commit of every branch."""
         return dict(self.repositories[repo_id].branches)
 
-    def commits(self, repo_id: str, branch: str = "main") -> list[str]:
-        """Return the messages of the commits of a branch, oldest first. The first is the Hub's "initial commit"."""
-        repository, messages = self.repositories[repo_id], []
-        commit = repository.commits.get(repository.resolve(branch))
-        while commit is not None:
-            messages.insert(0, commit.message)
-            commit = repository.commits.get(commit.parent)
-        return messages
-
-    def is_private(self, repo_id: str) -> bool:
-        return self.repositories[repo_id].private
-
     def fail(self, pattern: str, how: Fault, times: int | None = 1) -> None:
         """Make the next requests fail whose "METHOD path" matches a regular expression. times: None for all."""
         with self.lock:
@@ -263,9 +251,3 @@ class Handler(BaseHTTPRequestHandler):
         except Exception as error:
             self.hub.errors.append(error)
             return 500, {"error": repr(error)}, {}
-
-
-if __name__ == "__main__":  # for a program of its own: prints the environment that its clients need, and serves
-    with HubStandIn() as stand_in:
-        print(json.dumps({"HF_ENDPOINT": stand_in.endpoint, "HF_TOKEN": stand_in.token, **CLIENT}), flush=True)
-        stand_in.thread.join()

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from conftest import BLOCK_SIZE
+from helpers import BLOCK_SIZE
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 

@@ -1,4 +1,4 @@
-"""What a run does, and when: pure functions of frozen facts, which tests/test_decide.py tests as a table.
+"""What a run does, and when: pure functions of frozen facts, which tests/refuse/test_decide.py tests as a table.
 
 `decide_start`: which checkpoint the run begins with, whether it continues that run, and what is refused before text is
 prepared. `decide_run`: its length, its schedule, and what every `auto` means here. `decide_turn`: whether to save, to

@@ -1,0 +1,195 @@
+"""The order of examples is a pure function of (seed, dataset), for any micro-batch and number of processes."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from helpers import BLOCK_SIZE
+
+from recipe.data.batches import TrainBatches, TrainOrder, example_rows, iterate_validation, read_rows, row_shift
+from recipe.data.mixture import open_datasets, order_of, split_examples, whole_shares
+from recipe.data.packed import PackedSplit, TokenWriter, open_packed_dataset
+from recipe.errors import UserError
+
+CPU = torch.device("cpu")
+FROZEN = [5, 597, 782, 629, 771, 972, 361, 714]
+FROZEN_SHIFTS = [0, 485, 138, 240, 276, 476]
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 7, 64, 65, 1000, 4097])
+@pytest.mark.parametrize("seed", [0, 1337, 2**63 - 1])
+def test_every_row_is_drawn_once_before_any_is_drawn_twice(num_rows, seed):
+    for epoch in (0, 1, 5):
+        rows = example_rows(np.arange(epoch * num_rows, (epoch + 1) * num_rows), num_rows, seed)
+        assert sorted(rows.tolist()) == list(range(num_rows))
+
+
+def test_epochs_and_seeds_differ_and_look_random():
+    """Neighbors are separated, epochs and seeds agree in about one position of `n`, and rows spread uniformly."""
+    n = 10_000
+    first, second = (example_rows(np.arange(e * n, (e + 1) * n), n, 1) for e in (0, 1))
+    other = example_rows(np.arange(n), n, 2)
+    for a, b in ((first, second), (first, other), (first, np.arange(n))):
+        assert (a == b).sum() < 12
+        assert abs(np.corrcoef(a, b)[0, 1]) < 0.04  # four standard errors
+    assert (np.abs(np.diff(first)) == 1).sum() < 15
+    # uniform: each tenth of the order draws from each tenth of the rows
+    table = np.histogram2d(np.arange(n), first, bins=10)[0]
+    assert ((table - 100) ** 2 / 100).sum() < 160  # chi-squared, 81 degrees of freedom: p < 1e-6
+
+
+def test_the_order_never_changes():
+    """The first rows of an order are written down here, because a run resumed next year must see the same examples."""
+    assert example_rows(np.arange(8), 1000, 1337).tolist() == FROZEN
+    assert row_shift(np.arange(6), 1024).tolist() == FROZEN_SHIFTS
+
+
+@pytest.mark.parametrize("below", [64, 256, 1024, 1000])
+def test_rows_never_move_by_a_constant_distance(below):
+    """A model learns a text that moves by the same number of tokens in every epoch, also where it has not been yet."""
+    shifts = row_shift(np.arange(100), below)
+    assert shifts[0] == 0 and shifts.min() >= 0 and shifts.max() < below
+    distances = np.diff(shifts) % below
+    assert np.unique(distances, return_counts=True)[1].max() < 10
+    assert len(np.unique(shifts)) > 0.5 * min(100, below)
+
+
+@pytest.mark.parametrize(
+    ("micro_batch_size", "num_processes"), [(12, 1), (4, 1), (1, 1), (6, 2), (2, 2), (1, 3), (4, 3)]
+)
+@pytest.mark.parametrize("first", [0, 31])
+def test_a_step_is_the_next_examples_for_any_batch_shape(micro_batch_size, num_processes, first):
+    """For any micro-batch, number of processes and first example, so a position is one integer."""
+    whole = example_rows(np.arange(first + 48), 50, 5)
+    orders = [TrainOrder(50, 5, 12, micro_batch_size, first, rank, num_processes) for rank in range(num_processes)]
+    iterators, micro_steps = list(map(iter, orders)), 12 // micro_batch_size // num_processes
+    for start in range(first, first + 48, 12):
+        found = np.concatenate([next(order) for order in iterators for _ in range(micro_steps)])
+        assert sorted(found.tolist()) == sorted(whole[start : start + 12].tolist())
+
+
+# ------------------------------------------------------------------ rows
+
+
+@pytest.fixture(scope="module")
+def wide_split(tmp_path_factory):
+    """Rows of two units, with ids of 16 bits. One row begins in the first and ends in the second."""
+    folder, chunks = tmp_path_factory.mktemp("wide"), []
+    for name, seed in (("0.arrow", 0), ("1.arrow", 1)):
+        writer = TokenWriter(folder / name, 65_536)
+        writer.write(np.random.default_rng(seed).integers(0, 65_536, 1001))
+        writer.close()
+        chunks += [[name, *chunk] for chunk in writer.chunks]
+    return PackedSplit(folder, chunks, 8, 65_536)
+
+
+@pytest.mark.parametrize(("placement", "num_workers"), [("mmap", 0), ("mmap", 2), ("ram", 0), ("device", 0)])
+def test_batches_are_the_rows_of_the_order(wide_split, placement, num_workers):
+    """Inputs and targets are int64, shifted by one, in the same order for every placement."""
+    order = TrainOrder(len(wide_split), 1, 96, 48, shift_below=8)
+    batches = TrainBatches(read_rows(wide_split, order, CPU, num_workers, placement), CPU)
+    for indices in itertools.islice(order, 2 * len(wide_split) // 48 + 2):  # more than two epochs
+        inputs, targets = next(batches)
+        rows = torch.from_numpy(wide_split[indices])
+        assert inputs.dtype == targets.dtype == torch.int64 and batches.position is None
+        assert torch.equal(inputs, rows[:, :-1]) and torch.equal(targets, rows[:, 1:])
+    batches.close()
+
+
+def test_each_epoch_cuts_the_text_elsewhere(wide_split):
+    """Every token of a dataset is a target once, but for the first `shift` (never) and as many at the end (twice)."""
+    split, T = PackedSplit.joined([wide_split, wide_split]), 8  # tokens of a row
+    tokens = wide_split.in_memory().chunks[0]
+    num_rows, shifts = len(wide_split), []
+    order = TrainOrder(len(split), 3, 1, 1, shift_below=T, parts=((num_rows, 1), (num_rows, 1)))
+    for epoch in range(4):
+        indices = order.rows(np.arange(epoch * len(split), (epoch + 1) * len(split)))
+        starts, rows = split.row_starts(indices), split[indices]
+        shifts.append(int(row_shift(np.array([epoch]), T)[0]))
+        for first in (0, len(tokens)):  # of each of the two
+            own = starts[(starts >= first) & (starts < first + len(tokens))] - first
+            counts = np.bincount((own[:, None] + np.arange(1, T + 1)).flatten(), minlength=num_rows * T + 1)[1:]
+            expected = np.ones(num_rows * T, int)
+            expected[: shifts[-1]], expected[-T : (shifts[-1] - T) or None] = 0, 2
+            assert counts.tolist() == expected.tolist()
+        assert all((row == tokens[at % len(tokens) :][: T + 1]).all() for row, at in zip(rows, starts, strict=True))
+    assert shifts[0] == 0 and len(set(shifts)) > 2
+
+
+@pytest.mark.parametrize("placement", ["mmap", "ram", "device"])
+def test_every_placement_rejects_an_id_beyond_the_vocabulary(wide_split, placement):
+    """The first one, too. On CUDA it would cause a device-side assert."""
+    order = TrainOrder(len(wide_split), 1, 64, 64)
+    highest = int(wide_split[next(iter(order))].max())
+    split = PackedSplit(wide_split.directory, wide_split.where, 8, highest)
+    with pytest.raises(UserError, match=str(highest)):
+        next(read_rows(split, order, CPU, 0, placement))
+
+
+def test_batches_do_not_draw_from_torchs_generator(wide_split):
+    """Dropout after a resume would differ."""
+    before = torch.get_rng_state()
+    next(TrainBatches(read_rows(wide_split, TrainOrder(len(wide_split), 1, 8, 8), CPU), CPU))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(("batch_size", "num_processes"), [(1, 1), (3, 1), (4, 2), (5, 3), (64, 2)])
+def test_validation_takes_each_row_once(dataset, batch_size, num_processes):
+    """Every process has the same number of batches of one shape, and the rows that count are the split, each once."""
+    split, processes = dataset.validation, range(num_processes)
+    batches = [list(iterate_validation(split, len(split), batch_size, rank, num_processes)) for rank in processes]
+    assert len(set(map(len, batches))) == 1
+    pairs = list(itertools.chain(*batches))
+    assert {len(rows) for rows, _ in pairs} == {batch_size}
+    found = np.concatenate([rows[:num_real] for rows, num_real in pairs])
+    assert sorted(found.tolist()) == sorted(split[np.arange(len(split))].tolist())
+
+
+@pytest.mark.parametrize("num_rows", [1, 7, 20])
+def test_a_sample_of_the_validation_rows_is_spread_over_the_split(dataset, num_rows):
+    """A sample takes distinct rows at equal distances, starting at the first row."""
+    split = dataset.validation
+    found = np.concatenate([rows[:n] for rows, n in iterate_validation(split, num_rows, 3, 0, 1)])
+    expected = [i * len(split) // num_rows for i in range(num_rows)]
+    assert len(set(expected)) == num_rows < len(split)
+    assert (found == split[np.array(expected)]).all()
+
+
+# ------------------------------------------------------------------ mixtures
+
+
+@pytest.mark.parametrize("weights", [[0.3, 0.7], [1, 1, 1], [5, 3, 1, 1], [0.001, 0.999], [0.9, *[0.1 / 19] * 19]])
+@pytest.mark.parametrize("first", [0, 123_456_789_012])
+def test_any_thousand_examples_of_a_mixture_have_its_shares(weights, first):
+    """Within one percent; every example of each dataset follows the one before it."""
+    examples = np.arange(first, first + 20_000)
+    datasets, numbers = split_examples(examples, whole_shares(weights))
+    for index, weight in enumerate(weights):
+        own = datasets == index
+        windows = np.convolve(own, np.ones(1000, dtype=int), mode="valid")
+        assert abs(windows / 1000 - weight / sum(weights)).max() <= 0.01
+        assert (np.diff(numbers[own]) == 1).all()
+        assert first or numbers[own][0] == 0
+    parts = [split_examples(part, whole_shares(weights)) for part in np.array_split(examples, 7)]
+    assert np.array_equal(np.concatenate([of for of, _ in parts]), datasets)
+
+
+def test_each_dataset_of_a_mixture_keeps_its_own_order(dataset_dir, other):
+    """Without replacement, and a dataset that ends starts its next epoch."""
+    mixture = open_datasets([dataset_dir, other], BLOCK_SIZE, [0.3, 0.7])
+    alone = [open_packed_dataset(folder, BLOCK_SIZE).train for folder in (dataset_dir, other)]
+    order = TrainOrder(len(mixture.train), 5, 8, 4, parts=order_of(mixture))
+    rows = np.concatenate(list(itertools.islice(order, 200)))
+    first = len(alone[0])
+    for found, split in ((rows[rows < first], alone[0]), (rows[rows >= first] - first, alone[1])):
+        assert np.array_equal(found, example_rows(np.arange(len(found)), len(split), 5))
+    assert len(found) > 2 * len(alone[1])  # two epochs and more
+    assert np.array_equal(mixture.train[np.arange(first, len(mixture.train))], alone[1][np.arange(len(alone[1]))])
+
+
+def test_without_weights_all_datasets_end_their_first_epoch_together(dataset_dir, other):
+    """The shares follow the numbers of rows."""
+    mixture = open_datasets([dataset_dir, other], BLOCK_SIZE, None)
+    rows = next(iter(TrainOrder(1, 5, 1, len(mixture.train), parts=order_of(mixture))))
+    assert sorted(rows.tolist()) == list(range(len(mixture.train)))

@@ -1,0 +1,348 @@
+"""A dataset is prepared once, whoever prepares it, and no kill, full disk or second command changes it."""
+
+import dataclasses
+import errno
+import os
+import re
+import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from corpora import all_rows, start_program, write_jsonl, write_parquet, write_text
+from helpers import ROOT, make_documents, run_script
+
+from recipe.config import SPLITS
+from recipe.data import prepare
+from recipe.data.packed import TokenWriter, open_packed_dataset, read_metadata
+from recipe.data.prepare import prepare_dataset
+from recipe.data.read import list_units
+from recipe.data.source import TextSource
+from recipe.data.tokenizer import load_tokenizer
+from recipe.errors import UserError
+
+DATASET = ["dataset_dict.json", "metadata.json", "tokenizer", "train", "validation"]
+SCRIPT = "scripts/prepare_data.py"
+
+
+@pytest.fixture
+def medium_units(small_units, monkeypatch):
+    """Let a unit hold about 12,000 bytes of text."""
+    monkeypatch.setattr("recipe.data.cut.SMALLEST_UNIT", 12_000)
+
+
+@pytest.fixture
+def source(jsonl_file, medium_units):
+    """A source of several units."""
+    source = TextSource((str(jsonl_file),))
+    assert 4 < len(list_units(source)) < 12
+    return source
+
+
+@pytest.fixture
+def expected(tmp_path_factory, source, tokenizer):
+    """The metadata of that source, prepared by one process."""
+    return prepare_dataset(source, tmp_path_factory.mktemp("expected") / "d", tokenizer, num_workers=1)
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# ------------------------------------------------------------------ once
+
+
+@pytest.fixture
+def prepared(tmp_path, jsonl_file, tokenizer):
+    """A dataset prepared from all of its text: its source and metadata. It is in tmp_path / "d"."""
+    source = TextSource((str(jsonl_file),))
+    (tmp_path / "d").mkdir()  # an empty folder may become one
+    return source, prepare_dataset(source, tmp_path / "d", tokenizer)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_prepared_dataset_is_opened(tmp_path, prepared, jsonl_file, tokenizer, overwrite):
+    """Also from a copy of the text, elsewhere and from another time."""
+    copy = Path(shutil.copy(jsonl_file, tmp_path))
+    os.utime(copy, (1e9, 1e9))
+    written_at = (tmp_path / "d" / "metadata.json").stat().st_mtime_ns
+    assert prepare_dataset(TextSource((str(copy),)), tmp_path / "d", tokenizer, overwrite=overwrite) == prepared[1]
+    assert (tmp_path / "d" / "metadata.json").stat().st_mtime_ns == written_at
+
+
+@pytest.mark.parametrize("change", ["text", "lenient", "strict"])
+def test_a_dataset_of_other_text_or_options_is_replaced_on_request_only(tmp_path, jsonl_file, tokenizer, change):
+    """A strict run does not accept what a lenient run may have skipped."""
+    path = Path(shutil.copy(jsonl_file, tmp_path))
+    made = TextSource((str(path),), skip_bad_files=change == "strict")
+    prepare_dataset(made, tmp_path / "d", tokenizer)
+    if change == "text":
+        path.write_bytes(path.read_bytes().replace(b"mat", b"hat", 1))
+    other = TextSource((str(path),), skip_bad_files=change == "lenient")
+    with pytest.raises(UserError, match="--overwrite"):
+        prepare_dataset(other, tmp_path / "d", tokenizer)
+    metadata = prepare_dataset(other, tmp_path / "d", tokenizer, overwrite=True)
+    assert read_metadata(tmp_path / "d") == metadata
+    assert metadata["inputs"]["skip_bad_files"] == (change == "lenient")
+
+
+def test_a_run_keeps_the_rows_of_a_dataset_that_is_replaced(tmp_path, prepared, tokenizer):
+    opened = open_packed_dataset(tmp_path / "d", 16)
+    rows = all_rows(opened.train)
+    other = TextSource((write_jsonl(tmp_path / "a.jsonl", make_documents(300, seed=7)),))
+    prepare_dataset(other, tmp_path / "d", tokenizer, overwrite=True)
+    np.testing.assert_array_equal(all_rows(opened.train), rows)
+    assert not np.array_equal(all_rows(open_packed_dataset(tmp_path / "d", 16).train)[:50], rows[:50])
+
+
+def test_overwrite_never_removes_a_folder_that_is_not_a_dataset(tmp_path, jsonl_file, tokenizer):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.txt").write_text("irreplaceable")
+    with pytest.raises(UserError, match="home"):
+        prepare_dataset(TextSource((str(jsonl_file),)), tmp_path / "home", tokenizer, overwrite=True)
+    assert names_in(tmp_path / "home") == ["thesis.txt"]
+
+
+def test_a_dataset_is_replaced_only_when_the_new_one_is_complete(tmp_path, prepared, tokenizer):
+    one_document = TextSource((write_jsonl(tmp_path / "one.jsonl", ["a"]),))
+    with pytest.raises(UserError, match=r"one\.jsonl"):
+        prepare_dataset(one_document, tmp_path / "d", tokenizer, overwrite=True)
+    assert read_metadata(tmp_path / "d") == prepared[1]
+
+
+# ------------------------------------------------------------------ interruptions
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_an_interruption_at_the_end_loses_nothing(tmp_path, prepared, tokenizer, monkeypatch, number):
+    """Whatever it precedes: the folder holds the older dataset or none, and the next run completes the newer one."""
+    (source, old), directory, rename, renamed = prepared, tmp_path / "d", os.rename, []
+
+    def rename_until(a, b):
+        if prepare.COMPLETE_NAME in f"{a} {b}":
+            if len(renamed) == number:
+                raise KeyboardInterrupt
+            renamed.append(b)
+        rename(a, b)
+
+    source = dataclasses.replace(source, skip_bad_files=True)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "rename", rename_until)
+        prepare_dataset(source, directory, tokenizer, overwrite=True)
+    if number == 0:
+        assert read_metadata(directory) == old
+    else:
+        assert not (directory / "metadata.json").exists()
+    monkeypatch.setattr(prepare, "tokenize_units", lambda *_: 1 / 0)  # all units are done
+    made = prepare_dataset(source, directory, tokenizer, overwrite=number == 0)
+    assert made["fingerprint"] != old["fingerprint"]
+    assert len(all_rows(open_packed_dataset(directory, 16).train))
+    assert names_in(directory) == DATASET and names_in(tmp_path) == ["d"]
+
+
+def test_a_killed_preparation_repeats_no_finished_unit(tmp_path, small_units, monkeypatch, tokenizer_dir, tokenizer):
+    """Its processes end with it, and the same command gives the dataset of an uninterrupted one."""
+    monkeypatch.setattr("recipe.data.cut.SMALLEST_UNIT", 1_500_000)
+    documents = make_documents(1000)
+    file = write_jsonl(tmp_path / "a.jsonl", [f"{number} {text}" for number in range(30) for text in documents])
+    options = ["--train_file", file, "--tokenizer_name", tokenizer_dir, "--output_dir", tmp_path / "d"]
+    options += ["--preprocessing_num_workers", 2]
+    owner = start_program("with_small_units.py", 1_500_000, ROOT / SCRIPT, *options)
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("d/.*.partial/units/*.json")) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    workers = psutil.Process(owner.pid).children()
+    owner.kill()
+    _, err = owner.communicate()  # and its processes
+    assert len(workers) == 2 and not psutil.wait_procs(workers, timeout=20)[1] and "Traceback" not in err
+    (partial,) = (tmp_path / "d").iterdir()
+    done = [f"{path.stem}.arrow" for path in (partial / "units").glob("*.json")]
+    written_at = {name: (partial / "train" / name).stat().st_mtime_ns for name in done}
+    source = TextSource((file,))
+    assert 0 < len(done) < len(list_units(source))
+    made = prepare_dataset(source, tmp_path / "d", tokenizer)
+    assert {name: (tmp_path / "d" / "train" / name).stat().st_mtime_ns for name in done} == written_at
+    assert made == prepare_dataset(source, tmp_path / "e", tokenizer)
+    left = [path for split in SPLITS for path in (tmp_path / "d" / split).glob(".*")]
+    assert names_in(tmp_path / "d") == DATASET and not left
+
+
+def test_a_full_disk_costs_no_finished_unit(tmp_path, source, tokenizer, expected, monkeypatch):
+    """Nothing appears under the final name, and the same command resumes when there is space."""
+    assert prepare_dataset(source, tmp_path / "d", tokenizer, share=slice(-1)) is None  # one unit is left
+    write, written = TokenWriter.write, set()
+
+    def write_nothing(self, ids):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def write_and_note(self, ids):
+        written.add(self.path)
+        write(self, ids)
+
+    with monkeypatch.context() as patch, pytest.raises(UserError, match=os.strerror(errno.ENOSPC)):
+        patch.setattr(TokenWriter, "write", write_nothing)
+        prepare_dataset(source, tmp_path / "d", tokenizer)
+    assert not list((tmp_path / "d").glob("[!.]*")) and not list(tmp_path.glob("d/.*/train/.*"))
+    monkeypatch.setattr(TokenWriter, "write", write_and_note)
+    assert prepare_dataset(source, tmp_path / "d", tokenizer) == expected
+    assert 0 < len(written) <= 2  # two splits
+
+
+def test_a_tokenizer_that_is_trained_on_a_small_text_survives_an_interruption(tmp_path, source, monkeypatch, capsys):
+    """Its vocabulary is smaller than asked for, and a message says so."""
+    made = prepare_dataset(source, tmp_path / "d", None, 2048, num_workers=1)
+    assert 257 < made["vocab_size"] == len(load_tokenizer(str(tmp_path / "d" / "tokenizer"))) < 2048
+    assert f"{made['vocab_size']:,} tokens" in capsys.readouterr().out
+    assert prepare_dataset(source, tmp_path / "e", None, 2048, share=slice(1)) is None
+    monkeypatch.setattr(prepare, "train_tokenizer", lambda *_: 1 / 0)
+    assert prepare_dataset(source, tmp_path / "e", None, 2048, num_workers=1) == made
+
+
+# ------------------------------------------------------------------ several processes and commands
+
+
+def test_every_way_to_prepare_gives_the_same_dataset(tmp_path, medium_units, tokenizer):
+    """By one process, by several, by the jobs of an array in any order, and after a power cut shortened a unit."""
+    (tmp_path / "text").mkdir()
+    write_jsonl(tmp_path / "text" / "a.jsonl", make_documents(200))
+    write_parquet(tmp_path / "text" / "b.parquet", make_documents(200, seed=1), row_group_size=20)
+    write_text(tmp_path / "text" / "c.txt", "<sep>".join(make_documents(200, seed=2)))
+    source = TextSource((str(tmp_path / "text"),), document_separator="<sep>")
+    assert len(list_units(source)) > 9
+    expected = prepare_dataset(source, tmp_path / "one", tokenizer, num_workers=1)
+    assert prepare_dataset(source, tmp_path / "several", tokenizer, num_workers=2) == expected
+    for index in (2, 0):
+        assert prepare_dataset(source, tmp_path / "array", tokenizer, share=slice(index, None, 3)) is None
+        assert not (tmp_path / "array" / "metadata.json").exists()
+    assert prepare_dataset(source, tmp_path / "array", tokenizer, share=slice(0)) is None  # --finish is too early
+    assert prepare_dataset(source, tmp_path / "array", tokenizer, share=slice(1, None, 3)) == expected
+    assert prepare_dataset(source, tmp_path / "cut", tokenizer, share=slice(2)) is None
+    (file,) = tmp_path.glob("cut/.*.partial/train/00001.arrow")
+    file.write_bytes(file.read_bytes()[:1000])
+    assert prepare_dataset(source, tmp_path / "cut", tokenizer) == expected
+    assert names_in(tmp_path) == ["array", "cut", "one", "several", "text"]
+
+
+def test_jobs_of_an_array_and_equal_commands_may_run_at_once(tmp_path, jsonl_file, expected, tokenizer_dir):
+    """Two jobs of an array give one dataset, and so does a command that runs twice."""
+    common = ["--train_file", jsonl_file, "--tokenizer_name", tokenizer_dir, "--preprocessing_num_workers", 1]
+    options = [["--output_dir", tmp_path / "a", "--num_shards", 2, "--shard_index", index] for index in range(2)]
+    options += [["--output_dir", tmp_path / "b"]] * 2
+    jobs = [start_program("with_small_units.py", 12_000, ROOT / SCRIPT, *common, *own) for own in options]
+    for job in jobs:
+        out, err = job.communicate(timeout=120)
+        assert job.returncode == 0, out + err
+    assert read_metadata(tmp_path / "a") == read_metadata(tmp_path / "b") == expected
+    assert names_in(tmp_path) == ["a", "b"]
+
+
+@pytest.mark.parametrize(("overwrite", "num_done"), [(False, 0), (True, 0), (True, 2)])
+def test_a_dataset_that_another_command_finishes_first_is_used(
+    tmp_path, source, tokenizer, expected, monkeypatch, overwrite, num_done
+):
+    """Nothing remains beside it. Some units may be done before."""
+    choose, others = prepare.choose_encoder, []
+    assert prepare_dataset(source, tmp_path / "d", tokenizer, share=slice(num_done)) is None
+
+    def choose_later(*arguments):
+        if not others:
+            others.append(1)
+            prepare_dataset(source, tmp_path / "d", tokenizer, num_workers=1)
+        return choose(*arguments)
+
+    monkeypatch.setattr(prepare, "choose_encoder", choose_later)
+    made = prepare_dataset(source, tmp_path / "d", tokenizer, num_workers=1, overwrite=overwrite)
+    assert made == expected and names_in(tmp_path) == ["d"]
+
+
+def test_two_commands_may_replace_a_dataset_at_once(tmp_path, source, tokenizer, expected, monkeypatch):
+    """Both would move what has the name; the new dataset stays."""
+    rename = os.rename
+
+    def rename_slowly(a, b):
+        time.sleep(0.02)
+        rename(a, b)
+        time.sleep(0.02)
+
+    prepare_dataset(dataclasses.replace(source, skip_bad_files=True), tmp_path / "d", tokenizer)
+    assert prepare_dataset(source, tmp_path / "d", tokenizer, overwrite=True, share=slice(1, None)) is None
+    monkeypatch.setattr(os, "rename", rename_slowly)
+    with ThreadPoolExecutor() as threads:
+        jobs = [threads.submit(prepare_dataset, source, tmp_path / "d", tokenizer, overwrite=True) for _ in range(2)]
+        assert [job.result() for job in jobs] == [expected, expected]
+    assert read_metadata(tmp_path / "d") == expected and names_in(tmp_path) == ["d"]
+
+
+# ------------------------------------------------------------------ the script, and what is said
+
+
+def test_the_script_finishes_an_array_whose_last_job_was_killed(
+    tmp_path, source, expected, jsonl_file, tokenizer_dir, capsys, monkeypatch
+):
+    """--finish fails while units are missing; --inspect prints what the preparation has printed."""
+    common = ["--train_file", jsonl_file, "--tokenizer_name", tokenizer_dir, "--output_dir", tmp_path / "d"]
+    common += ["--num_shards", 2]
+    assert not run_script(SCRIPT, *common, "--shard_index", 1)
+    assert run_script(SCRIPT, *common, "--finish").startswith("error: ")
+    assert not (tmp_path / "d" / "metadata.json").exists()
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(prepare, "summarize", lambda *_: 1 / 0)
+        run_script(SCRIPT, *common, "--shard_index", 0)
+    capsys.readouterr()
+    assert not run_script(SCRIPT, *common, "--finish")
+    assert read_metadata(tmp_path / "d") == expected
+    printed = capsys.readouterr().out
+    assert not run_script(SCRIPT, "--inspect", tmp_path / "d")
+    inspected = capsys.readouterr().out
+    assert inspected in printed and "vocabulary" in inspected
+
+
+def test_preparing_and_inspecting_import_nothing_slow(tmp_path, jsonl_file, tokenizer_dir):
+    """Neither torch nor transformers nor datasets."""
+    prepare_it = ["--train_file", jsonl_file, "--tokenizer_name", tokenizer_dir, "--output_dir", tmp_path / "d"]
+    for options in (prepare_it, ["--inspect", tmp_path / "d"]):
+        out, err = start_program("slow_imports.py", ROOT / SCRIPT, *options).communicate()
+        assert out.endswith("\nimported: []\n"), err
+
+
+@pytest.mark.parametrize("kind", ["a.txt", "a.jsonl"])
+def test_the_options_advised_for_a_short_text_work(tmp_path, kind):
+    """Each option that the error names prepares a text of 3 kB."""
+    documents = make_documents(12)
+    write_text(tmp_path / "a.txt", "".join(documents))
+    write_jsonl(tmp_path / "a.jsonl", documents)
+    source = TextSource((str(tmp_path / kind),))
+    validation = write_text(tmp_path / "validation.txt", "".join(make_documents(20, seed=4)))
+
+    def prepare_and_open(source, name, block_size=256):
+        prepare_dataset(source, tmp_path / name, None, 2048)
+        return open_packed_dataset(tmp_path / name, block_size)
+
+    with pytest.raises(UserError, match="--validation_file") as caught:
+        prepare_and_open(source, "d")
+    block_size = re.search(r"--block_size (\d+)", str(caught.value))[1]
+    assert "--validation_split_percentage" in str(caught.value)
+    assert prepare_and_open(source, "d", int(block_size))
+    assert prepare_and_open(dataclasses.replace(source, validation_files=(validation,)), "v")
+    assert prepare_and_open(dataclasses.replace(source, validation_split_percentage=45.0), "p")
+
+
+def test_what_is_not_in_the_dataset_is_said(tmp_path, documents, tokenizer, capsys):
+    """Files of other kinds, rows without text, those of other columns, and a separator that never occurs."""
+    (tmp_path / "text").mkdir()
+    write_jsonl(tmp_path / "text" / "a.jsonl", documents)
+    write_text(tmp_path / "text" / "paper.pdf", "x")
+    write_jsonl(tmp_path / "text" / "others.jsonl", ["x"] * 7, "body")
+    write_jsonl(tmp_path / "text" / "zblank.jsonl", [None, " "])
+    source = TextSource((str(tmp_path / "text"),), document_separator="<sep>")
+    made = prepare_dataset(source, tmp_path / "d", tokenizer)
+    out = capsys.readouterr().out
+    for part in (".pdf (1)", "blank): 2\n", "'text': 7 (they have body", "'<sep>'"):
+        assert part in out
+    assert (made["source"]["blank_rows"], made["source"]["rows_without_column"]) == (2, 7)
+    write_text(tmp_path / "text" / "c.txt", "the end<sep>")
+    prepare_dataset(dataclasses.replace(source), tmp_path / "e", tokenizer)
+    assert "<sep>" not in capsys.readouterr().out

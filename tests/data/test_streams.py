@@ -1,0 +1,336 @@
+"""Streaming: each row of a unit once per epoch, in an order that any number of processes can resume anywhere."""
+
+import dataclasses
+import errno
+import itertools
+import json
+import os
+import resource
+import signal
+import socket
+import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from corpora import start_program, write_jsonl
+from helpers import BLOCK_SIZE, PLAIN, launch, make_documents, read_events
+
+from recipe.command_line import load_config
+from recipe.data import cache
+from recipe.data.batches import TrainBatches, TrainOrder, row_shift
+from recipe.data.cache import open_dataset_for
+from recipe.data.packed import PackedSplit
+from recipe.data.prepare import prepare_dataset
+from recipe.data.read import list_units
+from recipe.data.source import TextSource
+from recipe.data.stream import TextStream, open_stream, read_stream
+from recipe.data.units import Job
+from recipe.errors import ProcessError
+
+GLOBAL_BATCH = 24
+
+
+@pytest.fixture(autouse=True)
+def folders(tmp_path, monkeypatch):
+    """A temporary folder of its own for each test, in which every stream must have removed what it created."""
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    yield lambda: list((tmp_path / "temporary").glob("gpt2-recipe-*"))
+    assert not list((tmp_path / "temporary").glob("gpt2-recipe-*"))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """Lines of text, of which units of 1,500 bytes fill several rows, one, or none."""
+    texts = [text * (1 + 5 * (number % 9 == 0)) for number, text in enumerate(make_documents(60))]
+    return write_jsonl(tmp_path_factory.mktemp("stream") / "a.jsonl", texts)
+
+
+@pytest.fixture
+def source(text, small_units):
+    return TextSource((text,), validation_split_percentage=20.0)
+
+
+@pytest.fixture
+def unit_rows(tmp_path, source, tokenizer):
+    """The training rows of each unit, as they would be alone."""
+    made = prepare_dataset(source, tmp_path / "d", tokenizer, num_workers=1)
+    rows, chunks = [], made["splits"]["train"]["chunks"]
+    for number in range(len(list_units(source))):
+        own = [chunk for chunk in chunks if chunk[0] == f"{number:05d}.arrow"]
+        split = PackedSplit(tmp_path / "d" / "train", own, BLOCK_SIZE, made["vocab_size"])
+        rows.append(list(map(tuple, split[np.arange(len(split))].tolist())) if len(split) else [])
+    counts = list(map(len, rows))
+    assert len(counts) > 10 and 0 in counts and max(counts) > 6
+    return rows
+
+
+@pytest.fixture
+def open_streams(source, tokenizer_dir, tokenizer):
+    """Open the stream of each process of a run. The processes are threads, which gather from each other."""
+
+    def start(count=1, seed=1, hosts=None, source=source) -> list[TextStream]:
+        parts, barrier, here = [None] * count, threading.Barrier(count), threading.local()
+        job = Job(source, "", str(tokenizer_dir), splits=("train",), is_temporary=True)
+        dataset = SimpleNamespace(block_size=BLOCK_SIZE, vocab_size=len(tokenizer))
+
+        def open_on(rank):
+            here.host = (hosts or "a" * count)[rank]
+
+            def gather(part):
+                parts[rank] = part
+                barrier.wait(30)
+                found = list(parts)
+                barrier.wait(30)
+                return found
+
+            return TextStream(job, list_units(source), "tokenizers", dataset, seed, rank, gather)
+
+        with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(count) as threads:
+            patch.setattr(socket, "gethostname", lambda: here.host)
+            return list(threads.map(open_on, range(count)))
+
+    return start
+
+
+def batches_of(streams, position=(0, 0), micro_batch_size=3, seed=1, shift_below=1) -> list[TrainBatches]:
+    """Return the batches of each process, which fetches one ahead."""
+    options = seed, GLOBAL_BATCH, micro_batch_size
+    orders = [TrainOrder(1, *options, 0, rank, len(streams), shift_below) for rank in range(len(streams))]
+    readers = [read_stream(stream, order, position) for stream, order in zip(streams, orders, strict=True)]
+    return [TrainBatches(reader, torch.device("cpu")) for reader in readers]
+
+
+@pytest.fixture
+def read_steps(open_streams):
+    """Return the rows of each step from a position, and the position after it.
+
+    Each process takes its part of a step, and the beginning of the next, before the following process does.
+    """
+
+    def read(num_steps, position=(0, 0), micro_batch_size=3, num_processes=1, seed=1, shift_below=1):
+        processes = batches_of(open_streams(num_processes, seed), position, micro_batch_size, seed, shift_below)
+        micro_steps, steps = GLOBAL_BATCH // micro_batch_size // num_processes, []
+        for _ in range(num_steps):
+            taken = [[next(batches) for _ in range(micro_steps)] for batches in processes]
+            pairs = [pair for of_all in zip(*taken, strict=True) for pair in of_all]
+            rows = torch.cat([torch.cat([inputs, targets[:, -1:]], dim=1) for inputs, targets in pairs])
+            assert len({batches.position for batches in processes}) == 1
+            steps.append((rows, processes[0].position))
+        for batches in processes:
+            batches.close()
+        return steps
+
+    return read
+
+
+@pytest.fixture
+def read_epochs(read_steps, unit_rows):
+    """Return the rows of the first two epochs."""
+
+    def read(**options) -> tuple[list[tuple], list[tuple]]:
+        num_rows = sum(map(len, unit_rows))
+        steps = read_steps(2 * num_rows // GLOBAL_BATCH + 1, **options)
+        stream = [tuple(row) for rows, _ in steps for row in rows.tolist()]
+        return stream[:num_rows], stream[num_rows : 2 * num_rows]
+
+    return read
+
+
+# ------------------------------------------------------------------ order
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_each_row_of_a_unit_comes_once_per_epoch(read_epochs, read_steps, unit_rows, seed):
+    """All rows of one unit, shuffled, then those of another; another order of units and rows in the next epoch."""
+    by_row, orders = {row: number for number, rows in enumerate(unit_rows) for row in rows}, []
+    assert len(by_row) == sum(map(len, unit_rows))
+    epochs = read_epochs(seed=seed)
+    for epoch in epochs:
+        groups = [(number, list(rows)) for number, rows in itertools.groupby(epoch, key=by_row.__getitem__)]
+        orders.append([number for number, _ in groups])
+        assert sorted(orders[-1]) == [number for number, rows in enumerate(unit_rows) if rows]
+        assert all(sorted(rows) == sorted(unit_rows[number]) for number, rows in groups)
+    assert orders[0] != orders[1] != sorted(orders[1])
+    assert epochs[0] != [row for number in orders[0] for row in unit_rows[number]]
+    other = read_steps(1, seed=seed + 1)[0][0]
+    assert list(map(tuple, other.tolist())) != epochs[0][:GLOBAL_BATCH]
+
+
+def test_the_second_epoch_of_a_stream_cuts_its_units_elsewhere(read_epochs, unit_rows):
+    """All rows of a unit begin later by what belongs to the epoch, but for the last, which has no text after it."""
+    shift, later = int(row_shift(np.array([1]), BLOCK_SIZE)[0]), []
+    for rows in filter(None, unit_rows):
+        tokens = [*rows[0], *(token for row in rows[1:] for token in row[1:])]
+        starts = [*(i * BLOCK_SIZE + shift for i in range(len(rows) - 1)), (len(rows) - 1) * BLOCK_SIZE]
+        later += [tuple(tokens[start : start + BLOCK_SIZE + 1]) for start in starts]
+    first, second = read_epochs(shift_below=BLOCK_SIZE)
+    assert shift > 0
+    assert sorted(first) == sorted(row for rows in unit_rows for row in rows)
+    assert sorted(second) == sorted(later)
+
+
+def test_a_stream_resumes_at_any_step_on_any_number_of_processes(read_steps, unit_rows):
+    """Bit for bit. Steps span several units and units without rows; one process may be a step ahead of the others."""
+    whole = read_steps(9)
+    assert max(after[0] - before[0] for (_, before), (_, after) in itertools.pairwise(whole)) > 2
+    for first, micro_batch_size, num_processes in ((0, 24, 1), (0, 3, 2), (0, 2, 3), (4, 3, 2), (7, 6, 2)):
+        position = tuple(json.loads(json.dumps(whole[first - 1][1]))) if first else (0, 0)
+        found = read_steps(2, position, micro_batch_size, num_processes)
+        for (rows, after), (expected, expected_after) in zip(found, whole[first:], strict=False):
+            assert torch.equal(rows, expected) and after == expected_after
+
+
+# ------------------------------------------------------------------ processes and folders
+
+
+def test_a_stream_has_a_bounded_number_of_files(open_streams, folders):
+    processes, counts = batches_of(open_streams(2)), []
+    for _ in range(40):
+        for batches in processes:
+            inputs, targets = next(batches)
+            assert torch.equal(inputs[:, 1:], targets[:, :-1])
+        counts.append(len(list(folders()[0].rglob("*.arrow"))))
+    assert processes[0].position[0] > 30 and max(counts) < 20
+    for batches in processes:
+        batches.close()
+
+
+def test_a_machine_tokenizes_once(open_streams, folders):
+    """Machines may have different numbers of processes, and a scheduler may deal the ranks out in turn."""
+    streams = open_streams(5, hosts="abaaa")
+    assert [stream.workers is not None for stream in streams] == [True, True, False, False, False]
+    assert [stream.folder == streams[0].folder for stream in streams] == [True, False, True, True, True]
+    assert len(folders()) == 2
+    rows = [stream.window(0)[np.arange(1)].tolist() for stream in streams if len(streams[0].window(0))]
+    assert all(row == rows[0] for row in rows)
+    for stream in streams:
+        stream.close()
+
+
+@pytest.mark.parametrize("state", ["idle", "tokenizing"])
+def test_nothing_remains_of_a_killed_owner(tmp_path, text, tokenizer_dir, folders, state):
+    """Neither its processes nor its folder, also if they are in the middle of a unit."""
+    if state == "tokenizing":
+        text = write_jsonl(tmp_path / "long.jsonl", make_documents(60) * 300)  # takes about five seconds
+    owner = start_program("stream_owner.py", text, tokenizer_dir, state)
+    assert owner.stdout.readline() == "started\n" and folders()
+    workers = psutil.Process(owner.pid).children()
+    os.killpg(owner.pid, signal.SIGKILL)
+    owner.communicate()
+    assert workers and not psutil.wait_procs(workers, timeout=30)[1]
+    assert not folders()
+
+
+def error_of(stream: TextStream) -> str:
+    with pytest.raises(ProcessError) as caught:
+        for number in range(100):
+            stream.window(number)
+    stream.close()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_an_unreadable_text_ends_all_processes_of_the_machine(tmp_path, open_streams):
+    """The one that tokenizes names the file."""
+    path = tmp_path / "broken.jsonl"
+    write_jsonl(path, make_documents(50))
+    path.write_text(path.read_text() + "{")
+    streams = open_streams(2, source=TextSource((str(path),)))
+    assert "broken.jsonl" in error_of(streams[0])
+    assert error_of(streams[1])
+
+
+def test_the_end_of_a_tokenizing_process_ends_the_run(open_streams):
+    (stream,) = open_streams()
+    for process in stream.workers.processes:
+        process.kill()
+    assert error_of(stream)
+
+
+def test_a_full_disk_names_the_variable_of_the_folder(open_streams, monkeypatch):
+    """For the folder itself, and for a unit in it."""
+
+    def fail(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tempfile, "mkdtemp", fail)
+        with pytest.raises(ProcessError, match="TMPDIR"):
+            open_streams()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, limits[1]))  # of the process that tokenizes
+    try:
+        (stream,) = open_streams()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "TMPDIR" in error_of(stream)
+
+
+# ------------------------------------------------------------------ runs
+
+
+@pytest.fixture
+def config(tmp_path, text, tokenizer_dir, small_units, monkeypatch):
+    """A streamed run, of which about 6,000 bytes are prepared."""
+    monkeypatch.setattr(cache, "HEAD_BYTES", 6_000)
+    argv = ["--streaming", "--train_file", text, "--tokenizer_name", str(tokenizer_dir)]
+    argv += ["--cache_dir", str(tmp_path / "cache"), "--block_size", str(BLOCK_SIZE), "--seed", "1"]
+    return load_config([*argv, "--validation_split_percentage", "20"])[0]
+
+
+def test_a_part_of_a_streamed_text_is_prepared(config, read_steps):
+    """From units spread over the text; the run then reads all of it."""
+    dataset = open_dataset_for(config)
+    num_bytes = sum(of["bytes"] for of in dataset.metadata["splits"].values())
+    assert 3_000 < num_bytes < 10_000 and len(dataset.validation)
+    stream = open_stream(config, dataset, 0, lambda part: [part])
+    found, _ = next(read_stream(stream, TrainOrder(1, 1, GLOBAL_BATCH, GLOBAL_BATCH), (0, 0)))
+    assert torch.equal(found, read_steps(1)[0][0])
+    stream.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_part_of_few_long_documents_has_one_for_validation(tmp_path, config, seed):
+    """Of ten units, four are prepared; one that holds the document for validation is added."""
+    texts = ["".join(make_documents(6, seed=100 * seed + number)) for number in range(10)]
+    options = {"train_file": [write_jsonl(tmp_path / "a.jsonl", texts)], "validation_split_percentage": 5}
+    splits = open_dataset_for(dataclasses.replace(config, **options)).metadata["splits"]
+    assert splits["validation"]["documents"] == 1 and splits["train"]["documents"] < 8
+
+
+@pytest.fixture
+def streamed(tmp_path, text, tokenizer_dir, monkeypatch):
+    """Options of a streamed run."""
+    monkeypatch.chdir(tmp_path)
+    options = ["--global_batch_size", 4, "--max_steps", 6, "--logging_steps", 1, "--eval_steps", 0, "--save_steps", 4]
+    data = ["--streaming", "--train_file", text, "--tokenizer_name", tokenizer_dir, "--block_size", BLOCK_SIZE]
+    return [*data, *options, *PLAIN]
+
+
+def test_a_streamed_run_resumes_bit_for_bit(train, streamed, tmp_path, small_units):
+    """With dropout on."""
+    options = [*streamed, "--config_overrides", "n_layer=2,n_head=2,n_embd=32,resid_pdrop=0.1"]
+    run = train(*options, "--output_dir", tmp_path / "run", alone=True)
+    again = tmp_path / "again"
+    resume = ["--output_dir", again, "--resume_from_checkpoint", run / "checkpoint-4"]
+    train(*options, *resume, alone=True)
+    assert (again / "model.safetensors").read_bytes() == (run / "model.safetensors").read_bytes()
+    for before, after in zip(read_events(run, "train")[4:], read_events(again, "train"), strict=True):
+        assert (before["loss"], before["grad_norm"]) == (after["loss"], after["grad_norm"])
+
+
+def test_two_processes_train_on_a_stream_like_one(train, streamed, tmp_path):
+    options = [*streamed, "--config_overrides", "n_layer=2,n_head=2,n_embd=32"]
+    one = train(*options, "--output_dir", tmp_path / "run", alone=True)
+    two = [*options, "--output_dir", "two"], tmp_path, ("--multi_gpu", "--num_processes", "2")
+    result = launch(*two, ACCELERATE_USE_CPU="true")
+    assert result.returncode == 0, result.stderr
+    for a, b in zip(read_events(one, "train"), read_events(tmp_path / "two", "train"), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], abs=1e-5)

@@ -1,0 +1,355 @@
+"""The ids of a text are its tokenizer's, whoever encodes it; what they stand for is known, or said to be unknown."""
+
+import json
+import shutil
+import time
+from pathlib import Path
+
+import gigatoken
+import numpy as np
+import pytest
+from corpora import write_text
+from helpers import BLOCK_SIZE, PLAIN, make_documents, read_events, run_script
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import AutoTokenizer
+
+from recipe.data import encode as encode_module
+from recipe.data.encode import Encode, build_encoder, choose_encoder, cut_text
+from recipe.data.packed import open_packed_dataset
+from recipe.data.prepare import prepare_dataset
+from recipe.data.source import TextSource
+from recipe.data.tokenizer import (
+    TextTokenizer,
+    count_ids,
+    count_token_bytes,
+    cut_words,
+    load_tokenizer,
+    read_tokenizer,
+    tokenizer_sha256,
+    train_tokenizer,
+)
+
+END = "<|endoftext|>"
+ENGLISH = "".join(make_documents(60)) + "    if x:\n        return  y\n"
+RUSSIAN = "Съешь ещё этих мягких французских булок, да выпей же чаю.\n" * 30
+HARD = [
+    "the them bathe, the", "a <x> b<x>",
+    "a <|endoftext|> b", "don't we'll I'VE", "  two  spaces   three\n\n\nlines\t\ttabs \u00a0 nbsp\u2028", "x" * 3000,
+    "123456 7,890.12", "\U0001d518nseen \u2211ymbols \x00\x7f\r\n", "\u732b\u732b\u732b", "", " ", "\n",
+    "e\u0301 combining", "\u0627\u0644\u0639\u0631\u0628\u064a\u0629",
+]  # fmt: skip
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+    r"\s+(?!\S)|\s+"
+)
+
+
+def text_tokenizer(backend: Tokenizer) -> TextTokenizer:
+    return TextTokenizer(backend, {"eos_token": END, "tokenizer_class": "PreTrainedTokenizerFast"})
+
+
+def unchanged(tokenizer: TextTokenizer) -> TextTokenizer:
+    return tokenizer
+
+
+def with_newer_pattern(tokenizer: TextTokenizer) -> TextTokenizer:
+    """As Llama 3's and Qwen's, which split by a regular expression before they map bytes."""
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    split = pre_tokenizers.Split(Regex(LLAMA3), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    return text_tokenizer(backend)
+
+
+# ------------------------------------------------------------------ ids
+
+
+def ids_of(tokenizer: TextTokenizer, texts: list[str]) -> list[list[int]]:
+    """Return what `tokenizers` itself has for each text, special tokens as characters."""
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.encode_special_tokens = True
+    return [backend.encode(text, add_special_tokens=False).ids for text in texts]
+
+
+def chosen(tokenizer: TextTokenizer, sample: list[str]) -> tuple[Encode, str]:
+    """Return the encoder that is chosen on a sample, and why."""
+    name, how = choose_encoder(tokenizer, sample)
+    assert how.startswith(name)
+    return build_encoder(tokenizer, name), how
+
+
+@pytest.mark.parametrize("change", [unchanged, with_newer_pattern])
+def test_gigatoken_returns_the_ids_of_tokenizers(tokenizer, change):
+    """Even for text that looks like a special token, because only the packer ends documents; for empty texts, too."""
+    other = change(tokenizer)
+    encode, how = chosen(other, make_documents(20))
+    assert how.startswith("gigatoken")
+    for texts in (HARD, make_documents(20), [], [""], ["", "", "a"], [*HARD, "c"], *([text] for text in HARD)):
+        ids, lengths = encode(texts)
+        expected = ids_of(other, texts)
+        assert ids.dtype == np.uint32 and lengths.tolist() == list(map(len, expected))
+        assert ids.tolist() == [index for of_text in expected for index in of_text]
+        assert other.backend_tokenizer.decode(ids, skip_special_tokens=False) == "".join(texts)
+        assert other.eos_token_id not in ids
+    assert (ids_of(other, HARD) == ids_of(tokenizer, HARD)) == (change is unchanged)
+
+
+def changes_of(content: dict) -> dict[str, dict]:
+    """Return changes of a tokenizer.json that gigatoken may refuse, ignore or implement."""
+    model, byte_level, special = content["model"], content["pre_tokenizer"], content["added_tokens"][0]
+    added = {**special, "id": 500, "content": "the", "special": False}
+    return {
+        "lower case": {"normalizer": {"type": "Lowercase"}},
+        "composed": {"normalizer": {"type": "NFC"}},
+        "words": {"pre_tokenizer": {"type": "Whitespace"}},
+        "no pattern": {"pre_tokenizer": {**byte_level, "use_regex": False}},
+        "space in front": {"pre_tokenizer": {**byte_level, "add_prefix_space": True}},
+        "order of merges": {"model": {**model, "merges": model["merges"][::-1]}},
+        "dropout": {"model": {**model, "dropout": 1.0}},
+        "byte fallback": {"model": {**model, "byte_fallback": True}},
+        "whole words": {"model": {**model, "ignore_merges": True}},
+        "added token": {"added_tokens": [special, added]},
+        "added word": {"added_tokens": [special, {**added, "single_word": True}]},
+        "padding": {"padding": {"strategy": {"Fixed": 5000}, "direction": "Right", "pad_to_multiple_of": None,
+                                "pad_id": 5, "pad_type_id": 0, "pad_token": "x"}},
+        "truncation": {"truncation": {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", changes_of({"model": {"merges": []}, "pre_tokenizer": {}, "added_tokens": [{}]}))
+@pytest.mark.parametrize("encoder", ["chosen", "tokenizers"])
+def test_no_part_of_a_tokenizer_is_lost(tokenizer, name, encoder):
+    """Whoever encodes, the ids are the tokenizer's; padding and truncation are ignored."""
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    other = text_tokenizer(Tokenizer.from_str(json.dumps(content | changes_of(content)[name])))
+    expected = ids_of(tokenizer if name in ("padding", "truncation") else other, HARD)
+    encode = chosen(other, make_documents(3))[0] if encoder == "chosen" else build_encoder(other, encoder)
+    assert [encode([text])[0].tolist() for text in HARD] == expected
+
+
+def test_an_encoder_that_differs_in_one_id_is_not_used(tokenizer, monkeypatch):
+    real = gigatoken.Tokenizer.encode_batch
+
+    def wrong(self, texts, parallel):
+        return real(self, [text.replace("plain", "plane") for text in texts], parallel=parallel)
+
+    monkeypatch.setattr(gigatoken.Tokenizer, "encode_batch", wrong)
+    encode, how = chosen(tokenizer, [*make_documents(15), "a plain text"])
+    assert how.startswith("tokenizers")
+    assert encode(["a plain cat"])[0].tolist() == ids_of(tokenizer, ["a plain cat"])[0]
+
+
+def test_a_tokenizer_that_is_not_bpe_encodes_itself():
+    """The description of the encoder gives the reason."""
+    encode, how = chosen(tokenizer_of(characters), [ENGLISH])
+    assert how.startswith("tokenizers") and "WordLevel" in how
+    assert encode([ENGLISH])[0].tolist() == ids_of(tokenizer_of(characters), [ENGLISH])[0]
+
+
+@pytest.mark.parametrize("piece_characters", [1, 20, 300])
+@pytest.mark.parametrize("change", [unchanged, with_newer_pattern])
+def test_the_pieces_of_a_text_have_its_ids(monkeypatch, piece_characters, change):
+    """For GPT-2's pattern and its successors, wherever the text has a single line end or space to cut it at."""
+    monkeypatch.setattr(encode_module, "PIECE_CHARACTERS", piece_characters)
+    hard = "one two\nthree  \n\n four,\tfive\r\nsix 'll  \u00a0 seven\u2028 eight"
+    text = "".join(make_documents(20)) + "two words\n\n and more\n\n" * 20 + hard
+    tokenizer = change(train_tokenizer([text], 400))  # runs of white space have tokens
+    pieces = list(cut_text(text))
+    assert "".join(pieces) == text
+    if piece_characters > 1:
+        assert len(pieces) > len(text) / piece_characters
+        encode = chosen(tokenizer, [text])[0]
+        assert encode(pieces)[0].tolist() == ids_of(tokenizer, [text])[0]
+
+
+CONFIGS = {  # a tokenizer_config.json, and whether its ids are those of tokenizer.json; else transformers adds tokens
+    "GPT-2's on the Hub": ({"model_max_length": 1024}, True),
+    "another class": ({"eos_token": END, "tokenizer_class": "Qwen2Tokenizer"}, True),
+    "a dictionary": ({"eos_token": {"content": END, "__type": "AddedToken"}, "add_bos_token": False}, True),
+    "a token to add": ({"eos_token": END, "pad_token": "<pad>", "tokenizer_class": "GPT2Tokenizer"}, False),
+    "several to add": ({"eos_token": END, "additional_special_tokens": ["<a>", "<b>"]}, False),
+    "another end": ({"eos_token": "e", "tokenizer_class": "GPT2Tokenizer"}, False),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_training_accepts_the_tokenizer_of_every_dataset(tmp_path, jsonl_file, tokenizer_dir, name):
+    """Its ids are those of tokenizer.json, or of what transformers makes of the files if that adds tokens."""
+    config, is_read = CONFIGS[name]
+    folder = Path(shutil.copytree(tokenizer_dir, tmp_path / "tokenizer"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text('{"model_type": "gpt2"}')
+    prepare_dataset(TextSource((str(jsonl_file),)), tmp_path / "d", read_tokenizer(str(folder)))
+    made = open_packed_dataset(tmp_path / "d", BLOCK_SIZE)
+    expected = AutoTokenizer.from_pretrained(folder)
+    assert made.tokenizer.eos_token_id == expected.eos_token_id == made.metadata["eos_token_id"]
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json")) if is_read else expected.backend_tokenizer
+    assert made.tokenizer("the cat, it's 12")["input_ids"] == backend.encode("the cat, it's 12").ids
+
+
+# ------------------------------------------------------------------ bytes
+
+
+def gpt_neox() -> Tokenizer:
+    """As Pythia's, OLMo's and MPT's: bytes, and added tokens for runs of spaces."""
+    backend = train_tokenizer([ENGLISH + RUSSIAN], 500).backend_tokenizer
+    backend.add_tokens([AddedToken(" " * count, normalized=False) for count in (2, 4, 8)])
+    backend.normalizer = normalizers.NFC()
+    return backend
+
+
+def llama() -> Tokenizer:
+    """As Llama 2's and Gemma's: spaces are marked, and what no token spells is spelled in bytes."""
+    backend = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.train_from_iterator([ENGLISH], trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>", END]))
+    content = json.loads(backend.to_str())
+    content["model"]["vocab"] |= {f"<0x{byte:02X}>": 300 + byte for byte in range(256)}
+    return Tokenizer.from_str(json.dumps(content))
+
+
+def newer() -> Tokenizer:
+    return with_newer_pattern(train_tokenizer([ENGLISH + RUSSIAN], 500)).backend_tokenizer
+
+
+def characters() -> Tokenizer:
+    """A token for each character, with gaps between the ids."""
+    found = sorted(set(ENGLISH + RUSSIAN))
+    vocabulary = {character: 3 * number for number, character in enumerate(found)}
+    backend = Tokenizer(models.WordLevel({**vocabulary, "[UNK]": 1, END: 3 * len(found) + 1}, "[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return backend
+
+
+def word_piece() -> Tokenizer:
+    """As BERT's: it drops white space, and marks what continues a word."""
+    backend = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
+    trainer = trainers.WordPieceTrainer(vocab_size=300, special_tokens=["[UNK]", END])
+    backend.train_from_iterator([ENGLISH], trainer)
+    return backend
+
+
+def words() -> Tokenizer:
+    """As in the tutorial of tokenizers: BPE in words, without a token for unknown text."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.train_from_iterator([ENGLISH], trainers.BpeTrainer(vocab_size=300, special_tokens=[END]))
+    return backend
+
+
+def tokenizer_of(make) -> TextTokenizer:
+    backend = make()
+    backend.add_special_tokens([END])
+    return text_tokenizer(backend)
+
+
+@pytest.mark.parametrize("make", [gpt_neox, llama, newer, characters])
+def test_the_bytes_of_the_ids_are_those_of_the_text(make):
+    """In languages that take one byte for a character, and two. The end of text has none."""
+    tokenizer = tokenizer_of(make)
+    counts = count_token_bytes(tokenizer)
+    for text in (ENGLISH, RUSSIAN):
+        ids = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+        assert counts[ids].sum() == len(text.encode())
+    assert counts[tokenizer.eos_token_id] == 0
+    assert len(counts) == count_ids(tokenizer) > max(ids)
+
+
+def test_special_tokens_stand_for_no_bytes():
+    tokenizer = tokenizer_of(gpt_neox)
+    tokenizer.backend_tokenizer.add_special_tokens(["<pad>"])
+    assert count_token_bytes(tokenizer)[tokenizer.backend_tokenizer.token_to_id("<pad>")] == 0
+
+
+@pytest.mark.parametrize("make", [word_piece, words])
+def test_bytes_that_are_not_known_are_not_guessed(make):
+    """Of a tokenizer that drops white space, none are."""
+    tokenizer = tokenizer_of(make)
+    counts = count_token_bytes(tokenizer)
+    assert counts[tokenizer.eos_token_id] == 0
+    assert set(np.delete(counts, tokenizer.eos_token_id)) == {-1}
+
+
+@pytest.mark.parametrize(
+    ("make", "text", "said", "knows_bytes"),
+    [
+        (gpt_neox, RUSSIAN, "", True),
+        (characters, RUSSIAN, "", True),
+        (characters, "犬" * 99, "warning: 99.0% of the tokens are [UNK]", False),
+        (characters, ENGLISH[:2000] + "犬", "0.0% of the tokens are [UNK]", False),
+        (word_piece, ENGLISH[:2000], "no bits per byte", False),
+        (words, ENGLISH[:1000] + " " + RUSSIAN[:1000], "warning: this tokenizer has no token for unknown text", False),
+    ],
+)
+def test_what_a_tokenizer_cannot_spell_is_said(tmp_path, make, text, said, knows_bytes, capsys):
+    """The share of unknown text is counted, text without any token is noticed, and no count of bytes is wrong."""
+    train, validation = (write_text(tmp_path / f"{name}.txt", text) for name in "ab")
+    made = prepare_dataset(TextSource((train,), (validation,)), tmp_path / "d", tokenizer_of(make))
+    out = capsys.readouterr().out
+    assert said in out
+    assert ("warning" in out) == ("warning" in said)
+    assert made["splits"]["train"]["bytes"] == (len(text.encode()) if knows_bytes else None)
+
+
+@pytest.mark.parametrize("make", [gpt_neox, llama, newer, characters, word_piece, words])
+def test_a_tokenizer_and_its_identity_survive_saving(tmp_path, tokenizer, make):
+    """Also with gaps between the ids. Another tokenizer has another identity."""
+    saved = tokenizer_of(make)
+    saved.save_pretrained(tmp_path)
+    assert len(read_tokenizer(str(tmp_path))) == count_ids(saved)
+    assert tokenizer_sha256(load_tokenizer(str(tmp_path))) == tokenizer_sha256(saved) != tokenizer_sha256(tokenizer)
+
+
+@pytest.fixture
+def run(tmp_path, train):
+    """Train a model with a tokenizer on a.txt, for one step. Returns its folder."""
+
+    def with_tokenizer(tokenizer: TextTokenizer) -> Path:
+        tokenizer.save_pretrained(tmp_path / "tokenizer")
+        write_text(tmp_path / "a.txt", ENGLISH * 2)
+        shape = ["--config_overrides", "n_layer=1,n_head=1,n_embd=16", "--block_size", 16, "--global_batch_size", 4]
+        data = ["--train_file", tmp_path / "a.txt", "--tokenizer_name", tmp_path / "tokenizer"]
+        folders = ["--output_dir", tmp_path / "run", "--cache_dir", tmp_path / "cache"]
+        train(*data, *folders, *shape, *PLAIN, "--max_steps", 1, alone=True)
+        return tmp_path / "run"
+
+    return with_tokenizer
+
+
+def test_a_run_without_bits_per_byte_has_losses(tmp_path, run, capsys):
+    """Bits per byte are null in files and a dash in lines."""
+    folder = run(tokenizer_of(word_piece))
+    out = capsys.readouterr().out
+    assert ", - bits/byte" in out and "bits_per_byte:     -" in out
+    summary = json.loads((folder / "summary.json").read_text())
+    assert {event["bits_per_byte"] for event in [*read_events(folder, "eval"), summary]} == {None}
+    assert summary["eval_loss"] > 1
+    assert not run_script("scripts/evaluate_model.py", "--model", folder, "--text_file", tmp_path / "a.txt")
+    assert json.loads((folder / "evaluation.json").read_text())["texts"][0]["loss"] > 1
+
+
+def test_a_tokenizer_with_gaps_between_its_ids_trains(run):
+    """The vocabulary is the largest id + 1."""
+    tokenizer = tokenizer_of(characters)
+    folder = run(tokenizer)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["vocab_size"] == 1 + max(tokenizer.backend_tokenizer.get_vocab().values())
+    assert not run_script("scripts/generate_text.py", "--model", folder, "--max_new_tokens", 3)
+
+
+# ------------------------------------------------------------------ training a tokenizer
+
+
+def test_training_on_text_without_spaces_takes_no_quadratic_time():
+    text = "".join(np.random.default_rng(0).choice(list("ACGT"), 100_000))
+    started_at = time.perf_counter()
+    assert len(train_tokenizer([text], 300)) == 300
+    assert time.perf_counter() - started_at < 1.0  # 5 s and more if it is one word
+
+
+def test_only_words_of_a_thousand_characters_are_cut_to_train_a_tokenizer():
+    assert list(cut_words(ENGLISH)) == [ENGLISH]
+    long = f"a {'b' * 2500} c"
+    assert list(cut_words(long)) == [f"a {'b' * 1000}", "b" * 1000, f"{'b' * 500} c"]

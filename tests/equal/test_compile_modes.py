@@ -1,0 +1,101 @@
+"""Compile modes: torch's names, chosen by the launcher, each of the same function, and what CUDA graphs require."""
+
+import copy
+
+import pytest
+import torch
+from accelerate import Accelerator
+from helpers import reset_accelerate
+from tiny_runs import values_of
+from torch._inductor import list_mode_options
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from recipe.command_line import load_config
+from recipe.hardware import accelerator
+from recipe.hardware.accelerator import find_facts, parallelize
+from recipe.hardware.choices import CUDA_GRAPH_MODES, DYNAMO_MODES, Facts, choose
+from recipe.hardware.devices import has_compiler
+from recipe.hardware.memory import micro_batch_sizes, smaller_micro_batches
+from recipe.model.loss import LanguageModelingLoss
+
+
+def config_of(*argv):
+    return load_config(["--dataset_dir", "d", "--global_batch_size", "64", "--block_size", "1024", *argv])[0]
+
+
+@pytest.fixture
+def launch_with(monkeypatch):
+    """Set the mode as the launcher does: `launch_with("lite")`."""
+    return lambda mode: monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", mode)
+
+
+def test_the_modes_are_those_of_torch():
+    """Torch lists the same names, and says of the same modes that they record CUDA graphs."""
+    options = {mode: list_mode_options(mode) for mode in list_mode_options()}
+    assert sorted(DYNAMO_MODES) == sorted(options)
+    assert sorted(CUDA_GRAPH_MODES) == sorted(mode for mode in options if options[mode].get("triton.cudagraphs"))
+
+
+@pytest.mark.parametrize(
+    ("backend", "mode", "expected"),
+    [("inductor", "lite", "lite"), ("inductor", "default", None), ("no", "lite", None)],
+)
+def test_the_launchers_mode_is_shown_where_inductor_compiles(monkeypatch, launch_with, backend, mode, expected):
+    monkeypatch.setattr(accelerator, "why_no_inductor", lambda device: None)
+    launch_with(mode)
+    config = config_of("--dynamo_backend", backend, "--mixed_precision", "no", "--attn_implementation", "sdpa")
+    choices = choose(config, find_facts(torch.device("cpu")), None)
+    assert (choices["mode"].value if "mode" in choices else None) == expected
+
+
+@pytest.mark.parametrize(
+    ("mode", "argv", "device_type", "expected"),
+    [
+        ("reduce-overhead", [], "cuda", [64]),  # running out of memory must not end in accumulation
+        ("max-autotune", ["--gradient_accumulation_steps", "1"], "cuda", [64]),
+        ("max-autotune", ["--dynamo_backend", "aot_eager"], "cuda", [64, 32, 16, 8, 4, 2, 1]),
+        ("max-autotune-no-cudagraphs", [], "cuda", [64, 32, 16, 8, 4, 2, 1]),
+        ("reduce-overhead", [], "cpu", [4, 2, 1]),  # a CPU has no CUDA graphs
+    ],
+)
+def test_cuda_graphs_use_one_micro_batch(mode, argv, device_type, expected):
+    """Only where inductor records them: on CUDA, in the modes that do."""
+    config, facts = config_of(*argv), Facts(device_type, launcher_mode=mode)
+    assert micro_batch_sizes(config, facts) == expected
+    assert smaller_micro_batches(config, expected[0], facts) == expected[1:]
+
+
+@pytest.mark.skipif(not has_compiler(), reason="inductor requires a C++ compiler")
+@pytest.mark.parametrize("mode", DYNAMO_MODES)
+def test_each_mode_compiles_to_the_same_function(launch_with, mode):
+    """Loss and gradients equal those of the module that is not compiled."""
+    launch_with(mode)
+    reset_accelerate()
+    torch.manual_seed(0)
+    shape = {"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 64, "n_positions": 8}
+    dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+    module = LanguageModelingLoss(GPT2LMHeadModel(GPT2Config(**shape, **dropout)), 64)
+    config = config_of("--dynamo_backend", "inductor")
+    compiled, rows = parallelize(copy.deepcopy(module), config, Accelerator(cpu=True), None), torch.randint(64, (4, 9))
+    losses = []
+    for some_module in (module, compiled):
+        loss = some_module(rows[:, :-1], rows[:, 1:])["loss"]
+        loss.backward()
+        losses.append(loss)
+    torch.testing.assert_close(*losses)
+    for found, expected in zip(compiled.parameters(), module.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad)
+    torch.compiler.reset()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("mode", CUDA_GRAPH_MODES)
+def test_cuda_graphs_train_like_the_default(train, launch_with, tmp_path, mode):
+    """The losses of twelve steps, evaluations in between, agree."""
+    options = ["--max_steps", 12, "--eval_steps", 4, "--dynamo_backend", "inductor", "--tf32", "false"]
+    runs = []
+    for name in ("default", mode):
+        launch_with(name)
+        runs.append(train(*options, output_dir=tmp_path / name))
+    assert values_of(runs[1], "loss") == pytest.approx(values_of(runs[0], "loss"), abs=1e-4)

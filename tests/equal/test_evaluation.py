@@ -1,0 +1,293 @@
+"""Validation and scripts/evaluate_model.py: exact means over rows, and a sliding window over any text."""
+
+import json
+import math
+import os
+import shutil
+
+import evaluate as evaluate_library
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from helpers import BLOCK_SIZE, ROOT, make_documents, read_events, reset_accelerate, run_script
+from safetensors.torch import load_file, save_file
+from small_model import save_small_model
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
+
+from recipe.command_line import load_config
+from recipe.evaluation.perplexity import LanguageModelingMetric
+from recipe.evaluation.text import choose_context
+from recipe.evaluation.validation import Validation
+from recipe.model.loss import LanguageModelingLoss
+
+SCRIPT = "scripts/evaluate_model.py"
+LAMBADA = f"lambada={ROOT / 'tests' / 'lambada_sample.jsonl'}"
+
+
+@pytest.fixture
+def evaluate(tmp_path):
+    """Run the script. Returns the results that it has written."""
+
+    def run(model, *arguments: object) -> dict:
+        output = tmp_path / "found.json"
+        output.unlink(missing_ok=True)
+        assert not run_script(SCRIPT, "--model", model, "--output_file", output, *arguments)
+        return json.loads(output.read_text())
+
+    return run
+
+
+# ------------------------------------------------------------------ validation rows
+
+
+@pytest.fixture(scope="module")
+def run(train_shared):
+    return train_shared("--max_steps", "2", "--max_eval_samples", "all")
+
+
+def score_slowly(run, rows: np.ndarray) -> dict[str, float]:
+    """Independent: the stock model, one row at a time, torch's cross-entropy, in float64.
+
+    A character of a byte-level token stands for a byte. A separator of documents is no text.
+    """
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(run).eval(), AutoTokenizer.from_pretrained(run)
+    losses, num_bytes = [], []
+    for row in torch.from_numpy(rows):
+        with torch.no_grad():
+            logits = model(input_ids=row[None, :-1]).logits[0]
+        losses += F.cross_entropy(logits.double(), row[1:], reduction="none").tolist()
+        tokens = tokenizer.convert_ids_to_tokens(row[1:].tolist())
+        num_bytes += [0 if token == tokenizer.eos_token else len(token) for token in tokens]
+    assert 0 in num_bytes
+    text_nats = sum(loss for loss, size in zip(losses, num_bytes, strict=True) if size)
+    loss = sum(losses) / len(losses)
+    return {"loss": loss, "perplexity": math.exp(loss), "bits_per_byte": text_nats / math.log(2) / sum(num_bytes)}
+
+
+@pytest.fixture(scope="module")
+def slow_scores(run, dataset):
+    return score_slowly(run, dataset.validation[np.arange(len(dataset.validation))])
+
+
+@pytest.mark.parametrize(("num_rows", "batch_size"), [("all", 1), ("all", 3), ("all", 1000), ("10", 3)])
+def test_the_mean_is_exact_for_any_number_of_rows_and_batch_size(run, dataset, slow_scores, num_rows, batch_size):
+    """A batch size need not divide the rows, which are spread over the split. The training mode comes back."""
+    count = len(dataset.validation)
+    assert count % 3 != 0
+    reset_accelerate()
+    module = LanguageModelingLoss(AutoModelForCausalLM.from_pretrained(run), 500).train()
+    config = load_config(["--dataset_dir", str(dataset.directory), "--max_eval_samples", num_rows])[0]
+    validation = Validation(config, Accelerator(cpu=True), module, dataset, 4)
+    validation.batch_size = batch_size
+    result = validation.run()
+    spread = dataset.validation[np.arange(10) * count // 10]
+    expected = slow_scores if num_rows == "all" else score_slowly(run, spread)
+    assert {key: result[key] for key in expected} == pytest.approx(expected, rel=1e-5)
+    assert module.training
+    assert module.model.training
+
+
+def test_a_run_reports_the_scores_of_the_model_that_it_saves(run, slow_scores):
+    """And, before the first step, those of an untrained one."""
+    first, last = read_events(run, "eval")
+    assert (first["step"], last["step"]) == (0, 2)
+    assert first["loss"] == pytest.approx(math.log(500), abs=0.1)
+    assert {key: last[key] for key in slow_scores} == pytest.approx(slow_scores, rel=1e-5)
+
+
+def test_the_script_finds_the_scores_of_the_run_on_the_same_rows(evaluate, run, dataset, slow_scores):
+    (found,) = evaluate(run, "--dataset_dir", dataset.directory)["texts"]
+    assert {key: found[key] for key in slow_scores} == pytest.approx(slow_scores, rel=1e-5)
+    assert found["num_tokens"] == len(dataset.validation) * BLOCK_SIZE
+    assert (found["name"], found["bits_per_character"]) == ("dataset validation", None)
+
+
+def test_rows_are_as_long_as_in_the_models_run(train, evaluate, dataset, tmp_path):
+    """A run with rows shorter than its model's positions, and the script, give the same loss; an option overrides."""
+    start = train("--max_steps", "1", output_dir=tmp_path / "start")
+    options = ["--model_name_or_path", start, "--block_size", 16, "--max_steps", 2, "--max_eval_samples", "all"]
+    run = train(*options, shape=[], output_dir=tmp_path / "run")
+    contexts = []
+    for folder, *typed in ((run,), (run, "--context", 8), (start,)):
+        (found,) = evaluate(folder, "--dataset_dir", dataset.directory, *typed)["texts"]
+        contexts.append(found["context"])
+        if found["context"] == 16:
+            assert found["loss"] == pytest.approx(read_events(run, "eval")[-1]["loss"], rel=1e-5)
+    assert contexts == [16, 8, BLOCK_SIZE]
+
+
+def test_the_metric_of_the_evaluate_library_needs_no_home_folder(monkeypatch):
+    """It sums first and divides once."""
+    monkeypatch.setattr(evaluate_library.config, "HF_METRICS_CACHE", "/proc/none")
+    batches = {"predictions": [30.0, 10.0], "references": [15, 5]}
+    result = LanguageModelingMetric().compute(**batches, text_nats=36.0, num_bytes=72)
+    assert result == {"loss": 2.0, "perplexity": math.exp(2), "bits_per_byte": pytest.approx(0.5 / math.log(2))}
+
+
+# ------------------------------------------------------------------ any text
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory, tokenizer_dir):
+    return save_small_model(tmp_path_factory.mktemp("private") / "small", tokenizer_dir)
+
+
+@pytest.fixture(scope="module")
+def text_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("secret") / "text.jsonl"
+    documents = [*make_documents(3, seed=5), "a", "the mat <|endoftext|> is text here"]
+    path.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents), encoding="utf-8")
+    return path
+
+
+def one_token_at_a_time(model_dir, text_file, context: int, stride: int) -> tuple[float, int, int, int]:
+    """Independent: the loss of each token of each document by torch's cross-entropy, in float64.
+
+    Token number t of a document (from 0) is scored in window max(0, ceil((t + 1 - context) / stride)), which ends
+    with its last target and holds the `context` tokens before that.
+    """
+    model, tokenizer = GPT2LMHeadModel.from_pretrained(model_dir).eval(), AutoTokenizer.from_pretrained(model_dir)
+    total, num_tokens, texts = 0.0, 0, [json.loads(line)["text"] for line in text_file.read_text().splitlines()]
+    for text in texts:
+        ids = tokenizer.encode(text, split_special_tokens=True)
+        for t, token in enumerate(ids):
+            window = max(0, -(-(t + 1 - context) // stride))
+            last = min(context + window * stride, len(ids)) - 1
+            seen = [tokenizer.eos_token_id, *ids][max(0, last + 1 - context) : t + 1]
+            with torch.no_grad():
+                logits = model(torch.tensor([seen])).logits[0, -1].double()
+            total += F.cross_entropy(logits, torch.tensor(token)).item()
+        num_tokens += len(ids)
+    return total, num_tokens, sum(len(text.encode()) for text in texts), sum(map(len, texts))
+
+
+@pytest.mark.parametrize(("stride", "batch_size"), [(1, 3), (7, 100), (BLOCK_SIZE, 2)])
+def test_the_scores_of_a_text_equal_a_plain_loop(evaluate, model_dir, text_file, stride, batch_size):
+    """For any stride and batch size. The end-of-text token in a text is plain text."""
+    options = ["--text_file", text_file, "--stride", stride, "--batch_size", batch_size]
+    (found,) = evaluate(model_dir, *options)["texts"]
+    total, tokens, num_bytes, characters = one_token_at_a_time(model_dir, text_file, BLOCK_SIZE, stride)
+    assert num_bytes > characters
+    assert found["loss"] == pytest.approx(total / tokens, abs=1e-4)
+    assert found["perplexity"] == pytest.approx(math.exp(total / tokens), rel=1e-4)
+    assert found["bits_per_byte"] == pytest.approx(total / math.log(2) / num_bytes, abs=1e-4)
+    assert found["bits_per_character"] == pytest.approx(total / math.log(2) / characters, abs=1e-4)
+    counts = [found[f"num_{unit}"] for unit in ("documents", "tokens", "bytes", "characters")]
+    assert counts == [5, tokens, num_bytes, characters]
+    assert (found["stride"], found["context"]) == (stride, BLOCK_SIZE)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("gemma2", {"final_logit_softcapping": 3.0, "head_dim": 8}),
+        ("granite", {"logits_scaling": 8.0}),
+        ("cohere", {"logit_scale": 0.1}),
+    ],
+)
+def test_a_saved_model_is_scored_by_its_own_logits(evaluate, tmp_path, tokenizer_dir, model_type, changes):
+    """Texts and tasks, with models whose logits are scaled or capped, which training refuses."""
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape |= {"num_key_value_heads": 4, "max_position_embeddings": 64, "initializer_range": 0.5}
+    ids = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "vocab_size": len(tokenizer)}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **shape, **ids, **changes)).eval()
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    text = "the cat sat on a mat while rain fell"
+    (tmp_path / "a.txt").write_text(text)
+    (tmp_path / "lambada.jsonl").write_text(json.dumps({"text": text}))
+    tasks = ["--tasks", f"lambada={tmp_path / 'lambada.jsonl'}"]
+    found = evaluate(tmp_path / "model", "--text_file", tmp_path / "a.txt", *tasks)
+    ids, start = tokenizer(text)["input_ids"], len(tokenizer(text.rpartition(" ")[0])["input_ids"])
+    with torch.no_grad():
+        losses = F.cross_entropy(model(torch.tensor([[0, *ids[:-1]]])).logits[0], torch.tensor(ids))
+        word = F.cross_entropy(model(torch.tensor([ids[:-1]])).logits[0], torch.tensor(ids[1:]), reduction="none")
+    assert found["texts"][0]["loss"] == pytest.approx(losses.item(), rel=1e-4)
+    assert found["tasks"]["lambada"]["perplexity"] == pytest.approx(math.exp(word[start - 1 :].sum()), rel=1e-4)
+
+
+def test_the_context_of_a_model_with_many_positions_is_bounded(model_dir):
+    """Of a text, and of the rows of a dataset: the logits of 131,072 positions at once would take 67 GB."""
+    assert choose_context(model_dir, 131_072, None)[:2] == (4096, 4096)
+    assert choose_context(model_dir, 131_072, 8192)[:2] == (8192, 8192)
+    assert choose_context(model_dir, 1024, None)[:2] == (1024, 1024)
+
+
+# ------------------------------------------------------------------ the report
+
+
+def test_a_report_fits_into_80_columns_and_names_files_without_their_folders(evaluate, model_dir, text_file, capsys):
+    results = evaluate(model_dir, "--text_file", text_file, "--tasks", LAMBADA)
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.partition("written to")[0].splitlines())) <= 80
+    assert "0.3256" in printed  # the accuracy of OpenAI's smallest
+    assert (results["model"], results["texts"][0]["name"]) == ("small", "text.jsonl")
+    assert results["tasks"]["lambada"]["source"] == "lambada_sample.jsonl"
+    assert results["texts"][0]["stride"] == BLOCK_SIZE // 2  # the default
+    for private in (model_dir.parent, text_file.parent):
+        assert str(private) not in json.dumps(results)
+    assert {"torch", "device"} <= results["environment"].keys()
+
+
+@pytest.fixture
+def own_model(model_dir, tmp_path):
+    """A model of a run, beside which its scores are kept, and two texts."""
+    model = shutil.copytree(model_dir, tmp_path / "model")
+    (model / "training_config.yaml").touch()
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("the cat sat on a mat")
+    return model
+
+
+def names_after(model, *arguments: object) -> list[str]:
+    """Run the script. Returns the names of all scores that are beside the model then."""
+    assert not run_script(SCRIPT, "--model", model, *arguments)
+    found = json.loads((model / "evaluation.json").read_text())
+    return [*found["tasks"], *(text["name"] for text in found["texts"])]
+
+
+def change_weights(model) -> None:
+    weights = load_file(model / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in weights.items()}, model / "model.safetensors", {"format": "pt"})
+    os.utime(model / "model.safetensors", (1, 1))
+
+
+def test_scores_beside_the_model_are_collected_until_it_changes(own_model, tmp_path):
+    """A text evaluated again replaces its scores; those of other weights are dropped."""
+    a, b = tmp_path / "a.txt", tmp_path / "b.txt"
+    assert names_after(own_model, "--text_file", a, "--tasks", LAMBADA) == ["lambada", "a.txt"]
+    assert names_after(own_model, "--text_file", b) == ["lambada", "a.txt", "b.txt"]
+    assert names_after(own_model, "--text_file", a) == ["lambada", "b.txt", "a.txt"]
+    change_weights(own_model)
+    assert names_after(own_model, "--text_file", a) == ["a.txt"]
+
+
+def test_scores_of_another_model_in_the_output_file_are_not_touched(own_model, tmp_path):
+    output = tmp_path / "scores.json"
+    command = [SCRIPT, "--model", own_model, "--text_file", tmp_path / "a.txt", "--output_file", output]
+    assert not run_script(*command)
+    before = output.read_bytes()
+    change_weights(own_model)
+    assert "--output_file" in run_script(*command)
+    assert output.read_bytes() == before
+
+
+def test_nothing_is_written_into_the_folder_of_another_model(evaluate, model_dir, text_file):
+    before = sorted(model_dir.iterdir())
+    assert not run_script(SCRIPT, "--model", model_dir, "--text_file", text_file)
+    evaluate(model_dir, "--text_file", text_file)
+    assert sorted(model_dir.iterdir()) == before
+
+
+def test_a_folder_that_cannot_be_written_does_not_lose_the_results(model_dir, text_file, tmp_path, capsys):
+    """The table is printed with a warning, which names the file."""
+    found = tmp_path / "a.json"
+    found.symlink_to("/proc/none/a.json")
+    assert not run_script(SCRIPT, "--model", model_dir, "--text_file", text_file, "--output_file", found)
+    printed = capsys.readouterr().out
+    assert "bits/byte" in printed
+    assert f"could not write {found}" in printed

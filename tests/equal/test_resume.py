@@ -1,0 +1,226 @@
+"""A resumed run equals an uninterrupted one, a branch a run that was planned so, and a stage goes on with new data."""
+
+import json
+import re
+import shlex
+import shutil
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from helpers import BLOCK_SIZE, TINY, make_documents
+from tiny_runs import STABLE, options_of, read_summary, start_from, values_of, weights_of
+from transformers import AutoModelForCausalLM
+
+from recipe.checkpoint import list_checkpoints, read_state, seal_checkpoint
+from recipe.data.batches import TrainOrder, example_rows
+from recipe.data.packed import open_packed_dataset
+from recipe.errors import UserError
+from recipe.run.log import RunLog
+
+
+@pytest.mark.parametrize(
+    ("optim", "shape"),
+    [
+        ("muon", TINY),
+        ("adamw_bnb_8bit", TINY),
+        ("muon", options_of("llama", "attention_dropout=0.1")),
+        ("muon", options_of("qwen3", "attention_dropout=0.1")),
+    ],
+)
+def test_a_stopped_and_resumed_run_has_the_bits_of_an_uninterrupted_one(train, tmp_path, optim, shape):
+    """Its losses, weights and moments, for each optimizer and for other model types, with dropout."""
+    if optim == "adamw_bnb_8bit":
+        pytest.importorskip("bitsandbytes")
+    options = ["--optim", optim, "--max_steps", "6", "--save_steps", "3"]
+    whole = train(*options, output_dir=tmp_path / "whole", shape=shape)
+    resumed = shutil.copytree(whole, tmp_path / "resumed")
+    shutil.rmtree(list_checkpoints(resumed)[-1])
+    (resumed / "model.safetensors").unlink()
+    train(*options, "--resume_from_checkpoint", "latest", output_dir=resumed, shape=shape)
+    assert values_of(resumed, "step") == [1, 2, 3, 4, 5, 6]
+    assert values_of(resumed, "loss") == values_of(whole, "loss")
+    assert weights_of(resumed) == weights_of(whole)
+    states = [torch.load(run / "checkpoint-6" / "optimizer.pt", weights_only=True) for run in (resumed, whole)]
+    torch.testing.assert_close(*states, rtol=0, atol=0)
+
+
+# ------------------------------------------------------------------ extensions and branches
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--max_steps", "20", "--save_steps", "7"], {7, 14, 16, 20}),
+        (["--max_steps", "20", "--save_steps", "1", "--save_total_limit", "2"], {16, 19, 20}),  # the newest, and 16
+        (["--max_steps", "5"], set()),  # a run without checkpoints
+    ],
+)
+def test_the_last_step_before_the_decay_is_saved_and_kept(train, options, expected):
+    run = train(*STABLE, *options)
+    assert {path.name for path in run.glob("checkpoint-*")} == {f"checkpoint-{step}" for step in expected}
+
+
+@pytest.fixture(scope="module")
+def stable(train_shared):
+    """A run of 20 steps, of which four decay, with checkpoints 7, 14, 16 and 20."""
+    return train_shared(*STABLE, "--max_steps", "20", "--save_steps", "7")
+
+
+@pytest.mark.parametrize(("step", "max_steps"), [(16, 30), (7, 10), (14, 18)])
+def test_a_branch_equals_a_run_that_was_planned_so(train, stable, tmp_path, step, max_steps):
+    """A longer run and two earlier decays from one stable run, bit for bit."""
+    planned = train(*STABLE, "--max_steps", max_steps, output_dir=tmp_path / "planned")
+    branch = train(*STABLE, *start_from(stable, step), "--max_steps", max_steps, output_dir=tmp_path / "branch")
+    assert weights_of(branch) == weights_of(planned)
+    assert values_of(branch, "learning_rate") == values_of(planned, "learning_rate", after=step)
+
+
+def test_the_options_that_a_finished_run_prints_extend_it(train, stable, tmp_path, capsys):
+    """Added to its command, they train twice as long, from before the decay, into another folder."""
+    run = shutil.copytree(stable, tmp_path / "run", ignore=shutil.ignore_patterns(".lock"))
+    command = [*STABLE, "--max_steps", "20", "--save_steps", "7", "--resume_from_checkpoint", "auto"]
+    train(*command, output_dir=run)
+    (options,) = re.findall(r"your command with\n +(.*)", capsys.readouterr().out.replace("\\\n", " "))
+    assert f"{run}/checkpoint-16" in options
+    assert f"--output_dir {run}-40" in options
+    train(*command, *shlex.split(options), output_dir=run)
+    extended = tmp_path / "run-40"
+    num_rows = {*values_of(run, "num_rows", "eval"), *values_of(extended, "num_rows", "eval")}
+    assert len(num_rows) == 1  # of an extended run, `auto` would evaluate others
+    planned = train(*STABLE, "--max_steps", "40", output_dir=tmp_path / "planned")
+    assert weights_of(extended) == weights_of(planned)
+
+
+# ------------------------------------------------------------------ stages: a branch with other data
+
+RUN = ["--max_steps", 12, "--save_steps", 4, "--eval_steps", 3]
+BASE_STEP = 6  # saved at the end of the base run; a branch saves after two steps
+BASE_TOKENS = BASE_STEP * 4 * BLOCK_SIZE
+
+
+@pytest.fixture(scope="module")
+def base(train_shared):
+    """A run on the usual dataset. The stages begin in its middle."""
+    return train_shared(*RUN, "--max_steps", BASE_STEP)
+
+
+@pytest.fixture
+def train_stage(base, train, tmp_path, other):
+    """Go on from the base run with the other dataset."""
+
+    def run(*options, name="stage"):
+        start = [*start_from(base, BASE_STEP), "--dataset_dir", other]
+        return train(*RUN, *start, *options, output_dir=tmp_path / name)
+
+    return run
+
+
+def die_at(step):
+    log_train = RunLog.train
+
+    def die(log, state):
+        log_train(log, state)
+        if state.step == step:
+            raise UserError("killed")
+
+    return mock.patch.object(RunLog, "train", die)
+
+
+def test_a_stage_begins_with_the_first_example_of_its_data(base, train_stage, other):
+    """Its first loss is that of the base model on the first rows of the new order; steps and schedule go on."""
+    run = train_stage()
+    rows = open_packed_dataset(other, BLOCK_SIZE).train
+    rows = torch.from_numpy(rows[example_rows(np.arange(4), len(rows), 1337)])
+    model = AutoModelForCausalLM.from_pretrained(base / f"checkpoint-{BASE_STEP}").eval()
+    with torch.no_grad():
+        logits = model(input_ids=rows[:, :-1]).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()).item()
+    assert values_of(run, "loss")[0] == pytest.approx(expected, abs=1e-5)
+    assert values_of(run, "step") == [7, 8, 9, 10, 11, 12]
+    assert values_of(run, "tokens_seen")[-1] == 12 * 4 * BLOCK_SIZE
+    assert values_of(run, "step", "eval") == [6, 9, 12]
+
+
+@pytest.mark.parametrize("options", [[], ["--dataset_weights", 0.3, 0.7]])
+def test_a_stage_that_is_killed_is_continued_exactly_by_the_same_command(train_stage, dataset_dir, options):
+    """Before its first checkpoint and after; also if its data is a mixture with the base run's."""
+    mixture = ["--dataset_dir", dataset_dir, *options] if options else []
+    expected = train_stage(*mixture)
+    for step in (7, 10):
+        with die_at(step), pytest.raises(UserError, match="killed"):
+            train_stage(*mixture, name="killed")
+    run = train_stage(*mixture, name="killed")
+    assert weights_of(run) == weights_of(expected)
+    assert values_of(run, "loss", "eval") == values_of(expected, "loss", "eval")
+    again = train_stage(*mixture, "--resume_from_checkpoint", "auto", name="killed")
+    assert weights_of(again) == weights_of(expected)
+
+
+def test_summary_and_card_list_the_stages_without_names_of_files(train_stage, other):
+    """With another batch and shorter rows, tokens are summed by stage. The card names no folder or file."""
+    run = train_stage("--block_size", BLOCK_SIZE // 2, "--global_batch_size", 2, "--load_best_model_at_end")
+    summary = read_summary(run)
+    assert summary["tokens_seen"] == BASE_TOKENS + 6 * 2 * BLOCK_SIZE // 2
+    stages = [(of["step"], of["tokens"], of["source"]) for of in summary["stages"]]
+    assert stages == [(0, BASE_TOKENS, "corpus.jsonl"), (BASE_STEP, 6 * BLOCK_SIZE, "a.jsonl")]
+    num_rows = len(open_packed_dataset(other, BLOCK_SIZE // 2).train)
+    assert values_of(run, "epoch", "eval")[-1] == pytest.approx(12 / num_rows)
+    assert json.loads((run / "config.json").read_text())["n_positions"] == BLOCK_SIZE
+    state = read_state(run / "checkpoint-12").state
+    assert [stage.block_size for stage in state.stages] == [BLOCK_SIZE, BLOCK_SIZE // 2]
+    assert set(state.losses) == {"6", "9"}  # the losses of the base run are of other text
+    card = (run / "README.md").read_text()
+    assert f"| 0 | {BASE_TOKENS:,} |" in card
+    assert f"| {BASE_STEP} | {6 * BLOCK_SIZE:,} |" in card
+    assert "corpus.jsonl" not in card
+    assert "a.jsonl" not in card
+
+
+@pytest.fixture
+def train_texts(train, tmp_path, monkeypatch):
+    """Run on first.txt or second.txt, with a tokenizer trained on it, as `train_texts("first", ...)`."""
+    monkeypatch.chdir(tmp_path)
+    for name, seed in (("first", 1), ("second", 2)):
+        (tmp_path / f"{name}.txt").write_text("\n\n".join(make_documents(60, seed)))
+    options = ["--config", "gpt2_124m", *RUN, "--tokenizer_vocab_size", 400, "--document_separator", r"\n\n"]
+    options += ["--config_overrides", "n_layer=1,n_head=2,n_embd=32", "--block_size", 32, "--global_batch_size", 4]
+    options += ["--warmup_steps", 2, "--logging_steps", 1]
+    return lambda name, *more: train(*options, "--train_file", f"{name}.txt", *more, alone=True)
+
+
+def test_the_text_of_a_stage_is_packed_with_the_tokenizer_of_its_run(train_texts, tmp_path):
+    """Which was trained on the first text. The same command again does not train another."""
+    train_texts("first", "--max_steps", 3, "--output_dir", "base")
+    branch = ["second", *start_from(tmp_path / "base", 3), "--output_dir", "branch"]
+    with die_at(7), pytest.raises(UserError, match="killed"):
+        train_texts(*branch)
+    train_texts(*branch)
+    tokenizers = [(tmp_path / name / "tokenizer.json").read_bytes() for name in ("base", "branch")]
+    assert tokenizers[0] == tokenizers[1]
+    assert len(list((tmp_path / "runs" / "data").iterdir())) == 2
+    assert [stage["source"] for stage in read_summary(tmp_path / "branch")["stages"]] == ["first.txt", "second.txt"]
+
+
+def test_the_same_text_with_a_tokenizer_that_is_there_is_no_new_stage(train_texts, tmp_path):
+    train_texts("first", "--max_steps", 3, "--output_dir", "base")
+    shutil.rmtree(tmp_path / "runs")
+    train_texts("first", *start_from(tmp_path / "base", 3), "--max_steps", 6, "--output_dir", "longer")
+    assert len(read_summary(tmp_path / "longer")["stages"]) == 1
+
+
+@pytest.mark.parametrize(("is_stage", "expected"), [(False, 1), (True, BLOCK_SIZE)])
+def test_a_checkpoint_of_an_earlier_version_keeps_its_rows(base, tmp_path, train, other, is_stage, expected):
+    """They began at the same places in every epoch. Its stages read as today."""
+    checkpoint = shutil.copytree(base / f"checkpoint-{BASE_STEP}", tmp_path / "old" / f"checkpoint-{BASE_STEP}")
+    content = json.loads((checkpoint / "training_state.json").read_text())
+    del content["stages"]
+    (checkpoint / "training_state.json").write_text(json.dumps(content))
+    (checkpoint / "manifest.json").unlink()
+    seal_checkpoint(checkpoint)
+    data = ["--dataset_dir", other] if is_stage else []
+    with mock.patch("recipe.run.start.TrainOrder", wraps=TrainOrder) as order:
+        run = train(*RUN, "--resume_from_checkpoint", checkpoint, *data)
+    assert order.call_args.kwargs["shift_below"] == expected
+    assert read_summary(run)["tokens_seen"] == 12 * 4 * BLOCK_SIZE

@@ -1,0 +1,208 @@
+"""What every `auto` becomes: tables of facts, the probe that measures, and a resumed run that keeps the answers."""
+
+import json
+
+import pytest
+import torch
+
+from recipe.checkpoint import read_state
+from recipe.command_line import load_config
+from recipe.hardware import accelerator, probe
+from recipe.hardware.choices import Facts, choose, settle, to_measure
+from recipe.hardware.probe import Measured, measure_rates
+from recipe.model.build import build_model_config
+
+EPYC = Measured({"no": 3e11, "bf16": 6e11}, {"eager": 0.001, "sdpa": 0.002}, 4)  # bf16 pays, and plain attention
+XEON = Measured({"no": 3.2e11, "bf16": 1.65e11}, {"eager": 0.003, "sdpa": 0.002}, 2)  # with AMX hidden from the guest
+CLOSE = Measured({"no": 3e11, "bf16": 3.2e11}, {}, 4)
+CPU = torch.device("cpu")
+
+
+def config_of(*argv):
+    return load_config(["--dataset_dir", "d", "--max_steps", "9", *argv])[0]
+
+
+def small_model(**shape):
+    options = ",".join(f"{key}={value}" for key, value in {"n_layer": 2, "n_head": 2, "n_embd": 64, **shape}.items())
+    return build_model_config(config_of("--config_overrides", options), 512, 0)
+
+
+# ------------------------------------------------------------------ the choices
+
+
+@pytest.mark.parametrize(
+    ("argv", "facts", "measured", "label", "expected"),
+    [
+        # a CPU: what multiplies faster, and fp32 if there is no difference to speak of
+        ("", {}, EPYC, "precision", "bf16"),
+        ("", {}, XEON, "precision", "no"),
+        ("", {}, CLOSE, "precision", "no"),
+        ("", {"launcher_precision": "bf16"}, XEON, "precision", "bf16"),
+        ("--mixed_precision no", {"launcher_precision": "bf16"}, EPYC, "precision", "no"),
+        ("--bf16_residual", {}, EPYC, "residual", "bf16"),
+        # other devices without data sheets are measured, too
+        ("", {"device_type": "mps"}, EPYC, "precision", "bf16"),
+        ("", {"device_type": "xpu"}, CLOSE, "precision", "no"),
+        ("", {"device_type": "mps"}, EPYC, "dynamo", "no"),
+        ("", {"device_type": "mps"}, EPYC, "attention", "sdpa"),
+        # CUDA: nothing is measured
+        ("", {"device_type": "cuda"}, None, "precision", "bf16"),
+        ("", {"device_type": "cuda", "has_bf16": False}, None, "precision", "fp16"),
+        ("", {"device_type": "cuda"}, None, "dynamo", "inductor"),
+        ("", {"device_type": "cuda", "why_no_inductor": "no Triton"}, None, "dynamo", "no"),
+        ("", {"device_type": "cuda"}, None, "attention", "sdpa"),
+        # compiling pays after 90 s of products at the measured rate: 5.4e13 FLOPs in bf16, 2.9e13 in fp32
+        ("", {"total_flops": 4e13}, EPYC, "dynamo", "no"),
+        ("", {"total_flops": 4e13}, XEON, "dynamo", "inductor"),
+        ("", {"total_flops": 6e13}, EPYC, "dynamo", "inductor"),
+        ("", {"total_flops": 6e13, "why_no_inductor": "no g++"}, EPYC, "dynamo", "no"),
+        ("--max_minutes 3", {}, EPYC, "dynamo", "no"),
+        ("--max_minutes 60", {}, EPYC, "dynamo", "inductor"),
+        ("", {"launcher_backend": "inductor", "total_flops": 1.0}, EPYC, "dynamo", "inductor"),
+        ("--dynamo_backend aot_eager", {"launcher_backend": "inductor"}, EPYC, "dynamo", "aot_eager"),
+        # attention: plain where it is faster, never where it was too long to be measured
+        ("", {}, EPYC, "attention", "eager"),
+        ("", {}, XEON, "attention", "sdpa"),
+        ("", {}, CLOSE, "attention", "sdpa"),
+        ("--attn_implementation sdpa", {}, EPYC, "attention", "sdpa"),
+        # threads: of the two numbers that make sense the fastest, unless the user has set one
+        ("", {"thread_counts": (2, 4)}, EPYC, "threads", "4"),
+        ("", {"thread_counts": (2, 4)}, XEON, "threads", "2"),
+        ("", {"thread_counts": (2, 4), "typed_threads": 3}, EPYC, "threads", "3"),
+        ("", {"thread_counts": (1, 2)}, EPYC, "threads", "2"),  # the main process's machine has more
+    ],
+)
+def test_what_auto_becomes(argv, facts, measured, label, expected):
+    choice = choose(config_of(*argv.split()), Facts(**{"device_type": "cpu"} | facts), measured)[label]
+    assert choice.value == expected
+    assert choice.reason
+
+
+IN_THE_CHECKPOINT = {
+    "device_type": "cpu",
+    "mixed_precision": "no",
+    "dynamo_backend": "no",
+    "attn_implementation": "sdpa",
+    "num_threads": 1,
+}
+
+
+@pytest.mark.parametrize(
+    ("argv", "kept", "facts", "expected"),
+    [
+        ("", None, {}, ["bf16", "inductor", "eager", "2"]),  # a checkpoint of an older version
+        ("", {"device_type": "cuda"}, {}, ["bf16", "inductor", "eager", "2"]),
+        ("--mixed_precision bf16 --attn_implementation eager", {}, {}, ["bf16", "no", "eager", "1"]),
+        ("", {}, {"thread_counts": (2, 3)}, ["no", "no", "sdpa", "3"]),  # another machine
+        ("", {"dynamo_backend": "inductor"}, {"why_no_inductor": "no g++"}, ["no", "no", "sdpa", "1"]),
+    ],
+)
+def test_a_resumed_run_keeps_what_was_measured(argv, kept, facts, expected):
+    """Whatever is measured now, unless it is typed, impossible here, or the run moves to another type of device."""
+    kept = {} if kept is None else IN_THE_CHECKPOINT | kept
+    choices = choose(config_of(*argv.split()), Facts("cpu", **{"thread_counts": (1, 2), "kept": kept, **facts}), EPYC)
+    assert [choices[label].value for label in ("precision", "dynamo", "attention", "threads")] == expected
+
+
+def test_a_killed_run_keeps_its_answers(train, tmp_path, monkeypatch):
+    """A run resumed with the probe's answer inverted ends with the weights of an uninterrupted one."""
+    auto = ["--mixed_precision", "auto", "--dynamo_backend", "no", "--attn_implementation", "auto"]
+
+    def run(name, measured, *argv):
+        monkeypatch.setattr(accelerator, "measure_rates", lambda *_: measured)
+        folder = train(*auto, *argv, output_dir=tmp_path / name)
+        return (folder / "model.safetensors").read_bytes()
+
+    whole = run("whole", EPYC)
+    run("killed", EPYC, "--max_steps", "2", "--save_steps", "2")
+    state = read_state(tmp_path / "killed" / "checkpoint-2").state.hardware
+    assert (state["mixed_precision"], state["attn_implementation"]) == ("bf16", "eager")
+    again = ["--resume_from_checkpoint", str(tmp_path / "killed" / "checkpoint-2")]
+    assert run("resumed", XEON, *again) == whole
+    assert run("other", XEON) != whole
+
+
+def test_a_checkpoint_of_an_older_version_has_no_answers(train):
+    folder = train("--save_steps", "2") / "checkpoint-2"
+    content = json.loads((folder / "training_state.json").read_text())
+    del content["hardware"]
+    (folder / "training_state.json").write_text(json.dumps(content))
+    assert read_state(folder).state.hardware == {}
+
+
+# ------------------------------------------------------------------ the probe
+
+
+TYPED_PRECISION = ["--mixed_precision", "no"]
+TYPED = [*TYPED_PRECISION, "--dynamo_backend", "no", "--attn_implementation", "sdpa"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "facts", "expected"),
+    [
+        ([], Facts("cpu"), ["no", "bf16"]),
+        (TYPED_PRECISION, Facts("cpu"), ["no"]),
+        (TYPED, Facts("cpu"), []),
+        (TYPED, Facts("cpu", thread_counts=(1, 2)), ["no"]),
+        ([], Facts("cuda"), []),
+        ([], Facts("mps"), ["no", "bf16"]),
+    ],
+)
+def test_only_what_is_open_is_measured(argv, facts, expected):
+    assert to_measure(settle(config_of(*argv), facts), facts) == expected
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0, 40.0])  # 40: a processor that only emulates bf16
+def test_the_ratio_of_the_rates_is_that_of_the_times(monkeypatch, factor):
+    """Of a machine on which a product takes `factor` times as long in bf16, and a fifth of all calls five times."""
+    calls = iter(range(10**9))
+
+    def pretend(rounds, device, function):
+        slow = 5.0 if next(calls) % 5 == 0 and rounds == 1 else 1.0
+        return slow * (factor if function().dtype == torch.bfloat16 else 1.0) * 1e-3
+
+    monkeypatch.setattr(probe, "best_of", pretend)
+    monkeypatch.setattr(probe, "time_attention", lambda *_: {})
+    found = measure_rates(CPU, small_model(), 32).flops_per_second
+    assert found["no"] / found["bf16"] == pytest.approx(factor, rel=1e-6)
+
+
+def test_the_rate_counts_each_product_as_often_as_the_model_has_it(monkeypatch):
+    """With 1 ns per FLOP in the vocabulary's products and 2 ns in the blocks', by hand."""
+    width, vocab = 64, 512
+    monkeypatch.setattr(probe, "SIDE_SECONDS", 0.0)  # 64 rows and columns
+    monkeypatch.setattr(probe, "best_of", lambda rounds, device, function: 1e-3 if function().shape else 0)
+    monkeypatch.setattr(probe, "time_attention", lambda *_: {})
+    rate = measure_rates(CPU, small_model(), 32, ["no"]).flops_per_second["no"]
+    # every product takes 1 ms, and has 64 x k x 64 multiply-adds of the k x columns that a token needs
+    blocks = 2 * (2 * width * 4 * width) / (2 * 64 * 64 * 64) + 2 * 4 * width * width / (2 * 64 * 4 * 64 * 64)
+    seconds = (blocks + width * vocab / (2 * 64 * 64 * 64)) * 1e-3
+    assert rate == pytest.approx(2 * (2 * 12 * width * width + width * vocab) / 2 / seconds, rel=1e-9)
+
+
+def test_a_probe_of_a_large_model_takes_less_than_two_seconds_and_leaves_no_trace():
+    """Random state and number of threads stay as they were."""
+    before, threads = torch.get_rng_state(), torch.get_num_threads()
+    large = small_model(n_layer=48, n_head=25, n_embd=1600)  # 1.5 B parameters
+    measured = []
+    for _ in range(3):  # another program may take the core
+        seconds = probe.best_of(1, CPU, lambda: measured.append(measure_rates(CPU, large, 1024)))
+        if seconds < 2:
+            break
+    assert seconds < 2
+    assert torch.equal(before, torch.get_rng_state())
+    assert torch.get_num_threads() == threads
+    assert measured[-1].flops_per_second["no"] > 1e8
+    assert set(measured[-1].attention_seconds) == {"eager", "sdpa"}
+
+
+def test_plain_attention_of_long_rows_is_not_measured():
+    assert measure_rates(CPU, small_model(), 4096, ["no"]).attention_seconds == {}
+
+
+def test_a_product_of_an_accelerator_is_over_when_the_device_says_so(monkeypatch):
+    waits = []
+    module = type("Module", (), {"synchronize": staticmethod(lambda: waits.append(1))})
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    measure_rates(torch.device("meta"), small_model(), 32)
+    assert len(waits) > 20

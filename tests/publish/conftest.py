@@ -1,0 +1,35 @@
+"""A finished run that has published nothing, and uploads without pauses."""
+
+import shutil
+from functools import partial
+from pathlib import Path
+
+import pytest
+from hub_runs import SAVE
+
+from recipe.publish import uploads
+from recipe.publish.uploads import HubUploads
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch):
+    """Do not wait before another attempt."""
+    monkeypatch.setattr(uploads, "PAUSE_SECONDS", 0.0)
+
+
+@pytest.fixture
+def all_arrive(monkeypatch):
+    """Let a run upload every checkpoint, also those that a newer one replaces if uploads fall behind."""
+    monkeypatch.setattr("recipe.train.HubUploads", partial(HubUploads, keeps_all=True))
+
+
+@pytest.fixture(scope="module")
+def finished(train_shared) -> Path:
+    """A run of four steps with two checkpoints."""
+    return train_shared(*SAVE)
+
+
+@pytest.fixture
+def run(finished, tmp_path) -> Path:
+    """A copy of it, which a test may change."""
+    return Path(shutil.copytree(finished, tmp_path / "run"))

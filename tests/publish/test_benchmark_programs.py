@@ -1,0 +1,186 @@
+"""The bare loop, which is the recipe's loop with nothing around it, and the programs that make the benchmarks."""
+
+import json
+import math
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from helpers import BLOCK_SIZE, load_program, read_events
+from safetensors.torch import load_file
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+
+from recipe.data.batches import example_rows
+from recipe.errors import UserError
+
+# ---------------------------------------------------------------- the bare loop
+
+
+@pytest.fixture
+def bare_loop(dataset_dir, monkeypatch):
+    """The program, whose constants a call replaces before it trains: `bare_loop(MAX_STEPS=10)`."""
+    program = load_program("scripts/bare_loop.py")
+
+    def run(**constants: object) -> None:
+        for name, value in constants.items():
+            monkeypatch.setattr(program, name, value)
+        monkeypatch.setattr(sys, "argv", ["bare_loop.py", str(dataset_dir)])
+        program.main()
+
+    run.program = program
+    return run
+
+
+def test_the_bare_loop_learns(bare_loop, capsys):
+    """Thirty steps bring the loss far below that of a uniform guess, log(512)."""
+    bare_loop(MAX_STEPS=30, LOG_STEPS=10, WARMUP_STEPS=5, N_EMBD=32, GRAD_ACCUM=2, PEAK_LR=1e-2)
+    losses = [float(found) for found in re.findall(r"loss ([\d.]+)", capsys.readouterr().out)]
+    assert len(losses) == 3 and losses == sorted(losses, reverse=True) and losses[-1] < math.log(512) - 1.5
+
+
+def test_the_bare_loop_and_the_recipe_are_the_same_loop(train, bare_loop, tmp_path, monkeypatch):
+    """From the same weights, on the same rows, the losses of ten steps in fp32 agree within 1e-5."""
+    start = train("--max_steps", "1", output_dir=tmp_path / "start")
+    options = {"max_steps": 10, "logging_steps": 1, "learning_rate": 1e-2, "warmup_steps": 3, "global_batch_size": 8}
+    options |= {"lr_scheduler_type": "cosine_with_min_lr", "seed": 5}
+    options["config_overrides"] = "attn_pdrop=0,resid_pdrop=0,embd_pdrop=0"
+    typed = [text for key, value in options.items() for text in (f"--{key}", value)]
+    run = train(*typed, shape=["--model_name_or_path", start, "--block_size", BLOCK_SIZE], output_dir=tmp_path / "run")
+    expected, losses = [event["loss"] for event in read_events(run, "train")], []
+
+    def build_started_model(config, **attention):
+        model, weights = AutoModelForCausalLM.from_config(config, **attention), load_file(start / "model.safetensors")
+        for name, parameter in model.named_parameters():
+            parameter.data[: len(weights[name])] = weights[name]
+        return model
+
+    def record_loss(*arguments):
+        losses.append(F.cross_entropy(*arguments))
+        return losses[-1]
+
+    monkeypatch.setattr(torch, "randperm", lambda n: torch.from_numpy(example_rows(np.arange(n), n, 5)))
+    bare_loop(
+        **{"MAX_STEPS": 10, "WARMUP_STEPS": 3, "PEAK_LR": 1e-2, "MICRO_BATCH": 4, "GRAD_ACCUM": 2},
+        **{"BLOCK_SIZE": BLOCK_SIZE, "N_LAYER": 2, "N_HEAD": 2, "N_EMBD": 32},
+        time_product=lambda *_: 1.0,  # fp32
+        AutoModelForCausalLM=SimpleNamespace(from_config=build_started_model),
+        F=SimpleNamespace(cross_entropy=record_loss),
+    )
+    found = torch.stack(losses).detach().view(10, 2).mean(dim=1).tolist()
+    assert found == pytest.approx(expected, abs=1e-5) and expected[-1] < expected[0] - 0.5
+
+
+def test_the_bare_loops_learning_rate_rises_to_its_peak_and_falls_to_a_tenth(bare_loop):
+    program = bare_loop.program
+    rates = [program.learning_rate(step) for step in range(program.MAX_STEPS)]
+    assert max(rates) == pytest.approx(program.PEAK_LR) == pytest.approx(rates[program.WARMUP_STEPS])
+    assert rates[0] == 0 and rates[1] == pytest.approx(program.PEAK_LR / program.WARMUP_STEPS)
+    assert rates[-1] == pytest.approx(program.PEAK_LR / 10, rel=1e-3)
+
+
+# ---------------------------------------------------------------- sweeps
+
+
+@pytest.fixture
+def sweep(tmp_path, monkeypatch, capsys):
+    """Run the sweep program with a stand-in for training, which reports the square of the value plus the seed.
+
+    A value above 100 fails. Returns the function, the options of all trainings, and the output file.
+    """
+    program, trained, path = load_program("scripts/benchmarks/sweep.py"), [], tmp_path / "sweep.json"
+    environment = {"device": "CPU", "num_cpus": 1}
+    speed = {"tokens_seen": 1000, "tokens_per_second": 10.0, "train_seconds": 1.0, "finished_at": ""}
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess:
+        options = dict(zip(command[2::2], command[3::2], strict=True))
+        trained.append(options)
+        value, seed, folder = float(options["--learning_rate"]), int(options["--seed"]), Path(options["--output_dir"])
+        if value > 100:
+            return subprocess.CompletedProcess(command, 1, "", "Traceback\nerror: stopped at step 5: not finite\n")
+        folder.mkdir()
+        summary = {"eval_loss": value**2 + seed, **speed, "environment": environment}
+        (folder / "summary.json").write_text(json.dumps(summary))
+        events = [{"event": "eval", "step": 0, "loss": 9.0}]
+        for step in (5, 10):
+            events.append({"event": "train", "step": step, "tokens_seen": 100 * step, "train_seconds": 0.1 * step})
+            events.append({"event": "eval", "step": step, "loss": value + 1 / step})
+        (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, events)))
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    def start(*arguments: object) -> str:
+        monkeypatch.setattr(sys, "argv", ["sweep.py", *map(str, arguments), "--output_file", str(path)])
+        program.main()
+        return capsys.readouterr().out
+
+    monkeypatch.setattr(program.subprocess, "run", run)
+    return start, trained, path
+
+
+def test_a_sweep_gives_mean_and_standard_deviation(sweep):
+    start, trained, path = sweep
+    text = start("learning_rate", 1, 2, "--seeds", 0, 1, 3, "--max_steps", 5)
+    found = [(options["--learning_rate"], options["--seed"]) for options in trained]
+    assert sorted(found) == [(value, seed) for value in "12" for seed in "013"]
+    mean, sd = statistics.fmean([4, 5, 7]), statistics.stdev([4, 5, 7])
+    assert f"| 2 | 0.00 M | 3 | {mean:.4f} | {sd:.4f} | {math.exp(mean):.2f} | 10 |" in text
+    assert all({"environment", "finished_at"} <= run.keys() for run in json.loads(path.read_text())["runs"])
+
+
+def test_a_sweep_of_two_options_sets_both_and_draws_their_curves(sweep, tmp_path):
+    """The file holds each evaluation after a log line."""
+    start, trained, path = sweep
+    chart = ["--eval_steps", 5, "--chart_file", tmp_path / "chart.png"]
+    start("learning_rate,optim", "1,muon", "2,adamw_torch", "--seeds", 0, 1, *chart)
+    assert {(of["--learning_rate"], of["--optim"]) for of in trained} == {("1", "muon"), ("2", "adamw_torch")}
+    assert json.loads(path.read_text())["runs"][1]["curve"] == [[500, 0.5, 2.2], [1000, 1.0, 2.1]]
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("chart.png", "chart_dark.png"))
+
+
+def test_a_sweep_continues_where_its_file_ends(sweep):
+    start, trained, _ = sweep
+    start("learning_rate", 1, "--seeds", 0)
+    start("learning_rate", 1, 2, "--seeds", 0)
+    assert [options["--learning_rate"] for options in trained] == ["1", "2"]
+
+
+def test_a_run_that_fails_is_a_row_of_the_sweep_with_its_reason(sweep, tmp_path):
+    """A learning rate that is too high is a result, too; it has no line in the chart."""
+    start, _, path = sweep
+    chart = ["--eval_steps", 5, "--chart_file", tmp_path / "chart.png"]
+    text = start("learning_rate", 1000, 1, "--seeds", 0, *chart)
+    assert "| 1000 | | 0 | failed | | | |" in text and "stopped at step 5" in text
+    assert "stopped at step 5" in json.loads(path.read_text())["runs"][0]["failed"]
+    assert (tmp_path / "chart.png").exists()
+    with pytest.raises(UserError):  # if every run fails, so does the sweep
+        start("learning_rate", 1000, "--seeds", 0)
+
+
+# ---------------------------------------------------------------- the first hour on a GPU
+
+
+def test_a_stage_that_fails_or_hangs_does_not_stop_the_next(tmp_path, monkeypatch):
+    """Two programs may run side by side. What does not fit into the time any more is recorded as not run."""
+    program = load_program("scripts/benchmarks/first_gpu.py")
+    stages = [  # with the seconds that they should take
+        ("bad", 9, [sys.executable, "-c", "raise SystemExit('no kernel')"]),
+        ("slow", 1, [sys.executable, "-c", "import time; time.sleep(60)"]),
+        ("good", 9, [sys.executable, "-c", "print('b')"]),
+        ("both", 9, [[sys.executable, "-c", "print(1)"], [sys.executable, "-c", "print(2)"]]),
+        ("late", 900, [sys.executable, "-c", "print(3)"]),
+    ]
+    monkeypatch.setattr(program, "list_parts", lambda args: stages)
+    options = "--dataset_dir data --nanogpt nanoGPT --minutes 0.4 --output_dir"
+    monkeypatch.setattr(sys, "argv", ["first_gpu.py", *options.split(), str(tmp_path)])
+    program.main()
+    found = {path.stem[3:]: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
+    assert "failed with 1: no kernel" in found["bad"]["status"] and found["slow"]["status"] == "not finished in time"
+    assert found["good"]["status"] == "done" and found["good"]["output"] == ["b"]
+    assert found["both"]["status"] == "done; done" and found["late"]["status"].startswith("not run")
+    assert all(entry["environment"]["torch"] and entry["command"].startswith("python") for entry in found.values())

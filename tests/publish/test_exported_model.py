@@ -1,0 +1,85 @@
+"""Exported models: pruned and int8, as users load them."""
+
+import importlib.util
+
+import pytest
+import torch
+from helpers import load_program, run_script
+from small_model import save_small_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from recipe.errors import UserError
+from recipe.evaluation.generation import generate_texts, load_model
+
+SCRIPT = "scripts/export_model.py"
+needs_bitsandbytes = pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None, reason='needs pip install -e ".[quantize]"'
+)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory, tokenizer_dir):
+    return save_small_model(tmp_path_factory.mktemp("model"), tokenizer_dir)
+
+
+def matrices(model) -> dict[str, torch.Tensor]:
+    """The weights of the four projections of each block, by the names of GPT-2."""
+    names = [f"h.{i}.{name}" for i in range(2) for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")]
+    return {name: model.transformer.get_submodule(name).weight for name in names}
+
+
+def read_rows(printed: str) -> list[tuple[float, float]]:
+    """Return megabytes and perplexity before and after."""
+    rows = [line.replace(",", "").split() for line in printed.splitlines()[:2]]
+    return [(float(row[1]), float(row[-1])) for row in rows]
+
+
+def test_pruning_removes_the_smallest_weights(model_dir, dataset_dir, tmp_path, capsys):
+    """30% of each matrix, by magnitude; nothing else changes, and the file keeps its size."""
+    arguments = ["--model", model_dir, "--prune", 0.3, "--dataset_dir", dataset_dir, "--output_dir", tmp_path / "out"]
+    assert run_script(SCRIPT, *arguments) == ""
+    before, after = (AutoModelForCausalLM.from_pretrained(path) for path in (model_dir, tmp_path / "out"))
+    for name, weight in matrices(after).items():
+        original, kept = matrices(before)[name], weight != 0
+        assert (~kept).sum() == round(0.3 * weight.numel())
+        assert torch.equal(weight[kept], original[kept]) and original[~kept].abs().max() <= original[kept].abs().min()
+    assert torch.equal(before.transformer.wte.weight, after.transformer.wte.weight)
+    (megabytes, perplexity), (megabytes_after, perplexity_after) = read_rows(capsys.readouterr().out)
+    assert megabytes == megabytes_after and perplexity != perplexity_after
+
+
+@needs_bitsandbytes
+def test_int8_rounds_each_weight_to_one_byte(model_dir, dataset_dir, tmp_path, capsys):
+    """In steps of its channel's largest value; zeros stay zero. The folder loads, generates and is evaluated."""
+    out, data = tmp_path / "out", ["--dataset_dir", dataset_dir]
+    assert (
+        run_script(SCRIPT, "--model", model_dir, "--quantize", "int8", "--prune", 0.3, *data, "--output_dir", out)
+        == ""
+    )
+    after = AutoModelForCausalLM.from_pretrained(out)
+    assert {weight.dtype for weight in matrices(after).values()} == {torch.int8}
+    original = matrices(AutoModelForCausalLM.from_pretrained(model_dir))["h.1.mlp.c_fc"].T  # Conv1D: [in, out]
+    found, scales = matrices(after)["h.1.mlp.c_fc"], original.abs().amax(1, keepdim=True)
+    pruned = torch.where(original.abs() < original.abs().flatten().quantile(0.3), 0.0, original)
+    assert (found - 127 * pruned / scales).abs().max() <= 1
+    (megabytes, _), (megabytes_after, _) = read_rows(capsys.readouterr().out)
+    assert megabytes_after < megabytes
+    assert AutoTokenizer.from_pretrained(out).vocab_size > 0
+    assert generate_texts(*load_model(out, "cpu"), "the cat", max_new_tokens=40)[0].startswith("the cat")
+    assert run_script("scripts/evaluate_model.py", "--model", out, *data) == ""
+
+
+@needs_bitsandbytes
+def test_a_converter_that_skips_layers_is_refused(model_dir, monkeypatch):
+    """A converter that knows only `nn.Linear` finds nothing in GPT-2 and reports success."""
+    program = load_program(SCRIPT)
+    skipping = program.BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=["c_fc", "lm_head"])
+    monkeypatch.setattr(program, "BitsAndBytesConfig", lambda **_: skipping)
+    with pytest.raises(UserError, match="6 of the 8"):
+        program.load_as_int8(model_dir, torch.device("cpu"))
+
+
+def test_a_runs_own_validation_text_is_measured(train_shared, tmp_path, capsys):
+    run = train_shared("--max_steps", 2)
+    assert run_script(SCRIPT, "--model", run, "--prune", 0.5, "--output_dir", tmp_path / "out") == ""
+    assert "validation" in capsys.readouterr().out

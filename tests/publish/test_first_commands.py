@@ -1,0 +1,148 @@
+"""The first commands of a user: the demo, own text, and what the programs print to be typed next."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from helpers import PLAIN, ROOT, TINY, default_arguments, launch, make_documents, read_events, run_script
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from recipe.evaluation.validation import Validation
+
+
+@pytest.fixture(scope="module")
+def first_run(tmp_path_factory):
+    """The demo, shortened, in an empty folder. Returns the finished process and the folder."""
+    folder = tmp_path_factory.mktemp("first")
+    return launch(["--max_steps", "20", "--max_eval_samples", "8"], cwd=folder, CUDA_VISIBLE_DEVICES=""), folder
+
+
+def test_the_first_run_needs_no_arguments(first_run):
+    """The demo prepares a corpus, and trains a tokenizer and a model, which learns."""
+    result, folder = first_run
+    assert result.returncode == 0, result.stderr
+    assert "20/20" in result.stderr and "tok/s" in result.stderr  # the progress bar
+    summary = json.loads((folder / "runs" / "demo" / "summary.json").read_text())
+    assert summary["eval_loss"] < summary["initial"]["loss"] - 1.3
+    model = AutoModelForCausalLM.from_pretrained(folder / "runs" / "demo")
+    assert model.config.vocab_size == len(AutoTokenizer.from_pretrained(folder / "runs" / "demo"))
+
+
+def test_the_first_run_ends_with_what_to_do_next(first_run):
+    """The closing lines name commands that exist; the checkpoint to resume from is the last one before the decay."""
+    closing = first_run[0].stdout.partition("\n---\n")[2]
+    resume = "--resume_from_checkpoint runs/demo/checkpoint-"
+    for part in ("scripts/generate_text.py --model runs/demo", resume, "--train_file TEXT.txt", "GPT-2 124M"):
+        assert part in closing
+
+
+def test_a_second_run_reuses_the_data_in_a_folder_of_its_own(train, first_run, monkeypatch):
+    folder = first_run[1]
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*.arrow")}
+    monkeypatch.chdir(folder)
+    train("--max_steps", "1", "--max_eval_samples", "8", output_dir=folder / "runs" / "demo-2", alone=True)
+    assert (folder / "runs" / "demo-2" / "summary.json").is_file()
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*.arrow")} == before != {}
+
+
+def test_from_own_text_to_a_sample(train, tmp_path, monkeypatch, capsys):
+    """The scripts lead from text to a model, and train.py prepares the same rows from the same text."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("\n".join(make_documents(400)), encoding="utf-8")
+    text, tokenizer = ["--train_file", "a.txt"], ["--tokenizer_name", "tok"]
+    assert not run_script("scripts/train_tokenizer.py", *text, "--vocab_size", 400, "--output_dir", "tok")
+    assert len(AutoTokenizer.from_pretrained("tok")) == 400
+    assert not run_script("scripts/prepare_data.py", *text, *tokenizer, "--output_dir", "packed")
+    command = capsys.readouterr().out.splitlines()[-1].partition("recipe/train.py ")[2].split()
+    small, prepared = [*TINY, *PLAIN, "--max_steps", "1", "--global_batch_size", "4"], []
+    for name, arguments in {"run": command, "direct": [*text, *tokenizer]}.items():
+        train(*arguments, *small, "--output_dir", name, alone=True)
+        prepared.append(json.loads(Path(name, "summary.json").read_text())["dataset_content_sha256"])
+    assert prepared[0] == prepared[1]
+    capsys.readouterr()
+    sample = ["--model", "run", "--prompt", "the cat", "--num_samples", 2, "--max_new_tokens", 9]
+    assert not run_script("scripts/generate_text.py", *sample)
+    assert capsys.readouterr().out.count("the cat") >= 2
+
+
+# ---------------------------------------------------------------- what is printed can be typed
+
+
+@pytest.mark.parametrize(
+    "length",
+    [
+        ["--max_steps", 4],
+        ["--num_train_epochs", 0.03],
+        ["--max_minutes", 5],
+        ["--num_train_epochs", 0.03, "--max_minutes", 5],
+    ],
+)
+def test_printed_commands_run_as_printed(train, tmp_path, monkeypatch, capsys, dataset_dir, length):
+    """The run is in a folder whose name a shell would split, with a prompt that looks like an option."""
+    monkeypatch.chdir(tmp_path)
+    options = ["--dataset_dir", dataset_dir, "--output_dir", "my [v2] run", "--sample_prompt=-x $HOME", *TINY, *PLAIN]
+    options += ["--global_batch_size", 4, "--warmup_steps", 1, "--save_steps", 1, "--max_eval_samples", 4, *length]
+    minutes_alone = length[0] == "--max_minutes"  # which end the run after four steps
+
+    def measure_progress(schedule, state):
+        return state.step / (4 if minutes_alone else schedule.max_steps)
+
+    with mock.patch("recipe.run.decide.measure_progress", measure_progress):
+        train(*options, alone=True)
+        printed = capsys.readouterr().out
+        (generate,) = re.findall(r"^  generate   python (.*)$", printed, re.MULTILINE)
+        assert not run_script(*shlex.split(generate), "--max_new_tokens", 4)
+        assert capsys.readouterr().out.startswith("-x $HOME")
+        longer = re.search(r"^  longer     repeat your command with\n +(.*) \\\n +(.*)$", printed, re.MULTILINE)
+        names = {text for text in shlex.split(longer[2]) if text.startswith("--")}
+        assert names - {"--output_dir"} == {text for text in length if str(text).startswith("--")}
+        train(*options, *shlex.split(f"{longer[1]} {longer[2]}"), alone=True)
+        summaries = sorted(Path().glob("my*/summary.json"), key=os.path.getmtime)
+        before, after = (json.loads(path.read_text())["step"] for path in summaries)
+        assert abs(after - before * (1 if minutes_alone else 2)) <= 1  # epochs end with a part of a step
+
+
+def test_the_printed_way_to_resume_a_stopped_run_resumes_it(train, tmp_path, monkeypatch, capsys, dataset_dir):
+    monkeypatch.chdir(tmp_path)
+    options = ["--dataset_dir", dataset_dir, *TINY, *PLAIN, "--global_batch_size", 4, "--warmup_steps", 1]
+    options += ["--run_name", "my run", "--max_eval_samples", 4, "--max_steps", 6, "--logging_steps", 1]
+
+    def stop_after_two(_, state):
+        if state.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return state.step / 6
+
+    with mock.patch("recipe.run.decide.measure_progress", stop_after_two), pytest.raises(SystemExit):
+        train(*options, alone=True)
+    resume = capsys.readouterr().out.partition("repeat your command with\n")[2].splitlines()[0]
+    train(*options, *shlex.split(resume), alone=True)
+    assert [event["step"] for event in read_events(Path("runs", "my run"), "train")] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("at", ["__init__", "run"])  # before the loop, and in its first evaluation
+def test_ctrl_c_before_the_first_step_promises_no_checkpoint(train, tmp_path, dataset_dir, monkeypatch, capsys, at):
+    """The run exits with 130; the same command starts again, and the log holds no first try."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Validation, at, mock.Mock(side_effect=KeyboardInterrupt))
+        assert run_script("recipe/train.py", *default_arguments(dataset_dir, tmp_path / "run", TINY)) == "130"
+    printed = capsys.readouterr().err
+    assert printed.endswith("interrupted\n") and "Traceback" not in printed
+    assert not list(tmp_path.glob("run/checkpoint-*"))
+    assert [event["step"] for event in read_events(train(), "eval")] == [0, 4]
+
+
+@pytest.mark.parametrize("options", [["--help"], ["--max_steps", "3", "--save_steps", "2"]])
+def test_nothing_of_posix_is_used_before_it_is_looked_for(tmp_path, dataset_dir, options):
+    """A stand-in for Windows, on which nothing has been tried: the command line, and three steps on a CPU."""
+    arguments = [*default_arguments(dataset_dir, tmp_path / "run", TINY), *options]
+    command = [sys.executable, ROOT / "tests/programs/without_posix.py", ROOT / "recipe/train.py", *arguments]
+    result = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert options == ["--help"] or [event["step"] for event in read_events(tmp_path / "run", "train")] == [1, 2, 3]

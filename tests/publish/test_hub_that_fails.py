@@ -1,0 +1,168 @@
+"""A Hub that fails, hangs or refuses costs no training, and what is missing there is named."""
+
+import os
+import sys
+import threading
+import time
+
+import pytest
+from helpers import read_events, run_script, signal_when
+from hub_runs import BRANCHES, PUSH, REPO, SAVE, branches_of, open_uploads
+from huggingface_hub import HfApi, constants
+from huggingface_hub import __version__ as hub_version
+
+from recipe.errors import UserError
+from recipe.publish import hub as hub_room
+from recipe.publish import uploads as uploads_room
+from recipe.run.stop import StopSignals
+
+STATE = ["--hub_strategy", "checkpoint"]
+HANGS = 60.0  # seconds
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fault"),
+    [
+        *((r"/commit|/preupload|lfs", fault) for fault in (429, 409, 500, "drop", "cut", "lose", 0.3)),
+        ("POST .*/commit/", HANGS),  # the client itself would wait forever
+        (f"GET /api/models/{REPO}$", HANGS),  # for which the client asks for that (2.4)
+    ],
+)
+def test_an_upload_that_fails_once_is_repeated(run, hub, monkeypatch, pattern, fault):
+    """One passing fault in any request leaves the Hub as if nothing had happened."""
+    monkeypatch.setattr(hub_room, "TIMEOUT_SECONDS", 1.5)
+    hub_room.prepare_client()
+    hub.fail(pattern, fault, times=1)
+    started_at = time.monotonic()
+    assert open_uploads(run, "--hub_strategy", "all_checkpoints").finish(4)
+    assert branches_of(hub) == BRANCHES and time.monotonic() - started_at < HANGS / 2
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fault"),
+    [
+        ("POST /api/validate-yaml", HANGS),  # the first request, which checks the license
+        (f"GET /api/models/{REPO}$", HANGS),  # the one that asks whose the repository is
+        ("POST /api/repos/create", 503),
+    ],
+)
+def test_a_hub_that_is_away_at_the_start_may_be_back_for_the_upload(train, hub, monkeypatch, pattern, fault):
+    monkeypatch.setattr(hub_room, "TIMEOUT_SECONDS", 0.5)
+    hub.fail(pattern, fault, times=1)
+    started_at = time.monotonic()
+    train(*PUSH)
+    assert time.monotonic() - started_at < HANGS / 2 and "model.safetensors" in hub.files(REPO)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fault"),
+    [*((r"POST .*/(preupload|commit)", fault) for fault in (401, 403, 500, "drop")), ("PUT /lfs-storage", 507)],
+)
+def test_what_could_not_be_uploaded_is_named_and_repeated(run, hub, capsys, pattern, fault):
+    """Each folder is tried twice; the command that uploads the rest is printed, and works."""
+    hub.fail(pattern, fault, times=None)
+    assert not open_uploads(run, *STATE).finish(4)
+    printed = capsys.readouterr().out
+    assert printed.count("will be repeated") == 1
+    for name in ("step-000002", "step-000004", "final"):
+        assert f"not uploaded: {name} ({f'status {fault}' if fault != 'drop' else ''}" in printed
+    assert f"    python scripts/push_to_hub.py {run}\n" in printed
+    hub.heal()
+    options = ["--hub_model_id", REPO, *STATE, "--hub_license", "mit"]
+    assert run_script("scripts/push_to_hub.py", run, *options) == ""
+    assert branches_of(hub) == BRANCHES and "license: mit" in hub.files(REPO)["README.md"].decode()
+    assert hub.files(REPO, BRANCHES[1])["optimizer.pt"] == (run / "checkpoint-4" / "optimizer.pt").read_bytes()
+
+
+def test_a_run_whose_model_is_not_on_the_hub_exits_with_1_after_its_end(train, hub, tmp_path, capsys):
+    hub.fail("POST .*/commit", 500, times=None)
+    with pytest.raises(SystemExit) as end:
+        train(*PUSH, *SAVE)
+    assert end.value.code == 1 and "not uploaded: final" in capsys.readouterr().out
+    assert (tmp_path / "run" / "summary.json").is_file()
+
+
+def test_a_failed_upload_is_tried_again_at_the_next_save(run, hub):
+    hub.fail("POST .*/commit", 500, times=None)
+    uploads = open_uploads(run)
+    for _ in range(5):
+        uploads.advance()
+        uploads.thread.join()
+    count = len([path for _, path, _, _ in hub.requests if "/commit/" in path])
+    hub.heal()
+    uploads.add(run / "checkpoint-4", 4)
+    uploads.advance()
+    uploads.thread.join()
+    assert count == 2 and branches_of(hub) == BRANCHES and not uploads.failures
+
+
+def test_uploads_do_not_hold_up_training(train, hub):
+    """While an upload hangs, the run trains, saves, and drops what a newer checkpoint replaces; the newest arrives."""
+    hub.fail("POST .*/commit", 3.0, times=1)
+    output_dir = train(*PUSH, "--save_steps", "1", "--max_steps", "12", "--save_total_limit", "2")
+    assert read_events(output_dir, "train")[-1]["train_seconds"] < 3.0
+    found = branches_of(hub)
+    assert found[-1].startswith("step-000012") and 2 <= len(found) < 12  # the first began during training
+
+
+def test_a_normal_end_waits_for_its_uploads_and_says_so(run, hub, monkeypatch, capsys):
+    monkeypatch.setattr(uploads_room, "REPORT_SECONDS", 0.3)
+    hub.fail("POST .*/commit", 1.5, times=1)
+    assert open_uploads(run).finish(4)
+    assert capsys.readouterr().out.count(f"still uploading to {REPO}: final, step-000002, step-000004") >= 2
+
+
+@pytest.mark.parametrize("ending", ["seconds", "SIGTERM", "SIGUSR1", "SIGHUP"])
+def test_an_upload_that_hangs_is_given_up(run, hub, monkeypatch, capsys, ending):
+    """A run waits for a limited time, or until it is told to leave, and prints the command that uploads the rest."""
+    healed = threading.Event()
+    monkeypatch.setattr(uploads_room, "upload", lambda *_: healed.wait())
+    uploads, started_at = open_uploads(run), time.monotonic()
+    is_late = ending == "seconds"
+    seconds, name = (1.0, "SIGTERM") if is_late else (HANGS, ending)
+    with StopSignals() as signals, signal_when(lambda: time.monotonic() > started_at + 1, name):
+        assert not uploads.finish(4, seconds, lambda: not is_late and signals.count > 0)
+    assert time.monotonic() - started_at < HANGS / 3
+    healed.set()
+    uploads.thread.join()  # or it would go on in the next test
+    printed = capsys.readouterr().out
+    assert f"({'not finished in time' if is_late else 'interrupted by a signal'})" in printed
+    assert "scripts/push_to_hub.py" in printed
+
+
+def test_a_stopped_run_uploads_its_last_checkpoint(train, hub, tmp_path, monkeypatch):
+    """A job that is told to leave takes its state to the Hub, from where the next one resumes."""
+    monkeypatch.setattr(os, "_exit", sys.exit)  # which would end this process, too
+    with signal_when((tmp_path / "run" / "checkpoint-2").exists), pytest.raises(SystemExit) as end:
+        train(*PUSH, *SAVE, *STATE, "--max_steps", "100000", "--logging_steps", "1000")
+    newest = max((tmp_path / "run").glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
+    (branch,) = [name for name in branches_of(hub) if "manifest.json" in hub.files(REPO, name)]
+    assert hub.files(REPO, branch)["manifest.json"] == (newest / "manifest.json").read_bytes()
+    assert end.value.code == 75
+
+
+@pytest.mark.parametrize(
+    ("variables", "options", "named"),
+    [
+        ({"HF_TOKEN": None}, [], "hf auth login"),
+        ({"HF_TOKEN": "hf_wrong"}, [], "401"),
+        ({}, [], "403"),  # a token that may only read
+        ({"HF_HUB_OFFLINE": "1"}, [], "HF_HUB_OFFLINE"),
+        ({}, ["--hub_private_repo"], f"{REPO} is public"),
+        ({}, ["--hub_license", "MIT"], "--hub_license"),
+        *(({}, ["--hub_model_id", name], "user/name") for name in ("tiny", "a/b/c", "a/ti ny", "a/..")),
+    ],
+)
+def test_a_run_that_could_not_publish_does_not_start(train, hub, monkeypatch, tmp_path, variables, options, named):
+    """Nothing is written, though the repository exists and its creation succeeds."""
+    if "--hub_license" in options and hub_version.startswith("1."):
+        pytest.skip("before version 2, the client asks huggingface.co about licenses, whatever the endpoint")
+    HfApi().create_repo(REPO)
+    if named == "403":
+        hub.fail("auth-check/write", 403, times=None)
+    for name, value in variables.items():
+        monkeypatch.delenv(name) if value is None else monkeypatch.setenv(name, value)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", os.environ["HF_HUB_OFFLINE"] == "1")
+    with pytest.raises(UserError, match=named):
+        train(*PUSH, *options)
+    assert not list((tmp_path / "run").glob("[!.]*"))

@@ -1,0 +1,159 @@
+"""The READMEs: their links, commands, tables, excerpts and changes are those of the program as it is."""
+
+import contextlib
+import functools
+import io
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+
+import pytest
+import torch
+from accelerate.commands.launch import launch_command_parser
+from helpers import CPU_ONLY, ROOT, TINY, default_arguments, run_script
+
+from recipe.command_line import CONFIGS_DIR, load_config
+
+SKIPPED = {"runs", "tests", "build"}  # and hidden folders, such as those of environments
+FOLDERS = [path.parent.relative_to(ROOT) for path in ROOT.rglob("README.md")]
+FOLDERS = sorted(folder for folder in FOLDERS if not any(p[0] == "." or p in SKIPPED for p in folder.parts))
+PAGES = {str(folder): (ROOT / folder / "README.md").read_text() for folder in FOLDERS}
+EVERYTHING = "\n".join(PAGES.values())
+TRAIN = "recipe/train.py"
+PROGRAM = r"(?:recipe|scripts)/[\w/]+\.py"
+TAKES_A_RUN = "sweep|plan_run"  # these programs accept the options of a run, too
+LAUNCHER = {name.lstrip("-") for action in launch_command_parser()._actions for name in action.option_strings}
+OTHER_OPTIONS = {"dry_run", "index_url", "outfile", "outtype", "task"}  # of programs that the text mentions
+# Packages that prepare text and evaluate, which many GPU images lack. A packed dataset needs none of them.
+LACKING = ("datasets", "evaluate", "orjson", "xxhash", "gigatoken")
+
+
+def blocks(language: str) -> list[str]:
+    found = re.findall(rf"^( *)```(?:{language})\n(.*?)^\1```", EVERYTHING, re.DOTALL | re.MULTILINE)
+    return [textwrap.dedent(block) for _, block in found]
+
+
+def commands() -> Iterator[list[str]]:
+    """Yield the commands of the bash blocks, as words."""
+    for block in blocks("bash|sh"):
+        for line in block.replace("\\\n", " ").splitlines():
+            for command in line.split("&&"):
+                yield shlex.split(command, comments=True)
+
+
+@functools.cache
+def options_of(program: str) -> set[str]:
+    """Return the options of a program, as its --help says."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        run_script(program, "--help")
+    own = set(re.findall(r"--([a-z_]+)", printed.getvalue()))
+    return own | options_of(TRAIN) if re.search(TAKES_A_RUN, program) else own
+
+
+@pytest.mark.parametrize("folder", PAGES)
+def test_links_and_paths_lead_to_existing_files(folder):
+    page = PAGES[folder].replace("accelerate_configs/FILE", "")
+    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page) + re.findall(r'(?:src|srcset)="([^"]+)"', page):
+        assert (ROOT / folder / target).exists(), target
+    for path in re.findall(r"(?<![\w/.-])(?:recipe|scripts|tests|accelerate_configs)/[\w./-]*\w", page):
+        assert (ROOT / path).exists(), path
+
+
+def test_commands_use_options_and_recipes_that_exist():
+    num_checked = 0
+    for words in commands():
+        at = next((i for i, word in enumerate(words) if re.fullmatch(PROGRAM, word)), None)
+        if at is None:  # a command of another program
+            continue
+        before, after = (
+            {word[2:].split("=")[0] for word in part if word[:2] == "--"} for part in (words[:at], words[at:])
+        )
+        assert after <= options_of(words[at]), words
+        assert words[:2] != ["accelerate", "launch"] or before <= LAUNCHER, words
+        if "--config" in words and (name := words[words.index("--config") + 1]).isidentifier():
+            assert (CONFIGS_DIR / f"{name}.yaml").is_file(), words
+        num_checked += 1
+    assert num_checked > 5
+
+
+def test_commands_in_sources_and_messages_use_options_that_exist():
+    paths = [path for folder in ("recipe", "scripts", "accelerate_configs") for path in (ROOT / folder).rglob("*.*")]
+    for path in paths:
+        lines = path.read_text().replace("\\\n#", "") if path.suffix in (".py", ".yaml", ".sbatch") else ""
+        for program, words in re.findall(rf"({PROGRAM})([^\n\"()]*)", lines):
+            if (ROOT / program).is_file():
+                assert set(re.findall(r" --([a-z_]+)", words)) <= options_of(program), (path, words)
+
+
+def test_options_in_the_text_exist():
+    programs = [str(path.relative_to(ROOT)) for path in (ROOT / "scripts").rglob("*.py") if path.stem != "bare_loop"]
+    text = re.sub(r"^```.*?^```", "", EVERYTHING, flags=re.DOTALL | re.MULTILINE)
+    names = {name.replace("-", "_") for name in re.findall(r"(?<![\w-])--([a-z][a-z_-]+)", text)}
+    assert names - LAUNCHER - OTHER_OPTIONS - set().union(*map(options_of, [TRAIN, *programs])) == set()
+
+
+def test_what_is_shown_of_a_program_is_the_program():
+    """A block of Python that imports nothing is an excerpt of a file, line by line."""
+    sources = [path.read_text() for folder in ("recipe", "scripts") for path in (ROOT / folder).rglob("*.py")]
+    sources = ["\n".join(line.strip() for line in source.splitlines()) for source in sources]
+    for block in blocks("python"):
+        shown = "\n".join(line.strip() for line in block.splitlines())
+        assert re.search(r"^(import|from) ", block, re.MULTILINE) or any(shown in source for source in sources), block
+
+
+def test_the_table_of_memory_classes_is_what_the_program_prints(capsys):
+    assert run_script("scripts/plan_run.py", "--table") == ""
+    table = capsys.readouterr().out.strip()
+    assert table in EVERYTHING
+    rows = [row for row in table.splitlines() if re.match(r"\| [^|]*\d GB", row)]
+    assert len(rows) == 12 + 3
+    for row in rows:  # each plan fits its class
+        limit = float(re.search(r"(\d+) GB", row)[1]) * 2**30 / 1e9
+        assert all(float(found) < limit for found in re.findall(r"([\d.]+) GB", row.partition("GB")[2]))
+
+
+def test_the_examples_of_changes_apply_and_train(tmp_path, tokenizer_dir):
+    """All diffs apply in one copy of the package, which trains with the options of the paragraphs before them."""
+    shutil.copytree(ROOT / "recipe", tmp_path / "recipe")
+    examples = re.findall(r"([^\n]*(?:\n[^\n]+)*)\n\n```diff\n(.*?)^```", EVERYTHING, re.DOTALL | re.MULTILINE)
+    assert len(examples) == EVERYTHING.count("```diff") > 0
+    options: list[str] = []
+    for paragraph, diff in examples:
+        options += shlex.split(" ".join(re.findall(r"`(--\w+ [^`]+)`", paragraph)))
+        for change in diff.split("--- ")[1:]:
+            path, *lines = change.splitlines()
+            before = "".join(f"{line[1:]}\n" for line in lines if line[0] in " -")
+            after = "".join(f"{line[1:]}\n" for line in lines if line[0] in " +")
+            content = (tmp_path / path).read_text()
+            assert content.count(before) == 1, path
+            (tmp_path / path).write_text(content.replace(before, after))
+        for name in re.findall(r'torch\.load\("(.*?)"', diff):
+            torch.save(torch.randint(0, 400, (200, 33)), tmp_path / name)
+    options += [*TINY, "--max_steps", "2", "--tokenizer_name", str(tokenizer_dir), "--eval_steps", "0"]
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(tmp_path), "HOME": str(tmp_path), **CPU_ONLY}
+    command = [sys.executable, TRAIN, *options, "--output_dir", "run"]
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "run" / "model.safetensors").is_file()
+    if "--optim" in options:
+        assert options[options.index("--optim") + 1] in result.stdout
+
+
+def test_the_cell_for_notebooks_trains_and_trains_again(dataset_dir, tmp_path):
+    """The cell runs as it stands, twice in one process, without packages that only prepare text."""
+    (cell,) = [block for block in blocks("python") if "notebook_launcher" in block]
+    options = re.search(r'"(--config .*?)"', cell)[1]
+    assert load_config(options.split())
+    code = [f"import sys; sys.modules.update(dict.fromkeys({LACKING}))"]
+    for name in ("first", "second"):
+        arguments = default_arguments(dataset_dir, tmp_path / name, TINY)
+        code.append(cell.replace(options, " ".join(map(str, arguments))))
+    command = [sys.executable, "-c", "\n".join(code)]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
+    assert result.returncode == 0, result.stderr
+    first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("first", "second"))
+    assert first == second

@@ -1,0 +1,102 @@
+"""A run continues on another machine from what it has published."""
+
+import json
+
+import pytest
+from helpers import read_events
+from hub_runs import BRANCHES, PUSH, REPO, SAVE, STEPS, branches_of, open_uploads, put, steps_of
+from huggingface_hub import HfApi
+
+from recipe.checkpoint import STATE_NAME
+from recipe.errors import UserError
+
+STATE = ["--hub_strategy", "checkpoint"]
+RESUME = ["--resume_from_checkpoint", f"hf://{REPO}"]
+
+
+@pytest.mark.parametrize("how", ["branch", "newest", "auto"])
+def test_another_machine_resumes_bit_for_bit_with_the_whole_log(train, hub, tmp_path, how):
+    """Without a revision, and with `auto`, the newest branch counts."""
+    push = [*PUSH, *SAVE, "--hub_strategy", "all_checkpoints"]
+    first = train(*push, output_dir=tmp_path / "first")
+    branches, repository = branches_of(hub), hub.repositories[REPO]
+    del repository.branches[branches[1]]  # as if the first machine had gone after step 2
+    if how == "auto":  # and before it published a model on main
+        repository.branches["main"] = next(iter(repository.commits))
+    address = {"branch": f"hf://{REPO}@{branches[0]}", "newest": f"hf://{REPO}", "auto": "auto"}[how]
+    second = train(*push, "--resume_from_checkpoint", address, output_dir=tmp_path / "second")
+    losses = [{event["step"]: event["loss"] for event in read_events(run, "train")} for run in (first, second)]
+    assert losses[0] == losses[1]
+    assert (second / "model.safetensors").read_bytes() == (first / "model.safetensors").read_bytes()
+    assert branches_of(hub) == branches
+
+
+def test_a_checkpoint_from_the_hub_goes_on_with_other_data(train, hub, tmp_path, other):
+    """A run with other data is a new one, whose log and card are of its own data."""
+    train(*PUSH, *SAVE, *STATE, output_dir=tmp_path / "first")
+    branch = train(*RESUME, "--max_steps", 6, "--dataset_dir", other, output_dir=tmp_path / "branch")
+    stages = json.loads((branch / "summary.json").read_text())["stages"]
+    assert [(stage["source"], stage["step"]) for stage in stages] == [("other text", 0), ("a.jsonl", 4)]
+    assert [event["step"] for event in read_events(branch, "eval")] == [4, 6]
+    assert stages[1]["content_sha256"] in (branch / "README.md").read_text()
+
+
+def test_files_that_have_arrived_are_not_downloaded_again(run, train, hub, tmp_path):
+    """The same command goes on after a download that was cut off."""
+    assert open_uploads(run, *STATE).finish(4)
+    hub.fail("GET .*/resolve/.*/optimizer.pt", 500, times=None)
+    with pytest.raises(UserError, match="same command"):
+        train(*RESUME, output_dir=tmp_path / "second")
+    hub.heal()
+    hub.requests.clear()
+    train(*RESUME, output_dir=tmp_path / "second")
+    loaded = [path for method, path, _, _ in hub.requests if method == "GET" and "/resolve/" in path]
+    assert any("optimizer.pt" in path for path in loaded) and not any("model.safetensors" in path for path in loaded)
+
+
+def test_auto_starts_fresh_on_an_empty_hub(train, hub):
+    run = train(*PUSH, *SAVE, *STATE, "--resume_from_checkpoint", "auto")
+    assert read_events(run, "start")[0]["step"] == 0 and STEPS[1] in steps_of(hub)
+
+
+def test_auto_does_not_start_over_while_the_hub_is_away(train, hub):
+    """A run that cannot ask the Hub ends, because a checkpoint may be there."""
+    HfApi().create_repo(REPO)
+    hub.fail("/refs", 503, times=None)
+    with pytest.raises(UserError, match="503"):
+        train(*PUSH, *STATE, "--resume_from_checkpoint", "auto")
+
+
+@pytest.mark.parametrize(
+    ("address", "named"),
+    [
+        (f"hf://{REPO}@step-3", f"step-3 .* hf://{REPO}@{BRANCHES[1]}"),  # the newest that can be resumed
+        (f"hf://{REPO}@main", f"main .* hf://{REPO}@{BRANCHES[1]}"),
+        ("hf://someone/other", "someone/other"),
+        ("hf://", "hf://user/name"),
+        ("hf://some one/tiny", "some one/tiny"),
+        (f"hf://{REPO}@{BRANCHES[1]}", "seed 1337 -> 1"),
+    ],
+)
+def test_an_address_that_cannot_be_resumed_leaves_the_folder_free(run, train, hub, tmp_path, address, named):
+    assert open_uploads(run, *STATE).finish(4)
+    with pytest.raises(UserError, match=named):
+        train("--seed", "1", "--resume_from_checkpoint", address, output_dir=tmp_path / "second")
+    assert not list((tmp_path / "second").glob("[!.]*"))
+
+
+def test_a_download_does_not_mix_two_runs(run, train, hub, tmp_path):
+    assert open_uploads(run, *STATE).finish(4)
+    train("--seed", "1", output_dir=tmp_path / "second")
+    with pytest.raises(UserError, match="another run"):
+        train(*RESUME, output_dir=tmp_path / "second")
+
+
+@pytest.mark.parametrize(("name", "content"), [("rng.pt", b"x"), (STATE_NAME, b'{"step": "x/../../../elsewhere"}')])
+def test_nothing_of_a_damaged_checkpoint_is_used(run, train, hub, tmp_path, name, content):
+    """A file that is not the manifest's, or that the recipe has not written, ends the run in one sentence."""
+    assert open_uploads(run, *STATE).finish(4)
+    put(hub, name, content, BRANCHES[1])
+    with pytest.raises(UserError, match="damaged"):
+        train(*RESUME, output_dir=tmp_path / "second")
+    assert not list((tmp_path / "second").rglob("optimizer.pt"))

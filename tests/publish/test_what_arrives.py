@@ -1,0 +1,269 @@
+"""What a run publishes: the model, its branches, a recipe that repeats it, and nothing private."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import yaml
+from helpers import ROOT, TINY, default_arguments, launch, read_events, run_script
+from hub_runs import BRANCHES, PUSH, REPO, SAVE, STEPS, branches_of, files_in, open_uploads, put, steps_of
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from recipe.checkpoint import CheckpointSaver, RunState
+from recipe.command_line import load_config
+from recipe.config import IDENTITY_OPTIONS, MISSING, OPTIONS, PUBLIC, SCHEDULE_OPTIONS, VISIBILITY
+from recipe.errors import UserError
+from recipe.publish.hub import TRAINING_FILES, branch_name
+from recipe.publish.uploads import HubUploads
+
+MODEL = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+WRITTEN = {"README.md", "loss_curve.png", "training_config.yaml", "metrics.jsonl"}
+
+
+def test_the_final_model_arrives_byte_for_byte(train, hub):
+    output_dir = train(*PUSH, *SAVE, "--hub_strategy", "end", "--hub_private_repo")
+    sent, local = hub.files(REPO), files_in(output_dir)
+    assert set(sent) == MODEL | WRITTEN and branches_of(hub) == []
+    assert {name: sent[name] for name in MODEL} == {name: local[name] for name in MODEL}
+    assert hub.repositories[REPO].private
+    assert not list((output_dir / ".hub").iterdir())
+
+
+@pytest.fixture
+def canaries(dataset_dir, tmp_path, monkeypatch) -> Path:
+    """A current folder whose name, datasets, tokenizer and environment hold the word "canary"."""
+    folder = tmp_path / "canary-user" / "canary-project"
+    shutil.copytree(dataset_dir, folder / "canary-data")
+    shutil.copytree(dataset_dir / "tokenizer", folder / "canary" / "tokenizer")
+    path = folder / "canary-data" / "metadata.json"
+    metadata = json.loads(path.read_text()) | {"tokenizer": "canary/tokenizer"}
+    source = {"train_files": ["/canary/a.txt"], "dataset_name": "canary/x", "dataset_config_name": "canary"}
+    path.write_text(json.dumps(metadata | {"source": metadata["source"] | source}))
+    shutil.copytree(folder / "canary-data", folder / "more" / "canary-2")
+    for name in ("HF_CANARY", "WANDB_PROJECT", "USER", "HOSTNAME", "SLURM_JOB_NAME"):
+        monkeypatch.setenv(name, "canary")
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def test_nothing_private_is_in_any_request(train, hub, canaries):
+    """A second upload has canaries in all options that take text, too, and in more keys of the log.
+
+    The token is in one header only.
+    """
+    options = [
+        "--dataset_dir",
+        canaries / "canary-data",
+        canaries / "more" / "canary-2",
+        "--run_name",
+        "canary",
+        *SAVE,
+    ]
+    options += ["--cache_dir", "/canary/cache", "--tokenizer_name", "canary/tokenizer", "--report_to", "tensorboard"]
+    run = train(*PUSH, *options, "--hub_strategy", "all_checkpoints", output_dir=canaries / "canary-run")
+    text = yaml.safe_load((run / "training_config.yaml").read_text())
+    for name, option in OPTIONS.items():
+        is_public = VISIBILITY.get(name) == PUBLIC or name.startswith(("hub_", "sample"))
+        if "str" in str(option.type) and not is_public:
+            text[name] = ["canary"] if "list" in str(option.type) else "canary/canary"
+    (run / "training_config.yaml").write_text(yaml.safe_dump(text))
+    log = (run / "metrics.jsonl").read_text()
+    assert "canary" in log
+    for key in ('{"event"', '"data": {'):
+        log = log.replace(key, key.replace("{", '{"canary": "canary", '))
+    (run / "metrics.jsonl").write_text(log)
+    (run / "notes-canary.txt").write_text("canary")
+    (run / "evaluation.json").write_text(json.dumps({"texts": [{"name": "canary.txt", "loss": 1.0}]}))
+    config, _ = load_config(["--dataset_dir", "x", "--block_size", "32", "--global_batch_size", "4", *PUSH])
+    uploads = HubUploads(config, read_events(run, "start")[0]["run_id"], run, print, keeps_all=True)
+    uploads.add(run / "checkpoint-4", 4)
+    assert uploads.finish(4) and len(branches_of(hub)) == 2
+    for method, path, headers, body in hub.requests:
+        token = headers.pop("authorization", "")
+        sent = (path + json.dumps(headers)).encode() + body
+        assert token in ("", f"Bearer {hub.token}") and hub.token.encode() not in sent
+        assert b"canary" not in sent, f"{method} {path}"
+    for branch in hub.branches(REPO):  # some of it was sent in base64
+        assert not [name for name, content in hub.files(REPO, branch).items() if b"canary" in content]
+
+
+# ---------------------------------------------------------------- a recipe
+
+
+def test_published_options_are_those_that_a_resumed_run_must_share(run, hub):
+    """The file is the run's own, but for its data and its tokenizer, which is the repository's."""
+    assert open_uploads(run).finish(4)
+    public = hub.files(REPO)["training_config.yaml"]
+    own, found = yaml.safe_load((run / "training_config.yaml").read_text()), yaml.safe_load(public)
+    assert found.pop("dataset_dir") == [MISSING]
+    assert found.pop("tokenizer_name") == REPO
+    assert found.pop("expected_loss")["tokens"] == 4 * 4 * 32
+    assert found.items() <= own.items()
+    (run / "public.yaml").write_bytes(public)
+    config, _ = load_config(["--config", str(run / "public.yaml"), "--dataset_dir", *own["dataset_dir"]])
+    first, _ = load_config(["--config", str(run / "training_config.yaml")])
+    for name in (*IDENTITY_OPTIONS, "global_batch_size", *SCHEDULE_OPTIONS):
+        assert VISIBILITY[name] == PUBLIC
+        assert getattr(config, name) == getattr(first, name)
+
+
+@pytest.fixture
+def repeat(train, hub, jsonl_file, tokenizer_dir, tmp_path):
+    """Publish a run of five minutes, here six steps, and return a function that repeats it by its address."""
+    options = ["--config", "demo", "--max_minutes", "5", *PUSH, "--train_file", jsonl_file, "--cache_dir", tmp_path]
+    options += ["--tokenizer_name", tokenizer_dir, *TINY, "--global_batch_size", "4", "--warmup_steps", "0"]
+    options += ["--validation_split_percentage", "20", "--max_eval_samples", "3"]  # needed to repeat it
+    with mock.patch("recipe.run.decide.measure_progress", lambda _, state: state.step / 6):
+        train(*options, "--output_dir", tmp_path / "first", alone=True)
+
+    def run(*arguments: object) -> Path:
+        command = ["--config", f"hf://{REPO}", "--cache_dir", tmp_path / "cache", "--output_dir", tmp_path / "again"]
+        return train(*command, *arguments, output_dir=tmp_path / "again", alone=True)
+
+    return run
+
+
+def test_the_address_of_a_published_run_repeats_it(repeat, hub, jsonl_file, tmp_path, capsys):
+    """The card has the command. The author's text is compared by content: its name and place do not matter."""
+    card = hub.files(REPO)["README.md"].decode()
+    assert f"accelerate launch recipe/train.py --config hf://{REPO} --train_file TRAIN_FILE\n" in card
+    capsys.readouterr()
+    again = repeat("--train_file", shutil.copy(jsonl_file, tmp_path / "mine.jsonl"))
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"(hf://{REPO}). This run: " in printed
+    assert ", as expected." in printed
+    first, second = (json.loads((folder / "summary.json").read_text()) for folder in (tmp_path / "first", again))
+    assert first["step"] == second["step"] == 6
+    assert first["eval_loss"] == second["eval_loss"]
+
+
+def test_a_published_run_that_is_repeated_with_other_text_is_not_compared(repeat, jsonl_file, tmp_path, capsys):
+    (tmp_path / "other.jsonl").write_text(jsonl_file.read_text() * 2)
+    repeat("--train_file", tmp_path / "other.jsonl")
+    printed = capsys.readouterr().out
+    assert "other text" in printed
+    assert "as expected" not in printed
+
+
+@pytest.mark.parametrize("address", [f"hf://{REPO}@gone", "hf://someone/gone"])
+def test_an_address_that_the_hub_does_not_have_is_named(run, hub, train, address):
+    assert open_uploads(run).finish(4)
+    with pytest.raises(UserError, match=r"training_config.yaml .*gone"):
+        train("--config", address, alone=True)
+
+
+# ---------------------------------------------------------------- main and branches
+
+
+@pytest.mark.usefixtures("all_arrive")
+def test_the_best_model_is_on_main(train, hub, monkeypatch):
+    """Newer checkpoints that are uploaded before it or after it do not replace it, nor does push_to_hub.py."""
+    note, losses = RunState.add_evaluation, {0: 9.0, 2: 1.0, 4: 2.0}
+
+    def replace(state, values):
+        values["loss"] = losses[state.step]
+        note(state, values)
+
+    monkeypatch.setattr(RunState, "add_evaluation", replace)
+    run = train(*PUSH, *SAVE, "--eval_steps", "2", "--load_best_model_at_end", "true")
+    assert steps_of(hub) == STEPS
+    for _ in range(2):
+        assert hub.files(REPO)["model.safetensors"] == (run / "checkpoint-2" / "model.safetensors").read_bytes()
+        card = hub.files(REPO)["README.md"].decode()
+        assert "The run had 4 steps. This is its model with the lowest validation loss, after 2." in card
+        assert yaml.safe_load(hub.files(REPO)["training_config.yaml"])["expected_loss"]["value"] == 1.0
+        assert not run_script("scripts/push_to_hub.py", run, "--hub_model_id", REPO)
+
+
+@pytest.mark.usefixtures("all_arrive")
+def test_every_save_is_a_branch_that_loads_by_its_revision(train, hub):
+    """A branch has the weights of its step and the log up to it, and no training state."""
+    output_dir = train(*PUSH, *SAVE, "--hub_strategy", "every_save")
+    assert steps_of(hub) == STEPS
+    for step, branch in zip((2, 4), branches_of(hub), strict=True):
+        sent, model = hub.files(REPO, branch), AutoModelForCausalLM.from_pretrained(REPO, revision=branch)
+        expected = AutoModelForCausalLM.from_pretrained(output_dir / f"checkpoint-{step}")
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
+        assert len(AutoTokenizer.from_pretrained(REPO, revision=branch)) == 500
+        assert not set(sent) & set(TRAINING_FILES)
+        assert f'revision="{branch}"' in sent["README.md"].decode()
+        assert max(json.loads(line)["step"] for line in sent["metrics.jsonl"].splitlines()) == step
+
+
+@pytest.mark.parametrize(("strategy", "resumable"), [("checkpoint", BRANCHES[1:]), ("all_checkpoints", BRANCHES)])
+def test_training_state_arrives_for_the_newest_checkpoint_or_for_all(run, hub, strategy, resumable):
+    """The files are the same bytes. The models of older checkpoints stay, and no commit holds their deleted state."""
+    hub.fail("super-squash", 500, times=1)  # it is repeated, or the deleted state would take up space forever
+    assert open_uploads(run, "--hub_strategy", strategy).finish(4)
+    assert branches_of(hub) == BRANCHES
+    for step, branch in zip((2, 4), BRANCHES, strict=True):
+        sent, expected = hub.files(REPO, branch), files_in(run / f"checkpoint-{step}")
+        if branch not in resumable:
+            expected = {name: content for name, content in expected.items() if name not in TRAINING_FILES}
+            assert hub.repositories[REPO].commits[hub.branches(REPO)[branch]].parent is None
+        assert {name: content for name, content in sent.items() if name not in WRITTEN} == expected
+        promised = strategy == "all_checkpoints"  # else the next checkpoint deletes this state
+        assert (b"To continue from" in sent["README.md"]) == promised
+
+
+@pytest.mark.parametrize(
+    ("tokens", "name"), [(300, "0.3k"), (819_200, "0.8M"), (99_000_000, "99.0M"), (4_099_932_160, "4.1B")]
+)
+def test_branches_count_tokens_in_a_unit_that_fits(tokens, name):
+    assert branch_name(400, tokens, "abcdef012345") == f"step-000400-{name}-abcdef"
+
+
+def test_a_branch_appears_when_it_is_complete(run, hub):
+    """A process that dies at any request leaves no branch with half of a checkpoint, and the next one goes on."""
+    for pattern in (r"POST .*/commit/incomplete", r"POST .*/branch/step-000002"):
+        hub.fail(pattern, 403, times=None)
+        assert not open_uploads(run).finish()
+        assert not any(name.startswith("step-000002") for name in hub.branches(REPO))
+        hub.heal()
+    hub.fail(r"DELETE .*/branch", 403, times=None)
+    assert not open_uploads(run).finish()
+    hub.heal()
+    assert open_uploads(run).finish(4)
+    assert branches_of(hub) == BRANCHES  # and none to work on
+
+
+def test_files_that_a_model_no_longer_has_leave_main(run, hub):
+    """Files that the recipe does not publish stay."""
+    assert open_uploads(run).finish(4)
+    put(hub, "vocab.json")
+    put(hub, "notes.txt")
+    assert open_uploads(run).finish(4)
+    assert "notes.txt" in hub.files(REPO)
+    assert "vocab.json" not in hub.files(REPO)
+
+
+def test_the_checkpoint_of_the_last_step_waits_for_the_final_model(train, hub, monkeypatch):
+    """The final model arrives first: a disk may be deleted before all of the training state is on the Hub."""
+    save = CheckpointSaver.save
+    monkeypatch.setattr(CheckpointSaver, "save", lambda self, state: (save(self, state), self.wait()))
+    train(*PUSH, "--save_steps", "4", "--hub_strategy", "checkpoint")
+    commits = [path for _, path, _, _ in hub.requests if "/commit/" in path]
+    assert len(commits) > 1
+    assert commits[0].endswith("/commit/main")
+
+
+def test_every_line_of_a_published_run_is_ours(hub, dataset_dir, tmp_path):
+    """The client, Transformers and Python's warnings print nothing, and lines fit into 80 columns."""
+    options = default_arguments(dataset_dir, tmp_path / "run", TINY)
+    options += ["--optim", "muon", *SAVE, "--hub_strategy", "checkpoint"]
+    launcher = ("--config_file", str(ROOT / "accelerate_configs" / "cpu.yaml"), "--num_cpu_threads_per_process", "2")
+    result = launch([*options, *PUSH], tmp_path, launcher, COLUMNS="80")
+    assert result.returncode == 0, result.stderr
+    labels = "recipe|device|threads|precision|dynamo|attention|memory|model|data|batch|optimizer|run|hub"
+    ours = rf"({labels}) +\S| {{11}}\S|---|\w+: |step +\d|A sample for|    .*|  (generate|longer) |             --|$"
+    ours += r"|\d+% of the time waits for data"
+    ours += r"|  [\d.]+\w? tokens \+ "  # what an evaluation has seen
+    ours += "|published at |uploading to |checkpoints replaced before"
+    printed = result.stdout.replace(str(tmp_path), "x").replace(str(dataset_dir), "y")
+    assert [line for line in printed.splitlines() if not re.match(ours, line)] == []
+    assert [line for line in printed.splitlines() if len(line) > 80] == []
+    assert [line for line in result.stderr.splitlines() if "tok/s" not in line] == []

@@ -1,0 +1,131 @@
+"""One repository holds one run: nobody's files are replaced without consent, and nothing private becomes public."""
+
+import json
+import shutil
+
+import pytest
+from helpers import read_events
+from hub_runs import PUSH, REPO, SAVE, branches_of, open_uploads, put
+from huggingface_hub import HfApi
+
+from recipe.errors import UserError
+from recipe.publish.hub import MainBranch, decide_main
+
+
+@pytest.mark.parametrize(
+    ("held", "run_id", "step", "final_step", "expected"),
+    [
+        # The repository is empty, or holds what no run published, another run or this one. This run still trains.
+        ((None, 0, ()), "a", 2, None, "published"),
+        ((None, 0, ("README.md",)), "a", 2, None, "refused"),
+        ((None, 0, ("README.md",)), None, 0, None, "refused"),
+        (("b", 2, ("README.md",)), "a", 4, None, "refused"),
+        (("b", 2, ("README.md",)), None, 0, None, "refused"),
+        (("b", 9, ()), "a", 4, None, "refused"),
+        (("a", 2, ("README.md",)), "a", 4, None, "published"),
+        (("a", 4, ("README.md",)), "a", 4, None, "published"),  # its card may name more branches
+        (("a", 4, ("README.md",)), "a", 2, None, "kept"),
+        # It has ended: its final model belongs on main, however old, and no other.
+        ((None, 0, ()), "a", 2, 4, "kept"),
+        ((None, 0, ()), "a", 4, 4, "published"),
+        (("a", 4, ("README.md",)), "a", 2, 2, "published"),
+        (("a", 2, ("README.md",)), "a", 4, 2, "kept"),
+        (("b", 2, ("README.md",)), "a", 4, 4, "refused"),
+    ],
+)
+def test_who_owns_main(held, run_id, step, final_step, expected):
+    """Consent changes what is refused only: another's main is as if it were empty."""
+    found, empty = MainBranch(*held, is_private=False), MainBranch(None, 0, (), is_private=False)
+    assert decide_main(found, run_id, step, final_step, may_overwrite=False) == expected
+    agreed = decide_main(empty, run_id, step, final_step, False) if expected == "refused" else expected
+    assert decide_main(found, run_id, step, final_step, may_overwrite=True) == agreed
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "named"),
+    [
+        ("README.md", b"# Mine", "README.md"),
+        ("README.md", b"---\nlicense: mit\n---\nNotes", "README.md"),
+        ("README.md", b"---\nlicense: [mit\n---\n", "README.md"),  # which cannot be read
+        ("README.md", b"---\n- a\n---\nhello", "README.md"),
+        ("README.md", b"---\nrun_id: b\nstep: 9\n---\n", "another run, at step 9"),
+        ("README.md", b"---\nlicense: mit\n---\n", None),  # the Hub's own form makes one
+        ("README.md", b"---\nrun_id: [a]\nstep: many\n---\n", None),
+        ("tokenizer.json", b"{}", "tokenizer.json"),
+        ("config.json", b"{}", "config.json"),
+        ("model.gguf", b"x", "model.gguf"),
+        ("notes.txt", b"x", None),  # no upload touches it
+    ],
+)
+def test_files_of_others_are_not_replaced_without_consent(run, train, hub, tmp_path, name, content, named):
+    """A run is refused before it trains, and its upload is, too: the Hub may have been away at the start."""
+    HfApi().create_repo(REPO)
+    put(hub, name, content)
+    before = hub.files(REPO)
+    if named is None:
+        assert open_uploads(run).finish(4) and "model.safetensors" in hub.files(REPO)
+        return
+    with pytest.raises(UserError, match=f"{named}.*--hub_overwrite"):
+        train(*PUSH, output_dir=tmp_path / "second")
+    assert not list((tmp_path / "second").glob("[!.]*"))
+    assert not open_uploads(run).finish(4) and hub.files(REPO) == before
+    assert open_uploads(run, "--hub_overwrite").finish(4) and hub.files(REPO).get(name) != content
+
+
+def test_consent_replaces_all_files_of_another_model(run, hub):
+    """Files that the new model does not have go, too; files that are no part of a model stay."""
+    HfApi().create_repo(REPO)
+    gone = ("vocab.json", "adapter_config.json", "optimizer.pt")
+    for name in (*gone, "README.md", "model.safetensors", "notes.txt"):
+        put(hub, name)
+    uploads = open_uploads(run, "--hub_overwrite", "--hub_strategy", "checkpoint")
+    shutil.rmtree(run / ".hub" / "step-000002")
+    assert uploads.finish()  # of a checkpoint with its training state
+    assert hub.files(REPO)["model.safetensors"] == (run / "model.safetensors").read_bytes()
+    assert {*gone, "notes.txt"} & set(hub.files(REPO)) == {"notes.txt"}
+
+
+def test_a_private_model_is_never_uploaded_to_a_public_repository(run, train, hub, tmp_path):
+    """The Hub may be away at the start, and the repository may be made public after it."""
+    HfApi().create_repo(REPO, private=False)
+    hub.fail("POST /api/repos/create", 503, times=1)
+    hub.fail(f"GET /api/models/{REPO}$", 503, times=1)
+    with pytest.raises(SystemExit):
+        train(*PUSH, *SAVE, "--hub_private_repo", output_dir=tmp_path / "private")
+    assert hub.files(REPO) == {} and branches_of(hub) == []
+    hub.repositories[REPO].private = True
+    assert open_uploads(run, "--hub_private_repo").finish(4)
+    before, hub.repositories[REPO].private = hub.branches(REPO), False
+    assert not open_uploads(run, "--hub_private_repo").finish(4) and hub.branches(REPO) == before
+
+
+def test_an_organization_decides_whether_new_repositories_are_private(run, hub):
+    """Without the option, nothing is sent, so its own default counts."""
+    assert open_uploads(run).finish(4)
+    (created,) = {body for _, path, _, body in hub.requests if path.endswith("/repos/create")}
+    assert not {"private", "visibility"} & {key for key, value in json.loads(created).items() if value is not None}
+
+
+def test_a_second_run_that_may_overwrite_changes_no_branch_of_the_first(run, hub, train, tmp_path):
+    """The second run, of the same steps, has its model on main, and its state is the one that resumes."""
+    assert open_uploads(run, "--hub_strategy", "all_checkpoints").finish(4)
+    first = {name: commit for name, commit in hub.branches(REPO).items() if name != "main"}
+    options = [*PUSH, *SAVE, "--seed", "1", "--hub_strategy", "checkpoint"]
+    second = train(*options, "--hub_overwrite", output_dir=tmp_path / "second")
+    assert first.items() <= hub.branches(REPO).items()
+    assert hub.files(REPO)["model.safetensors"] == (second / "model.safetensors").read_bytes()
+    assert not [name for name in first if f"`{name}`" in hub.files(REPO)["README.md"].decode()]
+    third = train(*options, "--resume_from_checkpoint", "auto", output_dir=tmp_path / "third")
+    resumed, started = read_events(third, "start")[-1], read_events(second, "start")[-1]
+    assert (resumed["step"], resumed["run_id"]) == (4, started["run_id"])
+
+
+@pytest.mark.parametrize("address", ["auto", f"hf://{REPO}"])
+def test_a_run_from_the_hub_with_another_schedule_is_a_new_one(train, hub, tmp_path, address):
+    """Without another repository, a fork of a published run is refused before it changes any branch."""
+    options = [*PUSH, *SAVE, "--hub_strategy", "checkpoint"]
+    train(*options, output_dir=tmp_path / "first")
+    before = hub.branches(REPO)
+    with pytest.raises(UserError, match="another run, .*another schedule.* pass another --hub_model_id"):
+        train(*options, "--resume_from_checkpoint", address, "--max_steps", "6", output_dir=tmp_path / "fork")
+    assert hub.branches(REPO) == before

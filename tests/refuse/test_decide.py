@@ -1,0 +1,552 @@
+"""What a run does, and when, as tables: the command and what is found -> the decision, or what a refusal names."""
+
+import dataclasses
+import re
+from functools import partial
+from pathlib import Path
+
+import pytest
+from transformers import GPT2Config
+
+from recipe.checkpoint import RunState, SavedState, Stage, list_pruned
+from recipe.command_line import load_config
+from recipe.errors import UserError
+from recipe.hardware.choices import CUDA_GRAPH_MODES, Facts
+from recipe.hardware.memory import Memory
+from recipe.hardware.probe import Measured
+from recipe.hardware.sharding import Sharding
+from recipe.optim.schedule import Schedule, describe_jump, plan_schedule
+from recipe.publish.hub import MainBranch
+from recipe.run.decide import (
+    Checkpoint,
+    DataFacts,
+    Folder,
+    ModelFacts,
+    NamedCheckpoint,
+    Run,
+    Start,
+    Surroundings,
+    decide_run,
+    decide_start,
+    decide_turn,
+)
+
+OPTIONS = ["--config", "gpt2_124m", "--dataset_dir", "d", "--output_dir", "run", "--learning_rate", "0.001"]
+OPTIONS += ["--block_size", "32", "--global_batch_size", "8", "--warmup_steps", "4"]
+OPTIONS += ["--max_eval_samples", "auto", "--attn_implementation", "auto"]
+CPU = Facts("cpu", thread_counts=(2,))
+REFUSED = "refused: "  # and the words that the refusal contains
+
+
+def config_of(command=""):
+    length = [] if "--num_train_epochs" in command or "--max_" in command else ["--max_steps", "80"]
+    return load_config([*OPTIONS, *length, *command.split()])[0]
+
+
+def saved(run_id="own", step=4, schedule=None, identity=None, num_processes=1, **state):
+    """Return what a checkpoint says."""
+    schedule = schedule or plan_schedule(config_of(), 100)
+    examples = state.pop("examples", step * schedule.global_batch_size)
+    return SavedState(RunState(run_id, step, examples, **state), schedule, identity or {}, "no", num_processes, None)
+
+
+def check_decision(decide, expected):
+    """Assert that a decision matches a pattern, or that its refusal contains all words. decide: returns a text."""
+    try:
+        found = decide()
+    except UserError as error:
+        assert expected.startswith(REFUSED), error
+        assert [word for word in expected.removeprefix(REFUSED).split() if word not in str(error)] == [], error
+        return
+    assert re.match(expected, found), found
+
+
+# ------------------------------------------------------------------ start
+
+
+def whole(path, run_id="own", **hub):
+    return Checkpoint(Path(path), None, saved(run_id), **hub)
+
+
+def at(*steps, facts=CPU, named=None, has=(), main_branch=None, trackers=(), **folder):
+    """Return what a run meets in a folder with checkpoints of these steps.
+
+    has: the checkpoints to resume from. named: the one that the command names. folder: values of `Folder`.
+    """
+    found = Folder(Path("run"), "/w/run", steps, run_id="own" if steps else None, **folder)
+    return Surroundings(facts, found, named, has, main_branch, trackers)
+
+
+def there(place="base/checkpoint-2", *steps, run_id="base", folder="/w/base", **values):
+    """Return a checkpoint of another run, or the folder of one."""
+    found = {"text": place, "place": place if place.startswith("hf://") else f"/w/{place}", "run_id": run_id}
+    return NamedCheckpoint(**found | {"folder": folder, "steps": steps} | values)
+
+
+def own(place, *steps, **values):
+    """Return a checkpoint in the folder of the run, or that folder."""
+    return there(place, *steps, run_id="own" if steps else None, folder="/w/run", **values)
+
+
+def copied(step):
+    """Return a checkpoint in the folder that the run's folder is a copy of."""
+    return there(f"origin/checkpoint-{step}", step, run_id="own", folder="/w/origin")
+
+
+PUSH = "--push_to_hub --hub_model_id me/tiny --hub_strategy checkpoint"
+RESUME = "--resume_from_checkpoint"
+AUTO, LATEST, FROM_BASE, FROM_HUB = (f"{RESUME} {w}" for w in ("auto", "latest", "base/checkpoint-2", "hf://me/tiny"))
+OWN, DAMAGED = whole("run/checkpoint-4"), Checkpoint(Path("run/checkpoint-4"), "rng.pt is missing")
+OLDER, THERE = whole("run/checkpoint-2"), whole("base/checkpoint-2", "base")
+ON_HUB = whole("run/.hub/resumed/checkpoint-4", repo_id="me/tiny", branch="step-000004-1.0k-own")
+BASE, ADDRESS = there("base/checkpoint-2", 2), there("hf://me/tiny", 2)
+CONTINUES, NEWER = "continues run/checkpoint-4", "refused: checkpoint-4; auto"
+TAKEN, HELD = "refused: run contains delete --output_dir", "refused: me/tiny holds --hub_model_id, --hub_overwrite"
+BEGAN = "/w/base/checkpoint-2"  # where a branch says that it began
+FINISHED = {"results": ("model.safetensors",), "logs": ("metrics.jsonl",)}
+DIED = {"logs": ("metrics.jsonl",)}
+CARD = ("README.md",)
+MINE, ANOTHER = MainBranch("own", 4, CARD, is_private=True), MainBranch("other", 9, CARD, is_private=True)
+UNKNOWN, PUBLIC = MainBranch(None, 0, ("model.bin",), is_private=True), MainBranch(None, 0, (), is_private=False)
+CUDA, SHARDED = Facts("cuda"), Facts("cuda", 2, Sharding(2))
+TUNED, REDUCED = (dataclasses.replace(SHARDED, launcher_mode=mode) for mode in ("max-autotune", "reduce-overhead"))
+TWO_FACTORS = "--gradient_accumulation_steps 2 --per_device_train_batch_size"
+
+# command, what is found -> where the run starts, or what a refusal names
+STARTS = [
+    # --- a new run
+    ("", at(), "new"),
+    (AUTO, at(), "new: .*the run starts at step 0"),
+    ("", at(in_use=True), "refused: run --output_dir"),
+    ("", at(2, 4, in_use=True), "refused: run process"),  # rather than its checkpoints
+    ("", at(2, 4), f"{TAKEN} checkpoint-2, auto"),
+    ("", at(**FINISHED), TAKEN),
+    ("", at(**DIED), TAKEN),
+    ("", at(replaced=CARD), "refused: README.md --output_dir"),
+    ("", at(origin=BEGAN), "new"),  # what another run has left
+    # --- its own checkpoints
+    (AUTO, at(2, 4, has=(OWN,)), CONTINUES),
+    (LATEST, at(2, 4, has=(OWN,)), CONTINUES),
+    (AUTO, at(4, has=(OWN,), **FINISHED), CONTINUES),
+    (AUTO, at(2, 4, has=(DAMAGED, OLDER)), "continues run/checkpoint-2: skipping .*rng.pt"),
+    (AUTO, at(4, has=(DAMAGED,)), "refused: run/checkpoint-4 rng.pt --output_dir"),
+    (LATEST, at(4, has=(DAMAGED,)), "refused: run/checkpoint-4 rng.pt"),
+    (LATEST, at(), "refused: run auto"),
+    (LATEST, at(**DIED), "refused: run auto"),
+    (AUTO, at(**DIED), "new: .*the run starts at step 0"),  # it died before its first checkpoint
+    (AUTO, at(**FINISHED), TAKEN),  # its model could be anyone's
+    (f"{RESUME} run", at(2, 4, named=own("run", 2, 4), has=(OWN,)), CONTINUES),
+    (f"{RESUME} run/checkpoint-4", at(2, 4, named=own("run/checkpoint-4", 4), has=(OWN,)), CONTINUES),
+    (f"{RESUME} ../w/run", at(2, 4, named=own("run", 2, 4, text="../w/run"), has=(OWN,)), CONTINUES),
+    (f"{RESUME} run/checkpoint-2", at(2, 4, named=own("run/checkpoint-2", 2)), f"{NEWER} --output_dir checkpoint-2"),
+    (f"{RESUME} run/checkpoint-2", at(4, named=own("run/checkpoint-2")), NEWER),  # which has been pruned
+    # The folder is a copy of that run's, and may not have got so far.
+    (f"{RESUME} origin/checkpoint-4", at(2, 4, named=copied(4), has=(OWN,)), CONTINUES),
+    (f"{RESUME} origin/checkpoint-2", at(2, 4, named=copied(2)), NEWER),
+    (f"{RESUME} origin/checkpoint-6", at(2, 4, named=copied(6)), "refused: origin/checkpoint-6 checkpoint-4 auto"),
+    # --- branches: a checkpoint of another folder
+    (FROM_BASE, at(named=BASE, has=(THERE,)), "branches from base/checkpoint-2"),
+    (FROM_BASE, at(2, 4, named=BASE), TAKEN),
+    (FROM_BASE, at(named=BASE, **DIED), TAKEN),
+    (FROM_BASE, at(named=BASE, **FINISHED), TAKEN),
+    (FROM_BASE, at(named=BASE, origin=BEGAN, **FINISHED), TAKEN),  # whose checkpoints are gone
+    # The same command again.
+    (FROM_BASE, at(4, named=BASE, has=(OWN,), origin=BEGAN), f"{CONTINUES}: run continues base/checkpoint-2 already"),
+    # Before the first checkpoint of the branch.
+    (FROM_BASE, at(named=BASE, has=(THERE,), origin=BEGAN, **DIED), "branches from base/checkpoint-2"),
+    (AUTO, at(named=BASE, has=(THERE,), origin=BEGAN, **DIED), "branches from base/checkpoint-2"),
+    (AUTO, at(4, has=(OWN,), origin=BEGAN), CONTINUES),
+    (AUTO, at(named=there(is_gone=True), origin=BEGAN), "refused: base/checkpoint-2, run/.resumed_from"),
+    (AUTO, at(named=there("base"), origin="/w/base"), "refused: base"),  # it is there, but its checkpoint is not
+    (f"{RESUME} base", at(named=there("base/c", beside=(2, 4))), "refused: base/c; checkpoint-2, checkpoint-4"),
+    # --- the Hub
+    (PUSH, at(), "new"),
+    (PUSH, at(main_branch=ANOTHER), f"{HELD} 9"),
+    (PUSH, at(main_branch=UNKNOWN), f"{HELD} model.bin"),
+    (f"{PUSH} --hub_overwrite", at(main_branch=ANOTHER), "new"),
+    (f"{PUSH} --hub_private_repo", at(main_branch=PUBLIC), "refused: me/tiny public --hub_private_repo"),
+    (f"{PUSH} {AUTO}", at(main_branch=MINE, has=(ON_HUB,)), "continues .*: resuming from me"),
+    (f"{PUSH} {AUTO}", at(), "new: .*the run starts at step 0"),  # a repository without a checkpoint
+    (f"{PUSH} {AUTO} --hub_overwrite", at(main_branch=MINE), "new"),
+    (f"{PUSH} {AUTO}", at(4, main_branch=MINE, has=(OWN,)), CONTINUES),
+    (f"{PUSH} {AUTO}", at(4, main_branch=ANOTHER, has=(OWN,)), HELD),
+    (f"{PUSH} {FROM_BASE}", at(main_branch=MINE, named=BASE, has=(THERE,)), HELD),
+    (FROM_HUB, at(named=ADDRESS, has=(ON_HUB,)), "continues run/.hub/resumed"),
+    (FROM_HUB, at(4, named=ADDRESS), TAKEN),
+    (FROM_HUB, at(4, named=ADDRESS, has=(OWN,), origin="hf://me/tiny"), f"{CONTINUES}: run continues hf://me/tiny"),
+    (AUTO, at(named=ADDRESS, has=(ON_HUB,), origin="hf://me/tiny", **DIED), "continues run/.hub/resumed"),
+    # --- trackers
+    ("--report_to wandb", at(trackers=("tensorboard",)), "refused: wandb --report_to"),
+    ("--report_to tensorboard", at(trackers=("tensorboard",)), "new"),
+    # --- what does not work on the device
+    ("--mixed_precision fp16", at(), "refused: fp16 CUDA cpu"),
+    ("", at(facts=Facts("cpu", launcher_precision="fp16")), "refused: fp16 CUDA cpu"),
+    ("", at(facts=Facts("cuda", launcher_precision="fp8")), "refused: mixed_precision fp8 bf16"),
+    ("", at(facts=Facts("cpu", launcher_backend="tensorrt")), "refused: dynamo_backend tensorrt"),
+    ("--dynamo_backend inductor", at(facts=Facts("cpu", why_no_inductor="it requires X")), "refused: inductor X"),
+    ("", at(facts=Facts("cpu", launcher_backend="inductor", why_no_inductor="no X")), "refused: inductor X"),
+    ("", at(facts=Facts("cpu", launcher_mode="fastest")), "refused: dynamo_mode 'fastest' default, lite,"),
+    # --- FSDP
+    ("", at(facts=SHARDED), "new"),
+    ("--optim adamw_bnb_8bit", at(facts=SHARDED), "refused: FSDP --optim adamw_bnb_8bit"),
+    ("--mixed_precision fp16", at(facts=SHARDED), "refused: FSDP --mixed_precision bf16"),
+    ("", at(facts=TUNED), "refused: FSDP --dynamo_mode"),
+    ("--dynamo_backend inductor", at(facts=REDUCED), "refused: FSDP reduce-overhead --dynamo_mode"),
+    # --- the batch, of 8, over processes
+    ("", at(facts=Facts("cpu", 3)), "refused: 8 3 --global_batch_size 6 9"),
+    ("--global_batch_size 24", at(facts=Facts("cpu", 3)), "new"),
+    ("--global_batch_size 2", at(facts=Facts("cpu", 4)), "refused: 2 4 --global_batch_size 4"),
+    ("--per_device_train_batch_size 3", at(facts=Facts("cpu", 2)), "refused: 3 1, 2, 4, --global_batch_size 6"),
+    ("--gradient_accumulation_steps 3", at(), "refused: gradient_accumulation_steps 3 1, 2, 4, 8,"),
+    (f"--global_batch_size 8 {TWO_FACTORS} 8", at(), "refused: per_device_train_batch_size 8 global_batch_size"),
+]
+# With CUDA graphs, a step is one micro-batch, whether their number is typed or follows from the largest that fits.
+GRAPHS = [
+    (options, at(facts=Facts("cuda", count, launcher_mode=mode)), f"refused: {mode} {share} {size}; --dynamo_mode")
+    for mode in CUDA_GRAPH_MODES
+    for options, count, share, size in (
+        ("--per_device_train_batch_size 4", 1, 8, 4),
+        ("--gradient_accumulation_steps 2", 2, 4, 2),
+        ("--block_size 1024 --global_batch_size 256", 2, 128, 64),
+    )
+]
+
+
+@pytest.mark.parametrize(("command", "found", "expected"), STARTS + GRAPHS)
+def test_where_a_run_starts(command, found, expected):
+    def decide():
+        start = decide_start(config_of(command), "demo", found)
+        how = "continues" if start.continues else "branches from"
+        where = f"{how} {start.resume.path}" if start.resume else "new"
+        return f"{where}: {'; '.join(start.says)}"
+
+    check_decision(decide, expected)
+
+
+@pytest.mark.parametrize(
+    ("command", "found", "expected"),
+    [
+        ("", at(origin="/w/old"), None),  # a new run forgets what an earlier one has left
+        (FROM_BASE, at(named=BASE, has=(THERE,)), BEGAN),
+        (AUTO, at(4, has=(OWN,), origin=BEGAN), BEGAN),
+    ],
+)
+def test_a_run_records_where_it_began(command, found, expected):
+    """So that `auto` finds it before the first checkpoint."""
+    assert decide_start(config_of(command), "demo", found).origin == expected
+
+
+# ------------------------------------------------------------------ run
+
+MB = 10**6
+SHAPE = {"vocab_size": 500, "n_positions": 32, "n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
+MODEL, WIDE = GPT2Config(**SHAPE, n_embd=64), GPT2Config(**SHAPE, n_embd=128)
+LONGER = GPT2Config(**SHAPE | {"n_positions": 64}, n_embd=64)
+METADATA = {"content_sha256": "a" * 64, "tokenizer_sha256": "b" * 64, "fingerprint": "f", "source": {}}
+METADATA |= {"splits": {"train": {"rows": 100}}}
+DATA, ROOM = DataFacts(100, 100 * MB, metadata=METADATA), Memory(8000 * MB, 16000 * MB)
+OWN_DATA = DataFacts(100, is_packed=False, metadata=METADATA)
+OTHER_TEXT = DataFacts(100, metadata=METADATA | {"content_sha256": "c" * 64})
+OTHER_TOKENIZER = DataFacts(100, metadata=METADATA | {"tokenizer_sha256": "c" * 64})
+SLOW_BF16 = Measured({"no": 1e11, "bf16": 3e10}, {"sdpa": 1.0, "eager": 1.2}, 2)
+FAST_BF16 = Measured({"no": 1e11, "bf16": 4e11}, {"sdpa": 2.0, "eager": 1.0}, 2)
+
+
+def mixture_of(*shares):
+    """Return a mixture of datasets of 100 rows each."""
+    parts = {f"part {number}": METADATA | {"share": share} for number, share in enumerate(shares)}
+    return DataFacts(100 * len(shares), metadata=METADATA | {"mixture": parts})
+
+
+def start_of(command="", before=None, facts=CPU, branches=False, **checkpoint):
+    """Return the start of a run, or of one that continues a checkpoint, or branches from it. before: from `saved`."""
+    resume = None if before is None else Checkpoint(Path("run/checkpoint-20"), None, before, **checkpoint)
+    words = {word[2:] for word in command.split() if word.startswith("--")}
+    around = dataclasses.replace(at(facts=facts), typed_options=frozenset(words))
+    return Start(config_of(command), "demo", around, resume, continues=resume is not None and not branches)
+
+
+def run_of(command="", before=None, data=DATA, memory=ROOM, rates=FAST_BF16, model=MODEL, **start) -> Run:
+    shape = ModelFacts(model, model, MODEL if before else None)
+    return decide_run(start_of(command, before, **start), data, shape, memory, rates)
+
+
+def after(step, command="", facts=CPU, data=DATA, **state):
+    """Return what the checkpoint of a run says after some steps."""
+    run = run_of(command, facts=facts, data=data)
+    hardware = {"device_type": run.facts.device_type, "mixed_precision": run.config.mixed_precision}
+    hardware |= {"dynamo_backend": "no", "attn_implementation": run.config.attn_implementation, "num_threads": 2}
+    state = {
+        "memory": run.plan.choices,
+        "hardware": hardware,
+        "initial": {"num_rows": 7},
+        "progress": step / 80,
+        "stages": [Stage(run.config.block_size, METADATA["content_sha256"])],
+    } | state
+    return saved("own", step, run.schedule, run.identity, facts.num_processes, **state)
+
+
+def show(run):
+    """Return what a table shows of a run."""
+    plan, config = run.plan, run.config
+    return (
+        f"{config.mixed_precision} {config.dynamo_backend} {config.attn_implementation}, "
+        f"{run.facts.num_processes} x {run.grad_accum} x {plan.micro_batch_size}, "
+        f"{run.schedule.max_steps} steps, {run.schedule.num_examples} examples, {len(run.changes)} changes"
+        + ", a new stage" * run.begins_stage
+        + ", keeps the best" * (config.load_best_model_at_end == "true")
+    )
+
+
+EPOCHS = "--num_train_epochs 6.4"  # of 100 rows: 80 steps of 8
+BATCH = "--global_batch_size 24"
+SIX, EIGHT = (Facts("cpu", count, thread_counts=(1,)) for count in (6, 8))
+TWO_ROWS = {"micro_batch_size": 2, "activation_checkpointing": 0, "loss_chunks": 1}
+LAUNCHED = dataclasses.replace(CPU, launcher_precision="no", launcher_backend="inductor")
+AT_20 = partial(after, 20)
+BRANCH = {"before": AT_20, "branches": True}
+MIXED = {"before": partial(after, 20, data=mixture_of(0.3, 0.7))}
+
+# command, what is found -> the run, or what a refusal names
+RUNS = [
+    # --- what `auto` becomes
+    ("", {}, "bf16 no eager, 1 x 1 x 8, 80 steps, 640 examples, 0 changes"),
+    ("", {"rates": SLOW_BF16}, "no no sdpa, 1 x 1 x 8"),
+    ("--mixed_precision no --dynamo_backend inductor", {}, "no inductor eager"),
+    ("", {"facts": CUDA, "rates": None}, "bf16 inductor sdpa, 1 x 1 x 8"),
+    ("", {"facts": Facts("cuda", has_bf16=False), "rates": None}, "fp16 inductor sdpa"),
+    ("", {"facts": Facts("cuda", why_no_inductor="no Triton"), "rates": None}, "bf16 no sdpa"),
+    ("", {"facts": LAUNCHED}, "bf16 inductor"),
+    ("", {"facts": Facts("cuda", 2), "rates": None}, "bf16 inductor sdpa, 2 x 1 x 4"),
+    ("--per_device_train_batch_size 2", {}, "bf16 no eager, 1 x 4 x 2"),
+    ("", {"memory": Memory(10, 16000 * MB)}, "bf16 no eager, 1 x 8 x 1"),  # nothing fits, so the least is tried
+    ("--data_placement device", {"memory": Memory(50 * MB, 50 * MB)}, "refused: --data_placement device: ram mmap"),
+    ("--data_placement ram", {"data": OWN_DATA}, "refused: --data_placement"),
+    ("--bf16_residual --mixed_precision no", {}, "refused: --bf16_residual no"),
+    ("--bf16_residual", {"rates": SLOW_BF16}, "refused: --bf16_residual fp32"),
+    ("--bf16_residual", {}, "bf16"),
+    # --- its length
+    (EPOCHS, {}, "bf16 no eager, 1 x 1 x 8, 80 steps, 640 examples"),
+    (f"{EPOCHS} --global_batch_size 6", {}, ".*, 107 steps, 642 examples"),
+    ("--max_minutes 5", {}, ".*, None steps, None examples"),
+    # --- which model it exports
+    (EPOCHS, {}, ".*, keeps the best"),
+    ("--num_train_epochs 2", {}, ".* 200 examples, 0 changes$"),
+    ("--max_steps 25", {}, ".* 200 examples, 0 changes$"),
+    ("--max_steps 26", {}, ".* 208 examples, 0 changes, keeps the best"),
+    ("--max_minutes 5", {}, ".*, keeps the best"),  # how many epochs is not known
+    (f"{EPOCHS} --load_best_model_at_end false", {}, ".* 640 examples, 0 changes$"),
+    ("--num_train_epochs 2 --load_best_model_at_end true", {}, ".*, keeps the best"),
+    ("--max_steps 40", {"data": mixture_of(0.75, 0.25)}, ".* 320 examples, 0 changes, keeps the best"),  # 2.4 epochs
+    ("--max_steps 20", {"data": mixture_of(0.75, 0.25)}, ".* 160 examples, 0 changes$"),  # 1.2 of the first
+    # --- a run that resumes keeps what it measured, its rows and its memory options
+    ("", {"before": AT_20, "rates": SLOW_BF16}, "bf16 no eager, .*, 640 examples, 0 changes"),
+    ("", {"before": partial(after, 20, memory=TWO_ROWS)}, ".*, 1 x 4 x 2"),
+    ("", {"before": AT_20, "facts": CUDA, "rates": None}, "bf16 inductor sdpa"),  # another device
+    # --- other processes: 8 -> 6 -> 8
+    (BATCH, {"before": partial(after, 20, BATCH, EIGHT), "facts": SIX}, "bf16 no eager, 6 x 1 x 4, .* 0 changes"),
+    (BATCH, {"before": partial(after, 40, BATCH, SIX), "facts": EIGHT}, "bf16 no eager, 8 x 1 x 3, .* 0 changes"),
+    # --- what may change, and what may not
+    ("--max_steps 160", {"before": AT_20}, ".*, 160 steps, 1280 examples, 1 changes"),
+    ("--max_steps 10", {"before": AT_20}, "refused: 20 --max_steps"),
+    ("--num_train_epochs 1", {"before": AT_20}, "refused: 20 --num_train_epochs"),
+    ("--learning_rate 0.002 --lr_scheduler_type cosine", {"before": AT_20}, ".*, 3 changes"),
+    ("--warmup_steps 8", {"before": AT_20}, ".*, 0 changes"),  # it is over
+    ("--global_batch_size 4", {"before": AT_20}, ".*, 80 steps, 400 examples, 1 changes"),
+    (f"{EPOCHS} --global_batch_size 4", {"before": partial(after, 20, EPOCHS)}, ".*, 140 steps, 640 examples, 2 ch"),
+    ("--seed 1", {"before": AT_20}, "refused: seed 1337 1"),
+    ("--optim muon", {"before": AT_20}, "refused: optim muon"),
+    ("", {"before": AT_20, "model": WIDE}, "refused: n_embd 64 128"),
+    # --- other data: in the same folder they are refused, in a branch they are a stage
+    ("", {"before": AT_20, "data": OTHER_TEXT}, "refused: dataset aaaaaaaaaaaa cccccccccccc; --output_dir"),
+    ("", MIXED | {"data": mixture_of(0.3, 0.7)}, ".* 640 examples, 0 changes"),
+    ("", MIXED | {"data": mixture_of(0.5, 0.5)}, "refused: dataset_weights 0.3, 0.7 0.5, order"),
+    ("", BRANCH, ".* 640 examples, 0 changes, keeps the best"),
+    ("", BRANCH | {"data": OTHER_TEXT}, ".* 640 examples, 0 changes, a new stage, keeps the best"),
+    ("--max_steps 40", BRANCH | {"data": OTHER_TEXT}, ".* 320 examples, 1 changes, a new stage$"),  # 1.6 epochs of it
+    ("--max_steps 20", BRANCH | {"data": OTHER_TEXT}, "refused: new data --max_steps"),
+    ("--num_train_epochs 1", BRANCH | {"data": OTHER_TEXT}, ".* 33 steps, 264 examples, .*, a new stage"),
+    ("--block_size 16", BRANCH, ".*, a new stage"),  # the model keeps its positions
+    ("", BRANCH | {"model": LONGER}, "refused: n_positions 32 64; --block_size"),
+    ("", BRANCH | {"data": OTHER_TOKENIZER}, "refused: --tokenizer_name run/checkpoint-20"),
+    ("--seed 1", BRANCH | {"data": OTHER_TEXT}, "refused: seed 1337 1"),
+    # --- the Hub: with another schedule, a download begins a new run
+    (f"{PUSH} {AUTO} --max_steps 160", {"before": AT_20, "repo_id": "me/tiny"}, ".*, 160 steps"),
+    # --- an earlier start ran out of memory
+    ("", {"memory": Memory(8000 * MB, 16000 * MB, (2, (1, 16000 * MB)))}, ".*, 1 x 1 x 8"),  # with other options
+]
+
+
+@pytest.mark.parametrize(("command", "found", "expected"), RUNS)
+def test_what_a_run_is(command, found, expected):
+    if "before" in found:
+        found = found | {"before": found["before"]()}
+
+    def decide():
+        run = run_of(command, **found)
+        assert run.config.per_device_train_batch_size == run.requested.per_device_train_batch_size
+        assert "auto" not in (run.config.mixed_precision, run.config.dynamo_backend, run.config.loss_chunks)
+        if "before" in found:
+            assert run.config.max_eval_samples == 7  # the rows of the run, however long it is now
+        return show(run)
+
+    check_decision(decide, expected)
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("--eval_steps 30", 12),
+        ("--eval_steps 5", 5),
+        ("--eval_steps 0", 0),
+        ("--eval_steps 30 --max_steps 20", 30),
+        ("--max_steps 4000", 100),
+    ],
+)
+def test_the_best_model_is_looked_for_in_every_epoch(command, expected):
+    """Of 100 rows in steps of 8, if the run keeps the best model; but not more than 40 times."""
+    assert run_of(command).config.eval_steps == expected
+
+
+def test_another_batch_takes_consent():
+    """It may come from another recipe. Typed, it is consent; so are both of its factors."""
+    start, shape = start_of("--global_batch_size 4", after(20)), ModelFacts(MODEL, MODEL, MODEL)
+
+    def decide(*typed):
+        around = dataclasses.replace(start.surroundings, typed_options=frozenset(typed))
+        return decide_run(dataclasses.replace(start, surroundings=around), DATA, shape, ROOM, FAST_BF16)
+
+    with pytest.raises(UserError, match="8 -> 4; .*--global_batch_size 4"):
+        decide()
+    assert decide("per_device_train_batch_size", "gradient_accumulation_steps").changes
+
+
+def test_a_run_that_ran_out_of_memory_continues_with_less():
+    """If options and device are the same; a typed size wins."""
+    made_for = run_of().plan.made_for
+    less = Memory(8000 * MB, 16000 * MB, (2, made_for))
+    assert run_of(memory=less).plan.micro_batch_size == 2 and run_of(memory=less).plan.ran_out
+    assert run_of("--per_device_train_batch_size 4", memory=less).plan.micro_batch_size == 4
+    assert run_of(memory=Memory(8000 * MB, 24000 * MB, (2, made_for))).plan.micro_batch_size == 8
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine_with_min_lr", "warmup_stable_decay"])
+def test_epochs_with_another_batch_follow_the_same_curve(kind):
+    """At 40% of the data, the rate is that of 40%, with any batch and also afterwards."""
+    command = f"--num_train_epochs 4 --lr_scheduler_type {kind} --warmup_steps 0.1"
+    before = after(20, command)
+    assert before.state.examples == 160 and before.schedule.num_examples == 400
+    for batch in (4, 8, 16, 2):
+        now = run_of(f"{command} --global_batch_size {batch}", before).schedule
+        assert now.num_examples == 400 and now.warmup_examples == before.schedule.warmup_examples
+        assert describe_jump(before.schedule, now, 160, 160 / 400, 160 / 400) is None
+        assert describe_jump(before.schedule, now, 320, 320 / 400, 320 / 400) is None
+
+
+def test_rounding_does_not_change_the_length_of_a_run():
+    """118,000 rows x 1.1 are 129,800.00000000001, of which 1,299 batches of 100 have to remain at any step."""
+    config = config_of("--num_train_epochs 1.1 --global_batch_size 100")
+    whole = plan_schedule(config, 118_000)
+    assert all(plan_schedule(config, 118_000, step, 100 * step) == whole for step in range(1, whole.max_steps + 1))
+
+
+# ------------------------------------------------------------------ turn
+
+EVERY = "--save_steps 10 --eval_steps 20 --load_best_model_at_end false"
+WSD = "--lr_scheduler_type warmup_stable_decay --lr_scheduler_kwargs num_decay_steps=20"
+STALLED = {"losses": {"20": 1.0, "40": 2.0, "60": 3.0}}
+
+# command, the state, whether a signal has arrived -> what the loop does
+TURNS = [
+    (EVERY, {"step": 0}, False, "evaluate"),
+    (EVERY, {"step": 0, "evaluations": {0: {}}}, False, "step"),
+    (EVERY, {"step": 5}, False, "step"),
+    (EVERY, {"step": 10}, False, "save step"),
+    (EVERY, {"step": 10, "saved_step": 10}, False, "step"),
+    (EVERY, {"step": 20}, False, "save evaluate"),
+    (EVERY, {"step": 20, "saved_step": 20}, False, "evaluate"),
+    (EVERY, {"step": 20, "saved_step": 20, "evaluations": {20: {}}}, False, "step"),
+    (EVERY, {"step": 80}, False, "save evaluate"),
+    (EVERY, {"step": 80, "saved_step": 80, "evaluations": {80: {}}}, False, "end"),
+    ("--save_steps 0 --eval_steps 0", {"step": 20}, False, "step"),
+    ("--save_steps 0 --eval_steps 0", {"step": 80}, False, "evaluate"),
+    ("--save_steps 0 --eval_steps 0", {"step": 80, "evaluations": {80: {}}}, False, "end"),
+    (EVERY, {"step": 25, "stages": [Stage(32), Stage(32, step=25)]}, False, "evaluate"),  # other data begin
+    # --- a signal: the checkpoint is asked for whatever is known of it, because its write may have failed
+    (EVERY, {"step": 0}, True, "end"),
+    (EVERY, {"step": 5}, True, "save end"),
+    (EVERY, {"step": 20, "saved_step": 20}, True, "save end"),
+    ("--save_steps 0", {"step": 5}, True, "save end"),
+    (EVERY, {"step": 80}, True, "save end"),
+    # --- time
+    ("--max_minutes 10", {"step": 5, "seconds": 300.0}, False, "step"),
+    ("--max_minutes 10", {"step": 5, "seconds": 600.0}, False, "save evaluate"),
+    ("--max_minutes 10 --max_steps 80", {"step": 80, "seconds": 9.0}, False, "save evaluate"),
+    # --- the checkpoint before the decay
+    (f"{EVERY} {WSD}", {"step": 59}, False, "step"),
+    (f"{EVERY} {WSD} --save_steps 1000", {"step": 60}, False, "save evaluate"),
+    (f"{EVERY} {WSD} --save_steps 1000", {"step": 61, "decay_start": 60}, False, "step"),
+    (f"{EVERY} {WSD} --save_steps 0 --eval_steps 0", {"step": 60}, False, "step"),
+    # --- patience
+    (f"{EVERY} --early_stopping_patience 2", {"step": 60, "evaluations": {60: {}}, **STALLED}, False, "save end"),
+    (f"{EVERY} --early_stopping_patience 3", {"step": 60, "evaluations": {60: {}}, **STALLED}, False, "save step"),
+    (f"{EVERY} --early_stopping_patience 2", {"step": 60, "patience_start": 60, **STALLED}, False, "save evaluate"),
+    (f"{EVERY} --early_stopping_patience 2", {"step": 61, "patience_start": 60, **STALLED}, False, "step"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("command", "state", "stop", "expected"), TURNS)
+def test_what_a_turn_does(command, state, stop, expected):
+    run = run_of(command)
+    turn = decide_turn(run, RunState(**{"examples": 8 * state["step"], "stages": [Stage(32)], **state}), stop)
+    does = ["save"] * turn.save + ["evaluate"] * turn.evaluate + ["end"] * turn.end
+    does += [] if turn.end or turn.evaluate else ["step"]  # after an evaluation, the loop asks again
+    assert " ".join(does) == expected
+
+
+# ------------------------------------------------------------------ what goes
+
+
+@pytest.mark.parametrize(
+    ("steps", "saved_step", "decay_start", "limit", "expected"),
+    [
+        ([2], 2, None, 1, []),
+        ([2, 4], 4, None, 1, [2]),
+        ([2, 4, 6], 6, None, 2, [2]),
+        ([2, 4, 6], 6, 2, 1, [4]),  # from before the decay, the run can be extended
+        ([2, 4, 9], 4, None, 1, [2]),  # a later one is from before a resume, and may be damaged
+        ([2, 3, 4, 9], 4, None, 2, [2]),
+    ],
+)
+def test_which_checkpoints_go(steps, saved_step, decay_start, limit, expected):
+    assert list_pruned(steps, saved_step, decay_start, limit) == expected
+
+
+STEPS = Schedule(8, 20, None, 0.1, "constant_with_warmup", None, 0.1, num_examples=160, warmup_examples=16)
+TYPED = dataclasses.replace(STEPS, warmup_steps=10, warmup_examples=80)
+TIMED = plan_schedule(config_of("--max_minutes 10 --warmup_steps 0.1"), 1)
+LONGER_STEPS = "--max_steps 100 --warmup_steps 0.1 --lr_scheduler_type constant_with_warmup"
+OTHER_BATCH = "--warmup_steps 10 --global_batch_size 4 --max_steps 20"
+
+
+@pytest.mark.parametrize(
+    ("command", "before", "step", "progress", "expected"),
+    [
+        (LONGER_STEPS, STEPS, 4, 0.2, 16),
+        (LONGER_STEPS, STEPS, 1, 0.05, 80),  # it is not over
+        ("--max_minutes 1000 --warmup_steps 0.1", TIMED, 500, 0.9, 0),
+        ("--max_minutes 1000 --warmup_steps 0.1", TIMED, 5, 0.05, None),  # it is not over
+        ("--max_steps 10000 --warmup_steps 0.1", TIMED, 500, 0.9, 0),
+        ("--max_steps 10000 --warmup_steps 0.1", TIMED, 5, 0.05, 8000),  # it is not over
+        (OTHER_BATCH, TYPED, 5, 0.25, 80),
+        (OTHER_BATCH, None, 0, 0.0, 40),
+    ],
+)
+def test_a_finished_warm_up_is_not_repeated(command, before, step, progress, expected):
+    """As a share of a new length, it would be longer. One of typed steps keeps its examples with another batch."""
+    schedule = plan_schedule(config_of(command), 1, step, 8 * step, before, progress)
+    assert schedule.warmup_examples == pytest.approx(expected)
+
+
+def test_the_same_minutes_are_the_same_schedule():
+    assert plan_schedule(config_of("--max_minutes 10 --warmup_steps 0.1"), 1, 500, 4000, TIMED, 0.9) == TIMED

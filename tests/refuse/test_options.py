@@ -1,0 +1,532 @@
+"""What options mean: defaults < recipe < command line, and a value is the same wherever it is written."""
+
+import argparse
+import dataclasses
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from helpers import ROOT, run_script
+
+from recipe.arguments import OTHER_NAMES, CommandLine, Store, as_path, shell_command
+from recipe.command_line import CONFIGS_DIR, load_config, parse_value
+from recipe.config import KINDS, MAPPINGS, OPTIONS, PATHS, SECTIONS, TrainConfig, save_config
+from recipe.data.files import find_files
+from recipe.evaluation.validation import count_eval_rows
+from recipe.hardware.choices import Facts
+from recipe.hardware.memory import micro_batch_sizes
+from recipe.optim.schedule import plan_schedule
+from recipe.run.look import find_folder
+
+SIZES = ("124m", "124m_fast", "355m", "774m", "1558m")
+DATA = ["--dataset_dir", "some/folder"]
+RECIPES = sorted(path.stem for path in CONFIGS_DIR.glob("*.yaml"))
+
+
+def load(*argv: object) -> TrainConfig:
+    return load_config([*map(str, argv)])[0]
+
+
+def values_of(config: TrainConfig, names: dict) -> dict:
+    return {name: getattr(config, name) for name in names}
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """Write a recipe file, and return the options that use it."""
+
+    def write(content: str) -> list[str]:
+        path = tmp_path / "mine.yaml"
+        path.write_text(content)
+        return ["--config", str(path)]
+
+    return write
+
+
+# ------------------------------------------------------------------ which value counts
+
+
+def test_the_command_line_overrides_the_recipe_which_overrides_the_defaults(recipe):
+    options = recipe("dataset_dir: from_file\nlearning_rate: 1.0e-3\nmax_steps: 7\n")
+    config, name = load_config([*options, "--max_steps", "9"])
+    found = config.dataset_dir, config.learning_rate, config.max_steps, config.adam_beta2, name
+    assert found == (["from_file"], 1e-3, 9, 0.95, "mine")
+
+
+def test_own_text_keeps_the_demos_shape_and_batch():
+    demo, name = load_config([])
+    assert (name, demo.dataset_name) == ("demo", "python_standard_library")
+    config, name = load_config(["--train_file", "a.txt", "b.txt"])
+    own = {"dataset_name": None, "train_file": ["a.txt", "b.txt"], "max_eval_samples": "auto"}
+    assert name == "demo" and config == dataclasses.replace(demo, **own)
+
+
+def test_own_weights_take_the_recipe_of_fine_tuning():
+    own = ["--model_name_or_path", "X", "--train_file", "Y"]
+    assert load_config(own) == (load(*own, "--config", "gpt2_finetune"), "gpt2_finetune")
+
+
+def test_a_saved_config_in_the_current_folder_names_its_run(tmp_path, monkeypatch):
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path / "mine")
+    save_config(load(*DATA), Path("training_config.yaml"))
+    config, name = load_config(["--config", "training_config.yaml"])
+    assert name == "mine" and find_folder(config, name).path.name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("argv", "processes", "expected"),
+    [
+        ("--per_device_train_batch_size 8 --gradient_accumulation_steps 4", 1, (32, [8])),
+        ("--per_device_train_batch_size 8 --gradient_accumulation_steps 4", 2, (64, [8])),
+        ("--per_device_train_batch_size 4", 2, (8, [4])),
+        ("--gradient_accumulation_steps 2", 1, (8, [4])),
+        ("--per_device_train_batch_size=2 --gradient_accumulation_steps=4 --global-batch-size=8", 1, (8, [2])),
+    ],
+)
+def test_a_typed_micro_batch_and_accumulation_set_the_global_batch(monkeypatch, argv, processes, expected):
+    """As in Trainer; each of them alone only divides the recipe's."""
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    config = load("--config", "demo", *argv.split())
+    assert (config.global_batch_size, micro_batch_sizes(config, Facts("cpu", processes))) == expected
+
+
+def test_config_overrides_are_merged_key_by_key(recipe):
+    options = recipe("config_overrides: {n_layer: 12, n_head: 12}\n")
+    config = load(*options, *DATA, "--config_overrides", "n_layer=4,resid_pdrop=0.1")
+    assert config.config_overrides == {"n_layer": 4, "n_head": 12, "resid_pdrop": 0.1}
+
+
+FAST = "--config gpt2_124m_fast --dataset_dir d"
+EXPECTED = "expected_loss: {value: 3.28, tolerance: 0.05, tokens: 9, dataset: a/b, source: c}"
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ("--lr_scheduler_type linear", {"lr_scheduler_kwargs": None}),
+        ("--max_steps 5", {"max_minutes": None}),
+        ("--config demo --model_name_or_path m", {"tokenizer_vocab_size": None}),
+        (FAST, {"learning_rate": 2e-3, "weight_decay": 0.15}),
+        (f"{FAST} --optim adamw_torch_fused", {"learning_rate": 6e-4, "weight_decay": 0.1}),  # AdamW's, not Muon's
+        (f"{FAST} --optim adamw_torch_fused --learning_rate 1e-3", {"learning_rate": 1e-3, "weight_decay": 0.1}),
+    ],
+)
+def test_typed_options_remove_recipe_values_that_no_longer_apply(argv, expected):
+    assert values_of(load(*argv.split()), expected) == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "argv", "is_kept"),
+    [
+        (EXPECTED, "--max_steps 9", True),
+        (EXPECTED, "--config_overrides n_layer=3", False),
+        ("expected_loss: {value: 3.28}", "--config_overrides n_layer=3", False),  # whatever it holds
+    ],
+)
+def test_another_model_has_no_expected_loss(recipe, content, argv, is_kept):
+    assert (load(*recipe(content), *DATA, *argv.split()).expected_loss is not None) == is_kept
+
+
+# What a recipe, or a command line, says of the length -> steps, epochs and minutes of the run.
+IN_RECIPES = {
+    "seed: 1": (19073, None, None),
+    "max_steps: 30": (30, None, None),
+    "num_train_epochs: 2": (None, 2, None),
+    "max_minutes: 3": (None, None, 3),
+    "max_steps: -1\nnum_train_epochs: 2": (None, 2, None),  # of Trainer
+    "max_steps: 30\nmax_minutes: 3": (30, None, 3),
+}
+TYPED = {
+    "--max_minutes 9": (None, None, 9),
+    "--max_minutes 9 --max_steps 40": (40, None, 9),
+    "--num_train_epochs 4": (None, 4, None),
+    "--num_train_epochs 4 --max_steps -1": (None, 4, None),
+}
+WITH_A_LIMIT = {  # typed, on top of a recipe of two epochs in at most three minutes
+    "": (None, 2, 3),
+    "--max_minutes 9": (None, 2, 9),  # epochs that are enough stay enough
+    "--max_minutes 9 --num_train_epochs 4": (None, 4, 9),
+    "--num_train_epochs 4": (None, 4, None),
+    "--max_steps 40": (40, None, None),
+}
+LENGTHS = [
+    (content, argv, length) for content, own in IN_RECIPES.items() for argv, length in {"": own, **TYPED}.items()
+]
+LENGTHS += [("num_train_epochs: 2\nmax_minutes: 3", argv, length) for argv, length in WITH_A_LIMIT.items()]
+
+
+@pytest.mark.parametrize(("content", "argv", "length"), LENGTHS)
+def test_a_typed_length_replaces_the_recipes(recipe, content, argv, length):
+    """Steps or epochs from the same place as a time limit stay its upper bound."""
+    config = load(*recipe(content), *DATA, *argv.split())
+    assert (config.max_steps, config.num_train_epochs, config.max_minutes) == length
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ("", 715),
+        ("--max_steps 6", 715 / 19073),  # a share of the steps: none of 6
+        ("--max_steps 40000", 715),
+        ("--max_steps 6 --warmup_steps 50", 50),
+        ("--num_train_epochs 3", 715 / 19073),
+    ],
+)
+def test_a_shorter_run_has_a_shorter_warm_up(argv, expected):
+    """The recipe's warm-up keeps its share of the steps, unless it is typed too."""
+    assert load("--config", "gpt2_124m", *DATA, *argv.split()).warmup_steps == pytest.approx(expected)
+
+
+def test_a_warm_up_in_a_recipe_of_epochs_is_kept(recipe):
+    """Its share of the steps is not known."""
+    assert load(*recipe("num_train_epochs: 2\nwarmup_steps: 50\n"), *DATA, "--max_steps", "100").warmup_steps == 50
+
+
+@pytest.mark.parametrize(("positions", "block_size"), [(48, 48), (2048, 1024)])
+def test_the_block_size_fits_the_model(tmp_path, positions, block_size):
+    """Unless it is typed; a model with a longer context than the recipe's rows trains on the recipe's."""
+    (tmp_path / "config.json").write_text(json.dumps({"n_positions": positions}))
+    assert load("--model_name_or_path", tmp_path, "--train_file", "a.txt").block_size == block_size
+
+
+def test_the_consent_to_overwrite_is_given_once(tmp_path):
+    """A later `--config training_config.yaml` does not repeat it."""
+    save_config(load(*DATA, "--hub_overwrite"), tmp_path / "training_config.yaml")
+    assert not load("--config", tmp_path / "training_config.yaml").hub_overwrite
+
+
+@pytest.mark.parametrize(
+    ("written", "argv", "expected"),
+    [
+        (None, "", None),
+        (False, "", None),  # of a run whose option had this default
+        (True, "", True),
+        ("false", "", False),  # as `save_config` writes what was typed
+        (True, "--hub_private_repo false", False),
+        (False, "--hub_private_repo", True),
+    ],
+)
+def test_a_private_repository_is_yes_no_or_what_its_owner_has_set(tmp_path, written, argv, expected):
+    content = {"dataset_dir": ["d"]} | ({} if written is None else {"hub_private_repo": written})
+    (tmp_path / "training_config.yaml").write_text(yaml.safe_dump(content))
+    assert load("--config", tmp_path / "training_config.yaml", *argv.split()).hub_private_repo is expected
+
+
+# ------------------------------------------------------------------ how a value is written
+
+MEANINGS = [  # option, as it is typed, as it stands in a recipe (None: the same), and what the program understands
+    # Text keeps its spelling. YAML 1.1 would make a boolean, a number, a date or sixty times a minute of it.
+    ("hub_language", "no", None, ["no"]),
+    ("hub_language", "no da", "[no, da]", ["no", "da"]),
+    ("sample_prompt", "yes", None, "yes"),
+    ("run_name", "007", None, "007"),
+    ("run_name", "1.10", None, "1.10"),
+    ("run_name", "1:30", None, "1:30"),
+    ("run_name", "2026-11-25", None, "2026-11-25"),
+    ("run_name", "0x10", None, "0x10"),
+    ("run_name", "null", "'null'", "null"),
+    ("run_name", "a-b", None, "a-b"),
+    ("dataset_revision", "1e5", None, "1e5"),
+    ("train_file", "1984.txt on", "[1984.txt, on]", ["1984.txt", "on"]),
+    ("text_column_name", "y", None, ["y"]),
+    # Numbers.
+    ("learning_rate", "6e-4", None, 6e-4),
+    ("seed", "007", None, 7),
+    ("global_batch_size", "1_000", None, 1000),
+    ("max_eval_samples", "1_000", None, 1000),
+    ("max_eval_samples", "all", None, "all"),
+    ("loss_chunks", "8", None, 8),
+    ("warmup_steps", "0.1", None, 0.1),
+    ("max_steps", "-1", None, 19073),  # Trainer's default: as if it were not there
+    ("profile", "25", None, 25),
+    # Choices and switches take YAML's and Python's words for true and false.
+    ("mixed_precision", "no", None, "no"),
+    ("mixed_precision", "off", None, "no"),
+    ("mixed_precision", "False", None, "no"),
+    ("dynamo_backend", "off", None, "no"),
+    ("matmul_precision", "HIGH", None, "high"),
+    ("streaming", "on", None, True),
+    ("activation_checkpointing", "yes", None, "true"),
+    ("activation_checkpointing", "False", None, "false"),
+    ("activation_checkpointing", "AUTO", None, "auto"),
+    # Lists, dictionaries and paths.
+    ("report_to", "none", None, None),
+    ("report_to", "none --report_to wandb", "[none, wandb]", ["wandb"]),
+    ("report_to", "wandb --report_to none", "[wandb, none]", None),
+    ("hub_language", "en --hub_language de", "[en, de]", ["en", "de"]),
+    ("train_file", "a.txt --train_file b.txt", "[a.txt, b.txt]", ["a.txt", "b.txt"]),
+    ("config_overrides", "n_layer=3", "{n_layer: 3}", {"n_layer": 3}),
+    ("config_overrides", '{"n_layer":3}', "'{\"n_layer\": 3}'", {"n_layer": 3}),
+    ("config_overrides", "n_layer=3 --config_overrides n_head=2", "n_layer=3,n_head=2", {"n_layer": 3, "n_head": 2}),
+    ("config_overrides", "tie_word_embeddings=false", "{tie_word_embeddings: no}", {"tie_word_embeddings": False}),
+    ("lr_scheduler_kwargs", "min_lr=1e-5", "{min_lr: 1e-5}", {"min_lr": 1e-5}),
+    ("output_dir", "~/runs/a", None, "/home/jo/runs/a"),
+    ("output_dir", "$HOME/runs", None, "/home/jo/runs"),
+    ("output_dir", "${HOME}", None, "/home/jo"),
+    ("output_dir", "a~/$USER", None, "a~/$USER"),
+    ("output_dir", "~jo/a", None, "~jo/a"),
+    ("train_file", "~/*.txt $HOME/b", "[~/*.txt, $HOME/b]", ["/home/jo/*.txt", "/home/jo/b"]),
+    ("eval_tasks", "hellaswag=~/a,lambada=$HOME/b", None, ["hellaswag=/home/jo/a,lambada=/home/jo/b"]),
+    ("hub_private_repo", "false", None, False),
+    # A value that begins with a dash is never read as an option.
+    ("sample_prompt", "-hello", None, "-hello"),
+    ("document_separator", "---", None, "---"),
+    ("run_name", "-1", None, "-1"),
+]
+
+
+@pytest.mark.parametrize(("option", "typed", "yaml_text", "expected"), MEANINGS)
+def test_a_value_means_the_same_everywhere(tmp_path, monkeypatch, recipe, option, typed, yaml_text, expected):
+    """On the command line, in a recipe, and in the file that a run saves."""
+    monkeypatch.setenv("HOME", "/home/jo")
+    rest = "tokenizer_vocab_size: 300\n" + "train_file: t.txt\n" * (option != "train_file")
+    config = load(*recipe(rest), f"--{option}", *typed.split(" "))
+    assert getattr(config, option) == expected
+    assert load(*recipe(f"{rest}{option}: {yaml_text or typed}\n")) == config
+    save_config(config, tmp_path / "training_config.yaml")
+    output_dir = ["--output_dir", config.output_dir] if config.output_dir else []
+    assert load("--config", tmp_path / "training_config.yaml", *output_dir) == config
+
+
+@pytest.mark.parametrize(
+    ("content", "option", "expected"),
+    [
+        ("output_dir:", "output_dir", None),
+        ("config_overrides: null", "config_overrides", None),
+        ("max_eval_samples: null", "max_eval_samples", "all"),
+        ("report_to: []", "report_to", []),
+        ("<<: {seed: 3, run_name: 007}", "seed", 3),
+        ("seed: 1\nseed: 2", "seed", 2),  # YAML keeps the last
+        ("config_overrides: {a: [0.00001], b: {c: 1.0e+20}}", "config_overrides", {"a": [1e-5], "b": {"c": 1e20}}),
+        ("config_overrides: {a: &x [1], b: *x}", "config_overrides", {"a": [1], "b": [1]}),
+        ("train_file: [t.txt, --streaming]", "train_file", ["t.txt", "--streaming"]),
+        ("sample_prompt: '--x y'", "sample_prompt", "--x y"),
+        ("sample_prompt: --", "sample_prompt", "--"),
+        ("sample_prompt: |\n  two\n  lines", "sample_prompt", "two\nlines\n"),
+    ],
+)
+def test_what_only_a_recipe_can_say(recipe, content, option, expected):
+    text = "" if content.startswith("train_file") else "train_file: t.txt\n"
+    config = load(*recipe(f"tokenizer_vocab_size: 300\n{text}{content}\n"))
+    assert getattr(config, option) == expected and not config.streaming
+
+
+@pytest.mark.parametrize(
+    ("argv", "option", "expected"),
+    [
+        ("", "profile", None),
+        ("--profile", "profile", 10),
+        ("", "activation_checkpointing", "auto"),
+        ("--activation_checkpointing", "activation_checkpointing", "true"),
+        ("--max-steps 7", "max_steps", 7),
+        ("--sample-prompt=--x-y", "sample_prompt", "--x-y"),
+        ("--sample_prompt=--streaming", "sample_prompt", "--streaming"),
+    ],
+)
+def test_what_only_a_command_line_can_say(recipe, argv, option, expected):
+    """A switch alone, hyphens in names, and values like the names of options."""
+    config = load(*recipe("activation_checkpointing: auto\n"), *DATA, *argv.split())
+    assert getattr(config, option) == expected and not config.streaming
+
+
+@pytest.mark.parametrize(
+    ("typed", "line", "option", "expected"),
+    [
+        ("--bf16", "bf16: true", "mixed_precision", "bf16"),
+        ("--fp16 true", "fp16: true", "mixed_precision", "fp16"),
+        ("--bf16=false", "bf16: false", "mixed_precision", "no"),
+        ("--gradient_checkpointing", "gradient_checkpointing: true", "activation_checkpointing", "true"),
+        ("--gradient-checkpointing false", "gradient_checkpointing: false", "activation_checkpointing", "false"),
+        ("--tf32", "tf32: true", "matmul_precision", "high"),
+        ("--tf32 false", "tf32: false", "matmul_precision", "highest"),
+        ("--tf32 off", "tf32: off", "matmul_precision", "highest"),
+    ],
+)
+def test_names_of_training_arguments(recipe, typed, line, option, expected):
+    """They are options, typed or in a recipe, which a typed one overrides."""
+    assert getattr(load(*DATA, *typed.split()), option) == expected
+    assert getattr(load(*recipe(line), *DATA), option) == expected
+    other = "medium" if option == "matmul_precision" else "auto"
+    assert getattr(load(*recipe(line), *DATA, f"--{option}", other), option) == other
+
+
+def test_the_answers_for_options_of_other_programs_name_existing_ones():
+    assert not OPTIONS.keys() & OTHER_NAMES
+    for answer in OTHER_NAMES.values():
+        assert set(re.findall(r"--([a-z_0-9]+)", answer)) <= {*OPTIONS, "cpu", "dynamo_mode"}, answer
+
+
+def test_help_lists_every_option_once_with_the_defaults_of_the_recipe(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run_script("recipe/train.py", "--config", "gpt2_124m_fast", "--help") in ("", "0")
+    shown = capsys.readouterr().out
+    text = " ".join(shown.split())
+    assert re.search(r"--learning_rate N [^-]*\(default: 0\.002\)", text)
+    assert re.search(r"--max_steps N [^-]*\(default: 7820\)", text)
+    listed = re.findall(r"^  --(\w+)", shown, re.MULTILINE)
+    assert [name for name in listed if name not in ("config", "bf16", "fp16", "tf32")] == list(OPTIONS)
+    assert re.findall(r"^(\S.*):$", shown, re.MULTILINE) == ["options", *SECTIONS.values()]
+
+
+# ------------------------------------------------------------------ the recipes, and what their numbers lead to
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_loads_with_its_tokens_per_step(name):
+    config = load("--config", name, *([] if name == "demo" else DATA))
+    special = {
+        "demo": 2048,
+        "gpt2_finetune": 2**15,
+        "gpt2_1558m": 2**20,
+        "shakespeare_char": 12 * 64,
+        "shakespeare_char_large": 2**12,
+    }
+    assert config.global_batch_size * config.block_size == special.get(name, 2**19)
+
+
+def test_the_numbers_of_gpt2_124m():
+    """They are the published ones (GPT-3 table 2.1, build-nanogpt): 10 B tokens in 19,073 steps of 524,288."""
+    config = load("--config", "gpt2_124m", *DATA)
+    assert (config.max_steps, config.warmup_steps, config.tokens_per_step) == (19_073, 715, 524_288)
+    assert (config.learning_rate, config.lr_scheduler_type) == (6e-4, "cosine_with_min_lr")
+    assert config.lr_scheduler_kwargs == {"min_lr_rate": 0.1}
+    assert (config.adam_beta1, config.adam_beta2, config.weight_decay, config.max_grad_norm) == (0.9, 0.95, 0.1, 1.0)
+    assert (config.optim, config.attn_implementation) == ("adamw_torch_fused", "sdpa")
+    overrides = {"n_layer": 12, "n_head": 12, "n_embd": 768, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+    assert config.config_overrides == overrides | {"tie_word_embeddings": True}
+
+
+def test_the_learning_rates_and_shapes_of_the_other_sizes():
+    """Learning rates of GPT-3's table 2.1, shapes of GPT-2."""
+    published = {"355m": (3e-4, 24, 16, 1024), "774m": (2.5e-4, 36, 20, 1280), "1558m": (2e-4, 48, 25, 1600)}
+    for size, expected in published.items():
+        content = yaml.safe_load((CONFIGS_DIR / f"gpt2_{size}.yaml").read_text())
+        shape = content["config_overrides"]
+        assert (content["learning_rate"], shape["n_layer"], shape["n_head"], shape["n_embd"]) == expected
+
+
+@pytest.mark.parametrize(("epochs", "rows", "expected"), [(1, 100, 25), (1, 101, 26), (0.001, 100, 1), (2.5, 10, 7)])
+def test_a_partial_step_of_the_epochs_counts_as_a_step(epochs, rows, expected):
+    config = load(*DATA, "--num_train_epochs", epochs, "--global_batch_size", "4", "--max_minutes", "9")
+    schedule = plan_schedule(config, rows)
+    assert (schedule.max_steps, schedule.num_examples, schedule.max_minutes) == (expected, 4 * expected, 9)
+
+
+@pytest.mark.parametrize("name", ["demo --max_steps 1200", *(f"gpt2_{size}" for size in SIZES)])
+def test_evaluation_costs_two_percent_by_default(name):
+    """All evaluations of a recipe cost at most 2% of its training if an evaluated row costs 0.4 of a trained one.
+
+    The recipes of GPT-2 evaluate the same rows, so that their losses compare; `auto` is for other text.
+    """
+    config = load("--config", *name.split(), *DATA)
+    rows = count_eval_rows(config, 10**9)
+    num_evaluations = 1 + len({*range(config.eval_steps, config.max_steps + 1, config.eval_steps), config.max_steps})
+    share = num_evaluations * rows * 0.4 / (config.max_steps * config.global_batch_size)
+    assert (0.015 if config.max_eval_samples == "auto" else 0.009) < share <= 0.02
+    assert config.max_eval_samples == ("auto" if name.startswith("demo") else 6000)
+
+
+@pytest.mark.parametrize(
+    ("typed", "num_rows", "expected"),
+    [("all", 1000, 1000), ("7", 1000, 7), ("2000", 1000, 1000), ("auto", 1000, 8), ("auto", 5, 5)],
+)
+def test_an_evaluation_has_a_few_rows_and_never_more_than_there_are(typed, num_rows, expected):
+    assert count_eval_rows(load(*DATA, "--max_steps", "1", "--max_eval_samples", typed), num_rows) == expected
+
+
+# ------------------------------------------------------------------ command lines of all programs
+
+SCRIPTS = sorted(path for path in ROOT.glob("scripts/**/*.py") if "CommandLine(" in path.read_text())
+A_PATH = re.compile(
+    r"(^|_)(dir|(?<!bad_)files?|path|model|inspect|config|peers|nanogpt|tasks|tokenizer_name|dataset_name)$"
+)
+
+
+@pytest.fixture(params=SCRIPTS, ids=lambda path: path.stem)
+def parser(request, monkeypatch) -> argparse.ArgumentParser:
+    """The parser of each script, which stops before it reads anything."""
+    found: list[argparse.ArgumentParser] = []
+
+    def capture(self, *_):
+        found.append(self)
+        raise SystemExit
+
+    for name in ("parse_args", "parse_with_run_options"):
+        monkeypatch.setattr(CommandLine, name, capture)
+    run_script(str(request.param.relative_to(ROOT)))
+    return found[0]
+
+
+def test_every_path_of_a_script_may_begin_in_the_home_folder(parser, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/jo")
+    paths = [option for option in parser._actions if A_PATH.search(option.dest)]
+    assert paths
+    for option in paths:
+        for text in ("~/x", "$HOME/x", "${HOME}/x"):
+            assert str(parser._get_value(option, text)) == "/home/jo/x", option.dest
+
+
+def test_every_list_of_a_script_goes_on_when_it_is_given_twice(parser):
+    assert all(isinstance(option, Store) for option in parser._actions if option.nargs == "+")
+
+
+def test_options_of_a_run_that_expand_the_home_folder_are_paths():
+    """All whose name says so; the others are text, of which `~` and `$HOME` are a part."""
+    assert {name for name in OPTIONS if A_PATH.search(name)} <= PATHS
+    texts = {name for name in OPTIONS.keys() - MAPPINGS.keys() if KINDS[name] is str}
+    assert {name for name in texts if parse_value(name, "~/x") != "~/x"} == PATHS
+
+
+@pytest.mark.parametrize(("path", "encoding"), [("läufe/a", "utf-8"), ("runs/a", "ascii"), ("runs/a", "iso8859-1")])
+def test_a_path_that_every_library_spells_alike_is_taken(monkeypatch, path, encoding):
+    monkeypatch.setattr(sys, "getfilesystemencoding", lambda: encoding)
+    assert as_path(path) == path
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ("--text ---", {"text": "---", "list": ["z"]}),
+        ("--text -Hello --list a", {"text": "-Hello", "list": ["a"]}),
+        ("--text=--list", {"text": "--list", "list": ["z"]}),
+        ("--number -5", {"number": -5.0, "list": ["z"]}),
+        ("--list -a b --list=-c", {"list": ["-a", "b", "-c"]}),
+    ],
+)
+def test_a_value_may_begin_with_a_dash(argv, expected):
+    """Unless it is or looks like the name of an option, which is refused."""
+    parser = CommandLine()
+    parser.add_argument("--text", default=argparse.SUPPRESS)
+    parser.add_argument("--number", type=float, default=argparse.SUPPRESS)
+    parser.add_argument("--list", nargs="+", default=["z"])
+    assert vars(parser.parse_args(argv.split())) == expected
+
+
+@pytest.mark.parametrize("default", [None, [], ["z"], argparse.SUPPRESS])
+def test_a_list_that_is_typed_twice_goes_on_and_replaces_the_default(default):
+    parser = CommandLine()
+    parser.add_argument("--list", nargs="+", default=default)
+    for _ in range(2):
+        assert parser.parse_args(["--list", "a", "b", "--list", "c"]).list == ["a", "b", "c"]
+    assert vars(parser.parse_args([])) == ({} if default is argparse.SUPPRESS else {"list": default})
+
+
+def test_a_bracket_in_a_pattern_is_written_in_brackets(tmp_path):
+    (tmp_path / "corpus [v2]").mkdir()
+    (tmp_path / "corpus [v2]" / "a.txt").write_text("the cat")
+    assert find_files([str(tmp_path / "corpus [[]v2]" / "*.txt")]).paths == [str(tmp_path / "corpus [v2]" / "a.txt")]
+
+
+@pytest.mark.parametrize("value", ["a b", "-Hello", "it's", "$HOME", "*.txt", "", "ü"])
+def test_a_printed_command_is_read_as_it_was_meant(value):
+    words = shlex.split(shell_command("python", "a.py", value, dataset_dir=value, overwrite=True))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--dataset_dir")
+    parser.add_argument("--overwrite", action="store_true")
+    assert words[:3] == ["python", "a.py", value]
+    assert vars(parser.parse_args(words[3:])) == {"dataset_dir": value, "overwrite": True}

@@ -1,0 +1,231 @@
+"""What comes in from files and from the Hub and is refused: each in one line that names the file or the option."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from helpers import VOCAB_SIZE
+from huggingface_hub import create_repo
+from refusals import check_refusal
+
+from recipe import command_line
+from recipe.config import MISSING, OPTIONS, may_come_from_hub
+
+PREPARE = "scripts/prepare_data.py --output_dir packed --tokenizer_name tokenizer --train_file"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch, tokenizer_dir, dataset_dir) -> Path:
+    """An own folder with a tokenizer and a dataset."""
+    folder = tmp_path / "work"  # beside the cache of the Hub
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    Path("tokenizer").symlink_to(tokenizer_dir)
+    Path("data").symlink_to(dataset_dir)
+    return folder
+
+
+# ------------------------------------------------------------------ texts, token ids and tasks
+
+
+def rows(column: str, *values: object) -> str:
+    return "".join(json.dumps({column: value}) + "\n" for value in values)
+
+
+IDS = np.random.default_rng(0).integers(0, VOCAB_SIZE, 5001).astype("<u2")
+
+
+def shard(magic: int = 20240520, version: int = 1, count: int = len(IDS), ids: np.ndarray = IDS) -> bytes:
+    """Return what llm.c and modded-nanogpt write."""
+    header = np.zeros(256, "<i4")
+    header[:3] = magic, version, count
+    return header.tobytes() + ids.tobytes()
+
+
+TEXTS = [  # file, content, options of scripts/prepare_data.py -> what the answer names
+    ("blank.txt", " \n\t\r\n", "", "blank.txt"),
+    ("none.csv", "text\n", "", "none.csv"),
+    ("blank.jsonl", rows("text", "", None), "", "blank.jsonl"),
+    ("body.jsonl", '{"body": "x", "id": 1}\n', "", "body.jsonl 'text' --text_column_name body"),
+    ("chat.jsonl", '{"messages": [{"role": "user"}], "id": 1}\n', "", "chat.jsonl 'text' conversation"),
+    ("text.csv", f"{'a sentence ' * 10},2\n1,2\n", "", "text.csv --text_column_name line"),
+    ("columns.csv", "a,b\nhello,2\n", "", "columns.csv --text_column_name a, b;"),
+    ("cut.jsonl", "{", "--skip_bad_files", "cut.jsonl 1"),
+    ("one.jsonl", rows("text", "word " * 900), "", "one.jsonl --validation_file, --document_separator"),
+    # --- token ids
+    ("a.jsonl", rows("text", *20 * [[7], [7, VOCAB_SIZE]]), "", f"{VOCAB_SIZE} tokenizer"),
+    ("a.jsonl", rows("text", *20 * [[7], [7, 70_000]]), "", "70000 tokenizer"),  # as uint16 it would be 4464
+    ("a.jsonl", rows("text", *20 * [[7], [7, -5]]), "", "-5 tokenizer"),
+    ("a.jsonl", rows("text", *20 * [[7], [8], [9], "a", "b", "c"]), "", "text ids"),
+    ("a.bin", IDS.tobytes()[:-1], "", "a.bin 10,001"),
+    ("a.bin", IDS.astype("<u4").tobytes(), "", "a.bin uint16"),
+    ("a.bin", IDS.astype("<i8").tobytes(), "", "a.bin uint16"),
+    ("a.bin", shard(magic=20240801), "", "a.bin 20240801 20240520"),
+    ("a.bin", shard(version=2), "", "a.bin 2; 1,"),
+    ("a.bin", shard(count=9999), "", "a.bin 9,999 21,022 11,026"),
+    ("a.bin", shard(ids=IDS + np.uint16(VOCAB_SIZE)), "", f"{VOCAB_SIZE} tokenizer"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "options", "names"), TEXTS)
+def test_texts_that_make_no_dataset(name, content, options, names):
+    Path(name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    check_refusal(f"{PREPARE} {name} {options} --validation_split_percentage 50", names)
+
+
+HELLASWAG = '{"activity_label": "A", "ctx_a": "a", "ctx_b": "b", "endings": ["c", "d"], "label": %s}'
+
+
+@pytest.mark.parametrize(
+    ("task", "content", "names"),
+    [
+        ("lambada", rows("text", "a b") + rows("texts", "a"), "row 2 lambada text"),
+        ("lambada", "not json", "row 1"),
+        ("lambada", "\n", "empty"),
+        ("hellaswag", HELLASWAG % '""', "row 1 hellaswag label"),
+        ("hellaswag", HELLASWAG % "2", "row 1 hellaswag label"),
+        ("hellaswag", None, ""),
+    ],
+)
+def test_files_that_are_no_task_stop_a_run_before_its_text_is_prepared(folder, task, content, names):
+    file = folder / "task.jsonl"
+    if content is not None:
+        file.write_text(content)
+    check_refusal(f"recipe/train.py --dataset_dir not_looked_at --eval_tasks {task}={file}", f"{file} {names}")
+
+
+# ------------------------------------------------------------------ recipes
+
+RECIPES = [  # content -> what the answer names
+    ("- a\n- b", "mine.yaml options"),
+    ("a: " + "[" * 5000, "mine.yaml YAML"),
+    ("lerning_rate: 1", "mine.yaml 'lerning_rate' learning_rate?"),
+    ("config: demo", "'config'"),
+    ("1: 2", "'1'"),
+    ("bf16: true\nmixed_precision: fp16", "mine.yaml mixed_precision"),
+    ("tf32: true\nmatmul_precision: high", "matmul_precision"),
+    ("tf32: sure", "matmul_precision: 'sure'"),
+    ("mixed_precision: int8", "mixed_precision: 'int8'"),
+    ("dataset_weights: [a]", "mine.yaml dataset_weights: 'a'"),
+    ("seed: 1.5", "seed: '1.5'"),
+    ("tokenizer_vocab_size: 256", "tokenizer_vocab_size 257"),  # the bytes and the end-of-text token
+    ("learning_rate: [1]", "learning_rate single"),
+    ("config_overrides: 3", "config_overrides n_layer=4"),
+    ("max_steps: null", "--max_steps, --num_train_epochs --max_minutes"),
+    ("max_steps: 40\nnum_train_epochs: 0.5", "mine.yaml max_steps 40 num_train_epochs 0.5"),
+    ("hub_language: [en, null]", "mine.yaml hub_language"),
+    ("train_file: [a, ~]", "mine.yaml train_file"),
+    ("optim: --", "optim: '--'"),
+    ("resume_from_checkpoint: true", "--resume_from_checkpoint true latest"),
+    ("seed:", "seed"),
+    ("expected_loss: {value: 3.28}", "expected_loss value, tolerance, tokens, dataset, source"),
+]
+
+
+@pytest.mark.parametrize(("content", "names"), RECIPES)
+def test_recipes_that_mean_nothing(content, names):
+    Path("mine.yaml").write_text(f"{content}\n")
+    check_refusal("recipe/train.py --config mine.yaml --dataset_dir data", names)
+
+
+HARMLESS = {  # what every published recipe may hold, and what a run understands
+    **{"seed": 7, "block_size": 64, "config_overrides": {"n_layer": 3}, "max_steps": 9, "learning_rate": 1.0e-3},
+    **{"dataset_name": "jo/corpus", "dataset_split": "train", "tokenizer_name": "jo/tokenizer"},
+    "expected_loss": {"value": 3.0, "tolerance": 0.1, "tokens": 100, "dataset": "jo/corpus", "source": "three seeds"},
+}
+PRIVATE = {
+    *("output_dir", "run_name", "cache_dir", "eval_tasks", "resume_from_checkpoint", "report_to", "profile"),
+    *("sample_prompt", "push_to_hub", "hub_model_id", "hub_strategy", "hub_overwrite", "hub_private_repo"),
+    *("hub_license", "hub_language"),
+}
+HOSTILE = [  # the text of a recipe from the Hub -> what the answer names
+    (
+        "{push_to_hub: true, hub_model_id: me/precious, train_file: /etc/passwd}",
+        "hub_model_id, push_to_hub, train_file",
+    ),
+    ("train_file: !!set {a, b}", "train_file"),
+    ("config_overrides: {1: 2}", "config_overrides n_layer=4"),
+    ('"\\e[2J": 1', r"\x1b"),
+    ("seed: [", "YAML"),
+    ("[1]", "options"),
+    (f"dataset_name: {MISSING}", "--dataset_name"),
+    (f"dataset_dir: ['{MISSING}', '{MISSING}']", "--dataset_dir (2"),
+]
+
+
+@pytest.fixture
+def published(folder, monkeypatch):
+    """Publish a recipe at hf://jo/run."""
+    monkeypatch.setattr(command_line, "fetch_recipe", lambda *_: folder / "training_config.yaml")
+    return Path("training_config.yaml").write_text
+
+
+@pytest.mark.parametrize(("content", "names"), HOSTILE)
+def test_recipes_from_the_hub(published, content, names):
+    published(content)
+    check_refusal("recipe/train.py --config hf://jo/run", f"hf://jo/run {names}")
+
+
+@pytest.mark.parametrize("name", sorted(PRIVATE))
+def test_a_recipe_from_the_hub_sets_no_private_option(published, name):
+    """It is refused by name, whatever its value, and whatever else it holds."""
+    value = {"push_to_hub": True, "hub_overwrite": True, "profile": 3}.get(name, "mine/precious")
+    published(yaml.safe_dump(HARMLESS | {name: value}))
+    check_refusal("recipe/train.py --config hf://jo/run", f"hf://jo/run {name}; training_config.yaml")
+
+
+def test_every_other_option_may_come_from_the_hub():
+    assert {name for name in OPTIONS if not may_come_from_hub(name, MISSING)} == PRIVATE
+
+
+def test_a_recipe_from_the_hub_is_obeyed_in_what_is_public(published):
+    published(yaml.safe_dump(HARMLESS))
+    config = command_line.load_config(["--config", "hf://jo/run"])[0]
+    assert {name: getattr(config, name) for name in HARMLESS} == HARMLESS
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"expected_loss": HARMLESS["expected_loss"] | {"source": "\x1b[2J"}}, "expected_loss"),  # which is printed
+        ({"config_overrides": {"\x1b[2J": 1}}, r"config_overrides \x1b"),
+    ],
+)
+def test_texts_of_a_recipe_from_the_hub_cannot_control_the_terminal(published, changes, names):
+    published(yaml.safe_dump(HARMLESS | changes))
+    check_refusal("recipe/train.py --config hf://jo/run", names)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "is_taken"),
+    [
+        ("train_file", "/etc/passwd", False),
+        ("train_file", ["a/b"], False),
+        ("train_file", [MISSING], True),
+        ("dataset_dir", [MISSING, "runs/data"], False),
+        ("dataset_dir", [MISSING, MISSING], True),
+        ("dataset_name", "../private", False),
+        ("dataset_name", "jo/corpus", True),
+        ("dataset_name", "python_standard_library", True),
+        ("model_name_or_path", "runs/base/checkpoint-4", False),
+        ("model_name_or_path", "here/model", False),  # a folder on this machine
+        ("model_name_or_path", "jo/model", True),
+        ("tokenizer_name", MISSING, True),
+        ("document_separator", "---", False),
+        ("validation_file", [MISSING], True),
+    ],
+)
+def test_a_recipe_from_the_hub_names_data_and_models_of_the_hub_only(name, value, is_taken):
+    Path("here", "model").mkdir(parents=True)
+    assert may_come_from_hub(name, value) == is_taken
+
+
+# ------------------------------------------------------------------ models of the Hub
+
+
+@pytest.mark.parametrize("name", ["someone/gone", "someone/model --revision v7"])
+def test_a_model_or_revision_that_the_hub_lacks(hub, name):
+    create_repo("someone/model")
+    check_refusal(f"scripts/generate_text.py --model {name}", name.replace("--revision", ""))

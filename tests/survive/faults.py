@@ -1,0 +1,81 @@
+"""What the tests of this folder share: faults to plant, and what a run has left."""
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+from helpers import read_events
+
+from recipe.checkpoint import list_checkpoints, seal_checkpoint
+
+AUTO = ["--resume_from_checkpoint", "auto"]
+RESULTS = ("model.safetensors", "summary.json", "README.md")
+
+
+def at_call(patch, owner: object, name: str, number: int, act: Callable[[], object]) -> list:
+    """Do something before the nth call of a function of a module, or of a method of a class.
+
+    patch: a monkeypatch. Returns a list that grows with each call.
+    """
+    original, calls = getattr(owner, name), []
+
+    def call(*arguments, **options):
+        calls.append(arguments)
+        if len(calls) == number:
+            act()
+        return original(*arguments, **options)
+
+    patch.setattr(owner, name, call)
+    return calls
+
+
+def send(name: str = "SIGTERM") -> None:
+    """Send this process a signal."""
+    os.kill(os.getpid(), signal.Signals[name])
+
+
+def die() -> None:
+    """End a run as abruptly as a test in the same process can."""
+    raise KeyboardInterrupt
+
+
+def fail_with(number: int) -> Callable:
+    """Return a function that fails as a system call does."""
+
+    def call(*arguments, **options):
+        raise OSError(number, os.strerror(number))
+
+    return call
+
+
+def change_json(path: Path, **values: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def reseal(checkpoint: Path) -> None:
+    """Let the manifest fit what is in a checkpoint now."""
+    (checkpoint / "manifest.json").unlink()
+    seal_checkpoint(checkpoint)
+
+
+def read_weights(folder: Path) -> bytes:
+    return (folder / "model.safetensors").read_bytes()
+
+
+def read_summary(folder: Path) -> dict:
+    return json.loads((folder / "summary.json").read_text())
+
+
+def list_steps(folder: Path, event: str = "train") -> list[int]:
+    return [line["step"] for line in read_events(folder, event)]
+
+
+def name_checkpoints(folder: Path) -> list[str]:
+    return [path.name for path in list_checkpoints(folder)]
+
+
+def read_words(capsys) -> str:
+    """Return what was printed since the last call, however its lines are broken."""
+    return " ".join(capsys.readouterr().out.split())

@@ -1,0 +1,173 @@
+"""The model with the lowest validation loss is kept and exported, and a run whose loss no longer falls ends."""
+
+import shutil
+
+import pytest
+from accelerate import Accelerator
+from faults import (
+    AUTO,
+    RESULTS,
+    at_call,
+    change_json,
+    die,
+    list_steps,
+    name_checkpoints,
+    read_summary,
+    read_weights,
+    read_words,
+)
+from helpers import read_events
+
+from recipe.checkpoint import RunState, why_damaged
+from recipe.optim.guard import UpdateGuard
+
+LOSSES = {0: 9.0, 2: 3.0, 4: 2.0, 6: 2.5, 8: 2.25, 10: 2.0, 12: 1.0}
+OVERFITS = ["--max_steps", 12, "--eval_steps", 2, "--save_steps", 3, "--save_total_limit", 1]
+OVERFITS += ["--load_best_model_at_end", "true", "--early_stopping_patience", 3]
+EIGHT = ["--max_steps", 8, "--eval_steps", 2]
+BEST = [*EIGHT, "--load_best_model_at_end", "true"]
+
+
+@pytest.fixture(autouse=True)
+def losses(monkeypatch):
+    """Let each evaluation return the loss of LOSSES for its step."""
+    note = RunState.add_evaluation
+
+    def replace(state, values):
+        values["loss"] = LOSSES[state.step]
+        note(state, values)
+
+    monkeypatch.setattr(RunState, "add_evaluation", replace)
+
+
+def check_stopped_early(run):
+    """Assert that a run of OVERFITS ended at step 10, when step 4 was the best; an equal loss is no new lowest one."""
+    assert list_steps(run, "eval") == [0, 2, 4, 6, 8, 10]
+    assert name_checkpoints(run) == ["checkpoint-10"]
+    assert read_weights(run) == read_weights(run / "best") != read_weights(run / "checkpoint-10")
+    summary = read_summary(run)
+    assert (summary["step"], summary["exported_step"], summary["eval_loss"]) == (10, 4, 2.0)
+
+
+def test_a_run_ends_when_its_loss_stalls_and_exports_the_best_model(train, capsys):
+    """Between two checkpoints. What it prints and its card say of which step the model is."""
+    run = train(*OVERFITS)
+    check_stopped_early(run)
+    shown = read_words(capsys)
+    assert "2.0000 at step 4 of 10 " in shown and "best_step: 4 " in shown
+    assert "validation loss, after 4." in (run / "README.md").read_text()
+
+
+@pytest.mark.parametrize("killed_at", [6, 8, 10])
+def test_a_killed_run_that_resumes_remembers_the_best_model(train, monkeypatch, saves_at_once, killed_at):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        at_call(patch, UpdateGuard, "allows", killed_at, die)
+        train(*OVERFITS)
+    check_stopped_early(train(*OVERFITS, *AUTO))
+
+
+@pytest.mark.parametrize(
+    ("start", "is_branch", "options", "expected"),
+    [
+        ("checkpoint-4", True, [], [5, 6, 7, 8, 9, 10, 11, 12]),
+        ("checkpoint-10", True, ["--learning_rate", 0.001], [11, 12]),
+        ("checkpoint-10", False, ["--learning_rate", 0.001], [*range(1, 13)]),
+    ],
+)
+def test_patience_counts_from_a_branch_or_a_change_of_the_schedule(
+    train, tmp_path, start, is_branch, options, expected
+):
+    """Either of them trains, though the run itself was stopped early."""
+    run = train(*OVERFITS, "--save_steps", 2, "--save_total_limit", 5)
+    folder = tmp_path / "branch" if is_branch else run
+    train(*OVERFITS, *options, "--resume_from_checkpoint", run / start, output_dir=folder)
+    assert list_steps(folder) == expected
+
+
+def test_the_steps_of_a_tracker_never_decrease(train, monkeypatch):
+    """wandb drops what is logged at an earlier step: the end of a run is logged at its last step, not the model's."""
+    logged = []
+    monkeypatch.setattr(Accelerator, "log", lambda self, values, step: logged.append((step, values)))
+    run = train(*OVERFITS)
+    steps = [step for step, _ in logged]
+    assert steps == sorted(steps)
+    assert logged[-1][0] == logged[-1][1]["end/last_step"] == 10
+    assert logged[-1][1]["end/exported_step"] == 4
+    assert list_steps(run, "end") == [4]  # for the card of the model
+
+
+# ------------------------------------------------------------------ where it is
+
+
+def test_the_best_model_needs_no_checkpoint(train):
+    run = train(*BEST)
+    assert name_checkpoints(run) == []
+    assert read_weights(run) == read_weights(run / "best")
+    assert read_summary(run)["exported_step"] == 4
+
+
+def lose_it(best):
+    """A kill before it was written does so, and an earlier version kept it as a checkpoint only."""
+    shutil.rmtree(best)
+
+
+def replace_it_with_a_later_one(best):
+    """A resume from an earlier checkpoint does so."""
+    change_json(best / "best.json", step=12, loss=0.5)
+
+
+def replace_it_with_one_of_another_run(best):
+    change_json(best / "best.json", run_id="other", loss=0.5)
+
+
+@pytest.mark.parametrize("change", [lose_it, replace_it_with_a_later_one, replace_it_with_one_of_another_run])
+def test_the_best_model_is_found_in_a_checkpoint(train, change):
+    options = [*BEST, "--save_steps", 2]
+    run = train(*options)
+    exported = read_weights(run)
+    change(run / "best")
+    for name in RESULTS:
+        (run / name).unlink()
+    train(*options, *AUTO)
+    assert read_weights(run) == read_weights(run / "best") == exported
+    assert why_damaged(run / "best") is None
+    assert not (run / "best" / "optimizer.pt").exists()
+
+
+def test_a_better_model_that_is_damaged_is_named(train, capsys):
+    run = train(*OVERFITS)
+    (run / "best" / "model.safetensors").write_bytes(b"")
+    (run / "summary.json").unlink()
+    train(*OVERFITS, *AUTO)
+    assert f"{run / 'best'} is damaged (model.safetensors" in read_words(capsys)
+    assert read_summary(run)["exported_step"] == 10
+
+
+# ------------------------------------------------------------------ if only the last model is kept
+
+
+def test_a_run_that_keeps_only_the_last_model_says_what_it_lost(train, capsys):
+    """The lines name the option that keeps the best one, and no command to train longer."""
+    run = train(*EIGHT)
+    shown = read_words(capsys)
+    for text in ("2.0000 at step 4 of 8", "2.2500 at step 8", "--load_best_model_at_end true"):
+        assert text in shown
+    assert " longer " not in shown
+    assert not (run / "best").exists()
+
+
+def test_a_loss_that_was_lower_before_the_training_is_said(train, capsys, monkeypatch):
+    monkeypatch.setitem(LOSSES, 0, 1.5)
+    train("--max_steps", 4, "--eval_steps", 2)
+    assert "1.5000 at step 0" in read_words(capsys)
+
+
+@pytest.mark.parametrize(("before", "now"), [("false", "false"), ("false", "true"), ("true", "true")])
+def test_a_finished_run_stays_as_it_is_whatever_model_is_now_asked_for(train, before, now):
+    options = [*EIGHT, "--save_steps", 2, "--load_best_model_at_end"]
+    run = train(*options, before)
+    results, events = [(run / name).read_bytes() for name in RESULTS], read_events(run, "train")
+    train(*options, now, *AUTO)
+    assert [(run / name).read_bytes() for name in RESULTS] == results
+    assert read_events(run, "train") == events
+    assert (run / "best").exists() == (now == "true")

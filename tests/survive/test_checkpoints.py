@@ -1,0 +1,180 @@
+"""A checkpoint is whole, or it does not count."""
+
+import errno
+import hashlib
+import itertools
+import json
+import multiprocessing
+import os
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from faults import AUTO, change_json, list_steps, read_weights, reseal
+from helpers import BLOCK_SIZE
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from recipe.checkpoint import CheckpointSaver, HashingFile, clean_checkpoints, replaced, why_damaged
+from recipe.command_line import load_config
+from recipe.run.log import RunLog
+from recipe.run.look import look_at_checkpoints, look_at_folder, look_at_named
+
+STATE_FILES = ["optimizer.pt", "rng.pt", "training_state.json", "model.safetensors"]
+MODEL_FILES = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+
+
+def find_checkpoints(run, requested="auto"):
+    """Return the checkpoints to resume from, newest first; the last one is intact."""
+    options = ["--dataset_dir", "d", "--output_dir", str(run), "--resume_from_checkpoint", requested]
+    config, folder = load_config(options)[0], look_at_folder(run)
+    return list(look_at_checkpoints(config, folder, look_at_named(config, folder)))
+
+
+@pytest.mark.parametrize("name", ["checkpoint-2", "."])
+def test_a_checkpoint_is_a_model_folder_as_the_final_model_is(four_steps, name):
+    """`from_pretrained` loads model and tokenizer, they agree, and the model generates only real tokens."""
+    folder = four_steps / name
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert model.config.vocab_size == len(tokenizer) == 500
+    assert model.config.eos_token_id == tokenizer.eos_token_id
+    assert tokenizer.model_max_length == model.config.n_positions == BLOCK_SIZE
+    ids = model.generate(torch.ones(8, 1, dtype=torch.long), max_new_tokens=30, temperature=100.0, top_k=0)
+    assert ids.max() < 500
+
+
+def test_other_users_may_read_what_a_run_writes(four_steps):
+    files = [*(four_steps / "checkpoint-4").iterdir(), *(path for path in four_steps.iterdir() if path.is_file())]
+    assert all(path.stat().st_mode & 0o777 == 0o644 for path in files)
+
+
+def test_the_manifest_has_the_hash_of_every_file_and_the_versions_that_wrote_them(four_steps):
+    files = {path.name: path.read_bytes() for path in (four_steps / "checkpoint-4").iterdir()}
+    assert {*STATE_FILES, *MODEL_FILES} <= files.keys()
+    manifest = json.loads(files.pop("manifest.json"))
+    found = {name: values["sha256"] for name, values in manifest["files"].items()}
+    assert found == {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+    assert manifest["environment"]["torch"] == torch.__version__
+
+
+def test_training_continues_while_a_checkpoint_is_written_which_has_the_state_of_its_own_step(
+    train, monkeypatch, tmp_path
+):
+    write, log_step, step_4 = CheckpointSaver._write, RunLog.train, threading.Event()
+
+    def write_after_step_4(self, *parts):
+        assert step_4.wait(60)
+        write(self, *parts)
+
+    def note_step_4(self, state):
+        log_step(self, state)
+        if state.step == 4:
+            step_4.set()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointSaver, "_write", write_after_step_4)
+        patch.setattr(RunLog, "train", note_step_4)
+        run = train("--max_steps", 5, "--save_steps", 2)
+    branch = train("--max_steps", 5, "--resume_from_checkpoint", run / "checkpoint-2", output_dir=tmp_path / "branch")
+    assert list_steps(branch) == [3, 4, 5]
+    assert read_weights(branch) == read_weights(run)
+
+
+# ------------------------------------------------------------------ damaged ones
+
+
+@pytest.mark.parametrize("name", [*STATE_FILES, *MODEL_FILES, "manifest.json"])
+def test_an_older_checkpoint_replaces_a_damaged_one(finished, name):
+    """A truncated, changed, empty or missing file is found and named."""
+    path = finished / "checkpoint-4" / name
+    content = path.read_bytes()
+    flipped = bytearray(content)
+    flipped[0 if name == "manifest.json" else len(content) // 2] ^= 1
+    for damaged in (content[:-2], bytes(flipped), b"", None):
+        path.unlink() if damaged is None else path.write_bytes(damaged)
+        for requested in ("auto", "latest", str(finished)):
+            newest, older = find_checkpoints(finished, requested)
+            assert newest.path.name == "checkpoint-4" and name in newest.fault
+            assert older.path == finished / "checkpoint-2" and older.saved.state.step == 2
+
+
+# ------------------------------------------------------------------ kills and power cuts during a save
+
+
+def test_a_kill_during_a_save_leaves_nothing_that_counts(train, finished):
+    """A partial checkpoint and a torn log line are ignored, and the next process removes them."""
+    (finished / "checkpoint-4").rename(finished / ".checkpoint-4.partial")
+    (finished / ".checkpoint-4.partial" / "optimizer.pt").write_bytes(b"half")
+    with open(finished / "metrics.jsonl", "a") as file:
+        file.write('{"event": "train", "step": 4, "lo{"event": "train", "step": 9}\n{"event"')
+    train(*AUTO)
+    assert not list(finished.glob(".checkpoint*"))
+    assert list_steps(finished) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("operation", "survivor"), [(1, "old"), (2, "old"), (3, "new")])
+def test_a_kill_while_a_checkpoint_is_replaced_leaves_one_of_the_two(finished, operation, survivor):
+    """The old or the new one of the same step is found again, whichever operation the kill precedes."""
+    checkpoint = finished / "checkpoint-4"
+    change_json(checkpoint / "training_state.json", run_id="old")
+    reseal(checkpoint)
+
+    def replace_and_die():
+        operations = itertools.count(1)
+
+        def killed_before(function):
+            def call(path, *arguments, **options):
+                if Path(path).exists() and next(operations) == operation:
+                    os._exit(9)
+                return function(path, *arguments, **options)
+
+            return call
+
+        os.rename, shutil.rmtree = killed_before(os.rename), killed_before(shutil.rmtree)
+        with replaced(checkpoint) as partial:
+            shutil.copytree(checkpoint, partial, dirs_exist_ok=True)
+            change_json(partial / "training_state.json", run_id="new")
+            reseal(partial)
+
+    process = multiprocessing.get_context("fork").Process(target=replace_and_die)
+    process.start()
+    process.join()
+    assert process.exitcode == 9
+    (found,) = find_checkpoints(finished)  # before anything is cleaned
+    clean_checkpoints(finished)
+    assert (found.path, found.saved.state.run_id) == (checkpoint, survivor)
+    assert why_damaged(checkpoint) is None
+    assert not list(finished.glob(".checkpoint*"))
+
+
+def test_a_checkpoint_and_the_final_model_are_on_disk_before_they_count(train, monkeypatch):
+    """After a power cut, what has its name is whole: its files are flushed before they get it, the folder after."""
+    flushed, at_rename, sync, rename = set(), {}, os.fsync, os.rename
+
+    def note_flush(file):
+        flushed.add(os.fstat(file).st_ino)
+        sync(file)
+
+    def note_rename(source, target):
+        at_rename[Path(target).name] = set(flushed)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", note_flush)
+    monkeypatch.setattr(os, "rename", note_rename)
+    run = train("--save_steps", 4)
+    assert {path.stat().st_ino for path in (run / "checkpoint-4").iterdir()} <= at_rename["checkpoint-4"]
+    assert {path.stat().st_ino for path in (run, run / "config.json", run / "model.safetensors")} <= flushed
+
+
+def test_a_failed_flush_in_the_background_fails_the_save(tmp_path, monkeypatch):
+    """Linux reports a failed write to one flush only, so a later one would succeed."""
+    monkeypatch.setattr(os, "fsync", mock.Mock(side_effect=[OSError(errno.EIO, "Input/output error"), None]))
+    with ThreadPoolExecutor(1) as helper:
+        (earlier := helper.submit(int)).result()
+        with pytest.raises(OSError, match="Input/output error"):
+            with HashingFile(tmp_path / "optimizer.pt", helper, earlier) as file:
+                file.write(b"state")
+            file.hash()

@@ -1,0 +1,293 @@
+"""A run that a signal or a kill interrupts, wherever it is, ends like an uninterrupted one by the same command."""
+
+import math
+import multiprocessing
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from unittest import mock
+
+import psutil
+import pytest
+from faults import AUTO, RESULTS, at_call, die, list_steps, name_checkpoints, read_weights, send
+from helpers import BLOCK_SIZE, CPU_ONLY, ROOT, TINY, default_arguments, read_events, run_training
+
+import recipe.evaluation.validation
+import recipe.run.end
+import recipe.run.stop
+from recipe.checkpoint import CheckpointSaver, list_checkpoints, why_damaged
+from recipe.model.loss import LanguageModelingLoss
+from recipe.optim.guard import UpdateGuard
+from recipe.run.stop import EXIT_STOPPED, StopSignals, kill_warning, measure_disk
+
+DROPOUT = ["--config_overrides", f"{TINY[1]},resid_pdrop=0.1"]  # so that random state counts
+SHORT = [
+    *DROPOUT,
+    "--max_steps",
+    30,
+    "--eval_steps",
+    10,
+    "--save_steps",
+    10,
+    "--per_device_train_batch_size",
+    2,
+    *AUTO,
+]
+OF_THE_MACHINE = {"tokens_per_second", "mfu", "memory_bytes", "peak_memory_bytes", "seconds", "train_seconds"}
+OF_THE_MACHINE |= {"step_ms", "share_waiting_for_data"}
+
+
+def read_numbers(run, event):
+    """Return the lines of one kind of the log, without the numbers that no two runs share."""
+    return [{key: line[key] for key in line.keys() - OF_THE_MACHINE} for line in read_events(run, event)]
+
+
+def check_equal(run, expected):
+    """Assert that two runs have the same weights, and the same steps, evaluations and samples in their logs."""
+    assert read_weights(run) == read_weights(expected)
+    for event in ("train", "eval", "sample"):
+        assert read_numbers(run, event) == read_numbers(expected, event)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(train_shared):
+    """A run of SHORT, which evaluates one row after the other."""
+    with mock.patch.object(recipe.evaluation.validation, "CPU_TOKENS", BLOCK_SIZE):
+        return train_shared(*SHORT)
+
+
+@pytest.fixture
+def stop(train, uninterrupted, monkeypatch):
+    """Train as that run does until a signal comes before the nth call of a function. Returns its calls."""
+    monkeypatch.setattr(recipe.evaluation.validation, "CPU_TOKENS", BLOCK_SIZE)
+
+    def stop(owner, name, number, act=send, options=()):
+        with monkeypatch.context() as patch, pytest.raises(SystemExit) as stopped:
+            calls = at_call(patch, owner, name, number, act)
+            train(*SHORT, *options)
+        assert stopped.value.code == EXIT_STOPPED
+        return calls
+
+    return stop
+
+
+# ------------------------------------------------------------------ signals
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
+def test_a_signal_saves_the_run_and_ends_it(stop, tmp_path, job_file, capfd, name):
+    """The job is to be queued again. The user reads of the signal at once, and at the end how to resume."""
+    assert len(stop(UpdateGuard, "allows", 19, lambda: send(name))) == 19
+    printed, run = capfd.readouterr(), tmp_path / "run"
+    assert name_checkpoints(run) == ["checkpoint-10", "checkpoint-19"]
+    assert job_file.exists()
+    assert ("Ctrl-C" if name == "SIGINT" else name) in printed.err
+    for text in (name, f"saved in {run}/checkpoint-19;", f"--output_dir {run} --resume_from_checkpoint auto\n"):
+        assert text in printed.out
+
+
+def test_the_log_of_a_run_stopped_between_two_log_lines_lacks_no_step(train, stop, uninterrupted):
+    """The steps since the line before have a line of their own, with their mean loss."""
+    options = ["--logging_steps", 7]
+    stop(UpdateGuard, "allows", 19, options=options)
+    run = train(*SHORT, *options)
+    assert read_weights(run) == read_weights(uninterrupted)
+    losses, lines = [line["loss"] for line in read_events(uninterrupted, "train")], read_events(run, "train")
+    steps = [line["step"] for line in lines]
+    assert {14, 19, 21} <= {*steps}
+    means = [statistics.fmean(losses[start:end]) for start, end in zip([0, *steps], steps, strict=False)]
+    assert [line["loss"] for line in lines] == pytest.approx(means, abs=1e-6)
+
+
+@pytest.mark.parametrize("step", [0, 10, 30])
+def test_a_signal_in_an_evaluation_is_served_at_once(train, stop, uninterrupted, tmp_path, job_file, step):
+    """The evaluation is given up, the checkpoint is saved, and the resumed run makes the evaluation."""
+    third_row = 8 * step // 10 + 3  # of eight rows each
+    assert len(stop(LanguageModelingLoss, "_losses", third_row)) == third_row
+    assert job_file.exists()
+    assert name_checkpoints(tmp_path / "run") == [f"checkpoint-{number}" for number in (10, 20, 30) if number <= step]
+    assert list_steps(tmp_path / "run", "eval") == list(range(0, step, 10))
+    check_equal(train(*SHORT), uninterrupted)
+
+
+def test_a_checkpoint_is_complete_though_two_signals_come_while_it_is_written(train, stop, uninterrupted, tmp_path):
+    def signal_twice():
+        send()
+        time.sleep(1.5)  # the first signal is more than a second ago, and the main thread waits for this one
+        send()
+
+    stop(CheckpointSaver, "_write", 1, signal_twice)
+    checkpoints = list_checkpoints(tmp_path / "run")
+    assert checkpoints[0].name == "checkpoint-10"
+    assert not any(map(why_damaged, checkpoints))
+    check_equal(train(*SHORT), uninterrupted)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGHUP"])
+def test_a_signal_in_the_export_lets_the_run_end_with_its_results(train, monkeypatch, job_file, capfd, name):
+    """The file that would have a job resume it is gone."""
+    at_call(monkeypatch, recipe.run.end, "export_model", 1, lambda: send(name))
+    run = train("--save_steps", 2)
+    assert all((run / name).is_file() for name in RESULTS)
+    assert not job_file.exists()
+    assert name in capfd.readouterr().err
+
+
+def test_a_second_ctrl_c_exits_at_once(monkeypatch):
+    """Two within a second count as one, and another signal does not count."""
+    exits = []
+    monkeypatch.setattr(recipe.run.stop.os, "_exit", exits.append)
+    with StopSignals():
+        for name, seconds in (("SIGTERM", 1.1), ("SIGINT", 0.0), ("SIGINT", 1.1), ("SIGTERM", 0.0), ("SIGINT", 0.0)):
+            assert exits == []
+            send(name)
+            time.sleep(seconds)
+    assert exits == [128 + signal.SIGINT]
+
+
+def test_a_run_killed_before_its_card_writes_what_it_lacks_when_it_is_repeated(train, finished, monkeypatch):
+    """A card that was edited stays."""
+    for name in ("summary.json", "README.md", "loss_curve.png"):
+        (finished / name).unlink()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        at_call(patch, recipe.run.end, "write_model_card", 1, die)
+        train(*AUTO)
+    summary = (finished / "summary.json").read_text()
+    train(*AUTO)
+    assert (finished / "README.md").is_file() and (finished / "loss_curve.png").is_file()
+    (finished / "README.md").write_text("my words")
+    train(*AUTO)
+    assert (finished / "README.md").read_text() == "my words"
+    assert (finished / "summary.json").read_text() == summary
+
+
+# ------------------------------------------------------------------ kills from outside
+
+KILLS = int(os.environ.get("KILLS", "8"))
+STEPS = 40 * KILLS  # more than are made before the last kill
+SOAK = [*DROPOUT, "--max_steps", STEPS, "--save_steps", 5, "--per_device_train_batch_size", 2]
+SOAK += ["--save_total_limit", 2, "--eval_steps", 20, "--load_best_model_at_end", "true", *AUTO]
+
+
+def last_step(run: Path) -> int:
+    """Return the last step in the log, whose last line may be cut off."""
+    log = run / "metrics.jsonl"
+    steps = re.findall(r'^{"event": "train", "step": (\d+)', log.read_text(), re.MULTILINE) if log.is_file() else []
+    return int(steps[-1]) if steps else 0
+
+
+def test_a_run_killed_at_random_times_ends_like_an_uninterrupted_one(tmp_path, dataset_dir):
+    """Weights, optimizer, best model and log are the same, bit for bit, and each checkpoint was whole at any time.
+
+    KILLS in the environment sets how often it is killed.
+    """
+    server = multiprocessing.get_context("forkserver")  # starts many processes that have imported torch
+    server.set_forkserver_preload(["helpers", "recipe.train"])
+    through, killed, rng = tmp_path / "through", tmp_path / "killed", random.Random(0)
+
+    def start(run):
+        process = server.Process(target=run_training, args=([*default_arguments(dataset_dir, run, TINY), *SOAK],))
+        process.start()
+        return process
+
+    def finish(run):
+        process = start(run)
+        process.join()
+        assert process.exitcode == 0
+
+    finish(through)
+    for _ in range(KILLS):
+        goal = last_step(killed) + rng.randint(1, 20)
+        latest = time.monotonic() + (rng.uniform(0, 0.4) if rng.random() < 0.3 else 120)  # the first: while it starts
+        process = start(killed)
+        while last_step(killed) < goal and time.monotonic() < latest:
+            time.sleep(0.001)
+        time.sleep(rng.uniform(0, 0.02))
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        assert [fault for path in list_checkpoints(killed) if (fault := why_damaged(path))] == []
+    assert not (killed / "summary.json").exists()
+    finish(killed)
+    check_equal(killed, through)
+    for name in ("best/model.safetensors", f"checkpoint-{STEPS}/optimizer.pt"):
+        assert (killed / name).read_bytes() == (through / name).read_bytes()
+
+
+def test_a_launcher_that_is_killed_leaves_no_orphan(tmp_path, dataset_dir):
+    """The trainer saves and ends, too."""
+    run = tmp_path / "run"
+    arguments = map(str, [*default_arguments(dataset_dir, run, TINY), "--max_steps", 5000])
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "OMP_"))}
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "accelerate.commands.launch", ROOT / "recipe/train.py", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env={**kept, **CPU_ONLY},
+    )
+    while last_step(run) < 5:
+        assert launcher.poll() is None, "the run ended before its launcher was killed"
+        time.sleep(0.01)
+    (worker,) = psutil.Process(launcher.pid).children()
+    launcher.kill()
+    output = launcher.communicate(timeout=120)[0]  # ends with the trainer's output, not just the launcher's
+    assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
+    (checkpoint,) = list_checkpoints(run)
+    assert why_damaged(checkpoint) is None
+    assert f"saved in {checkpoint};" in output
+    assert list_steps(run)[-1] == int(checkpoint.name.removeprefix("checkpoint-"))
+
+
+# ------------------------------------------------------------------ launchers that kill
+
+
+@pytest.mark.parametrize(
+    ("typed", "gigabytes", "megabytes_per_second", "expected"),
+    [
+        (None, 1.5, 80, None),  # 19 of 30 seconds
+        (None, 1.5, 70, ("30 seconds", " 21 ", "1.5 GB", "70 MB/s", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600")),
+        ("60", 1.5, 15, ("60 seconds", " 100 ")),
+        ("60", 1.5, 70, None),
+        ("600", 18.7, 50, None),  # 374 of 600 seconds
+        ("600", 18.7, 40, ("600 seconds", " 468 ", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=1200")),
+        ("1200", 18.7, 40, None),
+    ],
+)
+def test_a_launcher_that_kills_before_a_checkpoint_is_written(typed, gigabytes, megabytes_per_second, expected):
+    """The warning has the numbers, and its advice is enough to silence it. Without torchrun's agent, nobody kills."""
+    variable = {} if typed is None else {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": typed}
+    facts = gigabytes * 1e9, megabytes_per_second * 1e6
+    found = kill_warning({"TORCHELASTIC_RUN_ID": "none", **variable}, *facts)
+    assert found is None if expected is None else all(text in found for text in expected)
+    assert kill_warning(variable, *facts) is None
+
+
+@pytest.mark.parametrize("has_agent", [True, False])
+def test_a_run_that_its_launcher_would_kill_warns_at_its_start(train, monkeypatch, capsys, has_agent):
+    """A run knows the size of its checkpoints. Without torchrun's agent, it does not measure the disk."""
+    measure = mock.Mock(return_value=1000)
+    monkeypatch.setattr(recipe.run.stop, "measure_disk", measure)
+    monkeypatch.setattr(recipe.run.stop, "SLOWEST_DISK", 1000)
+    if has_agent:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    run = train("--save_steps", 4)
+    size = sum((run / "checkpoint-4" / name).stat().st_size for name in ("model.safetensors", "optimizer.pt"))
+    found = re.findall(r"kills this run in 30 seconds, .* takes ([\d,]+)", capsys.readouterr().out)
+    expected = [pytest.approx(size / 1000, rel=0.1)] if has_agent else []
+    assert [int(seconds.replace(",", "")) for seconds in found] == expected
+    assert measure.call_args_list == [mock.call(run)] * has_agent
+
+
+def test_measuring_the_disk_leaves_nothing_and_takes_no_full_disk_for_a_slow_one(tmp_path, monkeypatch):
+    assert 1e5 < measure_disk(tmp_path) < 1e11
+    monkeypatch.setattr(recipe.run.stop, "flush", lambda _: Path("/dev/full").write_text("x"))
+    assert measure_disk(tmp_path) == math.inf
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,280 @@
+"""A run that resumes is the run that was stopped, except for what its user changes; a branch is a new run."""
+
+import json
+import logging
+import re
+import shlex
+import shutil
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from faults import AUTO, at_call, die, list_steps, read_summary, read_weights, reseal, send
+from helpers import BLOCK_SIZE, read_events
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import recipe.train
+from recipe.data import batches
+from recipe.data.batches import example_rows
+from recipe.errors import UserError
+from recipe.publish.public import count_tokens
+
+
+def read_config(run):
+    return yaml.safe_load((run / "training_config.yaml").read_text())
+
+
+def own_options(run, **changes):
+    """Return the options that resume a run by its own recipe, some values of which have changed."""
+    path = run.parent / "recipe.yaml"
+    path.write_text(yaml.safe_dump(read_config(run) | changes))
+    return ["--config", path, "--output_dir", run, *AUTO]
+
+
+def test_the_options_that_the_refusal_of_another_run_names_resume_it(train, finished):
+    """A run with other options is refused in a folder that holds one."""
+    with pytest.raises(UserError) as error:
+        train("--seed", 5)
+    shutil.rmtree(finished / "checkpoint-4")
+    train(*shlex.split(re.search(r"\((--.*?)\)", str(error.value))[1]), alone=True)
+    assert list_steps(finished) == [1, 2, 3, 4]
+    assert read_config(finished)["seed"] != 5
+
+
+def edit_json(path, edit):
+    content = json.loads(path.read_text())
+    edit(content)
+    path.write_text(json.dumps(content))
+
+
+def test_a_checkpoint_of_an_earlier_version_resumes(train, finished):
+    """What was added since had its default: an option, one of the model. The first evaluation had another name."""
+    checkpoint, first = finished / "checkpoint-2", read_summary(finished)["initial"]
+
+    def age(state):
+        state["untrained"] = state.pop("initial")
+        for name in ("label_smoothing_factor", "scale_attn_by_inverse_layer_idx"):
+            del state["identity"][name]
+
+    edit_json(checkpoint / "training_state.json", age)
+    edit_json(checkpoint / "config.json", lambda config: config.pop("scale_attn_by_inverse_layer_idx"))
+    reseal(checkpoint)
+    shutil.rmtree(finished / "checkpoint-4")
+    with pytest.raises(UserError, match="label_smoothing_factor 0.0 -> 0.1"):
+        train(*AUTO, "--label_smoothing_factor", 0.1)
+    train(*AUTO)
+    assert read_summary(finished)["initial"] == first
+
+
+def test_a_finished_run_of_an_earlier_version_prints_its_results(train, finished, capsys):
+    """The first evaluation had another name in its summary, too."""
+    edit_json(finished / "summary.json", lambda summary: summary.update(untrained=summary.pop("initial")))
+    train(*AUTO)
+    loss = read_summary(finished)["untrained"]["loss"]
+    assert re.search(rf"^initial_loss: +{loss:.4f}$", capsys.readouterr().out, re.MULTILINE)
+
+
+# ------------------------------------------------------------------ what may change when a run resumes
+
+
+@pytest.fixture
+def batch_of_six(train, finished):
+    """A run of four steps, the last two of which had a typed batch of 6 instead of 4, and the examples of those."""
+    shutil.rmtree(finished / "checkpoint-4")
+    fetched = []
+
+    def note_rows(examples, num_rows, seed):
+        fetched.extend(examples)
+        return example_rows(examples, num_rows, seed)
+
+    with mock.patch.object(batches, "example_rows", note_rows):
+        train(*AUTO, "--global_batch_size", 6, "--eval_steps", 3)
+    return finished, np.array(fetched)
+
+
+def test_a_typed_batch_continues_with_the_next_examples(batch_of_six):
+    run, examples = batch_of_six
+    assert examples[:12].tolist() == list(range(8, 20))
+    for kind, expected in (("train", [4, 8, 14, 20]), ("eval", [0, 14, 20])):
+        assert [event["tokens_seen"] / BLOCK_SIZE for event in read_events(run, kind)] == expected
+
+
+def test_a_typed_batch_is_recorded(batch_of_six):
+    """The card counts the tokens from the log."""
+    run = batch_of_six[0]
+    assert [event["changes"] for event in read_events(run, "schedule")] == [{"global_batch_size": [4, 6]}]
+    tokens = [count_tokens(step, read_events(run, "start"), BLOCK_SIZE) for step in range(5)]
+    assert tokens == [BLOCK_SIZE * number for number in (0, 4, 8, 14, 20)]
+    assert f"4 steps, {20 * BLOCK_SIZE:,} tokens" in (run / "README.md").read_text()
+
+
+def test_only_later_steps_follow_a_changed_schedule(train, finished, capsys):
+    """A change may be typed or in a recipe. The log has what changed."""
+    before = [event["loss"] for event in read_events(finished, "train")]
+    train(*own_options(finished, learning_rate=0.002), "--max_steps", 8, alone=True)
+    assert "from step 5, learning_rate is 0.002 instead of 0.003" in capsys.readouterr().out
+    events = read_events(finished, "train")
+    assert [event["loss"] for event in events[:4]] == before
+    rates = [event["learning_rate"] for event in events[4:]]
+    assert rates == pytest.approx([0.002 * (8 - step) / 6 for step in range(4, 8)])
+    (record,) = read_events(finished, "schedule")
+    assert record["step"] == 4
+    assert record["changes"] == {"learning_rate": [0.003, 0.002], "max_steps": [4, 8]}
+
+
+def test_a_changed_schedule_without_a_step_is_not_recorded(train, finished):
+    """The weights are those of the old one. What does not change them is recorded."""
+    before = read_config(finished)
+    changed = ["--learning_rate", 0.001, "--global_batch_size", 8]
+    train(*AUTO, "--save_steps", 2, *changed, "--hub_model_id", "a/b")
+    assert not read_events(finished, "schedule")
+    assert read_config(finished) == before | {"hub_model_id": "a/b"}
+
+
+def test_changed_epochs_are_recorded_as_steps(train, finished, dataset):
+    """Another kind of schedule takes other arguments."""
+    typed = ["--num_train_epochs", 8 / len(dataset.train) * 4, "--lr_scheduler_type", "cosine_with_min_lr"]
+    typed += ["--lr_scheduler_kwargs", "min_lr_rate=0.5"]
+    train(*own_options(finished, lr_scheduler_kwargs=None), *typed, alone=True)
+    (record,) = read_events(finished, "schedule")
+    assert record["changes"].keys() == {"max_steps", "lr_scheduler_type", "lr_scheduler_kwargs"}
+    assert list_steps(finished)[-1] == 8
+    content = read_config(finished)
+    assert content["max_steps"] == 8 and "num_train_epochs" not in content
+
+
+def test_a_run_killed_before_the_first_checkpoint_of_a_changed_schedule_keeps_the_change(train, finished, monkeypatch):
+    """The folder's own config, in which the change is recorded, resumes the run from the checkpoint before."""
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        at_call(patch, recipe.train, "StopSignals", 1, die)
+        train(*AUTO, "--max_steps", 8)
+    assert read_config(finished)["max_steps"] == 8
+    train(*own_options(finished), alone=True)
+    assert list_steps(finished) == list(range(1, 9))
+
+
+def test_a_change_of_precision_is_said(train, finished, capsys):
+    train(*AUTO, "--max_steps", 5, "--mixed_precision", "bf16")
+    assert "from no to bf16 at step 4" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------ branches: a checkpoint of another folder
+
+
+@pytest.mark.parametrize(
+    ("place", "end"),
+    [
+        ("open_dataset", die),
+        ("decide_turn", die),  # before the first step
+        ("build_profiler", send),  # SIGTERM comes while the first step compiles, say
+    ],
+)
+@pytest.mark.parametrize("again", ["auto", "the same"])
+def test_a_branch_that_ends_before_its_first_step_continues(train, finished, tmp_path, monkeypatch, place, end, again):
+    """A branch does not start over at step 0, whether `auto` or the same command resumes it, and has its own log."""
+    branch, start = tmp_path / "branch", finished / "checkpoint-2"
+    with monkeypatch.context() as patch, pytest.raises((SystemExit, KeyboardInterrupt)):
+        at_call(patch, recipe.train, place, 1, end)
+        train("--resume_from_checkpoint", start, output_dir=branch)
+    assert (branch / "checkpoint-2").is_dir() == (end is send)
+    train("--resume_from_checkpoint", "auto" if again == "auto" else start, "--save_steps", 1, output_dir=branch)
+    assert list_steps(branch) == [3, 4]
+    assert read_weights(branch) == read_weights(finished)
+    train("--resume_from_checkpoint", start, "--max_steps", 6, "--save_steps", 1, output_dir=branch)
+    assert list_steps(branch) == [3, 4, 5, 6]
+    run_ids = {event["run_id"] for event in read_events(branch, "start")[-2:]}
+    assert len(run_ids) == 1
+    assert run_ids.isdisjoint(event["run_id"] for event in read_events(finished, "start"))
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "output_dir"),
+    [
+        ("run/checkpoint-4", "link"),
+        ("other/../run/checkpoint-4", "link"),
+        ("other/best", None),  # a link to the checkpoint; the run's own folder is the output
+    ],
+)
+def test_one_folder_by_two_names_is_one_run(train, finished, tmp_path, monkeypatch, checkpoint, output_dir):
+    monkeypatch.chdir(tmp_path)
+    Path("other").mkdir()
+    Path("link").symlink_to("run")
+    Path("other", "best").symlink_to("../run/checkpoint-4")
+    options = [*own_options(finished)[:2], "--resume_from_checkpoint", checkpoint, "--max_steps", 5]
+    train(*options, *(["--output_dir", output_dir] if output_dir else []), alone=True)
+    assert list_steps(finished) == [1, 2, 3, 4, 5]
+    assert len({event["run_id"] for event in read_events(finished, "start")}) == 1
+    assert [path.name for path in Path("other").iterdir()] == ["best"]
+
+
+# ------------------------------------------------------------------ existing weights
+
+
+@pytest.fixture
+def base(four_steps, tmp_path):
+    """A model to start from: a copy of a finished run."""
+    return shutil.copytree(four_steps, tmp_path / "base", ignore=shutil.ignore_patterns("checkpoint-*", ".lock"))
+
+
+@pytest.fixture
+def fine_tune(train, base, tmp_path):
+    """Train on a model, whose shape may not be overridden; dropout may."""
+
+    def run(*arguments, source=base, output_dir=tmp_path / "tuned"):
+        overrides = ["--block_size", BLOCK_SIZE, "--config_overrides", "resid_pdrop=0.0"]
+        return train("--model_name_or_path", source, *arguments, output_dir=output_dir, shape=overrides)
+
+    return run
+
+
+def test_the_loss_at_step_0_is_that_of_the_model_that_a_run_starts_from(fine_tune, base, dataset):
+    """The stock model and torch's cross-entropy give it. Training lowers it, and keeps the shape."""
+    tuned = fine_tune("--max_eval_samples", "all")
+    first, last = (event["loss"] for event in read_events(tuned, "eval"))
+    model = AutoModelForCausalLM.from_pretrained(base).eval()
+    rows = torch.from_numpy(dataset.validation[np.arange(len(dataset.validation))])
+    with torch.no_grad():
+        logits = model(input_ids=rows[:, :-1]).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()).item()
+    assert first == pytest.approx(expected, abs=1e-5)
+    assert last < first
+    config = AutoModelForCausalLM.from_pretrained(tuned).config
+    assert (config.n_layer, config.n_embd, config.vocab_size, config.n_positions) == (2, 32, 500, BLOCK_SIZE)
+
+
+def test_a_run_resumes_bit_for_bit_without_the_model_that_it_started_from(fine_tune, base, tmp_path, monkeypatch):
+    """The name of a model that is gone may look like one of the Hub, and would be published."""
+    monkeypatch.chdir(tmp_path)
+    Path("some").mkdir()
+    base.rename("some/base")
+    tuned = fine_tune("--save_steps", 2, source="some/base")
+    Path("some").rename("gone")
+    resume = ["--resume_from_checkpoint", tuned / "checkpoint-2"]
+    branch = fine_tune(*resume, source="some/base", output_dir=tmp_path / "branch")
+    assert read_weights(branch) == read_weights(tuned)
+    for run in (tuned, branch):
+        (start,) = read_events(run, "start")
+        assert start["base_model_id"] is start["data"]["tokenizer_id"] is None
+
+
+def test_a_model_of_another_trainer_trains_in_fp32_with_the_tokens_of_its_tokenizer(fine_tune, base, monkeypatch):
+    """The file is fp16, with more rows than the tokenizer has tokens, and a buffer that only old GPT-2 files have.
+
+    Transformers reports nothing of what is dropped.
+    """
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float16)
+    model.resize_token_embeddings(640)
+    model.save_pretrained(base)
+    weights = load_file(base / "model.safetensors")
+    weights["transformer.h.0.attn.masked_bias"] = torch.tensor(-1e4)
+    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    report, logger = mock.Mock(), logging.getLogger("transformers.modeling_utils")
+    monkeypatch.setattr(logger, "handlers", [mock.Mock(level=0, handle=report)])
+    tuned = fine_tune("--max_steps", 1)
+    report.assert_not_called()
+    assert AutoModelForCausalLM.from_pretrained(tuned).config.vocab_size == 500
+    assert {tensor.dtype for tensor in load_file(tuned / "model.safetensors").values()} == {torch.float32}

@@ -1,0 +1,369 @@
+"""What a run prints, records and sends to trackers, and what it never shows."""
+
+import contextlib
+import io
+import json
+import math
+import re
+import shutil
+import traceback
+import types
+from functools import partial
+from unittest import mock
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from accelerate import Accelerator
+from faults import AUTO, list_steps, read_summary, read_words
+from helpers import BLOCK_SIZE, make_documents, read_events, run_script
+
+import recipe.evaluation.scoring
+import recipe.train
+from recipe.checkpoint import RunState, Stage
+from recipe.command_line import CONFIGS_DIR, load_config
+from recipe.progress import LineStream
+from recipe.publish.public import write_public_files
+from recipe.run.decide import count_epochs
+from recipe.run.end import compare_with_expected
+from recipe.run.log import RunLog, describe_progress, describe_seen
+from recipe.run.look import default_name
+from recipe.run.record import find_train_loss, has_begun_to_diverge, read_record
+
+TENSORBOARD = ["--report_to", "tensorboard"]
+
+
+@pytest.fixture(scope="module")
+def printed_run(train_shared):
+    """A run in a terminal of 80 columns, and what it printed."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "80")
+        run = train_shared("--save_steps", 1, "--sample_prompt", "cat", *TENSORBOARD)
+    return run, printed.getvalue()
+
+
+def find_logged(run, name):
+    """Return steps and values that TensorBoard shows."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run / "gpt2-recipe")).Reload().Scalars(name)
+    return [(event.step, event.value) for event in events]
+
+
+# ------------------------------------------------------------------ what is printed
+
+
+def test_printed_lines_fit_into_80_columns(printed_run, dataset_dir):
+    """Except for long folder names."""
+    run, printed = printed_run
+    lines = printed.replace(str(run), "runs/demo").replace(str(dataset_dir), "data").splitlines()
+    assert any("--resume_from_checkpoint" in line for line in lines)
+    assert [line for line in lines if len(line) > 80] == []
+
+
+def test_the_closing_lines_repeat_the_summary_to_be_grepped(printed_run):
+    """They are `key: value`, after everything else that the run prints about its results."""
+    run, printed = printed_run
+    found = dict(re.findall(r"^(\w+): +(\S+)$", printed.partition("\n---\n")[2], re.MULTILINE))
+    summary = read_summary(run)
+    assert (int(found["steps"]), int(found["tokens"]), found["model"]) == (4, 4 * 4 * BLOCK_SIZE, str(run))
+    for key, value, tolerance in (
+        ("initial_loss", summary["initial"]["loss"], 1e-4),
+        ("eval_loss", summary["eval_loss"], 1e-4),
+        ("perplexity", summary["perplexity"], 0.01),
+        ("bits_per_byte", summary["bits_per_byte"], 1e-4),
+        ("tokens_per_second", summary["tokens_per_second"], 1),
+        ("train_seconds", summary["train_seconds"], 0.1),
+        ("total_seconds", summary["wall_seconds"], 0.1),
+        ("peak_memory_gb", summary["peak_memory_bytes"] / 1e9, 0.01),
+    ):
+        assert float(found[key]) == pytest.approx(value, abs=tolerance), key
+
+
+def test_each_evaluation_has_a_sample_of_which_the_last_one_is_shown(printed_run):
+    run, printed = printed_run
+    samples = [event["text"] for event in read_events(run, "sample")]
+    assert list_steps(run, "sample") == [0, 4]
+    assert all(text.startswith("cat") for text in samples)
+    assert f"'cat':\n    {samples[-1]}\n" in printed
+
+
+def test_a_long_evaluation_shows_its_progress(train, monkeypatch, capsys):
+    monkeypatch.setattr(recipe.evaluation.scoring, "SILENT_SECONDS", 0.0)
+    train("--max_steps", 1, "--max_eval_samples", "all")
+    assert "evaluating" in capsys.readouterr().err
+
+
+def test_log_files_get_lines_instead_of_a_redrawn_bar():
+    stream = io.StringIO()
+    lines = LineStream(stream)
+    for text in ("\rtrain  10%", "\rtrain  20%", "\n"):
+        lines.write(text)
+    assert stream.getvalue() == "train  10%\ntrain  20%\n"
+
+
+def test_a_log_line_has_the_most_important_numbers_first():
+    values = {"loss": 3.9123, "learning_rate": 6e-4, "grad_norm": 0.5, "step_ms": 93.2, "tokens_per_second": 5.25e5}
+    values |= {"share_waiting_for_data": 0.01, "mfu": 0.45, "memory_bytes": 12e9, "peak_memory_bytes": 36e9}
+    *parts, utilization, memory = describe_progress(values, 40 * 10**9)
+    assert parts == ["loss 3.912", "lr 6.0e-04", "norm 0.50", "93 ms", "525k tok/s"]
+    assert (utilization, memory) == ("45% MFU", "30% of 40 GB, peak 90%")
+    later = describe_progress(values | {"epoch": 2.51}, 40 * 10**9)
+    assert later == [*parts[:3], "epoch 2.5", *parts[3:], utilization, memory]
+    more = describe_progress(values | {"share_waiting_for_data": 0.12, "loss_scale": 65536.0}, 40 * 10**9)
+    assert more == [*parts, "12% waiting for data", utilization, "scale 65,536", memory]
+
+
+def run_of(streaming=False, **metadata):
+    """Stand for a run, of which only the data matter."""
+    config = types.SimpleNamespace(block_size=512, streaming=streaming)
+    counting = partial(count_epochs, metadata, streaming=streaming)
+    return types.SimpleNamespace(config=config, metadata=metadata, count_epochs=counting)
+
+
+def test_tokens_documents_and_hours_are_those_counted_by_hand():
+    """A quarter of 1,000 rows has a quarter of the documents; a mixture has those of each dataset."""
+    splits = {"train": {"rows": 1000, "documents": 80}}
+    evaluations = {0: {"num_rows": 10}, 5: {"num_rows": 10}}
+    state = RunState(examples=250, evaluations=evaluations, stages=[Stage(512)])
+    speed = 512000 / 3600
+    found = describe_seen(run_of(splits=splits), state, speed)
+    assert found == "128k tokens + 10.2k of validation = 138k; 20 documents; epoch 0.25 (1.0 h)"
+    parts = {name: {"splits": splits, "share": share} for name, share in (("a", 0.2), ("b", 0.8))}
+    mixed = describe_seen(run_of(splits=splits, mixture=parts), state, 1.0)
+    assert mixed.endswith("= 138k; 20 documents; epoch 0.05 of a, 0.20 of b")
+    assert describe_seen(run_of(True, splits=splits), state, 1.0) == "128k tokens + 10.2k of validation = 138k"
+    state.examples = 2500  # every document is seen once, and then again
+    assert "; 80 documents; epoch 2.50 (1.0 h)" in describe_seen(run_of(splits=splits), state, speed)
+    state.begin_stage(256, "")  # with other data, which begin at their first example
+    state.examples += 500
+    assert state.tokens == 2500 * 512 + 500 * 256
+    assert "; epoch 0.50 (" in describe_seen(run_of(splits=splits), state, 1.0)
+
+
+def test_a_run_is_named_after_its_text_or_else_after_its_recipe(dataset_dir):
+    names = {
+        (): "demo",
+        ("--train_file", "x/my notes.txt.gz"): "my-notes",
+        ("--train_file", "t/**/*.txt"): "text",
+        ("--train_file=-r.txt",): "r",
+        ("--dataset_dir", str(dataset_dir)): dataset_dir.name,
+        ("--config", "gpt2_124m", "--dataset_dir", str(dataset_dir)): "gpt2_124m",
+        ("--dataset_name", "me/corpus"): "corpus",
+    }
+    assert {argv: default_name(*load_config([*argv])) for argv in names} == names
+
+
+# ------------------------------------------------------------------ trackers
+
+
+def test_tensorboard_has_the_numbers_of_the_log(printed_run):
+    run = printed_run[0]
+    for event, key in (("train", "loss"), ("eval", "perplexity")):
+        expected = [(line["step"], pytest.approx(line[key])) for line in read_events(run, event)]
+        assert find_logged(run, f"{event}/{key}") == expected
+
+
+def test_tensorboard_shows_the_steps_of_the_log_after_a_resume(train):
+    """Steps that an earlier start made after the checkpoint are gone. The folder of the options is made once."""
+    run = train(*TENSORBOARD, "--save_steps", 2, "--max_steps", 8)
+    folders = [path for path in (run / "gpt2-recipe").iterdir() if path.is_dir()]
+    for number in (4, 6, 8):
+        shutil.rmtree(run / f"checkpoint-{number}")
+    train(*TENSORBOARD, *AUTO, "--max_steps", 5)
+    assert [step for step, _ in find_logged(run, "train/loss")] == list_steps(run) == [1, 2, 3, 4, 5]
+    assert [path for path in (run / "gpt2-recipe").iterdir() if path.is_dir()] == folders
+
+
+def test_trackers_identify_a_run_and_its_resumption(train, tmp_path, monkeypatch):
+    """A resumed run has the same id and name; another run has another id. Their config says what was run on what."""
+    projects, calls, configs = [], [], []
+
+    def init_trackers(self, project_name, init_kwargs):
+        projects.append(project_name)
+        calls.append(init_kwargs)
+        self.trackers = [mock.Mock(store_init_configuration=configs.append)]
+
+    monkeypatch.setattr(Accelerator, "init_trackers", init_trackers)
+    options = [*TENSORBOARD, "--save_steps", 1, "--max_steps", 1]
+    train(*options, output_dir=tmp_path / "a")
+    train(*options, *AUTO, output_dir=tmp_path / "a")
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    train(*options, "--mixed_precision", "auto", "--run_name", "second", output_dir=tmp_path / "b")
+    assert projects == ["gpt2-recipe", "gpt2-recipe", "mine"]
+    assert [config["mixed_precision"] for config in configs] == ["no", "no", "bf16"]
+    for config in configs:
+        assert (config["n_layer"], config["n_embd"], config["per_device_train_batch_size"]) == (2, 32, 4)
+        assert config["num_parameters"] > 0 and config["device"]
+    a, b, c = (call["wandb"] for call in calls)
+    assert a == b and (a["name"], a["resume"]) == ("a", "allow")
+    assert c["id"] != a["id"] and c["name"] == "second"
+    assert [call["trackio"]["resume"] for call in calls] == ["never", "allow", "never"]
+
+
+# ------------------------------------------------------------------ what the log says of a run
+
+TRAIN = {"event": "train", "step": 200, "clipped_share": 0.0, "skipped_steps": 0, "share_waiting_for_data": 0.0}
+TRAIN |= {"peak_memory_bytes": 34e9}
+TYPED_BATCH = ["--per_device_train_batch_size", "8"]
+
+
+@pytest.mark.parametrize(
+    ("events", "options", "device", "expected"),
+    [
+        ([TRAIN] * 4, [], "cuda", None),
+        ([], [], "cuda", None),
+        ([TRAIN | {"clipped_share": 0.4}] * 4, [], "cpu", None),
+        ([TRAIN | {"clipped_share": 0.7}] * 4, [], "cpu", "70% .*--max_grad_norm 1.*--learning_rate"),
+        # Gradients are large at the start of every run: the later half counts, and no step before the 100th.
+        ([TRAIN | {"clipped_share": 1.0}] * 4 + [TRAIN] * 4, [], "cpu", None),
+        ([TRAIN | {"clipped_share": 1.0, "step": 100}] * 4, [], "cpu", None),
+        ([TRAIN | {"skipped_steps": 3}] * 4, [], "cpu", " 3, .*--learning_rate .*--warmup_steps"),
+        ([TRAIN | {"share_waiting_for_data": 0.1}] * 4, [], "cpu", "10% .*--data_placement ram"),
+        ([TRAIN | {"peak_memory_bytes": 37e9}] * 4, [], "cuda", None),
+        ([TRAIN | {"peak_memory_bytes": 20e9}] * 4, [], "cuda", None),  # auto has chosen
+        ([TRAIN | {"peak_memory_bytes": 20e9}] * 4, TYPED_BATCH, "cuda", "50% .*--per_device_train_batch_size auto"),
+        ([TRAIN | {"peak_memory_bytes": 20e9}] * 4, TYPED_BATCH, "cpu", None),
+    ],
+)
+def test_the_log_says_what_a_user_may_want_to_change(events, options, device, expected):
+    config = load_config(["--dataset_dir", "d", *options])[0]
+    found = read_record(events, config, device, 40 * 10**9)
+    assert len(found) == (expected is not None)
+    assert expected is None or re.search(expected, found[0])
+
+
+@pytest.mark.parametrize(
+    ("losses", "expected"),
+    [
+        ([(5, 5), (4, 4), (3, 4.1), (2, 4.2), (1, 4.3)], True),
+        ([(5, 5), (4, 4), (3, 4.1), (2, 4.2)], False),  # twice
+        ([(5, 5), (4, 4), (3, 4.1), (2, 4.2), (1, 4.1)], False),  # it falls again
+        ([(4, 4), (3, 4.1), (3.5, 4.2), (3, 4.3)], False),  # training rises, too
+        ([(4, 4), (3, 4.1), (2, 4.2), (1, 4.3), (0.5, 4.4)], False),  # said before
+        ([(4, 4), (3, 4.1), (2, 4.2), (1, None)], False),  # not finite
+        ([], False),
+    ],
+)
+def test_a_run_diverges_when_validation_rises_three_times_while_training_falls(losses, expected):
+    events = [{"event": "eval", "loss": 9.0}]  # before the first step
+    events += [{"event": "eval", "train_loss": train, "loss": validation} for train, validation in losses]
+    assert has_begun_to_diverge(events) == expected
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ([("start", 0, 0.0), ("train", 1, 9.0), ("eval", 1, 9.0)], None),
+        ([("train", 1, 9.0), ("eval", 1, 9.0), ("train", 4, 5.0), ("sample", 4, 0.0)], 5.0),
+        # Each line counts as often as it has steps, after a resume those since it.
+        ([("train", 1, 9.0), ("eval", 1, 9.0), ("train", 4, 5.0), ("start", 6, 0), ("train", 7, 1.0)], 16 / 4),
+        ([("start", 1000, 0.0), ("train", 1001, 9.0), ("train", 1004, 1.0)], 12 / 4),  # of another folder
+        ([("train", 1, 9.0), ("train", 2, None)], 9.0),  # it was NaN
+    ],
+)
+def test_the_mean_training_loss_is_that_of_the_steps_since_the_last_evaluation(lines, expected):
+    events = [{"event": event, "step": step, "loss": loss} for event, step, loss in lines]
+    assert find_train_loss(events) == (None if expected is None else pytest.approx(expected))
+
+
+def test_an_evaluation_between_two_log_lines_has_the_mean_training_loss_since_the_last_one(train, capsys):
+    """The log and the screen show training beside validation."""
+    run = train("--max_steps", 6, "--logging_steps", 4, "--eval_steps", 3)
+    shown = capsys.readouterr().out
+    each = train("--max_steps", 6, output_dir=run.with_name("each"))
+    losses = [event["loss"] for event in read_events(each, "train")]
+    first, *evaluations = read_events(run, "eval")
+    assert "train_loss" not in first
+    means = [event["train_loss"] for event in evaluations]
+    assert means == pytest.approx([sum(losses[:3]) / 3, sum(losses[3:]) / 3], abs=1e-6)
+    assert f"train {means[0]:.4f}, validation {evaluations[0]['loss']:.4f}, " in shown
+    assert f" {3 * 4 * BLOCK_SIZE} tokens + " in shown.replace(".00", "")
+
+
+# ------------------------------------------------------------------ the loss that a recipe expects
+
+EXPECTED = {"value": 3.28, "tolerance": 0.15, "tokens": 3200, "dataset": "me/corpus", "source": "three seeds"}
+PUBLISHED = {"content_sha256": "abc"}
+
+
+@pytest.mark.parametrize(
+    ("loss", "num_tokens", "source", "more", "verdict"),
+    [
+        (3.42, 3200, "me/corpus", {}, "as expected"),
+        (3.5, 3200, "me/corpus", {}, "0.22 higher"),
+        (3.0, 3100, "me/corpus", {}, "0.28 lower"),
+        (math.nan, 3200, "me/corpus", {}, "not finite"),
+        (3.42, 3200, "data/corpus/a.txt", {}, "as expected"),  # a part of the path that was typed
+        (3.42, 3200, "runs/corpus/sample/*.parquet", {}, "as expected"),
+        (3.42, 3200, "runs/my-corpus/10BT", {}, None),
+        (3.42, 3200, "me/corpus-2", {}, None),
+        (3.42, 3520, "me/corpus", {}, None),
+        # The recipe of a published run always gets an answer.
+        (3.42, 3200, "my/text", PUBLISHED, "as expected"),
+        (3.42, 3200, "me/corpus", {"content_sha256": "d"}, "other text, so the two do not compare"),
+        (3.42, 3520, "my/text", PUBLISHED, "3,520 instead of 3,200 tokens, so the two do not compare"),
+    ],
+)
+def test_the_loss_is_compared_with_the_recipes_for_its_dataset_and_length(loss, num_tokens, source, more, verdict):
+    config = types.SimpleNamespace(expected_loss=EXPECTED | more)
+    text = {"train_files": [source]} if source.startswith(("data/", "runs/")) else {"dataset_name": source}
+    found = compare_with_expected(config, {"source": text, "content_sha256": "abc"}, num_tokens, loss)
+    assert found is None if verdict is None else verdict in found
+
+
+def test_the_flagship_run_compares_its_loss(train, tmp_path, tokenizer_dir, capsys):
+    """The README prepares its text from a folder below one with the dataset's name; the path is not public."""
+    folder = tmp_path / "runs" / "fineweb-edu" / "sample" / "10BT"
+    folder.mkdir(parents=True)
+    pq.write_table(pa.table({"text": make_documents(300)}), folder / "000_00000.parquet")
+    packed = tmp_path / "packed"
+    options = ["--train_file", folder, "--tokenizer_name", tokenizer_dir, "--output_dir", packed]
+    assert not run_script("scripts/prepare_data.py", *options)
+    known = yaml.safe_load((CONFIGS_DIR / "gpt2_124m.yaml").read_text())["expected_loss"] | {"tokens": 4 * 4 * 32}
+    run = train("--expected_loss", ",".join(f"{key}={value}" for key, value in known.items()), dataset_dir=packed)
+    assert f"HuggingFaceFW/fineweb-edu: {known['value']} +/- {known['tolerance']}" in read_words(capsys)
+    write_public_files(run, run, 4, "jo/tiny")
+    assert "10BT" not in (run / "metrics.jsonl").read_text() + (run / "training_config.yaml").read_text()
+
+
+def test_a_run_whose_loss_is_not_finite_ends_with_its_results(train, monkeypatch, capsys):
+    """So does one that was killed after its last evaluation, whose loss the log cannot hold, and a repeated one."""
+    evaluation = RunLog.evaluation
+
+    def diverge(log, state, values):
+        evaluation(log, state, values | {"loss": math.nan, "perplexity": math.nan} if state.step == 4 else values)
+
+    monkeypatch.setattr(RunLog, "evaluation", diverge)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(recipe.train, "finish_run", mock.Mock(side_effect=KeyboardInterrupt))
+        train("--save_steps", 2)
+    for _ in range(2):
+        run = train("--save_steps", 2, *AUTO)
+        printed = capsys.readouterr().out
+        assert re.search(r"^eval_loss: +nan$", printed, re.MULTILINE)
+        assert "--learning_rate" in printed.partition("\n---\n")[2]
+        assert "  generate " not in printed and "  longer " not in printed
+    summary = json.loads((run / "summary.json").read_text(), parse_constant=pytest.fail)
+    assert summary["eval_loss"] is None and summary["initial"]["loss"] > 0
+
+
+# ------------------------------------------------------------------ secrets
+
+
+def test_no_secret_leaves_the_environment(train, monkeypatch, tmp_path, capfd):
+    """Tokens appear neither in the files of a run, nor on the screen, nor in the traceback of a crash."""
+    canary = "hf_CANARY0123456789abcdefghijklmnopqr"
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY"):
+        monkeypatch.setenv(name, canary)
+    monkeypatch.setattr(RunLog, "end", mock.Mock(side_effect=ZeroDivisionError))
+    with pytest.raises(ZeroDivisionError) as crash:
+        train("--save_steps", 2, *TENSORBOARD, real=True)
+    assert canary not in "".join(traceback.format_exception(crash.value)) + "".join(capfd.readouterr())
+    files = {path.relative_to(tmp_path / "run"): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert {"summary.json", "README.md", "metrics.jsonl"} <= {path.name for path in files}
+    assert any("tfevents" in path.name for path in files)
+    assert [path for path, content in files.items() if canary.encode() in content] == []
