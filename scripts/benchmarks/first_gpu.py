@@ -93,7 +93,11 @@ def list_parts(args: argparse.Namespace) -> list[tuple[str, int, list]]:
 
     return [
         ("machine", 15, python(__file__, "--machine")),
-        ("gpu_tests", 150, python("-m", "pytest", "-m", "gpu", "-v", "--tb=short", ROOT / "tests" / "test_gpu.py")),
+        (
+            "gpu_tests",
+            150,
+            python("-m", "pytest", "-m", "gpu", "-v", "--tb=short", ROOT / "tests/machine/test_gpu.py"),
+        ),
         ("warm", 70, [ours(rows // 2, WARM), ours(rows, WARM)]),
         ("warm_nanogpt", 120, [peers(rows, 4, "warm"), peers(rows // 2, 4, "warm_half")]),
         ("ours_half", 35, ours(rows // 2, TIMED)),

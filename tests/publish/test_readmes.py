@@ -27,7 +27,7 @@ TRAIN = "recipe/train.py"
 PROGRAM = r"(?:recipe|scripts)/[\w/]+\.py"
 TAKES_A_RUN = "sweep|plan_run"  # these programs accept the options of a run, too
 LAUNCHER = {name.lstrip("-") for action in launch_command_parser()._actions for name in action.option_strings}
-OTHER_OPTIONS = {"dry_run", "index_url", "outfile", "outtype", "task"}  # of programs that the text mentions
+OTHER_OPTIONS = {"dist", "dry_run", "index_url", "max_iters", "outfile", "outtype", "task"}  # of other programs
 # Packages that prepare text and evaluate, which many GPU images lack. A packed dataset needs none of them.
 LACKING = ("datasets", "evaluate", "orjson", "xxhash", "gigatoken")
 
@@ -52,6 +52,19 @@ def options_of(program: str) -> set[str]:
         run_script(program, "--help")
     own = set(re.findall(r"--([a-z_]+)", printed.getvalue()))
     return own | options_of(TRAIN) if re.search(TAKES_A_RUN, program) else own
+
+
+def anchors_of(page: str) -> set[str]:
+    """Return the names that GitHub gives to the headings of a page."""
+    titles = re.findall(r"^#+ (.*)$", page, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_links_to_headings_lead_to_existing_ones():
+    for folder, page in PAGES.items():
+        for target, anchor in re.findall(r"\]\(((?!https?:)[^)#]*)#([^)]+)\)", page):
+            path = ROOT / folder / (target or "README.md")
+            assert anchor in anchors_of(path.read_text()), f"{target}#{anchor} in {folder}"
 
 
 @pytest.mark.parametrize("folder", PAGES)
@@ -108,9 +121,9 @@ def test_what_is_shown_of_a_program_is_the_program():
 def test_the_table_of_memory_classes_is_what_the_program_prints(capsys):
     assert run_script("scripts/plan_run.py", "--table") == ""
     table = capsys.readouterr().out.strip()
-    assert table in EVERYTHING
     rows = [row for row in table.splitlines() if re.match(r"\| [^|]*\d GB", row)]
-    assert len(rows) == 12 + 3
+    shown = [row for row in EVERYTHING.splitlines() if re.match(r"\| [^|]*\d GB", row)]
+    assert len(rows) == 12 + 3 and sorted(shown) == sorted(rows)
     for row in rows:  # each plan fits its class
         limit = float(re.search(r"(\d+) GB", row)[1]) * 2**30 / 1e9
         assert all(float(found) < limit for found in re.findall(r"([\d.]+) GB", row.partition("GB")[2]))
