@@ -22,6 +22,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Callable
 from importlib.metadata import requires, version
 from pathlib import Path
@@ -89,7 +90,8 @@ def main() -> None:
     config = apply_choices(config, choices, find_facts(find_device()))
     plan_machine(args, config, model_config)
     if args.measure:
-        print(f"\nmeasured: {measure_steps(args.config_file, config, choices['dynamo'].value)}")
+        measured = measure_steps(args.config_file, config, choices["dynamo"].value)
+        print(f"\n{textwrap.fill(f'measured: {measured}', 80, subsequent_indent='  ')}")
     if failed:
         raise UserError(f"failed checks: {failed}")
 

@@ -344,8 +344,8 @@ def finish(
         replace_dataset(partial, directory)
     documents, tokens, num_bytes = (sum(split[key] or 0 for split in metadata["splits"].values()) for key in COUNTS)
     seconds = time.perf_counter() - target.started_at
-    rate = f"{seconds:.1f} s ({num_bytes / 1e6 / seconds:.1f} MB/s)"
-    say(f"packed into {directory} in {rate}: {documents:,} documents, {tokens:,} tokens")
+    say(f"packed into {directory} in {seconds:.1f} s ({num_bytes / 1e6 / seconds:.1f} MB/s):")
+    say(f"  {documents:,} documents, {tokens:,} tokens")
     return read_metadata(directory)
 
 

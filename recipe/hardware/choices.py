@@ -126,10 +126,12 @@ def choose(config: TrainConfig, facts: Facts, measured: Measured | None) -> dict
         ratio = seconds["sdpa"] / seconds["eager"] if seconds else 0.0
         if ratio >= MARGIN:
             choices["attention"] = Choice("eager", f"{ratio:.1f} times as fast as sdpa here, for {rows}")
+        elif ratio >= 1:
+            choices["attention"] = Choice("sdpa", f"eager is only {ratio:.2f} times as fast here, for {rows}")
         elif seconds:
-            choices["attention"] = Choice("sdpa", f"{1 / ratio:.1f} times as fast as plain attention here, for {rows}")
+            choices["attention"] = Choice("sdpa", f"{1 / ratio:.1f} times as fast as eager here, for {rows}")
         else:
-            choices["attention"] = Choice("sdpa", f"plain attention takes too much memory for {rows}")
+            choices["attention"] = Choice("sdpa", f"eager takes too much memory for {rows}")
     if facts.device_type == "cpu" and "threads" not in choices:
         number = min(measured.num_threads, max(facts.thread_counts))  # another machine of the run may have fewer
         which = "core" if number == min(facts.thread_counts) else "CPU"

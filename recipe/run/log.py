@@ -291,7 +291,7 @@ class RunLog:
             self.event("sample", step, prompt=self.config.sample_prompt, text=values["sample"])
         self.say(describe_evaluation(f"step {step:>6,}", values))
         if self.tokens_per_second:
-            self.say(f"  {describe_seen(self.run, state, self.tokens_per_second)}")
+            self.say_sentence(f"  {describe_seen(self.run, state, self.tokens_per_second)}")
         if has_begun_to_diverge([*events, {"event": "eval", **recorded}]):
             self.say("validation rises while training falls: the model begins to memorize its text")
         if has_stalled(state, patience := self.config.early_stopping_patience):
@@ -357,7 +357,8 @@ def describe_seen(run: Run, state: RunState, tokens_per_second: float) -> str:
         text += "; epoch " + ", ".join(f"{count:.2f}{f' of {name}' if name else ''}" for name, count in epochs.items())
         if len(epochs) == 1:
             minutes = run.metadata["splits"]["train"]["rows"] * run.config.block_size / tokens_per_second / 60
-            text += f" ({minutes:.1f} min)" if minutes < 60 else f" ({minutes / 60:.1f} h)"
+            duration = f"{60 * minutes:.0f} s" if minutes < 1 else f"{minutes:.1f} min"
+            text += f" ({duration})" if minutes < 60 else f" ({minutes / 60:.1f} h)"
     return text
 
 
