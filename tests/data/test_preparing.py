@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from corpora import all_rows, start_program, write_jsonl, write_parquet, write_text
+from corpora import all_rows, start_program, texts_of, write_jsonl, write_parquet, write_text
 from helpers import ROOT, make_documents, run_script
 
 from recipe.config import SPLITS
@@ -21,7 +21,7 @@ from recipe.data.packed import TokenWriter, open_packed_dataset, read_metadata
 from recipe.data.prepare import prepare_dataset
 from recipe.data.read import list_units
 from recipe.data.source import TextSource
-from recipe.data.tokenizer import load_tokenizer
+from recipe.data.tokenizer import load_tokenizer, tokenizer_sha256, train_tokenizer
 from recipe.errors import UserError
 
 DATASET = ["dataset_dict.json", "metadata.json", "tokenizer", "train", "validation"]
@@ -189,6 +189,14 @@ def test_a_full_disk_costs_no_finished_unit(tmp_path, source, tokenizer, expecte
     monkeypatch.setattr(TokenWriter, "write", write_and_note)
     assert prepare_dataset(source, tmp_path / "d", tokenizer) == expected
     assert 0 < len(written) <= 2  # two splits
+
+
+def test_a_tokenizer_is_trained_on_the_training_text_only(tmp_path, source):
+    """On all of it, and on no text for validation."""
+    prepare_dataset(source, tmp_path / "d", None, 2048, num_workers=1)
+    train, both = (train_tokenizer(texts_of(source, split), 2048) for split in ("train", None))
+    made = load_tokenizer(str(tmp_path / "d" / "tokenizer"))
+    assert tokenizer_sha256(made) == tokenizer_sha256(train) != tokenizer_sha256(both)
 
 
 def test_a_tokenizer_that_is_trained_on_a_small_text_survives_an_interruption(tmp_path, source, monkeypatch, capsys):

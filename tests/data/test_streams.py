@@ -177,12 +177,16 @@ def test_the_second_epoch_of_a_stream_cuts_its_units_elsewhere(read_epochs, unit
 
 
 def test_a_stream_resumes_at_any_step_on_any_number_of_processes(read_steps, unit_rows):
-    """Bit for bit. Steps span several units and units without rows; one process may be a step ahead of the others."""
-    whole = read_steps(9)
+    """Bit for bit, also in the second epoch, whose rows begin elsewhere.
+
+    Steps span several units and units without rows; one process may be a step ahead of the others.
+    """
+    whole = read_steps(9, shift_below=BLOCK_SIZE)
+    assert whole[3][1][0] < len(unit_rows) < whole[6][1][0]  # where two of the resumes below begin
     assert max(after[0] - before[0] for (_, before), (_, after) in itertools.pairwise(whole)) > 2
     for first, micro_batch_size, num_processes in ((0, 24, 1), (0, 3, 2), (0, 2, 3), (4, 3, 2), (7, 6, 2)):
         position = tuple(json.loads(json.dumps(whole[first - 1][1]))) if first else (0, 0)
-        found = read_steps(2, position, micro_batch_size, num_processes)
+        found = read_steps(2, position, micro_batch_size, num_processes, shift_below=BLOCK_SIZE)
         for (rows, after), (expected, expected_after) in zip(found, whole[first:], strict=False):
             assert torch.equal(rows, expected) and after == expected_after
 

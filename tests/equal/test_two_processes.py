@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers import ROOT, TINY, default_arguments, launch, read_events
 from safetensors.torch import load_file
-from tiny_runs import assert_equal_losses, read_summary, start_from, values_of
+from tiny_runs import assert_equal_losses, read_summary, start_from, values_of, weights_of
 from transformers import AutoModelForCausalLM
 
 from recipe.checkpoint import OPTIMIZER_NAME, list_checkpoints
@@ -45,6 +45,7 @@ LAYOUTS = {
     "fsdp compiled": ("plain", [*INDUCTOR, *LESS_MEMORY]),
     "fsdp without resharding": ("smoothed", INDUCTOR),
 }
+DROPOUT = ["--config_overrides", "resid_pdrop=0.1"]
 FAULTY = {
     "ddp bad loss": [*INDUCTOR, "--lr_scheduler_type", "constant"],
     **dict.fromkeys(("ddp signal", "ddp slow disk", "ddp other options", "ddp missing data"), []),
@@ -75,7 +76,8 @@ def stage_of(other, run):
 def two_processes(tmp_path_factory, dataset_dir, other, references):
     """Start two processes as accelerate_configs/multi_cpu.yaml says. Returns the folder of their runs."""
     folder = tmp_path_factory.mktemp("two_processes")
-    runs = FAULTY | {"ddp mixture": mixture_with(other)}
+    runs = FAULTY | {"ddp mixture": mixture_with(other), "ddp dropout": DROPOUT}
+    runs["ddp dropout, resumed"] = [*DROPOUT, "--resume_from_checkpoint", "ddp dropout/checkpoint-2"]
     runs |= dict.fromkeys(("ddp stage", "fsdp stage"), stage_of(other, references["odd muon"]))
     for name, (reference, options) in LAYOUTS.items():
         runs[name] = [*REFERENCES[reference], *options]
@@ -158,6 +160,13 @@ def test_a_stage_has_the_same_examples_and_the_same_best_model_in_every_layout(t
     assert step == expected
     weights, expected = (load_file(run / "best" / "model.safetensors") for run in runs)
     torch.testing.assert_close(weights, expected, rtol=0, atol=1e-5)
+
+
+def test_each_of_two_processes_resumes_with_its_own_random_numbers(two_processes):
+    """With dropout, bit for bit."""
+    whole, resumed = two_processes / "ddp dropout", two_processes / "ddp dropout, resumed"
+    assert values_of(resumed, "loss") == values_of(whole, "loss", after=2)
+    assert weights_of(resumed) == weights_of(whole)
 
 
 def test_a_checkpoint_of_shards_holds_the_whole_tensors_of_one_process(two_processes, references):

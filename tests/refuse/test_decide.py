@@ -354,8 +354,6 @@ RUNS = [
     ("--warmup_steps 8", {"before": AT_20}, ".*, 0 changes"),  # it is over
     ("--global_batch_size 4", {"before": AT_20}, ".*, 80 steps, 400 examples, 1 changes"),
     (f"{EPOCHS} --global_batch_size 4", {"before": partial(after, 20, EPOCHS)}, ".*, 140 steps, 640 examples, 2 ch"),
-    ("--seed 1", {"before": AT_20}, "refused: seed 1337 1"),
-    ("--optim muon", {"before": AT_20}, "refused: optim muon"),
     ("", {"before": AT_20, "model": WIDE}, "refused: n_embd 64 128"),
     # --- other data: in the same folder they are refused, in a branch they are a stage
     ("", {"before": AT_20, "data": OTHER_TEXT}, "refused: dataset aaaaaaaaaaaa cccccccccccc; --output_dir"),
@@ -375,6 +373,30 @@ RUNS = [
     # --- an earlier start ran out of memory
     ("", {"memory": Memory(8000 * MB, 16000 * MB, (2, (1, 16000 * MB)))}, ".*, 1 x 1 x 8"),  # with other options
 ]
+
+
+FIXED = {  # an option that defines a run, and another value of it; RUNS has the weights of datasets
+    "seed": 1,
+    "block_size": 16,
+    "streaming": True,
+    "pad_vocab_to_multiple_of": 64,
+    "label_smoothing_factor": 0.1,
+    "optim": "muon",
+    "weight_decay": 0.2,
+    "adam_beta1": 0.8,
+    "adam_beta2": 0.9,
+    "adam_epsilon": 0.001,
+    "max_grad_norm": 0.5,
+}
+
+
+@pytest.mark.parametrize("option", FIXED)
+def test_an_option_that_defines_a_run_is_the_same_when_it_resumes(option):
+    start, shape = start_of("", after(20)), ModelFacts(MODEL, MODEL, MODEL)
+    text = {"dataset_dir": None, "train_file": ["a.txt"], "tokenizer_name": "t"}  # which may be streamed
+    changed = dataclasses.replace(start.requested, **text | {option: FIXED[option]})
+    with pytest.raises(UserError, match=rf"other options: (.*; )?{option} \S+ -> {FIXED[option]!r};"):
+        decide_run(dataclasses.replace(start, requested=changed), DATA, shape, ROOM, FAST_BF16)
 
 
 @pytest.mark.parametrize(("command", "found", "expected"), RUNS)

@@ -15,6 +15,7 @@ from faults import (
     read_summary,
     read_weights,
     read_words,
+    reseal,
 )
 from helpers import read_events
 
@@ -114,6 +115,7 @@ def lose_it(best):
 def replace_it_with_a_later_one(best):
     """A resume from an earlier checkpoint does so."""
     change_json(best / "best.json", step=12, loss=0.5)
+    reseal(best)
 
 
 def replace_it_with_one_of_another_run(best):
@@ -130,6 +132,7 @@ def test_the_best_model_is_found_in_a_checkpoint(train, change):
         (run / name).unlink()
     train(*options, *AUTO)
     assert read_weights(run) == read_weights(run / "best") == exported
+    assert read_summary(run)["exported_step"] == 4
     assert why_damaged(run / "best") is None
     assert not (run / "best" / "optimizer.pt").exists()
 

@@ -14,10 +14,11 @@ from unittest import mock
 
 import pytest
 import torch
-from faults import AUTO, change_json, list_steps, read_weights, reseal
+from faults import AUTO, at_call, change_json, list_steps, read_weights, reseal
 from helpers import BLOCK_SIZE
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import recipe.checkpoint
 from recipe.checkpoint import CheckpointSaver, HashingFile, clean_checkpoints, replaced, why_damaged
 from recipe.command_line import load_config
 from recipe.run.log import RunLog
@@ -151,8 +152,11 @@ def test_a_kill_while_a_checkpoint_is_replaced_leaves_one_of_the_two(finished, o
 
 
 def test_a_checkpoint_and_the_final_model_are_on_disk_before_they_count(train, monkeypatch):
-    """After a power cut, what has its name is whole: its files are flushed before they get it, the folder after."""
-    flushed, at_rename, sync, rename = set(), {}, os.fsync, os.rename
+    """After a power cut, what has its name is whole: its files are flushed before they get it, the folder after.
+
+    And before a job script is told of it, or an older one is removed.
+    """
+    flushed, at_rename, when_it_counts, sync, rename = set(), {}, set(), os.fsync, os.rename
 
     def note_flush(file):
         flushed.add(os.fstat(file).st_ino)
@@ -161,11 +165,14 @@ def test_a_checkpoint_and_the_final_model_are_on_disk_before_they_count(train, m
     def note_rename(source, target):
         at_rename[Path(target).name] = set(flushed)
         rename(source, target)
+        flushed.discard(Path(target).parent.stat().st_ino)
 
     monkeypatch.setattr(os, "fsync", note_flush)
     monkeypatch.setattr(os, "rename", note_rename)
+    at_call(monkeypatch, recipe.checkpoint, "mark_resumable", 1, lambda: when_it_counts.update(flushed))
     run = train("--save_steps", 4)
     assert {path.stat().st_ino for path in (run / "checkpoint-4").iterdir()} <= at_rename["checkpoint-4"]
+    assert run.stat().st_ino in when_it_counts
     assert {path.stat().st_ino for path in (run, run / "config.json", run / "model.safetensors")} <= flushed
 
 
