@@ -22,6 +22,7 @@ from helpers import BLOCK_SIZE, CPU_ONLY, ROOT, TINY, VOCAB_SIZE, default_argume
 from hub_stand_in import CLIENT, HubStandIn
 from huggingface_hub import constants, file_download, hf_api, set_client_factory
 from huggingface_hub.utils import _http
+from small_model import save_small_model
 
 from recipe.data import cut as cut_module
 from recipe.data import files as files_module
@@ -34,10 +35,12 @@ from recipe.data.tokenizer import read_tokenizer, train_tokenizer
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(request, monkeypatch):
-    """Hide GPUs from tests without the gpu marker."""
+    """Hide GPUs from tests without the gpu marker, and skip those with it where there is none."""
     if request.node.get_closest_marker("gpu") is None:
         for name, value in CPU_ONLY.items():
             monkeypatch.setenv(name, value)
+    elif not torch.cuda.is_available():
+        pytest.skip("no CUDA device: GPU paths are not tested on this machine")
 
 
 @pytest.fixture
@@ -142,8 +145,23 @@ def other(tmp_path_factory, tokenizer_dir) -> Path:
 
 
 @pytest.fixture(scope="session")
+def model_dir(tmp_path_factory, tokenizer_dir) -> Path:
+    """A small saved model. No test changes it."""
+    return save_small_model(tmp_path_factory.mktemp("private") / "small", tokenizer_dir)
+
+
+@pytest.fixture(scope="session")
 def dataset(dataset_dir):
     return open_packed_dataset(dataset_dir, BLOCK_SIZE)
+
+
+@pytest.fixture(scope="session")
+def four_steps(tmp_path_factory, dataset_dir) -> Path:
+    """The folder of a finished run of four steps, with checkpoint-2 and checkpoint-4. No test changes it."""
+    folder = tmp_path_factory.mktemp("four_steps") / "run"
+    with mock.patch.dict(os.environ, CPU_ONLY):
+        run_training([*default_arguments(dataset_dir, folder, TINY), "--save_steps", 2])
+    return folder
 
 
 @pytest.fixture

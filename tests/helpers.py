@@ -15,7 +15,14 @@ from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
+import numpy as np
+import pytest
+import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+
+from recipe.checkpoint import seal_checkpoint
 
 ROOT = Path(__file__).parent.parent
 BLOCK_SIZE = 32
@@ -25,6 +32,9 @@ TINY = ["--config_overrides", "n_layer=2,n_head=2,n_embd=32", "--block_size", st
 PLAIN = ["--mixed_precision", "no", "--dynamo_backend", "no", "--attn_implementation", "sdpa"]  # nothing to measure
 # The first hides GPUs from this process, which may have initialized CUDA, the second from the processes it starts.
 CPU_ONLY = {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
+
+has_bitsandbytes = importlib.util.find_spec("bitsandbytes") is not None
+needs_bitsandbytes = pytest.mark.skipif(not has_bitsandbytes, reason="bitsandbytes is not installed")
 
 
 def make_documents(count: int, seed: int = 0) -> list[str]:
@@ -38,6 +48,13 @@ def wet_record(kind: str, content: bytes) -> bytes:
     """Return a record of Common Crawl's extracted text."""
     header = f"WARC/1.0\r\nWARC-Type: {kind}\r\nWARC-Target-URI: https://example.org/\r\n"
     return header.encode() + b"Content-Length: %d\r\n\r\n" % len(content) + content + b"\r\n\r\n"
+
+
+def shard_of(ids: np.ndarray, magic: int = 20240520, version: int = 1, count: int | None = None) -> bytes:
+    """Return what llm.c and modded-nanogpt write. count: what the header says."""
+    header = np.zeros(256, "<i4")
+    header[:3] = magic, version, len(ids) if count is None else count
+    return header.tobytes() + ids.tobytes()
 
 
 STUBS = {
@@ -134,6 +151,43 @@ def read_events(output_dir: Path, event: str) -> list[dict]:
     """Return the lines of metrics.jsonl of one kind: train, eval, ..."""
     lines = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if line["event"] == event]
+
+
+def values_of(run: Path, name: str, event: str = "train", after: int = -1) -> list[float]:
+    """Return what a run has logged after a step."""
+    return [line[name] for line in read_events(run, event) if line["step"] > after]
+
+
+def list_steps(run: Path, event: str = "train") -> list[int]:
+    return values_of(run, "step", event)
+
+
+def read_summary(run: Path) -> dict:
+    return json.loads((run / "summary.json").read_text())
+
+
+def read_weights(folder: Path) -> bytes:
+    """Return the file of the weights, to compare bit for bit."""
+    return (folder / "model.safetensors").read_bytes()
+
+
+def reseal(checkpoint: Path) -> None:
+    """Let the manifest fit what is in a checkpoint now."""
+    (checkpoint / "manifest.json").unlink()
+    seal_checkpoint(checkpoint)
+
+
+def read_words(capsys) -> str:
+    """Return what was printed since the last call, however its lines are broken."""
+    return " ".join(capsys.readouterr().out.split())
+
+
+def stock_loss(folder: Path, rows: np.ndarray) -> float:
+    """Return the loss of a saved model on rows, by Transformers, with eager attention, and torch alone."""
+    model, rows = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager"), torch.from_numpy(rows)
+    with torch.no_grad():
+        logits = model.eval()(input_ids=rows[:, :-1]).logits
+    return F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()).item()
 
 
 def launch(

@@ -11,7 +11,7 @@ from pathlib import Path
 import datasets
 import pytest
 from corpora import texts_of, write_jsonl
-from helpers import PLAIN, ROOT, TINY, make_documents, read_events
+from helpers import PLAIN, ROOT, TINY, list_steps, make_documents
 from hub_repository import File, Repository
 
 import recipe.environment
@@ -277,5 +277,5 @@ def test_a_resumed_run_reads_the_commit_that_it_began_with(here, tokenizer_dir, 
     push(a=make_documents(200, seed=1), b=["other"])
     shutil.rmtree("runs")
     train(*run, "--max_steps", 2, alone=True)
-    assert [event["step"] for event in read_events(Path("run"), "train")] == [1, 2]
+    assert list_steps(Path("run")) == [1, 2]
     assert f"dataset_revision: {first}\n" in Path("run", "training_config.yaml").read_text()

@@ -127,13 +127,6 @@ def test_every_placement_rejects_an_id_beyond_the_vocabulary(wide_split, placeme
         next(read_rows(split, order, CPU, 0, placement))
 
 
-def test_batches_do_not_draw_from_torchs_generator(wide_split):
-    """Dropout after a resume would differ."""
-    before = torch.get_rng_state()
-    next(TrainBatches(read_rows(wide_split, TrainOrder(len(wide_split), 1, 8, 8), CPU), CPU))
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 @pytest.mark.parametrize(("batch_size", "num_processes"), [(1, 1), (3, 1), (4, 2), (5, 3), (64, 2)])
 def test_validation_takes_each_row_once(dataset, batch_size, num_processes):
     """Every process has the same number of batches of one shape, and the rows that count are the split, each once."""
@@ -144,16 +137,6 @@ def test_validation_takes_each_row_once(dataset, batch_size, num_processes):
     assert {len(rows) for rows, _ in pairs} == {batch_size}
     found = np.concatenate([rows[:num_real] for rows, num_real in pairs])
     assert sorted(found.tolist()) == sorted(split[np.arange(len(split))].tolist())
-
-
-@pytest.mark.parametrize("num_rows", [1, 7, 20])
-def test_a_sample_of_the_validation_rows_is_spread_over_the_split(dataset, num_rows):
-    """A sample takes distinct rows at equal distances, starting at the first row."""
-    split = dataset.validation
-    found = np.concatenate([rows[:n] for rows, n in iterate_validation(split, num_rows, 3, 0, 1)])
-    expected = [i * len(split) // num_rows for i in range(num_rows)]
-    assert len(set(expected)) == num_rows < len(split)
-    assert (found == split[np.array(expected)]).all()
 
 
 # ------------------------------------------------------------------ mixtures

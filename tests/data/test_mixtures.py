@@ -1,22 +1,18 @@
 """A run on a mixture is exact to resume, and reports each of its datasets."""
 
 import shutil
-from unittest import mock
 
 import numpy as np
 import pytest
-import torch
-from helpers import BLOCK_SIZE, read_events, run_script
+from helpers import BLOCK_SIZE, read_events, read_weights, read_words, run_script, stock_loss, values_of
 from huggingface_hub import ModelCard
-from transformers import AutoModelForCausalLM
 
 from recipe.charts import save_loss_chart
 from recipe.data.packed import open_packed_dataset
 from recipe.errors import UserError
 from recipe.publish.public import public_events
-from recipe.run.log import RunLog
 
-RUN = ["--max_steps", 8, "--eval_steps", 4, "--save_steps", 2, "--max_eval_samples", 10]
+RUN = ["--max_steps", 8, "--eval_steps", 4, "--save_steps", 2, "--max_eval_samples", "all"]
 WEIGHTS = ["--dataset_weights", 0.3, 0.7]
 
 
@@ -36,22 +32,17 @@ def mixed(train_shared, other):
     return train_shared(*RUN, "--dataset_dir", other, *WEIGHTS)  # beside the usual dataset
 
 
-@pytest.fixture(scope="module")
-def evaluated(train_shared, other):
-    """The same run, whose validation takes all rows."""
-    return train_shared(*RUN, "--dataset_dir", other, *WEIGHTS, "--max_eval_samples", "all")
-
-
 def result_of(run) -> tuple[bytes, list[float]]:
-    return (run / "model.safetensors").read_bytes(), [event["loss"] for event in read_events(run, "eval")]
+    return read_weights(run), values_of(run, "loss", "eval")
 
 
 @pytest.mark.parametrize("weights", [{"dataset": 1, "other": 0}, {"other": 0, "dataset": 1}])
 def test_the_only_weight_is_the_dataset_alone(train, tmp_path, dataset_dir, other, weights):
     """Byte for byte; a dataset of weight 0 is only evaluated."""
-    alone, folders = train(*RUN), {"dataset": dataset_dir, "other": other}
+    common, folders = [*RUN, "--max_eval_samples", 10], {"dataset": dataset_dir, "other": other}
+    alone = train(*common)
     options = ["--dataset_dir", *map(folders.get, weights), "--dataset_weights", *weights.values()]
-    run = train(*RUN, *options, output_dir=tmp_path / "both")
+    run = train(*common, *options, output_dir=tmp_path / "both")
     assert result_of(run) == result_of(alone)
     event = read_events(run, "eval")[-1]
     assert event["mixture"]["other"]["num_rows"] > 0
@@ -65,19 +56,6 @@ def test_a_mixture_is_one_run_wherever_its_rows_are(train, weighted, mixed, opti
     assert result_of(train(*weighted, *options)) == result_of(mixed)
 
 
-def test_a_mixture_resumes_bit_for_bit_after_a_kill(train, weighted, mixed):
-    log_train = RunLog.train
-
-    def die(log, state):
-        log_train(log, state)
-        if state.step == 5:
-            raise UserError("killed")
-
-    with mock.patch.object(RunLog, "train", die), pytest.raises(UserError, match="killed"):
-        train(*weighted)
-    assert result_of(train(*weighted, "--resume_from_checkpoint", "auto")) == result_of(mixed)
-
-
 def test_a_mixture_resumes_only_with_its_datasets_in_their_order_and_shares(train, weighted, both):
     """Shares of 3 and 7 are those of 0.3 and 0.7."""
     train(*weighted)
@@ -89,15 +67,12 @@ def test_a_mixture_resumes_only_with_its_datasets_in_their_order_and_shares(trai
     train(*resume, *both, "--dataset_weights", 3, 7)
 
 
-def test_the_losses_of_each_dataset_are_those_of_the_stock_model(evaluated, dataset_dir, other):
+def test_the_losses_of_each_dataset_are_those_of_the_stock_model(mixed, dataset_dir, other):
     """On all of its rows; the loss of the run is the weighted mean."""
-    model, found = AutoModelForCausalLM.from_pretrained(evaluated).eval(), read_events(evaluated, "eval")[-1]
+    found = read_events(mixed, "eval")[-1]
     for folder in (dataset_dir, other):
         split = open_packed_dataset(folder, BLOCK_SIZE).validation
-        rows = torch.from_numpy(split[np.arange(len(split))])
-        with torch.no_grad():
-            logits = model(input_ids=rows[:, :-1]).logits
-        expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()).item()
+        expected = stock_loss(mixed, split[np.arange(len(split))])
         assert found["mixture"][folder.name]["loss"] == pytest.approx(expected, abs=1e-5)
         assert found["mixture"][folder.name]["num_rows"] == len(split)
     for key in ("loss", "bits_per_byte"):
@@ -105,9 +80,9 @@ def test_the_losses_of_each_dataset_are_those_of_the_stock_model(evaluated, data
         assert found[key] == pytest.approx(0.3 * values[0] + 0.7 * values[1])
 
 
-def test_the_card_reports_each_dataset_without_its_name(evaluated):
-    loss = read_events(evaluated, "eval")[-1]["mixture"]["other"]["loss"]
-    card = (evaluated / "README.md").read_text()
+def test_the_card_reports_each_dataset_without_its_name(mixed):
+    loss = read_events(mixed, "eval")[-1]["mixture"]["other"]["loss"]
+    card = (mixed / "README.md").read_text()
     results = {(result.dataset_config, result.metric_type): result for result in ModelCard(card).data.eval_results}
     assert results["dataset 2", "loss"].metric_value == round(loss, 4) and len(results) == 9
     for part in (f"| dataset 2, validation split | loss | {loss:.4f} |", "| dataset 2 | 70% |"):
@@ -116,14 +91,14 @@ def test_the_card_reports_each_dataset_without_its_name(evaluated):
     assert "other" not in [word.strip("`|") for word in card.split()]
 
 
-def test_the_chart_of_a_mixture_is_drawn(evaluated, tmp_path):
-    save_loss_chart(public_events(evaluated, 8), tmp_path / "chart.png", "mixture")
+def test_the_chart_of_a_mixture_is_drawn(mixed, tmp_path):
+    save_loss_chart(public_events(mixed, 8), tmp_path / "chart.png", "mixture")
     assert (tmp_path / "chart.png").stat().st_size > 10_000
 
 
 def test_a_run_prints_the_shares_and_losses_of_its_datasets(train, weighted, capsys):
     run = train(*weighted)
-    printed = " ".join(capsys.readouterr().out.split())
+    printed = read_words(capsys)
     assert "30% dataset, 70% other: " in printed and "epochs of other" in printed
     assert f"eval_loss/other: {read_events(run, 'eval')[-1]['mixture']['other']['loss']:.4f}" in printed
 

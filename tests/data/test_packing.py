@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from corpora import all_rows, encode_plainly, read, write_jsonl, write_parquet, write_text
-from helpers import BLOCK_SIZE, PLAIN, TINY, VOCAB_SIZE, make_documents, read_events
+from helpers import BLOCK_SIZE, PLAIN, TINY, VOCAB_SIZE, make_documents, read_events, shard_of
 from tokenizers import Tokenizer
 
 from recipe.command_line import load_config
@@ -108,13 +108,6 @@ def random_ids(seed: int, count: int = 5001) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, VOCAB_SIZE, count).astype("<u2")
 
 
-def shard_of(ids: np.ndarray) -> bytes:
-    """Return what llm.c and modded-nanogpt write."""
-    header = np.zeros(256, "<i4")
-    header[:3] = 20240520, 1, len(ids)  # magic number, version
-    return header.tobytes() + ids.tobytes()
-
-
 @pytest.mark.parametrize("write", [np.ndarray.tobytes, shard_of], ids=["nanoGPT", "shards"])
 @pytest.mark.parametrize("is_large", [False, True])
 def test_packed_ids_of_other_programs_are_copied(tmp_path, tokenizer, write, is_large, request, monkeypatch):
@@ -143,13 +136,6 @@ def test_the_last_ids_of_each_file_are_held_out(tmp_path, tokenizer, small_units
     prepare_dataset(TextSource((str(tmp_path / "*.bin"),)), tmp_path / "d", tokenizer)
     assert ids_in(tmp_path / "d", "train").tolist() == [*first[:1900], *second[:1900]]
     assert ids_in(tmp_path / "d", "validation").tolist() == [*first[1900:], *second[1900:]]
-
-
-def test_bin_files_are_read_only_if_they_are_named(tmp_path):
-    """Other programs use the suffix, too."""
-    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80")
-    write_text(tmp_path / "a.txt", "text")
-    assert TextSource((str(tmp_path),)).files.ignored == {".bin": 1}
 
 
 @pytest.mark.parametrize("streaming", [(), ("--streaming",)])

@@ -5,8 +5,7 @@ import copy
 import pytest
 import torch
 from accelerate import Accelerator
-from helpers import reset_accelerate
-from tiny_runs import values_of
+from helpers import reset_accelerate, values_of
 from torch._inductor import list_mode_options
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -89,7 +88,6 @@ def test_each_mode_compiles_to_the_same_function(launch_with, mode):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("mode", CUDA_GRAPH_MODES)
 def test_cuda_graphs_train_like_the_default(train, launch_with, tmp_path, mode):
     """The losses of twelve steps, evaluations in between, agree."""

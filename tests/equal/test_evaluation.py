@@ -12,7 +12,6 @@ import torch
 from accelerate import Accelerator
 from helpers import BLOCK_SIZE, ROOT, make_documents, read_events, reset_accelerate, run_script
 from safetensors.torch import load_file, save_file
-from small_model import save_small_model
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
 
@@ -127,11 +126,6 @@ def test_the_metric_of_the_evaluate_library_needs_no_home_folder(monkeypatch):
 
 
 # ------------------------------------------------------------------ any text
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory, tokenizer_dir):
-    return save_small_model(tmp_path_factory.mktemp("private") / "small", tokenizer_dir)
 
 
 @pytest.fixture(scope="module")

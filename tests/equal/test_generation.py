@@ -11,7 +11,6 @@ import pytest
 import torch
 from helpers import BLOCK_SIZE, make_documents, run_script
 from hub_repository import File, Repository
-from small_model import save_small_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
 from torch.nn import functional as F
@@ -21,11 +20,6 @@ from recipe.config import TrainConfig
 from recipe.evaluation.generation import generate_texts, load_model, sample_text
 from recipe.model.build import build_model, build_model_config
 from recipe.model.loss import LanguageModelingLoss
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory, tokenizer_dir):
-    return save_small_model(tmp_path_factory.mktemp("model"), tokenizer_dir, initializer_range=0.6)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +63,6 @@ def test_the_model_sees_the_last_block_size_tokens(model_dir, loaded, prompt, pe
     "options",
     [
         {},
-        {"top_k": 5},
         {"top_k": 0, "top_p": 0.6},
         {"temperature": 1.3, "top_k": 50, "top_p": 0.8, "repetition_penalty": 1.2},
     ],

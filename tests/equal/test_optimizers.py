@@ -1,7 +1,6 @@
 """The optimizers: AdamW is torch's, Muon is the published update, and a bad gradient changes nothing."""
 
 import copy
-import importlib.util
 import itertools
 import json
 import math
@@ -11,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from helpers import reset_accelerate
+from helpers import needs_bitsandbytes, reset_accelerate
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from recipe.command_line import load_config
@@ -25,8 +24,7 @@ from recipe.optim.optimizers import build_optimizer
 GPT2 = {"n_layer": 2, "n_head": 2, "n_embd": 64, "vocab_size": 128, "n_positions": 32}
 LLAMA = LlamaConfig(num_hidden_layers=2, hidden_size=32, intermediate_size=88, num_attention_heads=4, vocab_size=128)
 NARROW = {"n_embd": 16, "n_inner": 24, "vocab_size": 64, "n_positions": 8}
-HAS_8_BIT = importlib.util.find_spec("bitsandbytes") is not None
-EIGHT_BIT = pytest.param("adamw_bnb_8bit", marks=pytest.mark.skipif(not HAS_8_BIT, reason="needs bitsandbytes"))
+EIGHT_BIT = pytest.param("adamw_bnb_8bit", marks=needs_bitsandbytes)
 
 
 def build(optim, *argv, model_config=None, **shape):

@@ -5,8 +5,8 @@ import types
 import numpy as np
 import pytest
 import torch
-from helpers import BLOCK_SIZE, PLAIN, TINY, read_events
-from tiny_runs import read_summary, start_from, values_of, weights_of
+from helpers import BLOCK_SIZE, PLAIN, TINY, read_events, read_summary, read_weights, values_of
+from tiny_runs import start_from
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import recipe.train
@@ -141,7 +141,7 @@ def own(dataset, monkeypatch):
 def test_rows_of_ones_own_train_and_resume_as_the_packed_dataset_of_the_same_rows(train, tmp_path, own, expected):
     run = train(*CONSTANT, "--save_steps", "2")
     resumed = train(*CONSTANT, *start_from(run, 2), output_dir=tmp_path / "resumed")
-    assert weights_of(run) == weights_of(resumed)
+    assert read_weights(run) == read_weights(resumed)
     assert values_of(run, "loss") == pytest.approx(expected[0][:4], abs=1e-5)
 
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import PLAIN, TINY
-from tiny_runs import STABLE, read_summary, start_from, values_of
+from helpers import PLAIN, TINY, read_summary, values_of
+from tiny_runs import STABLE, start_from
 from transformers import get_scheduler
 
 import recipe.run.end

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import ROOT, WORDS, read_events, run_script
+from helpers import ROOT, WORDS, read_events, read_summary, read_weights, run_script, values_of
 from small_model import save_small_model
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
@@ -190,10 +190,10 @@ WITH_DROPOUT = ["--config_overrides", "n_layer=2,n_head=2,n_embd=32,resid_pdrop=
 def test_training_with_tasks_is_the_same_training(with_tasks, train):
     """Scoring tasks changes neither losses nor weights, not even with dropout."""
     without = train(*WITH_DROPOUT, "--eval_steps", "2")
-    losses = [[event["loss"] for event in read_events(run, "train")] for run in (with_tasks, without)]
+    losses = [values_of(run, "loss") for run in (with_tasks, without)]
     assert len(losses[0]) == 4
     assert losses[0] == losses[1]
-    assert (with_tasks / "model.safetensors").read_bytes() == (without / "model.safetensors").read_bytes()
+    assert read_weights(with_tasks) == read_weights(without)
 
 
 def test_every_evaluation_of_a_run_scores_the_tasks(with_tasks):
@@ -201,8 +201,7 @@ def test_every_evaluation_of_a_run_scores_the_tasks(with_tasks):
     events = read_events(with_tasks, "eval")
     assert [event["step"] for event in events] == [0, 2, 4]
     assert {event[f"{task}_num_examples"] for event in events for task in ("hellaswag", "lambada")} == {15}
-    summary = json.loads((with_tasks / "summary.json").read_text())
-    assert summary["tasks"]["lambada"]["perplexity"] == events[-1]["lambada_perplexity"]
+    assert read_summary(with_tasks)["tasks"]["lambada"]["perplexity"] == events[-1]["lambada_perplexity"]
 
 
 def test_the_scores_in_training_are_those_of_the_saved_model(with_tasks):

@@ -9,9 +9,9 @@ import shutil
 
 import pytest
 import torch
-from helpers import ROOT, TINY, default_arguments, launch, read_events
+from helpers import ROOT, TINY, default_arguments, launch, read_events, read_summary, values_of
 from safetensors.torch import load_file
-from tiny_runs import assert_equal_losses, read_summary, start_from, values_of, weights_of
+from tiny_runs import assert_equal_losses, start_from, weights_of
 from transformers import AutoModelForCausalLM
 
 from recipe.checkpoint import OPTIMIZER_NAME, list_checkpoints

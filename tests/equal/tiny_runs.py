@@ -1,10 +1,9 @@
 """Tiny models of several types, and what the tests of equality read of a run."""
 
-import json
 from pathlib import Path
 
 import pytest
-from helpers import BLOCK_SIZE, read_events
+from helpers import BLOCK_SIZE, values_of
 
 NARROW = "num_hidden_layers=2,hidden_size=32,intermediate_size=88,num_attention_heads=4,num_key_value_heads=2"
 WIDE = "num_hidden_layers=2,hidden_size=64,num_attention_heads=4"
@@ -34,22 +33,9 @@ def start_from(run: Path, step: int) -> list[str]:
     return ["--resume_from_checkpoint", str(run / f"checkpoint-{step}")]
 
 
-def values_of(run: Path, name: str, event: str = "train", after: int = -1) -> list[float]:
-    """Return what a run has logged after a step."""
-    return [line[name] for line in read_events(run, event) if line["step"] > after]
-
-
 def assert_equal_losses(run: Path, reference: Path, after: int = -1, tolerance: float = 1e-5) -> None:
     """Compare the training and validation losses after a step."""
     for event in ("train", "eval"):
         expected = values_of(reference, "loss", event, after)
+        assert expected, event
         assert values_of(run, "loss", event, after) == pytest.approx(expected, abs=tolerance), event
-
-
-def weights_of(run: Path) -> bytes:
-    """Return the file of the weights, to compare bit for bit."""
-    return (run / "model.safetensors").read_bytes()
-
-
-def read_summary(run: Path) -> dict:
-    return json.loads((run / "summary.json").read_text())

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from helpers import read_events, reset_accelerate
+from helpers import read_events, reset_accelerate, values_of
 from torch._dynamo.utils import counters
 
 from recipe.command_line import load_config
@@ -80,7 +80,7 @@ def test_one_graph_for_training_and_one_for_evaluation(train):
 def test_bf16_changes_the_losses_by_rounding_only(train, tmp_path):
     plain = train("--max_steps", "3", output_dir=tmp_path / "plain")
     half = train("--mixed_precision", "bf16", "--max_steps", "3")
-    losses = [[event["loss"] for event in read_events(run, "train")] for run in (plain, half)]
+    losses = [values_of(run, "loss") for run in (plain, half)]
     assert losses[0] != losses[1]
     assert losses[0] == pytest.approx(losses[1], abs=0.05)
 

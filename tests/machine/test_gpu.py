@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 import torch
-from helpers import read_events
+from helpers import read_events, read_summary, values_of
 from safetensors.torch import load_file
 from torch._dynamo.utils import counters
 
@@ -16,12 +16,7 @@ import recipe.train
 from recipe.errors import ProcessError
 from recipe.hardware.memory import PROCESS_BYTES
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available(), reason="no CUDA device: GPU paths are not tested on this machine"
-    ),
-]
+pytestmark = pytest.mark.gpu
 BF16 = ["--mixed_precision", "bf16"]
 COMPILED = [*BF16, "--dynamo_backend", "inductor"]
 
@@ -35,14 +30,6 @@ def whole_gpu():
     torch.set_float32_matmul_precision(precision)
     torch.cuda.set_per_process_memory_fraction(1.0)
     torch.cuda.set_sync_debug_mode("default")
-
-
-def losses_of(output_dir):
-    return [event["loss"] for event in read_events(output_dir, "train")]
-
-
-def read_summary(output_dir):
-    return json.loads((output_dir / "summary.json").read_text())
 
 
 def free_memory():
@@ -144,15 +131,15 @@ def test_a_resumed_run_repeats_bit_for_bit_with_deterministic_algorithms(train, 
         resumed = train(*options, "--resume_from_checkpoint", "latest", output_dir=tmp_path / "resumed")
     finally:
         torch.use_deterministic_algorithms(False)
-    assert len(losses_of(resumed)) == 6
-    assert losses_of(resumed) == losses_of(whole)[6:]
+    assert len(values_of(resumed, "loss")) == 6
+    assert values_of(resumed, "loss") == values_of(whole, "loss")[6:]
     weights = [load_file(run / "model.safetensors") for run in (whole, resumed)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
 def test_a_bf16_residual_stream_changes_the_losses_by_rounding(train, tmp_path):
     fp32, bf16 = train(*COMPILED), train(*COMPILED, "--bf16_residual", output_dir=tmp_path / "bf16")
-    assert losses_of(bf16) == pytest.approx(losses_of(fp32), abs=0.02)
+    assert values_of(bf16, "loss") == pytest.approx(values_of(fp32, "loss"), abs=0.02)
 
 
 def test_tf32_is_a_switch(train, before_each_step, tmp_path):
@@ -173,7 +160,7 @@ def test_tf32_is_a_switch(train, before_each_step, tmp_path):
 
 def test_rows_from_the_file_from_memory_and_from_the_gpu_are_the_same(train, tmp_path):
     placements = "mmap", "ram", "device"
-    losses = [losses_of(train("--data_placement", name, output_dir=tmp_path / name)) for name in placements]
+    losses = [values_of(train("--data_placement", name, output_dir=tmp_path / name), "loss") for name in placements]
     assert losses[0] == losses[1] == losses[2]
 
 
@@ -200,7 +187,7 @@ def test_after_a_lack_of_memory_the_same_command_goes_on_in_smaller_pieces(train
     free_memory()
     less = train(*LARGE, "--resume_from_checkpoint", "auto")
     assert read_summary(less)["per_device_train_batch_size"] < 512
-    assert losses_of(less) == pytest.approx(losses_of(whole), abs=1e-3)
+    assert values_of(less, "loss") == pytest.approx(values_of(whole, "loss"), abs=1e-3)
 
 
 def test_124m_trains_on_8_gb(train, monkeypatch, tmp_path, jsonl_file, tokenizer_dir):

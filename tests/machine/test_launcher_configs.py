@@ -94,16 +94,10 @@ def start(monkeypatch):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_only_the_configs_for_a_cpu_ask_for_it(path, tmp_path, monkeypatch):
-    """multi_cpu does so by hiding the GPUs."""
+def test_the_configs_for_a_cpu_ask_for_it_and_those_for_one_process_start_one(path, tmp_path, monkeypatch, start):
+    """No other does. multi_cpu asks for it by hiding the GPUs."""
     environment = environment_of(path, tmp_path, monkeypatch)
-    with mock.patch.dict(os.environ, environment, clear=True):
-        assert asks_for_cpu(environment) == path.stem.endswith("cpu")
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_the_configs_for_one_process_start_one(path, tmp_path, monkeypatch, start):
-    environment = environment_of(path, tmp_path, monkeypatch)
+    assert asks_for_cpu(environment) == path.stem.endswith("cpu")
     is_multi = path.stem.startswith(("multi", "fsdp"))
     assert ("LOCAL_RANK" in environment) == is_multi
     if not is_multi:

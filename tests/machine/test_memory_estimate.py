@@ -217,12 +217,10 @@ def test_the_parts_of_the_estimate_are_those_computed_by_hand():
     assert less["activations"] < 0.3 * parts["activations"]
 
 
-def test_a_run_that_does_not_fit_is_tried_with_all_that_saves_memory(train, monkeypatch, tmp_path):
-    """Its losses are those of any other run, and its config on disk keeps `auto`."""
-    plain = [event["loss"] for event in read_events(train(), "train")]
+def test_a_run_that_does_not_fit_is_tried_with_all_that_saves_memory(train, monkeypatch):
+    """Its config on disk keeps `auto`."""
     monkeypatch.setattr("recipe.run.start.measure_usable_bytes", lambda *_: 10**6)
-    frugal = train(output_dir=tmp_path / "frugal")
-    assert [event["loss"] for event in read_events(frugal, "train")] == pytest.approx(plain, abs=2e-5)
+    frugal = train()
     (start,) = read_events(frugal, "start")
     assert start["per_device_train_batch_size"] == 1
     config = yaml.safe_load((frugal / "training_config.yaml").read_text())

@@ -5,7 +5,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from hub_runs import SAVE
 
 from recipe.publish import uploads
 from recipe.publish.uploads import HubUploads
@@ -24,9 +23,8 @@ def all_arrive(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def finished(train_shared) -> Path:
-    """A run of four steps with two checkpoints."""
-    return train_shared(*SAVE)
+def finished(four_steps) -> Path:
+    return four_steps
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import BLOCK_SIZE, load_program, read_events
+from helpers import BLOCK_SIZE, load_program, values_of
 from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
@@ -53,7 +53,7 @@ def test_the_bare_loop_and_the_recipe_are_the_same_loop(train, bare_loop, tmp_pa
     options["config_overrides"] = "attn_pdrop=0,resid_pdrop=0,embd_pdrop=0"
     typed = [text for key, value in options.items() for text in (f"--{key}", value)]
     run = train(*typed, shape=["--model_name_or_path", start, "--block_size", BLOCK_SIZE], output_dir=tmp_path / "run")
-    expected, losses = [event["loss"] for event in read_events(run, "train")], []
+    expected, losses = values_of(run, "loss"), []
 
     def build_started_model(config, **attention):
         model, weights = AutoModelForCausalLM.from_config(config, **attention), load_file(start / "model.safetensors")

@@ -1,25 +1,14 @@
 """Exported models: pruned and int8, as users load them."""
 
-import importlib.util
-
 import pytest
 import torch
-from helpers import load_program, run_script
-from small_model import save_small_model
+from helpers import load_program, needs_bitsandbytes, run_script
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipe.errors import UserError
 from recipe.evaluation.generation import generate_texts, load_model
 
 SCRIPT = "scripts/export_model.py"
-needs_bitsandbytes = pytest.mark.skipif(
-    importlib.util.find_spec("bitsandbytes") is None, reason='needs pip install -e ".[quantize]"'
-)
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory, tokenizer_dir):
-    return save_small_model(tmp_path_factory.mktemp("model"), tokenizer_dir)
 
 
 def matrices(model) -> dict[str, torch.Tensor]:
@@ -77,9 +66,3 @@ def test_a_converter_that_skips_layers_is_refused(model_dir, monkeypatch):
     monkeypatch.setattr(program, "BitsAndBytesConfig", lambda **_: skipping)
     with pytest.raises(UserError, match="6 of the 8"):
         program.load_as_int8(model_dir, torch.device("cpu"))
-
-
-def test_a_runs_own_validation_text_is_measured(train_shared, tmp_path, capsys):
-    run = train_shared("--max_steps", 2)
-    assert run_script(SCRIPT, "--model", run, "--prune", 0.5, "--output_dir", tmp_path / "out") == ""
-    assert "validation" in capsys.readouterr().out

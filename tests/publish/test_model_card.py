@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import yaml
-from helpers import BLOCK_SIZE, ROOT, read_events
+from helpers import BLOCK_SIZE, ROOT, read_events, read_summary
 from huggingface_hub import ModelCard
 from huggingface_hub.repocard_data import model_index_to_eval_results
 
@@ -64,10 +64,7 @@ def test_a_card_shows_the_numbers_of_the_run(run, dataset_dir):
     text, start, last = read_card(run, 4), read_events(run, "start")[0], read_events(run, "eval")[-1]
     metadata = json.loads((dataset_dir / "metadata.json").read_text())
     split = metadata["splits"]["train"]
-    rows, speed = (
-        (split["tokens"] - 1) // BLOCK_SIZE,
-        json.loads((run / "summary.json").read_text())["tokens_per_second"],
-    )
+    rows, speed = (split["tokens"] - 1) // BLOCK_SIZE, read_summary(run)["tokens_per_second"]
     for expected in (
         f"| loss | {last['loss']:.4f} |",
         f"| train | {split['documents']:,} | {split['tokens']:,} | {split['bytes']:,} | {rows:,} |",

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from accelerate.commands.launch import launch_command_parser
-from helpers import CPU_ONLY, ROOT, TINY, default_arguments, run_script
+from helpers import CPU_ONLY, ROOT, TINY, default_arguments, read_weights, run_script
 
 from recipe.command_line import CONFIGS_DIR, load_config
 
@@ -168,5 +168,5 @@ def test_the_cell_for_notebooks_trains_and_trains_again(dataset_dir, tmp_path):
     command = [sys.executable, "-c", "\n".join(code)]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
     assert result.returncode == 0, result.stderr
-    first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("first", "second"))
+    first, second = (read_weights(tmp_path / name) for name in ("first", "second"))
     assert first == second

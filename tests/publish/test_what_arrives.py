@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import yaml
-from helpers import ROOT, TINY, default_arguments, launch, read_events, run_script
+from helpers import ROOT, TINY, default_arguments, launch, read_events, read_summary, read_words, run_script
 from hub_runs import BRANCHES, PUSH, REPO, SAVE, STEPS, branches_of, files_in, open_uploads, put, steps_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -111,42 +111,24 @@ def test_published_options_are_those_that_a_resumed_run_must_share(run, hub):
         assert getattr(config, name) == getattr(first, name)
 
 
-@pytest.fixture
-def repeat(train, hub, jsonl_file, tokenizer_dir, tmp_path):
-    """Publish a run of five minutes, here six steps, and return a function that repeats it by its address."""
+def test_the_address_of_a_published_run_repeats_it(train, hub, jsonl_file, tokenizer_dir, tmp_path, capsys):
+    """The card has the command. The author's text is compared by content: its name and place do not matter."""
     options = ["--config", "demo", "--max_minutes", "5", *PUSH, "--train_file", jsonl_file, "--cache_dir", tmp_path]
     options += ["--tokenizer_name", tokenizer_dir, *TINY, "--global_batch_size", "4", "--warmup_steps", "0"]
     options += ["--validation_split_percentage", "20", "--max_eval_samples", "3"]  # needed to repeat it
-    with mock.patch("recipe.run.decide.measure_progress", lambda _, state: state.step / 6):
-        train(*options, "--output_dir", tmp_path / "first", alone=True)
-
-    def run(*arguments: object) -> Path:
-        command = ["--config", f"hf://{REPO}", "--cache_dir", tmp_path / "cache", "--output_dir", tmp_path / "again"]
-        return train(*command, *arguments, output_dir=tmp_path / "again", alone=True)
-
-    return run
-
-
-def test_the_address_of_a_published_run_repeats_it(repeat, hub, jsonl_file, tmp_path, capsys):
-    """The card has the command. The author's text is compared by content: its name and place do not matter."""
+    first, again = tmp_path / "first", tmp_path / "again"
+    with mock.patch("recipe.run.decide.measure_progress", lambda _, state: state.step / 6):  # of the five minutes
+        train(*options, "--output_dir", first, alone=True)
     card = hub.files(REPO)["README.md"].decode()
     assert f"accelerate launch recipe/train.py --config hf://{REPO} --train_file TRAIN_FILE\n" in card
     capsys.readouterr()
-    again = repeat("--train_file", shutil.copy(jsonl_file, tmp_path / "mine.jsonl"))
-    printed = " ".join(capsys.readouterr().out.split())
+    text = ["--train_file", shutil.copy(jsonl_file, tmp_path / "mine.jsonl"), "--cache_dir", tmp_path / "cache"]
+    train("--config", f"hf://{REPO}", *text, "--output_dir", again, alone=True)
+    printed = read_words(capsys)
     assert f"(hf://{REPO}). This run: " in printed
     assert ", as expected." in printed
-    first, second = (json.loads((folder / "summary.json").read_text()) for folder in (tmp_path / "first", again))
-    assert first["step"] == second["step"] == 6
-    assert first["eval_loss"] == second["eval_loss"]
-
-
-def test_a_published_run_that_is_repeated_with_other_text_is_not_compared(repeat, jsonl_file, tmp_path, capsys):
-    (tmp_path / "other.jsonl").write_text(jsonl_file.read_text() * 2)
-    repeat("--train_file", tmp_path / "other.jsonl")
-    printed = capsys.readouterr().out
-    assert "other text" in printed
-    assert "as expected" not in printed
+    for key, expected in (("step", 6), ("eval_loss", read_summary(first)["eval_loss"])):
+        assert read_summary(first)[key] == read_summary(again)[key] == expected
 
 
 @pytest.mark.parametrize("address", [f"hf://{REPO}@gone", "hf://someone/gone"])
@@ -263,7 +245,8 @@ def test_every_line_of_a_published_run_is_ours(hub, dataset_dir, tmp_path):
     ours += r"|\d+% of the time waits for data"
     ours += r"|  [\d.]+\w? tokens \+ "  # what an evaluation has seen
     ours += "|published at |uploading to |checkpoints replaced before"
-    printed = result.stdout.replace(str(tmp_path), "x").replace(str(dataset_dir), "y")
+    printed = result.stdout.replace(str(tmp_path / "run"), "runs/demo").replace(str(dataset_dir), "data")
+    assert "--resume_from_checkpoint" in printed
     assert [line for line in printed.splitlines() if not re.match(ours, line)] == []
     assert [line for line in printed.splitlines() if len(line) > 80] == []
     assert [line for line in result.stderr.splitlines() if "tok/s" not in line] == []

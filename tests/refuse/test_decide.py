@@ -117,7 +117,6 @@ STARTS = [
     # --- a new run
     ("", at(), "new"),
     (AUTO, at(), "new: .*the run starts at step 0"),
-    ("", at(in_use=True), "refused: run --output_dir"),
     ("", at(2, 4, in_use=True), "refused: run process"),  # rather than its checkpoints
     ("", at(2, 4), f"{TAKEN} checkpoint-2, auto"),
     ("", at(**FINISHED), TAKEN),
@@ -137,7 +136,6 @@ STARTS = [
     (AUTO, at(**FINISHED), TAKEN),  # its model could be anyone's
     (f"{RESUME} run", at(2, 4, named=own("run", 2, 4), has=(OWN,)), CONTINUES),
     (f"{RESUME} run/checkpoint-4", at(2, 4, named=own("run/checkpoint-4", 4), has=(OWN,)), CONTINUES),
-    (f"{RESUME} ../w/run", at(2, 4, named=own("run", 2, 4, text="../w/run"), has=(OWN,)), CONTINUES),
     (f"{RESUME} run/checkpoint-2", at(2, 4, named=own("run/checkpoint-2", 2)), f"{NEWER} --output_dir checkpoint-2"),
     (f"{RESUME} run/checkpoint-2", at(4, named=own("run/checkpoint-2")), NEWER),  # which has been pruned
     # The folder is a copy of that run's, and may not have got so far.
@@ -314,8 +312,6 @@ RUNS = [
     ("", {"rates": SLOW_BF16}, "no no sdpa, 1 x 1 x 8"),
     ("--mixed_precision no --dynamo_backend inductor", {}, "no inductor eager"),
     ("", {"facts": CUDA, "rates": None}, "bf16 inductor sdpa, 1 x 1 x 8"),
-    ("", {"facts": Facts("cuda", has_bf16=False), "rates": None}, "fp16 inductor sdpa"),
-    ("", {"facts": Facts("cuda", why_no_inductor="no Triton"), "rates": None}, "bf16 no sdpa"),
     ("", {"facts": LAUNCHED}, "bf16 inductor"),
     ("", {"facts": Facts("cuda", 2), "rates": None}, "bf16 inductor sdpa, 2 x 1 x 4"),
     ("--per_device_train_batch_size 2", {}, "bf16 no eager, 1 x 4 x 2"),
@@ -342,7 +338,6 @@ RUNS = [
     # --- a run that resumes keeps what it measured, its rows and its memory options
     ("", {"before": AT_20, "rates": SLOW_BF16}, "bf16 no eager, .*, 640 examples, 0 changes"),
     ("", {"before": partial(after, 20, memory=TWO_ROWS)}, ".*, 1 x 4 x 2"),
-    ("", {"before": AT_20, "facts": CUDA, "rates": None}, "bf16 inductor sdpa"),  # another device
     # --- other processes: 8 -> 6 -> 8
     (BATCH, {"before": partial(after, 20, BATCH, EIGHT), "facts": SIX}, "bf16 no eager, 6 x 1 x 4, .* 0 changes"),
     (BATCH, {"before": partial(after, 40, BATCH, SIX), "facts": EIGHT}, "bf16 no eager, 8 x 1 x 3, .* 0 changes"),

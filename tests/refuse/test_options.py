@@ -248,7 +248,6 @@ MEANINGS = [  # option, as it is typed, as it stands in a recipe (None: the same
     ("mixed_precision", "no", None, "no"),
     ("mixed_precision", "off", None, "no"),
     ("mixed_precision", "False", None, "no"),
-    ("dynamo_backend", "off", None, "no"),
     ("matmul_precision", "HIGH", None, "high"),
     ("streaming", "on", None, True),
     ("activation_checkpointing", "yes", None, "true"),
@@ -344,7 +343,6 @@ def test_what_only_a_command_line_can_say(recipe, argv, option, expected):
         ("--gradient-checkpointing false", "gradient_checkpointing: false", "activation_checkpointing", "false"),
         ("--tf32", "tf32: true", "matmul_precision", "high"),
         ("--tf32 false", "tf32: false", "matmul_precision", "highest"),
-        ("--tf32 off", "tf32: off", "matmul_precision", "highest"),
     ],
 )
 def test_names_of_training_arguments(recipe, typed, line, option, expected):

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from helpers import VOCAB_SIZE
+from helpers import VOCAB_SIZE, shard_of
 from huggingface_hub import create_repo
 from refusals import check_refusal
 
@@ -37,13 +37,6 @@ def rows(column: str, *values: object) -> str:
 IDS = np.random.default_rng(0).integers(0, VOCAB_SIZE, 5001).astype("<u2")
 
 
-def shard(magic: int = 20240520, version: int = 1, count: int = len(IDS), ids: np.ndarray = IDS) -> bytes:
-    """Return what llm.c and modded-nanogpt write."""
-    header = np.zeros(256, "<i4")
-    header[:3] = magic, version, count
-    return header.tobytes() + ids.tobytes()
-
-
 TEXTS = [  # file, content, options of scripts/prepare_data.py -> what the answer names
     ("blank.txt", " \n\t\r\n", "", "blank.txt"),
     ("none.csv", "text\n", "", "none.csv"),
@@ -62,10 +55,10 @@ TEXTS = [  # file, content, options of scripts/prepare_data.py -> what the answe
     ("a.bin", IDS.tobytes()[:-1], "", "a.bin 10,001"),
     ("a.bin", IDS.astype("<u4").tobytes(), "", "a.bin uint16"),
     ("a.bin", IDS.astype("<i8").tobytes(), "", "a.bin uint16"),
-    ("a.bin", shard(magic=20240801), "", "a.bin 20240801 20240520"),
-    ("a.bin", shard(version=2), "", "a.bin 2; 1,"),
-    ("a.bin", shard(count=9999), "", "a.bin 9,999 21,022 11,026"),
-    ("a.bin", shard(ids=IDS + np.uint16(VOCAB_SIZE)), "", f"{VOCAB_SIZE} tokenizer"),
+    ("a.bin", shard_of(IDS, magic=20240801), "", "a.bin 20240801 20240520"),
+    ("a.bin", shard_of(IDS, version=2), "", "a.bin 2; 1,"),
+    ("a.bin", shard_of(IDS, count=9999), "", "a.bin 9,999 21,022 11,026"),
+    ("a.bin", shard_of(IDS + np.uint16(VOCAB_SIZE)), "", f"{VOCAB_SIZE} tokenizer"),
 ]
 
 
@@ -120,7 +113,6 @@ RECIPES = [  # content -> what the answer names
     ("optim: --", "optim: '--'"),
     ("resume_from_checkpoint: true", "--resume_from_checkpoint true latest"),
     ("seed:", "seed"),
-    ("expected_loss: {value: 3.28}", "expected_loss value, tolerance, tokens, dataset, source"),
 ]
 
 
@@ -206,10 +198,8 @@ def test_texts_of_a_recipe_from_the_hub_cannot_control_the_terminal(published, c
         ("train_file", [MISSING], True),
         ("dataset_dir", [MISSING, "runs/data"], False),
         ("dataset_dir", [MISSING, MISSING], True),
-        ("dataset_name", "../private", False),
         ("dataset_name", "jo/corpus", True),
         ("dataset_name", "python_standard_library", True),
-        ("model_name_or_path", "runs/base/checkpoint-4", False),
         ("model_name_or_path", "here/model", False),  # a folder on this machine
         ("model_name_or_path", "jo/model", True),
         ("tokenizer_name", MISSING, True),

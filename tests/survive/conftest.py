@@ -1,13 +1,10 @@
 """Fixtures of the tests that lose a part of a run: runs to damage, and the state of this process."""
 
-import os
 import shutil
 import signal
 from pathlib import Path
-from unittest import mock
 
 import pytest
-from helpers import CPU_ONLY, TINY, default_arguments, run_training
 
 from recipe.checkpoint import CheckpointSaver
 from recipe.hardware.processes import LAUNCHER_DIED
@@ -23,15 +20,6 @@ def no_ignored_signals():
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
-
-
-@pytest.fixture(scope="session")
-def four_steps(tmp_path_factory, dataset_dir) -> Path:
-    """The folder of a finished run of four steps, with checkpoint-2 and checkpoint-4. No test changes it."""
-    folder = tmp_path_factory.mktemp("four_steps") / "run"
-    with mock.patch.dict(os.environ, CPU_ONLY):
-        run_training([*default_arguments(dataset_dir, folder, TINY), "--save_steps", 2])
-    return folder
 
 
 @pytest.fixture

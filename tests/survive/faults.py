@@ -6,9 +6,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from helpers import read_events
-
-from recipe.checkpoint import list_checkpoints, seal_checkpoint
+from recipe.checkpoint import list_checkpoints
 
 AUTO = ["--resume_from_checkpoint", "auto"]
 RESULTS = ("model.safetensors", "summary.json", "README.md")
@@ -54,28 +52,5 @@ def change_json(path: Path, **values: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-def reseal(checkpoint: Path) -> None:
-    """Let the manifest fit what is in a checkpoint now."""
-    (checkpoint / "manifest.json").unlink()
-    seal_checkpoint(checkpoint)
-
-
-def read_weights(folder: Path) -> bytes:
-    return (folder / "model.safetensors").read_bytes()
-
-
-def read_summary(folder: Path) -> dict:
-    return json.loads((folder / "summary.json").read_text())
-
-
-def list_steps(folder: Path, event: str = "train") -> list[int]:
-    return [line["step"] for line in read_events(folder, event)]
-
-
 def name_checkpoints(folder: Path) -> list[str]:
     return [path.name for path in list_checkpoints(folder)]
-
-
-def read_words(capsys) -> str:
-    """Return what was printed since the last call, however its lines are broken."""
-    return " ".join(capsys.readouterr().out.split())

@@ -4,20 +4,8 @@ import shutil
 
 import pytest
 from accelerate import Accelerator
-from faults import (
-    AUTO,
-    RESULTS,
-    at_call,
-    change_json,
-    die,
-    list_steps,
-    name_checkpoints,
-    read_summary,
-    read_weights,
-    read_words,
-    reseal,
-)
-from helpers import read_events
+from faults import AUTO, RESULTS, at_call, change_json, die, name_checkpoints
+from helpers import list_steps, read_events, read_summary, read_weights, read_words, reseal
 
 from recipe.checkpoint import RunState, why_damaged
 from recipe.optim.guard import UpdateGuard

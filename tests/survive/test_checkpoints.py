@@ -14,8 +14,8 @@ from unittest import mock
 
 import pytest
 import torch
-from faults import AUTO, at_call, change_json, list_steps, read_weights, reseal
-from helpers import BLOCK_SIZE
+from faults import AUTO, at_call, change_json
+from helpers import BLOCK_SIZE, list_steps, read_weights, reseal
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import recipe.checkpoint

@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from faults import AUTO, RESULTS, at_call, fail_with, name_checkpoints, read_weights, send
-from helpers import BLOCK_SIZE, make_documents
+from faults import AUTO, RESULTS, at_call, fail_with, name_checkpoints, send
+from helpers import BLOCK_SIZE, make_documents, read_weights
 
 import recipe.checkpoint
 import recipe.model.weights

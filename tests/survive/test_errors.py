@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 import torch
 from accelerate import Accelerator
-from faults import AUTO, at_call, read_summary, read_weights, read_words
-from helpers import read_events
+from faults import AUTO, at_call
+from helpers import read_events, read_summary, read_weights, read_words
 
 from recipe.errors import LostProcessError, ProcessError, UserError, run_main
 from recipe.model.loss import LanguageModelingLoss

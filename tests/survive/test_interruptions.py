@@ -15,8 +15,19 @@ from unittest import mock
 
 import psutil
 import pytest
-from faults import AUTO, RESULTS, at_call, die, list_steps, name_checkpoints, read_weights, send
-from helpers import BLOCK_SIZE, CPU_ONLY, ROOT, TINY, default_arguments, read_events, run_training
+from faults import AUTO, RESULTS, at_call, die, name_checkpoints, send
+from helpers import (
+    BLOCK_SIZE,
+    CPU_ONLY,
+    ROOT,
+    TINY,
+    default_arguments,
+    list_steps,
+    read_events,
+    read_weights,
+    run_training,
+    values_of,
+)
 
 import recipe.evaluation.validation
 import recipe.run.end
@@ -99,7 +110,7 @@ def test_the_log_of_a_run_stopped_between_two_log_lines_lacks_no_step(train, sto
     stop(UpdateGuard, "allows", 19, options=options)
     run = train(*SHORT, *options)
     assert read_weights(run) == read_weights(uninterrupted)
-    losses, lines = [line["loss"] for line in read_events(uninterrupted, "train")], read_events(run, "train")
+    losses, lines = values_of(uninterrupted, "loss"), read_events(run, "train")
     steps = [line["step"] for line in lines]
     assert {14, 19, 21} <= {*steps}
     means = [statistics.fmean(losses[start:end]) for start, end in zip([0, *steps], steps, strict=False)]

@@ -13,7 +13,7 @@ import time
 
 import psutil
 import pytest
-from helpers import ROOT, TINY, default_arguments, read_events
+from helpers import ROOT, TINY, default_arguments, list_steps, values_of
 
 from recipe.checkpoint import why_damaged
 
@@ -103,7 +103,7 @@ def test_a_preempted_job_saves_and_is_queued_again(jobs):
     assert status == 75, output
     assert cluster.list_requeued() == 2 * [f"requeue {JOB_ID}"]
     assert output.count("the launcher gives 600 seconds") == 2
-    step = read_events(cluster.run, "train")[-1]["step"]
+    step = list_steps(cluster.run)[-1]
     assert why_damaged(cluster.run / f"checkpoint-{step}") is None
 
 
@@ -113,7 +113,7 @@ def test_two_machines_are_one_run(jobs, train_shared):
     assert "checkpoint-40" in output  # the newest before the kill
     whole = train_shared(*OPTIONS)
     for event, at_least in (("train", 120), ("eval", 2)):
-        losses, expected = ([line["loss"] for line in read_events(run, event)] for run in (cluster.run, whole))
+        losses, expected = (values_of(run, "loss", event) for run in (cluster.run, whole))
         assert len(losses) >= at_least
         assert losses == pytest.approx(expected[: len(losses)], abs=1e-5)
 
@@ -132,6 +132,6 @@ def test_a_job_that_branches_continues_its_own_run_when_it_is_queued_again(tmp_p
         output = cluster.preempt(job)
         assert job.returncode == 75, output
         assert len(cluster.list_requeued()) == number
-    steps = [line["step"] for line in read_events(cluster.run, "train")]
+    steps = list_steps(cluster.run)
     assert steps == list(range(4, steps[-1] + 1))
     assert not list(ROOT.glob(".resumable*"))
