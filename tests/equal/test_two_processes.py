@@ -9,9 +9,9 @@ import shutil
 
 import pytest
 import torch
-from helpers import ROOT, TINY, default_arguments, launch, read_events, read_summary, values_of
+from helpers import ROOT, TINY, default_arguments, launch, read_events, read_summary, read_weights, values_of
 from safetensors.torch import load_file
-from tiny_runs import assert_equal_losses, start_from, weights_of
+from tiny_runs import assert_equal_losses, start_from
 from transformers import AutoModelForCausalLM
 
 from recipe.checkpoint import OPTIMIZER_NAME, list_checkpoints
@@ -166,7 +166,7 @@ def test_each_of_two_processes_resumes_with_its_own_random_numbers(two_processes
     """With dropout, bit for bit."""
     whole, resumed = two_processes / "ddp dropout", two_processes / "ddp dropout, resumed"
     assert values_of(resumed, "loss") == values_of(whole, "loss", after=2)
-    assert weights_of(resumed) == weights_of(whole)
+    assert read_weights(resumed) == read_weights(whole)
 
 
 def test_a_checkpoint_of_shards_holds_the_whole_tensors_of_one_process(two_processes, references):
