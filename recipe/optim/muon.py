@@ -167,7 +167,7 @@ class MatrixShards(NamedTuple):
         return slice(None) if self.dim == 1 else slice(start, start + self.part_size)
 
     def to_full(self, parts: torch.Tensor) -> torch.Tensor:
-        """Exchange parts of all matrices for whole ones, a share per process. Zeros pad uneven parts and shares."""
+        """Give each process its share of the matrices, gathered from all processes' parts. Zeros pad uneven parts."""
         parts, num_processes = parts.transpose(1, self.dim), self.group.size()
         padding = (0, 0, 0, self.part_size - parts.shape[1], 0, -len(parts) % num_processes)
         whole = self._exchange(F.pad(parts, padding)).unflatten(0, (num_processes, -1))

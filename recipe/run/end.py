@@ -12,14 +12,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from recipe.arguments import shell_command
-from recipe.checkpoint import (
-    BEST_NAME,
-    RunState,
-    checkpoint_dir,
-    list_checkpoints,
-    mark_resumable,
-    read_best,
-)
+from recipe.checkpoint import BEST_NAME, RunState, checkpoint_dir, list_checkpoints, mark_resumable, read_best
 from recipe.config import STANDARD_LIBRARY, TrainConfig
 from recipe.errors import UserError
 from recipe.hardware.devices import peak_memory_bytes

@@ -4,9 +4,7 @@ from dataclasses import asdict
 
 import torch
 
-from recipe.checkpoint import (
-    RunState,
-)
+from recipe.checkpoint import RunState
 from recipe.environment import describe_device
 from recipe.hardware.choices import ONE_PER_CPU
 from recipe.hardware.devices import why_no_flash

@@ -41,7 +41,7 @@ def here(tmp_path, monkeypatch):
 
 
 def test_a_folder_stands_for_its_files_of_text(here):
-    """Sorted. Others are counted by their reasons, and the counts are said; links may lead nowhere or in a circle."""
+    """Files are sorted, and ignored ones are counted by reason. Links may lead nowhere or in a circle."""
     write_files("b.md", "a.txt", "deep/c.txt", "deep/d.jsonl.gz", "deep/n.json")
     write_files("p.pdf", "q.pdf", "t.tsv", "LICENSE", ".git/description.txt")
     write_files("env/pyvenv.cfg", "env/lib/top_level.txt", "made/dataset_dict.json", "made/a.txt")
@@ -65,7 +65,7 @@ def test_a_folder_stands_for_its_files_of_text(here):
     ],
 )
 def test_a_pattern_stands_for_the_text_that_matches(here, pattern, expected):
-    """It reads no results of the folders that it leaves open."""
+    """A pattern skips folders of results, unless it names them."""
     write_files("a.jsonl", "books/b.jsonl", "books/c.jsonl", "out/metrics.jsonl", "out/training_config.yaml")
     assert names_in(pattern) == expected
 
@@ -126,7 +126,7 @@ def old_file(tmp_path):
 
 
 def test_a_copy_has_the_identity_of_the_original(tmp_path):
-    """Elsewhere and at another time; a folder of files as well as a local dataset."""
+    """Folder and time do not matter, for files and for a local dataset."""
     (tmp_path / "a").mkdir()
     for name in ("one.jsonl", "two.jsonl"):
         write_jsonl(tmp_path / "a" / name, make_documents(9))
@@ -269,7 +269,7 @@ def test_what_is_prepared_of_a_hub_dataset_is_used_without_the_hub(hub, push, op
 
 
 def test_a_resumed_run_reads_the_commit_that_it_began_with(here, tokenizer_dir, train, push):
-    """Also when the Hub has a newer one, and the prepared text is gone."""
+    """The run keeps its commit even if the Hub has a newer one and the prepared text is gone."""
     first = push(a=make_documents(200), b=["other"])
     data = ["--dataset_name", "org/data", "--dataset_config_name", "a", "--tokenizer_name", tokenizer_dir]
     run = [*data, *TINY, *PLAIN, "--global_batch_size", 4, "--output_dir", "run", "--resume_from_checkpoint", "auto"]

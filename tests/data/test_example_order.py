@@ -159,7 +159,7 @@ def test_any_thousand_examples_of_a_mixture_have_its_shares(weights, first):
 
 
 def test_each_dataset_of_a_mixture_keeps_its_own_order(dataset_dir, other):
-    """Without replacement, and a dataset that ends starts its next epoch."""
+    """Each dataset is drawn without replacement, and starts its next epoch when it ends."""
     mixture = open_datasets([dataset_dir, other], BLOCK_SIZE, [0.3, 0.7])
     alone = [open_packed_dataset(folder, BLOCK_SIZE).train for folder in (dataset_dir, other)]
     order = TrainOrder(len(mixture.train), 5, 8, 4, parts=order_of(mixture))

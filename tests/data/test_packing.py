@@ -96,7 +96,7 @@ def test_token_ids_are_packed_like_their_text(tmp_path, small_units, documents, 
 
 
 def test_a_document_ends_once(tmp_path, tokenizer):
-    """Also one whose ids already end with the end-of-text id."""
+    """Ids that already end with the end-of-text id get no second one."""
     end = tokenizer.eos_token_id
     rows = [[5, 6], [7, 8, end], [9, end, end], []]
     source = TextSource((write_jsonl(tmp_path / "a.jsonl", rows),), (write_jsonl(tmp_path / "b.jsonl", [[1, 2]]),))

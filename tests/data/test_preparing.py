@@ -65,7 +65,7 @@ def prepared(tmp_path, jsonl_file, tokenizer):
 
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_prepared_dataset_is_opened(tmp_path, prepared, jsonl_file, tokenizer, overwrite):
-    """Also from a copy of the text, elsewhere and from another time."""
+    """A copy of the text in another folder, with another time, opens the same dataset."""
     copy = Path(shutil.copy(jsonl_file, tmp_path))
     os.utime(copy, (1e9, 1e9))
     written_at = (tmp_path / "d" / "metadata.json").stat().st_mtime_ns
@@ -144,7 +144,7 @@ def test_an_interruption_at_the_end_loses_nothing(tmp_path, prepared, tokenizer,
 
 
 def test_a_killed_preparation_repeats_no_finished_unit(tmp_path, small_units, monkeypatch, tokenizer_dir, tokenizer):
-    """Its processes end with it, and the same command gives the dataset of an uninterrupted one."""
+    """The worker processes end, and the same command completes the dataset of an uninterrupted preparation."""
     monkeypatch.setattr("recipe.data.cut.SMALLEST_UNIT", 1_500_000)
     documents = make_documents(1000)
     file = write_jsonl(tmp_path / "a.jsonl", [f"{number} {text}" for number in range(30) for text in documents])
@@ -200,7 +200,7 @@ def test_a_tokenizer_is_trained_on_the_training_text_only(tmp_path, source):
 
 
 def test_a_tokenizer_that_is_trained_on_a_small_text_survives_an_interruption(tmp_path, source, monkeypatch, capsys):
-    """Its vocabulary is smaller than asked for, and a message says so."""
+    """The vocabulary is smaller than requested, and a message says so."""
     made = prepare_dataset(source, tmp_path / "d", None, 2048, num_workers=1)
     assert 257 < made["vocab_size"] == len(load_tokenizer(str(tmp_path / "d" / "tokenizer"))) < 2048
     assert f"{made['vocab_size']:,} tokens" in capsys.readouterr().out
@@ -309,7 +309,7 @@ def test_the_script_finishes_an_array_whose_last_job_was_killed(
 
 
 def test_preparing_and_inspecting_import_nothing_slow(tmp_path, jsonl_file, tokenizer_dir):
-    """Neither torch nor transformers nor datasets."""
+    """Torch, transformers and datasets are not imported."""
     prepare_it = ["--train_file", jsonl_file, "--tokenizer_name", tokenizer_dir, "--output_dir", tmp_path / "d"]
     for options in (prepare_it, ["--inspect", tmp_path / "d"]):
         out, err = start_program("slow_imports.py", ROOT / SCRIPT, *options).communicate()

@@ -91,7 +91,7 @@ def test_the_text_column_may_differ_by_kind_of_file(tmp_path):
 
 
 def test_the_standard_library_is_a_corpus_for_the_demo():
-    """It holds megabytes of prose and sources of the running interpreter, without tests."""
+    """The corpus has megabytes of the interpreter's documentation and sources, without tests."""
     documents = texts_of(TextSource(dataset_name=STANDARD_LIBRARY))
     assert all(text.strip() for text in documents)  # some modules are empty
     assert sum(map(len, documents)) > 2_000_000
@@ -148,7 +148,7 @@ def test_what_cannot_be_read_is_an_error_or_skipped(tmp_path, name):
 
 @pytest.mark.parametrize("kind", ["txt", "md.gz", "separated.txt", "separated.md.gz", "warc.wet", "csv", "parquet"])
 def test_bytes_that_are_not_utf8_cost_their_line(tmp_path, small_units, kind):
-    """Of a text, of a page or of a field; the size of what is skipped is counted."""
+    """Texts, pages and fields lose only the damaged line, and its size is counted."""
     lines, bad = "".join(make_documents(30)).encode().splitlines(keepends=True), b"Stra\xdfe\n"
     pages = [b"".join([*lines[:15], bad, *lines[15:]]), bad + bad + b"the end\n"]
     separator = "<sep>" if kind.startswith("separated") else None

@@ -220,7 +220,7 @@ def test_a_machine_tokenizes_once(open_streams, folders):
 
 @pytest.mark.parametrize("state", ["idle", "tokenizing"])
 def test_nothing_remains_of_a_killed_owner(tmp_path, text, tokenizer_dir, folders, state):
-    """Neither its processes nor its folder, also if they are in the middle of a unit."""
+    """Its processes end and its folder disappears, even in the middle of a unit."""
     if state == "tokenizing":
         text = write_jsonl(tmp_path / "long.jsonl", make_documents(60) * 300)  # takes about five seconds
     owner = start_program("stream_owner.py", text, tokenizer_dir, state)
@@ -302,7 +302,7 @@ def test_a_part_of_a_streamed_text_is_prepared(config, read_steps):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_part_of_few_long_documents_has_one_for_validation(tmp_path, config, seed):
-    """Of ten units, four are prepared; one that holds the document for validation is added."""
+    """Four of ten units are prepared, and the unit that holds the validation document is added."""
     texts = ["".join(make_documents(6, seed=100 * seed + number)) for number in range(10)]
     options = {"train_file": [write_jsonl(tmp_path / "a.jsonl", texts)], "validation_split_percentage": 5}
     splits = open_dataset_for(dataclasses.replace(config, **options)).metadata["splits"]
@@ -319,7 +319,7 @@ def streamed(tmp_path, text, tokenizer_dir, monkeypatch):
 
 
 def test_a_streamed_run_resumes_bit_for_bit(train, streamed, tmp_path, small_units):
-    """With dropout on."""
+    """Dropout is on."""
     options = [*streamed, "--config_overrides", "n_layer=2,n_head=2,n_embd=32,resid_pdrop=0.1"]
     run = train(*options, "--output_dir", tmp_path / "run", alone=True)
     again = tmp_path / "again"

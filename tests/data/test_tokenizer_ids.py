@@ -174,7 +174,7 @@ CONFIGS = {  # a tokenizer_config.json, and whether its ids are those of tokeniz
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_training_accepts_the_tokenizer_of_every_dataset(tmp_path, jsonl_file, tokenizer_dir, name):
-    """Its ids are those of tokenizer.json, or of what transformers makes of the files if that adds tokens."""
+    """The ids come from tokenizer.json, or from transformers if its class adds tokens."""
     config, is_read = CONFIGS[name]
     folder = Path(shutil.copytree(tokenizer_dir, tmp_path / "tokenizer"))
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
@@ -295,7 +295,7 @@ def test_what_a_tokenizer_cannot_spell_is_said(tmp_path, make, text, said, knows
 
 @pytest.mark.parametrize("make", [gpt_neox, llama, newer, characters, word_piece, words])
 def test_a_tokenizer_and_its_identity_survive_saving(tmp_path, tokenizer, make):
-    """Also with gaps between the ids. Another tokenizer has another identity."""
+    """This holds with gaps between the ids, too. Another tokenizer has another identity."""
     saved = tokenizer_of(make)
     saved.save_pretrained(tmp_path)
     assert len(read_tokenizer(str(tmp_path))) == count_ids(saved)

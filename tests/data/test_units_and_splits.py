@@ -64,7 +64,7 @@ def test_small_files_share_units_in_the_order_of_their_names(tmp_path, small_uni
 
 @pytest.mark.parametrize(("count", "percentage", "expected"), [(200, 5, 10), (200, 20, 40), (7, 5, 1), (2, 50, 1)])
 def test_a_small_source_holds_out_exactly_its_percentage(tmp_path, count, percentage, expected):
-    """Of the different documents; at least one, and never all."""
+    """The percentage of different documents is held out: at least one, and never all."""
     texts = make_documents(count)
     path = write_jsonl(tmp_path / "a.jsonl", [*texts, *texts[: count // 2]])
     source = TextSource((path,), validation_split_percentage=percentage)
@@ -111,7 +111,7 @@ def test_duplicates_are_in_one_split(tmp_path, small_units):
 )
 @pytest.mark.parametrize("kind", ["a.txt", "a.md.gz", "units"])
 def test_the_end_of_a_text_is_held_out(tmp_path, text, expected, kind, request):
-    """Of each of a few texts: the last 5% of its bytes, from a line, else from a word, else from a character."""
+    """The last 5% of the bytes of each text are held out, from the start of a line, else a word, else a character."""
     path = tmp_path / kind.replace("units", "a.txt")
     if kind == "units":
         request.getfixturevalue("small_units")
@@ -153,7 +153,7 @@ def write_dataset(folder: Path, kind: str, splits: dict[str, list[str]]) -> str:
 
 @pytest.mark.parametrize("kind", ["save_to_disk", "parquet", "jsonl"])
 def test_a_local_dataset_keeps_its_splits(tmp_path, small_units, kind):
-    """With and without a validation split, in units that are shards or row groups; each row once, in order."""
+    """Each row comes once, in order, from shards or row groups, with and without a validation split."""
     train, validation = make_documents(60), make_documents(9, seed=1)
     folder = write_dataset(tmp_path / "data", kind, {"train": train, "validation": validation})
     source = TextSource(dataset_name=folder)

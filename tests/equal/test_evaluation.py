@@ -89,7 +89,7 @@ def test_the_mean_is_exact_for_any_number_of_rows_and_batch_size(run, dataset, s
 
 
 def test_a_run_reports_the_scores_of_the_model_that_it_saves(run, slow_scores):
-    """And, before the first step, those of an untrained one."""
+    """Before the first step, the scores are those of an untrained model."""
     first, last = read_events(run, "eval")
     assert (first["step"], last["step"]) == (0, 2)
     assert first["loss"] == pytest.approx(math.log(500), abs=0.1)
@@ -118,7 +118,7 @@ def test_rows_are_as_long_as_in_the_models_run(train, evaluate, dataset, tmp_pat
 
 
 def test_the_metric_of_the_evaluate_library_needs_no_home_folder(monkeypatch):
-    """It sums first and divides once."""
+    """The metric sums over all batches before it divides."""
     monkeypatch.setattr(evaluate_library.config, "HF_METRICS_CACHE", "/proc/none")
     batches = {"predictions": [30.0, 10.0], "references": [15, 5]}
     result = LanguageModelingMetric().compute(**batches, text_nats=36.0, num_bytes=72)
@@ -205,7 +205,7 @@ def test_a_saved_model_is_scored_by_its_own_logits(evaluate, tmp_path, tokenizer
 
 
 def test_the_context_of_a_model_with_many_positions_is_bounded(model_dir):
-    """Of a text, and of the rows of a dataset: the logits of 131,072 positions at once would take 67 GB."""
+    """This holds for texts and rows: the logits of 131,072 positions at once would take 67 GB."""
     assert choose_context(model_dir, 131_072, None)[:2] == (4096, 4096)
     assert choose_context(model_dir, 131_072, 8192)[:2] == (8192, 8192)
     assert choose_context(model_dir, 1024, None)[:2] == (1024, 1024)

@@ -112,7 +112,7 @@ def test_the_embedding_of_the_padding_is_trained_if_it_is_the_end_of_text(instru
 
 
 def test_a_model_of_the_hub_keeps_its_files(instruct, tune, hub, tmp_path):
-    """They are downloaded, except others of its repository; later runs need no Hub for them."""
+    """The model's files are downloaded, no others of the repository, and later runs need no Hub for them."""
     files = {path.name: File(path.read_bytes(), path.suffix == ".safetensors") for path in instruct.iterdir()}
     repository = hub.repositories["org/instruct"] = Repository(False)
     repository.write_commit("main", None, "", files | {"model.gguf": File(b"large", True)})
@@ -137,7 +137,7 @@ def test_a_model_of_the_hub_keeps_its_files(instruct, tune, hub, tmp_path):
 def test_documents_begin_as_the_model_expects(
     tmp_path, jsonl_file, instruct, train, capsys, source, is_tuned, has_bos
 ):
-    """With the BOS of a model that is fine-tuned; a new model has none. The exported tokenizer does as the data."""
+    """A fine-tuned model has its BOS before documents, a new model has none, and exported tokenizers agree."""
     data, run = tmp_path / "data", tmp_path / "run"
     command = [source, instruct, "--train_file", jsonl_file, "--output_dir", data]
     assert not run_script("scripts/prepare_data.py", *command)
@@ -250,7 +250,7 @@ def test_added_tokens_start_as_the_mean(tmp_path, instruct, tie):
 
 
 def test_a_model_fine_tuned_with_added_tokens_has_their_number(tmp_path, instruct, tune, capsys):
-    """So has its checkpoint, from which the run resumes."""
+    """The checkpoint has the same number of tokens, and the run resumes from it."""
     tokenizer = AutoTokenizer.from_pretrained(instruct)
     tokenizer.add_tokens(["<call>", "<result>"])
     tokenizer.save_pretrained(tmp_path / "tokenizer")

@@ -122,7 +122,7 @@ class Writer(GPT2LMHeadModel):
 
 @pytest.mark.parametrize(("prompt", "expected"), [("the cat", "the cat sat über 猫 a mat"), ("", "rain fell")])
 def test_the_first_space_is_kept_and_pieces_are_whole_characters(prompt, expected):
-    """With a tokenizer like SentencePiece's, which drops the first space of what it decodes."""
+    """The tokenizer drops the first space of what it decodes, as SentencePiece's does."""
     backend = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     decoding = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -231,7 +231,7 @@ def in_training(tokenizer_dir):
 
 @pytest.mark.parametrize("options", [{}, {"activation_checkpointing": "true"}])
 def test_a_sample_during_training_is_that_of_the_saved_model(in_training, options):
-    """It has no token of the padding, even if the model prefers these, and the same seed repeats it."""
+    """Padding tokens are never sampled, even if the model prefers them, and the same seed repeats the sample."""
     model, tokenizer = in_training(**options)
     vocab_size = len(tokenizer)
     assert model.config.vocab_size > vocab_size

@@ -48,7 +48,7 @@ def save(model, model_config, folder):
     ],
 )
 def test_the_recipes_have_the_sizes_of_openais_models(size, padded, exported):
-    """With vocabulary 50304 in training, and 50257 as saved."""
+    """The parameters are counted with 50,304 tokens (training) and with 50,257 (saved)."""
     config = load_config(["--config", f"gpt2_{size}", "--dataset_dir", "d"])[0]
     with torch.device("meta"):
         model = build_model(config, build_model_config(config, 50257, 50256))
@@ -176,7 +176,7 @@ def build_loss(model, label_smoothing, num_chunks, backend):
 def test_loss_and_gradients_are_torchs_cross_entropy_of_the_stock_model(
     tmp_path, model_type, attention, label_smoothing, num_chunks, backend
 ):
-    """With a padded vocabulary. Targets of -100 are in neither the sum nor the mean."""
+    """The vocabulary is padded. Targets of -100 count in neither the sum nor the mean."""
     model, stock = tiny_and_stock(tmp_path, model_type, attention)
     module, (input_ids, targets) = build_loss(model, label_smoothing, num_chunks, backend).train(), make_rows()
     logits = stock(input_ids=input_ids).logits.flatten(0, 1)
@@ -210,7 +210,7 @@ def test_evaluation_returns_the_nats_of_each_target(tmp_path, num_chunks, backen
 
 @pytest.mark.parametrize(("label_smoothing", "autocast"), [(0.0, False), (0.1, False), (0.1, True)])
 def test_the_padding_has_no_part_in_the_loss(label_smoothing, autocast):
-    """With real logits near -35, as OpenAI's GPT-2 has them, rows of any size get no probability and no gradient."""
+    """Real logits are near -35, as in OpenAI's GPT-2: padding of any size gets no probability and no gradient."""
     model, (input_ids, targets) = tiny()[2], make_rows()
     with torch.no_grad():
         model.transformer.ln_f.weight.fill_(0.1)
@@ -232,7 +232,7 @@ def test_the_padding_has_no_part_in_the_loss(label_smoothing, autocast):
 
 @pytest.mark.parametrize(("model_type", "tied"), [("gpt2", True), ("gpt2", False), ("llama", False), ("qwen3", True)])
 def test_the_saved_model_is_stock_and_keeps_every_weight(tmp_path, model_type, tied):
-    """It has no padding and the same logits, and a model that is resumed from it the same weights, bit for bit."""
+    """A saved model has no padding and the same logits. A model resumed from it has the same weights, bit for bit."""
     config, model_config, model = tiny(model_type, f"tie_word_embeddings={str(tied).lower()}")
     save(model, model_config, tmp_path)
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
@@ -277,7 +277,7 @@ def test_a_run_of_another_type_leaves_a_stock_model_with_the_loss_that_it_report
 
 
 def test_a_run_continues_a_saved_model_of_another_type(train, tmp_path, jsonl_file):
-    """Its type is read; the weights are the starting point, the block size that of the positions."""
+    """The run reads the model's type, starts from its weights, and takes its number of positions as block size."""
     first = train("--max_steps", "2", shape=options_of("llama"), output_dir=tmp_path / "first")
     start = ["--model_name_or_path", first, "--max_steps", "1", "--learning_rate", "1e-9"]
     second = train(*start, shape=[], output_dir=tmp_path / "second")

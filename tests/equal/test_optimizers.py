@@ -51,7 +51,7 @@ def noise_of(seed):
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "muon"])
 @pytest.mark.parametrize("model_config", [GPT2Config(**GPT2), GPT2Config(**GPT2, tie_word_embeddings=False), LLAMA])
 def test_which_parameters_decay(optim, model_config):
-    """With AdamW all matrices and embeddings. With Muon those that it takes: of the blocks, c_attn as three."""
+    """AdamW decays all matrices and embeddings. Muon decays the blocks' matrices only, with c_attn as three."""
     module, optimizer = build(optim, "--weight_decay", "0.3", model_config=model_config)
     names = {p: name for name, p in module.named_parameters()}
     decays, pieces = {}, {}

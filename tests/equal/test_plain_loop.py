@@ -84,7 +84,7 @@ def test_the_loop_is_a_plain_training_loop(train, expected, switches):
 
 
 def test_a_log_line_holds_means_over_its_steps_of_every_scalar(train, dataset, expected, monkeypatch):
-    """Of the loss, and of others that the module returns; over micro-batches, too. The first step has its own line."""
+    """The loss and other returned scalars are averaged over micro-batches and steps. Step 1 has its own line."""
     forward = LanguageModelingLoss.forward
 
     def with_a_scalar(self, input_ids, targets):

@@ -1,4 +1,4 @@
-"""A resumed run equals an uninterrupted one, a branch a run that was planned so, and a stage goes on with new data."""
+"""Resumed runs equal uninterrupted ones, branches equal runs planned that way, and stages train on new data."""
 
 import json
 import re
@@ -39,7 +39,7 @@ from recipe.run.log import RunLog
     ],
 )
 def test_a_stopped_and_resumed_run_has_the_bits_of_an_uninterrupted_one(train, tmp_path, optim, shape):
-    """Its losses, weights and moments, for each optimizer and for other model types, with dropout."""
+    """Losses, weights and moments are equal for each optimizer and for other model types, with dropout."""
     options = ["--optim", optim, "--max_steps", "6", "--save_steps", "3"]
     whole = train(*options, output_dir=tmp_path / "whole", shape=shape)
     resumed = shutil.copytree(whole, tmp_path / "resumed")
@@ -128,7 +128,7 @@ def die_at(step):
 
 
 def test_a_stage_begins_with_the_first_example_of_its_data(base, train_stage, other):
-    """Its first loss is that of the base model on the first rows of the new order; steps and schedule go on."""
+    """The first loss is the base model's loss on the first rows of the new order. Steps and schedule continue."""
     run = train_stage()
     rows = open_packed_dataset(other, BLOCK_SIZE).train
     rows = rows[example_rows(np.arange(4), len(rows), 1337)]
@@ -155,7 +155,7 @@ def test_a_stage_that_is_killed_is_continued_exactly_by_the_same_command(train_s
 
 
 def test_summary_and_card_list_the_stages_without_names_of_files(train_stage, other):
-    """With another batch and shorter rows, tokens are summed by stage. The card names no folder or file."""
+    """Tokens are counted per stage, even if batch and row length change. The card names no folder or file."""
     run = train_stage("--block_size", BLOCK_SIZE // 2, "--global_batch_size", 2, "--load_best_model_at_end")
     summary = read_summary(run)
     assert summary["tokens_seen"] == BASE_TOKENS + 6 * 2 * BLOCK_SIZE // 2
@@ -208,7 +208,7 @@ def test_the_same_text_with_a_tokenizer_that_is_there_is_no_new_stage(train_text
 
 @pytest.mark.parametrize(("is_stage", "expected"), [(False, 1), (True, BLOCK_SIZE)])
 def test_a_checkpoint_of_an_earlier_version_keeps_its_rows(base, tmp_path, train, other, is_stage, expected):
-    """They began at the same places in every epoch. Its stages read as today."""
+    """Earlier versions began their rows at the same places in every epoch."""
     checkpoint = shutil.copytree(base / f"checkpoint-{BASE_STEP}", tmp_path / "old" / f"checkpoint-{BASE_STEP}")
     content = json.loads((checkpoint / "training_state.json").read_text())
     del content["stages"]

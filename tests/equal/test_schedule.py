@@ -1,4 +1,4 @@
-"""The learning rate is that of Transformers' schedules, and a run limited by time ends on time."""
+"""Learning rates match Transformers' schedules, and a run limited by time ends on time."""
 
 import dataclasses
 import re
@@ -96,7 +96,7 @@ LIMITED += ["--warmup_steps", 6, "--eval_steps", 100, "--save_steps", 8]
 @pytest.mark.parametrize("warmup", [0.1, 50])
 @pytest.mark.parametrize("num_steps", [7, 400])
 def test_any_machine_reaches_the_peak_and_the_end(kind, arguments, end, warmup, num_steps):
-    """With a limit of time alone, the warm-up takes at most a fifth of it, and the last rate is that of the end."""
+    """If only the time is limited, the warm-up takes at most a fifth of it, and the last rate is the final one."""
     arguments = re.sub("num_decay_steps=(..)", r"num_decay_steps=0.\1", arguments)  # a share: there are no steps
     config = config_of(kind, "--max_minutes", 5, "--warmup_steps", warmup, arguments=arguments)
     schedule, batch = plan_schedule(config, 1), config.global_batch_size
@@ -108,7 +108,7 @@ def test_any_machine_reaches_the_peak_and_the_end(kind, arguments, end, warmup, 
 
 
 def test_epochs_that_limit_minutes_do_not_stretch_the_warm_up():
-    """It is a share of what ends the run first: 4% of the minutes, or of the epochs."""
+    """The warm-up takes 4% of whatever ends the run first, the minutes or the epochs."""
     options = ["--dataset_dir", "d", "--config", "demo", "--num_train_epochs", "6", "--max_minutes", "10"]
     schedule = plan_schedule(load_config(options)[0], 30_000)
     assert schedule.num_examples == 180_000

@@ -197,7 +197,7 @@ def test_training_with_tasks_is_the_same_training(with_tasks, train):
 
 
 def test_every_evaluation_of_a_run_scores_the_tasks(with_tasks):
-    """With a fixed number of examples, however fast the machine is. The last scores are the run's."""
+    """Each evaluation scores the same number of examples on any machine. The last scores are the run's."""
     events = read_events(with_tasks, "eval")
     assert [event["step"] for event in events] == [0, 2, 4]
     assert {event[f"{task}_num_examples"] for event in events for task in ("hellaswag", "lambada")} == {15}

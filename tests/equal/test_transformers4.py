@@ -50,7 +50,7 @@ def exported(tmp_path_factory, tokenizer_dir):
 
 
 def test_transformers_4_loads_what_this_one_exports(transformers4, exported):
-    """The same ids, special tokens and loss, by a class that it knows; it generates, too."""
+    """Transformers 4 reads the same ids, special tokens and loss, and generates text."""
     command = [sys.executable, ROOT / "tests" / "programs" / "load_with_transformers4.py", TEXT, *exported]
     result = subprocess.run(command, capture_output=True, text=True, check=False, env=transformers4)
     assert result.returncode == 0, result.stderr[-2000:]

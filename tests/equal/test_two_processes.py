@@ -135,7 +135,7 @@ def test_gradients_are_exchanged_once_per_step(two_processes, found, name):
 
 
 def test_two_processes_share_the_work_of_muon_and_have_the_same_bits(two_processes, references, found):
-    """Of three and one square matrices and of two others, each process orthogonalizes four, with padding."""
+    """Each process orthogonalizes four of the padded stacks: three and one square matrices, and two others."""
     name = "ddp muon, small stacks"
     assert [process[name]["matrices"] for process in found] == [4 * STEPS] * 2
     assert found[0][name]["weights"] == found[1][name]["weights"]
@@ -163,7 +163,7 @@ def test_a_stage_has_the_same_examples_and_the_same_best_model_in_every_layout(t
 
 
 def test_each_of_two_processes_resumes_with_its_own_random_numbers(two_processes):
-    """With dropout, bit for bit."""
+    """The runs are equal bit for bit, with dropout."""
     whole, resumed = two_processes / "ddp dropout", two_processes / "ddp dropout, resumed"
     assert values_of(resumed, "loss") == values_of(whole, "loss", after=2)
     assert read_weights(resumed) == read_weights(whole)
@@ -200,7 +200,7 @@ def test_a_bad_loss_on_one_process_skips_the_update_on_both(two_processes, found
 
 
 def test_a_signal_to_one_of_two_processes_stops_both_after_the_same_step(two_processes, found):
-    """They leave together with a checkpoint: if one left earlier, the launcher would end the others."""
+    """Both processes leave together, after the checkpoint: if one left first, the launcher would end the other."""
     signaled, others = (process["ddp signal"] for process in found)
     assert (signaled["status"], others["status"]) == (75, 75)
     assert abs(signaled["left at"] - others["left at"]) < 1

@@ -147,7 +147,7 @@ def step_bytes(gpu, tmp_path_factory, dataset_dir) -> int:
 
 
 def test_the_estimate_is_what_a_step_takes(step_bytes):
-    """So a tensor that is kept for too long, such as other logits or gradients, would be found."""
+    """A tensor that is kept for too long, such as second logits or gradients, would exceed the estimate."""
     assert 0.95 < step_bytes / estimate_of(*LARGE) < 1.02
 
 

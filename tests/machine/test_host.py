@@ -145,7 +145,7 @@ def test_memory_is_flat_over_a_long_run_on_huge_pages(tmp_path, dataset_dir):
 
 
 def test_peak_memory_grows_with_allocations_and_stays_when_they_are_freed():
-    """It is that of the process: Linux's ru_maxrss would include the parent's peak."""
+    """The peak belongs to the process alone. Linux's ru_maxrss would include the parent's peak."""
     torch.ones(2**28)  # 1 GB, in this process
     start, grown, again = map(int, output_of("print_peaks.py").split())
     assert start < 2**30

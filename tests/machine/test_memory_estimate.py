@@ -134,7 +134,7 @@ DRY_RUNS = json.loads((ROOT / "scripts" / "benchmarks" / "memory_gpu.json").read
 
 @pytest.mark.parametrize("name", DRY_RUNS)
 def test_the_estimate_for_a_gpu_is_within_5_percent_of_dry_runs(name):
-    """Of two micro-batches on an H100 that is not there, with torch's compiled code for it; 1% without compiling."""
+    """The dry run has two micro-batches on an absent H100, with the code that torch compiles for it."""
     size, rows = re.match(r"gpt2_(\w+), (\d+) rows", name).groups()
     options = ["--dynamo_backend", "inductor" if "compiled" in name else "no", "--global_batch_size", 2 * int(rows)]
     plan = MemoryPlan(int(rows), "checkpointing" in name, 8 if "chunks" in name else 1)
@@ -160,7 +160,7 @@ def test_the_estimate_for_a_gpu_is_within_5_percent_of_dry_runs(name):
 )
 @pytest.mark.parametrize("num_processes", [1, 8])
 def test_the_recipes_fit_the_memory_classes(size, memory_gb, argv, fits, num_processes):
-    """Of 8, 16 and 24 GB, which the driver reports as 25.4e9 bytes. A share of 8% stays free."""
+    """The classes have 8, 16 and 24 GB (25.4e9 bytes in the driver's report). 8% of the memory stays free."""
     config, model_config = recipe_of(size, *argv)
     plan = memory.plan_memory(config, model_config, Facts("cuda", num_processes), memory_gb * GB)
     assert (plan is not None) == fits
@@ -218,7 +218,7 @@ def test_the_parts_of_the_estimate_are_those_computed_by_hand():
 
 
 def test_a_run_that_does_not_fit_is_tried_with_all_that_saves_memory(train, monkeypatch):
-    """Its config on disk keeps `auto`."""
+    """The config on disk keeps `auto`."""
     monkeypatch.setattr("recipe.run.start.measure_usable_bytes", lambda *_: 10**6)
     frugal = train()
     (start,) = read_events(frugal, "start")

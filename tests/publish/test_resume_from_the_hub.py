@@ -14,7 +14,7 @@ RESUME = ["--resume_from_checkpoint", f"hf://{REPO}"]
 
 @pytest.mark.parametrize("how", ["branch", "newest", "auto"])
 def test_another_machine_resumes_bit_for_bit_with_the_whole_log(train, hub, tmp_path, how):
-    """Without a revision, and with `auto`, the newest branch counts."""
+    """The newest branch is resumed without a revision, and with `auto`."""
     push = [*PUSH, *SAVE, "--hub_strategy", "all_checkpoints"]
     first = train(*push, output_dir=tmp_path / "first")
     branches, repository = branches_of(hub), hub.repositories[REPO]
@@ -40,7 +40,7 @@ def test_a_checkpoint_from_the_hub_goes_on_with_other_data(train, hub, tmp_path,
 
 
 def test_files_that_have_arrived_are_not_downloaded_again(run, train, hub, tmp_path):
-    """The same command goes on after a download that was cut off."""
+    """After an interrupted download, the same command fetches only the missing files."""
     assert open_uploads(run, *STATE).finish(4)
     hub.fail("GET .*/resolve/.*/optimizer.pt", 500, times=None)
     with pytest.raises(UserError, match="same command"):

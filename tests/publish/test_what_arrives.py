@@ -200,7 +200,7 @@ def test_branches_count_tokens_in_a_unit_that_fits(tokens, name):
 
 
 def test_a_branch_appears_when_it_is_complete(run, hub):
-    """A process that dies at any request leaves no branch with half of a checkpoint, and the next one goes on."""
+    """A failed request leaves no branch with half of a checkpoint, and the next upload completes it."""
     for pattern in (r"POST .*/commit/incomplete", r"POST .*/branch/step-000002"):
         hub.fail(pattern, 403, times=None)
         assert not open_uploads(run).finish()

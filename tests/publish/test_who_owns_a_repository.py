@@ -100,7 +100,7 @@ def test_a_private_model_is_never_uploaded_to_a_public_repository(run, train, hu
 
 
 def test_an_organization_decides_whether_new_repositories_are_private(run, hub):
-    """Without the option, nothing is sent, so its own default counts."""
+    """Without --hub_private_repo, the request leaves it out, so the organization's default applies."""
     assert open_uploads(run).finish(4)
     (created,) = {body for _, path, _, body in hub.requests if path.endswith("/repos/create")}
     assert not {"private", "visibility"} & {key for key, value in json.loads(created).items() if value is not None}

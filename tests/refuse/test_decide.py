@@ -230,7 +230,7 @@ def test_where_a_run_starts(command, found, expected):
     ],
 )
 def test_a_run_records_where_it_began(command, found, expected):
-    """So that `auto` finds it before the first checkpoint."""
+    """`auto` finds the recorded origin before the run has a checkpoint of its own."""
     assert decide_start(config_of(command), "demo", found).origin == expected
 
 
@@ -421,12 +421,12 @@ def test_what_a_run_is(command, found, expected):
     ],
 )
 def test_the_best_model_is_looked_for_in_every_epoch(command, expected):
-    """Of 100 rows in steps of 8, if the run keeps the best model; but not more than 40 times."""
+    """A run that keeps the best model of 100 rows, in steps of 8, is evaluated once per epoch, 40 times at most."""
     assert run_of(command).config.eval_steps == expected
 
 
 def test_another_batch_takes_consent():
-    """It may come from another recipe. Typed, it is consent; so are both of its factors."""
+    """A batch from another recipe is refused. A typed batch, or both of its typed factors, is consent."""
     start, shape = start_of("--global_batch_size 4", after(20)), ModelFacts(MODEL, MODEL, MODEL)
 
     def decide(*typed):
@@ -449,7 +449,7 @@ def test_a_run_that_ran_out_of_memory_continues_with_less():
 
 @pytest.mark.parametrize("kind", ["linear", "cosine_with_min_lr", "warmup_stable_decay"])
 def test_epochs_with_another_batch_follow_the_same_curve(kind):
-    """At 40% of the data, the rate is that of 40%, with any batch and also afterwards."""
+    """At 40% of the data, every batch has the same learning rate, and so have the steps after it."""
     command = f"--num_train_epochs 4 --lr_scheduler_type {kind} --warmup_steps 0.1"
     before = after(20, command)
     assert before.state.examples == 160 and before.schedule.num_examples == 400

@@ -183,7 +183,7 @@ def test_a_shorter_run_has_a_shorter_warm_up(argv, expected):
 
 
 def test_a_warm_up_in_a_recipe_of_epochs_is_kept(recipe):
-    """Its share of the steps is not known."""
+    """A recipe of epochs does not know its number of steps, so its warm-up cannot become a share of them."""
     assert load(*recipe("num_train_epochs: 2\nwarmup_steps: 50\n"), *DATA, "--max_steps", "100").warmup_steps == 50
 
 
@@ -346,7 +346,7 @@ def test_what_only_a_command_line_can_say(recipe, argv, option, expected):
     ],
 )
 def test_names_of_training_arguments(recipe, typed, line, option, expected):
-    """They are options, typed or in a recipe, which a typed one overrides."""
+    """--bf16, --fp16, --tf32 and --gradient_checkpointing set our options, typed or in a recipe."""
     assert getattr(load(*DATA, *typed.split()), option) == expected
     assert getattr(load(*recipe(line), *DATA), option) == expected
     other = "medium" if option == "matmul_precision" else "auto"
@@ -388,7 +388,7 @@ def test_every_recipe_loads_with_its_tokens_per_step(name):
 
 
 def test_the_numbers_of_gpt2_124m():
-    """They are the published ones (GPT-3 table 2.1, build-nanogpt): 10 B tokens in 19,073 steps of 524,288."""
+    """The recipe has the published numbers (GPT-3 table 2.1, build-nanogpt): 10 B tokens in 19,073 steps."""
     config = load("--config", "gpt2_124m", *DATA)
     assert (config.max_steps, config.warmup_steps, config.tokens_per_step) == (19_073, 715, 524_288)
     assert (config.learning_rate, config.lr_scheduler_type) == (6e-4, "cosine_with_min_lr")

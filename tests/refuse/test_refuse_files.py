@@ -162,7 +162,7 @@ def test_recipes_from_the_hub(published, content, names):
 
 @pytest.mark.parametrize("name", sorted(PRIVATE))
 def test_a_recipe_from_the_hub_sets_no_private_option(published, name):
-    """It is refused by name, whatever its value, and whatever else it holds."""
+    """A recipe that sets a private option is refused, and the option is named, whatever its value."""
     value = {"push_to_hub": True, "hub_overwrite": True, "profile": 3}.get(name, "mine/precious")
     published(yaml.safe_dump(HARMLESS | {name: value}))
     check_refusal("recipe/train.py --config hf://jo/run", f"hf://jo/run {name}; training_config.yaml")

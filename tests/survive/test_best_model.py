@@ -39,7 +39,7 @@ def check_stopped_early(run):
 
 
 def test_a_run_ends_when_its_loss_stalls_and_exports_the_best_model(train, capsys):
-    """Between two checkpoints. What it prints and its card say of which step the model is."""
+    """The lowest loss lies between two checkpoints. The terminal and the card name the exported step."""
     run = train(*OVERFITS)
     check_stopped_early(run)
     shown = read_words(capsys)

@@ -89,7 +89,7 @@ def jobs(tmp_path_factory, dataset_dir):
 
 
 def test_the_other_machines_end_at_once_when_one_is_gone(jobs):
-    """With one sentence instead of a traceback. The job is queued again: it had saved."""
+    """The other machine prints one sentence instead of a traceback. The job had saved, so it is queued again."""
     output, status, seconds = jobs[1]
     assert status == 75
     assert seconds < 60
@@ -98,7 +98,7 @@ def test_the_other_machines_end_at_once_when_one_is_gone(jobs):
 
 
 def test_a_preempted_job_saves_and_is_queued_again(jobs):
-    """Its launchers give it 600 seconds instead of 30."""
+    """The job file lets the launchers wait 600 seconds instead of 30."""
     cluster, _, (output, status) = jobs
     assert status == 75, output
     assert cluster.list_requeued() == 2 * [f"requeue {JOB_ID}"]

@@ -64,7 +64,7 @@ def find_logged(run, name):
 
 
 def test_the_closing_lines_repeat_the_summary_to_be_grepped(printed_run):
-    """They are `key: value`, after everything else that the run prints about its results."""
+    """The closing lines have the form `key: value` and follow everything else about the results."""
     run, printed = printed_run
     found = dict(re.findall(r"^(\w+): +(\S+)$", printed.partition("\n---\n")[2], re.MULTILINE))
     summary = read_summary(run)
@@ -331,7 +331,7 @@ def test_the_flagship_run_compares_its_loss(train, tmp_path, tokenizer_dir, caps
 
 
 def test_a_run_whose_loss_is_not_finite_ends_with_its_results(train, monkeypatch, capsys):
-    """So does one that was killed after its last evaluation, whose loss the log cannot hold, and a repeated one."""
+    """A run that was killed after its last evaluation, or is repeated, ends the same way."""
     evaluation = RunLog.evaluation
 
     def diverge(log, state, values):
