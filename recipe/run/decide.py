@@ -363,9 +363,8 @@ def decide_run(
     max_examples = None if schedule.num_examples is None else schedule.num_examples - stage_start
     keep_best = keeps_best(config.load_best_model_at_end, max_examples, data.metadata, config.streaming)
     config = dataclasses.replace(config, load_best_model_at_end="true" if keep_best else "false")
-    epochs = count_epochs(data.metadata, max_examples, config.streaming) if keep_best and max_examples else {}
-    if epochs:
-        count = min(max(epochs.values()), EVALUATIONS)
+    if keep_best and max_examples and not config.streaming:  # a stream does not know its epochs
+        count = min(max(count_epochs(data.metadata, max_examples).values()), EVALUATIONS)
         period = max(1, int(max_examples / count / config.global_batch_size))
         config = dataclasses.replace(config, eval_steps=min(config.eval_steps, period))
     if facts.sharding is not None:
