@@ -44,13 +44,17 @@ def run_main(main: Callable[[], int | None], interrupted: str = "interrupted", i
     try:
         status = main()
     except BrokenPipeError:  # `--help | head` closes the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
     except (UserError, OSError, RuntimeError) as error:
         status = _report(error)
     except KeyboardInterrupt:
         print(f"\n{interrupted}", file=sys.stderr)
         status = 130
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        try:
+            stream.flush()
+        except OSError:  # the interpreter tries again when it exits, and would turn the status into 120
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     if status:  # outside `except`: a notebook would keep the error, and with it the run's tensors
         sys.exit(status)
 

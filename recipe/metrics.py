@@ -27,6 +27,19 @@ def read_events(run_dir: Path) -> list[dict[str, Any]]:
     return events
 
 
+def read_summary(run_dir: Path, run_id: str) -> dict[str, Any]:
+    """Return the results in a folder, or {} if they are not this run's.
+
+    They hold for their `step`: a run that is extended keeps the old ones until it exports another model.
+    """
+    path = run_dir / SUMMARY_NAME
+    summary = with_nan(json.loads(path.read_text())) if path.is_file() else {}
+    if summary.get("run_id") != run_id:
+        return {}
+    summary.setdefault("initial", summary.pop("untrained", {}))  # its earlier name
+    return summary
+
+
 def split_scores(evaluation: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the scores of each task in an eval event, whose keys are TASK_SCORE and TASK_num_examples."""
     return {

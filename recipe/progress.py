@@ -1,6 +1,9 @@
-"""Progress bars: redrawn in a terminal, occasional lines in a log file."""
+"""What a program prints while it works: bars, redrawn in a terminal or as lines in a log file, and lost lines."""
 
+import contextlib
+import os
 import sys
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 
@@ -24,3 +27,45 @@ class LineStream:
 
     def flush(self) -> None:
         self.stream.flush()
+
+
+class UnfailingStream:
+    """Stands for sys.stdout or sys.stderr, and drops what cannot be written there."""
+
+    def __init__(self, stream: TextIO | None) -> None:
+        # None: it was closed, as by `>&-`. The next file that is opened would get its number.
+        self.stream = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w") if stream is None else stream
+        self.error: OSError | None = None  # the first one
+
+    def write(self, text: str) -> int:
+        self._try(lambda: self.stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self.stream.flush)
+
+    def _try(self, act: Callable[[], object]) -> None:
+        try:
+            act()
+        except OSError as error:
+            self.error = self.error or error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+@contextlib.contextmanager
+def unfailing_output() -> Iterator[None]:
+    """Let no line that cannot be printed end a program: a full log, a reader that has ended, a terminal that is gone.
+
+    At the end, what is left of the output says so.
+    """
+    before = sys.stdout, sys.stderr
+    output, errors = sys.stdout, sys.stderr = [*map(UnfailingStream, before)]
+    try:
+        yield
+    finally:
+        for failed, other in ((output, errors), (errors, output)):
+            if failed.error is not None:
+                print(f"warning: not all lines could be printed: {failed.error.strerror}", file=other, flush=True)
+        sys.stdout, sys.stderr = before

@@ -20,6 +20,7 @@ from recipe.model.weights import full_tensor
 from recipe.optim.guard import UpdateGuard
 from recipe.optim.optimizers import build_optimizer
 from recipe.optim.schedule import learning_rate_scale
+from recipe.progress import unfailing_output
 from recipe.publish.uploads import HubUploads
 from recipe.run.decide import decide_turn
 from recipe.run.end import finish_run, stop_run
@@ -40,6 +41,7 @@ from recipe.run.start_table import show_start
 from recipe.run.stop import StopSignals, resumable
 
 
+@unfailing_output()
 @restored_process()
 def main() -> int:
     """Train. Returns the exit status: 0, or 75 if a signal stopped the run and the same command resumes it."""

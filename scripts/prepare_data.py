@@ -17,8 +17,10 @@ from recipe.data.prepare import prepare_dataset
 from recipe.data.source import source_from
 from recipe.data.tokenizer import TextTokenizer, read_tokenizer, special_tokens, without_template
 from recipe.errors import UserError, run_main
+from recipe.progress import unfailing_output
 
 
+@unfailing_output()
 def main() -> None:
     parser = CommandLine(description="Tokenize and pack text for recipe/train.py --dataset_dir.")
     parser.add_run_options(("train_file", "dataset_name", *TEXT_OPTIONS))

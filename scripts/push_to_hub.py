@@ -4,7 +4,6 @@ python scripts/push_to_hub.py runs/demo --hub_model_id user/name
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -13,13 +12,15 @@ from recipe.checkpoint import checkpoint_step, clean_checkpoints, list_checkpoin
 from recipe.command_line import load_config
 from recipe.config import CONFIG_NAME, OPTIONS
 from recipe.errors import UserError, check_local_path, run_main
-from recipe.metrics import METRICS_NAME, SUMMARY_NAME, read_events
+from recipe.metrics import METRICS_NAME, read_events, read_summary
+from recipe.progress import unfailing_output
 from recipe.publish.hub import create_repository, look_at_hub, refuse_another
 from recipe.publish.uploads import HubUploads
 from recipe.run.folder import lock_output_dir
 from recipe.run.stop import StopSignals
 
 
+@unfailing_output()
 def main() -> int:
     parser = CommandLine(description="Upload a run to the Hub. Large files that are there already are not sent again.")
     parser.add_argument("run_dir", type=Path, help="output folder of a run; the options replace its own")
@@ -43,13 +44,14 @@ def main() -> int:
         config, run_ids[-1], run_dir, print, repeat=shell_command("python", *sys.argv), keeps_all=True
     )
     clean_checkpoints(run_dir)
-    for checkpoint in list_checkpoints(run_dir):
+    for checkpoint in (checkpoints := list_checkpoints(run_dir)):
         if (reason := why_damaged(checkpoint)) is None:
             uploads.add(checkpoint, checkpoint_step(checkpoint))
         else:
             print(f"skipping {checkpoint}: {reason}")
-    summary = run_dir / SUMMARY_NAME
-    final_step = json.loads(summary.read_text())["exported_step"] if summary.is_file() else None
+    summary = read_summary(run_dir, run_ids[-1])
+    has_ended = summary and summary["step"] >= max(map(checkpoint_step, checkpoints), default=0)  # else it goes on
+    final_step = summary["exported_step"] if has_ended else None
     with StopSignals("ending the upload") as signals:
         is_complete = uploads.finish(final_step, interrupted=lambda: signals.count > 0)
     return uploads.leave(0 if is_complete else 1)

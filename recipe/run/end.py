@@ -17,7 +17,7 @@ from recipe.config import STANDARD_LIBRARY, TrainConfig
 from recipe.errors import UserError
 from recipe.hardware.devices import peak_memory_bytes
 from recipe.hardware.processes import on_main_process
-from recipe.metrics import SUMMARY_NAME, split_scores, with_nan, without_nan
+from recipe.metrics import SUMMARY_NAME, read_summary, split_scores, with_nan, without_nan
 from recipe.model.weights import WEIGHTS_NAME, copy_weights
 from recipe.publish.card import CARD_NAME, CURVE_NAME, write_model_card
 from recipe.publish.uploads import HubUploads
@@ -76,16 +76,19 @@ def finish_run(
     weights = copy_weights(model, run.model.config, keep=log.enabled)
 
     def finish() -> int:
-        evaluation, is_done = choose_exported(log, state), has_finished(log)
-        step = evaluation["step"]
-        exported = weights if step == state.step or is_done else load_file(log.output_dir / BEST_NAME / WEIGHTS_NAME)
-        try:
-            if not is_done:
-                export_model(model, run.model.config, exported, run.model.files, log.output_dir)
-        except UserError:
-            log.list_failures()
-            raise
-        summary = write_summary(log, build_summary(log, state, facts, evaluation, step))
+        earlier = find_results(log, state)
+        evaluation = choose_exported(log, state, earlier)
+        step, folder = evaluation["step"], log.output_dir
+        if not (summary := earlier):
+            exported = weights if step == state.step else load_file(folder / BEST_NAME / WEIGHTS_NAME)
+            try:
+                export_model(model, run.model.config, exported, run.model.files, folder)
+            except UserError:
+                log.list_failures()
+                raise
+            summary = write_summary(log, build_summary(log, state, facts, evaluation, step))
+        if not (earlier and all((folder / name).exists() for name in (CARD_NAME, CURVE_NAME))):
+            log.tolerate("the model card", lambda: write_model_card(folder, step))
         mark_resumable(False)
         if log.laps:
             log.show_record()
@@ -102,18 +105,22 @@ def finish_run(
     return uploads.leave(on_main_process(finish))
 
 
-def has_finished(log: RunLog) -> bool:
-    """Return whether an earlier start has ended the run: its results stay as they are."""
-    return not log.laps and all((log.output_dir / name).exists() for name in (WEIGHTS_NAME, SUMMARY_NAME))
+def find_results(log: RunLog, state: RunState) -> dict[str, Any]:
+    """Return the summary that an earlier start has written after this step, else {}: those results stay."""
+    summary = read_summary(log.output_dir, state.run_id)
+    is_done = not log.laps and summary.get("step") == state.step and (log.output_dir / WEIGHTS_NAME).exists()
+    return summary if is_done else {}
 
 
-def choose_exported(log: RunLog, state: RunState) -> dict[str, Any]:
-    """Return step and evaluation of the model to export: the last one, or the best, if that is kept."""
+def choose_exported(log: RunLog, state: RunState, earlier: dict[str, Any]) -> dict[str, Any]:
+    """Return step and evaluation of the model to export: the last one, or the best, if that is kept.
+
+    earlier: from `find_results`.
+    """
     last = {"step": state.step, **state.evaluations[state.step]}
-    if has_finished(log):
-        summary = with_nan(json.loads((log.output_dir / SUMMARY_NAME).read_text()))
-        step = summary["exported_step"]
-        return {"loss": summary["eval_loss"], "sample": None, **state.evaluations.get(step, {}), "step": step}
+    if earlier:
+        step = earlier["exported_step"]
+        return {"loss": earlier["eval_loss"], "sample": None, **state.evaluations.get(step, {}), "step": step}
     best = read_best(log.output_dir, state.run_id) if log.config.load_best_model_at_end == "true" else {}
     return best if best and best["loss"] <= last["loss"] else last
 
@@ -155,22 +162,13 @@ def was_capped(run: Run, state: RunState) -> bool:
 
 
 def write_summary(log: RunLog, values: dict[str, Any]) -> dict[str, Any]:
-    """Write summary.json, which appears only when it is complete, and the model card. Returns the summary.
-
-    A run without steps left keeps its files, and writes only what an earlier start did not get to write.
-    """
-    folder = log.output_dir
-    if log.laps or not (folder / SUMMARY_NAME).exists():
-        steps = {"last_step": values["step"], "exported_step": values["exported_step"]}
-        log.event("end", values["exported_step"], **steps, tokens_seen=values["tokens_seen"])
-        written = folder / f".{SUMMARY_NAME}.new"
-        written.write_text(json.dumps(without_nan(values), indent=2, allow_nan=False) + "\n")
-        written.replace(folder / SUMMARY_NAME)
-    if log.laps or not all((folder / name).exists() for name in (CARD_NAME, CURVE_NAME)):
-        log.tolerate("the model card", lambda: write_model_card(folder, values["exported_step"]))
-    summary = with_nan(json.loads((folder / SUMMARY_NAME).read_text()))
-    summary.setdefault("initial", summary.pop("untrained", {}))  # its earlier name
-    return summary
+    """Write summary.json, which appears only when it is complete. Returns what it says."""
+    steps = {"last_step": values["step"], "exported_step": values["exported_step"]}
+    log.event("end", values["exported_step"], **steps, tokens_seen=values["tokens_seen"])
+    finite, written = without_nan(values), log.output_dir / f".{SUMMARY_NAME}.new"
+    written.write_text(json.dumps(finite, indent=2, allow_nan=False) + "\n")
+    written.replace(log.output_dir / SUMMARY_NAME)
+    return with_nan(finite)
 
 
 def build_summary(

@@ -10,8 +10,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from recipe.checkpoint import list_checkpoints
 from recipe.disk import flush
 from recipe.errors import UserError, short_reason
+from recipe.metrics import SUMMARY_NAME
 from recipe.model.files import write_files
 from recipe.model.weights import write_model
+from recipe.publish.card import CARD_NAME, CURVE_NAME
 
 
 def export_model(
@@ -31,6 +33,8 @@ def export_model(
         partial.mkdir()
         write_model(model, model_config, weights, partial)
         write_files(files, partial)
+        for name in (SUMMARY_NAME, CARD_NAME, CURVE_NAME):  # of an earlier model; a kill may come at any time
+            (output_dir / name).unlink(missing_ok=True)
         for path in partial.iterdir():
             flush(path)
             os.replace(path, output_dir / path.name)

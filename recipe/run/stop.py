@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -73,7 +74,8 @@ class StopSignals:
         if not self.count and is_main_process() and number != LAUNCHER_DIED:
             again = " Press it again to quit at once." if number == signal.SIGINT else ""
             name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-            os.write(2, f"\n{name}: {self.reaction}.{again}\n".encode())
+            with contextlib.suppress(Exception):  # a terminal that is gone; 2 may be another file by now
+                os.write(sys.stderr.fileno(), f"\n{name}: {self.reaction}.{again}\n".encode())
         self.count, self.newest = self.count + 1, number
 
 
