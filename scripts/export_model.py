@@ -33,7 +33,7 @@ from recipe.evaluation.scoring import CPU_TOKENS
 from recipe.evaluation.text import Text, choose_context, evaluate_dataset, evaluate_text, read_text
 from recipe.hardware.devices import device_of
 from recipe.model.files import TOKENIZER_FILES, own_files, write_files
-from recipe.model.weights import load_model_weights, load_pretrained
+from recipe.model.weights import load_model_weights, load_pretrained, write_config
 
 MAX_TOKENS = 16_384  # 40 seconds per model for GPT-2 124M on one CPU core
 CHARACTERS_PER_TOKEN = 4  # of English, roughly
@@ -54,6 +54,7 @@ def main() -> None:
             model.save_pretrained(folder)
             model = load_as_int8(Path(folder), device)
     model.save_pretrained(args.output_dir)
+    write_config(model.config, args.output_dir)
     for path in args.output_dir.glob("*.safetensors"):
         share(path)  # safetensors 0.8 makes its files private
     write_files(own_files(args.model, TOKENIZER_FILES), args.output_dir)

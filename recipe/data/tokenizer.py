@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 DROP_SPACES = {"Whitespace", "WhitespaceSplit", "BertPreTokenizer", "CharDelimiterSplit", "Removed"}
 SPELLS_BYTES = "ByteLevel"
 ADDING_OPTIONS = ("add_bos_token", "add_eos_token")  # classes of Transformers make a template from these
+# Loads any tokenizer.json as it is. In Transformers 5, classes such as GPT2Tokenizer rebuild parts of it.
+OWN_CLASS = "PreTrainedTokenizerFast"
+ROLE = re.compile("unk|pad|mask", re.IGNORECASE)  # in the name of a token that ends no document
 LONG_WORD = re.compile(r"\S{1000}(?=\S)")
 
 
@@ -95,23 +98,19 @@ def read_tokenizer(name_or_path: str) -> TextTokenizer:
             paths = [hf_hub_download(name_or_path, name, local_files_only=local) for name in names]
         backend, config = Tokenizer.from_file(str(paths[0])), json.loads(Path(paths[1]).read_text("utf-8"))
         special = [token.content for token in backend.get_added_tokens_decoder().values() if token.special]
-        if "eos_token" not in config and len(special) == 1:  # GPT-2's files on the Hub leave it to the class
+        named = {*_named_tokens(config), getattr(backend.model, "unk_token", None)}
+        # GPT-2's files on the Hub leave the end of text to the class. A token that has another role ends nothing.
+        if "eos_token" not in config and len(special) == 1 and special[0] not in named and not ROLE.search(special[0]):
             config |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), special[0])
         if config.get("eos_token") and "auto_map" not in config and _named_tokens(config) <= {*special}:
-            # Transformers 5 has classes that change the tokenizer.json that they load.
-            if not config.get("tokenizer_class", "GPT2Tokenizer").startswith("GPT2Tokenizer"):
-                config["tokenizer_class"] = "PreTrainedTokenizerFast"
-            return TextTokenizer(backend, {"tokenizer_class": "GPT2Tokenizer", **config})
+            return TextTokenizer(backend, config | {"tokenizer_class": OWN_CLASS})
     return _plain(load_tokenizer(name_or_path))
 
 
 def _plain(tokenizer: "PreTrainedTokenizerFast") -> TextTokenizer:
-    """Keep what determines the ids. Transformers 5 has classes that change the tokenizer.json that they load."""
+    """Keep what determines the ids."""
     config = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if name.endswith("_token")}
-    config["tokenizer_class"] = "PreTrainedTokenizerFast"
-    if type(tokenizer).__name__.startswith("GPT2Tokenizer"):
-        config["tokenizer_class"] = "GPT2Tokenizer"
-    return TextTokenizer(tokenizer.backend_tokenizer, config)
+    return TextTokenizer(tokenizer.backend_tokenizer, config | {"tokenizer_class": OWN_CLASS})
 
 
 def _named_tokens(config: dict) -> set[str]:
@@ -125,13 +124,22 @@ def _named_tokens(config: dict) -> set[str]:
 
 
 def load_tokenizer(name_or_path: str, revision: str | None = None) -> "PreTrainedTokenizerFast":
-    """Load a fast tokenizer from a folder or the Hub. Raises `UserError` if it lacks an end-of-text token."""
+    """Load a tokenizer from a folder or the Hub: its tokenizer.json as it is, or what its class makes of other files.
+
+    Raises `UserError` if it lacks an end-of-text token.
+    """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers.utils.hub import has_file
 
     check_local_path(name_or_path)
     try:
         local = not Path(name_or_path).is_dir() and only_cached(name_or_path)
-        tokenizer = AutoTokenizer.from_pretrained(name_or_path, revision=revision, local_files_only=local)
+        options: dict[str, Any] = {"revision": revision, "local_files_only": local}
+        auto_class = PreTrainedTokenizerFast if has_file(name_or_path, "tokenizer.json", **options) else AutoTokenizer
+        tokenizer = auto_class.from_pretrained(name_or_path, trust_remote_code=False, **options)
+        if tokenizer.eos_token is None:  # the class may know it
+            by_class = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False, **options)
+            tokenizer.add_special_tokens(by_class.special_tokens_map)
     except Exception as error:  # transformers and the Hub client raise OSError, ValueError, KeyError, ...
         where = f"'{name_or_path}' (neither a folder with tokenizer.json nor a Hub id that can be reached)"
         files, folder = ("vocab.json", "merges.txt"), Path(name_or_path)
@@ -224,6 +232,11 @@ def count_ids(tokenizer: "TextTokenizer | PreTrainedTokenizerFast", with_added_t
 def end_of_text(tokenizer: "TextTokenizer | PreTrainedTokenizerFast") -> int:
     """Return the id of the end-of-text token; Transformers' type allows anything."""
     return cast(int, tokenizer.eos_token_id)
+
+
+def list_ids(ids: int | list[int] | None) -> list[int]:
+    """Return the ids that a model's config has for a role: none, one or several."""
+    return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
 
 def special_tokens(tokenizer: TextTokenizer) -> set[str]:

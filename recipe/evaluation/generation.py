@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,6 @@ from pathlib import Path
 import torch
 from transformers import (
     AutoConfig,
-    AutoTokenizer,
     DynamicCache,
     LogitsProcessorList,
     PreTrainedModel,
@@ -20,7 +20,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from recipe.data.tokenizer import added_ids, count_ids, end_of_text
+from recipe.data.tokenizer import added_ids, count_ids, end_of_text, list_ids, load_tokenizer
 from recipe.errors import UserError
 from recipe.evaluation.scoring import show_progress
 from recipe.model.check import sees_later_tokens
@@ -42,10 +42,8 @@ def load_model(
         raise UserError(f"--revision selects a branch of a Hub model, but {model_name_or_path} is a folder")
     options = {} if revision is None else {"revision": revision}
     config = load_pretrained(AutoConfig, model_name_or_path, **options)
-    tokenizer = load_pretrained(AutoTokenizer, model_name_or_path, **options)
+    tokenizer = load_tokenizer(str(model_name_or_path), revision)
     check_vocabulary(count_ids(tokenizer), config.vocab_size, model_name_or_path)
-    if tokenizer.eos_token_id is None:
-        raise UserError(f"the tokenizer in {model_name_or_path} has no end-of-text token; set its eos_token")
     if not hasattr(config, "max_position_embeddings"):
         raise UserError(f"the model in {model_name_or_path} is not supported: it has no max_position_embeddings")
     dtype = "auto" if getattr(config, "quantization_config", None) else torch.float32
@@ -108,6 +106,9 @@ def generate_texts(
     seeds = [seed + number * 0x9E3779B1 for number in range(num_samples)]  # a CPU's generator reads 32 bits
     generators = [torch.Generator(model.device).manual_seed(number) for number in seeds]
     eos, context = end_of_text(tokenizer), model.config.max_position_embeddings
+    ends = {eos, *list_ids(model.config.eos_token_id)}
+    if model.generation_config is not None:  # of a chat model, it has one that ends a turn, too
+        ends |= {*list_ids(model.generation_config.eos_token_id)}
     # As in training, a template's prefix comes first. An empty prompt starts a new document.
     prompt_ids = added_ids(tokenizer)[0] + tokenizer(prompt, add_special_tokens=False)["input_ids"] or [eos]
     ids, cache = torch.tensor([prompt_ids] * num_samples, device=model.device), DynamicCache(config=model.config)
@@ -119,7 +120,7 @@ def generate_texts(
 
     def continuation(row: list[int]) -> str:
         tokens = row[len(prompt_ids) :]
-        tokens = tokens[: tokens.index(eos)] if eos in tokens else tokens
+        tokens = [*itertools.takewhile(lambda token: token not in ends, tokens)]
         text = str(decode(before + tokens))
         return text[len(head) :] if text.startswith(head) else str(decode(tokens))
 
@@ -138,7 +139,7 @@ def generate_texts(
             choices = zip(scores.softmax(dim=-1), generators, strict=True)
             tokens = torch.cat([torch.multinomial(each, 1, generator=generator) for each, generator in choices])
         ids = torch.cat([ids, tokens[:, None]], dim=1)
-        ended |= tokens == eos
+        ended |= torch.isin(tokens, torch.tensor([*ends], device=model.device))
         if ended.all():
             break
         if stream is not None and not (text := continuation(ids[0].tolist())).endswith("\ufffd"):  # half a character

@@ -24,6 +24,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from recipe.config import TrainConfig
+from recipe.data.tokenizer import list_ids
 from recipe.errors import UserError, did_you_mean, short_reason
 from recipe.model.check import check_model
 from recipe.model.size import count_flops_per_token, count_parameters, padded_vocab_size
@@ -120,8 +121,7 @@ def build_model_config(
         if model_config is None:
             model_config = AutoConfig.for_model(model_type, max_position_embeddings=config.block_size, **values, **ids)
         else:
-            ends = model_config.eos_token_id
-            is_own = eos_token_id in (ends if isinstance(ends, list) else [ends])
+            is_own = eos_token_id in list_ids(model_config.eos_token_id)
             model_config.update(values if is_own else values | ids)
         # On the meta device, before text is prepared for hours. Each type reports a bad shape with its own exception.
         count_flops_per_token(model_config, count_parameters(model_config), config.block_size)

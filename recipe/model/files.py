@@ -10,9 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerFast
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
-from recipe.data.tokenizer import ADDING_OPTIONS, added_ids, load_tokenizer
+from recipe.data.encode import PROBE
+from recipe.data.tokenizer import (
+    ADDING_OPTIONS,
+    OWN_CLASS,
+    added_ids,
+    list_ids,
+    load_tokenizer,
+    read_tokenizer,
+    train_tokenizer,
+)
 from recipe.environment import only_cached
 from recipe.errors import UserError, short_reason
 
@@ -44,10 +54,36 @@ def for_transformers_4(config: dict[str, Any]) -> dict[str, Any]:
     changes: dict[str, Any] = {}
     if config.get("tokenizer_class") == "TokenizersBackend":
         names = config.get("model_input_names", ["input_ids", "attention_mask"])  # 4 adds token_type_ids
-        changes = {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": names}
+        changes = {"tokenizer_class": OWN_CLASS, "model_input_names": names}
     if isinstance(tokens := config.get("extra_special_tokens"), list):
         changes |= {"additional_special_tokens": tokens, "extra_special_tokens": {}}
     return changes
+
+
+def changed_by(files: dict[str, bytes], model_type: str) -> str | None:
+    """Return the class with which AutoTokenizer changes the ids of an exported tokenizer.json; None if none does."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_files(files | {"config.json": _as_json({"model_type": model_type})}, Path(folder))
+        try:
+            loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        except Exception:  # each class raises its own
+            return "its own class"
+    expected = Tokenizer.from_buffer(files["tokenizer.json"]).encode(PROBE, add_special_tokens=False)
+    is_same = loaded.backend_tokenizer.encode(PROBE, add_special_tokens=False).ids == expected.ids
+    return None if is_same else type(loaded).__name__
+
+
+def check_tokenizer(name_or_path: str | None, model_type: str) -> None:
+    """Raise `UserError` if the exported tokenizer would load as another one. Without a name, one is to be trained."""
+    tokenizer = train_tokenizer([PROBE], 300) if name_or_path is None else read_tokenizer(name_or_path)
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(Path(folder))
+        files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+    if by := changed_by(files, model_type):
+        remedy = "choose another --model_type, such as llama, or a tokenizer of this type"
+        raise UserError(
+            f"exported models of type {model_type} load their tokenizer as {by}, which changes it; {remedy}"
+        )
 
 
 def own_files(source: str | Path, names: tuple[str, ...] = (*TOKENIZER_FILES, GENERATION)) -> dict[str, bytes]:
@@ -88,9 +124,15 @@ def tuned_files(
         notes.append("the tokenizer puts nothing in front of a text from now on, as in the training text")
     if changes:
         files[TOKENIZER_CONFIG] = _as_json(config | changes)
+    if "tokenizer.json" in files and (by := changed_by(files, model_config.model_type)):
+        config = tokenizer.special_tokens_map | config | changes  # the class may know some of them
+        config.pop("auto_map", None)
+        config |= for_transformers_4(config | {"tokenizer_class": "TokenizersBackend"})
+        files[TOKENIZER_CONFIG] = _as_json(config)
+        notes.append(f"the tokenizer's class is {OWN_CLASS} from now on: {by} changes the ids of tokenizer.json")
     generation = json.loads(files.get(GENERATION, b"{}"))
-    ends, end = generation.get("eos_token_id"), tokenizer.eos_token_id
-    if ends is not None and end not in (ends if isinstance(ends, list) else [ends]):
+    ends, end = list_ids(generation.get("eos_token_id")), tokenizer.eos_token_id
+    if ends and end not in ends:
         ids = {"bos_token_id": model_config.bos_token_id, "eos_token_id": end, "pad_token_id": end}
         files[GENERATION] = _as_json(generation | {key: value for key, value in ids.items() if key in generation})
     return files, notes

@@ -1,5 +1,6 @@
 """Load pretrained models, and copy, write and load weights without the padding of the vocabulary."""
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,11 @@ def load_pretrained(auto_class: type, source: str | Path, **options) -> Any:
     if not folder.is_dir() and only_cached(str(source)):
         options["local_files_only"] = True
     try:
-        return auto_class.from_pretrained(source, **options)
+        return auto_class.from_pretrained(source, trust_remote_code=False, **options)
     except Exception as error:  # the Hub, the file system, safetensors and Transformers each raise their own
+        if "trust_remote_code" in str(error):
+            known = "use a model whose type Transformers knows"
+            raise UserError(f"{source} brings its own code, which is not run; {known}") from error
         raise UserError(f"cannot load a model from '{source}': {short_reason(error)}") from error
 
 
@@ -93,11 +97,35 @@ def write_model(
     """
     model_config.architectures = [type(model).__name__]
     model_config.dtype = "float32"
-    if model_config.model_type == "gpt2":
-        model_config.n_ctx = model_config.n_positions  # llama.cpp's converter reads it; Transformers 5 does not
-    model_config.save_pretrained(directory)
+    write_config(model_config, directory)
     save_file(weights, directory / WEIGHTS_NAME, metadata={"format": "pt"})
     share(directory / WEIGHTS_NAME)  # safetensors 0.8 makes its files private
+
+
+def write_config(model_config: PreTrainedConfig, directory: Path) -> None:
+    """Write config.json, with the names of Transformers 4, which converters and servers read, too."""
+    model_config.save_pretrained(directory)
+    path = directory / "config.json"
+    content = json.loads(path.read_text()) | (names_of_transformers_4(model_config) or {})
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
+def names_of_transformers_4(model_config: PreTrainedConfig) -> dict[str, Any] | None:
+    """Return what version 4 reads under other names than version 5.
+
+    None for rotary embeddings (RoPE) that it cannot describe: one kind for each type of layer.
+    """
+    if model_config.model_type == "gpt2":
+        return {"n_ctx": model_config.n_positions}  # llama.cpp's converter reads it
+    rope = getattr(model_config, "rope_parameters", None)
+    if not rope or "rope_theta" not in rope:
+        return None if rope else {}
+    names = {"rope_theta": "rope_theta", "partial_rotary_factor": "partial_rotary_factor"}
+    if model_config.model_type.startswith("gpt_neox"):
+        names = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
+    scaling = {name: value for name, value in rope.items() if name not in names}
+    old = {names[name]: value for name, value in rope.items() if name in names}
+    return old | {"rope_scaling": None if rope["rope_type"] == "default" else scaling}
 
 
 def load_weights(model: PreTrainedModel, directory: Path, vocab_size: int) -> None:

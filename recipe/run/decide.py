@@ -112,7 +112,7 @@ class ModelFacts:
     padded: PreTrainedConfig  # with the vocabulary that is trained
     saved: PreTrainedConfig | None = None  # of the checkpoint
     files: dict[str, bytes] = dataclasses.field(default_factory=dict)  # to export, besides config and weights
-    notes: tuple[str, ...] = ()  # what the run changes in the model that it starts from
+    notes: tuple[str, ...] = ()  # what the run changes in the model that it starts from, and what its export lacks
 
 
 # ------------------------------------------------------------------ start

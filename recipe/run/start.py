@@ -53,10 +53,10 @@ from recipe.hardware.trial import MICRO_BATCH_NAME, read_micro_batch, try_micro_
 from recipe.launcher import count_local_processes
 from recipe.metrics import METRICS_NAME
 from recipe.model.build import build_model_config, model_options, translate_dropout
-from recipe.model.files import new_files, tuned_files
+from recipe.model.files import check_tokenizer, new_files, tuned_files
 from recipe.model.loss import LanguageModelingLoss
 from recipe.model.size import padded_vocab_size
-from recipe.model.weights import load_pretrained
+from recipe.model.weights import load_pretrained, names_of_transformers_4
 from recipe.optim.optimizers import check_optimizer
 from recipe.optim.schedule import OPTIONS
 from recipe.publish.download import download_checkpoint
@@ -123,8 +123,10 @@ def open_run(requested: TrainConfig, recipe: str) -> Start:
     start = dataclasses.replace(
         start, requested=requested, surroundings=dataclasses.replace(start.surroundings, facts=facts)
     )
-    check_optimizer(requested, device_of(state))  # these three raise errors before text is prepared
-    build_model_config(requested, 1, 0, start.source)
+    check_optimizer(requested, device_of(state))  # these raise errors before text is prepared
+    model_config = build_model_config(requested, 1, 0, start.source)
+    if start.source is None and requested.dataset_dir is None:
+        check_tokenizer(requested.tokenizer_name, model_config.model_type)
     load_tasks(requested.eval_tasks)
     return start
 
@@ -193,13 +195,14 @@ def describe_model(start: Start, dataset: Any) -> ModelFacts:
     config = build_model_config(
         requested, vocab_size, tokenizer.eos_token_id, source, num_base, tokenizer.bos_token_id
     )
-    saved = AutoConfig.from_pretrained(start.resume.path) if start.resume else None
+    saved = load_pretrained(AutoConfig, start.resume.path) if start.resume else None
     if saved is not None and saved.max_position_embeddings > config.max_position_embeddings:
         config.max_position_embeddings = saved.max_position_embeddings  # of a branch with shorter rows
     padded = copy.deepcopy(config)
     padded.vocab_size = padded_vocab_size(config.vocab_size, requested.pad_vocab_to_multiple_of)
+    rope = ["its rotary embeddings have no form that Transformers 4 reads"] * (names_of_transformers_4(config) is None)
     if source is None:
-        return ModelFacts(config, padded, saved, new_files(tokenizer, config))
+        return ModelFacts(config, padded, saved, new_files(tokenizer, config), tuple(rope))
     own_tokenizer = start.resume or requested.tokenizer_name == requested.model_name_or_path
     tokenizer_source = source if own_tokenizer else requested.tokenizer_name or source
     files, notes = tuned_files(source, tokenizer_source, config, **encoding_of(metadata_of(dataset)))
@@ -214,7 +217,7 @@ def describe_model(start: Start, dataset: Any) -> ModelFacts:
     overrides = requested.config_overrides or {}
     if missing := translate_dropout(overrides, model_options(config.model_type))[1]:
         notes.append(f"{config.model_type} has no counterpart of {', '.join(missing)}, which have no effect")
-    return ModelFacts(config, padded, saved, files, tuple(notes))
+    return ModelFacts(config, padded, saved, files, (*notes, *rope))
 
 
 def wrap_module(run: Run, accelerator: Accelerator, loss: LanguageModelingLoss) -> nn.Module:
