@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from recipe.config import STANDARD_LIBRARY
 from recipe.data.files import TOKENS, compression_of, kind_of
 from recipe.data.source import NUM_UNITS, SMALLEST_UNIT, TextSource
-from recipe.data.tokens import ID_BYTES, find_tokens
+from recipe.data.tokens import find_tokens
 from recipe.errors import UserError
 
 COMPRESSION_RATIO = 4  # bytes of text per byte of a compressed file, roughly
@@ -113,16 +113,16 @@ def _stretches(source: TextSource, paths: list[str], hold_out: HoldOut) -> Itera
         if kind == ".parquet":
             yield from _row_groups(part, source.column_of(path), unit_bytes)
             continue
-        is_text, start, stop = kind in (".txt", ".md"), 0, size
+        is_text, start, stop, step = kind in (".txt", ".md"), 0, size, unit_bytes
         is_document = is_text and source.document_separator is None
         if kind == TOKENS:
-            start, stop = find_tokens(path)
+            start, stop, id_bytes = find_tokens(path, source.id_bytes)
+            step -= step % -id_bytes
         if kind == TOKENS or (is_document and not (has_many and size <= unit_bytes)):
             part = part._replace(hold_out=of_end)
         if compression_of(path) or not (is_text or kind in (".jsonl", TOKENS)):
             yield part, size
             continue
-        step = unit_bytes + unit_bytes % ID_BYTES if kind == TOKENS else unit_bytes
         for begin in range(start, max(start + 1, stop), step):
             end = min(begin + step, stop)
             yield part._replace(start=begin, stop=end), end - begin

@@ -25,7 +25,7 @@ import numpy as np
 import pyarrow as pa
 
 from recipe.config import SPLITS
-from recipe.data.tokenizer import load_saved_tokenizer, tokenizer_sha256
+from recipe.data.tokenizer import count_token_bytes, load_saved_tokenizer, tokenizer_sha256
 from recipe.disk import can_map
 from recipe.errors import UserError, short_reason
 
@@ -188,6 +188,12 @@ class PackedDataset:
         """Load the tokenizer that made the ids. Raises `UserError` if its files have changed."""
         directory, sha256 = self.directory / "tokenizer", self.metadata["tokenizer_sha256"]
         return load_saved_tokenizer(directory, sha256, **encoding_of(self.metadata))
+
+    @functools.cached_property
+    def token_bytes(self) -> np.ndarray:
+        """From `count_token_bytes`; unknown if the ids of the validation text do not have its bytes."""
+        counts = count_token_bytes(self.tokenizer)
+        return counts if self.metadata["splits"]["validation"]["bytes"] is not None else np.full_like(counts, -1)
 
     @property
     def vocab_size(self) -> int:

@@ -28,7 +28,7 @@ from recipe.arguments import shell_command
 from recipe.config import SPLITS
 from recipe.data.cut import TRAIN, Unit
 from recipe.data.encode import SAMPLE_CHARACTERS, choose_encoder
-from recipe.data.files import describe_files, kind_of
+from recipe.data.files import TOKENS, describe_files, kind_of
 from recipe.data.packed import COUNTS, FORMAT_VERSION, check_splits, dataset_info, read_metadata
 from recipe.data.read import ReadReport, has_mask, list_units, read_sample, read_train_texts, read_unit
 from recipe.data.source import TextSource
@@ -53,6 +53,8 @@ LOCK_NAME, COMPLETE_NAME, METADATA_NAME = ".lock", ".complete", "metadata.json"
 PARTS = (*SPLITS, "tokenizer", "dataset_dict.json", METADATA_NAME)  # in the order in which they move up
 HASH = "[0-9a-f]" * 12
 WORTH_A_WARNING = 0.01  # share of the tokens that are unknown text, or padding
+# Share of a text's bytes by which those of its ids may differ, as after a space in front of each document, or NFC.
+SAME_BYTES = 0.001
 say = functools.partial(print, flush=True)
 
 
@@ -89,6 +91,7 @@ def prepare_dataset(
     others are missing. max_bytes: prepare about this much text, from units spread over the source. overwrite: replace
     another packed dataset. Raises `UserError` for bad input, and if `directory` holds anything else.
     """
+    source = source.read_with(len(tokenizer or ()))
     inputs = inputs_of(source, tokenizer, tokenizer_vocab_size, max_bytes)
     target = Target(source, directory, inputs, overwrite)
     if (existing := _find_existing(target)) is not None:
@@ -111,17 +114,19 @@ def inputs_of(
     inputs = {"format_version": FORMAT_VERSION, "tokenizer": made_with, "max_bytes": max_bytes, **source.inputs}
     if tokenizer and tokenizer.prefix:
         inputs["document_prefix"] = tokenizer.prefix
-    if inputs["content"] is not None and (rules := rules_of(source)):
+    if inputs["content"] is not None and (rules := rules_of(source.read_with(len(tokenizer or ())))):
         inputs["rules"] = rules
     return inputs
 
 
 def rules_of(source: TextSource) -> list[str]:
     """Return the reading rules of this text that earlier versions lacked: the same options gave other documents."""
+    files = () if source.dataset_name else source.files.paths + source.held_out_files.paths
+    kinds = {*map(kind_of, files)}
     rules = {
         "lines": source.skip_bad_files and not source.dataset_name,  # bad lines are skipped, not documents
-        "csv": source.dataset_name is None  # rows have as many fields as the header
-        and any(kind_of(path) == ".csv" for path in source.files.paths + source.held_out_files.paths),
+        "csv": ".csv" in kinds,  # rows have as many fields as the header
+        "uint32": TOKENS in kinds and source.id_bytes == 4,  # was read as uint16
         "mask": has_mask(source),  # the padding of tokenized rows is not read
     }
     return [name for name, applies in rules.items() if applies]
@@ -389,13 +394,18 @@ def summarize(target: Target, tokenizer: TextTokenizer, num_units: int) -> dict[
 def total_counts(units: list[dict], token_bytes: np.ndarray) -> dict:
     """Add up the counts of the units of a split; join their chunks, hashes and files.
 
-    token_bytes: from `count_token_bytes`. The bytes of a split are None if those of a used id are unknown.
+    token_bytes: from `count_token_bytes`. The bytes of a split are None if those of a used id are unknown, or if those
+    of its ids are not those of its text.
     """
     seen = functools.reduce(np.bitwise_or, (np.frombuffer(bytes.fromhex(unit["seen"]), np.uint8) for unit in units))
     is_used = np.unpackbits(seen)[: len(token_bytes)].astype(bool)
-    counts = {key: sum(unit.get(key, 0) for unit in units) for key in (*COUNTS, "unknown")}
+    counts = {key: sum(unit.get(key, 0) for unit in units) for key in (*COUNTS, "unknown", "lost")}
+    is_known = (token_bytes[is_used] >= 0).all()
+    lost_share = counts["lost"] / max(1, counts["bytes"] + counts.pop("lost")) if is_known else 0.0
     return {
-        **(counts if (token_bytes[is_used] >= 0).all() else counts | {"bytes": None}),
+        **counts,
+        "bytes": counts["bytes"] if is_known and abs(lost_share) <= SAME_BYTES else None,
+        "lost_share": lost_share,
         "used_ids": int(is_used.sum()),
         "content_sha256": sha256_of(unit["content_sha256"] for unit in units),
         "file_bytes": {name: size for unit in units for name, size in unit["file_bytes"].items()},
@@ -444,6 +454,11 @@ def print_unknown(tokenizer: TextTokenizer, splits: dict[str, dict]) -> None:
         say(f"{warning}{unknown / tokens:.1%} of the tokens are {token}, text that the tokenizer cannot spell")
     if tokenizer.unknown_id is None and SPELLS_BYTES not in steps_of(tokenizer.backend_tokenizer):
         say("warning: this tokenizer has no token for unknown text, so characters that it does not know are lost")
+    if (lost := max(splits[split]["lost_share"] for split in SPLITS)) > 0:
+        how, warning = "changes or drops them", ""
+        if tokenizer.backend_tokenizer.normalizer is None:
+            how, warning = "has no tokens for them, so they are lost; use another one", "warning: "
+        say(f"{warning}{100 * lost:.2g}% of the bytes of the text are not in the tokens: the tokenizer {how}")
     if any(splits[split]["bytes"] is None for split in SPLITS):
         say("this tokenizer does not keep all bytes of the text, so there will be no bits per byte")
 

@@ -28,7 +28,7 @@ from recipe.data.cut import SMALL_SOURCE, FilePart, HoldOut, ShardPart, Unit, cu
 from recipe.data.encode import SAMPLE_CHARACTERS
 from recipe.data.files import BLOCK, TOKENS, kind_of, open_decompressed, read_standard_library
 from recipe.data.source import TextSource
-from recipe.data.tokens import ID_BYTES, TokenStream, find_tokens, read_tokens
+from recipe.data.tokens import TokenStream, find_tokens, read_tokens
 from recipe.errors import UserError, one_line
 
 SHOWN_ERRORS, MOST_COLUMNS = 10, 20
@@ -241,7 +241,7 @@ def _read_part(
     source: TextSource, part: FilePart | ShardPart, where: str, report: ReadReport, bad: Bad
 ) -> Iterator[Document]:
     if isinstance(part, FilePart) and kind_of(part.path) == TOKENS:
-        yield from _read_token_file(part)
+        yield from _read_token_file(part, source.id_bytes)
     elif isinstance(part, FilePart) and kind_of(part.path) in (".txt", ".md"):
         with open_decompressed(part.path) as stream:
             if source.document_separator is not None:
@@ -257,16 +257,16 @@ def _read_part(
             yield Document(part.hold_out.split_of(text), text)
 
 
-def _read_token_file(part: FilePart) -> Iterator[Document]:
+def _read_token_file(part: FilePart, id_bytes: int) -> Iterator[Document]:
     """Yield the ids of a part of a file of token ids. The last ids of the file may be held out."""
-    start, stop = find_tokens(part.path)
-    limit = stop - ID_BYTES * round((stop - start) // ID_BYTES * part.hold_out.tail)
+    start, stop, id_bytes = find_tokens(part.path, id_bytes)
+    limit = stop - id_bytes * round((stop - start) // id_bytes * part.hold_out.tail)
     end = stop if part.stop is None else part.stop
     cut_at = min(max(part.start, limit), end)
     with open(part.path, "rb") as file:
-        for tokens in read_tokens(file, part.start, cut_at):
+        for tokens in read_tokens(file, part.start, cut_at, id_bytes):
             yield Document(part.hold_out.split_of(tokens.ids), tokens)
-        for tokens in read_tokens(file, cut_at, end):
+        for tokens in read_tokens(file, cut_at, end, id_bytes):
             yield Document("validation", tokens)
 
 

@@ -37,6 +37,7 @@ class TextSource:
     text_column_name: of all files, or KIND=NAME for those of one kind.
     document_separator: cuts text files into documents, for example a blank line; without it, a file is a document.
     parse_special_tokens: whether special tokens of the tokenizer in a text become their ids.
+    id_bytes: of each id in token files without a header.
     """
 
     train_files: tuple[str, ...] = ()
@@ -50,6 +51,7 @@ class TextSource:
     validation_split_percentage: float = 5.0
     skip_bad_files: bool = False
     parse_special_tokens: bool = False
+    id_bytes: int = 2
 
     def __post_init__(self):
         for is_valid, message in (
@@ -67,6 +69,10 @@ class TextSource:
     def __reduce__(self):  # without what is cached; another process opens the dataset itself, at the same commit
         options = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return TextSource, tuple((options | {"dataset_revision": self.commit}).values())
+
+    def read_with(self, vocab_size: int) -> "TextSource":
+        """Return the source as it is read for a tokenizer of this size, whose ids may need 32 bits."""
+        return dataclasses.replace(self, id_bytes=4) if vocab_size > 2**16 else self
 
     @functools.cached_property
     def held_out_files(self) -> Files:

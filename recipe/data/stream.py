@@ -146,7 +146,7 @@ def read_stream(
 def open_stream(config: TrainConfig, dataset: PackedDataset, rank: int, gather: Gather) -> TextStream:
     """Open the run's text. dataset: its prepared part, which has its tokenizer."""
     revision = dataset.metadata["source"]["dataset_revision"]  # the commit that all processes read
-    source = source_from(dataclasses.replace(config, dataset_revision=revision))
+    source = source_from(dataclasses.replace(config, dataset_revision=revision)).read_with(dataset.vocab_size)
     tokenizer_dir = str(dataset.directory / "tokenizer")
     units = [unit for unit in list_units(source) if not unit.is_validation]
     sample = read_sample(source, units)

@@ -58,7 +58,10 @@ class Packer:
         self.writer, self.encode, self.tokenizer, self.has_ends = writer, encode, tokenizer, has_ends
         self.prefix, self.eos = prefix, tokenizer.eos_token_id
         self.texts, self.characters = [], 0
-        self.counts, self.seen = dict.fromkeys((*COUNTS, "unknown"), 0), np.zeros(len(tokenizer), bool)
+        self.counts, self.seen = dict.fromkeys((*COUNTS, "unknown", "lost"), 0), np.zeros(len(tokenizer), bool)
+        self.special_bytes = np.zeros(len(tokenizer), np.int64)  # of special tokens, which are parsed from the text
+        for index, token in tokenizer.backend_tokenizer.get_added_tokens_decoder().items():
+            self.special_bytes[index] = len(token.content.encode()) * token.special
 
     def add(self, text: Text) -> None:
         """Add a document, or a stretch of a token stream."""
@@ -77,6 +80,8 @@ class Packer:
         rows = self.texts
         if is_text := all(isinstance(text, str) for text in self.texts):
             ids, lengths = encode_documents(self.encode, self.texts)
+            spelled = self.tokenizer.token_bytes.take(ids).sum() + self.special_bytes.take(ids).sum()
+            self.counts["lost"] += sum(len(text.encode()) for text in self.texts) - int(spelled)
             rows = np.split(ids, np.cumsum(lengths)[:-1]) if self.has_ends else []
         elif any(isinstance(text, str) for text in self.texts):
             raise UserError("some documents are text and some are token ids; prepare them separately")

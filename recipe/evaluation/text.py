@@ -117,7 +117,7 @@ def evaluate_text(
     batches = batch_windows([len(window.ids) for window in windows], tokens_per_batch)
     mine = batches[state.process_index :: state.num_processes]
     padded = (pad_windows([windows[i] for i in batch], model.device) for batch in mine)
-    totals = sum_losses(*_scorer(model, tokenizer), padded, len(mine), text.name)
+    totals = sum_losses(*_scorer(model, count_token_bytes(tokenizer)), padded, len(mine), text.name)
     assert totals is not None  # nothing asks it to stop
     bits = totals.text_nats / math.log(2)
     return {
@@ -149,7 +149,7 @@ def evaluate_dataset(
         raise UserError(f"{dataset.directory} was tokenized with another tokenizer than the model's; {remedy}")
     started_at, rows = time.perf_counter(), dataset.validation
     num_rows = min(len(rows), max_rows or len(rows))
-    totals = evaluate_rows(*_scorer(model, tokenizer), rows, num_rows, batch_size)
+    totals = evaluate_rows(*_scorer(model, dataset.token_bytes), rows, num_rows, batch_size)
     assert totals is not None  # nothing asks it to stop
     return {
         "name": f"{', '.join(dataset.parts or [dataset.directory.absolute().name])} validation",
@@ -161,9 +161,9 @@ def evaluate_dataset(
     }
 
 
-def _scorer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> tuple[Callable, torch.Tensor]:
+def _scorer(model: PreTrainedModel, token_bytes: np.ndarray) -> tuple[Callable, torch.Tensor]:
     """Return the losses and the bytes of each token, as `sum_losses` takes them."""
-    return functools.partial(own_losses, model), torch.from_numpy(count_token_bytes(tokenizer)).to(model.device)
+    return functools.partial(own_losses, model), torch.from_numpy(token_bytes).to(model.device)
 
 
 def _scores(totals: Totals) -> dict[str, Any]:
