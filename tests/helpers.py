@@ -72,7 +72,7 @@ def default_arguments(dataset_dir: Path, output_dir: Path, shape: list[str]) -> 
         "global_batch_size": 4,
         "max_steps": 4,
         "logging_steps": 1,
-        "warmup_steps": 2,
+        "warmup_steps": 0.5,
         "optim": "adamw_torch_fused",
         "learning_rate": 0.003,
         "lr_scheduler_type": "linear",

@@ -68,9 +68,11 @@ def changed_by(files: dict[str, bytes], model_type: str) -> str | None:
             loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         except Exception:  # each class raises its own
             return "its own class"
-    expected = Tokenizer.from_buffer(files["tokenizer.json"]).encode(PROBE, add_special_tokens=False)
-    is_same = loaded.backend_tokenizer.encode(PROBE, add_special_tokens=False).ids == expected.ids
-    return None if is_same else type(loaded).__name__
+    ids = []
+    for tokenizer in (loaded.backend_tokenizer, Tokenizer.from_buffer(files["tokenizer.json"])):
+        tokenizer.encode_special_tokens = True  # each may have its own setting
+        ids.append(tokenizer.encode(PROBE, add_special_tokens=False).ids)
+    return None if ids[0] == ids[1] else type(loaded).__name__
 
 
 def check_tokenizer(name_or_path: str | None, model_type: str) -> None:

@@ -17,7 +17,7 @@ from recipe.config import SCHEDULE_OPTIONS, TrainConfig
 WSD = "warmup_stable_decay"
 DECAY = {"num_decay_steps": 0.2, "decay_type": "linear", "min_lr_ratio": 0.0}  # to zero (modded-nanogpt's records)
 MIN_LR_RATE = 0.1  # GPT-3
-LONGEST_WARMUP = 0.2  # share of a time-limited run: a slow machine may take few steps
+LONGEST_WARMUP = 0.2  # share of a run that is shorter than its recipe's warm-up, or limited by its time
 OPTIONS = ("global_batch_size", *SCHEDULE_OPTIONS)
 
 

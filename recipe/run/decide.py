@@ -7,6 +7,7 @@ evaluate or to end before the next step. recipe/run/look.py finds the facts, and
 
 import dataclasses
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +24,7 @@ from recipe.hardware.memory import Memory, MemoryPlan, choose_plan, micro_batch_
 from recipe.hardware.probe import Measured
 from recipe.model.build import model_options
 from recipe.model.size import count_parameters, count_training_flops
-from recipe.optim.schedule import Schedule, list_changes, plan_schedule
+from recipe.optim.schedule import LONGEST_WARMUP, Schedule, list_changes, plan_schedule
 from recipe.publish.hub import MainBranch, publishes_training_state, refuse_another
 
 ORIGIN_NAME = ".resumed_from"  # in output_dir: the checkpoint with which its run began
@@ -169,6 +170,7 @@ def decide_start(requested: TrainConfig, recipe: str, surroundings: Surroundings
         saved = resume.saved if resume is not None and continues else None
         refuse_another(requested, surroundings.main_branch, saved.state.run_id if saved else None)
     check_trackers(requested, surroundings.trackers)
+    fit_warmup(requested, requested.max_steps, surroundings.typed_options)
     micro_batch_sizes(requested, surroundings.facts)  # raises an error for what does not divide the batch,
     settle(requested, surroundings.facts)  # and this for what does not work on the device
     check_sharded(requested, surroundings.facts)
@@ -336,7 +338,10 @@ def decide_run(
     differing = list_differences(start, identity, model) if saved else {}
     begins_stage = start.is_branch and not differing.keys().isdisjoint(DATA_IDENTITY)
     stage_start = 0 if not state.stages else state.examples if begins_stage else state.stage.examples
-    schedule = plan_schedule(requested, data.num_rows, state.step, state.examples, before, state.progress, stage_start)
+    position = state.step, state.examples, before, state.progress, stage_start
+    num_steps = plan_schedule(requested, data.num_rows, *position).max_steps
+    fitted = fit_warmup(requested, num_steps, start.surroundings.typed_options)
+    schedule = plan_schedule(fitted, data.num_rows, *position)
     changes = check_identity(start, differing, schedule) if saved else {}
     if begins_stage and measure_progress(schedule, state) >= 1:
         remedy = "pass a larger --max_steps or --max_minutes, or an earlier checkpoint"
@@ -386,6 +391,20 @@ def decide_run(
         begins_stage=begins_stage,
         changes=changes,
     )
+
+
+def fit_warmup(config: TrainConfig, num_steps: int | None, typed_options: Collection[str]) -> TrainConfig:
+    """Return the options with a warm-up that ends before the run does, or the learning rate would only rise.
+
+    Raises `UserError` if the warm-up is typed. A time-limited run has its own limit (`LONGEST_WARMUP`).
+    """
+    has_peak = config.max_minutes is not None or config.lr_scheduler_type == "constant"
+    if num_steps is None or has_peak or config.warmup_steps < max(1, num_steps):
+        return config
+    if "warmup_steps" in typed_options:
+        problem = f"{config.warmup_steps:,.0f} warm-up steps leave none of the run's {num_steps:,}"
+        raise UserError(f"{problem} for the peak learning rate; pass fewer --warmup_steps, or a share below 1")
+    return dataclasses.replace(config, warmup_steps=LONGEST_WARMUP)
 
 
 def run_identity(config: TrainConfig, metadata: dict[str, Any], model_config: PreTrainedConfig) -> dict[str, Any]:
