@@ -79,7 +79,7 @@ def find_files(paths: Iterable[str], held_out: Iterable[str] = ()) -> Files:
 def _walk(folder: str) -> Iterator[str]:
     """Yield the files in a folder, except hidden ones and this project's. A folder of results is yielded whole."""
     entered = {os.path.realpath(folder)}  # links may lead in a circle
-    for root, folders, names in os.walk(folder, followlinks=True):
+    for root, folders, names in os.walk(folder, onerror=_refuse, followlinks=True):
         own = CHECKOUT if Path(root, "recipe", "train.py").is_file() else ()
         listed = [name for name in folders if name not in own and not name.startswith(".")]
         folders.clear()
@@ -90,6 +90,10 @@ def _walk(folder: str) -> Iterator[str]:
                 entered.add(real)
                 folders.append(name)
         yield from (os.path.join(root, name) for name in names if name not in own and not name.startswith("."))
+
+
+def _refuse(error: OSError) -> None:
+    raise UserError(f"cannot list the folder {error.filename}: {error.strerror}") from error
 
 
 def _match(pattern: str) -> dict[str, str | None]:

@@ -7,7 +7,7 @@ keeps what was measured for it.
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,6 +53,23 @@ class Facts:
     thread_counts: tuple[int, ...] = (1,)  # that make sense for a process: one per core, one per CPU
     total_flops: float = math.inf  # of the run; infinite if only its time is limited
     kept: Mapping[str, Any] = field(default_factory=dict)  # `describe_choices` of the checkpoint
+
+
+def answers_of(facts: Facts) -> dict[str, Any]:
+    """Return what all processes of a run must have in common: their kind of device and the launcher's answers."""
+    names = ("device_type", "launcher_precision", "launcher_backend", "launcher_mode", "sharding")
+    return {name: getattr(facts, name) for name in names}
+
+
+def combine(parts: Sequence[Facts]) -> Facts:
+    """Return the facts of a run from those of its processes: the abilities that all have, and the smallest numbers."""
+    return dataclasses.replace(
+        parts[0],
+        has_bf16=all(part.has_bf16 for part in parts),
+        why_no_inductor=next(filter(None, (part.why_no_inductor for part in parts)), None),
+        typed_threads=min(filter(None, (part.typed_threads for part in parts)), default=None),
+        thread_counts=min(part.thread_counts for part in parts),
+    )
 
 
 def settle(config: TrainConfig, facts: Facts) -> dict[str, Choice]:
@@ -133,9 +150,8 @@ def choose(config: TrainConfig, facts: Facts, measured: Measured | None) -> dict
         else:
             choices["attention"] = Choice("sdpa", f"eager takes too much memory for {rows}")
     if facts.device_type == "cpu" and "threads" not in choices:
-        number = min(measured.num_threads, max(facts.thread_counts))  # another machine of the run may have fewer
-        which = "core" if number == min(facts.thread_counts) else "CPU"
-        choices["threads"] = Choice(str(number), f"one per {which} is fastest here")
+        which = "core" if measured.num_threads == min(facts.thread_counts) else "CPU"
+        choices["threads"] = Choice(str(measured.num_threads), f"one per {which} is fastest here")
     if choices["dynamo"].value == "inductor" and facts.launcher_mode != "default":
         choices["mode"] = Choice(facts.launcher_mode, "set by the launcher")
     if config.bf16_residual:

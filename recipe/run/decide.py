@@ -271,7 +271,7 @@ def choose_checkpoint(
 class Run(Start):
     """All that is decided before the model is built."""
 
-    started_at: float  # time.perf_counter() when the text was ready; `max_minutes` counts from there
+    started_at: float = 0.0  # this process's perf_counter() when the text was ready; `max_minutes` counts from there
     config: TrainConfig  # with every `auto` resolved for this machine, except the micro-batch, which `plan` has
     schedule: Schedule
     choices: dict[str, Choice]  # the reasons, by label
@@ -323,7 +323,6 @@ def decide_run(
     model: ModelFacts,
     memory: Memory,
     rates: Measured | None = None,
-    started_at: float = 0.0,
 ) -> Run:
     """Resolve the length of the run and every `auto`. Raises `UserError` if run and checkpoint do not belong together.
 
@@ -380,7 +379,6 @@ def decide_run(
     plan = choose_plan(config, model.padded, facts, memory, earlier, data.num_bytes)
     return Run(
         **vars(dataclasses.replace(start, continues=continues)),
-        started_at=started_at,
         config=plan.apply(config),
         schedule=schedule,
         choices=choices,

@@ -32,6 +32,7 @@ from recipe.run.facts import RunFacts
 from recipe.run.record import WAITING_SHARE, find_train_loss, has_begun_to_diverge, read_record
 
 LISTED = 6  # failures of one kind
+MLFLOW_ID = ".mlflow_run_id"  # in output_dir
 PROJECT = "gpt2-recipe"  # for trackers, unless WANDB_PROJECT is set
 READ_AT = 0.1  # share of the run after which `show_record` reads its log
 
@@ -66,12 +67,13 @@ class RunLog:
 
     def _init_trackers(self, state: RunState, facts: RunFacts) -> None:
         """Start the trackers. Names and ids identify the run, even after it resumes."""
-        name = self.config.run_name or self.output_dir.name
+        name, mlflow_id = self.config.run_name or self.output_dir.name, self.output_dir / MLFLOW_ID
+        is_known = state.step > 0 and mlflow_id.is_file()
         options = {
             "wandb": {"name": name, "id": state.run_id, "resume": "allow"},
             # Trackio identifies runs by name, and "allow" would continue an older run of the same name.
             "trackio": {"name": name, "resume": "allow" if state.step else "never"},
-            "mlflow": {"run_name": name},
+            "mlflow": {"run_name": name, "run_id": mlflow_id.read_text() if is_known else None},  # it chooses the ids
             # TensorBoard hides what an earlier start logged after the checkpoint.
             "tensorboard": {"purge_step": state.step + 1 if state.step else 0},
         }
@@ -81,8 +83,10 @@ class RunLog:
         project = os.environ.get("WANDB_PROJECT") or PROJECT
         self.accelerator.init_trackers(project, init_kwargs=options)
         for tracker in self.accelerator.trackers:
-            # TensorBoard writes them into a new folder each time and shows it as another run.
-            if not (state.step and tracker.name == "tensorboard"):
+            if tracker.name == "mlflow" and self.enabled:
+                mlflow_id.write_text(tracker.tracker.info.run_id)
+            # TensorBoard would write them into a new folder and show it as another run; MLflow refuses other values.
+            if not (state.step and tracker.name in ("tensorboard", "mlflow")):
                 tracker.store_init_configuration(scalars)
 
     # ------------------------------------------------------------------ lines

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from accelerate import PartialState
 from filelock import Timeout
 
 from recipe.arguments import typed_names
@@ -31,9 +30,8 @@ from recipe.config import CONFIG_NAME, STANDARD_LIBRARY, TrainConfig
 from recipe.data.source import name_of_text
 from recipe.disk import lock
 from recipe.errors import UserError
-from recipe.hardware.accelerator import find_facts, list_trackers
-from recipe.hardware.devices import device_of
-from recipe.hardware.sharding import Sharding
+from recipe.hardware.accelerator import list_trackers
+from recipe.hardware.choices import Facts
 from recipe.metrics import METRICS_NAME, SUMMARY_NAME, read_events, with_nan
 from recipe.publish.download import find_on_hub
 from recipe.publish.hub import DOWNLOAD_NAME, look_at_hub
@@ -44,16 +42,16 @@ RESULTS = ("model.safetensors", SUMMARY_NAME)
 REPLACED = ("README.md", "config.json", "dataset_dict.json", BEST_NAME)
 
 
-def look(requested: TrainConfig, recipe: str, sharding: Sharding | None) -> Surroundings:
-    """Return all facts that decide how the run starts. Call it on the main process.
+def look(requested: TrainConfig, recipe: str, facts: Facts) -> Surroundings:
+    """Return all facts that decide how the run starts. Call it on the main process. facts: of all processes.
 
     Raises `UserError` if the Hub does not say whether it has the checkpoint to resume from.
     """
     main_branch = look_at_hub(requested)
-    state, folder = PartialState(), find_folder(requested, recipe)
+    folder = find_folder(requested, recipe)
     named = look_at_named(requested, folder)
     return Surroundings(
-        facts=find_facts(device_of(state), state.num_processes, sharding=sharding),
+        facts=facts,
         folder=folder,
         named=named,
         checkpoints=tuple(look_at_checkpoints(requested, folder, named)),

@@ -26,7 +26,7 @@ from recipe.checkpoint import (
     record_config,
     restore_best,
 )
-from recipe.config import TrainConfig
+from recipe.config import PATHS, TrainConfig
 from recipe.data.batches import TrainBatches, TrainOrder, read_rows
 from recipe.data.cache import Known, prepare_text
 from recipe.data.mixture import open_datasets, order_of
@@ -35,7 +35,7 @@ from recipe.data.stream import open_stream, read_stream
 from recipe.data.tokenizer import count_ids
 from recipe.evaluation.tasks import load_tasks
 from recipe.hardware.accelerator import find_facts, measure_open, parallelize
-from recipe.hardware.choices import describe_choices
+from recipe.hardware.choices import answers_of, combine, describe_choices
 from recipe.hardware.devices import device_of
 from recipe.hardware.memory import Memory, measure_total_bytes, measure_usable_bytes
 from recipe.hardware.processes import (
@@ -58,7 +58,6 @@ from recipe.model.loss import LanguageModelingLoss
 from recipe.model.size import padded_vocab_size
 from recipe.model.weights import load_pretrained, names_of_transformers_4
 from recipe.optim.optimizers import check_optimizer
-from recipe.optim.schedule import OPTIONS
 from recipe.publish.download import download_checkpoint
 from recipe.publish.hub import DOWNLOAD_NAME, create_repository
 from recipe.run.decide import (
@@ -111,18 +110,18 @@ def open_run(requested: TrainConfig, recipe: str) -> Start:
 
     Raises `UserError` for options that cannot work, before text is prepared for hours.
     """
-    sharding = start_processes()
+    sharding, state = start_processes(), PartialState()
+    parts = gather(find_facts(device_of(state), state.num_processes, sharding=sharding))
+    options = {name: value for name, value in vars(requested).items() if name not in PATHS}  # each has its own paths
+    check_same_run(options | answers_of(parts[state.process_index]))
+    facts = combine(parts)
 
     def look_and_claim() -> Start:
-        while not claim_folder(start := decide_start(requested, recipe, look(requested, recipe, sharding))):
+        while not claim_folder(start := decide_start(requested, recipe, look(requested, recipe, facts))):
             pass  # another process was faster: its folder looks different now
         return start
 
-    start, state = on_main_process(look_and_claim), PartialState()
-    facts = find_facts(device_of(state), state.num_processes, sharding=sharding)  # of this process, like its options
-    start = dataclasses.replace(
-        start, requested=requested, surroundings=dataclasses.replace(start.surroundings, facts=facts)
-    )
+    start = dataclasses.replace(on_main_process(look_and_claim), requested=requested)
     check_optimizer(requested, device_of(state))  # these raise errors before text is prepared
     model_config = build_model_config(requested, 1, 0, start.source)
     if start.source is None and requested.dataset_dir is None:
@@ -178,14 +177,15 @@ def resolve_run(start: Start, dataset: Any) -> Run:
     metadata, model = metadata_of(dataset), on_all_processes(lambda: describe_model(start, dataset))
     is_packed = isinstance(dataset, PackedDataset)
     data = DataFacts(len(dataset.train), dataset.train.num_bytes if is_packed else 0, is_packed, metadata)
-    options = {name: getattr(requested, name) for name in (*OPTIONS, "num_train_epochs")}
-    check_same_run({"rows": data.num_rows, **options, **run_identity(requested, metadata, model.config)})
+    check_same_run({"rows": data.num_rows, **run_identity(requested, metadata, model.config)})
     facts = dataclasses.replace(start.facts, kept=start.saved.state.hardware if start.saved else {})
     rates = on_main_process(lambda: measure_open(requested, facts, device, model.padded))
     num_local = count_local_processes(start.facts.num_processes)
     usable = int(-largest_of_processes(-measure_usable_bytes(device, num_local))[0])
     memory = on_main_process(lambda: Memory(usable, measure_total_bytes(device), read_micro_batch(start.output_dir)))
-    return decide_run(start, data, model, memory, rates, started_at)
+    run = on_main_process(lambda: decide_run(start, data, model, memory, rates))
+    config = dataclasses.replace(run.config, **{name: getattr(requested, name) for name in PATHS})
+    return dataclasses.replace(run, requested=requested, config=config, started_at=started_at)
 
 
 def describe_model(start: Start, dataset: Any) -> ModelFacts:

@@ -35,6 +35,7 @@ SPLITS = {"ddp traced 1x4": 4, "ddp traced 2x2": 2, "ddp traced 4x1": 1}  # micr
 LAYOUTS = {
     **{name: ("plain", ["--per_device_train_batch_size", str(size)]) for name, size in SPLITS.items()},
     "ddp inductor": ("plain", INDUCTOR),
+    "ddp other machine": ("plain", ["--dynamo_backend", "auto", "--attn_implementation", "auto"]),
     "ddp inductor, less memory": ("plain", [*INDUCTOR, *LESS_MEMORY]),
     "ddp continued": ("plain", AUTO),
     "ddp muon, small stacks": ("muon", []),
@@ -49,6 +50,8 @@ DROPOUT = ["--config_overrides", "resid_pdrop=0.1"]
 FAULTY = {
     "ddp bad loss": [*INDUCTOR, "--lr_scheduler_type", "constant"],
     **dict.fromkeys(("ddp signal", "ddp slow disk", "ddp other options", "ddp missing data"), []),
+    "ddp other micro-batch": [],
+    "ddp other launcher": ["--mixed_precision", "auto"],
 }
 
 
@@ -226,9 +229,21 @@ def test_a_process_that_hangs_ends_the_others_after_ten_minutes(found):
     assert [process["minutes"] for process in found] == [10, 10]
 
 
+def test_what_all_machines_can_do_decides(two_processes, found):
+    """A compiler that only one machine has is not used. The memory and the cores of the smaller one count."""
+    (start,) = read_events(two_processes / "ddp other machine", "start")
+    assert start["dynamo_backend"] == "no"
+    assert {process["ddp other machine"]["status"] for process in found} == {0}
+
+
 @pytest.mark.parametrize(
     ("mistake", "words"),
-    [("other options", ["learning_rate 0.003 and 1.1"]), ("missing data", ["missing", "process 1"])],
+    [
+        ("other options", ["learning_rate 0.003 and 1.1"]),
+        ("other micro-batch", ["per_device_train_batch_size 'auto' and 2"]),
+        ("other launcher", ["launcher_precision 'no' and 'bf16'"]),
+        ("missing data", ["missing", "process 1"]),
+    ],
 )
 def test_a_mistake_on_one_process_is_reported_by_both(found, mistake, words):
     """Different options, and data that one machine lacks."""

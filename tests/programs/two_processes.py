@@ -9,6 +9,9 @@ RUNS: JSON, {name: options}. The name of a run is that of its folder, and says h
     traced                with a record of the gradients that are exchanged
     small stacks          Muon stacks at most three square matrices
     other options         the second process has another learning rate
+    other micro-batch     the second process has another micro-batch, which it types
+    other launcher        the second process's launcher says another precision
+    other machine         the second process finds no compiler, less memory and fewer cores, and compiling would pay
     missing data          the second process does not find the dataset
     bad loss              the second process's loss of step 3 is infinite, but its gradients are not
     signal                the second process gets SIGTERM in step 2, and the main process takes long to end
@@ -18,6 +21,7 @@ OPTIONS: of all runs. They share one process group, because a second one in the 
 one start, because importing torch takes longer than a small run.
 """
 
+import contextlib
 import hashlib
 import json
 import math
@@ -25,8 +29,10 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -122,17 +128,42 @@ def train_traced() -> int:
     return status
 
 
+OTHER_OPTIONS = {
+    "other options": ["--learning_rate", "1.1"],
+    "other micro-batch": ["--per_device_train_batch_size", "2"],
+}
+OTHER_MACHINE = {
+    "recipe.hardware.accelerator.why_no_inductor": "there is no compiler",
+    "recipe.hardware.accelerator.list_thread_counts": (1,),
+    "recipe.run.start.measure_usable_bytes": 5e9,
+}
+
+
+@contextlib.contextmanager
+def differing() -> Iterator[None]:
+    """Let the second process differ from the first, as the name of the run says."""
+    with contextlib.ExitStack() as stack:
+        if is_now("other machine"):
+            stack.enter_context(mock.patch("recipe.hardware.choices.COMPILE_PAYS_SECONDS", 0.0))
+        for words, options in OTHER_OPTIONS.items() if RANK == 1 else ():
+            sys.argv += options if is_now(words) else []
+        for name, value in OTHER_MACHINE.items() if RANK == 1 and is_now("other machine") else ():
+            stack.enter_context(mock.patch(name, lambda *_, value=value: value))
+        if RANK == 1 and is_now("other launcher"):
+            stack.enter_context(mock.patch.dict(os.environ, ACCELERATE_MIXED_PRECISION="bf16"))
+        yield
+
+
 def train(name: str) -> dict:
     """Make a run, and return what this process saw of it. The status is that of `main`, or its error."""
     seen.update({"name": name, "weights": [], "evaluation seconds": [], "matrices": 0, "gradients": []})
     muon.STACK_VALUES = 3 * 32 * 32 if is_now("small stacks") else 2**26
-    if is_now("other options") and RANK == 1:
-        sys.argv += ["--learning_rate", "1.1"]
     if is_now("fsdp"):
         reshard = str(not is_now("without resharding"))
         os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": reshard}
     try:
-        status = train_traced() if is_now("traced") else recipe.train.main()
+        with differing():
+            status = train_traced() if is_now("traced") else recipe.train.main()
     except UserError as error:
         status = str(error)
     if is_now("fsdp"):
