@@ -29,6 +29,7 @@ BLOCK_SIZE = 32
 VOCAB_SIZE = 500  # padded to 512
 WORDS = "the cat sat on a mat while rain fell über den Fluß and naïve 猫 slept; then what? nothing, again."
 TINY = ["--config_overrides", "n_layer=2,n_head=2,n_embd=32", "--block_size", str(BLOCK_SIZE)]
+ONE_STEP, TWO_STEPS = (["--max_steps", steps, "--warmup_steps", "0"] for steps in ("1", "2"))
 PLAIN = ["--mixed_precision", "no", "--dynamo_backend", "no", "--attn_implementation", "sdpa"]  # nothing to measure
 # The first hides GPUs from this process, which may have initialized CUDA, the second from the processes it starts.
 CPU_ONLY = {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
@@ -72,7 +73,7 @@ def default_arguments(dataset_dir: Path, output_dir: Path, shape: list[str]) -> 
         "global_batch_size": 4,
         "max_steps": 4,
         "logging_steps": 1,
-        "warmup_steps": 0.5,
+        "warmup_steps": 2,
         "optim": "adamw_torch_fused",
         "learning_rate": 0.003,
         "lr_scheduler_type": "linear",

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from helpers import BLOCK_SIZE, ROOT, make_documents, read_events, reset_accelerate, run_script
+from helpers import BLOCK_SIZE, ONE_STEP, ROOT, TWO_STEPS, make_documents, read_events, reset_accelerate, run_script
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
@@ -43,7 +43,7 @@ def evaluate(tmp_path):
 
 @pytest.fixture(scope="module")
 def run(train_shared):
-    return train_shared("--max_steps", "2", "--max_eval_samples", "all")
+    return train_shared(*TWO_STEPS, "--max_eval_samples", "all")
 
 
 def score_slowly(run, rows: np.ndarray) -> dict[str, float]:
@@ -105,8 +105,8 @@ def test_the_script_finds_the_scores_of_the_run_on_the_same_rows(evaluate, run, 
 
 def test_rows_are_as_long_as_in_the_models_run(train, evaluate, dataset, tmp_path):
     """A run with rows shorter than its model's positions, and the script, give the same loss; an option overrides."""
-    start = train("--max_steps", "1", output_dir=tmp_path / "start")
-    options = ["--model_name_or_path", start, "--block_size", 16, "--max_steps", 2, "--max_eval_samples", "all"]
+    start = train(*ONE_STEP, output_dir=tmp_path / "start")
+    options = ["--model_name_or_path", start, "--block_size", 16, *TWO_STEPS, "--max_eval_samples", "all"]
     run = train(*options, shape=[], output_dir=tmp_path / "run")
     contexts = []
     for folder, *typed in ((run,), (run, "--context", 8), (start,)):

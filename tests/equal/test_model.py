@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from datasets import load_from_disk
-from helpers import BLOCK_SIZE, run_script, stock_loss, values_of
+from helpers import BLOCK_SIZE, ONE_STEP, TWO_STEPS, run_script, stock_loss, values_of
 from safetensors.torch import load_file
 from tiny_runs import SHAPES, WIDE, options_of
 from torch.nn import functional as F
@@ -278,8 +278,8 @@ def test_a_run_of_another_type_leaves_a_stock_model_with_the_loss_that_it_report
 
 def test_a_run_continues_a_saved_model_of_another_type(train, tmp_path, jsonl_file):
     """The run reads the model's type, starts from its weights, and takes its number of positions as block size."""
-    first = train("--max_steps", "2", shape=options_of("llama"), output_dir=tmp_path / "first")
-    start = ["--model_name_or_path", first, "--max_steps", "1", "--learning_rate", "1e-9"]
+    first = train(*TWO_STEPS, shape=options_of("llama"), output_dir=tmp_path / "first")
+    start = ["--model_name_or_path", first, *ONE_STEP, "--learning_rate", "1e-9"]
     second = train(*start, shape=[], output_dir=tmp_path / "second")
     before, after = (load_file(run / "model.safetensors") for run in (first, second))
     torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-7)

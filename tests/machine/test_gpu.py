@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 import torch
-from helpers import read_events, read_summary, values_of
+from helpers import ONE_STEP, read_events, read_summary, values_of
 from safetensors.torch import load_file
 from torch._dynamo.utils import counters
 
@@ -151,7 +151,7 @@ def test_tf32_is_a_switch(train, before_each_step, tmp_path):
 
     before_each_step(look)
     for switch, expected in (("true", "high"), ("false", "highest")):
-        train("--tf32", switch, "--max_steps", "1", output_dir=tmp_path / switch)
+        train("--tf32", switch, *ONE_STEP, output_dir=tmp_path / switch)
         precision, error = found[-1]
         assert precision == expected
         has_tf32 = torch.cuda.get_device_capability() >= (8, 0)  # sums of 1,024 products: 10 bits of mantissa, or 23

@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from accelerate.commands import launch as launch_module
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command, launch_command_parser
-from helpers import ROOT, read_events, reset_accelerate
+from helpers import ONE_STEP, ROOT, read_events, reset_accelerate
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -225,4 +225,4 @@ def test_one_process_in_a_cluster_that_exports_a_main_process(train, monkeypatch
     """A run of one process neither is refused nor waits for others."""
     monkeypatch.setenv("MASTER_ADDR", "10.255.255.1")
     monkeypatch.setenv("MASTER_PORT", "29500")
-    assert len(read_events(train("--max_steps", "1"), "train")) == 1
+    assert len(read_events(train(*ONE_STEP), "train")) == 1

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import BLOCK_SIZE, load_program, values_of
+from helpers import BLOCK_SIZE, ONE_STEP, load_program, values_of
 from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
@@ -47,7 +47,7 @@ def test_the_bare_loop_learns(bare_loop, capsys):
 
 def test_the_bare_loop_and_the_recipe_are_the_same_loop(train, bare_loop, tmp_path, monkeypatch):
     """From the same weights, on the same rows, the losses of ten steps in fp32 agree within 1e-5."""
-    start = train("--max_steps", "1", output_dir=tmp_path / "start")
+    start = train(*ONE_STEP, output_dir=tmp_path / "start")
     options = {"max_steps": 10, "logging_steps": 1, "learning_rate": 1e-2, "warmup_steps": 3, "global_batch_size": 8}
     options |= {"lr_scheduler_type": "cosine_with_min_lr", "seed": 5}
     options["config_overrides"] = "attn_pdrop=0,resid_pdrop=0,embd_pdrop=0"

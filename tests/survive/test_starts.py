@@ -13,7 +13,17 @@ import pytest
 import torch
 import yaml
 from faults import AUTO, at_call, die, send
-from helpers import BLOCK_SIZE, list_steps, read_events, read_summary, read_weights, reseal, stock_loss, values_of
+from helpers import (
+    BLOCK_SIZE,
+    ONE_STEP,
+    list_steps,
+    read_events,
+    read_summary,
+    read_weights,
+    reseal,
+    stock_loss,
+    values_of,
+)
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -272,7 +282,7 @@ def test_a_model_of_another_trainer_trains_in_fp32_with_the_tokens_of_its_tokeni
     save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
     report, logger = mock.Mock(), logging.getLogger("transformers.modeling_utils")
     monkeypatch.setattr(logger, "handlers", [mock.Mock(level=0, handle=report)])
-    tuned = fine_tune("--max_steps", 1)
+    tuned = fine_tune(*ONE_STEP)
     report.assert_not_called()
     assert AutoModelForCausalLM.from_pretrained(tuned).config.vocab_size == 500
     assert {tensor.dtype for tensor in load_file(tuned / "model.safetensors").values()} == {torch.float32}

@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from faults import AUTO
 from helpers import (
     BLOCK_SIZE,
+    ONE_STEP,
     list_steps,
     make_documents,
     read_events,
@@ -92,7 +93,7 @@ def test_each_evaluation_has_a_sample_of_which_the_last_one_is_shown(printed_run
 
 def test_a_long_evaluation_shows_its_progress(train, monkeypatch, capsys):
     monkeypatch.setattr(recipe.evaluation.scoring, "SILENT_SECONDS", 0.0)
-    train("--max_steps", 1, "--max_eval_samples", "all")
+    train(*ONE_STEP, "--max_eval_samples", "all")
     assert "evaluating" in capsys.readouterr().err
 
 
@@ -187,7 +188,7 @@ def test_trackers_identify_a_run_and_its_resumption(train, tmp_path, monkeypatch
         self.trackers = [mock.Mock(store_init_configuration=configs.append)]
 
     monkeypatch.setattr(Accelerator, "init_trackers", init_trackers)
-    options = [*TENSORBOARD, "--save_steps", 1, "--max_steps", 1]
+    options = [*TENSORBOARD, "--save_steps", 1, *ONE_STEP]
     train(*options, output_dir=tmp_path / "a")
     train(*options, *AUTO, output_dir=tmp_path / "a")
     monkeypatch.setenv("WANDB_PROJECT", "mine")
