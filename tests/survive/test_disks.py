@@ -12,6 +12,7 @@ import re
 import resource
 import shutil
 import stat
+import sys
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from unittest import mock
@@ -21,7 +22,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from faults import AUTO, RESULTS, at_call, fail_with, name_checkpoints, send
-from helpers import BLOCK_SIZE, make_documents, read_weights
+from helpers import BLOCK_SIZE, list_steps, make_documents, read_weights, run_script
 
 import recipe.checkpoint
 import recipe.model.weights
@@ -135,6 +136,45 @@ def test_a_line_that_a_full_disk_cut_off_does_not_take_the_next_one(train, monke
     assert [line["step"] for line in whole if line["event"] == "train"] == [1, 3, 4]
 
 
+def unwritable(kind: str):
+    """Return a stream as Python has it for a full log, after `| head` has ended, or for `>&-`."""
+    if kind == "closed":
+        return None
+    reader, writer = os.pipe()
+    os.close(reader)
+    return open("/dev/full", "w") if kind == "full" else os.fdopen(writer, "w")  # noqa: SIM115
+
+
+@pytest.mark.parametrize("kind", ["full", "pipe", "closed"])
+@pytest.mark.parametrize("names", [("stdout",), ("stderr",), ("stdout", "stderr")])
+def test_a_line_that_cannot_be_printed_ends_no_run(train, tmp_path, monkeypatch, kind, names):
+    """The log file and the model are complete, and the interpreter can flush at its exit, so its status is 0."""
+    streams = {name: unwritable(kind) for name in names}
+    for name, stream in streams.items():
+        monkeypatch.setattr(sys, name, stream)
+    run_main(lambda: train("--eval_steps", 2, "--save_steps", 2) and 0)
+    for name, stream in streams.items():
+        assert getattr(sys, name) is stream
+        assert stream is None or stream.flush() is None
+    assert list_steps(tmp_path / "run", "train") == [1, 2, 3, 4] and list_steps(tmp_path / "run", "eval") == [0, 2, 4]
+    assert all((tmp_path / "run" / name).is_file() for name in RESULTS)
+
+
+def test_what_is_left_of_the_output_says_that_lines_are_lost(train, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdout", unwritable("full"))
+    train()
+    assert f"not all lines could be printed: {NO_SPACE}" in capsys.readouterr().err
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def test_text_is_prepared_though_the_log_is_full(tmp_path, jsonl_file, tokenizer_dir, monkeypatch):
+    """A full log is not called a dataset that cannot be written."""
+    monkeypatch.setattr(sys, "stdout", unwritable("full"))
+    options = ["--train_file", jsonl_file, "--tokenizer_name", tokenizer_dir, "--output_dir", tmp_path / "packed"]
+    assert not run_script("scripts/prepare_data.py", *options)
+    assert open_packed_dataset(tmp_path / "packed", BLOCK_SIZE)
+
+
 def test_a_full_disk_anywhere_is_one_sentence():
     with pytest.raises(SystemExit, match=f"^error: {NO_SPACE}$"):
         run_main(lambda: Path("/dev/full").write_text("x"))
@@ -156,8 +196,6 @@ def test_a_run_that_could_not_export_does_so_when_it_is_repeated(train, finished
     assert f"not written: checkpoint-4: {NO_SPACE}" in capsys.readouterr().out
     assert read_weights(finished) == before
     assert not list(finished.glob(".checkpoint*"))
-    for name in RESULTS:
-        (finished / name).unlink()
     train("--save_steps", 2, *AUTO)
     assert read_weights(finished) == before
     assert all((finished / name).is_file() for name in RESULTS)

@@ -1,5 +1,7 @@
 """A run that a signal or a kill interrupts, wherever it is, ends like an uninterrupted one by the same command."""
 
+import errno
+import json
 import math
 import multiprocessing
 import os
@@ -15,7 +17,7 @@ from unittest import mock
 
 import psutil
 import pytest
-from faults import AUTO, RESULTS, at_call, die, name_checkpoints, send
+from faults import AUTO, RESULTS, at_call, die, fail_with, name_checkpoints, send
 from helpers import (
     BLOCK_SIZE,
     CPU_ONLY,
@@ -24,6 +26,7 @@ from helpers import (
     default_arguments,
     list_steps,
     read_events,
+    read_summary,
     read_weights,
     run_training,
     values_of,
@@ -31,8 +34,12 @@ from helpers import (
 
 import recipe.evaluation.validation
 import recipe.run.end
+import recipe.run.export
 import recipe.run.stop
+import recipe.train
 from recipe.checkpoint import CheckpointSaver, list_checkpoints, why_damaged
+from recipe.errors import UserError
+from recipe.evaluation.validation import Validation
 from recipe.model.loss import LanguageModelingLoss
 from recipe.optim.guard import UpdateGuard
 from recipe.run.stop import EXIT_STOPPED, StopSignals, kill_warning, measure_disk
@@ -102,6 +109,39 @@ def test_a_signal_saves_the_run_and_ends_it(stop, tmp_path, job_file, capfd, nam
     assert ("Ctrl-C" if name == "SIGINT" else name) in printed.err
     for text in (name, f"saved in {run}/checkpoint-19;", f"--output_dir {run} --resume_from_checkpoint auto"):
         assert text in sentences
+
+
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGTERM"])
+def test_a_terminal_that_is_gone_costs_no_step(stop, tmp_path, monkeypatch, name):
+    """As after a dropped SSH connection: neither the line of the signal nor those of the end can be printed."""
+    controller, terminal = os.openpty()
+    for stream in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, stream, os.fdopen(os.dup(terminal), "w"))
+
+    def drop():
+        os.close(controller)
+        with pytest.raises(OSError):
+            os.write(terminal, b"x")
+        send(name)
+
+    assert len(stop(UpdateGuard, "allows", 19, drop)) == 19
+    assert name_checkpoints(tmp_path / "run") == ["checkpoint-10", "checkpoint-19"]
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # what is left of the lines
+
+
+def test_a_signal_writes_into_no_file_that_has_the_number_of_a_closed_stderr(tmp_path, monkeypatch):
+    """It may be a checkpoint's."""
+    monkeypatch.setattr(sys, "stderr", None)
+    before, number = os.dup(2), os.open(tmp_path / "optimizer.pt", os.O_CREAT | os.O_WRONLY)
+    os.dup2(number, 2)
+    try:
+        with StopSignals() as signals:
+            send("SIGTERM")
+    finally:
+        os.dup2(before, 2)
+    assert signals.count == 1
+    assert (tmp_path / "optimizer.pt").read_bytes() == b""
 
 
 def test_the_log_of_a_run_stopped_between_two_log_lines_lacks_no_step(train, stop, uninterrupted):
@@ -177,6 +217,36 @@ def test_a_run_killed_before_its_card_writes_what_it_lacks_when_it_is_repeated(t
     train(*AUTO)
     assert (finished / "README.md").read_text() == "my words"
     assert (finished / "summary.json").read_text() == summary
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "number", "act"),
+    [
+        (Validation, "run", 1, die),  # the last checkpoint is saved
+        (Validation, "run", 1, send),
+        (recipe.run.export, "write_files", 1, fail_with(errno.ENOSPC)),
+        (recipe.run.export, "flush", 3, die),  # after two files of the model
+        (recipe.run.end, "build_summary", 1, die),
+        (recipe.run.end, "write_model_card", 1, die),
+    ],
+)
+@pytest.mark.usefixtures("saves_at_once")
+def test_an_extended_run_that_is_interrupted_at_its_end_gets_its_own_results(
+    train, finished, monkeypatch, capsys, owner, name, number, act
+):
+    """The same command exports the new model, though the folder has the results of the shorter run."""
+    longer = ["--save_steps", 2, "--max_steps", 8, *AUTO]
+    before, summary, newest = read_weights(finished), finished / "summary.json", finished / "checkpoint-8"
+    with monkeypatch.context() as patch, pytest.raises((KeyboardInterrupt, UserError, SystemExit)):
+        at_call(patch, owner, name, number, act)
+        train(*longer)
+    if summary.exists() and json.loads(summary.read_text())["step"] == 4:  # what it describes is still there
+        assert read_weights(finished) == before
+    capsys.readouterr()
+    train(*longer)
+    assert re.search(r"^steps: +8$", capsys.readouterr().out, re.MULTILINE)
+    assert read_weights(finished) == read_weights(newest) != before
+    assert read_summary(finished)["step"] == 8 and "8 steps" in (finished / "README.md").read_text()
 
 
 # ------------------------------------------------------------------ kills from outside
