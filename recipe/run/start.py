@@ -9,6 +9,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -124,8 +125,10 @@ def open_run(requested: TrainConfig, recipe: str) -> Start:
     start = dataclasses.replace(on_main_process(look_and_claim), requested=requested)
     check_optimizer(requested, device_of(state))  # these raise errors before text is prepared
     model_config = build_model_config(requested, 1, 0, start.source)
-    if start.source is None and requested.dataset_dir is None:
-        check_tokenizer(requested.tokenizer_name, model_config.model_type)
+    if start.source is None:
+        folders = [Path(folder, "tokenizer") for folder in requested.dataset_dir or ()]
+        of_dataset = next((str(folder) for folder in folders if folder.is_dir()), None)
+        check_tokenizer(of_dataset or requested.tokenizer_name, model_config.model_type)
     load_tasks(requested.eval_tasks)
     return start
 

@@ -1,6 +1,7 @@
 """Which files of folders and patterns are read as text, and what is the same text in another place."""
 
 import dataclasses
+import errno
 import json
 import os
 import pickle
@@ -53,6 +54,21 @@ def test_a_folder_stands_for_its_files_of_text(here):
     of_kinds = {".pdf": 2, ".tsv": 1, "no suffix": 1, "empty": 1, "broken link": 1}
     assert found.ignored == of_kinds | {"folders of runs, models or datasets": 2}
     assert ".pdf (2)" in describe_files(found)
+
+
+def test_a_folder_that_cannot_be_listed_is_named(here, monkeypatch):
+    """Its text would be missing without a word."""
+    write_files("a.txt", "deep/b.txt")
+    list_folder = os.scandir
+
+    def scandir(path):
+        if str(path).endswith("deep"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return list_folder(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(UserError, match="deep: Permission denied"):
+        names_in(".")
 
 
 @pytest.mark.parametrize(

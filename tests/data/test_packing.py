@@ -10,16 +10,16 @@ import pyarrow as pa
 import pytest
 from corpora import all_rows, encode_plainly, read, write_jsonl, write_parquet, write_text
 from helpers import BLOCK_SIZE, PLAIN, TINY, VOCAB_SIZE, make_documents, read_events, shard_of
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 
 from recipe.command_line import load_config
 from recipe.config import SPLITS
 from recipe.data.cache import open_dataset_for
 from recipe.data.packed import COUNTS, PackedSplit, TokenWriter, open_packed_dataset
-from recipe.data.prepare import prepare_dataset
+from recipe.data.prepare import inputs_of, prepare_dataset
 from recipe.data.read import list_units
 from recipe.data.source import TextSource
-from recipe.data.tokenizer import count_token_bytes, train_tokenizer
+from recipe.data.tokenizer import TextTokenizer, count_token_bytes, train_tokenizer
 from recipe.errors import UserError
 
 
@@ -126,6 +126,46 @@ def test_packed_ids_of_other_programs_are_copied(tmp_path, tokenizer, write, is_
         np.testing.assert_array_equal(ids_in(tmp_path / "d", split), ids)
         assert (found["tokens"], found["documents"]) == (len(ids), (ids == tokenizer.eos_token_id).sum())
         assert (found["bytes"], found["used_ids"]) == (byte_counts[ids].sum(), len(set(ids.tolist())))
+
+
+def large_tokenizer() -> TextTokenizer:
+    """A tokenizer of 70,000 words."""
+    words = {"<|endoftext|>": 0} | {f"w{number}": number for number in range(1, 70_000)}
+    backend = Tokenizer(models.WordLevel(words, unk_token="w1"))
+    backend.add_special_tokens(["<|endoftext|>"])
+    return TextTokenizer(backend, {"eos_token": "<|endoftext|>", "tokenizer_class": "PreTrainedTokenizerFast"})
+
+
+@pytest.mark.parametrize(
+    ("write", "expected"),
+    [
+        (lambda ids: ids.astype("<u4").tobytes(), None),
+        (lambda ids: shard_of((ids % 60_000).astype("<u2")), None),  # llm.c's header says 16 bits
+        (lambda ids: ids.astype("<i8").tobytes(), "64 bits .*uint32"),
+        (lambda ids: ids.astype("<u4").tobytes()[:-2], "19,998 bytes.*32 bits"),
+        (lambda ids: (ids % 60_000).astype("<u2").tobytes(), "token id .*70,000 tokens"),
+        (lambda ids: (ids + 40_000).astype("<u4").tobytes(), "token id .*70,000 tokens"),
+    ],
+)
+@pytest.mark.usefixtures("small_units")
+def test_ids_of_a_large_vocabulary_have_32_bits(tmp_path, write, expected):
+    """They are copied, in any units, or refused: never read as twice as many of 16 bits."""
+    ids, tokenizer = np.random.default_rng(0).integers(0, 70_000, 5000), large_tokenizer()
+    (tmp_path / "a.bin").write_bytes(write(ids))
+    source = TextSource((str(tmp_path / "a.bin"),))
+    if expected:
+        with pytest.raises(UserError, match=expected):
+            prepare_dataset(source, tmp_path / "d", tokenizer)
+        return
+    prepare_dataset(source, tmp_path / "d", tokenizer)
+    packed = [*ids_in(tmp_path / "d", "train"), *ids_in(tmp_path / "d", "validation")]
+    assert packed == (ids if ids.tolist() == packed else ids % 60_000).tolist()
+
+
+def test_ids_that_an_earlier_version_read_as_16_bits_are_packed_again(tmp_path):
+    (tmp_path / "a.bin").write_bytes(np.arange(1, 70_000, dtype="<u4").tobytes())
+    source, tokenizer = TextSource((str(tmp_path / "a.bin"),)), large_tokenizer()
+    assert inputs_of(source, tokenizer, None, None)["rules"] == ["uint32"]
 
 
 def test_the_last_ids_of_each_file_are_held_out(tmp_path, tokenizer, small_units):

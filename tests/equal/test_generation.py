@@ -92,6 +92,18 @@ def test_generation_ends_at_the_end_of_text(model_dir, tmp_path, at_least):
     assert texts == ["the cat" + tokenizer.decode(tokens[:end])] * 2
 
 
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
+def test_generation_ends_at_each_end_that_the_model_names(model_dir, tmp_path, name):
+    """Chat models have one that ends a turn besides the tokenizer's."""
+    shutil.copytree(model_dir, tmp_path / "chat")
+    tokenizer, tokens = AutoTokenizer.from_pretrained(model_dir), greedy(model_dir, "the cat", 20)
+    end = next(i for i, token in enumerate(tokens) if i >= 5 and token not in tokens[:i])
+    path = tmp_path / "chat" / name
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": [tokenizer.eos_token_id, tokens[end]]}))
+    texts = generate_texts(*load_model(tmp_path / "chat", "cpu"), "the cat", max_new_tokens=20, temperature=0)
+    assert texts == ["the cat" + tokenizer.decode(tokens[:end])]
+
+
 def test_a_sample_depends_on_the_seed_and_its_number_alone(loaded):
     """Sample 0 is the only one of a call for one, and more samples add to those of a call for fewer."""
     one, two, four, other = (

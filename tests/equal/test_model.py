@@ -9,7 +9,7 @@ from helpers import BLOCK_SIZE, ONE_STEP, TWO_STEPS, run_script, stock_loss, val
 from safetensors.torch import load_file
 from tiny_runs import SHAPES, WIDE, options_of
 from torch.nn import functional as F
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from recipe.command_line import load_config
 from recipe.errors import UserError
@@ -17,7 +17,7 @@ from recipe.model.build import build_model, build_model_config
 from recipe.model.check import check_model
 from recipe.model.loss import IGNORE_INDEX, LanguageModelingLoss
 from recipe.model.size import count_exported_parameters, count_parameters, find_odd_size
-from recipe.model.weights import copy_weights, load_weights, write_model
+from recipe.model.weights import copy_weights, load_weights, names_of_transformers_4, write_config, write_model
 
 EOS = 7
 
@@ -338,3 +338,35 @@ def test_a_small_copy_shows_whether_a_model_would_be_trained_right(model_type, s
     assert reason in refusal
     assert bool(reason) == bool(refusal)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+LAYERS = {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "rope", "expected"),
+    [
+        ("gpt2", None, {"n_ctx": 1024}),
+        ("llama", {"rope_theta": 1e5}, {"rope_theta": 1e5, "rope_scaling": None}),
+        (
+            "llama",
+            {"rope_theta": 1e5, "rope_type": "linear", "factor": 2.0},
+            {"rope_theta": 1e5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        ),
+        (
+            "gpt_neox",
+            {"rope_theta": 1e5, "partial_rotary_factor": 0.5},
+            {"rotary_emb_base": 1e5, "rotary_pct": 0.5, "rope_scaling": None},
+        ),
+        ("opt", None, {}),  # it has none
+        ("olmo3", LAYERS, None),  # one for each type of layer
+    ],
+)
+def test_a_config_has_the_names_of_transformers_4(tmp_path, model_type, rope, expected):
+    """And this version reads what it read without them."""
+    config = AutoConfig.for_model(model_type, **({"rope_parameters": rope} if rope else {}))
+    assert names_of_transformers_4(config) == expected
+    write_config(config, tmp_path)
+    assert (expected or {}).items() <= json.loads((tmp_path / "config.json").read_text()).items()
+    found = AutoConfig.from_pretrained(tmp_path)
+    assert getattr(found, "rope_parameters", None) == getattr(config, "rope_parameters", None)

@@ -12,6 +12,7 @@ from helpers import ROOT, make_documents, run_training
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 PACKAGES = ("transformers==4.57.6", "tokenizers>=0.22,<0.23.1", "huggingface_hub>=0.34,<1")
+SCALING = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 TEXT = "the cat <|user|> slept over 1234 <|pad|> naïve 猫\n"
 
 
@@ -28,7 +29,7 @@ def transformers4(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory, tokenizer_dir):
-    """Folders of models: with the tokenizer that the recipe trains, with a user's, and that one fine-tuned."""
+    """Folders of models: with the tokenizer that the recipe trains, a user's, that one fine-tuned, and a llama."""
     work = tmp_path_factory.mktemp("exported")
     (work / "a.txt").write_text("".join(make_documents(60)))
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
@@ -46,11 +47,15 @@ def exported(tmp_path_factory, tokenizer_dir):
     shutil.copytree(work / "own", work / "base")
     shutil.copy(path, work / "base")
     run_training([*text, "--model_name_or_path", work / "base", "--output_dir", work / "tuned"])
-    return [work / name for name in ("trained", "own", "tuned")]
+    llama = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    llama |= {"num_key_value_heads": 2, "rope_parameters": {"rope_type": "llama3", "rope_theta": 77.0, **SCALING}}
+    options = ["--tokenizer_name", work / "tokenizer", "--model_type", "llama"]
+    run_training([*text, *options, "--config_overrides", json.dumps(llama), "--output_dir", work / "llama"])
+    return [work / name for name in ("trained", "own", "tuned", "llama")]
 
 
 def test_transformers_4_loads_what_this_one_exports(transformers4, exported):
-    """Transformers 4 reads the same ids, special tokens and loss, and generates text."""
+    """Transformers 4 reads the same ids, special tokens, rotary embeddings and loss, and generates text."""
     command = [sys.executable, ROOT / "tests" / "programs" / "load_with_transformers4.py", TEXT, *exported]
     result = subprocess.run(command, capture_output=True, text=True, check=False, env=transformers4)
     assert result.returncode == 0, result.stderr[-2000:]

@@ -47,6 +47,9 @@ def without(environment, *names):
         ({"ACCELERATE_MIXED_PRECISION": "no"}, None),
         (ONE, "--num_processes MASTER_ADDR"),
         (ONE | {"PMI_SIZE": "2"}, None),
+        ({"SLURM_STEP_NUM_TASKS": "4"}, "srun accelerate launch SLURM_STEP_NUM_TASKS"),
+        ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "4"}, None),  # in a batch script
+        (FOUR | {"SLURM_STEP_NUM_TASKS": "2"}, None),
     ],
 )
 def test_a_process_that_does_not_know_its_place_names_the_variables_that_are_wrong(environment, names):

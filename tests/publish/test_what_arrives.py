@@ -138,6 +138,15 @@ def test_an_address_that_the_hub_does_not_have_is_named(run, hub, train, address
         train("--config", address, alone=True)
 
 
+def test_a_run_that_is_extended_publishes_its_newest_model_not_the_one_of_its_earlier_end(run, hub):
+    """It was interrupted before it exported that one. Its results are those of step 2."""
+    summary = read_summary(run) | {"step": 2, "exported_step": 2}
+    (run / "summary.json").write_text(json.dumps(summary))
+    assert not run_script("scripts/push_to_hub.py", run, "--hub_model_id", REPO)
+    assert "step: 4" in hub.files(REPO)["README.md"].decode()
+    assert hub.files(REPO)["model.safetensors"] == (run / "checkpoint-4" / "model.safetensors").read_bytes()
+
+
 # ---------------------------------------------------------------- main and branches
 
 

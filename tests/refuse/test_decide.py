@@ -325,6 +325,11 @@ RUNS = [
     (EPOCHS, {}, "bf16 no eager, 1 x 1 x 8, 80 steps, 640 examples"),
     (f"{EPOCHS} --global_batch_size 6", {}, ".*, 107 steps, 642 examples"),
     ("--max_minutes 5", {}, ".*, None steps, None examples"),
+    # --- a typed warm-up that would not end before the run
+    ("--max_steps 4 --warmup_steps 4", {}, "refused: 4 --warmup_steps share"),
+    ("--num_train_epochs 0.1 --warmup_steps 3", {}, "refused: 3 2 --warmup_steps"),
+    ("--max_steps 4 --warmup_steps 4 --lr_scheduler_type constant", {}, ".*, 4 steps"),
+    ("--max_steps 4 --warmup_steps 4 --max_minutes 5", {}, ".*, 4 steps"),
     # --- which model it exports
     (EPOCHS, {}, ".*, keeps the best"),
     ("--num_train_epochs 2", {}, ".* 200 examples, 0 changes$"),
@@ -408,6 +413,21 @@ def test_what_a_run_is(command, found, expected):
         return show(run)
 
     check_decision(decide, expected)
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("--max_steps 4", 0.2),
+        ("--num_train_epochs 0.3", 0.2),
+        ("--max_steps 5", 4),
+        ("--max_steps 4 --lr_scheduler_type constant", 4),
+        ("--max_steps 4 --max_minutes 5", 4),
+    ],
+)
+def test_the_warm_up_of_a_recipe_ends_before_a_shorter_run(command, expected):
+    """Else the learning rate would only rise."""
+    assert run_of(command).config.warmup_steps == expected
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,7 @@ OPTIONS = [  # of recipe/train.py -> what the answer names
     (f"{WSD} decay_type=square", "decay_type 'square' 1-sqrt"),
     (f"{WSD} min_lr_ratio=2", "min_lr_ratio 2"),
     (f"--max_steps 9 --warmup_steps 8 {WSD} num_decay_steps=3", "warmup_steps num_decay_steps 3 9"),
+    ("--max_steps 9 --warmup_steps 9", "9 --warmup_steps"),
     (f"{COSINE} min_lr=1", "min_lr learning_rate"),
     (f"{COSINE} min_lr_rate=abc", "min_lr_rate 'abc'"),
     (f"{COSINE} min_lr_rate=0.1,min_lr=0", "min_lr_rate min_lr"),
@@ -126,6 +127,7 @@ MODEL_TYPES = [  # --model_type, --config_overrides -> what the answer names
     ("bert", f"{WIDE},intermediate_size=176", "bert later"),
     ("bert-generation", f"{WIDE},intermediate_size=176", "bert-generation later"),
     ("trocr", f"{WIDE},d_model=64,decoder_layers=2", "trocr"),
+    ("qwen2", DENSE, "qwen2 Qwen2Tokenizer --model_type"),  # AutoTokenizer loads any tokenizer.json as that class
 ]
 
 STARTS = [  # of recipe/train.py, in a folder with runs and models -> what the answer names
@@ -191,6 +193,7 @@ SCRIPTS = [
     (f"{NAMED} ./nowhere --tokenizer_name small", "./nowhere"),
     (f"{NAMED} empty --tokenizer_name small", "dataset empty"),
     ("recipe/train.py --train_file gone.txt --output_dir new", "gone.txt"),
+    (f"recipe/train.py --train_file a.txt --model_type qwen2 --config_overrides {DENSE}", "qwen2 Qwen2Tokenizer"),
     ("recipe/train.py --train_file others/z.bin --tokenizer_vocab_size 300", "z.bin --tokenizer_name"),
     # --- models
     (f"{GENERATE} gone", "'gone'"),
@@ -317,6 +320,12 @@ def make_models(place: Path, tokenizer_dir: Path) -> None:
     weights = load_file(small / "model.safetensors")
     del weights["transformer.h.1.mlp.c_fc.weight"]
     save_file(weights, place / "hollow" / "model.safetensors", metadata={"format": "pt"})
+    shutil.copytree(small, place / "custom")
+    code = {"auto_map": {"AutoConfig": "mygpt.C", "AutoModelForCausalLM": "mygpt.M"}, "model_type": "mygpt"}
+    config = json.loads((small / "config.json").read_text()) | code
+    (place / "custom" / "config.json").write_text(json.dumps(config))
+    module = 'open("code_ran", "w").close()\nfrom transformers import GPT2Config as C, GPT2LMHeadModel as M\n'
+    (place / "custom" / "mygpt.py").write_text(module)
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
     width = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 500, "eos_token_id": 0}
     layers = {"num_hidden_layers": 1, "num_attention_heads": 2, "initializer_range": 0.5}
@@ -381,6 +390,17 @@ def test_starts_that_cannot_work(in_place, options, names):
 @pytest.mark.parametrize(("command", "names"), SCRIPTS)
 def test_commands_of_scripts_that_cannot_work(in_place, command, names):
     check_refusal(command, names)
+
+
+OF_A_MODEL = f"{GENERATE} X|{EVALUATE} X --text_file a.txt|{EXPORT} X --prune 0.3 --text_file a.txt|{TRAIN} --model_name_or_path X"
+OF_A_MODEL += "|recipe/train.py --model_name_or_path X --train_file a.txt"
+
+
+@pytest.mark.parametrize("command", OF_A_MODEL.split("|"))
+def test_the_code_that_a_model_brings_is_not_run(in_place, monkeypatch, command):
+    """Nobody is asked whether to run it."""
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    check_refusal(command.replace("X", "custom"), "custom code run")
 
 
 # ------------------------------------------------------------------ refusals that depend on the machine
