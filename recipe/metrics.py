@@ -28,10 +28,7 @@ def read_events(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def read_summary(run_dir: Path, run_id: str) -> dict[str, Any]:
-    """Return the results in a folder, or {} if they are not this run's.
-
-    They hold for their `step`: a run that is extended keeps the old ones until it exports another model.
-    """
+    """Return the results in a folder, which are those of their `step`, or {} if they are not this run's."""
     path = run_dir / SUMMARY_NAME
     summary = with_nan(json.loads(path.read_text())) if path.is_file() else {}
     if summary.get("run_id") != run_id:

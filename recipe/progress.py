@@ -1,9 +1,9 @@
-"""What a program prints while it works: bars, redrawn in a terminal or as lines in a log file, and lost lines."""
+"""What a program prints while it works: bars, redrawn in a terminal or as lines in a log file; lines that may fail."""
 
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, TextIO
 
 
@@ -30,25 +30,20 @@ class LineStream:
 
 
 class UnfailingStream:
-    """Stands for sys.stdout or sys.stderr, and drops what cannot be written there."""
+    """Stands for sys.stdout or sys.stderr. What cannot be written there is lost."""
 
     def __init__(self, stream: TextIO | None) -> None:
         # None: it was closed, as by `>&-`. The next file that is opened would get its number.
         self.stream = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w") if stream is None else stream
-        self.error: OSError | None = None  # the first one
 
     def write(self, text: str) -> int:
-        self._try(lambda: self.stream.write(text))
+        with contextlib.suppress(OSError):
+            self.stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        self._try(self.stream.flush)
-
-    def _try(self, act: Callable[[], object]) -> None:
-        try:
-            act()
-        except OSError as error:
-            self.error = self.error or error
+        with contextlib.suppress(OSError):
+            self.stream.flush()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
@@ -56,16 +51,10 @@ class UnfailingStream:
 
 @contextlib.contextmanager
 def unfailing_output() -> Iterator[None]:
-    """Let no line that cannot be printed end a program: a full log, a reader that has ended, a terminal that is gone.
-
-    At the end, what is left of the output says so.
-    """
+    """Let no line end a program: the log is full, its reader has ended, the terminal is gone. `run_main` says so."""
     before = sys.stdout, sys.stderr
-    output, errors = sys.stdout, sys.stderr = [*map(UnfailingStream, before)]
+    sys.stdout, sys.stderr = map(UnfailingStream, before)
     try:
         yield
     finally:
-        for failed, other in ((output, errors), (errors, output)):
-            if failed.error is not None:
-                print(f"warning: not all lines could be printed: {failed.error.strerror}", file=other, flush=True)
         sys.stdout, sys.stderr = before

@@ -15,7 +15,7 @@ from recipe.config import SPLITS, TEXT_OPTIONS
 from recipe.data.packed import id_dtype, read_metadata
 from recipe.data.prepare import prepare_dataset
 from recipe.data.source import source_from
-from recipe.data.tokenizer import TextTokenizer, read_tokenizer, special_tokens, without_template
+from recipe.data.tokenizer import TextTokenizer, open_tokenizer, read_tokenizer, special_tokens, without_template
 from recipe.errors import UserError, run_main
 from recipe.progress import unfailing_output
 
@@ -89,7 +89,7 @@ def print_contents(directory: Path, metadata: dict[str, Any]) -> None:
         rows.append((label, *(value(splits[split]) for split in SPLITS)))
     for label, *columns in rows:
         print(f"{label:32}" + "".join(f"{column:>16}" for column in columns))
-    tokenizer = read_tokenizer(str(directory / "tokenizer"))
+    tokenizer = open_tokenizer(directory / "tokenizer")
     chunks = splits["train"]["chunks"]
     for number in sorted({third * len(chunks) // 3 for third in range(3)}):
         name, offset, num_ids = chunks[number]

@@ -189,12 +189,6 @@ class PackedDataset:
         directory, sha256 = self.directory / "tokenizer", self.metadata["tokenizer_sha256"]
         return load_saved_tokenizer(directory, sha256, **encoding_of(self.metadata))
 
-    @functools.cached_property
-    def token_bytes(self) -> np.ndarray:
-        """From `count_token_bytes`; unknown if the ids of the validation text do not have its bytes."""
-        counts = count_token_bytes(self.tokenizer)
-        return counts if self.metadata["splits"]["validation"]["bytes"] is not None else np.full_like(counts, -1)
-
     @property
     def vocab_size(self) -> int:
         return self.metadata["vocab_size"]
@@ -205,6 +199,14 @@ def encoding_of(metadata: dict[str, Any]) -> dict[str, Any]:
     inputs = metadata.get("inputs", {})
     defaults = {"document_prefix": [], "parse_special_tokens": False}
     return {name: inputs.get(name, default) for name, default in defaults.items()}
+
+
+def token_bytes_of(dataset: Any) -> np.ndarray:
+    """From `count_token_bytes`; -1 if the ids of the validation text lack its bytes. dataset: as for `metadata_of`."""
+    counts = count_token_bytes(dataset.tokenizer)
+    if isinstance(dataset, PackedDataset) and dataset.metadata["splits"]["validation"]["bytes"] is None:
+        counts[:] = -1
+    return counts
 
 
 def metadata_of(dataset: Any) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from recipe.data.tokenizer import (
     SPELLS_BYTES,
     TextTokenizer,
     describe_vocabulary,
-    read_tokenizer,
+    open_tokenizer,
     special_tokens,
     steps_of,
     tokenizer_sha256,
@@ -229,7 +229,7 @@ def save_tokenizer(
     """Save the tokenizer beside the units, and train it first if there is none. Returns it."""
     folder, started_at = partial / "tokenizer", time.perf_counter()
     if folder.is_dir():
-        return tokenizer or read_tokenizer(str(folder))
+        return tokenizer or open_tokenizer(folder)
     partial.mkdir(parents=True, exist_ok=True)
     if tokenizer is None:
         assert tokenizer_vocab_size is not None  # `prepare_dataset` gets one or the other

@@ -27,7 +27,7 @@ from recipe.data.encode import choose_encoder
 from recipe.data.packed import PackedDataset, PackedSplit, encoding_of
 from recipe.data.read import list_units, read_sample
 from recipe.data.source import source_from
-from recipe.data.tokenizer import read_tokenizer
+from recipe.data.tokenizer import open_tokenizer
 from recipe.data.units import Job, UnitWorkers
 from recipe.environment import count_cpus
 from recipe.errors import LostProcessError, ProcessError, UserError
@@ -150,7 +150,7 @@ def open_stream(config: TrainConfig, dataset: PackedDataset, rank: int, gather: 
     tokenizer_dir = str(dataset.directory / "tokenizer")
     units = [unit for unit in list_units(source) if not unit.is_validation]
     sample = read_sample(source, units)
-    encoder, _ = choose_encoder(read_tokenizer(tokenizer_dir), sample, source.parse_special_tokens)
+    encoder, _ = choose_encoder(open_tokenizer(Path(tokenizer_dir)), sample, source.parse_special_tokens)
     prefix = encoding_of(dataset.metadata)["document_prefix"]
     job = Job(source, "", tokenizer_dir, prefix, ("train",), is_temporary=True)
     return TextStream(job, units, encoder, dataset, config.seed, rank, gather)

@@ -1,10 +1,9 @@
-"""Tokenizers: read, load, train, identify, save.
+"""Tokenizers: load, train, identify, save.
 
-Preparing data reads tokenizer.json directly. transformers, which takes seconds to import, is needed only for models,
-to train a tokenizer, and for one that is saved in other files.
+A tokenizer is its tokenizer.json. The processes that tokenize read it directly; transformers, which takes seconds to
+import, loads the tokenizers of users.
 """
 
-import contextlib
 import functools
 import hashlib
 import json
@@ -32,7 +31,6 @@ SPELLS_BYTES = "ByteLevel"
 ADDING_OPTIONS = ("add_bos_token", "add_eos_token")  # classes of Transformers make a template from these
 # Loads any tokenizer.json as it is. In Transformers 5, classes such as GPT2Tokenizer rebuild parts of it.
 OWN_CLASS = "PreTrainedTokenizerFast"
-ROLE = re.compile("unk|pad|mask", re.IGNORECASE)  # in the name of a token that ends no document
 LONG_WORD = re.compile(r"\S{1000}(?=\S)")
 
 
@@ -73,54 +71,35 @@ class TextTokenizer:
     def sha256(self) -> str:
         return _sha256(self)
 
+    @property
+    def files(self) -> dict[str, bytes]:
+        """Both files, by name."""
+        config = json.dumps(self.config, indent=2, sort_keys=True) + "\n"
+        content = {"tokenizer.json": self.backend_tokenizer.to_str(pretty=True), "tokenizer_config.json": config}
+        return {name: text.encode() for name, text in content.items()}
+
     def save_pretrained(self, directory: Path) -> None:
-        """Write both files."""
         directory.mkdir(parents=True, exist_ok=True)
-        self.backend_tokenizer.save(str(directory / "tokenizer.json"))
-        text = json.dumps(self.config, indent=2, sort_keys=True)
-        (directory / "tokenizer_config.json").write_text(text + "\n")
+        for name, content in self.files.items():
+            (directory / name).write_bytes(content)
+
+
+def open_tokenizer(directory: Path) -> TextTokenizer:
+    """Open the tokenizer of a prepared dataset."""
+    backend = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    return TextTokenizer(backend, json.loads((directory / "tokenizer_config.json").read_text("utf-8")))
 
 
 def read_tokenizer(name_or_path: str) -> TextTokenizer:
-    """Read a tokenizer from a folder or the Hub, without transformers if its files say everything.
-
-    Raises `UserError` if it lacks an end-of-text token.
-    """
-    check_local_path(name_or_path)
-    with contextlib.suppress(Exception):  # load_tokenizer raises the error that says what is wrong
-        from huggingface_hub import hf_hub_download
-
-        folder, names = Path(name_or_path), ("tokenizer.json", "tokenizer_config.json")
-        if folder.is_dir():
-            paths = [folder / name for name in names]
-        else:
-            local = only_cached(name_or_path)
-            paths = [hf_hub_download(name_or_path, name, local_files_only=local) for name in names]
-        backend, config = Tokenizer.from_file(str(paths[0])), json.loads(Path(paths[1]).read_text("utf-8"))
-        special = [token.content for token in backend.get_added_tokens_decoder().values() if token.special]
-        named = {*_named_tokens(config), getattr(backend.model, "unk_token", None)}
-        # GPT-2's files on the Hub leave the end of text to the class. A token that has another role ends nothing.
-        if "eos_token" not in config and len(special) == 1 and special[0] not in named and not ROLE.search(special[0]):
-            config |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), special[0])
-        if config.get("eos_token") and "auto_map" not in config and _named_tokens(config) <= {*special}:
-            return TextTokenizer(backend, config | {"tokenizer_class": OWN_CLASS})
+    """Read a tokenizer from a folder or the Hub. Raises `UserError` if it lacks an end-of-text token."""
     return _plain(load_tokenizer(name_or_path))
 
 
 def _plain(tokenizer: "PreTrainedTokenizerFast") -> TextTokenizer:
-    """Keep what determines the ids."""
+    """Keep what determines the ids, and the template for chats."""
     config = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if name.endswith("_token")}
+    config |= {"chat_template": tokenizer.chat_template} if tokenizer.chat_template else {}
     return TextTokenizer(tokenizer.backend_tokenizer, config | {"tokenizer_class": OWN_CLASS})
-
-
-def _named_tokens(config: dict) -> set[str]:
-    """Return the tokens in a tokenizer_config.json. Transformers adds the ones that tokenizer.json lacks."""
-    named = [value for key, value in config.items() if key.endswith("_token")]
-    for key in ("additional_special_tokens", "extra_special_tokens", "added_tokens_decoder"):
-        values = config.get(key) or []
-        named += values.values() if isinstance(values, dict) else values
-    contents = (value["content"] if isinstance(value, dict) else value for value in named)
-    return {content for content in contents if isinstance(content, str)}
 
 
 def load_tokenizer(name_or_path: str, revision: str | None = None) -> "PreTrainedTokenizerFast":
@@ -142,10 +121,6 @@ def load_tokenizer(name_or_path: str, revision: str | None = None) -> "PreTraine
             tokenizer.add_special_tokens(by_class.special_tokens_map)
     except Exception as error:  # transformers and the Hub client raise OSError, ValueError, KeyError, ...
         where = f"'{name_or_path}' (neither a folder with tokenizer.json nor a Hub id that can be reached)"
-        files, folder = ("vocab.json", "merges.txt"), Path(name_or_path)
-        if all((folder / name).is_file() for name in files) and not (folder / "tokenizer_config.json").exists():
-            remedy = 'for a tokenizer like GPT-2\'s, create it with {"tokenizer_class": "GPT2Tokenizer"}'
-            raise UserError(f"there is no tokenizer_config.json in {name_or_path}; {remedy}") from error
         raise UserError(f"no tokenizer at {where}: {one_line(error)}") from error
     # Transformers 5 creates an empty tokenizer for a folder that holds a GPT-2 model without a tokenizer.
     if not isinstance(tokenizer, PreTrainedTokenizerFast) or len(tokenizer) <= len(tokenizer.all_special_ids):

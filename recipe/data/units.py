@@ -29,7 +29,7 @@ from recipe.data.encode import Encode, build_encoder, encode_documents
 from recipe.data.packed import COUNTS, TokenWriter, id_dtype
 from recipe.data.read import ReadReport, Text, read_unit
 from recipe.data.source import TextSource
-from recipe.data.tokenizer import TextTokenizer, read_tokenizer
+from recipe.data.tokenizer import TextTokenizer, open_tokenizer
 from recipe.data.tokens import TokenStream
 from recipe.errors import LostProcessError, UserError
 
@@ -119,7 +119,7 @@ class UnitTokenizer:
     """Tokenizes units of a source."""
 
     def __init__(self, job: Job) -> None:
-        self.job, self.tokenizer = job, read_tokenizer(job.tokenizer_dir)
+        self.job, self.tokenizer = job, open_tokenizer(Path(job.tokenizer_dir))
         self.mark = secrets.token_hex(4)  # other jobs of an array write to the same folder
         parse = job.source.parse_special_tokens
         self.encoders = {"tokenizers": build_encoder(self.tokenizer, "tokenizers", parse)}

@@ -106,9 +106,8 @@ def generate_texts(
     seeds = [seed + number * 0x9E3779B1 for number in range(num_samples)]  # a CPU's generator reads 32 bits
     generators = [torch.Generator(model.device).manual_seed(number) for number in seeds]
     eos, context = end_of_text(tokenizer), model.config.max_position_embeddings
-    ends = {eos, *list_ids(model.config.eos_token_id)}
-    if model.generation_config is not None:  # of a chat model, it has one that ends a turn, too
-        ends |= {*list_ids(model.generation_config.eos_token_id)}
+    configs = model.config, model.generation_config  # of a chat model, this one names what ends a turn, too
+    ends = {eos, *(end for config in configs for end in list_ids(getattr(config, "eos_token_id", None)))}
     # As in training, a template's prefix comes first. An empty prompt starts a new document.
     prompt_ids = added_ids(tokenizer)[0] + tokenizer(prompt, add_special_tokens=False)["input_ids"] or [eos]
     ids, cache = torch.tensor([prompt_ids] * num_samples, device=model.device), DynamicCache(config=model.config)

@@ -18,7 +18,7 @@ import torch
 from accelerate import PartialState
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from recipe.data.packed import PackedDataset
+from recipe.data.packed import PackedDataset, token_bytes_of
 from recipe.data.read import read_texts
 from recipe.data.tokenizer import count_token_bytes, document_start, tokenizer_sha256
 from recipe.errors import UserError
@@ -149,7 +149,7 @@ def evaluate_dataset(
         raise UserError(f"{dataset.directory} was tokenized with another tokenizer than the model's; {remedy}")
     started_at, rows = time.perf_counter(), dataset.validation
     num_rows = min(len(rows), max_rows or len(rows))
-    totals = evaluate_rows(*_scorer(model, dataset.token_bytes), rows, num_rows, batch_size)
+    totals = evaluate_rows(*_scorer(model, token_bytes_of(dataset)), rows, num_rows, batch_size)
     assert totals is not None  # nothing asks it to stop
     return {
         "name": f"{', '.join(dataset.parts or [dataset.directory.absolute().name])} validation",

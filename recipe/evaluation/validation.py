@@ -10,8 +10,7 @@ from torch import nn
 
 from recipe.config import TrainConfig
 from recipe.data.batches import iterate_validation, to_device
-from recipe.data.packed import PackedDataset
-from recipe.data.tokenizer import count_token_bytes
+from recipe.data.packed import token_bytes_of
 from recipe.errors import short_reason
 from recipe.evaluation.generation import sample_text
 from recipe.evaluation.scoring import CPU_TOKENS, Totals, exp_or_inf, sum_losses
@@ -102,9 +101,7 @@ class Validation:
             name: count_eval_rows(config, len(of.validation), len(self.parts)) for name, of in self.parts.items()
         }
         self.num_rows = sum(self.rows.values())
-        is_packed = isinstance(dataset, PackedDataset)
-        counts = dataset.token_bytes if is_packed else count_token_bytes(dataset.tokenizer)
-        self.token_bytes = torch.from_numpy(counts).to(accelerator.device)
+        self.token_bytes = torch.from_numpy(token_bytes_of(dataset)).to(accelerator.device)
         self.vocab_size = len(self.token_bytes)
 
     def run(self, must_stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:

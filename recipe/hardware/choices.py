@@ -26,6 +26,7 @@ COMPILE_PAYS_SECONDS = 90.0
 PRODUCTS_SHARE = 0.4  # of the time of an uncompiled step, for a run that is limited by its minutes only
 ONE_PER_CPU = "one per CPU"  # nothing to choose
 DYNAMO_MODES = ("default", "lite", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+OF_A_MACHINE = {"has_bf16", "why_no_inductor", "typed_threads", "thread_counts"}  # these facts: see `combine`
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
 
@@ -53,12 +54,6 @@ class Facts:
     thread_counts: tuple[int, ...] = (1,)  # that make sense for a process: one per core, one per CPU
     total_flops: float = math.inf  # of the run; infinite if only its time is limited
     kept: Mapping[str, Any] = field(default_factory=dict)  # `describe_choices` of the checkpoint
-
-
-def answers_of(facts: Facts) -> dict[str, Any]:
-    """Return what all processes of a run must have in common: their kind of device and the launcher's answers."""
-    names = ("device_type", "launcher_precision", "launcher_backend", "launcher_mode", "sharding")
-    return {name: getattr(facts, name) for name in names}
 
 
 def combine(parts: Sequence[Facts]) -> Facts:

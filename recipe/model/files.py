@@ -78,14 +78,9 @@ def changed_by(files: dict[str, bytes], model_type: str) -> str | None:
 def check_tokenizer(name_or_path: str | None, model_type: str) -> None:
     """Raise `UserError` if the exported tokenizer would load as another one. Without a name, one is to be trained."""
     tokenizer = train_tokenizer([PROBE], 300) if name_or_path is None else read_tokenizer(name_or_path)
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(Path(folder))
-        files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
-    if by := changed_by(files, model_type):
-        remedy = "choose another --model_type, such as llama, or a tokenizer of this type"
-        raise UserError(
-            f"exported models of type {model_type} load their tokenizer as {by}, which changes it; {remedy}"
-        )
+    if by := changed_by(tokenizer.files, model_type):
+        remedy = "pass the --tokenizer_name of such a model, or another --model_type"
+        raise UserError(f"models of type {model_type} load their tokenizer as {by}, which would change it; {remedy}")
 
 
 def own_files(source: str | Path, names: tuple[str, ...] = (*TOKENIZER_FILES, GENERATION)) -> dict[str, bytes]:
@@ -124,14 +119,13 @@ def tuned_files(
         files["tokenizer.json"] = _as_json(json.loads(files["tokenizer.json"]) | {"post_processor": None})
         changes |= {key: False for key in ADDING_OPTIONS if key in config}
         notes.append("the tokenizer puts nothing in front of a text from now on, as in the training text")
+    if "tokenizer.json" in files and (by := changed_by(files, model_config.model_type)):
+        config = tokenizer.special_tokens_map | config  # the class may know some of them
+        config.pop("auto_map", None)
+        changes |= for_transformers_4(config | {"tokenizer_class": "TokenizersBackend"})
+        notes.append(f"the tokenizer's class is {OWN_CLASS} from now on: {by} changes the ids of tokenizer.json")
     if changes:
         files[TOKENIZER_CONFIG] = _as_json(config | changes)
-    if "tokenizer.json" in files and (by := changed_by(files, model_config.model_type)):
-        config = tokenizer.special_tokens_map | config | changes  # the class may know some of them
-        config.pop("auto_map", None)
-        config |= for_transformers_4(config | {"tokenizer_class": "TokenizersBackend"})
-        files[TOKENIZER_CONFIG] = _as_json(config)
-        notes.append(f"the tokenizer's class is {OWN_CLASS} from now on: {by} changes the ids of tokenizer.json")
     generation = json.loads(files.get(GENERATION, b"{}"))
     ends, end = list_ids(generation.get("eos_token_id")), tokenizer.eos_token_id
     if ends and end not in ends:

@@ -104,10 +104,8 @@ def write_model(
 
 def write_config(model_config: PreTrainedConfig, directory: Path) -> None:
     """Write config.json, with the names of Transformers 4, which converters and servers read, too."""
-    model_config.save_pretrained(directory)
-    path = directory / "config.json"
-    content = json.loads(path.read_text()) | (names_of_transformers_4(model_config) or {})
-    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+    content = model_config.to_diff_dict() | (names_of_transformers_4(model_config) or {})
+    (directory / "config.json").write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
 def names_of_transformers_4(model_config: PreTrainedConfig) -> dict[str, Any] | None:

@@ -9,7 +9,6 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ from recipe.data.stream import open_stream, read_stream
 from recipe.data.tokenizer import count_ids
 from recipe.evaluation.tasks import load_tasks
 from recipe.hardware.accelerator import find_facts, measure_open, parallelize
-from recipe.hardware.choices import answers_of, combine, describe_choices
+from recipe.hardware.choices import OF_A_MACHINE, combine, describe_choices
 from recipe.hardware.devices import device_of
 from recipe.hardware.memory import Memory, measure_total_bytes, measure_usable_bytes
 from recipe.hardware.processes import (
@@ -112,10 +111,10 @@ def open_run(requested: TrainConfig, recipe: str) -> Start:
     Raises `UserError` for options that cannot work, before text is prepared for hours.
     """
     sharding, state = start_processes(), PartialState()
-    parts = gather(find_facts(device_of(state), state.num_processes, sharding=sharding))
-    options = {name: value for name, value in vars(requested).items() if name not in PATHS}  # each has its own paths
-    check_same_run(options | answers_of(parts[state.process_index]))
-    facts = combine(parts)
+    own = find_facts(device_of(state), state.num_processes, sharding=sharding)
+    check_same_run({key: value for key, value in vars(requested).items() if key not in PATHS})  # each has its own
+    check_same_run({key: value for key, value in vars(own).items() if key not in OF_A_MACHINE})
+    facts = combine(gather(own))
 
     def look_and_claim() -> Start:
         while not claim_folder(start := decide_start(requested, recipe, look(requested, recipe, facts))):
@@ -126,9 +125,7 @@ def open_run(requested: TrainConfig, recipe: str) -> Start:
     check_optimizer(requested, device_of(state))  # these raise errors before text is prepared
     model_config = build_model_config(requested, 1, 0, start.source)
     if start.source is None:
-        folders = [Path(folder, "tokenizer") for folder in requested.dataset_dir or ()]
-        of_dataset = next((str(folder) for folder in folders if folder.is_dir()), None)
-        check_tokenizer(of_dataset or requested.tokenizer_name, model_config.model_type)
+        check_tokenizer(requested.tokenizer_name, model_config.model_type)
     load_tasks(requested.eval_tasks)
     return start
 
@@ -182,11 +179,15 @@ def resolve_run(start: Start, dataset: Any) -> Run:
     data = DataFacts(len(dataset.train), dataset.train.num_bytes if is_packed else 0, is_packed, metadata)
     check_same_run({"rows": data.num_rows, **run_identity(requested, metadata, model.config)})
     facts = dataclasses.replace(start.facts, kept=start.saved.state.hardware if start.saved else {})
-    rates = on_main_process(lambda: measure_open(requested, facts, device, model.padded))
     num_local = count_local_processes(start.facts.num_processes)
     usable = int(-largest_of_processes(-measure_usable_bytes(device, num_local))[0])
-    memory = on_main_process(lambda: Memory(usable, measure_total_bytes(device), read_micro_batch(start.output_dir)))
-    run = on_main_process(lambda: decide_run(start, data, model, memory, rates))
+
+    def decide() -> Run:
+        rates = measure_open(requested, facts, device, model.padded)
+        memory = Memory(usable, measure_total_bytes(device), read_micro_batch(start.output_dir))
+        return decide_run(start, data, model, memory, rates)
+
+    run = on_main_process(decide)
     config = dataclasses.replace(run.config, **{name: getattr(requested, name) for name in PATHS})
     return dataclasses.replace(run, requested=requested, config=config, started_at=started_at)
 
