@@ -28,7 +28,7 @@ PADDED = 8192
 # Of this model, weights and optimizer, activations, and logits each take a good part of the memory.
 WIDE = ["--config_overrides", "n_layer=4,n_head=4,n_embd=256", "--block_size", "32"]
 LARGE = ["--mixed_precision", "bf16", "--pad_vocab_to_multiple_of", str(PADDED), "--global_batch_size", "32"]
-LARGE += ["--per_device_train_batch_size", "16", "--max_steps", "2"]
+LARGE += ["--per_device_train_batch_size", "16", *TWO_STEPS]
 
 
 @pytest.fixture(scope="module")

@@ -238,9 +238,9 @@ def test_a_resumed_run_keeps_the_choices_that_fit(train, monkeypatch, tmp_path):
     monkeypatch.setattr("recipe.run.decide.choose_plan", record)
     monkeypatch.setattr("recipe.run.start.measure_usable_bytes", lambda *_: usable)
     options = ["--save_steps", 2, "--resume_from_checkpoint", "auto", "--max_steps"]
-    train(*options, 2)
+    train(*options, 3)
     usable = plans[0].total_bytes + 1  # enough, but not with the margin
-    train(*options, 2, output_dir=tmp_path / "new")
+    train(*options, 3, output_dir=tmp_path / "new")
     assert plans[1].choices != plans[0].choices
     train(*options, 4)
     assert plans[2].choices == plans[0].choices
