@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
-from helpers import default_arguments, read_events
+from helpers import TWO_STEPS, default_arguments, read_events
 
 from recipe.command_line import load_config
 from recipe.hardware.choices import Facts
