@@ -53,10 +53,8 @@ def run_main(main: Callable[[], int | None], interrupted: str = "interrupted", i
     for stream in filter(None, (sys.stdout, sys.stderr)):
         try:
             stream.flush()
-        except OSError as error:  # the interpreter tries again when it exits, and would turn the status into 120
+        except OSError:  # the interpreter tries again when it exits, and would turn the status into 120
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-            with contextlib.suppress(OSError):
-                print(f"warning: not all lines could be printed: {error.strerror}", file=sys.stderr, flush=True)
     if status:  # outside `except`: a notebook would keep the error, and with it the run's tensors
         sys.exit(status)
 

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 
@@ -35,15 +35,20 @@ class UnfailingStream:
     def __init__(self, stream: TextIO | None) -> None:
         # None: it was closed, as by `>&-`. The next file that is opened would get its number.
         self.stream = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w") if stream is None else stream
+        self.error: OSError | None = None
 
     def write(self, text: str) -> int:
-        with contextlib.suppress(OSError):
-            self.stream.write(text)
+        self._try(self.stream.write, text)
         return len(text)
 
     def flush(self) -> None:
-        with contextlib.suppress(OSError):
-            self.stream.flush()
+        self._try(self.stream.flush)
+
+    def _try(self, act: Callable[..., object], *arguments: str) -> None:
+        try:
+            act(*arguments)
+        except OSError as error:
+            self.error = error
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
@@ -51,10 +56,12 @@ class UnfailingStream:
 
 @contextlib.contextmanager
 def unfailing_output() -> Iterator[None]:
-    """Let no line end a program: the log is full, its reader has ended, the terminal is gone. `run_main` says so."""
+    """Let no line end a program: the log is full, its reader has ended, the terminal is gone. Stderr says so."""
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = map(UnfailingStream, before)
+    output, errors = sys.stdout, sys.stderr = [*map(UnfailingStream, before)]
     try:
         yield
     finally:
+        if output.error is not None:
+            print(f"warning: not all lines could be printed: {output.error.strerror}", file=errors, flush=True)
         sys.stdout, sys.stderr = before

@@ -53,8 +53,7 @@ LOCK_NAME, COMPLETE_NAME, METADATA_NAME = ".lock", ".complete", "metadata.json"
 PARTS = (*SPLITS, "tokenizer", "dataset_dict.json", METADATA_NAME)  # in the order in which they move up
 HASH = "[0-9a-f]" * 12
 WORTH_A_WARNING = 0.01  # share of the tokens that are unknown text, or padding
-# Share of a text's bytes by which those of its ids may differ, as after a space in front of each document, or NFC.
-SAME_BYTES = 0.001
+SAME_BYTES = 0.001  # share of a text's bytes by which those of its ids may differ, besides one for each document
 say = functools.partial(print, flush=True)
 
 
@@ -401,11 +400,12 @@ def total_counts(units: list[dict], token_bytes: np.ndarray) -> dict:
     is_used = np.unpackbits(seen)[: len(token_bytes)].astype(bool)
     counts = {key: sum(unit.get(key, 0) for unit in units) for key in (*COUNTS, "unknown", "lost")}
     is_known = (token_bytes[is_used] >= 0).all()
-    lost_share = counts["lost"] / max(1, counts["bytes"] + counts.pop("lost")) if is_known else 0.0
+    num_bytes = counts["bytes"] + (lost := counts.pop("lost"))  # of the text
+    is_same = is_known and abs(lost) <= max(SAME_BYTES * num_bytes, counts["documents"])
     return {
         **counts,
-        "bytes": counts["bytes"] if is_known and abs(lost_share) <= SAME_BYTES else None,
-        "lost_share": lost_share,
+        "bytes": counts["bytes"] if is_same else None,
+        "lost_share": lost / max(1, num_bytes) if is_known else 0.0,
         "used_ids": int(is_used.sum()),
         "content_sha256": sha256_of(unit["content_sha256"] for unit in units),
         "file_bytes": {name: size for unit in units for name, size in unit["file_bytes"].items()},
@@ -455,11 +455,10 @@ def print_unknown(tokenizer: TextTokenizer, splits: dict[str, dict]) -> None:
     if tokenizer.unknown_id is None and SPELLS_BYTES not in steps_of(tokenizer.backend_tokenizer):
         say("warning: this tokenizer has no token for unknown text, so characters that it does not know are lost")
     if (lost := max(splits[split]["lost_share"] for split in SPLITS)) > 0:
-        how, warning = "changes or drops them", ""
-        if tokenizer.backend_tokenizer.normalizer is None:
-            how, warning = "has no tokens for them, so they are lost; use another one", "warning: "
-        say(f"{warning}{100 * lost:.2g}% of the bytes of the text are not in the tokens: the tokenizer {how}")
-    if any(splits[split]["bytes"] is None for split in SPLITS):
+        is_lost = tokenizer.backend_tokenizer.normalizer is None
+        how = "lacks or drops" if is_lost else "changes or drops"
+        say(f"{'warning: ' * is_lost}{lost:.2%} of the text's bytes are not in its tokens: the tokenizer {how} them")
+    if splits["validation"]["bytes"] is None:
         say("this tokenizer does not keep all bytes of the text, so there will be no bits per byte")
 
 

@@ -400,8 +400,8 @@ def fit_warmup(config: TrainConfig, num_steps: int | None, typed_options: Collec
     if num_steps is None or has_peak or config.warmup_steps < max(1, num_steps):
         return config
     if "warmup_steps" in typed_options:
-        problem = f"{config.warmup_steps:,.0f} warm-up steps leave none of the run's {num_steps:,}"
-        raise UserError(f"{problem} for the peak learning rate; pass fewer --warmup_steps, or a share below 1")
+        problem = f"--warmup_steps {config.warmup_steps:,.0f} leaves no step of the run's {num_steps:,}"
+        raise UserError(f"{problem} for the peak learning rate; pass a smaller number, or a share below 1")
     return dataclasses.replace(config, warmup_steps=LONGEST_WARMUP)
 
 

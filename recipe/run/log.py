@@ -68,12 +68,12 @@ class RunLog:
     def _init_trackers(self, state: RunState, facts: RunFacts) -> None:
         """Start the trackers. Names and ids identify the run, even after it resumes."""
         name, mlflow_id = self.config.run_name or self.output_dir.name, self.output_dir / MLFLOW_ID
-        is_known = state.step > 0 and mlflow_id.is_file()
+        known_id = mlflow_id.read_text() if state.step and mlflow_id.is_file() else None  # MLflow chooses it
         options = {
             "wandb": {"name": name, "id": state.run_id, "resume": "allow"},
             # Trackio identifies runs by name, and "allow" would continue an older run of the same name.
             "trackio": {"name": name, "resume": "allow" if state.step else "never"},
-            "mlflow": {"run_name": name, "run_id": mlflow_id.read_text() if is_known else None},  # it chooses the ids
+            "mlflow": {"run_name": name, "run_id": known_id},
             # TensorBoard hides what an earlier start logged after the checkpoint.
             "tensorboard": {"purge_step": state.step + 1 if state.step else 0},
         }

@@ -112,7 +112,7 @@ def open_run(requested: TrainConfig, recipe: str) -> Start:
     """
     sharding, state = start_processes(), PartialState()
     own = find_facts(device_of(state), state.num_processes, sharding=sharding)
-    check_same_run({key: value for key, value in vars(requested).items() if key not in PATHS})  # each has its own
+    check_same_run({key: value for key, value in vars(requested).items() if key not in PATHS - {"eval_tasks"}})
     check_same_run({key: value for key, value in vars(own).items() if key not in OF_A_MACHINE})
     facts = combine(gather(own))
 
