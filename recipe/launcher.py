@@ -51,10 +51,8 @@ def why_incomplete(environment: Mapping[str, str]) -> str | None:
         present, verb = "WORLD_SIZE" if several else "LOCAL_RANK", "is" if len(missing) == 1 else "are"
         return f"{present} is set, but {', '.join(missing)} {verb} not; unset {present}, {NO_LAUNCHER}"
     if _number(environment, "SLURM_STEP_NUM_TASKS", 1) > 1 and count_processes(environment) == 1:
-        return (
-            "srun has started several tasks, each of which would train the whole run by itself; let it start one per "
-            "machine, with accelerate launch (see scripts/slurm), or unset SLURM_STEP_NUM_TASKS for separate runs"
-        )
+        remedy = "start one per machine, with accelerate launch (see scripts/slurm), or unset SLURM_STEP_NUM_TASKS"
+        return f"srun has started several tasks, each of which would do the whole work by itself; {remedy}"
     if started_one_of_several(environment):
         return (
             "the launcher was asked for several processes, but starts only one with this distributed_type; use "

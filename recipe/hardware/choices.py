@@ -145,8 +145,8 @@ def choose(config: TrainConfig, facts: Facts, measured: Measured | None) -> dict
         else:
             choices["attention"] = Choice("sdpa", f"eager takes too much memory for {rows}")
     if facts.device_type == "cpu" and "threads" not in choices:
-        count, which = measured.num_threads, "core" if measured.num_threads == min(facts.thread_counts) else "CPU"
-        choices["threads"] = Choice(str(count), f"one per {which} is fastest here")
+        which = "core" if measured.num_threads == min(facts.thread_counts) else "CPU"
+        choices["threads"] = Choice(str(measured.num_threads), f"one per {which} is fastest here")
     if choices["dynamo"].value == "inductor" and facts.launcher_mode != "default":
         choices["mode"] = Choice(facts.launcher_mode, "set by the launcher")
     if config.bf16_residual:

@@ -44,8 +44,7 @@ def show_start(log: RunLog, facts: RunFacts, state: RunState, eval_rows: int) ->
     if config.dynamo_backend == "inductor":
         log.say("compiling; the first step takes a minute or more")
     if (warmup := run.requested.warmup_steps) >= 1 > config.warmup_steps:
-        instead = f"warms up in the first {config.warmup_steps:.0%} instead"
-        log.say_sentence(f"warning: {warmup:,.0f} warm-up steps would not end before the run, which {instead}")
+        log.say_sentence(f"warning: {warmup:,.0f} warm-up steps exceed the run, which uses {config.warmup_steps:.0%}")
     if run.changes:
         log.schedule(state.step, run.changes)
     if saved:
