@@ -38,8 +38,9 @@ from recipe.hardware.processes import gather, on_main_process
 from recipe.model.files import write_files
 from recipe.model.weights import WEIGHTS_NAME, copy_weights, full_tensor, load_weights, shard_like, write_model
 from recipe.optim.guard import UpdateGuard
-from recipe.optim.schedule import OPTIONS, Schedule, resolve
+from recipe.optim.schedule import Schedule
 
+STATE_VERSION = 1  # of training_state.json
 STATE_NAME, OPTIMIZER_NAME = "training_state.json", "optimizer.pt"
 RNG_NAME, MANIFEST_NAME = "rng.pt", "manifest.json"
 BEST_NAME, VALUES_NAME = "best", "best.json"  # the folder of the best model, and the file with its evaluation
@@ -54,7 +55,6 @@ class Stage:
     step: int = 0  # optimizer steps before this stage
     examples: int = 0  # trained on before this stage
     tokens: int = 0  # trained on before this stage
-    shifts_rows: bool = True  # whether rows move after the first epoch; in earlier versions they did not
 
 
 @dataclass
@@ -214,8 +214,7 @@ def read_best(output_dir: Path, run_id: str) -> dict[str, Any]:
 def restore_best(output_dir: Path, state: RunState) -> None:
     """Make BEST_NAME hold the best model up to the state's step. Without one, remove the folder.
 
-    The model is missing after a kill during its write, and too new after a resume from an earlier step. Earlier
-    versions kept it as a checkpoint.
+    The model is missing after a kill during its write, and too new after a resume from an earlier step.
     """
     best, folder = read_best(output_dir, state.run_id), output_dir / BEST_NAME
     if best and (fault := why_damaged(folder)):
@@ -282,24 +281,12 @@ def read_state(directory: Path) -> SavedState:
     """Read training_state.json. Raises `UserError` if it cannot be used."""
     try:
         content = json.loads((directory / STATE_NAME).read_text())
-        # Older versions wrote fewer keys; their runs could not change the batch.
-        content.setdefault("examples", content["step"] * content["identity"].get("global_batch_size", 0))
-        content.setdefault("losses", {})
-        content.setdefault("initial", content.pop("untrained", {}))  # its earlier name
-        content.setdefault("hardware", {})  # its run chose again at every start
-        content.setdefault("patience_start", 0)
-        identity = content["identity"]
-        first = {"block_size": identity["block_size"], "content_sha256": identity["dataset"], "shifts_rows": False}
-        content["stages"] = [Stage(**stage) for stage in content.get("stages") or [first]]
-        state = RunState(**{name: content[name] for name in SAVED})
-        if "schedule" in content:
-            schedule = Schedule(**content["schedule"])
-        else:  # its options were part of the identity
-            schedule = resolve(identity, state.step, state.examples)
-            identity = {name: value for name, value in identity.items() if name not in OPTIONS}
-        return SavedState(
-            state, schedule, identity, content["mixed_precision"], content["num_processes"], content["scaler"]
-        )
+        if content.get("version") != STATE_VERSION:
+            raise UserError(f"it has version {content.get('version')}, not {STATE_VERSION}")
+        content["stages"] = [Stage(**stage) for stage in content["stages"]]
+        state, schedule = RunState(**{name: content[name] for name in SAVED}), Schedule(**content["schedule"])
+        rest = (content[name] for name in ("identity", "mixed_precision", "num_processes", "scaler"))
+        return SavedState(state, schedule, *rest)
     except Exception as error:  # missing, not JSON, or of another version
         raise _damaged(directory, error) from error
 
@@ -334,7 +321,8 @@ def load_checkpoint(directory: Path, contents: CheckpointContents) -> RunState:
 
 
 def _damaged(directory: Path, error: Exception) -> UserError:
-    return UserError(f"{directory} is damaged ({short_reason(error)}); resume from another checkpoint")
+    reason = error if isinstance(error, UserError) else short_reason(error)
+    return UserError(f"{directory} cannot be used ({reason}); resume from another checkpoint")
 
 
 # ------------------------------------------------------------------ save
@@ -373,6 +361,7 @@ class CheckpointSaver:
         optimizer = recursively_apply(self._copy, optimizer)
         if accelerator.is_main_process:
             content = {
+                "version": STATE_VERSION,
                 **copy.deepcopy({name: getattr(state, name) for name in SAVED}),
                 "stages": [asdict(stage) for stage in state.stages],
                 "mixed_precision": accelerator.mixed_precision,

@@ -239,9 +239,6 @@ def load_yaml(recipe: str) -> dict[str, Any]:
         values = check_length(values)
     except UserError as error:
         raise UserError(f"{recipe}: {error}") from error
-    for name in ("hub_private_repo", "load_best_model_at_end") if path.name == CONFIG_NAME else ():
-        if yaml_values.get(name) is False:  # not the text "false": an earlier version wrote its default
-            del values[name]
     return values
 
 

@@ -343,8 +343,6 @@ def save_config(config: TrainConfig, path: Path) -> None:
     values = {key: value for key, value in dataclasses.asdict(config).items() if value is not None}
     for key in ("output_dir", "resume_from_checkpoint", "hub_overwrite"):
         values.pop(key, None)
-    if config.hub_private_repo is False:
-        values["hub_private_repo"] = "false"  # a string, because earlier versions wrote false when nothing was typed
     path.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
 
 

@@ -31,10 +31,7 @@ def read_summary(run_dir: Path, run_id: str) -> dict[str, Any]:
     """Return the results in a folder, which are those of their `step`, or {} if they are not this run's."""
     path = run_dir / SUMMARY_NAME
     summary = with_nan(json.loads(path.read_text())) if path.is_file() else {}
-    if summary.get("run_id") != run_id:
-        return {}
-    summary.setdefault("initial", summary.pop("untrained", {}))  # its earlier name
-    return summary
+    return summary if summary.get("run_id") == run_id else {}
 
 
 def split_scores(evaluation: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -32,7 +32,7 @@ from recipe.errors import UserError, short_reason
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 COUNTS = ("documents", "tokens", "bytes")  # of a split; bytes: of the text of the tokens, None if not known
 BATCH_TOKENS = 2**22  # at a time, so that a unit of any size takes little memory
 

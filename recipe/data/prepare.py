@@ -28,9 +28,9 @@ from recipe.arguments import shell_command
 from recipe.config import SPLITS
 from recipe.data.cut import TRAIN, Unit
 from recipe.data.encode import SAMPLE_CHARACTERS, choose_encoder
-from recipe.data.files import TOKENS, describe_files, kind_of
+from recipe.data.files import describe_files, kind_of
 from recipe.data.packed import COUNTS, FORMAT_VERSION, check_splits, dataset_info, read_metadata
-from recipe.data.read import ReadReport, has_mask, list_units, read_sample, read_train_texts, read_unit
+from recipe.data.read import ReadReport, list_units, read_sample, read_train_texts, read_unit
 from recipe.data.source import TextSource
 from recipe.data.tokenizer import (
     SPELLS_BYTES,
@@ -113,22 +113,7 @@ def inputs_of(
     inputs = {"format_version": FORMAT_VERSION, "tokenizer": made_with, "max_bytes": max_bytes, **source.inputs}
     if tokenizer and tokenizer.prefix:
         inputs["document_prefix"] = tokenizer.prefix
-    if inputs["content"] is not None and (rules := rules_of(source.read_with(len(tokenizer or ())))):
-        inputs["rules"] = rules
     return inputs
-
-
-def rules_of(source: TextSource) -> list[str]:
-    """Return the reading rules of this text that earlier versions lacked: the same options gave other documents."""
-    files = () if source.dataset_name else source.files.paths + source.held_out_files.paths
-    kinds = {*map(kind_of, files)}
-    rules = {
-        "lines": source.skip_bad_files and not source.dataset_name,  # bad lines are skipped, not documents
-        "csv": ".csv" in kinds,  # rows have as many fields as the header
-        "uint32": TOKENS in kinds and source.id_bytes == 4,  # was read as uint16
-        "mask": has_mask(source),  # the padding of tokenized rows is not read
-    }
-    return [name for name, applies in rules.items() if applies]
 
 
 def fingerprint_of(inputs: dict[str, Any]) -> str:
@@ -148,7 +133,6 @@ def is_made_from(directory: Path, inputs: dict[str, Any], source: TextSource) ->
     if inputs["content"] is not None:
         return False
     made_from = {**metadata.get("inputs", {}), "content": None}
-    made_from.pop("rules", None)  # they follow from the content
     made_from_revision = metadata.get("source", {}).get("dataset_revision")
     return made_from == inputs and source.dataset_revision in (None, made_from_revision)
 

@@ -215,25 +215,6 @@ def read_sample(source: TextSource, units: list[Unit]) -> list[str]:
     raise UserError(f"there is no text in {source.name}: {reason}")
 
 
-def has_mask(source: TextSource) -> bool:
-    """Return whether a column beside token ids marks padding. Looks at the first row of each kind of file."""
-    seen = {}
-    for unit in cut(source):
-        for part in unit.parts:
-            seen.setdefault(kind_of(part.path) if isinstance(part, FilePart) else part.split, part)
-    for kind, part in seen.items():
-        if kind not in (".txt", ".md", ".csv", ".wet", TOKENS):
-            report = ReadReport()
-            try:
-                row = next(_read_rows(source, part, source.name, report.skip), None)
-            except Exception:  # reading it will say what is wrong
-                continue
-            column = source.column_of(part.path if isinstance(part, FilePart) else None)
-            if isinstance(row, dict) and MASK in row and token_ids(row.get(column)) is not None:
-                return True
-    return False
-
-
 # ------------------------------------------------------------------ text
 
 

@@ -121,8 +121,9 @@ def names_of_transformers_4(model_config: PreTrainedConfig) -> dict[str, Any] | 
     names = {"rope_theta": "rope_theta", "partial_rotary_factor": "partial_rotary_factor"}
     if model_config.model_type.startswith("gpt_neox"):
         names = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
-    scaling = {name: value for name, value in rope.items() if name not in names and rope["rope_type"] != "default"}
-    return {"rope_scaling": scaling or None} | {names[name]: value for name, value in rope.items() if name in names}
+    old = {names[name]: value for name, value in rope.items() if name in names}
+    scaling = {name: value for name, value in rope.items() if name not in names}
+    return old | {"rope_scaling": None if rope["rope_type"] == "default" else scaling}
 
 
 def load_weights(model: PreTrainedModel, directory: Path, vocab_size: int) -> None:

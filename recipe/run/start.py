@@ -112,7 +112,8 @@ def open_run(requested: TrainConfig, recipe: str) -> Start:
     """
     sharding, state = start_processes(), PartialState()
     own = find_facts(device_of(state), state.num_processes, sharding=sharding)
-    check_same_run({key: value for key, value in vars(requested).items() if key not in PATHS - {"eval_tasks"}})
+    own_paths = PATHS - {"eval_tasks"}  # machines may have the same files in different places
+    check_same_run({key: value for key, value in vars(requested).items() if key not in own_paths})
     check_same_run({key: value for key, value in vars(own).items() if key not in OF_A_MACHINE})
     facts = combine(gather(own))
 
@@ -204,9 +205,10 @@ def describe_model(start: Start, dataset: Any) -> ModelFacts:
         config.max_position_embeddings = saved.max_position_embeddings  # of a branch with shorter rows
     padded = copy.deepcopy(config)
     padded.vocab_size = padded_vocab_size(config.vocab_size, requested.pad_vocab_to_multiple_of)
-    rope = ["its rotary embeddings have no form that Transformers 4 reads"] * (names_of_transformers_4(config) is None)
+    is_readable = names_of_transformers_4(config) is not None
+    lacks = () if is_readable else ("Transformers 4 cannot read the exported rotary embeddings",)
     if source is None:
-        return ModelFacts(config, padded, saved, new_files(tokenizer, config), tuple(rope))
+        return ModelFacts(config, padded, saved, new_files(tokenizer, config), lacks)
     own_tokenizer = start.resume or requested.tokenizer_name == requested.model_name_or_path
     tokenizer_source = source if own_tokenizer else requested.tokenizer_name or source
     files, notes = tuned_files(source, tokenizer_source, config, **encoding_of(metadata_of(dataset)))
@@ -221,7 +223,7 @@ def describe_model(start: Start, dataset: Any) -> ModelFacts:
     overrides = requested.config_overrides or {}
     if missing := translate_dropout(overrides, model_options(config.model_type))[1]:
         notes.append(f"{config.model_type} has no counterpart of {', '.join(missing)}, which have no effect")
-    return ModelFacts(config, padded, saved, files, (*notes, *rope))
+    return ModelFacts(config, padded, saved, files, (*notes, *lacks))
 
 
 def wrap_module(run: Run, accelerator: Accelerator, loss: LanguageModelingLoss) -> nn.Module:
@@ -296,7 +298,7 @@ def open_batches(run: Run, accelerator: Accelerator, dataset: Any, state: RunSta
         first_example=0 if config.streaming else state.stage_examples,  # a stream's position is `state.position`
         process_index=accelerator.process_index,
         num_processes=accelerator.num_processes,
-        shift_below=config.block_size if isinstance(dataset, PackedDataset) and state.stage.shifts_rows else 1,
+        shift_below=config.block_size if isinstance(dataset, PackedDataset) else 1,
         parts=order_of(dataset) if isinstance(dataset, PackedDataset) else (),
     )
     if config.streaming:

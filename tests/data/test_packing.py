@@ -16,7 +16,7 @@ from recipe.command_line import load_config
 from recipe.config import SPLITS
 from recipe.data.cache import open_dataset_for
 from recipe.data.packed import COUNTS, PackedSplit, TokenWriter, open_packed_dataset
-from recipe.data.prepare import inputs_of, prepare_dataset
+from recipe.data.prepare import prepare_dataset
 from recipe.data.read import list_units
 from recipe.data.source import TextSource
 from recipe.data.tokenizer import TextTokenizer, count_token_bytes, train_tokenizer
@@ -160,12 +160,6 @@ def test_ids_of_a_large_vocabulary_have_32_bits(tmp_path, write, expected):
     prepare_dataset(source, tmp_path / "d", tokenizer)
     packed = [*ids_in(tmp_path / "d", "train"), *ids_in(tmp_path / "d", "validation")]
     assert packed == (ids if ids.tolist() == packed else ids % 60_000).tolist()
-
-
-def test_ids_that_an_earlier_version_read_as_16_bits_are_packed_again(tmp_path):
-    (tmp_path / "a.bin").write_bytes(np.arange(1, 70_000, dtype="<u4").tobytes())
-    source, tokenizer = TextSource((str(tmp_path / "a.bin"),)), large_tokenizer()
-    assert inputs_of(source, tokenizer, None, None)["rules"] == ["uint32"]
 
 
 def test_the_last_ids_of_each_file_are_held_out(tmp_path, tokenizer, small_units):

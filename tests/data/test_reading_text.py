@@ -15,7 +15,6 @@ from corpora import KINDS, csv_of, read, texts_of, wet_of, write_jsonl, write_pa
 from helpers import make_documents, wet_record
 
 from recipe.config import STANDARD_LIBRARY
-from recipe.data.prepare import rules_of
 from recipe.data.read import ReadReport, read_texts
 from recipe.data.source import TextSource
 from recipe.errors import UserError
@@ -222,4 +221,3 @@ def test_the_padding_of_tokenized_rows_is_not_read(tmp_path, kind, has_mask):
     found = [ids.tolist() for ids in texts_of(source, report=report)]
     assert found == ([[5, 6, 7], [8, 9]] if has_mask else rows["input_ids"])
     assert (report.num_row_ids, report.num_padding) == ((0, 0) if has_mask else (46, 42))
-    assert rules_of(source) == (["mask"] if has_mask else [])

@@ -16,14 +16,13 @@ from helpers import (
     needs_bitsandbytes,
     read_summary,
     read_weights,
-    reseal,
     stock_loss,
     values_of,
 )
 from tiny_runs import STABLE, options_of, start_from
 
 from recipe.checkpoint import list_checkpoints, read_state
-from recipe.data.batches import TrainOrder, example_rows
+from recipe.data.batches import example_rows
 from recipe.data.packed import open_packed_dataset
 from recipe.errors import UserError
 from recipe.run.log import RunLog
@@ -204,18 +203,3 @@ def test_the_same_text_with_a_tokenizer_that_is_there_is_no_new_stage(train_text
     shutil.rmtree(tmp_path / "runs")
     train_texts("first", *start_from(tmp_path / "base", 3), "--max_steps", 6, "--output_dir", "longer")
     assert len(read_summary(tmp_path / "longer")["stages"]) == 1
-
-
-@pytest.mark.parametrize(("is_stage", "expected"), [(False, 1), (True, BLOCK_SIZE)])
-def test_a_checkpoint_of_an_earlier_version_keeps_its_rows(base, tmp_path, train, other, is_stage, expected):
-    """Earlier versions began their rows at the same places in every epoch."""
-    checkpoint = shutil.copytree(base / f"checkpoint-{BASE_STEP}", tmp_path / "old" / f"checkpoint-{BASE_STEP}")
-    content = json.loads((checkpoint / "training_state.json").read_text())
-    del content["stages"]
-    (checkpoint / "training_state.json").write_text(json.dumps(content))
-    reseal(checkpoint)
-    data = ["--dataset_dir", other] if is_stage else []
-    with mock.patch("recipe.run.start.TrainOrder", wraps=TrainOrder) as order:
-        run = train(*RUN, "--resume_from_checkpoint", checkpoint, *data)
-    assert order.call_args.kwargs["shift_below"] == expected
-    assert read_summary(run)["tokens_seen"] == 12 * 4 * BLOCK_SIZE

@@ -90,7 +90,6 @@ IN_THE_CHECKPOINT = {
 @pytest.mark.parametrize(
     ("argv", "kept", "facts", "expected"),
     [
-        ("", None, {}, ["bf16", "inductor", "eager", "2"]),  # a checkpoint of an older version
         ("", {"device_type": "cuda"}, {}, ["bf16", "inductor", "eager", "2"]),
         ("--mixed_precision bf16 --attn_implementation eager", {}, {}, ["bf16", "no", "eager", "1"]),
         ("", {}, {"thread_counts": (2, 3)}, ["no", "no", "sdpa", "3"]),  # another machine

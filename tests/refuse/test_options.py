@@ -204,9 +204,9 @@ def test_the_consent_to_overwrite_is_given_once(tmp_path):
     ("written", "argv", "expected"),
     [
         (None, "", None),
-        (False, "", None),  # of a run whose option had this default
+        (False, "", False),
         (True, "", True),
-        ("false", "", False),  # as `save_config` writes what was typed
+        ("false", "", False),
         (True, "--hub_private_repo false", False),
         (False, "--hub_private_repo", True),
     ],

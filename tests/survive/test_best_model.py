@@ -96,7 +96,7 @@ def test_the_best_model_needs_no_checkpoint(train):
 
 
 def lose_it(best):
-    """A kill before it was written does so, and an earlier version kept it as a checkpoint only."""
+    """A kill before it was written does so."""
     shutil.rmtree(best)
 
 
