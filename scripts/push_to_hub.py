@@ -50,7 +50,8 @@ def main() -> int:
         else:
             print(f"skipping {checkpoint}: {reason}")
     summary = read_summary(run_dir, run_ids[-1])
-    has_ended = summary and summary["step"] >= max(map(checkpoint_step, checkpoints), default=0)  # else it goes on
+    # A checkpoint beyond the results means that the run was extended and has not exported its new model yet.
+    has_ended = summary and summary["step"] >= max(map(checkpoint_step, checkpoints), default=0)
     final_step = summary["exported_step"] if has_ended else None
     with StopSignals("ending the upload") as signals:
         is_complete = uploads.finish(final_step, interrupted=lambda: signals.count > 0)

@@ -120,7 +120,7 @@ def _reason(name: str, kinds: Sequence[str] = KINDS) -> str | None:
 
 
 def holds_results(folder: Path) -> bool:
-    return folder.resolve() == Path("runs").resolve() or any((folder / name).exists() for name in RESULTS)
+    return folder.resolve() == Path("runs").resolve() or any(os.path.exists(folder / name) for name in RESULTS)
 
 
 def describe_files(files: Files) -> str | None:

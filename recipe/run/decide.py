@@ -170,8 +170,8 @@ def decide_start(requested: TrainConfig, recipe: str, surroundings: Surroundings
         saved = resume.saved if resume is not None and continues else None
         refuse_another(requested, surroundings.main_branch, saved.state.run_id if saved else None)
     check_trackers(requested, surroundings.trackers)
-    fit_warmup(requested, requested.max_steps, surroundings.typed_options)
-    micro_batch_sizes(requested, surroundings.facts)  # raises an error for what does not divide the batch,
+    fit_warmup(requested, requested.max_steps, surroundings.typed_options)  # raises an error for a typed one,
+    micro_batch_sizes(requested, surroundings.facts)  # this for what does not divide the batch,
     settle(requested, surroundings.facts)  # and this for what does not work on the device
     check_sharded(requested, surroundings.facts)
     origin = folder.origin if surroundings.named is None else surroundings.named.place

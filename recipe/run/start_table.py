@@ -44,7 +44,8 @@ def show_start(log: RunLog, facts: RunFacts, state: RunState, eval_rows: int) ->
     if config.dynamo_backend == "inductor":
         log.say("compiling; the first step takes a minute or more")
     if (warmup := run.requested.warmup_steps) >= 1 > config.warmup_steps:
-        log.say_sentence(f"warning: {warmup:,.0f} warm-up steps exceed the run, which uses {config.warmup_steps:.0%}")
+        how = f"warming up for the first {config.warmup_steps:.0%} of it instead"
+        log.say_sentence(f"warning: {warmup:,.0f} warm-up steps are not shorter than the run; {how}")
     if run.changes:
         log.schedule(state.step, run.changes)
     if saved:
