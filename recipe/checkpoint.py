@@ -1,26 +1,25 @@
-"""Checkpoints: written in the background, verified, pruned and loaded.
+"""Checkpoints, and the model in a run's folder: written in the background, verified, pruned and loaded.
 
 `checkpoint-<step>/` is a model folder (`from_pretrained` loads model and tokenizer) with the training state and a
-manifest of SHA-256. `best/` is the model folder with the lowest validation loss, without a training state. Both appear
-under their names only when they are complete and on disk. Nothing in them is executed: they hold JSON, safetensors and
-what `torch.load(weights_only=True)` reads.
+manifest of SHA-256. It appears under its name only when it is complete and on disk. Nothing in it is executed: it
+holds JSON, safetensors and what `torch.load(weights_only=True)` reads. The run's own folder is a model folder, too;
+the header of its weights names their step and validation loss.
 """
 
-import contextlib
 import copy
 import gc
-import hashlib
-import io
 import json
 import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 from accelerate import Accelerator
@@ -29,21 +28,30 @@ from huggingface_hub.utils.sha import sha_fileobj
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from recipe.config import CONFIG_NAME, TrainConfig, save_config
-from recipe.disk import can_map, flush, link_or_copy, remove
+from recipe.config import TrainConfig
+from recipe.disk import can_map, flush, remove, replaced, write_file
 from recipe.environment import describe_environment
 from recipe.errors import UserError, short_reason
 from recipe.hardware.devices import get_rng_state, set_rng_state
 from recipe.hardware.processes import gather, on_main_process
-from recipe.model.files import write_files
-from recipe.model.weights import WEIGHTS_NAME, copy_weights, full_tensor, load_weights, shard_like, write_model
+from recipe.metrics import CARD_NAME, CURVE_NAME, SUMMARY_NAME, with_nan
+from recipe.model.weights import (
+    WEIGHTS_NAME,
+    copy_weights,
+    full_tensor,
+    load_weights,
+    read_header,
+    shard_like,
+    write_model,
+)
 from recipe.optim.guard import UpdateGuard
 from recipe.optim.schedule import Schedule
 
 STATE_VERSION = 1  # of training_state.json
 STATE_NAME, OPTIMIZER_NAME = "training_state.json", "optimizer.pt"
 RNG_NAME, MANIFEST_NAME = "rng.pt", "manifest.json"
-BEST_NAME, VALUES_NAME = "best", "best.json"  # the folder of the best model, and the file with its evaluation
+LARGEST_NUMBER = 2**63  # of what training_state.json counts
+NEEDED = (STATE_NAME, OPTIMIZER_NAME, RNG_NAME, WEIGHTS_NAME)  # without which no checkpoint is whole
 
 
 @dataclass(frozen=True)
@@ -73,7 +81,7 @@ class RunState:
     initial: dict[str, Any] = field(default_factory=dict)  # the evaluation before the first step of the stage
     losses: dict[str, float] = field(default_factory=dict)  # validation losses of this stage; keys: steps as text
     train_seconds: float = 0.0  # without evaluation and saving
-    memory: dict[str, Any] = field(default_factory=dict)  # `MemoryPlan.choices`, which a resumed run keeps if they fit
+    memory: dict[str, Any] = field(default_factory=dict)  # `MemoryPlan.options`, which a resumed run keeps if they fit
     hardware: dict[str, Any] = field(default_factory=dict)  # `describe_choices` of recipe/hardware/choices.py
     stages: list[Stage] = field(default_factory=list)  # the last one is current
     # Not in checkpoints:
@@ -83,6 +91,11 @@ class RunState:
     @property
     def stage(self) -> Stage:
         return self.stages[-1]
+
+    @property
+    def loss(self) -> float:
+        """The validation loss of this step, which has been evaluated. Infinite if it is not finite."""
+        return self.losses[str(self.step)]
 
     @property
     def stage_examples(self) -> int:
@@ -106,7 +119,11 @@ class RunState:
         if self.step > 0:
             self.losses[str(self.step)] = values["loss"] if math.isfinite(values["loss"]) else math.inf
         if self.step == self.stage.step:
-            self.initial = {key: value for key, value in values.items() if key not in ("sample", "mixture")}
+            # Of the run's first evaluation, without compilation: a time-limited run reserves as much for its end, and
+            # its progress must never fall.
+            seconds = self.initial.get("seconds", values.get("warm_seconds", values["seconds"]))
+            ignored = ("sample", "mixture", "warm_seconds")
+            self.initial = {key: value for key, value in values.items() if key not in ignored} | {"seconds": seconds}
             # The number per dataset, as `max_eval_samples` counts.
             self.initial["num_rows"] = max(part["num_rows"] for part in values.get("mixture", {"": values}).values())
 
@@ -171,25 +188,25 @@ def checkpoint_step(directory: Path) -> int:
 # ------------------------------------------------------------------ verify
 
 
-def seal_checkpoint(directory: Path, known: dict[str, str] | None = None) -> None:
-    """Write the manifest that `why_damaged` checks, and flush every file to disk. known: {file name: SHA-256}."""
-    files = {}
-    for path in sorted(directory.iterdir()):
-        flush(path)
-        files[path.name] = {"bytes": path.stat().st_size, "sha256": (known or {}).get(path.name) or _sha256(path)}
+def seal_checkpoint(directory: Path) -> None:
+    """Flush every file to disk, and write the manifest that `why_damaged` checks."""
+    paths = sorted(path for path in directory.iterdir() if path.name != MANIFEST_NAME)
+    with ThreadPoolExecutor() as pool:  # the disk and the cores work at the same time; the page cache has the bytes
+        hashes = list(pool.map(_flush_and_hash, paths))
+    files = {
+        path.name: {"bytes": path.stat().st_size, "sha256": sha256} for path, sha256 in zip(paths, hashes, strict=True)
+    }
     manifest = {"environment": describe_environment(torch.device("cpu")), "files": files}
-    (directory / MANIFEST_NAME).write_text(json.dumps(manifest, indent=2) + "\n")
-    flush(directory / MANIFEST_NAME)
-    flush(directory)
+    write_file(directory / MANIFEST_NAME, json.dumps(manifest, indent=2) + "\n")
 
 
 def why_damaged(directory: Path) -> str | None:
     """Return what is wrong with a checkpoint, or None if every byte is as it was written."""
     try:
         files = json.loads((directory / MANIFEST_NAME).read_text())["files"]
-        for name, expected in files.items():
+        for name, expected in (dict.fromkeys(NEEDED) | files).items():
             path = directory / name
-            if not path.is_file():
+            if expected is None or path.parent != directory or not path.is_file():
                 return f"{name} is missing"
             if (size := path.stat().st_size) != expected["bytes"]:
                 return f"{name} has {size} bytes instead of {expected['bytes']}"
@@ -202,47 +219,6 @@ def why_damaged(directory: Path) -> str | None:
     return None
 
 
-def read_best(output_dir: Path, run_id: str) -> dict[str, Any]:
-    """Return step and evaluation of the model in BEST_NAME, or {} if that is not this run's."""
-    with contextlib.suppress(OSError, ValueError, KeyError):  # there is none, or it cannot be read
-        values = json.loads((output_dir / BEST_NAME / VALUES_NAME).read_text())
-        if values.pop("run_id") == run_id:
-            return values
-    return {}
-
-
-def restore_best(output_dir: Path, state: RunState) -> None:
-    """Make BEST_NAME hold the best model up to the state's step. Without one, remove the folder.
-
-    The model is missing after a kill during its write, and too new after a resume from an earlier step.
-    """
-    best, folder = read_best(output_dir, state.run_id), output_dir / BEST_NAME
-    if best and (fault := why_damaged(folder)):
-        print(f"warning: {folder} is damaged ({fault})", flush=True)
-        best = {}
-    if not best or best["step"] > state.step:
-        shutil.rmtree(folder, ignore_errors=True)
-        best = {}
-    steps = [step for path in list_checkpoints(output_dir) if (step := checkpoint_step(path)) in state.evaluations]
-    for step in sorted(steps, key=lambda step: state.evaluations[step]["loss"]):
-        source, values = checkpoint_dir(output_dir, step), {"step": step, **state.evaluations[step]}
-        if not values["loss"] < best.get("loss", math.inf):
-            return
-        if why_damaged(source) is None:
-            with replaced(folder) as partial:
-                for path in source.iterdir():
-                    if path.name not in (STATE_NAME, OPTIMIZER_NAME, RNG_NAME, MANIFEST_NAME):
-                        link_or_copy(path, partial / path.name)
-                seal_best(partial, state.run_id, values)
-            return
-
-
-def seal_best(directory: Path, run_id: str, values: dict[str, Any]) -> None:
-    """Write the evaluation of a best model beside it, then the manifest. values: its step and evaluation."""
-    (directory / VALUES_NAME).write_text(json.dumps({"run_id": run_id, **values}) + "\n")
-    seal_checkpoint(directory)
-
-
 def _flush_and_hash(path: Path) -> str:
     flush(path)
     return _sha256(path)
@@ -251,27 +227,6 @@ def _flush_and_hash(path: Path) -> str:
 def _sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return sha_fileobj(file).hex()
-
-
-class HashingFile(io.BufferedWriter):
-    """Hashes and flushes what `torch.save` writes: every byte once, in order (torch 2.13)."""
-
-    def __init__(self, path: Path, helper: ThreadPoolExecutor, flushing: Future) -> None:
-        """helper: flushes the file in the background. flushing: the task before the first flush."""
-        super().__init__(io.FileIO(path, "w"))
-        self.path, self.helper, self.flushing, self.sha256 = path, helper, flushing, hashlib.sha256()
-
-    def write(self, data: memoryview) -> int:
-        written = super().write(data)
-        if self.flushing.done():
-            self.flushing.result()  # Linux reports a failed write to one flush only
-            self.flushing = self.helper.submit(flush, self.path)
-        self.sha256.update(data)
-        return written
-
-    def hash(self) -> str:
-        self.flushing.result()
-        return self.sha256.hexdigest()
 
 
 # ------------------------------------------------------------------ load
@@ -285,10 +240,27 @@ def read_state(directory: Path) -> SavedState:
             raise UserError(f"it has version {content.get('version')}, not {STATE_VERSION}")
         content["stages"] = [Stage(**stage) for stage in content["stages"]]
         state, schedule = RunState(**{name: content[name] for name in SAVED}), Schedule(**content["schedule"])
+        check_types(state, schedule, *state.stages)
         rest = (content[name] for name in ("identity", "mixed_precision", "num_processes", "scaler"))
         return SavedState(state, schedule, *rest)
     except Exception as error:  # missing, not JSON, or of another version
         raise _damaged(directory, error) from error
+
+
+def check_types(*records: Any) -> None:
+    """Raise `ValueError` unless the fields of dataclasses have their types: a checkpoint may be a stranger's."""
+    for record in records:
+        for name, hint in get_type_hints(type(record)).items():
+            kinds = [get_origin(kind) or kind for kind in (get_args(hint) if isinstance(hint, UnionType) else [hint])]
+            values = [value := getattr(record, name)]
+            is_valid = isinstance(value, tuple([*kinds, int] if float in kinds else kinds))
+            if name in ("losses", "initial") and is_valid:
+                is_valid = all(key.isdigit() or name == "initial" for key in value)
+                values = [number for number in value.values() if number is not None]
+                is_valid = is_valid and all(isinstance(number, (int, float)) for number in values)
+            numbers = [number for number in values if isinstance(number, (int, float))]
+            if not is_valid or any(number < 0 or LARGEST_NUMBER < number < math.inf for number in numbers):
+                raise ValueError(f"{name} is {value!r}")
 
 
 def load_checkpoint(directory: Path, contents: CheckpointContents) -> RunState:
@@ -305,10 +277,10 @@ def load_checkpoint(directory: Path, contents: CheckpointContents) -> RunState:
             for key, value in values.items():
                 if isinstance(value, torch.Tensor) and value.shape == parameters[index].shape:
                     values[key] = shard_like(parameters[index], value)
-        rates = [group["initial_lr"] for group in optimizer.param_groups]
+        options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
         optimizer.load_state_dict(saved["optimizer"])
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["initial_lr"] = rate  # this run's, not the checkpoint's
+        for group, own in zip(optimizer.param_groups, options, strict=True):
+            group.update(own)  # this run's rate, decay and betas, not the checkpoint's
         contents.guard.counts = saved["guard"].to(device)
         if contents.accelerator.scaler is not None and loaded.scaler:
             contents.accelerator.scaler.load_state_dict(loaded.scaler)
@@ -332,7 +304,7 @@ def _damaged(directory: Path, error: Exception) -> UserError:
 class CheckpointSaver:
     """Saves in the background. Training waits only while its state is copied into host memory.
 
-    The copies take 12 bytes per parameter, and 4 for a best model. If the previous checkpoint is not on disk when the
+    The copies take 12 bytes per parameter, and 4 for a model alone. If the previous checkpoint is not on disk when the
     next one is due, training waits for it too.
     """
 
@@ -342,17 +314,23 @@ class CheckpointSaver:
     identity: dict[str, Any]  # what a resumed run must share with the checkpoint
     contents: CheckpointContents
     on_failure: Callable[[str, Exception], None]  # gets what could not be written, in the thread that writes
-    on_saved: Callable[[Path, int], None]  # gets each complete checkpoint and its step, before older ones are pruned
+    # Get each complete checkpoint, its step, and the seconds from its copy to the disk, before older ones are pruned.
+    on_saved: Sequence[Callable[[Path, int, float], None]]
+    has_exported: bool = False  # whether the model in the folder, if there is one, is this run's
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
-    pending_checkpoint: Future[bool] | None = None  # a checkpoint
-    pending_best: Future[None] | None = None  # the best model
+    pending: Future[bool] | None = None  # a checkpoint, the newest one
+    pending_export: Future[None] | None = None  # the model in the run's folder
+
+    @property
+    def keeps_best(self) -> bool:
+        return self.config.load_best_model_at_end == "true"
 
     def save(self, state: RunState) -> None:
         """Copy the state on all processes and start to write it on the main one, unless it is on disk already."""
         if self.finish(state):  # waits without the time limit that the collectives below have
             return
         gc.collect()  # garbage collection is off during training
-        accelerator, contents = self.contents.accelerator, self.contents
+        started_at, accelerator, contents = time.perf_counter(), self.contents.accelerator, self.contents
         rng = dict(enumerate(gather(get_rng_state(accelerator.device))))
         state.saved_step = state.step
         # Tensor by tensor, so that no device holds more than one whole tensor at a time.
@@ -370,38 +348,12 @@ class CheckpointSaver:
                 "identity": self.identity,
                 "schedule": asdict(self.schedule),
             }
-            self.pending_checkpoint = self.thread.submit(self._try_to_write, content, weights, optimizer, rng)
+            self.pending = self.thread.submit(self._try_to_write, started_at, content, weights, optimizer, rng)
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Copy a tensor, which may be sharded over the processes, into the host memory of the main process."""
         tensor = full_tensor(tensor.detach())
         return tensor.to("cpu", copy=True) if self.contents.accelerator.is_main_process else None
-
-    def keep_best(self, state: RunState) -> None:
-        """If this step's evaluation has the lowest loss, copy the weights and start to write them to BEST_NAME."""
-        if self.config.load_best_model_at_end != "true" or state.step == 0:
-            return
-        contents, values = self.contents, {"step": state.step, **state.evaluations[state.step]}
-        if values["loss"] < on_main_process(lambda: self._best_loss(state.run_id)):
-            keep = contents.accelerator.is_main_process
-            weights = copy_weights(contents.model, contents.model_config, keep)
-            if keep:
-                self.pending_best = self.thread.submit(self._try_to_keep, state.run_id, values, weights)
-
-    def _best_loss(self, run_id: str) -> float:
-        """Return the loss of the model in BEST_NAME, after a write in progress, so that copies do not pile up."""
-        if self.pending_best is not None:
-            self.pending_best.result()
-        return read_best(self.output_dir, run_id).get("loss", math.inf)
-
-    def _try_to_keep(self, run_id: str, values: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
-        try:
-            with replaced(self.output_dir / BEST_NAME) as folder:
-                write_model(self.contents.model, self.contents.model_config, weights, folder)
-                write_files(self.contents.files, folder)
-                seal_best(folder, run_id, values)
-        except Exception as error:  # of the system or safetensors
-            self.on_failure(BEST_NAME, error)  # a later evaluation tries again
 
     def finish(self, state: RunState) -> bool:
         """Make all processes wait for what is being written. Returns whether the state's step is on disk."""
@@ -411,13 +363,11 @@ class CheckpointSaver:
 
     def wait(self) -> bool:
         """Wait for what is being written. Returns whether the checkpoint, if there was one, is on disk."""
-        checkpoint, self.pending_checkpoint = self.pending_checkpoint, None
-        best, self.pending_best = self.pending_best, None
-        if best is not None:
-            best.result()
+        checkpoint, self.pending = self.pending, None
+        self._wait_for_export()
         return checkpoint is None or checkpoint.result()
 
-    def _try_to_write(self, content: dict, *parts: dict) -> bool:
+    def _try_to_write(self, started_at: float, content: dict, *parts: dict) -> bool:
         """Write, and report a failure: a full disk must not end the run. Returns whether the checkpoint is on disk."""
         final = checkpoint_dir(self.output_dir, content["step"])
         try:
@@ -427,7 +377,8 @@ class CheckpointSaver:
             return False
         try:
             mark_resumable(True)
-            self.on_saved(final, content["step"])
+            for tell in self.on_saved:
+                tell(final, content["step"], time.perf_counter() - started_at)
             self._prune(content)
         except OSError as error:
             self.on_failure(f"what follows {final.name} (upload copy, pruning)", error)
@@ -435,17 +386,14 @@ class CheckpointSaver:
 
     def _write(self, final: Path, content: dict, weights: dict, optimizer: dict, rng: dict) -> None:
         contents = self.contents
-        with replaced(final) as folder, ThreadPoolExecutor(1) as helper:  # keeps the disk busy
-            write_model(contents.model, contents.model_config, weights, folder)
-            hashing = helper.submit(_flush_and_hash, folder / WEIGHTS_NAME)
-            write_files(contents.files, folder)
-            hashes = {}
-            for name, tensors in ((OPTIMIZER_NAME, optimizer), (RNG_NAME, rng)):
-                with HashingFile(folder / name, helper, hashing) as file:
-                    torch.save(tensors, file)
-                hashes[name] = file.hash()
-            (folder / STATE_NAME).write_text(json.dumps(content, indent=2) + "\n")
-            seal_checkpoint(folder, {WEIGHTS_NAME: hashing.result(), **hashes})
+        with replaced(final) as folder:
+            folder.mkdir()
+            header = {"step": str(content["step"])}
+            write_model(contents.model, contents.model_config, contents.files, weights, folder, header)
+            torch.save(optimizer, folder / OPTIMIZER_NAME)
+            torch.save(rng, folder / RNG_NAME)
+            write_file(folder / STATE_NAME, json.dumps(content, indent=2) + "\n")
+            seal_checkpoint(folder)
 
     def _prune(self, content: dict) -> None:
         if self.config.save_total_limit is not None:
@@ -453,23 +401,74 @@ class CheckpointSaver:
             for step in list_pruned(steps, content["step"], content["decay_start"], self.config.save_total_limit):
                 remove_checkpoint(checkpoint_dir(self.output_dir, step))
 
+    # ------------------------------------------------------------------ the model in the run's folder
 
-@contextlib.contextmanager
-def replaced(final: Path) -> Iterator[Path]:
-    """Yield a hidden folder to fill and seal. It then replaces `final`; after an error, `final` stays as it is."""
-    partial, before = (final.with_name(f".{final.name}.{word}") for word in ("partial", "replaced"))
+    def export(self, state: RunState, is_last: bool = False) -> None:
+        """Write the model of an evaluated step into the run's folder, if it belongs there.
+
+        In the background, if the best model is kept and this one has the lowest loss. At the end of the run, it waits,
+        and raises `UserError` if that fails.
+        """
+        if not is_last and (state.step == 0 or not self.keeps_best):
+            return
+        if not on_main_process(lambda: self._belongs_there(state)):
+            return
+        keep = self.contents.accelerator.is_main_process
+        weights = copy_weights(self.contents.model, self.contents.model_config, keep)
+        if keep:
+            self.pending_export = self.thread.submit(self._export, state.step, state.loss, weights)
+        if is_last:
+            on_main_process(lambda: self.pending_export and self.pending_export.result())
+
+    def _belongs_there(self, state: RunState) -> bool:
+        self._wait_for_export()
+        exported = read_exported(self.output_dir) if self.has_exported else None
+        if exported == (state.step, state.loss):
+            return False
+        # One of this step or a later one is from before a resume.
+        is_older = exported is not None and exported[0] < state.step
+        return exported is None or not (is_older and self.keeps_best) or state.loss < exported[1]
+
+    def _wait_for_export(self) -> None:
+        export, self.pending_export = self.pending_export, None
+        try:
+            _ = export and export.result()
+        except UserError as error:
+            self.on_failure("a model with a lower loss", error)  # a later evaluation may try again
+
+    def _export(self, step: int, loss: float, weights: dict[str, torch.Tensor]) -> None:
+        contents, header = self.contents, {"step": str(step), "eval_loss": repr(loss)}
+        try:
+            write_model(contents.model, contents.model_config, contents.files, weights, self.output_dir, header)
+            self.has_exported = True
+            for name in (SUMMARY_NAME, CARD_NAME, CURVE_NAME):  # of an earlier model
+                (self.output_dir / name).unlink(missing_ok=True)
+        except Exception as error:  # a full disk: safetensors and the file system each raise their own
+            problem = f"the model could not be written to {self.output_dir}: {short_reason(error)}"
+            newest = [f"continues from {path.name}" for path in list_checkpoints(self.output_dir)[-1:]]
+            how = newest[0] if newest else "starts at step 0: there is no checkpoint"
+            remedy = f"fix that; then the same command with --resume_from_checkpoint auto {how}"
+            raise UserError(f"{problem}; {remedy}") from error
+
+
+def read_exported(output_dir: Path) -> tuple[int, float] | None:
+    """Return the step and the validation loss of the model in a run's folder; None if there is none."""
+    header = read_header(output_dir)
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        yield partial
-        if final.exists():  # a checkpoint of the same step, damaged or of another schedule
-            os.rename(final, before)  # after a kill, `clean_checkpoints` restores it
-        os.rename(partial, final)
-        flush(final.parent)
-    except BaseException:
-        clean_checkpoints(final.parent)
-        raise
-    shutil.rmtree(before, ignore_errors=True)
+        return int(header["step"]), float(header["eval_loss"])
+    except (KeyError, ValueError):  # none, or another program's
+        return None
+
+
+def read_summary(output_dir: Path, run_id: str) -> dict[str, Any]:
+    """Return the results in a run's folder, those of its model; {} if there are none, or of another run or model."""
+    try:
+        summary = with_nan(json.loads((output_dir / SUMMARY_NAME).read_text()))
+        exported = read_exported(output_dir)
+        is_current = summary["run_id"] == run_id and exported is not None and summary["exported_step"] == exported[0]
+    except (OSError, ValueError, KeyError, AttributeError):
+        return {}
+    return summary if is_current else {}
 
 
 def list_pruned(steps: Sequence[int], saved: int, decay_start: int | None, limit: int) -> list[int]:
@@ -480,12 +479,6 @@ def list_pruned(steps: Sequence[int], saved: int, decay_start: int | None, limit
     """
     older = [step for step in steps if step < saved and step != decay_start]
     return older[: -(limit - 1) or None]
-
-
-def record_config(directory: Path, config: TrainConfig) -> None:
-    """Replace training_config.yaml atomically."""
-    save_config(config, directory / f".{CONFIG_NAME}")
-    os.replace(directory / f".{CONFIG_NAME}", directory / CONFIG_NAME)
 
 
 def remove_checkpoint(directory: Path) -> None:
@@ -502,4 +495,4 @@ def clean_checkpoints(output_dir: Path) -> None:
         if not (final := output_dir / path.stem[1:]).exists():
             path.rename(final)
     for path in (*output_dir.glob(".*.partial"), *output_dir.glob(".*.replaced")):
-        shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()

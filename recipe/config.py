@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 import yaml
 
+from recipe.disk import write_file
 from recipe.errors import UserError, did_you_mean
 
 # The first option of each section and the section's heading in --help.
@@ -210,11 +211,12 @@ class TrainConfig:
 
     # --- periodic
     logging_steps: int = _field(10, "Steps between log lines.", at_least=1)
-    eval_steps: int = _field(
-        250,
-        "Steps between evaluations; at most an epoch, or a 40th of the run, if the best model is kept. 0: only at the "
-        "start and the end.",
+    eval_steps: int | str | None = _field(
+        "auto",
+        "Steps between evaluations; 0: only at the start and the end. auto: 200; if the best model is kept, also each "
+        "epoch, but 10 to 40 times in a run.",
         at_least=0,
+        words=("auto",),
     )
     max_eval_samples: int | str | None = _field(
         "auto",
@@ -235,8 +237,8 @@ class TrainConfig:
     )
     load_best_model_at_end: Literal["auto", "true", "false"] = _field(
         "auto",
-        "Export the model with the lowest validation loss, which OUTPUT_DIR/best keeps; auto: if the run sees its "
-        "data more than twice, or an unknown number of times.",
+        "Export the model with the lowest validation loss, at each evaluation that finds one; auto: if the run sees "
+        "its data more than twice, or an unknown number of times.",
         nargs="?",
         const="true",
     )
@@ -245,8 +247,8 @@ class TrainConfig:
     )
     resume_from_checkpoint: str | None = _field(
         None,
-        "A folder, hf://user/name@BRANCH, latest (the newest valid one in output_dir) or auto (the same, else the "
-        "newest on the Hub if this run publishes its training state, else start fresh).",
+        "A checkpoint, a run's folder, hf://user/name@BRANCH, or auto: the newest checkpoint in output_dir, else the "
+        "newest on the Hub if this run publishes its training state, else none.",
     )
     report_to: list[str] | None = _field(None, "Trackers: trackio, tensorboard, wandb, ...")
     profile: int | None = _field(
@@ -335,7 +337,7 @@ def may_come_from_hub(name: str, value: Any) -> bool:
     return value in (MISSING, STANDARD_LIBRARY) or (isinstance(value, str) and hub_id(value) is not None)
 
 
-def save_config(config: TrainConfig, path: Path) -> None:
+def write_config(config: TrainConfig, path: Path) -> None:
     """Write the options so that `--config PATH` repeats the run in this folder or another.
 
     `hub_overwrite`, the consent to overwrite another run on the Hub, holds once, so it is not written.
@@ -343,7 +345,7 @@ def save_config(config: TrainConfig, path: Path) -> None:
     values = {key: value for key, value in dataclasses.asdict(config).items() if value is not None}
     for key in ("output_dir", "resume_from_checkpoint", "hub_overwrite"):
         values.pop(key, None)
-    path.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+    write_file(path, yaml.safe_dump(values, sort_keys=False))
 
 
 def check_value(option: dataclasses.Field, value: Any) -> None:
@@ -400,12 +402,10 @@ def check_rules(config: TrainConfig) -> None:
     resumes = config.resume_from_checkpoint
     if str(resumes).lower() in ("true", "false"):  # Trainer's
         problem = f"--resume_from_checkpoint {resumes} names no folder"
-        raise UserError(
-            f"{problem}; pass latest (the newest checkpoint in --output_dir), auto or a folder, or omit it"
-        )
+        raise UserError(f"{problem}; pass auto (the newest checkpoint in --output_dir) or a folder, or omit it")
     message = f"--resume_from_checkpoint {resumes} requires the --output_dir of the run to resume"
-    require(resumes not in ("latest", "auto") or config.output_dir is not None, message)
-    evaluates = config.early_stopping_patience is None or config.eval_steps > 0
+    require(resumes != "auto" or config.output_dir is not None, message)
+    evaluates = config.early_stopping_patience is None or config.eval_steps != 0
     require(evaluates, "--early_stopping_patience requires --eval_steps greater than 0")
     parse_tasks(config.eval_tasks)
     if (loss := config.expected_loss) is not None:

@@ -1,14 +1,16 @@
-"""File operations that some file systems do not support. Each is tried; if it is not supported, the program continues.
+"""Atomic writes, and file operations that some file systems do not support: each is tried, and done without otherwise.
 
 Lustre and FUSE may have no locks, network shares no flushes, exFAT and CIFS neither modes nor hard links. One line per
 process and file system says what is missing. A real error, such as a full disk, is raised as usual.
 """
 
+import contextlib
 import errno
 import mmap
 import os
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from filelock import FileLock
@@ -56,13 +58,46 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def share(path: Path) -> None:
-    """Give a file the read and write permissions of its folder."""
-    mode = path.parent.stat().st_mode & 0o666
-    if path.stat().st_mode & mode == mode:  # for example, because the mount sets all modes
+@contextlib.contextmanager
+def replaced(final: Path) -> Iterator[Path]:
+    """Yield a hidden path at which to write a file, or a folder. It then replaces `final`, on disk and complete.
+
+    After an error, `final` stays as it is. After a kill, `list_checkpoints` and `clean_checkpoints` find what is left.
+    """
+    partial, before = (final.with_name(f".{final.name}.{word}") for word in ("partial", "replaced"))
+    try:
+        _delete(partial)
+        final.parent.mkdir(parents=True, exist_ok=True)
+        yield partial
+        flush(partial)
+        if final.is_dir():  # which `os.replace` would refuse
+            os.rename(final, before)
+        os.replace(partial, final)
+        flush(final.parent)
+    except BaseException:
+        _delete(partial)
+        if before.exists() and not final.exists():
+            os.rename(before, final)
+        raise
+    _delete(before)
+
+
+def write_file(path: Path, content: str | bytes) -> None:
+    """Write or replace a file, which nobody ever sees half written."""
+    with replaced(path) as partial:
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def _delete(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def share(path: Path, other: Path) -> None:
+    """Let those read a file who may read the other one, which was created as the umask says."""
+    if path.stat().st_mode == (mode := other.stat().st_mode):
         return
     try:
-        path.chmod(mode)
+        path.chmod(mode & 0o777)
     except OSError as error:
         _warn(error, UNSUPPORTED | {errno.EPERM}, path, "has no modes", "other users may be unable to read its files")
 

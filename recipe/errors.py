@@ -11,10 +11,11 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from recipe.launcher import forget_launcher, is_main_process
+from recipe.launcher import forget_launcher, local_rank
 
 # A full disk, an exceeded quota, a read-only file system, missing permission.
 FIXABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
+TURN_SECONDS = 0.5  # a launcher looks every 0.1 s whether a process has ended (torch 2.13)
 LOST_PEER = r"connection (was )?(likely )?(closed|reset|refused)|broken pipe|timed out|remote process exited"
 
 
@@ -22,11 +23,7 @@ class UserError(Exception):
     """A mistake that the user can fix. The message says what was found, what was expected, and what fixes it."""
 
 
-class ProcessError(UserError):
-    """A `UserError` that may occur on one process only. That process reports it, whatever its rank."""
-
-
-class LostProcessError(ProcessError):
+class LostProcessError(UserError):
     """Another process has ended. The same command may succeed the next time."""
 
 
@@ -59,26 +56,26 @@ def run_main(main: Callable[[], int | None], interrupted: str = "interrupted", i
         sys.exit(status)
 
 
-def _report(error: Exception) -> str | int:
-    """Return the exit status for an error that the user can fix: its message, or 1. Raises any other error again."""
+def _report(error: Exception) -> str:
+    """Return the exit status for an error that the user can fix: its message. Raises any other error again."""
     if isinstance(error, RuntimeError):
         if not lost_a_process(error):
             raise error
-        error = ProcessError(
+        error = LostProcessError(
             f"the connection to another process of this run is lost; its own output says why it ended; the same "
             f"command with --resume_from_checkpoint auto resumes from the newest checkpoint ({one_line(error)})"
         )
     if isinstance(error, OSError):
         if error.errno not in FIXABLE:
             raise error
-        error = ProcessError(f"{error.strerror}: {error.filename}" if error.filename else error.strerror)
+        error = UserError(f"{error.strerror}: {error.filename}" if error.filename else error.strerror)
     if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         # torchrun ends its report with the message of the first process that failed, whichever that is
         report = json.dumps({"message": f"error: {error}", "timestamp": int(time.time())})
         with contextlib.suppress(OSError):  # the same disk may be full
             Path(error_file).write_text(report)
-    if not (is_main_process() or isinstance(error, ProcessError)):
-        return 1  # the main process prints it
+    # What all processes find, one of each machine says: its launcher ends the others while they wait.
+    time.sleep(TURN_SECONDS * local_rank())
     return f"error: {error}"
 
 

@@ -53,12 +53,6 @@ def why_incomplete(environment: Mapping[str, str]) -> str | None:
     if _number(environment, "SLURM_STEP_NUM_TASKS", 1) > 1 and count_processes(environment) == 1:
         remedy = "start one per machine, with accelerate launch (see scripts/slurm), or unset SLURM_STEP_NUM_TASKS"
         return f"srun has started several tasks, each of which would do the whole work by itself; {remedy}"
-    if started_one_of_several(environment):
-        return (
-            "the launcher was asked for several processes, but starts only one with this distributed_type; use "
-            "accelerate_configs/multi_cpu.yaml or multi_gpu.yaml; for one process, pass --num_processes 1 and unset "
-            "MASTER_ADDR"
-        )
     return None
 
 
@@ -71,16 +65,6 @@ def why_alone(environment: Mapping[str, str], num_seen: int, has_gpu: bool) -> s
     seen = f"{num_seen}{'' if has_gpu else ' (no GPU was found)'}"
     remedy = "on a CPU, use accelerate_configs/multi_cpu.yaml"
     return f"the launcher started {expected} processes but Accelerate sees {seen}; {remedy}"
-
-
-def started_one_of_several(environment: Mapping[str, str]) -> bool:
-    """Return whether `accelerate launch` was asked for several processes on this machine and started one.
-
-    This happens for distributed_type MULTI_CPU without mpirun, and for "NO" (1.15). The only trace of the requested
-    number is MASTER_ADDR, which is set for more than one process.
-    """
-    is_alone = "ACCELERATE_MIXED_PRECISION" in environment and not any(name in environment for name in SIZES)
-    return is_alone and environment.get("MASTER_ADDR") == "127.0.0.1"
 
 
 def asks_for_cpu(environment: Mapping[str, str]) -> bool:
@@ -106,6 +90,11 @@ def is_main_process(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether this process prints for all of them. A process without a launcher always does."""
     is_launched = "LOCAL_RANK" in environment and count_processes(environment) > 1
     return not is_launched or environment.get("RANK") == "0" or why_incomplete(environment) is not None
+
+
+def local_rank(environment: Mapping[str, str] = os.environ) -> int:
+    """Return the number of this process among those of its machine; 0 without a launcher."""
+    return _number(environment, "LOCAL_RANK", 0) if count_processes(environment) > 1 else 0
 
 
 def answer(name: str, default: str, environment: Mapping[str, str] = os.environ) -> str:

@@ -1,9 +1,10 @@
-"""What a run measures, in its folder: one event per line in metrics.jsonl, and its results in summary.json.
+"""What a run measures: one event per line in metrics.jsonl, its results in summary.json; and sums of events.
 
 An event is a JSON object with `event` ("start", "train", "eval", "sample", "schedule", "end"), `step`, and its values,
 such as `loss` (nats per token), `tokens_seen` or `step_ms`.
 """
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 from recipe.config import EVAL_TASKS
 
 METRICS_NAME, SUMMARY_NAME = "metrics.jsonl", "summary.json"
+CARD_NAME, CURVE_NAME = "README.md", "loss_curve.png"
 SCORES = ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "perplexity", "perplexity_stderr", "num_examples")
 
 
@@ -22,16 +24,39 @@ def read_events(run_dir: Path) -> list[dict[str, Any]]:
         try:
             event = json.loads(line)
             events.append(event | {"event": str(event["event"]), "step": int(event["step"])})
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError):
             continue
     return events
 
 
-def read_summary(run_dir: Path, run_id: str) -> dict[str, Any]:
-    """Return the results in a folder, which are those of their `step`, or {} if they are not this run's."""
-    path = run_dir / SUMMARY_NAME
-    summary = with_nan(json.loads(path.read_text())) if path.is_file() else {}
-    return summary if summary.get("run_id") == run_id else {}
+def count_tokens(step: int, events: list[dict[str, Any]], block_size: int) -> int:
+    """Return the tokens seen after `step` steps. A run that resumes may change its batch."""
+    starts = [event for event in events if event["event"] == "start" and event["step"] <= step]
+    start = starts[-1] if starts else {}
+    sizes = ("num_processes", "gradient_accumulation_steps", "per_device_train_batch_size")
+    per_step = math.prod(start.get(size, 0) for size in sizes) * block_size
+    return start.get("tokens_seen", 0) + (step - start.get("step", 0)) * per_step
+
+
+def count_stage_tokens(stages: list[dict[str, Any]], num_tokens: int) -> list[dict[str, Any]]:
+    """Return the stages of a start event with their own tokens, in place of those before them.
+
+    num_tokens: of the whole run.
+    """
+    edges = itertools.pairwise([*(stage["tokens"] for stage in stages), num_tokens])
+    return [stage | {"tokens": after - before} for stage, (before, after) in zip(stages, edges, strict=True)]
+
+
+def measure_speed(events: list[dict[str, Any]]) -> float:
+    """Return the tokens per second of all laps but the first of each start, which includes its compilation.
+
+    A lap ends with a line of the log. 0 without any.
+    """
+    laps = [event for event in events if event["event"] in ("start", "train")]
+    pairs = [pair for pair in itertools.pairwise(laps) if all(event["event"] == "train" for event in pair)]
+    tokens, seconds = (sum(b[key] - a[key] for a, b in pairs) for key in ("tokens_seen", "train_seconds"))
+    only = [lap["tokens_per_second"] for lap in laps if lap["event"] == "train"]
+    return tokens / seconds if seconds > 0 else only[-1] if only else 0.0
 
 
 def split_scores(evaluation: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -43,10 +68,13 @@ def split_scores(evaluation: dict[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
-def without_nan(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values as JSON has them: a number that is not finite becomes None, at any depth."""
-    finite = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in values.items()}
-    return {key: without_nan(v) if isinstance(v, dict) else v for key, v in finite.items()}
+def without_nan(values: Any) -> Any:
+    """Return JSON-like values with None in place of each number that JSON does not have, at any depth."""
+    if isinstance(values, dict):
+        return {key: without_nan(value) for key, value in values.items()}
+    if isinstance(values, (list, tuple)):
+        return [without_nan(value) for value in values]
+    return None if isinstance(values, float) and not math.isfinite(values) else values
 
 
 def with_nan(values: dict[str, Any]) -> dict[str, Any]:

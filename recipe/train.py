@@ -24,17 +24,18 @@ from recipe.progress import unfailing_output
 from recipe.publish.uploads import HubUploads
 from recipe.run.decide import decide_turn
 from recipe.run.end import finish_run, stop_run
-from recipe.run.facts import collect_facts
 from recipe.run.log import RunLog
 from recipe.run.profile import build_profiler
+from recipe.run.record import describe_run
 from recipe.run.start import (
-    fit_micro_batch,
     load_state,
     open_batches,
     open_dataset,
     open_run,
+    register_optimizer,
     resolve_run,
     restored_process,
+    try_step,
     wrap_module,
 )
 from recipe.run.start_table import show_start
@@ -50,34 +51,35 @@ def main() -> int:
     start = open_run(requested, recipe)  # look, decide_start: the folder, and the checkpoint to begin with
     dataset = open_dataset(start)  # the main process prepares text first
     run = resolve_run(start, dataset)  # measure, decide_run: length, schedule, what every `auto` means on this machine
-    config, schedule = run.config, run.schedule
-    accelerator = build_accelerator(config, run.output_dir, run.choices)
+    accelerator = build_accelerator(run.config, start.output_dir, run.choices)
 
-    model = build_model(config, run.model.config, run.source)  # a stock GPT2LMHeadModel
-    loss = LanguageModelingLoss(
-        model, run.model.config.vocab_size, config.label_smoothing_factor, run.plan.loss_chunks
-    )
+    model = build_model(run.config, run.model.config, start.base_model)  # a stock GPT2LMHeadModel
+    smoothing, vocab_size = run.config.label_smoothing_factor, run.model.config.vocab_size
+    loss = LanguageModelingLoss(model, vocab_size, smoothing, run.plan.loss_chunks)
     module = wrap_module(run, accelerator, loss)  # compiled; on several devices DDP, or FSDP (new parameters)
-    optimizer = build_optimizer(config, model)
-    run = fit_micro_batch(run, accelerator, module, optimizer)  # on a GPU, a trial step
+    optimizer = register_optimizer(accelerator, build_optimizer(run.config, model))
+    run = try_step(run, accelerator, module, optimizer)  # on a GPU: does the micro-batch fit?
+    config, schedule = run.config, run.schedule
     guard = UpdateGuard(accelerator)
     contents = CheckpointContents(accelerator, model, run.model.config, run.model.files, optimizer, guard)
     state = load_state(run, contents)  # the checkpoint's, or a new one
     batches = open_batches(run, accelerator, dataset, state)
-    validation = Validation(config, accelerator, module, dataset, run.plan.micro_batch_size)
+    validation = Validation(config, accelerator, module, dataset)
 
-    facts = collect_facts(run, accelerator.device, model, state)
-    log = RunLog(run, accelerator, state, facts, batches, optimizer, guard)
-    uploads = HubUploads(config, state.run_id, run.output_dir, log.say)
-    saver = CheckpointSaver(run.output_dir, config, schedule, run.identity, contents, log.failed, uploads.add)
+    record = describe_run(run, accelerator.device, model, state)
+    log = RunLog(run, accelerator, state, record, batches, optimizer, guard)
+    uploads = HubUploads(config, state.run_id, start.output_dir, log.say)
+    told = (log.saved, uploads.add)  # of each checkpoint
+    saver = CheckpointSaver(
+        start.output_dir, config, schedule, run.identity, contents, log.failed, told, has_exported=run.continues
+    )
 
-    # ------------------------------------------------------------------ loop: one turn is one optimizer step
+    # ------------------------------------------------------------------ loop
     grad_accum = accelerator.gradient_accumulation_steps = run.grad_accum
     host_memory = HostMemory()
-    can_resume = resumable(run.output_dir, config, run.plan, run.facts)
-    with StopSignals() as signals, can_resume, build_profiler(run, log) as profiler:
-        show_start(log, facts, state, validation.num_rows)
-        while True:  # saving and evaluation are at the top, so the last turn makes no step
+    with StopSignals() as signals, resumable(run), build_profiler(run, log) as profiler:
+        show_start(log, record, state, validation.num_rows)
+        while True:  # a turn saves, or evaluates, or makes a step; the last one only ends
             stop, state.seconds = signals.agree(log.seconds())  # all processes at the same step
             turn = decide_turn(run, state, stop)
             state.progress, state.decay_start = turn.progress, turn.decay_start
@@ -90,9 +92,9 @@ def main() -> int:
                     evaluation = validation.run(signals.must_stop)
                     if evaluation is not None:
                         state.add_evaluation(evaluation)
-                        saver.keep_best(state)  # in the background, if it is the best
+                        saver.export(state)  # in the background, if it is the best so far
                 if evaluation is not None:
-                    log.evaluation(state, evaluation)
+                    log.record_evaluation(state, evaluation)
                 continue  # a signal may have interrupted it, or its loss ends the run: the next turn saves and stops
             if turn.end:
                 break
@@ -119,7 +121,7 @@ def main() -> int:
             log.add(means, grad_norm)
             host_memory.after_step()
             if log.is_due(state):
-                log.train(state)  # the one routine wait for the device
+                log.record_steps(state)  # the one routine wait for the device
             if profiler:
                 profiler.step()
 
@@ -129,7 +131,7 @@ def main() -> int:
         is_saved = saver.finish(state)  # no process leaves before the checkpoint is on disk
         if stop:
             return stop_run(log, uploads, state, signals, is_saved)
-        return finish_run(log, uploads, state, signals, facts, model)
+        return finish_run(log, uploads, state, signals, record, saver)
 
 
 if __name__ == "__main__":

@@ -27,12 +27,12 @@ from recipe.config import CONFIG_NAME
 from recipe.data.cache import open_dataset_for
 from recipe.data.packed import PackedDataset, open_packed_dataset
 from recipe.data.tokenizer import load_tokenizer
-from recipe.disk import share
+from recipe.disk import share, write_file
 from recipe.errors import UserError, run_main
 from recipe.evaluation.scoring import CPU_TOKENS
 from recipe.evaluation.text import Text, choose_context, evaluate_dataset, evaluate_text, read_text
 from recipe.hardware.devices import device_of
-from recipe.model.files import TOKENIZER_FILES, own_files, write_files
+from recipe.model.files import TOKENIZER_FILES, own_files
 from recipe.model.weights import load_model_weights, load_pretrained, write_config
 
 MAX_TOKENS = 16_384  # 40 seconds per model for GPT-2 124M on one CPU core
@@ -56,8 +56,9 @@ def main() -> None:
     model.save_pretrained(args.output_dir)
     write_config(model.config, args.output_dir)
     for path in args.output_dir.glob("*.safetensors"):
-        share(path)  # safetensors 0.8 makes its files private
-    write_files(own_files(args.model, TOKENIZER_FILES), args.output_dir)
+        share(path, args.output_dir / "config.json")  # safetensors 0.8 makes its files private
+    for name, content in own_files(args.model, TOKENIZER_FILES).items():
+        write_file(args.output_dir / name, content)
     exported = load_model_weights(args.output_dir, device_map={"": device}).eval()  # as users do
     measured = print_row(args.output_dir, exported, tokenizer, text)
     print(f"\nPerplexity on {measured['num_tokens']:,} tokens of {measured['name']}.")

@@ -39,12 +39,12 @@ from packaging.requirements import Requirement
 from transformers import PreTrainedConfig
 
 from recipe.command_line import load_config, load_yaml
-from recipe.config import DATA_SOURCES, STANDARD_LIBRARY, TrainConfig, is_missing, save_config
+from recipe.config import DATA_SOURCES, STANDARD_LIBRARY, TrainConfig, is_missing, write_config
 from recipe.data.packed import id_dtype
 from recipe.environment import count_cpus, describe_device
 from recipe.errors import UserError, run_main, short_reason
-from recipe.hardware.accelerator import find_facts, measure_open
-from recipe.hardware.choices import Choice, Facts, apply_choices, check_sharded, choose
+from recipe.hardware.accelerator import find_machine, measure_open
+from recipe.hardware.choices import Choice, Machine, apply_choices, check_sharded, choose
 from recipe.hardware.devices import why_no_inductor
 from recipe.hardware.gpus import find_gpu, load_gpu
 from recipe.hardware.memory import MemoryPlan, estimate_bytes, measure_usable_bytes, plan_memory
@@ -87,7 +87,7 @@ def main() -> None:
         return
     choices = choose_here(config, model_config)
     failed = 0 if args.json else check_machine(config, choices)
-    config = apply_choices(config, choices, find_facts(find_device()))
+    config = apply_choices(config, choices, find_machine(find_device()))
     plan_machine(args, config, model_config)
     if args.measure:
         measured = measure_steps(args.config_file, config, choices["dynamo"].value)
@@ -102,8 +102,8 @@ def main() -> None:
 def choose_here(config: TrainConfig, model_config: PreTrainedConfig) -> dict[str, Choice]:
     """Return what `auto` becomes for the whole run on this machine; ten steps alone would not pay for compiling."""
     device, flops = find_device(), count_training_flops(config, model_config, count_parameters(model_config))
-    facts = find_facts(device, total_flops=flops)
-    return choose(config, facts, measure_open(config, facts, device, model_config))
+    machine = find_machine(device, total_flops=flops)
+    return choose(config, machine, measure_open(config, machine, device, model_config))
 
 
 def check_machine(config: TrainConfig, choices: dict[str, Choice]) -> int:
@@ -202,7 +202,7 @@ def measure_steps(config_file: str | None, config: TrainConfig, backend: str) ->
     launcher += ["--config_file", config_file] if config_file else []
     with tempfile.TemporaryDirectory() as folder:
         recipe = Path(folder, "recipe.yaml")
-        save_config(steps, recipe)
+        write_config(steps, recipe)
         command = [*launcher, TRAIN, "--config", str(recipe), "--output_dir", f"{folder}/run"]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode != 0:
@@ -301,12 +301,12 @@ def compare_lengths(config: TrainConfig, model_config: PreTrainedConfig) -> str:
     attention does not.
     """
     titles = ["tokens per row", "rows", "flash", "plain", "scores in it", "attention's FLOPs"]
-    rows, shape, facts = [titles, ["---:"] * len(titles)], copy.deepcopy(model_config), Facts("cuda")
+    rows, shape, machine = [titles, ["---:"] * len(titles)], copy.deepcopy(model_config), Machine("cuda")
     for length in LENGTHS:
         shape.max_position_embeddings, plan = length, MemoryPlan(LENGTHS[-1] // length, False, 1)
         config = dataclasses.replace(config, block_size=length, mixed_precision="bf16", dynamo_backend="inductor")
         configs = [dataclasses.replace(config, attn_implementation=kind) for kind in ("sdpa", "eager")]
-        flash, plain = (estimate_bytes(plan, of_kind, shape, facts) for of_kind in configs)
+        flash, plain = (estimate_bytes(plan, of_kind, shape, machine) for of_kind in configs)
         flops, others = (count_flops_per_token(shape, count_parameters(shape), tokens) for tokens in (length, 0))
         cells = [f"{length:,}", str(plan.micro_batch_size), f"{flash / 1e9:.1f} GB", f"{plain / 1e9:.1f} GB"]
         rows.append([*cells, f"{1 - flash / plain:.0%}", f"{1 - others / flops:.0%}"])
@@ -339,9 +339,9 @@ def plan_device(
     auto = {name: value for name, value in usual.items() if getattr(config, name) == "auto"}
     config = dataclasses.replace(config, **auto)
     shards = Sharding(num_devices) if sharded else None
-    facts = Facts(device_type, num_devices, shards, launcher_mode=dynamo_mode())
-    check_sharded(config, facts)
-    return plan_memory(config, model_config, facts, memory_bytes)
+    machine = Machine(device_type, num_devices, shards, launcher_mode=dynamo_mode())
+    check_sharded(config, machine)
+    return plan_memory(config, model_config, machine, memory_bytes)
 
 
 def letters_of(plan: MemoryPlan) -> str:

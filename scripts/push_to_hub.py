@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 from recipe.arguments import CommandLine, shell_command
-from recipe.checkpoint import checkpoint_step, clean_checkpoints, list_checkpoints, why_damaged
+from recipe.checkpoint import checkpoint_step, clean_checkpoints, list_checkpoints, read_summary, why_damaged
 from recipe.command_line import load_config
 from recipe.config import CONFIG_NAME, OPTIONS
 from recipe.errors import UserError, check_local_path, run_main
-from recipe.metrics import METRICS_NAME, read_events, read_summary
+from recipe.metrics import METRICS_NAME, read_events
 from recipe.progress import unfailing_output
 from recipe.publish.hub import create_repository, look_at_hub, refuse_another
 from recipe.publish.uploads import HubUploads

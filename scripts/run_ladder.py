@@ -52,8 +52,8 @@ from recipe.data.cache import open_dataset_for
 from recipe.data.packed import PackedSplit, open_packed_dataset
 from recipe.environment import count_cpus, describe_environment, describe_machine
 from recipe.errors import UserError, run_main, short_reason
-from recipe.hardware.accelerator import find_facts, measure_open
-from recipe.hardware.choices import Facts, choose
+from recipe.hardware.accelerator import find_machine, measure_open
+from recipe.hardware.choices import Machine, choose
 from recipe.hardware.devices import peak_memory_bytes, why_no_inductor
 from recipe.hardware.memory import USABLE_SHARE, MemoryPlan, estimate_bytes, measure_usable_bytes
 from recipe.metrics import read_events
@@ -428,8 +428,8 @@ def fill_memory(on: set[str], setting: Setting, memory_bytes: float) -> Setting:
     )
     sizes = range(8, MOST_TOKENS // setting.block_size + 1, 4)
     plans = (MemoryPlan(size, False, 1) for size in sizes)
-    facts, room = Facts(setting.device), USABLE_SHARE * memory_bytes
-    fit = itertools.takewhile(lambda plan: estimate_bytes(plan, config, model_config, facts) < room, plans)
+    machine, room = Machine(setting.device), USABLE_SHARE * memory_bytes
+    fit = itertools.takewhile(lambda plan: estimate_bytes(plan, config, model_config, machine) < room, plans)
     return dataclasses.replace(setting, micro_batch=max((plan.micro_batch_size for plan in fit), default=4))
 
 
@@ -570,8 +570,8 @@ def choose_setting(args: argparse.Namespace) -> Setting:
     if eval_rows == 0 and not args.peers:
         raise UserError(f"the validation split has fewer rows than micro_batch {micro_batch}; pass a smaller one")
     model_config = build_model_config(config, padded_vocab_size(dataset.vocab_size, 128), 0)
-    facts = find_facts(device)
-    precision = choose(config, facts, measure_open(config, facts, device, model_config))["precision"].value
+    machine = find_machine(device)
+    precision = choose(config, machine, measure_open(config, machine, device, model_config))["precision"].value
     return Setting(
         device.type,
         {"no": "fp32"}.get(precision, precision),

@@ -30,7 +30,7 @@ from recipe.data.source import source_from
 from recipe.data.tokenizer import open_tokenizer
 from recipe.data.units import Job, UnitWorkers
 from recipe.environment import count_cpus
-from recipe.errors import LostProcessError, ProcessError, UserError
+from recipe.errors import LostProcessError, UserError
 
 UNITS_AHEAD = 2
 POLL_SECONDS = 0.02
@@ -53,7 +53,7 @@ class TextStream:
         try:
             own, host = Path(tempfile.mkdtemp(prefix="gpt2-recipe-stream-")), socket.gethostname()
         except OSError as error:
-            raise ProcessError(f"cannot create a temporary folder: {error.strerror}; set TMPDIR") from error
+            raise UserError(f"cannot create a temporary folder: {error.strerror}; set TMPDIR") from error
         folders = gather((host, str(own)))
         # Processes are on one machine if they share a host name and a file system.
         first = next(i for i, (name, path) in enumerate(folders) if name == host and Path(path).is_dir())
@@ -67,7 +67,7 @@ class TextStream:
         self.opened: dict[int, PackedSplit] = {}
 
     def window(self, number: int) -> PackedSplit:
-        """Return the rows of a window. Waits for them. Raises `ProcessError` if the text cannot be tokenized."""
+        """Return the rows of a window. Waits for them. Raises `UserError` if the text cannot be tokenized."""
         if number in self.opened:
             return self.opened[number]
         summary = self.folder / "units" / f"{number:05d}.json"
@@ -78,7 +78,7 @@ class TextStream:
             try:
                 self.futures[number].result()
             except UserError as error:
-                kind = LostProcessError if isinstance(error, LostProcessError) else ProcessError
+                kind = LostProcessError if isinstance(error, LostProcessError) else UserError
                 raise kind(f"{error}; the run needs space for a few units in TMPDIR") from error
         while not summary.exists():
             if not self.folder.exists():

@@ -2,10 +2,11 @@
 
 import contextlib
 import json
-import math
 import textwrap
 from pathlib import Path
 from typing import Any
+
+from recipe.metrics import without_nan
 
 SIZES = ("124M", "355M", "774M", "1558M")
 # Scores of OpenAI's GPT-2, zero-shot, by the same rules: {task: {score: values of SIZES}}. None: no source known.
@@ -80,13 +81,5 @@ def save_results(results: dict[str, Any], earlier: dict[str, Any] | None, path: 
         names = [text["name"] for text in results["texts"]]
         texts = [text for text in earlier["texts"] if text["name"] not in names] + results["texts"]
         results = {**results, "tasks": earlier["tasks"] | results["tasks"], "texts": texts}
-    text = json.dumps(_finite(results), indent=2, allow_nan=False, ensure_ascii=False)
+    text = json.dumps(without_nan(results), indent=2, allow_nan=False, ensure_ascii=False)
     path.write_text(text + "\n", encoding="utf-8")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

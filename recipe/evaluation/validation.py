@@ -40,7 +40,8 @@ def count_eval_rows(config: TrainConfig, num_validation_rows: int, num_datasets:
         return num_validation_rows
     if not isinstance(num_rows, int):  # auto
         num_steps = config.max_steps or GUESSED_STEPS
-        num_evaluations = 1 + (-(-num_steps // config.eval_steps) if config.eval_steps else 1)  # one before the first
+        period = int(config.eval_steps or num_steps)
+        num_evaluations = 1 + -(-num_steps // period)  # one before the first
         budget = EVALUATION_SHARE * num_steps * config.global_batch_size / EVALUATED_ROW_COST / num_evaluations
         num_rows = max(MIN_ROWS, int(budget / num_datasets))
     return min(num_rows, num_validation_rows)
@@ -87,13 +88,12 @@ class Validation:
     num_rows: validation rows per evaluation.
     """
 
-    def __init__(
-        self, config: TrainConfig, accelerator: Accelerator, module: nn.Module, dataset: Any, micro_batch_size: int
-    ) -> None:
-        """module: a prepared `LanguageModelingLoss`. micro_batch_size: the batch size on a GPU, where it fits."""
+    def __init__(self, config: TrainConfig, accelerator: Accelerator, module: nn.Module, dataset: Any) -> None:
+        """config: a run's, whose micro-batch is used on a GPU, where it fits. module: a `LanguageModelingLoss`."""
         self.config, self.accelerator, self.module, self.dataset = config, accelerator, module, dataset
         on_cpu = accelerator.device.type == "cpu"
-        self.batch_size = max(1, CPU_TOKENS // config.block_size) if on_cpu else micro_batch_size
+        rows = CPU_TOKENS // config.block_size if on_cpu else int(config.per_device_train_batch_size or 1)
+        self.batch_size = max(1, rows)
         self.model = accelerator.unwrap_model(module).model
         self.tasks = load_tasks(config.eval_tasks)
         self.parts = getattr(dataset, "parts", None) or {None: dataset}
@@ -107,10 +107,11 @@ class Validation:
     def run(self, must_stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
         """Return the results of an evaluation, or None if `must_stop` ended it.
 
-        They are: loss (nats per token), perplexity, bits_per_byte, num_rows, seconds, a sample of the model's text,
-        and each task's scores under flat names: hellaswag_acc, hellaswag_acc_stderr, hellaswag_num_examples, ... For a
-        mixture, loss and bits_per_byte are means weighted by the shares, and `mixture` has the results of each
-        dataset. must_stop: asked between batches, with the same answer on all processes.
+        They are: loss (nats per token), perplexity, bits_per_byte, num_rows, seconds, warm_seconds (without the first
+        batch, which may compile), a sample of the model's text, and each task's scores under flat names:
+        hellaswag_acc, hellaswag_acc_stderr, hellaswag_num_examples, ... For a mixture, loss and bits_per_byte are
+        means weighted by the shares, and `mixture` has the results of each dataset. must_stop: asked between batches,
+        with the same answer on all processes.
         """
         self.module.eval()
         try:
@@ -121,10 +122,17 @@ class Validation:
 
     def _run(self, must_stop: Callable[[], bool]) -> dict[str, Any] | None:
         started_at, tokenizer = time.perf_counter(), self.dataset.tokenizer
-        batch_size, datasets = self.batch_size, {}
+        batch_size, datasets, batch_seconds = self.batch_size, {}, []
+
+        def module(*batch: torch.Tensor) -> dict[str, torch.Tensor]:
+            begun_at = time.perf_counter()
+            results = self.module(*batch)
+            batch_seconds.append(time.perf_counter() - begun_at)
+            return results
+
         for name, part in self.parts.items():
             options = self.rows[name], batch_size, must_stop
-            totals = evaluate_rows(self.module, self.token_bytes, part.validation, *options)
+            totals = evaluate_rows(module, self.token_bytes, part.validation, *options)
             if totals is None:
                 return None
             datasets[name] = totals.scores() | {"num_rows": self.rows[name]}
@@ -141,8 +149,14 @@ class Validation:
                 results |= {f"{name}_{key}": value for key, value in scores.items()}
             sample = self._sample()
         # The same on all processes, because a time-limited run computes its progress from it; only one makes a sample.
-        (seconds,) = largest_of_processes(time.perf_counter() - started_at)
-        return {**results, "num_rows": self.num_rows, "seconds": seconds, "sample": sample}
+        seconds = time.perf_counter() - started_at
+        times = largest_of_processes(seconds, seconds - batch_seconds[0])
+        return {
+            **results,
+            "num_rows": self.num_rows,
+            **dict(zip(("seconds", "warm_seconds"), times, strict=True)),
+            "sample": sample,
+        }
 
     def _sample(self) -> str | None:
         """Return a continuation of `sample_prompt`, the same for the same weights. A failure must not end the run."""

@@ -23,7 +23,7 @@ from transformers import PreTrainedConfig
 
 from recipe.config import TrainConfig
 from recipe.errors import UserError
-from recipe.hardware.choices import Choice, Facts, settle, to_measure
+from recipe.hardware.choices import Choice, Machine, settle, to_measure
 from recipe.hardware.devices import device_of, has_bf16_units, why_no_inductor
 from recipe.hardware.probe import Measured, measure_rates
 from recipe.hardware.processes import find_typed_threads, list_thread_counts
@@ -32,9 +32,9 @@ from recipe.launcher import answer, dynamo_mode
 from recipe.model.loss import LanguageModelingLoss
 
 
-def find_facts(device: torch.device, num_processes: int = 1, **facts: Any) -> Facts:
-    """Return what this machine and its launcher say about a run. facts: what only the run knows."""
-    return Facts(
+def find_machine(device: torch.device, num_processes: int = 1, **machine: Any) -> Machine:
+    """Return what this machine and its launcher say about a run. machine: what only the run knows."""
+    return Machine(
         device_type=device.type,
         num_processes=num_processes,
         launcher_precision=answer("MIXED_PRECISION", "no"),
@@ -44,18 +44,18 @@ def find_facts(device: torch.device, num_processes: int = 1, **facts: Any) -> Fa
         why_no_inductor=why_no_inductor(device),
         typed_threads=find_typed_threads(),
         thread_counts=list_thread_counts(num_processes),
-        **facts,
+        **machine,
     )
 
 
 def measure_open(
-    config: TrainConfig, facts: Facts, device: torch.device, model_config: PreTrainedConfig
+    config: TrainConfig, machine: Machine, device: torch.device, model_config: PreTrainedConfig
 ) -> Measured | None:
     """Time what `choose` needs for the choices that are still open; None if none is. model_config: padded."""
-    settled = settle(config, facts)
-    if not (precisions := to_measure(settled, facts)):
+    settled = settle(config, machine)
+    if not (precisions := to_measure(settled, machine)):
         return None
-    counts = [int(settled["threads"].value)] if "threads" in settled else facts.thread_counts
+    counts = [int(settled["threads"].value)] if "threads" in settled else machine.thread_counts
     return measure_rates(device, model_config, config.block_size, precisions, counts if device.type == "cpu" else ())
 
 

@@ -24,9 +24,9 @@ MARGIN = 1.1
 # FLOPs; on two cores without it, 30 M parameters did after 103 s. `PRODUCTS_SHARE` is from the first machine only.
 COMPILE_PAYS_SECONDS = 90.0
 PRODUCTS_SHARE = 0.4  # of the time of an uncompiled step, for a run that is limited by its minutes only
-ONE_PER_CPU = "one per CPU"  # nothing to choose
+ONE_PER_CPU, SAME_REASON = "one per CPU", "as in the checkpoint"  # the first: there is nothing to choose
 DYNAMO_MODES = ("default", "lite", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-OF_A_MACHINE = {"has_bf16", "why_no_inductor", "typed_threads", "thread_counts"}  # these facts: see `combine`
+OF_A_MACHINE = {"has_bf16", "why_no_inductor", "typed_threads", "thread_counts"}  # these machine: see `combine`
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
 
@@ -39,7 +39,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Facts:
+class Machine:
     """What the choices depend on besides the options and the measurement."""
 
     device_type: str
@@ -56,8 +56,8 @@ class Facts:
     kept: Mapping[str, Any] = field(default_factory=dict)  # `describe_choices` of the checkpoint
 
 
-def combine(parts: Sequence[Facts]) -> Facts:
-    """Return the facts of a run from those of its processes: the abilities that all have, and the smallest numbers."""
+def combine(parts: Sequence[Machine]) -> Machine:
+    """Return what all processes have in common: the abilities that each has, and the smallest numbers."""
     return dataclasses.replace(
         parts[0],
         has_bf16=all(part.has_bf16 for part in parts),
@@ -67,65 +67,73 @@ def combine(parts: Sequence[Facts]) -> Facts:
     )
 
 
-def settle(config: TrainConfig, facts: Facts) -> dict[str, Choice]:
+def list_kept(machine: Machine) -> Mapping[str, Any]:
+    """Return the checkpoint's choices; {} if it is of another kind of device."""
+    return machine.kept if machine.kept.get("device_type") == machine.device_type else {}
+
+
+def settle(config: TrainConfig, machine: Machine) -> dict[str, Choice]:
     """Return the choices that take no measurement, by label. Raises `UserError` for those that cannot work."""
-    is_cpu, is_cuda, same_reason = facts.device_type == "cpu", facts.device_type == "cuda", "as in the checkpoint"
-    kept = facts.kept if facts.kept.get("device_type") == facts.device_type else {}
+    is_cpu, is_cuda, kept = machine.device_type == "cpu", machine.device_type == "cuda", list_kept(machine)
     names = ("mixed_precision", "dynamo_backend", "attn_implementation", "num_threads")
     precision, backend, attention, num_threads = (kept.get(name) for name in names)
+    can_be_kept = precision == "fp16" or (precision == "bf16" and machine.has_bf16) or precision == "no"
     bf16_reason = "the GPU has bf16 matrix units"
-    if not facts.has_bf16:
+    if not machine.has_bf16:
         bf16_reason = "the GPU has no bf16 units; gradients are scaled"
     first_that_holds = {
         "precision": (
             (config.mixed_precision != "auto", config.mixed_precision, "requested by --mixed_precision"),
-            (facts.launcher_precision != "no", facts.launcher_precision, "set by the launcher"),
-            (precision, precision, same_reason),
-            (is_cuda, "bf16" if facts.has_bf16 else "fp16", bf16_reason),
+            (machine.launcher_precision != "no", machine.launcher_precision, "set by the launcher"),
+            (is_cuda and can_be_kept, precision, SAME_REASON),
+            (is_cuda, "bf16" if machine.has_bf16 else "fp16", bf16_reason),
         ),
         "dynamo": (
             (config.dynamo_backend != "auto", config.dynamo_backend, "requested by --dynamo_backend"),
-            (facts.launcher_backend != "no", facts.launcher_backend, "set by the launcher"),
-            (facts.why_no_inductor, "no", facts.why_no_inductor),
-            (backend, backend, same_reason),
+            (machine.launcher_backend != "no", machine.launcher_backend, "set by the launcher"),
+            (machine.why_no_inductor, "no", machine.why_no_inductor),
+            (backend, backend, SAME_REASON),
             (is_cuda, "inductor", "the default on CUDA"),
-            (not is_cpu, "no", f"not tried on {facts.device_type}"),
+            (not is_cpu, "no", f"not tried on {machine.device_type}"),
         ),
         "attention": (
             (config.attn_implementation != "auto", config.attn_implementation, "requested by --attn_implementation"),
-            (attention, attention, same_reason),
-            (not is_cpu, "sdpa", f"the default on {facts.device_type}"),
+            (attention, attention, SAME_REASON),
+            (not is_cpu, "sdpa", f"the default on {machine.device_type}"),
         ),
         "threads": (
-            (is_cpu and facts.typed_threads, str(facts.typed_threads), "set by OMP_NUM_THREADS"),
-            (is_cpu and num_threads in facts.thread_counts, str(num_threads), same_reason),
-            (is_cpu and len(facts.thread_counts) == 1, str(facts.thread_counts[0]), ONE_PER_CPU),
+            (is_cpu and machine.typed_threads, str(machine.typed_threads), "set by OMP_NUM_THREADS"),
+            (is_cpu and num_threads in machine.thread_counts, str(num_threads), SAME_REASON),
+            (is_cpu and len(machine.thread_counts) == 1, str(machine.thread_counts[0]), ONE_PER_CPU),
         ),
     }
     settled = {}
     for label, rules in first_that_holds.items():
         if candidates := [Choice(value, reason) for holds, value, reason in rules if holds]:
             settled[label] = candidates[0]
-    _check(settled, facts)
+    _check(settled, machine)
     return settled
 
 
-def choose(config: TrainConfig, facts: Facts, measured: Measured | None) -> dict[str, Choice]:
+def choose(config: TrainConfig, machine: Machine, measured: Measured | None) -> dict[str, Choice]:
     """Return all choices by label. measured: decides what `settle` leaves open; None if it leaves nothing open."""
-    choices = settle(config, facts)
-    assert measured is not None or not to_measure(choices, facts)
+    choices = settle(config, machine)
+    assert measured is not None or not to_measure(choices, machine)
     measured = measured or Measured({}, {}, 1)
     if "precision" not in choices:
-        rates = measured.flops_per_second
-        ratio, where = rates["bf16"] / rates["no"], "on this device" if facts.device_type != "cpu" else "here"
-        if ratio >= MARGIN:
-            choices["precision"] = Choice("bf16", f"bf16 products are {ratio:.1f} times as fast as fp32 {where}")
-        elif ratio >= 1:
-            choices["precision"] = Choice("no", f"bf16 products are only {ratio:.2f} times as fast as fp32 {where}")
-        else:
-            choices["precision"] = Choice("no", f"fp32 products are {1 / ratio:.1f} times as fast as bf16 {where}")
+        rates, kept = measured.flops_per_second, list_kept(machine).get("mixed_precision")
+        ratio, where = rates["bf16"] / rates["no"], "on this device" if machine.device_type != "cpu" else "here"
+        faster, reason = "no", f"fp32 products are {1 / ratio:.1f} times as fast as bf16 {where}"
+        if ratio >= 1:
+            faster = "bf16" if ratio >= MARGIN else "no"
+            shown = f"{ratio:.1f}" if ratio >= MARGIN else f"only {ratio:.2f}"
+            reason = f"bf16 products are {shown} times as fast as fp32 {where}"
+        if kept in ("no", "bf16"):
+            changes = f"; {reason}: --mixed_precision {faster} would use that" if kept != faster else ""
+            faster, reason = kept, SAME_REASON + changes
+        choices["precision"] = Choice(faster, reason)
     if "dynamo" not in choices:
-        seconds = facts.total_flops / measured.flops_per_second[choices["precision"].value]
+        seconds = machine.total_flops / measured.flops_per_second[choices["precision"].value]
         if config.max_minutes is not None:
             seconds = min(seconds, PRODUCTS_SHARE * 60 * config.max_minutes)
         if seconds < COMPILE_PAYS_SECONDS:
@@ -144,11 +152,11 @@ def choose(config: TrainConfig, facts: Facts, measured: Measured | None) -> dict
             choices["attention"] = Choice("sdpa", f"{1 / ratio:.1f} times as fast as eager here, for {rows}")
         else:
             choices["attention"] = Choice("sdpa", f"eager takes too much memory for {rows}")
-    if facts.device_type == "cpu" and "threads" not in choices:
-        which = "core" if measured.num_threads == min(facts.thread_counts) else "CPU"
+    if machine.device_type == "cpu" and "threads" not in choices:
+        which = "core" if measured.num_threads == min(machine.thread_counts) else "CPU"
         choices["threads"] = Choice(str(measured.num_threads), f"one per {which} is fastest here")
-    if choices["dynamo"].value == "inductor" and facts.launcher_mode != "default":
-        choices["mode"] = Choice(facts.launcher_mode, "set by the launcher")
+    if choices["dynamo"].value == "inductor" and machine.launcher_mode != "default":
+        choices["mode"] = Choice(machine.launcher_mode, "set by the launcher")
     if config.bf16_residual:
         if choices["precision"].value != "bf16":
             precision = f"{choices['precision'].value}: {choices['precision'].reason}"
@@ -157,9 +165,9 @@ def choose(config: TrainConfig, facts: Facts, measured: Measured | None) -> dict
     return choices
 
 
-def apply_choices(config: TrainConfig, choices: dict[str, Choice], facts: Facts) -> TrainConfig:
+def apply_choices(config: TrainConfig, choices: dict[str, Choice], machine: Machine) -> TrainConfig:
     """Return the config with the choices in place of `auto`."""
-    if facts.sharding and facts.sharding.activation_checkpointing and config.activation_checkpointing == "auto":
+    if machine.sharding and machine.sharding.activation_checkpointing and config.activation_checkpointing == "auto":
         config = dataclasses.replace(config, activation_checkpointing="true")
     return dataclasses.replace(
         config,
@@ -180,28 +188,30 @@ def describe_choices(choices: dict[str, Choice], device_type: str) -> dict[str, 
     }
 
 
-def to_measure(settled: dict[str, Choice], facts: Facts) -> list[str]:
+def to_measure(settled: dict[str, Choice], machine: Machine) -> list[str]:
     """Return the precisions to measure for what is still open; [] if nothing is."""
-    labels = {"precision", "dynamo", "attention"} | ({"threads"} if facts.device_type == "cpu" else set())
+    labels = {"precision", "dynamo", "attention"} | ({"threads"} if machine.device_type == "cpu" else set())
     if labels <= settled.keys():
         return []
     return [settled["precision"].value] if "precision" in settled else ["no", "bf16"]
 
 
-def check_sharded(config: TrainConfig, facts: Facts) -> None:
+def check_sharded(config: TrainConfig, machine: Machine) -> None:
     """Raise `UserError` for what does not work with shards, if there are any."""
-    if facts.sharding is None:
+    if machine.sharding is None:
         return
-    if (precision := settle(config, facts).get("precision")) and precision.value == "fp16":
+    if (precision := settle(config, machine).get("precision")) and precision.value == "fp16":
         raise UserError("FSDP does not work with fp16 and its gradient scaler; use --mixed_precision bf16 or no")
     if config.optim == "adamw_bnb_8bit":
         raise UserError("FSDP does not work with --optim adamw_bnb_8bit; use adamw_torch_fused or muon")
-    if config.dynamo_backend in ("auto", "inductor") and facts.launcher_mode in CUDA_GRAPH_MODES:
-        problem = f"FSDP does not work with dynamo_mode {facts.launcher_mode}, because gathered weights move in memory"
+    if config.dynamo_backend in ("auto", "inductor") and machine.launcher_mode in CUDA_GRAPH_MODES:
+        problem = (
+            f"FSDP does not work with dynamo_mode {machine.launcher_mode}, because gathered weights move in memory"
+        )
         raise UserError(f"{problem}; launch with --dynamo_mode default")
 
 
-def _check(settled: dict[str, Choice], facts: Facts) -> None:
+def _check(settled: dict[str, Choice], machine: Machine) -> None:
     """Raise `UserError` for a precision or backend that does not work here, before the first step fails."""
     precision, dynamo = settled.get("precision"), settled.get("dynamo")
     if precision and precision.value not in ("no", "bf16", "fp16"):
@@ -209,14 +219,16 @@ def _check(settled: dict[str, Choice], facts: Facts) -> None:
             f"mixed_precision {precision.value} is not supported: its converters skip GPT-2's Conv1D layers; use "
             "bf16, as accelerate_configs/single_gpu.yaml does"
         )
-    if precision and precision.value == "fp16" and facts.device_type != "cuda":
+    if precision and precision.value == "fp16" and machine.device_type != "cuda":
         raise UserError(
-            f"fp16 requires a CUDA device, but this run uses {facts.device_type}; use bf16 or no, or "
+            f"fp16 requires a CUDA device, but this run uses {machine.device_type}; use bf16 or no, or "
             "accelerate_configs/cpu.yaml, which lets the script choose"
         )
     if dynamo and dynamo.value not in ("no", "inductor", "aot_eager", "eager"):
         raise UserError(f"the launcher's dynamo_backend {dynamo.value} does not work here; use inductor or no")
-    if dynamo and dynamo.value == "inductor" and facts.why_no_inductor is not None:
-        raise UserError(f"dynamo_backend inductor ({dynamo.reason}) cannot compile: {facts.why_no_inductor}; use no")
-    if facts.launcher_mode not in DYNAMO_MODES:
-        raise UserError(f"the launcher's dynamo_mode is '{facts.launcher_mode}'; use one of {', '.join(DYNAMO_MODES)}")
+    if dynamo and dynamo.value == "inductor" and machine.why_no_inductor is not None:
+        raise UserError(f"dynamo_backend inductor ({dynamo.reason}) cannot compile: {machine.why_no_inductor}; use no")
+    if machine.launcher_mode not in DYNAMO_MODES:
+        raise UserError(
+            f"the launcher's dynamo_mode is '{machine.launcher_mode}'; use one of {', '.join(DYNAMO_MODES)}"
+        )

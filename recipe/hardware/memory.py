@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 
 from recipe.config import TrainConfig
 from recipe.errors import UserError
-from recipe.hardware.choices import CUDA_GRAPH_MODES, Facts
+from recipe.hardware.choices import CUDA_GRAPH_MODES, Machine
 from recipe.hardware.host_memory import available_bytes, total_bytes
 from recipe.hardware.sharding import Sharding
 from recipe.model.size import count_block_matrices, count_head, count_inner, count_parameters
@@ -38,15 +38,6 @@ LOSS_CHUNKS = 8
 
 
 @dataclass(frozen=True)
-class Memory:
-    """The memory of a device, and what an earlier start of the run recorded about it."""
-
-    usable_bytes: int  # by one process of the run; the least of all processes
-    total_bytes: int
-    smaller: tuple[int, tuple[int, ...]] | None = None  # a micro-batch, and the `made_for` of the plan that ran out
-
-
-@dataclass(frozen=True)
 class MemoryPlan:
     """The options that decide how much memory a step takes, and its estimated peak in bytes per device."""
 
@@ -55,8 +46,6 @@ class MemoryPlan:
     loss_chunks: int
     parts: Mapping[str, float] = field(default_factory=dict)  # bytes of weights, gradients, ...: see `estimate_parts`
     usable_bytes: int = 0
-    made_for: tuple[int, ...] = ()  # numbers that identify the options and the device
-    ran_out: bool = False  # of memory, in an earlier start with a larger micro-batch
     num_shards: int = 1
 
     @property
@@ -64,32 +53,36 @@ class MemoryPlan:
         return int(sum(self.parts.values()))
 
     @property
-    def choices(self) -> dict[str, int]:
+    def options(self) -> dict[str, int]:
         """The options that must match for a bit-exact resume on the same number of processes."""
         names = ("micro_batch_size", "activation_checkpointing", "loss_chunks")
         shards = {"num_shards": self.num_shards} if self.num_shards > 1 else {}
         return {name: int(getattr(self, name)) for name in names} | shards
 
-    def apply(self, config: TrainConfig) -> TrainConfig:
-        """Return the config with these options in place of `auto`."""
-        checkpointing = str(self.activation_checkpointing).lower()
-        return dataclasses.replace(config, activation_checkpointing=checkpointing, loss_chunks=self.loss_chunks)
+    def apply(self, config: TrainConfig, num_processes: int) -> TrainConfig:
+        """Return the config with these options in place of `auto`; accumulation makes up the global batch."""
+        return dataclasses.replace(
+            config,
+            per_device_train_batch_size=self.micro_batch_size,
+            gradient_accumulation_steps=config.global_batch_size // (self.micro_batch_size * num_processes),
+            activation_checkpointing=str(self.activation_checkpointing).lower(),
+            loss_chunks=self.loss_chunks,
+        )
 
     def describe(self) -> str:
         savings = ["activation checkpointing"] * self.activation_checkpointing
         savings += [f"the loss in {self.loss_chunks} chunks"] * (self.loss_chunks > 1)
         options = " and ".join(savings) or "no recomputation"
-        reason = f"; micro-batch {self.micro_batch_size} after running out of memory" * self.ran_out
-        return f"{self.total_bytes / 1e9:.1f} of {self.usable_bytes / 1e9:.1f} GB, estimated, with {options}{reason}"
+        return f"{self.total_bytes / 1e9:.1f} of {self.usable_bytes / 1e9:.1f} GB, estimated, with {options}"
 
 
-def micro_batch_sizes(config: TrainConfig, facts: Facts) -> list[int]:
+def micro_batch_sizes(config: TrainConfig, machine: Machine) -> list[int]:
     """Return the possible micro-batch sizes, largest first. Each divides the sequences of one process.
 
     Raises `UserError`, naming the sizes that would work, if the configured sizes do not divide the batch, or if CUDA
     graphs would accumulate gradients.
     """
-    num_processes = facts.num_processes
+    num_processes = machine.num_processes
     share, rest = divmod(config.global_batch_size, num_processes)
     if rest:
         below = config.global_batch_size - rest
@@ -113,83 +106,78 @@ def micro_batch_sizes(config: TrainConfig, facts: Facts) -> list[int]:
                 f"{accumulation} is not global_batch_size {config.global_batch_size}; remove one of them"
             )
         wanted = share // accumulation
-    limit = LARGEST_MICRO_BATCH_TOKENS["cpu" if facts.device_type == "cpu" else "accelerator"]
+    limit = LARGEST_MICRO_BATCH_TOKENS["cpu" if machine.device_type == "cpu" else "accelerator"]
     sizes = [n for n in divisors if n * config.block_size <= limit] or [1]
     if isinstance(wanted, int):
         sizes = [wanted]
-    if not uses_cuda_graphs(config, facts):
+    if not uses_cuda_graphs(config, machine):
         return sizes
     if sizes[0] != share:
         raise UserError(
-            f"dynamo_mode {facts.launcher_mode} uses CUDA graphs, which accumulate gradients incorrectly "
+            f"dynamo_mode {machine.launcher_mode} uses CUDA graphs, which accumulate gradients incorrectly "
             f"(pytorch#96693): a step must be one micro-batch of {share} sequences per process, not of {sizes[0]}; "
             f"launch with --dynamo_mode default, or, if they fit, pass --per_device_train_batch_size {share}"
         )
     return [share]
 
 
-def smaller_micro_batches(config: TrainConfig, size: int, facts: Facts) -> list[int]:
+def smaller_micro_batches(config: TrainConfig, size: int, machine: Machine) -> list[int]:
     """Return the sizes of at most half that divide the batch, largest first; none where the size is not `auto`."""
-    share = config.global_batch_size // facts.num_processes
+    share = config.global_batch_size // machine.num_processes
     is_fixed = config.per_device_train_batch_size != "auto" or config.gradient_accumulation_steps is not None
-    if is_fixed or uses_cuda_graphs(config, facts):
+    if is_fixed or uses_cuda_graphs(config, machine):
         return []
     return [smaller for smaller in range(size // 2, 0, -1) if share % smaller == 0]
 
 
-def uses_cuda_graphs(config: TrainConfig, facts: Facts) -> bool:
+def uses_cuda_graphs(config: TrainConfig, machine: Machine) -> bool:
     """Return whether inductor records CUDA graphs, which are correct only with one micro-batch per step.
 
     Every replay of a graph writes gradients to the same memory, so the gradients of earlier micro-batches are lost,
     with an error (pytorch#169545) or without one (pytorch#96693; both issues are open).
     """
-    compiles = facts.device_type == "cuda" and config.dynamo_backend in ("auto", "inductor")
-    return compiles and facts.launcher_mode in CUDA_GRAPH_MODES
+    compiles = machine.device_type == "cuda" and config.dynamo_backend in ("auto", "inductor")
+    return compiles and machine.launcher_mode in CUDA_GRAPH_MODES
 
 
 def plan_memory(
-    config: TrainConfig, model_config: PreTrainedConfig, facts: Facts, usable_bytes: float
+    config: TrainConfig, model_config: PreTrainedConfig, machine: Machine, usable_bytes: float
 ) -> MemoryPlan | None:
     """Return the fastest options that fit into `usable_bytes`, by estimate, or None if none do.
 
     config: from `apply_choices`; what is not `auto` in it is kept. model_config: with the padded vocabulary.
     usable_bytes: of the device, without what other programs use; a margin is left.
     """
-    plans = list_plans(config, model_config, facts, usable_bytes)
+    plans = list_plans(config, model_config, machine, usable_bytes)
     fitting = [plan for plan in plans if plan.total_bytes <= USABLE_SHARE * usable_bytes]
-    return min(fitting, key=lambda plan: step_cost(plan, config, model_config, facts.sharding), default=None)
+    return min(fitting, key=lambda plan: step_cost(plan, config, model_config, machine.sharding), default=None)
 
 
 def choose_plan(
     config: TrainConfig,
     model_config: PreTrainedConfig,
-    facts: Facts,
-    memory: Memory,
+    machine: Machine,
+    usable_bytes: int,
     earlier: dict[str, int] | None = None,
     data_bytes: int = 0,
 ) -> MemoryPlan:
     """Return the plan of a run.
 
-    An estimate never refuses a run: if nothing fits, the options that take the least memory are tried. After it has
-    run out of memory, a run continues with a smaller micro-batch, if its size is `auto`. earlier: the checkpoint's
-    `MemoryPlan.choices`, kept if they fit, because free memory differs between starts. data_bytes: of the training
-    rows. Raises `UserError` if they have to be in the device's memory (on a CPU, the RAM) and do not fit.
+    An estimate never refuses a run: if nothing fits, the options that take the least memory are tried. usable_bytes:
+    by one process, the least of all. earlier: the checkpoint's `MemoryPlan.options`, kept if they fit, because free
+    memory differs between starts. data_bytes: of the training rows. Raises `UserError` if they have to be in the
+    device's memory (on a CPU, the RAM) and do not fit.
     """
-    usable, place = memory.usable_bytes, config.data_placement
-    if place == "device" or (place == "ram" and facts.device_type == "cpu"):
+    usable, place = usable_bytes, config.data_placement
+    if place == "device" or (place == "ram" and machine.device_type == "cpu"):
         if data_bytes > usable:
             problem = f"the training rows take {data_bytes / 1e9:.1f} GB, and {usable / 1e9:.1f} GB are free"
             raise UserError(f"--data_placement {place}: {problem}; use {'ram or ' * (place == 'device')}mmap")
         usable -= data_bytes
-    plans = list_plans(config, model_config, facts, usable)
-    kept = [plan for plan in plans if plan.choices == earlier and plan.total_bytes <= usable]
-    plan = kept[0] if kept else plan_memory(config, model_config, facts, usable)
-    plan = plan or min(plans, key=lambda plan: plan.total_bytes)
-    plan = dataclasses.replace(plan, made_for=(min(plan.total_bytes for plan in plans), memory.total_bytes))
-    size, made_for = memory.smaller or (0, ())
-    sizes = [plan.micro_batch_size, *smaller_micro_batches(config, plan.micro_batch_size, facts)]
-    is_for_this = made_for == plan.made_for and size in sizes
-    return dataclasses.replace(plan, micro_batch_size=size, ran_out=True) if is_for_this else plan
+    plans = list_plans(config, model_config, machine, usable)
+    kept = [plan for plan in plans if plan.options == earlier and plan.total_bytes <= usable]
+    plan = kept[0] if kept else plan_memory(config, model_config, machine, usable)
+    return plan or min(plans, key=lambda plan: plan.total_bytes)
 
 
 def measure_usable_bytes(device: torch.device, num_local_processes: int) -> int:
@@ -209,7 +197,7 @@ def measure_total_bytes(device: torch.device) -> int:
 
 
 def list_plans(
-    config: TrainConfig, model_config: PreTrainedConfig, facts: Facts, usable_bytes: float
+    config: TrainConfig, model_config: PreTrainedConfig, machine: Machine, usable_bytes: float
 ) -> list[MemoryPlan]:
     """Return every combination of options that the config leaves open, with its estimate."""
     checkpointing, chunks = [False, True], [1, LOSS_CHUNKS]
@@ -217,14 +205,14 @@ def list_plans(
         checkpointing = [config.activation_checkpointing == "true"]
     if isinstance(config.loss_chunks, int):
         chunks = [config.loss_chunks]
-    sizes = micro_batch_sizes(config, facts)
-    num_shards = facts.sharding.num_shards if facts.sharding else 1
+    sizes = micro_batch_sizes(config, machine)
+    num_shards = machine.sharding.num_shards if machine.sharding else 1
     plans = [
         MemoryPlan(*options, num_shards=num_shards) for options in itertools.product(sizes, checkpointing, chunks)
     ]
     return [
         dataclasses.replace(
-            plan, parts=estimate_parts(plan, config, model_config, facts), usable_bytes=int(usable_bytes)
+            plan, parts=estimate_parts(plan, config, model_config, machine), usable_bytes=int(usable_bytes)
         )
         for plan in plans
     ]
@@ -244,20 +232,20 @@ def step_cost(
     return (1 + repeated / (blocks + head) / 3) * (1 + hidden / (plan.micro_batch_size * config.block_size))
 
 
-def estimate_bytes(plan: MemoryPlan, config: TrainConfig, model_config: PreTrainedConfig, facts: Facts) -> int:
+def estimate_bytes(plan: MemoryPlan, config: TrainConfig, model_config: PreTrainedConfig, machine: Machine) -> int:
     """Return the sum of `estimate_parts`."""
-    return int(sum(estimate_parts(plan, config, model_config, facts).values()))
+    return int(sum(estimate_parts(plan, config, model_config, machine).values()))
 
 
 def estimate_parts(
-    plan: MemoryPlan, config: TrainConfig, model_config: PreTrainedConfig, facts: Facts
+    plan: MemoryPlan, config: TrainConfig, model_config: PreTrainedConfig, machine: Machine
 ) -> dict[str, float]:
     """Estimate the bytes of a step at its peak, by what they hold. The peak is the largest of a few moments.
 
     On CUDA, dry runs of whole runs agree within 5% if compiled and 1% if not (scripts/benchmarks/memory_gpu.json). A
     gated MLP counts as a plain one with as many parameters.
     """
-    device_type, num_processes, sharding = facts.device_type, facts.num_processes, facts.sharding
+    device_type, num_processes, sharding = machine.device_type, machine.num_processes, machine.sharding
     compiled = config.dynamo_backend == "inductor"
     operand = 4 if config.mixed_precision == "no" else 2  # bytes of a matmul's operand
     residual = 2 if config.bf16_residual else 4
@@ -285,9 +273,10 @@ def estimate_parts(
     logits = logits if chunks == 1 else max(logits + 4 * head, 12 * head)
     again = temporary + (block + casts if plan.activation_checkpointing else 0)
     if sharding is None:
-        # A compiled backward returns all gradients at once, next to earlier micro-batches' gradients or DDP's buckets.
+        # A compiled backward returns all gradients at once, next to those of earlier micro-batches and DDP's buckets.
         num_shards, root, gathered, parts = 1, 0, 0, 0
-        kept = 4 * num_parameters if num_processes > 1 or plan.micro_batch_size < config.global_batch_size else 0
+        accumulates = plan.micro_batch_size * num_processes < config.global_batch_size
+        kept = 4 * num_parameters * (accumulates + (num_processes > 1))
         new = 4 * num_parameters if compiled or not kept else 0
     else:
         # Not sharded: the parameters outside the blocks, at the end twice their gradients, and in a block's backward

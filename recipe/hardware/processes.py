@@ -4,7 +4,6 @@ Hosts wait for each other in gloo groups of their own, because NCCL's watchdog e
 device's collective.
 """
 
-import contextlib
 import ctypes
 import functools
 import os
@@ -22,7 +21,7 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType, is_torch_xla_available
 
 from recipe.environment import count_cores, count_cpus
-from recipe.errors import ProcessError, UserError, one_line
+from recipe.errors import UserError, one_line
 from recipe.hardware.devices import device_of
 from recipe.hardware.sharding import Sharding, take_sharding
 from recipe.launcher import (
@@ -87,7 +86,7 @@ def host_group(wait: timedelta = STEP_WAIT) -> dist.ProcessGroup | None:
         group = dist.new_group(backend="gloo", timeout=wait)
         return group if isinstance(group, dist.ProcessGroup) else None
     except RuntimeError as error:
-        raise ProcessError(
+        raise UserError(
             f"the processes cannot reach each other over the network ({one_line(error)}); set "
             "GLOO_SOCKET_IFNAME to the network interface that connects the hosts, e.g. eth0"
         ) from error
@@ -170,19 +169,13 @@ def use_all_cores(state: PartialState) -> None:
         torch.set_num_threads(find_typed_threads() or list_thread_counts(state.num_processes)[-1])
 
 
-def find_typed_threads() -> int | None:
-    """Return the user's OMP_NUM_THREADS, or None: launchers set it to 1 themselves (accelerate 1.15, torch 2.13)."""
-    parent = Path(f"/proc/{os.getppid()}/environ")
-    with contextlib.suppress(OSError):  # another system than Linux, or a parent of another user
-        words = parent.read_bytes().split(b"\0") if is_launcher(os.getppid()) else []
-        return choose_typed_threads(os.environ, any(word.startswith(b"OMP_NUM_THREADS=") for word in words))
-    return choose_typed_threads(os.environ, False)
+def find_typed_threads(environment: Mapping[str, str] = os.environ) -> int | None:
+    """Return the user's OMP_NUM_THREADS, or None.
 
-
-def choose_typed_threads(environment: Mapping[str, str], launcher_had_it: bool) -> int | None:
-    """Return the number of threads that the user has set. launcher_had_it: the launcher got OMP_NUM_THREADS."""
+    Launchers set it to 1 themselves (accelerate 1.15, torch 2.13), so a launched process ignores a 1.
+    """
     text = environment.get("OMP_NUM_THREADS", "").split(",")[0]  # OpenMP also takes a list, one per nested level
-    by_launcher = text == "1" and not launcher_had_it and LAUNCHED & set(environment)
+    by_launcher = text == "1" and LAUNCHED & set(environment)
     return int(text) if text.isdigit() and int(text) > 0 and not by_launcher else None
 
 

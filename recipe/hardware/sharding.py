@@ -19,7 +19,7 @@ from recipe.errors import UserError
 from recipe.launcher import count_local_processes, count_processes, is_true
 
 USE_FSDP = "ACCELERATE_USE_FSDP"
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")  # FSDP 1's order
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")  # of FSDP 1
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,6 @@ def take_sharding(environment: MutableMapping[str, str]) -> Sharding | None:
         strategy = "FULL_SHARD" if strategy == "TRUE" else "SHARD_GRAD_OP"
         if environment.get("FSDP_VERSION", "1") == "1":
             strategy = environment.get("FSDP_SHARDING_STRATEGY", strategy).upper()
-    if strategy in map(str, range(1, 1 + len(STRATEGIES))):
-        strategy = STRATEGIES[int(strategy) - 1]
     if strategy not in STRATEGIES:
         raise UserError(f"fsdp_reshard_after_forward is '{strategy}'; use true, false or {', '.join(STRATEGIES)}")
     num_processes = num_shards = count_processes(environment)

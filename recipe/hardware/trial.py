@@ -1,7 +1,4 @@
-"""On a GPU, a trial step confirms that the micro-batch fits. A run that runs out of memory records a smaller one."""
-
-import json
-from pathlib import Path
+"""On a GPU, a trial step confirms that the micro-batch fits, or finds a smaller one."""
 
 import torch
 from accelerate import Accelerator
@@ -9,9 +6,9 @@ from accelerate.utils.memory import should_reduce_batch_size
 from torch import nn
 
 from recipe.config import TrainConfig
-from recipe.errors import ProcessError, UserError
-from recipe.hardware.choices import Facts
-from recipe.hardware.memory import MemoryPlan, smaller_micro_batches
+from recipe.errors import UserError
+from recipe.hardware.choices import Machine
+from recipe.hardware.memory import smaller_micro_batches
 from recipe.hardware.processes import largest_of_processes
 from recipe.hardware.sharding import reset
 
@@ -19,7 +16,6 @@ REMEDY = (
     "try --activation_checkpointing, a smaller micro-batch, --optim adamw_bnb_8bit, several GPUs with "
     "accelerate_configs/fsdp.yaml, or a smaller recipe"
 )
-MICRO_BATCH_NAME = ".micro_batch"  # in output_dir: see `record_micro_batch`
 
 
 def try_micro_batch(
@@ -28,16 +24,19 @@ def try_micro_batch(
     optimizer: torch.optim.Optimizer,
     size: int,
     config: TrainConfig,
-    facts: Facts,
+    machine: Machine,
+    data_bytes: int = 0,
 ) -> int:
     """Run one trial step, halve the micro-batch until it fits on all processes, and return its size.
 
     module: prepared, in train mode. Neither weights nor optimizer change; the run seeds its generators later. A CPU
     swaps instead of raising an error, so the estimate is trusted there. With shards, a process that runs out of memory
-    makes the others wait, so it raises the error, and the next start tries a smaller size.
+    makes the others wait, so it raises the error. config: as requested, whose micro-batch may be `auto`. data_bytes:
+    of the training rows, if the device will hold them.
     """
     if accelerator.device.type == "cpu":
         return size
+    rows = torch.empty(data_bytes, dtype=torch.uint8, device=accelerator.device)  # stand for those that come later
     share = config.global_batch_size // accelerator.num_processes
     try:
         for group in optimizer.param_groups:
@@ -49,17 +48,16 @@ def try_micro_batch(
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            raise ProcessError(
-                "weights and optimizer alone do not fit into the memory; use a smaller recipe"
-            ) from error
+            raise UserError("weights and optimizer alone do not fit into the memory; use a smaller recipe") from error
         optimizer.zero_grad()
-        while not _fits(accelerator, module, size, share, config.block_size, facts.sharding is None):
-            smaller = smaller_micro_batches(config, size, facts)
+        while not _fits(accelerator, module, size, share, config.block_size, machine.sharding is None):
+            smaller = smaller_micro_batches(config, size, machine)
             if not smaller:
                 raise UserError(f"one step does not fit into the memory; {REMEDY}")
             size = smaller[0]
             torch.compiler.reset()  # discard the graphs of the shape that did not fit
     finally:
+        del rows
         optimizer.state.clear()
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"]
@@ -97,18 +95,3 @@ def _fits(
 def is_out_of_memory(error: Exception) -> bool:
     """Return whether a smaller batch may avoid the error. Accelerate 1.15 matches messages, not the type."""
     return isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error)
-
-
-def record_micro_batch(output_dir: Path, plan: MemoryPlan, size: int) -> None:
-    """Record the smaller micro-batch that the next start will use, because this plan ran out of memory."""
-    record = {"micro_batch_size": size, "made_for": plan.made_for}
-    (output_dir / MICRO_BATCH_NAME).write_text(json.dumps(record) + "\n")
-
-
-def read_micro_batch(output_dir: Path) -> tuple[int, tuple[int, ...]] | None:
-    """Return what `record_micro_batch` recorded: the size, and the `made_for` of the plan that ran out of memory."""
-    try:
-        record = json.loads((output_dir / MICRO_BATCH_NAME).read_text())
-        return int(record["micro_batch_size"]), tuple(record["made_for"])
-    except (OSError, ValueError, KeyError, TypeError):  # none, or of another version
-        return None

@@ -63,7 +63,8 @@ def for_transformers_4(config: dict[str, Any]) -> dict[str, Any]:
 def changed_by(files: dict[str, bytes], model_type: str) -> str | None:
     """Return the class with which AutoTokenizer changes the ids of an exported tokenizer.json; None if none does."""
     with tempfile.TemporaryDirectory() as folder:
-        write_files(files | {"config.json": _as_json({"model_type": model_type})}, Path(folder))
+        for name, content in {**files, "config.json": _as_json({"model_type": model_type})}.items():
+            Path(folder, name).write_bytes(content)
         try:
             loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         except Exception:  # each class raises its own
@@ -136,8 +137,3 @@ def tuned_files(
 
 def _as_json(content: dict[str, Any]) -> bytes:
     return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
-
-
-def write_files(files: dict[str, bytes], directory: Path) -> None:
-    for name, content in files.items():
-        (directory / name).write_bytes(content)

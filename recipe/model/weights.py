@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from recipe.disk import can_map, share
+from recipe.disk import can_map, replaced, share, write_file
 from recipe.environment import only_cached
 from recipe.errors import UserError, check_local_path, short_reason
 
-WEIGHTS_NAME = "model.safetensors"
+CONFIG_JSON, WEIGHTS_NAME = "config.json", "model.safetensors"
+LARGEST_HEADER = 100_000_000  # bytes, as in safetensors
 
 
 def load_pretrained(auto_class: type, source: str | Path, **options) -> Any:
@@ -89,23 +91,53 @@ def copy_weights(model: PreTrainedModel, model_config: PreTrainedConfig, keep: b
 
 
 def write_model(
-    model: PreTrainedModel, model_config: PreTrainedConfig, weights: dict[str, torch.Tensor], directory: Path
+    model: PreTrainedModel,
+    model_config: PreTrainedConfig,
+    files: Mapping[str, bytes],
+    weights: dict[str, torch.Tensor],
+    directory: Path,
+    header: Mapping[str, str],
 ) -> None:
-    """Write config and weights of the unpadded model as a folder that `from_pretrained` loads.
+    """Write the unpadded model into a folder that `from_pretrained` loads; each file appears when it is complete.
 
-    model: the padded model, unwrapped. model_config: from `build_model_config`. weights: from `copy_weights`.
+    model: the padded model, unwrapped. model_config: from `build_model_config`. files: the others, by name. weights:
+    from `copy_weights`; they come last. header: for `read_header`.
     """
     model_config.architectures = [type(model).__name__]
     model_config.dtype = "float32"
+    for name, content in files.items():
+        write_file(directory / name, content)
     write_config(model_config, directory)
-    save_file(weights, directory / WEIGHTS_NAME, metadata={"format": "pt"})
-    share(directory / WEIGHTS_NAME)  # safetensors 0.8 makes its files private
+    with replaced(directory / WEIGHTS_NAME) as partial:
+        save_file(weights, partial, metadata={"format": "pt", **header})
+        sort_header(partial)
+        share(partial, directory / CONFIG_JSON)  # safetensors 0.8 makes its files private
 
 
 def write_config(model_config: PreTrainedConfig, directory: Path) -> None:
     """Write config.json, with the names of Transformers 4, which converters and servers read, too."""
     content = model_config.to_diff_dict() | (names_of_transformers_4(model_config) or {})
-    (directory / "config.json").write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+    write_file(directory / CONFIG_JSON, json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
+def sort_header(path: Path) -> None:
+    """Sort the texts in the header of a safetensors file, whose order is random (0.8): equal runs have equal files."""
+    with open(path, "r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        file.seek(8)
+        file.write(json.dumps(header, separators=(",", ":")).encode().ljust(size))
+
+
+def read_header(directory: Path) -> dict[str, str]:
+    """Return the texts in the header of a folder's weights; {} if it has none that can be read."""
+    try:
+        with open(directory / WEIGHTS_NAME, "rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            return dict(json.loads(file.read(min(size, LARGEST_HEADER)))["__metadata__"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 def names_of_transformers_4(model_config: PreTrainedConfig) -> dict[str, Any] | None:

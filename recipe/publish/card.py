@@ -5,7 +5,6 @@ metrics.jsonl and training_config.yaml (recipe/publish/public.py), and the score
 """
 
 import contextlib
-import itertools
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -20,18 +19,17 @@ from recipe.charts import name_parts, save_loss_chart
 from recipe.config import EVAL_TASKS, OPTIONS, STANDARD_LIBRARY, is_missing
 from recipe.environment import describe_machine
 from recipe.errors import short_reason
-from recipe.metrics import split_scores
-from recipe.model.weights import WEIGHTS_NAME
-from recipe.publish.public import (
+from recipe.metrics import (
+    CARD_NAME,
+    CURVE_NAME,
+    count_stage_tokens,
     count_tokens,
-    listed,
-    public_events,
-    public_options,
-    read_options,
-    stage_tokens,
+    measure_speed,
+    split_scores,
 )
+from recipe.model.weights import WEIGHTS_NAME
+from recipe.publish.public import listed, public_events, public_options, read_options
 
-CARD_NAME, CURVE_NAME = "README.md", "loss_curve.png"
 EVALUATION_NAME = "evaluation.json"  # written by scripts/evaluate_model.py
 SHOWN_SAMPLES = 3
 # Task of the recipe -> dataset of the Hub, its name on a page, and the number of its examples.
@@ -113,8 +111,7 @@ def collect_values(run_dir: Path, step: int, directory: Path, hub_options: dict[
     )
     last = train_events[-1] if train_events else None
     num_tokens, speed = count_tokens(step, events, options["block_size"]), measure_speed(events)
-    stages = start.get("stages") or [{"tokens": 0}]
-    own_tokens = stage_tokens(stages, num_tokens)
+    stages = count_stage_tokens(start.get("stages") or [{"tokens": 0}], num_tokens)
     phases = {start["step"]: start for start in starts}  # a start may have ended before its first step
     return {
         **{"metadata": metadata.to_yaml(), "name": name, "model_id": model_id, "step": step, "options": options},
@@ -131,24 +128,15 @@ def collect_values(run_dir: Path, step: int, directory: Path, hub_options: dict[
         "samples": samples[-SHOWN_SAMPLES:],
         "needed": [name for name, value in shown.items() if is_missing(value)],
         "tokens": num_tokens,
-        "stages": list(zip(stages, own_tokens, strict=True)) if len(stages) > 1 else (),
-        "stage_tokens": own_tokens[-1],
+        "stages": stages if len(stages) > 1 else (),
+        "stage_tokens": stages[-1]["tokens"],
         "parts": [(names[key], part) for key, part in mixture.items()],
         # A streamed text has no rows, and each dataset of a mixture has its own epochs.
-        "epochs": own_tokens[-1] / options["block_size"] / rows if rows and not mixture else None,
+        "epochs": stages[-1]["tokens"] / options["block_size"] / rows if rows and not mixture else None,
         "train_seconds": last["train_seconds"] if last else None,
         "speed": speed,
         "mfu": speed / last["tokens_per_second"] * (last["mfu"] or 0) if last else None,
     }
-
-
-def measure_speed(events: list[dict[str, Any]]) -> float | None:
-    """Return the tokens per second of all laps but the first of each start, which includes its compilation."""
-    lap_events = [event for event in events if event["event"] in ("start", "train")]
-    pairs = [pair for pair in itertools.pairwise(lap_events) if all(event["event"] == "train" for event in pair)]
-    tokens, seconds = (sum(b[key] - a[key] for a, b in pairs) for key in ("tokens_seen", "train_seconds"))
-    only = [lap["tokens_per_second"] for lap in lap_events if lap["event"] == "train"]
-    return tokens / seconds if seconds else only[-1] if only else None
 
 
 def read_evaluation(run_dir: Path, step: int, directory: Path) -> dict[str, Any]:

@@ -32,11 +32,11 @@ from recipe.checkpoint import MANIFEST_NAME, OPTIMIZER_NAME, RNG_NAME, STATE_NAM
 from recipe.config import CONFIG_NAME, TrainConfig
 from recipe.disk import link_or_copy
 from recipe.errors import UserError, one_line, short_reason
-from recipe.metrics import METRICS_NAME
+from recipe.metrics import CARD_NAME, CURVE_NAME, METRICS_NAME, count_tokens
 from recipe.model.files import GENERATION, TOKENIZER_FILES
 from recipe.model.weights import WEIGHTS_NAME
-from recipe.publish.card import CARD_NAME, CURVE_NAME, write_model_card
-from recipe.publish.public import count_tokens, public_events, write_public_files
+from recipe.publish.card import write_model_card
+from recipe.publish.public import public_events, write_public_files
 
 # Only these files are published. The first row is written for the Hub.
 WRITTEN_FILES = (CARD_NAME, CURVE_NAME, CONFIG_NAME, METRICS_NAME)

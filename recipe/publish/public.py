@@ -5,16 +5,14 @@ nothing else. Texts are public only if they cannot be a user's path or name: ver
 with their prompt.
 """
 
-import itertools
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from recipe.config import CONFIG_NAME, EVAL_TASKS, MISSING, NEEDED, OF_HUB, PUBLIC, SCHEDULE_OPTIONS, VISIBILITY
-from recipe.metrics import METRICS_NAME, SCORES, read_events
+from recipe.metrics import METRICS_NAME, SCORES, read_events, without_nan
 
 REPEAT_TOLERANCE = 0.05  # nats: three standard deviations of the difference between two seeds, where they were largest
 
@@ -26,7 +24,7 @@ PUBLIC_KEYS = {
     *("num_processes", "per_device_train_batch_size", "gradient_accumulation_steps"),
     *("data", "dataset_id", "dataset_config_name", "tokenizer_id", "is_own_tokenizer", "validation_split_percentage"),
     *("content_sha256", "tokenizer_sha256", "splits", "train", "validation", "documents", "tokens", "bytes", "rows"),
-    *("model", "architecture", "num_parameters", "n_layer", "n_head", "n_embd", "n_positions", "vocab_size"),
+    *("architecture", "num_parameters", "n_layer", "n_head", "n_embd", "n_positions", "vocab_size"),
     *("environment", "gpt2_recipe", "python", "torch", "transformers", "accelerate", "datasets", "tokenizers"),
     *("cuda", "cudnn", "device", "num_cpus", "platform"),
     *("epoch", "stages"),
@@ -52,24 +50,7 @@ def listed(values: dict[str, Any]) -> dict[str, Any]:
             public[key] = listed(value)
         elif key == "stages":
             public[key] = [listed(stage) for stage in value]
-        elif isinstance(value, float) and not math.isfinite(value):
-            public[key] = None
-    return public
-
-
-def count_tokens(step: int, events: list[dict[str, Any]], block_size: int) -> int:
-    """Return the tokens seen after `step` steps. A run that resumes may change its batch."""
-    starts = [event for event in events if event["event"] == "start" and event["step"] <= step]
-    start = starts[-1] if starts else {}
-    sizes = ("num_processes", "gradient_accumulation_steps", "per_device_train_batch_size")
-    per_step = math.prod(start.get(size, 0) for size in sizes) * block_size
-    return start.get("tokens_seen", 0) + (step - start.get("step", 0)) * per_step
-
-
-def stage_tokens(stages: list[dict[str, Any]], num_tokens: int) -> list[int]:
-    """Return the tokens of each stage. stages: with the tokens before them. num_tokens: of the whole run."""
-    starts = [stage["tokens"] for stage in stages]
-    return [after - before for before, after in itertools.pairwise([*starts, num_tokens])]
+    return without_nan(public)
 
 
 def public_events(run_dir: Path, step: int) -> list[dict[str, Any]]:

@@ -7,20 +7,21 @@ evaluate or to end before the next step. recipe/run/look.py finds the facts, and
 
 import dataclasses
 import math
+import os
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from transformers import PreTrainedConfig
 
 from recipe.arguments import shell_command
 from recipe.checkpoint import RunState, SavedState
-from recipe.config import CONFIG_NAME, IDENTITY_OPTIONS, OPTIONS, SCHEDULE_OPTIONS, TrainConfig
+from recipe.config import CONFIG_NAME, IDENTITY_OPTIONS, OPTIONS, PATHS, SCHEDULE_OPTIONS, TrainConfig
 from recipe.errors import UserError
 from recipe.hardware.accelerator import check_trackers
-from recipe.hardware.choices import Choice, Facts, apply_choices, check_sharded, choose, settle
-from recipe.hardware.memory import Memory, MemoryPlan, choose_plan, micro_batch_sizes
+from recipe.hardware.choices import Choice, Machine, apply_choices, check_sharded, choose, settle
+from recipe.hardware.memory import MemoryPlan, choose_plan, micro_batch_sizes
 from recipe.hardware.probe import Measured
 from recipe.model.build import model_options
 from recipe.model.size import count_parameters, count_training_flops
@@ -30,9 +31,13 @@ from recipe.publish.hub import MainBranch, publishes_training_state, refuse_anot
 ORIGIN_NAME = ".resumed_from"  # in output_dir: the checkpoint with which its run began
 CLOSING_SECONDS = 3.0  # for the last checkpoint, the export and the curve
 EPOCHS_WITHOUT_BEST = 2.0  # after which a validation loss may rise again
-EVALUATIONS = 40  # that look for the best model; more would take longer than a short run on a tiny text
-# What may change in a branch. A change begins a new stage.
+# With `eval_steps auto`: steps between evaluations, and the evaluations that look for the best model, at least and at
+# most; more would take longer than a short run on a tiny text.
+EVAL_STEPS, EVALUATIONS = 200, (10, 40)
+# What begins a new stage when it changes. Only a branch, a run that begins with the checkpoint of another, may do so.
 DATA_IDENTITY = ("dataset", "streamed_text", "streaming", "dataset_weights", "block_size")
+FIXED = ("optim", "pad_vocab_to_multiple_of")  # of IDENTITY_OPTIONS: the saved tensors depend on them
+RESOLVED = ("num_train_epochs", "model_type", "dataset_revision")  # by the run, in its training_config.yaml
 
 
 # ------------------------------------------------------------------ facts
@@ -45,12 +50,10 @@ class Folder:
     path: Path  # as the command spells it
     place: str  # where that is, the same for each spelling
     steps: tuple[int, ...] = ()  # of its checkpoints, ascending
-    run_id: str | None = None  # of the newest
     results: tuple[str, ...] = ()  # files of a finished run
     logs: tuple[str, ...] = ()  # its log, if a step is in it
     replaced: tuple[str, ...] = ()  # files of something else that a run would replace
     origin: str | None = None  # what ORIGIN_NAME says: a place, or an address on the Hub
-    in_use: bool = False  # by another process
 
     @property
     def leftovers(self) -> list[str]:
@@ -59,16 +62,13 @@ class Folder:
 
 
 @dataclass(frozen=True)
-class NamedCheckpoint:
-    """The checkpoint or run folder that the command names, or that the run in the output folder began with."""
+class Named:
+    """What the command names as the beginning, or, for `auto`, the recorded origin of a folder without checkpoints."""
 
     text: str  # as it is spelled: a path, or hf://user/name@BRANCH
     place: str  # where that is
-    folder: str = ""  # the place of the folder that the checkpoints are in
-    steps: tuple[int, ...] = ()  # of the checkpoints, ascending
-    run_id: str | None = None  # of the newest
-    beside: tuple[int, ...] = ()  # the steps of the checkpoints in its parent folder, if it has none
     is_gone: bool = False
+    beside: tuple[int, ...] = ()  # the steps of the checkpoints in the folder around it
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,7 @@ class Checkpoint:
     path: Path  # where it is, or will be when it is downloaded
     fault: str | None = None  # why it cannot be used
     saved: SavedState | None = None  # None if there is a fault
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)  # of its run, if its folder is here
     repo_id: str | None = None  # the repository that holds it, if it is on the Hub
     branch: str = ""
 
@@ -86,10 +87,10 @@ class Checkpoint:
 class Surroundings:
     """All that decides how a run starts, besides its options."""
 
-    facts: Facts  # processes, device, launcher
+    machine: Machine  # processes, device, launcher
     folder: Folder
-    named: NamedCheckpoint | None = None
-    checkpoints: tuple[Checkpoint, ...] = ()  # to resume from, newest first; the search ends at the first intact one
+    named: Named | None = None
+    checkpoints: tuple[Checkpoint, ...] = ()  # to begin with, newest first; the search ends at the first intact one
     main_branch: MainBranch | None = None  # of the repository to publish to; None if it is new or cannot be asked
     trackers: tuple[str, ...] = ()  # that are installed
     typed_options: frozenset[str] = frozenset()  # the names of the options on the command line
@@ -126,18 +127,19 @@ class Start:
     requested: TrainConfig
     recipe: str  # its name
     surroundings: Surroundings
+    machine: Machine  # with the choices of the checkpoint
     resume: Checkpoint | None = None  # to begin with
     continues: bool = False  # whether it continues the checkpoint's run; else a new run begins with it
     origin: str | None = None  # for ORIGIN_NAME
     says: tuple[str, ...] = ()
 
     @property
-    def facts(self) -> Facts:
-        return self.surroundings.facts
-
-    @property
     def output_dir(self) -> Path:
         return self.surroundings.folder.path
+
+    @property
+    def typed_options(self) -> frozenset[str]:
+        return self.surroundings.typed_options
 
     @property
     def saved(self) -> SavedState | None:
@@ -145,12 +147,12 @@ class Start:
 
     @property
     def is_branch(self) -> bool:
-        """Whether this is a new run from a checkpoint elsewhere, named by this command or the folder's first one."""
+        """Whether options may change, because this is a new run, or may become one: one that names the Hub."""
         is_of_hub = self.resume is not None and self.resume.repo_id is not None
         return not self.continues or (is_of_hub and self.surroundings.named is not None)
 
     @property
-    def source(self) -> str | Path | None:
+    def base_model(self) -> str | Path | None:
         """The model that sets shape and tokenizer. A resumed run takes its checkpoint: the original may be gone."""
         named = self.requested.model_name_or_path
         return self.resume.path if self.resume and named else named
@@ -158,73 +160,41 @@ class Start:
 
 def decide_start(requested: TrainConfig, recipe: str, surroundings: Surroundings) -> Start:
     """Decide where the run starts. Raises `UserError` for what cannot work, before text is prepared for hours."""
-    folder = surroundings.folder
-    if folder.in_use:
-        remedy = "wait for it to end, or choose another --output_dir"
-        raise UserError(f"{folder.path} is in use by another process; {remedy}")
-    source = choose_source(requested, folder, surroundings.named)
-    check_folder(requested, folder, surroundings.named, source)
-    resume, says = choose_checkpoint(requested, surroundings, source)
-    continues = resume is not None and source in ("own", "hub")
+    folder, named = surroundings.folder, surroundings.named
+    check_folder(requested, folder, named)
+    resume, says = choose_checkpoint(requested, surroundings)
+    # The Hub's checkpoint is this run's only in the repository to which this run publishes, whatever its id says.
+    is_own = bool(folder.steps) or (resume and requested.push_to_hub and resume.repo_id == requested.hub_model_id)
+    continues = resume is not None and bool(is_own)
+    saved = resume.saved if resume else None
     if requested.push_to_hub and surroundings.main_branch is not None:
-        saved = resume.saved if resume is not None and continues else None
-        refuse_another(requested, surroundings.main_branch, saved.state.run_id if saved else None)
+        refuse_another(requested, surroundings.main_branch, saved.state.run_id if saved and continues else None)
     check_trackers(requested, surroundings.trackers)
+    machine = dataclasses.replace(surroundings.machine, kept=saved.state.hardware if saved else {})
     fit_warmup(requested, requested.max_steps, surroundings.typed_options)  # raises an error for a typed one,
-    micro_batch_sizes(requested, surroundings.facts)  # this for what does not divide the batch,
-    settle(requested, surroundings.facts)  # and this for what does not work on the device
-    check_sharded(requested, surroundings.facts)
-    origin = folder.origin if surroundings.named is None else surroundings.named.place
-    return Start(requested, recipe, surroundings, resume, continues, origin if resume else None, says)
+    micro_batch_sizes(requested, machine)  # this for what does not divide the batch,
+    settle(requested, machine)  # and this for what does not work on the device
+    check_sharded(requested, machine)
+    origin = named.place if named else folder.origin
+    return Start(requested, recipe, surroundings, machine, resume, continues, origin if resume else None, says)
 
 
-def choose_source(
-    requested: TrainConfig, folder: Folder, named: NamedCheckpoint | None
-) -> Literal["new", "own", "named", "hub"]:
-    """Return which checkpoints the run may begin with: none, those in its folder, the named one or the Hub's.
+def check_folder(requested: TrainConfig, folder: Folder, named: Named | None) -> None:
+    """Raise `UserError` if the run may not begin in this folder.
 
-    A command can be repeated: the run begins at the checkpoint that the command names until its folder has newer ones.
-    Raises `UserError` if the run cannot begin there.
+    If the folder has checkpoints, the command has to name it, its newest checkpoint or its origin, or pass `auto`; so
+    a command can be repeated. If not, it may hold what is left of a run that ended before its first checkpoint.
     """
-    asked, newest = requested.resume_from_checkpoint, folder.steps[-1] if folder.steps else None
-    if asked is None:
-        return "new"
-    if asked == "latest" or (asked == "auto" and newest is not None):
-        return "own"
-    if asked == "auto" and named is not None:  # what the folder says
-        if named.is_gone:
-            remedy = f"restore it, or delete {folder.path / ORIGIN_NAME} to start at step 0"
-            raise UserError(f"the run in {folder.path} began with {named.text}, which is gone; {remedy}")
-        return "hub" if named.text.startswith("hf://") else "named"
-    if asked == "auto" or named is None:  # no checkpoint elsewhere; --hub_overwrite is for a new run
-        return "hub" if publishes_training_state(requested) and not requested.hub_overwrite else "new"
-    if newest is not None:
-        is_this_run = named.folder == folder.place or (named.run_id is not None and named.run_id == folder.run_id)
-        is_newest = is_this_run and (named.place == folder.place or named.steps[-1:] == (newest,))
-        if is_newest or folder.origin == named.place:
-            return "own"
-        if is_this_run and max(named.steps, default=0) < newest:
-            start = Path(named.text).name
-            remedy = f"pass auto to continue from there, or another --output_dir to start from {start}"
-            raise UserError(f"{folder.path} contains newer checkpoints, up to checkpoint-{newest}; {remedy}")
-        if is_this_run:
-            remedy = f"move it to {folder.path} and pass auto, or choose another --output_dir"
-            raise UserError(
-                f"{named.text} is of the same run as checkpoint-{newest} in {folder.path}, but newer; {remedy}"
-            )
-    return "hub" if named.text.startswith("hf://") else "named"
-
-
-def check_folder(requested: TrainConfig, folder: Folder, named: NamedCheckpoint | None, source: str) -> None:
-    """Raise `UserError` if the folder holds another run, or other files that a run would replace."""
-    # A run that ended before its first checkpoint is the same; a finished one is not, as its model could be anyone's.
-    is_same = requested.resume_from_checkpoint == "auto" or (named is not None and named.place == folder.origin)
-    if folder.leftovers and source != "own" and (folder.results or not is_same):
+    newest = os.path.join(folder.place, f"checkpoint-{folder.steps[-1]}") if folder.steps else None
+    own = (folder.origin, folder.place, newest)
+    is_same = requested.resume_from_checkpoint == "auto" or (named is not None and named.place in own)
+    if folder.leftovers and not (is_same and (folder.steps or not folder.results)):
         options = {"config": folder.path / CONFIG_NAME, "output_dir": folder.path, "resume_from_checkpoint": "auto"}
-        resume = f"resume it ({shell_command(**options)}), " if folder.steps else ""
+        resume = f"continue it ({shell_command(**options)}), " if folder.steps else ""
+        begin = f" to begin with {named.text}" if named else ""
+        what = f"a run, up to {os.path.basename(newest)}" if newest else f"another run ({folder.leftovers[0]})"
         raise UserError(
-            f"{folder.path} contains another run ({', '.join(folder.leftovers[:3])}); {resume}"
-            "delete the folder, or choose another --output_dir"
+            f"{folder.path} contains {what}; {resume}delete the folder, or choose another --output_dir{begin}"
         )
     if folder.replaced:
         files = ", ".join(folder.replaced)
@@ -233,62 +203,73 @@ def check_folder(requested: TrainConfig, folder: Folder, named: NamedCheckpoint 
         )
 
 
-def choose_checkpoint(
-    requested: TrainConfig, surroundings: Surroundings, source: str
-) -> tuple[Checkpoint | None, tuple[str, ...]]:
+def choose_checkpoint(requested: TrainConfig, surroundings: Surroundings) -> tuple[Checkpoint | None, tuple[str, ...]]:
     """Return the newest intact checkpoint, or None for a new run, and the lines to print.
 
     Raises `UserError` if all of them are damaged or missing: a run never silently starts over.
     """
-    asked, folder, named = requested.resume_from_checkpoint, surroundings.folder, surroundings.named
+    folder, named = surroundings.folder, surroundings.named
     intact = [checkpoint for checkpoint in surroundings.checkpoints if checkpoint.fault is None]
     faults = [f"{checkpoint.path}: {checkpoint.fault}" for checkpoint in surroundings.checkpoints if checkpoint.fault]
     if intact:
         says = [f"skipping {fault}" for fault in faults]
         if intact[0].repo_id:
             says.append(f"resuming from {intact[0].repo_id}, revision {intact[0].branch}, on the Hub")
-        if source == "own" and named is not None and named.folder != folder.place and asked != "auto":
+        if folder.steps and named is not None and named.place == folder.origin:
             start = f"{folder.path} continues {named.text} already"
             says.append(f"{start}; to start from there again, choose another --output_dir")
         return intact[0], tuple(says)
     if faults:
         remedy = "choose another one, or start over in another --output_dir"
         raise UserError(f"found no valid checkpoint to resume from ({'; '.join(faults)}); {remedy}")
-    if asked is None:
+    if named is not None and requested.resume_from_checkpoint == "auto" and named.is_gone:
+        remedy = f"restore it, or delete {folder.path / ORIGIN_NAME} to start at step 0"
+        raise UserError(f"the run in {folder.path} began with {named.text}, which is gone; {remedy}")
+    if named is not None:
+        remedy = "--model_name_or_path starts from a model alone"
+        if named.beside:
+            known = ", ".join(f"checkpoint-{step}" for step in named.beside)
+            remedy = f"{Path(named.text).parent} has {known}"
+        raise UserError(f"there is no checkpoint in {named.text}; {remedy}")
+    if requested.resume_from_checkpoint is None:
         return None, ()
-    if source == "new" or (source == "hub" and asked == "auto"):
-        return None, (f"no checkpoint in {folder.path}: the run starts at step 0",)
-    if named is None:
-        raise UserError(f"there is no checkpoint in {folder.path}; pass auto, which needs none")
-    known = ", ".join(f"checkpoint-{step}" for step in named.beside) or "none"
-    raise UserError(f"there is no checkpoint in {named.text}; {Path(named.text).parent} has {known}")
+    return None, (f"no checkpoint in {folder.path}: the run starts at step 0",)
+
+
+def resumes_from_its_repository(requested: TrainConfig) -> bool:
+    """Return whether `auto` looks on the Hub, for a folder that says nothing. `hub_overwrite` is for a new run."""
+    is_auto = requested.resume_from_checkpoint == "auto"
+    return is_auto and publishes_training_state(requested) and not requested.hub_overwrite
 
 
 # ------------------------------------------------------------------ run
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run(Start):
+class Run:
     """All that is decided before the model is built."""
 
+    start: Start
     started_at: float = 0.0  # this process's perf_counter() when the text was ready; `max_minutes` counts from there
-    config: TrainConfig  # with every `auto` resolved for this machine, except the micro-batch, which `plan` has
+    config: TrainConfig  # with every `auto` resolved for this machine
     schedule: Schedule
     choices: dict[str, Choice]  # the reasons, by label
-    plan: MemoryPlan
+    plan: MemoryPlan  # the estimate
     model: ModelFacts
-    metadata: dict[str, Any]  # the dataset's
+    data: DataFacts
     identity: dict[str, Any]  # what a run that resumes must share with its checkpoint
-    begins_stage: bool  # the data are not the checkpoint's
-    changes: dict[str, tuple]  # to the checkpoint's schedule: {option: (before, now)}
+    continues: bool  # the checkpoint's run
+    begins_stage: bool  # the data, or their order, are not the checkpoint's
+    changes: dict[str, tuple]  # to what the checkpoint's run trained with: {option: (before, now)}
+    other_changes: dict[str, tuple]  # to its other options
 
     @property
     def grad_accum(self) -> int:
         """Micro-batches per step and process."""
-        return self.config.global_batch_size // (self.plan.micro_batch_size * self.facts.num_processes)
+        return int(self.config.gradient_accumulation_steps or 1)
 
     def count_epochs(self, stage_examples: int) -> dict[str, float]:
-        return count_epochs(self.metadata, stage_examples, self.config.streaming)
+        return count_epochs(self.data.metadata, stage_examples, self.config.streaming)
 
 
 def count_epochs(metadata: dict[str, Any], num_examples: int, streaming: bool = False) -> dict[str, float]:
@@ -318,36 +299,30 @@ def keeps_best(option: str, num_examples: int | None, metadata: dict[str, Any], 
 
 
 def decide_run(
-    start: Start,
-    data: DataFacts,
-    model: ModelFacts,
-    memory: Memory,
-    rates: Measured | None = None,
+    start: Start, data: DataFacts, model: ModelFacts, usable_bytes: int, rates: Measured | None = None
 ) -> Run:
     """Resolve the length of the run and every `auto`. Raises `UserError` if run and checkpoint do not belong together.
 
-    rates: measured on this machine for the choices that `settle` leaves open.
+    usable_bytes: the memory of each process. rates: measured here, for the choices that `settle` leaves open.
     """
-    requested, saved = start.requested, start.saved
+    requested, saved, resume = start.requested, start.saved, start.resume
     state = saved.state if saved else RunState()
     if not data.is_packed and (requested.streaming or requested.data_placement != "mmap"):
         raise UserError("--streaming and --data_placement require a packed dataset")
-    before = saved.schedule if saved else None
     identity = run_identity(requested, data.metadata, model.config)
     differing = list_differences(start, identity, model) if saved else {}
-    begins_stage = start.is_branch and not differing.keys().isdisjoint(DATA_IDENTITY)
+    begins_stage = start.is_branch and not differing.keys().isdisjoint((*DATA_IDENTITY, "seed"))
     stage_start = 0 if not state.stages else state.examples if begins_stage else state.stage.examples
-    position = state.step, state.examples, before, state.progress, stage_start
+    position = state.step, state.examples, saved.schedule if saved else None, state.progress, stage_start
     num_steps = plan_schedule(requested, data.num_rows, *position).max_steps
-    fitted = fit_warmup(requested, num_steps, start.surroundings.typed_options)
-    schedule = plan_schedule(fitted, data.num_rows, *position)
+    schedule = plan_schedule(fit_warmup(requested, num_steps, start.typed_options), data.num_rows, *position)
     changes = check_identity(start, differing, schedule) if saved else {}
     if begins_stage and measure_progress(schedule, state) >= 1:
         remedy = "pass a larger --max_steps or --max_minutes, or an earlier checkpoint"
         raise UserError(f"no step of the run is left for the new data; {remedy}")
-    continues = start.continues and not ((changes or begins_stage) and start.resume and start.resume.repo_id)
-    if start.continues and not continues and requested.push_to_hub and start.surroundings.main_branch is not None:
-        note = "with other data, another schedule or another batch, this is a new run: "
+    continues = start.continues and not ((changes or begins_stage) and resume and resume.repo_id)
+    if start.continues and not continues and start.surroundings.main_branch is not None:
+        note = "with other data, another schedule or other options, this is a new run: "
         if requested.resume_from_checkpoint == "auto":  # which starts over with --hub_overwrite
             note += f"resume from hf://{requested.hub_model_id} and "
         refuse_another(requested, start.surroundings.main_branch, None, note)
@@ -361,34 +336,48 @@ def decide_run(
         dataset_revision=data.metadata["source"].get("dataset_revision") if requested.dataset_name else None,
     )
     total_flops = count_training_flops(config, model.padded, count_parameters(model.padded))
-    facts = dataclasses.replace(start.facts, total_flops=total_flops, kept=state.hardware)
-    choices = choose(config, facts, rates)
-    config = apply_choices(config, choices, facts)
+    machine = dataclasses.replace(start.machine, total_flops=total_flops)
+    choices = choose(config, machine, rates)
+    config = apply_choices(config, choices, machine)
+    if machine.sharding is not None:
+        choices = {"layout": Choice("FSDP", machine.sharding.describe()), **choices}
     max_examples = None if schedule.num_examples is None else schedule.num_examples - stage_start
     keep_best = keeps_best(config.load_best_model_at_end, max_examples, data.metadata, config.streaming)
     config = dataclasses.replace(config, load_best_model_at_end="true" if keep_best else "false")
-    if keep_best and max_examples and not config.streaming:  # a stream does not know its epochs
-        count = min(max(count_epochs(data.metadata, max_examples).values()), EVALUATIONS)
-        period = max(1, int(max_examples / count / config.global_batch_size))
-        config = dataclasses.replace(config, eval_steps=min(config.eval_steps, period))
-    if facts.sharding is not None:
-        choices = {"layout": Choice("FSDP", facts.sharding.describe()), **choices}
-    if config.max_eval_samples == "auto" and saved:  # an extended run evaluates the same rows
+    if config.eval_steps == "auto":
+        period = choose_eval_steps(config, max_examples, data.metadata, keep_best)
+        config = dataclasses.replace(config, eval_steps=period)
+    if config.max_eval_samples == "auto" and saved and not begins_stage:  # an extended run evaluates the same rows
         config = dataclasses.replace(config, max_eval_samples=state.initial.get("num_rows", "auto"))
-    earlier = state.memory if saved and saved.num_processes == facts.num_processes else None
-    plan = choose_plan(config, model.padded, facts, memory, earlier, data.num_bytes)
+    earlier = state.memory if saved and saved.num_processes == machine.num_processes else None
+    plan = choose_plan(config, model.padded, machine, usable_bytes, earlier, data.num_bytes)
     return Run(
-        **vars(dataclasses.replace(start, continues=continues)),
-        config=plan.apply(config),
+        start=start,
+        config=plan.apply(config, machine.num_processes),
         schedule=schedule,
         choices=choices,
         plan=plan,
         model=model,
-        metadata=data.metadata,
+        data=data,
         identity=identity,
+        continues=continues,
         begins_stage=begins_stage,
         changes=changes,
+        other_changes=list_other_changes(start) if saved else {},
     )
+
+
+def choose_eval_steps(config: TrainConfig, num_examples: int | None, metadata: dict[str, Any], keep_best: bool) -> int:
+    """Return the steps between evaluations with `auto`.
+
+    num_examples: of the present data, at most; None if only the time is limited. metadata: the dataset's.
+    """
+    if num_examples is None or not keep_best:
+        return EVAL_STEPS
+    epochs = count_epochs(metadata, num_examples, config.streaming)  # a stream does not know them
+    fewest, most = EVALUATIONS
+    count = min(max([fewest, *epochs.values()]), most)
+    return max(1, min(EVAL_STEPS, int(num_examples / count / config.global_batch_size)))
 
 
 def fit_warmup(config: TrainConfig, num_steps: int | None, typed_options: Collection[str]) -> TrainConfig:
@@ -433,26 +422,47 @@ def list_differences(start: Start, identity: dict[str, Any], model: ModelFacts) 
     return {name: (before.get(name), identity[name]) for name in names if before.get(name) != identity[name]}
 
 
-def check_identity(start: Start, differing: dict[str, tuple], schedule: Schedule) -> dict[str, tuple]:
-    """Return what a resumed run changes: {option: (before, now)} of the schedule, and the global batch if it is typed.
+def list_other_changes(start: Start) -> dict[str, tuple]:
+    """Return how the other options differ from those of the checkpoint's run: {name: (before, now)}.
 
-    differing: from `list_differences`. Raises `UserError` for a difference that is not allowed; in a branch, the data
-    may differ.
+    Compared by its private training_config.yaml, so they include an option that somebody has added.
+    """
+    assert start.resume is not None
+    compared = {*PATHS, *SCHEDULE_OPTIONS, *IDENTITY_OPTIONS, *RESOLVED, "global_batch_size", "config_overrides"}
+    before = {name: option.default for name, option in OPTIONS.items()} | start.resume.options
+    return {
+        name: (before[name], now)
+        for name, now in sorted(vars(start.requested).items())
+        if start.resume.options and name not in compared and not name.startswith("hub_") and before[name] != now
+    }
+
+
+def may_change_in_branch(name: str) -> bool:
+    """Return whether a branch may change a part of the identity: data, optimizer, seed and dropout, but no shape."""
+    is_free = name in DATA_IDENTITY or (name in IDENTITY_OPTIONS and name not in FIXED)
+    return is_free or name.endswith(("_pdrop", "dropout"))
+
+
+def check_identity(start: Start, differing: dict[str, tuple], schedule: Schedule) -> dict[str, tuple]:
+    """Return what a resumed run changes in its training, apart from its data: {option: (before, now)}.
+
+    differing: from `list_differences`. Raises `UserError` for what may not change: in the run's own folder all but the
+    schedule and, if it is typed, the global batch; in a branch, the tokenizer, the shape and the kind of optimizer.
     """
     assert start.resume is not None and start.saved is not None
     where, saved = start.resume.path, start.saved
-    refused = {key: values for key, values in differing.items() if not (start.is_branch and key in DATA_IDENTITY)}
+    refused = {key: v for key, v in differing.items() if not (start.is_branch and may_change_in_branch(key))}
     changes = list_changes(saved.schedule, schedule, saved.state.examples)
     micro_batch = {"per_device_train_batch_size", "gradient_accumulation_steps"}  # both set the batch
-    typed_options = start.surroundings.typed_options
-    if not ("global_batch_size" in typed_options or micro_batch <= typed_options):  # which is consent to change it
-        refused |= {key: value for key, value in changes.items() if key == "global_batch_size"}
+    is_typed = "global_batch_size" in start.typed_options or micro_batch <= start.typed_options
+    if not is_typed:  # which is consent to change it
+        refused |= {key: values for key, values in changes.items() if key == "global_batch_size"}
     if refused:
         listed = "; ".join(f"{key} {_short(old)} -> {_short(now)}" for key, (old, now) in sorted(refused.items()))
         remedy = "pass the run's own options (--config training_config.yaml of its folder), or start a new run"
-        if refused.keys() <= set(DATA_IDENTITY):
-            how = f"train on the new data in another --output_dir with {shell_command(resume_from_checkpoint=where)}"
-            remedy = f"pass its data in the same order, and its --block_size, or {how}"
+        if all(map(may_change_in_branch, refused)):
+            remedy = "pass those of the run, its data in the same order, or continue with the new ones in another "
+            remedy += f"--output_dir with {shell_command(resume_from_checkpoint=where)}"
         if "tokenizer" in refused:
             remedy = f"prepare the text with the tokenizer of the run, {shell_command(tokenizer_name=where)}"
         if "n_positions" in refused:
@@ -464,7 +474,7 @@ def check_identity(start: Start, differing: dict[str, tuple], schedule: Schedule
         option = "--num_train_epochs" if start.requested.num_train_epochs else "--max_steps"
         remedy = f"pass a larger {option}, or an earlier checkpoint and another --output_dir"
         raise UserError(f"{where} is at step {saved.state.step} already; {remedy}")
-    return changes
+    return changes | {key: values for key, values in sorted(differing.items()) if key not in DATA_IDENTITY}
 
 
 def _short(value: object) -> str:
@@ -476,12 +486,13 @@ def recorded_options(run: Run, has_ended: bool) -> TrainConfig:
 
     has_ended: no step is left to make, so the weights are those of the checkpoint's schedule.
     """
-    schedule = run.saved.schedule if has_ended and run.saved else run.schedule
+    requested, saved = run.start.requested, run.start.saved
+    schedule = saved.schedule if has_ended and saved else run.schedule
     options = {name: getattr(schedule, name) for name in ("global_batch_size", *SCHEDULE_OPTIONS)}
-    resolved = {name: getattr(run.config, name) for name in ("num_train_epochs", "model_type", "dataset_revision")}
-    if schedule.max_minutes and run.requested.num_train_epochs:  # other minutes keep this limit
-        resolved["num_train_epochs"], options["max_steps"] = run.requested.num_train_epochs, None
-    return dataclasses.replace(run.requested, **options | resolved)
+    resolved = {name: getattr(run.config, name) for name in RESOLVED}
+    if schedule.max_minutes and requested.num_train_epochs:  # other minutes keep this limit
+        resolved["num_train_epochs"], options["max_steps"] = requested.num_train_epochs, None
+    return dataclasses.replace(requested, **options | resolved)
 
 
 # ------------------------------------------------------------------ turn
@@ -510,7 +521,7 @@ def decide_turn(run: Run, state: RunState, stop: bool) -> Turn:
     if run.schedule.is_decaying(progress):
         decay_start = state.step if state.decay_start is None else state.decay_start
 
-    def is_due(period: int) -> bool:  # 0: only at the end
+    def is_due(period: Any) -> bool:  # 0: only at the end
         return is_last or (period > 0 and state.step % period == 0)
 
     saves = config.save_steps > 0 and (is_due(config.save_steps) or state.step == decay_start)

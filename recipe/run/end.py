@@ -8,28 +8,39 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from safetensors.torch import load_file
-from transformers import PreTrainedModel
-
 from recipe.arguments import shell_command
-from recipe.checkpoint import BEST_NAME, RunState, checkpoint_dir, list_checkpoints, mark_resumable, read_best
+from recipe.checkpoint import (
+    CheckpointSaver,
+    RunState,
+    checkpoint_dir,
+    list_checkpoints,
+    mark_resumable,
+    read_exported,
+    read_summary,
+)
 from recipe.config import STANDARD_LIBRARY, TrainConfig
+from recipe.disk import write_file
 from recipe.errors import UserError
-from recipe.hardware.devices import peak_memory_bytes
+from recipe.evaluation.scoring import exp_or_inf
 from recipe.hardware.processes import on_main_process
-from recipe.metrics import SUMMARY_NAME, read_summary, split_scores, with_nan, without_nan
-from recipe.model.weights import WEIGHTS_NAME, copy_weights
-from recipe.publish.card import CARD_NAME, CURVE_NAME, write_model_card
+from recipe.metrics import (
+    CARD_NAME,
+    SUMMARY_NAME,
+    count_stage_tokens,
+    measure_speed,
+    split_scores,
+    with_nan,
+    without_nan,
+)
+from recipe.publish.card import write_model_card
 from recipe.publish.uploads import HubUploads
 from recipe.run.decide import Run, has_stalled
-from recipe.run.export import export_model
-from recipe.run.facts import RunFacts, list_stages
 from recipe.run.log import RunLog, describe_bits, describe_epoch
 from recipe.run.stop import EXIT_STOPPED, StopSignals, describe_signal
 
 STOP_SECONDS = 60.0  # for uploads after a signal: Slurm's batch files leave 300 s for all of the end
-SUMMARIZED = (  # of `RunFacts`
-    *("command", "num_processes", "mixed_precision", "dynamo_backend", "attn_implementation"),
+SUMMARIZED = (  # of the record
+    *("num_parameters", "command", "num_processes", "mixed_precision", "dynamo_backend", "attn_implementation"),
     *("per_device_train_batch_size", "environment"),
 )
 INDENTED = {"initial_indent": "    ", "subsequent_indent": "    ", "replace_whitespace": False}
@@ -64,37 +75,36 @@ def finish_run(
     uploads: HubUploads,
     state: RunState,
     signals: StopSignals,
-    facts: RunFacts,
-    model: PreTrainedModel,
+    record: dict[str, Any],
+    saver: CheckpointSaver,
 ) -> int:
-    """Export the model, write summary and card, print the results, and publish.
+    """Export the model, write summary and card, print the results, and publish. It can be repeated.
 
     Returns the exit status once all processes may leave.
     """
     signals.reaction = "writing the results, and ending the upload"
-    run = log.run
-    weights = copy_weights(model, run.model.config, keep=log.enabled)
+    folder = log.output_dir
+    try:
+        saver.export(state, is_last=True)
+    except UserError:
+        log.list_failures()
+        raise
 
     def finish() -> int:
-        earlier = find_results(log, state)
-        evaluation = choose_exported(log, state, earlier)
-        step, folder = evaluation["step"], log.output_dir
-        if not (summary := earlier):
-            exported = weights if step == state.step else load_file(folder / BEST_NAME / WEIGHTS_NAME)
-            try:
-                export_model(model, run.model.config, exported, run.model.files, folder)
-            except UserError:
-                log.list_failures()
-                raise
-            summary = write_summary(log, build_summary(log, state, facts, evaluation, step))
-        if not (earlier and all((folder / name).exists() for name in (CARD_NAME, CURVE_NAME))):
+        step, loss = read_exported(folder) or (state.step, state.loss)
+        evaluation = {"loss": loss, "perplexity": exp_or_inf(loss), "bits_per_byte": math.nan, "num_rows": None}
+        evaluation |= {"sample": None, **state.evaluations.get(step, {}), "step": step}  # none, if it was not logged
+        summary = read_summary(folder, state.run_id)
+        if is_new := summary.get("step") != state.step:
+            summary = write_summary(log, build_summary(log, state, record, evaluation))
+        if is_new or not (folder / CARD_NAME).exists():
             log.tolerate("the model card", lambda: write_model_card(folder, step))
         mark_resumable(False)
-        if log.laps:
-            log.show_record()
-        for line in describe_end(run, state, evaluation):
+        if log.step_seconds:
+            log.show_advice()
+        for line in describe_end(log.run, state, evaluation):
             log.say_sentence(line)
-        print(closing_lines(run, summary, evaluation["sample"], state), flush=True)
+        print(closing_lines(log.run, summary, evaluation["sample"], state), flush=True)
         log.list_failures()
         is_complete = uploads.finish(step, interrupted=lambda: signals.count > 0)
         log.end()
@@ -103,26 +113,6 @@ def finish_run(
         return 128 + signals.newest if signals.count else 1  # the model is on this disk only
 
     return uploads.leave(on_main_process(finish))
-
-
-def find_results(log: RunLog, state: RunState) -> dict[str, Any]:
-    """Return the summary that an earlier start has written after this step, else {}: those results stay."""
-    summary = read_summary(log.output_dir, state.run_id)
-    is_done = not log.laps and summary.get("step") == state.step and (log.output_dir / WEIGHTS_NAME).exists()
-    return summary if is_done else {}
-
-
-def choose_exported(log: RunLog, state: RunState, earlier: dict[str, Any]) -> dict[str, Any]:
-    """Return step and evaluation of the model to export: the last one, or the best, if that is kept.
-
-    earlier: from `find_results`.
-    """
-    last = {"step": state.step, **state.evaluations[state.step]}
-    if earlier:
-        step = earlier["exported_step"]
-        return {"loss": earlier["eval_loss"], "sample": None, **state.evaluations.get(step, {}), "step": step}
-    best = read_best(log.output_dir, state.run_id) if log.config.load_best_model_at_end == "true" else {}
-    return best if best and best["loss"] <= last["loss"] else last
 
 
 def describe_end(run: Run, state: RunState, exported: dict[str, Any]) -> Iterator[str]:
@@ -148,40 +138,41 @@ def describe_end(run: Run, state: RunState, exported: dict[str, Any]) -> Iterato
         yield f"the validation loss was lower before this training: {before}"
     if was_capped(run, state):
         used = f"{state.seconds / 60:.1f} of {run.config.max_minutes:g} minutes"
-        yield f"ended after {run.requested.num_train_epochs:g} epochs and {used}; --num_train_epochs lifts this limit"
+        epochs = run.start.requested.num_train_epochs
+        yield f"ended after {epochs:g} epochs and {used}; --num_train_epochs lifts this limit"
 
 
 def was_capped(run: Run, state: RunState) -> bool:
     """Return whether the recipe's number of epochs ended a run that had more time."""
-    both = run.config.max_minutes and run.requested.num_train_epochs
+    both = run.config.max_minutes and run.start.requested.num_train_epochs
     return (
         bool(both)
-        and "num_train_epochs" not in run.surroundings.typed_options
+        and "num_train_epochs" not in run.start.typed_options
         and state.examples >= (run.schedule.num_examples or math.inf)
     )
 
 
 def write_summary(log: RunLog, values: dict[str, Any]) -> dict[str, Any]:
-    """Write summary.json, which appears only when it is complete. Returns what it says."""
+    """Write summary.json, and note the end in the log unless an earlier start has. Returns what the file says."""
     steps = {"last_step": values["step"], "exported_step": values["exported_step"]}
-    log.event("end", values["exported_step"], **steps, tokens_seen=values["tokens_seen"])
-    finite, written = without_nan(values), log.output_dir / f".{SUMMARY_NAME}.new"
-    written.write_text(json.dumps(finite, indent=2, allow_nan=False) + "\n")
-    written.replace(log.output_dir / SUMMARY_NAME)
+    ends = [event for event in log.events if event["event"] == "end"]
+    if not any(steps.items() <= event.items() for event in ends):
+        log.event("end", values["exported_step"], **steps, tokens_seen=values["tokens_seen"])
+    finite = without_nan(values)
+    write_file(log.output_dir / SUMMARY_NAME, json.dumps(finite, indent=2, allow_nan=False) + "\n")
     return with_nan(finite)
 
 
-def build_summary(
-    log: RunLog, state: RunState, facts: RunFacts, evaluation: dict[str, Any], exported_step: int
-) -> dict[str, Any]:
-    """Return the content of summary.json. evaluation: of the exported model."""
+def build_summary(log: RunLog, state: RunState, record: dict[str, Any], evaluation: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of summary.json. evaluation: of the exported model, with its step."""
+    peaks = [event["peak_memory_bytes"] for event in log.events if event["event"] == "train"]
     return {
         "run_id": state.run_id,
         "step": state.step,
-        "exported_step": exported_step,
+        "exported_step": evaluation["step"],
         "tokens_seen": state.tokens,
         **describe_epoch(log.run, state),
-        "stages": list_stages(facts, state),
+        "stages": count_stage_tokens(record["stages"], state.tokens),
         "eval_loss": evaluation["loss"],
         "perplexity": evaluation["perplexity"],
         "bits_per_byte": evaluation["bits_per_byte"],
@@ -189,20 +180,19 @@ def build_summary(
         **({"mixture": evaluation["mixture"]} if "mixture" in evaluation else {}),
         "tasks": split_scores(evaluation),
         "initial": {key: value for key, value in state.initial.items() if key != "sample"},
-        "tokens_per_second": log.tokens_per_second,
-        "peak_memory_bytes": peak_memory_bytes(log.device),
+        "tokens_per_second": measure_speed(log.events),
+        "peak_memory_bytes": max(peaks, default=0),
         "train_seconds": state.train_seconds,
         "wall_seconds": log.seconds(),
-        "num_parameters": facts.model.num_parameters,
-        "dataset_content_sha256": facts.data.content_sha256,
+        "dataset_content_sha256": record["data"]["content_sha256"],
         "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        **{name: getattr(facts, name) for name in SUMMARIZED},
+        **{name: record[name] for name in SUMMARIZED},
     }
 
 
 def closing_lines(run: Run, summary: dict[str, Any], sample: str | None, state: RunState) -> str:
     """Return the results as lines to grep, a sample, and the commands that may come next."""
-    config, output_dir = run.config, run.output_dir
+    config, output_dir = run.config, run.start.output_dir
     speed, memory = summary["tokens_per_second"], summary["peak_memory_bytes"] / 1e9
     block: dict[str, object] = {"initial_loss": f"{summary['initial']['loss']:.4f}"} if summary["initial"] else {}
     block |= {
@@ -222,7 +212,7 @@ def closing_lines(run: Run, summary: dict[str, Any], sample: str | None, state: 
     width = max(19, *(len(key) + 2 for key in block))
     lines = ["---", *(f"{key + ':':{width}}{value}" for key, value in block.items())]
     results = summary["tokens_seen"], summary["eval_loss"]
-    if len(state.stages) == 1 and (compared := compare_with_expected(config, run.metadata, *results)):
+    if len(state.stages) == 1 and (compared := compare_with_expected(config, run.data.metadata, *results)):
         lines += ["", *textwrap.wrap(compared, 80, break_on_hyphens=False)]
     if sample is not None:
         lines += ["", f"A sample for the prompt {config.sample_prompt!r}:"]
@@ -238,11 +228,11 @@ def closing_lines(run: Run, summary: dict[str, Any], sample: str | None, state: 
     overfits = min(state.losses.values(), default=last) < last or was_capped(run, state)
     if start.is_dir() and not overfits and not has_stalled(state, config.early_stopping_patience):
         # Only a typed limit: the recipe's epochs fit its minutes.
-        is_own = not config.max_minutes or "num_train_epochs" in run.surroundings.typed_options
-        epochs = run.requested.num_train_epochs if is_own else None
+        is_own = not config.max_minutes or "num_train_epochs" in run.start.typed_options
+        epochs = run.start.requested.num_train_epochs if is_own else None
         length = {"num_train_epochs": epochs, "max_minutes": config.max_minutes}
         length = {name: f"{2 * value:g}" for name, value in length.items() if value}
-        if config.max_steps and not run.requested.num_train_epochs:
+        if config.max_steps and not run.start.requested.num_train_epochs:
             length["max_steps"] = str(2 * state.step)
         longer = shell_command(output_dir=f"{output_dir}-{2 * state.step}", **length)
         lines += ["  longer     repeat your command with"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from recipe.disk import lock
+from recipe.disk import lock, write_file
 from recipe.errors import UserError
 
 LOCK_NAME = ".lock"
@@ -45,6 +45,4 @@ def drop_events_after(path: Path, step: int) -> None:
                 kept.append(line)
         except (ValueError, KeyError, TypeError):  # cut off by a kill or a full disk
             continue
-    written = path.with_suffix(".new")
-    written.write_text("".join(kept), encoding="utf-8")
-    written.replace(path)
+    write_file(path, "".join(kept))

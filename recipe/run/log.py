@@ -13,6 +13,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,17 +25,17 @@ from recipe.data.batches import TrainBatches
 from recipe.errors import UserError, short_reason
 from recipe.hardware.devices import memory_bytes, peak_flops_per_second, peak_memory_bytes
 from recipe.hardware.memory import measure_total_bytes
-from recipe.metrics import METRICS_NAME, read_events, split_scores, without_nan
+from recipe.metrics import METRICS_NAME, measure_speed, read_events, split_scores, without_nan
 from recipe.optim.guard import MOST_BAD_STEPS, UpdateGuard
 from recipe.progress import progress_target
+from recipe.run.advice import WAITING_SHARE, advise, find_train_loss, has_begun_to_diverge
 from recipe.run.decide import Run, has_stalled
-from recipe.run.facts import RunFacts
-from recipe.run.record import WAITING_SHARE, find_train_loss, has_begun_to_diverge, read_record
+from recipe.run.stop import kill_warning
 
 LISTED = 6  # failures of one kind
 MLFLOW_ID = ".mlflow_run_id"  # in output_dir
 PROJECT = "gpt2-recipe"  # for trackers, unless WANDB_PROJECT is set
-READ_AT = 0.1  # share of the run after which `show_record` reads its log
+ADVISE_AT = 0.1  # share of the run after which `show_advice` looks at its log
 
 
 class RunLog:
@@ -45,27 +46,28 @@ class RunLog:
         run: Run,
         accelerator: Accelerator,
         state: RunState,
-        facts: RunFacts,
+        record: dict[str, Any],
         batches: TrainBatches,
         optimizer: torch.optim.Optimizer,
         guard: UpdateGuard,
     ) -> None:
-        self.run, self.config, self.accelerator, self.output_dir = run, run.config, accelerator, run.output_dir
+        self.run, self.config, self.accelerator, self.output_dir = run, run.config, accelerator, run.start.output_dir
         self.device, self.enabled = accelerator.device, accelerator.is_main_process
         self.batches, self.optimizer, self.guard = batches, optimizer, guard  # log lines show their numbers
-        self.flops_per_token, self.previous_seconds = facts.flops_per_token, state.seconds
+        self.flops_per_token, self.previous_seconds = record["flops_per_token"], state.seconds
+        self.events = read_events(self.output_dir) if self.enabled else []  # of all starts
+        self.step_seconds = 0.0  # of a step, at the newest line
         self.total_bytes = measure_total_bytes(self.device)
         self.failures: dict[str, tuple[int, str]] = {}  # what could not be written -> how often, and why at first
         self.is_torn = False  # the last line of metrics.jsonl
         self.bar: tqdm | None = None  # from the first log line on: nothing before it shows the speed
-        self.tolerate("tracker events", lambda: self._init_trackers(state, facts))
+        self.tolerate("tracker events", lambda: self._init_trackers(state, record))
         self.sums: dict[str, torch.Tensor] = {}  # over the steps since the last log line, on the device
         self.grad_norm, self.num_clipped = torch.zeros(()), torch.zeros((), device=self.device)
-        self.has_been_read = state.progress >= READ_AT
+        self.has_advised, self.has_saved = state.progress >= ADVISE_AT, False
         self.lap_steps, self.lap_seconds, self.lap_started_at = 0, 0.0, time.perf_counter()
-        self.laps: list[tuple[int, float]] = []  # steps and seconds between log lines of this process
 
-    def _init_trackers(self, state: RunState, facts: RunFacts) -> None:
+    def _init_trackers(self, state: RunState, record: dict[str, Any]) -> None:
         """Start the trackers. Names and ids identify the run, even after it resumes."""
         name, mlflow_id = self.config.run_name or self.output_dir.name, self.output_dir / MLFLOW_ID
         known_id = mlflow_id.read_text() if state.step and mlflow_id.is_file() else None  # MLflow chooses it
@@ -77,8 +79,7 @@ class RunLog:
             # TensorBoard hides what an earlier start logged after the checkpoint.
             "tensorboard": {"purge_step": state.step + 1 if state.step else 0},
         }
-        values = {**asdict(self.config), **asdict(facts), **asdict(facts.model)}
-        values["device"] = facts.environment["device"]
+        values = {**asdict(self.config), **record, "device": record["environment"]["device"]}
         scalars = {key: value for key, value in values.items() if isinstance(value, (int, float, str, bool))}
         project = os.environ.get("WANDB_PROJECT") or PROJECT
         self.accelerator.init_trackers(project, init_kwargs=options)
@@ -114,7 +115,8 @@ class RunLog:
         """Append a line to metrics.jsonl and send the numbers to the trackers. A failure does not end the run."""
         finite = without_nan(values)
         if self.enabled:
-            self.tolerate(METRICS_NAME, lambda: self._append({"event": event, "step": step, **finite}))
+            self.events.append({"event": event, "step": step, **finite})
+            self.tolerate(METRICS_NAME, lambda: self._append(self.events[-1]))
         parts = finite.get("mixture", {})
         flat = finite | {f"{name}/{key}": value for name, part in parts.items() for key, value in part.items()}
         numbers = {f"{event}/{key}": value for key, value in flat.items() if isinstance(value, (int, float))}
@@ -172,7 +174,7 @@ class RunLog:
         """Return whether the step that has just been made ends with a log line."""
         return state.step % self.config.logging_steps == 0 or state.step in (1, self.config.max_steps)
 
-    def train(self, state: RunState) -> None:
+    def record_steps(self, state: RunState) -> None:
         """Record and show the numbers since the last log line. The one routine wait for the device.
 
         Means are over steps and processes; waiting and memory are this process's. Raises `UserError` if too many
@@ -191,7 +193,7 @@ class RunLog:
         self._stop_clock()
         steps, seconds = self.lap_steps, self.lap_seconds
         num_tokens = steps * self.config.tokens_per_step
-        self.laps.append((steps, seconds))
+        self.step_seconds = seconds / steps
         state.train_seconds += seconds
         self.sums, self.lap_steps, self.lap_seconds = {}, 0, 0.0
         self.num_clipped = torch.zeros((), device=self.device)
@@ -217,9 +219,9 @@ class RunLog:
         }
         self.event("train", state.step, **values)
         self._show_progress(state, values)
-        if state.progress >= READ_AT and not self.has_been_read:
-            self.has_been_read = True
-            self.show_record()
+        if state.progress >= ADVISE_AT and not self.has_advised:
+            self.has_advised = True
+            self.show_advice()
         if bad >= MOST_BAD_STEPS:
             raise UserError(
                 f"stopped at step {state.step:,}: {bad:.0f} consecutive steps had a loss or gradients that are not "
@@ -227,12 +229,16 @@ class RunLog:
                 "checkpoint into another --output_dir, or start a new run, with a lower --learning_rate"
             )
 
-    def show_record(self) -> None:
+    def show_advice(self) -> None:
         """Say what the log shows that a user may want to change."""
-        with self.paused():
-            events = read_events(self.output_dir) if self.enabled else []
-        for line in read_record(events, self.config, self.device.type, self.total_bytes):
+        for line in advise(self.events, self.run.start.requested, self.device.type, self.total_bytes):
             self.say_sentence(line)
+
+    def saved(self, _checkpoint: Path, _step: int, seconds: float) -> None:
+        """Warn after the first checkpoint, which took so long, if the launcher would not wait for one."""
+        if not self.has_saved and (warning := kill_warning(os.environ, self.step_seconds + seconds)):
+            self.say_sentence(f"warning: {warning}")
+        self.has_saved = True
 
     def _show_progress(self, state: RunState, values: dict[str, Any]) -> None:
         max_steps = self.config.max_steps
@@ -268,25 +274,17 @@ class RunLog:
         finally:
             self.lap_started_at = time.perf_counter()
 
-    @property
-    def tokens_per_second(self) -> float:
-        """Over all laps except the first, which includes compilation and warm-up, unless it is the only one."""
-        steps, seconds = map(sum, zip(*(self.laps[1:] or self.laps), strict=True)) if self.laps else (0, 0.0)
-        return steps * self.config.tokens_per_step / seconds if seconds else 0.0
-
     def seconds(self) -> float:
         """Return the wall time of the run so far, over all its starts."""
         return self.previous_seconds + time.perf_counter() - self.run.started_at
 
     # ------------------------------------------------------------------ events
 
-    def evaluation(self, state: RunState, values: dict[str, Any]) -> None:
+    def record_evaluation(self, state: RunState, values: dict[str, Any]) -> None:
         step = state.step
         if self.lap_steps:
-            self.train(state)  # for the training loss up to here
-        with self.paused():
-            events = read_events(self.output_dir) if self.enabled else []
-        if (train_loss := find_train_loss(events)) is not None:
+            self.record_steps(state)  # for the training loss up to here
+        if (train_loss := find_train_loss(self.events)) is not None:
             values = {"train_loss": train_loss, **values}
         seen = {"tokens_seen": state.tokens, **describe_epoch(self.run, state)}
         recorded = seen | {key: value for key, value in values.items() if key != "sample"}
@@ -294,23 +292,23 @@ class RunLog:
         if values["sample"] is not None:
             self.event("sample", step, prompt=self.config.sample_prompt, text=values["sample"])
         self.say(describe_evaluation(f"step {step:>6,}", values))
-        if self.tokens_per_second:
-            self.say_sentence(f"  {describe_seen(self.run, state, self.tokens_per_second)}")
-        if has_begun_to_diverge([*events, {"event": "eval", **recorded}]):
+        if speed := measure_speed(self.events):
+            self.say_sentence(f"  {describe_seen(self.run, state, speed)}")
+        if has_begun_to_diverge(self.events):
             self.say("validation rises while training falls: the model begins to memorize its text")
         if has_stalled(state, patience := self.config.early_stopping_patience):
             self.say(f"stopping early: {patience} evaluations without a new lowest validation loss")
 
-    def schedule(self, step: int, changes: dict[str, tuple]) -> None:
-        """Record that later steps follow another schedule. changes: {option: (old, new)}."""
+    def record_changes(self, step: int, changes: dict[str, tuple]) -> None:
+        """Record that later steps follow another schedule, or other options. changes: {option: (old, new)}."""
         self.event("schedule", step, changes={key: list(values) for key, values in changes.items()})
-        for key, (before, now) in changes.items():
-            self.say(f"from step {step + 1:,}, {key} is {now} instead of {before}")
+        for line in describe_changes(step, changes):
+            self.say(line)
 
     def close(self, state: RunState) -> None:
         """Log the steps since the last log line, after a signal or the time limit, and remove the progress bar."""
         if self.lap_steps:
-            self.train(state)
+            self.record_steps(state)
         if self.bar is not None:
             self.bar.close()
             self.bar = None
@@ -341,6 +339,11 @@ def describe_progress(values: dict[str, Any], total_bytes: int) -> list[str]:
     return [*parts, f"{used:.0%} of {total_bytes / 1e9:.0f} GB, peak {peak:.0%}"]
 
 
+def describe_changes(step: int, changes: dict[str, tuple]) -> list[str]:
+    """Return a line for each option that is another from here on. changes: {option: (before, now)}."""
+    return [f"from step {step + 1:,}, {name} is {now} instead of {before}" for name, (before, now) in changes.items()]
+
+
 def describe_epoch(run: Run, state: RunState) -> dict[str, float]:
     """Return the epochs so far, in a mixture those of the dataset that is read most often; {} for a stream."""
     epochs = run.count_epochs(state.stage_examples)
@@ -353,14 +356,14 @@ def describe_seen(run: Run, state: RunState, tokens_per_second: float) -> str:
     tokens = [tqdm.format_sizeof(number) for number in (state.tokens, validated, state.tokens + validated)]
     text = f"{tokens[0]} tokens + {tokens[1]} of validation = {tokens[2]}"
     if epochs := run.count_epochs(state.stage_examples):
-        parts = run.metadata.get("mixture") or {"": run.metadata}
+        parts = run.data.metadata.get("mixture") or {"": run.data.metadata}
         documents = [parts[name]["splits"]["train"]["documents"] for name in epochs]
         if None not in documents and sum(documents) > 1:  # one is the whole text
             seen = sum(min(1, count) * total for count, total in zip(epochs.values(), documents, strict=True))
             text += f"; {seen:,.0f} documents"
         text += "; epoch " + ", ".join(f"{count:.2f}{f' of {name}' if name else ''}" for name, count in epochs.items())
         if len(epochs) == 1:
-            minutes = run.metadata["splits"]["train"]["rows"] * run.config.block_size / tokens_per_second / 60
+            minutes = run.data.metadata["splits"]["train"]["rows"] * run.config.block_size / tokens_per_second / 60
             duration = f"{60 * minutes:.0f} s" if minutes < 1 else f"{minutes:.1f} min"
             text += f" ({duration})" if minutes < 60 else f" ({minutes / 60:.1f} h)"
     return text

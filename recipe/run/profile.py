@@ -24,10 +24,10 @@ def build_profiler(run: Run, log: RunLog) -> contextlib.AbstractContextManager:
 
     def show(profile: torch.profiler.profile) -> None:
         with log.paused():
-            profile.export_chrome_trace(str(run.output_dir / TRACE_NAME))
+            profile.export_chrome_trace(str(log.output_dir / TRACE_NAME))
             key = f"self_{'cuda' if accelerator.device.type == 'cuda' else 'cpu'}_time_total"
             table = profile.key_averages().table(sort_by=key, row_limit=15, max_name_column_width=30)
-            log.say(f"{table}\nat most {PROFILED_STEPS} steps; trace: {run.output_dir / TRACE_NAME}")
+            log.say(f"{table}\nat most {PROFILED_STEPS} steps; trace: {log.output_dir / TRACE_NAME}")
 
     periods = {"wait": after - 1, "warmup": 1, "active": PROFILED_STEPS, "repeat": 1}
     return accelerator.profile(ProfileKwargs(schedule_option=periods, on_trace_ready=show))

@@ -1,77 +1,121 @@
-"""Log of a run -> what a user may want to change, in a sentence each. See scripts/benchmarks/curves.md, too."""
+"""The record of a run: one dictionary, made once, of which its table, log, summary, card and trackers show parts.
 
-import itertools
-import statistics
+recipe/publish/public.py lists what is published of it.
+"""
+
+import sys
+from pathlib import Path
 from typing import Any
 
-from recipe.config import TrainConfig
+import torch
+from transformers import PreTrainedModel
 
-CLIPPED_SHARE = 0.5  # of the steps, whose gradient is clipped
-EARLY_STEPS = 100  # in which gradients are large in every run
-WAITING_SHARE = 0.02  # share of the time in which a step waits for data
-RISES = 3  # evaluations in a row with a higher validation loss and a lower training loss
-FULL_SHARE = 0.8  # share of a GPU's memory; a batch that uses less can grow
-REMEDY = {"mmap": "try --data_placement ram", "ram": "try --data_placement device"}  # for waiting, by where rows are
-REMEDY |= {"device": "the host is busy or too slow", "stream": "prepare the text first (scripts/prepare_data.py)"}
+from recipe.arguments import shell_command
+from recipe.checkpoint import RunState
+from recipe.config import STANDARD_LIBRARY, hub_id
+from recipe.data.packed import COUNTS
+from recipe.data.prepare import TRAINED_PREFIX
+from recipe.environment import describe_environment, find_commit
+from recipe.metrics import read_events
+from recipe.model.size import count_exported_parameters, count_flops_per_token
+from recipe.run.decide import Run
+
+NAMED_FILES = 5  # a shell may expand a pattern to thousands
 
 
-def read_record(events: list[dict[str, Any]], config: TrainConfig, device_type: str, total_bytes: int) -> list[str]:
-    """Return the sentences that apply, on clipped gradients, skipped updates, waiting for data, and a GPU's memory.
+def describe_run(run: Run, device: torch.device, model: PreTrainedModel, state: RunState) -> dict[str, Any]:
+    """Return what the run is: the content of its `start` event. device: of this process."""
+    config, metadata, shape, resume = run.config, run.data.metadata, model.config, run.start.resume
+    tokenizer_id = hub_id(metadata.get("tokenizer") or config.tokenizer_name)
+    base_model_id = hub_id(config.model_name_or_path)
+    starts = read_starts(resume.path) if resume else []
+    if resume:  # a local model may be gone by now; the run of the checkpoint knew it when it began
+        first = starts[0] if starts else {}
+        base_model_id, tokenizer_id = first.get("base_model_id"), first.get("data", {}).get("tokenizer_id")
+    data = describe_data(metadata) | {
+        "tokenizer_sha256": metadata["tokenizer_sha256"],
+        "tokenizer_id": tokenizer_id,  # if it is on the Hub
+        "is_own_tokenizer": metadata.get("inputs", {}).get("tokenizer", "").startswith(TRAINED_PREFIX),
+    }
+    if config.streaming:  # only the head of the training text has been counted
+        data["splits"].pop("train")
+    names = ("seed", "mixed_precision", "dynamo_backend", "attn_implementation", "optim")
+    names += ("per_device_train_batch_size", "gradient_accumulation_steps")
+    return {
+        "recipe": run.start.recipe,
+        "command": shell_command(*sys.argv),
+        "commit": find_commit(),
+        "num_processes": run.start.machine.num_processes,
+        **{name: getattr(config, name) for name in names},
+        "data": data,
+        "architecture": type(model).__name__,
+        "num_parameters": count_exported_parameters(model, run.model.config.vocab_size),
+        "n_layer": shape.num_hidden_layers,
+        "n_head": shape.num_attention_heads,
+        "n_embd": shape.hidden_size,
+        "n_positions": shape.max_position_embeddings,
+        "vocab_size": run.model.config.vocab_size,
+        "flops_per_token": count_flops_per_token(shape, model.num_parameters(), config.block_size),
+        "base_model": config.model_name_or_path,
+        "base_model_id": base_model_id,  # if it is on the Hub
+        "environment": describe_environment(device),
+        "stages": describe_stages(state, data, starts),
+    }
 
-    events: the lines of metrics.jsonl. total_bytes: the memory of the device.
+
+def describe_stages(state: RunState, data: dict[str, Any], starts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the parts of the run with the same data, and the steps and tokens before each.
+
+    data: of the current one. starts: events; the newest names the other stages.
     """
-    train = [event for event in events if event["event"] == "train"]
-    if not train:
-        return []
-    advice, last = [], train[-1]
-    shares = [event.get("clipped_share", 0.0) for event in train[len(train) // 2 :] if event["step"] > EARLY_STEPS]
-    clipped = statistics.fmean(shares or [0.0])
-    if clipped > CLIPPED_SHARE:
-        advice.append(
-            f"{clipped:.0%} of the newest gradients were clipped to --max_grad_norm {config.max_grad_norm:g}: often a "
-            "sign that --learning_rate is far from its best"
-        )
-    if last["skipped_steps"]:
-        advice.append(
-            f"skipped updates: {last['skipped_steps']:,}, because a gradient was not finite; if more follow, lower "
-            "--learning_rate or lengthen --warmup_steps"
-        )
-    waiting = statistics.median(event["share_waiting_for_data"] for event in train)
-    if waiting > WAITING_SHARE:
-        remedy = REMEDY["stream" if config.streaming else config.data_placement]
-        advice.append(f"{waiting:.0%} of the time waits for data: {remedy}")
-    share = last["peak_memory_bytes"] / total_bytes
-    if device_type == "cuda" and share < FULL_SHARE and config.per_device_train_batch_size != "auto":
-        advice.append(f"{share:.0%} of the GPU's memory is used: --per_device_train_batch_size auto uses more")
-    return advice
+    newest = starts[-1] if starts else {}
+    texts = [*(newest.get("stages") or [newest.get("data", {})]), *({} for _ in state.stages)][: len(state.stages) - 1]
+    return [
+        {
+            "source": text.get("source", "other text"),
+            "dataset_id": text.get("dataset_id"),
+            "content_sha256": stage.content_sha256,
+            "step": stage.step,
+            "tokens": stage.tokens,
+        }
+        for stage, text in zip(state.stages, [*texts, data], strict=True)
+    ]
 
 
-def has_begun_to_diverge(events: list[dict[str, Any]]) -> bool:
-    """Return whether the last evaluation is the third in a row in which validation rose while training fell.
+def read_starts(checkpoint: Path) -> list[dict[str, Any]]:
+    """Return the start events of a checkpoint's run: in the folder that it is in, or downloaded with it."""
+    events = read_events(checkpoint) or read_events(checkpoint.parent)
+    return [event for event in events if event["event"] == "start"]
 
-    events: the lines of metrics.jsonl. False if this happened before, so that a run says it once.
+
+def describe_data(metadata: dict[str, Any], share: float = 1.0) -> dict[str, Any]:
+    """Return where a dataset comes from, its counts and its hash; for a mixture, also of each of its datasets.
+
+    metadata: the dataset's. share: of the training examples.
     """
-    evaluations = [event for event in events if event["event"] == "eval" and "train_loss" in event]
-    pairs = list(itertools.pairwise((event["train_loss"], event["loss"]) for event in evaluations))
-    apart = [None not in (*a, *b) and b[0] < a[0] and b[1] > a[1] for a, b in pairs]
-    times = [all(apart[i : i + RISES]) for i in range(len(apart) - RISES + 1)]
-    return times[-1:] == [True] and sum(times) == 1
+    source = metadata["source"]
+    is_on_hub = bool(source.get("dataset_revision"))  # and not a local folder with a name of the same form
+    dataset_id = hub_id(source.get("dataset_name")) if is_on_hub else None
+    if source.get("dataset_name") == STANDARD_LIBRARY:
+        dataset_id = STANDARD_LIBRARY
+    parts = {name: describe_data(part, part["share"]) for name, part in metadata.get("mixture", {}).items()}
+    mixed = ", ".join(f"{100 * part['share']:.3g}% {name}" for name, part in parts.items())
+    return {
+        "source": mixed or describe_source(source),
+        "dataset_id": dataset_id,  # if it is on the Hub, or the demo's
+        "dataset_config_name": source.get("dataset_config_name") if is_on_hub else None,
+        "validation_split_percentage": source.get("validation_split_percentage"),
+        "splits": {split: {key: part[key] for key in (*COUNTS, "rows")} for split, part in metadata["splits"].items()},
+        "content_sha256": metadata["content_sha256"],
+        "share": share,
+        "mixture": parts,
+    }
 
 
-def find_train_loss(events: list[dict[str, Any]]) -> float | None:
-    """Return the mean training loss since the last evaluation, including steps before a resume; None without steps.
-
-    events: the lines of metrics.jsonl. Each has the mean since the previous line or the start. A line that is not
-    finite does not count, because one of its steps was skipped.
-    """
-    total, num_steps, last = 0.0, 0, 0
-    for event in events:
-        if event["event"] == "eval":
-            total, num_steps = 0.0, 0
-        elif event["event"] == "start":
-            last = event["step"]
-        elif event["event"] == "train":
-            count, last = event["step"] - last, event["step"]
-            if event["loss"] is not None:
-                total, num_steps = total + count * event["loss"], num_steps + count
-    return total / num_steps if num_steps else None
+def describe_source(source: dict[str, Any]) -> str:
+    """Return the dataset's name, or the names of its text files. source: of the metadata of a packed dataset."""
+    if name := source.get("dataset_name"):
+        return ", ".join(filter(None, [name, source.get("dataset_config_name")]))
+    files = [Path(file).name for file in source.get("train_files") or ["unknown"]]
+    more = [f"and {len(files) - NAMED_FILES:,} more files"] if len(files) > NAMED_FILES else []
+    return ", ".join(files[:NAMED_FILES] + more)

@@ -18,26 +18,20 @@ from accelerate.utils import set_seed
 from torch import nn
 from transformers import AutoConfig
 
-from recipe.checkpoint import (
-    CheckpointContents,
-    RunState,
-    clean_checkpoints,
-    load_checkpoint,
-    record_config,
-    restore_best,
-)
-from recipe.config import PATHS, TrainConfig
+from recipe.checkpoint import CheckpointContents, RunState, clean_checkpoints, load_checkpoint
+from recipe.config import CONFIG_NAME, PATHS, TrainConfig, write_config
 from recipe.data.batches import TrainBatches, TrainOrder, read_rows
 from recipe.data.cache import Known, prepare_text
 from recipe.data.mixture import open_datasets, order_of
 from recipe.data.packed import PackedDataset, encoding_of, metadata_of
 from recipe.data.stream import open_stream, read_stream
 from recipe.data.tokenizer import count_ids
+from recipe.disk import write_file
 from recipe.evaluation.tasks import load_tasks
-from recipe.hardware.accelerator import find_facts, measure_open, parallelize
+from recipe.hardware.accelerator import find_machine, measure_open, parallelize
 from recipe.hardware.choices import OF_A_MACHINE, combine, describe_choices
 from recipe.hardware.devices import device_of
-from recipe.hardware.memory import Memory, measure_total_bytes, measure_usable_bytes
+from recipe.hardware.memory import measure_usable_bytes
 from recipe.hardware.processes import (
     check_same_run,
     gather,
@@ -49,7 +43,7 @@ from recipe.hardware.processes import (
     wait_on_host,
 )
 from recipe.hardware.sharding import USE_FSDP
-from recipe.hardware.trial import MICRO_BATCH_NAME, read_micro_batch, try_micro_batch
+from recipe.hardware.trial import try_micro_batch
 from recipe.launcher import count_local_processes
 from recipe.metrics import METRICS_NAME
 from recipe.model.build import build_model_config, model_options, translate_dropout
@@ -72,10 +66,10 @@ from recipe.run.decide import (
     recorded_options,
     run_identity,
 )
-from recipe.run.facts import read_starts
-from recipe.run.folder import drop_events_after, lock_output_dir, release_output_dirs
-from recipe.run.look import look, look_at_folder, read_evaluations
-from recipe.run.stop import resumable
+from recipe.run.folder import drop_events_after, release_output_dirs
+from recipe.run.look import claim_folder, look, read_evaluations
+from recipe.run.record import read_starts
+from recipe.run.stop import leave_preparation, resumable
 
 
 @contextlib.contextmanager
@@ -86,7 +80,8 @@ def restored_process() -> Iterator[None]:
     fill, num_threads = torch_options.fill_uninitialized_memory, torch.get_num_threads()
     precision, fsdp = torch.get_float32_matmul_precision(), os.environ.get(USE_FSDP)
     try:
-        yield
+        with leave_preparation():
+            yield
         PartialState().destroy_process_group()  # not after an error, when the other processes may not take part
     finally:
         if fsdp is not None:
@@ -106,51 +101,52 @@ def restored_process() -> Iterator[None]:
 
 
 def open_run(requested: TrainConfig, recipe: str) -> Start:
-    """Find the processes, look around, decide where the run starts, and claim its folder.
+    """Find the processes, claim the run's folder, look around, decide where the run starts, and act on it.
 
     Raises `UserError` for options that cannot work, before text is prepared for hours.
     """
     sharding, state = start_processes(), PartialState()
-    own = find_facts(device_of(state), state.num_processes, sharding=sharding)
+    own = find_machine(device_of(state), state.num_processes, sharding=sharding)
     own_paths = PATHS - {"eval_tasks"}  # machines may have the same files in different places
     check_same_run({key: value for key, value in vars(requested).items() if key not in own_paths})
     check_same_run({key: value for key, value in vars(own).items() if key not in OF_A_MACHINE})
-    facts = combine(gather(own))
+    machine = combine(gather(own))
 
-    def look_and_claim() -> Start:
-        while not claim_folder(start := decide_start(requested, recipe, look(requested, recipe, facts))):
-            pass  # another process was faster: its folder looks different now
+    def begin() -> Start:
+        folder = claim_folder(requested, recipe)
+        start = decide_start(requested, recipe, look(requested, folder, machine))
+        act_on(start)
         return start
 
-    start = dataclasses.replace(on_main_process(look_and_claim), requested=requested)
-    check_optimizer(requested, device_of(state))  # these raise errors before text is prepared
-    model_config = build_model_config(requested, 1, 0, start.source)
-    if start.source is None:
-        check_tokenizer(requested.tokenizer_name, model_config.model_type)
-    load_tasks(requested.eval_tasks)
+    start = dataclasses.replace(on_main_process(begin), requested=requested)
+    on_all_processes(lambda: check_libraries(start, device_of(state)))
     return start
 
 
-def claim_folder(start: Start) -> bool:
-    """Lock the run's folder, or return False if it has changed since `look`.
+def check_libraries(start: Start, device: torch.device) -> None:
+    """Raise `UserError` for what would fail after the text has been prepared: optimizer, model, tokenizer, tasks."""
+    requested = start.requested
+    check_optimizer(requested, device)
+    model_config = build_model_config(requested, 1, 0, start.base_model)
+    if start.base_model is None:
+        check_tokenizer(requested.tokenizer_name, model_config.model_type)
+    load_tasks(requested.eval_tasks)
 
-    Then cleans up after killed processes, creates the Hub repository, downloads the checkpoint and records the origin.
-    """
-    folder, requested = start.output_dir, start.requested
-    if not lock_output_dir(folder) or look_at_folder(folder) != start.surroundings.folder:
-        return False
+
+def act_on(start: Start) -> None:
+    """Clean up after killed processes, create the Hub repository, download the checkpoint and record the origin."""
+    folder, requested, resume = start.output_dir, start.requested, start.resume
     clean_checkpoints(folder)
     create_repository(requested)
     for line in start.says:
         print(line, flush=True)
-    if (resume := start.resume) is not None and resume.repo_id is not None:
+    if resume is not None and resume.repo_id is not None:
         is_auto = requested.resume_from_checkpoint == "auto"
         download_checkpoint(resume.repo_id, resume.branch, resume.path, is_auto)
     if start.origin is None:
         (folder / ORIGIN_NAME).unlink(missing_ok=True)
-    elif start.origin != start.surroundings.folder.origin:
-        (folder / ORIGIN_NAME).write_text(f"{start.origin}\n")
-    return True
+    else:
+        write_file(folder / ORIGIN_NAME, start.origin + "\n")
 
 
 def open_dataset(start: Start) -> PackedDataset:
@@ -168,7 +164,7 @@ def open_dataset(start: Start) -> PackedDataset:
             names = {event.get("data", {}).get("dataset_id") for event in read_starts(start.resume.path)}
             if not start.is_branch or not names or config.dataset_name in names:
                 config = dataclasses.replace(config, dataset_revision=identity.get("dataset_revision"))
-    directories = on_main_process(lambda: prepare_text(config, start.source, known))
+    directories = on_main_process(lambda: prepare_text(config, start.base_model, known))
     return on_all_processes(lambda: open_datasets(directories, config.block_size, config.dataset_weights))
 
 
@@ -179,23 +175,22 @@ def resolve_run(start: Start, dataset: Any) -> Run:
     is_packed = isinstance(dataset, PackedDataset)
     data = DataFacts(len(dataset.train), dataset.train.num_bytes if is_packed else 0, is_packed, metadata)
     check_same_run({"rows": data.num_rows, **run_identity(requested, metadata, model.config)})
-    facts = dataclasses.replace(start.facts, kept=start.saved.state.hardware if start.saved else {})
-    num_local = count_local_processes(start.facts.num_processes)
+    num_local = count_local_processes(start.machine.num_processes)
     usable = int(-largest_of_processes(-measure_usable_bytes(device, num_local))[0])
 
     def decide() -> Run:
-        rates = measure_open(requested, facts, device, model.padded)
-        memory = Memory(usable, measure_total_bytes(device), read_micro_batch(start.output_dir))
-        return decide_run(start, data, model, memory, rates)
+        return decide_run(start, data, model, usable, measure_open(requested, start.machine, device, model.padded))
 
     run = on_main_process(decide)
-    config = dataclasses.replace(run.config, **{name: getattr(requested, name) for name in PATHS})
-    return dataclasses.replace(run, requested=requested, config=config, started_at=started_at)
+    own_paths = {name: getattr(requested, name) for name in PATHS}
+    return dataclasses.replace(
+        run, start=start, config=dataclasses.replace(run.config, **own_paths), started_at=started_at
+    )
 
 
 def describe_model(start: Start, dataset: Any) -> ModelFacts:
     """Return the model to train, the files to export with it, and how it differs from one that the run starts from."""
-    requested, source, tokenizer = start.requested, start.source, dataset.tokenizer
+    requested, source, tokenizer = start.requested, start.base_model, dataset.tokenizer
     vocab_size, num_base = count_ids(tokenizer), count_ids(tokenizer, with_added_tokens=False)
     config = build_model_config(
         requested, vocab_size, tokenizer.eos_token_id, source, num_base, tokenizer.bos_token_id
@@ -229,72 +224,78 @@ def describe_model(start: Start, dataset: Any) -> ModelFacts:
 def wrap_module(run: Run, accelerator: Accelerator, loss: LanguageModelingLoss) -> nn.Module:
     """Return the module to train: compiled, with autocast, and trained by all processes together."""
     wait_on_host()  # a machine may need long to download a model
-    return parallelize(loss, run.config, accelerator, run.facts.sharding).train()
+    return parallelize(loss, run.config, accelerator, run.start.machine.sharding).train()
 
 
-def fit_micro_batch(run: Run, accelerator: Accelerator, module: nn.Module, optimizer: torch.optim.Optimizer) -> Run:
-    """Register the optimizer. On a GPU, a trial step confirms that the plan's micro-batch fits, or makes it smaller.
+def register_optimizer(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Note the peak rate of each group, which the schedule multiplies. Returns the optimizer.
 
-    The loop uses the optimizer itself. Accelerate unscales gradients through the wrapper that is registered here.
+    The loop uses the optimizer itself. Accelerate unscales gradients through the wrapper that it makes here.
     """
     for group in optimizer.param_groups:
-        group["initial_lr"] = group["lr"]  # the schedule multiplies it
+        group["initial_lr"] = group["lr"]
     accelerator.prepare(optimizer)
-    with resumable(run.output_dir, run.config, run.plan, run.facts):
-        size = try_micro_batch(accelerator, module, optimizer, run.plan.micro_batch_size, run.config, run.facts)
-    return dataclasses.replace(run, plan=dataclasses.replace(run.plan, micro_batch_size=size))
+    return optimizer
+
+
+def try_step(run: Run, accelerator: Accelerator, module: nn.Module, optimizer: torch.optim.Optimizer) -> Run:
+    """On a GPU, a trial step confirms that the plan's micro-batch fits, or makes it smaller."""
+    start, plan = run.start, run.plan
+    data_bytes = run.data.num_bytes if run.config.data_placement == "device" else 0
+    with resumable(run):
+        size = plan.micro_batch_size
+        size = try_micro_batch(accelerator, module, optimizer, size, start.requested, start.machine, data_bytes)
+    plan = dataclasses.replace(plan, micro_batch_size=size)
+    return dataclasses.replace(run, plan=plan, config=plan.apply(run.config, start.machine.num_processes))
 
 
 def load_state(run: Run, contents: CheckpointContents) -> RunState:
-    """Seed the random generators, load the checkpoint into everything that changes, and open the output folder."""
+    """Seed the random generators, and load the checkpoint into everything that changes. Returns the rest."""
     set_seed(run.config.seed, device_specific=True)  # from here on, dropout differs between processes
-    state, resume = RunState(), run.resume
+    state, resume = RunState(), run.start.resume
     if resume is not None:
         state = on_all_processes(lambda: load_checkpoint(resume.path, contents))
     if not run.continues:
-        state.run_id = gather(uuid.uuid4().hex[:12])[0]
+        state.run_id, state.losses = gather(uuid.uuid4().hex[:12])[0], {}  # their models are in another folder
     if not run.continues or run.changes:
         state.patience_start = state.step
     if run.continues and resume is not None and resume.repo_id is None:
         state.saved_step = state.step
-    state.memory = run.plan.choices
-    state.hardware = describe_choices(run.choices, run.facts.device_type)
-    state.evaluations = on_main_process(lambda: open_log(run, state.step))
+    state.memory = run.plan.options
+    state.hardware = describe_choices(run.choices, run.start.machine.device_type)
     if resume is None or run.begins_stage:
-        state.begin_stage(run.config.block_size, run.metadata["content_sha256"])
-    elif not run.continues:
-        state.losses = {}  # their models are in another folder
+        state.begin_stage(run.config.block_size, run.data.metadata["content_sha256"])
+    state.evaluations = on_main_process(lambda: prepare_folder(run, state))
     if state.step in state.evaluations:  # made after the checkpoint was saved
         state.add_evaluation(state.evaluations[state.step])
-    if run.config.load_best_model_at_end == "true":
-        on_main_process(lambda: restore_best(run.output_dir, state))
-    on_main_process(lambda: record_config(run.output_dir, recorded_options(run, is_over(run, state))))
     return state
 
 
-def open_log(run: Run, step: int) -> dict[int, dict[str, Any]]:
-    """Drop what an earlier start logged after a step; what follows will be logged again. Returns the evaluations."""
-    folder, resume = run.output_dir, run.resume
-    is_of_hub = resume is not None and (resume.path / METRICS_NAME).is_file()  # a download has the log of its run
-    if resume is not None and is_of_hub and not run.begins_stage:
+def prepare_folder(run: Run, state: RunState) -> dict[int, dict[str, Any]]:
+    """Make the log and the options in the run's folder those of this state. Returns the evaluations of the stage.
+
+    The log goes on after the state's step, as what follows will be logged again. A download brings the log of its run.
+    """
+    folder, resume = run.start.output_dir, run.start.resume
+    if resume is not None and resume.repo_id is not None and (resume.path / METRICS_NAME).is_file():
         shutil.copyfile(resume.path / METRICS_NAME, folder / METRICS_NAME)
-    elif not is_of_hub:
+    else:
         shutil.rmtree(folder / DOWNLOAD_NAME, ignore_errors=True)
-    if not run.plan.ran_out:
-        (folder / MICRO_BATCH_NAME).unlink(missing_ok=True)  # that was for other options or another device
     if (folder / METRICS_NAME).exists():
-        drop_events_after(folder / METRICS_NAME, -1 if run.begins_stage else step or -1)
-    return read_evaluations(folder)
+        drop_events_after(folder / METRICS_NAME, -1 if run.begins_stage else state.step or -1)
+    evaluations = read_evaluations(folder)
+    write_config(recorded_options(run, is_over(run, state)), folder / CONFIG_NAME)
+    return evaluations
 
 
 def open_batches(run: Run, accelerator: Accelerator, dataset: Any, state: RunState) -> TrainBatches:
     """Open the training data at the state's position."""
-    config, size = run.config, run.plan.micro_batch_size
+    config = run.config
     order = TrainOrder(
         num_rows=len(dataset.train),
         seed=config.seed,
         global_batch_size=config.global_batch_size,
-        micro_batch_size=size,
+        micro_batch_size=run.plan.micro_batch_size,
         first_example=0 if config.streaming else state.stage_examples,  # a stream's position is `state.position`
         process_index=accelerator.process_index,
         num_processes=accelerator.num_processes,

@@ -1,6 +1,6 @@
 """The table that a run prints before its first step, and the warnings after it."""
 
-from dataclasses import asdict
+from typing import Any
 
 import torch
 
@@ -8,26 +8,23 @@ from recipe.checkpoint import RunState
 from recipe.environment import describe_device
 from recipe.hardware.choices import ONE_PER_CPU
 from recipe.hardware.devices import why_no_flash
-from recipe.hardware.memory import optimizer_bytes
-from recipe.hardware.processes import on_main_process
+from recipe.metrics import count_stage_tokens
 from recipe.model.size import count_heads, find_odd_size
 from recipe.optim.schedule import describe_jump
 from recipe.run.decide import Run, has_stalled, is_over, measure_progress, time_share
-from recipe.run.facts import RunFacts, list_stages
-from recipe.run.log import RunLog, describe_epoch
-from recipe.run.stop import find_kill_warning
+from recipe.run.log import RunLog, describe_changes, describe_epoch
 
 
-def show_start(log: RunLog, facts: RunFacts, state: RunState, eval_rows: int) -> None:
+def show_start(log: RunLog, record: dict[str, Any], state: RunState, eval_rows: int) -> None:
     """Print the table of the run, record its start, and print what a user should know before the first step.
 
     eval_rows: validation rows per evaluation.
     """
-    run, config, saved = log.run, log.config, log.run.saved
-    log.table(start_table(run, facts, state, log.device, eval_rows))
+    run, config, saved = log.run, log.config, log.run.start.saved
+    log.table(start_table(run, record, state, log.device, eval_rows))
     before = saved.mixed_precision if saved else None
-    values = {"precision_before": before, **asdict(facts)}
-    log.event("start", state.step, run_id=state.run_id, tokens_seen=state.tokens, **values)
+    now = {"run_id": state.run_id, "tokens_seen": state.tokens, "precision_before": before}
+    log.event("start", state.step, **now, **record)
     if before not in (None, config.mixed_precision):
         log.say(f"warning: the precision changes from {before} to {config.mixed_precision} at step {state.step:,}")
     if (problem := find_odd_size(run.model.config)) and not config.model_name_or_path:
@@ -38,37 +35,35 @@ def show_start(log: RunLog, facts: RunFacts, state: RunState, eval_rows: int) ->
         was_stopped = has_stalled(state, config.early_stopping_patience)
         log.say(f"stopped early after {state.step:,} steps" if was_stopped else f"all {state.step:,} steps are done")
         return
-    state_bytes = 4 * facts.model.num_parameters + optimizer_bytes(run.model.config, config.optim)
-    if warning := on_main_process(lambda: find_kill_warning(run.output_dir, state_bytes)):
-        log.say(f"warning: {warning}")
     if config.dynamo_backend == "inductor":
         log.say("compiling; the first step takes a minute or more")
-    if (warmup := run.requested.warmup_steps) >= 1 > config.warmup_steps:
+    if (warmup := run.start.requested.warmup_steps) >= 1 > config.warmup_steps:
         how = f"warming up for the first {config.warmup_steps:.0%} of it instead"
         log.say_sentence(f"warning: {warmup:,.0f} warm-up steps are not shorter than the run; {how}")
     if run.changes:
-        log.schedule(state.step, run.changes)
+        log.record_changes(state.step, run.changes)
+    for line in describe_changes(state.step, run.other_changes):
+        log.say(line)
     if saved:
         progress = saved.state.progress, measure_progress(run.schedule, state)
         if jump := describe_jump(saved.schedule, run.schedule, state.examples, *progress):
             log.say(jump)
 
 
-def start_table(run: Run, facts: RunFacts, state: RunState, device: torch.device, eval_rows: int) -> dict[str, str]:
+def start_table(
+    run: Run, record: dict[str, Any], state: RunState, device: torch.device, eval_rows: int
+) -> dict[str, str]:
     """Return the table printed before the first step: {label: text}."""
-    config, num_processes, model = run.config, facts.num_processes, facts.model
+    config, num_processes, start = run.config, record["num_processes"], run.start
+    vocab_size, data = record["vocab_size"], record["data"]
     devices = describe_device(device)
     if device.type == "cpu":
         processes = f"{_plural(num_processes, 'process', 'es')} of " if num_processes > 1 else ""
         devices += f", {processes}{_plural(torch.get_num_threads(), 'thread')}"
     elif num_processes > 1:
         devices = f"{num_processes} x {devices}"
-    rows = {name: split["rows"] for name, split in facts.data.splits.items()}
-    data = f"{facts.data.source}: "
-    if config.streaming:
-        data += f"streamed in rows of {config.block_size:,} tokens"
-    else:
-        data += f"{rows['train']:,} training rows of {config.block_size:,} tokens"
+    rows = {name: split["rows"] for name, split in data["splits"].items()}
+    text = "streamed in rows" if config.streaming else f"{rows['train']:,} training rows"
     shown = {"layout": "DDP: every process holds the whole model and its state"} if num_processes > 1 else {}
     shown |= {
         label: f"{choice.value}: {choice.reason}"
@@ -86,30 +81,28 @@ def start_table(run: Run, facts: RunFacts, state: RunState, device: torch.device
     rate = f"{config.optim}, learning rate {config.learning_rate:g}"
     arguments = ", ".join(f"{key} {value}" for key, value in (config.lr_scheduler_kwargs or {}).items())
     rate += f"; {config.lr_scheduler_type}" + f" ({arguments})" * bool(arguments)
-    padded = -(-model.vocab_size // config.pad_vocab_to_multiple_of) * config.pad_vocab_to_multiple_of
-    padding = f" padded to {padded:,}" if padded > model.vocab_size else ""
+    padded = run.model.padded.vocab_size
+    padding = f" padded to {padded:,}" if padded > vocab_size else ""
+    rows_of = f"{eval_rows:,} of {rows['validation']:,} validation rows per evaluation"
     table = {
-        "recipe": f"{facts.recipe}, output in {run.output_dir}"
-        + (f", resumed from {run.resume.path}" if run.resume else ""),
+        "recipe": f"{record['recipe']}, output in {start.output_dir}"
+        + (f", resumed from {start.resume.path}" if start.resume else ""),
         "device": devices,
         **shown,
         "memory": run.plan.describe(),
-        "model": f"{model.architecture}, {model.num_parameters:,} parameters, vocabulary "
-        f"{model.vocab_size:,}{padding}, {model.n_positions:,} positions"
-        + (f", weights from {config.model_name_or_path}" if config.model_name_or_path and not run.resume else ""),
-        "data": f"{data}; {eval_rows:,} of {rows['validation']:,} validation rows per evaluation",
+        "model": f"{record['architecture']}, {record['num_parameters']:,} parameters, vocabulary "
+        f"{vocab_size:,}{padding}, {record['n_positions']:,} positions"
+        + (f", weights from {config.model_name_or_path}" if config.model_name_or_path and not start.resume else ""),
+        "data": f"{data['source']}: {text} of {config.block_size:,} tokens; {rows_of}",
         "batch": f"{config.global_batch_size} sequences ({config.tokens_per_step:,} tokens) per step: "
         f"{_plural(num_processes, 'process', 'es')} x "
-        f"{_plural(facts.gradient_accumulation_steps, 'micro-batch', 'es')} x "
+        f"{_plural(record['gradient_accumulation_steps'], 'micro-batch', 'es')} x "
         f"{_plural(run.plan.micro_batch_size, 'sequence')}",
         "optimizer": rate,
         "run": _describe_length(run, state),
     }
-    if len(facts.stages) > 1:
-        parts = [
-            f"{stage['source']} from step {stage['step']:,}, {stage['tokens']:,} tokens"
-            for stage in list_stages(facts, state)
-        ]
+    if len(stages := count_stage_tokens(record["stages"], state.tokens)) > 1:
+        parts = [f"{stage['source']} from step {stage['step']:,}, {stage['tokens']:,} tokens" for stage in stages]
         table["stages"] = "; ".join(parts)
     table |= {"changes": "; ".join(run.model.notes)} if run.model.notes else {}  # to the model that is fine-tuned
     return table | ({"hub": f"{config.hub_model_id}, {config.hub_strategy}"} if config.push_to_hub else {})

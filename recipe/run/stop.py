@@ -1,28 +1,25 @@
 """How a run ends early: signals, the launcher's death or impatience, too little memory."""
 
 import contextlib
+import dataclasses
 import math
 import os
-import shutil
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from recipe.arguments import shell_command
 from recipe.checkpoint import list_checkpoints, mark_resumable
-from recipe.config import TrainConfig
-from recipe.disk import flush
-from recipe.errors import LostProcessError, ProcessError, UserError
-from recipe.hardware.choices import Facts
-from recipe.hardware.memory import MemoryPlan, smaller_micro_batches
+from recipe.errors import LostProcessError, UserError
+from recipe.hardware.memory import smaller_micro_batches
 from recipe.hardware.processes import LAUNCHER_DIED, largest_of_processes
-from recipe.hardware.trial import REMEDY, is_out_of_memory, record_micro_batch
+from recipe.hardware.trial import REMEDY, is_out_of_memory
 from recipe.launcher import is_main_process
+from recipe.run.decide import Run
 
 EXIT_STOPPED = 75  # EX_TEMPFAIL in sysexits.h: the run was saved, and the same command resumes it
 NAMES = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")
@@ -30,7 +27,7 @@ SIGNALS = tuple(getattr(signal, name) for name in NAMES if hasattr(signal, name)
 SAME_SIGNAL_SECONDS = 1.0  # two Ctrl-C within this time are one: the launcher forwards what the process also gets
 
 SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-SLOWEST_DISK = 10e6  # bytes per second; if a disk this slow saves a state in time, the real one is not measured
+NOTICE = getattr(signal, "SIGUSR1", None)  # of Slurm, before a time limit
 
 
 class StopSignals:
@@ -79,45 +76,40 @@ class StopSignals:
         self.count, self.newest = self.count + 1, number
 
 
-def find_kill_warning(output_dir: Path, state_bytes: float) -> str | None:
-    """Return `kill_warning` for the run's disk. The disk's speed is measured only if it matters."""
-    if kill_warning(os.environ, state_bytes, SLOWEST_DISK) is None:
-        return None
-    return kill_warning(os.environ, state_bytes, measure_disk(output_dir))
+@contextlib.contextmanager
+def leave_preparation() -> Iterator[None]:
+    """Until the loop looks at signals, let Slurm's notice end the run as one that the same command begins again."""
+
+    def leave(number: int, _frame: FrameType | None) -> None:
+        mark_resumable(True)
+        print(f"stopped by {describe_signal(number)} before the first step; the same command starts again", flush=True)
+        sys.exit(EXIT_STOPPED)
+
+    if NOTICE is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(NOTICE, leave)
+    try:
+        yield
+    finally:
+        signal.signal(NOTICE, before)
 
 
-def kill_warning(environment: Mapping[str, str], state_bytes: float, bytes_per_second: float) -> str | None:
-    """Return why a signal may lose what has not been saved, and the remedy; None if a checkpoint is written in time.
+def kill_warning(environment: Mapping[str, str], seconds: float) -> str | None:
+    """Return why a signal may lose what has not been saved, and the remedy; None if there is time enough.
 
-    torchrun's agent, which `accelerate launch` becomes for several processes, kills them 30 seconds after a signal to
-    it, unless a variable in its environment says otherwise (torch 2.13, distributed/launcher/api.py).
+    seconds: of a step and a checkpoint. torchrun's agent, which `accelerate launch` becomes for several processes,
+    kills them 30 seconds after a signal to it, unless a variable in its environment says otherwise (torch 2.13,
+    distributed/launcher/api.py).
     """
     typed = environment.get(SHUTDOWN_TIMEOUT, "")
-    limit, seconds = int(typed) if typed.isdigit() else 30, state_bytes / bytes_per_second
-    if "TORCHELASTIC_RUN_ID" not in environment or 1.5 * seconds <= limit:  # half again: a step comes first
+    limit, needed = int(typed) if typed.isdigit() else 30, 1.5 * seconds
+    if "TORCHELASTIC_RUN_ID" not in environment or needed <= limit:
         return None
     return (
-        f"after Ctrl-C or SIGTERM, the launcher kills this run in {limit} seconds, but a checkpoint takes "
-        f"{seconds:,.0f} ({state_bytes / 1e9:.1f} GB at {bytes_per_second / 1e6:,.0f} MB/s); put "
-        f"{SHUTDOWN_TIMEOUT}={600 * math.ceil(1.5 * seconds / 600)} before your command"
+        f"after Ctrl-C or SIGTERM, the launcher kills this run in {limit} seconds, but a step and a checkpoint take "
+        f"{seconds:,.0f}; put {SHUTDOWN_TIMEOUT}={600 * math.ceil(needed / 600)} before your command"
     )
-
-
-def measure_disk(directory: Path) -> float:
-    """Return the bytes per second at which 64 MB reach the disk; infinity if it is full, as a save will say."""
-    folder, block = directory / ".checkpoint-speed.partial", os.urandom(10**6)
-    started_at = time.perf_counter()
-    try:
-        folder.mkdir(exist_ok=True)
-        with open(folder / "data", "wb") as file:
-            for _ in range(64):
-                file.write(block)
-        flush(folder / "data")
-        return 64e6 / (time.perf_counter() - started_at)
-    except OSError:
-        return math.inf
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)  # after a kill, `clean_checkpoints` does it
 
 
 def describe_signal(number: int) -> str:
@@ -125,10 +117,10 @@ def describe_signal(number: int) -> str:
 
 
 @contextlib.contextmanager
-def resumable(output_dir: Path, config: TrainConfig, plan: MemoryPlan, facts: Facts) -> Iterator[None]:
-    """Let the same command continue a run that ran out of memory, with half of the micro-batch if its size is `auto`.
+def resumable(run: Run) -> Iterator[None]:
+    """Tell a job script after an error whether the same command would continue the run. A mistake is final.
 
-    The micro-batch does not change the examples of a step. A `UserError` is final: the same command would fail again.
+    So is a lack of memory, whose `UserError` says which micro-batch to try.
     """
     try:
         yield
@@ -140,12 +132,15 @@ def resumable(output_dir: Path, config: TrainConfig, plan: MemoryPlan, facts: Fa
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        smaller = smaller_micro_batches(config, plan.micro_batch_size, facts)
-        mark_resumable(bool(smaller))
-        if not smaller:
-            raise ProcessError(f"out of memory; {REMEDY}") from error
-        record_micro_batch(output_dir, plan, smaller[0])
-        how = "continues from the newest checkpoint" if list_checkpoints(output_dir) else "starts again"
-        again = shell_command(output_dir=output_dir, resume_from_checkpoint="auto")
-        message = f"out of memory; the same command with {again} {how}, with micro-batches of {smaller[0]}"
-        raise ProcessError(message) from error
+        mark_resumable(False)
+        free = {"per_device_train_batch_size": "auto", "gradient_accumulation_steps": None}
+        requested = dataclasses.replace(run.start.requested, **free)
+        smaller = smaller_micro_batches(requested, run.plan.micro_batch_size, run.start.machine)
+        remedy = REMEDY
+        if smaller:  # which does not change the examples of a step
+            folder = run.start.output_dir
+            options = {"output_dir": folder, "resume_from_checkpoint": "auto"}
+            how = "continues from the newest checkpoint" if list_checkpoints(folder) else "starts again"
+            again = shell_command(per_device_train_batch_size=smaller[0], **options)
+            remedy = f"the same command with {again} {how}"
+        raise UserError(f"out of memory; {remedy}") from error

@@ -59,7 +59,7 @@ def test_a_mixture_is_one_run_wherever_its_rows_are(train, weighted, mixed, opti
 def test_a_mixture_resumes_only_with_its_datasets_in_their_order_and_shares(train, weighted, both):
     """Shares of 3 and 7 are those of 0.3 and 0.7."""
     train(*weighted)
-    resume = [*RUN, "--resume_from_checkpoint", "latest"]
+    resume = [*RUN, "--resume_from_checkpoint", "auto"]
     with pytest.raises(UserError, match="dataset_weights"):
         train(*resume, *both, "--dataset_weights", 0.5, 0.5)
     with pytest.raises(UserError, match="order"):

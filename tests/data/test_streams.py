@@ -30,7 +30,7 @@ from recipe.data.read import list_units
 from recipe.data.source import TextSource
 from recipe.data.stream import TextStream, open_stream, read_stream
 from recipe.data.units import Job
-from recipe.errors import ProcessError
+from recipe.errors import UserError
 
 GLOBAL_BATCH = 24
 
@@ -233,7 +233,7 @@ def test_nothing_remains_of_a_killed_owner(tmp_path, text, tokenizer_dir, folder
 
 
 def error_of(stream: TextStream) -> str:
-    with pytest.raises(ProcessError) as caught:
+    with pytest.raises(UserError) as caught:
         for number in range(100):
             stream.window(number)
     stream.close()
@@ -266,7 +266,7 @@ def test_a_full_disk_names_the_variable_of_the_folder(open_streams, monkeypatch)
 
     with monkeypatch.context() as patch:
         patch.setattr(tempfile, "mkdtemp", fail)
-        with pytest.raises(ProcessError, match="TMPDIR"):
+        with pytest.raises(UserError, match="TMPDIR"):
             open_streams()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (500, limits[1]))  # of the process that tokenizes

@@ -11,8 +11,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from recipe.command_line import load_config
 from recipe.hardware import accelerator
-from recipe.hardware.accelerator import find_facts, parallelize
-from recipe.hardware.choices import CUDA_GRAPH_MODES, DYNAMO_MODES, Facts, choose
+from recipe.hardware.accelerator import find_machine, parallelize
+from recipe.hardware.choices import CUDA_GRAPH_MODES, DYNAMO_MODES, Machine, choose
 from recipe.hardware.devices import has_compiler
 from recipe.hardware.memory import micro_batch_sizes, smaller_micro_batches
 from recipe.model.loss import LanguageModelingLoss
@@ -43,7 +43,7 @@ def test_the_launchers_mode_is_shown_where_inductor_compiles(monkeypatch, launch
     monkeypatch.setattr(accelerator, "why_no_inductor", lambda device: None)
     launch_with(mode)
     config = config_of("--dynamo_backend", backend, "--mixed_precision", "no", "--attn_implementation", "sdpa")
-    choices = choose(config, find_facts(torch.device("cpu")), None)
+    choices = choose(config, find_machine(torch.device("cpu")), None)
     assert (choices["mode"].value if "mode" in choices else None) == expected
 
 
@@ -59,9 +59,9 @@ def test_the_launchers_mode_is_shown_where_inductor_compiles(monkeypatch, launch
 )
 def test_cuda_graphs_use_one_micro_batch(mode, argv, device_type, expected):
     """Only where inductor records them: on CUDA, in the modes that do."""
-    config, facts = config_of(*argv), Facts(device_type, launcher_mode=mode)
-    assert micro_batch_sizes(config, facts) == expected
-    assert smaller_micro_batches(config, expected[0], facts) == expected[1:]
+    config, machine = config_of(*argv), Machine(device_type, launcher_mode=mode)
+    assert micro_batch_sizes(config, machine) == expected
+    assert smaller_micro_batches(config, expected[0], machine) == expected[1:]
 
 
 @pytest.mark.skipif(not has_compiler(), reason="inductor requires a C++ compiler")

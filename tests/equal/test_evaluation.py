@@ -78,7 +78,7 @@ def test_the_mean_is_exact_for_any_number_of_rows_and_batch_size(run, dataset, s
     reset_accelerate()
     module = LanguageModelingLoss(AutoModelForCausalLM.from_pretrained(run), 500).train()
     config = load_config(["--dataset_dir", str(dataset.directory), "--max_eval_samples", num_rows])[0]
-    validation = Validation(config, Accelerator(cpu=True), module, dataset, 4)
+    validation = Validation(config, Accelerator(cpu=True), module, dataset)
     validation.batch_size = batch_size
     result = validation.run()
     spread = dataset.validation[np.arange(10) * count // 10]

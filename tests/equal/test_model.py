@@ -32,7 +32,7 @@ def tiny(model_type="gpt2", *changes, attention="sdpa", options=()):
 
 
 def save(model, model_config, folder):
-    write_model(model, model_config, copy_weights(model, model_config), folder)
+    write_model(model, model_config, {}, copy_weights(model, model_config), folder, {})
 
 
 # ------------------------------------------------------------------ sizes

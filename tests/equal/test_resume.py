@@ -44,7 +44,7 @@ def test_a_stopped_and_resumed_run_has_the_bits_of_an_uninterrupted_one(train, t
     resumed = shutil.copytree(whole, tmp_path / "resumed")
     shutil.rmtree(list_checkpoints(resumed)[-1])
     (resumed / "model.safetensors").unlink()
-    train(*options, "--resume_from_checkpoint", "latest", output_dir=resumed, shape=shape)
+    train(*options, "--resume_from_checkpoint", "auto", output_dir=resumed, shape=shape)
     assert values_of(resumed, "step") == [1, 2, 3, 4, 5, 6]
     assert values_of(resumed, "loss") == values_of(whole, "loss")
     assert read_weights(resumed) == read_weights(whole)
@@ -116,14 +116,14 @@ def train_stage(base, train, tmp_path, other):
 
 
 def die_at(step):
-    log_train = RunLog.train
+    log_train = RunLog.record_steps
 
     def die(log, state):
         log_train(log, state)
         if state.step == step:
             raise UserError("killed")
 
-    return mock.patch.object(RunLog, "train", die)
+    return mock.patch.object(RunLog, "record_steps", die)
 
 
 def test_a_stage_begins_with_the_first_example_of_its_data(base, train_stage, other):

@@ -8,16 +8,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import PLAIN, TINY, read_summary, values_of
+from helpers import BLOCK_SIZE, PLAIN, TINY, read_summary, values_of
 from tiny_runs import STABLE, start_from
 from transformers import get_scheduler
 
-import recipe.run.end
+import recipe.evaluation.validation
 import recipe.train
+from recipe.checkpoint import CheckpointSaver, RunState
 from recipe.command_line import load_config
 from recipe.config import SCHEDULES
 from recipe.model.loss import LanguageModelingLoss
 from recipe.optim.schedule import learning_rate_scale, plan_schedule
+from recipe.run.decide import measure_progress
 
 CASES = [  # each with the last multiple of its peak rate
     ("constant", "", 1),
@@ -118,9 +120,12 @@ def test_epochs_that_limit_minutes_do_not_stretch_the_warm_up():
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that set-up, steps, evaluations and the export advance; a look at it, by 1 µs. Set `step_seconds`."""
+    """A clock that set-up, steps, evaluations and the export advance; a look at it, by 1 µs. Set `step_seconds`.
 
-    clock, seconds_left = SimpleNamespace(now=1000.0, step_seconds=1.0), [COMPILATION]
+    An evaluation has nine batches. The first of them compiles, and so does the first step.
+    """
+
+    clock, seconds_left = SimpleNamespace(now=1000.0, step_seconds=1.0), {True: COMPILATION, False: COMPILATION}
 
     def read():
         clock.now += 1e-6
@@ -135,13 +140,14 @@ def clock(monkeypatch):
         return run
 
     def seconds_of(module, *_):
-        extra = seconds_left.pop() if module.training and seconds_left else 0.0
-        return clock.step_seconds + extra if module.training else EVALUATION
+        seconds = clock.step_seconds if module.training else EVALUATION / 9
+        return seconds + seconds_left.pop(module.training, 0.0)
 
     monkeypatch.setattr(time, "perf_counter", read)
+    monkeypatch.setattr(recipe.evaluation.validation, "CPU_TOKENS", 2 * BLOCK_SIZE)
     monkeypatch.setattr(recipe.train, "build_model", slow(recipe.train.build_model, lambda *_: SETUP))
     monkeypatch.setattr(LanguageModelingLoss, "forward", slow(LanguageModelingLoss.forward, seconds_of))
-    monkeypatch.setattr(recipe.run.end, "export_model", slow(recipe.run.end.export_model, lambda *_: EXPORT))
+    monkeypatch.setattr(CheckpointSaver, "_export", slow(CheckpointSaver._export, lambda *_: EXPORT))
     return clock
 
 
@@ -180,6 +186,29 @@ def test_a_time_limited_run_ends_on_time_with_its_decay_complete(train_limited, 
     assert assert_ends_on_time(resumed, 120, step_seconds) < num_steps
     extended = train_limited("longer", *options, *shlex.split(longer))
     assert assert_ends_on_time(extended, 240, step_seconds) > num_steps
+
+
+def test_the_progress_of_a_time_limited_run_never_falls():
+    """What it reserves for its end is that of its first evaluation, without the batch that compiles."""
+    schedule, state = plan_schedule(config_of("linear", "--max_minutes", 1), 1), RunState()
+    shares = []
+
+    def evaluate(seconds, warm_seconds):
+        state.add_evaluation({"loss": 1.0, "num_rows": 8, "seconds": seconds, "warm_seconds": warm_seconds})
+        state.seconds += seconds
+        shares.append(measure_progress(schedule, state))
+
+    state.begin_stage(32, "")
+    evaluate(20.0, 1.0)
+    state.setup_seconds, state.step = state.seconds, 10
+    shares.append(measure_progress(schedule, state))
+    state.seconds += 17.5  # of 60 - 20 - 2 - CLOSING_SECONDS
+    shares.append(measure_progress(schedule, state))
+    assert shares[-1] == pytest.approx(0.5)
+    for number, (seconds, warm_seconds) in enumerate(((9.0, 9.0), (0.1, 0.0))):  # stages on other data
+        state.begin_stage(32, str(number))
+        evaluate(seconds, warm_seconds)
+    assert shares == sorted(shares)
 
 
 @pytest.mark.parametrize(("minutes", "max_steps", "expected"), [(0.1, 40, 1), (4, 5, 5)])

@@ -9,7 +9,7 @@ from helpers import read_weights
 from recipe.checkpoint import read_state
 from recipe.command_line import load_config
 from recipe.hardware import accelerator, probe
-from recipe.hardware.choices import Facts, choose, settle, to_measure
+from recipe.hardware.choices import Machine, choose, settle, to_measure
 from recipe.hardware.probe import Measured, measure_rates
 from recipe.model.build import build_model_config
 
@@ -32,7 +32,7 @@ def small_model(**shape):
 
 
 @pytest.mark.parametrize(
-    ("argv", "facts", "measured", "label", "expected"),
+    ("argv", "machine", "measured", "label", "expected"),
     [
         # a CPU: what multiplies faster, and fp32 if there is no difference to speak of
         ("", {}, EPYC, "precision", "bf16"),
@@ -72,8 +72,8 @@ def small_model(**shape):
         ("", {"thread_counts": (2, 4), "typed_threads": 3}, EPYC, "threads", "3"),
     ],
 )
-def test_what_auto_becomes(argv, facts, measured, label, expected):
-    choice = choose(config_of(*argv.split()), Facts(**{"device_type": "cpu"} | facts), measured)[label]
+def test_what_auto_becomes(argv, machine, measured, label, expected):
+    choice = choose(config_of(*argv.split()), Machine(**{"device_type": "cpu"} | machine), measured)[label]
     assert choice.value == expected
     assert choice.reason
 
@@ -88,21 +88,37 @@ IN_THE_CHECKPOINT = {
 
 
 @pytest.mark.parametrize(
-    ("argv", "kept", "facts", "expected"),
+    ("argv", "kept", "machine", "expected"),
     [
         ("", {"device_type": "cuda"}, {}, ["bf16", "inductor", "eager", "2"]),
         ("--mixed_precision bf16 --attn_implementation eager", {}, {}, ["bf16", "no", "eager", "1"]),
         ("", {}, {"thread_counts": (2, 3)}, ["no", "no", "sdpa", "3"]),  # another machine
         ("", {"dynamo_backend": "inductor"}, {"why_no_inductor": "no g++"}, ["no", "no", "sdpa", "1"]),
+        ("", {"mixed_precision": "bf16"}, {}, ["bf16", "no", "sdpa", "1"]),
     ],
 )
-def test_a_resumed_run_keeps_what_was_measured(argv, kept, facts, expected):
+def test_a_resumed_run_keeps_what_was_measured(argv, kept, machine, expected):
     """Whatever is measured now, unless it is typed, impossible here, or the run moves to another type of device."""
     kept = {} if kept is None else IN_THE_CHECKPOINT | kept
-    facts = Facts("cpu", **{"thread_counts": (1, 2), "kept": kept, **facts})
-    measured = dataclasses.replace(EPYC, num_threads=facts.thread_counts[-1])
-    choices = choose(config_of(*argv.split()), facts, measured)
+    machine = Machine("cpu", **{"thread_counts": (1, 2), "kept": kept, **machine})
+    measured = dataclasses.replace(EPYC, num_threads=machine.thread_counts[-1])
+    choices = choose(config_of(*argv.split()), machine, measured)
     assert [choices[label].value for label in ("precision", "dynamo", "attention", "threads")] == expected
+
+
+def test_a_precision_that_is_kept_though_it_is_slow_here_says_so():
+    """On another CPU, bf16 may take many times as long. The reason names the option."""
+    kept = IN_THE_CHECKPOINT | {"mixed_precision": "bf16"}
+    slow = Measured({"no": 3e10, "bf16": 1e9}, {}, 1)
+    choice = choose(config_of(), Machine("cpu", kept=kept), slow)["precision"]
+    assert choice.value == "bf16" and "30.0 times" in choice.reason and "--mixed_precision no" in choice.reason
+    assert choose(config_of(), Machine("cpu", kept=kept), EPYC)["precision"].reason == "as in the checkpoint"
+
+
+def test_bf16_is_not_kept_on_a_gpu_without_its_units():
+    kept = {"device_type": "cuda", "mixed_precision": "bf16"}
+    assert settle(config_of(), Machine("cuda", kept=kept))["precision"].value == "bf16"
+    assert settle(config_of(), Machine("cuda", kept=kept, has_bf16=False))["precision"].value == "fp16"
 
 
 def test_a_killed_run_keeps_its_answers(train, tmp_path, monkeypatch):
@@ -131,18 +147,18 @@ TYPED = [*TYPED_PRECISION, "--dynamo_backend", "no", "--attn_implementation", "s
 
 
 @pytest.mark.parametrize(
-    ("argv", "facts", "expected"),
+    ("argv", "machine", "expected"),
     [
-        ([], Facts("cpu"), ["no", "bf16"]),
-        (TYPED_PRECISION, Facts("cpu"), ["no"]),
-        (TYPED, Facts("cpu"), []),
-        (TYPED, Facts("cpu", thread_counts=(1, 2)), ["no"]),
-        ([], Facts("cuda"), []),
-        ([], Facts("mps"), ["no", "bf16"]),
+        ([], Machine("cpu"), ["no", "bf16"]),
+        (TYPED_PRECISION, Machine("cpu"), ["no"]),
+        (TYPED, Machine("cpu"), []),
+        (TYPED, Machine("cpu", thread_counts=(1, 2)), ["no"]),
+        ([], Machine("cuda"), []),
+        ([], Machine("mps"), ["no", "bf16"]),
     ],
 )
-def test_only_what_is_open_is_measured(argv, facts, expected):
-    assert to_measure(settle(config_of(*argv), facts), facts) == expected
+def test_only_what_is_open_is_measured(argv, machine, expected):
+    assert to_measure(settle(config_of(*argv), machine), machine) == expected
 
 
 @pytest.mark.parametrize("factor", [0.5, 2.0, 40.0])  # 40: a processor that only emulates bf16

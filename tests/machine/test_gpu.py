@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch._dynamo.utils import counters
 
 import recipe.train
-from recipe.errors import ProcessError
+from recipe.errors import UserError
 from recipe.hardware.memory import PROCESS_BYTES
 
 pytestmark = pytest.mark.gpu
@@ -128,7 +128,7 @@ def test_a_resumed_run_repeats_bit_for_bit_with_deterministic_algorithms(train, 
     try:
         whole = train(*options, output_dir=tmp_path / "whole")
         shutil.copytree(whole / "checkpoint-6", tmp_path / "resumed" / "checkpoint-6")
-        resumed = train(*options, "--resume_from_checkpoint", "latest", output_dir=tmp_path / "resumed")
+        resumed = train(*options, "--resume_from_checkpoint", "auto", output_dir=tmp_path / "resumed")
     finally:
         torch.use_deterministic_algorithms(False)
     assert len(values_of(resumed, "loss")) == 6
@@ -182,7 +182,7 @@ def test_after_a_lack_of_memory_the_same_command_goes_on_in_smaller_pieces(train
             torch.cuda.set_per_process_memory_fraction(0.6 * peak / total)
 
     before_each_step(take_memory_away)
-    with pytest.raises(ProcessError, match="out of memory"):
+    with pytest.raises(UserError, match="out of memory"):
         train(*LARGE)
     free_memory()
     less = train(*LARGE, "--resume_from_checkpoint", "auto")

@@ -10,7 +10,7 @@ import pytest
 from helpers import TWO_STEPS, default_arguments, read_events
 
 from recipe.command_line import load_config
-from recipe.hardware.choices import Facts
+from recipe.hardware.choices import Machine
 from recipe.hardware.memory import PROCESS_BYTES, MemoryPlan, estimate_bytes
 from recipe.hardware.sharding import Sharding
 from recipe.model.build import build_model_config
@@ -21,7 +21,7 @@ SHAPE = ["--config_overrides", "n_layer=1,n_head=2,n_embd=32", "--block_size", "
 RUN = ["--mixed_precision", "auto", "--max_steps", "4", "--logging_steps", "4", "--eval_steps", "4"]
 RUN += ["--max_eval_samples", "16", "--per_device_train_batch_size", "2"]
 LOG_LINES, EVALUATIONS, QUIET = 2, 2, {1, 2}  # counted at the top of the turns
-LOUD = {"run/log.py train", "run/log.py paused", "run/log.py _stop_clock"}
+LOUD = {"run/log.py record_steps", "run/log.py paused", "run/log.py _stop_clock"}
 LOUD |= {"evaluation/scoring.py sum_losses", "evaluation/generation.py generate_texts"}
 LOUD |= {"checkpoint.py save", "checkpoint.py _copy", "model/weights.py copy_weights"}
 PADDED = 8192
@@ -80,7 +80,7 @@ def check_waits(found: SimpleNamespace) -> None:
     assert not count_waits(found, QUIET)
     in_loop = count_waits(found, set(range(5)))
     assert in_loop.keys() <= LOUD
-    assert in_loop["run/log.py train"] == LOG_LINES
+    assert in_loop["run/log.py record_steps"] == LOG_LINES
     # For the losses and for the counts, when the device has already finished.
     assert in_loop["evaluation/scoring.py sum_losses"] == 2 * EVALUATIONS
 
@@ -134,8 +134,8 @@ def estimate_of(*options: object, num_shards: int = 1, shape: list[str] = WIDE) 
     config = load_config(["--dataset_dir", "-", *default_arguments("-", "-", shape), *options])[0]
     plan = MemoryPlan(config.per_device_train_batch_size, config.activation_checkpointing == "true", 1)
     model_config = build_model_config(config, PADDED, 0)
-    facts = Facts("cuda", num_shards, Sharding(num_shards) if num_shards > 1 else None)
-    return estimate_bytes(plan, config, model_config, facts) - PROCESS_BYTES
+    machine = Machine("cuda", num_shards, Sharding(num_shards) if num_shards > 1 else None)
+    return estimate_bytes(plan, config, model_config, machine) - PROCESS_BYTES
 
 
 @pytest.fixture(scope="module")
@@ -186,13 +186,12 @@ def test_the_estimate_is_what_a_step_with_shards_takes(rehearse, num_shards, opt
 
 
 def test_a_trial_step_with_shards_leaves_half_of_the_micro_batch(rehearse):
-    """The other processes wait for the one that runs out of memory, so it ends the start; the next one fits."""
+    """The others wait for the process that runs out of memory, so it ends the start, and names a size that fits."""
     shape = ["--config_overrides", "n_layer=8,n_head=4,n_embd=512", "--block_size", "128"]
     options = [*LARGE, "--global_batch_size", "64", "--per_device_train_batch_size"]
     whole, half = (estimate_of(*options, rows, num_shards=2, shape=shape) for rows in ("32", "16"))
     limits = {"shape": shape, "num_processes": 2, "limit_bytes": 0.9 * whole}
     failed = rehearse(*options, "auto", **limits).failed.splitlines()[-1]
-    assert "--resume_from_checkpoint auto" in failed
-    found = rehearse(*options, "auto", **limits)
-    assert found.micro_batch == 16
+    assert "--per_device_train_batch_size 16" in failed and "--resume_from_checkpoint auto" in failed
+    found = rehearse(*options, "16", **limits)
     assert found.peak_bytes == pytest.approx(half, rel=0.1)

@@ -16,7 +16,7 @@ from recipe import environment
 from recipe.environment import count_cores, count_cpus, read_cpu_quotas
 from recipe.evaluation import validation
 from recipe.hardware.host_memory import FreedMemory
-from recipe.hardware.processes import choose_typed_threads
+from recipe.hardware.processes import find_typed_threads
 
 QUOTA, PERIOD = "cpu.cfs_quota_us", "cpu.cfs_period_us"
 FROM_A_LAUNCHER = {"OMP_NUM_THREADS": "1", "ACCELERATE_DYNAMO_BACKEND": "NO"}
@@ -80,20 +80,19 @@ def test_two_hyper_threads_share_a_core(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("variables", "launcher_had_it", "expected"),
+    ("variables", "expected"),
     [
-        ({}, False, None),
-        ({"OMP_NUM_THREADS": "3"}, False, 3),
-        ({"OMP_NUM_THREADS": "1"}, False, 1),  # no launcher: the user's
-        (FROM_A_LAUNCHER, False, None),  # the launcher's own
-        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}, False, None),
-        (FROM_A_LAUNCHER, True, 1),  # the user's, passed on
-        (FROM_A_LAUNCHER | {"OMP_NUM_THREADS": "2,1"}, False, 2),
-        ({"OMP_NUM_THREADS": "all"}, False, None),
+        ({}, None),
+        ({"OMP_NUM_THREADS": "3"}, 3),
+        ({"OMP_NUM_THREADS": "1"}, 1),  # no launcher: the user's
+        (FROM_A_LAUNCHER, None),  # the launcher's own
+        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}, None),
+        (FROM_A_LAUNCHER | {"OMP_NUM_THREADS": "2,1"}, 2),
+        ({"OMP_NUM_THREADS": "all"}, None),
     ],
 )
-def test_a_number_of_threads_that_the_user_has_set_is_told_from_the_launchers(variables, launcher_had_it, expected):
-    assert choose_typed_threads(variables, launcher_had_it) == expected
+def test_a_number_of_threads_that_the_user_has_set_is_told_from_the_launchers(variables, expected):
+    assert find_typed_threads(variables) == expected
 
 
 @pytest.mark.parametrize(

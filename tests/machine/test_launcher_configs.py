@@ -127,8 +127,6 @@ TENSOR_PARALLEL = {"parallelism_config": {"parallelism_config_tp_size": 2}}
         (FSDP | {"fsdp_config": {"fsdp_version": 2}} | TENSOR_PARALLEL, "PARALLELISM_CONFIG accelerate_configs/"),
         ({"distributed_type": "MEGATRON_LM", "megatron_lm_config": {}}, "MEGATRON_LM accelerate_configs/"),
         # Accelerate would start one of several processes, and say nothing (1.15).
-        ({"distributed_type": "MULTI_CPU", "use_cpu": True}, "accelerate_configs/multi_cpu.yaml --num_processes"),
-        ({"distributed_type": "NO"}, "accelerate_configs/multi_cpu.yaml --num_processes"),
     ],
 )
 def test_answers_that_the_recipe_cannot_follow(answers, names, tmp_path, monkeypatch, start):
@@ -156,7 +154,7 @@ def test_tpus_are_refused(monkeypatch, start):
         ({"fsdp_version": 1}, Sharding(4)),
         ({"fsdp_version": 1, "fsdp_reshard_after_forward": "SHARD_GRAD_OP"}, Sharding(4, 1, False)),
         ({"fsdp_version": 1, "fsdp_sharding_strategy": "SHARD_GRAD_OP"}, Sharding(4, 1, False)),
-        ({"fsdp_version": 1, "fsdp_sharding_strategy": 4}, Sharding(2, 2)),
+        ({"fsdp_version": 1, "fsdp_sharding_strategy": "HYBRID_SHARD"}, Sharding(2, 2)),
         ({"fsdp_version": 1, "fsdp_reshard_after_forward": "HYBRID_SHARD_ZERO2"}, Sharding(2, 2, False)),
         ({"fsdp_version": 1, "fsdp_reshard_after_forward": "NO_SHARD"}, None),
         ({"fsdp_version": 2, "fsdp_activation_checkpointing": True}, Sharding(4, activation_checkpointing=True)),

@@ -21,7 +21,6 @@ FOUR = {"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "
 FOUR |= {"MASTER_ADDR": "node0", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none"}
 MPI = {"PMI_SIZE": "2", "PMI_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "MV2_COMM_WORLD_LOCAL_RANK": "1"}
 CPU = {"ACCELERATE_USE_CPU": "true"}
-ONE = {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"}  # of several, started by `accelerate launch`
 
 
 def without(environment, *names):
@@ -45,8 +44,6 @@ def without(environment, *names):
         ({"ACCELERATE_USE_FSDP": "maybe"}, "ACCELERATE_USE_FSDP 'maybe'"),
         ({"ACCELERATE_USE_FSDP": "False"}, None),
         ({"ACCELERATE_MIXED_PRECISION": "no"}, None),
-        (ONE, "--num_processes MASTER_ADDR"),
-        (ONE | {"PMI_SIZE": "2"}, None),
         ({"SLURM_STEP_NUM_TASKS": "4"}, "srun accelerate launch SLURM_STEP_NUM_TASKS"),
         ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "4"}, None),  # in a batch script
         (FOUR | {"SLURM_STEP_NUM_TASKS": "2"}, None),

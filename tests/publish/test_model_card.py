@@ -69,7 +69,7 @@ def test_a_card_shows_the_numbers_of_the_run(run, dataset_dir):
         f"| loss | {last['loss']:.4f} |",
         f"| train | {split['documents']:,} | {split['tokens']:,} | {split['bytes']:,} | {rows:,} |",
         metadata["content_sha256"],
-        f"{start['model']['num_parameters']:,} parameters",
+        f"{start['num_parameters']:,} parameters",
         "4 steps, 512 tokens",
         start["environment"]["torch"],
         f"gpt2-recipe {start['environment']['gpt2_recipe']}",

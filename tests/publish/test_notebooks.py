@@ -53,7 +53,7 @@ def test_a_run_leaves_its_process_as_it_was(train, dataset_dir, tmp_path, monkey
         if error is None:
             run_main(recipe.train.main)
         else:
-            patch.setattr(RunLog, "train", mock.Mock(side_effect=[None, None, error]))
+            patch.setattr(RunLog, "record_steps", mock.Mock(side_effect=[None, None, error]))
             with pytest.raises((SystemExit, ZeroDivisionError)):
                 run_main(recipe.train.main)
     assert describe_process() == before

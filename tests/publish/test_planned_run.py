@@ -102,7 +102,7 @@ def test_a_gpu_without_bf16_is_planned_in_fp16(program):
 def test_ten_steps_take_minutes_on_a_cpu(program, monkeypatch):
     """GPT-2 124M with its half a million tokens per step would take days; two rows of 1,024 do not."""
     saved = mock.Mock(side_effect=UserError("saved"))
-    monkeypatch.setattr(program, "save_config", saved)
+    monkeypatch.setattr(program, "write_config", saved)
     with pytest.raises(UserError, match="saved"):
         program.measure_steps(None, program.load_run("gpt2_124m", [])[0], "no")
     assert saved.call_args.args[0].global_batch_size == 2 and saved.call_args.args[0].max_steps == 10

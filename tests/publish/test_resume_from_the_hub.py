@@ -73,13 +73,13 @@ def test_auto_does_not_start_over_while_the_hub_is_away(train, hub):
         ("hf://someone/other", "someone/other"),
         ("hf://", "hf://user/name"),
         ("hf://some one/tiny", "some one/tiny"),
-        (f"hf://{REPO}@{BRANCHES[1]}", "seed 1337 -> 1"),
+        (f"hf://{REPO}@{BRANCHES[1]}", "optim 'adamw_torch_fused' -> 'muon'"),
     ],
 )
 def test_an_address_that_cannot_be_resumed_leaves_the_folder_free(run, train, hub, tmp_path, address, named):
     assert open_uploads(run, *STATE).finish(4)
     with pytest.raises(UserError, match=named):
-        train("--seed", "1", "--resume_from_checkpoint", address, output_dir=tmp_path / "second")
+        train("--optim", "muon", "--resume_from_checkpoint", address, output_dir=tmp_path / "second")
     assert not list((tmp_path / "second").glob("[!.]*"))
 
 

@@ -81,7 +81,7 @@ def test_consent_replaces_all_files_of_another_model(run, hub):
     uploads = open_uploads(run, "--hub_overwrite", "--hub_strategy", "checkpoint")
     shutil.rmtree(run / ".hub" / "step-000002")
     assert uploads.finish()  # of a checkpoint with its training state
-    assert hub.files(REPO)["model.safetensors"] == (run / "model.safetensors").read_bytes()
+    assert hub.files(REPO)["model.safetensors"] == (run / "checkpoint-4" / "model.safetensors").read_bytes()
     assert {*gone, "notes.txt"} & set(hub.files(REPO)) == {"notes.txt"}
 
 
@@ -113,7 +113,7 @@ def test_a_second_run_that_may_overwrite_changes_no_branch_of_the_first(run, hub
     options = [*PUSH, *SAVE, "--seed", "1", "--hub_strategy", "checkpoint"]
     second = train(*options, "--hub_overwrite", output_dir=tmp_path / "second")
     assert first.items() <= hub.branches(REPO).items()
-    assert hub.files(REPO)["model.safetensors"] == (second / "model.safetensors").read_bytes()
+    assert hub.files(REPO)["model.safetensors"] == (second / "checkpoint-4" / "model.safetensors").read_bytes()
     assert not [name for name in first if f"`{name}`" in hub.files(REPO)["README.md"].decode()]
     third = train(*options, "--resume_from_checkpoint", "auto", output_dir=tmp_path / "third")
     resumed, started = read_events(third, "start")[-1], read_events(second, "start")[-1]

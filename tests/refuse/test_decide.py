@@ -11,8 +11,7 @@ from transformers import GPT2Config
 from recipe.checkpoint import RunState, SavedState, Stage, list_pruned
 from recipe.command_line import load_config
 from recipe.errors import UserError
-from recipe.hardware.choices import CUDA_GRAPH_MODES, Facts
-from recipe.hardware.memory import Memory
+from recipe.hardware.choices import CUDA_GRAPH_MODES, Machine
 from recipe.hardware.probe import Measured
 from recipe.hardware.sharding import Sharding
 from recipe.optim.schedule import Schedule, describe_jump, plan_schedule
@@ -22,7 +21,7 @@ from recipe.run.decide import (
     DataFacts,
     Folder,
     ModelFacts,
-    NamedCheckpoint,
+    Named,
     Run,
     Start,
     Surroundings,
@@ -34,12 +33,12 @@ from recipe.run.decide import (
 OPTIONS = ["--config", "gpt2_124m", "--dataset_dir", "d", "--output_dir", "run", "--learning_rate", "0.001"]
 OPTIONS += ["--block_size", "32", "--global_batch_size", "8", "--warmup_steps", "4"]
 OPTIONS += ["--max_eval_samples", "auto", "--attn_implementation", "auto"]
-CPU = Facts("cpu", thread_counts=(2,))
+CPU = Machine("cpu", thread_counts=(2,))
 REFUSED = "refused: "  # and the words that the refusal contains
 
 
 def config_of(command=""):
-    length = [] if "--num_train_epochs" in command or "--max_" in command else ["--max_steps", "80"]
+    length = [] if re.search("--num_train_epochs|--max_steps|--max_minutes", command) else ["--max_steps", "80"]
     return load_config([*OPTIONS, *length, *command.split()])[0]
 
 
@@ -68,39 +67,31 @@ def whole(path, run_id="own", **hub):
     return Checkpoint(Path(path), None, saved(run_id), **hub)
 
 
-def at(*steps, facts=CPU, named=None, has=(), main_branch=None, trackers=(), **folder):
+def at(*steps, machine=CPU, named=None, has=(), main_branch=None, trackers=(), **folder):
     """Return what a run meets in a folder with checkpoints of these steps.
 
-    has: the checkpoints to resume from. named: the one that the command names. folder: values of `Folder`.
+    has: the checkpoints to begin with. named: what the command names. folder: values of `Folder`.
     """
-    found = Folder(Path("run"), "/w/run", steps, run_id="own" if steps else None, **folder)
-    return Surroundings(facts, found, named, has, main_branch, trackers)
+    found = Folder(Path("run"), "/w/run", steps, **folder)
+    return Surroundings(machine, found, named, has, main_branch, trackers)
 
 
-def there(place="base/checkpoint-2", *steps, run_id="base", folder="/w/base", **values):
-    """Return a checkpoint of another run, or the folder of one."""
-    found = {"text": place, "place": place if place.startswith("hf://") else f"/w/{place}", "run_id": run_id}
-    return NamedCheckpoint(**found | {"folder": folder, "steps": steps} | values)
-
-
-def own(place, *steps, **values):
-    """Return a checkpoint in the folder of the run, or that folder."""
-    return there(place, *steps, run_id="own" if steps else None, folder="/w/run", **values)
-
-
-def copied(step):
-    """Return a checkpoint in the folder that the run's folder is a copy of."""
-    return there(f"origin/checkpoint-{step}", step, run_id="own", folder="/w/origin")
+def there(text="base/checkpoint-2", **values):
+    """Return what the command names: a path, or an address of the Hub."""
+    return Named(text, text if text.startswith("hf://") else f"/w/{text}", **values)
 
 
 PUSH = "--push_to_hub --hub_model_id me/tiny --hub_strategy checkpoint"
 RESUME = "--resume_from_checkpoint"
-AUTO, LATEST, FROM_BASE, FROM_HUB = (f"{RESUME} {w}" for w in ("auto", "latest", "base/checkpoint-2", "hf://me/tiny"))
+AUTO, FROM_BASE, FROM_HUB = (f"{RESUME} {word}" for word in ("auto", "base/checkpoint-2", "hf://me/tiny"))
 OWN, DAMAGED = whole("run/checkpoint-4"), Checkpoint(Path("run/checkpoint-4"), "rng.pt is missing")
+HARDWARE = {"device_type": "cuda", "mixed_precision": "fp16"}
+FP16 = Checkpoint(Path("run/checkpoint-4"), None, saved(hardware=HARDWARE))
 OLDER, THERE = whole("run/checkpoint-2"), whole("base/checkpoint-2", "base")
 ON_HUB = whole("run/.hub/resumed/checkpoint-4", repo_id="me/tiny", branch="step-000004-1.0k-own")
-BASE, ADDRESS = there("base/checkpoint-2", 2), there("hf://me/tiny", 2)
-CONTINUES, NEWER = "continues run/checkpoint-4", "refused: checkpoint-4; auto"
+FORK = dataclasses.replace(ON_HUB, repo_id="u/fork")
+BASE, ADDRESS = there(), there("hf://me/tiny")
+CONTINUES, UP_TO = "continues run/checkpoint-4", "refused: checkpoint-4; auto --output_dir"
 TAKEN, HELD = "refused: run contains delete --output_dir", "refused: me/tiny holds --hub_model_id, --hub_overwrite"
 BEGAN = "/w/base/checkpoint-2"  # where a branch says that it began
 FINISHED = {"results": ("model.safetensors",), "logs": ("metrics.jsonl",)}
@@ -108,7 +99,7 @@ DIED = {"logs": ("metrics.jsonl",)}
 CARD = ("README.md",)
 MINE, ANOTHER = MainBranch("own", 4, CARD, is_private=True), MainBranch("other", 9, CARD, is_private=True)
 UNKNOWN, PUBLIC = MainBranch(None, 0, ("model.bin",), is_private=True), MainBranch(None, 0, (), is_private=False)
-CUDA, SHARDED = Facts("cuda"), Facts("cuda", 2, Sharding(2))
+CUDA, SHARDED = Machine("cuda"), Machine("cuda", 2, Sharding(2))
 TUNED, REDUCED = (dataclasses.replace(SHARDED, launcher_mode=mode) for mode in ("max-autotune", "reduce-overhead"))
 TWO_FACTORS = "--gradient_accumulation_steps 2 --per_device_train_batch_size"
 
@@ -117,37 +108,27 @@ STARTS = [
     # --- a new run
     ("", at(), "new"),
     (AUTO, at(), "new: .*the run starts at step 0"),
-    ("", at(2, 4, in_use=True), "refused: run process"),  # rather than its checkpoints
-    ("", at(2, 4), f"{TAKEN} checkpoint-2, auto"),
+    ("", at(2, 4), f"{TAKEN} checkpoint-4 auto"),
     ("", at(**FINISHED), TAKEN),
     ("", at(**DIED), TAKEN),
     ("", at(replaced=CARD), "refused: README.md --output_dir"),
     ("", at(origin=BEGAN), "new"),  # what another run has left
     # --- its own checkpoints
     (AUTO, at(2, 4, has=(OWN,)), CONTINUES),
-    (LATEST, at(2, 4, has=(OWN,)), CONTINUES),
     (AUTO, at(4, has=(OWN,), **FINISHED), CONTINUES),
     (AUTO, at(2, 4, has=(DAMAGED, OLDER)), "continues run/checkpoint-2: skipping .*rng.pt"),
     (AUTO, at(4, has=(DAMAGED,)), "refused: run/checkpoint-4 rng.pt --output_dir"),
-    (LATEST, at(4, has=(DAMAGED,)), "refused: run/checkpoint-4 rng.pt"),
-    (LATEST, at(), "refused: run auto"),
-    (LATEST, at(**DIED), "refused: run auto"),
     (AUTO, at(**DIED), "new: .*the run starts at step 0"),  # it died before its first checkpoint
     (AUTO, at(**FINISHED), TAKEN),  # its model could be anyone's
-    (f"{RESUME} run", at(2, 4, named=own("run", 2, 4), has=(OWN,)), CONTINUES),
-    (f"{RESUME} run/checkpoint-4", at(2, 4, named=own("run/checkpoint-4", 4), has=(OWN,)), CONTINUES),
-    (f"{RESUME} run/checkpoint-2", at(2, 4, named=own("run/checkpoint-2", 2)), f"{NEWER} --output_dir checkpoint-2"),
-    (f"{RESUME} run/checkpoint-2", at(4, named=own("run/checkpoint-2")), NEWER),  # which has been pruned
-    # The folder is a copy of that run's, and may not have got so far.
-    (f"{RESUME} origin/checkpoint-4", at(2, 4, named=copied(4), has=(OWN,)), CONTINUES),
-    (f"{RESUME} origin/checkpoint-2", at(2, 4, named=copied(2)), NEWER),
-    (f"{RESUME} origin/checkpoint-6", at(2, 4, named=copied(6)), "refused: origin/checkpoint-6 checkpoint-4 auto"),
+    (f"{RESUME} run", at(2, 4, named=there("run"), has=(OWN,)), CONTINUES),
+    (f"{RESUME} run/checkpoint-4", at(2, 4, named=there("run/checkpoint-4"), has=(OWN,)), CONTINUES),
+    (f"{RESUME} run/checkpoint-2", at(2, 4, named=there("run/checkpoint-2"), has=(OWN,)), f"{UP_TO} run/checkpoint-2"),
     # --- branches: a checkpoint of another folder
     (FROM_BASE, at(named=BASE, has=(THERE,)), "branches from base/checkpoint-2"),
-    (FROM_BASE, at(2, 4, named=BASE), TAKEN),
-    (FROM_BASE, at(named=BASE, **DIED), TAKEN),
-    (FROM_BASE, at(named=BASE, **FINISHED), TAKEN),
-    (FROM_BASE, at(named=BASE, origin=BEGAN, **FINISHED), TAKEN),  # whose checkpoints are gone
+    (FROM_BASE, at(2, 4, named=BASE, has=(OWN,)), f"{UP_TO} base/checkpoint-2"),
+    (FROM_BASE, at(named=BASE, has=(THERE,), **DIED), TAKEN),
+    (FROM_BASE, at(named=BASE, has=(THERE,), **FINISHED), TAKEN),
+    (FROM_BASE, at(named=BASE, has=(THERE,), origin=BEGAN, **FINISHED), TAKEN),  # whose checkpoints are gone
     # The same command again.
     (FROM_BASE, at(4, named=BASE, has=(OWN,), origin=BEGAN), f"{CONTINUES}: run continues base/checkpoint-2 already"),
     # Before the first checkpoint of the branch.
@@ -157,6 +138,7 @@ STARTS = [
     (AUTO, at(named=there(is_gone=True), origin=BEGAN), "refused: base/checkpoint-2, run/.resumed_from"),
     (AUTO, at(named=there("base"), origin="/w/base"), "refused: base"),  # it is there, but its checkpoint is not
     (f"{RESUME} base", at(named=there("base/c", beside=(2, 4))), "refused: base/c; checkpoint-2, checkpoint-4"),
+    (f"{RESUME} base", at(named=there("base")), "refused: base; --model_name_or_path"),
     # --- the Hub
     (PUSH, at(), "new"),
     (PUSH, at(main_branch=ANOTHER), f"{HELD} 9"),
@@ -169,38 +151,43 @@ STARTS = [
     (f"{PUSH} {AUTO}", at(4, main_branch=MINE, has=(OWN,)), CONTINUES),
     (f"{PUSH} {AUTO}", at(4, main_branch=ANOTHER, has=(OWN,)), HELD),
     (f"{PUSH} {FROM_BASE}", at(main_branch=MINE, named=BASE, has=(THERE,)), HELD),
-    (FROM_HUB, at(named=ADDRESS, has=(ON_HUB,)), "continues run/.hub/resumed"),
-    (FROM_HUB, at(4, named=ADDRESS), TAKEN),
+    # The same run goes on only from the repository to which it publishes, whatever id a checkpoint has.
+    (FROM_HUB, at(named=ADDRESS, has=(ON_HUB,)), "branches from run/.hub/resumed"),
+    (f"{PUSH} {FROM_HUB}", at(named=ADDRESS, main_branch=MINE, has=(ON_HUB,)), "continues run/.hub/resumed"),
+    (f"{PUSH} {RESUME} hf://u/fork", at(named=there("hf://u/fork"), main_branch=MINE, has=(FORK,)), HELD),
+    (f"{PUSH} {RESUME} hf://u/fork", at(named=there("hf://u/fork"), has=(FORK,)), "branches from run/.hub/resumed"),
+    (FROM_HUB, at(4, named=ADDRESS, has=(OWN,)), f"{UP_TO} hf://me/tiny"),
     (FROM_HUB, at(4, named=ADDRESS, has=(OWN,), origin="hf://me/tiny"), f"{CONTINUES}: run continues hf://me/tiny"),
-    (AUTO, at(named=ADDRESS, has=(ON_HUB,), origin="hf://me/tiny", **DIED), "continues run/.hub/resumed"),
+    (AUTO, at(named=ADDRESS, has=(ON_HUB,), origin="hf://me/tiny", **DIED), "branches from run/.hub/resumed"),
     # --- trackers
     ("--report_to wandb", at(trackers=("tensorboard",)), "refused: wandb --report_to"),
     ("--report_to tensorboard", at(trackers=("tensorboard",)), "new"),
     # --- what does not work on the device
     ("--mixed_precision fp16", at(), "refused: fp16 CUDA cpu"),
-    ("", at(facts=Facts("cpu", launcher_precision="fp16")), "refused: fp16 CUDA cpu"),
-    ("", at(facts=Facts("cuda", launcher_precision="fp8")), "refused: mixed_precision fp8 bf16"),
-    ("", at(facts=Facts("cpu", launcher_backend="tensorrt")), "refused: dynamo_backend tensorrt"),
-    ("--dynamo_backend inductor", at(facts=Facts("cpu", why_no_inductor="it requires X")), "refused: inductor X"),
-    ("", at(facts=Facts("cpu", launcher_backend="inductor", why_no_inductor="no X")), "refused: inductor X"),
-    ("", at(facts=Facts("cpu", launcher_mode="fastest")), "refused: dynamo_mode 'fastest' default, lite,"),
+    ("", at(machine=Machine("cpu", launcher_precision="fp16")), "refused: fp16 CUDA cpu"),
+    ("", at(machine=Machine("cuda", launcher_precision="fp8")), "refused: mixed_precision fp8 bf16"),
+    ("", at(machine=Machine("cpu", launcher_backend="tensorrt")), "refused: dynamo_backend tensorrt"),
+    ("--dynamo_backend inductor", at(machine=Machine("cpu", why_no_inductor="it requires X")), "refused: inductor X"),
+    ("", at(machine=Machine("cpu", launcher_backend="inductor", why_no_inductor="no X")), "refused: inductor X"),
+    ("", at(machine=Machine("cpu", launcher_mode="fastest")), "refused: dynamo_mode 'fastest' default, lite,"),
     # --- FSDP
-    ("", at(facts=SHARDED), "new"),
-    ("--optim adamw_bnb_8bit", at(facts=SHARDED), "refused: FSDP --optim adamw_bnb_8bit"),
-    ("--mixed_precision fp16", at(facts=SHARDED), "refused: FSDP --mixed_precision bf16"),
-    ("", at(facts=TUNED), "refused: FSDP --dynamo_mode"),
-    ("--dynamo_backend inductor", at(facts=REDUCED), "refused: FSDP reduce-overhead --dynamo_mode"),
+    (AUTO, at(4, machine=SHARDED, has=(FP16,)), "refused: FSDP --mixed_precision bf16"),  # kept from the checkpoint
+    ("", at(machine=SHARDED), "new"),
+    ("--optim adamw_bnb_8bit", at(machine=SHARDED), "refused: FSDP --optim adamw_bnb_8bit"),
+    ("--mixed_precision fp16", at(machine=SHARDED), "refused: FSDP --mixed_precision bf16"),
+    ("", at(machine=TUNED), "refused: FSDP --dynamo_mode"),
+    ("--dynamo_backend inductor", at(machine=REDUCED), "refused: FSDP reduce-overhead --dynamo_mode"),
     # --- the batch, of 8, over processes
-    ("", at(facts=Facts("cpu", 3)), "refused: 8 3 --global_batch_size 6 9"),
-    ("--global_batch_size 24", at(facts=Facts("cpu", 3)), "new"),
-    ("--global_batch_size 2", at(facts=Facts("cpu", 4)), "refused: 2 4 --global_batch_size 4"),
-    ("--per_device_train_batch_size 3", at(facts=Facts("cpu", 2)), "refused: 3 1, 2, 4, --global_batch_size 6"),
+    ("", at(machine=Machine("cpu", 3)), "refused: 8 3 --global_batch_size 6 9"),
+    ("--global_batch_size 24", at(machine=Machine("cpu", 3)), "new"),
+    ("--global_batch_size 2", at(machine=Machine("cpu", 4)), "refused: 2 4 --global_batch_size 4"),
+    ("--per_device_train_batch_size 3", at(machine=Machine("cpu", 2)), "refused: 3 1, 2, 4, --global_batch_size 6"),
     ("--gradient_accumulation_steps 3", at(), "refused: gradient_accumulation_steps 3 1, 2, 4, 8,"),
     (f"--global_batch_size 8 {TWO_FACTORS} 8", at(), "refused: per_device_train_batch_size 8 global_batch_size"),
 ]
 # With CUDA graphs, a step is one micro-batch, whether their number is typed or follows from the largest that fits.
 GRAPHS = [
-    (options, at(facts=Facts("cuda", count, launcher_mode=mode)), f"refused: {mode} {share} {size}; --dynamo_mode")
+    (options, at(machine=Machine("cuda", count, launcher_mode=mode)), f"refused: {mode} {share} {size}; --dynamo_mode")
     for mode in CUDA_GRAPH_MODES
     for options, count, share, size in (
         ("--per_device_train_batch_size 4", 1, 8, 4),
@@ -239,10 +226,11 @@ def test_a_run_records_where_it_began(command, found, expected):
 MB = 10**6
 SHAPE = {"vocab_size": 500, "n_positions": 32, "n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
 MODEL, WIDE = GPT2Config(**SHAPE, n_embd=64), GPT2Config(**SHAPE, n_embd=128)
+DROPPING = GPT2Config(**SHAPE, n_embd=64, attn_pdrop=0.3)
 LONGER = GPT2Config(**SHAPE | {"n_positions": 64}, n_embd=64)
 METADATA = {"content_sha256": "a" * 64, "tokenizer_sha256": "b" * 64, "fingerprint": "f", "source": {}}
 METADATA |= {"splits": {"train": {"rows": 100}}}
-DATA, ROOM = DataFacts(100, 100 * MB, metadata=METADATA), Memory(8000 * MB, 16000 * MB)
+DATA, ROOM = DataFacts(100, 100 * MB, metadata=METADATA), 8000 * MB
 OWN_DATA = DataFacts(100, is_packed=False, metadata=METADATA)
 OTHER_TEXT = DataFacts(100, metadata=METADATA | {"content_sha256": "c" * 64})
 OTHER_TOKENIZER = DataFacts(100, metadata=METADATA | {"tokenizer_sha256": "c" * 64})
@@ -256,32 +244,34 @@ def mixture_of(*shares):
     return DataFacts(100 * len(shares), metadata=METADATA | {"mixture": parts})
 
 
-def start_of(command="", before=None, facts=CPU, branches=False, **checkpoint):
+def start_of(command="", before=None, machine=CPU, branches=False, **checkpoint):
     """Return the start of a run, or of one that continues a checkpoint, or branches from it. before: from `saved`."""
     resume = None if before is None else Checkpoint(Path("run/checkpoint-20"), None, before, **checkpoint)
     words = {word[2:] for word in command.split() if word.startswith("--")}
-    around = dataclasses.replace(at(facts=facts), typed_options=frozenset(words))
-    return Start(config_of(command), "demo", around, resume, continues=resume is not None and not branches)
+    around = dataclasses.replace(at(machine=machine), typed_options=frozenset(words))
+    machine = dataclasses.replace(machine, kept=before.state.hardware if before else {})
+    continues = resume is not None and not branches
+    return Start(config_of(command), "demo", around, machine, resume, continues=continues)
 
 
-def run_of(command="", before=None, data=DATA, memory=ROOM, rates=FAST_BF16, model=MODEL, **start) -> Run:
+def run_of(command="", before=None, data=DATA, usable=ROOM, rates=FAST_BF16, model=MODEL, **start) -> Run:
     shape = ModelFacts(model, model, MODEL if before else None)
-    return decide_run(start_of(command, before, **start), data, shape, memory, rates)
+    return decide_run(start_of(command, before, **start), data, shape, usable, rates)
 
 
-def after(step, command="", facts=CPU, data=DATA, **state):
+def after(step, command="", machine=CPU, data=DATA, **state):
     """Return what the checkpoint of a run says after some steps."""
-    run = run_of(command, facts=facts, data=data)
-    hardware = {"device_type": run.facts.device_type, "mixed_precision": run.config.mixed_precision}
+    run = run_of(command, machine=machine, data=data)
+    hardware = {"device_type": run.start.machine.device_type, "mixed_precision": run.config.mixed_precision}
     hardware |= {"dynamo_backend": "no", "attn_implementation": run.config.attn_implementation, "num_threads": 2}
     state = {
-        "memory": run.plan.choices,
+        "memory": run.plan.options,
         "hardware": hardware,
         "initial": {"num_rows": 7},
         "progress": step / 80,
         "stages": [Stage(run.config.block_size, METADATA["content_sha256"])],
     } | state
-    return saved("own", step, run.schedule, run.identity, facts.num_processes, **state)
+    return saved("own", step, run.schedule, run.identity, machine.num_processes, **state)
 
 
 def show(run):
@@ -289,7 +279,7 @@ def show(run):
     plan, config = run.plan, run.config
     return (
         f"{config.mixed_precision} {config.dynamo_backend} {config.attn_implementation}, "
-        f"{run.facts.num_processes} x {run.grad_accum} x {plan.micro_batch_size}, "
+        f"{run.start.machine.num_processes} x {run.grad_accum} x {plan.micro_batch_size}, "
         f"{run.schedule.max_steps} steps, {run.schedule.num_examples} examples, {len(run.changes)} changes"
         + ", a new stage" * run.begins_stage
         + ", keeps the best" * (config.load_best_model_at_end == "true")
@@ -298,7 +288,7 @@ def show(run):
 
 EPOCHS = "--num_train_epochs 6.4"  # of 100 rows: 80 steps of 8
 BATCH = "--global_batch_size 24"
-SIX, EIGHT = (Facts("cpu", count, thread_counts=(1,)) for count in (6, 8))
+SIX, EIGHT = (Machine("cpu", count, thread_counts=(1,)) for count in (6, 8))
 TWO_ROWS = {"micro_batch_size": 2, "activation_checkpointing": 0, "loss_chunks": 1}
 LAUNCHED = dataclasses.replace(CPU, launcher_precision="no", launcher_backend="inductor")
 AT_20 = partial(after, 20)
@@ -311,12 +301,12 @@ RUNS = [
     ("", {}, "bf16 no eager, 1 x 1 x 8, 80 steps, 640 examples, 0 changes"),
     ("", {"rates": SLOW_BF16}, "no no sdpa, 1 x 1 x 8"),
     ("--mixed_precision no --dynamo_backend inductor", {}, "no inductor eager"),
-    ("", {"facts": CUDA, "rates": None}, "bf16 inductor sdpa, 1 x 1 x 8"),
-    ("", {"facts": LAUNCHED}, "bf16 inductor"),
-    ("", {"facts": Facts("cuda", 2), "rates": None}, "bf16 inductor sdpa, 2 x 1 x 4"),
+    ("", {"machine": CUDA, "rates": None}, "bf16 inductor sdpa, 1 x 1 x 8"),
+    ("", {"machine": LAUNCHED}, "bf16 inductor"),
+    ("", {"machine": Machine("cuda", 2), "rates": None}, "bf16 inductor sdpa, 2 x 1 x 4"),
     ("--per_device_train_batch_size 2", {}, "bf16 no eager, 1 x 4 x 2"),
-    ("", {"memory": Memory(10, 16000 * MB)}, "bf16 no eager, 1 x 8 x 1"),  # nothing fits, so the least is tried
-    ("--data_placement device", {"memory": Memory(50 * MB, 50 * MB)}, "refused: --data_placement device: ram mmap"),
+    ("", {"usable": 10}, "bf16 no eager, 1 x 8 x 1"),  # nothing fits, so the least is tried
+    ("--data_placement device", {"usable": 50 * MB}, "refused: --data_placement device: ram mmap"),
     ("--data_placement ram", {"data": OWN_DATA}, "refused: --data_placement"),
     ("--bf16_residual --mixed_precision no", {}, "refused: --bf16_residual no"),
     ("--bf16_residual", {"rates": SLOW_BF16}, "refused: --bf16_residual fp32"),
@@ -344,8 +334,8 @@ RUNS = [
     ("", {"before": AT_20, "rates": SLOW_BF16}, "bf16 no eager, .*, 640 examples, 0 changes"),
     ("", {"before": partial(after, 20, memory=TWO_ROWS)}, ".*, 1 x 4 x 2"),
     # --- other processes: 8 -> 6 -> 8
-    (BATCH, {"before": partial(after, 20, BATCH, EIGHT), "facts": SIX}, "bf16 no eager, 6 x 1 x 4, .* 0 changes"),
-    (BATCH, {"before": partial(after, 40, BATCH, SIX), "facts": EIGHT}, "bf16 no eager, 8 x 1 x 3, .* 0 changes"),
+    (BATCH, {"before": partial(after, 20, BATCH, EIGHT), "machine": SIX}, "bf16 no eager, 6 x 1 x 4, .* 0 changes"),
+    (BATCH, {"before": partial(after, 40, BATCH, SIX), "machine": EIGHT}, "bf16 no eager, 8 x 1 x 3, .* 0 changes"),
     # --- what may change, and what may not
     ("--max_steps 160", {"before": AT_20}, ".*, 160 steps, 1280 examples, 1 changes"),
     ("--max_steps 10", {"before": AT_20}, "refused: 20 --max_steps"),
@@ -367,11 +357,19 @@ RUNS = [
     ("--block_size 16", BRANCH, ".*, a new stage"),  # the model keeps its positions
     ("", BRANCH | {"model": LONGER}, "refused: n_positions 32 64; --block_size"),
     ("", BRANCH | {"data": OTHER_TOKENIZER}, "refused: --tokenizer_name run/checkpoint-20"),
-    ("--seed 1", BRANCH | {"data": OTHER_TEXT}, "refused: seed 1337 1"),
+    # --- a branch may change its optimizer's options, its seed and dropout, but no shape and no kind of optimizer
+    ("--weight_decay 0.2 --max_grad_norm 0.3", BRANCH, ".* 640 examples, 2 changes, keeps the best"),
+    ("--adam_beta1 0.8 --adam_beta2 0.9 --adam_epsilon 0.001", BRANCH, ".*, 3 changes, keeps the best"),
+    ("--label_smoothing_factor 0.1", BRANCH, ".*, 1 changes, keeps the best"),
+    ("--seed 1", BRANCH, ".*, 1 changes, a new stage, keeps the best"),  # the order of the examples is another
+    ("", BRANCH | {"model": DROPPING}, ".*, 1 changes, keeps the best"),
+    ("", {"before": AT_20, "model": DROPPING}, "refused: attn_pdrop --output_dir"),
+    ("--max_grad_norm 0.3", {"before": AT_20}, "refused: max_grad_norm 1.0 0.3; --output_dir"),
+    ("--optim muon", BRANCH, "refused: optim 'adamw_torch_fused' 'muon'"),
+    ("--pad_vocab_to_multiple_of 64", BRANCH, "refused: pad_vocab_to_multiple_of 128 64"),
+    ("", BRANCH | {"model": WIDE}, "refused: n_embd 64 128"),
     # --- the Hub: with another schedule, a download begins a new run
     (f"{PUSH} {AUTO} --max_steps 160", {"before": AT_20, "repo_id": "me/tiny"}, ".*, 160 steps"),
-    # --- an earlier start ran out of memory
-    ("", {"memory": Memory(8000 * MB, 16000 * MB, (2, (1, 16000 * MB)))}, ".*, 1 x 1 x 8"),  # with other options
 ]
 
 
@@ -406,10 +404,10 @@ def test_what_a_run_is(command, found, expected):
 
     def decide():
         run = run_of(command, **found)
-        assert run.config.per_device_train_batch_size == run.requested.per_device_train_batch_size
+        assert run.config.per_device_train_batch_size == run.plan.micro_batch_size
         assert "auto" not in (run.config.mixed_precision, run.config.dynamo_backend, run.config.loss_chunks)
-        if "before" in found:
-            assert run.config.max_eval_samples == 7  # the rows of the run, however long it is now
+        if "before" in found:  # the rows of the run, however long it is now; those of a stage are its own
+            assert run.config.max_eval_samples == ("auto" if run.begins_stage else 7)
         return show(run)
 
     check_decision(decide, expected)
@@ -433,16 +431,29 @@ def test_the_warm_up_of_a_recipe_ends_before_a_shorter_run(command, expected):
 @pytest.mark.parametrize(
     ("command", "expected"),
     [
-        ("--eval_steps 30", 12),
-        ("--eval_steps 5", 5),
+        ("--eval_steps 30", 30),  # a number is obeyed
         ("--eval_steps 0", 0),
-        ("--eval_steps 30 --max_steps 20", 30),
-        ("--max_steps 4000", 100),
+        ("--eval_steps auto", 8),  # ten times in 80 steps
+        ("--eval_steps auto --max_steps 200", 12),  # once per epoch
+        ("--eval_steps auto --max_steps 4000", 100),  # 40 times at most
+        ("--eval_steps auto --max_steps 20", 200),  # 1.6 epochs: the best model is not kept
+        ("--eval_steps auto --max_minutes 5", 200),
     ],
 )
 def test_the_best_model_is_looked_for_in_every_epoch(command, expected):
-    """A run that keeps the best model of 100 rows, in steps of 8, is evaluated once per epoch, 40 times at most."""
+    """In a run that may read its 100 rows more than twice, in steps of 8."""
     assert run_of(command).config.eval_steps == expected
+
+
+def test_an_option_that_somebody_added_is_announced_when_it_changes():
+    """Compared by the recorded options of the checkpoint's run, in which an option of its author has its default."""
+    start, shape = start_of("--data_placement ram", after(20)), ModelFacts(MODEL, MODEL, MODEL)
+    recorded = vars(start.requested) | {"logging_steps": 5, "output_dir": "elsewhere", "max_steps": 7}
+    del recorded["data_placement"]  # it is newer
+    start = dataclasses.replace(start, resume=dataclasses.replace(start.resume, options=recorded))
+    run = decide_run(start, DATA, shape, ROOM, FAST_BF16)
+    assert not run.changes
+    assert run.other_changes == {"data_placement": ("mmap", "ram"), "logging_steps": (5, 10)}
 
 
 def test_another_batch_takes_consent():
@@ -456,15 +467,6 @@ def test_another_batch_takes_consent():
     with pytest.raises(UserError, match="8 -> 4; .*--global_batch_size 4"):
         decide()
     assert decide("per_device_train_batch_size", "gradient_accumulation_steps").changes
-
-
-def test_a_run_that_ran_out_of_memory_continues_with_less():
-    """If options and device are the same; a typed size wins."""
-    made_for = run_of().plan.made_for
-    less = Memory(8000 * MB, 16000 * MB, (2, made_for))
-    assert run_of(memory=less).plan.micro_batch_size == 2 and run_of(memory=less).plan.ran_out
-    assert run_of("--per_device_train_batch_size 4", memory=less).plan.micro_batch_size == 4
-    assert run_of(memory=Memory(8000 * MB, 24000 * MB, (2, made_for))).plan.micro_batch_size == 8
 
 
 @pytest.mark.parametrize("kind", ["linear", "cosine_with_min_lr", "warmup_stable_decay"])

@@ -14,13 +14,15 @@ from helpers import ROOT, run_script
 
 from recipe.arguments import OTHER_NAMES, CommandLine, Store, as_path, shell_command
 from recipe.command_line import CONFIGS_DIR, load_config, parse_value
-from recipe.config import KINDS, MAPPINGS, OPTIONS, PATHS, SECTIONS, TrainConfig, save_config
+from recipe.config import KINDS, MAPPINGS, OPTIONS, PATHS, SECTIONS, TrainConfig, write_config
 from recipe.data.files import find_files
 from recipe.evaluation.validation import count_eval_rows
-from recipe.hardware.choices import Facts
+from recipe.hardware.choices import Machine
 from recipe.hardware.memory import micro_batch_sizes
 from recipe.optim.schedule import plan_schedule
-from recipe.run.look import find_folder
+from recipe.run.decide import EVAL_STEPS
+from recipe.run.folder import release_output_dirs
+from recipe.run.look import claim_folder
 
 SIZES = ("124m", "124m_fast", "355m", "774m", "1558m")
 DATA = ["--dataset_dir", "some/folder"]
@@ -73,9 +75,10 @@ def test_own_weights_take_the_recipe_of_fine_tuning():
 def test_a_saved_config_in_the_current_folder_names_its_run(tmp_path, monkeypatch):
     (tmp_path / "mine").mkdir()
     monkeypatch.chdir(tmp_path / "mine")
-    save_config(load(*DATA), Path("training_config.yaml"))
+    write_config(load(*DATA), Path("training_config.yaml"))
     config, name = load_config(["--config", "training_config.yaml"])
-    assert name == "mine" and find_folder(config, name).path.name == "mine"
+    assert name == "mine" and claim_folder(config, name).name == "mine"
+    release_output_dirs()
 
 
 @pytest.mark.parametrize(
@@ -92,7 +95,7 @@ def test_a_typed_micro_batch_and_accumulation_set_the_global_batch(monkeypatch, 
     """As in Trainer; each of them alone only divides the recipe's."""
     monkeypatch.setenv("WORLD_SIZE", str(processes))
     config = load("--config", "demo", *argv.split())
-    assert (config.global_batch_size, micro_batch_sizes(config, Facts("cpu", processes))) == expected
+    assert (config.global_batch_size, micro_batch_sizes(config, Machine("cpu", processes))) == expected
 
 
 def test_config_overrides_are_merged_key_by_key(recipe):
@@ -196,7 +199,7 @@ def test_the_block_size_fits_the_model(tmp_path, positions, block_size):
 
 def test_the_consent_to_overwrite_is_given_once(tmp_path):
     """A later `--config training_config.yaml` does not repeat it."""
-    save_config(load(*DATA, "--hub_overwrite"), tmp_path / "training_config.yaml")
+    write_config(load(*DATA, "--hub_overwrite"), tmp_path / "training_config.yaml")
     assert not load("--config", tmp_path / "training_config.yaml").hub_overwrite
 
 
@@ -287,7 +290,7 @@ def test_a_value_means_the_same_everywhere(tmp_path, monkeypatch, recipe, option
     config = load(*recipe(rest), f"--{option}", *typed.split(" "))
     assert getattr(config, option) == expected
     assert load(*recipe(f"{rest}{option}: {yaml_text or typed}\n")) == config
-    save_config(config, tmp_path / "training_config.yaml")
+    write_config(config, tmp_path / "training_config.yaml")
     output_dir = ["--output_dir", config.output_dir] if config.output_dir else []
     assert load("--config", tmp_path / "training_config.yaml", *output_dir) == config
 
@@ -422,6 +425,8 @@ def test_evaluation_costs_two_percent_by_default(name):
     The recipes of GPT-2 evaluate the same rows, so that their losses compare; `auto` is for other text.
     """
     config = load("--config", *name.split(), *DATA)
+    if config.eval_steps == "auto":
+        config = dataclasses.replace(config, eval_steps=EVAL_STEPS)
     rows = count_eval_rows(config, 10**9)
     num_evaluations = 1 + len({*range(config.eval_steps, config.max_steps + 1, config.eval_steps), config.max_steps})
     share = num_evaluations * rows * 0.4 / (config.max_steps * config.global_batch_size)
@@ -434,7 +439,10 @@ def test_evaluation_costs_two_percent_by_default(name):
     [("all", 1000, 1000), ("7", 1000, 7), ("2000", 1000, 1000), ("auto", 1000, 8), ("auto", 5, 5)],
 )
 def test_an_evaluation_has_a_few_rows_and_never_more_than_there_are(typed, num_rows, expected):
-    assert count_eval_rows(load(*DATA, "--max_steps", "1", "--max_eval_samples", typed), num_rows) == expected
+    assert (
+        count_eval_rows(load(*DATA, "--max_steps", "1", "--eval_steps", "5", "--max_eval_samples", typed), num_rows)
+        == expected
+    )
 
 
 # ------------------------------------------------------------------ command lines of all programs

@@ -68,7 +68,7 @@ OPTIONS = [  # of recipe/train.py -> what the answer names
     ("--eval_only", "evaluate_model.py"),
     ("--hub_token x", "--hub_token HF_TOKEN"),
     ("--fp16 --mixed_precision bf16", "fp16 mixed_precision"),
-    (f"{RESUME} True", f"{RESUME} latest"),
+    (f"{RESUME} True", f"{RESUME} auto"),
     # --- options that need or exclude each other
     ("--train_file a.txt", "--dataset_dir --train_file --dataset_name"),
     ("--tokenizer_vocab_size 300", "--tokenizer_vocab_size --dataset_dir"),
@@ -76,7 +76,7 @@ OPTIONS = [  # of recipe/train.py -> what the answer names
     ("--dataloader_num_workers 2 --data_placement ram", "--dataloader_num_workers --data_placement mmap"),
     ("--streaming", "--streaming --train_file --dataset_name"),
     ("--push_to_hub", "--push_to_hub --hub_model_id"),
-    (f"{RESUME} latest", f"{RESUME} --output_dir"),
+    (f"{RESUME} auto", f"{RESUME} --output_dir"),
     ("--max_steps 3 --num_train_epochs 1", "max_steps num_train_epochs"),
     ("--early_stopping_patience 2 --eval_steps 0", "--early_stopping_patience --eval_steps"),
     ("--early_stopping_patience 0", "early_stopping_patience 1"),
@@ -132,17 +132,15 @@ MODEL_TYPES = [  # --model_type, --config_overrides -> what the answer names
 
 STARTS = [  # of recipe/train.py, in a folder with runs and models -> what the answer names
     # --- where the run would write
-    ("--output_dir run --seed 5", f"run checkpoint-2, run/training_config.yaml {RESUME} auto --output_dir"),
+    ("--output_dir run --seed 5", f"run checkpoint-4 run/training_config.yaml {RESUME} auto --output_dir"),
     ("--output_dir a.txt/run", "output_dir a.txt/run"),
-    ("--output_dir own --load_best_model_at_end true", "own best --output_dir"),
     # --- what it would continue
-    (f"--output_dir new {RESUME} run/best", "run/best --model_name_or_path"),
     (f"--output_dir new {RESUME} gone/checkpoint-1", "gone/checkpoint-1"),
     (f"--output_dir junk {RESUME} auto", "checkpoint-4: optimizer.pt checkpoint-2: 4"),
-    (f"--output_dir unknown-optimizer.pt {RESUME} latest", "unknown-optimizer.pt/checkpoint-4"),
-    (f"--output_dir unknown-rng.pt {RESUME} latest", "unknown-rng.pt/checkpoint-4"),
-    (f"--output_dir unknown-training_state.json {RESUME} latest", "unknown-training_state.json/checkpoint-4"),
-    (f"--output_dir unknown-model.safetensors {RESUME} latest", "unknown-model.safetensors/checkpoint-4"),
+    (f"--output_dir unknown-optimizer.pt {RESUME} auto", "unknown-optimizer.pt/checkpoint-4"),
+    (f"--output_dir unknown-rng.pt {RESUME} auto", "unknown-rng.pt/checkpoint-4"),
+    (f"--output_dir unknown-training_state.json {RESUME} auto", "unknown-training_state.json/checkpoint-4"),
+    (f"--output_dir unknown-model.safetensors {RESUME} auto", "unknown-model.safetensors/checkpoint-4"),
     # --- which model it would start from
     ("--model_name_or_path gone/far/away", "gone/far/away"),
     ("--model_name_or_path small --config_overrides n_layer=3", "n_layer small"),
@@ -246,7 +244,7 @@ SCRIPTS = [
     (f"{EXPORT} hollow --prune 0.3 --text_file a.txt", "hollow transformer.h.1.mlp"),
     (f"{EXPORT} small --output_dir small --prune 0.3 --text_file a.txt", "small --output_dir"),
     # --- runs
-    (f"recipe/train.py --config six.yaml --output_dir run {RESUME} latest", "checkpoint-4 4 6 --global_batch_size"),
+    (f"recipe/train.py --config six.yaml --output_dir run {RESUME} auto", "checkpoint-4 4 6 --global_batch_size"),
     (f"{STREAM} --data_placement ram", "--streaming --data_placement --dataloader_num_workers"),
     (f"{STREAM} --dataloader_num_workers 2", "--streaming --data_placement --dataloader_num_workers"),
     (f"{STREAM} --max_steps -1 --num_train_epochs 1", "--streaming --num_train_epochs --max_steps"),
@@ -351,12 +349,10 @@ def make_models(place: Path, tokenizer_dir: Path) -> None:
 
 
 def make_runs() -> None:
-    """Train a run with two checkpoints and a best model, and damage copies of it."""
-    best = ["--save_steps", 2, "--eval_steps", 2, "--load_best_model_at_end", "true", "--max_eval_samples", 4]
-    run_training([*default_arguments(Path("data"), Path("run"), TINY), *best])
+    """Train a run with two checkpoints, and damage copies of it."""
+    run_training([*default_arguments(Path("data"), Path("run"), TINY), "--save_steps", 2, "--max_eval_samples", 4])
     options = yaml.safe_load(Path("run", "training_config.yaml").read_text())
     Path("six.yaml").write_text(yaml.safe_dump(options | {"global_batch_size": 6}))
-    Path("own", "best").mkdir(parents=True)
     shutil.copytree("run", "junk")
     for step in (2, 4):
         Path("junk", f"checkpoint-{step}", "optimizer.pt").write_bytes(b"junk")

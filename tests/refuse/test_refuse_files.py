@@ -111,7 +111,7 @@ RECIPES = [  # content -> what the answer names
     ("hub_language: [en, null]", "mine.yaml hub_language"),
     ("train_file: [a, ~]", "mine.yaml train_file"),
     ("optim: --", "optim: '--'"),
-    ("resume_from_checkpoint: true", "--resume_from_checkpoint true latest"),
+    ("resume_from_checkpoint: true", "--resume_from_checkpoint true auto"),
     ("seed:", "seed"),
 ]
 

@@ -1,13 +1,15 @@
 """The model with the lowest validation loss is kept and exported, and a run whose loss no longer falls ends."""
 
-import shutil
+import errno
 
 import pytest
 from accelerate import Accelerator
-from faults import AUTO, RESULTS, at_call, change_json, die, name_checkpoints
-from helpers import list_steps, read_events, read_summary, read_weights, read_words, reseal
+from faults import AUTO, RESULTS, at_call, die, fail_with, name_checkpoints
+from helpers import list_steps, read_events, read_summary, read_weights, read_words
+from transformers import AutoModelForCausalLM
 
-from recipe.checkpoint import RunState, why_damaged
+import recipe.checkpoint
+from recipe.checkpoint import RunState, read_exported
 from recipe.optim.guard import UpdateGuard
 
 LOSSES = {0: 9.0, 2: 3.0, 4: 2.0, 6: 2.5, 8: 2.25, 10: 2.0, 12: 1.0}
@@ -33,7 +35,8 @@ def check_stopped_early(run):
     """Assert that a run of OVERFITS ended at step 10, when step 4 was the best; an equal loss is no new lowest one."""
     assert list_steps(run, "eval") == [0, 2, 4, 6, 8, 10]
     assert name_checkpoints(run) == ["checkpoint-10"]
-    assert read_weights(run) == read_weights(run / "best") != read_weights(run / "checkpoint-10")
+    assert read_weights(run) != read_weights(run / "checkpoint-10")
+    assert read_exported(run) == (4, 2.0)
     summary = read_summary(run)
     assert (summary["step"], summary["exported_step"], summary["eval_loss"]) == (10, 4, 2.0)
 
@@ -88,50 +91,41 @@ def test_the_steps_of_a_tracker_never_decrease(train, monkeypatch):
 # ------------------------------------------------------------------ where it is
 
 
-def test_the_best_model_needs_no_checkpoint(train):
+def test_the_best_model_is_in_the_folder_of_the_run_while_it_trains(train, tmp_path, monkeypatch):
+    """It needs no checkpoint, and `from_pretrained` loads it."""
+    run, found = tmp_path / "run", []
+
+    def look():
+        found.append(read_exported(run))
+        assert AutoModelForCausalLM.from_pretrained(run).config.vocab_size == 500
+
+    at_call(monkeypatch, UpdateGuard, "allows", 4, look)
+    train(*BEST)
+    assert found == [(2, 3.0)]
+    assert read_exported(run) == (4, 2.0) and name_checkpoints(run) == []
+    assert read_summary(run)["exported_step"] == 4
+
+
+def test_a_better_model_that_could_not_be_written_is_named(train, monkeypatch, capsys):
+    """What is exported then is the best of the others."""
+    at_call(monkeypatch, recipe.checkpoint, "write_model", 2, fail_with(errno.ENOSPC))
     run = train(*BEST)
-    assert name_checkpoints(run) == []
-    assert read_weights(run) == read_weights(run / "best")
-    assert read_summary(run)["exported_step"] == 4
+    shown = read_words(capsys)
+    assert "a model with a lower loss could not be written" in shown
+    assert read_exported(run) == (8, 2.25)
+    assert "2.0000 at step 4 of 8" in shown and "its weights are gone" in shown
 
 
-def lose_it(best):
-    """A kill before it was written does so."""
-    shutil.rmtree(best)
-
-
-def replace_it_with_a_later_one(best):
-    """A resume from an earlier checkpoint does so."""
-    change_json(best / "best.json", step=12, loss=0.5)
-    reseal(best)
-
-
-def replace_it_with_one_of_another_run(best):
-    change_json(best / "best.json", run_id="other", loss=0.5)
-
-
-@pytest.mark.parametrize("change", [lose_it, replace_it_with_a_later_one, replace_it_with_one_of_another_run])
-def test_the_best_model_is_found_in_a_checkpoint(train, change):
-    options = [*BEST, "--save_steps", 2]
-    run = train(*options)
-    exported = read_weights(run)
-    change(run / "best")
-    for name in RESULTS:
-        (run / name).unlink()
-    train(*options, *AUTO)
-    assert read_weights(run) == read_weights(run / "best") == exported
-    assert read_summary(run)["exported_step"] == 4
-    assert why_damaged(run / "best") is None
-    assert not (run / "best" / "optimizer.pt").exists()
-
-
-def test_a_better_model_that_is_damaged_is_named(train, capsys):
-    run = train(*OVERFITS)
-    (run / "best" / "model.safetensors").write_bytes(b"")
-    (run / "summary.json").unlink()
-    train(*OVERFITS, *AUTO)
-    assert f"{run / 'best'} is damaged (model.safetensors" in read_words(capsys)
-    assert read_summary(run)["exported_step"] == 10
+def test_a_run_that_begins_again_replaces_the_model_that_the_first_attempt_left(train, monkeypatch):
+    """It ended before its first checkpoint; the loss of its model is lower than those that follow."""
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        at_call(patch, UpdateGuard, "allows", 6, die)
+        train(*BEST, "--save_steps", 20)
+    for step, loss in [*LOSSES.items()]:
+        monkeypatch.setitem(LOSSES, step, loss + 5)
+    run = train(*BEST, *AUTO)
+    assert read_exported(run) == (4, 7.0)
+    assert read_summary(run)["eval_loss"] == 7.0
 
 
 # ------------------------------------------------------------------ if only the last model is kept
@@ -139,12 +133,11 @@ def test_a_better_model_that_is_damaged_is_named(train, capsys):
 
 def test_a_run_that_keeps_only_the_last_model_says_what_it_lost(train, capsys):
     """The lines name the option that keeps the best one, and no command to train longer."""
-    run = train(*EIGHT)
+    train(*EIGHT)
     shown = read_words(capsys)
     for text in ("2.0000 at step 4 of 8", "2.2500 at step 8", "--load_best_model_at_end true"):
         assert text in shown
     assert " longer " not in shown
-    assert not (run / "best").exists()
 
 
 def test_a_loss_that_was_lower_before_the_training_is_said(train, capsys, monkeypatch):
@@ -161,4 +154,3 @@ def test_a_finished_run_stays_as_it_is_whatever_model_is_now_asked_for(train, be
     train(*options, now, *AUTO)
     assert [(run / name).read_bytes() for name in RESULTS] == results
     assert read_events(run, "train") == events
-    assert (run / "best").exists() == (now == "true")

@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import shutil
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
@@ -19,8 +18,10 @@ from helpers import BLOCK_SIZE, list_steps, read_weights, reseal
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import recipe.checkpoint
-from recipe.checkpoint import CheckpointSaver, HashingFile, clean_checkpoints, replaced, why_damaged
+from recipe.checkpoint import CheckpointSaver, clean_checkpoints, seal_checkpoint, why_damaged
 from recipe.command_line import load_config
+from recipe.disk import replaced
+from recipe.errors import UserError
 from recipe.run.log import RunLog
 from recipe.run.look import look_at_checkpoints, look_at_folder, look_at_named
 
@@ -52,6 +53,27 @@ def test_other_users_may_read_what_a_run_writes(four_steps):
     assert all(path.stat().st_mode & 0o777 == 0o644 for path in files)
 
 
+@pytest.mark.parametrize(("umask", "mode"), [(0o077, 0o755), (0o077, 0o1777), (0o027, 0o777)])
+def test_a_run_writes_no_file_that_the_umask_would_not_allow(train, tmp_path, umask, mode):
+    """Whatever the mode of the folder is."""
+    run = tmp_path / "run"
+    run.mkdir()
+    run.chmod(mode)
+    before = os.umask(umask)
+    try:
+        train("--save_steps", 2)
+    finally:
+        os.umask(before)
+    files = [path for path in run.rglob("*") if path.is_file() and path.name != ".lock"]
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o666 & ~umask}
+
+
+def test_equal_runs_have_equal_files(train, four_steps):
+    """Their header names step and loss, and no run."""
+    name = "model.safetensors"
+    assert (train("--save_steps", 2) / name).read_bytes() == (four_steps / name).read_bytes()
+
+
 def test_the_manifest_has_the_hash_of_every_file_and_the_versions_that_wrote_them(four_steps):
     files = {path.name: path.read_bytes() for path in (four_steps / "checkpoint-4").iterdir()}
     assert {*STATE_FILES, *MODEL_FILES} <= files.keys()
@@ -64,7 +86,7 @@ def test_the_manifest_has_the_hash_of_every_file_and_the_versions_that_wrote_the
 def test_training_continues_while_a_checkpoint_is_written_which_has_the_state_of_its_own_step(
     train, monkeypatch, tmp_path
 ):
-    write, log_step, step_4 = CheckpointSaver._write, RunLog.train, threading.Event()
+    write, log_step, step_4 = CheckpointSaver._write, RunLog.record_steps, threading.Event()
 
     def write_after_step_4(self, *parts):
         assert step_4.wait(60)
@@ -77,7 +99,7 @@ def test_training_continues_while_a_checkpoint_is_written_which_has_the_state_of
 
     with monkeypatch.context() as patch:
         patch.setattr(CheckpointSaver, "_write", write_after_step_4)
-        patch.setattr(RunLog, "train", note_step_4)
+        patch.setattr(RunLog, "record_steps", note_step_4)
         run = train("--max_steps", 5, "--save_steps", 2)
     branch = train("--max_steps", 5, "--resume_from_checkpoint", run / "checkpoint-2", output_dir=tmp_path / "branch")
     assert list_steps(branch) == [3, 4, 5]
@@ -96,7 +118,7 @@ def test_an_older_checkpoint_replaces_a_damaged_one(finished, name):
     flipped[0 if name == "manifest.json" else len(content) // 2] ^= 1
     for damaged in (content[:-2], bytes(flipped), b"", None):
         path.unlink() if damaged is None else path.write_bytes(damaged)
-        for requested in ("auto", "latest", str(finished)):
+        for requested in ("auto", str(finished)):
             newest, older = find_checkpoints(finished, requested)
             assert newest.path.name == "checkpoint-4" and name in newest.fault
             assert older.path == finished / "checkpoint-2" and older.saved.state.step == 2
@@ -128,15 +150,15 @@ def test_a_kill_while_a_checkpoint_is_replaced_leaves_one_of_the_two(finished, o
 
         def killed_before(function):
             def call(path, *arguments, **options):
-                if Path(path).exists() and next(operations) == operation:
+                if "checkpoint-4" in Path(path).name and Path(path).exists() and next(operations) == operation:
                     os._exit(9)
                 return function(path, *arguments, **options)
 
             return call
 
-        os.rename, shutil.rmtree = killed_before(os.rename), killed_before(shutil.rmtree)
+        os.rename, os.replace, shutil.rmtree = map(killed_before, (os.rename, os.replace, shutil.rmtree))
         with replaced(checkpoint) as partial:
-            shutil.copytree(checkpoint, partial, dirs_exist_ok=True)
+            shutil.copytree(checkpoint, partial)
             change_json(partial / "training_state.json", run_id="new")
             reseal(partial)
 
@@ -156,7 +178,7 @@ def test_a_checkpoint_and_the_final_model_are_on_disk_before_they_count(train, m
 
     And before a job script is told of it, or an older one is removed.
     """
-    flushed, at_rename, when_it_counts, sync, rename = set(), {}, set(), os.fsync, os.rename
+    flushed, at_rename, when_it_counts, sync, rename = set(), {}, set(), os.fsync, os.replace
 
     def note_flush(file):
         flushed.add(os.fstat(file).st_ino)
@@ -168,7 +190,7 @@ def test_a_checkpoint_and_the_final_model_are_on_disk_before_they_count(train, m
         flushed.discard(Path(target).parent.stat().st_ino)
 
     monkeypatch.setattr(os, "fsync", note_flush)
-    monkeypatch.setattr(os, "rename", note_rename)
+    monkeypatch.setattr(os, "replace", note_rename)
     at_call(monkeypatch, recipe.checkpoint, "mark_resumable", 1, lambda: when_it_counts.update(flushed))
     run = train("--save_steps", 4)
     assert {path.stat().st_ino for path in (run / "checkpoint-4").iterdir()} <= at_rename["checkpoint-4"]
@@ -176,12 +198,32 @@ def test_a_checkpoint_and_the_final_model_are_on_disk_before_they_count(train, m
     assert {path.stat().st_ino for path in (run, run / "config.json", run / "model.safetensors")} <= flushed
 
 
-def test_a_failed_flush_in_the_background_fails_the_save(tmp_path, monkeypatch):
+def test_a_failed_flush_fails_the_save(finished, monkeypatch):
     """Linux reports a failed write to one flush only, so a later one would succeed."""
-    monkeypatch.setattr(os, "fsync", mock.Mock(side_effect=[OSError(errno.EIO, "Input/output error"), None]))
-    with ThreadPoolExecutor(1) as helper:
-        (earlier := helper.submit(int)).result()
-        with pytest.raises(OSError, match="Input/output error"):
-            with HashingFile(tmp_path / "optimizer.pt", helper, earlier) as file:
-                file.write(b"state")
-            file.hash()
+    failures = [OSError(errno.EIO, "Input/output error"), *[None] * 20]
+    monkeypatch.setattr(os, "fsync", mock.Mock(side_effect=failures))
+    with pytest.raises(OSError, match="Input/output error"):
+        seal_checkpoint(finished / "checkpoint-4")
+
+
+@pytest.mark.parametrize("files", [{}, {"../../secret": {"bytes": 0, "sha256": "0"}}], ids=["none", "elsewhere"])
+def test_a_manifest_does_not_decide_which_files_count(finished, files):
+    """A checkpoint may be a stranger's. The four that a resume needs are in it, and no file of another folder."""
+    path = finished / "checkpoint-4" / "manifest.json"
+    content = json.loads(path.read_text())
+    (finished.parent / "secret").touch()
+    path.write_text(json.dumps(content | {"files": files and content["files"] | files}))
+    fault = why_damaged(finished / "checkpoint-4")
+    assert fault and fault.split()[0] in ("training_state.json", "../../secret")
+
+
+@pytest.mark.parametrize("change", [
+    {"step": "9"}, {"step": -1}, {"step": 10**30}, {"losses": {"x": 1.0}}, {"losses": {"4": "1"}}, {"seconds": None},
+    {"initial": {"num_rows": "all"}}, {"stages": [{"block_size": "a"}]}, {"memory": []}, {"schedule": {}},
+])  # fmt: skip
+def test_a_state_with_other_types_is_one_sentence(train, finished, change):
+    checkpoint = finished / "checkpoint-4"
+    change_json(checkpoint / "training_state.json", **change)
+    reseal(checkpoint)
+    with pytest.raises(UserError, match="checkpoint-4 cannot be used"):
+        train(*AUTO)

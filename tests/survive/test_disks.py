@@ -22,14 +22,13 @@ import pytest
 import torch
 from accelerate import Accelerator
 from faults import AUTO, RESULTS, at_call, fail_with, name_checkpoints, send
-from helpers import BLOCK_SIZE, list_steps, make_documents, read_weights, run_script
+from helpers import BLOCK_SIZE, list_steps, make_documents, read_summary, read_weights, run_script
 
 import recipe.checkpoint
 import recipe.model.weights
-import recipe.run.export
 import recipe.train
 from recipe import disk
-from recipe.checkpoint import CheckpointSaver, HashingFile, remove_checkpoint, why_damaged
+from recipe.checkpoint import CheckpointSaver, remove_checkpoint, why_damaged
 from recipe.command_line import load_config
 from recipe.data.cache import open_dataset_for
 from recipe.data.files import digest_files, find_files
@@ -39,9 +38,9 @@ from recipe.data.source import TextSource
 from recipe.data.tokenizer import read_tokenizer
 from recipe.errors import UserError, run_main
 from recipe.publish.hub import stage
-from recipe.run.folder import lock_output_dir
+from recipe.run.folder import lock_output_dir, release_output_dirs
 from recipe.run.log import RunLog
-from recipe.run.look import find_folder
+from recipe.run.look import claim_folder
 from recipe.run.stop import EXIT_STOPPED
 
 FULL = fail_with(errno.ENOSPC)
@@ -104,7 +103,7 @@ def test_a_save_that_failed_is_tried_again_when_a_signal_comes(train, monkeypatc
 def test_what_cannot_be_written_is_said_once_and_at_the_end_and_does_not_end_a_run(train, monkeypatch, capsys):
     """A full disk is called that, and not what torch says of the file that it cannot end."""
     at_call(monkeypatch, RunLog, "_append", 5, mock.Mock(side_effect=ZeroDivisionError))
-    monkeypatch.setattr(HashingFile, "write", FULL)
+    monkeypatch.setattr(CheckpointSaver, "_write", FULL)
     for name in ("log", "init_trackers", "end_training"):
         monkeypatch.setattr(Accelerator, name, mock.Mock(side_effect=ConnectionError("no route")))
     run = train("--save_steps", 2, "--report_to", "tensorboard")
@@ -187,16 +186,14 @@ def test_other_errors_of_the_system_are_bugs_and_keep_their_traceback():
 def test_a_run_that_could_not_export_does_so_when_it_is_repeated(train, finished, monkeypatch, capsys):
     """The error names the option. An earlier model stays as it is; what else could not be written is listed."""
     before = read_weights(finished)
-    shutil.rmtree(finished / "checkpoint-4")
     with monkeypatch.context() as patch, pytest.raises(UserError, match=f"{NO_SPACE}.*--resume_from_checkpoint auto"):
-        patch.setattr(recipe.run.export, "write_model", lambda *_: Path("/dev/full").write_text("x" * 10**6))
-        patch.setattr(HashingFile, "write", FULL)
-        train("--save_steps", 2, *AUTO)
-    assert f"not written: checkpoint-4: {NO_SPACE}" in capsys.readouterr().out
+        patch.setattr(recipe.checkpoint, "write_model", lambda *_: Path("/dev/full").write_text("x" * 10**6))
+        train("--max_steps", 5, "--save_steps", 5, *AUTO)
+    assert f"not written: checkpoint-5: {NO_SPACE}" in capsys.readouterr().out
     assert read_weights(finished) == before
     assert not list(finished.glob(".checkpoint*"))
-    train("--save_steps", 2, *AUTO)
-    assert read_weights(finished) == before
+    train("--max_steps", 5, *AUTO)
+    assert read_summary(finished)["step"] == 5 and read_weights(finished) != before
     assert all((finished / name).is_file() for name in RESULTS)
 
 
@@ -258,7 +255,8 @@ def test_an_error_of_a_lock_is_raised(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("function", "name", "number"), [(disk.flush, "fsync", errno.EIO), (disk.share, "chmod", errno.EROFS)]
+    ("function", "name", "number"),
+    [(disk.flush, "fsync", errno.EIO), (lambda path: disk.share(path, path.parent), "chmod", errno.EROFS)],
 )
 def test_an_error_of_a_flush_or_of_a_mode_is_raised(tmp_path, monkeypatch, function, name, number):
     path = tmp_path / "file"
@@ -401,7 +399,10 @@ def test_a_folder_in_use_is_refused_and_does_not_change(train, tmp_path, other_l
 
 def test_a_run_without_output_dir_takes_the_first_name_that_is_not_in_use(other_locks):
     config = load_config([])[0]
-    assert find_folder(config, "demo").path == Path("runs/demo-2")
-    for held in other_locks:
-        held.release()
-    assert find_folder(config, "demo").path == Path("runs/demo")  # it ended and left nothing
+    try:
+        assert claim_folder(config, "demo") == Path("runs/demo-2")
+        for held in other_locks:
+            held.release()
+        assert claim_folder(config, "demo") == Path("runs/demo")  # it ended and left nothing
+    finally:
+        release_output_dirs()

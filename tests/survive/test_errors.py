@@ -4,15 +4,18 @@ import contextlib
 import itertools
 import json
 import math
+import re
+import shlex
+import time
 from unittest import mock
 
 import pytest
 import torch
 from accelerate import Accelerator
 from faults import AUTO, at_call
-from helpers import read_events, read_summary, read_weights, read_words
+from helpers import read_events, read_summary, read_weights
 
-from recipe.errors import LostProcessError, ProcessError, UserError, run_main
+from recipe.errors import LostProcessError, UserError, run_main
 from recipe.model.loss import LanguageModelingLoss
 from recipe.optim.guard import UpdateGuard
 
@@ -59,40 +62,43 @@ def run_out_of_memory():
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
 
-def test_a_run_out_of_memory_continues_with_half_of_the_micro_batch(
-    train, tmp_path, monkeypatch, job_file, capsys, saves_at_once
+def test_a_run_out_of_memory_names_the_micro_batch_with_which_it_continues(
+    train, tmp_path, monkeypatch, job_file, saves_at_once
 ):
-    """Whatever raised the error, the same command continues, with the same losses; the job is to be queued again."""
+    """Whatever raised the error. The losses stay the same; a job is not queued again, as it would fail again."""
     options = ["--max_steps", 6, "--global_batch_size", 8, "--save_steps", 2, *AUTO]
     expected = read_events(train(*options, output_dir=tmp_path / "plain"), "train")
-    run = tmp_path / "run"
+    smaller = []
     for owner, name, call, left in (
         (Accelerator, "accumulate", 2, 4),  # before the first checkpoint
         (Accelerator, "backward", 6, 2),  # in the second micro-batch of step 3
         (torch.optim.AdamW, "step", 2, 1),
     ):
-        with monkeypatch.context() as patch, pytest.raises(UserError, match=f"{left}$"):
+        with monkeypatch.context() as patch, pytest.raises(UserError) as error:
             at_call(patch, owner, name, call, run_out_of_memory)
-            train(*options)
-        assert json.loads((run / ".micro_batch").read_text())["micro_batch_size"] == left
-        assert job_file.exists()
-    capsys.readouterr()
-    found = read_events(train(*options), "train")
-    assert "micro-batch 1 " in read_words(capsys)
+            train(*options, *smaller)
+        smaller = shlex.split(re.search(r"--per_device_train_batch_size \d+", str(error.value))[0])
+        assert smaller[1] == str(left) and "--resume_from_checkpoint auto" in str(error.value)
+        assert not job_file.exists()
+    run = train(*options, *smaller)
     assert read_summary(run)["per_device_train_batch_size"] == 1
-    assert not job_file.exists()
     for key in ("loss", "grad_norm"):
-        assert [event[key] for event in found] == pytest.approx([event[key] for event in expected], abs=1e-5)
+        found = [event[key] for event in read_events(run, "train")]
+        assert found == pytest.approx([event[key] for event in expected], abs=1e-5)
 
 
-def test_a_typed_micro_batch_stays_as_it_is(train, monkeypatch, job_file, tmp_path):
-    """The same command would run out of memory again, so the job is not queued again."""
-    job_file.touch()
-    at_call(monkeypatch, Accelerator, "backward", 2, run_out_of_memory)
-    with pytest.raises(UserError, match="out of memory"):
-        train("--per_device_train_batch_size", 4)
-    assert not job_file.exists()
-    assert not (tmp_path / "run" / ".micro_batch").exists()
+# ------------------------------------------------------------------ one of several processes
+
+
+def test_a_mistake_that_only_one_process_finds_is_printed(monkeypatch):
+    """It waits its turn, as the first one of its machine may be about to say the same and to end them all."""
+    for name, value in {"RANK": "5", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "8"}.items():
+        monkeypatch.setenv(name, value)
+    waits = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    with pytest.raises(SystemExit, match="^error: a mistake$"):
+        run_main(mock.Mock(side_effect=UserError("a mistake")))
+    assert waits == [1.5]
 
 
 # ------------------------------------------------------------------ a lost process
@@ -121,7 +127,7 @@ def test_a_lost_process_is_one_sentence_and_a_mistake_keeps_its_traceback(messag
 LOST = [DistBackendError("gloo/transport: connection reset"), LostProcessError("a process that tokenizes has ended")]
 
 
-@pytest.mark.parametrize("error", [*LOST, UserError("a mistake"), ProcessError("a mistake"), None])
+@pytest.mark.parametrize("error", [*LOST, UserError("a mistake"), None])
 @pytest.mark.parametrize("has_saved", [True, False])
 def test_a_job_is_queued_again_if_that_helps(train, job_file, monkeypatch, saves_at_once, error, has_saved):
     """After a checkpoint, however the process ends, since even SIGKILL leaves the file; not after a deliberate end."""

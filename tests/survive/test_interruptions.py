@@ -2,7 +2,6 @@
 
 import errno
 import json
-import math
 import multiprocessing
 import os
 import random
@@ -32,9 +31,10 @@ from helpers import (
     values_of,
 )
 
+import recipe.checkpoint
 import recipe.evaluation.validation
+import recipe.model.weights
 import recipe.run.end
-import recipe.run.export
 import recipe.run.stop
 import recipe.train
 from recipe.checkpoint import CheckpointSaver, list_checkpoints, why_damaged
@@ -42,7 +42,7 @@ from recipe.errors import UserError
 from recipe.evaluation.validation import Validation
 from recipe.model.loss import LanguageModelingLoss
 from recipe.optim.guard import UpdateGuard
-from recipe.run.stop import EXIT_STOPPED, StopSignals, kill_warning, measure_disk
+from recipe.run.stop import EXIT_STOPPED, StopSignals, kill_warning
 
 DROPOUT = ["--config_overrides", f"{TINY[1]},resid_pdrop=0.1"]  # so that random state counts
 SHORT = [
@@ -57,7 +57,8 @@ SHORT = [
     2,
     *AUTO,
 ]
-OF_THE_MACHINE = {"tokens_per_second", "mfu", "memory_bytes", "peak_memory_bytes", "seconds", "train_seconds"}
+OF_THE_MACHINE = {"tokens_per_second", "mfu", "memory_bytes", "peak_memory_bytes", "train_seconds"}
+OF_THE_MACHINE |= {"seconds", "warm_seconds"}
 OF_THE_MACHINE |= {"step_ms", "share_waiting_for_data"}
 
 
@@ -184,8 +185,8 @@ def test_a_checkpoint_is_complete_though_two_signals_come_while_it_is_written(tr
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGHUP"])
 def test_a_signal_in_the_export_lets_the_run_end_with_its_results(train, monkeypatch, job_file, capfd, name):
     """The file that would have a job resume it is gone."""
-    at_call(monkeypatch, recipe.run.end, "export_model", 1, lambda: send(name))
-    run = train("--save_steps", 2)
+    at_call(monkeypatch, recipe.checkpoint, "write_model", 1, lambda: send(name))
+    run = train()
     assert all((run / name).is_file() for name in RESULTS)
     assert not job_file.exists()
     assert name in capfd.readouterr().err
@@ -224,8 +225,8 @@ def test_a_run_killed_before_its_card_writes_what_it_lacks_when_it_is_repeated(t
     [
         (Validation, "run", 1, die),  # the last checkpoint is saved
         (Validation, "run", 1, send),
-        (recipe.run.export, "write_files", 1, fail_with(errno.ENOSPC)),
-        (recipe.run.export, "flush", 3, die),  # after two files of the model
+        (recipe.checkpoint, "write_model", 3, fail_with(errno.ENOSPC)),  # after those of two checkpoints
+        (recipe.model.weights, "write_file", 11, die),  # after eight files of these, and two of the model
         (recipe.run.end, "build_summary", 1, die),
         (recipe.run.end, "write_model_card", 1, die),
     ],
@@ -298,7 +299,7 @@ def test_a_run_killed_at_random_times_ends_like_an_uninterrupted_one(tmp_path, d
     assert not (killed / "summary.json").exists()
     finish(killed)
     check_equal(killed, through)
-    for name in ("best/model.safetensors", f"checkpoint-{STEPS}/optimizer.pt"):
+    for name in ("model.safetensors", f"checkpoint-{STEPS}/optimizer.pt"):  # with step and loss of the best model
         assert (killed / name).read_bytes() == (through / name).read_bytes()
 
 
@@ -332,44 +333,47 @@ def test_a_launcher_that_is_killed_leaves_no_orphan(tmp_path, dataset_dir):
 
 
 @pytest.mark.parametrize(
-    ("typed", "gigabytes", "megabytes_per_second", "expected"),
+    ("typed", "seconds", "expected"),
     [
-        (None, 1.5, 80, None),  # 19 of 30 seconds
-        (None, 1.5, 70, ("30 seconds", " 21 ", "1.5 GB", "70 MB/s", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600")),
-        ("60", 1.5, 15, ("60 seconds", " 100 ")),
-        ("60", 1.5, 70, None),
-        ("600", 18.7, 50, None),  # 374 of 600 seconds
-        ("600", 18.7, 40, ("600 seconds", " 468 ", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=1200")),
-        ("1200", 18.7, 40, None),
+        (None, 19, None),
+        (None, 21, ("30 seconds", " 21;", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600")),
+        ("60", 100, ("60 seconds", " 100;")),
+        ("60", 21, None),
+        ("600", 374, None),
+        ("600", 468, ("600 seconds", " 468;", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=1200")),
+        ("1200", 468, None),
     ],
 )
-def test_a_launcher_that_kills_before_a_checkpoint_is_written(typed, gigabytes, megabytes_per_second, expected):
+def test_a_launcher_that_kills_before_a_checkpoint_is_written(typed, seconds, expected):
     """The warning has the numbers, and its advice is enough to silence it. Without torchrun's agent, nobody kills."""
     variable = {} if typed is None else {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": typed}
-    facts = gigabytes * 1e9, megabytes_per_second * 1e6
-    found = kill_warning({"TORCHELASTIC_RUN_ID": "none", **variable}, *facts)
+    found = kill_warning({"TORCHELASTIC_RUN_ID": "none", **variable}, seconds)
     assert found is None if expected is None else all(text in found for text in expected)
-    assert kill_warning(variable, *facts) is None
+    assert kill_warning(variable, seconds) is None
 
 
 @pytest.mark.parametrize("has_agent", [True, False])
-def test_a_run_that_its_launcher_would_kill_warns_at_its_start(train, monkeypatch, capsys, has_agent):
-    """A run knows the size of its checkpoints. Without torchrun's agent, it does not measure the disk."""
-    measure = mock.Mock(return_value=1000)
-    monkeypatch.setattr(recipe.run.stop, "measure_disk", measure)
-    monkeypatch.setattr(recipe.run.stop, "SLOWEST_DISK", 1000)
+def test_a_run_that_its_launcher_would_kill_warns_after_its_first_checkpoint(train, monkeypatch, capsys, has_agent):
+    """A step of 0.7 s alone is too long for a launcher that waits a second. It is said once."""
+    allows = UpdateGuard.allows
+    monkeypatch.setattr(UpdateGuard, "allows", lambda *arguments: time.sleep(0.7) or allows(*arguments))
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "1")
     if has_agent:
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    run = train("--save_steps", 4)
-    size = sum((run / "checkpoint-4" / name).stat().st_size for name in ("model.safetensors", "optimizer.pt"))
-    found = re.findall(r"kills this run in 30 seconds, .* takes ([\d,]+)", capsys.readouterr().out)
-    expected = [pytest.approx(size / 1000, rel=0.1)] if has_agent else []
-    assert [int(seconds.replace(",", "")) for seconds in found] == expected
-    assert measure.call_args_list == [mock.call(run)] * has_agent
+    train("--save_steps", 2)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.count("the launcher kills this run in 1 seconds, but a step and a checkpoint take 1;") == has_agent
 
 
-def test_measuring_the_disk_leaves_nothing_and_takes_no_full_disk_for_a_slow_one(tmp_path, monkeypatch):
-    assert 1e5 < measure_disk(tmp_path) < 1e11
-    monkeypatch.setattr(recipe.run.stop, "flush", lambda _: Path("/dev/full").write_text("x"))
-    assert measure_disk(tmp_path) == math.inf
-    assert not list(tmp_path.iterdir())
+# ------------------------------------------------------------------ while text is prepared
+
+
+def test_a_notice_while_text_is_prepared_queues_the_job_again(train, job_file, monkeypatch, capsys):
+    """There is nothing to save yet, and prepared text is found again."""
+    at_call(monkeypatch, recipe.train, "open_dataset", 1, lambda: send("SIGUSR1"))
+    before = signal.getsignal(signal.SIGUSR1)
+    with pytest.raises(SystemExit) as stopped:
+        train()
+    assert stopped.value.code == EXIT_STOPPED and job_file.exists()
+    assert "SIGUSR1" in capsys.readouterr().out
+    assert signal.getsignal(signal.SIGUSR1) == before

@@ -18,6 +18,7 @@ from helpers import (
     ONE_STEP,
     list_steps,
     read_events,
+    read_summary,
     read_weights,
     reseal,
     stock_loss,
@@ -30,7 +31,7 @@ import recipe.train
 from recipe.data import batches
 from recipe.data.batches import example_rows
 from recipe.errors import UserError
-from recipe.publish.public import count_tokens
+from recipe.metrics import count_tokens
 
 
 def read_config(run):
@@ -216,6 +217,64 @@ def test_one_folder_by_two_names_is_one_run(train, finished, tmp_path, monkeypat
     assert list_steps(finished) == [1, 2, 3, 4, 5]
     assert len({event["run_id"] for event in read_events(finished, "start")}) == 1
     assert [path.name for path in Path("other").iterdir()] == ["best"]
+
+
+def test_a_copied_checkpoint_begins_a_run_with_a_folder_and_an_id_of_its_own(train, finished, tmp_path, monkeypatch):
+    """Nothing is written beside the copy, as if that were the folder of a run."""
+    home = tmp_path / "home"
+    shutil.copytree(finished / "checkpoint-2", home / "mybest")
+    monkeypatch.chdir(tmp_path)
+    train(*own_options(finished)[:2], "--run_name", "mine", "--resume_from_checkpoint", home / "mybest", alone=True)
+    assert [path.name for path in home.iterdir()] == ["mybest"]
+    assert list_steps(Path("runs/mine")) == [3, 4] and read_weights(Path("runs/mine")) == read_weights(finished)
+    ids = [{event["run_id"] for event in read_events(run, "start")} for run in (Path("runs/mine"), finished)]
+    assert ids[0].isdisjoint(ids[1])
+
+
+def test_options_of_the_optimizer_that_a_branch_changes_are_said_and_take_effect(train, finished, tmp_path, capsys):
+    """AdamW subtracts rate x decay x weight of the checkpoint. In the run's own folder, options stay."""
+    branch = ["--resume_from_checkpoint", finished / "checkpoint-2", "--save_steps", 1]
+    runs = []
+    for decay in (0.1, 0.6):
+        changed = ["--weight_decay", decay, "--adam_beta1", 0.5, "--max_grad_norm", 1e-3]
+        runs.append(train(*branch, *changed, output_dir=tmp_path / str(decay)))
+    shown = capsys.readouterr().out
+    assert "from step 3, weight_decay is 0.6 instead of 0.1" in shown
+    assert "from step 3, max_grad_norm is 0.001 instead of 1.0" in shown
+    assert values_of(runs[0], "clipped_share") == [1.0, 1.0]
+    (rate, _), name = values_of(runs[0], "learning_rate"), "transformer.wte.weight"
+    before, little, much = (
+        load_file(path / "model.safetensors")[name]
+        for path in (finished / "checkpoint-2", *(run / "checkpoint-3" for run in runs))
+    )
+    torch.testing.assert_close(little - much, 0.5 * rate * before, rtol=1e-3, atol=1e-7)
+    saved = torch.load(runs[0] / "checkpoint-3" / "optimizer.pt", weights_only=True)["optimizer"]
+    assert {tuple(group["betas"]) for group in saved["param_groups"]} == {(0.5, 0.95)}
+    with pytest.raises(UserError, match="max_grad_norm 1.0 -> 0.001.*--output_dir"):
+        train("--max_grad_norm", 1e-3, "--max_steps", 6, *AUTO)
+
+
+def test_a_branch_with_another_seed_is_a_stage_with_an_order_of_its_own(train, finished, tmp_path):
+    fetched = []
+
+    def note_rows(examples, num_rows, seed):
+        fetched.append((int(examples[0]), seed))
+        return example_rows(examples, num_rows, seed)
+
+    with mock.patch.object(batches, "example_rows", note_rows):
+        branch = ["--resume_from_checkpoint", finished / "checkpoint-2", "--seed", 7]
+        run = train(*branch, output_dir=tmp_path / "branch")
+    assert fetched[:2] == [(0, 7), (4, 7)]
+    assert [stage["step"] for stage in read_summary(run)["stages"]] == [0, 2]
+
+
+def test_a_resumed_run_says_which_other_options_change(train, finished, capsys):
+    """Compared with those that are recorded in its folder."""
+    train(*own_options(finished), "--max_steps", 5, "--data_placement", "ram", alone=True)
+    shown = capsys.readouterr().out
+    assert "from step 5, data_placement is ram instead of mmap" in shown
+    assert shown.count(" instead of ") == 2  # with the number of steps
+    assert [event["changes"] for event in read_events(finished, "schedule")] == [{"max_steps": [4, 5]}]
 
 
 # ------------------------------------------------------------------ existing weights

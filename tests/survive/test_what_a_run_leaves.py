@@ -33,13 +33,14 @@ import recipe.evaluation.scoring
 import recipe.train
 from recipe.checkpoint import RunState, Stage
 from recipe.command_line import CONFIGS_DIR, load_config
+from recipe.metrics import read_events as read_metrics
 from recipe.progress import LineStream
 from recipe.publish.public import write_public_files
+from recipe.run.advice import advise, find_train_loss, has_begun_to_diverge
 from recipe.run.decide import count_epochs
 from recipe.run.end import compare_with_expected
 from recipe.run.log import RunLog, describe_progress, describe_seen
 from recipe.run.look import default_name
-from recipe.run.record import find_train_loss, has_begun_to_diverge, read_record
 
 TENSORBOARD = ["--report_to", "tensorboard"]
 
@@ -121,7 +122,8 @@ def run_of(streaming=False, **metadata):
     """Stand for a run, of which only the data matter."""
     config = types.SimpleNamespace(block_size=512, streaming=streaming)
     counting = partial(count_epochs, metadata, streaming=streaming)
-    return types.SimpleNamespace(config=config, metadata=metadata, count_epochs=counting)
+    data = types.SimpleNamespace(metadata=metadata)
+    return types.SimpleNamespace(config=config, data=data, count_epochs=counting)
 
 
 def test_tokens_documents_and_hours_are_those_counted_by_hand():
@@ -236,7 +238,7 @@ TYPED_BATCH = ["--per_device_train_batch_size", "8"]
 )
 def test_the_log_says_what_a_user_may_want_to_change(events, options, device, expected):
     config = load_config(["--dataset_dir", "d", *options])[0]
-    found = read_record(events, config, device, 40 * 10**9)
+    found = advise(events, config, device, 40 * 10**9)
     assert len(found) == (expected is not None)
     assert expected is None or re.search(expected, found[0])
 
@@ -289,6 +291,13 @@ def test_an_evaluation_between_two_log_lines_has_the_mean_training_loss_since_th
     assert f" {3 * 4 * BLOCK_SIZE} tokens + " in shown.replace(".00", "")
 
 
+def test_a_line_of_the_log_that_no_run_has_written_is_ignored(tmp_path):
+    """A folder may come from somebody else."""
+    lines = ['{"event": "train", "step": 1e999}', '{"event": "eval", "step": "x"}', '{"step": 1}', "[]"]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"event": "train", "step": 3}']))
+    assert read_metrics(tmp_path) == [{"event": "train", "step": 3}]
+
+
 # ------------------------------------------------------------------ the loss that a recipe expects
 
 EXPECTED = {"value": 3.28, "tolerance": 0.15, "tokens": 3200, "dataset": "me/corpus", "source": "three seeds"}
@@ -337,12 +346,12 @@ def test_the_flagship_run_compares_its_loss(train, tmp_path, tokenizer_dir, caps
 
 def test_a_run_whose_loss_is_not_finite_ends_with_its_results(train, monkeypatch, capsys):
     """A run that was killed after its last evaluation, or is repeated, ends the same way."""
-    evaluation = RunLog.evaluation
+    evaluation = RunLog.record_evaluation
 
     def diverge(log, state, values):
         evaluation(log, state, values | {"loss": math.nan, "perplexity": math.nan} if state.step == 4 else values)
 
-    monkeypatch.setattr(RunLog, "evaluation", diverge)
+    monkeypatch.setattr(RunLog, "record_evaluation", diverge)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(recipe.train, "finish_run", mock.Mock(side_effect=KeyboardInterrupt))
         train("--save_steps", 2)
