@@ -33,7 +33,6 @@ from recipe.run.decide import Run, has_stalled
 from recipe.run.stop import kill_warning
 
 LISTED = 6  # failures of one kind
-MLFLOW_ID = ".mlflow_run_id"  # in output_dir
 PROJECT = "gpt2-recipe"  # for trackers, unless WANDB_PROJECT is set
 ADVISE_AT = 0.1  # share of the run after which `show_advice` looks at its log
 
@@ -69,13 +68,12 @@ class RunLog:
 
     def _init_trackers(self, state: RunState, record: dict[str, Any]) -> None:
         """Start the trackers. Names and ids identify the run, even after it resumes."""
-        name, mlflow_id = self.config.run_name or self.output_dir.name, self.output_dir / MLFLOW_ID
-        known_id = mlflow_id.read_text() if state.step and mlflow_id.is_file() else None  # MLflow chooses it
+        name = self.config.run_name or self.output_dir.name
         options = {
             "wandb": {"name": name, "id": state.run_id, "resume": "allow"},
             # Trackio identifies runs by name, and "allow" would continue an older run of the same name.
             "trackio": {"name": name, "resume": "allow" if state.step else "never"},
-            "mlflow": {"run_name": name, "run_id": known_id},
+            "mlflow": {"run_name": name},  # MLflow chooses the id; MLFLOW_RUN_ID continues a run
             # TensorBoard hides what an earlier start logged after the checkpoint.
             "tensorboard": {"purge_step": state.step + 1 if state.step else 0},
         }
@@ -84,8 +82,6 @@ class RunLog:
         project = os.environ.get("WANDB_PROJECT") or PROJECT
         self.accelerator.init_trackers(project, init_kwargs=options)
         for tracker in self.accelerator.trackers:
-            if tracker.name == "mlflow" and self.enabled:
-                mlflow_id.write_text(tracker.tracker.info.run_id)
             # TensorBoard would write them into a new folder and show it as another run; MLflow refuses other values.
             if not (state.step and tracker.name in ("tensorboard", "mlflow")):
                 tracker.store_init_configuration(scalars)

@@ -82,7 +82,8 @@ def leave_preparation() -> Iterator[None]:
 
     def leave(number: int, _frame: FrameType | None) -> None:
         mark_resumable(True)
-        print(f"stopped by {describe_signal(number)} before the first step; the same command starts again", flush=True)
+        if is_main_process():
+            print(f"stopped by {describe_signal(number)} before its first step; repeat the command", flush=True)
         sys.exit(EXIT_STOPPED)
 
     if NOTICE is None or threading.current_thread() is not threading.main_thread():
