@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
@@ -240,9 +240,10 @@ def read_state(directory: Path) -> SavedState:
             raise UserError(f"it has version {content.get('version')}, not {STATE_VERSION}")
         content["stages"] = [Stage(**stage) for stage in content["stages"]]
         state, schedule = RunState(**{name: content[name] for name in SAVED}), Schedule(**content["schedule"])
-        check_types(state, schedule, *state.stages)
         rest = (content[name] for name in ("identity", "mixed_precision", "num_processes", "scaler"))
-        return SavedState(state, schedule, *rest)
+        saved = SavedState(state, schedule, *rest)
+        check_types(saved, state, schedule, *state.stages)
+        return saved
     except Exception as error:  # missing, not JSON, or of another version
         raise _damaged(directory, error) from error
 
@@ -251,15 +252,15 @@ def check_types(*records: Any) -> None:
     """Raise `ValueError` unless the fields of dataclasses have their types: a checkpoint may be a stranger's."""
     for record in records:
         for name, hint in get_type_hints(type(record)).items():
+            value = getattr(record, name)
             kinds = [get_origin(kind) or kind for kind in (get_args(hint) if isinstance(hint, UnionType) else [hint])]
-            values = [value := getattr(record, name)]
-            is_valid = isinstance(value, tuple([*kinds, int] if float in kinds else kinds))
-            if name in ("losses", "initial") and is_valid:
-                is_valid = all(key.isdigit() or name == "initial" for key in value)
-                values = [number for number in value.values() if number is not None]
-                is_valid = is_valid and all(isinstance(number, (int, float)) for number in values)
-            numbers = [number for number in values if isinstance(number, (int, float))]
-            if not is_valid or any(number < 0 or LARGEST_NUMBER < number < math.inf for number in numbers):
+            kinds += [int] if float in kinds else []
+            numbers = list(value.values()) if name in ("losses", "initial") and isinstance(value, dict) else []
+            is_valid = isinstance(value, tuple(kinds)) and all(isinstance(n, (int, float, NoneType)) for n in numbers)
+            numbers += [value]
+            if any(isinstance(n, (int, float)) and (n < 0 or LARGEST_NUMBER < n < math.inf) for n in numbers):
+                is_valid = False
+            if not is_valid or (name == "losses" and not all(map(str.isdigit, value))):
                 raise ValueError(f"{name} is {value!r}")
 
 

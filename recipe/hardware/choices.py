@@ -24,9 +24,10 @@ MARGIN = 1.1
 # FLOPs; on two cores without it, 30 M parameters did after 103 s. `PRODUCTS_SHARE` is from the first machine only.
 COMPILE_PAYS_SECONDS = 90.0
 PRODUCTS_SHARE = 0.4  # of the time of an uncompiled step, for a run that is limited by its minutes only
-ONE_PER_CPU, SAME_REASON = "one per CPU", "as in the checkpoint"  # the first: there is nothing to choose
+ONE_PER_CPU = "one per CPU"  # nothing to choose
+SAME_REASON = "as in the checkpoint"
 DYNAMO_MODES = ("default", "lite", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-OF_A_MACHINE = {"has_bf16", "why_no_inductor", "typed_threads", "thread_counts"}  # these machine: see `combine`
+OF_A_MACHINE = {"has_bf16", "why_no_inductor", "typed_threads", "thread_counts"}  # differs by machine: see `combine`
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
 

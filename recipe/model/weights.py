@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,10 @@ def load_pretrained(auto_class: type, source: str | Path, **options) -> Any:
     check_local_path(str(source))
     folder = Path(source)
     if folder.is_dir() and not (folder / "config.json").is_file():
-        candidates = ", ".join(sorted(str(path.parent) for path in folder.glob("*/config.json")))
-        raise UserError(f"there is no model in {folder}" + (f"; there is one in {candidates}" if candidates else ""))
+        candidates = sorted((str(path.parent) for path in folder.glob("*/config.json")), key=lambda p: (len(p), p))
+        raise UserError(
+            f"there is no model in {folder}" + (f"; there is one in {', '.join(candidates)}" if candidates else "")
+        )
     disable_progress_bar()  # loading the weights takes milliseconds
     if not folder.is_dir() and only_cached(str(source)):
         options["local_files_only"] = True
@@ -131,11 +134,14 @@ def sort_header(path: Path) -> None:
 
 
 def read_header(directory: Path) -> dict[str, str]:
-    """Return the texts in the header of a folder's weights; {} if it has none that can be read."""
+    """Return the texts in the header of a folder's weights; {} if it has none, or if the file is cut off."""
     try:
         with open(directory / WEIGHTS_NAME, "rb") as file:
             size = int.from_bytes(file.read(8), "little")
-            return dict(json.loads(file.read(min(size, LARGEST_HEADER)))["__metadata__"])
+            header = json.loads(file.read(min(size, LARGEST_HEADER)))
+            texts = dict(header.pop("__metadata__"))
+            end = 8 + size + max(tensor["data_offsets"][1] for tensor in header.values())
+            return texts if file.seek(0, os.SEEK_END) == end else {}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
 

@@ -50,15 +50,10 @@ class Folder:
     path: Path  # as the command spells it
     place: str  # where that is, the same for each spelling
     steps: tuple[int, ...] = ()  # of its checkpoints, ascending
-    results: tuple[str, ...] = ()  # files of a finished run
-    logs: tuple[str, ...] = ()  # its log, if a step is in it
+    left: tuple[str, ...] = ()  # what else of value a run has left: a model, a log with a step, results
+    has_ended: bool = False  # that run
     replaced: tuple[str, ...] = ()  # files of something else that a run would replace
     origin: str | None = None  # what ORIGIN_NAME says: a place, or an address on the Hub
-
-    @property
-    def leftovers(self) -> list[str]:
-        """What an earlier run left of value: nothing, if it ended before its first log line."""
-        return [*(f"checkpoint-{step}" for step in self.steps), *self.results, *self.logs]
 
 
 @dataclass(frozen=True)
@@ -175,8 +170,15 @@ def decide_start(requested: TrainConfig, recipe: str, surroundings: Surroundings
     micro_batch_sizes(requested, machine)  # this for what does not divide the batch,
     settle(requested, machine)  # and this for what does not work on the device
     check_sharded(requested, machine)
-    origin = named.place if named else folder.origin
-    return Start(requested, recipe, surroundings, machine, resume, continues, origin if resume else None, says)
+    origin = folder.origin if folder.steps else find_origin(resume) if named else None
+    return Start(requested, recipe, surroundings, machine, resume, continues, origin, says)
+
+
+def find_origin(resume: Checkpoint | None) -> str | None:
+    """Return the place of the checkpoint with which a run begins, as the newest one of a folder may change."""
+    if resume is None or resume.repo_id is None:
+        return os.path.realpath(resume.path) if resume else None
+    return f"hf://{resume.repo_id}@{resume.branch}"
 
 
 def check_folder(requested: TrainConfig, folder: Folder, named: Named | None) -> None:
@@ -186,16 +188,19 @@ def check_folder(requested: TrainConfig, folder: Folder, named: Named | None) ->
     a command can be repeated. If not, it may hold what is left of a run that ended before its first checkpoint.
     """
     newest = os.path.join(folder.place, f"checkpoint-{folder.steps[-1]}") if folder.steps else None
-    own = (folder.origin, folder.place, newest)
+    origin = folder.origin or ""
+    holder = origin.partition("@")[0] if origin.startswith("hf://") else os.path.dirname(origin)  # or the run in it
+    own = (folder.place, newest, folder.origin, holder)
     is_same = requested.resume_from_checkpoint == "auto" or (named is not None and named.place in own)
-    if folder.leftovers and not (is_same and (folder.steps or not folder.results)):
+    other = "choose another --output_dir" + (f" to begin with {named.text}" if named else "")
+    if folder.steps and not is_same:
         options = {"config": folder.path / CONFIG_NAME, "output_dir": folder.path, "resume_from_checkpoint": "auto"}
-        resume = f"continue it ({shell_command(**options)}), " if folder.steps else ""
-        begin = f" to begin with {named.text}" if named else ""
-        what = f"a run, up to {os.path.basename(newest)}" if newest else f"another run ({folder.leftovers[0]})"
-        raise UserError(
-            f"{folder.path} contains {what}; {resume}delete the folder, or choose another --output_dir{begin}"
-        )
+        what = f"{folder.path} contains a run, up to {os.path.basename(str(newest))}"
+        raise UserError(f"{what}; continue it ({shell_command(**options)}), delete the folder, or {other}")
+    if not folder.steps and folder.has_ended and is_same:
+        raise UserError(f"the run in {folder.path} has ended, and left no checkpoint; delete the folder, or {other}")
+    if not folder.steps and folder.left and not is_same:
+        raise UserError(f"{folder.path} contains another run ({folder.left[0]}); delete the folder, or {other}")
     if folder.replaced:
         files = ", ".join(folder.replaced)
         raise UserError(
@@ -215,7 +220,7 @@ def choose_checkpoint(requested: TrainConfig, surroundings: Surroundings) -> tup
         says = [f"skipping {fault}" for fault in faults]
         if intact[0].repo_id:
             says.append(f"resuming from {intact[0].repo_id}, revision {intact[0].branch}, on the Hub")
-        if folder.steps and named is not None and named.place == folder.origin:
+        if folder.steps and named is not None and not named.place.startswith(folder.place):
             start = f"{folder.path} continues {named.text} already"
             says.append(f"{start}; to start from there again, choose another --output_dir")
         return intact[0], tuple(says)
@@ -428,12 +433,12 @@ def list_other_changes(start: Start) -> dict[str, tuple]:
     Compared by its private training_config.yaml, so they include an option that somebody has added.
     """
     assert start.resume is not None
-    compared = {*PATHS, *SCHEDULE_OPTIONS, *IDENTITY_OPTIONS, *RESOLVED, "global_batch_size", "config_overrides"}
+    told = {*SCHEDULE_OPTIONS, *IDENTITY_OPTIONS, *RESOLVED, "global_batch_size", "config_overrides"}
     before = {name: option.default for name, option in OPTIONS.items()} | start.resume.options
     return {
         name: (before[name], now)
         for name, now in sorted(vars(start.requested).items())
-        if start.resume.options and name not in compared and not name.startswith("hub_") and before[name] != now
+        if start.resume.options and name not in told | PATHS and "hub" not in name and before[name] != now
     }
 
 
@@ -444,7 +449,7 @@ def may_change_in_branch(name: str) -> bool:
 
 
 def check_identity(start: Start, differing: dict[str, tuple], schedule: Schedule) -> dict[str, tuple]:
-    """Return what a resumed run changes in its training, apart from its data: {option: (before, now)}.
+    """Return what a resumed run changes in its training, apart from its text: {option: (before, now)}.
 
     differing: from `list_differences`. Raises `UserError` for what may not change: in the run's own folder all but the
     schedule and, if it is typed, the global batch; in a branch, the tokenizer, the shape and the kind of optimizer.
@@ -474,7 +479,8 @@ def check_identity(start: Start, differing: dict[str, tuple], schedule: Schedule
         option = "--num_train_epochs" if start.requested.num_train_epochs else "--max_steps"
         remedy = f"pass a larger {option}, or an earlier checkpoint and another --output_dir"
         raise UserError(f"{where} is at step {saved.state.step} already; {remedy}")
-    return changes | {key: values for key, values in sorted(differing.items()) if key not in DATA_IDENTITY}
+    text = ("dataset", "streamed_text")
+    return changes | {key: values for key, values in sorted(differing.items()) if key not in text}
 
 
 def _short(value: object) -> str:
@@ -490,6 +496,8 @@ def recorded_options(run: Run, has_ended: bool) -> TrainConfig:
     schedule = saved.schedule if has_ended and saved else run.schedule
     options = {name: getattr(schedule, name) for name in ("global_batch_size", *SCHEDULE_OPTIONS)}
     resolved = {name: getattr(run.config, name) for name in RESOLVED}
+    if has_ended and run.continues:
+        resolved |= {name: before for name, (before, _) in run.other_changes.items()}
     if schedule.max_minutes and requested.num_train_epochs:  # other minutes keep this limit
         resolved["num_train_epochs"], options["max_steps"] = requested.num_train_epochs, None
     return dataclasses.replace(requested, **options | resolved)

@@ -293,13 +293,15 @@ class RunLog:
         if has_begun_to_diverge(self.events):
             self.say("validation rises while training falls: the model begins to memorize its text")
         if has_stalled(state, patience := self.config.early_stopping_patience):
-            self.say(f"stopping early: {patience} evaluations without a new lowest validation loss")
+            plural = "s" * (patience != 1)
+            self.say(f"stopping early: {patience} evaluation{plural} without a new lowest validation loss")
 
     def record_changes(self, step: int, changes: dict[str, tuple]) -> None:
         """Record that later steps follow another schedule, or other options. changes: {option: (old, new)}."""
         self.event("schedule", step, changes={key: list(values) for key, values in changes.items()})
-        for line in describe_changes(step, changes):
-            self.say(line)
+        for name, values in changes.items():
+            before, now = (f"{value:g}" if isinstance(value, float) else value for value in values)
+            self.say(f"from step {step + 1:,}, {name} is {now} instead of {before}")
 
     def close(self, state: RunState) -> None:
         """Log the steps since the last log line, after a signal or the time limit, and remove the progress bar."""
@@ -333,11 +335,6 @@ def describe_progress(values: dict[str, Any], total_bytes: int) -> list[str]:
     parts += [f"{values['mfu']:.0%} MFU"] if values["mfu"] is not None else []
     parts += [f"scale {values['loss_scale']:,.0f}"] if "loss_scale" in values else []
     return [*parts, f"{used:.0%} of {total_bytes / 1e9:.0f} GB, peak {peak:.0%}"]
-
-
-def describe_changes(step: int, changes: dict[str, tuple]) -> list[str]:
-    """Return a line for each option that is another from here on. changes: {option: (before, now)}."""
-    return [f"from step {step + 1:,}, {name} is {now} instead of {before}" for name, (before, now) in changes.items()]
 
 
 def describe_epoch(run: Run, state: RunState) -> dict[str, float]:

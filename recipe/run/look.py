@@ -71,7 +71,8 @@ def claim_folder(requested: TrainConfig, recipe: str) -> Path:
     if path is None:
         name = requested.run_name or default_name(requested, recipe)
         numbered = (Path("runs", f"{name}-{number}" if number > 1 else name) for number in itertools.count(1))
-        return next(path for path in numbered if not look_at_folder(path).leftovers and lock_output_dir(path))
+        unused = (path for path in numbered if not (found := look_at_folder(path)).left and not found.steps)
+        return next(path for path in unused if lock_output_dir(path))
     if not lock_output_dir(path):
         raise UserError(f"{path} is in use by another process; wait for it to end, or choose another --output_dir")
     return path
@@ -79,7 +80,7 @@ def claim_folder(requested: TrainConfig, recipe: str) -> Path:
 
 def find_run_folder(path: Path) -> Path | None:
     """Return the folder of the run to which a path belongs: a run's folder, or a checkpoint inside of it."""
-    if (path / CONFIG_NAME).is_file() and list_checkpoints(path):
+    if list_checkpoints(path):
         return path
     checkpoint = Path(os.path.realpath(path))
     with contextlib.suppress(UserError):  # no checkpoint, or a damaged one
@@ -100,16 +101,16 @@ def default_name(requested: TrainConfig, recipe: str) -> str:
 def look_at_folder(path: Path) -> Folder:
     """Return what is in an output folder, which need not exist."""
     metrics, origin, checkpoints = path / METRICS_NAME, path / ORIGIN_NAME, list_checkpoints(path)
-    is_of_a_run = (path / CONFIG_NAME).exists()
-    results = tuple(name for name in (WEIGHTS_NAME, SUMMARY_NAME) if (path / name).exists())
-    logs = (METRICS_NAME,) if metrics.is_file() and b'"event": "train"' in metrics.read_bytes() else ()
+    is_of_a_run = bool(checkpoints) or (path / CONFIG_NAME).exists()
+    left = [name for name in (SUMMARY_NAME, WEIGHTS_NAME) if (path / name).exists()]
+    left += [METRICS_NAME] if metrics.is_file() and b'"event": "train"' in metrics.read_bytes() else []
     began_with = origin.read_text().strip() if origin.is_file() else None
     return Folder(
         path=path,
         place=os.path.realpath(path),
         steps=tuple(map(checkpoint_step, checkpoints)),
-        results=results if not logs or SUMMARY_NAME in results else (),  # an unfinished run may have a model, too
-        logs=logs,
+        left=tuple(left),
+        has_ended=SUMMARY_NAME in left,
         replaced=() if is_of_a_run else tuple(name for name in REPLACED if (path / name).exists()),
         origin=began_with if began_with is None or began_with.startswith("hf://") else os.path.realpath(began_with),
     )
@@ -164,5 +165,7 @@ def read_evaluations(folder: Path) -> dict[int, dict[str, Any]]:
     """Return {step: evaluation with its sample} from the log of a run, which need not repeat these."""
     events = read_events(folder)
     texts = {event["step"]: event["text"] for event in events if event["event"] == "sample"}
-    evaluations = (with_nan(event) for event in events if event["event"] == "eval")
+    evaluations = [with_nan(event) for event in events if event["event"] == "eval"]
+    numbers = ("loss", "perplexity", "seconds", "num_rows")
+    evaluations = [event for event in evaluations if all(isinstance(event.get(key), (int, float)) for key in numbers)]
     return {event["step"]: event | {"sample": texts.get(event["step"])} for event in evaluations}

@@ -159,7 +159,7 @@ def open_dataset(start: Start) -> PackedDataset:
     known = None
     if start.resume is not None and start.saved is not None:
         identity = start.saved.identity
-        known = Known(start.resume.path, identity["dataset"], identity.get("streamed_text"))
+        known = Known(start.resume.path, identity.get("dataset", ""), identity.get("streamed_text"))
         if config.dataset_name and config.dataset_revision is None:  # the Hub may have a newer one
             names = {event.get("data", {}).get("dataset_id") for event in read_starts(start.resume.path)}
             if not start.is_branch or not names or config.dataset_name in names:
@@ -255,6 +255,8 @@ def load_state(run: Run, contents: CheckpointContents) -> RunState:
     state, resume = RunState(), run.start.resume
     if resume is not None:
         state = on_all_processes(lambda: load_checkpoint(resume.path, contents))
+    if "seed" in run.changes:  # of a branch: not only the order of the examples is another
+        set_seed(run.config.seed, device_specific=True)
     if not run.continues:
         state.run_id, state.losses = gather(uuid.uuid4().hex[:12])[0], {}  # their models are in another folder
     if not run.continues or run.changes:

@@ -12,7 +12,7 @@ from recipe.metrics import count_stage_tokens
 from recipe.model.size import count_heads, find_odd_size
 from recipe.optim.schedule import describe_jump
 from recipe.run.decide import Run, has_stalled, is_over, measure_progress, time_share
-from recipe.run.log import RunLog, describe_changes, describe_epoch
+from recipe.run.log import RunLog, describe_epoch
 
 
 def show_start(log: RunLog, record: dict[str, Any], state: RunState, eval_rows: int) -> None:
@@ -42,8 +42,8 @@ def show_start(log: RunLog, record: dict[str, Any], state: RunState, eval_rows: 
         log.say_sentence(f"warning: {warmup:,.0f} warm-up steps are not shorter than the run; {how}")
     if run.changes:
         log.record_changes(state.step, run.changes)
-    for line in describe_changes(state.step, run.other_changes):
-        log.say(line)
+    for name, (then, now) in run.other_changes.items():
+        log.say(f"unlike in its recorded options, {name} is {now} instead of {then}")
     if saved:
         progress = saved.state.progress, measure_progress(run.schedule, state)
         if jump := describe_jump(saved.schedule, run.schedule, state.examples, *progress):
@@ -121,7 +121,7 @@ def _describe_length(run: Run, state: RunState) -> str:
     num_tokens = state.tokens + (run.schedule.num_examples - state.examples) * config.block_size
     text = f"{_plural(config.max_steps, 'step')} = {num_tokens:,} tokens, "
     epochs = run.count_epochs(run.schedule.num_examples - state.stage.examples).items()
-    new = " of the new data" * (len(state.stages) > 1)
+    new = " of this stage" * (len(state.stages) > 1)
     text += "".join(f"{count:.2f} epochs{f' of {name}' if name else new}, " for name, count in epochs)
     return text + warmup + (f"; fewer if they take longer than {limit}" if limit else "")
 

@@ -1,6 +1,7 @@
 """What a run does, and when, as tables: the command and what is found -> the decision, or what a refusal names."""
 
 import dataclasses
+import os
 import re
 from functools import partial
 from pathlib import Path
@@ -94,8 +95,9 @@ BASE, ADDRESS = there(), there("hf://me/tiny")
 CONTINUES, UP_TO = "continues run/checkpoint-4", "refused: checkpoint-4; auto --output_dir"
 TAKEN, HELD = "refused: run contains delete --output_dir", "refused: me/tiny holds --hub_model_id, --hub_overwrite"
 BEGAN = "/w/base/checkpoint-2"  # where a branch says that it began
-FINISHED = {"results": ("model.safetensors",), "logs": ("metrics.jsonl",)}
-DIED = {"logs": ("metrics.jsonl",)}
+FINISHED = {"left": ("summary.json", "model.safetensors", "metrics.jsonl"), "has_ended": True}
+DIED = {"left": ("model.safetensors", "metrics.jsonl")}  # after an evaluation with a lowest loss
+ENDED = "refused: run ended delete --output_dir"
 CARD = ("README.md",)
 MINE, ANOTHER = MainBranch("own", 4, CARD, is_private=True), MainBranch("other", 9, CARD, is_private=True)
 UNKNOWN, PUBLIC = MainBranch(None, 0, ("model.bin",), is_private=True), MainBranch(None, 0, (), is_private=False)
@@ -119,7 +121,7 @@ STARTS = [
     (AUTO, at(2, 4, has=(DAMAGED, OLDER)), "continues run/checkpoint-2: skipping .*rng.pt"),
     (AUTO, at(4, has=(DAMAGED,)), "refused: run/checkpoint-4 rng.pt --output_dir"),
     (AUTO, at(**DIED), "new: .*the run starts at step 0"),  # it died before its first checkpoint
-    (AUTO, at(**FINISHED), TAKEN),  # its model could be anyone's
+    (AUTO, at(**FINISHED), ENDED),  # without a checkpoint
     (f"{RESUME} run", at(2, 4, named=there("run"), has=(OWN,)), CONTINUES),
     (f"{RESUME} run/checkpoint-4", at(2, 4, named=there("run/checkpoint-4"), has=(OWN,)), CONTINUES),
     (f"{RESUME} run/checkpoint-2", at(2, 4, named=there("run/checkpoint-2"), has=(OWN,)), f"{UP_TO} run/checkpoint-2"),
@@ -128,9 +130,11 @@ STARTS = [
     (FROM_BASE, at(2, 4, named=BASE, has=(OWN,)), f"{UP_TO} base/checkpoint-2"),
     (FROM_BASE, at(named=BASE, has=(THERE,), **DIED), TAKEN),
     (FROM_BASE, at(named=BASE, has=(THERE,), **FINISHED), TAKEN),
-    (FROM_BASE, at(named=BASE, has=(THERE,), origin=BEGAN, **FINISHED), TAKEN),  # whose checkpoints are gone
+    (FROM_BASE, at(named=BASE, has=(THERE,), origin=BEGAN, **FINISHED), ENDED),  # whose checkpoints are gone
     # The same command again.
     (FROM_BASE, at(4, named=BASE, has=(OWN,), origin=BEGAN), f"{CONTINUES}: run continues base/checkpoint-2 already"),
+    (f"{RESUME} base", at(4, named=there("base"), has=(OWN,), origin=BEGAN), CONTINUES),
+    (FROM_HUB, at(4, named=ADDRESS, has=(OWN,), origin="hf://me/tiny@step-2"), CONTINUES),
     # Before the first checkpoint of the branch.
     (FROM_BASE, at(named=BASE, has=(THERE,), origin=BEGAN, **DIED), "branches from base/checkpoint-2"),
     (AUTO, at(named=BASE, has=(THERE,), origin=BEGAN, **DIED), "branches from base/checkpoint-2"),
@@ -212,8 +216,11 @@ def test_where_a_run_starts(command, found, expected):
     ("command", "found", "expected"),
     [
         ("", at(origin="/w/old"), None),  # a new run forgets what an earlier one has left
-        (FROM_BASE, at(named=BASE, has=(THERE,)), BEGAN),
+        (FROM_BASE, at(named=BASE, has=(THERE,)), os.path.realpath("base/checkpoint-2")),
+        (f"{RESUME} base", at(named=there("base"), has=(THERE,)), os.path.realpath("base/checkpoint-2")),
         (AUTO, at(4, has=(OWN,), origin=BEGAN), BEGAN),
+        (f"{RESUME} run/checkpoint-4", at(4, named=there("run/checkpoint-4"), has=(OWN,), origin=BEGAN), BEGAN),
+        (FROM_HUB, at(named=ADDRESS, has=(ON_HUB,)), "hf://me/tiny@step-000004-1.0k-own"),  # which may have newer ones
     ],
 )
 def test_a_run_records_where_it_began(command, found, expected):
@@ -354,7 +361,7 @@ RUNS = [
     ("--max_steps 40", BRANCH | {"data": OTHER_TEXT}, ".* 320 examples, 1 changes, a new stage$"),  # 1.6 epochs of it
     ("--max_steps 20", BRANCH | {"data": OTHER_TEXT}, "refused: new data --max_steps"),
     ("--num_train_epochs 1", BRANCH | {"data": OTHER_TEXT}, ".* 33 steps, 264 examples, .*, a new stage"),
-    ("--block_size 16", BRANCH, ".*, a new stage"),  # the model keeps its positions
+    ("--block_size 16", BRANCH, ".*, 1 changes, a new stage"),  # the model keeps its positions
     ("", BRANCH | {"model": LONGER}, "refused: n_positions 32 64; --block_size"),
     ("", BRANCH | {"data": OTHER_TOKENIZER}, "refused: --tokenizer_name run/checkpoint-20"),
     # --- a branch may change its optimizer's options, its seed and dropout, but no shape and no kind of optimizer

@@ -219,7 +219,8 @@ def test_a_manifest_does_not_decide_which_files_count(finished, files):
 
 @pytest.mark.parametrize("change", [
     {"step": "9"}, {"step": -1}, {"step": 10**30}, {"losses": {"x": 1.0}}, {"losses": {"4": "1"}}, {"seconds": None},
-    {"initial": {"num_rows": "all"}}, {"stages": [{"block_size": "a"}]}, {"memory": []}, {"schedule": {}},
+    {"initial": {"num_rows": "all"}}, {"identity": [1]}, {"num_processes": "2"},
+    {"mixed_precision": 1}, {"stages": [{"block_size": "a"}]}, {"memory": []}, {"schedule": {}},
 ])  # fmt: skip
 def test_a_state_with_other_types_is_one_sentence(train, finished, change):
     checkpoint = finished / "checkpoint-4"

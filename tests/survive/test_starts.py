@@ -5,6 +5,7 @@ import logging
 import re
 import shlex
 import shutil
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -32,6 +33,7 @@ from recipe.data import batches
 from recipe.data.batches import example_rows
 from recipe.errors import UserError
 from recipe.metrics import count_tokens
+from recipe.optim.guard import UpdateGuard
 
 
 def read_config(run):
@@ -240,7 +242,7 @@ def test_options_of_the_optimizer_that_a_branch_changes_are_said_and_take_effect
         runs.append(train(*branch, *changed, output_dir=tmp_path / str(decay)))
     shown = capsys.readouterr().out
     assert "from step 3, weight_decay is 0.6 instead of 0.1" in shown
-    assert "from step 3, max_grad_norm is 0.001 instead of 1.0" in shown
+    assert "from step 3, max_grad_norm is 0.001 instead of 1\n" in shown
     assert values_of(runs[0], "clipped_share") == [1.0, 1.0]
     (rate, _), name = values_of(runs[0], "learning_rate"), "transformer.wte.weight"
     before, little, much = (
@@ -268,11 +270,41 @@ def test_a_branch_with_another_seed_is_a_stage_with_an_order_of_its_own(train, f
     assert [stage["step"] for stage in read_summary(run)["stages"]] == [0, 2]
 
 
+def test_options_that_no_step_has_used_are_not_recorded(train, finished):
+    """A finished run that is repeated with another one stays what it was."""
+    before = read_config(finished)
+    train(*own_options(finished), "--data_placement", "ram", alone=True)
+    assert read_config(finished) == before
+
+
+@pytest.mark.parametrize("again", ["auto", "the same"])
+def test_a_branch_that_is_killed_after_its_first_evaluation_begins_again(
+    train, finished, tmp_path, monkeypatch, again
+):
+    """Its folder has the model with which it began, which has the lowest loss so far, and no step."""
+    branch, best = tmp_path / "branch", ["--load_best_model_at_end", "true", "--eval_steps", 1, "--max_steps", 6]
+    shutil.move(finished / "checkpoint-4", tmp_path / "checkpoint-4")
+
+    def die_with_a_model():
+        while not (branch / "model.safetensors").is_file():  # it is written in the background
+            time.sleep(0.01)
+        die()
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        at_call(patch, UpdateGuard, "allows", 1, die_with_a_model)
+        train("--resume_from_checkpoint", finished, *best, output_dir=branch)
+    assert not list(branch.glob("checkpoint-*"))
+    if again == "auto":
+        shutil.move(tmp_path / "checkpoint-4", finished / "checkpoint-4")  # the first run goes on
+    train("--resume_from_checkpoint", "auto" if again == "auto" else finished, *best, output_dir=branch)
+    assert list_steps(branch) == [3, 4, 5, 6]
+
+
 def test_a_resumed_run_says_which_other_options_change(train, finished, capsys):
     """Compared with those that are recorded in its folder."""
     train(*own_options(finished), "--max_steps", 5, "--data_placement", "ram", alone=True)
     shown = capsys.readouterr().out
-    assert "from step 5, data_placement is ram instead of mmap" in shown
+    assert "unlike in its recorded options, data_placement is ram instead of mmap" in shown
     assert shown.count(" instead of ") == 2  # with the number of steps
     assert [event["changes"] for event in read_events(finished, "schedule")] == [{"max_steps": [4, 5]}]
 

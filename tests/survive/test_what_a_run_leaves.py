@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import math
+import os
 import re
 import shutil
 import traceback
@@ -24,6 +25,7 @@ from helpers import (
     make_documents,
     read_events,
     read_summary,
+    read_weights,
     read_words,
     run_script,
     values_of,
@@ -40,7 +42,7 @@ from recipe.run.advice import advise, find_train_loss, has_begun_to_diverge
 from recipe.run.decide import count_epochs
 from recipe.run.end import compare_with_expected
 from recipe.run.log import RunLog, describe_progress, describe_seen
-from recipe.run.look import default_name
+from recipe.run.look import default_name, read_evaluations
 
 TENSORBOARD = ["--report_to", "tensorboard"]
 
@@ -292,6 +294,18 @@ def test_a_line_of_the_log_that_no_run_has_written_is_ignored(tmp_path):
     lines = ['{"event": "train", "step": 1e999}', '{"event": "eval", "step": "x"}', '{"step": 1}', "[]"]
     (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"event": "train", "step": 3}']))
     assert read_metrics(tmp_path) == [{"event": "train", "step": 3}]
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"event": "eval", "step": 4, "loss": "abc"}\n{"event": "eval", "step": 2}'
+    )
+    assert read_evaluations(tmp_path) == {}
+
+
+@pytest.mark.parametrize("size", [1000, 20_000])
+def test_a_model_that_is_cut_off_is_written_again_when_the_run_is_repeated(train, finished, size):
+    before = read_weights(finished)
+    os.truncate(finished / "model.safetensors", size)
+    train(*AUTO)
+    assert read_weights(finished) == before
 
 
 # ------------------------------------------------------------------ the loss that a recipe expects
