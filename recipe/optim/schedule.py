@@ -18,7 +18,7 @@ WSD = "warmup_stable_decay"
 DECAY = {"num_decay_steps": 0.2, "decay_type": "linear", "min_lr_ratio": 0.0}  # to zero (modded-nanogpt's records)
 MIN_LR_RATE = 0.1  # GPT-3
 LONGEST_WARMUP = 0.2  # share of a run that is shorter than its recipe's warm-up, or limited by its time
-OPTIONS = ("global_batch_size", *SCHEDULE_OPTIONS)
+SCHEDULED = ("global_batch_size", *SCHEDULE_OPTIONS)
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def plan_schedule(
     before, progress: the checkpoint's. A finished warm-up is not repeated, although a fraction of a new length may be
     longer. A warm-up in typed steps keeps its number of examples when the batch changes.
     """
-    options = {name: getattr(config, name) for name in OPTIONS}
+    options = {name: getattr(config, name) for name in SCHEDULED}
     if config.num_train_epochs is not None:
         num_examples = config.num_train_epochs * num_train_rows + first_example
         num_examples += step * config.global_batch_size - examples  # made with another batch
@@ -93,7 +93,7 @@ def plan_schedule(
 
 def resolve(options: Mapping[str, Any], step: int, examples: int) -> Schedule:
     """Return the schedule of options whose steps count from the run's first one."""
-    schedule = Schedule(**{name: options[name] for name in OPTIONS})
+    schedule = Schedule(**{name: options[name] for name in SCHEDULED})
     batch, warmup, num_examples = schedule.global_batch_size, schedule.warmup_steps, None
     if schedule.max_steps is not None:
         num_examples = examples + max(0, schedule.max_steps - step) * batch
@@ -105,7 +105,7 @@ def resolve(options: Mapping[str, Any], step: int, examples: int) -> Schedule:
 
 def list_changes(before: Schedule, now: Schedule, examples: int) -> dict[str, tuple]:
     """Return the options that differ: {name: (before, now)}. A warm-up that both have finished does not count."""
-    changes = {name: (getattr(before, name), getattr(now, name)) for name in OPTIONS}
+    changes = {name: (getattr(before, name), getattr(now, name)) for name in SCHEDULED}
     if now.warmup_examples is not None and max(before.warmup_examples or 0, now.warmup_examples) <= examples:
         del changes["warmup_steps"]
     return {name: (old, new) for name, (old, new) in sorted(changes.items()) if old != new}

@@ -227,7 +227,7 @@ def checkpoints_of(run_id: str | None, branches: list[str]) -> list[str]:
 # ------------------------------------------------------------------ one upload
 
 
-def stage(source: Path, folder: Path, names: tuple[str, ...]) -> None:
+def link_files(source: Path, folder: Path, names: tuple[str, ...]) -> None:
     """Link the files with these names into a folder, where they outlive the pruning of checkpoints.
 
     The folder appears under its name when it is complete.

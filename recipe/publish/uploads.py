@@ -19,8 +19,8 @@ from recipe.publish.hub import (
     SPOOL_NAME,
     TRAINING_FILES,
     hub_reason,
+    link_files,
     publishes_training_state,
-    stage,
     upload,
 )
 
@@ -62,7 +62,7 @@ class HubUploads:
         """Stage a complete checkpoint for its upload. Any thread can call this."""
         if self.enabled and self.config.hub_strategy != "end":
             names = MODEL_FILES + (TRAINING_FILES if publishes_training_state(self.config) else ())
-            stage(checkpoint, self.spool / f"step-{step:06d}", names)
+            link_files(checkpoint, self.spool / f"step-{step:06d}", names)
             self.is_new = True
 
     def advance(self) -> None:
@@ -87,7 +87,7 @@ class HubUploads:
         until, report_at = time.monotonic() + seconds, time.monotonic() + REPORT_SECONDS
         if final_step is not None:
             try:
-                stage(self.output_dir, self.spool / FINAL_NAME, MODEL_FILES)
+                link_files(self.output_dir, self.spool / FINAL_NAME, MODEL_FILES)
                 self.final_step = final_step
             except OSError as error:  # a full disk, on a file system without links
                 self.failures[FINAL_NAME] = short_reason(error)

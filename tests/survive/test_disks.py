@@ -37,7 +37,7 @@ from recipe.data.prepare import prepare_dataset
 from recipe.data.source import TextSource
 from recipe.data.tokenizer import read_tokenizer
 from recipe.errors import UserError, run_main
-from recipe.publish.hub import stage
+from recipe.publish.hub import link_files
 from recipe.run.folder import lock_output_dir, release_output_dirs
 from recipe.run.log import RunLog
 from recipe.run.look import claim_folder
@@ -272,7 +272,7 @@ def test_what_waits_for_its_upload_is_a_copy_where_there_are_no_links(tmp_path, 
     (tmp_path / "checkpoint-2" / "config.json").write_text("{}")
     for name in ("link", "chmod"):
         monkeypatch.setattr(os, name, fail_with(errno.EPERM))
-    stage(tmp_path / "checkpoint-2", tmp_path / ".hub" / "step-000002", ("config.json", "absent.json"))
+    link_files(tmp_path / "checkpoint-2", tmp_path / ".hub" / "step-000002", ("config.json", "absent.json"))
     shutil.rmtree(tmp_path / "checkpoint-2")
     assert (tmp_path / ".hub" / "step-000002" / "config.json").read_text() == "{}"
 
