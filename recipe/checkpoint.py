@@ -315,8 +315,8 @@ class CheckpointSaver:
     identity: dict[str, Any]  # what a resumed run must share with the checkpoint
     contents: CheckpointContents
     on_failure: Callable[[str, Exception], None]  # gets what could not be written, in the thread that writes
-    # Get each complete checkpoint, its step, and the seconds from its copy to the disk, before older ones are pruned.
-    on_saved: Sequence[Callable[[Path, int, float], None]]
+    on_saved: Callable[[Path, int], None]  # gets each complete checkpoint and its step, before older ones are pruned
+    on_timed: Callable[[float], None]  # gets the seconds that it took, from the copy to the disk
     has_exported: bool = False  # whether the model in the folder, if there is one, is this run's
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
     pending: Future[bool] | None = None  # a checkpoint, the newest one
@@ -378,8 +378,8 @@ class CheckpointSaver:
             return False
         try:
             mark_resumable(True)
-            for tell in self.on_saved:
-                tell(final, content["step"], time.perf_counter() - started_at)
+            self.on_timed(time.perf_counter() - started_at)
+            self.on_saved(final, content["step"])
             self._prune(content)
         except OSError as error:
             self.on_failure(f"what follows {final.name} (upload copy, pruning)", error)
@@ -426,9 +426,9 @@ class CheckpointSaver:
         exported = read_exported(self.output_dir) if self.has_exported else None
         if exported == (state.step, state.loss):
             return False
-        # One of this step or a later one is from before a resume.
-        is_older = exported is not None and exported[0] < state.step
-        return exported is None or not (is_older and self.keeps_best) or state.loss < exported[1]
+        if exported is None or exported[0] >= state.step:  # the latter: from before a resume
+            return True
+        return not self.keeps_best or state.loss < exported[1]
 
     def _wait_for_export(self) -> None:
         export, self.pending_export = self.pending_export, None
@@ -496,4 +496,4 @@ def clean_checkpoints(output_dir: Path) -> None:
         if not (final := output_dir / path.stem[1:]).exists():
             path.rename(final)
     for path in (*output_dir.glob(".*.partial"), *output_dir.glob(".*.replaced")):
-        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
+        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)

@@ -93,7 +93,7 @@ def _delete(path: Path) -> None:
 
 
 def share(path: Path, other: Path) -> None:
-    """Let those read a file who may read the other one, which was created as the umask says."""
+    """Copy the mode of another file, which was created under the umask."""
     if path.stat().st_mode == (mode := other.stat().st_mode):
         return
     try:

@@ -74,7 +74,7 @@ def _report(error: Exception) -> str:
         report = json.dumps({"message": f"error: {error}", "timestamp": int(time.time())})
         with contextlib.suppress(OSError):  # the same disk may be full
             Path(error_file).write_text(report)
-    # What all processes find, one of each machine says: its launcher ends the others while they wait.
+    # One process per machine prints an error that all of them find: its launcher ends the others while they wait.
     time.sleep(TURN_SECONDS * local_rank())
     return f"error: {error}"
 

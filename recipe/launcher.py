@@ -10,7 +10,6 @@ from collections.abc import Mapping, MutableMapping
 
 PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # of torchrun, a number each
 MEETING_POINT = ("MASTER_ADDR", "MASTER_PORT")
-SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")  # of torchrun and mpirun
 PREFIXES = ("PMI_", "MPI_LOCAL", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "TORCHELASTIC_")  # of mpirun and torchrun
 ANSWERS = ("ACCELERATE_", "FSDP_")  # prefixes of the answers to `accelerate config`
 LAUNCHED = {"ACCELERATE_DYNAMO_BACKEND", "TORCHELASTIC_RUN_ID"}  # every launched process has one of them

@@ -69,10 +69,8 @@ def main() -> int:
     record = describe_run(run, accelerator.device, model, state)
     log = RunLog(run, accelerator, state, record, batches, optimizer, guard)
     uploads = HubUploads(config, state.run_id, start.output_dir, log.say)
-    told = (log.saved, uploads.add)  # of each checkpoint
-    saver = CheckpointSaver(
-        start.output_dir, config, schedule, run.identity, contents, log.failed, told, has_exported=run.continues
-    )
+    callbacks = log.failed, uploads.add, log.saved
+    saver = CheckpointSaver(start.output_dir, config, schedule, run.identity, contents, *callbacks, run.continues)
 
     # ------------------------------------------------------------------ loop
     grad_accum = accelerator.gradient_accumulation_steps = run.grad_accum

@@ -32,8 +32,8 @@ from recipe.launcher import answer, dynamo_mode
 from recipe.model.loss import LanguageModelingLoss
 
 
-def find_machine(device: torch.device, num_processes: int = 1, **machine: Any) -> Machine:
-    """Return what this machine and its launcher say about a run. machine: what only the run knows."""
+def find_machine(device: torch.device, num_processes: int = 1, **known: Any) -> Machine:
+    """Return what this machine and its launcher say about a run. known: what only the run knows."""
     return Machine(
         device_type=device.type,
         num_processes=num_processes,
@@ -44,7 +44,7 @@ def find_machine(device: torch.device, num_processes: int = 1, **machine: Any) -
         why_no_inductor=why_no_inductor(device),
         typed_threads=find_typed_threads(),
         thread_counts=list_thread_counts(num_processes),
-        **machine,
+        **known,
     )
 
 

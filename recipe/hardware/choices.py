@@ -27,7 +27,12 @@ PRODUCTS_SHARE = 0.4  # of the time of an uncompiled step, for a run that is lim
 ONE_PER_CPU = "one per CPU"  # nothing to choose
 SAME_REASON = "as in the checkpoint"
 DYNAMO_MODES = ("default", "lite", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-OF_A_MACHINE = {"has_bf16", "why_no_inductor", "typed_threads", "thread_counts"}  # differs by machine: see `combine`
+OF_A_MACHINE = {
+    "has_bf16",
+    "why_no_inductor",
+    "typed_threads",
+    "thread_counts",
+}  # see `combine`
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
 
@@ -124,15 +129,15 @@ def choose(config: TrainConfig, machine: Machine, measured: Measured | None) -> 
     if "precision" not in choices:
         rates, kept = measured.flops_per_second, list_kept(machine).get("mixed_precision")
         ratio, where = rates["bf16"] / rates["no"], "on this device" if machine.device_type != "cpu" else "here"
-        faster, reason = "no", f"fp32 products are {1 / ratio:.1f} times as fast as bf16 {where}"
+        fastest, reason = "no", f"fp32 products are {1 / ratio:.1f} times as fast as bf16 {where}"
         if ratio >= 1:
-            faster = "bf16" if ratio >= MARGIN else "no"
+            fastest = "bf16" if ratio >= MARGIN else "no"
             shown = f"{ratio:.1f}" if ratio >= MARGIN else f"only {ratio:.2f}"
             reason = f"bf16 products are {shown} times as fast as fp32 {where}"
+        choices["precision"] = Choice(fastest, reason)
         if kept in ("no", "bf16"):
-            changes = f"; {reason}: --mixed_precision {faster} would use that" if kept != faster else ""
-            faster, reason = kept, SAME_REASON + changes
-        choices["precision"] = Choice(faster, reason)
+            remedy = f"; {reason}: --mixed_precision {fastest} would use that" if kept != fastest else ""
+            choices["precision"] = Choice(kept, SAME_REASON + remedy)
     if "dynamo" not in choices:
         seconds = machine.total_flops / measured.flops_per_second[choices["precision"].value]
         if config.max_minutes is not None:

@@ -36,7 +36,7 @@ def try_micro_batch(
     """
     if accelerator.device.type == "cpu":
         return size
-    rows = torch.empty(data_bytes, dtype=torch.uint8, device=accelerator.device)  # stand for those that come later
+    rows = torch.empty(data_bytes, dtype=torch.uint8, device=accelerator.device)  # loaded later
     share = config.global_batch_size // accelerator.num_processes
     try:
         for group in optimizer.param_groups:

@@ -58,7 +58,7 @@ class HubUploads:
         self.num_skipped = 0  # checkpoints that a newer one replaced
         self.url: str | None = None
 
-    def add(self, checkpoint: Path, step: int, _seconds: float = 0.0) -> None:
+    def add(self, checkpoint: Path, step: int) -> None:
         """Stage a complete checkpoint for its upload. Any thread can call this."""
         if self.enabled and self.config.hub_strategy != "end":
             names = MODEL_FILES + (TRAINING_FILES if publishes_training_state(self.config) else ())

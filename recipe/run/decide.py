@@ -433,12 +433,12 @@ def list_other_changes(start: Start) -> dict[str, tuple]:
     Compared by its private training_config.yaml, so they include an option that somebody has added.
     """
     assert start.resume is not None
-    told = {*SCHEDULE_OPTIONS, *IDENTITY_OPTIONS, *RESOLVED, "global_batch_size", "config_overrides"}
+    told = {*SCHEDULE_OPTIONS, *IDENTITY_OPTIONS, *RESOLVED, "global_batch_size", "config_overrides", "push_to_hub"}
     before = {name: option.default for name, option in OPTIONS.items()} | start.resume.options
     return {
         name: (before[name], now)
         for name, now in sorted(vars(start.requested).items())
-        if start.resume.options and name not in told | PATHS and "hub" not in name and before[name] != now
+        if start.resume.options and name not in told | PATHS and not name.startswith("hub_") and before[name] != now
     }
 
 

@@ -138,8 +138,8 @@ def describe_end(run: Run, state: RunState, exported: dict[str, Any]) -> Iterato
         yield f"the validation loss was lower before this training: {before}"
     if was_capped(run, state):
         used = f"{state.seconds / 60:.1f} of {run.config.max_minutes:g} minutes"
-        epochs = run.start.requested.num_train_epochs
-        yield f"ended after {epochs:g} epochs and {used}; --num_train_epochs lifts this limit"
+        most = run.start.requested.num_train_epochs
+        yield f"ended after {most:g} epochs and {used}; --num_train_epochs lifts this limit"
 
 
 def was_capped(run: Run, state: RunState) -> bool:

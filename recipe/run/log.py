@@ -13,7 +13,6 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -230,8 +229,8 @@ class RunLog:
         for line in advise(self.events, self.run.start.requested, self.device.type, self.total_bytes):
             self.say_sentence(line)
 
-    def saved(self, _checkpoint: Path, _step: int, seconds: float) -> None:
-        """Warn after the first checkpoint, which took so long, if the launcher would not wait for one."""
+    def saved(self, seconds: float) -> None:
+        """Warn after the first checkpoint, which took this long, if the launcher would not wait for one."""
         if not self.has_saved and (warning := kill_warning(os.environ, self.step_seconds + seconds)):
             self.say_sentence(f"warning: {warning}")
         self.has_saved = True

@@ -276,7 +276,7 @@ def load_state(run: Run, contents: CheckpointContents) -> RunState:
 def prepare_folder(run: Run, state: RunState) -> dict[int, dict[str, Any]]:
     """Make the log and the options in the run's folder those of this state. Returns the evaluations of the stage.
 
-    The log goes on after the state's step, as what follows will be logged again. A download brings the log of its run.
+    Events after the state's step are dropped, because those steps will be logged again. A download includes its log.
     """
     folder, resume = run.start.output_dir, run.start.resume
     if resume is not None and resume.repo_id is not None and (resume.path / METRICS_NAME).is_file():

@@ -43,7 +43,7 @@ def show_start(log: RunLog, record: dict[str, Any], state: RunState, eval_rows: 
     if run.changes:
         log.record_changes(state.step, run.changes)
     for name, (then, now) in run.other_changes.items():
-        log.say(f"unlike in its recorded options, {name} is {now} instead of {then}")
+        log.say(f"{name} is {now}; the run's recorded options have {then}")
     if saved:
         progress = saved.state.progress, measure_progress(run.schedule, state)
         if jump := describe_jump(saved.schedule, run.schedule, state.examples, *progress):

@@ -78,7 +78,7 @@ class StopSignals:
 
 @contextlib.contextmanager
 def leave_preparation() -> Iterator[None]:
-    """Until the loop looks at signals, let Slurm's notice end the run as one that the same command begins again."""
+    """Before the loop handles signals, exit on Slurm's notice, so that the job is queued again. Nothing is lost."""
 
     def leave(number: int, _frame: FrameType | None) -> None:
         mark_resumable(True)

@@ -155,7 +155,7 @@ STARTS = [
     (f"{PUSH} {AUTO}", at(4, main_branch=MINE, has=(OWN,)), CONTINUES),
     (f"{PUSH} {AUTO}", at(4, main_branch=ANOTHER, has=(OWN,)), HELD),
     (f"{PUSH} {FROM_BASE}", at(main_branch=MINE, named=BASE, has=(THERE,)), HELD),
-    # The same run goes on only from the repository to which it publishes, whatever id a checkpoint has.
+    # A run continues only from the repository it publishes to, whatever id a checkpoint has.
     (FROM_HUB, at(named=ADDRESS, has=(ON_HUB,)), "branches from run/.hub/resumed"),
     (f"{PUSH} {FROM_HUB}", at(named=ADDRESS, main_branch=MINE, has=(ON_HUB,)), "continues run/.hub/resumed"),
     (f"{PUSH} {RESUME} hf://u/fork", at(named=there("hf://u/fork"), main_branch=MINE, has=(FORK,)), HELD),

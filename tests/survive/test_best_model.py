@@ -1,6 +1,7 @@
 """The model with the lowest validation loss is kept and exported, and a run whose loss no longer falls ends."""
 
 import errno
+import time
 
 import pytest
 from accelerate import Accelerator
@@ -96,6 +97,8 @@ def test_the_best_model_is_in_the_folder_of_the_run_while_it_trains(train, tmp_p
     run, found = tmp_path / "run", []
 
     def look():
+        while read_exported(run) is None:  # it is written in the background
+            time.sleep(0.01)
         found.append(read_exported(run))
         assert AutoModelForCausalLM.from_pretrained(run).config.vocab_size == 500
 
